@@ -1,0 +1,1 @@
+"""kvjax keeps the key-value cache of a decoder small."""

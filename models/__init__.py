@@ -1,0 +1,43 @@
+"""Decoders in Flax, and the families of checkpoints they are read from. Import as `kvjax.models`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from . import llama, mistral
+from .config import DecoderConfig, UnsupportedModel
+from .decoder import Attend, AttentionLayer, Decoder
+from .rope import Llama3Scaling, Rope, rotate
+from .weights import Weight
+
+FAMILIES: dict[str, ModuleType] = {"llama": llama, "mistral": mistral}
+
+
+def family(model_type: str) -> ModuleType:
+    """The module that maps `model_type`'s config and weight names. Raises UnsupportedModel for an unknown one."""
+    if model_type not in FAMILIES:
+        raise UnsupportedModel(f"model_type {model_type!r} is not supported; accepted: {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[model_type]
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
+    """Maps a Hugging Face `config.json` to a DecoderConfig. Raises UnsupportedModel, naming the field at fault."""
+    return family(str(hf.get("model_type"))).config_from_hf(hf)
+
+
+__all__ = [
+    "FAMILIES",
+    "Attend",
+    "AttentionLayer",
+    "Decoder",
+    "DecoderConfig",
+    "Llama3Scaling",
+    "Rope",
+    "UnsupportedModel",
+    "Weight",
+    "config_from_hf",
+    "family",
+    "rotate",
+]

@@ -1,0 +1,139 @@
+"""One decoder for all families: pre-norm, rotary grouped-query attention, gated MLP. Knows of no cache and no policy.
+
+Attention is an argument. A layer computes q, k and v, hands them *before rotation* to `attend` together with the
+opaque cache, and projects what comes back; what a cache is, and which tokens a query sees, is the caller's affair.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from .config import DecoderConfig
+from .rope import Rope
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """What an attention function may know of the layer that calls it."""
+
+    index: int
+    rope: Rope
+    window: int | None
+    scale: float
+    output: Float[Array, "Hq D M"]
+
+
+class Attend(Protocol):
+    """Attention as an argument: rotates q and k, attends, and returns the context and the updated cache."""
+
+    def __call__(
+        self,
+        layer: AttentionLayer,
+        q: Float[Array, "B Hq N D"],
+        k: Float[Array, "B H N D"],
+        v: Float[Array, "B H N D"],
+        cache: Any,
+        /,
+    ) -> tuple[Float[Array, "B Hq N D"], Any]: ...
+
+
+def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int, dtype: jnp.dtype) -> nnx.Param:
+    """A normal weight of variance 1 / fan_in, marked with its logical axes (sharding maps them onto a mesh)."""
+    value = jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5
+    return nnx.Param(value.astype(dtype), out_sharding=axes, eager_sharding=False)
+
+
+class RMSNorm(nnx.Module):
+    def __init__(self, config: DecoderConfig, dtype: jnp.dtype):
+        self.epsilon = config.norm_epsilon
+        self.scale = nnx.Param(jnp.ones(config.hidden_size, dtype), out_sharding=("embed",), eager_sharding=False)
+
+    def __call__(self, x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
+        wide = x.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        return normed.astype(x.dtype) * self.scale[...]
+
+
+class Attention(nnx.Module):
+    """Projections to query, key and value heads and back."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: jnp.dtype):
+        M, Hq, H, D = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+        self.query = weight(rngs, (M, Hq, D), ("embed", "heads", "head_dim"), M, dtype)
+        self.key = weight(rngs, (M, H, D), ("embed", "kv_heads", "head_dim"), M, dtype)
+        self.value = weight(rngs, (M, H, D), ("embed", "kv_heads", "head_dim"), M, dtype)
+        self.output = weight(rngs, (Hq, D, M), ("heads", "head_dim", "embed"), Hq * D, dtype)
+
+    def __call__(
+        self, x: Float[Array, "B N M"], layer: AttentionLayer, attend: Attend, cache: Any
+    ) -> tuple[Float[Array, "B N M"], Any]:
+        q, k, v = (jnp.einsum("BNM,MHD->BHND", x, projection[...]) for projection in (self.query, self.key, self.value))
+        context, cache = attend(layer, q, k, v, cache)
+        return jnp.einsum("BHND,HDM->BNM", context, self.output[...]), cache
+
+
+class MLP(nnx.Module):
+    """SwiGLU (arXiv 2002.05202)."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: jnp.dtype):
+        M, F = config.hidden_size, config.mlp_size
+        self.gate = weight(rngs, (M, F), ("embed", "mlp"), M, dtype)
+        self.up = weight(rngs, (M, F), ("embed", "mlp"), M, dtype)
+        self.down = weight(rngs, (F, M), ("mlp", "embed"), F, dtype)
+
+    def __call__(self, x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
+        return (jax.nn.silu(x @ self.gate[...]) * (x @ self.up[...])) @ self.down[...]
+
+
+class Layer(nnx.Module):
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: jnp.dtype):
+        self.attention_norm = RMSNorm(config, dtype)
+        self.attention = Attention(config, rngs, dtype)
+        self.mlp_norm = RMSNorm(config, dtype)
+        self.mlp = MLP(config, rngs, dtype)
+
+    def __call__(
+        self, x: Float[Array, "B N M"], layer: AttentionLayer, attend: Attend, cache: Any
+    ) -> tuple[Float[Array, "B N M"], Any]:
+        context, cache = self.attention(self.attention_norm(x), layer, attend, cache)
+        x = x + context
+        return x + self.mlp(self.mlp_norm(x)), cache
+
+
+class Decoder(nnx.Module):
+    """The parameters of a decoder, with its config as static data. A pytree: pass it to `jax.jit` as it is."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32):
+        V, M = config.vocab_size, config.hidden_size
+        self.config = config
+        self.embed = weight(rngs, (V, M), ("vocab", "embed"), M, dtype)
+        self.layers = nnx.List([Layer(config, rngs, dtype) for _ in config.windows])
+        self.norm = RMSNorm(config, dtype)
+        self.unembed = None if config.tie_embeddings else weight(rngs, (M, V), ("embed", "vocab"), M, dtype)
+
+    def __call__(
+        self, tokens: Int[Array, "B N"], attend: Attend, cache: Any = None
+    ) -> tuple[Float[Array, "B N M"], Any]:
+        """Runs the layers, unrolled, and returns the normed hidden states and the cache that `attend` left.
+
+        Token positions are not an argument: they matter to rotation and masking only, which are `attend`'s.
+        """
+        x = self.embed[...][tokens]
+        for index, (layer, window) in enumerate(zip(self.layers, self.config.windows, strict=True)):
+            record = AttentionLayer(
+                index, self.config.rope, window, self.config.scale, output=layer.attention.output[...]
+            )
+            x, cache = layer(x, record, attend, cache)
+        return self.norm(x), cache
+
+    def logits(self, hidden: Float[Array, "... M"]) -> Float[Array, "... V"]:
+        """Next-token logits in float32."""
+        if self.unembed is None:
+            return jnp.einsum("...M,VM->...V", hidden, self.embed[...], preferred_element_type=jnp.float32)
+        return jnp.einsum("...M,MV->...V", hidden, self.unembed[...], preferred_element_type=jnp.float32)
