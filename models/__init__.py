@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from . import llama, mistral
-from .config import DecoderConfig, UnsupportedModel
+from .config import DecoderConfig, UnsupportedModelError
 from .decoder import Attend, AttentionLayer, Decoder
 from .rope import Llama3Scaling, Rope, rotate
 from .weights import Weight
@@ -16,14 +16,16 @@ FAMILIES: dict[str, ModuleType] = {"llama": llama, "mistral": mistral}
 
 
 def family(model_type: str) -> ModuleType:
-    """The module that maps `model_type`'s config and weight names. Raises UnsupportedModel for an unknown one."""
+    """The module that maps `model_type`'s config and weight names. Raises UnsupportedModelError for an unknown one."""
     if model_type not in FAMILIES:
-        raise UnsupportedModel(f"model_type {model_type!r} is not supported; accepted: {', '.join(sorted(FAMILIES))}")
+        raise UnsupportedModelError(
+            f"model_type {model_type!r} is not supported; accepted: {', '.join(sorted(FAMILIES))}"
+        )
     return FAMILIES[model_type]
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
-    """Maps a Hugging Face `config.json` to a DecoderConfig. Raises UnsupportedModel, naming the field at fault."""
+    """Maps a Hugging Face `config.json` to a DecoderConfig. Raises UnsupportedModelError, naming the field at fault."""
     return family(str(hf.get("model_type"))).config_from_hf(hf)
 
 
@@ -35,7 +37,7 @@ __all__ = [
     "DecoderConfig",
     "Llama3Scaling",
     "Rope",
-    "UnsupportedModel",
+    "UnsupportedModelError",
     "Weight",
     "config_from_hf",
     "family",

@@ -9,13 +9,13 @@ from typing import Any
 from .rope import Llama3Scaling, Rope
 
 
-class UnsupportedModel(ValueError):
+class UnsupportedModelError(ValueError):
     """A config asks for an architecture or a computation that this library does not implement."""
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The static description of a decoder. Axis letters: V vocabulary, M hidden, F MLP, Hq query heads, H kv heads, D head.
+    """The static description of a decoder. Axes: V vocabulary, M hidden, F MLP, Hq query heads, H kv heads, D head.
 
     Attributes:
         family: the Hugging Face `model_type` this decoder is read from and written to.
@@ -38,11 +38,11 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise UnsupportedModel(
+            raise UnsupportedModelError(
                 f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={self.num_kv_heads}"
             )
         if self.head_dim % 2:
-            raise UnsupportedModel(f"head_dim={self.head_dim} is odd; RoPE rotates pairs of channels")
+            raise UnsupportedModelError(f"head_dim={self.head_dim} is odd; RoPE rotates pairs of channels")
 
     @property
     def num_layers(self) -> int:
@@ -60,9 +60,9 @@ class DecoderConfig:
 
 
 def require(hf: Mapping[str, Any], field: str, *accepted: Any) -> None:
-    """Raises UnsupportedModel if `field` of a Hugging Face config is present and not one of `accepted`."""
+    """Raises UnsupportedModelError if `field` of a Hugging Face config is present and not one of `accepted`."""
     if field in hf and hf[field] not in accepted:
-        raise UnsupportedModel(
+        raise UnsupportedModelError(
             f"config field {field}={hf[field]!r} is not supported for model_type={hf.get('model_type')!r}; "
             f"accepted: {', '.join(repr(value) for value in accepted)}"
         )
@@ -77,7 +77,7 @@ def base_config(hf: Mapping[str, Any], windows: tuple[int | None, ...]) -> Decod
         if not isinstance(hf.get(field), int)
     ]
     if missing:
-        raise UnsupportedModel(f"config.json lacks the integer field(s) {', '.join(missing)}")
+        raise UnsupportedModelError(f"config.json lacks the integer field(s) {', '.join(missing)}")
     heads = hf["num_attention_heads"]
     return DecoderConfig(
         family=hf["model_type"],
@@ -133,7 +133,7 @@ def rope_from_hf(hf: Mapping[str, Any]) -> Rope:
                 original_max_positions=int(parameters["original_max_position_embeddings"]),
             ),
         )
-    raise UnsupportedModel(f"rope type {kind!r} is not supported; accepted: 'default', 'llama3'")
+    raise UnsupportedModelError(f"rope type {kind!r} is not supported; accepted: 'default', 'llama3'")
 
 
 def rope_to_hf(rope: Rope) -> dict[str, Any]:

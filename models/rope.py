@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1: wavelengths beyond the original context are stretched by `factor`, shorter ones kept, a ramp between."""
+    """Llama 3.1: wavelengths beyond the original context are stretched by `factor`, short ones kept, a ramp between."""
 
     factor: float
     low_frequency_factor: float
