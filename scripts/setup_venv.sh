@@ -32,7 +32,7 @@ setup_venv() {
         fi
         extra=$(IFS=,; echo "$*")
         echo "Installing kvjax[$extra] in .venv; this takes about a minute." >&2
-        .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[$extra]" || return 1
+        .venv/bin/python -m pip install -qq --disable-pip-version-check --editable ".[$extra]" || return 1
         for extra in "$@"; do echo "$state" >".venv/kvjax-$extra"; done
     fi
     export PATH="$PWD/.venv/bin:$PATH"
