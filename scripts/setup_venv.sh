@@ -31,7 +31,7 @@ setup_venv() {
             "$python" -m venv .venv || return 1
         fi
         extra=$(IFS=,; echo "$*")
-        echo "Installing kvjax[$extra] in .venv; this takes about a minute." >&2
+        echo "Installing kvjax[$extra] in .venv; this can take a few minutes." >&2
         .venv/bin/python -m pip install -qq --disable-pip-version-check --editable ".[$extra]" || return 1
         for extra in "$@"; do echo "$state" >".venv/kvjax-$extra"; done
     fi
