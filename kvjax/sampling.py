@@ -58,7 +58,7 @@ def keep_top_p(logits: Float32[Array, "B V"], p: float) -> Float32[Array, "B V"]
     # sums. A sort of 128k logits takes 25 times as long on a CPU.
     bits = jax.lax.bitcast_convert_type(probabilities, jnp.int32)
 
-    def halve(_: int, bounds: tuple[Int32[Array, "B 1"], Int32[Array, "B 1"]]):
+    def halve(_: int, bounds: tuple[Int32[Array, "B 1"], ...]) -> tuple[Int32[Array, "B 1"], ...]:
         low, high = bounds
         middle = low + (high - low) // 2
         above = jnp.sum(probabilities, axis=-1, keepdims=True, where=bits > middle)

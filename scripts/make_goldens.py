@@ -106,11 +106,16 @@ def run(
     if press is None:
         logits = model(prompt[None], past_key_values=cache).logits[0]
     else:
-        score = type(press).score
-        press.score = lambda *args: scores.append(score(press, *args)) or scores[-1]  # type: ignore[method-assign]
+        score = press.score
+
+        def recorded(*args: Any) -> torch.Tensor:
+            scores.append(score(*args))
+            return scores[-1]
+
+        press.score = recorded
         with press(model):
             logits = model(prompt[None], past_key_values=cache).logits[0]
-        del press.score
+        del press.score  # the class's own again
     kept = [torch.cat([layer.keys[0], layer.values[0]], dim=-1) for layer in cache.layers]
 
     tokens, step_logits = [int(logits[-1].argmax())], []

@@ -224,6 +224,7 @@ def test_same_distribution_as_transformers(text):
     from transformers.generation import logits_process as hf
 
     sampler, logits = parse(text), random_logits(16, seed=7)
+    assert isinstance(sampler, Sampler)
     ids = np.random.default_rng(8).integers(0, V, size=(16, 20))
     processors = hf.LogitsProcessorList()
     if sampler.repetition_penalty is not None:
