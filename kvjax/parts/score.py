@@ -192,6 +192,7 @@ class WindowAttention(Score):
             lse=ring.lse if self.normalise == "full" else None,
             scale=moment.scale,
             window=moment.window,
+            causal=False,
             reduction=self.reduction,
         )
         return scores if self.pool is None else self.pool(scores, distant)
