@@ -179,6 +179,11 @@ class KVCache:
         return self.length.shape[0]
 
     @property
+    def dtype(self) -> jnp.dtype:
+        """Of keys and values."""
+        return self.layers[0].keys.dtype
+
+    @property
     def nbytes(self) -> int:
         """Bytes held: keys, values, positions and every policy's state."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self.layers))

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attention import decoding, reading
 from kvjax.cache import KVCache
+from kvjax.clock import Clock
 from kvjax.models import Decoder
 from kvjax.policy import Policy
 
@@ -127,17 +128,23 @@ def read_prompt(
     room: int,
     chunk: int | None,
     compress: Compress,
+    clock: Clock | None = None,
 ) -> tuple[Float[Array, "B V"], KVCache]:
     """Extends a cache by a whole prompt, in chunks if asked, and leaves room for `room` tokens to be decoded.
 
     Rows end together in the last chunk. Between chunks nothing is compressed, so that the result is that of one call,
-    unless `compress` is "chunk".
+    unless `compress` is "chunk". The clock counts the programs run as "prefill".
     """
+    run = partial((clock or Clock()).run, "prefill")
     compresses, final = resolve(cache, compress)
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk={chunk}; accepted is a number of tokens >= 1, or None for the prompt in one piece")
+    if compress == "chunk" and chunk is None:
+        raise ValueError("compress='chunk' needs chunk=, the number of tokens to read at a time")
     occupied = occupied_slots(cache)
     if chunk is None or chunk >= tokens.shape[1]:
         slots = plan_slots(cache, occupied, new=tokens.shape[1], room=room, compress=compresses)
-        return _read(params, cache, tokens, lengths, slots=slots, compress=compresses, final=final)
+        return run(_read, params, cache, tokens, lengths, slots=slots, compress=compresses, final=final)
     chunks = -(-tokens.shape[1] // chunk)
     tokens = np.pad(tokens, ((0, 0), (chunks * chunk - tokens.shape[1], 0)))
     between = plan_slots(cache, occupied, new=(chunks - 1) * chunk, room=0, compress=compress == "chunk")
@@ -147,10 +154,12 @@ def read_prompt(
         part, part_lengths = tokens[:, i * chunk : (i + 1) * chunk], np.clip(lengths - rest, 0, chunk)
         if rest:
             go = _read_on if i else _read  # the first cache is the caller's
-            _, cache = go(params, cache, part, part_lengths, slots=between, compress=compress == "chunk", final=False)
+            _, cache = run(
+                go, params, cache, part, part_lengths, slots=between, compress=compress == "chunk", final=False
+            )
     occupied = occupied_slots(cache)
     slots = plan_slots(cache, occupied, new=chunk, room=room, compress=compresses)
-    return _read_on(params, cache, part, part_lengths, slots=slots, compress=compresses, final=final)
+    return run(_read, params, cache, part, part_lengths, slots=slots, compress=compresses, final=final)
 
 
 def resolve(cache: KVCache, compress: Compress) -> tuple[bool, bool]:

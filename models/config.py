@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
 from .rope import Llama3Scaling, Rope
 
 
@@ -52,6 +55,10 @@ class DecoderConfig:
     def group(self) -> int:
         """Query heads per kv head, G = Hq / H."""
         return self.num_heads // self.num_kv_heads
+
+    def bytes_per_token(self, dtype: DTypeLike) -> int:
+        """Bytes that one token's keys and values take in an uncompressed cache: 2 L H D times the size of a number."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * jnp.dtype(dtype).itemsize
 
     @property
     def scale(self) -> float:
