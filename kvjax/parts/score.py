@@ -44,7 +44,10 @@ class AccumulatedAttention(Score):
 
 @dataclass(frozen=True)
 class LastAttention(Score):
-    """Attention received from the last query, averaged over all query heads of the layer."""
+    """Attention received from the last query, averaged over all query heads of the layer.
+
+    All heads score alike, so they keep the same tokens, and in the same slots: the average is taken slot by slot.
+    """
 
     @property
     def received(self) -> Received:
