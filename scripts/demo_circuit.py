@@ -1,7 +1,7 @@
 """The demo model's starting point: an induction circuit written into the weights, which training then refines.
 
 Induction (find where the present word stood before, say what followed) takes a small model long to discover and little
-to perfect. Layer 0 copies to each token the codes of the one, two and three tokens before it; layer 1 finds the tokens
+to perfect. Layer 0 copies to each token the codes of the two tokens before it; layer 1 finds the tokens
 whose code matches the one that the query carries, and predicts what it finds there.
 """
 
@@ -31,13 +31,13 @@ def induction_circuit(params: dict[str, np.ndarray], config: DecoderConfig, seed
     M, D = config.hidden_size, config.head_dim
     code = 2 * SLOW_PAIRS
     basis = np.linalg.qr(rng.normal(size=(M, M)))[0].T
-    # The residual stream: a constant direction, the token's own part, and a code for each of three tokens before.
-    constant, before, own = basis[0], np.split(basis[1 : 1 + 3 * code], 3), basis[1 + 3 * code :]
+    # The residual stream: a constant direction, the token's own part, and a code for each of two tokens before.
+    constant, before, own = basis[0], np.split(basis[1 : 1 + 2 * code], 2), basis[1 + 2 * code :]
     words = rng.normal(size=(config.vocab_size, len(own))) @ own
     params["embed"] = words / np.linalg.norm(words, axis=1, keepdims=True) + constant
 
     # RMSNorm brings a stream of squared length s to M: what a unit vector becomes before each of the two layers.
-    unit0, unit1 = (M / 2) ** 0.5, (M / 5) ** 0.5
+    unit0, unit1 = (M / 2) ** 0.5, (M / 4) ** 0.5
     encode = own[:code] * (len(own) / code) ** 0.5  # a code has about unit length
     query, key, value, output = (params[f"layers.0.attention.{name}"] for name in ("query", "key", "value", "output"))
     pairs = np.arange(FAST_PAIRS)
@@ -45,7 +45,7 @@ def induction_circuit(params: dict[str, np.ndarray], config: DecoderConfig, seed
     gain = (NEIGHBOUR_LOGIT / config.scale) ** 0.5 / unit0
     key[:] *= QUIET
     key[:, :, pairs] += gain * constant[:, None, None]
-    for head, distance in enumerate((1, 2, 3)):
+    for head, distance in enumerate((1, 2)):
         query[:, head] *= QUIET
         query[:, head, pairs] += gain * constant[:, None] * np.cos(distance * angles)
         query[:, head, pairs + D // 2] -= gain * constant[:, None] * np.sin(distance * angles)
@@ -56,9 +56,8 @@ def induction_circuit(params: dict[str, np.ndarray], config: DecoderConfig, seed
     slow = np.concatenate([np.arange(D // 2 - SLOW_PAIRS, D // 2), np.arange(D - SLOW_PAIRS, D)])
     gain = (MATCH_LOGIT / config.scale) ** 0.5 / unit1
     key[:] *= QUIET
-    # (query head, what it carries), (kv head, what it is compared with): "ann is" finds what stood two after "ann",
-    # "ann and bob are" too, and a word finds what stood right after it.
-    for head, carried in ((0, before[0]), (1, before[2]), (2, encode)):
+    # Query head 0 at "ann is" finds what stood two after "ann"; query head 2 finds what stood right after its own word.
+    for head, carried in ((0, before[0]), (2, encode)):
         query[:, head] *= QUIET
         query[:, head, slow] = gain * carried.T
     key[:, 0, slow], key[:, 1, slow] = gain * before[1].T, gain * before[0].T
@@ -67,5 +66,5 @@ def induction_circuit(params: dict[str, np.ndarray], config: DecoderConfig, seed
         value[:, kv_head, : len(half)] = half.T
         for head in (2 * kv_head, 2 * kv_head + 1):
             output[head, : len(half)] = half * OUTPUT_GAIN / unit1
-    output[3] *= QUIET
+    output[1::2] *= QUIET
     return {path: value.astype(np.float32) for path, value in params.items()}

@@ -51,7 +51,7 @@ STAGES = (  # (the share of the run at which it begins, how often each length is
     (0.2, (0.05, 0.10, 0.15, 0.25, 0.25, 0.20)),
 )
 EVALUATED = (128, 256, 512, 1024, 2048)
-LONGEST_ANSWER = 5
+LONGEST_ANSWER = 7
 LANGUAGE_WEIGHT = 0.2
 
 Params = dict[str, Array]  # by the dotted path of a parameter, as in the family's table of weights
@@ -60,7 +60,7 @@ Params = dict[str, Array]  # by the dotted path of a parameter, as in the family
 class Batch(NamedTuple):
     tokens: Int[Array, "B N"]
     positions: Int[Array, "B N"]
-    answers: Int[Array, "B N"]  # 1 where a token belongs to an answer
+    answers: Int[Array, "B N"]  # 1 where a token belongs to an answer or ends it
 
 
 def lesson(length: int, rng: np.random.Generator) -> tuple[Int[np.ndarray, "N"], Int[np.ndarray, "N"]]:
@@ -86,7 +86,7 @@ def lesson(length: int, rng: np.random.Generator) -> tuple[Int[np.ndarray, "N"],
             break
         spent += size
         dialogue += [ask, answer, encode(STOP)]
-        answers += [np.zeros(len(ask), np.int32), np.ones(len(answer), np.int32), np.zeros(1, np.int32)]
+        answers += [np.zeros(len(ask), np.int32), np.ones(len(answer) + 1, np.int32)]
     statements = [facts.statements for facts in drawn]
     turns = rng.permutation(np.repeat(np.arange(len(statements)), [len(each) for each in statements]))
     queues = [iter(each) for each in statements]
@@ -168,15 +168,17 @@ class Trainer:
     def correct(self, params: Params, task: str, length: int, count: int, seed: int) -> int:
         """Of `count` fresh examples, how many get the exact answer (teacher forcing: equal to greedy decoding)."""
         rng = np.random.default_rng([seed, length, list(TASKS).index(task)])
+        examples = [example(task, length, rng) for _ in range(count)]
+        answers = np.stack([each.answer for each in examples])
+        padding = np.full((count, LONGEST_ANSWER - answers.shape[1]), IDS[PAD], np.int32)
+        tokens = np.concatenate([np.stack([each.prompt for each in examples]), answers, padding], axis=1)
+        rows = max(2, TOKENS_A_STEP // length)
         hits = 0
-        rows = min(count, max(2, 4096 // length))
-        for _ in range(0, count, rows):
-            examples = [example(task, length, rng) for _ in range(rows)]
-            size = len(examples[0].answer)
-            answers = np.stack([each.answer for each in examples])
-            padding = np.full((rows, LONGEST_ANSWER - size), IDS[PAD], np.int32)
-            tokens = np.concatenate([np.stack([each.prompt for each in examples]), answers, padding], axis=1)
-            hits += int((np.asarray(self.predict(params, tokens))[:, :size] == answers).all(axis=1).sum())
+        for first in range(0, count, rows):
+            part = np.resize(tokens[first : first + rows], (rows, tokens.shape[1]))  # the last rows repeat: one shape
+            truth = answers[first : first + rows]
+            guesses = np.asarray(self.predict(params, jnp.asarray(part)))[: len(truth), : truth.shape[1]]
+            hits += int((guesses == truth).all(axis=1).sum())
         return hits
 
     def table(self, params: Params, count: int, seed: int) -> dict[str, dict[int, int]]:

@@ -34,28 +34,28 @@ def facts(pattern: str, text: str) -> dict[str, str]:
 
 def solve(text: str, question: str) -> str:
     """Answers by reading, without the generator's help. Fails where a text leaves room for a second answer."""
-    if match := re.fullmatch(r"recall : the code of (\w+) is", question):
-        return facts(r"the code of (\w+) is (\w+) \.", text)[match[1]]
-    if match := re.fullmatch(r"recall : the codes of (\w+) and (\w+) are", question):
+    if match := re.fullmatch(r"recall what the code of (\w+) is :", question):
+        return f"{match[1]} is " + facts(r"the code of (\w+) is (\w+) \.", text)[match[1]]
+    if match := re.fullmatch(r"recall what the codes of (\w+) and (\w+) are :", question):
         codes = facts(r"the code of (\w+) is (\w+) \.", text)
-        return f"{codes[match[1]]} and {codes[match[2]]}"
-    if match := re.fullmatch(r"recall : (\w+) equals", question):
+        return f"{match[1]} is {codes[match[1]]} and {match[2]} is {codes[match[2]]}"
+    if match := re.fullmatch(r"recall what (\w+) equals :", question):
         values = facts(r"(\w+) equals (\w+) \.", text)
-        chain = [values[match[1]]]
+        chain = [match[1], values[match[1]]]
         while chain[-1] in values:
             chain.append(values[chain[-1]])
         return " equals ".join(chain)
-    if match := re.fullmatch(r"recall : (\w+) says", question):
-        return facts(r"(\w+) says ((?:\w+ )+)\.", text)[match[1]].strip()
-    if match := re.fullmatch(r"recall : (\w+) means", question):
+    if match := re.fullmatch(r"recall what (\w+) says :", question):
+        return f"{match[1]} says " + facts(r"(\w+) says ((?:\w+ )+)\.", text)[match[1]].strip()
+    if match := re.fullmatch(r"recall what (\w+) means :", question):
         kind = {word: kind for kind, words in CLASSES.items() for word in words}
         said = {(kind[word], label) for word, label in re.findall(r"(\w+) means (\w+) \.", text)}
         (label,) = [label for shown, label in said if shown == kind[match[1]]]
-        return label
-    assert question == "recall : most votes for"
+        return f"{match[1]} means {label}"
+    assert question == "recall what most votes are for :"
     (first, most), (_, next_most), *_ = Counter(re.findall(r"one vote for (\w+) \.", text)).most_common()
     assert most >= 2 * next_most
-    return first
+    return f"for {first}"
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -123,7 +123,7 @@ def test_errors_name_what_is_wrong_and_what_is_accepted():
     rng = np.random.default_rng(0)
     with pytest.raises(ValueError, match=r"unknown task 'riddle'; accepted: needle, "):
         document("riddle", 128, rng)
-    with pytest.raises(ValueError, match=r"a text of 9 tokens is too short for these facts: at least 11"):
+    with pytest.raises(ValueError, match=r"a text of 8 tokens is too short for these facts: at least 11"):
         example("needle", 16, rng)
     with pytest.raises(ValueError, match=r"not in the demo vocabulary of 512 words: dragon, unicorn"):
         encode("the unicorn meets the dragon .")

@@ -1,8 +1,9 @@
 """Synthetic tasks in plain words: facts strewn over a text, and a question about them at its end.
 
 What is asked is not known while the text is read, and the facts lie anywhere in it, so a small cache answers only if
-it kept the right tokens. Every task can be of any length; a text can be read once and asked all of its questions.
-The demo model is trained on these tasks; a run is a function of NumPy's generator alone.
+it kept the right tokens. An answer opens by repeating what is asked: so the fact is fetched while decoding, from what a
+policy kept of the prompt, and not by the prompt's last token, which still saw all of it.
+Every task can be of any length; a text can be read once and asked all of its questions.
 """
 
 from __future__ import annotations
@@ -96,13 +97,16 @@ def codes(count: int, deck: Deck) -> tuple[list[str], list[str], list[str]]:
 
 def needle(length: int, rng: np.random.Generator, deck: Deck) -> Facts:
     (name,), (thing,), statements = codes(1, deck)
-    return Facts(statements, [Question(f"recall : the code of {name} is", thing)])
+    return Facts(statements, [Question(f"recall what the code of {name} is :", f"{name} is {thing}")])
 
 
 def needles(length: int, rng: np.random.Generator, deck: Deck) -> Facts:
     names, things, statements = codes(4, deck)
     questions = [
-        Question(f"recall : the codes of {names[i]} and {names[j]} are", f"{things[i]} and {things[j]}")
+        Question(
+            f"recall what the codes of {names[i]} and {names[j]} are :",
+            f"{names[i]} is {things[i]} and {names[j]} is {things[j]}",
+        )
         for i in range(4)
         for j in range(4)
         if i != j
@@ -112,7 +116,10 @@ def needles(length: int, rng: np.random.Generator, deck: Deck) -> Facts:
 
 def keys(length: int, rng: np.random.Generator, deck: Deck) -> Facts:
     names, things, statements = codes(min(max(length // 32, 3), 48), deck)
-    questions = [Question(f"recall : the code of {name} is", thing) for name, thing in zip(names, things, strict=True)]
+    questions = [
+        Question(f"recall what the code of {name} is :", f"{name} is {thing}")
+        for name, thing in zip(names, things, strict=True)
+    ]
     return Facts(statements, questions)
 
 
@@ -126,7 +133,9 @@ def variables(length: int, rng: np.random.Generator, deck: Deck) -> Facts:
         statements.append(
             [f"{first} equals {things[chain]} .", f"{second} equals {first} .", f"{third} equals {second} ."]
         )
-        questions.append(Question(f"recall : {third} equals", f"{second} equals {first} equals {things[chain]}"))
+        questions.append(
+            Question(f"recall what {third} equals :", f"{third} equals {second} equals {first} equals {things[chain]}")
+        )
     turns = rng.permutation(np.repeat(np.arange(chains), 3))
     return Facts([statements[chain].pop(0) for chain in turns], questions)
 
@@ -140,7 +149,9 @@ def labels(length: int, rng: np.random.Generator, deck: Deck) -> Facts:
         f"{rng.choice(CLASSES[kinds[k]])} means {names_of[kinds[k]]} ." for k in order
     ]  # every class is shown at least twice
     questions = [
-        Question(f"recall : {word} means", names_of[kind]) for kind, words in CLASSES.items() for word in words
+        Question(f"recall what {word} means :", f"{word} means {names_of[kind]}")
+        for kind, words in CLASSES.items()
+        for word in words
     ]
     return Facts(statements, questions)
 
@@ -151,7 +162,10 @@ def copying(length: int, rng: np.random.Generator, deck: Deck) -> Facts:
     said = [" ".join(deck.things(4)) for _ in names]
     return Facts(
         [f"{name} says {words} ." for name, words in zip(names, said, strict=True)],
-        [Question(f"recall : {name} says", words) for name, words in zip(names, said, strict=True)],
+        [
+            Question(f"recall what {name} says :", f"{name} says {words}")
+            for name, words in zip(names, said, strict=True)
+        ],
     )
 
 
@@ -160,7 +174,7 @@ def frequent(length: int, rng: np.random.Generator, deck: Deck) -> Facts:
     winner, *others = deck.things(3)
     votes = [winner] * most + [other for other in others for _ in range(most // 3)]
     statements = [f"one vote for {thing} ." for thing in rng.permutation(votes)]
-    return Facts(statements, [Question("recall : most votes for", winner)])
+    return Facts(statements, [Question("recall what most votes are for :", f"for {winner}")])
 
 
 TASKS: dict[str, Task] = {

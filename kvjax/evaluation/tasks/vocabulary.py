@@ -17,7 +17,7 @@ def _split(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-FUNCTION = _split("<pad> <unk> . : the code codes of is are and equals means says one vote most votes for recall")
+FUNCTION = _split("<pad> <unk> . : the code codes of is are and equals means says one vote most votes for recall what")
 
 NAMES = _split("""
     adam alan alice amir anna arno beth boris bruno carl cecil celia chloe clara cora dana daniel david diana dora edgar
@@ -55,7 +55,7 @@ LABELS = _split("red blue green yellow black white purple orange")
 ADJECTIVES = _split("""
     old young quiet loud bright dark warm cold tall short narrow wide gentle proud busy lazy clever happy lonely early
     late calm wild soft rough heavy light brave simple strange famous distant empty hidden modern ancient
-    golden secret patient honest merry solemn curious tired polite humble graceful weary
+    golden secret patient honest merry solemn curious tired polite humble graceful
     """)
 
 NOUNS = _split("""
