@@ -1,14 +1,25 @@
-"""The one place where queries meet keys: attention functions for the decoder, and the choice of kernels behind them."""
+"""The one place where queries meet a cache: attention functions for the decoder, and the choice of kernels behind them.
+
+Each function here returns an `attend` for one call of the decoder. The cache it threads through the layers is the tuple
+of LayerCaches; a layer's entry is replaced when that layer has attended.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.cache import LayerCache
 from kvjax.models import Attend, AttentionLayer, rotate
+from kvjax.pallas_kernels import compact, prompt_attention, slot_attention, window_scores
+from kvjax.policy import Attended, LayerShape, Moment, Policy
+
+Layers = tuple[LayerCache, ...]
 
 
 def causal(positions: Int[Array, "B N"], block: int = 128) -> Attend:
@@ -24,22 +35,195 @@ def causal(positions: Int[Array, "B N"], block: int = 128) -> Attend:
         v: Float[Array, "B H N D"],
         cache: Any,
     ) -> tuple[Float[Array, "B Hq N D"], Any]:
-        frequencies = layer.rope.frequencies(q.shape[-1])
-        q, k = (rotate(x, positions[:, None], frequencies) for x in (q, k))
+        q, k = (_rotate(layer, x, positions[:, None]) for x in (q, k))
         B, Hq, N, D = q.shape
         grouped = q.reshape(B, k.shape[1], -1, N, D)
         contexts = []
         for start in range(0, N, block):
             stop = min(start + block, N)
             first = 0 if layer.window is None else max(0, start - layer.window + 1)
-            seen = slice(first, stop)
             logits = jnp.einsum(
-                "BHGND,BHSD->BHGNS", grouped[..., start:stop, :], k[:, :, seen], preferred_element_type=jnp.float32
+                "BHGND,BHSD->BHGNS",
+                grouped[..., start:stop, :],
+                k[:, :, first:stop],
+                preferred_element_type=jnp.float32,
             )
             distance = jnp.arange(start, stop)[:, None] - jnp.arange(first, stop)
             visible = (distance >= 0) & (distance < (layer.window or N))
             weights = jax.nn.softmax(jnp.where(visible, logits * layer.scale, -jnp.inf), axis=-1).astype(v.dtype)
-            contexts.append(jnp.einsum("BHGNS,BHSD->BHGND", weights, v[:, :, seen]))
+            contexts.append(jnp.einsum("BHGNS,BHSD->BHGND", weights, v[:, :, first:stop]))
         return jnp.concatenate(contexts, axis=3).reshape(B, Hq, N, D), cache
 
     return attend
+
+
+def reading(
+    policy: Policy,
+    positions: Int[Array, "B N"],
+    lengths: Int[Array, "B"],
+    next_position: Int[Array, "B"],
+    *,
+    slots: Sequence[int],
+    kept: Sequence[int | None],
+    compress: bool,
+    final: bool,
+) -> Attend:
+    """Attention for many new tokens: over what is cached and, causally, over themselves; then the layer is compressed.
+
+    Args:
+        positions: of the new tokens, -1 for padding, which is on the left.
+        lengths: new tokens in each row.
+        next_position: each row's position after this call.
+        slots: how many slots each layer has after this call.
+        kept: how many entries a compression leaves at most; None where the layer keeps everything.
+        compress: whether to compress to the budget.
+        final: whether the prompt ends here, so that a policy that never evicts again can forget its state.
+    """
+
+    def attend(
+        layer: AttentionLayer,
+        q: Float[Array, "B Hq N D"],
+        k: Float[Array, "B H N D"],
+        v: Float[Array, "B H N D"],
+        layers: Layers,
+    ) -> tuple[Float[Array, "B Hq N D"], Layers]:
+        i = layer.index
+        moment = Moment(next_position, layer.scale, layer.window)
+        shape = LayerShape(q.shape[0], q.shape[1], k.shape[1], k.shape[3], k.dtype)
+        observes = policy.limited(i) and (compress or not final or policy.every is not None)
+        old = _with_state(policy, layers[i], shape) if observes else layers[i]
+        if policy.positions == "original":
+            q, k = (_rotate(layer, x, positions[:, None]) for x in (q, k))
+        entries = old.append(
+            LayerCache(
+                keys=k,
+                values=v,
+                positions=jnp.broadcast_to(positions[:, None], k.shape[:3]),
+                capacity=old.capacity,
+                per_slot=policy.score.init_slots(shape, k.shape[2]) if observes else None,
+            )
+        )
+        keys = entries.keys
+        if policy.positions == "in_cache":
+            places = _places(entries.positions)
+            keys = _rotate(layer, keys, places)
+            q = _rotate(layer, q, jnp.repeat(places[..., -q.shape[2] :], shape.heads // shape.kv_heads, axis=1))
+        context, lse = prompt_attention(
+            q, keys, entries.values, positions, entries.positions, scale=layer.scale, window=layer.window
+        )
+        if observes:
+            received = None
+            if (wish := policy.score.received) is not None:
+                last = slice(-wish.last if wish.last else None, None)
+                received = window_scores(
+                    q[:, :, last],
+                    keys,
+                    positions[:, last],
+                    entries.positions,
+                    lse=lse[:, :, last],
+                    scale=layer.scale,
+                    window=layer.window,
+                    reduction=wish.reduction,
+                )
+            entries = _observe(policy, entries, Attended(q, positions, lse, received, lengths))
+        entries = _expire(entries, moment)
+        if compress and (most := kept[i]) is not None:
+            entries = policy.compress(entries, moment, min(most, slots[i]))
+        else:
+            entries = entries.gather(compact(entries.positions >= 0, min(slots[i], entries.slots)))
+        if final and policy.every is None:
+            entries = replace(entries, per_slot=None, per_row=None)
+        return context, _replace(layers, i, entries.grow(slots[i]))
+
+    return attend
+
+
+def decoding(policy: Policy, positions: Int[Array, "B"], incoming: Bool[Array, "B"]) -> Attend:
+    """Attention for one new token a row, always in this order: make room, write, attend, observe.
+
+    Args:
+        positions: of the new tokens.
+        incoming: rows that have one; the others are left as they are.
+    """
+    query_positions = jnp.where(incoming, positions, -1)[:, None]
+
+    def attend(
+        layer: AttentionLayer,
+        q: Float[Array, "B Hq 1 D"],
+        k: Float[Array, "B H 1 D"],
+        v: Float[Array, "B H 1 D"],
+        layers: Layers,
+    ) -> tuple[Float[Array, "B Hq 1 D"], Layers]:
+        i = layer.index
+        moment = Moment(positions, layer.scale, layer.window)
+        observes = not policy.grows(i)
+        if policy.positions == "original":
+            q, k = (_rotate(layer, x, positions[:, None, None]) for x in (q, k))
+        entries = _expire(layers[i], moment)
+        if observes:
+            entries = policy.make_room(entries, moment, incoming)
+        empty = jnp.argmin(entries.positions, axis=-1)
+        writes = incoming[:, None] & (jnp.min(entries.positions, axis=-1) < 0)
+        entries = entries.write(
+            jnp.where(writes, empty, entries.slots),
+            k[:, :, 0],
+            v[:, :, 0],
+            jnp.broadcast_to(positions[:, None], k.shape[:2]),
+        )
+        keys = entries.keys
+        if policy.positions == "in_cache":
+            keys = _rotate(layer, keys, _places(entries.positions))
+            own = jnp.repeat(entries.occupancy - 1, q.shape[1] // k.shape[1], axis=1)
+            q = _rotate(layer, q, own[..., None])
+        wish = policy.score.received if observes else None
+        context, lse, received = slot_attention(
+            q,
+            keys,
+            entries.values,
+            query_positions,
+            entries.positions,
+            scale=layer.scale,
+            window=layer.window,
+            received=wish.reduction.group if wish else None,
+        )
+        if observes:
+            lengths = incoming.astype(jnp.int32)
+            entries = _observe(policy, entries, Attended(q, query_positions, lse, received, lengths))
+        return context, _replace(layers, i, entries)
+
+    return attend
+
+
+def _rotate(layer: AttentionLayer, x: Float[Array, "B H N D"], positions: Int[Array, "B #H N"]) -> Array:
+    return rotate(x, positions, layer.rope.frequencies(x.shape[-1]))
+
+
+def _places(positions: Int[Array, "B H M"]) -> Int[Array, "B H M"]:
+    """Each token's place among the entries that are there, by position; past the last one for empty slots."""
+    last = jnp.iinfo(jnp.int32).max
+    return jnp.argsort(jnp.argsort(jnp.where(positions < 0, last, positions), axis=-1), axis=-1)
+
+
+def _expire(entries: LayerCache, moment: Moment) -> LayerCache:
+    """Empties the slots whose token no later query can see, in a layer with a sliding window."""
+    if moment.window is None:
+        return entries
+    gone = entries.positions <= moment.next_position[:, None, None] - moment.window
+    return replace(entries, positions=jnp.where(gone, -1, entries.positions))
+
+
+def _with_state(policy: Policy, entries: LayerCache, shape: LayerShape) -> LayerCache:
+    """The entries with the score's state, begun anew if it was forgotten when the prompt had been read."""
+    if entries.per_slot is not None or entries.per_row is not None:
+        return entries
+    score = policy.score
+    return replace(entries, per_slot=score.init_slots(shape, entries.slots), per_row=score.init_rows(shape))
+
+
+def _observe(policy: Policy, entries: LayerCache, attended: Attended) -> LayerCache:
+    per_slot, per_row = policy.score.observe(entries, attended)
+    return replace(entries, per_slot=per_slot, per_row=per_row)
+
+
+def _replace(layers: Layers, index: int, layer: LayerCache) -> Layers:
+    return (*layers[:index], layer, *layers[index + 1 :])

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from .config import DecoderConfig
@@ -43,14 +44,14 @@ class Attend(Protocol):
     ) -> tuple[Float[Array, "B Hq N D"], Any]: ...
 
 
-def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int, dtype: jnp.dtype) -> nnx.Param:
+def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int, dtype: DTypeLike) -> nnx.Param:
     """A normal weight of variance 1 / fan_in, marked with its logical axes (sharding maps them onto a mesh)."""
     value = jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5
     return nnx.Param(value.astype(dtype), out_sharding=axes, eager_sharding=False)
 
 
 class RMSNorm(nnx.Module):
-    def __init__(self, config: DecoderConfig, dtype: jnp.dtype):
+    def __init__(self, config: DecoderConfig, dtype: DTypeLike):
         self.epsilon = config.norm_epsilon
         self.scale = nnx.Param(jnp.ones(config.hidden_size, dtype), out_sharding=("embed",), eager_sharding=False)
 
@@ -63,7 +64,7 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Projections to query, key and value heads and back."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: jnp.dtype):
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: DTypeLike):
         M, Hq, H, D = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
         self.query = weight(rngs, (M, Hq, D), ("embed", "heads", "head_dim"), M, dtype)
         self.key = weight(rngs, (M, H, D), ("embed", "kv_heads", "head_dim"), M, dtype)
@@ -81,7 +82,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """SwiGLU (arXiv 2002.05202)."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: jnp.dtype):
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: DTypeLike):
         M, F = config.hidden_size, config.mlp_size
         self.gate = weight(rngs, (M, F), ("embed", "mlp"), M, dtype)
         self.up = weight(rngs, (M, F), ("embed", "mlp"), M, dtype)
@@ -92,7 +93,7 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: jnp.dtype):
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: DTypeLike):
         self.attention_norm = RMSNorm(config, dtype)
         self.attention = Attention(config, rngs, dtype)
         self.mlp_norm = RMSNorm(config, dtype)
@@ -109,7 +110,7 @@ class Layer(nnx.Module):
 class Decoder(nnx.Module):
     """The parameters of a decoder, with its config as static data. A pytree: pass it to `jax.jit` as it is."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32):
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
         V, M = config.vocab_size, config.hidden_size
         self.config = config
         self.embed = weight(rngs, (V, M), ("vocab", "embed"), M, dtype)

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .config import DecoderConfig, base_config, base_hf_config, require
+from .config import DecoderConfig, base_config, base_hf_config, integer, require
 from .weights import Weight
+
+ARCHITECTURE = "LlamaForCausalLM"
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     require(hf, "attention_bias", False)
     require(hf, "mlp_bias", False)
-    require(hf, "partial_rotary_factor", None, 1.0)
-    return base_config(hf, windows=(None,) * int(hf.get("num_hidden_layers") or 0))
+    require(hf, "sliding_window", None)
+    layers = integer(hf, "num_hidden_layers")
+    require(hf, "layer_types", None, ["full_attention"] * layers)
+    return base_config(hf, ARCHITECTURE, windows=(None,) * layers)
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    return base_hf_config(config) | {
-        "architectures": ["LlamaForCausalLM"],
-        "attention_bias": False,
-        "mlp_bias": False,
-    }
+    return base_hf_config(config, ARCHITECTURE) | {"attention_bias": False, "mlp_bias": False}
 
 
 def weights(config: DecoderConfig) -> list[Weight]:

@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .config import DecoderConfig, base_config, base_hf_config, require
+from .config import DecoderConfig, base_config, base_hf_config, integer, require
 from .llama import weights as weights
+
+ARCHITECTURE = "MistralForCausalLM"
+
+# What transformers assumes where config.json is silent. An explicit null means no window, and a kv head a query head.
+DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096}
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
+    hf = DEFAULTS | dict(hf)
     require(hf, "attention_bias", False)
-    require(hf, "partial_rotary_factor", None, 1.0)
-    return base_config(hf, windows=(hf.get("sliding_window"),) * int(hf.get("num_hidden_layers") or 0))
+    window = None if hf["sliding_window"] is None else integer(hf, "sliding_window")
+    layers = integer(hf, "num_hidden_layers")
+    require(hf, "layer_types", None, ["full_attention" if window is None else "sliding_attention"] * layers)
+    return base_config(hf, ARCHITECTURE, windows=(window,) * layers)
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    return base_hf_config(config) | {
-        "architectures": ["MistralForCausalLM"],
-        "sliding_window": config.windows[0],
-    }
+    return base_hf_config(config, ARCHITECTURE) | {"sliding_window": config.windows[0]}

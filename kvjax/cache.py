@@ -1,0 +1,192 @@
+"""The cache as a value: fixed shapes, a pytree, no behaviour of its own. What to keep is the policy's affair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.models import DecoderConfig
+from kvjax.policy import LayerShape, Policy
+
+STATIC = {"static": True}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerCache:
+    """The entries of one layer. Slot order is free: `positions` says what a slot holds.
+
+    Attributes:
+        keys: after RoPE at their original position, or before it if the policy rotates by place in the cache.
+        values: beside the keys.
+        positions: the token position in each slot, -1 if it is empty.
+        capacity: how many slots a row's head may occupy before it must evict; beyond S where nothing is ever evicted.
+        per_slot: policy state with axes [B, H, S, ...]: moves with its slot and is cleared with it.
+        per_row: policy state with axes [B, ...].
+    """
+
+    keys: Float[Array, "B H S D"]
+    values: Float[Array, "B H S D"]
+    positions: Int[Array, "B H S"]
+    capacity: Int[Array, "B H"]
+    per_slot: Any = None
+    per_row: Any = None
+
+    @property
+    def slots(self) -> int:
+        return self.positions.shape[-1]
+
+    @property
+    def occupancy(self) -> Int[Array, "B H"]:
+        """Slots that hold a token."""
+        return jnp.sum(self.positions >= 0, axis=-1)
+
+    def gather(self, index: Int[Array, "B H K"]) -> LayerCache:
+        """The entries at `index` as a cache of K slots; -1 makes an empty slot."""
+        taken = index >= 0
+        safe = jnp.where(taken, index, 0)
+
+        def take(x: Array) -> Array:
+            extra = (1,) * (x.ndim - 3)
+            rows = jnp.take_along_axis(x, safe.reshape(safe.shape + extra), axis=2)
+            return jnp.where(taken.reshape(taken.shape + extra), rows, jnp.zeros((), x.dtype))
+
+        return replace(
+            self,
+            keys=take(self.keys),
+            values=take(self.values),
+            positions=jnp.where(taken, take(self.positions), -1),
+            per_slot=jax.tree.map(take, self.per_slot),
+        )
+
+    def append(self, other: LayerCache) -> LayerCache:
+        """The slots of both, `other`'s last. State per row and capacity are this one's."""
+
+        def join(x: Array, y: Array) -> Array:
+            return jnp.concatenate([x, y], axis=2) if self.slots else y
+
+        return replace(
+            self,
+            keys=join(self.keys, other.keys),
+            values=join(self.values, other.values),
+            positions=join(self.positions, other.positions),
+            per_slot=jax.tree.map(join, self.per_slot, other.per_slot),
+        )
+
+    def write(
+        self,
+        slot: Int[Array, "B H"],
+        key: Float[Array, "B H D"],
+        value: Float[Array, "B H D"],
+        position: Int[Array, "B H"],
+    ) -> LayerCache:
+        """Overwrites one slot a row and head, and clears its state. A slot beyond the last writes nothing."""
+        b, h = jnp.arange(slot.shape[0])[:, None], jnp.arange(slot.shape[1])
+
+        def put(x: Array, new: Array) -> Array:
+            return x.at[b, h, slot].set(new, mode="drop", unique_indices=True)
+
+        return replace(
+            self,
+            keys=put(self.keys, key),
+            values=put(self.values, value),
+            positions=put(self.positions, position),
+            per_slot=jax.tree.map(lambda x: put(x, jnp.zeros((), x.dtype)), self.per_slot),
+        )
+
+    def grow(self, slots: int) -> LayerCache:
+        """The same entries with empty slots added up to `slots`."""
+        extra = slots - self.slots
+
+        def widen(x: Array, value: int = 0) -> Array:
+            return jnp.pad(x, [(0, extra if axis == 2 else 0) for axis in range(x.ndim)], constant_values=value)
+
+        if extra <= 0:
+            return self
+        return replace(
+            self,
+            keys=widen(self.keys),
+            values=widen(self.values),
+            positions=widen(self.positions, -1),
+            per_slot=jax.tree.map(widen, self.per_slot),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVCache:
+    """What a model remembers of a batch of texts. A value: extending it makes another one.
+
+    Attributes:
+        layers: one LayerCache a layer; layers may differ in their number of slots.
+        length: tokens each row has seen, kept or not. The next one's position.
+        pending: each row's last sampled token, which has no entry yet and goes first in the next call; -1 if none.
+        policy: the policy that made this cache and may extend it.
+        kept: entries that each layer keeps at most when it is compressed; None where it keeps everything.
+        windows: each layer's sliding window, beyond which it never needs slots.
+        filled: whether the prompt has been read to its end and compressed.
+    """
+
+    layers: tuple[LayerCache, ...]
+    length: Int[Array, "B"]
+    pending: Int[Array, "B"]
+    policy: Policy = field(metadata=STATIC)
+    kept: tuple[int | None, ...] = field(metadata=STATIC)
+    windows: tuple[int | None, ...] = field(metadata=STATIC)
+    filled: bool = field(default=False, metadata=STATIC)
+
+    @classmethod
+    def empty(
+        cls, config: DecoderConfig, policy: Policy, prompt_lengths: Int[Array, "B"], prompt_size: int, dtype: Any
+    ) -> KVCache:
+        """A cache without slots for prompts of the given lengths, of which none is longer than the static size.
+
+        The lengths matter to budgets that are a share of the prompt; the size fixes the slots that follow from them.
+        """
+        batch = prompt_lengths.shape[0]
+        shape = LayerShape(batch, config.num_heads, config.num_kv_heads, config.head_dim, jnp.dtype(dtype))
+        layers = []
+        for layer in range(config.num_layers):
+            entries = jnp.zeros((batch, shape.kv_heads, 0, shape.head_dim), dtype)
+            capacity = policy.capacity(layer, prompt_lengths)
+            per_slot, per_row = policy.init_state(layer, shape)
+            layers.append(
+                LayerCache(
+                    keys=entries,
+                    values=entries,
+                    positions=jnp.zeros(entries.shape[:3], jnp.int32),
+                    capacity=jnp.broadcast_to(capacity[:, None], entries.shape[:2]),
+                    per_slot=per_slot,
+                    per_row=per_row,
+                )
+            )
+        return cls(
+            tuple(layers),
+            length=jnp.zeros(batch, jnp.int32),
+            pending=jnp.full(batch, -1, jnp.int32),
+            policy=policy,
+            kept=tuple(policy.slots(layer, prompt_size) for layer in range(config.num_layers)),
+            windows=config.windows,
+        )
+
+    @property
+    def batch_size(self) -> int:
+        return self.length.shape[0]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of keys and values."""
+        return self.layers[0].keys.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: keys, values, positions and every policy's state."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.layers))
+
+    def map_layers(self, change: Callable[[LayerCache], LayerCache]) -> KVCache:
+        return replace(self, layers=tuple(change(layer) for layer in self.layers))

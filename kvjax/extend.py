@@ -1,0 +1,228 @@
+"""The one verb: extending a cache by tokens. Reading a prompt, decoding, the next turn of a dialogue are all that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.attention import decoding, reading
+from kvjax.cache import KVCache
+from kvjax.clock import Clock
+from kvjax.models import Decoder
+from kvjax.policy import Policy
+
+Compress = Literal["auto", "never", "end", "chunk"]
+
+
+def bucket(size: int) -> int:
+    """The padded size for `size` tokens: 16, 24, 32, 48, 64, 96, ... so that few programs serve all lengths."""
+    power = 16
+    while power < size:
+        if power * 3 // 2 >= size:
+            return power * 3 // 2
+        power *= 2
+    return power
+
+
+def extend(
+    params: Decoder,
+    cache: KVCache,
+    tokens: Int[Array, "B N"],
+    lengths: Int[Array, "B"] | None = None,
+    policy: Policy | None = None,
+    *,
+    compress: Compress = "auto",
+) -> tuple[Float[Array, "B V"], KVCache]:
+    """Extends a cache by up to N tokens a row. Pure: usable inside `jax.jit`, and the given cache is left as it was.
+
+    One token into a filled cache is a decode step: make room, write, attend, observe. Several tokens attend to what is
+    cached and causally to themselves, and the cache is then compressed to its budget.
+
+    Args:
+        tokens: right-aligned: row b's tokens are the last `lengths[b]` of its N.
+        lengths: tokens of each row, 0 .. N; a row of length 0 is left as it is. All N by default.
+        policy: may be given as a check; it must be the cache's own.
+        compress: "auto" compresses a cache that is being filled, or whose policy evicts while decoding; "end" always;
+            "never" appends, and more of the prompt may follow ("chunk" as well, but compresses).
+
+    Returns:
+        Float32 logits after each row's last token (of no meaning for a row of length 0), and the new cache.
+
+    Raises:
+        ValueError: for another policy, tokens of a wrong shape, or a decode step into a cache without room. Under
+            `jax.jit` room is the caller's to provide: see `with_room`.
+    """
+    check_policy(cache, policy)
+    tokens = jnp.asarray(tokens)
+    if tokens.ndim != 2 or tokens.shape[0] != cache.batch_size or tokens.shape[1] < 1:
+        raise ValueError(f"tokens have shape {tokens.shape}; accepted is [{cache.batch_size}, N] with N >= 1")
+    lengths = jnp.full(tokens.shape[0], tokens.shape[1]) if lengths is None else jnp.asarray(lengths)
+    concrete = not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((cache, tokens, lengths)))
+    if tokens.shape[1] == 1 and cache.filled and compress == "auto":
+        if concrete:
+            check_room(cache, 1)
+        return step(params, cache, tokens[:, 0], lengths > 0)
+    compresses, final = resolve(cache, compress)
+    occupied = occupied_slots(cache) if concrete else [layer.slots for layer in cache.layers]
+    slots = plan_slots(cache, occupied, new=tokens.shape[1], room=0, compress=compresses)
+    return read(params, cache, tokens, lengths, slots=slots, compress=compresses, final=final)
+
+
+def read(
+    params: Decoder,
+    cache: KVCache,
+    tokens: Int[Array, "B N"],
+    lengths: Int[Array, "B"],
+    *,
+    slots: tuple[int, ...],
+    compress: bool,
+    final: bool,
+) -> tuple[Float[Array, "B V"], KVCache]:
+    """`extend` by several tokens, every choice made: slots of each layer after it, and whether to compress."""
+    count = tokens.shape[1]
+    behind = jnp.arange(count - 1, -1, -1)
+    next_position = cache.length + lengths
+    positions = jnp.where(behind < lengths[:, None], next_position[:, None] - 1 - behind, -1)
+    attend = reading(
+        cache.policy,
+        positions,
+        lengths,
+        next_position,
+        slots=slots,
+        kept=cache.kept,
+        compress=compress,
+        final=final,
+    )
+    hidden, layers = params(tokens, attend, cache.layers)
+    cache = replace(cache, layers=layers, length=next_position, filled=cache.filled or final)
+    return params.logits(hidden[:, -1]), cache
+
+
+def step(
+    params: Decoder, cache: KVCache, tokens: Int[Array, "B"], incoming: Bool[Array, "B"]
+) -> tuple[Float[Array, "B V"], KVCache]:
+    """`extend` by one token in the rows where one is incoming; the others are left as they are."""
+    attend = decoding(cache.policy, cache.length, incoming)
+    hidden, layers = params(tokens[:, None], attend, cache.layers)
+    cache = replace(cache, layers=layers, length=cache.length + incoming)
+    return params.logits(hidden[:, 0]), cache
+
+
+_read = jax.jit(read, static_argnames=("slots", "compress", "final"))
+_read_on = jax.jit(read, static_argnames=("slots", "compress", "final"), donate_argnames="cache")
+
+
+def read_prompt(
+    params: Decoder,
+    cache: KVCache,
+    tokens: Int[np.ndarray, "B N"],
+    lengths: Int[np.ndarray, "B"],
+    *,
+    room: int,
+    chunk: int | None,
+    compress: Compress,
+    clock: Clock | None = None,
+) -> tuple[Float[Array, "B V"], KVCache]:
+    """Extends a cache by a whole prompt, in chunks if asked, and leaves room for `room` tokens to be decoded.
+
+    Rows end together in the last chunk. Between chunks nothing is compressed, so that the result is that of one call,
+    unless `compress` is "chunk". The clock counts the programs run as "prefill".
+    """
+    run = partial((clock or Clock()).run, "prefill")
+    compresses, final = resolve(cache, compress)
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk={chunk}; accepted is a number of tokens >= 1, or None for the prompt in one piece")
+    if compress == "chunk" and chunk is None:
+        raise ValueError("compress='chunk' needs chunk=, the number of tokens to read at a time")
+    occupied = occupied_slots(cache)
+    if chunk is None or chunk >= tokens.shape[1]:
+        slots = plan_slots(cache, occupied, new=tokens.shape[1], room=room, compress=compresses)
+        return run(_read, params, cache, tokens, lengths, slots=slots, compress=compresses, final=final)
+    chunks = -(-tokens.shape[1] // chunk)
+    tokens = np.pad(tokens, ((0, 0), (chunks * chunk - tokens.shape[1], 0)))
+    between = plan_slots(cache, occupied, new=(chunks - 1) * chunk, room=0, compress=compress == "chunk")
+    cache = _grow(cache, between)
+    for i in range(chunks):
+        rest = (chunks - 1 - i) * chunk
+        part, part_lengths = tokens[:, i * chunk : (i + 1) * chunk], np.clip(lengths - rest, 0, chunk)
+        if rest:
+            go = _read_on if i else _read  # the first cache is the caller's
+            _, cache = run(
+                go, params, cache, part, part_lengths, slots=between, compress=compress == "chunk", final=False
+            )
+    occupied = occupied_slots(cache)
+    slots = plan_slots(cache, occupied, new=chunk, room=room, compress=compresses)
+    return run(_read_on, params, cache, part, part_lengths, slots=slots, compress=compresses, final=final)
+
+
+def resolve(cache: KVCache, compress: Compress) -> tuple[bool, bool]:
+    """Whether a call compresses at its end, and whether the prompt ends with it."""
+    if compress not in ("auto", "never", "end", "chunk"):
+        raise ValueError(f"compress={compress!r}: accepted are 'auto', 'never', 'end' and 'chunk'")
+    if compress == "auto":
+        return not cache.filled or cache.policy.every is not None, True
+    return compress != "never", compress != "never" or cache.filled
+
+
+def plan_slots(cache: KVCache, occupied: Sequence[int], *, new: int, room: int, compress: bool) -> tuple[int, ...]:
+    """Slots of each layer after reading `new` tokens, with room for `room` more where the layer grows."""
+    slots = []
+    for i, (layer, kept, window) in enumerate(zip(cache.layers, cache.kept, cache.windows, strict=True)):
+        room_here = room if cache.policy.grows(i) else 0
+        if compress and kept is not None:
+            needed = kept + room_here
+        else:
+            needed = occupied[i] + new + room_here
+            if needed <= layer.slots:
+                needed = layer.slots
+            elif occupied[i]:
+                needed = bucket(needed)
+        slots.append(needed if window is None else min(needed, window))
+    return tuple(slots)
+
+
+@jax.jit
+def _occupied(cache: KVCache) -> Int[Array, "L"]:
+    return jnp.stack([jnp.max(layer.occupancy, initial=0) for layer in cache.layers])
+
+
+def occupied_slots(cache: KVCache) -> list[int]:
+    """The most slots that any row and head of each layer occupies."""
+    if all(layer.slots == 0 for layer in cache.layers):
+        return [0] * len(cache.layers)
+    return [int(count) for count in np.asarray(_occupied(cache))]
+
+
+@partial(jax.jit, static_argnames="slots")
+def _grow(cache: KVCache, slots: tuple[int, ...]) -> KVCache:
+    return replace(cache, layers=tuple(layer.grow(n) for layer, n in zip(cache.layers, slots, strict=True)))
+
+
+def with_room(cache: KVCache, room: int) -> KVCache:
+    """The same cache with at least `room` empty slots in every layer that grows, for as many decode steps."""
+    occupied = occupied_slots(cache)
+    slots = plan_slots(cache, occupied, new=0, room=room, compress=False)
+    return cache if slots == tuple(layer.slots for layer in cache.layers) else _grow(cache, slots)
+
+
+def check_room(cache: KVCache, new: int) -> None:
+    """Raises ValueError if a growing layer cannot take `new` more tokens."""
+    for i, (layer, occupied) in enumerate(zip(cache.layers, occupied_slots(cache), strict=True)):
+        if cache.policy.grows(i) and layer.slots != cache.windows[i] and occupied + new > layer.slots:
+            raise ValueError(
+                f"layer {i} holds {occupied} tokens in {layer.slots} slots and has no room for {new} more; "
+                "call kvjax.with_room(cache, n) first"
+            )
+
+
+def check_policy(cache: KVCache, policy: Policy | None) -> None:
+    """Raises ValueError unless `policy` is None or the one that made the cache."""
+    if policy is not None and policy != cache.policy:
+        raise ValueError(f"this cache was made by {cache.policy} and cannot be extended with {policy}")

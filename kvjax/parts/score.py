@@ -1,0 +1,193 @@
+"""How much each cached entry matters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache import LayerCache
+from kvjax.pallas_kernels import Reduction, window_scores
+from kvjax.policy import Attended, LayerShape, Moment, Policy, Received, Score
+
+
+@dataclass(frozen=True)
+class Recency(Score):
+    """The later the better."""
+
+    def __call__(self, entries: LayerCache, moment: Moment) -> Float[Array, "B H M"]:
+        return entries.positions.astype(jnp.float32)
+
+
+@dataclass(frozen=True)
+class AccumulatedAttention(Score):
+    """Attention received from every query so far, prompt and answer: sum over rows, reduced over the query group."""
+
+    group: Literal["mean", "sum", "max"] = "mean"
+
+    @property
+    def received(self) -> Received:
+        return Received(Reduction(rows="sum", group=self.group, first="group"))
+
+    def init_slots(self, shape: LayerShape, slots: int) -> Float[Array, "B H S"]:
+        return jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32)
+
+    def observe(self, entries: LayerCache, attended: Attended) -> tuple[Array, None]:
+        return entries.per_slot + attended.received, None
+
+    def __call__(self, entries: LayerCache, moment: Moment) -> Float[Array, "B H M"]:
+        return entries.per_slot
+
+
+@dataclass(frozen=True)
+class LastAttention(Score):
+    """Attention received from the last query, averaged over all query heads of the layer."""
+
+    @property
+    def received(self) -> Received:
+        return Received(Reduction(rows="sum", group="mean"), last=1)
+
+    def init_slots(self, shape: LayerShape, slots: int) -> Float[Array, "B H S"]:
+        return jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32)
+
+    def observe(self, entries: LayerCache, attended: Attended) -> tuple[Array, None]:
+        assert attended.received is not None
+        mean = jnp.broadcast_to(jnp.mean(attended.received, axis=1, keepdims=True), entries.positions.shape)
+        return jnp.where(attended.lengths[:, None, None] > 0, mean, entries.per_slot), None
+
+    def __call__(self, entries: LayerCache, moment: Moment) -> Float[Array, "B H M"]:
+        return entries.per_slot
+
+
+@dataclass(frozen=True)
+class Pool:
+    """1-D pooling along the text with stride 1, centred, so that what stands beside an important token counts too.
+
+    At the borders "avg" divides by `size` all the same, and "max" looks at what is there.
+    """
+
+    kind: Literal["avg", "max"] = "max"
+    size: int = 7
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("avg", "max") or self.size < 1 or self.size % 2 == 0:
+            raise ValueError(f"pooling {self.kind!r} of {self.size}: accepted are 'avg' and 'max' of an odd size >= 1")
+
+    def __call__(self, scores: Float[Array, "B H M"], eligible: Array) -> Float[Array, "B H M"]:
+        """Pools the eligible entries; others count 0 in an average and nothing in a maximum."""
+        start, combine = (0.0, jax.lax.add) if self.kind == "avg" else (-jnp.inf, jax.lax.max)
+        side = self.size // 2
+        pooled = jax.lax.reduce_window(
+            jnp.where(eligible, scores, start),
+            jnp.float32(start),
+            combine,
+            window_dimensions=(1, 1, self.size),
+            window_strides=(1, 1, 1),
+            padding=((0, 0), (0, 0), (side, side)),
+        )
+        return pooled / self.size if self.kind == "avg" else pooled
+
+
+class QueryRing(NamedTuple):
+    """Each row's last R queries, the one of position p at index p mod R."""
+
+    queries: Float[Array, "B Hq R D"]
+    lse: Float[Array, "B Hq R"]
+    positions: Int[Array, "B R"]
+
+    def push(self, attended: Attended) -> QueryRing:
+        """Takes in the last R of the queries that have just attended."""
+        size, given = self.positions.shape[1], attended.positions.shape[1]
+        last = attended.positions[:, -1:]
+        behind = (last - jnp.arange(size)) % size  # how far before the last query each index of the ring stands
+        new = behind < attended.lengths[:, None]
+        source = jnp.where(new, given - 1 - behind, 0)
+
+        def take(x: Array, axis: int) -> Array:
+            index = source.reshape(source.shape[0], *(1,) * (axis - 1), size, *(1,) * (x.ndim - axis - 1))
+            return jnp.take_along_axis(x, index, axis=axis)
+
+        return QueryRing(
+            jnp.where(new[:, None, :, None], take(attended.queries, 2), self.queries),
+            jnp.where(new[:, None], take(attended.lse, 2), self.lse),
+            jnp.where(new, take(attended.positions, 1), self.positions),
+        )
+
+
+@dataclass(frozen=True)
+class WindowAttention(Score):
+    """Attention received from the last `window` queries, older than which is all that it scores.
+
+    The state is those queries with the log-sum-exp they attended with: exp(q . k - lse) is then exactly the weight each
+    of them gave, for as long as keys do not change, and no weight needs to be kept.
+
+    Attributes:
+        reduction: over the window's queries and the query group.
+        pool: pooling along the prompt.
+        normalise: "full": the softmax over all that a query saw; "distant": over the entries older than the window.
+        sum_logits: sum the logits of a group before the softmax, so that the group votes as one head.
+    """
+
+    window: int
+    reduction: Reduction
+    pool: Pool | None = None
+    normalise: Literal["full", "distant"] = "full"
+    sum_logits: bool = False
+
+    @property
+    def stores_queries(self) -> bool:
+        return True
+
+    def check(self, policy: Policy) -> None:
+        if self.window < 1:
+            raise ValueError(f"window={self.window}: accepted is a number of queries >= 1")
+        if self.normalise not in ("full", "distant"):
+            raise ValueError(f"normalise={self.normalise!r}: accepted are 'full' and 'distant'")
+        if self.sum_logits and self.normalise != "distant":
+            raise ValueError(
+                "summed logits have no log-sum-exp of their own; accepted with them is normalise='distant'"
+            )
+        if isinstance(policy.protect.recent, float) or policy.protect.recent < self.window:
+            raise ValueError(
+                f"WindowAttention(window={self.window}) scores what is older than its window, so {policy.protect} "
+                f"must protect it; accepted is recent={self.window} or more"
+            )
+        if self.pool is not None and policy.every is not None:
+            raise ValueError(
+                f"{self.pool} needs neighbouring tokens side by side, and every={policy.every} overwrites slots in any "
+                "order; they cannot be combined"
+            )
+
+    def init_rows(self, shape: LayerShape) -> QueryRing:
+        B, Hq, R = shape.batch, shape.heads, self.window
+        return QueryRing(
+            jnp.zeros((B, Hq, R, shape.head_dim), shape.dtype),
+            jnp.zeros((B, Hq, R), jnp.float32),
+            jnp.full((B, R), -1, jnp.int32),
+        )
+
+    def observe(self, entries: LayerCache, attended: Attended) -> tuple[None, QueryRing]:
+        return None, entries.per_row.push(attended)
+
+    def __call__(self, entries: LayerCache, moment: Moment) -> Float[Array, "B H M"]:
+        ring: QueryRing = entries.per_row
+        queries = ring.queries
+        if self.sum_logits:
+            B, Hq, R, D = queries.shape
+            queries = jnp.sum(queries.reshape(B, -1, Hq // entries.keys.shape[1], R, D), axis=2)
+        distant = entries.positions < moment.next_position[:, None, None] - self.window
+        distant = distant & (entries.positions >= 0)
+        scores = window_scores(
+            queries,
+            entries.keys,
+            ring.positions,
+            jnp.where(distant, entries.positions, -1),
+            lse=ring.lse if self.normalise == "full" else None,
+            scale=moment.scale,
+            window=moment.window,
+            reduction=self.reduction,
+        )
+        return scores if self.pool is None else self.pool(scores, distant)

@@ -1,0 +1,40 @@
+"""Which entries fill the budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.pallas_kernels import top_tokens
+
+
+@dataclass(frozen=True)
+class TopTokens:
+    """Each head its own highest scores; of equal ones the earlier position."""
+
+    def keep(
+        self,
+        scores: Float[Array, "B H M"],
+        positions: Int[Array, "B H M"],
+        counts: Int[Array, "B H"],
+        size: int,
+    ) -> Int[Array, "B H size"]:
+        return top_tokens(scores, positions, counts, size=size)
+
+    def victims(
+        self, scores: Float[Array, "B H S"], positions: Int[Array, "B H S"], count: int
+    ) -> Int[Array, "B H count"]:
+        """The lowest scores; of equal ones the later position, so that victims are the complement of `keep`."""
+        slots = jnp.arange(scores.shape[-1])
+
+        def next_victim(scores: Array, _: None) -> tuple[Array, Array]:
+            lowest = jnp.min(scores, axis=-1, keepdims=True)
+            victim = jnp.argmax(jnp.where(scores == lowest, positions, -1), axis=-1)
+            index = jnp.where(jnp.isposinf(lowest[..., 0]), scores.shape[-1], victim)
+            return jnp.where(slots == victim[..., None], jnp.inf, scores), index.astype(jnp.int32)
+
+        _, victims = jax.lax.scan(next_victim, scores, length=count)
+        return jnp.moveaxis(victims, 0, -1)

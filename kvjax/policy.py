@@ -1,0 +1,298 @@
+"""A policy is four parts and two numbers: what it keeps of the past, and when it lets go. All of it is static data.
+
+A part is a frozen dataclass, so a policy hashes and is a static argument of `jax.jit`; what changes from step to step
+lives in the cache, as state per slot and per row.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.pallas_kernels import Reduction
+
+if TYPE_CHECKING:
+    from kvjax.cache import LayerCache
+
+UNLIMITED = 2**30  # a capacity that no prompt reaches
+
+
+class LayerShape(NamedTuple):
+    """The sizes a part may need to lay out its state."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: jnp.dtype
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What an attention step shows to the policy: W queries have just attended to M entries.
+
+    Attributes:
+        queries: as they met the keys.
+        positions: of the queries, ascending, -1 for padding, which is on the left.
+        lse: log-sum-exp of each query's scaled logits.
+        received: what each entry received, reduced as the score asked, or None if it did not ask.
+        lengths: real queries in each row.
+    """
+
+    queries: Float[Array, "B Hq W D"]
+    positions: Int[Array, "B W"]
+    lse: Float[Array, "B Hq W"]
+    received: Float[Array, "B H M"] | None
+    lengths: Int[Array, "B"]
+
+
+class Moment(NamedTuple):
+    """When and where a score is asked for: the position that comes next in each row, and the layer's constants."""
+
+    next_position: Int[Array, "B"]
+    scale: float
+    window: int | None
+
+
+class Received(NamedTuple):
+    """A score's wish to be shown the attention that entries received.
+
+    Attributes:
+        reduction: over queries and group.
+        last: only the last so many queries of a call count; None for all of them.
+    """
+
+    reduction: Reduction
+    last: int | None = None
+
+
+@dataclass(frozen=True)
+class Score(ABC):
+    """How much each cached entry matters; larger is kept. The defaults are those of a score without state."""
+
+    @property
+    def received(self) -> Received | None:
+        """The attention it wants to be shown, if any."""
+        return None
+
+    @property
+    def stores_queries(self) -> bool:
+        """Whether the state holds rotated queries, which are exact only while keys do not change."""
+        return False
+
+    def check(self, policy: Policy) -> None:
+        """Raises ValueError if this score makes no sense in that policy."""
+        return
+
+    def init_slots(self, shape: LayerShape, slots: int) -> Any:
+        """State with axes [B, H, slots, ...], zero: what a slot has when a token enters it."""
+        return None
+
+    def init_rows(self, shape: LayerShape) -> Any:
+        """State with axes [B, ...]."""
+        return None
+
+    def observe(self, entries: LayerCache, attended: Attended) -> tuple[Any, Any]:
+        """The new (per_slot, per_row) after queries attended to `entries`, which hold the old ones."""
+        return entries.per_slot, entries.per_row
+
+    @abstractmethod
+    def __call__(self, entries: LayerCache, moment: Moment) -> Float[Array, "B H M"]:
+        """Float32 scores of all entries, those of empty slots being of no account."""
+
+
+class Budget(Protocol):
+    """How many entries each layer keeps of a prompt."""
+
+    def capacity(self, layer: int, prompt_lengths: Int[Array, "B"]) -> Int[Array, "B"] | None:
+        """Entries a kv head of each row keeps, or None if the layer keeps everything."""
+        ...
+
+    def slots(self, layer: int, prompt_size: int) -> int | None:
+        """The largest capacity for prompts up to a static size, or None if the layer keeps everything."""
+        ...
+
+    @property
+    def smallest(self) -> int | None:
+        """The smallest capacity that any layer is given, None if it depends on the prompt."""
+        ...
+
+
+class Select(Protocol):
+    """Which entries fill the budget, given scores that are +inf for the protected and -inf for the ineligible."""
+
+    def keep(
+        self,
+        scores: Float[Array, "B H M"],
+        positions: Int[Array, "B H M"],
+        counts: Int[Array, "B H"],
+        size: int,
+    ) -> Int[Array, "B H size"]:
+        """Indices of the entries to keep, ascending, -1 after the last."""
+        ...
+
+    def victims(
+        self, scores: Float[Array, "B H S"], positions: Int[Array, "B H S"], count: int
+    ) -> Int[Array, "B H count"]:
+        """Indices of `count` entries to evict, S where there is none to evict."""
+        ...
+
+
+class Merge(Protocol):
+    """What becomes of the entries that are not kept."""
+
+    def absorb(self, entries: LayerCache, scores: Float[Array, "B H M"], lost: Bool[Array, "B H M"]) -> LayerCache:
+        """The entries with those that are about to be lost merged into those that stay."""
+        ...
+
+
+@dataclass(frozen=True)
+class Protect:
+    """Entries that are never evicted: the first `sinks` positions and the most recent ones.
+
+    Attributes:
+        recent: a number of tokens, or a float: that share of the row's capacity.
+    """
+
+    sinks: int = 0
+    recent: int | float = 0
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0 or self.recent < 0 or (isinstance(self.recent, float) and self.recent >= 1):
+            raise ValueError(
+                f"sinks={self.sinks}, recent={self.recent}: accepted are sinks >= 0 and recent >= 0, an integer or, "
+                "as a share of the budget, a float below 1"
+            )
+
+    def minimum(self, room: int) -> int:
+        """The smallest capacity that leaves `room` entries unprotected."""
+        if isinstance(self.recent, float):
+            return math.ceil((self.sinks + room) / (1 - self.recent) - 1e-9)
+        return self.sinks + self.recent + room
+
+    def mask(
+        self, positions: Int[Array, "B H M"], next_position: Int[Array, "B"], capacity: Int[Array, "B H"]
+    ) -> Bool[Array, "B H M"]:
+        """True for the entries that must stay when the token at `next_position` is about to come in."""
+        recent = jnp.asarray(
+            jnp.floor(capacity * self.recent + 1e-4).astype(jnp.int32)
+            if isinstance(self.recent, float)
+            else self.recent
+        )
+        oldest = next_position[:, None] - recent
+        return (positions >= 0) & ((positions < self.sinks) | (positions >= oldest[..., None]))
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a cache keeps.
+
+    Attributes:
+        score: how much each entry matters.
+        budget: how many entries each layer keeps.
+        select: which entries fill the budget.
+        merge: what becomes of the rest.
+        protect: the entries that are never evicted.
+        every: evict while decoding, so many entries at a time; the occupancy then swings between the budget and
+            `every` - 1 below it. None: compress the prompt only, and let the answer come on top.
+        positions: RoPE at a token's "original" position, or at its place among the entries kept ("in_cache", as
+            StreamingLLM has it), in which case keys are cached before rotation.
+    """
+
+    score: Score
+    budget: Budget
+    select: Select
+    merge: Merge
+    protect: Protect = Protect()
+    every: int | None = None
+    positions: Literal["original", "in_cache"] = "original"
+
+    def __post_init__(self) -> None:
+        if self.every is not None and self.every < 1:
+            raise ValueError(f"every={self.every}: accepted is a number of steps >= 1, or None to evict nothing")
+        if self.positions not in ("original", "in_cache"):
+            raise ValueError(f"positions={self.positions!r}: accepted are 'original' and 'in_cache'")
+        if self.positions == "in_cache" and self.score.stores_queries:
+            raise ValueError(
+                f"{type(self.score).__name__} stores rotated queries, whose scores are exact only while keys keep "
+                "their rotation; it cannot be combined with positions='in_cache'"
+            )
+        self.score.check(self)
+        smallest = self.budget.smallest
+        if smallest is not None and smallest < self.minimum:
+            raise ValueError(
+                f"a budget of {smallest} entries is smaller than sinks + recent + {self.every or 1} = {self.minimum} "
+                f"({self.protect}); accepted is a budget of {self.minimum} or more"
+            )
+
+    @property
+    def minimum(self) -> int:
+        """The smallest capacity a row may have: what is protected and what a step evicts."""
+        return self.protect.minimum(self.every or 1)
+
+    def limited(self, layer: int) -> bool:
+        """Whether a layer has a budget at all."""
+        return self.budget.slots(layer, UNLIMITED) is not None
+
+    def grows(self, layer: int) -> bool:
+        """Whether decoding adds entries to a layer for as long as it goes on."""
+        return self.every is None or not self.limited(layer)
+
+    def capacity(self, layer: int, prompt_lengths: Int[Array, "B"]) -> Int[Array, "B"]:
+        """Entries a kv head of each row keeps; a share of a short prompt is raised to what is protected."""
+        capacity = self.budget.capacity(layer, prompt_lengths)
+        if capacity is None:
+            return jnp.full(prompt_lengths.shape, UNLIMITED, jnp.int32)
+        return jnp.maximum(capacity, self.minimum)
+
+    def slots(self, layer: int, prompt_size: int) -> int | None:
+        """The most entries a compressed layer keeps of prompts up to a static size; None if it keeps everything."""
+        slots = self.budget.slots(layer, prompt_size)
+        return None if slots is None else max(slots, self.minimum)
+
+    def init_state(self, layer: int, shape: LayerShape) -> tuple[Any, Any]:
+        """The score's state for a layer without slots."""
+        if not self.limited(layer):
+            return None, None
+        return self.score.init_slots(shape, 0), self.score.init_rows(shape)
+
+    def compress(self, entries: LayerCache, moment: Moment, size: int) -> LayerCache:
+        """Keeps each head's budget of entries, at most `size`, in order of position if the entries are."""
+        protected = self.protect.mask(entries.positions, moment.next_position, entries.capacity)
+        scores = jnp.where(protected, jnp.inf, self.score(entries, moment))
+        scores = jnp.where(entries.positions >= 0, scores, -jnp.inf)
+        kept = self.select.keep(scores, entries.positions, jnp.minimum(entries.capacity, size), size)
+        lost = (entries.positions >= 0) & ~_mark(kept, entries.slots)
+        return self.merge.absorb(entries, scores, lost).gather(kept)
+
+    def make_room(self, entries: LayerCache, moment: Moment, incoming: Bool[Array, "B"]) -> LayerCache:
+        """Evicts `every` entries of each head that is full, in the rows that have a token coming in."""
+        assert self.every is not None
+        count = self.every
+        full = (entries.occupancy >= entries.capacity) & incoming[:, None]
+
+        def judge() -> tuple[Float[Array, "B H S"], Bool[Array, "B H S"]]:
+            protected = self.protect.mask(entries.positions, moment.next_position, entries.capacity)
+            scores = jnp.where(protected | (entries.positions < 0), jnp.inf, self.score(entries, moment))
+            return scores, full[..., None] & _mark(self.select.victims(scores, entries.positions, count), entries.slots)
+
+        if count == 1:
+            scores, lost = judge()
+        else:  # nothing of the cache's size may leave a cond: its keys and values would be copied
+            shape = entries.positions.shape
+            scores, lost = jax.lax.cond(jnp.any(full), judge, lambda: (jnp.zeros(shape), jnp.zeros(shape, bool)))
+        entries = self.merge.absorb(entries, scores, lost)
+        return replace(entries, positions=jnp.where(lost, -1, entries.positions))
+
+
+def _mark(index: Int[Array, "B H K"], size: int) -> Bool[Array, "B H size"]:
+    """True at the given indices, those outside of 0 .. size - 1 being ignored."""
+    b, h = jnp.arange(index.shape[0])[:, None, None], jnp.arange(index.shape[1])[:, None]
+    unmarked = jnp.zeros((*index.shape[:2], size), bool)
+    return unmarked.at[b, h, jnp.where(index < 0, size, index)].set(True, mode="drop")

@@ -1,0 +1,221 @@
+"""Samplers: how the next token is drawn from the logits. Pure functions of (logits, keys, seen); no state, no model.
+
+A sampler is a frozen dataclass, so it is a static argument of `jax.jit`. The order of the steps is transformers':
+repetition penalty, temperature, top-k, top-p, min-p, draw. At least one token always remains, and tokens that tie at a
+threshold share their fate.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key
+
+
+def mark_seen(seen: Bool[Array, "B V"], tokens: Int[Array, "B N"], valid: Bool[Array, "B N"]) -> Bool[Array, "B V"]:
+    """Adds each row's valid `tokens` to the set of tokens it has seen."""
+    vocabulary = seen.shape[-1]
+    rows = jnp.arange(seen.shape[0])[:, None]
+    return seen.at[rows, jnp.where(valid, tokens, vocabulary)].set(True, mode="drop")
+
+
+def log_probability(logits: Float[Array, "B V"], tokens: Int[Array, "B"]) -> Float32[Array, "B"]:
+    """The natural log-probability of each row's token under the model itself: softmax(logits), before any sampler."""
+    logits = logits.astype(jnp.float32)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def penalize_repetition(
+    logits: Float32[Array, "B V"], seen: Bool[Array, "B V"], penalty: float
+) -> Float32[Array, "B V"]:
+    """CTRL's penalty (arXiv 1909.05858): positive logits of seen tokens are divided by it, negative ones multiplied."""
+    penalized = jnp.where(logits < 0, logits * penalty, logits / penalty)
+    return jnp.where(seen, penalized, logits)
+
+
+def keep_top_k(logits: Float32[Array, "B V"], k: int) -> Float32[Array, "B V"]:
+    """Keeps the `k` largest logits of a row and what ties with the smallest of them; the others become -inf."""
+    largest, _ = jax.lax.top_k(logits, min(k, logits.shape[-1]))
+    # Their minimum, not the last of them: XLA sorts whole rows on the CPU where it can merge a slice into the top-k.
+    return jnp.where(logits >= jnp.min(largest, axis=-1, keepdims=True), logits, -jnp.inf)
+
+
+def keep_top_p(logits: Float32[Array, "B V"], p: float) -> Float32[Array, "B V"]:
+    """Nucleus sampling (arXiv 1904.09751): keeps a token if those more probable than it sum to less than `p`.
+
+    That is the smallest set of probability at least `p`, with the tokens that tie with its least probable member.
+    """
+    probabilities = jax.nn.softmax(logits, axis=-1)
+    # The order of non-negative floats is that of their bits, so bisecting on the bits finds the exact threshold in 31
+    # sums. A sort of 128k logits takes 25 times as long on a CPU.
+    bits = jax.lax.bitcast_convert_type(probabilities, jnp.int32)
+
+    def halve(_: int, bounds: tuple[Int32[Array, "B 1"], ...]) -> tuple[Int32[Array, "B 1"], ...]:
+        low, high = bounds
+        middle = low + (high - low) // 2
+        above = jnp.sum(probabilities, axis=-1, keepdims=True, where=bits > middle)
+        return jnp.where(above < p, low, middle + 1), jnp.where(above < p, middle, high)
+
+    zero = jnp.zeros_like(bits[:, :1])
+    one = jax.lax.bitcast_convert_type(jnp.float32(1), jnp.int32)
+    threshold, _ = jax.lax.fori_loop(0, 31, halve, (zero, zero + one))
+    return jnp.where(bits >= threshold, logits, -jnp.inf)
+
+
+def keep_min_p(logits: Float32[Array, "B V"], p: float) -> Float32[Array, "B V"]:
+    """Min-p (arXiv 2407.01082): keeps the tokens at least `p` times as probable as the most probable one."""
+    floor = jnp.max(logits, axis=-1, keepdims=True) + (math.log(p) if p else -math.inf)
+    return jnp.where(logits >= floor, logits, -jnp.inf)
+
+
+def _require(name: str, value: Any, valid: Callable[[Any], bool], accepted: str, integral: bool = False) -> None:
+    """Raises ValueError unless `value` is a finite number for which `valid` holds."""
+    is_number = isinstance(value, Integral if integral else Real) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not valid(value):
+        raise ValueError(f"{name}={value!r} is not accepted; it must be {accepted}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingMethod(ABC):
+    """What all samplers share.
+
+    Attributes:
+        repetition_penalty: > 1 makes tokens of the prompt and the answer less likely, < 1 more. None or 1: no change.
+    """
+
+    repetition_penalty: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.repetition_penalty is not None:
+            _require("repetition_penalty", self.repetition_penalty, lambda x: x > 0, "a number > 0")
+
+    @abstractmethod
+    def __call__(
+        self,
+        logits: Float[Array, "B V"],
+        keys: Key[Array, "B"] | None = None,
+        seen: Bool[Array, "B V"] | None = None,
+    ) -> Int32[Array, "B"]:
+        """Each row's next token. It depends on the row's own logits, key and `seen`, never on the rows beside it.
+
+        Args:
+            logits: of the model, unmodified.
+            keys: one PRNG key a row. No state is kept: fold in the seed, the row and the position.
+            seen: marks the tokens of prompt and answer; required if `needs_seen`.
+
+        Raises:
+            ValueError: if `keys` or `seen` is needed and missing.
+        """
+
+    @property
+    def needs_seen(self) -> bool:
+        """Whether `seen` must be given: tokens already met are to be remembered only if so."""
+        return self.repetition_penalty not in (None, 1.0)
+
+    def penalized(self, logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None = None) -> Float32[Array, "B V"]:
+        """The logits in float32 after the repetition penalty. Raises ValueError if `seen` is needed and missing."""
+        logits = logits.astype(jnp.float32)
+        if self.repetition_penalty is None or not self.needs_seen:
+            return logits
+        if seen is None:
+            raise ValueError(f"{self} needs `seen`, the mask [batch, vocabulary] of tokens already met")
+        return penalize_repetition(logits, seen, self.repetition_penalty)
+
+
+@dataclass(frozen=True)
+class Greedy(SamplingMethod):
+    """The most probable token; of equal ones the first. Needs no keys."""
+
+    def __call__(
+        self,
+        logits: Float[Array, "B V"],
+        keys: Key[Array, "B"] | None = None,
+        seen: Bool[Array, "B V"] | None = None,
+    ) -> Int32[Array, "B"]:
+        return jnp.argmax(self.penalized(logits, seen), axis=-1).astype(jnp.int32)
+
+
+@dataclass(frozen=True)
+class Sampler(SamplingMethod):
+    """Draws from the softmax of the logits, reshaped by whichever of these are set, in transformers' order.
+
+    Attributes:
+        temperature: divides the logits, > 0.
+        top_k: keeps the k most probable tokens, >= 1.
+        top_p: keeps the most probable tokens that together reach this probability, in (0, 1].
+        min_p: keeps tokens at least this many times as probable as the most probable one, in [0, 1].
+
+    Raises:
+        ValueError: naming the attribute out of its range.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require("temperature", self.temperature, lambda x: x > 0, "a number > 0 (its limit 0 is greedy)")
+        if self.top_k is not None:
+            _require("top_k", self.top_k, lambda x: x >= 1, "an integer >= 1", integral=True)
+        if self.top_p is not None:
+            _require("top_p", self.top_p, lambda x: 0 < x <= 1, "a number in (0, 1]")
+        if self.min_p is not None:
+            _require("min_p", self.min_p, lambda x: 0 <= x <= 1, "a number in [0, 1]")
+
+    def filtered(self, logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None = None) -> Float32[Array, "B V"]:
+        """The logits that a token is drawn from: the row's largest is 0, tokens ruled out are -inf."""
+        logits = self.penalized(logits, seen)
+        # Shifted first, so that no temperature, however small, overflows.
+        logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / self.temperature
+        if self.top_k is not None:
+            logits = keep_top_k(logits, self.top_k)
+        if self.top_p is not None and self.top_p < 1:
+            logits = keep_top_p(logits, self.top_p)
+        if self.min_p is not None:
+            logits = keep_min_p(logits, self.min_p)
+        return logits
+
+    def __call__(
+        self,
+        logits: Float[Array, "B V"],
+        keys: Key[Array, "B"] | None = None,
+        seen: Bool[Array, "B V"] | None = None,
+    ) -> Int32[Array, "B"]:
+        if keys is None:
+            raise ValueError(f"{self} needs `keys`, one PRNG key a row")
+        return jax.vmap(jax.random.categorical)(keys, self.filtered(logits, seen)).astype(jnp.int32)
+
+
+def parse(text: str) -> SamplingMethod:
+    """Reads a sampler from its text: `greedy`, or settings as in `temperature=0.7,top_p=0.9`, separated by commas.
+
+    `greedy` takes settings too: `greedy,repetition_penalty=1.1`. Raises ValueError naming what was not understood.
+    """
+    items = [item.strip() for item in text.split(",")]
+    method: type[SamplingMethod] = Sampler
+    if items[0] == "greedy":
+        method, items = Greedy, items[1:]
+    names = [field.name for field in fields(method)]
+    accepted = f"'greedy' or NAME=NUMBER of {', '.join(names)}, separated by commas"
+    settings: dict[str, float] = {}
+    for item in items:
+        name, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or name not in names or name in settings:
+            fault = "is given twice" if name in settings else "is not understood"
+            raise ValueError(f"{item!r} in sampler {text!r} {fault}; accepted: {accepted}")
+        try:
+            settings[name] = int(value) if name == "top_k" else float(value)
+        except ValueError:
+            kind = "an integer" if name == "top_k" else "a number"
+            raise ValueError(f"{name}={value!r} in sampler {text!r} is not {kind}") from None
+    return method(**settings)

@@ -1,0 +1,162 @@
+"""A request, checked: everything that can be refused is refused here, before anything is compiled."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from kvjax.cache import KVCache
+from kvjax.extend import check_policy
+from kvjax.models import Decoder
+from kvjax.policies import full
+from kvjax.policy import Policy
+from kvjax.prompts import Batch, Prompt, rows_of
+from kvjax.sampling import Greedy, SamplingMethod
+
+EndTokens: TypeAlias = int | Sequence[int] | Sequence[Sequence[int]] | None
+
+
+@dataclass(frozen=True)
+class Session:
+    """What a generation starts from.
+
+    Attributes:
+        batch: the prompt, each row led by the cache's pending token if it has one.
+        cache: to be extended: empty, or with the arrays that are small and pass through its own copy of them.
+        ends: end tokens of each row, -1 where a row has fewer than others.
+        keys: one PRNG key a row.
+        seen: the tokens of the prompt, where the sampler needs them.
+    """
+
+    batch: Batch
+    cache: KVCache
+    ends: Int[np.ndarray, "B E"]
+    keys: Array
+    seen: Bool[np.ndarray, "B V"] | None
+    sampler: SamplingMethod
+
+    @classmethod
+    def open(
+        cls,
+        params: Decoder,
+        prompt: Prompt | None,
+        *,
+        policy: Policy | None,
+        max_new_tokens: int,
+        sampler: SamplingMethod | None = None,
+        seed: int | Sequence[int] = 0,
+        eos: EndTokens = None,
+        tokenizer: Any = None,
+        cache: KVCache | None = None,
+    ) -> Session:
+        """Checks the arguments of `generate`, which documents them. Raises ValueError for what is not accepted."""
+        config, sampler = params.config, sampler or Greedy()
+        for name, value, kind in (("policy", policy, Policy), ("cache", cache, KVCache)):
+            if value is not None and not isinstance(value, kind):
+                hint = f"; kvjax.policies.parse({value!r}) reads one" if isinstance(value, str) else ""
+                raise ValueError(f"{name}={value!r}; accepted is a {kind.__name__} or None{hint}")
+        if not isinstance(sampler, SamplingMethod):
+            raise ValueError(f"sampler={sampler!r}; accepted are kvjax.Greedy() and kvjax.Sampler(...)")
+        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens={max_new_tokens!r}; accepted is an integer >= 1")
+        rows = [] if prompt is None else rows_of(prompt, tokenizer, config.vocab_size, begins=cache is None)
+        if cache is None:
+            if prompt is None:
+                raise ValueError("no prompt and no cache to continue; accepted is one of them or both")
+            batch = Batch.of(rows)
+            cache = KVCache.empty(
+                config,
+                policy or full(),
+                jnp.asarray(batch.lengths),
+                batch.tokens.shape[1],
+                params.embed.dtype,
+            )
+        else:
+            check_policy(cache, policy)
+            check_model(cache, params)
+            batch = Batch.of(_after_pending(cache, rows))
+            cache = _own(cache)
+        longest = int(np.max(np.asarray(cache.length) + batch.lengths)) + max_new_tokens
+        if longest > config.max_positions:
+            warnings.warn(
+                f"positions up to {longest} are asked for and the model was trained for {config.max_positions} "
+                f"({config.rope}); RoPE goes on beyond them, but answers usually degrade",
+                stacklevel=3,
+            )
+        seen = None
+        if sampler.needs_seen:
+            seen = np.zeros((len(batch.lengths), config.vocab_size), bool)
+            for marks, tokens, length in zip(seen, batch.tokens, batch.lengths, strict=True):
+                marks[tokens[tokens.size - length :]] = True
+        return cls(
+            batch,
+            cache,
+            ends=_end_tokens(eos, tokenizer, len(batch.lengths)),
+            keys=_row_keys(seed, len(batch.lengths)),
+            seen=seen,
+            sampler=sampler,
+        )
+
+
+def check_model(cache: KVCache, params: Decoder) -> None:
+    """Raises ValueError if a cache has the shapes of another model."""
+    config, entries = params.config, cache.layers[0].keys
+    ours = (len(cache.layers), entries.shape[1], entries.shape[3])
+    theirs = (config.num_layers, config.num_kv_heads, config.head_dim)
+    if ours != theirs:
+        raise ValueError(f"the cache has (layers, kv heads, head size) {ours}; the model has {theirs}")
+
+
+def _after_pending(cache: KVCache, rows: list[Int[np.ndarray, "_"]]) -> list[Int[np.ndarray, "_"]]:
+    """Each row of a prompt with the cache's pending token before it."""
+    pending = np.asarray(cache.pending)
+    rows = rows or [np.zeros(0, np.int32)] * len(pending)
+    if len(rows) != len(pending):
+        raise ValueError(f"a prompt of {len(rows)} rows for a cache of {len(pending)}; accepted are as many")
+    rows = [row if token < 0 else np.concatenate([[token], row]) for token, row in zip(pending, rows, strict=True)]
+    if any(row.size == 0 for row in rows):
+        raise ValueError("the cache has no pending token to continue from; accepted is a prompt of a token or more")
+    return rows
+
+
+def _own(cache: KVCache) -> KVCache:
+    """The same cache with copies of the small arrays that a program may hand through and a later one then donates."""
+    copy = jnp.array
+    layers = tuple(
+        replace(layer, capacity=copy(layer.capacity), per_row=jax.tree.map(copy, layer.per_row))
+        for layer in cache.layers
+    )
+    return replace(cache, layers=layers, length=copy(cache.length), pending=copy(cache.pending))
+
+
+def _end_tokens(eos: EndTokens, tokenizer: Any, batch: int) -> Int[np.ndarray, "B E"]:
+    if eos is None:
+        eos = () if tokenizer is None or tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    if np.ndim(eos) == 0:
+        eos = [eos]  # type: ignore[list-item]
+    rows: Any = eos
+    if not any(np.ndim(row) for row in rows):
+        rows = [rows] * batch
+    if len(rows) != batch:
+        raise ValueError(f"eos has {len(rows)} rows for a batch of {batch}; accepted are ids, or ids for each row")
+    ends = np.full((batch, max((len(row) for row in rows), default=0)), -1, np.int32)
+    for padded, row in zip(ends, rows, strict=True):
+        if not all(isinstance(token, int | np.integer) and token >= 0 for token in row):
+            raise ValueError(f"eos={eos!r}; accepted are token ids >= 0, or a list of them for each row")
+        padded[: len(row)] = row
+    return ends
+
+
+def _row_keys(seed: int | Sequence[int], batch: int) -> Array:
+    if isinstance(seed, int | np.integer):
+        return jax.random.split(jax.random.key(int(seed)), batch)
+    if len(seed) != batch:
+        raise ValueError(f"{len(seed)} seeds for a batch of {batch}; accepted are one integer, or one for each row")
+    return jnp.stack([jax.random.key(int(s)) for s in seed])

@@ -1,0 +1,12 @@
+"""Kernels with a plain reference each. They know arrays and positions, not models or policies.
+
+One rule says what a query may see, everywhere: a key at position p is visible from position t if 0 <= p <= t, and
+t - p < window where there is a sliding window. Empty slots and padding have position -1, so they see and show nothing.
+"""
+
+from .prompt_attention import prompt_attention
+from .slot_attention import slot_attention
+from .top_tokens import compact, top_tokens
+from .window_scores import Reduction, window_scores
+
+__all__ = ["Reduction", "compact", "prompt_attention", "slot_attention", "top_tokens", "window_scores"]

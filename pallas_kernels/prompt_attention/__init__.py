@@ -1,0 +1,8 @@
+"""Attention of many new tokens over what is cached and over themselves, causally, with its log-sum-exp."""
+
+from ..dispatch import dispatch
+from . import reference
+
+prompt_attention = dispatch("prompt_attention", {}, reference.prompt_attention)
+
+__all__ = ["prompt_attention"]

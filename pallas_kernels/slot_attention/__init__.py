@@ -1,0 +1,8 @@
+"""Attention of one decoded token a row over its cache slots."""
+
+from ..dispatch import dispatch
+from . import reference
+
+slot_attention = dispatch("slot_attention", {}, reference.slot_attention)
+
+__all__ = ["slot_attention"]

@@ -1,0 +1,54 @@
+"""Decode attention in plain XLA: two batched products over the slots with a masked softmax between them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ..visibility import visible
+
+
+def slot_attention(
+    q: Float[Array, "B Hq W D"],
+    k: Float[Array, "B H S D"],
+    v: Float[Array, "B H S D"],
+    q_positions: Int[Array, "B W"],
+    k_positions: Int[Array, "B H S"],
+    *,
+    scale: float,
+    window: int | None = None,
+    received: Literal["sum", "mean", "max"] | None = None,
+) -> tuple[Float[Array, "B Hq W D"], Float[Array, "B Hq W"], Float[Array, "B H S"] | None]:
+    """Attention of W (few) query rows over slots in any order.
+
+    Args:
+        received: also return what each slot received: the weights reduced so over a kv head's query group, then summed
+            over the W rows.
+
+    Returns:
+        The context in q's dtype, the float32 log-sum-exp of the scaled logits (-inf where nothing is visible, and the
+        context then 0), and `received` in float32 or None.
+    """
+    B, Hq, W, D = q.shape
+    H, S = k.shape[1:3]
+    rows = (q * scale).reshape(B, H, -1, D)
+    logits = jnp.einsum("BHRD,BHSD->BHRS", rows, k, preferred_element_type=jnp.float32).reshape(B, H, -1, W, S)
+    logits = jnp.where(visible(q_positions, k_positions, window)[:, :, None], logits, -jnp.inf)
+    peak = jnp.max(logits, axis=-1, keepdims=True)
+    exponentials = jnp.exp(logits - jnp.where(jnp.isneginf(peak), 0.0, peak))
+    total = jnp.sum(exponentials, axis=-1, keepdims=True)
+    lse = (peak + jnp.log(total))[..., 0].reshape(B, Hq, W)
+    weights = exponentials / jnp.where(total == 0, 1.0, total)
+    context = jnp.einsum(
+        "BHRS,BHSD->BHRD", weights.reshape(B, H, -1, S).astype(v.dtype), v, preferred_element_type=jnp.float32
+    )
+    if received is not None:
+        reduce = {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max}[received]
+        received_weights = reduce(weights, axis=2).sum(axis=2)
+    return (
+        context.reshape(B, Hq, W, D).astype(q.dtype),
+        lse,
+        received_weights if received is not None else None,
+    )

@@ -1,0 +1,9 @@
+"""The k largest scores a head, exactly, with ties to the earlier position."""
+
+from ..dispatch import dispatch
+from . import reference
+from .reference import compact
+
+top_tokens = dispatch("top_tokens", {}, reference.top_tokens)
+
+__all__ = ["compact", "top_tokens"]

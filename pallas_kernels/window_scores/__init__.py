@@ -1,0 +1,9 @@
+"""How much attention each key received from a window of queries: the score behind most policies."""
+
+from ..dispatch import dispatch
+from . import reference
+from .reference import Reduction
+
+window_scores = dispatch("window_scores", {}, reference.window_scores)
+
+__all__ = ["Reduction", "window_scores"]

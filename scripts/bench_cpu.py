@@ -1,0 +1,290 @@
+"""Speed on a CPU: kvjax against transformers, and against kvpress's SnapKV, on the same random weights.
+
+    python scripts/bench_cpu.py --peer-python .venv-kvpress/bin/python > bench_cpu.jsonl
+
+Each side is one process that loads the model once and then serves one measurement at a time, in turns with the other
+side's, so that both meet the same weather. scripts/make_goldens.py says how to make the peer's environment; without
+`--peer-python` kvjax is measured alone. Standard output is JSON lines: every measurement, then medians and ratios.
+`first` marks the first call of a program, left out of the medians; what it took beyond the later ones, for kvjax mostly
+compilation, is `cold_seconds`. Tokens per second are those of all rows together; the first token is the prompt's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+SHARE = 0.25  # of the prompt, which SnapKV and MorphKV keep
+WINDOW = 32
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure. `policy` is its text; the peer has only the first two."""
+
+    name: str
+    policy: str
+    peer: bool = False
+    short: bool = False  # reads a prompt so short that a full cache holds `budget` tokens halfway through the answer
+
+
+CASES = (
+    Case("full", "full", peer=True),
+    Case("snapkv", "snapkv:budget={budget},window={window}", peer=True),
+    Case("morphkv", "morphkv:budget={budget},window={window}"),
+    Case("morphkv_every_8", "morphkv:budget={budget},window={window},every=8"),
+    Case("full_of_budget", "full", short=True),
+)
+
+# Decode tokens per second, the first over the second, at least.
+RATIOS = (
+    (("kvjax", "full"), ("peer", "full"), {1: 2.5, 8: 2.2}),
+    (("kvjax", "snapkv"), ("peer", "snapkv"), {1: 2.5, 8: 1.6}),
+    (("kvjax", "morphkv"), ("kvjax", "full_of_budget"), {1: 1 / 1.15, 8: 1 / 1.15}),
+    (("kvjax", "morphkv_every_8"), ("kvjax", "full_of_budget"), {1: 1 / 1.03, 8: 1 / 1.03}),
+)
+
+Measure = Callable[[dict[str, Any]], dict[str, float]]
+
+
+def make_model(folder: Path, batch: int, prompt: int) -> None:
+    """Random weights in Hugging Face form, and prompts, read by both sides."""
+    import jax.numpy as jnp
+    import numpy as np
+    from flax import nnx
+
+    from kvjax.checkpoint import save_hf
+    from kvjax.models import Decoder, DecoderConfig, Rope
+
+    config = DecoderConfig(
+        family="llama",
+        vocab_size=32_000,
+        hidden_size=512,
+        mlp_size=1536,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=64,
+        windows=(None,) * 8,
+        rope=Rope(10_000.0),
+        max_positions=32_768,
+    )
+    save_hf(Decoder(config, nnx.Rngs(SEED), jnp.float32), folder)
+    np.save(folder / "prompts.npy", np.random.default_rng(SEED).integers(0, config.vocab_size, (batch, prompt)))
+
+
+def kvjax_side(folder: Path) -> Measure:
+    import numpy as np
+
+    import kvjax
+
+    params, _ = kvjax.load(folder)
+    prompts = np.load(folder / "prompts.npy").astype(np.int32)
+
+    def measure(request: dict[str, Any]) -> dict[str, float]:
+        out = kvjax.generate(
+            params,
+            prompts[: request["batch"], : request["prompt"]],
+            policy=kvjax.policies.parse(request["policy"]),
+            max_new_tokens=request["new"],
+        )
+        return {
+            "prefill_seconds": out.stats.prefill_seconds,
+            "decode_tokens_per_second": out.stats.decode_tokens_per_second,
+        }
+
+    return measure
+
+
+def peer_side(folder: Path) -> Measure:
+    import contextlib
+
+    import kvpress
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.generation.streamers import BaseStreamer
+    from transformers.utils.logging import disable_progress_bar
+
+    class Clock(BaseStreamer):
+        """Notes when each token arrives."""
+
+        def __init__(self) -> None:
+            self.times: list[float] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.times.append(time.perf_counter())
+
+        def end(self) -> None:
+            pass
+
+    disable_progress_bar()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    prompts = torch.from_numpy(np.load(folder / "prompts.npy"))
+
+    @torch.inference_mode()
+    def measure(request: dict[str, Any]) -> dict[str, float]:
+        prompt, new, clock = prompts[: request["batch"], : request["prompt"]], request["new"], Clock()
+        press: contextlib.AbstractContextManager = contextlib.nullcontext()
+        if request["name"] == "snapkv":
+            press = kvpress.SnapKVPress(1 - SHARE, window_size=WINDOW)(model)
+        with press:
+            out = model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                do_sample=False,
+                min_new_tokens=new,
+                max_new_tokens=new,
+                streamer=clock,
+                return_dict_in_generate=True,
+            )
+        expected = new - 1 + (request["budget"] if request["name"] == "snapkv" else request["prompt"])
+        held = out.past_key_values.layers[0].keys.shape[2]
+        if held != expected:
+            raise RuntimeError(f"the peer's cache holds {held} tokens, not {expected}: nothing comparable was measured")
+        start, first, *_, last = clock.times  # the streamer is handed the prompt before it is read
+        return {
+            "prefill_seconds": first - start,
+            "decode_tokens_per_second": request["batch"] * (new - 1) / (last - first),
+        }
+
+    return measure
+
+
+SIDES = {"kvjax": kvjax_side, "peer": peer_side}
+
+
+def serve(side: str, folder: Path) -> None:
+    """Answers each line of standard input, a request in JSON, with a measurement in JSON."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # libraries may print
+    measure = SIDES[side](folder)
+    for line in sys.stdin:
+        start = time.perf_counter()
+        result = measure(json.loads(line))
+        print(json.dumps(result | {"wall_seconds": time.perf_counter() - start}), file=answers, flush=True)
+
+
+class Side:
+    """A process that serves measurements."""
+
+    def __init__(self, name: str, python: str, folder: Path):
+        self.name = name
+        command = [python, __file__, "--serve", name, "--folder", str(folder)]
+        environment = os.environ | {
+            "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
+            "JAX_ENABLE_COMPILATION_CACHE": "0",  # the first call is to be a cold one
+        }
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def __call__(self, request: dict[str, Any]) -> dict[str, float]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise SystemExit(f"the {self.name} side ended while measuring {request}; its error is above")
+        return json.loads(answer)
+
+    def close(self) -> None:
+        self.process.communicate()
+
+
+def measurements(sides: list[Side], arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Every case on every side that has it, first once to compile, then `repeats` times in turns."""
+    budget = int(arguments.prompt * SHARE)
+    for repeat in range(arguments.repeats + 1):
+        for batch in arguments.batch:
+            for case in CASES:
+                request = asdict(case) | {
+                    "policy": case.policy.format(budget=budget, window=WINDOW),
+                    "budget": budget,
+                    "batch": batch,
+                    "prompt": budget - arguments.new // 2 if case.short else arguments.prompt,
+                    "new": arguments.new,
+                }
+                for side in sides:
+                    if side.name == "kvjax" or case.peer:
+                        result = side(request)
+                        yield {"side": side.name, "case": case.name, "batch": batch, "first": repeat == 0} | result
+
+
+def summary(results: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Medians of each side, case and batch, then the ratios beside their goals."""
+    medians: dict[tuple[str, str, int], dict[str, float]] = {}
+    for key in dict.fromkeys((r["side"], r["case"], r["batch"]) for r in results):
+        own = [r for r in results if (r["side"], r["case"], r["batch"]) == key]
+        first, later = own[0], own[1:]
+        median = {
+            name: statistics.median(r[name] for r in later)
+            for name in ("prefill_seconds", "decode_tokens_per_second", "wall_seconds")
+        }
+        medians[key] = median | {"cold_seconds": first["wall_seconds"] - median["wall_seconds"]}
+        yield {"median_of": len(later), "side": key[0], "case": key[1], "batch": key[2]} | medians[key]
+    batches = dict.fromkeys(batch for *_, batch in medians)
+    for over, under, goals in RATIOS:
+        for batch in batches:
+            if (*over, batch) in medians and (*under, batch) in medians:
+                ours, other = medians[(*over, batch)], medians[(*under, batch)]
+                ratio = ours["decode_tokens_per_second"] / other["decode_tokens_per_second"]
+                line = {"ratio": " ".join(over), "over": " ".join(under), "batch": batch, "decode": ratio}
+                if over[0] != under[0]:
+                    line |= {"prefill": ours["prefill_seconds"] / other["prefill_seconds"], "prefill_goal": 1.0}
+                yield line | {"decode_goal": goals.get(batch)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer-python", help="an interpreter that has torch, transformers and kvpress")
+    parser.add_argument("--peer-only", action="store_true", help="leave kvjax out")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--prompt", type=int, default=2048, help="tokens in a prompt")
+    parser.add_argument("--new", type=int, default=256, help="tokens to generate")
+    parser.add_argument("--repeats", type=int, default=5, help="measurements beyond the first, which compiles")
+    parser.add_argument("--threads", type=int, default=2, help="cores that both sides are confined to")
+    parser.add_argument("--folder", type=Path, help="the model's folder; made if absent, a temporary one by default")
+    parser.add_argument("--serve", choices=SIDES, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve(arguments.serve, arguments.folder)
+        return
+    if arguments.peer_only and not arguments.peer_python:
+        parser.error("--peer-only needs --peer-python")
+
+    if int(arguments.prompt * SHARE) <= max(WINDOW, arguments.new // 2):
+        parser.error(f"a quarter of --prompt must be more than the window of {WINDOW} and more than half of --new")
+
+    # Inherited by both sides; XLA and OpenMP size their thread pools by it.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary)
+        if not (folder / "prompts.npy").exists():
+            make_model(folder, max(arguments.batch), arguments.prompt)
+        sides = [] if arguments.peer_only else [Side("kvjax", sys.executable, folder)]
+        if arguments.peer_python:
+            sides.append(Side("peer", arguments.peer_python, folder))
+        results = []
+        for result in measurements(sides, arguments):
+            print(json.dumps(result), flush=True)
+            results.append(result)
+        for side in sides:
+            side.close()
+    for line in summary(results):
+        print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()

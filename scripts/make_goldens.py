@@ -1,0 +1,205 @@
+"""Makes tests/golden: tiny random models, and what kvpress retains of a prompt on them. The format: its README.md.
+
+Runs in an environment of its own, because kvpress pins an older transformers than this project may have installed:
+
+    python3.11 -m venv .venv-kvpress
+    .venv-kvpress/bin/pip install torch==2.13.0 transformers==5.2.0 kvpress==0.5.5 safetensors==0.8.0 tokenizers==0.22.2
+    .venv-kvpress/bin/python scripts/make_goldens.py
+
+Everything is drawn from fixed seeds on the CPU. A model whose selections or tokens differ between float32 and float64,
+or hang on nearly equal scores, is refused: no golden rests on a rounding error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import kvpress
+import numpy as np
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+
+PROMPT_LENGTH, STEPS, VOCABULARY = 160, 16, 256
+LEAST_MARGIN = 5e-5
+PACKAGES = ("torch", "transformers", "kvpress", "safetensors", "tokenizers", "numpy")
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    seed: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    family: str = "llama"
+    layers: int = 3
+    tied: bool = False
+
+    def build(self) -> PreTrainedModel:
+        """Weights wide enough that scores do not nearly tie (transformers' own 0.02 makes attention almost uniform)."""
+        shape = {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": self.tied,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
+        model: PreTrainedModel
+        if self.family == "mistral":
+            model = MistralForCausalLM(MistralConfig(**shape, sliding_window=None))
+        else:
+            model = LlamaForCausalLM(LlamaConfig(**shape))
+        generator = torch.Generator().manual_seed(self.seed)
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.data = 1 + 0.2 * noise if "norm" in name else 0.16 * noise
+        return model.eval()
+
+
+MODELS = {
+    "llama_group1": TinyModel(seed=1, heads=4, kv_heads=4, head_dim=16),
+    "llama_group4": TinyModel(seed=2, heads=8, kv_heads=2, head_dim=16, tied=True),
+    "llama_group7": TinyModel(seed=3, heads=14, kv_heads=2, head_dim=8),
+    "mistral": TinyModel(seed=5, heads=8, kv_heads=2, head_dim=8, family="mistral", layers=4),
+}
+
+# The share removed leaves whole numbers (80 and 40 of 160), and never fewer tokens than the window: kvpress truncates
+# the former in floating point and keeps an arbitrary part of the latter.
+PRESSES: dict[str, kvpress.ScorerPress] = {
+    "snapkv_w8_k5_r50": kvpress.SnapKVPress(0.5, window_size=8, kernel_size=5),
+    "snapkv_w16_k5_r75": kvpress.SnapKVPress(0.75, window_size=16, kernel_size=5),
+    "snapkv_w16_k7_r50": kvpress.SnapKVPress(0.5, window_size=16, kernel_size=7),
+    "snapkv_w32_k7_r75": kvpress.SnapKVPress(0.75, window_size=32, kernel_size=7),
+    "tova_r50": kvpress.TOVAPress(0.5),
+    "tova_r75": kvpress.TOVAPress(0.75),
+    "streaming_llm_r50": kvpress.StreamingLLMPress(0.5, n_sink=4),
+    "streaming_llm_r75": kvpress.StreamingLLMPress(0.75, n_sink=4),
+    "observed_attention_r50": kvpress.ObservedAttentionPress(0.5),
+    "knorm_r50": kvpress.KnormPress(0.5),
+}
+
+
+def attention_of(press: kvpress.ScorerPress) -> str:
+    """Observed attention needs the whole matrix of weights, which only the eager implementation returns."""
+    return "eager" if isinstance(press, kvpress.ObservedAttentionPress) else "sdpa"
+
+
+@torch.no_grad()
+def run(
+    model: PreTrainedModel, prompt: torch.Tensor, attention: str, press: kvpress.ScorerPress | None = None
+) -> dict[str, Any]:
+    """Reads the prompt, compressing with `press`, then decodes greedily at the positions that follow the prompt."""
+    model.set_attn_implementation(attention)
+    cache, scores = DynamicCache(), []
+    if press is None:
+        logits = model(prompt[None], past_key_values=cache).logits[0]
+    else:
+        score = press.score
+
+        def recorded(*args: Any) -> torch.Tensor:
+            scores.append(score(*args))
+            return scores[-1]
+
+        press.score = recorded
+        with press(model):
+            logits = model(prompt[None], past_key_values=cache).logits[0]
+        del press.score  # the class's own again
+    kept = [torch.cat([layer.keys[0], layer.values[0]], dim=-1) for layer in cache.layers]
+
+    tokens, step_logits = [int(logits[-1].argmax())], []
+    for step in range(STEPS):
+        position = torch.tensor([[PROMPT_LENGTH + step]])
+        step_logits.append(
+            model(torch.tensor([[tokens[-1]]]), past_key_values=cache, position_ids=position).logits[0, -1]
+        )
+        tokens.append(int(step_logits[-1].argmax()))
+    return {
+        "logits": logits.numpy(),
+        "kept": kept,
+        "scores": np.stack([layer[0].numpy() for layer in scores]) if scores else None,
+        "tokens": np.asarray(tokens, np.int32),
+        "step_logits": torch.stack(step_logits).numpy(),
+    }
+
+
+def positions(kept: list[torch.Tensor], full: list[torch.Tensor]) -> np.ndarray:
+    """Original positions [L, H, n], ascending, of the rows kept, found as the equal rows of the full cache."""
+    layers = []
+    for some, every in zip(kept, full, strict=True):
+        equal = (some[:, :, None] == every[:, None]).all(-1)  # [H, n, N]
+        assert (equal.sum(-1) == 1).all(), "a cache row was changed, or two rows of the full cache are equal"
+        layers.append(equal.int().argmax(-1).sort(-1).values.numpy())
+    return np.stack(layers)
+
+
+def margin(scores: np.ndarray, pos: np.ndarray) -> float:
+    """The least gap in a head between the last score kept and the first evicted, relative to the larger of the two."""
+    kept = np.zeros(scores.shape, bool)
+    np.put_along_axis(kept, pos, True, axis=-1)
+    last, first = np.where(kept, scores, np.inf).min(-1), np.where(kept, -np.inf, scores).max(-1)
+    return float(((last - first) / np.maximum(np.abs(last), np.abs(first))).min())
+
+
+def make(name: str, tiny: TinyModel, folder: Path) -> None:
+    model = tiny.build()
+    model.save_pretrained(folder / name)
+    (folder / name / "generation_config.json").unlink(missing_ok=True)
+    wide = tiny.build().double()
+    # Distinct tokens: equal ones have equal key norms and would tie.
+    prompt = np.random.default_rng(tiny.seed).permutation(VOCABULARY)[:PROMPT_LENGTH]
+    ids = torch.from_numpy(prompt)
+
+    full = {attention: run(model, ids, attention) for attention in ("sdpa", "eager")}
+    full_wide = {attention: run(wide, ids, attention) for attention in ("sdpa", "eager")}
+    arrays = {"prompt": prompt.astype(np.int32), "logits": full["sdpa"]["logits"]}
+    arrays |= {f"full/{key}": full["sdpa"][key] for key in ("tokens", "step_logits")}
+    presses = {}
+    for label, press in PRESSES.items():
+        attention = attention_of(press)
+        out, out_wide = run(model, ids, attention, press), run(wide, ids, attention, press)
+        pos = positions(out["kept"], full[attention]["kept"])
+        pos_wide = positions(out_wide["kept"], full_wide[attention]["kept"])
+        gap = margin(out["scores"], pos)
+        stable = np.array_equal(pos, pos_wide) and np.array_equal(out["tokens"], out_wide["tokens"])
+        if not stable or gap < LEAST_MARGIN:
+            raise SystemExit(f"{name}/{label}: float64 disagrees or the margin {gap:.1e} is small; choose another seed")
+        arrays |= {f"{label}/pos": pos.astype(np.int16), f"{label}/scores": out["scores"]}
+        arrays |= {f"{label}/{key}": out[key] for key in ("tokens", "step_logits")}
+        presses[label] = {
+            "press": type(press).__name__,
+            "kwargs": dataclasses.asdict(press),
+            "attention": attention,
+            "retained": pos.shape[-1],
+            "margin": gap,
+        }
+    meta = {
+        "prompt_length": PROMPT_LENGTH,
+        "steps": STEPS,
+        "seed": tiny.seed,
+        "presses": presses,
+        "versions": {package: version(package) for package in PACKAGES},
+    }
+    np.savez_compressed(folder / f"{name}.npz", meta=json.dumps(meta), **arrays)
+    smallest = min(press["margin"] for press in presses.values())
+    print(f"{name}: {len(presses)} presses, smallest margin between kept and evicted scores {smallest:.1e}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path(__file__).parents[1] / "tests" / "golden")
+    arguments = parser.parse_args()
+    torch.set_num_threads(2)
+    for name, tiny in MODELS.items():
+        make(name, tiny, arguments.folder)

@@ -1,0 +1,41 @@
+# Sourced from the root of a checkout: `source scripts/setup_venv.sh EXTRA...` makes .venv, or reuses it, with kvjax
+# installed editable with these extras, and puts it first on the path. Where pyproject.toml has not changed since, it
+# installs nothing. PYTHON names the interpreter to make .venv with.
+
+find_python() {
+    local candidate candidates=(python3 python python3.13 python3.12 python3.11)
+    if [ -n "${PYTHON:-}" ]; then candidates=("$PYTHON"); fi
+    for candidate in "${candidates[@]}"; do
+        if "$candidate" -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
+            >/dev/null 2>&1; then
+            echo "$candidate"
+            return
+        fi
+    done
+    echo "kvjax needs Python 3.11, 3.12 or 3.13 with its venv module; tried: ${candidates[*]}." \
+        "PYTHON=/path/to/python names another." >&2
+    return 1
+}
+
+setup_venv() {
+    local extra wanted python state
+    # Entry points hold absolute paths, so a checkout that has moved is installed again.
+    state="$PWD $(cksum <pyproject.toml)"
+    for extra in "$@"; do
+        if [ "$(cat ".venv/kvjax-$extra" 2>/dev/null)" != "$state" ]; then wanted=yes; fi
+    done
+    if [ -n "${wanted:-}" ]; then
+        # Also completes a .venv that was left half made.
+        if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+            python=$(find_python) || return 1
+            "$python" -m venv .venv || return 1
+        fi
+        extra=$(IFS=,; echo "$*")
+        echo "Installing kvjax[$extra] in .venv; this can take a few minutes." >&2
+        .venv/bin/python -m pip install -qq --disable-pip-version-check --editable ".[$extra]" || return 1
+        for extra in "$@"; do echo "$state" >".venv/kvjax-$extra"; done
+    fi
+    export PATH="$PWD/.venv/bin:$PATH"
+}
+
+setup_venv "$@"

@@ -1,0 +1,119 @@
+"""Mapping Hugging Face configs, as transformers 5 and its forerunners write them, and refusing what is not computed."""
+
+import pytest
+
+from kvjax.models import Llama3Scaling, Rope, UnsupportedModelError, config_from_hf, family
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+MISTRAL = LLAMA | {"model_type": "mistral", "num_attention_heads": 8}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("fields", "rope"),
+    [
+        ({}, Rope(10_000.0)),
+        ({"rope_theta": 5e5, "rope_scaling": None}, Rope(5e5)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, Rope(5e5)),
+        ({"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}}, Rope(5e5, Llama3Scaling(8, 1, 4, 64))),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
+            Rope(5e5, Llama3Scaling(8, 1, 4, 64)),
+        ),
+        ({"rope_scaling": {"type": "llama3", **LLAMA3}}, Rope(10_000.0, Llama3Scaling(8, 1, 4, 64))),
+        (
+            {
+                "max_position_embeddings": 512,
+                "rope_scaling": {"type": "llama3", **LLAMA3, "original_max_position_embeddings": None},
+            },
+            Rope(10_000.0, Llama3Scaling(8, 1, 4, 512)),
+        ),
+    ],
+)
+def test_rope_of_new_and_old_configs(fields, rope):
+    assert config_from_hf(LLAMA | fields).rope == rope
+
+
+def test_absent_and_null_fields_mean_what_transformers_takes_them_for():
+    llama = config_from_hf(LLAMA | {"head_dim": None, "torch_dtype": "bfloat16"})
+    assert (llama.num_kv_heads, llama.head_dim, llama.max_positions, llama.tie_embeddings) == (4, 4, 2048, False)
+    assert llama.windows == (None, None)
+    mistral = config_from_hf(MISTRAL)
+    assert (mistral.num_kv_heads, mistral.max_positions, mistral.windows) == (8, 131_072, (4096, 4096))
+    heads = config_from_hf(MISTRAL | {"num_attention_heads": 4, "num_key_value_heads": None, "sliding_window": None})
+    assert (heads.num_kv_heads, heads.windows) == (4, (None, None))
+
+
+@pytest.mark.parametrize(
+    "hf",
+    [
+        LLAMA | {"num_key_value_heads": 2, "head_dim": 6, "tie_word_embeddings": True},
+        LLAMA | {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+        MISTRAL | {"sliding_window": 7, "rms_norm_eps": 1e-5},
+        MISTRAL | {"sliding_window": None},
+    ],
+)
+def test_config_written_is_read_back(hf):
+    config = config_from_hf(hf)
+    written = family(config.family).config_to_hf(config)
+    assert config_from_hf(written) == config
+    # each form of RoPE must do without the other
+    assert config_from_hf({k: v for k, v in written.items() if k != "rope_parameters"}) == config
+    assert config_from_hf({k: v for k, v in written.items() if k not in ("rope_theta", "rope_scaling")}) == config
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; accepted: llama, mistral"),
+        ({"model_type": None}, "model_type 'None'"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures="),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"sliding_window": 8}, "sliding_window=8"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
+        ({"quantization_config": {"bits": 4}}, "quantization_config="),
+        ({"vocab_size": None}, "vocab_size=None"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps='small'"),
+        ({"num_attention_heads": 5}, "head_dim is absent"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+        ({"head_dim": 5}, "head_dim=5 is odd"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type='yarn'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention"),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "factor": None}}, "factor=None"),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor"),
+        ({"rope_scaling": 2.0}, "rope_scaling=2.0"),
+        ({"rope_theta": -1}, "rope_theta=-1"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(fields, message):
+    with pytest.raises(UnsupportedModelError) as caught:
+        config_from_hf(LLAMA | fields)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sliding_window": 0}, "sliding_window=0"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types="),
+        ({"architectures": ["MistralModel"]}, "architectures="),
+    ],
+)
+def test_what_mistral_does_not_compute(fields, message):
+    with pytest.raises(UnsupportedModelError) as caught:
+        config_from_hf(MISTRAL | fields)
+    assert message in str(caught.value)

@@ -1,0 +1,311 @@
+"""Loading and saving checkpoints: what is read, and what is refused with which words."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import huggingface_hub
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from huggingface_hub.utils import filter_repo_objects
+from safetensors.numpy import load_file, save_file
+
+from kvjax.checkpoint import CheckpointError, load, save_hf
+from kvjax.models import Decoder, UnsupportedModelError, config_from_hf
+
+HF = {
+    "model_type": "llama",
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "rope_theta": 5e5,
+}
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+EMBED, QUERY, HEAD = "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "lm_head.weight"
+
+
+def decoder(dtype=jnp.float32, **fields) -> Decoder:
+    return Decoder(config_from_hf(HF | fields), nnx.Rngs(0), dtype)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_hf(decoder(), tmp_path / "model")
+    return tmp_path / "model"
+
+
+def edit(folder: Path, **tensors: np.ndarray | None) -> None:
+    """Replaces, adds and (None) removes tensors, whose names are given with `__` for a dot."""
+    content = load_file(folder / WEIGHTS)
+    for name, tensor in tensors.items():
+        content[name.replace("__", ".")] = tensor
+    save_file({name: tensor for name, tensor in content.items() if tensor is not None}, folder / WEIGHTS)
+
+
+def shard(folder: Path) -> dict[str, str]:
+    """Splits the weights over two files and an index, and returns its map of names to files."""
+    content = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    placed = {name: files[i % 2] for i, name in enumerate(sorted(content))}
+    for file in files:
+        save_file({name: content[name] for name in content if placed[name] == file}, folder / file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": placed}))
+    return placed
+
+
+def problems(folder: Path) -> tuple[str, ...]:
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    assert all(problem in str(caught.value) for problem in caught.value.problems)
+    assert str(folder) in str(caught.value)
+    return caught.value.problems
+
+
+def assert_equal(ours: Decoder, theirs: Decoder) -> None:
+    assert ours.config == theirs.config
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_saved_decoder_loads_equal_in_its_own_dtype(tmp_path, dtype, tied):
+    params = decoder(dtype, tie_word_embeddings=tied)
+    save_hf(params, tmp_path)
+    loaded, tokenizer = load(str(tmp_path))
+    assert_equal(loaded, params)
+    assert tokenizer is None
+
+
+def test_linear_maps_are_stored_as_out_by_in(folder):
+    params, _ = load(folder)
+    stored = load_file(folder / WEIGHTS)
+    query, output = stored[QUERY], stored["model.layers.0.self_attn.o_proj.weight"]
+    assert query.shape == (24, 16)
+    assert output.shape == (16, 24)
+    np.testing.assert_array_equal(params.layers[0].attention.query[3, 2, 5], query[2 * 6 + 5, 3])
+    np.testing.assert_array_equal(params.layers[0].attention.output[2, 5, 3], output[3, 2 * 6 + 5])
+
+
+def test_dtype_casts_all_weights(folder):
+    params, _ = load(folder, dtype="bfloat16")
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
+    np.testing.assert_array_equal(params.embed[...], decoder().embed[...].astype(jnp.bfloat16))
+
+
+def test_dtype_of_mixed_weights_represents_them_all(folder):
+    edit(folder, **{QUERY.replace(".", "__"): np.ones((24, 16), jnp.bfloat16)})
+    params, _ = load(folder)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float64"])
+def test_dtype_that_is_not_accepted(folder, dtype):
+    with pytest.raises(ValueError, match=f"dtype {dtype} is not supported; accepted: float32, bfloat16, float16"):
+        load(folder, dtype=dtype)
+
+
+def test_shards_load_as_one_file(folder):
+    shard(folder)
+    assert_equal(load(folder)[0], decoder())
+
+
+def test_rope_frequencies_of_old_checkpoints_are_ignored(folder):
+    edit(folder, model__layers__0__self_attn__rotary_emb__inv_freq=np.ones(3, np.float32))
+    assert_equal(load(folder)[0], decoder())
+
+
+def test_output_matrix_beside_tied_embeddings_must_equal_them(tmp_path):
+    params = decoder(tie_word_embeddings=True)
+    save_hf(params, tmp_path)
+    edit(tmp_path, lm_head__weight=load_file(tmp_path / WEIGHTS)[EMBED])
+    assert_equal(load(tmp_path)[0], params)
+    edit(tmp_path, lm_head__weight=np.zeros((40, 16), np.float32))
+    assert problems(tmp_path) == (f"{HEAD} differs from {EMBED}, but config.json ties them (tie_word_embeddings)",)
+
+
+def test_no_such_folder(tmp_path):
+    assert problems(tmp_path / "absent") == ("no such folder",)
+
+
+def test_file_instead_of_folder(folder):
+    assert "give the folder" in problems(folder / WEIGHTS)[0]
+
+
+def test_no_config(folder):
+    (folder / "config.json").unlink()
+    assert problems(folder) == ("it has no config.json",)
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "not valid JSON"), ("[]", "holds no JSON object")])
+@pytest.mark.parametrize("file", ["config.json", INDEX])
+def test_json_that_cannot_be_read(folder, file, text, message):
+    shard(folder)
+    (folder / file).write_text(text)
+    (problem,) = problems(folder)
+    assert problem.startswith(file)
+    assert message in problem
+
+
+def test_config_that_is_not_supported(folder):
+    (folder / "config.json").write_text(json.dumps(HF | {"attention_bias": True}))
+    with pytest.raises(UnsupportedModelError, match="attention_bias=True"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_pickled_weights_are_refused_with_the_reason(folder, name):
+    (folder / WEIGHTS).rename(folder / name)
+    (problem,) = problems(folder)
+    assert name in problem
+    assert "runs whatever code it holds" in problem
+
+
+def test_no_weights(folder):
+    (folder / WEIGHTS).unlink()
+    assert problems(folder) == (f"it has neither {WEIGHTS} nor {INDEX}",)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-4], lambda data: data[:100], lambda _: b"", lambda _: b"x" * 99]
+)
+def test_damaged_file(folder, damage):
+    file = folder / WEIGHTS
+    file.write_bytes(damage(file.read_bytes()))
+    (problem,) = problems(folder)
+    assert problem.startswith(f"{WEIGHTS} is truncated or no safetensors file")
+
+
+def test_damaged_shard_is_one_problem_and_others_are_still_checked(folder):
+    placed = shard(folder)
+    file = folder / placed[EMBED]
+    file.write_bytes(file.read_bytes()[:-4])
+    whole = folder / next(other for other in placed.values() if other != placed[EMBED])
+    save_file(load_file(whole) | {"stray": np.ones(1, np.float32)}, whole)
+    first, second = problems(folder)
+    assert first.startswith(f"{file.name} is truncated")
+    assert second == "unexpected tensor(s): stray"
+
+
+def test_index_that_names_a_missing_file(folder):
+    placed = shard(folder)
+    (folder / placed[EMBED]).unlink()
+    assert problems(folder) == (f"{INDEX} names {placed[EMBED]}, which does not exist",)
+
+
+def test_index_that_leaves_the_folder(folder):
+    placed = shard(folder)
+    shutil.move(folder / placed[EMBED], folder.parent / "elsewhere.safetensors")
+    moved = {name: "../elsewhere.safetensors" if file == placed[EMBED] else file for name, file in placed.items()}
+    (folder / INDEX).write_text(json.dumps({"weight_map": moved}))
+    assert problems(folder) == (f"{INDEX} names '../elsewhere.safetensors', which is not a file name of this folder",)
+
+
+def test_index_without_a_weight_map(folder):
+    shard(folder)
+    (folder / INDEX).write_text('{"metadata": {}}')
+    assert problems(folder) == (f"{INDEX} lacks a weight_map from tensor names to file names",)
+
+
+def test_tensor_in_two_shards(folder):
+    placed = shard(folder)
+    for file in {folder / name for name in placed.values()}:
+        save_file(load_file(file) | {EMBED: np.zeros((40, 16), np.float32)}, file)
+    assert problems(folder) == (f"tensor(s) in more than one file: {EMBED}",)
+
+
+def test_all_problems_with_tensors_are_listed_together(folder):
+    edit(
+        folder,
+        lm_head__weight=None,
+        model__norm__weight=None,
+        model__embed_tokens__weight=np.ones((41, 16), np.float32),
+        model__layers__0__self_attn__q_proj__weight=np.ones((24, 16), np.int8),
+        model__layers__0__self_attn__q_proj__bias=np.ones(24, np.float32),
+        model__layers__2__mlp__up_proj__weight=np.ones((24, 16), np.float32),
+    )
+    (folder / "tokenizer.json").write_text("{")
+    found = problems(folder)
+    assert found[0].startswith("its tokenizer cannot be read: ")
+    assert found[1:] == (
+        f"missing tensor(s): model.norm.weight, {HEAD}",
+        f"{EMBED} has shape (41, 16); config.json asks for (40, 16)",
+        f"{QUERY} has dtype I8; accepted: F32, BF16, F16",
+        "unexpected tensor(s): model.layers.0.self_attn.q_proj.bias, model.layers.2.mlp.up_proj.weight",
+    )
+
+
+def test_hub_id_downloads_what_is_needed_and_nothing_else(folder, tmp_path, monkeypatch):
+    for name in ("pytorch_model.bin", "consolidated.safetensors", "modeling_own.py", "tokenizer.model"):
+        (folder / name).touch()
+    downloaded = []
+
+    def snapshot_download(repo_id, allow_patterns):
+        assert repo_id == "someone/tiny"
+        names = [file.name for file in folder.iterdir()]
+        downloaded.extend(sorted(filter_repo_objects(names, allow_patterns=allow_patterns)))
+        (tmp_path / "cache").mkdir()
+        for name in downloaded:
+            if name != "tokenizer.model":
+                shutil.copy(folder / name, tmp_path / "cache")
+        return str(tmp_path / "cache")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert_equal(load("someone/tiny")[0], decoder())
+    assert downloaded == ["config.json", WEIGHTS, "tokenizer.model"]
+
+
+def test_hub_id_offline(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(CheckpointError, match="load someone/absent: no such folder, and the Hugging Face hub did not"):
+        load("someone/absent")
+
+
+def test_existing_folder_goes_before_the_hub(folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+    assert_equal(load("model")[0], decoder())
+
+
+SCRIPT = """
+import sys
+sys.modules["torch"] = None  # as if not installed
+from tokenizers import Tokenizer, models, pre_tokenizers
+from kvjax.checkpoint import load, save_hf
+assert "transformers" not in sys.modules
+params, none = load(sys.argv[1])
+assert none is None and "transformers" not in sys.modules
+words = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2, "hello": 3, "world": 4}, unk_token="<unk>"))
+words.pre_tokenizer = pre_tokenizers.Whitespace()
+words.save(sys.argv[1] + "/tokenizer.json")
+open(sys.argv[1] + "/tokenizer_config.json", "w").write(
+    '{"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}'
+)
+params, tokenizer = load(sys.argv[1])
+assert tokenizer("world hello there")["input_ids"] == [4, 3, 0]
+save_hf(params, sys.argv[1] + "/again", tokenizer)
+params, tokenizer = load(sys.argv[1] + "/again")
+assert tokenizer("world hello there")["input_ids"] == [4, 3, 0]
+print(open(sys.argv[1] + "/again/config.json").read())
+"""
+
+
+def test_tokenizer_travels_with_the_weights_and_needs_no_torch(folder):
+    done = subprocess.run([sys.executable, "-c", SCRIPT, folder], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "PyTorch" not in done.stderr + done.stdout
+    config = json.loads(done.stdout)
+    assert (config["bos_token_id"], config["eos_token_id"]) == (1, 2)
