@@ -1,1 +1,31 @@
-"""kvjax keeps the key-value cache of a decoder small."""
+"""kvjax keeps the key-value cache of a decoder small, while it reads long prompts and writes long answers."""
+
+from kvjax import policies
+from kvjax.cache import KVCache
+from kvjax.cache_io import restore_cache, save_cache
+from kvjax.checkpoint import load, save_hf
+from kvjax.extend import extend, with_room
+from kvjax.generate import Generation, Stats, generate, prefill
+from kvjax.policy import Policy
+from kvjax.sampling import Greedy, Sampler
+from kvjax.stream import Piece, stream
+
+__all__ = [
+    "Generation",
+    "Greedy",
+    "KVCache",
+    "Piece",
+    "Policy",
+    "Sampler",
+    "Stats",
+    "extend",
+    "generate",
+    "load",
+    "policies",
+    "prefill",
+    "restore_cache",
+    "save_cache",
+    "save_hf",
+    "stream",
+    "with_room",
+]

@@ -159,7 +159,7 @@ def read_prompt(
             )
     occupied = occupied_slots(cache)
     slots = plan_slots(cache, occupied, new=chunk, room=room, compress=compresses)
-    return run(_read_on, params, cache, part, part_lengths, slots=slots, compress=compresses, final=final)
+    return run(_read, params, cache, part, part_lengths, slots=slots, compress=compresses, final=final)
 
 
 def resolve(cache: KVCache, compress: Compress) -> tuple[bool, bool]:

@@ -7,10 +7,10 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import LayerCache
-from kvjax.pallas_kernels import Reduction, window_scores
+from kvjax.pallas_kernels import Reduction, compact, window_scores
 from kvjax.policy import Attended, LayerShape, Moment, Policy, Received, Score
 
 
@@ -76,19 +76,23 @@ class Pool:
         if self.kind not in ("avg", "max") or self.size < 1 or self.size % 2 == 0:
             raise ValueError(f"pooling {self.kind!r} of {self.size}: accepted are 'avg' and 'max' of an odd size >= 1")
 
-    def __call__(self, scores: Float[Array, "B H M"], eligible: Array) -> Float[Array, "B H M"]:
-        """Pools the eligible entries; others count 0 in an average and nothing in a maximum."""
+    def __call__(self, scores: Float[Array, "B H M"], eligible: Bool[Array, "B H M"]) -> Float[Array, "B H M"]:
+        """Pools the eligible entries, which are in order of position; gaps between them do not separate neighbours."""
         start, combine = (0.0, jax.lax.add) if self.kind == "avg" else (-jnp.inf, jax.lax.max)
+        packed = compact(eligible, scores.shape[-1])
+        together = jnp.where(packed >= 0, jnp.take_along_axis(scores, packed, axis=-1), start)
         side = self.size // 2
         pooled = jax.lax.reduce_window(
-            jnp.where(eligible, scores, start),
+            together,
             jnp.float32(start),
             combine,
             window_dimensions=(1, 1, self.size),
             window_strides=(1, 1, 1),
             padding=((0, 0), (0, 0), (side, side)),
         )
-        return pooled / self.size if self.kind == "avg" else pooled
+        if self.kind == "avg":
+            pooled = pooled / self.size
+        return jnp.take_along_axis(pooled, jnp.maximum(jnp.cumsum(eligible, axis=-1) - 1, 0), axis=-1)
 
 
 class QueryRing(NamedTuple):
