@@ -111,20 +111,17 @@ class QueryRing(NamedTuple):
 
     def push(self, attended: Attended) -> QueryRing:
         """Takes in the last R of the queries that have just attended."""
-        size, given = self.positions.shape[1], attended.positions.shape[1]
-        last = attended.positions[:, -1:]
-        behind = (last - jnp.arange(size)) % size  # how far before the last query each index of the ring stands
-        new = behind < attended.lengths[:, None]
-        source = jnp.where(new, given - 1 - behind, 0)
-
-        def take(x: Array, axis: int) -> Array:
-            index = source.reshape(source.shape[0], *(1,) * (axis - 1), size, *(1,) * (x.ndim - axis - 1))
-            return jnp.take_along_axis(x, index, axis=axis)
-
+        size = self.positions.shape[1]
+        queries, lse, positions = (
+            attended.queries[:, :, -size:],
+            attended.lse[:, :, -size:],
+            attended.positions[:, -size:],
+        )
+        b, index = jnp.arange(positions.shape[0])[:, None], jnp.where(positions >= 0, positions % size, size)
         return QueryRing(
-            jnp.where(new[:, None, :, None], take(attended.queries, 2), self.queries),
-            jnp.where(new[:, None], take(attended.lse, 2), self.lse),
-            jnp.where(new, take(attended.positions, 1), self.positions),
+            self.queries.at[b, :, index].set(jnp.swapaxes(queries, 1, 2), mode="drop", unique_indices=True),
+            self.lse.at[b, :, index].set(jnp.swapaxes(lse, 1, 2), mode="drop", unique_indices=True),
+            self.positions.at[b, index].set(positions, mode="drop", unique_indices=True),
         )
 
 
@@ -200,6 +197,7 @@ class WindowAttention(Score):
             lse=ring.lse if self.normalise == "full" else None,
             scale=moment.scale,
             window=moment.window,
+            causal=False,
             reduction=self.reduction,
         )
         return scores if self.pool is None else self.pool(scores, distant)
