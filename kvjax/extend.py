@@ -56,8 +56,8 @@ def extend(
         Float32 logits after each row's last token (of no meaning for a row of length 0), and the new cache.
 
     Raises:
-        ValueError: for another policy, tokens of a wrong shape, or a decode step into a cache without room. Under
-            `jax.jit` room is the caller's to provide: see `with_room`.
+        ValueError: for another policy, tokens or lengths of a wrong shape, lengths beyond the tokens, or a decode step
+            into a cache without room. Under `jax.jit` room is the caller's to provide: see `with_room`.
     """
     check_policy(cache, policy)
     tokens = jnp.asarray(tokens)
@@ -66,14 +66,20 @@ def extend(
     check_reading(tokens.shape[1], compress)
     lengths = jnp.full(tokens.shape[0], tokens.shape[1]) if lengths is None else jnp.asarray(lengths)
     concrete = not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((cache, tokens, lengths)))
+    if lengths.shape != cache.length.shape or (
+        concrete and not (0 <= int(lengths.min()) <= int(lengths.max()) <= tokens.shape[1])
+    ):
+        raise ValueError(
+            f"lengths={lengths} of {tokens.shape[1]} columns; accepted are {cache.batch_size} in 0 .. {tokens.shape[1]}"
+        )
     if tokens.shape[1] == 1 and cache.filled and compress == "auto":
         if concrete:
             check_room(cache, 1)
-        return step(params, cache, tokens[:, 0], lengths > 0)
+        return _step(params, cache, tokens[:, 0], lengths > 0)
     compresses, final = resolve(cache, compress)
     occupied = occupied_slots(cache) if concrete else [layer.slots for layer in cache.layers]
     slots = plan_slots(cache, occupied, new=tokens.shape[1], room=0, compress=compresses)
-    return read(params, cache, tokens, lengths, slots=slots, compress=compresses, final=final)
+    return _read(params, cache, tokens, lengths, slots=slots, compress=compresses, final=final)
 
 
 def read(

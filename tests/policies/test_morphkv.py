@@ -89,7 +89,7 @@ def test_released_normalisation_and_group_rules(options):
 
 
 def test_dense_layers_keep_everything():
-    params = tiny.decoder()
+    params = tiny.decoder(windows=(None, None))
     rows = [np.arange(20), np.arange(7)]
     _, cache = tiny.prefill(params, "morphkv:budget=9,window=3,dense_layers=1", rows, 24)
     for i in range(5):
