@@ -34,7 +34,7 @@ def test_prompts_of_all_lengths_share_programs(tiny: Decoder, compiled: list[str
         kvjax.generate(params, RNG.integers(0, 50, length), policy=parse(text), max_new_tokens=4)
     programs, buckets = Counter(compiled), {bucket(length) for length in lengths}
     assert len(lengths) == 50
-    assert len(buckets) == 8
+    assert len(buckets) == 9
     assert programs["jit(read)"] == len(buckets)
     assert programs["jit(decode)"] == len(buckets)
     large = ("jit(read)", "jit(decode)")
