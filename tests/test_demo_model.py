@@ -1,0 +1,87 @@
+"""The model that ships: it loads in transformers and here, computes the same in both, and answers its tasks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+import kvjax
+from kvjax.attention import causal
+from kvjax.checkpoint import load
+from kvjax.evaluation.tasks.demo import TASKS, example
+from kvjax.evaluation.tasks.vocabulary import IDS, STOP, decode, tokenizer
+
+FOLDER = Path(kvjax.__file__).parent / "demo_model"
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return load(FOLDER)[0]
+
+
+@jax.jit
+def logits(decoder, tokens):
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return decoder.logits(decoder(tokens, causal(positions))[0])
+
+
+def draw(task: str, count: int, length: int = 512) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts with the answer and padding behind them [B, length + 8], and the answers with their end [B, A]."""
+    rng = np.random.default_rng([99, list(TASKS).index(task)])
+    examples = [example(task, length, rng) for _ in range(count)]
+    answers = np.stack([np.append(each.answer, IDS[STOP]) for each in examples])
+    tokens = np.concatenate([np.stack([each.prompt for each in examples]), answers], axis=1)
+    return np.pad(tokens, ((0, 0), (0, length + 8 - tokens.shape[1]))), answers
+
+
+def test_the_weights_are_small_and_the_config_says_where_an_answer_ends():
+    assert (FOLDER / "model.safetensors").stat().st_size <= 8e6
+    config = json.loads((FOLDER / "config.json").read_text())
+    assert config["vocab_size"] == len(IDS)
+    assert config["eos_token_id"] == IDS[STOP]
+
+
+def test_transformers_loads_the_tokenizer_and_it_is_the_vocabularys():
+    loaded = AutoTokenizer.from_pretrained(FOLDER)
+    assert loaded.get_vocab() == IDS
+    assert loaded.backend_tokenizer.to_str() == tokenizer().backend_tokenizer.to_str()
+    prompt = example("variables", 128, np.random.default_rng(0)).prompt
+    assert loaded(decode(prompt))["input_ids"] == prompt.tolist()
+    assert loaded.decode(prompt) == decode(prompt)
+    assert loaded.eos_token_id == IDS[STOP]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_it_answers_from_a_full_cache_and_ends_its_answers(decoder, task):
+    """Teacher forcing, which for exact matches is greedy decoding. The card has the full table."""
+    tokens, answers = draw(task, 20)
+    guesses = np.asarray(logits(decoder, tokens)[:, 511 : 511 + answers.shape[1]].argmax(-1))
+    assert (guesses == answers).all(axis=1).mean() >= 0.9
+
+
+def test_nothing_can_be_answered_without_the_text(decoder):
+    tokens, answers = draw("keys", 20)
+    question = tokens[:, 512 - 8 : 512 + 2]  # "recall what the code of NAME is : NAME is"
+    guesses = np.asarray(logits(decoder, question)[:, -1].argmax(-1))
+    assert (guesses == answers[:, 2]).mean() <= 0.1
+
+
+@pytest.mark.parity
+def test_transformers_computes_the_same_logits_and_answers(decoder):
+    torch = pytest.importorskip("torch", reason="comparing with transformers needs torch (the extra `parity`)")
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+    tokens, answers = draw("copying", 2)
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(tokens).long()).logits.numpy()
+        prompt = torch.from_numpy(tokens[:, :512]).long()
+        written = theirs.generate(prompt, max_new_tokens=10, attention_mask=torch.ones_like(prompt)).numpy()
+    np.testing.assert_allclose(np.asarray(logits(decoder, tokens)), expected, atol=1e-3, rtol=1e-4)
+    np.testing.assert_array_equal(written[:, 512 : 512 + answers.shape[1]], answers)
