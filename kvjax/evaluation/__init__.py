@@ -1,0 +1,1 @@
+"""Tasks, and what is measured on them."""

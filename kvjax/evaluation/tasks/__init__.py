@@ -1,0 +1,1 @@
+"""Where prompts with known answers come from."""

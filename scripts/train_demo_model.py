@@ -1,0 +1,287 @@
+"""Trains the model that ships in kvjax/demo_model: a small Llama that answers questions about long texts.
+
+    python scripts/train_demo_model.py --folder build/demo_model             # trains; again, to resume
+    python scripts/train_demo_model.py --folder build/demo_model --evaluate  # the accuracy table, 200 examples a cell
+
+Two CPU cores and some 45 minutes. The run is a function of the seed: every step's batch is drawn from (seed, step).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from demo_circuit import induction_circuit
+from flax import nnx
+from jaxtyping import Array, Int
+from optax.contrib import MuonDimensionNumbers, muon
+from safetensors.numpy import save_file
+
+from kvjax.attention import causal
+from kvjax.evaluation.tasks.demo import TASKS, Deck, Facts, example, weave
+from kvjax.evaluation.tasks.vocabulary import IDS, PAD, STOP, UNKNOWN, WORDS, encode, tokenizer
+from kvjax.models import Decoder, DecoderConfig, Rope, family
+
+CONFIG = DecoderConfig(
+    family="llama",
+    vocab_size=len(WORDS),
+    hidden_size=160,
+    mlp_size=320,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    windows=(None,) * 4,
+    rope=Rope(5e5),
+    max_positions=2560,
+    tie_embeddings=True,
+)
+TOKENS_A_STEP = 4096
+LENGTHS = (64, 128, 256, 512, 1024, 2048)
+STAGES = (  # (the share of the run at which it begins, how often each length is drawn): lengths are mixed throughout
+    (0.0, (0.60, 0.25, 0.15, 0.00, 0.00, 0.00)),
+    (0.06, (0.15, 0.25, 0.25, 0.20, 0.10, 0.05)),
+    (0.2, (0.05, 0.10, 0.15, 0.25, 0.25, 0.20)),
+)
+EVALUATED = (128, 256, 512, 1024, 2048)
+LONGEST_ANSWER = 7
+LANGUAGE_WEIGHT = 0.2
+
+Params = dict[str, Array]  # by the dotted path of a parameter, as in the family's table of weights
+
+
+class Batch(NamedTuple):
+    tokens: Int[Array, "B N"]
+    positions: Int[Array, "B N"]
+    answers: Int[Array, "B N"]  # 1 where a token belongs to an answer or ends it
+
+
+def lesson(length: int, rng: np.random.Generator) -> tuple[Int[np.ndarray, "N"], Int[np.ndarray, "N"]]:
+    """A text that states the facts of one to three tasks, then as many questions and answers as its share of room."""
+    names = list(rng.permutation(list(TASKS))[: 1 + int(rng.integers(3))])
+    deck, share = Deck(rng), rng.uniform(0.1, 0.4)
+    drawn: list[Facts] = []
+    room = length
+    for name in names:
+        facts = TASKS[name].facts(length, rng, deck)
+        stated = sum(len(statement.split()) for statement in facts.statements)
+        if not drawn or stated < room - length // 2:
+            drawn.append(facts)
+            room -= stated
+    asked = [question for facts in drawn for question in rng.permutation(np.array(facts.questions, object))[:24]]
+    dialogue: list[np.ndarray] = []
+    answers: list[np.ndarray] = []
+    spent = 0
+    for question in rng.permutation(np.array(asked, object)):
+        ask, answer = encode(question.text), encode(question.answer)
+        size = len(ask) + len(answer) + 1
+        if spent + size > room - 4 or (spent and spent + size > share * length):
+            break
+        spent += size
+        dialogue += [ask, answer, encode(STOP)]
+        answers += [np.zeros(len(ask), np.int32), np.ones(len(answer) + 1, np.int32)]
+    statements = [facts.statements for facts in drawn]
+    turns = rng.permutation(np.repeat(np.arange(len(statements)), [len(each) for each in statements]))
+    queues = [iter(each) for each in statements]
+    text = weave([next(queues[turn]) for turn in turns], length - spent, rng)
+    return np.concatenate([text, *dialogue]), np.concatenate([np.zeros(len(text), np.int32), *answers])
+
+
+def stretched(tokens: Int[np.ndarray, "N"], rng: np.random.Generator) -> Int[np.ndarray, "N"]:
+    """Positions that leap ahead after some sentences (as in PoSE, arXiv 2309.10400): long distances in short texts."""
+    positions = np.arange(len(tokens))
+    if rng.random() < 0.5:
+        starts = np.flatnonzero(tokens[:-1] == IDS[STOP]) + 1
+        spare = CONFIG.max_positions - len(tokens)
+        for start in rng.choice(starts, 2):
+            leap = int(rng.integers(spare // 2))
+            positions[start:] += leap
+    return positions.astype(np.int32)
+
+
+def batch(seed: int, step: int, steps: int) -> Batch:
+    rng = np.random.default_rng([seed, step])
+    odds = [odds for begin, odds in STAGES if step >= begin * steps][-1]
+    length = int(rng.choice(LENGTHS, p=odds))
+    rows = [lesson(length, rng) for _ in range(TOKENS_A_STEP // length)]
+    tokens, answers = (np.stack(column) for column in zip(*rows, strict=True))
+    positions = np.stack([stretched(row, rng) for row in tokens])
+    return Batch(*map(jnp.asarray, (tokens, positions, answers)))
+
+
+class Trainer:
+    """The decoder's structure, the optimizer and the jitted step."""
+
+    def __init__(self, seed: int, steps: int, learning_rate: float):
+        self.seed, self.steps = seed, steps
+        self.graph, state = nnx.split(Decoder(CONFIG, nnx.Rngs(seed)))
+        self.paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
+        self.state = state
+        schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, 50, steps, 0.02 * learning_rate)
+        self.optimizer = muon(
+            schedule,
+            weight_decay=0.02,
+            consistent_rms=0.2,
+            muon_weight_dimension_numbers=lambda params: {path: matrix_axes(path) for path in params},
+        )
+        self.step = jax.jit(self._step, donate_argnums=(0, 1))
+        self.predict = jax.jit(self._predict)
+
+    def initial(self) -> Params:
+        params = dict(zip(self.paths, map(np.asarray, jax.tree.leaves(self.state)), strict=True))
+        return {path: jnp.asarray(x) for path, x in induction_circuit(params, CONFIG, self.seed).items()}
+
+    def decoder(self, params: Params) -> Decoder:
+        leaves = [params[path] for path in self.paths]
+        return nnx.merge(self.graph, jax.tree.unflatten(jax.tree.structure(self.state), leaves))
+
+    def _loss(self, params: Params, batch: Batch) -> tuple[Array, Array]:
+        decoder = self.decoder(params)
+        hidden, _ = decoder(batch.tokens, causal(batch.positions))
+        logits, targets, answers = decoder.logits(hidden[:, :-1]), batch.tokens[:, 1:], batch.answers[:, 1:]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        count = jnp.maximum(answers.sum(), 1)
+        answer = (losses * answers).sum() / count
+        correct = ((logits.argmax(-1) == targets) * answers).sum() / count
+        language = losses.mean()
+        return answer + LANGUAGE_WEIGHT * language, jnp.stack([answer, language, correct])
+
+    def _step(self, params: Params, state: optax.OptState, batch: Batch):
+        (_, metrics), gradients = jax.value_and_grad(self._loss, has_aux=True)(params, batch)
+        updates, state = self.optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, metrics
+
+    def _predict(self, params: Params, tokens: Int[Array, "B N"]) -> Int[Array, "B A"]:
+        """The most likely token at each of the last LONGEST_ANSWER places, given all before it."""
+        decoder = self.decoder(params)
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        hidden, _ = decoder(tokens, causal(positions))
+        return decoder.logits(hidden[:, -LONGEST_ANSWER - 1 : -1]).argmax(-1)
+
+    def correct(self, params: Params, task: str, length: int, count: int, seed: int) -> int:
+        """Of `count` fresh examples, how many get the exact answer (teacher forcing: equal to greedy decoding)."""
+        rng = np.random.default_rng([seed, length, list(TASKS).index(task)])
+        examples = [example(task, length, rng) for _ in range(count)]
+        answers = np.stack([each.answer for each in examples])
+        padding = np.full((count, LONGEST_ANSWER - answers.shape[1]), IDS[PAD], np.int32)
+        tokens = np.concatenate([np.stack([each.prompt for each in examples]), answers, padding], axis=1)
+        rows = max(2, TOKENS_A_STEP // length)
+        hits = 0
+        for first in range(0, count, rows):
+            part = np.resize(tokens[first : first + rows], (rows, tokens.shape[1]))  # the last rows repeat: one shape
+            truth = answers[first : first + rows]
+            guesses = np.asarray(self.predict(params, jnp.asarray(part)))[: len(truth), : truth.shape[1]]
+            hits += int((guesses == truth).all(axis=1).sum())
+        return hits
+
+    def table(self, params: Params, count: int, seed: int) -> dict[str, dict[int, int]]:
+        return {task: {n: self.correct(params, task, n, count, seed) for n in EVALUATED} for task in TASKS}
+
+
+def matrix_axes(path: str) -> MuonDimensionNumbers | None:
+    """Which axes of a parameter are a linear map's in and out, for Muon; None for what Adam trains."""
+    name = path.rsplit(".", 1)[-1]
+    if name in ("query", "key", "value"):
+        return MuonDimensionNumbers(reduction_axis=(0,), output_axis=(1, 2))
+    if name == "output":
+        return MuonDimensionNumbers(reduction_axis=(0, 1), output_axis=(2,))
+    return MuonDimensionNumbers() if name in ("gate", "up", "down") else None
+
+
+def export(params: Params, folder: Path) -> None:
+    """Writes what transformers and kvjax load: config, weights, tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    llama = family(CONFIG.family)
+    stop = {"eos_token_id": IDS[STOP], "pad_token_id": IDS[PAD]}
+    config = llama.config_to_hf(CONFIG) | stop | {"dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "generation_config.json").write_text(json.dumps(stop | {"do_sample": False}, indent=2) + "\n")
+    tensors = {w.name: np.ascontiguousarray(w.to_hf(np.asarray(params[w.path]))) for w in llama.weights(CONFIG)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    tokenizer().save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": UNKNOWN,
+        "pad_token": PAD,
+        "model_max_length": CONFIG.max_positions,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def save(path: Path, step: int, seconds: float, params: Params, state: optax.OptState) -> None:
+    leaves: dict[str, Any] = {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves((params, state)))}
+    partial = path.with_suffix(".partial.npz")
+    np.savez(partial, step=step, seconds=seconds, **leaves)
+    partial.replace(path)  # a run that is stopped while writing keeps its last checkpoint
+
+
+def restore(path: Path, params: Params, state: optax.OptState) -> tuple[int, float, Params, optax.OptState]:
+    with np.load(path) as saved:
+        leaves = [jnp.asarray(saved[str(i)]) for i in range(len(saved.files) - 2)]
+        params, state = jax.tree.unflatten(jax.tree.structure((params, state)), leaves)
+        return int(saved["step"]), float(saved["seconds"]), params, state
+
+
+def report(table: dict[str, dict[int, int]], count: int) -> str:
+    rows = [
+        f"| {task} | " + " | ".join(f"{hits / count:.3f}" for hits in row.values()) + " |"
+        for task, row in table.items()
+    ]
+    head = f"| task | {' | '.join(map(str, EVALUATED))} |\n|---|{'---|' * len(EVALUATED)}"
+    return "\n".join([head, *rows])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="where weights and the checkpoint go")
+    parser.add_argument("--steps", type=int, default=1600)
+    parser.add_argument("--stop", type=int, help="stop after this step of the schedule (a probe)")
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--every", type=int, default=200, help="steps between checkpoints")
+    parser.add_argument("--evaluate", type=int, nargs="?", const=200, help="only measure, on so many examples a cell")
+    options = parser.parse_args()
+
+    trainer = Trainer(options.seed, options.steps, options.learning_rate)
+    params = trainer.initial()
+    state = trainer.optimizer.init(params)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    checkpoint = options.folder / "checkpoint.npz"
+    start, seconds = 0, 0.0
+    if checkpoint.exists():
+        start, seconds, params, state = restore(checkpoint, params, state)
+    if options.evaluate:
+        print(report(trainer.table(params, options.evaluate, seed=10_000), options.evaluate))
+        return
+
+    began = time.monotonic() - seconds
+    seen: dict[int, list[np.ndarray]] = {}
+    last = min(options.stop or options.steps, options.steps)
+    with ThreadPoolExecutor(1) as worker:
+        ahead = worker.submit(batch, trainer.seed, start, trainer.steps)
+        for step in range(start + 1, last + 1):
+            lessons, ahead = ahead.result(), worker.submit(batch, trainer.seed, step, trainer.steps)
+            params, state, metrics = trainer.step(params, state, lessons)
+            seen.setdefault(lessons.tokens.shape[1], []).append(np.asarray(metrics))
+            if step % 50 == 0:
+                means = {n: np.mean(values, axis=0) for n, values in sorted(seen.items())}
+                parts = [f"{n}: {m[2]:.3f} (loss {m[0]:.2f}, {m[1]:.2f})" for n, m in means.items()]
+                print(f"step {step} {time.monotonic() - began:.0f} s  " + "  ".join(parts), flush=True)
+                seen = {}
+            if step % options.every == 0 or step == last:
+                save(checkpoint, step, time.monotonic() - began, params, state)
+                export(params, options.folder)
+            if step % (2 * options.every) == 0:
+                print(report(trainer.table(params, 12, seed=step), 12), flush=True)
+
+
+if __name__ == "__main__":
+    main()

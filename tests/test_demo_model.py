@@ -1,0 +1,103 @@
+"""The model that ships: it loads in transformers and here, computes the same in both, and answers its tasks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+from transformers import AutoTokenizer
+
+import kvjax
+from kvjax.attention import causal
+from kvjax.evaluation.tasks.demo import TASKS, example
+from kvjax.evaluation.tasks.vocabulary import IDS, STOP, decode, tokenizer
+from kvjax.models import Decoder, config_from_hf, family
+
+FOLDER = Path(kvjax.__file__).parent / "demo_model"
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    """The shipped weights, put into the decoder name by name."""
+    config = config_from_hf(json.loads((FOLDER / "config.json").read_text()))
+    tensors = load_file(FOLDER / "model.safetensors")
+    graph, state = nnx.split(Decoder(config, nnx.Rngs(0)))
+    flat = dict(nnx.to_flat_state(state))
+    for weight in family(config.family).weights(config):
+        path = tuple(int(part) if part.isdigit() else part for part in weight.path.split("."))
+        loaded = weight.from_hf(tensors.pop(weight.name), flat[path].get_value().shape)
+        flat[path] = flat[path].replace(jnp.asarray(loaded))
+    assert not tensors, "the file holds weights that the model does not have"
+    return nnx.merge(graph, nnx.from_flat_state(flat))
+
+
+@jax.jit
+def logits(decoder, tokens):
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return decoder.logits(decoder(tokens, causal(positions))[0])
+
+
+def draw(task: str, length: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts with their answers behind them [B, length + A], and the answers [B, A]."""
+    rng = np.random.default_rng([99, length, list(TASKS).index(task)])
+    examples = [example(task, length, rng) for _ in range(count)]
+    answers = np.stack([each.answer for each in examples])
+    return np.concatenate([np.stack([each.prompt for each in examples]), answers], axis=1), answers
+
+
+def test_the_files_are_small_and_agree_with_the_vocabulary():
+    assert (FOLDER / "model.safetensors").stat().st_size <= 8e6
+    assert json.loads((FOLDER / "tokenizer.json").read_text()) == json.loads(tokenizer().to_str())
+    config = json.loads((FOLDER / "config.json").read_text())
+    assert config["vocab_size"] == len(IDS)
+    assert config["eos_token_id"] == json.loads((FOLDER / "generation_config.json").read_text())["eos_token_id"]
+    assert config["eos_token_id"] == IDS[STOP]
+
+
+def test_transformers_loads_the_tokenizer():
+    loaded = AutoTokenizer.from_pretrained(FOLDER)
+    prompt = example("variables", 128, np.random.default_rng(0)).prompt
+    assert loaded(decode(prompt))["input_ids"] == prompt.tolist()
+    assert loaded.decode(prompt) == decode(prompt)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_it_answers_from_a_full_cache(decoder, task):
+    """Teacher forcing, which for exact matches is greedy decoding. The card has the full table."""
+    tokens, answers = draw(task, 512, 20)
+    size = answers.shape[1]
+    guesses = np.asarray(logits(decoder, tokens)[:, -size - 1 : -1].argmax(-1))
+    assert (guesses == answers).all(axis=1).mean() >= 0.9
+
+
+def test_it_ends_an_answer_with_a_full_stop(decoder):
+    tokens, _ = draw("copying", 512, 20)
+    assert (np.asarray(logits(decoder, tokens)[:, -1].argmax(-1)) == IDS[STOP]).all()
+
+
+def test_nothing_can_be_answered_without_the_text(decoder):
+    tokens, answers = draw("keys", 512, 20)
+    question = tokens[:, -8 - answers.shape[1] :]
+    guesses = np.asarray(logits(decoder, question)[:, -2].argmax(-1))
+    assert (guesses == answers[:, -1]).mean() <= 0.1
+
+
+def test_transformers_computes_the_same_logits_and_answers(decoder):
+    torch = pytest.importorskip("torch", reason="comparing with transformers needs torch (the extra `parity`)")
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+    tokens, answers = draw("copying", 700, 2)
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(tokens).long()).logits.numpy()
+        prompt = torch.from_numpy(tokens[:, : -answers.shape[1]]).long()
+        written = theirs.generate(prompt, max_new_tokens=8, attention_mask=torch.ones_like(prompt)).numpy()
+    np.testing.assert_allclose(np.asarray(logits(decoder, tokens)), expected, atol=1e-3, rtol=1e-4)
+    stopped = written[:, prompt.shape[1] :][:, : answers.shape[1] + 1]
+    np.testing.assert_array_equal(stopped, np.concatenate([answers, np.full((2, 1), IDS[STOP])], axis=1))
