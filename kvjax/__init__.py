@@ -2,16 +2,19 @@
 
 from kvjax import policies
 from kvjax.cache import KVCache
+from kvjax.cache_io import restore_cache, save_cache
 from kvjax.checkpoint import load, save_hf
 from kvjax.extend import extend, with_room
 from kvjax.generate import Generation, Stats, generate, prefill
 from kvjax.policy import Policy
 from kvjax.sampling import Greedy, Sampler
+from kvjax.stream import Piece, stream
 
 __all__ = [
     "Generation",
     "Greedy",
     "KVCache",
+    "Piece",
     "Policy",
     "Sampler",
     "Stats",
@@ -20,6 +23,9 @@ __all__ = [
     "load",
     "policies",
     "prefill",
+    "restore_cache",
+    "save_cache",
     "save_hf",
+    "stream",
     "with_room",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ class Clock:
     """Runs programs to their end and adds up, by name, the seconds they ran; `compile` has those of compiling them."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def run(self, name: str, program: Any, *args: Any, **kwargs: Any) -> Any:
         """`program(*args, **kwargs)`, for a program made by `jax.jit`. What it compiles, the call itself then finds."""

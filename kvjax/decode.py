@@ -43,18 +43,16 @@ class Decoding:
 
     @classmethod
     def begin(cls, session: Session, cache: KVCache, *, size: int, log_probs: bool) -> Decoding:
-        batch = cache.batch_size
-        return jax.device_put(
-            cls(
-                cache,
-                active=np.ones(batch, bool),
-                tokens=np.full((batch, size), -1, np.int32),
-                lengths=np.zeros(batch, np.int32),
-                log_probs=np.zeros((batch, size), np.float32) if log_probs else None,
-                seen=session.seen,
-                keys=session.keys,
-                ends=session.ends,
-            )
+        batch, put = cache.batch_size, jax.device_put
+        return cls(
+            cache,
+            active=put(np.ones(batch, bool)),
+            tokens=put(np.full((batch, size), -1, np.int32)),
+            lengths=put(np.zeros(batch, np.int32)),
+            log_probs=put(np.zeros((batch, size), np.float32)) if log_probs else None,
+            seen=None if session.seen is None else put(session.seen),
+            keys=session.keys,
+            ends=put(session.ends),
         )
 
     def take(self, logits: Float[Array, "B V"], sampler: SamplingMethod) -> Decoding:

@@ -17,9 +17,7 @@ from kvjax.models import Decoder
 from kvjax.policy import Policy
 from kvjax.prompts import Prompt
 from kvjax.sampling import SamplingMethod
-from kvjax.session import EndTokens, Session
-
-ROOM_STEP = 64  # answers are given room in steps of so many tokens, so that few programs serve all limits
+from kvjax.session import EndTokens, Session, room_for
 
 
 @dataclass(frozen=True)
@@ -175,13 +173,8 @@ def prefill(
     The arguments are those of `generate`. A cache that was read with `compress="never"` counts as unfinished: what is
     read into it next continues the prompt.
     """
-    session = Session.open(params, prompt, policy=policy, max_new_tokens=0, tokenizer=tokenizer, cache=cache)
+    session = Session.open(params, prompt, policy=policy, tokenizer=tokenizer, cache=cache)
     _, cache = read_prompt(
         params, session.cache, session.batch.tokens, session.batch.lengths, room=0, chunk=chunk, compress=compress
     )
     return cache
-
-
-def room_for(max_new_tokens: int) -> int:
-    """Slots set aside for an answer."""
-    return -(-max_new_tokens // ROOM_STEP) * ROOM_STEP

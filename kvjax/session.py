@@ -15,10 +15,12 @@ from jaxtyping import Array, Bool, Int
 from kvjax.cache import KVCache
 from kvjax.extend import check_policy
 from kvjax.models import Decoder
-from kvjax.policies import full
+from kvjax.policies.full import full
 from kvjax.policy import Policy
 from kvjax.prompts import Batch, Prompt, rows_of
 from kvjax.sampling import Greedy, SamplingMethod
+
+ROOM_STEP = 64  # answers are given room in steps of so many tokens, so that few programs serve all limits
 
 EndTokens: TypeAlias = int | Sequence[int] | Sequence[Sequence[int]] | None
 
@@ -49,7 +51,7 @@ class Session:
         prompt: Prompt | None,
         *,
         policy: Policy | None,
-        max_new_tokens: int,
+        max_new_tokens: int = 1,
         sampler: SamplingMethod | None = None,
         seed: int | Sequence[int] = 0,
         eos: EndTokens = None,
@@ -64,7 +66,7 @@ class Session:
                 raise ValueError(f"{name}={value!r}; accepted is a {kind.__name__} or None{hint}")
         if not isinstance(sampler, SamplingMethod):
             raise ValueError(f"sampler={sampler!r}; accepted are kvjax.Greedy() and kvjax.Sampler(...)")
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens!r}; accepted is an integer >= 1")
         rows = [] if prompt is None else rows_of(prompt, tokenizer, config.vocab_size, begins=cache is None)
         if cache is None:
@@ -105,6 +107,11 @@ class Session:
         )
 
 
+def room_for(max_new_tokens: int) -> int:
+    """Slots set aside for an answer."""
+    return -(-max_new_tokens // ROOM_STEP) * ROOM_STEP
+
+
 def check_model(cache: KVCache, params: Decoder) -> None:
     """Raises ValueError if a cache has the shapes of another model."""
     config, entries = params.config, cache.layers[0].keys
@@ -139,9 +146,7 @@ def _own(cache: KVCache) -> KVCache:
 def _end_tokens(eos: EndTokens, tokenizer: Any, batch: int) -> Int[np.ndarray, "B E"]:
     if eos is None:
         eos = () if tokenizer is None or tokenizer.eos_token_id is None else tokenizer.eos_token_id
-    if np.ndim(eos) == 0:
-        eos = [eos]  # type: ignore[list-item]
-    rows: Any = eos
+    rows: Any = [eos] if np.ndim(eos) == 0 else eos
     if not any(np.ndim(row) for row in rows):
         rows = [rows] * batch
     if len(rows) != batch:

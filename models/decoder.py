@@ -74,9 +74,16 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "B N M"], layer: AttentionLayer, attend: Attend, cache: Any
     ) -> tuple[Float[Array, "B N M"], Any]:
-        q, k, v = (jnp.einsum("BNM,MHD->BHND", x, projection[...]) for projection in (self.query, self.key, self.value))
+        q, k, v = (_split_heads(x, projection[...]) for projection in (self.query, self.key, self.value))
         context, cache = attend(layer, q, k, v, cache)
-        return jnp.einsum("BHND,HDM->BNM", context, self.output[...]), cache
+        joined = jnp.swapaxes(context, 1, 2).reshape(*x.shape[:2], -1)
+        return joined @ self.output[...].reshape(joined.shape[-1], -1), cache
+
+
+def _split_heads(x: Float[Array, "B N M"], projection: Float[Array, "M H D"]) -> Float[Array, "B H N D"]:
+    """x . projection, heads first. As a plain product, or XLA turns the weights instead of the activations."""
+    M, H, D = projection.shape
+    return jnp.swapaxes((x @ projection.reshape(M, H * D)).reshape(*x.shape[:2], H, D), 1, 2)
 
 
 class MLP(nnx.Module):

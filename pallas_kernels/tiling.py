@@ -1,9 +1,20 @@
-"""Shapes that tiles divide."""
+"""Small array helpers that kernels share."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax.numpy as jnp
 from jaxtyping import Array
+
+Fold = Literal["sum", "mean", "max"]
+
+
+def fold(x: Array, how: Fold, axis: int) -> Array:
+    """Reduces one axis."""
+    if how == "sum":
+        return jnp.sum(x, axis=axis)
+    return jnp.mean(x, axis=axis) if how == "mean" else jnp.max(x, axis=axis)
 
 
 def pad(x: Array, amount: int, axis: int, value: float = 0) -> Array:

@@ -3,13 +3,12 @@
     python scripts/train_demo_model.py --folder build/demo_model             # trains; again, to resume
     python scripts/train_demo_model.py --folder build/demo_model --evaluate  # the accuracy table, 200 examples a cell
 
-Two CPU cores and some 45 minutes. The run is a function of the seed: every step's batch is drawn from (seed, step).
+Two CPU cores and some 30 minutes. The run is a function of the seed: every step's batch is drawn from (seed, step).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,16 +18,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from demo_circuit import induction_circuit
 from flax import nnx
 from jaxtyping import Array, Int
 from optax.contrib import MuonDimensionNumbers, muon
-from safetensors.numpy import save_file
 
 from kvjax.attention import causal
+from kvjax.checkpoint import save_hf
 from kvjax.evaluation.tasks.demo import TASKS, Deck, Facts, example, weave
-from kvjax.evaluation.tasks.vocabulary import IDS, PAD, STOP, UNKNOWN, WORDS, encode, tokenizer
-from kvjax.models import Decoder, DecoderConfig, Rope, family
+from kvjax.evaluation.tasks.vocabulary import IDS, PAD, STOP, WORDS, encode, tokenizer
+from kvjax.models import Decoder, DecoderConfig, Rope
 
 CONFIG = DecoderConfig(
     family="llama",
@@ -54,7 +52,22 @@ EVALUATED = (128, 256, 512, 1024, 2048)
 LONGEST_ANSWER = 7
 LANGUAGE_WEIGHT = 0.2
 
+# The starting circuit.
+FAST_PAIRS = 12  # rotary pairs, from the fastest, by which layer 0 tells neighbours apart
+SLOW_PAIRS = 13  # rotary pairs, from the slowest, that hardly turn over a text: layer 1 compares contents on them
+NEIGHBOUR_LOGIT, MATCH_LOGIT = 10.0, 14.0  # a pair's part in attending to a neighbour; a full match of codes
+OUTPUT_GAIN = 2.0
+QUIET = 0.1  # what the circuit does not use starts this small in what it writes, so as not to drown it
+
 Params = dict[str, Array]  # by the dotted path of a parameter, as in the family's table of weights
+
+
+class Recipe(NamedTuple):
+    """What a run depends on."""
+
+    seed: int
+    steps: int
+    learning_rate: float
 
 
 class Batch(NamedTuple):
@@ -106,9 +119,9 @@ def stretched(tokens: Int[np.ndarray, "N"], rng: np.random.Generator) -> Int[np.
     return positions.astype(np.int32)
 
 
-def batch(seed: int, step: int, steps: int) -> Batch:
-    rng = np.random.default_rng([seed, step])
-    odds = [odds for begin, odds in STAGES if step >= begin * steps][-1]
+def batch(recipe: Recipe, step: int) -> Batch:
+    rng = np.random.default_rng([recipe.seed, step])
+    odds = [odds for begin, odds in STAGES if step >= begin * recipe.steps][-1]
     length = int(rng.choice(LENGTHS, p=odds))
     rows = [lesson(length, rng) for _ in range(TOKENS_A_STEP // length)]
     tokens, answers = (np.stack(column) for column in zip(*rows, strict=True))
@@ -116,15 +129,72 @@ def batch(seed: int, step: int, steps: int) -> Batch:
     return Batch(*map(jnp.asarray, (tokens, positions, answers)))
 
 
+def induction_circuit(params: dict[str, np.ndarray], config: DecoderConfig, seed: int) -> dict[str, np.ndarray]:
+    """`params` by dotted path, with embeddings and the first two layers' attention replaced by the circuit.
+
+    Needs tied embeddings and two kv heads with a group of two, as the demo model has.
+
+    Induction (find where the present word stood before, say what followed) takes a small model long to discover and
+    little to perfect. Layer 0 copies to each token the codes of the two tokens before it; layer 1 finds the tokens
+    whose code matches the one that the query carries, and predicts what it finds there.
+    """
+    rng = np.random.default_rng(seed)
+    params = {path: np.array(value) for path, value in params.items()}
+    for path in params:
+        if path.endswith((".output", ".down")):
+            params[path] *= QUIET
+    M, D = config.hidden_size, config.head_dim
+    code = 2 * SLOW_PAIRS
+    basis = np.linalg.qr(rng.normal(size=(M, M)))[0].T
+    # The residual stream: a constant direction, the token's own part, and a code for each of two tokens before.
+    constant, before, own = basis[0], np.split(basis[1 : 1 + 2 * code], 2), basis[1 + 2 * code :]
+    words = rng.normal(size=(config.vocab_size, len(own))) @ own
+    params["embed"] = words / np.linalg.norm(words, axis=1, keepdims=True) + constant
+
+    # RMSNorm brings a stream of squared length s to M: what a unit vector becomes before each of the two layers.
+    unit0, unit1 = (M / 2) ** 0.5, (M / 4) ** 0.5
+    encode = own[:code] * (len(own) / code) ** 0.5  # a code has about unit length
+    query, key, value, output = (params[f"layers.0.attention.{name}"] for name in ("query", "key", "value", "output"))
+    pairs = np.arange(FAST_PAIRS)
+    angles = config.rope.frequencies(D)[:FAST_PAIRS]
+    gain = (NEIGHBOUR_LOGIT / config.scale) ** 0.5 / unit0
+    key[:] *= QUIET
+    key[:, :, pairs] += gain * constant[:, None, None]
+    for head, distance in enumerate((1, 2)):
+        query[:, head] *= QUIET
+        query[:, head, pairs] += gain * constant[:, None] * np.cos(distance * angles)
+        query[:, head, pairs + D // 2] -= gain * constant[:, None] * np.sin(distance * angles)
+        output[head, :code] = before[distance - 1] / unit0
+    value[:, :, :code] = encode.T[:, None]
+
+    query, key, value, output = (params[f"layers.1.attention.{name}"] for name in ("query", "key", "value", "output"))
+    slow = np.concatenate([np.arange(D // 2 - SLOW_PAIRS, D // 2), np.arange(D - SLOW_PAIRS, D)])
+    gain = (MATCH_LOGIT / config.scale) ** 0.5 / unit1
+    key[:] *= QUIET
+    # Query head 0 at "ann is" finds what stood two after "ann"; query head 2 finds what stood right after its own word.
+    for head, carried in ((0, before[0]), (2, encode)):
+        query[:, head] *= QUIET
+        query[:, head, slow] = gain * carried.T
+    key[:, 0, slow], key[:, 1, slow] = gain * before[1].T, gain * before[0].T
+    halves = own[:D], own[-D:]
+    for kv_head, half in enumerate(halves):
+        value[:, kv_head, : len(half)] = half.T
+        for head in (2 * kv_head, 2 * kv_head + 1):
+            output[head, : len(half)] = half * OUTPUT_GAIN / unit1
+    output[1::2] *= QUIET
+    return {path: value.astype(np.float32) for path, value in params.items()}
+
+
 class Trainer:
     """The decoder's structure, the optimizer and the jitted step."""
 
-    def __init__(self, seed: int, steps: int, learning_rate: float):
-        self.seed, self.steps = seed, steps
-        self.graph, state = nnx.split(Decoder(CONFIG, nnx.Rngs(seed)))
+    def __init__(self, recipe: Recipe):
+        self.recipe = recipe
+        self.graph, state = nnx.split(Decoder(CONFIG, nnx.Rngs(recipe.seed)))
         self.paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
         self.state = state
-        schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, 50, steps, 0.02 * learning_rate)
+        peak = recipe.learning_rate
+        schedule = optax.warmup_cosine_decay_schedule(0.0, peak, 50, recipe.steps, 0.02 * peak)
         self.optimizer = muon(
             schedule,
             weight_decay=0.02,
@@ -136,7 +206,7 @@ class Trainer:
 
     def initial(self) -> Params:
         params = dict(zip(self.paths, map(np.asarray, jax.tree.leaves(self.state)), strict=True))
-        return {path: jnp.asarray(x) for path, x in induction_circuit(params, CONFIG, self.seed).items()}
+        return {path: jnp.asarray(x) for path, x in induction_circuit(params, CONFIG, self.recipe.seed).items()}
 
     def decoder(self, params: Params) -> Decoder:
         leaves = [params[path] for path in self.paths]
@@ -195,38 +265,21 @@ def matrix_axes(path: str) -> MuonDimensionNumbers | None:
     return MuonDimensionNumbers() if name in ("gate", "up", "down") else None
 
 
-def export(params: Params, folder: Path) -> None:
-    """Writes what transformers and kvjax load: config, weights, tokenizer."""
-    folder.mkdir(parents=True, exist_ok=True)
-    llama = family(CONFIG.family)
-    stop = {"eos_token_id": IDS[STOP], "pad_token_id": IDS[PAD]}
-    config = llama.config_to_hf(CONFIG) | stop | {"dtype": "float32"}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (folder / "generation_config.json").write_text(json.dumps(stop | {"do_sample": False}, indent=2) + "\n")
-    tensors = {w.name: np.ascontiguousarray(w.to_hf(np.asarray(params[w.path]))) for w in llama.weights(CONFIG)}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    tokenizer().save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "unk_token": UNKNOWN,
-        "pad_token": PAD,
-        "model_max_length": CONFIG.max_positions,
-        "clean_up_tokenization_spaces": False,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-
-
-def save(path: Path, step: int, seconds: float, params: Params, state: optax.OptState) -> None:
+def save(path: Path, recipe: Recipe, step: int, seconds: float, params: Params, state: optax.OptState) -> None:
     leaves: dict[str, Any] = {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves((params, state)))}
     partial = path.with_suffix(".partial.npz")
-    np.savez(partial, step=step, seconds=seconds, **leaves)
+    np.savez(partial, recipe=np.array(recipe), step=step, seconds=seconds, **leaves)
     partial.replace(path)  # a run that is stopped while writing keeps its last checkpoint
 
 
-def restore(path: Path, params: Params, state: optax.OptState) -> tuple[int, float, Params, optax.OptState]:
+def restore(
+    path: Path, recipe: Recipe, params: Params, state: optax.OptState
+) -> tuple[int, float, Params, optax.OptState]:
     with np.load(path) as saved:
-        leaves = [jnp.asarray(saved[str(i)]) for i in range(len(saved.files) - 2)]
-        params, state = jax.tree.unflatten(jax.tree.structure((params, state)), leaves)
+        if tuple(saved["recipe"]) != recipe:
+            raise SystemExit(f"{path} is of another run, {Recipe(*saved['recipe'])}; give another --folder")
+        leaves, structure = jax.tree.flatten((params, state))
+        params, state = jax.tree.unflatten(structure, [jnp.asarray(saved[str(i)]) for i in range(len(leaves))])
         return int(saved["step"]), float(saved["seconds"]), params, state
 
 
@@ -242,7 +295,7 @@ def report(table: dict[str, dict[int, int]], count: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="where weights and the checkpoint go")
-    parser.add_argument("--steps", type=int, default=1600)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--stop", type=int, help="stop after this step of the schedule (a probe)")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
@@ -250,25 +303,26 @@ def main() -> None:
     parser.add_argument("--evaluate", type=int, nargs="?", const=200, help="only measure, on so many examples a cell")
     options = parser.parse_args()
 
-    trainer = Trainer(options.seed, options.steps, options.learning_rate)
+    recipe = Recipe(options.seed, options.steps, options.learning_rate)
+    trainer = Trainer(recipe)
     params = trainer.initial()
     state = trainer.optimizer.init(params)
     options.folder.mkdir(parents=True, exist_ok=True)
     checkpoint = options.folder / "checkpoint.npz"
     start, seconds = 0, 0.0
     if checkpoint.exists():
-        start, seconds, params, state = restore(checkpoint, params, state)
+        start, seconds, params, state = restore(checkpoint, recipe, params, state)
     if options.evaluate:
         print(report(trainer.table(params, options.evaluate, seed=10_000), options.evaluate))
         return
 
     began = time.monotonic() - seconds
     seen: dict[int, list[np.ndarray]] = {}
-    last = min(options.stop or options.steps, options.steps)
+    last = min(options.stop or recipe.steps, recipe.steps)
     with ThreadPoolExecutor(1) as worker:
-        ahead = worker.submit(batch, trainer.seed, start, trainer.steps)
+        ahead = worker.submit(batch, recipe, start)
         for step in range(start + 1, last + 1):
-            lessons, ahead = ahead.result(), worker.submit(batch, trainer.seed, step, trainer.steps)
+            lessons, ahead = ahead.result(), worker.submit(batch, recipe, step)
             params, state, metrics = trainer.step(params, state, lessons)
             seen.setdefault(lessons.tokens.shape[1], []).append(np.asarray(metrics))
             if step % 50 == 0:
@@ -277,8 +331,8 @@ def main() -> None:
                 print(f"step {step} {time.monotonic() - began:.0f} s  " + "  ".join(parts), flush=True)
                 seen = {}
             if step % options.every == 0 or step == last:
-                save(checkpoint, step, time.monotonic() - began, params, state)
-                export(params, options.folder)
+                save(checkpoint, recipe, step, time.monotonic() - began, params, state)
+                save_hf(trainer.decoder(params), options.folder, tokenizer())
             if step % (2 * options.every) == 0:
                 print(report(trainer.table(params, 12, seed=step), 12), flush=True)
 

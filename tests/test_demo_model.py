@@ -9,32 +9,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
 import kvjax
 from kvjax.attention import causal
+from kvjax.checkpoint import load
 from kvjax.evaluation.tasks.demo import TASKS, example
 from kvjax.evaluation.tasks.vocabulary import IDS, STOP, decode, tokenizer
-from kvjax.models import Decoder, config_from_hf, family
 
 FOLDER = Path(kvjax.__file__).parent / "demo_model"
 
 
 @pytest.fixture(scope="module")
 def decoder():
-    """The shipped weights, put into the decoder name by name."""
-    config = config_from_hf(json.loads((FOLDER / "config.json").read_text()))
-    tensors = load_file(FOLDER / "model.safetensors")
-    graph, state = nnx.split(Decoder(config, nnx.Rngs(0)))
-    flat = dict(nnx.to_flat_state(state))
-    for weight in family(config.family).weights(config):
-        path = tuple(int(part) if part.isdigit() else part for part in weight.path.split("."))
-        loaded = weight.from_hf(tensors.pop(weight.name), flat[path].get_value().shape)
-        flat[path] = flat[path].replace(jnp.asarray(loaded))
-    assert not tensors, "the file holds weights that the model does not have"
-    return nnx.merge(graph, nnx.from_flat_state(flat))
+    return load(FOLDER)[0]
 
 
 @jax.jit
@@ -51,20 +39,21 @@ def draw(task: str, length: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([np.stack([each.prompt for each in examples]), answers], axis=1), answers
 
 
-def test_the_files_are_small_and_agree_with_the_vocabulary():
+def test_the_weights_are_small_and_the_config_says_where_an_answer_ends():
     assert (FOLDER / "model.safetensors").stat().st_size <= 8e6
-    assert json.loads((FOLDER / "tokenizer.json").read_text()) == json.loads(tokenizer().to_str())
     config = json.loads((FOLDER / "config.json").read_text())
     assert config["vocab_size"] == len(IDS)
-    assert config["eos_token_id"] == json.loads((FOLDER / "generation_config.json").read_text())["eos_token_id"]
     assert config["eos_token_id"] == IDS[STOP]
 
 
-def test_transformers_loads_the_tokenizer():
+def test_transformers_loads_the_tokenizer_and_it_is_the_vocabularys():
     loaded = AutoTokenizer.from_pretrained(FOLDER)
+    assert loaded.get_vocab() == IDS
+    assert loaded.backend_tokenizer.to_str() == tokenizer().backend_tokenizer.to_str()
     prompt = example("variables", 128, np.random.default_rng(0)).prompt
     assert loaded(decode(prompt))["input_ids"] == prompt.tolist()
     assert loaded.decode(prompt) == decode(prompt)
+    assert loaded.eos_token_id == IDS[STOP]
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -88,6 +77,7 @@ def test_nothing_can_be_answered_without_the_text(decoder):
     assert (guesses == answers[:, -1]).mean() <= 0.1
 
 
+@pytest.mark.parity
 def test_transformers_computes_the_same_logits_and_answers(decoder):
     torch = pytest.importorskip("torch", reason="comparing with transformers needs torch (the extra `parity`)")
     from transformers import AutoModelForCausalLM

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from ..tiling import Fold, fold
 from ..visibility import visible
 
 
@@ -19,7 +18,7 @@ def slot_attention(
     *,
     scale: float,
     window: int | None = None,
-    received: Literal["sum", "mean", "max"] | None = None,
+    received: Fold | None = None,
 ) -> tuple[Float[Array, "B Hq W D"], Float[Array, "B Hq W"], Float[Array, "B H S"] | None]:
     """Attention of W (few) query rows over slots in any order.
 
@@ -45,8 +44,7 @@ def slot_attention(
         "BHRS,BHSD->BHRD", weights.reshape(B, H, -1, S).astype(v.dtype), v, preferred_element_type=jnp.float32
     )
     if received is not None:
-        reduce = {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max}[received]
-        received_weights = reduce(weights, axis=2).sum(axis=2)
+        received_weights = fold(weights, received, axis=2).sum(axis=2)
     return (
         context.reshape(B, Hq, W, D).astype(q.dtype),
         lse,

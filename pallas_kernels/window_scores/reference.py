@@ -9,13 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..tiling import pad
+from ..tiling import Fold, fold, pad
 from ..visibility import visible
 
 BLOCK_Q = 256
 BLOCK_K = 512
-
-Fold = Literal["sum", "mean", "max"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ def window_scores(
     newest = jnp.max(t.reshape(B, blocks, rows), axis=(0, 2))
     by_row_first = reduction.first == "rows"
 
-    def logits_of(i: Array, j: Array) -> tuple[Array, Array, Array]:
+    def logits_of(i: Array, j: Array) -> tuple[Array, Array]:
         """A tile's logits [B, H, G, rows, keys] with -inf where invisible, and what is visible [B, H, rows, keys]."""
         q_tile = jax.lax.dynamic_slice_in_dim(q, i * rows, rows, axis=3).reshape(B, H, G * rows, D)
         k_tile = jax.lax.dynamic_slice_in_dim(k, j * keys, keys, axis=2)
@@ -100,7 +98,7 @@ def window_scores(
             logits, seen = logits_of(i, j)
             weights = jnp.exp(logits - lse_blocks[i][..., None])
             if not by_row_first:
-                weights = _fold(weights, reduction.group, axis=2)[:, :, None]
+                weights = fold(weights, reduction.group, axis=2)[:, :, None]
             if reduction.rows == "max":
                 score = jnp.maximum(score, jnp.max(weights, axis=3))
             else:
@@ -114,11 +112,7 @@ def window_scores(
         score, viewers = jax.lax.fori_loop(start, blocks, add, (score, jnp.zeros((B, H, keys), jnp.int32)))
         if reduction.rows == "mean":
             score = score / jnp.maximum(viewers, 1)[:, :, None]
-        return _fold(score, reduction.group, axis=2) if by_row_first else score[:, :, 0]
+        return fold(score, reduction.group, axis=2) if by_row_first else score[:, :, 0]
 
     scores = jax.lax.map(key_block, jnp.arange(k.shape[2] // keys))
     return jnp.moveaxis(scores, 0, 2).reshape(B, H, -1)[..., :M]
-
-
-def _fold(x: Array, how: Fold, axis: int) -> Array:
-    return {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max}[how](x, axis=axis)

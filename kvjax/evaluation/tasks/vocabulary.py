@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Int
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 PAD, UNKNOWN, STOP = "<pad>", "<unk>", "."
 
@@ -93,9 +97,19 @@ def decode(ids: Iterable[int]) -> str:
     return " ".join(WORDS[i] for i in ids)
 
 
-def tokenizer() -> Tokenizer:
-    """A word-level tokenizer over WORDS whose ids are `encode`'s. Words it does not know become `<unk>`."""
-    made = Tokenizer(WordLevel(IDS, unk_token=UNKNOWN))
-    made.pre_tokenizer = Whitespace()
-    made.add_special_tokens([PAD, UNKNOWN])
-    return made
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A word-level tokenizer over WORDS whose ids are `encode`'s. Other words become `<unk>`; a full stop ends answers.
+
+    Special tokens, the full stop among them, are left out of texts decoded with `skip_special_tokens=True`.
+    """
+    from transformers import PreTrainedTokenizerFast  # slow to import, and needed here alone
+
+    words = Tokenizer(WordLevel(IDS, unk_token=UNKNOWN))
+    words.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        unk_token=UNKNOWN,
+        pad_token=PAD,
+        eos_token=STOP,
+        clean_up_tokenization_spaces=False,
+    )

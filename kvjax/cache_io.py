@@ -1,0 +1,94 @@
+"""Caches on disk, through Orbax: the arrays, the policy's text form and a fingerprint of the model they belong to."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jaxtyping import Array, UInt32
+
+from kvjax.cache import KVCache
+from kvjax.models import Decoder
+from kvjax.policies import parse
+from kvjax.policy import Policy
+
+
+def save_cache(path: str | Path, cache: KVCache, params: Decoder) -> None:
+    """Writes a cache of `params` to a new folder. Raises ValueError if the folder exists."""
+    path = Path(path).resolve()
+    if path.exists():
+        raise ValueError(f"{path} exists; accepted is a folder that does not")
+    arrays = _named(cache)
+    facts = {
+        "policy": repr(cache.policy),
+        "model": fingerprint(params),
+        "kept": list(cache.kept),
+        "filled": cache.filled,
+        "stateless": [layer.per_slot is None and layer.per_row is None for layer in cache.layers],
+        "arrays": {name: [list(array.shape), str(array.dtype)] for name, array in arrays.items()},
+    }
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        checkpointer.save(
+            path, args=ocp.args.Composite(facts=ocp.args.JsonSave(facts), arrays=ocp.args.StandardSave(arrays))
+        )
+
+
+def restore_cache(path: str | Path, params: Decoder, policy: Policy | None = None) -> KVCache:
+    """Reads a cache that `save_cache` wrote.
+
+    Args:
+        params: the model it was made with.
+        policy: the policy it was made by, as a check.
+
+    Raises:
+        ValueError: if there is no saved cache, or it belongs to another model or policy.
+    """
+    path = Path(path).resolve()
+    if not (path / "facts").is_dir():
+        raise ValueError(f"{path} holds no saved cache; accepted is a folder written by save_cache")
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        facts: dict[str, Any] = checkpointer.restore(path, args=ocp.args.Composite(facts=ocp.args.JsonRestore())).facts
+        if facts["model"] != fingerprint(params):
+            raise ValueError(f"the cache in {path} was made with another model (or other weights) than the one given")
+        saved = parse(facts["policy"])
+        if policy is not None and policy != saved:
+            raise ValueError(f"the cache in {path} was made by {saved}, not by {policy}")
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        wanted = {
+            name: jax.ShapeDtypeStruct(shape, dtype, sharding=device)
+            for name, (shape, dtype) in facts["arrays"].items()
+        }
+        restored = checkpointer.restore(path, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(wanted)))
+    like = KVCache.empty(params.config, saved, jnp.zeros(1, jnp.int32), 1, params.embed.dtype)
+    layers = tuple(
+        replace(layer, per_slot=None, per_row=None) if stateless else layer
+        for layer, stateless in zip(like.layers, facts["stateless"], strict=True)
+    )
+    like = replace(like, layers=layers, kept=tuple(facts["kept"]), filled=facts["filled"])
+    return jax.tree.unflatten(jax.tree.structure(like), [restored.arrays[name] for name in _named(like)])
+
+
+def fingerprint(params: Decoder) -> str:
+    """A hash of a model's config and of every weight's bits."""
+    sums = np.stack([np.asarray(_checksum(leaf)) for leaf in jax.tree.leaves(params)])
+    return hashlib.sha256(repr(params.config).encode() + sums.tobytes()).hexdigest()
+
+
+@jax.jit
+def _checksum(x: Array) -> UInt32[Array, "2"]:
+    """Sums of an array's bits, plain and by place: integers, so in any order the same."""
+    bits = jax.lax.bitcast_convert_type(x, {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]).astype(jnp.uint32).ravel()
+    place = jax.lax.iota(jnp.uint32, bits.size) * jnp.uint32(2654435761) + jnp.uint32(1)
+    return jnp.stack([jnp.sum(bits), jnp.sum(bits * place)])
+
+
+def _named(cache: KVCache) -> dict[str, Array]:
+    """The arrays of a cache by their path in it."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(cache)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
