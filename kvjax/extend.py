@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +63,7 @@ def extend(
     tokens = jnp.asarray(tokens)
     if tokens.ndim != 2 or tokens.shape[0] != cache.batch_size or tokens.shape[1] < 1:
         raise ValueError(f"tokens have shape {tokens.shape}; accepted is [{cache.batch_size}, N] with N >= 1")
+    check_reading(tokens.shape[1], compress)
     lengths = jnp.full(tokens.shape[0], tokens.shape[1]) if lengths is None else jnp.asarray(lengths)
     concrete = not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((cache, tokens, lengths)))
     if tokens.shape[1] == 1 and cache.filled and compress == "auto":
@@ -117,6 +118,7 @@ def step(
 
 _read = jax.jit(read, static_argnames=("slots", "compress", "final"))
 _read_on = jax.jit(read, static_argnames=("slots", "compress", "final"), donate_argnames="cache")
+_step = jax.jit(step)
 
 
 def read_prompt(
@@ -136,11 +138,9 @@ def read_prompt(
     unless `compress` is "chunk". The clock counts the programs run as "prefill".
     """
     run = partial((clock or Clock()).run, "prefill")
+    if tokens.shape[1] == 1 and cache.filled and compress == "auto":
+        return run(_step, params, with_room(cache, room), tokens[:, 0], lengths > 0)
     compresses, final = resolve(cache, compress)
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk={chunk}; accepted is a number of tokens >= 1, or None for the prompt in one piece")
-    if compress == "chunk" and chunk is None:
-        raise ValueError("compress='chunk' needs chunk=, the number of tokens to read at a time")
     occupied = occupied_slots(cache)
     if chunk is None or chunk >= tokens.shape[1]:
         slots = plan_slots(cache, occupied, new=tokens.shape[1], room=room, compress=compresses)
@@ -164,8 +164,6 @@ def read_prompt(
 
 def resolve(cache: KVCache, compress: Compress) -> tuple[bool, bool]:
     """Whether a call compresses at its end, and whether the prompt ends with it."""
-    if compress not in ("auto", "never", "end", "chunk"):
-        raise ValueError(f"compress={compress!r}: accepted are 'auto', 'never', 'end' and 'chunk'")
     if compress == "auto":
         return not cache.filled or cache.policy.every is not None, True
     return compress != "never", compress != "never" or cache.filled
@@ -220,6 +218,16 @@ def check_room(cache: KVCache, new: int) -> None:
                 f"layer {i} holds {occupied} tokens in {layer.slots} slots and has no room for {new} more; "
                 "call kvjax.with_room(cache, n) first"
             )
+
+
+def check_reading(chunk: int | None, compress: Compress) -> None:
+    """Raises ValueError for a way of reading a prompt that there is not."""
+    if compress not in get_args(Compress):
+        raise ValueError(f"compress={compress!r}; accepted are {', '.join(map(repr, get_args(Compress)))}")
+    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int | np.integer) or chunk < 1):
+        raise ValueError(f"chunk={chunk!r}; accepted is a number of tokens >= 1, or None for the prompt in one piece")
+    if compress == "chunk" and chunk is None:
+        raise ValueError("compress='chunk' needs chunk=, the number of tokens to read at a time")
 
 
 def check_policy(cache: KVCache, policy: Policy | None) -> None:

@@ -118,6 +118,8 @@ def generate(
         eos=eos,
         tokenizer=tokenizer,
         cache=cache,
+        chunk=chunk,
+        compress=compress,
     )
     room = room_for(max_new_tokens)
     clock = Clock()
@@ -173,7 +175,9 @@ def prefill(
     The arguments are those of `generate`. A cache that was read with `compress="never"` counts as unfinished: what is
     read into it next continues the prompt.
     """
-    session = Session.open(params, prompt, policy=policy, tokenizer=tokenizer, cache=cache)
+    session = Session.open(
+        params, prompt, policy=policy, tokenizer=tokenizer, cache=cache, chunk=chunk, compress=compress
+    )
     _, cache = read_prompt(
         params, session.cache, session.batch.tokens, session.batch.lengths, room=0, chunk=chunk, compress=compress
     )

@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 UNLIMITED = 2**30  # a capacity that no prompt reaches
 
 
+def check_integer(name: str, value: Any, least: int) -> None:
+    """Raises ValueError unless `value` is an integer of at least so much."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r}: accepted is an integer >= {least}")
+
+
 class LayerShape(NamedTuple):
     """The sizes a part may need to lay out its state."""
 
@@ -164,10 +170,12 @@ class Protect:
     recent: int | float = 0
 
     def __post_init__(self) -> None:
-        if self.sinks < 0 or self.recent < 0 or (isinstance(self.recent, float) and self.recent >= 1):
+        check_integer("sinks", self.sinks, least=0)
+        if not isinstance(self.recent, float):
+            check_integer("recent", self.recent, least=0)
+        elif not 0 <= self.recent < 1:
             raise ValueError(
-                f"sinks={self.sinks}, recent={self.recent}: accepted are sinks >= 0 and recent >= 0, an integer or, "
-                "as a share of the budget, a float below 1"
+                f"recent={self.recent}: accepted are an integer >= 0 or, for a share of the budget, a float in [0, 1)"
             )
 
     def minimum(self, room: int) -> int:
@@ -214,8 +222,8 @@ class Policy:
     positions: Literal["original", "in_cache"] = "original"
 
     def __post_init__(self) -> None:
-        if self.every is not None and self.every < 1:
-            raise ValueError(f"every={self.every}: accepted is a number of steps >= 1, or None to evict nothing")
+        if self.every is not None:
+            check_integer("every", self.every, least=1)
         if self.positions not in ("original", "in_cache"):
             raise ValueError(f"positions={self.positions!r}: accepted are 'original' and 'in_cache'")
         if self.positions == "in_cache" and self.score.stores_queries:

@@ -27,9 +27,10 @@ class Batch:
     lengths: Int[np.ndarray, "B"]
 
     @classmethod
-    def of(cls, rows: Sequence[Int[np.ndarray, "_"]]) -> Batch:
+    def of(cls, rows: Sequence[Int[np.ndarray, "_"]], size: int | None = None) -> Batch:
+        """Pads rows to `size`, by default the bucket of the longest."""
         lengths = np.array([row.size for row in rows], np.int32)
-        tokens = np.zeros((len(rows), bucket(int(lengths.max()))), np.int32)
+        tokens = np.zeros((len(rows), size or bucket(int(lengths.max()))), np.int32)
         for padded, row in zip(tokens, rows, strict=True):
             padded[padded.size - row.size :] = row
         return cls(tokens, lengths)
@@ -48,7 +49,9 @@ def rows_of(prompt: Prompt, tokenizer: Any, vocab_size: int, *, begins: bool) ->
     """
     if isinstance(prompt, str):
         prompt = [prompt]
-    if not isinstance(prompt, list | tuple) and not hasattr(prompt, "__array__"):
+    elif hasattr(prompt, "__array__"):
+        prompt = np.atleast_1d(prompt)  # of an array on a device every row would be a compiled slice
+    elif not isinstance(prompt, list | tuple):
         raise ValueError(
             f"a prompt of type {type(prompt).__name__}; accepted are a string, a list of strings, lists of token ids, "
             "or an integer array of shape [N] or [B, N]"
@@ -59,10 +62,10 @@ def rows_of(prompt: Prompt, tokenizer: Any, vocab_size: int, *, begins: bool) ->
         if tokenizer is None:
             raise ValueError("a prompt of text needs tokenizer=; without one, give token ids")
         rows = [np.asarray(tokenizer(text, add_special_tokens=begins)["input_ids"]) for text in prompt]
-    elif np.ndim(prompt[0]) == 0:
-        rows = [np.asarray(prompt)]
+    elif isinstance(prompt[0], list | tuple) or np.ndim(prompt[0]) > 0:
+        rows = [_array(row) for row in prompt]
     else:
-        rows = [np.asarray(row) for row in prompt]
+        rows = [_array(prompt)]
     for i, row in enumerate(rows):
         if row.size == 0:
             raise ValueError(f"row {i} of the prompt is empty; accepted is at least one token")
@@ -72,3 +75,10 @@ def rows_of(prompt: Prompt, tokenizer: Any, vocab_size: int, *, begins: bool) ->
             worst = row.min() if row.min() < 0 else row.max()
             raise ValueError(f"row {i} of the prompt holds the id {worst}; accepted are 0 .. {vocab_size - 1}")
     return rows
+
+
+def _array(row: Any) -> np.ndarray:
+    try:
+        return np.asarray(row)
+    except ValueError:  # lists of different lengths inside
+        return np.asarray(row, dtype=object)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from kvjax.cache import KVCache
-from kvjax.extend import check_policy
+from kvjax.extend import Compress, check_policy, check_reading
 from kvjax.models import Decoder
 from kvjax.policies.full import full
 from kvjax.policy import Policy
@@ -57,6 +57,8 @@ class Session:
         eos: EndTokens = None,
         tokenizer: Any = None,
         cache: KVCache | None = None,
+        chunk: int | None = None,
+        compress: Compress = "auto",
     ) -> Session:
         """Checks the arguments of `generate`, which documents them. Raises ValueError for what is not accepted."""
         config, sampler = params.config, sampler or Greedy()
@@ -66,24 +68,24 @@ class Session:
                 raise ValueError(f"{name}={value!r}; accepted is a {kind.__name__} or None{hint}")
         if not isinstance(sampler, SamplingMethod):
             raise ValueError(f"sampler={sampler!r}; accepted are kvjax.Greedy() and kvjax.Sampler(...)")
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        if not _is_integer(max_new_tokens) or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens!r}; accepted is an integer >= 1")
+        check_reading(chunk, compress)
         rows = [] if prompt is None else rows_of(prompt, tokenizer, config.vocab_size, begins=cache is None)
-        if cache is None:
-            if prompt is None:
-                raise ValueError("no prompt and no cache to continue; accepted is one of them or both")
-            batch = Batch.of(rows)
-            cache = KVCache.empty(
-                config,
-                policy or full(),
-                jnp.asarray(batch.lengths),
-                batch.tokens.shape[1],
-                params.embed.dtype,
-            )
-        else:
+        if cache is not None:
             check_policy(cache, policy)
             check_model(cache, params)
-            batch = Batch.of(_after_pending(cache, rows))
+            rows = _after_pending(cache, rows)
+        elif prompt is None:
+            raise ValueError("no prompt and no cache to continue; accepted is one of them or both")
+        # Pending tokens alone go on as if decoding had not stopped: one decode step, which needs no bucket.
+        batch = Batch.of(rows, size=1 if prompt is None else None)
+        ends = _end_tokens(eos, tokenizer, len(rows))
+        keys = _row_keys(seed, len(rows))  # may compile, so it stands after everything that may be refused
+        if cache is None:
+            size, dtype = batch.tokens.shape[1], params.embed.dtype
+            cache = KVCache.empty(config, policy or full(), jnp.asarray(batch.lengths), size, dtype)
+        else:
             cache = _own(cache)
         longest = int(np.max(np.asarray(cache.length) + batch.lengths)) + max_new_tokens
         if longest > config.max_positions:
@@ -94,17 +96,10 @@ class Session:
             )
         seen = None
         if sampler.needs_seen:
-            seen = np.zeros((len(batch.lengths), config.vocab_size), bool)
-            for marks, tokens, length in zip(seen, batch.tokens, batch.lengths, strict=True):
-                marks[tokens[tokens.size - length :]] = True
-        return cls(
-            batch,
-            cache,
-            ends=_end_tokens(eos, tokenizer, len(batch.lengths)),
-            keys=_row_keys(seed, len(batch.lengths)),
-            seen=seen,
-            sampler=sampler,
-        )
+            seen = np.zeros((len(rows), config.vocab_size), bool)
+            for marks, row in zip(seen, rows, strict=True):
+                marks[row] = True
+        return cls(batch, cache, ends, keys, seen, sampler)
 
 
 def room_for(max_new_tokens: int) -> int:
@@ -146,15 +141,15 @@ def _own(cache: KVCache) -> KVCache:
 def _end_tokens(eos: EndTokens, tokenizer: Any, batch: int) -> Int[np.ndarray, "B E"]:
     if eos is None:
         eos = () if tokenizer is None or tokenizer.eos_token_id is None else tokenizer.eos_token_id
-    rows: Any = [eos] if np.ndim(eos) == 0 else eos
-    if not any(np.ndim(row) for row in rows):
-        rows = [rows] * batch
+    given: list[Any] = list(eos) if isinstance(eos, Iterable) and not isinstance(eos, str) else [eos]
+    by_row = bool(given) and all(isinstance(row, Iterable) and not isinstance(row, str) for row in given)
+    rows = [list(row) for row in given] if by_row else [given] * batch
+    if not all(_is_integer(token) and token >= 0 for row in rows for token in row):
+        raise ValueError(f"eos={eos!r}; accepted are a token id >= 0, several, or a list of them for each row")
     if len(rows) != batch:
         raise ValueError(f"eos has {len(rows)} rows for a batch of {batch}; accepted are ids, or ids for each row")
     ends = np.full((batch, max((len(row) for row in rows), default=0)), -1, np.int32)
     for padded, row in zip(ends, rows, strict=True):
-        if not all(isinstance(token, int | np.integer) and token >= 0 for token in row):
-            raise ValueError(f"eos={eos!r}; accepted are token ids >= 0, or a list of them for each row")
         padded[: len(row)] = row
     return ends
 
@@ -162,6 +157,11 @@ def _end_tokens(eos: EndTokens, tokenizer: Any, batch: int) -> Int[np.ndarray, "
 def _row_keys(seed: int | Sequence[int], batch: int) -> Array:
     if isinstance(seed, int | np.integer):
         return jax.random.split(jax.random.key(int(seed)), batch)
-    if len(seed) != batch:
-        raise ValueError(f"{len(seed)} seeds for a batch of {batch}; accepted are one integer, or one for each row")
-    return jnp.stack([jax.random.key(int(s)) for s in seed])
+    seeds: list[Any] = list(seed) if isinstance(seed, Iterable) else [seed]
+    if len(seeds) != batch or not all(map(_is_integer, seeds)):
+        raise ValueError(f"seed={seed!r} for a batch of {batch}; accepted are one integer, or one for each row")
+    return jnp.stack([jax.random.key(int(s)) for s in seeds])
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)

@@ -74,6 +74,8 @@ def stream(
         eos=eos,
         tokenizer=tokenizer,
         cache=cache,
+        chunk=chunk,
+        compress=compress,
     )
     stops = [stop] if isinstance(stop, str) else list(stop)
     if stops and tokenizer is None:

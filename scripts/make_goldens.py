@@ -199,7 +199,8 @@ def make(name: str, tiny: TinyModel, folder: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path(__file__).parents[1] / "tests" / "golden")
+    parser.add_argument("--model", choices=MODELS, nargs="+", default=list(MODELS), help="all by default")
     arguments = parser.parse_args()
     torch.set_num_threads(2)
-    for name, tiny in MODELS.items():
-        make(name, tiny, arguments.folder)
+    for name in arguments.model:
+        make(name, MODELS[name], arguments.folder)

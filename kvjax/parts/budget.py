@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvjax.policy import Budget
+from kvjax.policy import Budget, check_integer
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,9 @@ class DenseLayers:
 
     budget: Budget
     first: int
+
+    def __post_init__(self) -> None:
+        check_integer("dense_layers", self.first, least=0)
 
     @property
     def smallest(self) -> int | None:

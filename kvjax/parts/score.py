@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import LayerCache
 from kvjax.pallas_kernels import Reduction, compact, window_scores
-from kvjax.policy import Attended, LayerShape, Moment, Policy, Received, Score
+from kvjax.policy import Attended, LayerShape, Moment, Policy, Received, Score, check_integer
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,9 @@ class AccumulatedAttention(Score):
     """Attention received from every query so far, prompt and answer: sum over rows, reduced over the query group."""
 
     group: Literal["mean", "sum", "max"] = "mean"
+
+    def __post_init__(self) -> None:
+        Reduction(group=self.group)  # which refuses an unknown one
 
     @property
     def received(self) -> Received:
@@ -44,7 +47,10 @@ class AccumulatedAttention(Score):
 
 @dataclass(frozen=True)
 class LastAttention(Score):
-    """Attention received from the last query, averaged over all query heads of the layer."""
+    """Attention received from the last query, averaged over all query heads of the layer.
+
+    All heads score alike, so they keep the same tokens, and in the same slots: the average is taken slot by slot.
+    """
 
     @property
     def received(self) -> Received:
@@ -73,7 +79,8 @@ class Pool:
     size: int = 7
 
     def __post_init__(self) -> None:
-        if self.kind not in ("avg", "max") or self.size < 1 or self.size % 2 == 0:
+        odd = isinstance(self.size, int) and self.size >= 1 and self.size % 2 == 1
+        if self.kind not in ("avg", "max") or not odd:
             raise ValueError(f"pooling {self.kind!r} of {self.size}: accepted are 'avg' and 'max' of an odd size >= 1")
 
     def __call__(self, scores: Float[Array, "B H M"], eligible: Bool[Array, "B H M"]) -> Float[Array, "B H M"]:
@@ -104,20 +111,17 @@ class QueryRing(NamedTuple):
 
     def push(self, attended: Attended) -> QueryRing:
         """Takes in the last R of the queries that have just attended."""
-        size, given = self.positions.shape[1], attended.positions.shape[1]
-        last = attended.positions[:, -1:]
-        behind = (last - jnp.arange(size)) % size  # how far before the last query each index of the ring stands
-        new = behind < attended.lengths[:, None]
-        source = jnp.where(new, given - 1 - behind, 0)
-
-        def take(x: Array, axis: int) -> Array:
-            index = source.reshape(source.shape[0], *(1,) * (axis - 1), size, *(1,) * (x.ndim - axis - 1))
-            return jnp.take_along_axis(x, index, axis=axis)
-
+        size = self.positions.shape[1]
+        queries, lse, positions = (
+            attended.queries[:, :, -size:],
+            attended.lse[:, :, -size:],
+            attended.positions[:, -size:],
+        )
+        b, index = jnp.arange(positions.shape[0])[:, None], jnp.where(positions >= 0, positions % size, size)
         return QueryRing(
-            jnp.where(new[:, None, :, None], take(attended.queries, 2), self.queries),
-            jnp.where(new[:, None], take(attended.lse, 2), self.lse),
-            jnp.where(new, take(attended.positions, 1), self.positions),
+            self.queries.at[b, :, index].set(jnp.swapaxes(queries, 1, 2), mode="drop", unique_indices=True),
+            self.lse.at[b, :, index].set(jnp.swapaxes(lse, 1, 2), mode="drop", unique_indices=True),
+            self.positions.at[b, index].set(positions, mode="drop", unique_indices=True),
         )
 
 
@@ -141,19 +145,20 @@ class WindowAttention(Score):
     normalise: Literal["full", "distant"] = "full"
     sum_logits: bool = False
 
-    @property
-    def stores_queries(self) -> bool:
-        return True
-
-    def check(self, policy: Policy) -> None:
-        if self.window < 1:
-            raise ValueError(f"window={self.window}: accepted is a number of queries >= 1")
+    def __post_init__(self) -> None:
+        check_integer("window", self.window, least=1)
         if self.normalise not in ("full", "distant"):
             raise ValueError(f"normalise={self.normalise!r}: accepted are 'full' and 'distant'")
         if self.sum_logits and self.normalise != "distant":
             raise ValueError(
                 "summed logits have no log-sum-exp of their own; accepted with them is normalise='distant'"
             )
+
+    @property
+    def stores_queries(self) -> bool:
+        return True
+
+    def check(self, policy: Policy) -> None:
         if isinstance(policy.protect.recent, float) or policy.protect.recent < self.window:
             raise ValueError(
                 f"WindowAttention(window={self.window}) scores what is older than its window, so {policy.protect} "
@@ -192,6 +197,7 @@ class WindowAttention(Score):
             lse=ring.lse if self.normalise == "full" else None,
             scale=moment.scale,
             window=moment.window,
+            causal=False,
             reduction=self.reduction,
         )
         return scores if self.pool is None else self.pool(scores, distant)

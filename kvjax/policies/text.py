@@ -47,6 +47,8 @@ def parse(text: str) -> Policy:
         option, equals, value = (part.strip() for part in item.partition("="))
         if not equals or not value:
             raise ValueError(f"{item!r} in {text!r}: accepted is option=value")
+        if option in options:
+            raise ValueError(f"{text!r} says {option} twice; accepted is once")
         if option not in accepted:
             raise ValueError(f"{name} has no option {option!r}; accepted are {', '.join(accepted) or 'none'}")
         try:
@@ -75,7 +77,7 @@ def _build(text: str) -> Policy:
 
     try:
         policy = value(ast.parse(text, mode="eval").body)
-    except (SyntaxError, TypeError, ValueError) as error:
+    except (AttributeError, SyntaxError, TypeError, ValueError) as error:
         raise ValueError(f"{text!r} describes no policy of this version: {error}") from error
     assert isinstance(policy, Policy)
     return policy

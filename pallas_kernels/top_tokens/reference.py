@@ -44,7 +44,8 @@ def compact(chosen: Bool[Array, "B H M"], size: int) -> Int[Array, "B H size"]:
 
 def _ordered_bits(x: Float[Array, "..."]) -> UInt32[Array, "..."]:
     """Unsigned integers in the order of the floats, -0.0 equal to 0.0, all above 0."""
-    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32) + 0.0, jnp.uint32)
+    x = jnp.where(x == 0, 0.0, x.astype(jnp.float32))  # adding 0.0 would do, if XLA did not simplify that away
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     sign = jnp.uint32(1 << 31)
     return jnp.where(bits & sign, ~bits, bits | sign)
 

@@ -7,13 +7,13 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from ..tiling import Fold, fold, pad
 from ..visibility import visible
 
 BLOCK_Q = 256
-BLOCK_K = 512
+BLOCK_K = 256
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ def window_scores(
     scale: float,
     lse: Float[Array, "B Hq W"] | None = None,
     window: int | None = None,
+    causal: bool = True,
     reduction: Reduction = Reduction(),
 ) -> Float[Array, "B H M"]:
     """Softmax weights received by each key from W queries, reduced over queries and group, float32.
@@ -55,6 +56,7 @@ def window_scores(
 
     Args:
         lse: each query's log-sum-exp when it attended. Computed over the keys given here if None.
+        causal: whether some key may be newer than some query. If not, no pair of them has to be compared.
         reduction: how the [G, W] weights of a key become one score. Keys that no query sees score 0.
     """
     B, Hq, W, D = q.shape
@@ -67,21 +69,26 @@ def window_scores(
     p = pad(k_positions, -M % keys, axis=2, value=-1)
     blocks = t.shape[1] // rows
     newest = jnp.max(t.reshape(B, blocks, rows), axis=(0, 2))
-    by_row_first = reduction.first == "rows"
+    pairwise = causal or window is not None
 
-    def logits_of(i: Array, j: Array) -> tuple[Array, Array]:
-        """A tile's logits [B, H, G, rows, keys] with -inf where invisible, and what is visible [B, H, rows, keys]."""
+    def logits_of(i: Array, j: Array) -> Float[Array, "B H K G R"]:
+        """A tile's logits, keys first: sums over queries and group then run along the lanes."""
         q_tile = jax.lax.dynamic_slice_in_dim(q, i * rows, rows, axis=3).reshape(B, H, G * rows, D)
         k_tile = jax.lax.dynamic_slice_in_dim(k, j * keys, keys, axis=2)
+        logits = jnp.einsum("BHKD,BHRD->BHKR", k_tile, q_tile, preferred_element_type=jnp.float32)
+        return logits.reshape(B, H, keys, G, rows)
+
+    def seen_of(i: Array, j: Array) -> Bool[Array, "B H K R"]:
         t_tile = jax.lax.dynamic_slice_in_dim(t, i * rows, rows, axis=1)
         p_tile = jax.lax.dynamic_slice_in_dim(p, j * keys, keys, axis=2)
-        seen = visible(t_tile, p_tile, window)
-        logits = jnp.einsum("BHRD,BHKD->BHRK", q_tile, k_tile, preferred_element_type=jnp.float32)
-        return jnp.where(seen[:, :, None], logits.reshape(B, H, G, rows, keys), -jnp.inf), seen
+        if pairwise:
+            return jnp.swapaxes(visible(t_tile, p_tile, window), 2, 3)
+        return (p_tile >= 0)[..., None] & (t_tile >= 0)[:, None, None]
 
-    def row_lse(i: Array) -> Array:
+    def row_lse(i: Array) -> Float[Array, "B H G R"]:
         def add(j: Array, total: Array) -> Array:
-            return jnp.logaddexp(total, jax.nn.logsumexp(logits_of(i, j)[0], axis=-1))
+            logits = jnp.where(seen_of(i, j)[:, :, :, None], logits_of(i, j), -jnp.inf)
+            return jnp.logaddexp(total, jax.nn.logsumexp(logits, axis=2))
 
         return jax.lax.fori_loop(0, k.shape[2] // keys, add, jnp.full((B, H, G, rows), -jnp.inf))
 
@@ -90,29 +97,41 @@ def window_scores(
     else:
         lse_blocks = pad(lse, -W % rows, axis=2).reshape(B, H, G, blocks, rows)
         lse_blocks = jnp.moveaxis(lse_blocks, 3, 0)
-    lse_blocks = jnp.where(jnp.isneginf(lse_blocks), jnp.inf, lse_blocks)  # a row that saw nothing weighs nothing
+    # A query that sees nothing, or is none, weighs nothing.
+    nothing = jnp.moveaxis(t.reshape(B, blocks, rows), 1, 0)[:, :, None, None] < 0
+    lse_blocks = jnp.where(nothing | jnp.isneginf(lse_blocks), jnp.inf, lse_blocks)
 
-    def key_block(j: Array) -> Array:
+    def reduce_tile(weights: Float[Array, "B H K G R"]) -> Float[Array, "B H K F"]:
+        """Over the tile's queries, and the group (F = 1) unless that is to come after all queries."""
+        over_rows = jnp.max if reduction.rows == "max" else jnp.sum
+        if (reduction.rows == "max") == (reduction.group == "max"):  # they commute
+            return over_rows(weights, axis=(3, 4))[..., None] / (G if reduction.group == "mean" else 1)
+        if reduction.first == "group":
+            return over_rows(fold(weights, reduction.group, axis=3), axis=3)[..., None]
+        return over_rows(weights, axis=4)
+
+    def key_block(j: Array) -> Float[Array, "B H K"]:
+        positions = jax.lax.dynamic_slice_in_dim(p, j * keys, keys, axis=2)
+
         def add(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             score, viewers = carry
-            logits, seen = logits_of(i, j)
-            weights = jnp.exp(logits - lse_blocks[i][..., None])
-            if not by_row_first:
-                weights = fold(weights, reduction.group, axis=2)[:, :, None]
-            if reduction.rows == "max":
-                score = jnp.maximum(score, jnp.max(weights, axis=3))
-            else:
-                score = score + jnp.sum(weights, axis=3)
-            return score, viewers + jnp.sum(seen, axis=2)
+            logits = logits_of(i, j) - lse_blocks[i][:, :, None]
+            if pairwise:
+                logits = jnp.where(seen_of(i, j)[:, :, :, None], logits, -jnp.inf)
+            tile = reduce_tile(jnp.exp(logits))
+            score = jnp.maximum(score, tile) if reduction.rows == "max" else score + tile
+            return score, viewers + jnp.sum(seen_of(i, j), axis=3) if reduction.rows == "mean" else viewers
 
-        positions = jax.lax.dynamic_slice_in_dim(p, j * keys, keys, axis=2)
         oldest = jnp.min(jnp.where(positions >= 0, positions, jnp.iinfo(jnp.int32).max))
         start = jnp.argmax(newest >= oldest)  # the queries before see nothing of this tile
-        score = jnp.zeros((B, H, G if by_row_first else 1, keys), jnp.float32)
-        score, viewers = jax.lax.fori_loop(start, blocks, add, (score, jnp.zeros((B, H, keys), jnp.int32)))
+        kept_apart = jax.eval_shape(reduce_tile, jax.ShapeDtypeStruct((B, H, keys, G, rows), jnp.float32)).shape
+        carry = (jnp.zeros(kept_apart, jnp.float32), jnp.zeros((B, H, keys), jnp.int32))
+        score, viewers = jax.lax.fori_loop(start, blocks, add, carry) if blocks > 1 else add(jnp.int32(0), carry)
         if reduction.rows == "mean":
-            score = score / jnp.maximum(viewers, 1)[:, :, None]
-        return fold(score, reduction.group, axis=2) if by_row_first else score[:, :, 0]
+            score = score / jnp.maximum(viewers, 1)[..., None]
+        return jnp.where(positions >= 0, fold(score, reduction.group, axis=3), 0.0)
 
+    if k.shape[2] == keys:
+        return key_block(jnp.int32(0))[..., :M]
     scores = jax.lax.map(key_block, jnp.arange(k.shape[2] // keys))
     return jnp.moveaxis(scores, 0, 2).reshape(B, H, -1)[..., :M]

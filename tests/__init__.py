@@ -1,0 +1,1 @@
+"""Tests mirror the tree. What they share is imported as `tests.tiny` and `tests.dense`."""

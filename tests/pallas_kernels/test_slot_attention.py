@@ -1,0 +1,63 @@
+"""Decode attention against float64 softmax attention."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.pallas_kernels import slot_attention
+from tests.dense import assert_close, attention, context, entries
+
+FOLDS = {"sum": np.sum, "mean": np.mean, "max": np.max}
+
+
+def received(weights, heads, how):
+    """What each slot received: weights [B, Hq, W, S] folded over the group, then summed over the W rows."""
+    rows, _, queries, slots = weights.shape
+    return FOLDS[how](weights.reshape(rows, heads, -1, queries, slots), axis=2).sum(axis=2)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("group", [1, 4, 7])
+def test_attends_to_slots_in_any_order(group, queries, window):
+    rng = np.random.default_rng(group + queries)
+    k, v, p = entries(rng, 3, 2, 19, [40, 9, 4])
+    t = np.array([[40], [9], [-1]]) + np.where(np.arange(queries) > 0, 2 * np.arange(queries), 0)
+    t[2] = -1  # a finished row
+    q = rng.normal(size=(3, 2 * group, queries, 8)).astype(np.float32)
+    weights, expected_lse, _ = attention(q, k, t, p, 0.5, window)
+    for how in FOLDS:
+        out, lse, got = slot_attention(q, k, v, t, p, scale=0.5, window=window, received=how)
+        assert_close(out, context(weights, v))
+        assert_close(lse, expected_lse)
+        assert_close(got, received(weights, 2, how))
+    assert not np.any(out[2])
+    assert not np.any(got[2])
+    assert slot_attention(q, k, v, t, p, scale=0.5, window=window)[2] is None
+
+
+def test_bfloat16_is_as_good_as_its_inputs():
+    rng = np.random.default_rng(3)
+    k, v, p = entries(rng, 2, 2, 33, [60, 60], jnp.bfloat16)
+    q = rng.normal(size=(2, 8, 1, 8)).astype(jnp.bfloat16)
+    t = np.array([[60], [60]])
+    out, lse, got = slot_attention(*map(jnp.asarray, (q, k, v)), t, p, scale=0.25, received="sum")
+    weights, expected_lse, _ = attention(q, k, t, p, 0.25)
+    assert (out.dtype, lse.dtype, got.dtype) == (jnp.bfloat16, jnp.float32, jnp.float32)
+    assert_close(out, context(weights, v), 1e-2, 2e-2)
+    assert_close(lse, expected_lse)
+    assert_close(got, received(weights, 2, "sum"))
+
+
+def test_huge_logits_neither_overflow_nor_vanish():
+    rng = np.random.default_rng(4)
+    k, v, p = entries(rng, 2, 2, 33, [60, 60])
+    q = 64 * np.round(2 * rng.normal(size=(2, 4, 1, 8))).astype(np.float32)
+    k = 64 * np.round(2 * k)
+    t = np.array([[60], [60]])
+    out, lse, got = slot_attention(q, k, v, t, p, scale=0.5, received="max")
+    weights, expected_lse, _ = attention(q, k, t, p, 0.5)
+    assert np.abs(expected_lse).max() > 1e4
+    assert_close(out, context(weights, v))
+    assert_close(lse, expected_lse)
+    assert_close(got, received(weights, 2, "max"))

@@ -1,0 +1,123 @@
+"""Attention received from a window of queries against float64 weights held in full."""
+
+import importlib
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.pallas_kernels import Reduction, window_scores
+from tests.dense import assert_close, attention, compiled, entries, left_padded
+
+reference = importlib.import_module("kvjax.pallas_kernels.window_scores.reference")
+REDUCTIONS = [
+    Reduction(*choice)
+    for choice in itertools.product(("sum", "mean", "max"), ("sum", "mean", "max"), ("rows", "group"))
+]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(reference, "BLOCK_Q", 8)
+    monkeypatch.setattr(reference, "BLOCK_K", 16)
+
+
+def reduced(weights, visible, reduction):
+    """weights [B, Hq, W, M] and visible [B, H, W, M] as the reduction's docstring says."""
+    rows, heads, queries, keys = visible.shape
+    viewers = np.maximum(visible.sum(axis=2), 1)[:, :, None]
+    w = weights.reshape(rows, heads, -1, queries, keys)
+    fold = {"sum": np.sum, "mean": np.mean, "max": np.max}[reduction.group]
+
+    def over_rows(x):
+        return (
+            x.max(axis=3) if reduction.rows == "max" else x.sum(axis=3) / (viewers if reduction.rows == "mean" else 1)
+        )
+
+    if reduction.first == "rows":
+        return fold(over_rows(w), axis=2)
+    return over_rows(fold(w, axis=2)[:, :, None])[:, :, 0]
+
+
+def problem(rng, group, queries, slots, dtype=np.float32):
+    """Row 0: the last queries of a text; row 1: fewer of them than fit; row 2: none at all."""
+    k, _, p = entries(rng, 3, 2, slots, [60, 11, 30], dtype)
+    q = rng.normal(size=(3, 2 * group, queries, 8)).astype(dtype)
+    t = left_padded([queries, min(3, queries), 0], queries, [40, 8, 0])
+    return q, k, t, p
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS, ids=lambda r: f"{r.first}_first-rows_{r.rows}-group_{r.group}")
+def test_every_reduction_in_both_orders(reduction):
+    rng = np.random.default_rng(0)
+    q, k, t, p = problem(rng, 4, 13, 37)
+    window, lse_given = (None, True) if reduction.first == "rows" else (9, False)
+    weights, lse, visible = attention(q, k, t, p, 0.5, window)
+    lse = lse.astype(np.float32) if lse_given else None
+    got = compiled(window_scores, q, k, t, p, scale=0.5, window=window, reduction=reduction, lse=lse)
+    assert_close(got, reduced(weights, visible, reduction))
+    assert not np.any(got[2]), "no query, no score"
+
+
+@pytest.mark.parametrize(("queries", "slots"), [(1, 5), (8, 16), (40, 40), (3, 33)])
+@pytest.mark.parametrize("group", [1, 7])
+def test_groups_and_sizes_out_of_step_with_the_tiles(group, queries, slots):
+    rng = np.random.default_rng(group + queries)
+    q, k, t, p = problem(rng, group, queries, slots)
+    reduction = Reduction("mean", "max", "group")
+    weights, _, visible = attention(q, k, t, p, 0.5)
+    assert_close(
+        compiled(window_scores, q, k, t, p, scale=0.5, reduction=reduction), reduced(weights, visible, reduction)
+    )
+
+
+def test_queries_in_ring_order_and_keys_left_out_of_the_scoring():
+    """As a policy asks for it: rows rotated, and the lse of an attention that saw more keys than are scored."""
+    rng = np.random.default_rng(5)
+    q, k, t, p = problem(rng, 2, 12, 40)
+    weights, lse, visible = attention(q, k, t, p, 0.5)
+    distant = np.where(p < 30, p, -1)
+    order = np.roll(np.arange(12), 5)
+    got = compiled(
+        window_scores, q[:, :, order], k, t[:, order], distant, scale=0.5, lse=lse[:, :, order].astype(np.float32)
+    )
+    expected = reduced(np.where((distant >= 0).repeat(2, 1)[:, :, None], weights, 0), visible, Reduction())
+    assert_close(got, expected)
+    alone = compiled(window_scores, q[:, :, order], k, t[:, order], distant, scale=0.5)
+    weights, _, visible = attention(q, k, t, distant, 0.5)
+    assert_close(alone, reduced(weights, visible, Reduction()))
+
+
+def test_bfloat16_and_huge_logits():
+    rng = np.random.default_rng(6)
+    q, k, t, p = problem(rng, 2, 13, 37, jnp.bfloat16)
+    weights, _, visible = attention(q, k, t, p, 0.25)
+    got = compiled(window_scores, jnp.asarray(q), jnp.asarray(k), t, p, scale=0.25)
+    assert got.dtype == jnp.float32
+    assert_close(got, reduced(weights, visible, Reduction()))
+    q, k, t, p = problem(rng, 2, 13, 37)
+    q, k = 64 * np.round(2 * q), 64 * np.round(2 * k)
+    weights, lse, visible = attention(q, k, t, p, 0.5)
+    assert np.abs(lse[np.isfinite(lse)]).max() > 1e4
+    # a log-sum-exp of some 1e4 is itself rounded to 1e-3 in float32
+    assert_close(compiled(window_scores, q, k, t, p, scale=0.5), reduced(weights, visible, Reduction()), 1e-3, 2e-3)
+
+
+def test_all_queries_of_a_causal_prompt_give_all_their_weight(monkeypatch):
+    """With the shipped tiles, over more than one of them: a column sum over all rows, and each row sums to one."""
+    monkeypatch.undo()
+    rng = np.random.default_rng(7)
+    q, k = rng.normal(size=(2, 1, 2, 600, 8)).astype(np.float32)
+    t = np.arange(600)[None]
+    got = compiled(window_scores, q, k, t, t[:, None].repeat(2, 1), scale=0.35)
+    weights, _, _ = attention(q, k, t, t[:, None].repeat(2, 1), 0.35)
+    assert_close(got, weights.sum(axis=2))
+    np.testing.assert_allclose(got.sum(axis=-1), 600, rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"rows": "median"}, {"group": "logits"}, {"first": "keys"}])
+def test_unknown_reductions_are_refused_by_name(options):
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"{name}='{value}'.*accepted"):
+        Reduction(**options)

@@ -1,0 +1,84 @@
+"""MorphKV's Algorithm 1 as it is written, in float64 NumPy: slow, literal, and with every attention row kept.
+
+No ring of queries, no log-sum-exp, no slots: a kv head is a dictionary of tokens by position, and each query that ever
+attended leaves its row of logits and of softmax weights behind.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def rotated(x: np.ndarray, position: int, theta: float) -> np.ndarray:
+    """RoPE on the last axis, half-split; frequencies in float32 as checkpoints have them."""
+    half = x.shape[-1] // 2
+    frequencies = (1 / np.float32(theta) ** (np.arange(half, dtype=np.float32) / np.float32(half))).astype(np.float32)
+    angle = position * frequencies.astype(np.float64)
+    first, second = x[..., :half], x[..., half:]
+    cos, sin = np.cos(angle), np.sin(angle)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+class Head:
+    """One kv head of one text, with the G query heads that read it."""
+
+    def __init__(self, *, budget, window, fusion="sum", every=1, normalise="full", group="sum", theta=1e4):
+        self.budget, self.window, self.every, self.theta = budget, window, every, theta
+        self.fusion, self.normalise, self.group = fusion, normalise, group
+        self.tokens: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # position -> rotated key, value
+        self.rows: dict[int, dict[int, tuple[np.ndarray, np.ndarray]]] = {}  # query -> position -> logits, weights [G]
+        self.closest = np.inf  # the smallest relative difference that ever decided between two tokens
+
+    def see(self, position, q, k, v):
+        """One token: takes its key and value in, attends with its G queries, and keeps the row. Returns [G, D]."""
+        self.tokens[position] = rotated(k, position, self.theta), v
+        retained = sorted(self.tokens)
+        keys = np.stack([self.tokens[p][0] for p in retained])
+        values = np.stack([self.tokens[p][1] for p in retained])
+        logits = rotated(q, position, self.theta) @ keys.T / np.sqrt(q.shape[-1])
+        weights = softmax(logits)
+        self.rows[position] = {p: (logits[:, i], weights[:, i]) for i, p in enumerate(retained)}
+        return weights @ values
+
+    def ranked(self, now):
+        """The distant tokens from the most to the least important, when the token at `now` is about to come in."""
+        distant = sorted(p for p in self.tokens if p < now - self.window)
+        votes = []
+        for row in range(max(0, now - self.window), now):
+            logits = np.stack([self.rows[row][p][0] for p in distant], axis=-1)
+            weights = np.stack([self.rows[row][p][1] for p in distant], axis=-1)
+            if self.group == "logits":  # released for Llama
+                votes.append(softmax(logits.sum(axis=0)))
+                continue
+            if self.normalise == "distant":
+                weights = softmax(logits)
+            votes.append(weights.max(axis=0) if self.group == "max" else weights.sum(axis=0))
+        importance = np.sum(votes, axis=0) if self.fusion == "sum" else np.max(votes, axis=0)
+        return [distant[i] for i in np.argsort(-importance, kind="stable")], np.sort(importance)[::-1]
+
+    def keep(self, now, count):
+        """Keeps the window and the `count` most important of the distant tokens."""
+        ranked, importance = self.ranked(now)
+        if 0 < count < len(ranked):
+            self.closest = min(self.closest, importance[count - 1] / importance[count] - 1)
+        for position in ranked[count:]:
+            del self.tokens[position]
+
+    def read(self, q, k, v):
+        """A prompt, q [G, N, D], k and v [N, D], compressed at its end. Returns the context [G, N, D]."""
+        out = [self.see(t, q[:, t], k[t], v[t]) for t in range(len(k))]
+        if len(k) > self.budget:
+            self.keep(len(k), self.budget - self.window)
+        return np.stack(out, axis=1)
+
+    def decode(self, t, q, k, v):
+        """One token, q [G, D], k and v [D]: makes room if the budget is used up, then takes it in and attends."""
+        if len(self.tokens) >= self.budget:
+            distant = sum(p < t - self.window for p in self.tokens)
+            self.keep(t, distant - self.every)
+        return self.see(t, q, k, v)

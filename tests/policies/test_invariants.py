@@ -1,0 +1,282 @@
+"""What holds for every policy, whatever the text and the weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvjax import policies
+from kvjax.extend import step as one_step
+from kvjax.policy import Policy
+from tests import tiny
+
+SIZE, BUDGET, ROOM, STEPS = 24, 12, 8, 6
+
+SPECS = {
+    "full": ("",),
+    "streaming_llm": (
+        "budget=12,sinks=2",
+        "budget=12,positions=in_cache,every=3",
+        "budget=0.5,sinks=1,every=None",
+    ),
+    "h2o": ("budget=12", "budget=12,recent=3,every=3", "budget=0.5,recent=0.25,group=max"),
+    "tova": ("budget=12", "budget=12,every=3", "budget=0.4,recent=2,every=None"),
+    "snapkv": ("budget=12,window=4,kernel=3", "budget=0.5,window=3,pool=avg,kernel=5,group=max"),
+    "morphkv": (
+        "budget=12,window=4",
+        "budget=12,window=4,fusion=max,every=3,dense_layers=1",
+        "budget=12,window=3,normalise=distant,group=logits",
+        "budget=0.5,window=3,normalise=distant,group=max",
+    ),
+}
+ALL = [f"{name}:{options}".rstrip(":") for name, specs in SPECS.items() for options in specs]
+
+every_policy = pytest.mark.parametrize("spec", ALL)
+texts = st.tuples(st.integers(0, 2**32 - 1), st.tuples(*[st.integers(1, SIZE)] * 3))
+few = settings(max_examples=5)
+
+
+def test_every_preset_is_here():
+    assert set(SPECS) == set(policies.PRESETS)
+
+
+def draw(seed, lengths, steps=STEPS):
+    """Rows of a prompt, and the tokens [steps, B] to decode after it."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, tiny.VOCAB, n) for n in lengths], rng.integers(0, tiny.VOCAB, (steps, len(lengths)))
+
+
+def decode(params, cache, tokens):
+    """[(logits, cache)] after each of the tokens [steps, B]."""
+    steps = []
+    for token in tokens:
+        logits, cache = tiny.step(params, cache, token, np.ones(len(token), bool))
+        steps.append((np.asarray(logits), cache))
+    return steps
+
+
+def run(params, spec, rows, tokens, size=SIZE):
+    """[(logits, cache)] after the prompt and after each decoded token."""
+    logits, cache = tiny.prefill(params, spec, rows, size, room=ROOM)
+    return [(np.asarray(logits), cache), *decode(params, cache, tokens)]
+
+
+def assert_same_rows(mine, others, row=0, other=0):
+    """The same logits to float32's accuracy, and the very same entries, at every step."""
+    for (logits, cache), (other_logits, other_cache) in zip(mine, others, strict=True):
+        np.testing.assert_allclose(logits[row], other_logits[other], atol=2e-5)
+        assert tiny.held(cache, row) == tiny.held(other_cache, other)
+
+
+def budget_of(policy: Policy, layer: int, length: int) -> int | None:
+    """What a preset's docstring promises, worked out anew: entries, a share of the prompt, or no limit."""
+    if not policy.limited(layer):
+        return None
+    budget = getattr(policy.budget, "budget", policy.budget)
+    entries = getattr(budget, "entries", None)
+    return entries or max(int(budget.share * length), policy.minimum)
+
+
+@every_policy
+@few
+@given(text=texts)
+def test_keeps_distinct_tokens_of_its_text_within_the_budget_and_the_protected(spec, text):
+    """U2 and U3: at the prompt's end and after each step."""
+    policy = policies.parse(spec)
+    rows, tokens = draw(*text)
+    for i, (_, cache) in enumerate(run(tiny.decoder(), spec, rows, tokens)):
+        for b, row in enumerate(rows):
+            seen = len(row) + i
+            for layer, heads in enumerate(tiny.held(cache, b)):
+                budget = budget_of(policy, layer, len(row))
+                for held in heads:
+                    assert len(held) == len(set(held))
+                    assert set(held) <= set(range(seen))
+                    if budget is None:
+                        assert len(held) == seen
+                        continue
+                    if policy.every is None:
+                        assert len(held) == min(len(row), budget) + i, "the answer comes on top"
+                    elif seen <= budget:
+                        assert len(held) == seen, "nothing goes before the budget is used up"
+                    else:
+                        assert budget - policy.every < len(held) <= budget
+                    recent = policy.protect.recent
+                    recent = int(recent * budget) if isinstance(recent, float) else recent
+                    assert set(range(max(0, seen - recent), seen)) <= set(held)
+                    assert set(range(min(policy.protect.sinks, seen))) <= set(held)
+
+
+@every_policy
+@few
+@given(seed=st.integers(0, 2**32 - 1), lengths=st.tuples(*[st.integers(1, BUDGET - 4)] * 3))
+def test_within_the_budget_it_is_full_attention(spec, seed, lengths):
+    """U1. A share of the prompt is all of it here, and covers the prompt alone."""
+    share = "budget=0." in spec
+    spec = spec.replace("budget=0.5", "budget=1.0").replace("budget=0.4", "budget=1.0")
+    rows, tokens = draw(seed, lengths, steps=0 if share else 4)
+    expected = tiny.full_logits(tiny.decoder(), [np.append(r, t) for r, t in zip(rows, tokens.T, strict=True)], SIZE)
+    for i, (logits, _) in enumerate(run(tiny.decoder(), spec, rows, tokens)):
+        for b, row in enumerate(rows):
+            np.testing.assert_allclose(logits[b], expected[b][len(row) - 1 + i], atol=2e-5)
+
+
+def shuffled(cache, seed, alike):
+    """The same entries in other slots, which are the same ones in all heads of a row if `alike`."""
+    rng = np.random.default_rng(seed)
+
+    def shuffle(layer):
+        rows, heads, slots = layer.positions.shape
+        order = rng.permuted(np.broadcast_to(np.arange(slots), (rows, 1 if alike else heads, slots)), axis=-1)
+        return layer.gather(jnp.broadcast_to(order, layer.positions.shape))
+
+    return cache.map_layers(shuffle)
+
+
+@every_policy
+@few
+@given(text=texts)
+def test_the_order_of_slots_is_free(spec, text):
+    """U4. TOVA averages over heads slot by slot: they hold the same token in the same slot."""
+    rows, tokens = draw(*text)
+    params = tiny.decoder()
+    _, cache = tiny.prefill(params, spec, rows, SIZE, room=ROOM)
+    mine, others = decode(params, cache, tokens), decode(params, shuffled(cache, text[0], alike="tova" in spec), tokens)
+    for row in range(3):
+        assert_same_rows(mine, others, row, row)
+
+
+@every_policy
+@few
+@given(text=texts, others=texts)
+def test_a_row_is_the_same_in_any_company_and_alone(spec, text, others):
+    """U5: beside other rows, at another place in the batch, and alone with more padding."""
+    params = tiny.decoder()
+    rows, tokens = draw(*text)
+    company, company_tokens = draw(*others)
+    mine = run(params, spec, rows, tokens)
+    moved = run(params, spec, [*company[:2], rows[0]], np.column_stack([company_tokens[:, :2], tokens[:, 0]]))
+    assert_same_rows(mine, moved, 0, 2)
+    assert_same_rows(mine, run(params, spec, rows[:1], tokens[:, :1], SIZE + 8))
+
+
+def expected_bytes(spec: str, batch: int, params) -> int:
+    """Keys, values and positions of every slot, a capacity for every head, and the policy's state; float32."""
+    policy, config = policies.parse(spec), params.config
+    heads, dim = config.num_kv_heads, config.head_dim
+    total = 0
+    for layer in range(config.num_layers):
+        slots = budget_of(policy, layer, SIZE) or SIZE
+        if policy.every is None or not policy.limited(layer):
+            slots += ROOM
+        total += batch * heads * (slots * (2 * dim + 1) + 1) * 4
+        if spec.startswith(("h2o", "tova")) and policy.every:
+            total += batch * heads * slots * 4
+        if spec.startswith("morphkv") and policy.limited(layer):
+            total += batch * policy.score.window * (config.num_heads * (dim + 1) + 1) * 4
+    return total
+
+
+@every_policy
+def test_bytes_are_the_closed_form_and_stay_so(spec):
+    """U6, and U7: nothing is compiled and nothing grows however long the answer."""
+    params = tiny.decoder()
+    rows, tokens = draw(0, (SIZE, 7, 15), steps=8 if policies.parse(spec).grows(0) else 40)
+    _, cache = tiny.prefill(params, spec, rows, SIZE, room=ROOM)
+    assert cache.nbytes == expected_bytes(spec, 3, params)
+    _, cache = decode(params, cache, tokens[:1])[-1]
+    programs = tiny.step._cache_size()
+    _, cache = decode(params, cache, tokens[1:])[-1]
+    assert cache.nbytes == expected_bytes(spec, 3, params)
+    assert tiny.step._cache_size() == programs
+
+
+def twice_the_queries(mha):
+    """The same decoder with each query head there twice and half as loud: a group of two."""
+    gqa = nnx.clone(mha)
+    gqa.config = replace(mha.config, num_heads=2 * mha.config.num_heads)
+    for layer in gqa.layers:
+        attention = layer.attention
+        attention.query = nnx.Param(jnp.repeat(attention.query[...], 2, axis=1))
+        attention.output = nnx.Param(jnp.repeat(attention.output[...], 2, axis=0) / 2)
+    return gqa
+
+
+def twice_the_keys(gqa):
+    """The same decoder with a kv head of its own for each query head of a group of two."""
+    mha = nnx.clone(gqa)
+    mha.config = replace(gqa.config, num_kv_heads=2 * gqa.config.num_kv_heads)
+    for layer in mha.layers:
+        attention = layer.attention
+        attention.key = nnx.Param(jnp.repeat(attention.key[...], 2, axis=1))
+        attention.value = nnx.Param(jnp.repeat(attention.value[...], 2, axis=1))
+    return mha
+
+
+# One softmax of a group's summed logits is sharper than each head's: the only rule that counts its heads.
+@pytest.mark.parametrize("spec", [spec for spec in ALL if "group=logits" not in spec])
+def test_a_group_of_equal_heads_is_one_head(spec):
+    """U8."""
+    rows, tokens = draw(5, (SIZE, 5, 17))
+    mha = tiny.decoder(2, 2)
+    mine, others = run(mha, spec, rows, tokens), run(twice_the_queries(mha), spec, rows, tokens)
+    for row in range(3):
+        assert_same_rows(mine, others, row, row)
+
+
+@pytest.mark.parametrize("spec", ["full", "streaming_llm:budget=12,sinks=2", "tova:budget=12"])
+def test_heads_that_share_keys_are_heads_with_equal_keys(spec):
+    """U8 for the policies that keep the same tokens in all heads."""
+    rows, tokens = draw(6, (SIZE, 5, 17))
+    gqa = tiny.decoder()
+    mine, others = run(gqa, spec, rows, tokens), run(twice_the_keys(gqa), spec, rows, tokens)
+    for (logits, cache), (other_logits, other_cache) in zip(mine, others, strict=True):
+        np.testing.assert_allclose(logits, other_logits, atol=2e-5)
+        for row in range(3):
+            for heads, other_heads in zip(tiny.held(cache, row), tiny.held(other_cache, row), strict=True):
+                assert [head for head in heads for _ in range(2)] == other_heads
+
+
+@every_policy
+@few
+@given(text=texts, finished=st.integers(0, 2))
+def test_a_finished_row_is_left_alone_bit_for_bit(spec, text, finished):
+    rows, tokens = draw(*text)
+    params = tiny.decoder()
+    _, cache = tiny.prefill(params, spec, rows, SIZE, room=ROOM)
+    expected = decode(params, cache, tokens)
+    incoming = np.arange(3) != finished
+    left = cache
+    for token, (logits, other) in zip(tokens, expected, strict=True):
+        got, left = tiny.step(params, left, token, incoming)
+        np.testing.assert_allclose(got[incoming], logits[incoming], atol=2e-5)
+        for row in np.flatnonzero(incoming):
+            assert tiny.held(left, row) == tiny.held(other, row)
+    before, after = (jax.tree.leaves((c.layers, c.length, c.pending)) for c in (cache, left))
+    for x, y in zip(before, after, strict=True):
+        np.testing.assert_array_equal(np.asarray(x)[finished], np.asarray(y)[finished])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["morphkv:budget=12,window=4", "h2o:budget=12", "streaming_llm:budget=12"])
+def test_ten_thousand_tokens_compile_and_allocate_nothing_new(spec):
+    params = tiny.decoder()
+    step = jax.jit(one_step, donate_argnames="cache")
+    rows, tokens = draw(7, (SIZE, 5, 17), steps=10_000)
+    _, cache = tiny.prefill(params, spec, rows, SIZE)
+    incoming = np.ones(3, bool)
+    for i, token in enumerate(tokens):
+        logits, cache = step(params, cache, token, incoming)
+        if i == 10:
+            alive, programs, size = len(jax.live_arrays()), step._cache_size(), cache.nbytes
+    assert np.isfinite(logits).all()
+    assert (len(jax.live_arrays()), step._cache_size(), cache.nbytes) == (alive, programs, size)
+    assert cache.length.tolist() == [10_024, 10_005, 10_017]
+    assert max(tiny.held(cache, 0)[0][0]) == 10_023

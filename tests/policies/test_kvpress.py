@@ -1,0 +1,128 @@
+"""Our policies against kvpress, on the models and prompts of tests/golden, whose README says what the arrays are."""
+
+import functools
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.attention import causal
+from kvjax.models import Decoder
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests" / "golden"
+MODELS = ("llama_group1", "llama_group4", "llama_group7", "mistral")
+PRESSES = (
+    "snapkv_w8_k5_r50",
+    "snapkv_w16_k5_r75",
+    "snapkv_w16_k7_r50",
+    "snapkv_w32_k7_r75",
+    "tova_r50",
+    "tova_r75",
+    "streaming_llm_r50",
+    "streaming_llm_r75",
+)
+PYTHON = "KVJAX_KVPRESS_PYTHON"
+
+
+class Golden(NamedTuple):
+    params: Decoder
+    arrays: dict[str, np.ndarray]
+    meta: dict[str, Any]
+
+    @property
+    def prompt(self) -> np.ndarray:
+        return self.arrays["prompt"]
+
+    def policy(self, press: str) -> kvjax.Policy:
+        """What a press does: it compresses the prompt, and nothing is evicted of the answer."""
+        kwargs = self.meta["presses"][press]["kwargs"]
+        budget = int(len(self.prompt) * (1 - kwargs["compression_ratio"]))
+        match self.meta["presses"][press]["press"]:
+            case "SnapKVPress":
+                window, kernel = kwargs["window_size"], kwargs["kernel_size"]
+                return kvjax.policies.snapkv(budget, window=window, kernel=kernel, pool="avg")
+            case "TOVAPress":
+                return kvjax.policies.tova(budget, recent=1, every=None)
+            case "StreamingLLMPress":
+                return kvjax.policies.streaming_llm(budget, sinks=kwargs["n_sink"], every=None)
+        raise AssertionError(press)
+
+
+@functools.cache
+def golden(model: str) -> Golden:
+    params, tokenizer = kvjax.load(GOLDEN / model)
+    assert tokenizer is None
+    with np.load(GOLDEN / f"{model}.npz") as archive:
+        arrays = dict(archive)
+    return Golden(params, arrays, json.loads(str(arrays["meta"])))
+
+
+@jax.jit
+def replay(params: Decoder, cache: kvjax.KVCache, tokens: jax.Array) -> jax.Array:
+    """Logits [N, V] of decoding the tokens one by one."""
+
+    def step(cache: kvjax.KVCache, token: jax.Array) -> tuple[kvjax.KVCache, jax.Array]:
+        logits, cache = kvjax.extend(params, cache, token[None, None])
+        return cache, logits[0]
+
+    return jax.lax.scan(step, cache, tokens)[1]
+
+
+def check_answer(case: Golden, cache: kvjax.KVCache, label: str) -> None:
+    """The answer that follows a prompt: the logits of each step, and the tokens that `generate` takes."""
+    tokens, expected = case.arrays[f"{label}/tokens"], case.arrays[f"{label}/step_logits"]
+    logits = replay(case.params, kvjax.with_room(cache, len(expected)), jnp.asarray(tokens[:-1]))
+    np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)
+    answer = kvjax.generate(case.params, tokens[:1], cache=cache, max_new_tokens=len(tokens) - 1)
+    np.testing.assert_array_equal(answer.tokens[0], tokens[1:])
+
+
+@pytest.mark.parametrize("press", PRESSES)
+@pytest.mark.parametrize("model", MODELS)
+def test_policy_retains_and_answers_as_kvpress(model: str, press: str) -> None:
+    case = golden(model)
+    cache = kvjax.prefill(case.params, case.prompt, policy=case.policy(press))
+    retained = np.stack([np.sort(layer.positions[0], axis=-1) for layer in cache.layers])
+    np.testing.assert_array_equal(retained, case.arrays[f"{press}/pos"])
+    check_answer(case, cache, press)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_uncompressed_answers_as_transformers(model: str) -> None:
+    case = golden(model)
+    positions = jnp.arange(len(case.prompt))[None]
+    hidden, _ = jax.jit(lambda params, tokens: params(tokens, causal(positions)))(case.params, case.prompt[None])
+    np.testing.assert_allclose(case.params.logits(hidden)[0], case.arrays["logits"], atol=1e-4, rtol=0)
+    cache = kvjax.prefill(case.params, case.prompt)
+    check_answer(case, cache, "full")
+
+
+def test_goldens_are_all_compared() -> None:
+    """Of the presses in the archives only those without a policy of ours are left out."""
+    labels = set.intersection(*(set(golden(model).meta["presses"]) for model in MODELS))
+    assert labels - set(PRESSES) == {"observed_attention_r50", "knorm_r50"}
+    assert set(PRESSES) <= labels
+
+
+@pytest.mark.parity
+@pytest.mark.skipif(PYTHON not in os.environ, reason=f"{PYTHON} names no interpreter with kvpress; see golden/README.md")
+def test_goldens_can_be_made_again(tmp_path: Path) -> None:
+    script = ROOT / "scripts" / "make_goldens.py"
+    command = [os.environ[PYTHON], str(script), "--folder", str(tmp_path), "--model", "llama_group7"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    expected = golden("llama_group7").arrays
+    with np.load(tmp_path / "llama_group7.npz") as made:
+        assert set(made) == set(expected)
+        for name in set(expected) - {"meta"}:
+            np.testing.assert_allclose(made[name], expected[name], atol=1e-4, rtol=0, err_msg=name)
+    weights = "llama_group7/model.safetensors"
+    assert (tmp_path / weights).read_bytes() == (GOLDEN / weights).read_bytes()

@@ -1,0 +1,100 @@
+"""MorphKV's layer against a literal Algorithm 1, step by step."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.attention import decoding, reading
+from kvjax.cache import KVCache
+from kvjax.extend import plan_slots
+from kvjax.models import AttentionLayer, DecoderConfig, Rope
+from kvjax.policies import morphkv
+from tests import tiny
+from tests.dense import assert_close
+from tests.policies.reference import Head
+
+ROPE, HEADS, DIM, PROMPT = Rope(1e4), 2, 8, 40
+LENGTHS = np.array([40, 25, 3])  # longer than the budget, longer than the window, shorter than the window
+
+
+def streams(group: int, steps: int):
+    """Random q [B, Hq, T, D], k and v [B, H, T, D] for a prompt padded on the left and what is decoded after it."""
+    rng = np.random.default_rng(group)
+    q = rng.normal(size=(3, group * HEADS, PROMPT + steps, DIM)).astype(np.float32)
+    k, v = rng.normal(size=(2, 3, HEADS, PROMPT + steps, DIM)).astype(np.float32)
+    return 1.5 * q, k, v
+
+
+@partial(jax.jit, static_argnames="policy")
+def run(policy, q, k, v):
+    """(prompt context, retained after it, contexts [T, B, Hq, D], positions [T, B, H, S]) of one layer of ours."""
+    config = DecoderConfig("llama", 2, 2, 2, q.shape[1], HEADS, DIM, (None,), ROPE, 10_000)
+    layer = AttentionLayer(0, ROPE, None, config.scale, output=jnp.zeros((q.shape[1], DIM, 2)))
+    lengths = jnp.asarray(LENGTHS)
+    cache = KVCache.empty(config, policy, lengths, PROMPT, jnp.float32)
+    behind = np.arange(PROMPT)[::-1]
+    positions = jnp.where(behind < LENGTHS[:, None], LENGTHS[:, None] - 1 - behind, -1)
+    slots = plan_slots(cache, [0], new=PROMPT, room=0, compress=True)
+    attend = reading(policy, positions, lengths, lengths, slots=slots, kept=cache.kept, compress=True, final=True)
+    context, layers = attend(layer, *(x[:, :, :PROMPT] for x in (q, k, v)), cache.layers)
+
+    def step(carry, i):
+        layers, positions = carry
+        token = (jax.lax.dynamic_slice_in_dim(x, PROMPT + i, 1, axis=2) for x in (q, k, v))
+        out, layers = decoding(policy, positions, jnp.ones(3, bool))(layer, *token, layers)
+        return (layers, positions + 1), (out[:, :, 0], layers[0].positions)
+
+    _, (contexts, retained) = jax.lax.scan(step, (layers, lengths), jnp.arange(q.shape[2] - PROMPT))
+    return context, layers[0].positions, contexts, retained
+
+
+def compare(queries_per_head, steps, **options):
+    q, k, v = streams(queries_per_head, steps)
+    context, after, contexts, retained = map(np.asarray, run(morphkv(**options), q, k, v))
+    closest = np.inf
+    for b, n in enumerate(LENGTHS):
+        for h in range(HEADS):
+            mine = slice(h * queries_per_head, (h + 1) * queries_per_head)
+            head = Head(**options)
+            x, y, z = (s.astype(np.float64)[b, at, PROMPT - n :] for s, at in ((q, mine), (k, h), (v, h)))
+            assert_close(context[b, mine, PROMPT - n :], head.read(x[:, :n], y[:n], z[:n]), 1e-5, 1e-4)
+            assert sorted(after[b, h][after[b, h] >= 0]) == sorted(head.tokens)
+            expected = []
+            for i in range(steps):
+                expected.append(head.decode(n + i, x[:, n + i], y[n + i], z[n + i]))
+                ours = retained[i, b, h]
+                assert sorted(ours[ours >= 0]) == sorted(head.tokens), f"row {b}, head {h}, step {i}"
+                assert len(head.tokens) <= options["budget"]
+            assert_close(contexts[:, b, mine], np.stack(expected), 1e-5, 1e-4)
+            closest = min(closest, head.closest)
+    assert closest > 1e-6, "these random numbers leave a decision to rounding; take others"
+
+
+@pytest.mark.parametrize("every", [1, 8])
+@pytest.mark.parametrize("fusion", ["sum", "max"])
+@pytest.mark.parametrize("group", [1, 4, 7])
+def test_retains_what_algorithm_1_retains(group, fusion, every):
+    """Three rows for 300 steps: the same positions at every step, the same context."""
+    compare(group, 300, budget=24, window=6, fusion=fusion, every=every)
+
+
+@pytest.mark.parametrize("options", [{"group": "max"}, {"group": "logits"}, {"group": "max", "fusion": "max"}])
+def test_released_normalisation_and_group_rules(options):
+    compare(4, 100, budget=20, window=5, normalise="distant", **options)
+
+
+def test_dense_layers_keep_everything():
+    params = tiny.decoder()
+    rows = [np.arange(20), np.arange(7)]
+    _, cache = tiny.prefill(params, "morphkv:budget=9,window=3,dense_layers=1", rows, 24)
+    for i in range(5):
+        _, cache = tiny.step(params, cache, np.array([i, i]), np.array([True, True]))
+    for b, n in enumerate((25, 12)):
+        dense, evicting = tiny.held(cache, b)
+        assert dense == [list(range(n))] * 2
+        assert [len(head) for head in evicting] == [9, 9]

@@ -1,0 +1,244 @@
+"""The one verb: reading in one go, in chunks, in turns, token by token; and what it leaves as it was."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from kvjax import policies
+from kvjax.cache import KVCache
+from kvjax.extend import bucket, extend, plan_slots, read, read_prompt, with_room
+from kvjax.models import Decoder, DecoderConfig, Rope
+from tests import tiny
+from tests.policies.test_invariants import ALL
+
+SIZE = 24
+ROWS = [np.random.default_rng(n).integers(0, tiny.VOCAB, n) for n in (SIZE, 3, 17)]
+STEPS = np.random.default_rng(1).integers(0, tiny.VOCAB, (4, 3))
+
+
+def decode(params, cache, steps=STEPS):
+    logits = []
+    for tokens in steps:
+        out, cache = tiny.step(params, cache, tokens, np.ones(len(tokens), bool))
+        logits.append(np.asarray(out))
+    return logits, cache
+
+
+def assert_same(mine, other, batch=3):
+    """(logits, cache) pairs: the same logits to float32's accuracy and the very same entries."""
+    np.testing.assert_allclose(mine[0], other[0], atol=2e-5)
+    for row in range(batch):
+        assert tiny.held(mine[1], row) == tiny.held(other[1], row)
+    assert mine[1].length.tolist() == other[1].length.tolist()
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_a_prompt_in_chunks_is_a_prompt_in_one_go(spec):
+    """Chunks of 5: out of step with the rows, longer than one of them, and for some policies as long as the window."""
+    params = tiny.decoder()
+    whole = tiny.prefill(params, spec, ROWS, SIZE)
+    chunked = tiny.prefill(params, spec, ROWS, SIZE, chunk=5)
+    assert_same(whole, chunked)
+    assert_same(decode(params, whole[1]), decode(params, chunked[1]))
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 23])
+@pytest.mark.parametrize("spec", ["snapkv:budget=12,window=4,kernel=3", "morphkv:budget=12,window=4"])
+def test_chunks_shorter_than_the_window_and_nearly_the_prompt(spec, chunk):
+    params = tiny.decoder()
+    assert_same(tiny.prefill(params, spec, ROWS, SIZE), tiny.prefill(params, spec, ROWS, SIZE, chunk=chunk))
+
+
+@pytest.mark.parametrize("spec", [spec for spec in ALL if "budget=12" in spec and "dense_layers" not in spec])
+def test_compressing_after_every_chunk_never_holds_more_than_the_budget(spec):
+    """However long the prompt: no more slots, before the last chunk's own room, than the budget."""
+    params, policy = tiny.decoder(), policies.parse(spec)
+    rows = [np.random.default_rng(n).integers(0, tiny.VOCAB, n) for n in (96, 11, 50)]
+    logits, cache = tiny.prefill(params, policy, rows, 96, room=4, chunk=8, compress="chunk")
+    slots = 12 + 4 * policy.grows(0)
+    assert {layer.slots for layer in cache.layers} == {slots}
+    assert np.isfinite(logits).all()
+    for row, n in enumerate((12, 11, 12)):
+        assert [len(head) for heads in tiny.held(cache, row) for head in heads] == [n] * 4
+    short = tiny.prefill(params, policy, [rows[1]] * 3, 16, room=4)
+    np.testing.assert_allclose(logits[1], short[0][1], atol=2e-5)
+
+
+def test_sinks_and_the_newest_are_the_same_however_the_prompt_is_cut():
+    """StreamingLLM needs no scores, so what it keeps does not depend on when it compresses."""
+    params, spec = tiny.decoder(), "streaming_llm:budget=12,sinks=2"
+    _, whole = tiny.prefill(params, spec, ROWS, SIZE)
+    _, cut = tiny.prefill(params, spec, ROWS, SIZE, chunk=5, compress="chunk")
+    assert [tiny.held(cut, row) for row in range(3)] == [tiny.held(whole, row) for row in range(3)]
+
+
+@pytest.mark.parametrize("spec", ["full", "snapkv:budget=12,window=4", "morphkv:budget=12,window=4,every=3"])
+def test_extending_leaves_the_given_cache_as_it_was(spec):
+    params = tiny.decoder()
+    _, cache = tiny.prefill(params, spec, ROWS, SIZE)
+    before = jax.tree.map(np.array, cache)
+    for tokens in (STEPS[:1].T, STEPS.T):
+        _, extended = extend(params, cache, tokens)
+        assert extended.length.tolist() == (before.length + tokens.shape[1]).tolist()
+    read_prompt(params, cache, np.tile(STEPS.T, (1, 3)), np.full(3, 12), room=8, chunk=5, compress="auto")
+    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.array, cache))
+
+
+def test_several_tokens_at_once_are_one_at_a_time():
+    """Into a filled full cache, as many in each row as it has: against the question read token by token."""
+    params = tiny.decoder()
+    _, cache = tiny.prefill(params, "full", ROWS, SIZE)
+    at_once = extend(params, cache, STEPS.T)
+    logits, one_by_one = decode(params, cache)
+    assert_same(at_once, (logits[-1], one_by_one))
+
+
+def test_a_question_of_one_token_and_of_two_behave_alike():
+    """A prompt that was compressed once is not compressed again by its question, and an evicting policy's budget
+    holds after every call."""
+    params = tiny.decoder()
+    for spec, sizes in (("snapkv:budget=12,window=4", (13, 14)), ("morphkv:budget=12,window=4", (12, 12))):
+        _, cache = tiny.prefill(params, spec, ROWS, SIZE)
+        for n, size in zip((1, 2), sizes, strict=True):
+            _, longer = extend(params, cache, STEPS[:n].T)
+            assert [len(head) for heads in tiny.held(longer, 0) for head in heads] == [size] * 4
+
+
+@pytest.mark.parametrize("spec", ["full", "h2o:budget=12", "snapkv:budget=12,window=4", "morphkv:budget=12,window=4"])
+def test_rows_take_as_many_tokens_as_they_have(spec):
+    """A turn of 4, 0 and 2 tokens is each row's own turn; a row without any is as it was."""
+    params = tiny.decoder()
+    _, cache = tiny.prefill(params, spec, ROWS, SIZE)
+    logits, turn = extend(params, cache, STEPS.T, np.array([4, 0, 2]))
+    assert tiny.held(turn, 1) == tiny.held(cache, 1)
+    assert turn.length.tolist() == [SIZE + 4, 3, 19]
+    for row, n in ((0, 4), (2, 2)):
+        _, alone = tiny.prefill(params, spec, ROWS[row : row + 1], SIZE)
+        expected, alone = extend(params, alone, STEPS.T[row : row + 1, 4 - n :])
+        np.testing.assert_allclose(logits[row], expected[0], atol=2e-5)
+        assert tiny.held(turn, row) == tiny.held(alone, 0)
+    following, _ = decode(params, turn, STEPS[:1])
+    direct, _ = decode(params, cache, STEPS[:1])
+    np.testing.assert_allclose(following[0][1], direct[0][1], atol=2e-5)
+
+
+@pytest.mark.parametrize("spec", ["streaming_llm:budget=12,positions=in_cache", "morphkv:budget=12,window=4"])
+def test_twenty_turns_in_constant_memory(spec):
+    """A dialogue: a turn of 5 tokens, an answer of 3, again and again."""
+    params = tiny.decoder()
+    _, cache = tiny.prefill(params, spec, ROWS, SIZE)
+    size = cache.nbytes
+    for turn in range(20):
+        tokens = np.random.default_rng(turn).integers(0, tiny.VOCAB, (3, 8))
+        _, cache = extend(params, cache, tokens[:, :5])
+        logits, cache = decode(params, cache, tokens[:, 5:].T)
+        assert cache.nbytes == size
+    assert np.isfinite(logits[-1]).all()
+    assert cache.length.tolist() == [SIZE + 160, 163, 177]
+    for row in range(3):
+        for heads in tiny.held(cache, row):
+            assert all(len(head) == 12 and head[-1] == cache.length[row] - 1 for head in heads)
+
+
+WINDOWED = (8, 8)
+
+
+@pytest.mark.parametrize("spec", ["full", "h2o:budget=30", "snapkv:budget=30,window=4", "streaming_llm:budget=30"])
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_a_sliding_window_is_attention_with_that_window_and_needs_no_more_slots(spec, chunk):
+    params = tiny.decoder(windows=WINDOWED)
+    logits, cache = tiny.prefill(params, spec, ROWS, SIZE, room=20, chunk=chunk)
+    steps = np.random.default_rng(2).integers(0, tiny.VOCAB, (12, 3))
+    expected = tiny.full_logits(params, [np.append(r, t) for r, t in zip(ROWS, steps.T, strict=True)], SIZE + 12)
+    decoded, after = decode(params, cache, steps)
+    for i, got in enumerate([np.asarray(logits), *decoded]):
+        for b, row in enumerate(ROWS):
+            np.testing.assert_allclose(got[b], expected[b][len(row) - 1 + i], atol=2e-5)
+    assert {layer.slots for c in (cache, after) for layer in c.layers} == {8}
+    assert tiny.held(after, 0)[0][0] == list(range(SIZE + 12 - 8, SIZE + 12))
+
+
+def test_a_window_larger_than_the_text_and_a_layer_without_one():
+    params = tiny.decoder(windows=(None, 100))
+    _, cache = tiny.prefill(params, "full", ROWS, SIZE, room=4)
+    assert [layer.slots for layer in cache.layers] == [SIZE + 4] * 2
+    logits, _ = decode(params, cache)
+    expected = tiny.full_logits(params, [np.append(r, t) for r, t in zip(ROWS, STEPS.T, strict=True)], SIZE + 4)
+    np.testing.assert_allclose(logits[-1], [row[-1] for row in expected], atol=2e-5)
+
+
+def test_with_room_adds_empty_slots_where_the_cache_grows_and_nowhere_else():
+    params = tiny.decoder()
+    _, full = tiny.prefill(params, "full", ROWS, SIZE, room=0)
+    with pytest.raises(ValueError, match=r"layer 0 holds 24 tokens in 24 slots.*no room for 1.*with_room"):
+        extend(params, full, STEPS[:1].T)
+    roomy = with_room(full, 4)
+    assert all(layer.slots >= SIZE + 4 for layer in roomy.layers)
+    assert tiny.held(roomy, 0) == tiny.held(full, 0)
+    assert with_room(roomy, 2) is roomy
+    expected = tiny.full_logits(params, [np.append(ROWS[0], STEPS[:, 0])], SIZE + 4)
+    np.testing.assert_allclose(decode(params, roomy)[0][-1][0], expected[0][-1], atol=2e-5)
+    _, evicting = tiny.prefill(params, "h2o:budget=12", ROWS, SIZE)
+    assert with_room(evicting, 1000) is evicting
+
+
+def test_extend_is_usable_inside_jit():
+    params = tiny.decoder()
+    _, cache = tiny.prefill(params, "morphkv:budget=12,window=4", ROWS, SIZE)
+    inside = jax.jit(partial(extend, compress="end"))(params, cache, STEPS.T)
+    assert_same(inside, extend(params, cache, STEPS.T, compress="end"))
+
+
+@pytest.mark.parametrize("compress", ["end", "never"])
+def test_compress_is_explicit(compress):
+    """A question's cache that is compressed although its policy never evicts, or is not although it does."""
+    params = tiny.decoder()
+    _, cache = tiny.prefill(params, "snapkv:budget=12,window=4" if compress == "end" else "h2o:budget=12", ROWS, SIZE)
+    _, longer = extend(params, cache, STEPS.T, compress=compress)
+    assert [len(head) for heads in tiny.held(longer, 0) for head in heads] == [12 if compress == "end" else 16] * 4
+
+
+def test_errors_name_what_is_accepted():
+    params = tiny.decoder()
+    _, cache = tiny.prefill(params, "h2o:budget=12", ROWS, SIZE)
+    with pytest.raises(ValueError, match=r"made by .*AccumulatedAttention.*cannot be extended with .*Recency"):
+        extend(params, cache, STEPS.T, policy=policies.full())
+    extend(params, cache, STEPS.T, policy=policies.h2o(budget=12))
+    for tokens in (STEPS.T[0], STEPS.T[:2], STEPS.T[:, :0]):
+        with pytest.raises(ValueError, match=r"tokens have shape .*accepted is \[3, N\]"):
+            extend(params, cache, tokens)
+    with pytest.raises(ValueError, match=r"compress='always'.*'auto', 'never', 'end'"):
+        extend(params, cache, STEPS.T, compress="always")
+    for lengths in ([1, 2], [5, 1, 1], [1, -1, 1]):
+        with pytest.raises(ValueError, match=r"lengths.*accepted are 3.*0 \.\. 4"):
+            extend(params, cache, STEPS.T, np.array(lengths))
+
+
+def test_buckets_are_few_and_tight():
+    sizes = {bucket(n) for n in range(1, 4097)}
+    assert len(sizes) <= 20
+    assert all(n <= bucket(n) <= max(16, 3 * n // 2) for n in range(1, 4097))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "spec", ["full", "streaming_llm:positions=in_cache", "h2o", "tova", "snapkv:budget=512", "morphkv:budget=512"]
+)
+def test_a_prompt_of_32k_tokens_never_holds_its_scores(spec):
+    """Compiled, not run: all temporaries together are far below one head's N x N weights, even in bytes."""
+    size = 32_768
+    config = DecoderConfig("llama", 8, 16, 16, 2, 1, 8, (None,), Rope(1e4), size)
+    params = jax.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
+    policy = policies.parse(spec)
+    cache = jax.eval_shape(lambda: KVCache.empty(config, policy, jnp.array([size]), size, jnp.float32))
+    slots = plan_slots(cache, [0], new=size, room=16, compress=True)
+    lowered = jax.jit(partial(read, slots=slots, compress=True, final=True)).lower(
+        params, cache, jax.ShapeDtypeStruct((1, size), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    )
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < size * 2048 < size * size // 8
