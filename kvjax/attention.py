@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import LayerCache
 from kvjax.models import Attend, AttentionLayer, rotate
 from kvjax.pallas_kernels import compact, prompt_attention, slot_attention, window_scores
-from kvjax.policy import Attended, LayerShape, Moment, Policy
+from kvjax.policy import Attended, LayerShape, Moment, Policy, Received
 
 Layers = tuple[LayerCache, ...]
 
@@ -112,19 +113,7 @@ def reading(
             q, keys, entries.values, positions, entries.positions, scale=layer.scale, window=layer.window
         )
         if observes:
-            received = None
-            if (wish := policy.score.received) is not None:
-                last = slice(-wish.last if wish.last else None, None)
-                received = window_scores(
-                    q[:, :, last],
-                    keys,
-                    positions[:, last],
-                    entries.positions,
-                    lse=lse[:, :, last],
-                    scale=layer.scale,
-                    window=layer.window,
-                    reduction=wish.reduction,
-                )
+            received = _received(policy.score.received, layer, q, lse, keys, positions, entries.positions)
             entries = _observe(policy, entries, Attended(q, positions, lse, received, lengths))
         entries = _expire(entries, moment)
         if compress and (most := kept[i]) is not None:
@@ -187,11 +176,49 @@ def decoding(policy: Policy, positions: Int[Array, "B"], incoming: Bool[Array, "
             received=wish.reduction.group if wish else None,
         )
         if observes:
+            if wish and wish.apart:
+                received = received[..., None]
             lengths = incoming.astype(jnp.int32)
             entries = _observe(policy, entries, Attended(q, query_positions, lse, received, lengths))
         return context, _replace(layers, i, entries)
 
     return attend
+
+
+def _received(
+    wish: Received | None,
+    layer: AttentionLayer,
+    q: Float[Array, "B Hq N D"],
+    lse: Float[Array, "B Hq N"],
+    keys: Float[Array, "B H M D"],
+    positions: Int[Array, "B N"],
+    k_positions: Int[Array, "B H M"],
+) -> Float[Array, "B H M"] | Float[Array, "B H M W"] | None:
+    """What the entries received from the queries of a call, as a score wishes to see it."""
+    if wish is None:
+        return None
+    last = slice(-wish.last if wish.last else None, None)
+    q, positions, lse = q[:, :, last], positions[:, last], lse[:, :, last]
+
+    def from_queries(q: Array, positions: Array, lse: Array) -> Float[Array, "B H M"]:
+        return window_scores(
+            q,
+            keys,
+            positions,
+            k_positions,
+            lse=lse,
+            scale=layer.scale,
+            window=layer.window,
+            reduction=wish.reduction,
+        )
+
+    def from_query(r: Array) -> Float[Array, "B H M"]:
+        one = partial(jax.lax.dynamic_slice_in_dim, start_index=r, slice_size=1)
+        return from_queries(one(q, axis=2), one(positions, axis=1), one(lse, axis=2))
+
+    if not wish.apart:
+        return from_queries(q, positions, lse)
+    return jnp.moveaxis(jax.lax.map(from_query, jnp.arange(q.shape[2])), 0, -1)
 
 
 def _rotate(layer: AttentionLayer, x: Float[Array, "B H N D"], positions: Int[Array, "B #H N"]) -> Array:

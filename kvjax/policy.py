@@ -47,14 +47,14 @@ class Attended:
         queries: as they met the keys.
         positions: of the queries, ascending, -1 for padding, which is on the left.
         lse: log-sum-exp of each query's scaled logits.
-        received: what each entry received, reduced as the score asked, or None if it did not ask.
+        received: what each entry received, reduced as the score asked (or [B, H, M, W]), or None if it did not ask.
         lengths: real queries in each row.
     """
 
     queries: Float[Array, "B Hq W D"]
     positions: Int[Array, "B W"]
     lse: Float[Array, "B Hq W"]
-    received: Float[Array, "B H M"] | None
+    received: Float[Array, "B H M"] | Float[Array, "B H M W"] | None
     lengths: Int[Array, "B"]
 
 
@@ -72,10 +72,12 @@ class Received(NamedTuple):
     Attributes:
         reduction: over queries and group.
         last: only the last so many queries of a call count; None for all of them.
+        apart: show what each of these queries gave by itself, [B, H, M, W], reduced over the group alone.
     """
 
     reduction: Reduction
     last: int | None = None
+    apart: bool = False
 
 
 @dataclass(frozen=True)

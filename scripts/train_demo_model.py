@@ -3,7 +3,7 @@
     python scripts/train_demo_model.py --folder build/demo_model             # trains; again, to resume
     python scripts/train_demo_model.py --folder build/demo_model --evaluate  # the accuracy table, 200 examples a cell
 
-Two CPU cores and some 30 minutes. The run is a function of the seed: every step's batch is drawn from (seed, step).
+Two CPU cores and some 20 minutes. The run is a function of the seed: every step's batch is drawn from (seed, step).
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ def report(table: dict[str, dict[int, int]], count: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="where weights and the checkpoint go")
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--stop", type=int, help="stop after this step of the schedule (a probe)")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)

@@ -45,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
 
 def edit(folder: Path, **tensors: np.ndarray | None) -> None:
     """Replaces, adds and (None) removes tensors, whose names are given with `__` for a dot."""
-    content = load_file(folder / WEIGHTS)
+    content: dict[str, np.ndarray | None] = dict(load_file(folder / WEIGHTS))
     for name, tensor in tensors.items():
         content[name.replace("__", ".")] = tensor
     save_file({name: tensor for name, tensor in content.items() if tensor is not None}, folder / WEIGHTS)

@@ -2,7 +2,7 @@
 
 from .budget import DenseLayers, Everything, Fixed, Fraction, budget_of
 from .merge import Drop
-from .score import AccumulatedAttention, LastAttention, Pool, Recency, WindowAttention
+from .score import AccumulatedAttention, LastAttention, Pool, Recency, WindowAttention, WindowWeights
 from .select import TopTokens
 
 __all__ = [
@@ -17,5 +17,6 @@ __all__ = [
     "Recency",
     "TopTokens",
     "WindowAttention",
+    "WindowWeights",
     "budget_of",
 ]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import LayerCache
-from kvjax.pallas_kernels import Reduction, compact, window_scores
+from kvjax.pallas_kernels import Reduction, compact, fold, window_scores
 from kvjax.policy import Attended, LayerShape, Moment, Policy, Received, Score, check_integer
 
 
@@ -102,6 +102,15 @@ class Pool:
         return jnp.take_along_axis(pooled, jnp.maximum(jnp.cumsum(eligible, axis=-1) - 1, 0), axis=-1)
 
 
+def check_window(window: int, policy: Policy) -> None:
+    """Raises ValueError if a policy does not protect the window whose queries score the tokens before it."""
+    if isinstance(policy.protect.recent, float) or policy.protect.recent < window:
+        raise ValueError(
+            f"{type(policy.score).__name__} scores what is older than its window of {window}, so {policy.protect} "
+            f"must protect it; accepted is recent={window} or more"
+        )
+
+
 class QueryRing(NamedTuple):
     """Each row's last R queries, the one of position p at index p mod R."""
 
@@ -159,11 +168,7 @@ class WindowAttention(Score):
         return True
 
     def check(self, policy: Policy) -> None:
-        if isinstance(policy.protect.recent, float) or policy.protect.recent < self.window:
-            raise ValueError(
-                f"WindowAttention(window={self.window}) scores what is older than its window, so {policy.protect} "
-                f"must protect it; accepted is recent={self.window} or more"
-            )
+        check_window(self.window, policy)
         if self.pool is not None and policy.every is not None:
             raise ValueError(
                 f"{self.pool} needs neighbouring tokens side by side, and every={policy.every} overwrites slots in any "
@@ -201,3 +206,46 @@ class WindowAttention(Score):
             reduction=self.reduction,
         )
         return scores if self.pool is None else self.pool(scores, distant)
+
+
+@dataclass(frozen=True)
+class WindowWeights(Score):
+    """The scores of WindowAttention, with the weights themselves as state: a column a query, in every slot.
+
+    Nothing is computed twice, which is faster where matrix units are slow; but it takes 4 R bytes a slot and kv head,
+    R / 2D of float32 keys and values. The two agree as long as nothing but the full softmax is asked for.
+
+    Attributes:
+        window: the number of queries.
+        reduction: over the group, then over the window's queries.
+    """
+
+    window: int
+    reduction: Reduction
+
+    def __post_init__(self) -> None:
+        check_integer("window", self.window, least=1)
+
+    @property
+    def received(self) -> Received:
+        return Received(self.reduction, last=self.window, apart=True)
+
+    def check(self, policy: Policy) -> None:
+        check_window(self.window, policy)
+
+    def init_slots(self, shape: LayerShape, slots: int) -> Float[Array, "B H S R"]:
+        return jnp.zeros((shape.batch, shape.kv_heads, slots, self.window), jnp.float32)
+
+    def observe(self, entries: LayerCache, attended: Attended) -> tuple[Array, None]:
+        """Overwrites the columns of the queries that have left the window: position p has column p mod R."""
+        assert attended.received is not None
+        given = attended.received.shape[-1]
+        last = attended.positions[:, -1:]
+        behind = (last - jnp.arange(self.window)) % self.window  # how far before the last query each column stands
+        new = (behind < jnp.minimum(attended.lengths, given)[:, None])[:, None, None]
+        source = jnp.clip(given - 1 - behind, 0)[:, None, None]
+        columns = attended.received if given == 1 else jnp.take_along_axis(attended.received, source, axis=-1)
+        return jnp.where(new, columns, entries.per_slot), None
+
+    def __call__(self, entries: LayerCache, moment: Moment) -> Float[Array, "B H M"]:
+        return fold(entries.per_slot, self.reduction.rows, axis=-1)

@@ -13,7 +13,8 @@ from ..tiling import Fold, fold, pad
 from ..visibility import visible
 
 BLOCK_Q = 256
-BLOCK_K = 256
+BLOCK_K = 256  # at least; more where the queries are few
+TILE = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ def window_scores(
     B, Hq, W, D = q.shape
     H, M = k.shape[1:3]
     G = Hq // H
-    rows, keys = min(BLOCK_Q, W), min(BLOCK_K, M)
+    rows = min(BLOCK_Q, W)
+    keys = min(max(BLOCK_K, TILE // (G * rows)), M)
     q = pad(q * scale, -W % rows, axis=2).reshape(B, H, G, -1, D)
     t = pad(q_positions, -W % rows, axis=1, value=-1)
     k = pad(k, -M % keys, axis=2)

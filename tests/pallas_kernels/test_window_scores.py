@@ -21,6 +21,7 @@ REDUCTIONS = [
 def small_tiles(monkeypatch):
     monkeypatch.setattr(reference, "BLOCK_Q", 8)
     monkeypatch.setattr(reference, "BLOCK_K", 16)
+    monkeypatch.setattr(reference, "TILE", 1)
 
 
 def reduced(weights, visible, reduction):

@@ -47,7 +47,7 @@ class Text:
     def __init__(self, policy: Policy, rows, *, heads: int = 1, compress: bool = True, logits: bool = False):
         self.policy, self.heads = policy, heads
         output = jnp.zeros((heads, DIM, 1))
-        self.layer = AttentionLayer(0, Unrotated(), None, 1.0, output)  # type: ignore[arg-type]
+        self.layer = AttentionLayer(0, Unrotated(), None, 1.0, output)
         n = len(rows)
         q = np.stack([np.stack(row) if logits else np.stack([query(row)] * heads) for row in rows], axis=1)
         k = np.stack([key(p) for p in range(n)])

@@ -113,7 +113,9 @@ def test_goldens_are_all_compared() -> None:
 
 
 @pytest.mark.parity
-@pytest.mark.skipif(PYTHON not in os.environ, reason=f"{PYTHON} names no interpreter with kvpress; see golden/README.md")
+@pytest.mark.skipif(
+    PYTHON not in os.environ, reason=f"{PYTHON} names no interpreter with kvpress; see golden/README.md"
+)
 def test_goldens_can_be_made_again(tmp_path: Path) -> None:
     script = ROOT / "scripts" / "make_goldens.py"
     command = [os.environ[PYTHON], str(script), "--folder", str(tmp_path), "--model", "llama_group7"]
