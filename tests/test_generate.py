@@ -1,4 +1,4 @@
-"""`generate`: its tokens against attention without a cache, rows in company, prompts, ends, seeds and what it reports."""
+"""`generate`: tokens against attention without a cache, rows in company, prompts, ends, seeds, and what it reports."""
 
 from collections.abc import Sequence
 from functools import partial

@@ -41,7 +41,9 @@ def document(fresh: Decoder) -> kvjax.KVCache:
     ],
 )
 def test_budget_too_small(compiled: list[str], make: Callable[[], kvjax.Policy], minimum: int) -> None:
-    with pytest.raises(ValueError, match=rf"budget of \d+ entries is smaller than .* accepted is a budget of {minimum}"):
+    with pytest.raises(
+        ValueError, match=rf"budget of \d+ entries is smaller than .* accepted is a budget of {minimum}"
+    ):
         make()
     assert compiled == []
 
@@ -92,7 +94,10 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "end as text": ({"eos": "."}, r"eos='\.'; accepted"),
     "end is no integer": ({"eos": [3, 0.5]}, r"eos=\[3, 0.5\]; accepted"),
     "ends of some rows": ({"eos": [[3], 4]}, r"eos=\[\[3\], 4\]; accepted"),
-    "ends of too many rows": ({"eos": [[3], [4], [5]]}, "eos has 3 rows for a batch of 2; accepted are ids, or ids for"),
+    "ends of too many rows": (
+        {"eos": [[3], [4], [5]]},
+        "eos has 3 rows for a batch of 2; accepted are ids, or ids for",
+    ),
     "chunks of nothing": ({"chunk": 0}, "chunk=0; accepted is a number of tokens >= 1"),
     "half a chunk": ({"chunk": 0.5}, "chunk=0.5; accepted"),
     "compress by chunk without chunks": ({"compress": "chunk"}, "compress='chunk' needs chunk="),
@@ -112,7 +117,7 @@ def test_options(
 
 @pytest.mark.parametrize("options", [{"chunk": 0}, {"compress": "chunk"}, {"policy": "full"}])
 def test_options_of_prefill(fresh: Decoder, compiled: list[str], options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="accepted|needs"):
+    with pytest.raises(ValueError, match=r"accepted|needs"):
         kvjax.prefill(fresh, [1], **options)
     assert compiled == []
 
@@ -122,7 +127,7 @@ def test_stop_strings(fresh: Decoder, tokenizer: Any, compiled: list[str]) -> No
         kvjax.stream(fresh, [1], stop="a")
     for stop in (["a", ""], [3]):
         with pytest.raises(ValueError, match=re.escape(f"stop={stop!r}; accepted are strings")):
-            kvjax.stream(fresh, [1], stop=stop, tokenizer=tokenizer)  # type: ignore[arg-type]
+            kvjax.stream(fresh, [1], stop=stop, tokenizer=tokenizer)
     assert compiled == []
 
 
@@ -132,14 +137,19 @@ def test_caches(fresh: Decoder, tiny: Decoder, document: kvjax.KVCache, compiled
     compiled.clear()
     for params, prompt, options, message in (
         (fresh, [[1], [2]], {"policy": h2o(25)}, "made by Policy.* and cannot be extended with Policy"),
-        (wider, [[1], [2]], {}, r"the cache has \(layers, kv heads, head size\) \(2, 2, 8\); the model has \(2, 2, 12\)"),
+        (
+            wider,
+            [[1], [2]],
+            {},
+            r"the cache has \(layers, kv heads, head size\) \(2, 2, 8\); the model has \(2, 2, 12\)",
+        ),
         (fresh, [1, 2], {}, "a prompt of 1 rows for a cache of 2; accepted are as many"),
         (fresh, [[1], [2], [3]], {}, "a prompt of 3 rows for a cache of 2"),
         (fresh, None, {}, "no pending token to continue from; accepted is a prompt of a token or more"),
         (fresh, None, {"cache": None}, "no prompt and no cache to continue; accepted is one of them or both"),
     ):
         with pytest.raises(ValueError, match=message):
-            kvjax.generate(params, prompt, **{"cache": document} | options)  # type: ignore[arg-type]
+            kvjax.generate(params, prompt, **{"cache": document} | options)
     with pytest.raises(ValueError, match="no pending token"):
         kvjax.generate(fresh, None, cache=unfinished)
     assert compiled == []

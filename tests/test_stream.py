@@ -92,15 +92,13 @@ def test_pieces_can_be_left(tiny: Decoder) -> None:
     before = len(jax.live_arrays())
     pieces = kvjax.stream(tiny, [[1], [2]], cache=document, max_new_tokens=NEW)
     first = next(pieces)
-    pieces.close()  # type: ignore[attr-defined]
+    pieces.close()
     with pytest.raises(StopIteration):
         next(pieces)
     np.testing.assert_array_equal(first.tokens, expected[:, 0])
     del pieces, first
     assert len(jax.live_arrays()) == before
-    np.testing.assert_array_equal(
-        kvjax.generate(tiny, [[1], [2]], cache=document, max_new_tokens=4).tokens, expected
-    )
+    np.testing.assert_array_equal(kvjax.generate(tiny, [[1], [2]], cache=document, max_new_tokens=4).tokens, expected)
 
 
 @pytest.fixture(scope="module")
