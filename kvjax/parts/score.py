@@ -239,13 +239,13 @@ class WindowWeights(Score):
     def observe(self, entries: LayerCache, attended: Attended) -> tuple[Array, None]:
         """Overwrites the columns of the queries that have left the window: position p has column p mod R."""
         assert attended.received is not None
-        given = attended.received.shape[-1]
-        last = attended.positions[:, -1:]
-        behind = (last - jnp.arange(self.window)) % self.window  # how far before the last query each column stands
-        new = (behind < jnp.minimum(attended.lengths, given)[:, None])[:, None, None]
-        source = jnp.clip(given - 1 - behind, 0)[:, None, None]
-        columns = attended.received if given == 1 else jnp.take_along_axis(attended.received, source, axis=-1)
-        return jnp.where(new, columns, entries.per_slot), None
+        received = jnp.moveaxis(attended.received[..., -self.window :], -1, 1)
+        positions = attended.positions[:, -received.shape[1] :]
+        b, column = (
+            jnp.arange(positions.shape[0])[:, None],
+            jnp.where(positions >= 0, positions % self.window, self.window),
+        )
+        return entries.per_slot.at[b, :, :, column].set(received, mode="drop", unique_indices=True), None
 
     def __call__(self, entries: LayerCache, moment: Moment) -> Float[Array, "B H M"]:
         return fold(entries.per_slot, self.reduction.rows, axis=-1)
