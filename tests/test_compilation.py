@@ -79,6 +79,7 @@ def test_limits_of_tokens_share_programs(tiny: Decoder, compiled: list[str]) -> 
     assert compiled == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     ["streaming_llm:budget=16", "h2o:budget=16", "tova:budget=16", "morphkv:budget=16,window=4,every=4"],
@@ -97,6 +98,7 @@ def test_ten_thousand_tokens_need_nothing_new(tiny: Decoder, compiled: list[str]
     assert answer.cache.length.tolist() == [20 + 22 * 512 - 1]
 
 
+@pytest.mark.slow
 def test_ten_thousand_streamed_tokens_need_nothing_new(tiny: Decoder, compiled: list[str]) -> None:
     params = smaller(tiny, vocab_size=54)
     policy = parse("morphkv:budget=16,window=4")

@@ -1,6 +1,5 @@
 """Our decoder and loader against transformers', in both directions, on tiny random checkpoints."""
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import kvjax
 from kvjax.attention import causal
 from kvjax.checkpoint import load, save_hf
 from kvjax.models import Decoder, config_from_hf
@@ -84,19 +84,6 @@ def tokens() -> np.ndarray:
     return np.random.default_rng(0).integers(0, 100, (BATCH, LENGTH))
 
 
-@functools.partial(jax.jit, static_argnames="length")
-def greedy(params: Decoder, prompt: jax.Array, length: int) -> jax.Array:
-    """Greedy decoding without a cache: every token recomputes the padded sequence, of which it sees its own past."""
-    attend = causal(jnp.broadcast_to(jnp.arange(length), (len(prompt), length)))
-
-    def step(i, tokens):
-        hidden, _ = params(tokens, attend)
-        return tokens.at[:, i].set(params.logits(hidden[:, i - 1]).argmax(-1).astype(tokens.dtype))
-
-    padded = jnp.pad(prompt, ((0, 0), (0, length - prompt.shape[1])))
-    return jax.lax.fori_loop(prompt.shape[1], length, step, padded)
-
-
 @jax.jit
 def logits(params: Decoder, tokens: jax.Array) -> jax.Array:
     hidden, _ = params(tokens, causal(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)))
@@ -120,7 +107,8 @@ def test_greedy_tokens_in_float32(model, folder, tokens):
     with torch.no_grad():
         expected = model.generate(torch.from_numpy(tokens), max_new_tokens=NEW, do_sample=False).numpy()
     assert expected.shape == (BATCH, LENGTH + NEW)
-    np.testing.assert_array_equal(greedy(params, jnp.asarray(tokens), LENGTH + NEW), expected)
+    answer = kvjax.generate(params, tokens, max_new_tokens=NEW)
+    np.testing.assert_array_equal(answer.tokens, expected[:, LENGTH:])
 
 
 def test_logits_in_bfloat16(model, folder, tokens):

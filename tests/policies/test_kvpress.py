@@ -19,6 +19,8 @@ from kvjax.models import Decoder
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden"
 MODELS = ("llama_group1", "llama_group4", "llama_group7", "mistral")
+FAST = "llama_group4"  # the others are compared in full runs only
+EVERY = [pytest.param(model, marks=[pytest.mark.slow] * (model != FAST)) for model in MODELS]
 PRESSES = (
     "snapkv_w8_k5_r50",
     "snapkv_w16_k5_r75",
@@ -85,7 +87,7 @@ def check_answer(case: Golden, cache: kvjax.KVCache, label: str) -> None:
 
 
 @pytest.mark.parametrize("press", PRESSES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", EVERY)
 def test_policy_retains_and_answers_as_kvpress(model: str, press: str) -> None:
     case = golden(model)
     cache = kvjax.prefill(case.params, case.prompt, policy=case.policy(press))
@@ -96,13 +98,13 @@ def test_policy_retains_and_answers_as_kvpress(model: str, press: str) -> None:
 
 @pytest.mark.parametrize("press", ["snapkv_w16_k5_r75", "tova_r50", "streaming_llm_r75"])
 def test_generate_answers_as_kvpress(press: str) -> None:
-    case = golden("llama_group4")
+    case = golden(FAST)
     expected = case.arrays[f"{press}/tokens"]
     answer = kvjax.generate(case.params, case.prompt, policy=case.policy(press), max_new_tokens=len(expected))
     np.testing.assert_array_equal(answer.tokens[0], expected)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", EVERY)
 def test_uncompressed_answers_as_transformers(model: str) -> None:
     case = golden(model)
     positions = jnp.arange(len(case.prompt))[None]
