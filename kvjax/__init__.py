@@ -6,6 +6,7 @@ from kvjax.cache_io import restore_cache, save_cache
 from kvjax.checkpoint import load, save_hf
 from kvjax.extend import extend, with_room
 from kvjax.generate import Generation, Stats, generate, prefill
+from kvjax.plan import plan_cache
 from kvjax.policy import Policy
 from kvjax.sampling import Greedy, Sampler
 from kvjax.stream import Piece, stream
@@ -21,6 +22,7 @@ __all__ = [
     "extend",
     "generate",
     "load",
+    "plan_cache",
     "policies",
     "prefill",
     "restore_cache",

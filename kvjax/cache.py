@@ -185,8 +185,8 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: keys, values, positions and every policy's state."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.layers))
+        """Bytes held: keys, values, positions and every policy's state. Also of a cache that is only planned."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.layers))
 
     def map_layers(self, change: Callable[[LayerCache], LayerCache]) -> KVCache:
         return replace(self, layers=tuple(change(layer) for layer in self.layers))

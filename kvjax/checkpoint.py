@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -131,8 +132,8 @@ def save_hf(params: Decoder, path: str | os.PathLike[str], tokenizer: PreTrained
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})  # transformers wants to be told the layout
 
 
-def locate(path_or_hub_id: str | os.PathLike[str]) -> Path:
-    """The checkpoint's folder, downloaded if it is not one yet. Raises CheckpointError."""
+def locate(path_or_hub_id: str | os.PathLike[str], patterns: Sequence[str] = DOWNLOADED) -> Path:
+    """The checkpoint's folder, downloaded (the files of these patterns) if it is not one. Raises CheckpointError."""
     folder = Path(path_or_hub_id).expanduser()
     if folder.is_dir():
         return folder
@@ -143,7 +144,7 @@ def locate(path_or_hub_id: str | os.PathLike[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(path_or_hub_id, allow_patterns=list(DOWNLOADED)))
+        return Path(snapshot_download(path_or_hub_id, allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:  # not found, gated, offline, not a legal id
         reason = f"no such folder, and the Hugging Face hub did not provide it: {_first_line(error)}"
         raise CheckpointError(path_or_hub_id, [reason]) from error
@@ -154,6 +155,28 @@ def read_config(folder: Path) -> DecoderConfig:
     if not (folder / "config.json").is_file():
         raise CheckpointError(folder, ["it has no config.json"])
     return config_from_hf(_read_json(folder / "config.json"))
+
+
+def read_headers(folder: Path, config: DecoderConfig) -> tuple[int, tuple[str, ...]]:
+    """The number of parameters and the dtypes they are stored in, from the safetensors headers alone.
+
+    A folder without weights, as one has before downloading them, is taken at its config's word. RoPE frequencies, which
+    follow from the config, do not count. Raises CheckpointError.
+    """
+    if not (folder / WEIGHTS).exists() and not (folder / INDEX).exists():
+        shapes = jax.tree.leaves(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
+        hf = _read_json(folder / "config.json")
+        named = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+        return sum(shape.size for shape in shapes), (str(named),)
+    problems: list[str] = []
+    with ExitStack() as stack:
+        tensors, _ = _open_tensors(folder, stack, problems)
+        if problems:
+            raise CheckpointError(folder, problems)
+        headers = [file.get_slice(name) for name, file in tensors.items() if not DERIVED.search(name)]
+        dtypes = {header.get_dtype() for header in headers}
+        names = (str(DTYPES.get(dtype, dtype)) for dtype in dtypes)
+        return sum(math.prod(header.get_shape()) for header in headers), tuple(sorted(names))
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -64,6 +64,11 @@ def stream(
     Raises:
         ValueError: at the call, before anything is compiled.
     """
+    stops = [stop] if isinstance(stop, str) else list(stop)
+    if stops and tokenizer is None:
+        raise ValueError("stop strings are compared with text and need tokenizer=")
+    if not all(isinstance(s, str) and s for s in stops):
+        raise ValueError(f"stop={stop!r}; accepted are strings of a character or more")
     session = Session.open(
         params,
         prompt,
@@ -77,11 +82,6 @@ def stream(
         chunk=chunk,
         compress=compress,
     )
-    stops = [stop] if isinstance(stop, str) else list(stop)
-    if stops and tokenizer is None:
-        raise ValueError("stop strings are compared with text and need tokenizer=")
-    if not all(isinstance(s, str) and s for s in stops):
-        raise ValueError(f"stop={stop!r}; accepted are strings of a character or more")
     return _pieces(params, session, max_new_tokens, stops, tokenizer, chunk, compress)
 
 

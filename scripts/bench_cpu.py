@@ -36,23 +36,27 @@ class Case:
     name: str
     policy: str
     peer: bool = False
-    short: bool = False  # reads a prompt so short that a full cache holds `budget` tokens halfway through the answer
+    prompt: str = "{prompt}"  # tokens read, by the sizes of the run
 
 
 CASES = (
     Case("full", "full", peer=True),
     Case("snapkv", "snapkv:budget={budget},window={window}", peer=True),
-    Case("morphkv", "morphkv:budget={budget},window={window}"),
-    Case("morphkv_every_8", "morphkv:budget={budget},window={window},every=8"),
-    Case("full_of_budget", "full", short=True),
+    Case("slots", "full", prompt="{budget} - {new}"),  # as many slots as a budget, without a policy
+    Case("morphkv", "morphkv:budget={budget},window={window}", prompt="{budget}"),
+    Case("morphkv_every_8", "morphkv:budget={budget},window={window},every=8", prompt="{budget}"),
+    Case("morphkv_weights", "morphkv:budget={budget},window={window},state=weights", prompt="{budget}"),
+    Case("morphkv_weights_every_8", "morphkv:budget={budget},window={window},state=weights,every=8", prompt="{budget}"),
 )
 
 # Decode tokens per second, the first over the second, at least.
 RATIOS = (
     (("kvjax", "full"), ("peer", "full"), {1: 2.5, 8: 2.2}),
     (("kvjax", "snapkv"), ("peer", "snapkv"), {1: 2.5, 8: 1.6}),
-    (("kvjax", "morphkv"), ("kvjax", "full_of_budget"), {1: 1 / 1.15, 8: 1 / 1.15}),
-    (("kvjax", "morphkv_every_8"), ("kvjax", "full_of_budget"), {1: 1 / 1.03, 8: 1 / 1.03}),
+    (("kvjax", "morphkv"), ("kvjax", "slots"), {1: 1 / 1.15, 8: 1 / 1.15}),
+    (("kvjax", "morphkv_weights"), ("kvjax", "slots"), {1: 1 / 1.15, 8: 1 / 1.15}),
+    (("kvjax", "morphkv_every_8"), ("kvjax", "slots"), {1: 1 / 1.03, 8: 1 / 1.03}),
+    (("kvjax", "morphkv_weights_every_8"), ("kvjax", "slots"), {1: 1 / 1.03, 8: 1 / 1.03}),
 )
 
 Measure = Callable[[dict[str, Any]], dict[str, float]]
@@ -203,6 +207,12 @@ class Side:
         self.process.communicate()
 
 
+def tokens_read(case: Case, budget: int, arguments: argparse.Namespace) -> int:
+    """The length of a case's prompt: its text is a difference of sizes of the run."""
+    first, *rest = case.prompt.format(prompt=arguments.prompt, budget=budget, new=arguments.new).split(" - ")
+    return int(first) - sum(map(int, rest))
+
+
 def measurements(sides: list[Side], arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Every case on every side that has it, first once to compile, then `repeats` times in turns."""
     budget = int(arguments.prompt * SHARE)
@@ -213,7 +223,7 @@ def measurements(sides: list[Side], arguments: argparse.Namespace) -> Iterator[d
                     "policy": case.policy.format(budget=budget, window=WINDOW),
                     "budget": budget,
                     "batch": batch,
-                    "prompt": budget - arguments.new // 2 if case.short else arguments.prompt,
+                    "prompt": tokens_read(case, budget, arguments),
                     "new": arguments.new,
                 }
                 for side in sides:
@@ -264,8 +274,8 @@ def main() -> None:
     if arguments.peer_only and not arguments.peer_python:
         parser.error("--peer-only needs --peer-python")
 
-    if int(arguments.prompt * SHARE) <= max(WINDOW, arguments.new // 2):
-        parser.error(f"a quarter of --prompt must be more than the window of {WINDOW} and more than half of --new")
+    if int(arguments.prompt * SHARE) <= max(WINDOW, arguments.new):
+        parser.error(f"a quarter of --prompt must be more than the window of {WINDOW} and more than --new")
 
     # Inherited by both sides; XLA and OpenMP size their thread pools by it.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])

@@ -1,13 +1,83 @@
-"""What all tests share: JAX on the CPU unless the environment says otherwise, and hypothesis profiles."""
+"""What all tests share: JAX on the CPU unless the environment says otherwise, hypothesis profiles, a tiny decoder."""
 
 import os
+import string
+from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports jax
 
+import jax
+import pytest
+from flax import nnx
 from hypothesis import settings
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+import kvjax
+from kvjax.models import Decoder, DecoderConfig, Rope
 
 # Compiling inside an example has no bounded time, so there is no deadline. `ci` draws the same examples in every run;
 # HYPOTHESIS_PROFILE=explore draws new ones, and more.
 settings.register_profile("ci", deadline=None, derandomize=True, database=None, print_blob=True)
 settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+# Every preset, with room for a few tokens, so that prompts of the tests below are compressed and answers evict.
+POLICIES = (
+    "full",
+    "streaming_llm:budget=24",
+    "streaming_llm:budget=24,positions=in_cache",
+    "h2o:budget=24",
+    "tova:budget=24",
+    "snapkv:budget=24,window=4",
+    "morphkv:budget=24,window=4",
+    "morphkv:budget=24,window=4,every=4",
+)
+
+
+@pytest.fixture(params=POLICIES)
+def policy(request: pytest.FixtureRequest) -> kvjax.Policy:
+    return kvjax.policies.parse(request.param)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Decoder:
+    """A decoder of two layers and 101 tokens. One for all tests, which so share what is compiled for it."""
+    config = DecoderConfig(
+        family="llama",
+        vocab_size=101,
+        hidden_size=32,
+        mlp_size=48,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        windows=(None, None),
+        rope=Rope(1e4),
+        max_positions=4096,
+    )
+    return Decoder(config, nnx.Rngs(0))
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """Names of the programs that XLA compiles, or finds in a cache on disk, from here on."""
+    names: list[str] = []
+
+    def listen(event: str, _: float, **facts: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(str(facts.get("fun_name")))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Tokens of the tiny decoder are syllables, which prompts separate by spaces and answers do not."""
+    syllables = [consonant + vowel for consonant in string.ascii_lowercase for vowel in "aeiou"]
+    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate([*syllables[:99], "<s>", "</s>"])}))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.decoder = decoders.Fuse()
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 99)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")

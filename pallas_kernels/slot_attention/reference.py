@@ -39,14 +39,12 @@ def slot_attention(
     exponentials = jnp.exp(logits - jnp.where(jnp.isneginf(peak), 0.0, peak))
     total = jnp.sum(exponentials, axis=-1, keepdims=True)
     lse = (peak + jnp.log(total))[..., 0].reshape(B, Hq, W)
-    weights = exponentials / jnp.where(total == 0, 1.0, total)
+    divisor = jnp.where(total == 0, 1.0, total)
     context = jnp.einsum(
-        "BHRS,BHSD->BHRD", weights.reshape(B, H, -1, S).astype(v.dtype), v, preferred_element_type=jnp.float32
+        "BHRS,BHSD->BHRD", exponentials.reshape(B, H, -1, S).astype(v.dtype), v, preferred_element_type=jnp.float32
     )
+    context = context / divisor.reshape(B, H, -1, 1)  # of S numbers a query, D are left to divide
+    received_weights = None
     if received is not None:
-        received_weights = fold(weights, received, axis=2).sum(axis=2)
-    return (
-        context.reshape(B, Hq, W, D).astype(q.dtype),
-        lse,
-        received_weights if received is not None else None,
-    )
+        received_weights = fold(exponentials / divisor, received, axis=2).sum(axis=2)
+    return context.reshape(B, Hq, W, D).astype(q.dtype), lse, received_weights

@@ -1,0 +1,47 @@
+"""The kvjax command. What a command computes is the library's affair; here are its options and how it shows things."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import warnings
+from typing import Annotated
+
+import typer
+
+from kvjax.cli.console import Commands, show_warning
+from kvjax.cli.demo import demo
+from kvjax.cli.generate import generate
+from kvjax.cli.info import info
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Generate from language models under a small key-value cache.",
+)
+app.command()(generate)
+app.command()(info)
+app.command()(demo)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvjax {importlib.metadata.version('kvjax')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """The entry point `kvjax`."""
+    warnings.showwarning = show_warning
+    app()

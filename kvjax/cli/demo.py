@@ -1,0 +1,194 @@
+"""`kvjax demo`: the model that ships answers questions about long texts, under six policies at several budgets."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvjax.cli.console import bytes_text, keep_compiled, print_json, show_warning, stderr, working
+
+if TYPE_CHECKING:
+    from kvjax.evaluation.tasks.demo import Example
+
+COMPRESSING = ("streaming_llm", "h2o", "tova", "snapkv", "morphkv")
+SHARES = (4, 8, 16)  # budgets are these parts of the length
+LONGEST = 48  # characters shown of an answer; a model that lost the thread repeats itself for long
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One line of the table: a policy at a budget (None: no limit) and what came of it."""
+
+    policy: str
+    budget: int | None
+    correct: list[bool]
+    answers: list[str]
+    accuracy: float
+    kv_bytes: int
+    compression: float
+    tokens_per_second: float
+
+
+def demo(
+    length: Annotated[int, typer.Option(min=256, max=2048, help="Tokens of a prompt, question included.")] = 2048,
+    examples: Annotated[int, typer.Option(min=1, help="Prompts, one of each kind in turn, read as one batch.")] = 7,
+    budget: Annotated[
+        list[int] | None, typer.Option(help="Entries a kv head keeps; may be repeated. [default: 1/4, 1/8, 1/16]")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the texts.")] = 0,
+    out: Annotated[Path, typer.Option(help="The folder that the picture goes to.")] = Path("demo_output"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Let the small model that ships with kvjax answer questions about long texts under six cache policies."""
+    import numpy as np
+
+    import kvjax
+    from kvjax.evaluation.answers import answer
+    from kvjax.evaluation.tasks import demo as tasks
+    from kvjax.evaluation.tasks.vocabulary import decode
+
+    started = time.perf_counter()
+    budgets = sorted(set(budget or [length // share for share in SHARES]), reverse=True)
+    policies: dict[tuple[str, int | None], kvjax.Policy] = {("full", None): kvjax.policies.full()}
+    policies |= {
+        (name, size): kvjax.policies.parse(f"{name}:budget={size}") for name in COMPRESSING for size in budgets
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    keep_compiled()
+    with working("loading the demo model", quiet=as_json):
+        params, tokenizer = kvjax.load(Path(kvjax.__file__).parent / "demo_model")
+    assert tokenizer is not None
+    rng = np.random.default_rng(seed)
+    names = list(tasks.TASKS)
+    drawn_of = [names[i % len(names)] for i in range(examples)]
+    drawn = [tasks.example(name, length, rng) for name in drawn_of]
+    cells = []
+    progress = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description:<20}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=stderr(),
+        transient=True,
+        disable=as_json or not stderr().is_terminal,
+    )
+    with progress:
+        bar = progress.add_task("", total=len(policies))
+        for (name, size), policy in policies.items():
+            progress.update(bar, description=name if size is None else f"{name} {size}")
+            result = answer(params, drawn, policy, end_token=tokenizer.eos_token_id)
+            cells.append(
+                Cell(
+                    name,
+                    size,
+                    correct=result.correct.tolist(),
+                    answers=[decode(ids) for ids in result.answers],
+                    accuracy=result.accuracy,
+                    kv_bytes=result.stats.cache_bytes,
+                    compression=result.stats.compression_ratio,
+                    tokens_per_second=result.stats.decode_tokens_per_second,
+                )
+            )
+            progress.advance(bar)
+    picture = _draw(out / "accuracy_by_budget.png", cells, f"{examples} questions about texts of {length:,} tokens")
+    shown = _most_telling(cells)
+    document: dict[str, Any] = {
+        "length": length,
+        "examples": examples,
+        "seed": seed,
+        "tasks": drawn_of,
+        "cells": [asdict(cell) for cell in cells],
+        "example": {"index": shown, "question": decode(drawn[shown].question), "answer": decode(drawn[shown].answer)},
+        "picture": None if picture is None else str(picture),
+        "seconds": time.perf_counter() - started,
+    }
+    if as_json:
+        print_json(document)
+    else:
+        _show(document, cells, drawn[shown])
+
+
+def _draw(path: Path, cells: list[Cell], title: str) -> Path | None:
+    """The picture's path; None, and a line on stderr, without matplotlib."""
+    from kvjax.evaluation.picture import accuracy_by_budget
+
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for cell in cells:
+        if cell.budget is not None:
+            curves.setdefault(cell.policy, []).append((cell.budget, cell.accuracy))
+    try:
+        accuracy_by_budget(path, curves, full=cells[0].accuracy, title=title)
+    except ImportError:
+        show_warning('no picture, because matplotlib is not installed; pip install "kvjax[plot]" brings it')
+        return None
+    return path
+
+
+def _most_telling(cells: list[Cell]) -> int:
+    """The example whose answers differ most: the full cache knows it, and about half of the others."""
+    full, *others = cells
+    rights = [sum(cell.correct[i] for cell in others) for i in range(len(full.correct))]
+    return min(range(len(rights)), key=lambda i: (not full.correct[i], abs(2 * rights[i] - len(others))))
+
+
+def _show(document: dict[str, Any], cells: list[Cell], example: Example) -> None:
+    console = Console(highlight=False)
+    full = cells[0]
+    console.print(
+        f"Each of {document['examples']} prompts is a text of {document['length']:,} tokens that ends in a question,\n"
+        "which policies thus see while they compress. An answer counts if it is exact.",
+    )
+    table = Table()
+    table.add_column("policy")
+    for name in ("budget", "correct", "KV bytes", "smaller", "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for cell in cells:
+        colour = "green" if cell.accuracy >= 0.9 * full.accuracy else "red" if cell.accuracy <= 0.5 else "yellow"
+        table.add_row(
+            cell.policy,
+            "all" if cell.budget is None else f"{cell.budget:,}",
+            f"[{colour}]{sum(cell.correct)} of {len(cell.correct)}[/]",
+            bytes_text(cell.kv_bytes),
+            f"{cell.compression:.1f}x",
+            f"{cell.tokens_per_second:,.0f}",
+            end_section=cell.budget in (None, cells[-1].budget),  # the smallest budget is a policy's last
+        )
+    console.print(table)
+    console.print(_answered(document["example"]["index"], cells, example))
+    if document["picture"]:
+        console.print(f"Accuracy against budget: {document['picture']}", soft_wrap=True)
+    console.print(f"[dim]{document['seconds']:.0f} s in all, compilation included where it was needed[/dim]")
+
+
+def _answered(index: int, cells: list[Cell], example: Example) -> Panel:
+    """One example in words: what the text says about it, the question, and who answered what."""
+    from kvjax.evaluation.tasks.vocabulary import FUNCTION, decode
+
+    def brief(text: str) -> str:
+        return escape(text if len(text) <= LONGEST else f"{text[: LONGEST - 4]} ...")
+
+    answer, question = decode(example.answer), decode(example.question)
+    asked = set(f"{question} {answer}".split()) - set(FUNCTION)
+    sentences = [sentence.strip() for sentence in decode(example.context).split(".")]
+    telling = [f"{sentence}." for sentence in sentences if asked & set(sentence.split())]
+    some = telling if len(telling) <= 6 else [*telling[:5], f"({len(telling) - 5} more)"]
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column()
+    grid.add_row("the text", f"[dim]...[/] {escape(' ... '.join(some))} [dim]...[/]")
+    grid.add_row("the question", escape(question))
+    for cell in cells:
+        mark, colour = ("+", "green") if cell.correct[index] else ("-", "red")
+        name = cell.policy if cell.budget is None else f"{cell.policy} {cell.budget}"
+        grid.add_row(name, f"[{colour}]{mark} {brief(cell.answers[index])}[/]")
+    return Panel(grid, title="One of them", title_align="left", expand=False)

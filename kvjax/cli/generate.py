@@ -1,0 +1,110 @@
+"""`kvjax generate`: one prompt, one answer."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvjax.cli.console import bytes_text, dtype_named, keep_compiled, print_json, stderr, working
+
+if TYPE_CHECKING:
+    from kvjax import Generation
+
+
+def generate(
+    model: Annotated[
+        str, typer.Argument(help="A folder in Hugging Face form, or the name of a repository on the hub.")
+    ],
+    prompt: Annotated[str | None, typer.Argument(help="The text to continue.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="Read the prompt from a file instead; - is standard input.")
+    ] = None,
+    policy: Annotated[str, typer.Option(help="What the cache keeps: PRESET or PRESET:OPTION=VALUE,...")] = "full",
+    max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens.")] = 128,
+    sampler: Annotated[str, typer.Option(help="greedy, or settings as in temperature=0.7,top_p=0.9.")] = "greedy",
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    chunk: Annotated[int | None, typer.Option(help="Read the prompt so many tokens at a time, in less memory.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; by default what the weights are stored in.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print the answer as it is written.")] = False,
+) -> None:
+    """Continue a prompt under a cache policy, e.g. --policy morphkv:budget=512,window=32."""
+    import kvjax
+    from kvjax import sampling
+
+    if as_json and stream:
+        raise ValueError("--json prints one document at the end and --stream as it goes; give one of them")
+    text = _read_prompt(prompt, prompt_file)
+    chosen, method = kvjax.policies.parse(policy), sampling.parse(sampler)
+    keep_compiled()
+    with working(f"loading {model}", quiet=as_json):
+        params, tokenizer = kvjax.load(model, dtype_named(dtype))
+    if tokenizer is None:
+        raise ValueError(f"{model} has no tokenizer, which a prompt of text needs")
+    request: dict[str, Any] = {
+        "policy": chosen,
+        "max_new_tokens": max_new_tokens,
+        "sampler": method,
+        "seed": seed,
+        "tokenizer": tokenizer,
+        "chunk": chunk,
+    }
+    if stream:
+        for piece in kvjax.stream(params, text, **request):
+            assert piece.text is not None
+            sys.stdout.write(piece.text[0])
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+        return
+    with working("compiling, reading and writing", quiet=as_json):
+        out = kvjax.generate(params, text, **request)
+    if as_json:
+        print_json(_document(out, model, policy, sampler, seed))
+        return
+    assert out.text is not None
+    sys.stdout.write(out.text[0] + "\n")
+    stats = out.stats
+    stderr().print(
+        f"[dim]{stats.prompt_tokens:,} tokens read in {stats.prefill_seconds:.2g} s, {out.lengths[0]:,} written at "
+        f"{stats.decode_tokens_per_second:.3g} tokens/s, after {stats.compile_seconds:.2g} s of compiling; the cache "
+        f"holds {bytes_text(stats.cache_bytes)}, of {bytes_text(stats.full_cache_bytes)} uncompressed[/dim]"
+    )
+
+
+def _read_prompt(prompt: str | None, file: Path | None) -> str:
+    if (prompt is None) == (file is None):
+        raise ValueError("accepted is either PROMPT or --prompt-file")
+    if file is not None:
+        try:
+            prompt = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is not text in UTF-8: {error}") from None
+    if not prompt:
+        raise ValueError("an empty prompt; accepted is a text of at least one token")
+    return prompt
+
+
+def _document(out: Generation, model: str, policy: str, sampler: str, seed: int) -> dict[str, Any]:
+    stats = out.stats
+    assert out.text is not None
+    return {
+        "model": model,
+        "policy": policy,
+        "sampler": sampler,
+        "seed": seed,
+        "text": out.text[0],
+        "tokens": out.tokens[0, : out.lengths[0]].tolist(),
+        "prompt_tokens": stats.prompt_tokens,
+        "prefill_seconds": stats.prefill_seconds,
+        "decode_seconds": stats.decode_seconds,
+        "compile_seconds": stats.compile_seconds,
+        "decode_tokens_per_second": stats.decode_tokens_per_second,
+        "cache_bytes": stats.cache_bytes,
+        "full_cache_bytes": stats.full_cache_bytes,
+        "compression_ratio": stats.compression_ratio,
+    }

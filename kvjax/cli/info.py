@@ -1,0 +1,121 @@
+"""`kvjax info`: what a model is, and what its cache would take under each policy. No weights are read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvjax.cli.console import bytes_text, dtype_named, print_json, working
+
+if TYPE_CHECKING:
+    from kvjax.models import DecoderConfig
+
+
+def info(
+    path: Annotated[str, typer.Argument(help="A folder in Hugging Face form, or the name of a repository on the hub.")],
+    policy: Annotated[
+        list[str] | None, typer.Option(help="A policy to plan for; may be repeated. By default all, at a quarter.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Prompts at a time.")] = 1,
+    length: Annotated[
+        int | None, typer.Option(help="Tokens of a prompt; by default 8192, or what the model can.")
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 512,
+    dtype: Annotated[str | None, typer.Option(help="Of the cache; by default what the weights are stored in.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Show a model's architecture, and the memory its cache would take. Reads config and headers, no weights."""
+    import jax.numpy as jnp
+
+    import kvjax
+    from kvjax.checkpoint import locate, read_config, read_headers
+
+    with working(f"reading {path}", quiet=as_json):
+        folder = locate(path, patterns=("config.json",))
+        config = read_config(folder)
+        parameters, stored = read_headers(folder, config)
+    held = dtype_named(dtype) or jnp.result_type(*stored)
+    length = min(8192, config.max_positions) if length is None else length
+    per_token = config.bytes_per_token(held)
+    plans = []
+    for text in policy or _presets(length):
+        cache = kvjax.plan_cache(
+            config, kvjax.policies.parse(text), batch=batch, length=length, new_tokens=new_tokens, dtype=held
+        )
+        slots = [layer.slots for layer in cache.layers]
+        full = batch * (length + new_tokens) * per_token
+        plans.append({"policy": text, "slots": slots, "bytes": cache.nbytes, "compression": full / cache.nbytes})
+    document: dict[str, Any] = {
+        "path": str(path),
+        "family": config.family,
+        "parameters": parameters,
+        "stored": stored,
+        "layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "query_heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocabulary": config.vocab_size,
+        "rope": str(config.rope),
+        "windows": config.windows,
+        "max_positions": config.max_positions,
+        "cache_dtype": str(held),
+        "kv_bytes_per_token": per_token,
+        "batch": batch,
+        "length": length,
+        "new_tokens": new_tokens,
+        "plans": plans,
+    }
+    if as_json:
+        print_json(document)
+    else:
+        _show(document, config)
+
+
+def _presets(length: int) -> list[str]:
+    """Every preset, with a budget of a quarter of the prompt where it has one."""
+    from kvjax.policies import PRESETS
+
+    return [name if name == "full" else f"{name}:budget={max(length // 4, 64)}" for name in PRESETS]
+
+
+def _show(facts: dict[str, Any], config: DecoderConfig) -> None:
+    windows = sorted({window for window in config.windows if window})
+    sliding = sum(window is not None for window in config.windows)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold")
+    grid.add_column()
+    for name, value in (
+        ("family", facts["family"]),
+        ("parameters", f"{facts['parameters']:,} in {' and '.join(facts['stored'])}"),
+        ("layers", f"{config.num_layers}, {config.hidden_size:,} wide"),
+        ("heads", f"{config.num_heads} query, {config.num_kv_heads} kv, of {config.head_dim} channels"),
+        ("vocabulary", f"{config.vocab_size:,}"),
+        ("rope", _rope(config)),
+        ("window", f"{', '.join(map(str, windows))} in {sliding} of {config.num_layers} layers" if windows else "none"),
+        ("max positions", f"{config.max_positions:,}"),
+        ("KV cache", f"{bytes_text(facts['kv_bytes_per_token'])} a token in {facts['cache_dtype']}, uncompressed"),
+    ):
+        grid.add_row(name, value)
+    table = Table(
+        title=f"Cache of {facts['batch']} x ({facts['length']:,} + {facts['new_tokens']:,}) tokens",
+        title_justify="left",
+        title_style="bold",
+    )
+    table.add_column("policy", overflow="fold")
+    for name in ("slots a head", "bytes", "smaller"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for plan in facts["plans"]:
+        low, high = min(plan["slots"]), max(plan["slots"])
+        slots = f"{low:,}" if low == high else f"{low:,} - {high:,}"
+        table.add_row(plan["policy"], slots, bytes_text(plan["bytes"]), f"{plan['compression']:.1f}x")
+    console = Console(highlight=False)
+    console.print(grid, "", table)
+
+
+def _rope(config: DecoderConfig) -> str:
+    theta = f"base {config.rope.theta:,.0f}"
+    return theta if config.rope.scaling is None else f"{theta}, {config.rope.scaling}"

@@ -1,0 +1,58 @@
+"""Accuracy against budget as a picture. Needs matplotlib, the extra `plot`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")  # told apart by everyone
+MARKERS = "osD^vPX"
+
+
+def accuracy_by_budget(
+    path: str | os.PathLike[str],
+    curves: Mapping[str, Sequence[tuple[int, float]]],
+    *,
+    full: float,
+    title: str,
+) -> None:
+    """Writes a PNG: for each policy its (budget, accuracy in 0..1) points, and the full cache as a line.
+
+    Raises ImportError without matplotlib.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, and no global state
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
+
+    figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.axhline(full, color="0.35", linestyle="--", linewidth=1.5, label="full cache", zorder=1)
+    budgets = sorted({budget for points in curves.values() for budget, _ in points})
+    for i, (name, points) in enumerate(curves.items()):
+        x, y = zip(*sorted(points), strict=True)
+        axes.plot(
+            x,
+            y,
+            color=COLOURS[i % len(COLOURS)],
+            marker=MARKERS[i % len(MARKERS)],
+            markersize=8,
+            markeredgecolor="white",
+            linewidth=2,
+            label=name,
+            zorder=2 + i,
+        )
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(budgets))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticks(budgets, [f"{budget:,}" for budget in budgets])
+    axes.set_ylim(-0.04, 1.04)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.grid(axis="y", color="0.9")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("budget: entries that each kv head keeps")
+    axes.set_ylabel("exact match")
+    axes.set_title(title, loc="left", fontsize=11)
+    figure.legend(loc="outside right center", frameon=False)
+    figure.savefig(path)

@@ -1,0 +1,41 @@
+"""What a cache will take, known before anything runs: shapes only, no arrays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache import KVCache
+from kvjax.extend import bucket, plan_slots
+from kvjax.models import DecoderConfig
+from kvjax.policy import Policy
+from kvjax.session import room_for
+
+
+def plan_cache(
+    config: DecoderConfig, policy: Policy, *, batch: int, length: int, new_tokens: int, dtype: Any
+) -> KVCache:
+    """The cache that `generate` holds after prompts of `length` tokens and answers of up to `new_tokens`.
+
+    Its arrays are shapes (`jax.ShapeDtypeStruct`); `nbytes` is exact. Prompts count with the padding of their bucket,
+    answers with that of their room.
+
+    Raises ValueError unless batch, length and new_tokens are at least 1.
+    """
+    for name, value in (("batch", batch), ("length", length), ("new_tokens", new_tokens)):
+        if value < 1:
+            raise ValueError(f"{name}={value}; accepted is an integer >= 1")
+    size = bucket(length)
+
+    def read() -> KVCache:
+        cache = KVCache.empty(config, policy, jnp.full(batch, length), size, dtype)
+        slots = plan_slots(cache, [0] * config.num_layers, new=size, room=room_for(new_tokens), compress=True)
+        layers = [layer.grow(count) for layer, count in zip(cache.layers, slots, strict=True)]
+        if policy.every is None:  # the prompt has been compressed, and no state is needed any more
+            layers = [replace(layer, per_slot=None, per_row=None) for layer in layers]
+        return replace(cache, layers=tuple(layers), filled=True)
+
+    return jax.eval_shape(read)

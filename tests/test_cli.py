@@ -1,0 +1,257 @@
+"""The command line: what commands print, and how they fail."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flax import nnx
+from typer.testing import CliRunner
+
+import kvjax
+from kvjax.cli import app
+from kvjax.cli.console import bytes_text
+from kvjax.evaluation.tasks.vocabulary import WORDS, tokenizer
+from kvjax.models import Decoder, DecoderConfig, Rope
+
+DEMO_WEIGHTS = Path(kvjax.__file__).parent / "demo_model" / "model.safetensors"
+PROMPT = "the code of adam is sword . recall what the code of adam is :"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a tiny random model that speaks the demo's words."""
+    config = DecoderConfig(
+        family="llama",
+        vocab_size=len(WORDS),
+        hidden_size=16,
+        mlp_size=16,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        windows=(None, None),
+        rope=Rope(1e4),
+        max_positions=128,
+    )
+    folder = tmp_path_factory.mktemp("model")
+    kvjax.save_hf(Decoder(config, nnx.Rngs(0)), folder, tokenizer())
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def _no_cache_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")
+
+
+def kv(*arguments: object) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of a command. An error that is not expected is raised here."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_generate_prints_what_the_library_answers(model: str) -> None:
+    params, words = kvjax.load(model)
+    policy = kvjax.policies.parse("morphkv:budget=12,window=4")
+    expected = kvjax.generate(params, PROMPT, policy=policy, max_new_tokens=6, tokenizer=words)
+    assert expected.text is not None
+    options = ("generate", model, PROMPT, "--policy", "morphkv:budget=12,window=4", "--max-new-tokens", 6)
+    status, stdout, stderr = kv(*options)
+    assert (status, stdout) == (0, expected.text[0] + "\n")
+    assert "15 tokens read" in stderr
+    status, stdout, _ = kv(*options, "--stream")
+    assert (status, stdout) == (0, expected.text[0] + "\n")
+    status, stdout, stderr = kv(*options, "--json")
+    document = json.loads(stdout)
+    assert (status, stderr) == (0, "")
+    assert document["text"] == expected.text[0]
+    assert document["tokens"] == expected.tokens[0, : expected.lengths[0]].tolist()
+    assert document["cache_bytes"] == expected.cache.nbytes
+    assert document["prompt_tokens"] == 15
+
+
+def test_generate_reads_a_file_samples_and_casts(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text(PROMPT)
+    options = ("--sampler", "temperature=0.7,top_p=0.9", "--seed", 3, "--dtype", "bfloat16", "--chunk", 8, "--json")
+    status, stdout, _ = kv("generate", model, "--prompt-file", file, "--max-new-tokens", 4, *options)
+    assert status == 0
+    params, words = kvjax.load(model, "bfloat16")
+    sampler = kvjax.Sampler(temperature=0.7, top_p=0.9)
+    expected = kvjax.generate(params, PROMPT, max_new_tokens=4, sampler=sampler, seed=3, chunk=8, tokenizer=words)
+    assert json.loads(stdout)["tokens"] == expected.tokens[0, : expected.lengths[0]].tolist()
+
+
+def test_info_agrees_with_the_model_and_the_plan(model: str) -> None:
+    options = ("info", model, "--policy", "full", "--policy", "snapkv:budget=40", "--batch", 3, "--length", 96)
+    status, stdout, _ = kv(*options, "--new-tokens", 20, "--json")
+    document = json.loads(stdout)
+    params, _ = kvjax.load(model)
+    assert status == 0
+    assert document["parameters"] == sum(leaf.size for leaf in nnx.to_flat_state(nnx.state(params)).leaves)
+    assert document["stored"] == ["float32"]
+    assert document["kv_bytes_per_token"] == 2 * 2 * 2 * 8 * 4
+    assert [plan["policy"] for plan in document["plans"]] == ["full", "snapkv:budget=40"]
+    policy = kvjax.policies.snapkv(budget=40)
+    planned = kvjax.plan_cache(params.config, policy, batch=3, length=96, new_tokens=20, dtype="float32")
+    assert document["plans"][1]["bytes"] == planned.nbytes
+    assert document["plans"][1]["slots"] == [104, 104]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_info_prints_a_table_that_fits(model: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    status, stdout, _ = kv("info", model, "--dtype", "bfloat16")
+    assert status == 0
+    assert max(map(len, stdout.splitlines())) <= columns
+    for text in ("4 query, 2 kv, of 8 channels", "128 B a token in bfloat16", "streaming_llm", "morphkv"):
+        assert text in stdout
+
+
+def test_info_reads_no_weights(model: str, tmp_path: Path) -> None:
+    """A folder with nothing but a config has the same parameters, and truncated weights are noticed by their header."""
+    (tmp_path / "config.json").write_bytes((Path(model) / "config.json").read_bytes())
+    with_weights, without = (json.loads(kv("info", folder, "--json")[1]) for folder in (model, tmp_path))
+    assert with_weights | {"path": ""} == without | {"path": ""}
+    (tmp_path / "model.safetensors").write_bytes(b"too short")
+    status, _, stderr = kv("info", tmp_path)
+    assert status == 2
+    assert "truncated" in stderr
+
+
+def test_info_downloads_the_config_only(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_bytes((Path(model) / "config.json").read_bytes())
+    asked: list[object] = []
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    status, stdout, _ = kv("info", "some/model", "--json")
+    assert (status, asked) == (0, [("some/model", ["config.json"])])
+    assert json.loads(stdout)["parameters"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["info", "/no/such/folder"], "no such folder"),
+        (["generate", "/no/such/folder", PROMPT], "no such folder"),
+        (["generate", "MODEL", PROMPT, "--policy", "lru"], "unknown policy 'lru'; accepted are full, streaming_llm"),
+        (["generate", "MODEL", PROMPT, "--policy", "snapkv:size=3"], "snapkv has no option 'size'"),
+        (["generate", "MODEL", PROMPT, "--policy", "snapkv:pool=sum"], "pool='sum': accepted are"),
+        (["generate", "MODEL", PROMPT, "--policy", "morphkv:budget=32"], "accepted is a budget of 33 or more"),
+        (["info", "MODEL", "--policy", "morphkv:budget=32"], "accepted is a budget of 33 or more"),
+        (["info", "MODEL", "--batch", "0"], "batch=0; accepted is an integer >= 1"),
+        (["generate", "MODEL", PROMPT, "--sampler", "heat=1"], "'heat=1' in sampler"),
+        (["generate", "MODEL", PROMPT, "--dtype", "int8"], "dtype 'int8' is not supported; accepted: float32"),
+        (["info", "MODEL", "--dtype", "int8"], "dtype 'int8' is not supported; accepted: float32"),
+        (["generate", "MODEL", PROMPT, "--max-new-tokens", "0"], "max_new_tokens=0; accepted is an integer >= 1"),
+        (["generate", "MODEL", PROMPT, "--max-new-tokens", "some"], "Invalid value for '--max-new-tokens'"),
+        (["generate", "MODEL", PROMPT, "--chunk", "0"], "chunk=0; accepted is a number of tokens >= 1"),
+        (["generate", "MODEL", PROMPT, "--json", "--stream"], "give one of them"),
+        (["generate", "MODEL", ""], "an empty prompt"),
+        (["generate", "MODEL"], "either PROMPT or --prompt-file"),
+        (["generate", "MODEL", "--prompt-file", "/no/such/file"], "No such file or directory: '/no/such/file'"),
+        (["demo", "--length", "12"], "Invalid value for '--length'"),
+        (["demo", "--budget", "20"], "accepted is a budget of 33 or more"),
+    ],
+)
+def test_errors_are_a_line_on_stderr_and_status_2(model: str, arguments: list[str], message: str) -> None:
+    status, stdout, stderr = kv(*(model if argument == "MODEL" else argument for argument in arguments))
+    assert status == 2
+    assert stdout == ""
+    assert message in " ".join(stderr.replace("│", " ").split())
+    assert "Traceback" not in stderr
+
+
+def test_an_error_that_is_a_bug_is_not_hidden(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvjax, "generate", lambda *_, **__: np.zeros(2).reshape(3))
+    with pytest.raises(ValueError, match="cannot reshape"):
+        kv("generate", model, PROMPT)
+
+
+def test_positions_beyond_the_model_are_a_warning_in_a_line(model: str) -> None:
+    code = "from kvjax.cli import main; main()"
+    command = [sys.executable, "-c", code, "generate", model, "the " * 150, "--max-new-tokens", "1"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "kvjax: warning: positions up to 151" in result.stderr
+    assert "UserWarning" not in result.stderr
+
+
+def test_the_process_exits_with_status_2_and_no_traceback() -> None:
+    command = [sys.executable, "-c", "from kvjax.cli import main; main()", "info", "/no/such/folder"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "kvjax: error: cannot load /no/such/folder: no such folder\n"
+
+
+def test_version() -> None:
+    try:
+        expected = version("kvjax")
+    except PackageNotFoundError:
+        pytest.skip("kvjax is not installed, only on the path")
+    assert kv("--version") == (0, f"kvjax {expected}\n", "")
+
+
+def test_help() -> None:
+    status, stdout, _ = kv("--help")
+    assert status == 0
+    assert all(command in stdout for command in ("generate", "info", "demo"))
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (4096, "4.10 kB"),
+        (29.6e6, "29.6 MB"),
+        (122e6, "122 MB"),
+        (999.9e6, "1.00 GB"),
+        (4e12, "4.0 TB"),
+    ],
+)
+def test_bytes_in_words(count: float, text: str) -> None:
+    assert bytes_text(count) == text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not DEMO_WEIGHTS.exists(), reason="the demo model has no weights yet")
+def test_demo_answers_draws_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("demo", "--length", 256, "--examples", 4, "--budget", 64, "--out", tmp_path / "new")
+    status, stdout, stderr = kv(*options, "--json")
+    assert (status, stderr) == (0, "")
+    document = json.loads(stdout)
+    full, *others = document["cells"]
+    assert [cell["policy"] for cell in others] == ["streaming_llm", "h2o", "tova", "snapkv", "morphkv"]
+    assert full["accuracy"] >= 0.75
+    assert all(cell["budget"] == 64 and cell["kv_bytes"] < full["kv_bytes"] for cell in others)
+    assert all(len(cell["correct"]) == 4 for cell in document["cells"])
+    assert all(
+        right == (answer == document["example"]["answer"])
+        for cell in document["cells"]
+        for right, answer in [(cell["correct"][i], cell["answers"][i]) for i in [document["example"]["index"]]]
+    )
+    assert Path(document["picture"]).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+    monkeypatch.setenv("COLUMNS", "80")
+    for module in ("matplotlib.figure", "matplotlib.backends.backend_agg"):
+        monkeypatch.setitem(sys.modules, module, None)
+    Path(document["picture"]).unlink()
+    status, stdout, stderr = kv(*options)
+    assert status == 0
+    assert max(map(len, stdout.splitlines())) <= 80
+    assert "ends in a question" in stdout
+    assert document["example"]["question"] in stdout
+    assert stderr.count("\n") == 1
+    assert "matplotlib is not installed" in stderr
+    assert not Path(document["picture"]).exists()

@@ -1,0 +1,119 @@
+"""What is compiled, and how often: programs are for buckets of lengths, and decoding goes on without any new one."""
+
+import gc
+from collections import Counter
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import kvjax
+from kvjax.models import Decoder
+from kvjax.policies import parse
+from kvjax.prompts import bucket
+
+RNG = np.random.default_rng(2)
+
+
+def smaller(tiny: Decoder, vocab_size: int) -> Decoder:
+    """A decoder of one layer that no other test compiles anything for."""
+    config = replace(tiny.config, windows=(None,), hidden_size=16, mlp_size=16, vocab_size=vocab_size)
+    return Decoder(replace(config, max_positions=100_000), nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("text", ["full", "snapkv:budget=0.5,window=4"])
+def test_prompts_of_all_lengths_share_programs(tiny: Decoder, compiled: list[str], text: str) -> None:
+    """Of policies whose slots follow from the prompt; with a fixed budget even the decoding program is one."""
+    params = smaller(tiny, vocab_size=50)
+    kvjax.generate(params, [1], policy=parse(text), max_new_tokens=4)
+    once = Counter(compiled)  # the small programs around the two, of which every one is needed
+    lengths = list(range(1, 200, 4))
+    for length in lengths:
+        kvjax.generate(params, RNG.integers(0, 50, length), policy=parse(text), max_new_tokens=4)
+    programs, buckets = Counter(compiled), {bucket(length) for length in lengths}
+    assert len(lengths) == 50
+    assert len(buckets) == 9
+    assert programs["jit(read)"] == len(buckets)
+    assert programs["jit(decode)"] == len(buckets)
+    large = ("jit(read)", "jit(decode)")
+    assert {name: n for name, n in programs.items() if name not in large} == {
+        name: n for name, n in once.items() if name not in large
+    }
+
+
+def test_fixed_budget_decodes_all_prompts_with_one_program(tiny: Decoder, compiled: list[str]) -> None:
+    params = smaller(tiny, vocab_size=51)
+    for length in (3, 20, 40, 60):
+        kvjax.generate(params, RNG.integers(0, 50, length), policy=parse("h2o:budget=8"), max_new_tokens=4)
+    assert Counter(compiled)["jit(read)"] == 4
+    assert Counter(compiled)["jit(decode)"] == 1
+
+
+def test_equal_policies_and_samplers_share_programs(tiny: Decoder, compiled: list[str]) -> None:
+    params = smaller(tiny, vocab_size=52)
+
+    def answer(budget: int, temperature: float) -> None:
+        policy, sampler = kvjax.policies.morphkv(budget, window=4), kvjax.Sampler(temperature=temperature)
+        kvjax.generate(params, list(range(20)), policy=policy, sampler=sampler, max_new_tokens=4)
+
+    answer(8, 0.5)
+    assert compiled
+    compiled.clear()
+    answer(8, 0.5)
+    assert compiled == []
+    answer(8, 0.6)
+    assert compiled == ["jit(decode)"]
+    compiled.clear()
+    answer(9, 0.5)
+    assert Counter(compiled) == {"jit(read)": 1, "jit(decode)": 1}
+
+
+def test_limits_of_tokens_share_programs(tiny: Decoder, compiled: list[str]) -> None:
+    params = smaller(tiny, vocab_size=53)
+    kvjax.generate(params, list(range(20)), max_new_tokens=1)
+    compiled.clear()
+    for limit in (2, 30, 64):
+        kvjax.generate(params, list(range(20)), max_new_tokens=limit)
+    assert compiled == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["streaming_llm:budget=16", "h2o:budget=16", "tova:budget=16", "morphkv:budget=16,window=4,every=4"],
+)
+def test_ten_thousand_tokens_need_nothing_new(tiny: Decoder, compiled: list[str], text: str) -> None:
+    """After warm-up nothing is compiled, and what is alive on the device neither grows nor changes in number."""
+    params = smaller(tiny, vocab_size=54)
+    answer = kvjax.generate(params, list(range(20)), policy=parse(text), max_new_tokens=512)
+    answer = kvjax.generate(params, None, cache=answer.cache, max_new_tokens=512)
+    compiled.clear()
+    before = alive()
+    for _ in range(20):
+        answer = kvjax.generate(params, None, cache=answer.cache, max_new_tokens=512)
+    assert compiled == []
+    assert alive() == before
+    assert answer.cache.length.tolist() == [20 + 22 * 512 - 1]
+
+
+def test_ten_thousand_streamed_tokens_need_nothing_new(tiny: Decoder, compiled: list[str]) -> None:
+    params = smaller(tiny, vocab_size=54)
+    policy = parse("morphkv:budget=16,window=4")
+    pieces = kvjax.stream(params, list(range(20)), policy=policy, max_new_tokens=10_010)
+    for _ in range(10):
+        next(pieces)
+    compiled.clear()
+    before = alive()
+    for _ in range(9_999):
+        next(pieces)
+    assert compiled == []
+    assert alive() == before
+    assert next(pieces).cache is not None
+
+
+def alive() -> tuple[int, int]:
+    """The number of arrays on the device, and their bytes."""
+    gc.collect()
+    arrays = jax.live_arrays()
+    return len(arrays), sum(array.nbytes for array in arrays)

@@ -1,0 +1,226 @@
+"""`generate`: tokens against attention without a cache, rows in company, prompts, ends, seeds, and what it reports."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from transformers import PreTrainedTokenizerFast
+
+import kvjax
+from kvjax.attention import causal
+from kvjax.models import Decoder, DecoderConfig, Rope
+
+RNG = np.random.default_rng(0)
+ROWS = [RNG.integers(0, 99, n).tolist() for n in (44, 33, 5)]  # in buckets of 48, 48 and 16
+NEW = 24
+
+
+@partial(jax.jit, static_argnames="size")
+def causal_logits(params: Decoder, tokens: jax.Array, size: int) -> jax.Array:
+    hidden, _ = params(tokens, causal(jnp.arange(size)[None]))
+    return params.logits(hidden)
+
+
+def logits_of(params: Decoder, row: Sequence[int], size: int = 72) -> np.ndarray:
+    """Logits [N, V] of a row of up to `size` tokens, without any cache. Padding is on the right, where nobody looks."""
+    padded = np.zeros((1, size), np.int32)
+    padded[0, : len(row)] = row
+    return np.asarray(causal_logits(params, padded, size))[0, : len(row)]
+
+
+def greedy(params: Decoder, prompt: list[int], new: int) -> list[int]:
+    row = list(prompt)
+    for _ in range(new):
+        row.append(int(logits_of(params, row)[-1].argmax()))
+    return row[len(prompt) :]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (14, 2)])
+def test_greedy_equals_recomputing_everything(heads: int, kv_heads: int) -> None:
+    config = DecoderConfig("llama", 101, 32, 48, heads, kv_heads, 8, (None, 20), Rope(1e4), 4096)
+    params = Decoder(config, nnx.Rngs(1))
+    answer = kvjax.generate(params, ROWS[0], max_new_tokens=NEW)
+    assert answer.tokens.tolist() == [greedy(params, ROWS[0], NEW)]
+    assert len(set(answer.tokens[0].tolist())) > 3
+
+
+def test_rows_in_company_are_as_alone(tiny: Decoder, policy: kvjax.Policy) -> None:
+    together = kvjax.generate(tiny, ROWS, policy=policy, max_new_tokens=NEW, log_probs=True)
+    assert together.tokens.dtype == np.int32
+    assert together.lengths.tolist() == [NEW] * 3
+    assert together.log_probs is not None
+    for row, prompt in enumerate(ROWS):
+        alone = kvjax.generate(tiny, prompt, policy=policy, max_new_tokens=NEW, log_probs=True)
+        assert alone.tokens.tolist() == [together.tokens[row].tolist()]
+        assert alone.log_probs is not None
+        np.testing.assert_allclose(alone.log_probs[0], together.log_probs[row], atol=1e-5, rtol=0)
+
+
+def test_policies_differ(tiny: Decoder) -> None:
+    """Else the test above and those of the cache would say little."""
+    texts = ("full", "streaming_llm:budget=24", "h2o:budget=24", "snapkv:budget=24,window=4")
+    answers = [kvjax.generate(tiny, ROWS, policy=kvjax.policies.parse(text), max_new_tokens=NEW) for text in texts]
+    assert len({answer.tokens.tobytes() for answer in answers}) == len(texts)
+
+
+def test_chunks_give_what_one_call_gives(tiny: Decoder, policy: kvjax.Policy) -> None:
+    whole = kvjax.generate(tiny, ROWS, policy=policy, max_new_tokens=NEW, log_probs=True)
+    chunked = kvjax.generate(tiny, ROWS, policy=policy, max_new_tokens=NEW, log_probs=True, chunk=20)
+    np.testing.assert_array_equal(chunked.tokens, whole.tokens)
+
+
+def test_log_probabilities_are_those_of_the_model(tiny: Decoder) -> None:
+    sampler = kvjax.Sampler(temperature=0.5, top_k=20, repetition_penalty=1.3)
+    answer = kvjax.generate(tiny, ROWS[:2], max_new_tokens=NEW, sampler=sampler, log_probs=True)
+    assert answer.log_probs is not None
+    for prompt, tokens, ours in zip(ROWS, answer.tokens, answer.log_probs, strict=False):
+        logits = logits_of(tiny, [*prompt, *tokens])[len(prompt) - 1 : -1]
+        expected = jax.nn.log_softmax(logits)[np.arange(NEW), tokens]
+        np.testing.assert_allclose(ours, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda rows: rows,
+        lambda rows: tuple(tuple(row) for row in rows),
+        lambda rows: [np.asarray(row, np.uint8) for row in rows],
+        lambda rows: [jnp.asarray(row) for row in rows],
+        lambda rows: np.asarray([row[:5] for row in rows]),
+        lambda rows: jnp.asarray([row[:5] for row in rows]),
+        lambda rows: rows[2],
+        lambda rows: np.asarray(rows[2], np.int16),
+        lambda rows: jnp.asarray(rows[2]),
+    ],
+)
+def test_forms_of_a_prompt(tiny: Decoder, form) -> None:
+    prompt = form(ROWS)
+    rows = [list(map(int, row)) for row in (prompt if np.ndim(prompt[0]) else [prompt])]
+    expected = kvjax.generate(tiny, rows, max_new_tokens=3)
+    np.testing.assert_array_equal(kvjax.generate(tiny, prompt, max_new_tokens=3).tokens, expected.tokens)
+
+
+def test_text(tiny: Decoder, tokenizer: PreTrainedTokenizerFast) -> None:
+    """The text begins with the tokenizer's special tokens, and ends with its end token, which is not shown."""
+    answer = kvjax.generate(tiny, "ba ce di", tokenizer=tokenizer, max_new_tokens=6)
+    ids = [99, 5, 11, 17]
+    assert tokenizer("ba ce di")["input_ids"] == ids
+    expected = kvjax.generate(tiny, ids, max_new_tokens=6, eos=tokenizer.eos_token_id)
+    np.testing.assert_array_equal(answer.tokens, expected.tokens)
+    assert answer.text == [tokenizer.decode(answer.tokens[0].tolist(), skip_special_tokens=True)]
+    assert expected.text is None
+    two = kvjax.generate(tiny, ["ba ce di", "fo"], tokenizer=tokenizer, max_new_tokens=6)
+    assert two.text is not None
+    assert two.text[0] == answer.text[0]
+    # The text goes on in a cache, so that no special token stands before the question.
+    asked = kvjax.generate(tiny, "fo", tokenizer=tokenizer, cache=answer.cache, max_new_tokens=6)
+    expected = kvjax.generate(tiny, [tokenizer.convert_tokens_to_ids("fo")], cache=answer.cache, max_new_tokens=6)
+    np.testing.assert_array_equal(asked.tokens, expected.tokens)
+
+
+def test_rows_end_by_themselves(tiny: Decoder) -> None:
+    free = kvjax.generate(tiny, ROWS, max_new_tokens=NEW, log_probs=True)
+    assert free.log_probs is not None
+    new = [list(dict.fromkeys(row.tolist())) for row in free.tokens]  # the tokens of each row as they appear
+    ends = [[new[0][1]], [new[1][-1], new[1][3]], []]
+    answer = kvjax.generate(tiny, ROWS, max_new_tokens=NEW, eos=ends, log_probs=True)
+    assert answer.log_probs is not None
+    for row, stops in enumerate(ends):
+        expected = free.tokens[row].tolist()
+        length = min([expected.index(stop) + 1 for stop in stops], default=NEW)
+        assert answer.lengths[row] == length
+        assert answer.tokens[row].tolist() == expected[:length] + [-1] * (NEW - length)
+        np.testing.assert_allclose(answer.log_probs[row, :length], free.log_probs[row, :length], atol=1e-6)
+        assert not answer.log_probs[row, length:].any()
+        assert int(answer.cache.length[row]) == len(ROWS[row]) + length - 1
+    assert len(set(answer.lengths.tolist())) == 3
+
+
+@pytest.mark.parametrize("form", [int, np.int64, lambda end: [end], lambda end: (end, 100), lambda end: [[end]] * 2])
+def test_forms_of_end_tokens(tiny: Decoder, form) -> None:
+    """All rows end with the last, and what is returned is no longer than the longest."""
+    prompts = [ROWS[0], ROWS[0]]
+    free = kvjax.generate(tiny, prompts, max_new_tokens=NEW).tokens
+    end = free[0, 3]
+    length = free[0].tolist().index(end) + 1
+    answer = kvjax.generate(tiny, prompts, max_new_tokens=NEW, eos=form(end))
+    assert answer.lengths.tolist() == [length, length]
+    np.testing.assert_array_equal(answer.tokens, free[:, :length])
+
+
+def test_end_token_of_the_tokenizer(tiny: Decoder, tokenizer: PreTrainedTokenizerFast) -> None:
+    free = kvjax.generate(tiny, ROWS[0], max_new_tokens=NEW, tokenizer=tokenizer, eos=())
+    assert free.lengths.tolist() == [NEW]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, eos_token=tokenizer.decode([free.tokens[0, 2]])
+    )
+    ended = kvjax.generate(tiny, ROWS[0], max_new_tokens=NEW, tokenizer=tokenizer)
+    length = free.tokens[0].tolist().index(free.tokens[0, 2]) + 1
+    np.testing.assert_array_equal(ended.tokens, free.tokens[:, :length])
+
+
+def test_one_token(tiny: Decoder, policy: kvjax.Policy) -> None:
+    one = kvjax.generate(tiny, ROWS, policy=policy, max_new_tokens=1, log_probs=True)
+    more = kvjax.generate(tiny, ROWS, policy=policy, max_new_tokens=2, log_probs=True)
+    np.testing.assert_array_equal(one.tokens, more.tokens[:, :1])
+    assert one.stats.decoded_tokens == 0
+    assert one.stats.decode_tokens_per_second == 0
+
+
+def test_seeds(tiny: Decoder) -> None:
+    prompts, sampler = [ROWS[1]] * 3, kvjax.Sampler(temperature=1.5)
+
+    def draw(prompts, seed) -> list[list[int]]:
+        return kvjax.generate(tiny, prompts, sampler=sampler, seed=seed, max_new_tokens=NEW).tokens.tolist()
+
+    same = draw(prompts, 7)
+    assert same == draw(prompts, 7)
+    assert same != draw(prompts, 8)
+    assert same[0] != same[1]
+    by_row = draw(prompts, [3, 4, 3])
+    assert by_row[0] == by_row[2] != by_row[1]
+    assert draw([ROWS[0], ROWS[2], ROWS[1]], [9, 9, 4])[2] == by_row[1]
+    assert draw(ROWS[1], [4]) == [by_row[1]]
+
+
+def test_repetition_penalty_covers_prompt_and_answer(tiny: Decoder) -> None:
+    """A penalty so large that a token is repeated only when none is left: here none of 49 may appear twice."""
+    prompts = [list(range(10, 40)), list(range(20, 26))]
+    answer = kvjax.generate(tiny, prompts, sampler=kvjax.Greedy(repetition_penalty=1e9), max_new_tokens=NEW)
+    for prompt, tokens in zip(prompts, answer.tokens, strict=True):
+        together = [*prompt, *tokens.tolist()]
+        assert len(set(together)) == len(together)
+
+
+@pytest.mark.parametrize("text", ["full", "h2o:budget=24", "morphkv:budget=24,window=4"])
+def test_bfloat16(tiny: Decoder, text: str) -> None:
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny)
+    policy = kvjax.policies.parse(text)
+    answer = kvjax.generate(params, ROWS[:1], policy=policy, max_new_tokens=8, log_probs=True)
+    assert answer.cache.dtype == jnp.bfloat16
+    assert answer.log_probs is not None
+    assert answer.log_probs.dtype == np.float32
+    row = [*ROWS[0], *answer.tokens[0].tolist()]
+    exact = jax.nn.log_softmax(logits_of(tiny, row)[len(ROWS[0]) - 1])
+    assert abs(answer.log_probs[0, 0] - float(exact[answer.tokens[0, 0]])) < 0.1
+
+
+def test_stats(tiny: Decoder, policy: kvjax.Policy) -> None:
+    answer = kvjax.generate(tiny, ROWS, policy=policy, max_new_tokens=NEW, log_probs=True)
+    stats, config = answer.stats, tiny.config
+    assert stats.prompt_tokens == sum(map(len, ROWS))
+    assert stats.decoded_tokens == 3 * (NEW - 1)
+    assert stats.cache_bytes == answer.cache.nbytes == sum(x.nbytes for x in jax.tree.leaves(answer.cache.layers))
+    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
+    assert stats.full_cache_bytes == per_token * (stats.prompt_tokens + stats.decoded_tokens)
+    assert stats.compression_ratio == stats.full_cache_bytes / stats.cache_bytes
+    assert stats.prefill_seconds > 0
+    assert stats.decode_seconds > 0
+    assert stats.decode_tokens_per_second == stats.decoded_tokens / stats.decode_seconds
+    if policy.every:
+        slots = {layer.slots for layer in answer.cache.layers}
+        assert slots == {24}

@@ -1,0 +1,139 @@
+"""`stream`: the tokens of `generate`, as they come, with their text; stop strings."""
+
+import jax
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import kvjax
+from kvjax.models import Decoder
+from kvjax.stream import RowText
+
+RNG = np.random.default_rng(3)
+ROWS = [RNG.integers(0, 99, n).tolist() for n in (44, 5)]
+NEW = 24
+
+
+def tokens_of(pieces: list[kvjax.Piece]) -> np.ndarray:
+    return np.stack([piece.tokens for piece in pieces], axis=1)
+
+
+def texts_of(pieces: list[kvjax.Piece]) -> list[str]:
+    parts = [piece.text for piece in pieces if piece.text is not None]
+    assert len(parts) == len(pieces)
+    return ["".join(row) for row in zip(*parts, strict=True)]
+
+
+def test_tokens_are_those_of_generate(tiny: Decoder, policy: kvjax.Policy) -> None:
+    options = {"policy": policy, "max_new_tokens": NEW, "sampler": kvjax.Sampler(temperature=0.9), "seed": 5}
+    expected = kvjax.generate(tiny, ROWS, **options)
+    pieces = list(kvjax.stream(tiny, ROWS, **options))
+    np.testing.assert_array_equal(tokens_of(pieces), expected.tokens)
+    assert [piece.active.any() for piece in pieces] == [True] * (NEW - 1) + [False]
+    assert [piece.cache is None for piece in pieces] == [True] * (NEW - 1) + [False]
+    assert pieces[0].text is None
+    cache = pieces[-1].cache
+    assert cache is not None
+    for ours, theirs in zip(cache.layers, expected.cache.layers, strict=True):
+        np.testing.assert_array_equal(ours.positions, theirs.positions)
+    going_on = kvjax.generate(tiny, None, cache=cache, max_new_tokens=4)
+    np.testing.assert_array_equal(
+        going_on.tokens, kvjax.generate(tiny, None, cache=expected.cache, max_new_tokens=4).tokens
+    )
+
+
+def test_ends_and_repetition_penalty(tiny: Decoder) -> None:
+    """What the state of the loop carries beside the cache. A piece after a row's end is -1 there."""
+    sampler = kvjax.Greedy(repetition_penalty=1.5)
+    free = kvjax.generate(tiny, ROWS, max_new_tokens=NEW, sampler=sampler).tokens
+    options = {"max_new_tokens": NEW, "sampler": sampler, "eos": [[int(free[0, 3])], [int(free[1, 7])]]}
+    expected = kvjax.generate(tiny, ROWS, **options)
+    assert expected.lengths[0] != expected.lengths[1]
+    pieces = list(kvjax.stream(tiny, ROWS, **options))
+    np.testing.assert_array_equal(tokens_of(pieces), expected.tokens)
+    np.testing.assert_array_equal(np.sum([piece.tokens >= 0 for piece in pieces], axis=0), expected.lengths)
+
+
+def test_text_comes_in_pieces(tiny: Decoder, tokenizer: PreTrainedTokenizerFast) -> None:
+    expected = kvjax.generate(tiny, ["ba ce di", "fo"], tokenizer=tokenizer, max_new_tokens=NEW)
+    pieces = list(kvjax.stream(tiny, ["ba ce di", "fo"], tokenizer=tokenizer, max_new_tokens=NEW))
+    assert texts_of(pieces) == expected.text
+    assert len([piece for piece in pieces if piece.text and piece.text[0]]) > NEW // 2
+
+
+def test_stop_strings_end_rows(tiny: Decoder, tokenizer: PreTrainedTokenizerFast) -> None:
+    """One string in the middle of two tokens of a row; the other row goes on."""
+    options = {"tokenizer": tokenizer, "sampler": kvjax.Sampler(temperature=3.0), "max_new_tokens": NEW, "eos": ()}
+    free = kvjax.generate(tiny, ROWS, **options)
+    assert free.text is not None
+    stop = free.text[0][7:9]  # of the fourth and the fifth token
+    assert stop not in free.text[1]
+    assert free.text[0].index(stop) == 7
+    pieces = list(kvjax.stream(tiny, ROWS, stop=["never", stop], **options))
+    assert texts_of(pieces) == [free.text[0][:7], free.text[1]]
+    tokens = tokens_of(pieces)
+    assert tokens[0].tolist() == free.tokens[0, :5].tolist() + [-1] * (NEW - 5)
+    np.testing.assert_array_equal(tokens[1], free.tokens[1])
+    assert [bool(piece.active[0]) for piece in pieces] == [True] * 4 + [False] * (NEW - 4)
+    cache = pieces[-1].cache
+    assert cache is not None
+    assert cache.length.tolist() == [44 + 4, 5 + NEW - 1]  # its last token is pending
+    assert cache.pending.tolist() == [free.tokens[0, 4], free.tokens[1, -1]]
+    alone = list(kvjax.stream(tiny, ROWS[0], stop=stop, **options))
+    assert len(alone) == 5
+    assert texts_of(alone) == [free.text[0][:7]]
+
+
+def test_pieces_can_be_left(tiny: Decoder) -> None:
+    """Closing early frees what the stream held, and the cache it began with serves on."""
+    document = kvjax.prefill(tiny, ROWS)
+    expected = kvjax.generate(tiny, [[1], [2]], cache=document, max_new_tokens=4).tokens
+    before = len(jax.live_arrays())
+    pieces = kvjax.stream(tiny, [[1], [2]], cache=document, max_new_tokens=NEW)
+    first = next(pieces)
+    pieces.close()
+    with pytest.raises(StopIteration):
+        next(pieces)
+    np.testing.assert_array_equal(first.tokens, expected[:, 0])
+    del pieces, first
+    assert len(jax.live_arrays()) == before
+    np.testing.assert_array_equal(kvjax.generate(tiny, [[1], [2]], cache=document, max_new_tokens=4).tokens, expected)
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte of UTF-8, so that a character may take several."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+@pytest.mark.parametrize(
+    ("stops", "shown"),
+    [
+        ([], "né à 5€, or more"),
+        (["€"], "né à 5"),
+        (["5€, or less", ", or"], "né à 5€"),
+        (["more", "or m"], "né à 5€, "),
+        (["or more or less"], "né à 5€, or more"),
+        (["n"], ""),
+    ],
+)
+def test_characters_and_stop_strings_of_many_tokens(
+    byte_tokenizer: PreTrainedTokenizerFast, stops: list[str], shown: str
+) -> None:
+    """Nothing is shown that is taken back, and nothing is lost."""
+    ids = byte_tokenizer("né à 5€, or more")["input_ids"]
+    assert len(ids) == 20
+    row = RowText(byte_tokenizer, stops)
+    said = ""
+    for i, token in enumerate(ids):
+        said += row.add(token, last=i == len(ids) - 1)
+        assert shown.startswith(said)
+        if row.stopped:
+            break
+    assert said == shown
+    assert row.stopped == (shown != "né à 5€, or more")
