@@ -110,7 +110,7 @@ def test_unusable_options_are_refused_by_name(preset, options, says):
 
 def test_a_window_that_is_not_protected_is_refused():
     for recent in (7, 0.5):
-        with pytest.raises(ValueError, match=r"WindowAttention\(window=8\).*Protect\(.*recent=8 or more"):
+        with pytest.raises(ValueError, match=r"WindowAttention.*window of 8.*Protect\(.*recent=8 or more"):
             replace(morphkv(window=8), protect=Protect(recent=recent))
     assert replace(morphkv(window=8), protect=Protect(sinks=2, recent=9)).minimum == 12
 
