@@ -1,8 +1,10 @@
 """What all tests share: JAX on the CPU unless the environment says otherwise, hypothesis profiles, a tiny decoder."""
 
+import gc
 import os
 import string
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports jax
 
@@ -33,6 +35,16 @@ POLICIES = (
     "morphkv:budget=24,window=4",
     "morphkv:budget=24,window=4,every=4",
 )
+
+
+@pytest.fixture(autouse=True)
+def room_for_programs() -> Iterator[None]:
+    """Forgets compiled programs in time: each takes some hundred memory maps, and Linux gives a process 65,530."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(params=POLICIES)
