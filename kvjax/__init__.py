@@ -9,6 +9,7 @@ from kvjax.generate import Generation, Stats, generate, prefill
 from kvjax.plan import plan_cache
 from kvjax.policy import Policy
 from kvjax.sampling import Greedy, Sampler
+from kvjax.sharding import make_mesh, shard
 from kvjax.stream import Piece, stream
 
 __all__ = [
@@ -22,12 +23,14 @@ __all__ = [
     "extend",
     "generate",
     "load",
+    "make_mesh",
     "plan_cache",
     "policies",
     "prefill",
     "restore_cache",
     "save_cache",
     "save_hf",
+    "shard",
     "stream",
     "with_room",
 ]

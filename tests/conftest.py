@@ -1,4 +1,4 @@
-"""What all tests share: JAX on the CPU unless the environment says otherwise, hypothesis profiles, a tiny decoder."""
+"""What all tests share: JAX on 8 CPU devices unless the environment says otherwise, hypothesis, a tiny decoder."""
 
 import gc
 import os
@@ -17,6 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 import kvjax
 from kvjax.models import Decoder, DecoderConfig, Rope
+
+jax.config.update("jax_num_cpu_devices", 8)  # for the tests of many devices; the others use the first
 
 # Compiling inside an example has no bounded time, so there is no deadline. `ci` draws the same examples in every run;
 # HYPOTHESIS_PROFILE=explore draws new ones, and more.
