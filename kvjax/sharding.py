@@ -57,10 +57,8 @@ def fit_mesh(mesh: Mesh, config: DecoderConfig) -> Mesh:
             f"{config.mlp_size} MLP columns; accepted for this model are {', '.join(map(str, legal))}"
         )
     replicas = max(1, model // config.num_kv_heads)
-    shape, names = ((data, model), (DATA, MODEL))
-    if replicas > 1:
-        shape, names = (data, model // replicas, replicas), (DATA, MODEL, REPLICA)
-    return Mesh(mesh.devices.reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
+    axes = {DATA: data, MODEL: model // replicas} | ({REPLICA: replicas} if replicas > 1 else {})
+    return Mesh(mesh.devices.reshape(tuple(axes.values())), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def _divides(model: int, config: DecoderConfig) -> bool:
@@ -106,8 +104,8 @@ def shard(params: Decoder, mesh: Mesh) -> Decoder:
 
 def mesh_of(params: Decoder) -> Mesh | None:
     """The mesh that parameters are spread over; None if they lie on one device."""
-    sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)
-    return sharding.mesh if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1 else None
+    mesh = getattr(getattr(jax.tree.leaves(params)[0], "sharding", None), "mesh", None)
+    return mesh if isinstance(mesh, Mesh) and mesh.size > 1 else None
 
 
 def place(x: ArrayLike, sharding: NamedSharding) -> Array:
