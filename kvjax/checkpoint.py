@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from kvjax.models import Decoder, DecoderConfig, config_from_hf, family
+from kvjax.models import Decoder, DecoderConfig, config_from_hf, family, hf_shapes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -104,8 +104,9 @@ def load(
             dtype = jnp.result_type(*{DTYPES[header.get_dtype()] for header in headers})
         for weight in table:
             parameter = parameters[weight.path]
-            tensor = weight.from_hf(tensors[weight.name].get_tensor(weight.name), parameter.shape)
-            array = jax.device_put(np.ascontiguousarray(tensor, dtype))
+            tensor = tensors[weight.name].get_slice(weight.name)
+            whole = (slice(None),) * len(parameter.shape)
+            array = jax.device_put(weight.read(tensor, parameter.shape, whole, dtype))
             parameter.set_value(array.block_until_ready())  # so that no second tensor waits in host memory
     return nnx.merge(graph, state), tokenizer
 
@@ -125,10 +126,11 @@ def save_hf(params: Decoder, path: str | os.PathLike[str], tokenizer: PreTrained
         hf |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
     arrays = {".".join(map(str, path)): parameter[...] for path, parameter in nnx.to_flat_state(nnx.state(params))}
-    tensors = {
-        weight.name: np.ascontiguousarray(weight.to_hf(np.asarray(arrays[weight.path])))
-        for weight in kind.weights(config)
-    }
+    table = kind.weights(config)
+    shapes = hf_shapes(table, {path: array.shape for path, array in arrays.items()})
+    tensors = {name: np.empty(shape, params.embed.dtype) for name, shape in shapes.items()}
+    for weight in table:
+        weight.write(np.asarray(arrays[weight.path]), tensors[weight.name])
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})  # transformers wants to be told the layout
 
 
@@ -250,7 +252,7 @@ def _compare(
     """What is wrong with the tensors: missing, misshapen, of another dtype, unexpected, untied against the config."""
     problems = []
     kind = family(config.family)
-    expected = {weight.name: weight.hf_shape(shapes[weight.path]) for weight in kind.weights(config)}
+    expected = hf_shapes(kind.weights(config), shapes)
     missing = [] if unreadable is None else [name for name in expected if name not in tensors.keys() | unreadable]
     if missing:
         problems.append(f"missing tensor(s): {', '.join(missing)}")

@@ -10,7 +10,7 @@ from . import llama, mistral
 from .config import DecoderConfig, UnsupportedModelError
 from .decoder import Attend, AttentionLayer, Decoder
 from .rope import Llama3Scaling, Rope, rotate
-from .weights import Weight
+from .weights import Rows, Weight, by_tensor, hf_shapes
 
 FAMILIES: dict[str, ModuleType] = {"llama": llama, "mistral": mistral}
 
@@ -37,9 +37,12 @@ __all__ = [
     "DecoderConfig",
     "Llama3Scaling",
     "Rope",
+    "Rows",
     "UnsupportedModelError",
     "Weight",
+    "by_tensor",
     "config_from_hf",
     "family",
+    "hf_shapes",
     "rotate",
 ]
