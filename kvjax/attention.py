@@ -36,7 +36,8 @@ def causal(positions: Int[Array, "B N"], block: int = 128) -> Attend:
         v: Float[Array, "B H N D"],
         cache: Any,
     ) -> tuple[Float[Array, "B Hq N D"], Any]:
-        q, k = (_rotate(layer, x, positions[:, None]) for x in (q, k))
+        rope = layer.rope.row_frequencies(q.shape[-1], jnp.max(positions, axis=1) + 1)
+        q, k = (_rotate(layer, x, positions[:, None], rope) for x in (q, k))
         B, Hq, N, D = q.shape
         grouped = q.reshape(B, k.shape[1], -1, N, D)
         contexts = []
@@ -64,6 +65,7 @@ def reading(
     lengths: Int[Array, "B"],
     next_position: Int[Array, "B"],
     *,
+    rope: Float[Array, "B R/2"] | None = None,
     slots: Sequence[int],
     kept: Sequence[int | None],
     compress: bool,
@@ -75,6 +77,7 @@ def reading(
         positions: of the new tokens, -1 for padding, which is on the left.
         lengths: new tokens in each row.
         next_position: each row's position after this call.
+        rope: frequencies of each row, where they depend on its length.
         slots: how many slots each layer has after this call.
         kept: how many entries a compression leaves at most; None where the layer keeps everything.
         compress: whether to compress to the budget.
@@ -94,7 +97,7 @@ def reading(
         observes = policy.limited(i) and (compress or not final or policy.every is not None)
         old = _with_state(policy, layers[i], shape) if observes else layers[i]
         if policy.positions == "original":
-            q, k = (_rotate(layer, x, positions[:, None]) for x in (q, k))
+            q, k = (_rotate(layer, x, positions[:, None], rope) for x in (q, k))
         entries = old.append(
             LayerCache(
                 keys=k,
@@ -107,15 +110,15 @@ def reading(
         keys = entries.keys
         if policy.positions == "in_cache":
             places = _places(entries.positions)
-            keys = _rotate(layer, keys, places)
-            q = _rotate(layer, q, jnp.repeat(places[..., -q.shape[2] :], shape.heads // shape.kv_heads, axis=1))
+            keys = _rotate(layer, keys, places, rope)
+            q = _rotate(layer, q, jnp.repeat(places[..., -q.shape[2] :], shape.heads // shape.kv_heads, axis=1), rope)
         context, lse = prompt_attention(
             q, keys, entries.values, positions, entries.positions, scale=layer.scale, window=layer.window
         )
         if observes:
             received = _received(policy.score.received, layer, q, lse, keys, positions, entries.positions)
             entries = _observe(policy, entries, Attended(q, positions, lse, received, lengths))
-        entries = _expire(entries, moment)
+        entries = _expire(entries, moment, lengths > 0)
         if compress and (most := kept[i]) is not None:
             entries = policy.compress(entries, moment, min(most, slots[i]))
         else:
@@ -127,12 +130,19 @@ def reading(
     return attend
 
 
-def decoding(policy: Policy, positions: Int[Array, "B"], incoming: Bool[Array, "B"]) -> Attend:
+def decoding(
+    policy: Policy,
+    positions: Int[Array, "B"],
+    incoming: Bool[Array, "B"],
+    *,
+    rope: Float[Array, "B R/2"] | None = None,
+) -> Attend:
     """Attention for one new token a row, always in this order: make room, write, attend, observe.
 
     Args:
         positions: of the new tokens.
         incoming: rows that have one; the others are left as they are.
+        rope: frequencies of each row, where they depend on its length.
     """
     query_positions = jnp.where(incoming, positions, -1)[:, None]
 
@@ -147,8 +157,8 @@ def decoding(policy: Policy, positions: Int[Array, "B"], incoming: Bool[Array, "
         moment = Moment(positions, layer.scale, layer.window)
         observes = not policy.grows(i)
         if policy.positions == "original":
-            q, k = (_rotate(layer, x, positions[:, None, None]) for x in (q, k))
-        entries = _expire(layers[i], moment)
+            q, k = (_rotate(layer, x, positions[:, None, None], rope) for x in (q, k))
+        entries = _expire(layers[i], moment, incoming)
         if observes:
             entries = policy.make_room(entries, moment, incoming)
         empty = jnp.argmin(entries.positions, axis=-1)
@@ -161,9 +171,9 @@ def decoding(policy: Policy, positions: Int[Array, "B"], incoming: Bool[Array, "
         )
         keys = entries.keys
         if policy.positions == "in_cache":
-            keys = _rotate(layer, keys, _places(entries.positions))
+            keys = _rotate(layer, keys, _places(entries.positions), rope)
             own = jnp.repeat(entries.occupancy - 1, q.shape[1] // k.shape[1], axis=1)
-            q = _rotate(layer, q, own[..., None])
+            q = _rotate(layer, q, own[..., None], rope)
         wish = policy.score.received if observes else None
         context, lse, received = slot_attention(
             q,
@@ -221,8 +231,14 @@ def _received(
     return jnp.moveaxis(jax.lax.map(from_query, jnp.arange(q.shape[2])), 0, -1)
 
 
-def _rotate(layer: AttentionLayer, x: Float[Array, "B H N D"], positions: Int[Array, "B #H N"]) -> Array:
-    return rotate(x, positions, layer.rope.frequencies(x.shape[-1]))
+def _rotate(
+    layer: AttentionLayer,
+    x: Float[Array, "B H N D"],
+    positions: Int[Array, "B #H N"],
+    rope: Float[Array, "B R/2"] | None,
+) -> Array:
+    frequencies = layer.rope.frequencies(x.shape[-1]) if rope is None else rope
+    return rotate(x, positions, frequencies, layer.rope.attention_factor)
 
 
 def _places(positions: Int[Array, "B H M"]) -> Int[Array, "B H M"]:
@@ -231,11 +247,12 @@ def _places(positions: Int[Array, "B H M"]) -> Int[Array, "B H M"]:
     return jnp.argsort(jnp.argsort(jnp.where(positions < 0, last, positions), axis=-1), axis=-1)
 
 
-def _expire(entries: LayerCache, moment: Moment) -> LayerCache:
-    """Empties the slots whose token no later query can see, in a layer with a sliding window."""
+def _expire(entries: LayerCache, moment: Moment, incoming: Bool[Array, "B"]) -> LayerCache:
+    """Empties the slots whose token no later query can see, in a layer with a sliding window, of rows that go on."""
     if moment.window is None:
         return entries
     gone = entries.positions <= moment.next_position[:, None, None] - moment.window
+    gone &= incoming[:, None, None]
     return replace(entries, positions=jnp.where(gone, -1, entries.positions))
 
 

@@ -125,6 +125,8 @@ class KVCache:
     Attributes:
         layers: one LayerCache a layer; layers may differ in their number of slots.
         length: tokens each row has seen, kept or not. The next one's position.
+        rope: RoPE's frequencies of each row, where they depend on its length (dynamic, longrope): fixed by the prompt's
+            length when it is first read, and the same for all that follows. None where they do not.
         pending: each row's last sampled token, which has no entry yet and goes first in the next call; -1 if none.
         policy: the policy that made this cache and may extend it.
         kept: entries that each layer keeps at most when it is compressed; None where it keeps everything.
@@ -134,6 +136,7 @@ class KVCache:
 
     layers: tuple[LayerCache, ...]
     length: Int[Array, "B"]
+    rope: Float[Array, "B R/2"] | None
     pending: Int[Array, "B"]
     policy: Policy = field(metadata=STATIC)
     kept: tuple[int | None, ...] = field(metadata=STATIC)
@@ -146,7 +149,8 @@ class KVCache:
     ) -> KVCache:
         """A cache without slots for prompts of the given lengths, of which none is longer than the static size.
 
-        The lengths matter to budgets that are a share of the prompt; the size fixes the slots that follow from them.
+        The lengths matter to budgets that are a share of the prompt, and to RoPE where its frequencies depend on them;
+        the size fixes the slots that follow from budgets.
         """
         batch = prompt_lengths.shape[0]
         shape = LayerShape(batch, config.num_heads, config.num_kv_heads, config.head_dim, jnp.dtype(dtype))
@@ -168,6 +172,7 @@ class KVCache:
         return cls(
             tuple(layers),
             length=jnp.zeros(batch, jnp.int32),
+            rope=config.rope.row_frequencies(config.head_dim, prompt_lengths),
             pending=jnp.full(batch, -1, jnp.int32),
             policy=policy,
             kept=tuple(policy.slots(layer, prompt_size) for layer in range(config.num_layers)),

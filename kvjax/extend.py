@@ -102,6 +102,7 @@ def read(
         positions,
         lengths,
         next_position,
+        rope=cache.rope,
         slots=slots,
         kept=cache.kept,
         compress=compress,
@@ -116,7 +117,7 @@ def step(
     params: Decoder, cache: KVCache, tokens: Int[Array, "B"], incoming: Bool[Array, "B"]
 ) -> tuple[Float[Array, "B V"], KVCache]:
     """`extend` by one token in the rows where one is incoming; the others are left as they are."""
-    attend = decoding(cache.policy, cache.length, incoming)
+    attend = decoding(cache.policy, cache.length, incoming, rope=cache.rope)
     hidden, layers = params(tokens[:, None], attend, cache.layers)
     cache = replace(cache, layers=layers, length=cache.length + incoming)
     return params.logits(hidden[:, 0]), cache

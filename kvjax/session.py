@@ -114,6 +114,8 @@ def check_model(cache: KVCache, params: Decoder) -> None:
     theirs = (config.num_layers, config.num_kv_heads, config.head_dim)
     if ours != theirs:
         raise ValueError(f"the cache has (layers, kv heads, head size) {ours}; the model has {theirs}")
+    if (cache.rope is not None) != config.rope.depends_on_length:
+        raise ValueError(f"the cache was made by a model of another rotation; this one's is {config.rope}")
 
 
 def _after_pending(cache: KVCache, rows: list[Int[np.ndarray, "_"]]) -> list[Int[np.ndarray, "_"]]:
@@ -135,7 +137,13 @@ def _own(cache: KVCache) -> KVCache:
         replace(layer, capacity=copy(layer.capacity), per_row=jax.tree.map(copy, layer.per_row))
         for layer in cache.layers
     )
-    return replace(cache, layers=layers, length=copy(cache.length), pending=copy(cache.pending))
+    return replace(
+        cache,
+        layers=layers,
+        length=copy(cache.length),
+        rope=jax.tree.map(copy, cache.rope),
+        pending=copy(cache.pending),
+    )
 
 
 def _end_tokens(eos: EndTokens, tokenizer: Any, batch: int) -> Int[np.ndarray, "B E"]:

@@ -7,9 +7,10 @@ from types import ModuleType
 from typing import Any
 
 from . import llama, mistral
-from .config import DecoderConfig, UnsupportedModelError
+from .config import DecoderConfig
 from .decoder import Attend, AttentionLayer, Decoder
-from .rope import Llama3Scaling, Rope, rotate
+from .fields import UnsupportedModelError
+from .rope import Rope, rotate
 from .weights import Rows, Weight, by_tensor, hf_shapes
 
 FAMILIES: dict[str, ModuleType] = {"llama": llama, "mistral": mistral}
@@ -35,7 +36,6 @@ __all__ = [
     "AttentionLayer",
     "Decoder",
     "DecoderConfig",
-    "Llama3Scaling",
     "Rope",
     "Rows",
     "UnsupportedModelError",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .config import DecoderConfig, base_config, base_hf_config, integer, require
+from .config import DecoderConfig, base_config, base_hf_config
+from .fields import integer, require
 from .weights import Weight
 
 ARCHITECTURE = "LlamaForCausalLM"

@@ -157,7 +157,7 @@ def test_caches(fresh: Decoder, tiny: Decoder, document: kvjax.KVCache, compiled
 
 def test_positions_beyond_the_models(tiny: Decoder) -> None:
     params = Decoder(replace(tiny.config, max_positions=20), nnx.Rngs(0))
-    with pytest.warns(UserWarning, match=r"positions up to 21 .* trained for 20 \(Rope\(theta=10000.0") as caught:
+    with pytest.warns(UserWarning, match=r"positions up to 21 .* trained for 20 \(base 10,000\)") as caught:
         answer = kvjax.generate(params, list(range(16)), max_new_tokens=5)
     assert caught[0].filename == __file__  # it points at the caller
     assert answer.lengths.tolist() == [5]

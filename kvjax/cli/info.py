@@ -94,7 +94,7 @@ def _show(facts: dict[str, Any], config: DecoderConfig) -> None:
         ("layers", f"{config.num_layers}, {config.hidden_size:,} wide"),
         ("heads", f"{config.num_heads} query, {config.num_kv_heads} kv, of {config.head_dim} channels"),
         ("vocabulary", f"{config.vocab_size:,}"),
-        ("rope", _rope(config)),
+        ("rope", str(config.rope)),
         ("window", f"{', '.join(map(str, windows))} in {sliding} of {config.num_layers} layers" if windows else "none"),
         ("max positions", f"{config.max_positions:,}"),
         ("KV cache", f"{bytes_text(facts['kv_bytes_per_token'])} a token in {facts['cache_dtype']}, uncompressed"),
@@ -114,8 +114,3 @@ def _show(facts: dict[str, Any], config: DecoderConfig) -> None:
         table.add_row(plan["policy"], slots, bytes_text(plan["bytes"]), f"{plan['compression']:.1f}x")
     console = Console(highlight=False)
     console.print(grid, "", table)
-
-
-def _rope(config: DecoderConfig) -> str:
-    theta = f"base {config.rope.theta:,.0f}"
-    return theta if config.rope.scaling is None else f"{theta}, {config.rope.scaling}"

@@ -1,8 +1,11 @@
 """Mapping Hugging Face configs, as transformers 5 and its forerunners write them, and refusing what is not computed."""
 
+import math
+
 import pytest
 
-from kvjax.models import Llama3Scaling, Rope, UnsupportedModelError, config_from_hf, family
+from kvjax.models import Rope, UnsupportedModelError, config_from_hf, family
+from kvjax.models.rope import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 
 LLAMA = {
     "model_type": "llama",
@@ -14,6 +17,15 @@ LLAMA = {
 }
 MISTRAL = LLAMA | {"model_type": "mistral", "num_attention_heads": 8}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {
+    "factor": None,
+    "mscale": 2.0,
+    "mscale_all_dim": 0.5,
+    "beta_fast": 16,
+    "beta_slow": 2,
+    "truncate": False,
+    "original_max_position_embeddings": 128,
+}
 
 
 @pytest.mark.parametrize(
@@ -34,6 +46,31 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
                 "rope_scaling": {"type": "llama3", **LLAMA3, "original_max_position_embeddings": None},
             },
             Rope(10_000.0, Llama3Scaling(8, 1, 4, 512)),
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 4}}, Rope(10_000.0, LinearScaling(4.0))),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_theta": 1e6, "max_position_embeddings": 512},
+            Rope(1e6, DynamicScaling(2.0, 512)),
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}},
+            Rope(10_000.0, YarnScaling(4.0, 0.1 * math.log(4) + 1, 32.0, 1.0, True, 128)),
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", **YARN}, "max_position_embeddings": 1024},
+            Rope(10_000.0, YarnScaling(8.0, (0.2 * math.log(8) + 1) / (0.05 * math.log(8) + 1), 16.0, 2.0, False, 128)),
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", **YARN, "attention_factor": 1.5, "factor": 2}},
+            Rope(10_000.0, YarnScaling(2.0, 1.5, 16.0, 2.0, False, 128)),
+        ),
+        (
+            {
+                "max_position_embeddings": 1024,
+                "original_max_position_embeddings": 64,
+                "rope_scaling": {"type": "su", "short_factor": [1, 1.5], "long_factor": [2, 4.0]},
+            },
+            Rope(10_000.0, LongRopeScaling((1.0, 1.5), (2.0, 4.0), math.sqrt(1 + math.log(16) / math.log(64)), 64)),
         ),
     ],
 )
@@ -56,6 +93,10 @@ def test_absent_and_null_fields_mean_what_transformers_takes_them_for():
     [
         LLAMA | {"num_key_value_heads": 2, "head_dim": 6, "tie_word_embeddings": True},
         LLAMA | {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+        LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}},
+        LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+        LLAMA | {"rope_scaling": {"type": "yarn", **YARN}},
+        LLAMA | {"rope_scaling": {"type": "longrope", "factor": 4, "short_factor": [1, 2], "long_factor": [3, 4]}},
         MISTRAL | {"sliding_window": 7, "rms_norm_eps": 1e-5},
         MISTRAL | {"sliding_window": None},
     ],
@@ -86,11 +127,20 @@ def test_config_written_is_read_back(hf):
         ({"rms_norm_eps": "small"}, "rms_norm_eps='small'"),
         ({"num_attention_heads": 5}, "head_dim is absent"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
-        ({"head_dim": 5}, "head_dim=5 is odd"),
+        ({"head_dim": 5}, "head_dim=5 gives 5 channels to rotate"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type='yarn'"),
+        ({"rope_scaling": {"type": "proportional", "factor": 2.0}}, "rope_type='proportional'"),
+        ({"rope_scaling": {"type": ["linear"]}}, "rope_type=['linear']"),
+        ({"rope_scaling": {"type": "linear"}}, "factor=None"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 1.0}}, "alpha"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "head_dim": 2}, "too small for rope type 'dynamic'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": 1}}, "truncate=1"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": 1.0, "long_factor": [1.0]}}, "short_factor=1.0"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [1.0]}},
+            "long_factor has 1 numbers; accepted: 2",
+        ),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention"),
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "factor": None}}, "factor=None"),
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor"),

@@ -25,6 +25,8 @@ DIM = 8  # tokens that there can be
 
 
 class Unrotated:
+    attention_factor = 1.0
+
     def frequencies(self, head_dim: int) -> np.ndarray:
         return np.zeros(head_dim // 2, np.float32)
 
