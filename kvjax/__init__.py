@@ -3,7 +3,7 @@
 from kvjax import policies
 from kvjax.cache import KVCache
 from kvjax.cache_io import restore_cache, save_cache
-from kvjax.checkpoint import load, save_hf
+from kvjax.checkpoint import load, restore, save, save_hf
 from kvjax.extend import extend, with_room
 from kvjax.generate import Generation, Stats, generate, prefill
 from kvjax.plan import plan_cache
@@ -27,7 +27,9 @@ __all__ = [
     "plan_cache",
     "policies",
     "prefill",
+    "restore",
     "restore_cache",
+    "save",
     "save_cache",
     "save_hf",
     "shard",

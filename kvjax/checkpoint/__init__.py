@@ -1,0 +1,20 @@
+"""Checkpoints on disk: Hugging Face folders of safetensors, and Orbax. No pickle, no remote code."""
+
+from kvjax.checkpoint.folder import DTYPES, CheckpointError, form_of, locate, read_config
+from kvjax.checkpoint.hf import load, read_headers, save_hf
+from kvjax.checkpoint.orbax import restore, save
+from kvjax.checkpoint.parameters import Progress
+
+__all__ = [
+    "DTYPES",
+    "CheckpointError",
+    "Progress",
+    "form_of",
+    "load",
+    "locate",
+    "read_config",
+    "read_headers",
+    "restore",
+    "save",
+    "save_hf",
+]

@@ -1,0 +1,165 @@
+"""Folders of checkpoints: where they are, which form their weights have, their config and tokenizer. No weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import multihost_utils
+from jax.typing import DTypeLike
+
+from kvjax.models import DecoderConfig, config_from_hf, family
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+WEIGHTS, INDEX, PARAMS = "model.safetensors", "model.safetensors.index.json", "params"
+SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+DOWNLOADED = (
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    INDEX,
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template*",
+)
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16": jnp.dtype("float16")}
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+Form = Literal["hf", "orbax", "cache"]
+READERS: dict[Form, str] = {"hf": "kvjax.load", "orbax": "kvjax.restore", "cache": "kvjax.restore_cache"}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be read.
+
+    Attributes:
+        problems: everything that is wrong with it, a sentence each.
+    """
+
+    def __init__(self, source: object, problems: Sequence[str]):
+        self.problems = tuple(problems)
+        listed = problems[0] if len(problems) == 1 else "".join(f"\n  - {problem}" for problem in problems)
+        super().__init__(f"cannot load {source}: {listed}")
+
+
+def locate(path_or_hub_id: str | os.PathLike[str], patterns: Sequence[str] = DOWNLOADED) -> Path:
+    """The checkpoint's folder, downloaded (the files of these patterns) if it is not one. Raises CheckpointError."""
+    folder = Path(path_or_hub_id).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise CheckpointError(folder, ["it is a file; give the folder that holds config.json and the weights"])
+    if not isinstance(path_or_hub_id, str) or not HUB_ID.fullmatch(path_or_hub_id):
+        raise CheckpointError(folder, ["no such folder"])
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path_or_hub_id, allow_patterns=list(patterns)))
+    except (OSError, ValueError) as error:  # not found, gated, offline, not a legal id
+        reason = f"no such folder, and the Hugging Face hub did not provide it: {first_line(error)}"
+        raise CheckpointError(path_or_hub_id, [reason]) from error
+
+
+def form_of(folder: Path) -> Form | None:
+    """What a folder holds: weights in Hugging Face form or in Orbax's, a saved cache, or none of these."""
+    if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
+        return "hf"
+    if (folder / PARAMS).is_dir():
+        return "orbax"
+    return "cache" if (folder / "facts").is_dir() else None
+
+
+def check_form(folder: Path, wanted: Form) -> None:
+    """Raises CheckpointError, naming the function that reads it, if the folder holds something of another form."""
+    form = form_of(folder)
+    if form is not None and form != wanted:
+        content = {"hf": "weights in Hugging Face form", "orbax": "weights that kvjax.save wrote", "cache": "a cache"}
+        raise CheckpointError(folder, [f"it holds {content[form]}, which {READERS[form]} reads"])
+
+
+def read_config(folder: Path) -> DecoderConfig:
+    """Reads config.json. Raises CheckpointError if there is none to read, UnsupportedModelError for what it asks."""
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(folder, ["it has no config.json"])
+    return config_from_hf(read_json(folder / "config.json"))
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(file.parent, [f"{file.name} is not valid JSON: {error}"]) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(file.parent, [f"{file.name} holds no JSON object"])
+    return content
+
+
+def read_tokenizer(folder: Path, problems: list[str]) -> PreTrainedTokenizerBase | None:
+    """The folder's tokenizer, None if it has none. What is wrong with it joins the problems."""
+    if not any((folder / name).is_file() for name in VOCABULARIES):
+        return None
+    # Without torch, importing transformers advises to install it; tokenizers do not need it.
+    advice = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS")
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+    try:
+        from transformers import AutoTokenizer
+    finally:
+        del os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"]
+        if advice is not None:
+            os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = advice
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # parsers raise errors of many kinds, bare Exception among them
+        problems.append(f"its tokenizer cannot be read: {first_line(error)}")
+        return None
+
+
+def write_config(
+    folder: Path, config: DecoderConfig, dtype: DTypeLike, tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    """Writes config.json and the tokenizer's files."""
+    hf = family(config.family).config_to_hf(config) | {"dtype": str(jnp.dtype(dtype))}
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+        hf |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
+
+
+def remove_weights(folder: Path) -> None:
+    """Removes weights of either form, so that none of them are read in place of those that are to be written."""
+    for file in folder.iterdir():
+        if file.name in (WEIGHTS, INDEX) or SHARD.fullmatch(file.name):
+            file.unlink()
+    if (folder / PARAMS).is_dir():
+        shutil.rmtree(folder / PARAMS)
+
+
+def check_dtype(dtype: DTypeLike | None) -> None:
+    """Raises ValueError for a dtype that weights cannot be cast to. None is none."""
+    if dtype is not None and jnp.dtype(dtype) not in DTYPES.values():
+        accepted = ", ".join(map(str, DTYPES.values()))
+        raise ValueError(f"dtype {jnp.dtype(dtype).name} is not supported; accepted: {accepted}")
+
+
+def together(step: str) -> None:
+    """Waits for the other processes, where there are any."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(step)
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -1,0 +1,143 @@
+"""Host memory that loading and saving take beside the parameters, on a random checkpoint and 8 devices of a CPU.
+
+    python scripts/bench_load.py > bench_load.jsonl
+
+The checkpoint (2 GB, bfloat16, a file for every layer) is made in a temporary folder. Each measurement is a fresh
+process, which this one watches: it samples `RssAnon` in /proc/PID/status, memory that is the process's own; pages of
+mapped files, which the kernel may drop at any time, are not in it. `beyond` is the highest sample while at work, less
+the memory before it and the parameters' own bytes; a slice that several devices of one CPU hold counts once.
+Standard output is JSON lines. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+MESHES = ("1x8", "2x4", "8x1", "none")
+LAYERS = 14
+HF = {
+    "model_type": "llama",
+    "vocab_size": 32_000,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+
+
+def make(folder: Path, layers: int) -> None:
+    """Writes the checkpoint, without holding more than a layer of it."""
+    import jax.numpy as jnp
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    from kvjax.checkpoint.parameters import Blank
+    from kvjax.models import config_from_hf, family, hf_shapes
+
+    hf = HF | {"num_hidden_layers": layers}
+    config = config_from_hf(hf)
+    rng = np.random.default_rng(0)
+    files: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in hf_shapes(family("llama").weights(config), Blank.of(config).shapes).items():
+        number = name.split(".")[2] if ".layers." in name else "x"
+        files.setdefault(f"model-{number}.safetensors", {})[name] = shape
+    for file, shapes in files.items():
+        drawn = {name: rng.random(shape, np.float32).astype(jnp.bfloat16) for name, shape in shapes.items()}
+        save_file(drawn, folder / file)
+    placed = {name: file for file, shapes in files.items() for name in shapes}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+    (folder / "config.json").write_text(json.dumps(hf))
+
+
+def work(action: str, source: str, mesh_text: str, out: str) -> None:
+    """One measurement, in a process of its own, which says when it begins and what it was about."""
+    import jax
+    import jax.numpy as jnp
+
+    import kvjax
+
+    jnp.zeros(()).block_until_ready()
+    mesh = None
+    if mesh_text != "none":
+        data, model = map(int, mesh_text.split("x"))
+        mesh = kvjax.make_mesh(data, model)
+    read = kvjax.restore if action == "restore" else kvjax.load
+    if action in ("load", "restore"):
+        print("begin", flush=True)
+        started = time.perf_counter()
+        params, _ = read(source, mesh=mesh)
+    else:
+        params, _ = read(source, mesh=mesh)
+        print("begin", flush=True)
+        started = time.perf_counter()
+        (kvjax.save if action == "save" else kvjax.save_hf)(params, out)
+    seconds = time.perf_counter() - started
+    leaves = jax.tree.leaves(params)
+    shards = [shard.data for leaf in leaves for shard in leaf.addressable_shards]
+    held = {shard.unsafe_buffer_pointer(): shard.nbytes for shard in shards}
+    facts = {
+        "seconds": seconds,
+        "parameters": sum(leaf.nbytes for leaf in leaves),
+        "held": sum(held.values()),
+        "largest_slice": max(held.values()),
+        "largest_tensor": max(leaf.nbytes for leaf in leaves),
+    }
+    print(json.dumps(facts), flush=True)
+
+
+def measure(action: str, source: Path, mesh: str, out: Path) -> dict[str, Any]:
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    command = [sys.executable, __file__, "--work", action, str(source), mesh, str(out)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        if process.stdout.readline() != "begin\n":
+            raise SystemExit(f"{' '.join(command)} failed")
+        base = peak = _anonymous(process.pid)
+        os.set_blocking(process.stdout.fileno(), False)
+        while not (line := process.stdout.readline()):
+            peak = max(peak, _anonymous(process.pid))
+            time.sleep(0.002)
+    facts = json.loads(line)
+    before = facts["held"] if action in ("load", "restore") else 0  # a save begins with the parameters in memory
+    return {"action": action, "mesh": mesh, "before": base, "beyond": peak - base - before, **facts}
+
+
+def _anonymous(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+    return 0  # the process has ended
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--layers", type=int, default=LAYERS, help="fewer make a smaller checkpoint")
+    parser.add_argument("--folder", type=Path, help="where to make it; by default a temporary folder")
+    parser.add_argument("--work", nargs=4, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.work:
+        work(*arguments.work)
+        return
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
+        source, saved, written = (Path(temporary) / name for name in ("source", "saved", "written"))
+        source.mkdir()
+        make(source, arguments.layers)
+        for mesh in MESHES:
+            print(json.dumps(measure("load", source, mesh, written)), flush=True)
+        print(json.dumps(measure("save_hf", source, "1x8", written)), flush=True)
+        print(json.dumps(measure("save", source, "1x8", saved)), flush=True)
+        for mesh in ("1x8", "2x4", "none"):
+            print(json.dumps(measure("restore", saved, mesh, written)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
