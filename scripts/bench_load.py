@@ -64,12 +64,25 @@ def work(action: str, source: str, mesh_text: str, out: str) -> None:
     import jax.numpy as jnp
 
     import kvjax
+    from kvjax.checkpoint import plan_conversion
 
     jnp.zeros(()).block_until_ready()
     mesh = None
     if mesh_text != "none":
         data, model = map(int, mesh_text.split("x"))
         mesh = kvjax.make_mesh(data, model)
+    if action.startswith("convert"):
+        plan = plan_conversion(source, out, action.removeprefix("convert to "), overwrite=True)  # type: ignore[arg-type]
+        print("begin", flush=True)
+        started = time.perf_counter()
+        plan.run()
+        facts = {
+            "seconds": time.perf_counter() - started,
+            "parameters": plan.parameter_bytes,
+            "planned": plan.peak_bytes,
+        }
+        print(json.dumps(facts), flush=True)
+        return
     read = kvjax.restore if action == "restore" else kvjax.load
     if action in ("load", "restore"):
         print("begin", flush=True)
@@ -107,8 +120,8 @@ def measure(action: str, source: Path, mesh: str, out: Path) -> dict[str, Any]:
             peak = max(peak, _anonymous(process.pid))
             time.sleep(0.002)
     facts = json.loads(line)
-    before = facts["held"] if action in ("load", "restore") else 0  # a save begins with the parameters in memory
-    return {"action": action, "mesh": mesh, "before": base, "beyond": peak - base - before, **facts}
+    new = 0 if action.startswith("save") else facts.get("held", facts["parameters"])
+    return {"action": action, "mesh": mesh, "peak": peak, "beyond": peak - base - new, **facts}
 
 
 def _anonymous(pid: int) -> int:
@@ -137,6 +150,8 @@ def main() -> None:
         print(json.dumps(measure("save", source, "1x8", saved)), flush=True)
         for mesh in ("1x8", "2x4", "none"):
             print(json.dumps(measure("restore", saved, mesh, written)), flush=True)
+        for to, read in (("hf", saved), ("orbax", source)):
+            print(json.dumps(measure(f"convert to {to}", read, "none", written)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Checkpoints on disk: Hugging Face folders of safetensors, and Orbax. No pickle, no remote code."""
 
+from kvjax.checkpoint.convert import Conversion, plan_conversion
 from kvjax.checkpoint.folder import DTYPES, CheckpointError, form_of, locate, read_config
 from kvjax.checkpoint.hf import load, read_headers, save_hf
 from kvjax.checkpoint.orbax import restore, save
@@ -8,10 +9,12 @@ from kvjax.checkpoint.parameters import Progress
 __all__ = [
     "DTYPES",
     "CheckpointError",
+    "Conversion",
     "Progress",
     "form_of",
     "load",
     "locate",
+    "plan_conversion",
     "read_config",
     "read_headers",
     "restore",

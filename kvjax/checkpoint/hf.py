@@ -159,14 +159,20 @@ def read_headers(folder: Path, config: DecoderConfig) -> tuple[int, tuple[str, .
     """
     if form_of(folder) != "hf":
         hf = read_json(folder / "config.json")
-        named = hf.get("dtype") or hf.get("torch_dtype") or "float32"
-        return sum(map(math.prod, Blank.of(config).shapes.values())), (str(named),)
+        named = str(hf.get("dtype") or hf.get("torch_dtype") or "float32")
+        if named not in map(str, DTYPES.values()):
+            raise CheckpointError(folder, [f"config.json says dtype {named}; accepted: {_accepted()}"])
+        return sum(map(math.prod, Blank.of(config).shapes.values())), (named,)
     problems: list[str] = []
     with ExitStack() as stack:
         tensors, _ = open_tensors(folder, stack, problems)
+        headers = [file.get_slice(name) for name, file in tensors.items() if not DERIVED.search(name)]
+        dtypes = sorted({header.get_dtype() for header in headers})
+        problems += [f"tensor(s) of dtype {dtype}; accepted: {_accepted()}" for dtype in dtypes if dtype not in DTYPES]
         if problems:
             raise CheckpointError(folder, problems)
-        headers = [file.get_slice(name) for name, file in tensors.items() if not DERIVED.search(name)]
-        dtypes = {header.get_dtype() for header in headers}
-        names = (str(DTYPES.get(dtype, dtype)) for dtype in dtypes)
-        return sum(math.prod(header.get_shape()) for header in headers), tuple(sorted(names))
+        return sum(math.prod(header.get_shape()) for header in headers), tuple(str(DTYPES[dtype]) for dtype in dtypes)
+
+
+def _accepted() -> str:
+    return ", ".join(map(str, DTYPES.values()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,7 @@ def save(
         folder.mkdir(parents=True, exist_ok=True)
         remove_weights(folder)
     together(f"kvjax.save may write {folder}")
-    with ocp.Checkpointer(_handler(max(array.nbytes for array in arrays.values()))) as checkpointer:
+    with ocp.Checkpointer(_handler([array.nbytes for array in arrays.values()])) as checkpointer:
         checkpointer.save(folder / PARAMS, args=ocp.args.PyTreeSave(arrays))
     if jax.process_index() == 0:
         write_config(folder, params.config, params.embed.dtype, tokenizer)
@@ -99,19 +100,28 @@ def restore(
         path: jax.ShapeDtypeStruct(shape, dtype or stored[path].dtype, sharding=blank.sharding(path) or device)
         for path, shape in blank.shapes.items()
     }
-    largest = max(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in wanted.values())
+    sizes = [math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in stored.values()]
     arguments = ocp.args.PyTreeRestore(wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted))
     try:
-        with ocp.Checkpointer(_handler(largest)) as checkpointer:
+        with ocp.Checkpointer(_handler(sizes)) as checkpointer:
             arrays = checkpointer.restore(folder / PARAMS, args=arguments)
     except (ValueError, OSError) as error:
         raise CheckpointError(folder, [f"its arrays in {PARAMS}/ cannot be read: {first_line(error)}"]) from error
     return blank.filled(arrays), tokenizer
 
 
-def _handler(largest: int) -> Any:
-    """Moves about a gigabyte at a time, or one array where that is larger: Orbax's own default is all of them."""
-    gigabytes = math.ceil(largest / 10**9)
+def transfer_bytes(sizes: Sequence[int]) -> int:
+    """The most that is on its way between devices and disk at a time, of arrays of these sizes in bytes."""
+    return min(_gigabytes(sizes) * 10**9, sum(sizes))
+
+
+def _gigabytes(sizes: Sequence[int]) -> int:
+    """One, or what the largest array takes. Orbax's own default is all arrays at once."""
+    return math.ceil(max(sizes) / 10**9)
+
+
+def _handler(sizes: Sequence[int]) -> Any:
+    gigabytes = _gigabytes(sizes)
     return ocp.PyTreeCheckpointHandler(
         save_concurrent_gb=gigabytes, save_device_host_concurrent_gb=gigabytes, restore_concurrent_gb=gigabytes
     )

@@ -36,7 +36,7 @@ def open_tensors(folder: Path, stack: ExitStack, problems: list[str]) -> tuple[d
             raise CheckpointError(folder, [f"{INDEX} lacks a weight_map from tensor names to file names"])
         files = sorted(set(placed.values()))
     else:
-        problems.append(_no_weights(folder))
+        problems.append(no_weights(folder))
         return {}, None
     tensors: dict[str, safe_open] = {}
     lost: set[str] = set()
@@ -68,7 +68,8 @@ def open_tensors(folder: Path, stack: ExitStack, problems: list[str]) -> tuple[d
     return tensors, lost
 
 
-def _no_weights(folder: Path) -> str:
+def no_weights(folder: Path) -> str:
+    """Why a folder has no weights to read."""
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
     if pickles:
         return (

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import warnings
 from typing import Annotated
 
 import typer
 
 from kvjax.cli.console import Commands, show_warning
+from kvjax.cli.convert import convert
 from kvjax.cli.demo import demo
 from kvjax.cli.generate import generate
 from kvjax.cli.info import info
@@ -23,6 +25,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(info)
+app.command()(convert)
 app.command()(demo)
 
 
@@ -44,4 +47,5 @@ def _options(
 def main() -> None:
     """The entry point `kvjax`."""
     warnings.showwarning = show_warning
+    logging.getLogger("absl").setLevel(logging.ERROR)  # what Orbax warns of comes as an error of kvjax too
     app()

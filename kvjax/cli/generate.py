@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 
 
 def generate(
-    model: Annotated[
-        str, typer.Argument(help="A folder in Hugging Face form, or the name of a repository on the hub.")
-    ],
+    model: Annotated[str, typer.Argument(help="A folder with a checkpoint, or the name of a repository on the hub.")],
     prompt: Annotated[str | None, typer.Argument(help="The text to continue.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(help="Read the prompt from a file instead; - is standard input.")
@@ -36,14 +34,16 @@ def generate(
     """Continue a prompt under a cache policy, e.g. --policy morphkv:budget=512,window=32."""
     import kvjax
     from kvjax import sampling
+    from kvjax.checkpoint import form_of
 
     if as_json and stream:
         raise ValueError("--json prints one document at the end and --stream as it goes; give one of them")
     text = _read_prompt(prompt, prompt_file)
     chosen, method = kvjax.policies.parse(policy), sampling.parse(sampler)
     keep_compiled()
+    read = kvjax.restore if form_of(Path(model).expanduser()) == "orbax" else kvjax.load
     with working(f"loading {model}", quiet=as_json):
-        params, tokenizer = kvjax.load(model, dtype_named(dtype))
+        params, tokenizer = read(model, dtype_named(dtype))
     if tokenizer is None:
         raise ValueError(f"{model} has no tokenizer, which a prompt of text needs")
     request: dict[str, Any] = {

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import huggingface_hub
@@ -11,30 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+import torch
+import transformers
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.numpy import load_file, save_file
 
-from kvjax.checkpoint import CheckpointError, load, save_hf
-from kvjax.models import Decoder, UnsupportedModelError, config_from_hf
-
-HF = {
-    "model_type": "llama",
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
-    "rope_theta": 5e5,
-}
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-EMBED, QUERY, HEAD = "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "lm_head.weight"
-
-
-def decoder(dtype=jnp.float32, **fields) -> Decoder:
-    return Decoder(config_from_hf(HF | fields), nnx.Rngs(0), dtype)
+import kvjax
+from kvjax.attention import causal
+from kvjax.checkpoint import CheckpointError, load, read_headers, restore, save, save_hf
+from kvjax.checkpoint.parameters import on_host
+from kvjax.models import UnsupportedModelError, Weight, config_from_hf
+from tests.checkpoint.folders import EMBED, HEAD, HF, INDEX, QUERY, WEIGHTS, assert_equal, decoder, problems
 
 
 @pytest.fixture
@@ -61,22 +49,6 @@ def shard(folder: Path) -> dict[str, str]:
         save_file({name: content[name] for name in content if placed[name] == file}, folder / file)
     (folder / INDEX).write_text(json.dumps({"weight_map": placed}))
     return placed
-
-
-def problems(folder: Path) -> tuple[str, ...]:
-    with pytest.raises(CheckpointError) as caught:
-        load(folder)
-    assert all(problem in str(caught.value) for problem in caught.value.problems)
-    assert str(folder) in str(caught.value)
-    return caught.value.problems
-
-
-def assert_equal(ours: Decoder, theirs: Decoder) -> None:
-    assert ours.config == theirs.config
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        assert one.dtype == other.dtype
-        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
@@ -133,20 +105,22 @@ def test_output_matrix_beside_tied_embeddings_must_equal_them(tmp_path):
     edit(tmp_path, lm_head__weight=load_file(tmp_path / WEIGHTS)[EMBED])
     assert_equal(load(tmp_path)[0], params)
     edit(tmp_path, lm_head__weight=np.zeros((40, 16), np.float32))
-    assert problems(tmp_path) == (f"{HEAD} differs from {EMBED}, but config.json ties them (tie_word_embeddings)",)
+    assert problems(load, tmp_path) == (
+        f"{HEAD} differs from {EMBED}, but config.json ties them (tie_word_embeddings)",
+    )
 
 
 def test_no_such_folder(tmp_path):
-    assert problems(tmp_path / "absent") == ("no such folder",)
+    assert problems(load, tmp_path / "absent") == ("no such folder",)
 
 
 def test_file_instead_of_folder(folder):
-    assert "give the folder" in problems(folder / WEIGHTS)[0]
+    assert "give the folder" in problems(load, folder / WEIGHTS)[0]
 
 
 def test_no_config(folder):
     (folder / "config.json").unlink()
-    assert problems(folder) == ("it has no config.json",)
+    assert problems(load, folder) == ("it has no config.json",)
 
 
 @pytest.mark.parametrize(("text", "message"), [("{", "not valid JSON"), ("[]", "holds no JSON object")])
@@ -154,7 +128,7 @@ def test_no_config(folder):
 def test_json_that_cannot_be_read(folder, file, text, message):
     shard(folder)
     (folder / file).write_text(text)
-    (problem,) = problems(folder)
+    (problem,) = problems(load, folder)
     assert problem.startswith(file)
     assert message in problem
 
@@ -168,14 +142,14 @@ def test_config_that_is_not_supported(folder):
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
 def test_pickled_weights_are_refused_with_the_reason(folder, name):
     (folder / WEIGHTS).rename(folder / name)
-    (problem,) = problems(folder)
+    (problem,) = problems(load, folder)
     assert name in problem
     assert "runs whatever code it holds" in problem
 
 
 def test_no_weights(folder):
     (folder / WEIGHTS).unlink()
-    assert problems(folder) == (f"it has neither {WEIGHTS} nor {INDEX}",)
+    assert problems(load, folder) == (f"it has neither {WEIGHTS} nor {INDEX}",)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +158,7 @@ def test_no_weights(folder):
 def test_damaged_file(folder, damage):
     file = folder / WEIGHTS
     file.write_bytes(damage(file.read_bytes()))
-    (problem,) = problems(folder)
+    (problem,) = problems(load, folder)
     assert problem.startswith(f"{WEIGHTS} is truncated or no safetensors file")
 
 
@@ -194,7 +168,7 @@ def test_damaged_shard_is_one_problem_and_others_are_still_checked(folder):
     file.write_bytes(file.read_bytes()[:-4])
     whole = folder / next(other for other in placed.values() if other != placed[EMBED])
     save_file(load_file(whole) | {"stray": np.ones(1, np.float32)}, whole)
-    first, second = problems(folder)
+    first, second = problems(load, folder)
     assert first.startswith(f"{file.name} is truncated")
     assert second == "unexpected tensor(s): stray"
 
@@ -202,7 +176,14 @@ def test_damaged_shard_is_one_problem_and_others_are_still_checked(folder):
 def test_index_that_names_a_missing_file(folder):
     placed = shard(folder)
     (folder / placed[EMBED]).unlink()
-    assert problems(folder) == (f"{INDEX} names {placed[EMBED]}, which does not exist",)
+    assert problems(load, folder) == (f"{INDEX} names {placed[EMBED]}, which does not exist",)
+
+
+def test_index_that_places_a_tensor_where_it_is_not(folder):
+    placed = shard(folder)
+    other = next(file for file in placed.values() if file != placed[EMBED])
+    (folder / INDEX).write_text(json.dumps({"weight_map": placed | {EMBED: other, "stray": other}}))
+    assert problems(load, folder) == (f"{INDEX} places in {other} what it does not hold: {EMBED}, stray",)
 
 
 def test_index_that_leaves_the_folder(folder):
@@ -210,20 +191,22 @@ def test_index_that_leaves_the_folder(folder):
     shutil.move(folder / placed[EMBED], folder.parent / "elsewhere.safetensors")
     moved = {name: "../elsewhere.safetensors" if file == placed[EMBED] else file for name, file in placed.items()}
     (folder / INDEX).write_text(json.dumps({"weight_map": moved}))
-    assert problems(folder) == (f"{INDEX} names '../elsewhere.safetensors', which is not a file name of this folder",)
+    assert problems(load, folder) == (
+        f"{INDEX} names '../elsewhere.safetensors', which is not a file name of this folder",
+    )
 
 
 def test_index_without_a_weight_map(folder):
     shard(folder)
     (folder / INDEX).write_text('{"metadata": {}}')
-    assert problems(folder) == (f"{INDEX} lacks a weight_map from tensor names to file names",)
+    assert problems(load, folder) == (f"{INDEX} lacks a weight_map from tensor names to file names",)
 
 
 def test_tensor_in_two_shards(folder):
     placed = shard(folder)
     for file in {folder / name for name in placed.values()}:
         save_file(load_file(file) | {EMBED: np.zeros((40, 16), np.float32)}, file)
-    assert problems(folder) == (f"tensor(s) in more than one file: {EMBED}",)
+    assert problems(load, folder) == (f"tensor(s) in more than one file: {EMBED}",)
 
 
 def test_all_problems_with_tensors_are_listed_together(folder):
@@ -237,7 +220,7 @@ def test_all_problems_with_tensors_are_listed_together(folder):
         model__layers__2__mlp__up_proj__weight=np.ones((24, 16), np.float32),
     )
     (folder / "tokenizer.json").write_text("{")
-    found = problems(folder)
+    found = problems(load, folder)
     assert found[0].startswith("its tokenizer cannot be read: ")
     assert found[1:] == (
         f"missing tensor(s): model.norm.weight, {HEAD}",
@@ -278,6 +261,105 @@ def test_existing_folder_goes_before_the_hub(folder, monkeypatch):
     monkeypatch.chdir(folder.parent)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     assert_equal(load("model")[0], decoder())
+
+
+@pytest.mark.parametrize("sizes", [(8, 1), (4, 2), (2, 4), (1, 1)])
+def test_slices_go_straight_to_the_devices_of_a_mesh(folder, sizes):
+    mesh = kvjax.make_mesh(*sizes)
+    spread = kvjax.shard(decoder(), mesh)
+    loaded, _ = load(folder, mesh=mesh)
+    assert_equal(loaded, spread)
+    for ours, theirs in zip(jax.tree.leaves(loaded), jax.tree.leaves(spread), strict=True):
+        assert ours.sharding == theirs.sharding
+
+
+def test_each_slice_is_read_once(folder, monkeypatch):
+    """Of 2 x 4 devices a kv head's weights lie on four, and a norm's on eight."""
+    read = []
+    monkeypatch.setattr(
+        Weight,
+        "read",
+        lambda self, tensor, shape, index, dtype: (
+            read.append((self.path, index))
+            or np.ones([len(range(size)[part]) for size, part in zip(shape, index, strict=True)], dtype)
+        ),
+    )
+    load(folder, mesh=kvjax.make_mesh(2, 4))
+    counts = Counter(path.removeprefix("layers.0.") for path, _ in read if not path.startswith("layers.1."))
+    assert counts["attention.key"] == 2
+    assert counts["attention.query"] == counts["mlp.up"] == counts["embed"] == counts["unembed"] == 4
+    assert counts["attention_norm.scale"] == 1
+
+
+def test_mesh_that_does_not_fit(folder):
+    with pytest.raises(ValueError, match="model=3 does not fit 4 query heads"):
+        load(folder, mesh=kvjax.make_mesh(model=3))
+
+
+def test_progress_counts_every_byte(folder, tmp_path):
+    loading, writing = [], []
+    params, _ = load(folder, "bfloat16", progress=lambda *numbers: loading.append(numbers))
+    save_hf(params, tmp_path / "again", progress=lambda *numbers: writing.append(numbers))
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    for calls in (loading, writing):
+        assert calls == sorted(calls)
+        assert calls[-1] == (size, size)
+        assert len(calls) == len(jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("sizes", [None, (2, 4)])
+def test_files_of_a_size_that_transformers_reads(tmp_path, sizes):
+    params = decoder() if sizes is None else kvjax.shard(decoder(), kvjax.make_mesh(*sizes))
+    save_hf(params, tmp_path, max_shard_bytes=8000)
+    placed = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+    files = sorted(set(placed.values()))
+    assert files == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
+    assert len(files) > 1
+    assert not (tmp_path / WEIGHTS).exists()
+    for file in files:
+        tensors = load_file(tmp_path / file)
+        assert set(tensors) == {name for name in placed if placed[name] == file}
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= 8000
+    assert_equal(load(tmp_path)[0], decoder())
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    tokens = np.arange(12)[None] * 3
+    hidden, _ = decoder()(tokens, causal(jnp.arange(12)[None]))
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(tokens)).logits.numpy()
+    np.testing.assert_allclose(decoder().logits(hidden), expected, atol=1e-5)
+
+
+def test_weights_that_a_folder_held_are_not_read_in_place_of_new_ones(folder):
+    other = jax.tree.map(lambda leaf: leaf + 1, decoder())
+    for params, size in ((other, 5_000), (decoder(), 9_000), (other, 10**9), (decoder(), 5_000)):
+        save_hf(params, folder, max_shard_bytes=size)
+        assert_equal(load(folder)[0], params)
+        files = {file.name for file in folder.iterdir()} - {"config.json", INDEX}
+        assert files == (
+            set(json.loads((folder / INDEX).read_text())["weight_map"].values()) if size < 10**9 else {WEIGHTS}
+        )
+    save(other, folder, overwrite=True)
+    assert_equal(restore(folder)[0], other)
+    assert {file.name for file in folder.iterdir()} == {"config.json", "params"}
+
+
+def test_size_of_files_that_is_not_positive(tmp_path):
+    with pytest.raises(ValueError, match="max_shard_bytes=0; accepted is a positive number"):
+        save_hf(decoder(), tmp_path, max_shard_bytes=0)
+
+
+def test_saving_keeps_no_copies_of_weights_on_the_host():
+    spread = kvjax.shard(decoder(), kvjax.make_mesh(2, 4))
+    for leaf in jax.tree.leaves(spread):
+        np.testing.assert_array_equal(on_host(leaf), np.asarray(leaf.copy()))
+        assert leaf._npy_value is None
+
+
+def test_headers_of_a_dtype_that_is_not_accepted(folder):
+    edit(folder, **{QUERY.replace(".", "__"): np.ones((24, 16), np.int8)})
+    assert problems(lambda folder: read_headers(folder, config_from_hf(HF)), folder) == (
+        "tensor(s) of dtype I8; accepted: float32, bfloat16, float16",
+    )
 
 
 SCRIPT = """

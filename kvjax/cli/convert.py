@@ -1,0 +1,82 @@
+"""`kvjax convert`: from one form of checkpoint to the other, or to another dtype."""
+
+from __future__ import annotations
+
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from kvjax.cli.console import bytes_text, dtype_named, print_json, stderr, working
+
+
+class Form(StrEnum):
+    hf = "hf"
+    orbax = "orbax"
+
+
+def convert(
+    source: Annotated[
+        str, typer.Argument(metavar="IN", help="A folder in either form, or the name of a repository on the hub.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
+    to: Annotated[Form, typer.Option(help="hf: config.json and safetensors; orbax: what kvjax.save writes.")],
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; by default what the weights are stored in.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint that OUT holds.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Convert a checkpoint from one form to the other, or to another dtype. Runs on the CPU."""
+    from kvjax.checkpoint import plan_conversion
+
+    started = time.perf_counter()
+    with working(f"reading {source}", quiet=as_json):
+        plan = plan_conversion(source, out, to.value, dtype_named(dtype), overwrite)
+    console = stderr()
+    if not as_json:
+        console.print(
+            f"{plan.parameters:,} parameters, {bytes_text(plan.parameter_bytes)} in {plan.dtype}; "
+            f"converting takes about {bytes_text(plan.peak_bytes)} of memory",
+            soft_wrap=True,
+        )
+    bars = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=as_json or not console.is_terminal,
+    )
+    with bars:
+        read, written = (bars.add_task(text, total=None, start=False) for text in ("reading", "writing"))
+
+        def show(bar: TaskID, done: int, total: int) -> None:
+            bars.start_task(bar)
+            bars.update(bar, completed=done, total=total)
+
+        plan.run(
+            reading=lambda done, total: show(read, done, total),
+            writing=lambda done, total: show(written, done, total),
+        )
+    seconds = time.perf_counter() - started
+    if as_json:
+        print_json(
+            {
+                "source": str(plan.source),
+                "from": plan.form,
+                "out": str(plan.out),
+                "to": plan.to,
+                "dtype": str(plan.dtype),
+                "parameters": plan.parameters,
+                "parameter_bytes": plan.parameter_bytes,
+                "peak_bytes": plan.peak_bytes,
+                "seconds": seconds,
+            }
+        )
+    else:
+        console.print(f"[dim]{out} written in {seconds:.3g} s[/dim]", soft_wrap=True)

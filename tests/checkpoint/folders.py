@@ -1,0 +1,47 @@
+"""Tiny checkpoints, and what the tests of this folder do with them."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from kvjax.checkpoint import CheckpointError
+from kvjax.models import Decoder, config_from_hf
+
+HF = {
+    "model_type": "llama",
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "rope_theta": 5e5,
+}
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+EMBED, QUERY, HEAD = "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "lm_head.weight"
+
+
+def decoder(dtype=jnp.float32, **fields) -> Decoder:
+    return Decoder(config_from_hf(HF | fields), nnx.Rngs(0), dtype)
+
+
+def assert_equal(ours: Decoder, theirs: Decoder) -> None:
+    assert ours.config == theirs.config
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+
+
+def problems(read, folder: Path) -> tuple[str, ...]:
+    """What `load` or `restore` finds wrong with a folder."""
+    with pytest.raises(CheckpointError) as caught:
+        read(folder)
+    assert all(problem in str(caught.value) for problem in caught.value.problems)
+    assert str(folder) in str(caught.value)
+    return caught.value.problems
