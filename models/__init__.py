@@ -6,14 +6,21 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from . import llama, mistral
+from . import internlm2, llama, mistral, phi3, qwen2, qwen3
 from .config import DecoderConfig
 from .decoder import Attend, AttentionLayer, Decoder
 from .fields import UnsupportedModelError
 from .rope import Rope, rotate
 from .weights import Rows, Weight, by_tensor, hf_shapes
 
-FAMILIES: dict[str, ModuleType] = {"llama": llama, "mistral": mistral}
+FAMILIES: dict[str, ModuleType] = {
+    "internlm2": internlm2,
+    "llama": llama,
+    "mistral": mistral,
+    "phi3": phi3,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+}
 
 
 def family(model_type: str) -> ModuleType:

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .fields import UnsupportedModelError, integer, number, require
+from .fields import UnsupportedModelError, flag, integer, number, require
 from .rope import Rope
 from .rope_config import rope_from_hf, rope_to_hf
 
@@ -22,6 +22,8 @@ class DecoderConfig:
         family: the Hugging Face `model_type` this decoder is read from and written to.
         windows: one entry a layer: the sliding window in tokens (itself included), or None for full attention.
         max_positions: the length the checkpoint was trained for (`max_position_embeddings`).
+        qkv_bias, output_bias, mlp_bias: whether the projections to q, k and v, the one back, and the MLP's have biases.
+        qk_norm: whether each head of q and k is normed before rotation.
     """
 
     family: str
@@ -36,6 +38,10 @@ class DecoderConfig:
     max_positions: int
     norm_epsilon: float = 1e-6
     tie_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -63,17 +69,47 @@ class DecoderConfig:
         return self.head_dim**-0.5
 
 
-def base_config(hf: Mapping[str, Any], architecture: str, windows: tuple[int | None, ...]) -> DecoderConfig:
+# What other decoders compute and these do not, with the values at which it makes no difference.
+NOT_COMPUTED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "quantization_config": (None,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "logit_scale": (None, 1.0),
+    "logits_scaling": (None, 1.0),
+    "embedding_multiplier": (None, 1.0),
+    "residual_multiplier": (None, 1.0),
+    "attention_multiplier": (None,),
+    "query_pre_attn_scalar": (None,),
+    "attention_chunk_size": (None,),
+    "dual_chunk_attention_config": (None,),
+    "no_rope_layers": (None, []),
+    "use_mrope": (None, False),
+    "clip_qkv": (None,),
+    "use_qk_norm": (None, False),
+    "qk_layernorm": (None, False),
+    "lm_head_bias": (None, False),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+    "is_encoder_decoder": (None, False),
+    "add_cross_attention": (None, False),
+}
+
+
+def base_config(
+    hf: Mapping[str, Any], architecture: str, windows: tuple[int | None, ...], rope: Rope | None = None
+) -> DecoderConfig:
     """The fields that all Llama-like families share, read from a Hugging Face `config.json`.
 
-    Where a field is absent, its value is the one that transformers assumes.
+    Where a field is absent, its value is the one that transformers assumes. A family that knows less than every type of
+    RoPE, or more than whole heads of it, gives its own. Raises UnsupportedModelError.
     """
     if architecture not in (hf.get("architectures") or [architecture]):
         raise UnsupportedModelError(
             f"config field architectures={hf['architectures']!r} is not supported; accepted: [{architecture!r}]"
         )
-    require(hf, "hidden_act", "silu", "swish")
-    require(hf, "quantization_config", None)
+    for field, neutral in NOT_COMPUTED.items():
+        require(hf, field, *neutral)
     heads = integer(hf, "num_attention_heads")
     hidden = integer(hf, "hidden_size")
     if hf.get("head_dim") is None and hidden % heads:
@@ -89,10 +125,10 @@ def base_config(hf: Mapping[str, Any], architecture: str, windows: tuple[int | N
         num_kv_heads=integer(hf, "num_key_value_heads", heads),
         head_dim=integer(hf, "head_dim", hidden // heads),
         windows=windows,
-        rope=rope_from_hf(hf),
+        rope=rope_from_hf(hf) if rope is None else rope,
         max_positions=integer(hf, "max_position_embeddings", 2048),
         norm_epsilon=number(hf, "rms_norm_eps", 1e-6),
-        tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
+        tie_embeddings=flag(hf, "tie_word_embeddings"),
     )
 
 

@@ -50,19 +50,31 @@ def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], fan_in
     return nnx.Param(value.astype(dtype), out_sharding=axes, eager_sharding=False)
 
 
-class RMSNorm(nnx.Module):
-    def __init__(self, config: DecoderConfig, dtype: DTypeLike):
-        self.epsilon = config.norm_epsilon
-        self.scale = nnx.Param(jnp.ones(config.hidden_size, dtype), out_sharding=("embed",), eager_sharding=False)
+def bias(wanted: bool, shape: tuple[int, ...], axes: tuple[str, ...], dtype: DTypeLike) -> nnx.Param | None:
+    """Zeros, or None where a family has no such bias."""
+    return nnx.Param(jnp.zeros(shape, dtype), out_sharding=axes, eager_sharding=False) if wanted else None
 
-    def __call__(self, x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
+
+def linear(x: Float[Array, "... I"], weight: Float[Array, "I O"], bias: nnx.Param | None) -> Float[Array, "... O"]:
+    product = x @ weight
+    return product if bias is None else product + bias[...].reshape(-1)
+
+
+class RMSNorm(nnx.Module):
+    """Over the last axis."""
+
+    def __init__(self, size: int, axis: str, epsilon: float, dtype: DTypeLike):
+        self.epsilon = epsilon
+        self.scale = nnx.Param(jnp.ones(size, dtype), out_sharding=(axis,), eager_sharding=False)
+
+    def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
         wide = x.astype(jnp.float32)
         normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
         return normed.astype(x.dtype) * self.scale[...]
 
 
 class Attention(nnx.Module):
-    """Projections to query, key and value heads and back."""
+    """Projections to query, key and value heads and back; some families have biases or norms of q and k heads."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: DTypeLike):
         M, Hq, H, D = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
@@ -70,20 +82,32 @@ class Attention(nnx.Module):
         self.key = weight(rngs, (M, H, D), ("embed", "kv_heads", "head_dim"), M, dtype)
         self.value = weight(rngs, (M, H, D), ("embed", "kv_heads", "head_dim"), M, dtype)
         self.output = weight(rngs, (Hq, D, M), ("heads", "head_dim", "embed"), Hq * D, dtype)
+        self.query_bias = bias(config.qkv_bias, (Hq, D), ("heads", "head_dim"), dtype)
+        self.key_bias = bias(config.qkv_bias, (H, D), ("kv_heads", "head_dim"), dtype)
+        self.value_bias = bias(config.qkv_bias, (H, D), ("kv_heads", "head_dim"), dtype)
+        self.output_bias = bias(config.output_bias, (M,), ("embed",), dtype)
+        self.query_norm = RMSNorm(D, "head_dim", config.norm_epsilon, dtype) if config.qk_norm else None
+        self.key_norm = RMSNorm(D, "head_dim", config.norm_epsilon, dtype) if config.qk_norm else None
 
     def __call__(
         self, x: Float[Array, "B N M"], layer: AttentionLayer, attend: Attend, cache: Any
     ) -> tuple[Float[Array, "B N M"], Any]:
-        q, k, v = (_split_heads(x, projection[...]) for projection in (self.query, self.key, self.value))
+        q = _split_heads(x, self.query[...], self.query_bias)
+        k = _split_heads(x, self.key[...], self.key_bias)
+        v = _split_heads(x, self.value[...], self.value_bias)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
         context, cache = attend(layer, q, k, v, cache)
         joined = jnp.swapaxes(context, 1, 2).reshape(*x.shape[:2], -1)
-        return joined @ self.output[...].reshape(joined.shape[-1], -1), cache
+        return linear(joined, self.output[...].reshape(joined.shape[-1], -1), self.output_bias), cache
 
 
-def _split_heads(x: Float[Array, "B N M"], projection: Float[Array, "M H D"]) -> Float[Array, "B H N D"]:
+def _split_heads(
+    x: Float[Array, "B N M"], projection: Float[Array, "M H D"], bias: nnx.Param | None
+) -> Float[Array, "B H N D"]:
     """x . projection, heads first. As a plain product, or XLA turns the weights instead of the activations."""
     M, H, D = projection.shape
-    return jnp.swapaxes((x @ projection.reshape(M, H * D)).reshape(*x.shape[:2], H, D), 1, 2)
+    return jnp.swapaxes(linear(x, projection.reshape(M, H * D), bias).reshape(*x.shape[:2], H, D), 1, 2)
 
 
 class MLP(nnx.Module):
@@ -94,16 +118,20 @@ class MLP(nnx.Module):
         self.gate = weight(rngs, (M, F), ("embed", "mlp"), M, dtype)
         self.up = weight(rngs, (M, F), ("embed", "mlp"), M, dtype)
         self.down = weight(rngs, (F, M), ("mlp", "embed"), F, dtype)
+        self.gate_bias = bias(config.mlp_bias, (F,), ("mlp",), dtype)
+        self.up_bias = bias(config.mlp_bias, (F,), ("mlp",), dtype)
+        self.down_bias = bias(config.mlp_bias, (M,), ("embed",), dtype)
 
     def __call__(self, x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
-        return (jax.nn.silu(x @ self.gate[...]) * (x @ self.up[...])) @ self.down[...]
+        gate, up = linear(x, self.gate[...], self.gate_bias), linear(x, self.up[...], self.up_bias)
+        return linear(jax.nn.silu(gate) * up, self.down[...], self.down_bias)
 
 
 class Layer(nnx.Module):
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: DTypeLike):
-        self.attention_norm = RMSNorm(config, dtype)
+        self.attention_norm = RMSNorm(config.hidden_size, "embed", config.norm_epsilon, dtype)
         self.attention = Attention(config, rngs, dtype)
-        self.mlp_norm = RMSNorm(config, dtype)
+        self.mlp_norm = RMSNorm(config.hidden_size, "embed", config.norm_epsilon, dtype)
         self.mlp = MLP(config, rngs, dtype)
 
     def __call__(
@@ -122,7 +150,7 @@ class Decoder(nnx.Module):
         self.config = config
         self.embed = weight(rngs, (V, M), ("vocab", "embed"), M, dtype)
         self.layers = nnx.List([Layer(config, rngs, dtype) for _ in config.windows])
-        self.norm = RMSNorm(config, dtype)
+        self.norm = RMSNorm(M, "embed", config.norm_epsilon, dtype)
         self.unembed = None if config.tie_embeddings else weight(rngs, (M, V), ("embed", "vocab"), M, dtype)
 
     def __call__(

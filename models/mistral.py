@@ -17,7 +17,8 @@ DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "slidi
 
 def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     hf = DEFAULTS | dict(hf)
-    require(hf, "attention_bias", False)
+    require(hf, "attention_bias", None, False)
+    require(hf, "mlp_bias", None, False)
     window = None if hf["sliding_window"] is None else integer(hf, "sliding_window")
     layers = integer(hf, "num_hidden_layers")
     require(hf, "layer_types", None, ["full_attention" if window is None else "sliding_attention"] * layers)

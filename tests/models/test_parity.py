@@ -1,25 +1,38 @@
-"""Our decoder and loader against transformers', in both directions, on tiny random checkpoints."""
+"""Our decoder and loader against transformers', in both directions, on tiny random checkpoints of every family."""
 
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 
 import kvjax
 from kvjax.attention import causal
 from kvjax.checkpoint import load, save_hf
 from kvjax.models import Decoder, config_from_hf
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch
+import transformers
+
+from tests.models import reference
+from tests.models.reference import VOCAB, fix_frequencies
 
 pytestmark = pytest.mark.parity
 
 BATCH, LENGTH, NEW = 2, 40, 64
+# width, query heads, kv heads
+GROUP1 = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
+GROUP4 = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 2}
+GROUP5 = {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 1}
+GROUP7 = {"hidden_size": 56, "num_attention_heads": 14, "num_key_value_heads": 2}
+GROUP8 = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 1}
+TIED = {"tie_word_embeddings": True}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10_000.0,
@@ -28,60 +41,90 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-# width, query heads, kv heads: groups of 1, 4 and 7
-GROUP1 = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
-GROUP4 = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 2}
-GROUP7 = {"hidden_size": 56, "num_attention_heads": 14, "num_key_value_heads": 2}
+LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+MSCALE = {"mscale": 2.0, "mscale_all_dim": 0.5, "beta_fast": 8.0, "beta_slow": 0.5, "truncate": False}
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def longrope(pairs: int, original: int, **fields) -> dict:
+    """Lists of factors so far apart that texts of one kind would not pass with those of the other."""
+    factors = {"short_factor": [1 + 0.1 * i for i in range(pairs)], "long_factor": [2.0 + i for i in range(pairs)]}
+    return {
+        "rope_parameters": {"rope_type": "longrope", "rope_theta": 10_000.0, **factors, **fields},
+        "original_max_position_embeddings": original,
+    }
+
+
+# Lengths run from LENGTH to LENGTH + NEW: beyond 32 positions, within 128.
 CASES = {
-    "llama-group1": ("llama", GROUP1),
-    "llama-group4-tied": ("llama", GROUP4 | {"tie_word_embeddings": True}),
+    "llama-group1": ("llama", GROUP1 | {"num_hidden_layers": 2}),
+    "llama-group4-tied": ("llama", GROUP4 | TIED | {"num_hidden_layers": 2}),
     "llama-group7-head_dim": ("llama", GROUP7 | {"head_dim": 10}),
+    "llama-group8-bias": ("llama", GROUP8 | {"attention_bias": True, "mlp_bias": True}),
     "llama-llama3": ("llama", GROUP4 | {"head_dim": 16, "rope_parameters": LLAMA3}),
-    "mistral-window": ("mistral", GROUP4 | {"sliding_window": 9}),
-    "mistral-window-tied": (
-        "mistral",
-        GROUP7 | {"head_dim": 16, "sliding_window": 16, "tie_word_embeddings": True},
-    ),
+    "llama-linear": ("llama", GROUP5 | {"rope_parameters": LINEAR}),
+    "llama-dynamic": ("llama", GROUP4 | {"rope_parameters": DYNAMIC, "max_position_embeddings": 32}),
+    "llama-dynamic-short": ("llama", GROUP4 | {"rope_parameters": DYNAMIC, "max_position_embeddings": 128}),
+    "llama-yarn": ("llama", GROUP1 | {"head_dim": 16, "rope_parameters": YARN}),
+    "llama-yarn-mscale": ("llama", GROUP1 | {"head_dim": 16, "rope_parameters": YARN | MSCALE}),
+    "mistral-window": ("mistral", GROUP4 | {"sliding_window": 9, "num_hidden_layers": 2}),
+    "mistral-window-tied": ("mistral", GROUP7 | TIED | {"head_dim": 16, "sliding_window": 16}),
     "mistral-full": ("mistral", GROUP1 | {"sliding_window": None, "rms_norm_eps": 1e-5}),
+    "qwen2-group7": ("qwen2", GROUP7 | {"rope_parameters": YARN}),
+    "qwen2-layers-tied": (
+        "qwen2",
+        GROUP5
+        | TIED
+        | {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "qwen3-head_dim": ("qwen3", GROUP4 | {"head_dim": 16, "use_sliding_window": False}),
+    "qwen3-layers-bias-tied": (
+        "qwen3",
+        GROUP8
+        | TIED
+        | {"num_hidden_layers": 2, "head_dim": 10, "attention_bias": True}
+        | {"use_sliding_window": True, "sliding_window": 9, "layer_types": [SLIDING, FULL]},
+    ),
+    "phi3-group1": ("phi3", GROUP1 | {"num_hidden_layers": 2}),
+    "phi3-partial-window-tied": (
+        "phi3",
+        GROUP8 | TIED | {"sliding_window": 9, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
+    ),
+    "phi3-longrope": ("phi3", GROUP4 | {"hidden_size": 64} | longrope(4, 32)),
+    "phi3-longrope-short": ("phi3", GROUP5 | longrope(4, 128)),
+    "phi3-longrope-partial": ("phi3", GROUP4 | {"hidden_size": 64} | longrope(2, 32, partial_rotary_factor=0.5)),
+    "internlm2-group1-bias": ("internlm2", GROUP1 | {"bias": True, "num_hidden_layers": 2}),
+    "internlm2-group4-linear-tied": ("internlm2", GROUP4 | TIED | {"bias": False, "rope_parameters": LINEAR}),
+    "internlm2-group7-dynamic": (
+        "internlm2",
+        GROUP7 | {"bias": False, "rope_parameters": DYNAMIC, "max_position_embeddings": 32},
+    ),
 }
-
-
-def reference(model_type: str, fields: dict) -> Any:
-    """A random model whose logits spread over several units: at the usual 0.02 all would be near zero, and alike."""
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(
-        model_type,
-        vocab_size=100,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        max_position_embeddings=256,
-        initializer_range=0.15,
-        bos_token_id=None,
-        eos_token_id=None,
-        **fields,
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):  # ones at first, which would hide a norm that is left out or swapped
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    return model
+CASES["phi3-partial-window-tied"][1]["rope_parameters"]["partial_rotary_factor"] = 0.5
 
 
 @pytest.fixture(scope="module", params=CASES)
-def model(request):
-    return reference(*CASES[request.param])
+def case(request):
+    return CASES[request.param]
 
 
 @pytest.fixture(scope="module")
-def folder(model, tmp_path_factory) -> Path:
+def model(case):
+    return reference.reference(*case)
+
+
+@pytest.fixture(scope="module")
+def folder(case, model, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    model.save_pretrained(path)
+    reference.save(model, case[0], path)
     return path
 
 
 @pytest.fixture(scope="module")
 def tokens() -> np.ndarray:
-    return np.random.default_rng(0).integers(0, 100, (BATCH, LENGTH))
+    return np.random.default_rng(0).integers(0, VOCAB, (BATCH, LENGTH))
 
 
 @jax.jit
@@ -90,69 +133,89 @@ def logits(params: Decoder, tokens: jax.Array) -> jax.Array:
     return params.logits(hidden)
 
 
-def theirs(model, tokens: np.ndarray) -> np.ndarray:
-    with torch.no_grad():
-        return model(torch.from_numpy(tokens)).logits.float().numpy()
-
-
 def test_logits_in_float32(model, folder, tokens):
     params, _ = load(folder)
-    expected = theirs(model, tokens)
+    expected = reference.logits(model, tokens)
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(logits(params, tokens), expected, atol=1e-4, rtol=0)
 
 
-def test_greedy_tokens_in_float32(model, folder, tokens):
+def test_greedy_tokens_in_float32(case, folder, tokens):
+    """Where frequencies depend on the length of a text, it is the prompt's, in transformers too."""
     params, _ = load(folder)
-    with torch.no_grad():
-        expected = model.generate(torch.from_numpy(tokens), max_new_tokens=NEW, do_sample=False).numpy()
-    assert expected.shape == (BATCH, LENGTH + NEW)
+    expected = reference.greedy(fix_frequencies(reference.reference(*case), LENGTH), tokens, NEW)
     answer = kvjax.generate(params, tokens, max_new_tokens=NEW)
-    np.testing.assert_array_equal(answer.tokens, expected[:, LENGTH:])
+    np.testing.assert_array_equal(answer.tokens, expected)
 
 
-def test_logits_in_bfloat16(model, folder, tokens):
+def test_logits_in_bfloat16(case, model, folder, tokens):
     """bfloat16 keeps 8 bits: the error must be of its size, and no larger than transformers' own by much."""
     params, _ = load(folder, dtype=jnp.bfloat16)
-    exact = theirs(model, tokens)
-    rounded = theirs(type(model).from_pretrained(folder, dtype=torch.bfloat16), tokens)
+    exact = reference.logits(model, tokens)
+    rounded = reference.logits(reference.reference(*case).to(torch.bfloat16), tokens)
     error, usual = (np.sqrt(np.mean((np.asarray(x) - exact) ** 2)) for x in (logits(params, tokens), rounded))
     assert error < 1.5 * usual
     assert error < 0.03 * exact.std()
 
 
 def test_shards(tmp_path, tokens):
-    model = reference(*CASES["llama-group4-tied"])
+    model = reference.reference(*CASES["llama-group4-tied"])
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     params, _ = load(tmp_path)
-    np.testing.assert_allclose(logits(params, tokens), theirs(model, tokens), atol=1e-4, rtol=0)
+    np.testing.assert_allclose(logits(params, tokens), reference.logits(model, tokens), atol=1e-4, rtol=0)
 
 
-def test_window_matters(tokens):
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("mistral-window", {"sliding_window": None}),
+        ("qwen2-layers-tied", {"max_window_layers": 2}),
+        ("qwen3-layers-bias-tied", {"layer_types": [FULL, FULL]}),
+        ("phi3-partial-window-tied", {"sliding_window": None}),
+    ],
+)
+def test_window_matters(name, changed, tokens):
     """The window of these cases is shorter than the sequence, so that a decoder without one would not pass."""
-    windowed, full = (reference("mistral", GROUP4 | {"sliding_window": window}) for window in (9, None))
-    difference = np.abs(theirs(windowed, tokens) - theirs(full, tokens)).max(axis=(0, 2))
+    model_type, fields = CASES[name]
+    windowed, full = (reference.reference(model_type, fields | x) for x in ({}, changed))
+    difference = np.abs(reference.logits(windowed, tokens) - reference.logits(full, tokens)).max(axis=(0, 2))
     assert difference[:9].max() < 1e-5
     assert difference[9:].min() > 1e-2
 
 
-def test_transformers_reads_back_what_it_wrote(model, folder, tmp_path, tokens):
+def test_transformers_reads_back_what_it_wrote(case, model, folder, tmp_path, tokens):
     params, _ = load(folder)
     save_hf(params, tmp_path)
-    again = type(model).from_pretrained(tmp_path)
-    assert again.dtype == torch.float32
-    np.testing.assert_array_equal(theirs(again, tokens), theirs(model, tokens))
+    if case[0] == "internlm2":  # which only we can read
+        written, read = (load_file(path / "model.safetensors") for path in (tmp_path, folder))
+        assert written.keys() == read.keys()
+        for name, tensor in written.items():
+            np.testing.assert_array_equal(tensor, read[name])
+        assert load(tmp_path)[0].config == params.config
+    else:
+        again = type(model).from_pretrained(tmp_path)
+        assert again.dtype == torch.float32
+        np.testing.assert_array_equal(reference.logits(again, tokens), reference.logits(model, tokens))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("case", ["llama-llama3", "mistral-window-tied"])
-def test_transformers_reads_a_decoder_of_ours(case, dtype, tmp_path, tokens):
-    model_type, fields = CASES[case]
-    hf = fields | {"model_type": model_type, "vocab_size": 100, "intermediate_size": 48, "num_hidden_layers": 1}
-    params = Decoder(config_from_hf(hf), nnx.Rngs(1), dtype)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("llama-llama3", jnp.float32),
+        ("llama-llama3", jnp.bfloat16),
+        ("mistral-window-tied", jnp.bfloat16),
+        ("qwen3-layers-bias-tied", jnp.bfloat16),
+        ("phi3-longrope-partial", jnp.float32),
+    ],
+)
+def test_transformers_reads_a_decoder_of_ours(name, dtype, tmp_path, tokens):
+    model_type, fields = CASES[name]
+    defaults = {"vocab_size": VOCAB, "intermediate_size": 48, "num_hidden_layers": 1}
+    params = Decoder(config_from_hf(defaults | fields | {"model_type": model_type}), nnx.Rngs(1), dtype)
     save_hf(params, tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert str(model.dtype) == f"torch.{jnp.dtype(dtype).name}"
     wide, _ = load(tmp_path, dtype=jnp.float32)
-    np.testing.assert_allclose(logits(wide, tokens), theirs(model.float(), tokens), atol=1e-4, rtol=0)
+    expected = reference.logits(model.float(), tokens)
+    np.testing.assert_allclose(logits(wide, tokens), expected, atol=1e-4, rtol=0)

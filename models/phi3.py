@@ -1,0 +1,71 @@
+"""Phi-3, Phi-3.5 and Phi-4 (arXiv 2404.14219, 2412.08905): Llama with q, k and v in one tensor, gate and up in another,
+LongRoPE, and RoPE of a part of each head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .config import DecoderConfig, base_config, base_hf_config
+from .fields import integer, require
+from .llama import linear
+from .rope import LongRopeScaling
+from .rope_config import rope_from_hf
+from .weights import Rows, Weight
+
+ARCHITECTURE = "Phi3ForCausalLM"
+
+# What transformers assumes where config.json is silent.
+DEFAULTS = {
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+}
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
+    hf = DEFAULTS | dict(hf)
+    for field in ("attention_bias", "mlp_bias"):
+        require(hf, field, None, False)
+    for field in ("full_attn_mod", "interpolate_factor"):
+        require(hf, field, None, 1)
+    window = None if hf["sliding_window"] is None else integer(hf, "sliding_window")
+    layers = integer(hf, "num_hidden_layers")
+    require(hf, "layer_types", None, ["full_attention" if window is None else "sliding_attention"] * layers)
+    rope = rope_from_hf(hf, ("default", "longrope"), partial=True)
+    return base_config(hf, ARCHITECTURE, windows=(window,) * layers, rope=rope)
+
+
+def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    scaling = config.rope.scaling
+    trained = scaling.original_max_position_embeddings if isinstance(scaling, LongRopeScaling) else config.max_positions
+    return base_hf_config(config, ARCHITECTURE) | {
+        "sliding_window": config.windows[0],
+        "original_max_position_embeddings": trained,
+        "partial_rotary_factor": config.rope.partial_rotary_factor,
+        "pad_token_id": None,  # by default one that small vocabularies lack
+    }
+
+
+def weights(config: DecoderConfig) -> list[Weight]:
+    table = [Weight("embed", "model.embed_tokens.weight", False), Weight("norm.scale", "model.norm.weight", False)]
+    if not config.tie_embeddings:
+        table.append(Weight("unembed", "lm_head.weight", True))
+    keys = config.num_heads * config.head_dim
+    values = keys + config.num_kv_heads * config.head_dim
+    qkv, gate_up = values + config.num_kv_heads * config.head_dim, 2 * config.mlp_size
+    for i in range(config.num_layers):
+        ours, theirs = f"layers.{i}", f"model.layers.{i}"
+        table += [
+            Weight(f"{ours}.attention_norm.scale", f"{theirs}.input_layernorm.weight", False),
+            *linear(f"{ours}.attention.query", f"{theirs}.self_attn.qkv_proj", rows=Rows(0, keys, qkv)),
+            *linear(f"{ours}.attention.key", f"{theirs}.self_attn.qkv_proj", rows=Rows(keys, values, qkv)),
+            *linear(f"{ours}.attention.value", f"{theirs}.self_attn.qkv_proj", rows=Rows(values, qkv, qkv)),
+            *linear(f"{ours}.attention.output", f"{theirs}.self_attn.o_proj"),
+            Weight(f"{ours}.mlp_norm.scale", f"{theirs}.post_attention_layernorm.weight", False),
+            *linear(f"{ours}.mlp.gate", f"{theirs}.mlp.gate_up_proj", rows=Rows(0, config.mlp_size, gate_up)),
+            *linear(f"{ours}.mlp.up", f"{theirs}.mlp.gate_up_proj", rows=Rows(config.mlp_size, gate_up, gate_up)),
+            *linear(f"{ours}.mlp.down", f"{theirs}.mlp.down_proj"),
+        ]
+    return table

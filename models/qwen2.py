@@ -1,0 +1,64 @@
+"""Qwen2 and Qwen2.5 (arXiv 2407.10671): Llama with biases of q, k and v, and a sliding window in some layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from .config import DecoderConfig, base_config, base_hf_config
+from .fields import UnsupportedModelError, flag, integer, refuse, require
+from .llama import weights as weights
+
+ARCHITECTURE = "Qwen2ForCausalLM"
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+# What transformers assumes where config.json is silent. An explicit null means a kv head a query head, and no window.
+DEFAULTS = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32_768,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
+    hf = DEFAULTS | dict(hf)
+    require(hf, "attention_bias", None, True)
+    require(hf, "mlp_bias", None, False)
+    return replace(base_config(hf, ARCHITECTURE, layer_windows(hf)), qkv_bias=True)
+
+
+def layer_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Each layer's window. `layer_types` says which layers have one, or it is those from `max_window_layers` on."""
+    layers = integer(hf, "num_hidden_layers")
+    sliding = flag(hf, "use_sliding_window") and hf["sliding_window"] is not None
+    window = integer(hf, "sliding_window") if sliding else None
+    kinds = hf.get("layer_types")
+    if kinds is None:
+        first = hf["max_window_layers"]
+        if type(first) is not int or first < 0:
+            raise refuse("max_window_layers", first, "an integer >= 0")
+        return tuple(window if layer >= first else None for layer in range(layers))
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in (FULL, SLIDING) for kind in kinds):
+        raise refuse("layer_types", kinds, f"{layers} of {FULL!r} and {SLIDING!r}")
+    if SLIDING in kinds and window is None:
+        raise UnsupportedModelError(
+            f"config field layer_types names {SLIDING!r}, which needs use_sliding_window and sliding_window"
+        )
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    return base_hf_config(config, ARCHITECTURE) | windows_to_hf(config)
+
+
+def windows_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """The inverse of `layer_windows`."""
+    sliding = [window is not None for window in config.windows]
+    return {
+        "use_sliding_window": any(sliding),
+        "sliding_window": max((window for window in config.windows if window), default=None),
+        "max_window_layers": sliding.index(True) if any(sliding) else config.num_layers,
+        "layer_types": [SLIDING if slides else FULL for slides in sliding],
+    }

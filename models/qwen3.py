@@ -1,0 +1,29 @@
+"""Qwen3 (arXiv 2505.09388): Qwen2 with norms of the heads of q and k, whose size is independent of the width."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from . import qwen2
+from .config import DecoderConfig, base_config, base_hf_config
+from .fields import flag, integer, require
+from .llama import weights as weights
+
+ARCHITECTURE = "Qwen3ForCausalLM"
+DEFAULTS = qwen2.DEFAULTS | {"head_dim": 128}
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
+    hf = DEFAULTS | dict(hf)
+    integer(hf, "head_dim")  # a null has no meaning here
+    require(hf, "mlp_bias", None, False)
+    bias = flag(hf, "attention_bias")
+    config = base_config(hf, ARCHITECTURE, qwen2.layer_windows(hf))
+    return replace(config, qk_norm=True, qkv_bias=bias, output_bias=bias)
+
+
+def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    own = {"attention_bias": config.qkv_bias} | qwen2.windows_to_hf(config)
+    return base_hf_config(config, ARCHITECTURE) | own

@@ -1,0 +1,125 @@
+"""Random models of transformers, the folders they are saved in, and InternLM2 as a Llama with its weights put together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+VOCAB = 100
+
+
+def reference(model_type: str, fields: dict) -> Any:
+    """A random model whose logits spread over several units: at the usual 0.02 all would be near zero, and alike."""
+    torch.manual_seed(0)
+    if model_type == "internlm2":  # which transformers does not have
+        fields = {"attention_bias" if name == "bias" else name: value for name, value in fields.items()}
+        model_type = "llama"
+    defaults = {"num_hidden_layers": 1, "max_position_embeddings": 256}
+    config = transformers.AutoConfig.for_model(
+        model_type,
+        vocab_size=VOCAB,
+        intermediate_size=48,
+        initializer_range=0.15,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        **defaults | fields,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):  # ones at first, which would hide a norm that is left out or swapped
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        if name.endswith("bias"):  # zeros at first
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def save(model: Any, model_type: str, path: Path) -> None:
+    if model_type == "internlm2":
+        save_internlm2(model, path)
+    else:
+        model.save_pretrained(path)
+
+
+def save_internlm2(model: Any, path: Path) -> None:
+    """Writes a Llama of transformers as an InternLM2 checkpoint."""
+    config, state = model.config, {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    hf = {
+        "architectures": ["InternLM2ForCausalLM"],
+        "model_type": "internlm2",
+        "vocab_size": VOCAB,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "bias": config.attention_bias,
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "rope_scaling": None,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "attn_implementation": "eager",
+    }
+    if config.rope_parameters["rope_type"] != "default":
+        hf["rope_scaling"] = {"type": config.rope_parameters["rope_type"], "factor": config.rope_parameters["factor"]}
+    D, group = config.head_dim, config.num_attention_heads // config.num_key_value_heads
+    tensors = {
+        "model.tok_embeddings.weight": state["model.embed_tokens.weight"],
+        "model.norm.weight": state["model.norm.weight"],
+    }
+    if not config.tie_word_embeddings:
+        tensors["output.weight"] = state["lm_head.weight"]
+    for i in range(config.num_hidden_layers):
+        layer = f"model.layers.{i}"
+        for kind in ("weight", "bias") if config.attention_bias else ("weight",):
+            q, k, v = (state[f"{layer}.self_attn.{x}_proj.{kind}"] for x in "qkv")
+            parts = []
+            for head in range(config.num_key_value_heads):
+                parts += [q[head * group * D : (head + 1) * group * D]]
+                parts += [k[head * D : (head + 1) * D], v[head * D : (head + 1) * D]]
+            tensors[f"{layer}.attention.wqkv.{kind}"] = np.concatenate(parts)
+            tensors[f"{layer}.attention.wo.{kind}"] = state[f"{layer}.self_attn.o_proj.{kind}"]
+        for ours, theirs in (
+            ("feed_forward.w1", "mlp.gate_proj"),
+            ("feed_forward.w3", "mlp.up_proj"),
+            ("feed_forward.w2", "mlp.down_proj"),
+            ("attention_norm", "input_layernorm"),
+            ("ffn_norm", "post_attention_layernorm"),
+        ):
+            tensors[f"{layer}.{ours}.weight"] = state[f"{layer}.{theirs}.weight"]
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(hf))
+    save_file(tensors, path / "model.safetensors")
+
+
+def fix_frequencies(model: Any, length: int) -> Any:
+    """Makes a model rotate by the frequencies of a text of this length, where they depend on it, whatever comes."""
+    rotation = model.model.rotary_emb
+    if rotation.rope_type in ("dynamic", "longrope"):
+        kind = model.config.rope_parameters["rope_type"]
+        compute = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind]
+        rotation.inv_freq, rotation.attention_scaling = compute(model.config, "cpu", seq_len=length)
+        rotation.rope_type = "linear"  # of which none is computed anew
+    return model
+
+
+def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens)).logits.float().numpy()
+
+
+def greedy(model: Any, tokens: np.ndarray, new: int) -> np.ndarray:
+    with torch.no_grad():
+        whole = model.generate(torch.from_numpy(tokens), max_new_tokens=new, do_sample=False).numpy()
+    assert whole.shape == (tokens.shape[0], tokens.shape[1] + new)
+    return whole[:, tokens.shape[1] :]
