@@ -10,13 +10,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports jax
 
 import jax
 import pytest
-from flax import nnx
 from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import kvjax
-from kvjax.models import Decoder, DecoderConfig, Rope
+from kvjax.models import Decoder
+from tests.tiny import decoder
 
 jax.config.update("jax_num_cpu_devices", 8)  # for the tests of many devices; the others use the first
 
@@ -57,19 +57,7 @@ def policy(request: pytest.FixtureRequest) -> kvjax.Policy:
 @pytest.fixture(scope="session")
 def tiny() -> Decoder:
     """A decoder of two layers and 101 tokens. One for all tests, which so share what is compiled for it."""
-    config = DecoderConfig(
-        family="llama",
-        vocab_size=101,
-        hidden_size=32,
-        mlp_size=48,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        windows=(None, None),
-        rope=Rope(1e4),
-        max_positions=4096,
-    )
-    return Decoder(config, nnx.Rngs(0))
+    return decoder(windows=(None, None), vocab=101)
 
 
 @pytest.fixture

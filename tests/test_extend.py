@@ -172,6 +172,17 @@ def test_a_sliding_window_is_attention_with_that_window_and_needs_no_more_slots(
     assert tiny.held(after, 0)[0][0] == list(range(SIZE + 12 - 8, SIZE + 12))
 
 
+@pytest.mark.parametrize("spec", ["full", "h2o:budget=6", "morphkv:budget=6,window=4"])
+def test_finished_rows_of_a_sliding_window_stay_bit_for_bit(spec):
+    """After a step that moved the window on, so that the next one would empty another slot."""
+    params = tiny.decoder(windows=WINDOWED)
+    _, cache = tiny.prefill(params, spec, ROWS, SIZE)
+    _, before = tiny.step(params, cache, STEPS[0], np.ones(3, bool))
+    _, after = tiny.step(params, before, STEPS[1], np.array([True, True, False]))
+    assert tiny.held(after, 0) != tiny.held(before, 0)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[2], y[2]), before, after)
+
+
 def test_a_window_larger_than_the_text_and_a_layer_without_one():
     params = tiny.decoder(windows=(None, 100))
     _, cache = tiny.prefill(params, "full", ROWS, SIZE, room=4)

@@ -21,9 +21,11 @@ VOCAB = 64
 
 
 @cache
-def decoder(heads: int = 4, kv_heads: int = 2, windows: tuple[int | None, ...] = (None,)) -> Decoder:
+def decoder(
+    heads: int = 4, kv_heads: int = 2, windows: tuple[int | None, ...] = (None,), vocab: int = VOCAB
+) -> Decoder:
     """Random weights: a layer for each window, of width 32, with heads of 8. One layer compiles faster than two."""
-    config = DecoderConfig("llama", VOCAB, 32, 48, heads, kv_heads, 8, windows, Rope(1e4), 4096)
+    config = DecoderConfig("llama", vocab, 32, 48, heads, kv_heads, 8, windows, Rope(1e4), 4096)
     return Decoder(config, nnx.Rngs(0))
 
 

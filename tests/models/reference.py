@@ -1,4 +1,4 @@
-"""Random models of transformers, the folders they are saved in, and InternLM2 as a Llama with its weights put together."""
+"""Random models of transformers, folders they are saved in, and InternLM2 as a Llama with its weights put together."""
 
 from __future__ import annotations
 

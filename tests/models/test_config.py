@@ -16,6 +16,12 @@ LLAMA = {
     "num_attention_heads": 4,
 }
 MISTRAL = LLAMA | {"model_type": "mistral", "num_attention_heads": 8}
+QWEN2 = LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2}
+QWEN3 = QWEN2 | {"model_type": "qwen3"}
+PHI3 = LLAMA | {"model_type": "phi3"}
+INTERNLM2 = LLAMA | {"model_type": "internlm2"}
+LONGROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+FULL, SLIDING = "full_attention", "sliding_attention"
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 YARN = {
     "factor": None,
@@ -88,6 +94,44 @@ def test_absent_and_null_fields_mean_what_transformers_takes_them_for():
     assert (heads.num_kv_heads, heads.windows) == (4, (None, None))
 
 
+def test_biases_and_norms_are_the_familys():
+    def parts(hf):
+        config = config_from_hf(hf)
+        return config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm
+
+    assert parts(LLAMA) == parts(MISTRAL) == parts(PHI3) == (False, False, False, False)
+    assert parts(LLAMA | {"attention_bias": True}) == parts(INTERNLM2) == (True, True, False, False)
+    assert parts(LLAMA | {"mlp_bias": True}) == (False, False, True, False)
+    assert parts(INTERNLM2 | {"bias": False}) == (False, False, False, False)
+    assert parts(QWEN2) == (True, False, False, False)
+    assert parts(QWEN3) == (False, False, False, True)
+    assert parts(QWEN3 | {"attention_bias": True}) == (True, True, False, True)
+
+
+@pytest.mark.parametrize("family", [QWEN2, QWEN3])
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        ({"sliding_window": 8, "max_window_layers": 0}, (None, None)),  # use_sliding_window is absent
+        ({"use_sliding_window": True, "max_window_layers": 1}, (None, 4096)),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, (8, 8)),
+        ({"use_sliding_window": True, "sliding_window": 8}, (None, None)),  # from layer 28 on
+        ({"use_sliding_window": True, "sliding_window": 8, "layer_types": [SLIDING, FULL]}, (8, None)),
+        ({"use_sliding_window": True, "sliding_window": None, "layer_types": [FULL, FULL]}, (None, None)),
+    ],
+)
+def test_windows_of_qwen(family, fields, windows):
+    assert config_from_hf(family | fields).windows == windows
+
+
+def test_rope_of_phi():
+    """The original length stands beside the scaling, or is 4,096; one inside does not count, as in transformers."""
+    inside = LONGROPE | {"original_max_position_embeddings": 64}
+    fields = {"partial_rotary_factor": 0.5, "max_position_embeddings": 131_072, "rope_scaling": inside}
+    expected = LongRopeScaling((1.0,), (2.0,), math.sqrt(1 + math.log(32) / math.log(4096)), 4096)
+    assert config_from_hf(PHI3 | fields).rope == Rope(10_000.0, expected, 0.5)
+
+
 @pytest.mark.parametrize(
     "hf",
     [
@@ -99,12 +143,27 @@ def test_absent_and_null_fields_mean_what_transformers_takes_them_for():
         LLAMA | {"rope_scaling": {"type": "longrope", "factor": 4, "short_factor": [1, 2], "long_factor": [3, 4]}},
         MISTRAL | {"sliding_window": 7, "rms_norm_eps": 1e-5},
         MISTRAL | {"sliding_window": None},
+        LLAMA | {"attention_bias": True},
+        LLAMA | {"mlp_bias": True},
+        QWEN2 | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        QWEN2 | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
+        QWEN2 | {"rope_scaling": {"type": "yarn", **YARN}},
+        QWEN3 | {"attention_bias": True, "use_sliding_window": True, "layer_types": [SLIDING, FULL]},
+        QWEN3,
+        PHI3 | {"sliding_window": 7, "partial_rotary_factor": 0.5},
+        PHI3 | {"rope_scaling": LONGROPE, "partial_rotary_factor": 0.5, "original_max_position_embeddings": 512},
+        INTERNLM2,
+        INTERNLM2 | {"bias": False, "rope_theta": 1e6, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        INTERNLM2 | {"rope_scaling": {"type": "linear", "factor": 2.0}},
     ],
 )
 def test_config_written_is_read_back(hf):
     config = config_from_hf(hf)
     written = family(config.family).config_to_hf(config)
     assert config_from_hf(written) == config
+    if config.family == "internlm2":  # which knows the old form only
+        assert "rope_parameters" not in written
+        return
     # each form of RoPE must do without the other
     assert config_from_hf({k: v for k, v in written.items() if k != "rope_parameters"}) == config
     assert config_from_hf({k: v for k, v in written.items() if k not in ("rope_theta", "rope_scaling")}) == config
@@ -113,11 +172,16 @@ def test_config_written_is_read_back(hf):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; accepted: llama, mistral"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; accepted: internlm2, llama, mistral, phi3"),
+        ({"model_type": "phi3moe"}, "qwen2, qwen3"),
         ({"model_type": None}, "model_type 'None'"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures="),
-        ({"attention_bias": True}, "attention_bias=True"),
-        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"attention_bias": 1}, "attention_bias=1"),
+        ({"mlp_bias": "yes"}, "mlp_bias='yes'"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings=1"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ({"logits_scaling": 8.0}, "logits_scaling=8.0"),
+        ({"num_local_experts": 8}, "num_local_experts=8"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"sliding_window": 8}, "sliding_window=8"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
@@ -155,15 +219,34 @@ def test_what_is_not_computed_is_refused_by_name(fields, message):
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("family", "fields", "message"),
     [
-        ({"sliding_window": 0}, "sliding_window=0"),
-        ({"attention_bias": True}, "attention_bias=True"),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types="),
-        ({"architectures": ["MistralModel"]}, "architectures="),
+        (MISTRAL, {"sliding_window": 0}, "sliding_window=0"),
+        (MISTRAL, {"attention_bias": True}, "attention_bias=True"),
+        (MISTRAL, {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types="),
+        (MISTRAL, {"architectures": ["MistralModel"]}, "architectures="),
+        (QWEN2, {"attention_bias": False}, "attention_bias=False"),
+        (QWEN2, {"layer_types": [SLIDING, FULL]}, "needs use_sliding_window"),
+        (QWEN2, {"layer_types": [FULL]}, "accepted: 2 of"),
+        (QWEN2, {"layer_types": [FULL, "chunked_attention"]}, "layer_types="),
+        (QWEN2, {"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers=-1"),
+        (QWEN2, {"use_mrope": True}, "use_mrope=True"),
+        (QWEN2, {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config="),
+        (QWEN3, {"head_dim": None}, "head_dim=None"),
+        (QWEN3, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        (PHI3, {"attention_bias": True}, "attention_bias=True"),
+        (PHI3, {"partial_rotary_factor": 2.0}, "partial_rotary_factor=2.0"),
+        (PHI3, {"partial_rotary_factor": 0.25}, "head_dim=4 with partial_rotary_factor=0.25 gives 1 channels"),
+        (PHI3, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type='yarn'"),
+        (PHI3, {"rope_scaling": LONGROPE | {"short_mscale": 1.1}}, "short_mscale"),
+        (PHI3, {"rope_scaling": LONGROPE}, "short_factor has 1 numbers; accepted: 2"),
+        (PHI3, {"lm_head_bias": True}, "lm_head_bias=True"),
+        (INTERNLM2, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "accepted: 'default', 'linear', 'dynamic'"),
+        (INTERNLM2, {"head_dim": 8}, "head_dim=8"),
+        (INTERNLM2, {"bias": "no"}, "bias='no'"),
     ],
 )
-def test_what_mistral_does_not_compute(fields, message):
+def test_what_a_family_does_not_compute(family, fields, message):
     with pytest.raises(UnsupportedModelError) as caught:
-        config_from_hf(MISTRAL | fields)
+        config_from_hf(family | fields)
     assert message in str(caught.value)

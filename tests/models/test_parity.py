@@ -45,6 +45,7 @@ LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 8.0, "original_max_position_embeddings": 32}
 MSCALE = {"mscale": 2.0, "mscale_all_dim": 0.5, "beta_fast": 8.0, "beta_slow": 0.5, "truncate": False}
+PARTIAL = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
@@ -90,7 +91,7 @@ CASES = {
     "phi3-group1": ("phi3", GROUP1 | {"num_hidden_layers": 2}),
     "phi3-partial-window-tied": (
         "phi3",
-        GROUP8 | TIED | {"sliding_window": 9, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
+        GROUP8 | TIED | {"sliding_window": 9, "rope_parameters": PARTIAL},
     ),
     "phi3-longrope": ("phi3", GROUP4 | {"hidden_size": 64} | longrope(4, 32)),
     "phi3-longrope-short": ("phi3", GROUP5 | longrope(4, 128)),
@@ -102,7 +103,6 @@ CASES = {
         GROUP7 | {"bias": False, "rope_parameters": DYNAMIC, "max_position_embeddings": 32},
     ),
 }
-CASES["phi3-partial-window-tied"][1]["rope_parameters"]["partial_rotary_factor"] = 0.5
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -156,6 +156,15 @@ def test_logits_in_bfloat16(case, model, folder, tokens):
     error, usual = (np.sqrt(np.mean((np.asarray(x) - exact) ** 2)) for x in (logits(params, tokens), rounded))
     assert error < 1.5 * usual
     assert error < 0.03 * exact.std()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "phi3", "qwen2", "qwen3"])
+def test_defaults_are_those_of_transformers(model_type):
+    """A config.json that says only what has no default means what transformers' own config says in full."""
+    whole = transformers.AutoConfig.for_model(model_type).to_dict()
+    needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    silent = {"model_type": model_type} | {name: whole[name] for name in needed}
+    assert config_from_hf(silent) == config_from_hf(whole)
 
 
 def test_shards(tmp_path, tokens):
