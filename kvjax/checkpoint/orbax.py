@@ -111,8 +111,11 @@ def restore(
 
 
 def transfer_bytes(sizes: Sequence[int]) -> int:
-    """The most that is on its way between devices and disk at a time, of arrays of these sizes in bytes."""
-    return min(_gigabytes(sizes) * 10**9, sum(sizes))
+    """The most host memory that saving or restoring takes beside the arrays, of these sizes in bytes.
+
+    What has been copied from the devices, and what is being written: either up to the limit that Orbax is given.
+    """
+    return 2 * min(_gigabytes(sizes) * 10**9, sum(sizes))
 
 
 def _gigabytes(sizes: Sequence[int]) -> int:
