@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import LayerCache
+from kvjax.heads import ALL_HEADS, Heads
 from kvjax.models import Attend, AttentionLayer, rotate
 from kvjax.pallas_kernels import compact, prompt_attention, slot_attention, window_scores
 from kvjax.policy import Attended, LayerShape, Moment, Policy, Received
@@ -70,6 +71,7 @@ def reading(
     kept: Sequence[int | None],
     compress: bool,
     final: bool,
+    heads: Heads = ALL_HEADS,
 ) -> Attend:
     """Attention for many new tokens: over what is cached and, causally, over themselves; then the layer is compressed.
 
@@ -82,6 +84,7 @@ def reading(
         kept: how many entries a compression leaves at most; None where the layer keeps everything.
         compress: whether to compress to the budget.
         final: whether the prompt ends here, so that a policy that never evicts again can forget its state.
+        heads: those that this device holds, if a mesh spreads them; q, k, v and the cache are then its own.
     """
 
     def attend(
@@ -93,7 +96,7 @@ def reading(
     ) -> tuple[Float[Array, "B Hq N D"], Layers]:
         i = layer.index
         moment = Moment(next_position, layer.scale, layer.window)
-        shape = LayerShape(q.shape[0], q.shape[1], k.shape[1], k.shape[3], k.dtype)
+        shape = LayerShape(q.shape[0], heads.whole_groups_of(q.shape[1]), k.shape[1], k.shape[3], k.dtype)
         observes = policy.limited(i) and (compress or not final or policy.every is not None)
         old = _with_state(policy, layers[i], shape) if observes else layers[i]
         if policy.positions == "original":
@@ -111,13 +114,13 @@ def reading(
         if policy.positions == "in_cache":
             places = _places(entries.positions)
             keys = _rotate(layer, keys, places, rope)
-            q = _rotate(layer, q, jnp.repeat(places[..., -q.shape[2] :], shape.heads // shape.kv_heads, axis=1), rope)
+            q = _rotate(layer, q, jnp.repeat(places[..., -q.shape[2] :], q.shape[1] // k.shape[1], axis=1), rope)
         context, lse = prompt_attention(
             q, keys, entries.values, positions, entries.positions, scale=layer.scale, window=layer.window
         )
         if observes:
-            received = _received(policy.score.received, layer, q, lse, keys, positions, entries.positions)
-            entries = _observe(policy, entries, Attended(q, positions, lse, received, lengths))
+            received = _received(policy.score.received, layer, heads, q, lse, keys, positions, entries.positions)
+            entries = _observe(policy, entries, Attended(q, positions, lse, received, lengths, heads))
         entries = _expire(entries, moment, lengths > 0)
         if compress and (most := kept[i]) is not None:
             entries = policy.compress(entries, moment, min(most, slots[i]))
@@ -136,6 +139,7 @@ def decoding(
     incoming: Bool[Array, "B"],
     *,
     rope: Float[Array, "B R/2"] | None = None,
+    heads: Heads = ALL_HEADS,
 ) -> Attend:
     """Attention for one new token a row, always in this order: make room, write, attend, observe.
 
@@ -143,6 +147,7 @@ def decoding(
         positions: of the new tokens.
         incoming: rows that have one; the others are left as they are.
         rope: frequencies of each row, where they depend on its length.
+        heads: those that this device holds, if a mesh spreads them; q, k, v and the cache are then its own.
     """
     query_positions = jnp.where(incoming, positions, -1)[:, None]
 
@@ -176,7 +181,7 @@ def decoding(
             q = _rotate(layer, q, own[..., None], rope)
         wish = policy.score.received if observes else None
         context, lse, received = slot_attention(
-            q,
+            heads.whole_groups(q) if wish else q,
             keys,
             entries.values,
             query_positions,
@@ -185,11 +190,12 @@ def decoding(
             window=layer.window,
             received=wish.reduction.group if wish else None,
         )
+        if wish:
+            context, lse = heads.own_queries(context), heads.own_queries(lse)
+            received = received[..., None] if wish.apart else received
         if observes:
-            if wish and wish.apart:
-                received = received[..., None]
             lengths = incoming.astype(jnp.int32)
-            entries = _observe(policy, entries, Attended(q, query_positions, lse, received, lengths))
+            entries = _observe(policy, entries, Attended(q, query_positions, lse, received, lengths, heads))
         return context, _replace(layers, i, entries)
 
     return attend
@@ -198,6 +204,7 @@ def decoding(
 def _received(
     wish: Received | None,
     layer: AttentionLayer,
+    heads: Heads,
     q: Float[Array, "B Hq N D"],
     lse: Float[Array, "B Hq N"],
     keys: Float[Array, "B H M D"],
@@ -208,7 +215,8 @@ def _received(
     if wish is None:
         return None
     last = slice(-wish.last if wish.last else None, None)
-    q, positions, lse = q[:, :, last], positions[:, last], lse[:, :, last]
+    q, lse = (heads.whole_groups(x[:, :, last]) for x in (q, lse))
+    positions = positions[:, last]
 
     def from_queries(q: Array, positions: Array, lse: Array) -> Float[Array, "B H M"]:
         return window_scores(

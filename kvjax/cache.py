@@ -8,10 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kvjax.models import DecoderConfig
 from kvjax.policy import LayerShape, Policy
+from kvjax.sharding import check_batch, fit_mesh, heads_sharding, place, rows_sharding
 
 STATIC = {"static": True}
 
@@ -27,7 +29,7 @@ class LayerCache:
         positions: the token position in each slot, -1 if it is empty.
         capacity: how many slots a row's head may occupy before it must evict; beyond S where nothing is ever evicted.
         per_slot: policy state with axes [B, H, S, ...]: moves with its slot and is cleared with it.
-        per_row: policy state with axes [B, ...].
+        per_row: policy state with axes [B, H, ...], or [B, Hq, ...].
     """
 
     keys: Float[Array, "B H S D"]
@@ -132,6 +134,7 @@ class KVCache:
         kept: entries that each layer keeps at most when it is compressed; None where it keeps everything.
         windows: each layer's sliding window, beyond which it never needs slots.
         filled: whether the prompt has been read to its end and compressed.
+        mesh: the devices that it is spread over, its rows over `data` and its heads over `model`; None for one.
     """
 
     layers: tuple[LayerCache, ...]
@@ -142,17 +145,28 @@ class KVCache:
     kept: tuple[int | None, ...] = field(metadata=STATIC)
     windows: tuple[int | None, ...] = field(metadata=STATIC)
     filled: bool = field(default=False, metadata=STATIC)
+    mesh: Mesh | None = field(default=None, metadata=STATIC)
 
     @classmethod
     def empty(
-        cls, config: DecoderConfig, policy: Policy, prompt_lengths: Int[Array, "B"], prompt_size: int, dtype: Any
+        cls,
+        config: DecoderConfig,
+        policy: Policy,
+        prompt_lengths: Int[Array, "B"],
+        prompt_size: int,
+        dtype: Any,
+        mesh: Mesh | None = None,
     ) -> KVCache:
         """A cache without slots for prompts of the given lengths, of which none is longer than the static size.
 
         The lengths matter to budgets that are a share of the prompt, and to RoPE where its frequencies depend on them;
-        the size fixes the slots that follow from budgets.
+        the size fixes the slots that follow from budgets. With a mesh, that of the parameters, the cache is spread over
+        it. Raises ValueError if the batch does not divide over the mesh's `data`, or the mesh does not fit the model.
         """
         batch = prompt_lengths.shape[0]
+        if mesh is not None:
+            mesh = fit_mesh(mesh, config)
+        check_batch(batch, mesh)
         shape = LayerShape(batch, config.num_heads, config.num_kv_heads, config.head_dim, jnp.dtype(dtype))
         layers = []
         for layer in range(config.num_layers):
@@ -169,7 +183,7 @@ class KVCache:
                     per_row=per_row,
                 )
             )
-        return cls(
+        cache = cls(
             tuple(layers),
             length=jnp.zeros(batch, jnp.int32),
             rope=config.rope.row_frequencies(config.head_dim, prompt_lengths),
@@ -177,7 +191,9 @@ class KVCache:
             policy=policy,
             kept=tuple(policy.slots(layer, prompt_size) for layer in range(config.num_layers)),
             windows=config.windows,
+            mesh=mesh,
         )
+        return cache if mesh is None else jax.tree.map(place, cache, cache.shardings)
 
     @property
     def batch_size(self) -> int:
@@ -192,6 +208,22 @@ class KVCache:
     def nbytes(self) -> int:
         """Bytes held: keys, values, positions and every policy's state. Also of a cache that is only planned."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.layers))
+
+    @property
+    def shardings(self) -> KVCache:
+        """Where each array lies, in the cache's own form; only for a cache on a mesh."""
+        assert self.mesh is not None
+        heads, rows = heads_sharding(self.mesh), rows_sharding(self.mesh)
+        others = jax.tree.map(lambda _: rows, replace(self, layers=()))
+        return replace(others, layers=jax.tree.map(lambda _: heads, self.layers))
+
+    def in_place(self) -> KVCache:
+        """The same cache, of which XLA is told inside `jax.jit` where it lies."""
+        return self if self.mesh is None else jax.lax.with_sharding_constraint(self, self.shardings)
+
+    def put_rows(self, x: Any) -> Any:
+        """An array with axes [B, ...] from the host, on the devices that hold these rows; as it is without a mesh."""
+        return x if self.mesh is None else place(x, rows_sharding(self.mesh))
 
     def map_layers(self, change: Callable[[LayerCache], LayerCache]) -> KVCache:
         return replace(self, layers=tuple(change(layer) for layer in self.layers))

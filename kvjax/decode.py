@@ -15,6 +15,7 @@ from kvjax.extend import step
 from kvjax.models import Decoder
 from kvjax.sampling import SamplingMethod, log_probability, mark_seen
 from kvjax.session import Session
+from kvjax.spread import over_rows
 
 
 @jax.tree_util.register_dataclass
@@ -43,7 +44,7 @@ class Decoding:
 
     @classmethod
     def begin(cls, session: Session, cache: KVCache, *, size: int, log_probs: bool) -> Decoding:
-        batch, put = cache.batch_size, jax.device_put
+        batch, put = cache.batch_size, jax.device_put if cache.mesh is None else cache.put_rows
         return cls(
             cache,
             active=put(np.ones(batch, bool)),
@@ -51,12 +52,20 @@ class Decoding:
             lengths=put(np.zeros(batch, np.int32)),
             log_probs=put(np.zeros((batch, size), np.float32)) if log_probs else None,
             seen=None if session.seen is None else put(session.seen),
-            keys=session.keys,
+            keys=session.keys
+            if cache.mesh is None
+            else jax.random.wrap_key_data(put(jax.random.key_data(session.keys))),
             ends=put(session.ends),
         )
 
     def take(self, logits: Float[Array, "B V"], sampler: SamplingMethod) -> Decoding:
         """Samples each active row's next token, which is then pending."""
+        rows = replace(self, cache=replace(self.cache, layers=()))
+        taken = over_rows(self.cache.mesh, partial(Decoding._take, sampler=sampler), rows, logits)
+        return replace(taken, cache=replace(taken.cache, layers=self.cache.layers))
+
+    def _take(self, logits: Float[Array, "B V"], sampler: SamplingMethod) -> Decoding:
+        """`take`, of a state whose cache's layers are left out."""
         cache = self.cache
         token = sampler(logits, jax.vmap(jax.random.fold_in)(self.keys, cache.length), self.seen)
         rows = jnp.arange(token.shape[0])

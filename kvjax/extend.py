@@ -17,6 +17,8 @@ from kvjax.cache import KVCache
 from kvjax.clock import Clock
 from kvjax.models import Decoder
 from kvjax.policy import Policy
+from kvjax.sharding import fetch, logical_sharding, mesh_of, rows_sharding
+from kvjax.spread import over_heads
 
 Compress = Literal["auto", "never", "end", "chunk"]
 
@@ -56,10 +58,11 @@ def extend(
         Float32 logits after each row's last token (of no meaning for a row of length 0), and the new cache.
 
     Raises:
-        ValueError: for another policy, tokens or lengths of a wrong shape, lengths beyond the tokens, or a decode step
-            into a cache without room. Under `jax.jit` room is the caller's to provide: see `with_room`.
+        ValueError: for another policy or mesh, tokens or lengths of a wrong shape, lengths beyond the tokens, or a
+            decode step into a cache without room. Under `jax.jit` room is the caller's to provide: see `with_room`.
     """
     check_policy(cache, policy)
+    check_mesh(cache, params)
     tokens = jnp.asarray(tokens)
     if tokens.ndim != 2 or tokens.shape[0] != cache.batch_size or tokens.shape[1] < 1:
         raise ValueError(f"tokens have shape {tokens.shape}; accepted is [{cache.batch_size}, N] with N >= 1")
@@ -72,6 +75,8 @@ def extend(
         raise ValueError(
             f"lengths={lengths} of {tokens.shape[1]} columns; accepted are {cache.batch_size} in 0 .. {tokens.shape[1]}"
         )
+    if concrete:
+        tokens, lengths = map(cache.put_rows, (tokens, lengths))
     if tokens.shape[1] == 1 and cache.filled and compress == "auto":
         if concrete:
             check_room(cache, 1)
@@ -97,30 +102,33 @@ def read(
     behind = jnp.arange(count - 1, -1, -1)
     next_position = cache.length + lengths
     positions = jnp.where(behind < lengths[:, None], next_position[:, None] - 1 - behind, -1)
-    attend = reading(
-        cache.policy,
-        positions,
-        lengths,
-        next_position,
-        rope=cache.rope,
-        slots=slots,
-        kept=cache.kept,
-        compress=compress,
-        final=final,
-    )
+    make = partial(reading, cache.policy, slots=slots, kept=cache.kept, compress=compress, final=final)
+    rows = {"positions": positions, "lengths": lengths, "next_position": next_position, "rope": cache.rope}
+    attend = over_heads(cache.mesh, make, **rows)
     hidden, layers = params(tokens, attend, cache.layers)
     cache = replace(cache, layers=layers, length=next_position, filled=cache.filled or final)
-    return params.logits(hidden[:, -1]), cache
+    return _by_row(params.logits(hidden[:, -1]), cache), cache.in_place()
 
 
 def step(
     params: Decoder, cache: KVCache, tokens: Int[Array, "B"], incoming: Bool[Array, "B"]
 ) -> tuple[Float[Array, "B V"], KVCache]:
     """`extend` by one token in the rows where one is incoming; the others are left as they are."""
-    attend = decoding(cache.policy, cache.length, incoming, rope=cache.rope)
+    rows = {"positions": cache.length, "incoming": incoming, "rope": cache.rope}
+    attend = over_heads(cache.mesh, partial(decoding, cache.policy), **rows)
     hidden, layers = params(tokens[:, None], attend, cache.layers)
     cache = replace(cache, layers=layers, length=cache.length + incoming)
-    return params.logits(hidden[:, 0]), cache
+    return _by_row(params.logits(hidden[:, 0]), cache), cache.in_place()
+
+
+def _by_row(logits: Float[Array, "B V"], cache: KVCache) -> Float[Array, "B V"]:
+    """Whole rows of logits on each device that has a share of the batch, for samplers to look at."""
+    if cache.mesh is None:
+        return logits
+    # They are gathered as logits: asked for whole rows at once, XLA gathers the unembedding.
+    cut = logical_sharding(cache.mesh, ("batch", "vocab"), logits.shape)
+    logits = jax.lax.with_sharding_constraint(logits, cut)
+    return jax.lax.with_sharding_constraint(logits, rows_sharding(cache.mesh))
 
 
 _read = jax.jit(read, static_argnames=("slots", "compress", "final"))
@@ -144,21 +152,21 @@ def read_prompt(
     Rows end together in the last chunk. Between chunks nothing is compressed, so that the result is that of one call,
     unless `compress` is "chunk". The clock counts the programs run as "prefill".
     """
-    run = partial((clock or Clock()).run, "prefill")
+    run, put = partial((clock or Clock()).run, "prefill"), cache.put_rows
     if tokens.shape[1] == 1 and cache.filled and compress == "auto":
-        return run(_step, params, with_room(cache, room), tokens[:, 0], lengths > 0)
+        return run(_step, params, with_room(cache, room), put(tokens[:, 0]), put(lengths > 0))
     compresses, final = resolve(cache, compress)
     occupied = occupied_slots(cache)
     if chunk is None or chunk >= tokens.shape[1]:
         slots = plan_slots(cache, occupied, new=tokens.shape[1], room=room, compress=compresses)
-        return run(_read, params, cache, tokens, lengths, slots=slots, compress=compresses, final=final)
+        return run(_read, params, cache, put(tokens), put(lengths), slots=slots, compress=compresses, final=final)
     chunks = -(-tokens.shape[1] // chunk)
     tokens = np.pad(tokens, ((0, 0), (chunks * chunk - tokens.shape[1], 0)))
     between = plan_slots(cache, occupied, new=(chunks - 1) * chunk, room=0, compress=compress == "chunk")
     cache = _grow(cache, between)
     for i in range(chunks):
         rest = (chunks - 1 - i) * chunk
-        part, part_lengths = tokens[:, i * chunk : (i + 1) * chunk], np.clip(lengths - rest, 0, chunk)
+        part, part_lengths = put(tokens[:, i * chunk : (i + 1) * chunk]), put(np.clip(lengths - rest, 0, chunk))
         if rest:
             go = _read_on if i else _read  # the first cache is the caller's
             _, cache = run(
@@ -202,12 +210,13 @@ def occupied_slots(cache: KVCache) -> list[int]:
     """The most slots that any row and head of each layer occupies."""
     if all(layer.slots == 0 for layer in cache.layers):
         return [0] * len(cache.layers)
-    return [int(count) for count in np.asarray(_occupied(cache))]
+    return [int(count) for count in fetch(_occupied(cache))]
 
 
 @partial(jax.jit, static_argnames="slots")
 def _grow(cache: KVCache, slots: tuple[int, ...]) -> KVCache:
-    return replace(cache, layers=tuple(layer.grow(n) for layer, n in zip(cache.layers, slots, strict=True)))
+    layers = tuple(layer.grow(n) for layer, n in zip(cache.layers, slots, strict=True))
+    return replace(cache, layers=layers).in_place()
 
 
 def with_room(cache: KVCache, room: int) -> KVCache:
@@ -241,3 +250,13 @@ def check_policy(cache: KVCache, policy: Policy | None) -> None:
     """Raises ValueError unless `policy` is None or the one that made the cache."""
     if policy is not None and policy != cache.policy:
         raise ValueError(f"this cache was made by {cache.policy} and cannot be extended with {policy}")
+
+
+def check_mesh(cache: KVCache, params: Decoder) -> None:
+    """Raises ValueError unless cache and parameters are spread over the same mesh. Under `jax.jit` that is not seen."""
+    traced = isinstance(jax.tree.leaves(params)[0], jax.core.Tracer)
+    if not traced and cache.mesh != mesh_of(params):
+        raise ValueError(
+            f"the cache lies on {cache.mesh or 'one device'}, the parameters on {mesh_of(params) or 'one device'}; "
+            "accepted is the same for both"
+        )

@@ -18,6 +18,7 @@ from kvjax.policy import Policy
 from kvjax.prompts import Prompt
 from kvjax.sampling import SamplingMethod
 from kvjax.session import EndTokens, Session, room_for
+from kvjax.sharding import fetch
 
 
 @dataclass(frozen=True)
@@ -136,9 +137,9 @@ def generate(
     state = Decoding.begin(session, filled, size=room, log_probs=log_probs)
     limit = np.int32(max_new_tokens)
     state, _ = clock.run("decode", decode, params, state, logits, limit, sampler=session.sampler)
-    lengths = np.asarray(state.lengths)
+    lengths = fetch(state.lengths)
     longest = int(lengths.max())
-    tokens = np.asarray(state.tokens)[:, :longest]
+    tokens = fetch(state.tokens)[:, :longest]
     text = None
     if tokenizer is not None:
         text = [tokenizer.decode(row[:n], skip_special_tokens=True) for row, n in zip(tokens, lengths, strict=True)]
@@ -146,7 +147,7 @@ def generate(
         tokens=tokens,
         lengths=lengths,
         text=text,
-        log_probs=None if state.log_probs is None else np.asarray(state.log_probs)[:, :longest],
+        log_probs=None if state.log_probs is None else fetch(state.log_probs)[:, :longest],
         cache=state.cache,
         stats=Stats(
             prompt_tokens=int(session.batch.lengths.sum()),
@@ -155,7 +156,7 @@ def generate(
             decode_seconds=clock.seconds["decode"],
             compile_seconds=clock.seconds["compile"],
             cache_bytes=state.cache.nbytes,
-            full_cache_bytes=int(np.asarray(state.cache.length).sum()) * params.config.bytes_per_token(filled.dtype),
+            full_cache_bytes=int(fetch(state.cache.length).sum()) * params.config.bytes_per_token(filled.dtype),
         ),
     )
 

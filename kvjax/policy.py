@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.heads import ALL_HEADS, Heads
 from kvjax.pallas_kernels import Reduction
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Attended:
         lse: log-sum-exp of each query's scaled logits.
         received: what each entry received, reduced as the score asked (or [B, H, M, W]), or None if it did not ask.
         lengths: real queries in each row.
+        heads: those that the queries and entries belong to. On a mesh it is through them that a score reaches others.
     """
 
     queries: Float[Array, "B Hq W D"]
@@ -56,6 +58,7 @@ class Attended:
     lse: Float[Array, "B Hq W"]
     received: Float[Array, "B H M"] | Float[Array, "B H M W"] | None
     lengths: Int[Array, "B"]
+    heads: Heads = ALL_HEADS
 
 
 class Moment(NamedTuple):
@@ -103,7 +106,7 @@ class Score(ABC):
         return None
 
     def init_rows(self, shape: LayerShape) -> Any:
-        """State with axes [B, ...]."""
+        """State with axes [B, H, ...] or, of whole query groups, [B, Hq, ...]."""
         return None
 
     def observe(self, entries: LayerCache, attended: Attended) -> tuple[Any, Any]:

@@ -13,12 +13,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from kvjax.cache import KVCache
-from kvjax.extend import Compress, check_policy, check_reading
+from kvjax.extend import Compress, check_mesh, check_policy, check_reading
 from kvjax.models import Decoder
 from kvjax.policies.full import full
 from kvjax.policy import Policy
 from kvjax.prompts import Batch, Prompt, rows_of
 from kvjax.sampling import Greedy, SamplingMethod
+from kvjax.sharding import check_batch, fetch, mesh_of
 
 ROOM_STEP = 64  # answers are given room in steps of so many tokens, so that few programs serve all limits
 
@@ -75,19 +76,22 @@ class Session:
         if cache is not None:
             check_policy(cache, policy)
             check_model(cache, params)
+            check_mesh(cache, params)
             rows = _after_pending(cache, rows)
         elif prompt is None:
             raise ValueError("no prompt and no cache to continue; accepted is one of them or both")
+        mesh = mesh_of(params)
+        check_batch(len(rows), mesh)
         # Pending tokens alone go on as if decoding had not stopped: one decode step, which needs no bucket.
         batch = Batch.of(rows, size=1 if prompt is None else None)
         ends = _end_tokens(eos, tokenizer, len(rows))
         keys = _row_keys(seed, len(rows))  # may compile, so it stands after everything that may be refused
         if cache is None:
             size, dtype = batch.tokens.shape[1], params.embed.dtype
-            cache = KVCache.empty(config, policy or full(), jnp.asarray(batch.lengths), size, dtype)
+            cache = KVCache.empty(config, policy or full(), jnp.asarray(batch.lengths), size, dtype, mesh)
         else:
             cache = _own(cache)
-        longest = int(np.max(np.asarray(cache.length) + batch.lengths)) + max_new_tokens
+        longest = int(np.max(fetch(cache.length) + batch.lengths)) + max_new_tokens
         if longest > config.max_positions:
             warnings.warn(
                 f"positions up to {longest} are asked for and the model was trained for {config.max_positions} "
@@ -120,7 +124,7 @@ def check_model(cache: KVCache, params: Decoder) -> None:
 
 def _after_pending(cache: KVCache, rows: list[Int[np.ndarray, "_"]]) -> list[Int[np.ndarray, "_"]]:
     """Each row of a prompt with the cache's pending token before it."""
-    pending = np.asarray(cache.pending)
+    pending = fetch(cache.pending)
     rows = rows or [np.zeros(0, np.int32)] * len(pending)
     if len(rows) != len(pending):
         raise ValueError(f"a prompt of {len(rows)} rows for a cache of {len(pending)}; accepted are as many")

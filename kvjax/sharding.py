@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array
@@ -73,22 +74,25 @@ def heads_axes(mesh: Mesh) -> str | tuple[str, ...]:
     return (MODEL, REPLICA) if REPLICA in mesh.axis_names else MODEL
 
 
-def parameter_sharding(mesh: Mesh, parameter: nnx.Variable[Any]) -> NamedSharding:
-    """Where a parameter lies, by its logical axes.
+def logical_sharding(mesh: Mesh, axes: Sequence[str], shape: Sequence[int]) -> NamedSharding:
+    """Where an array lies by what its axes are. A vocabulary that does not divide is replicated.
 
     Args:
-        mesh: as `fit_mesh` gives it for the parameter's model.
-        parameter: with its shape, of arrays or of `jax.ShapeDtypeStruct`. A vocabulary that does not divide is
-            replicated.
+        mesh: as `fit_mesh` gives it for the model.
+        axes: "batch", "vocab", "heads", "kv_heads", "mlp", or names of axes that are never cut.
     """
-    rules = {"vocab": heads_axes(mesh), "heads": heads_axes(mesh), "mlp": heads_axes(mesh), "kv_heads": MODEL}
-    axes = parameter.get_metadata()["out_sharding"]
+    everywhere = heads_axes(mesh)
+    rules = {"batch": DATA, "vocab": everywhere, "heads": everywhere, "kv_heads": MODEL, "mlp": everywhere}
     devices = mesh.size // mesh.shape[DATA]
-    spec = [
-        None if name == "vocab" and size % devices else rules.get(name)
-        for name, size in zip(axes, parameter.shape, strict=True)
+    cut = [
+        None if name == "vocab" and size % devices else rules.get(name) for name, size in zip(axes, shape, strict=True)
     ]
-    return NamedSharding(mesh, PartitionSpec(*spec))
+    return NamedSharding(mesh, PartitionSpec(*cut))
+
+
+def parameter_sharding(mesh: Mesh, parameter: nnx.Variable[Any]) -> NamedSharding:
+    """Where a parameter lies. It may hold an array or a `jax.ShapeDtypeStruct`; for the mesh see `logical_sharding`."""
+    return logical_sharding(mesh, parameter.get_metadata()["out_sharding"], parameter.shape)
 
 
 def shard(params: Decoder, mesh: Mesh) -> Decoder:
@@ -114,3 +118,29 @@ def place(x: ArrayLike, sharding: NamedSharding) -> Array:
         return jax.device_put(x, sharding)
     host = np.asarray(x)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def rows_sharding(mesh: Mesh) -> NamedSharding:
+    """Of arrays with axes [B, ...]."""
+    return NamedSharding(mesh, PartitionSpec(DATA))
+
+
+def heads_sharding(mesh: Mesh) -> NamedSharding:
+    """Of arrays with axes [B, H, ...], H being kv heads or, in whole groups, query heads."""
+    return NamedSharding(mesh, PartitionSpec(DATA, MODEL))
+
+
+def check_batch(rows: int, mesh: Mesh | None) -> None:
+    """Raises ValueError if a batch does not divide over the mesh's devices."""
+    if mesh is not None and rows % mesh.shape[DATA]:
+        raise ValueError(
+            f"a batch of {rows} rows on a mesh of data={mesh.shape[DATA]}; accepted are multiples of "
+            f"{mesh.shape[DATA]} rows"
+        )
+
+
+def fetch(x: Array) -> np.ndarray:
+    """The whole array on the host, on every host of several."""
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        return multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(x)

@@ -20,6 +20,7 @@ from kvjax.policy import Policy
 from kvjax.prompts import Prompt
 from kvjax.sampling import SamplingMethod
 from kvjax.session import EndTokens, Session, room_for
+from kvjax.sharding import fetch
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,8 @@ def _pieces(
     # A call with a list of arrays takes a fraction of the time of one with a module: it matters at every token.
     leaves, tree = jax.tree.flatten(params)
     for count in range(1, max_new_tokens + 1):
-        tokens = np.where(active, np.asarray(state.cache.pending), -1)
-        after = active & np.asarray(state.active)
+        tokens = np.where(active, fetch(state.cache.pending), -1)
+        after = active & fetch(state.active)
         if count == max_new_tokens:
             after = np.zeros_like(after)
         pieces = None
@@ -123,7 +124,7 @@ def _pieces(
             yield Piece(tokens, pieces, active, state.cache)
             return
         yield Piece(tokens, pieces, active)
-        state = _advance(leaves, state, active, tree=tree, sampler=session.sampler)
+        state = _advance(leaves, state, state.cache.put_rows(active), tree=tree, sampler=session.sampler)
 
 
 @partial(jax.jit, static_argnames="sampler", donate_argnames="state")

@@ -49,7 +49,8 @@ class AccumulatedAttention(Score):
 class LastAttention(Score):
     """Attention received from the last query, averaged over all query heads of the layer.
 
-    All heads score alike, so they keep the same tokens, and in the same slots: the average is taken slot by slot.
+    All heads score alike, so they keep the same tokens, and in the same slots: the average is taken slot by slot. On a
+    mesh that spreads kv heads it is a sum over devices at each step.
     """
 
     @property
@@ -61,7 +62,7 @@ class LastAttention(Score):
 
     def observe(self, entries: LayerCache, attended: Attended) -> tuple[Array, None]:
         assert attended.received is not None
-        mean = jnp.broadcast_to(jnp.mean(attended.received, axis=1, keepdims=True), entries.positions.shape)
+        mean = jnp.broadcast_to(attended.heads.mean(attended.received), entries.positions.shape)
         return jnp.where(attended.lengths[:, None, None] > 0, mean, entries.per_slot), None
 
     def __call__(self, entries: LayerCache, moment: Moment) -> Float[Array, "B H M"]:
@@ -112,25 +113,22 @@ def check_window(window: int, policy: Policy) -> None:
 
 
 class QueryRing(NamedTuple):
-    """Each row's last R queries, the one of position p at index p mod R."""
+    """Each row's last R queries, the one of position p at index p mod R; positions are the same for all heads."""
 
     queries: Float[Array, "B Hq R D"]
     lse: Float[Array, "B Hq R"]
-    positions: Int[Array, "B R"]
+    positions: Int[Array, "B H R"]
 
     def push(self, attended: Attended) -> QueryRing:
         """Takes in the last R of the queries that have just attended."""
-        size = self.positions.shape[1]
-        queries, lse, positions = (
-            attended.queries[:, :, -size:],
-            attended.lse[:, :, -size:],
-            attended.positions[:, -size:],
-        )
+        size = self.positions.shape[-1]
+        queries, lse = (attended.heads.whole_groups(x[:, :, -size:]) for x in (attended.queries, attended.lse))
+        positions = attended.positions[:, -size:]
         b, index = jnp.arange(positions.shape[0])[:, None], jnp.where(positions >= 0, positions % size, size)
         return QueryRing(
             self.queries.at[b, :, index].set(jnp.swapaxes(queries, 1, 2), mode="drop", unique_indices=True),
             self.lse.at[b, :, index].set(jnp.swapaxes(lse, 1, 2), mode="drop", unique_indices=True),
-            self.positions.at[b, index].set(positions, mode="drop", unique_indices=True),
+            self.positions.at[b, :, index].set(positions[..., None], mode="drop", unique_indices=True),
         )
 
 
@@ -180,7 +178,7 @@ class WindowAttention(Score):
         return QueryRing(
             jnp.zeros((B, Hq, R, shape.head_dim), shape.dtype),
             jnp.zeros((B, Hq, R), jnp.float32),
-            jnp.full((B, R), -1, jnp.int32),
+            jnp.full((B, shape.kv_heads, R), -1, jnp.int32),
         )
 
     def observe(self, entries: LayerCache, attended: Attended) -> tuple[None, QueryRing]:
@@ -197,7 +195,7 @@ class WindowAttention(Score):
         scores = window_scores(
             queries,
             entries.keys,
-            ring.positions,
+            ring.positions[:, 0],
             jnp.where(distant, entries.positions, -1),
             lse=ring.lse if self.normalise == "full" else None,
             scale=moment.scale,
