@@ -1,0 +1,225 @@
+"""Generation on a mesh of 8 devices: the tokens of one device, and no communication beyond what is declared."""
+
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import kvjax
+from kvjax.extend import step
+from kvjax.models import Decoder
+from kvjax.policies import parse
+from tests.conftest import POLICIES
+from tests.tiny import VOCAB, decoder
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+
+RNG = np.random.default_rng(5)
+ROWS = [RNG.integers(0, VOCAB, n).tolist() for n in (44, 33, 5, 20, 17, 9, 40, 3)]  # longer and shorter than the budget
+NEW = 24
+HEADS = 8
+
+
+@cache
+def mesh(data: int, model: int) -> Mesh:
+    return kvjax.make_mesh(data, model)
+
+
+@cache
+def sharded(data: int, model: int, kv_heads: int, layers: int = 1) -> Decoder:
+    return kvjax.shard(decoder(HEADS, kv_heads, (None,) * layers), mesh(data, model))
+
+
+@cache
+def expected(text: str, kv_heads: int) -> tuple[kvjax.Generation, kvjax.Generation]:
+    """On one device: an answer, and how it goes on."""
+    params = decoder(HEADS, kv_heads)
+    answer = kvjax.generate(params, ROWS, policy=parse(text), max_new_tokens=NEW, log_probs=True)
+    return answer, kvjax.generate(params, None, cache=answer.cache, max_new_tokens=NEW, log_probs=True)
+
+
+def assert_equal(ours: kvjax.Generation, theirs: kvjax.Generation) -> None:
+    np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+    np.testing.assert_array_equal(ours.lengths, theirs.lengths)
+    assert ours.log_probs is not None
+    assert theirs.log_probs is not None
+    np.testing.assert_allclose(ours.log_probs, theirs.log_probs, atol=1e-5, rtol=0)
+    assert len({row.tobytes() for row in ours.tokens}) == len(ROWS)
+
+
+FAST = {(2, 4, 2, "tova:budget=24"), (2, 4, 2, "morphkv:budget=24,window=4"), (4, 2, 2, "full")}
+SIZES = [(8, 1, 2), (4, 2, 2), (2, 4, 2), (1, 8, 4)]  # data, model, kv heads; the last two share each kv head
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "kv_heads", "text"),
+    [
+        pytest.param(*size, text, marks=[] if (*size, text) in FAST else pytest.mark.slow)
+        for size in SIZES
+        for text in (*POLICIES, "h2o:budget=24,group=max", "morphkv:budget=24,window=4,state=weights")
+    ],
+)
+def test_tokens_are_those_of_one_device(data: int, model: int, kv_heads: int, text: str) -> None:
+    params = sharded(data, model, kv_heads)
+    answer = kvjax.generate(params, ROWS, policy=parse(text), max_new_tokens=NEW, log_probs=True)
+    one_device, going_on = expected(text, kv_heads)
+    assert_equal(answer, one_device)
+    assert_equal(kvjax.generate(params, None, cache=answer.cache, max_new_tokens=NEW, log_probs=True), going_on)
+    assert answer.cache.nbytes == one_device.cache.nbytes
+    for entries in answer.cache.layers:
+        B, H, S, D = entries.keys.shape
+        for array, rest in ((entries.keys, (S, D)), (entries.values, (S, D)), (entries.positions, (S,))):
+            shares = {shard.data.shape for shard in array.addressable_shards}
+            assert shares == {(B // data, max(1, H // model), *rest)}
+    copies = 0
+    for array in jax.tree.leaves(answer.cache.layers):
+        held: dict[str, np.ndarray] = {}
+        for shard in array.addressable_shards:  # devices that share a head keep the same of it, bit by bit
+            other = held.setdefault(str(shard.index), np.asarray(shard.data))
+            np.testing.assert_array_equal(shard.data, other)
+        copies += 8 - len(held)
+    assert (copies > 0) == (model > kv_heads)
+
+
+@pytest.mark.parametrize(
+    "text", ["h2o:budget=24", pytest.param("morphkv:budget=24,window=4,every=4", marks=pytest.mark.slow)]
+)
+def test_a_prompt_in_chunks(text: str) -> None:
+    answer = kvjax.generate(sharded(2, 4, 2), ROWS, policy=parse(text), max_new_tokens=NEW, log_probs=True, chunk=20)
+    assert_equal(answer, expected(text, 2)[0])
+
+
+def test_stream_and_sampler(compiled: list[str]) -> None:
+    """Draws by row and position, the penalty's memory of tokens, and ends of rows; and steps compile nothing anew."""
+    options = {
+        "policy": parse("tova:budget=24"),
+        "sampler": kvjax.Sampler(temperature=0.8, top_p=0.95, repetition_penalty=1.2),
+        "eos": [[3, 5], [], [7], [9, 11], [13], [], [], [2, 4]],
+        "seed": 3,
+        "max_new_tokens": NEW,
+    }
+    one_device = kvjax.generate(decoder(HEADS, 2), ROWS, **options)
+    assert len(set(one_device.lengths.tolist())) > 1
+    pieces = []
+    for piece in kvjax.stream(sharded(2, 4, 2), ROWS, **options):
+        pieces.append(piece)
+        if len(pieces) == 3:
+            compiled.clear()
+    assert compiled == []
+    np.testing.assert_array_equal(np.stack([piece.tokens for piece in pieces], axis=1), one_device.tokens)
+
+
+def test_a_question_to_a_document() -> None:
+    """`prefill` and a turn of several tokens on the mesh; `extend` and `with_room` from outside."""
+    policy, question = parse("snapkv:budget=24,window=4"), [row[:3] for row in ROWS]
+    answers = []
+    for params in (decoder(HEADS, 2), sharded(2, 4, 2)):
+        document = kvjax.prefill(params, ROWS, policy=policy)
+        answers.append(kvjax.generate(params, question, cache=document, max_new_tokens=NEW, log_probs=True))
+        logits, longer = kvjax.extend(params, kvjax.with_room(document, 1), np.array(question)[:, :1])
+        answers[-1] = replace(answers[-1], text=(np.asarray(logits), np.asarray(longer.layers[0].positions)))
+    assert_equal(answers[1], answers[0])
+    (ours, our_positions), (theirs, their_positions) = answers[1].text, answers[0].text
+    np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=0)
+    np.testing.assert_array_equal(our_positions, their_positions)
+
+
+def test_a_second_answer_compiles_nothing(compiled: list[str]) -> None:
+    params, policy = sharded(2, 4, 2), parse("tova:budget=24")
+    kvjax.generate(params, ROWS, policy=policy, max_new_tokens=NEW, log_probs=True)
+    compiled.clear()
+    kvjax.generate(params, ROWS, policy=policy, max_new_tokens=NEW, log_probs=True)
+    assert compiled == []
+
+
+@dataclass(frozen=True)
+class Communication:
+    """The collectives of a program: how many arrays each kind moves, and the most numbers in one of them."""
+
+    counts: Counter
+    largest: int
+
+    @classmethod
+    def of(cls, hlo: str) -> "Communication":
+        kinds = (
+            "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast|ragged-all-to-all"
+        )
+        counts: Counter = Counter()
+        sizes = [0]
+        for shapes, kind in re.findall(rf"= (\S.*?) ({kinds})(?:-start)?\(", hlo):
+            arrays = re.findall(r"\w+\[([\d,]*)\]", shapes)  # several where XLA has combined them
+            counts[kind] += len(arrays)
+            sizes += [math.prod(map(int, filter(None, array.split(",")))) for array in arrays]
+        return cls(counts, max(sizes))
+
+
+# Per layer beyond the two all-reduces of tensor parallelism: (all-reduces, all-gathers where devices share a kv head).
+DECLARED = {
+    "full": (0, 0),
+    "streaming_llm:budget=24": (0, 0),
+    "streaming_llm:budget=24,positions=in_cache": (0, 0),
+    "h2o:budget=24": (0, 1),  # the group's queries
+    "tova:budget=24": (1, 1),  # the mean over heads; the group's queries
+    "snapkv:budget=24,window=4": (0, 0),  # nothing once the prompt is read
+    "morphkv:budget=24,window=4": (0, 2),  # the group's queries, and their log-sum-exp
+    "morphkv:budget=24,window=4,every=4": (0, 2),
+}
+
+
+@pytest.mark.parametrize("text", POLICIES)
+@pytest.mark.parametrize(("data", "model", "kv_heads"), [(2, 4, 4), pytest.param(2, 4, 2, marks=pytest.mark.slow)])
+def test_a_step_communicates_what_is_declared(text: str, data: int, model: int, kv_heads: int) -> None:
+    layers = 2
+    params = sharded(data, model, kv_heads, layers)
+    lengths = np.full(len(ROWS), 3)
+    empty = kvjax.KVCache.empty(params.config, parse(text), lengths, 64, np.float32, mesh(data, model))
+    grown = empty.map_layers(lambda layer: layer.grow(64 if text == "full" else 24))
+    filled = replace(grown, filled=True).map_layers(
+        lambda layer: layer if parse(text).every else replace(layer, per_slot=None, per_row=None)
+    )
+    active = filled.put_rows(np.ones(len(ROWS), bool))
+    hlo = jax.jit(step, donate_argnums=1).lower(params, filled, filled.pending, active).compile().as_text()
+    found = Communication.of(hlo)
+    reduces, gathers = DECLARED[text]
+    gathers = gathers if model > kv_heads else 0
+    # Once a step: the embedding is summed over the devices that hold the vocabulary, and logits are gathered from them.
+    assert found.counts == Counter({"all-reduce": layers * (2 + reduces) + 1, "all-gather": layers * gathers + 1})
+    assert found.largest <= len(ROWS) // data * VOCAB
+    assert found.largest < filled.layers[0].keys.size // (data * min(model, kv_heads))
+
+
+def test_rows_alone_communicate_nothing() -> None:
+    params = sharded(8, 1, 2)
+    cache = kvjax.prefill(params, ROWS, policy=parse("tova:budget=24"))
+    active = cache.put_rows(np.ones(len(ROWS), bool))
+    assert not Communication.of(jax.jit(step).lower(params, cache, cache.pending, active).compile().as_text()).counts
+
+
+def test_one_device_pays_nothing() -> None:
+    cache = kvjax.prefill(decoder(HEADS, 2), ROWS, policy=parse("tova:budget=24"))
+    program = str(jax.make_jaxpr(step)(decoder(HEADS, 2), cache, cache.pending, np.ones(len(ROWS), bool)))
+    assert not re.search("shard|psum|all_gather|axis_index", program)
+
+
+def test_what_does_not_fit() -> None:
+    params, one_device = sharded(2, 4, 2), decoder(HEADS, 2)
+    with pytest.raises(ValueError, match="a batch of 3 rows on a mesh of data=2; accepted are multiples of 2 rows"):
+        kvjax.generate(params, ROWS[:3])
+    document = kvjax.prefill(one_device, ROWS)
+    for act in (
+        lambda: kvjax.generate(params, ROWS, cache=document),
+        lambda: kvjax.extend(params, document, np.zeros((8, 3), int)),
+        lambda: kvjax.generate(one_device, ROWS, cache=kvjax.prefill(params, ROWS)),
+    ):
+        with pytest.raises(
+            ValueError, match=r"the cache lies on .*, the parameters on .*; accepted is the same for both"
+        ):
+            act()
+    with pytest.raises(ValueError, match="model=3 does not fit"):
+        kvjax.shard(one_device, mesh(1, 3))
