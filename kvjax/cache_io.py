@@ -11,18 +11,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 from jaxtyping import Array, UInt32
 
 from kvjax.cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policies import parse
 from kvjax.policy import Policy
+from kvjax.sharding import check_batch, fetch, mesh_of
 
 
 def save_cache(path: str | Path, cache: KVCache, params: Decoder) -> None:
-    """Writes a cache of `params` to a new folder. Raises ValueError if the folder exists."""
+    """Writes a cache of `params` to a new folder. Raises ValueError if the folder exists.
+
+    With several processes all of them call it, with a path to storage that they share.
+    """
     path = Path(path).resolve()
-    if path.exists():
+    exists = path.exists()
+    if jax.process_count() > 1:  # none of them writes before all have looked
+        exists = bool(multihost_utils.process_allgather(np.array(exists)).any())
+    if exists:
         raise ValueError(f"{path} exists; accepted is a folder that does not")
     arrays = _named(cache)
     facts = {
@@ -40,14 +48,15 @@ def save_cache(path: str | Path, cache: KVCache, params: Decoder) -> None:
 
 
 def restore_cache(path: str | Path, params: Decoder, policy: Policy | None = None) -> KVCache:
-    """Reads a cache that `save_cache` wrote.
+    """Reads a cache that `save_cache` wrote, onto the devices of the parameters, whichever it was on before.
 
     Args:
-        params: the model it was made with.
+        params: the model it was made with, on one device or on any mesh.
         policy: the policy it was made by, as a check.
 
     Raises:
-        ValueError: if there is no saved cache, or it belongs to another model or policy.
+        ValueError: if there is no saved cache, it belongs to another model or policy, or its rows do not divide over
+            the mesh that the parameters are on.
     """
     path = Path(path).resolve()
     if not (path / "facts").is_dir():
@@ -59,24 +68,27 @@ def restore_cache(path: str | Path, params: Decoder, policy: Policy | None = Non
         saved = parse(facts["policy"])
         if policy is not None and policy != saved:
             raise ValueError(f"the cache in {path} was made by {saved}, not by {policy}")
+        mesh = mesh_of(params)
+        check_batch(facts["arrays"]["length"][0][0], mesh)
+        like = KVCache.empty(params.config, saved, jnp.zeros(1, jnp.int32), 1, params.embed.dtype)
+        layers = tuple(
+            replace(layer, per_slot=None, per_row=None) if stateless else layer
+            for layer, stateless in zip(like.layers, facts["stateless"], strict=True)
+        )
+        like = replace(like, layers=layers, kept=tuple(facts["kept"]), filled=facts["filled"], mesh=mesh)
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        shardings = dict.fromkeys(facts["arrays"], device) if mesh is None else _named(like.shardings)
         wanted = {
-            name: jax.ShapeDtypeStruct(shape, dtype, sharding=device)
+            name: jax.ShapeDtypeStruct(shape, dtype, sharding=shardings[name])
             for name, (shape, dtype) in facts["arrays"].items()
         }
         restored = checkpointer.restore(path, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(wanted)))
-    like = KVCache.empty(params.config, saved, jnp.zeros(1, jnp.int32), 1, params.embed.dtype)
-    layers = tuple(
-        replace(layer, per_slot=None, per_row=None) if stateless else layer
-        for layer, stateless in zip(like.layers, facts["stateless"], strict=True)
-    )
-    like = replace(like, layers=layers, kept=tuple(facts["kept"]), filled=facts["filled"])
     return jax.tree.unflatten(jax.tree.structure(like), [restored.arrays[name] for name in _named(like)])
 
 
 def fingerprint(params: Decoder) -> str:
     """A hash of a model's config and of every weight's bits."""
-    sums = np.stack([np.asarray(_checksum(leaf)) for leaf in jax.tree.leaves(params)])
+    sums = np.stack([fetch(_checksum(leaf)) for leaf in jax.tree.leaves(params)])
     return hashlib.sha256(repr(params.config).encode() + sums.tobytes()).hexdigest()
 
 

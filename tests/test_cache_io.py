@@ -11,6 +11,7 @@ from flax import nnx
 
 import kvjax
 from kvjax.models import Decoder
+from tests.tiny import decoder
 
 RNG = np.random.default_rng(4)
 ROWS = [RNG.integers(0, 99, n).tolist() for n in (44, 5)]
@@ -79,3 +80,23 @@ def test_nothing_is_overwritten(tiny: Decoder, saved: Path) -> None:
     with pytest.raises(ValueError, match="exists; accepted is a folder that does not"):
         kvjax.save_cache(saved, kvjax.prefill(tiny, [1, 2]), tiny)
     kvjax.restore_cache(saved, tiny)
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+def test_onto_another_mesh(tmp_path: Path) -> None:
+    """From a mesh where devices share each kv head to one where they do not, and to one device."""
+    params, policy = decoder(heads=4, kv_heads=2), kvjax.policies.morphkv(24, window=4)
+    sharded, other = (kvjax.shard(params, kvjax.make_mesh(*size)) for size in ((2, 4), (1, 2)))
+    rows = [*ROWS, ROWS[0][:20], ROWS[0][:30]]
+    rows = [[token % 64 for token in row] for row in rows]
+    cache = kvjax.generate(sharded, rows, policy=policy, max_new_tokens=8).cache
+    kvjax.save_cache(tmp_path / "cache", cache, sharded)
+    expected = kvjax.generate(sharded, None, cache=cache, max_new_tokens=8).tokens
+    for target in (sharded, other, params):
+        restored = kvjax.restore_cache(tmp_path / "cache", target)
+        for one, two in zip(jax.tree.leaves(restored), jax.tree.leaves(cache), strict=True):
+            np.testing.assert_array_equal(one, two)
+        np.testing.assert_array_equal(kvjax.generate(target, None, cache=restored, max_new_tokens=8).tokens, expected)
+    wide = kvjax.shard(params, kvjax.make_mesh(data=8))
+    with pytest.raises(ValueError, match="a batch of 4 rows on a mesh of data=8; accepted are multiples of 8 rows"):
+        kvjax.restore_cache(tmp_path / "cache", wide)
