@@ -13,6 +13,8 @@ from jaxtyping import Array, Float, Shaped
 class Heads:
     """The heads of a layer as one device sees them: all of them, unless a mesh spreads them.
 
+    All devices must take part in what is asked here, so never ask it in a branch or loop that may differ between them.
+
     Attributes:
         kv_axis: the mesh axis over which kv heads are spread, if they are.
         group_axis: the mesh axis over which the query heads of one kv head are spread, where there are more devices

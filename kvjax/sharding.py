@@ -107,9 +107,9 @@ def shard(params: Decoder, mesh: Mesh) -> Decoder:
 
 
 def mesh_of(params: Decoder) -> Mesh | None:
-    """The mesh that parameters are spread over; None if they lie on one device."""
+    """The mesh that parameters are spread over, as `fit_mesh` gives it; None if they lie on one device."""
     mesh = getattr(getattr(jax.tree.leaves(params)[0], "sharding", None), "mesh", None)
-    return mesh if isinstance(mesh, Mesh) and mesh.size > 1 else None
+    return fit_mesh(mesh, params.config) if isinstance(mesh, Mesh) and mesh.size > 1 else None
 
 
 def place(x: ArrayLike, sharding: NamedSharding) -> Array:

@@ -36,8 +36,7 @@ def main() -> None:
     # Before anything asks what devices there are.
     jax.distributed.initialize(args.coordinator, num_processes=args.processes, process_id=args.process)
     mesh = kvjax.make_mesh(data=args.data, model=args.model)
-    params, tokenizer = kvjax.load(args.checkpoint)
-    params = kvjax.shard(params, mesh)
+    params, tokenizer = kvjax.load(args.checkpoint, mesh=mesh)
     out = kvjax.generate(
         params,
         args.prompts,

@@ -9,7 +9,7 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import kvjax
 from kvjax.extend import step
@@ -220,5 +220,8 @@ def test_what_does_not_fit() -> None:
             ValueError, match=r"the cache lies on .*, the parameters on .*; accepted is the same for both"
         ):
             act()
+    elsewhere = NamedSharding(jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,)), PartitionSpec())
+    with pytest.raises(ValueError, match=r"'x': 8.*; accepted is a mesh of kvjax.make_mesh"):
+        kvjax.generate(jax.device_put(one_device, elsewhere), ROWS)
     with pytest.raises(ValueError, match="model=3 does not fit"):
         kvjax.shard(one_device, mesh(1, 3))
