@@ -32,7 +32,7 @@ def free_port() -> int:
 @pytest.mark.parametrize(
     ("data", "model", "policy"),
     [
-        (2, 2, "morphkv:budget=16,window=4"),  # each process its own row
+        (2, 2, "morphkv:budget=24,window=8"),  # each process its own row
         (1, 4, "tova:budget=16"),  # each process its own kv head, shared by its two devices
     ],
 )
