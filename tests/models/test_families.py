@@ -1,0 +1,54 @@
+"""Every family's name table, both ways: parameters written and read again, whole and onto meshes that cut tensors."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import kvjax
+from kvjax.checkpoint import load, save_hf
+from kvjax.models import FAMILIES, Decoder, config_from_hf
+
+HF = {
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "attention_bias": True,
+    "head_dim": 4,
+}
+# What a family does not have its config does not say.
+OWN = {
+    "internlm2": {"head_dim": None, "attention_bias": None, "bias": True},
+    "llama": {"mlp_bias": True},
+    "mistral": {"attention_bias": None},
+    "phi3": {"head_dim": None, "attention_bias": None},
+    "qwen2": {},
+    "qwen3": {},
+}
+
+
+def random(model_type: str) -> Decoder:
+    """No two parameters alike, biases and norms included."""
+    hf = {"model_type": model_type} | HF | OWN[model_type]
+    params = Decoder(config_from_hf(hf), nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), params)
+
+
+@pytest.mark.parametrize("model", [None, 2, 4], ids=["one device", "heads shared out", "kv heads replicated"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_what_is_written_is_read(model_type, model, tmp_path):
+    params = random(model_type)
+    save_hf(params, tmp_path)
+    read, _ = load(tmp_path, mesh=None if model is None else kvjax.make_mesh(data=1, model=model))
+    assert read.config == params.config
+    written, again = (dict(nnx.to_flat_state(nnx.state(x))) for x in (params, read))
+    assert written.keys() == again.keys()
+    for path, parameter in written.items():
+        np.testing.assert_array_equal(again[path][...], parameter[...], err_msg=str(path))
