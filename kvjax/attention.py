@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -120,7 +119,8 @@ def reading(
         )
         if observes:
             received = _received(policy.score.received, layer, heads, q, lse, keys, positions, entries.positions)
-            entries = _observe(policy, entries, Attended(q, positions, lse, received, lengths, heads))
+            attended = Attended(q, positions, lse, received, lengths, layer.scale, layer.window, heads)
+            entries = _observe(policy, entries, attended)
         entries = _expire(entries, moment, lengths > 0)
         if compress and (most := kept[i]) is not None:
             entries = policy.compress(entries, moment, min(most, slots[i]))
@@ -192,10 +192,10 @@ def decoding(
         )
         if wish:
             context, lse = heads.own_queries(context), heads.own_queries(lse)
-            received = received[..., None] if wish.apart else received
         if observes:
             lengths = incoming.astype(jnp.int32)
-            entries = _observe(policy, entries, Attended(q, query_positions, lse, received, lengths, heads))
+            attended = Attended(q, query_positions, lse, received, lengths, layer.scale, layer.window, heads)
+            entries = _observe(policy, entries, attended)
         return context, _replace(layers, i, entries)
 
     return attend
@@ -210,33 +210,22 @@ def _received(
     keys: Float[Array, "B H M D"],
     positions: Int[Array, "B N"],
     k_positions: Int[Array, "B H M"],
-) -> Float[Array, "B H M"] | Float[Array, "B H M W"] | None:
+) -> Float[Array, "B H M"] | None:
     """What the entries received from the queries of a call, as a score wishes to see it."""
-    if wish is None:
+    if wish is None or wish.stepwise:
         return None
     last = slice(-wish.last if wish.last else None, None)
     q, lse = (heads.whole_groups(x[:, :, last]) for x in (q, lse))
-    positions = positions[:, last]
-
-    def from_queries(q: Array, positions: Array, lse: Array) -> Float[Array, "B H M"]:
-        return window_scores(
-            q,
-            keys,
-            positions,
-            k_positions,
-            lse=lse,
-            scale=layer.scale,
-            window=layer.window,
-            reduction=wish.reduction,
-        )
-
-    def from_query(r: Array) -> Float[Array, "B H M"]:
-        one = partial(jax.lax.dynamic_slice_in_dim, start_index=r, slice_size=1)
-        return from_queries(one(q, axis=2), one(positions, axis=1), one(lse, axis=2))
-
-    if not wish.apart:
-        return from_queries(q, positions, lse)
-    return jnp.moveaxis(jax.lax.map(from_query, jnp.arange(q.shape[2])), 0, -1)
+    return window_scores(
+        q,
+        keys,
+        positions[:, last],
+        k_positions,
+        lse=lse,
+        scale=layer.scale,
+        window=layer.window,
+        reduction=wish.reduction,
+    )
 
 
 def _rotate(

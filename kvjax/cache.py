@@ -28,7 +28,7 @@ class LayerCache:
         values: beside the keys.
         positions: the token position in each slot, -1 if it is empty.
         capacity: how many slots a row's head may occupy before it must evict; beyond S where nothing is ever evicted.
-        per_slot: policy state with axes [B, H, S, ...]: moves with its slot and is cleared with it.
+        per_slot: policy state with axes [B, H, ..., S]: moves with its slot and is cleared with it.
         per_row: policy state with axes [B, H, ...], or [B, Hq, ...].
     """
 
@@ -50,32 +50,32 @@ class LayerCache:
 
     def gather(self, index: Int[Array, "B H K"]) -> LayerCache:
         """The entries at `index` as a cache of K slots; -1 makes an empty slot."""
-        taken = index >= 0
-        safe = jnp.where(taken, index, 0)
 
-        def take(x: Array) -> Array:
-            extra = (1,) * (x.ndim - 3)
-            rows = jnp.take_along_axis(x, safe.reshape(safe.shape + extra), axis=2)
-            return jnp.where(taken.reshape(taken.shape + extra), rows, jnp.zeros((), x.dtype))
+        def take(x: Array, axis: int = -1, empty: int = 0) -> Array:
+            B, H, K = index.shape
+            shape = [B, H] + [1] * (x.ndim - 2)
+            shape[axis] = K
+            at = index.reshape(shape)
+            return jnp.where(at >= 0, jnp.take_along_axis(x, jnp.maximum(at, 0), axis), jnp.asarray(empty, x.dtype))
 
         return replace(
             self,
-            keys=take(self.keys),
-            values=take(self.values),
-            positions=jnp.where(taken, take(self.positions), -1),
+            keys=take(self.keys, axis=2),
+            values=take(self.values, axis=2),
+            positions=take(self.positions, empty=-1),
             per_slot=jax.tree.map(take, self.per_slot),
         )
 
     def append(self, other: LayerCache) -> LayerCache:
         """The slots of both, `other`'s last. State per row and capacity are this one's."""
 
-        def join(x: Array, y: Array) -> Array:
-            return jnp.concatenate([x, y], axis=2) if self.slots else y
+        def join(x: Array, y: Array, axis: int = -1) -> Array:
+            return jnp.concatenate([x, y], axis) if self.slots else y
 
         return replace(
             self,
-            keys=join(self.keys, other.keys),
-            values=join(self.values, other.values),
+            keys=join(self.keys, other.keys, axis=2),
+            values=join(self.values, other.values, axis=2),
             positions=join(self.positions, other.positions),
             per_slot=jax.tree.map(join, self.per_slot, other.per_slot),
         )
@@ -93,28 +93,33 @@ class LayerCache:
         def put(x: Array, new: Array) -> Array:
             return x.at[b, h, slot].set(new, mode="drop", unique_indices=True)
 
+        def clear(x: Array) -> Array:
+            return x.at[b, h, ..., slot].set(0, mode="drop", unique_indices=True)
+
         return replace(
             self,
             keys=put(self.keys, key),
             values=put(self.values, value),
             positions=put(self.positions, position),
-            per_slot=jax.tree.map(lambda x: put(x, jnp.zeros((), x.dtype)), self.per_slot),
+            per_slot=jax.tree.map(clear, self.per_slot),
         )
 
     def grow(self, slots: int) -> LayerCache:
         """The same entries with empty slots added up to `slots`."""
         extra = slots - self.slots
 
-        def widen(x: Array, value: int = 0) -> Array:
-            return jnp.pad(x, [(0, extra if axis == 2 else 0) for axis in range(x.ndim)], constant_values=value)
+        def widen(x: Array, axis: int = -1, empty: int = 0) -> Array:
+            widths = [(0, 0)] * x.ndim
+            widths[axis] = (0, extra)
+            return jnp.pad(x, widths, constant_values=empty)
 
         if extra <= 0:
             return self
         return replace(
             self,
-            keys=widen(self.keys),
-            values=widen(self.values),
-            positions=widen(self.positions, -1),
+            keys=widen(self.keys, axis=2),
+            values=widen(self.values, axis=2),
+            positions=widen(self.positions, empty=-1),
             per_slot=jax.tree.map(widen, self.per_slot),
         )
 

@@ -48,16 +48,20 @@ class Attended:
         queries: as they met the keys.
         positions: of the queries, ascending, -1 for padding, which is on the left.
         lse: log-sum-exp of each query's scaled logits.
-        received: what each entry received, reduced as the score asked (or [B, H, M, W]), or None if it did not ask.
+        received: what each entry received, reduced as the score asked, or None if it did not ask.
         lengths: real queries in each row.
+        scale: of the logits.
+        window: the layer's sliding window.
         heads: those that the queries and entries belong to. On a mesh it is through them that a score reaches others.
     """
 
     queries: Float[Array, "B Hq W D"]
     positions: Int[Array, "B W"]
     lse: Float[Array, "B Hq W"]
-    received: Float[Array, "B H M"] | Float[Array, "B H M W"] | None
+    received: Float[Array, "B H M"] | None
     lengths: Int[Array, "B"]
+    scale: float
+    window: int | None
     heads: Heads = ALL_HEADS
 
 
@@ -75,12 +79,12 @@ class Received(NamedTuple):
     Attributes:
         reduction: over queries and group.
         last: only the last so many queries of a call count; None for all of them.
-        apart: show what each of these queries gave by itself, [B, H, M, W], reduced over the group alone.
+        stepwise: only while decoding, when a call has one query.
     """
 
     reduction: Reduction
     last: int | None = None
-    apart: bool = False
+    stepwise: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ class Score(ABC):
         return
 
     def init_slots(self, shape: LayerShape, slots: int) -> Any:
-        """State with axes [B, H, slots, ...], zero: what a slot has when a token enters it."""
+        """State with axes [B, H, ..., slots], zero: what a slot has when a token enters it."""
         return None
 
     def init_rows(self, shape: LayerShape) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -11,10 +13,10 @@ Fold = Literal["sum", "mean", "max"]
 
 
 def fold(x: Array, how: Fold, axis: int) -> Array:
-    """Reduces one axis."""
-    if how == "sum":
-        return jnp.sum(x, axis=axis)
-    return jnp.mean(x, axis=axis) if how == "mean" else jnp.max(x, axis=axis)
+    """Reduces one short axis, entry by entry: a reduction of XLA's CPU backend costs ten times as much."""
+    entries = [jax.lax.index_in_dim(x, i, axis, keepdims=False) for i in range(x.shape[axis])]
+    folded = reduce(jnp.maximum if how == "max" else jnp.add, entries)
+    return folded / len(entries) if how == "mean" else folded
 
 
 def pad(x: Array, amount: int, axis: int, value: float = 0) -> Array:

@@ -45,8 +45,6 @@ CASES = (
     Case("slots", "full", prompt="{budget} - {new}"),  # as many slots as a budget, without a policy
     Case("morphkv", "morphkv:budget={budget},window={window}", prompt="{budget}"),
     Case("morphkv_every_8", "morphkv:budget={budget},window={window},every=8", prompt="{budget}"),
-    Case("morphkv_weights", "morphkv:budget={budget},window={window},state=weights", prompt="{budget}"),
-    Case("morphkv_weights_every_8", "morphkv:budget={budget},window={window},state=weights,every=8", prompt="{budget}"),
 )
 
 # Decode tokens per second, the first over the second, at least.
@@ -54,9 +52,7 @@ RATIOS = (
     (("kvjax", "full"), ("peer", "full"), {1: 2.5, 8: 2.2}),
     (("kvjax", "snapkv"), ("peer", "snapkv"), {1: 2.5, 8: 1.6}),
     (("kvjax", "morphkv"), ("kvjax", "slots"), {1: 1 / 1.15, 8: 1 / 1.15}),
-    (("kvjax", "morphkv_weights"), ("kvjax", "slots"), {1: 1 / 1.15, 8: 1 / 1.15}),
     (("kvjax", "morphkv_every_8"), ("kvjax", "slots"), {1: 1 / 1.03, 8: 1 / 1.03}),
-    (("kvjax", "morphkv_weights_every_8"), ("kvjax", "slots"), {1: 1 / 1.03, 8: 1 / 1.03}),
 )
 
 Measure = Callable[[dict[str, Any]], dict[str, float]]

@@ -62,7 +62,7 @@ SIZES = [(8, 1, 2), (4, 2, 2), (2, 4, 2), (1, 8, 4)]  # data, model, kv heads; t
     [
         pytest.param(*size, text, marks=[] if (*size, text) in FAST else pytest.mark.slow)
         for size in SIZES
-        for text in (*POLICIES, "h2o:budget=24,group=max", "morphkv:budget=24,window=4,state=weights")
+        for text in (*POLICIES, "h2o:budget=24,group=max", "morphkv:budget=24,window=4,block=2")
     ],
 )
 def test_tokens_are_those_of_one_device(data: int, model: int, kv_heads: int, text: str) -> None:

@@ -2,7 +2,7 @@
 
 from .budget import DenseLayers, Everything, Fixed, Fraction, budget_of
 from .merge import Drop
-from .score import AccumulatedAttention, LastAttention, Pool, Recency, WindowAttention, WindowWeights
+from .score import AccumulatedAttention, FoldedWindow, LastAttention, Pool, Recency, WindowAttention
 from .select import TopTokens
 
 __all__ = [
@@ -11,12 +11,12 @@ __all__ = [
     "Drop",
     "Everything",
     "Fixed",
+    "FoldedWindow",
     "Fraction",
     "LastAttention",
     "Pool",
     "Recency",
     "TopTokens",
     "WindowAttention",
-    "WindowWeights",
     "budget_of",
 ]

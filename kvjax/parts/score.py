@@ -119,17 +119,39 @@ class QueryRing(NamedTuple):
     lse: Float[Array, "B Hq R"]
     positions: Int[Array, "B H R"]
 
+    @classmethod
+    def empty(cls, shape: LayerShape, size: int) -> QueryRing:
+        rows = (shape.batch, shape.heads, size)
+        return cls(
+            jnp.zeros((*rows, shape.head_dim), shape.dtype),
+            jnp.zeros(rows, jnp.float32),
+            jnp.full((shape.batch, shape.kv_heads, size), -1, jnp.int32),
+        )
+
     def push(self, attended: Attended) -> QueryRing:
         """Takes in the last R of the queries that have just attended."""
         size = self.positions.shape[-1]
         queries, lse = (attended.heads.whole_groups(x[:, :, -size:]) for x in (attended.queries, attended.lse))
         positions = attended.positions[:, -size:]
+        # A query that saw nothing counts for nothing. Said so that it depends on the attention, without which XLA does
+        # not see that the ring is read before it is written, and copies it.
+        queries = jnp.where(jnp.isneginf(lse)[..., None], 0, queries)
         b, index = jnp.arange(positions.shape[0])[:, None], jnp.where(positions >= 0, positions % size, size)
         return QueryRing(
             self.queries.at[b, :, index].set(jnp.swapaxes(queries, 1, 2), mode="drop", unique_indices=True),
             self.lse.at[b, :, index].set(jnp.swapaxes(lse, 1, 2), mode="drop", unique_indices=True),
             self.positions.at[b, :, index].set(positions[..., None], mode="drop", unique_indices=True),
         )
+
+    def block(self, number: Int[Array, "B"], size: int) -> QueryRing:
+        """Each row's queries number * size .. (number + 1) * size - 1 of the ring."""
+
+        def take(x: Array, axis: int) -> Array:
+            blocks = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+            at = number.reshape(-1, *(1,) * (blocks.ndim - 1))
+            return jnp.squeeze(jnp.take_along_axis(blocks, at, axis), axis)
+
+        return QueryRing(take(self.queries, 2), take(self.lse, 2), take(self.positions, 2))
 
 
 @dataclass(frozen=True)
@@ -174,12 +196,7 @@ class WindowAttention(Score):
             )
 
     def init_rows(self, shape: LayerShape) -> QueryRing:
-        B, Hq, R = shape.batch, shape.heads, self.window
-        return QueryRing(
-            jnp.zeros((B, Hq, R, shape.head_dim), shape.dtype),
-            jnp.zeros((B, Hq, R), jnp.float32),
-            jnp.full((B, shape.kv_heads, R), -1, jnp.int32),
-        )
+        return QueryRing.empty(shape, self.window)
 
     def observe(self, entries: LayerCache, attended: Attended) -> tuple[None, QueryRing]:
         return None, entries.per_row.push(attended)
@@ -207,43 +224,103 @@ class WindowAttention(Score):
 
 
 @dataclass(frozen=True)
-class WindowWeights(Score):
-    """The scores of WindowAttention, with the weights themselves as state: a column a query, in every slot.
+class FoldedWindow(Score):
+    """The scores of WindowAttention at a part of its work: what a slot received is folded a block of queries at a time.
 
-    Nothing is computed twice, which is faster where matrix units are slow; but it takes 4 R bytes a slot and kv head,
-    R / 2D of float32 keys and values. The two agree as long as nothing but the full softmax is asked for.
+    Queries form blocks by position, `block` to each. A slot keeps one number for each block in the window: what it
+    received from the block's queries so far, reduced. That is exact for all blocks but the one which is leaving the
+    window, whose queries that are still in it are asked again, as WindowAttention asks all of them.
 
     Attributes:
-        window: the number of queries.
+        window: the number of queries, a multiple of `block`. R / block float32 numbers are kept a slot.
+        block: queries to a block; 1 keeps every weight and asks no query again.
         reduction: over the group, then over the window's queries.
     """
 
     window: int
+    block: int
     reduction: Reduction
 
     def __post_init__(self) -> None:
         check_integer("window", self.window, least=1)
+        check_integer("block", self.block, least=1)
+        if self.window % self.block:
+            raise ValueError(f"block={self.block}: accepted is a divisor of the window, {self.window}")
+        commute = (self.reduction.rows == "max") == (self.reduction.group == "max")
+        if self.reduction.rows == "mean" or not (commute or self.reduction.first == "group"):
+            raise ValueError(f"{self.reduction} of blocks: accepted are rows 'sum' and 'max' of a group reduced first")
 
     @property
     def received(self) -> Received:
-        return Received(self.reduction, last=self.window, apart=True)
+        return Received(self.reduction, stepwise=True)
+
+    @property
+    def stores_queries(self) -> bool:
+        return True
 
     def check(self, policy: Policy) -> None:
         check_window(self.window, policy)
 
-    def init_slots(self, shape: LayerShape, slots: int) -> Float[Array, "B H S R"]:
-        return jnp.zeros((shape.batch, shape.kv_heads, slots, self.window), jnp.float32)
+    def init_slots(self, shape: LayerShape, slots: int) -> Float[Array, "B H R/block S"]:
+        return jnp.zeros((shape.batch, shape.kv_heads, self.window // self.block, slots), jnp.float32)
 
-    def observe(self, entries: LayerCache, attended: Attended) -> tuple[Array, None]:
-        """Overwrites the columns of the queries that have left the window: position p has column p mod R."""
-        assert attended.received is not None
-        received = jnp.moveaxis(attended.received[..., -self.window :], -1, 1)
-        positions = attended.positions[:, -received.shape[1] :]
-        b, column = (
-            jnp.arange(positions.shape[0])[:, None],
-            jnp.where(positions >= 0, positions % self.window, self.window),
-        )
-        return entries.per_slot.at[b, :, :, column].set(received, mode="drop", unique_indices=True), None
+    def init_rows(self, shape: LayerShape) -> QueryRing:
+        return QueryRing.empty(shape, self.window)
+
+    def observe(self, entries: LayerCache, attended: Attended) -> tuple[Array, QueryRing]:
+        ring: QueryRing = entries.per_row.push(attended)
+        if attended.received is None:
+            return self._fold_all(entries, attended, ring), ring
+        folds, position = entries.per_slot, attended.positions[:, 0]
+        column = position // self.block % folds.shape[2]
+        own = (jnp.arange(folds.shape[2]) == column[:, None]) & (position >= 0)[:, None]
+        begins = (position % self.block == 0)[:, None, None, None]
+        folded = self._join(jnp.where(begins, 0.0, folds), attended.received[:, :, None])
+        return jnp.where(own[:, None, :, None], folded, folds), ring
 
     def __call__(self, entries: LayerCache, moment: Moment) -> Float[Array, "B H M"]:
-        return fold(entries.per_slot, self.reduction.rows, axis=-1)
+        scores = fold(entries.per_slot, self.reduction.rows, axis=2)
+        if self.block == 1:
+            return scores
+        newest = moment.next_position - 1
+        leaving = entries.per_row.block(newest // self.block % entries.per_slot.shape[2], self.block)
+        positions = leaving.positions[:, 0]
+        distant = entries.positions < moment.next_position[:, None, None] - self.window
+        again = window_scores(
+            leaving.queries,
+            entries.keys,
+            jnp.where(positions < (newest - newest % self.block)[:, None], positions, -1),
+            jnp.where(distant, entries.positions, -1),
+            lse=leaving.lse,
+            scale=moment.scale,
+            window=moment.window,
+            causal=False,
+            reduction=self.reduction,
+        )
+        return self._join(scores, again)
+
+    def _fold_all(self, entries: LayerCache, attended: Attended, ring: QueryRing) -> Float[Array, "B H R/block M"]:
+        """The folds of all blocks anew, from their queries: many of these have just attended."""
+        newest = jnp.max(ring.positions[:, 0], axis=1)
+        begun = newest - newest % self.block
+
+        def fold_one(column: Array) -> Float[Array, "B H M"]:
+            block = ring.block(jnp.broadcast_to(column, newest.shape), self.block)
+            positions = block.positions[:, 0]
+            leaves = (column == newest // self.block % columns)[:, None] & (positions < begun[:, None])
+            return window_scores(
+                block.queries,
+                entries.keys,
+                jnp.where(leaves, -1, positions),
+                entries.positions,
+                lse=block.lse,
+                scale=attended.scale,
+                window=attended.window,
+                reduction=self.reduction,
+            )
+
+        columns = self.window // self.block
+        return jnp.moveaxis(jax.lax.map(fold_one, jnp.arange(columns)), 0, 2)
+
+    def _join(self, one: Array, other: Array) -> Array:
+        return jnp.maximum(one, other) if self.reduction.rows == "max" else one + other
