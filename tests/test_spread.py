@@ -9,12 +9,16 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import kvjax
+from kvjax.decode import Decoding, decode
 from kvjax.extend import step
-from kvjax.models import Decoder
+from kvjax.models import Decoder, Rope
+from kvjax.models.rope import DynamicScaling
 from kvjax.policies import parse
+from kvjax.session import Session
 from tests.conftest import POLICIES
 from tests.tiny import VOCAB, decoder
 
@@ -93,6 +97,20 @@ def test_tokens_are_those_of_one_device(data: int, model: int, kv_heads: int, te
 def test_a_prompt_in_chunks(text: str) -> None:
     answer = kvjax.generate(sharded(2, 4, 2), ROWS, policy=parse(text), max_new_tokens=NEW, log_probs=True, chunk=20)
     assert_equal(answer, expected(text, 2)[0])
+
+
+def test_windows_biases_and_frequencies_by_row() -> None:
+    """All that a family may add to a layer, with RoPE that depends on each row's length."""
+    config = replace(decoder(HEADS, 2).config, windows=(None, 16), rope=Rope(1e4, DynamicScaling(2.0, 16)))
+    config = replace(config, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True)
+    noise = np.random.default_rng(6)  # or biases would be zero
+    params = jax.tree.map(lambda x: x + 0.1 * noise.normal(size=x.shape).astype(x.dtype), Decoder(config, nnx.Rngs(0)))
+    options = {"policy": parse("h2o:budget=24"), "max_new_tokens": NEW, "log_probs": True}
+    one_device = kvjax.generate(params, ROWS, **options)
+    answer = kvjax.generate(kvjax.shard(params, mesh(2, 4)), ROWS, **options)
+    assert_equal(answer, one_device)
+    assert answer.cache.rope.sharding.spec[0] == "data"
+    assert answer.cache.layers[1].slots == 16
 
 
 def test_stream_and_sampler(compiled: list[str]) -> None:
@@ -191,6 +209,18 @@ def test_a_step_communicates_what_is_declared(text: str, data: int, model: int, 
     assert found.counts == Counter({"all-reduce": layers * (2 + reduces) + 1, "all-gather": layers * gathers + 1})
     assert found.largest <= len(ROWS) // data * VOCAB
     assert found.largest < filled.layers[0].keys.size // (data * min(model, kv_heads))
+
+
+def test_the_loop_communicates_one_bit_more() -> None:
+    """Sampling and the answers' arrays move nothing; whether any row goes on is asked of all devices once a step."""
+    params = sharded(2, 4, 2)
+    session = Session.open(params, ROWS, policy=parse("tova:budget=24"), max_new_tokens=NEW)
+    batch = map(session.cache.put_rows, (session.batch.tokens, session.batch.lengths))
+    logits, filled = kvjax.extend(params, session.cache, *batch)
+    state = Decoding.begin(session, filled, size=64, log_probs=True)
+    limit, sampler = np.int32(NEW), kvjax.Sampler(temperature=0.7, top_p=0.9)
+    found = Communication.of(decode.lower(params, state, logits, limit, sampler=sampler).compile().as_text())
+    assert found.counts == Counter({"all-reduce": 3 + 1 + 1, "all-gather": 1 + 1})
 
 
 def test_rows_alone_communicate_nothing() -> None:
