@@ -166,10 +166,9 @@ def decoding(
         entries = _expire(layers[i], moment, incoming)
         if observes:
             entries = policy.make_room(entries, moment, incoming)
-        empty = jnp.argmin(entries.positions, axis=-1)
-        writes = incoming[:, None] & (jnp.min(entries.positions, axis=-1) < 0)
+        empty = jnp.where((entries.positions < 0) & incoming[:, None, None], jnp.arange(entries.slots), entries.slots)
         entries = entries.write(
-            jnp.where(writes, empty, entries.slots),
+            jnp.min(empty, axis=-1, initial=entries.slots),
             k[:, :, 0],
             v[:, :, 0],
             jnp.broadcast_to(positions[:, None], k.shape[:2]),

@@ -32,9 +32,11 @@ class TopTokens:
 
         def next_victim(scores: Array, _: None) -> tuple[Array, Array]:
             lowest = jnp.min(scores, axis=-1, keepdims=True)
-            victim = jnp.argmax(jnp.where(scores == lowest, positions, -1), axis=-1)
-            index = jnp.where(jnp.isposinf(lowest[..., 0]), scores.shape[-1], victim)
-            return jnp.where(slots == victim[..., None], jnp.inf, scores), index.astype(jnp.int32)
+            tied = (scores == lowest) & (scores < jnp.inf)
+            latest = jnp.max(jnp.where(tied, positions, -1), axis=-1, keepdims=True)
+            victim = tied & (positions == latest)
+            index = jnp.min(jnp.where(victim, slots, scores.shape[-1]), axis=-1)  # an argmax takes a CPU far longer
+            return jnp.where(victim, jnp.inf, scores), index.astype(jnp.int32)
 
         _, victims = jax.lax.scan(next_victim, scores, length=count)
         return jnp.moveaxis(victims, 0, -1)
