@@ -13,6 +13,7 @@ from kvjax.extend import bucket, plan_slots
 from kvjax.models import DecoderConfig
 from kvjax.policy import Policy
 from kvjax.session import room_for
+from kvjax.sharding import kv_replicas
 
 
 def plan_cache(
@@ -39,3 +40,16 @@ def plan_cache(
         return replace(cache, layers=tuple(layers), filled=True)
 
     return jax.eval_shape(read)
+
+
+def bytes_per_device(cache: KVCache, config: DecoderConfig, *, data: int = 1, model: int = 1) -> int:
+    """What each device of a mesh of data x model holds of a cache, which may be a plan. Exact.
+
+    Rows are spread over `data` and kv heads over `model`; devices beyond the number of kv heads share them, and each
+    then holds all of its kv head.
+
+    Raises ValueError for a `model` that does not fit the model, or a batch that `data` does not divide.
+    """
+    if data < 1 or cache.batch_size % data:
+        raise ValueError(f"data={data} for a batch of {cache.batch_size}; accepted is a divisor of the batch")
+    return cache.nbytes // (data * model // kv_replicas(model, config))

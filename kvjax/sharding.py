@@ -51,15 +51,20 @@ def fit_mesh(mesh: Mesh, config: DecoderConfig) -> Mesh:
     if mesh.axis_names not in ((DATA, MODEL), (DATA, MODEL, REPLICA)) or set(mesh.axis_types) != {AxisType.Auto}:
         raise ValueError(f"{mesh}; accepted is a mesh of kvjax.make_mesh, with Auto axes 'data' and 'model'")
     data, model = mesh.shape[DATA], mesh.size // mesh.shape[DATA]
+    replicas = kv_replicas(model, config)
+    axes = {DATA: data, MODEL: model // replicas} | ({REPLICA: replicas} if replicas > 1 else {})
+    return Mesh(mesh.devices.reshape(tuple(axes.values())), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def kv_replicas(model: int, config: DecoderConfig) -> int:
+    """Devices that share a kv head on a mesh of so many over `model`; ValueError if that does not fit the model."""
     legal = [size for size in range(1, config.num_heads + 1) if _divides(size, config)]
     if model not in legal:
         raise ValueError(
             f"model={model} does not fit {config.num_heads} query heads, {config.num_kv_heads} kv heads and "
             f"{config.mlp_size} MLP columns; accepted for this model are {', '.join(map(str, legal))}"
         )
-    replicas = max(1, model // config.num_kv_heads)
-    axes = {DATA: data, MODEL: model // replicas} | ({REPLICA: replicas} if replicas > 1 else {})
-    return Mesh(mesh.devices.reshape(tuple(axes.values())), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    return max(1, model // config.num_kv_heads)
 
 
 def _divides(model: int, config: DecoderConfig) -> bool:

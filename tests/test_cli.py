@@ -105,6 +105,26 @@ def test_info_agrees_with_the_model_and_the_plan(model: str) -> None:
     assert document["plans"][1]["slots"] == [104, 104]
 
 
+def test_info_of_several_sizes_on_a_mesh(model: str) -> None:
+    """The cache's own shards, on the devices of a mesh that is there, are what is planned for one that is not."""
+    options = ("--batch", 2, "--batch", 4, "--length", 30, "--length", 90, "--new-tokens", 5, "--mesh", "2x4")
+    status, stdout, _ = kv("info", model, *options, "--policy", "morphkv:budget=24,window=4", "--json")
+    plans = json.loads(stdout)["plans"]
+    assert status == 0
+    assert [(plan["batch"], plan["length"]) for plan in plans] == [(2, 30), (2, 90), (4, 30), (4, 90)]
+    params, _ = kvjax.load(model, mesh=kvjax.make_mesh(data=2, model=4))
+    prompts, policy = np.ones((4, 30), np.int32), kvjax.policies.morphkv(budget=24, window=4)
+    cache = kvjax.generate(params, prompts, policy=policy, max_new_tokens=5).cache
+    held = [0] * jax.device_count()
+    for array in jax.tree.leaves(cache.layers):
+        for shard in array.addressable_shards:
+            held[shard.device.id] += shard.data.nbytes
+    assert held == [plans[2]["bytes_per_device"]] * 8
+    status, stdout, _ = kv("info", model, "--mesh", "2x4", "--policy", "full")
+    assert status == 0
+    assert "on 8 devices, data=2 x model=4" in stdout
+
+
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_info_prints_a_table_that_fits(model: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -201,6 +221,9 @@ def test_convert_reads_no_weights_that_are_pickled(model: str, tmp_path: Path) -
         (["generate", "MODEL", PROMPT, "--policy", "morphkv:budget=32"], "accepted is a budget of 33 or more"),
         (["info", "MODEL", "--policy", "morphkv:budget=32"], "accepted is a budget of 33 or more"),
         (["info", "MODEL", "--batch", "0"], "batch=0; accepted is an integer >= 1"),
+        (["info", "MODEL", "--mesh", "2"], "mesh '2'; accepted is DATAxMODEL"),
+        (["info", "MODEL", "--mesh", "1x3"], "model=3 does not fit 4 query heads, 2 kv heads"),
+        (["info", "MODEL", "--mesh", "2x2", "--batch", "3"], "data=2 for a batch of 3; accepted is a divisor"),
         (["generate", "MODEL", PROMPT, "--sampler", "heat=1"], "'heat=1' in sampler"),
         (["generate", "MODEL", PROMPT, "--dtype", "int8"], "dtype 'int8' is not supported; accepted: float32"),
         (["info", "MODEL", "--dtype", "int8"], "dtype 'int8' is not supported; accepted: float32"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from itertools import groupby, product
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,11 +21,18 @@ def info(
     policy: Annotated[
         list[str] | None, typer.Option(help="A policy to plan for; may be repeated. By default all, at a quarter.")
     ] = None,
-    batch: Annotated[int, typer.Option(help="Prompts at a time.")] = 1,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(help="Prompts at a time; may be repeated. By default one for each of the mesh's DATA."),
+    ] = None,
     length: Annotated[
-        int | None, typer.Option(help="Tokens of a prompt; by default 8192, or what the model can.")
+        list[int] | None,
+        typer.Option(help="Tokens of a prompt, by default 8192 or what the model can; may be repeated."),
     ] = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 512,
+    mesh: Annotated[
+        str, typer.Option(metavar="DATAxMODEL", help="Devices that rows and heads are spread over, such as 2x4.")
+    ] = "1x1",
     dtype: Annotated[str | None, typer.Option(help="Of the cache; by default what the weights are stored in.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -32,22 +41,33 @@ def info(
 
     import kvjax
     from kvjax.checkpoint import locate, read_config, read_headers
+    from kvjax.plan import bytes_per_device
 
     with working(f"reading {path}", quiet=as_json):
         folder = locate(path, patterns=("config.json",))
         config = read_config(folder)
         parameters, stored = read_headers(folder, config)
     held = dtype_named(dtype) or jnp.result_type(*stored)
-    length = min(8192, config.max_positions) if length is None else length
+    data, model = _mesh_sizes(mesh)
+    lengths = length or [min(8192, config.max_positions)]
     per_token = config.bytes_per_token(held)
     plans = []
-    for text in policy or _presets(length):
-        cache = kvjax.plan_cache(
-            config, kvjax.policies.parse(text), batch=batch, length=length, new_tokens=new_tokens, dtype=held
-        )
-        slots = [layer.slots for layer in cache.layers]
-        full = batch * (length + new_tokens) * per_token
-        plans.append({"policy": text, "slots": slots, "bytes": cache.nbytes, "compression": full / cache.nbytes})
+    for rows, size in product(batch or [data], lengths):
+        for text in policy or _presets(size):
+            cache = kvjax.plan_cache(
+                config, kvjax.policies.parse(text), batch=rows, length=size, new_tokens=new_tokens, dtype=held
+            )
+            plans.append(
+                {
+                    "policy": text,
+                    "batch": rows,
+                    "length": size,
+                    "slots": [layer.slots for layer in cache.layers],
+                    "bytes": cache.nbytes,
+                    "bytes_per_device": bytes_per_device(cache, config, data=data, model=model),
+                    "compression": rows * (size + new_tokens) * per_token / cache.nbytes,
+                }
+            )
     document: dict[str, Any] = {
         "path": str(path),
         "family": config.family,
@@ -64,15 +84,21 @@ def info(
         "max_positions": config.max_positions,
         "cache_dtype": str(held),
         "kv_bytes_per_token": per_token,
-        "batch": batch,
-        "length": length,
         "new_tokens": new_tokens,
+        "mesh": {"data": data, "model": model},
         "plans": plans,
     }
     if as_json:
         print_json(document)
     else:
         _show(document, config)
+
+
+def _mesh_sizes(mesh: str) -> tuple[int, int]:
+    sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", mesh)
+    if sizes is None:
+        raise ValueError(f"mesh {mesh!r}; accepted is DATAxMODEL, two integers >= 1, such as 2x4")
+    return int(sizes[1]), int(sizes[2])
 
 
 def _presets(length: int) -> list[str]:
@@ -100,17 +126,25 @@ def _show(facts: dict[str, Any], config: DecoderConfig) -> None:
         ("KV cache", f"{bytes_text(facts['kv_bytes_per_token'])} a token in {facts['cache_dtype']}, uncompressed"),
     ):
         grid.add_row(name, value)
-    table = Table(
-        title=f"Cache of {facts['batch']} x ({facts['length']:,} + {facts['new_tokens']:,}) tokens",
-        title_justify="left",
-        title_style="bold",
-    )
-    table.add_column("policy", overflow="fold")
-    for name in ("slots a head", "bytes", "smaller"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for plan in facts["plans"]:
-        low, high = min(plan["slots"]), max(plan["slots"])
-        slots = f"{low:,}" if low == high else f"{low:,} - {high:,}"
-        table.add_row(plan["policy"], slots, bytes_text(plan["bytes"]), f"{plan['compression']:.1f}x")
     console = Console(highlight=False)
-    console.print(grid, "", table)
+    console.print(grid)
+    devices = facts["mesh"]["data"] * facts["mesh"]["model"]
+    for (batch, length), plans in groupby(facts["plans"], key=lambda plan: (plan["batch"], plan["length"])):
+        table = Table(
+            title=f"Cache of {batch} x ({length:,} + {facts['new_tokens']:,}) tokens",
+            title_justify="left",
+            title_style="bold",
+        )
+        table.add_column("policy", overflow="fold")
+        for name in ("slots a head", "bytes", *(["a device"] if devices > 1 else []), "smaller"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for plan in plans:
+            low, high = min(plan["slots"]), max(plan["slots"])
+            slots = f"{low:,}" if low == high else f"{low:,} - {high:,}"
+            share = [bytes_text(plan["bytes_per_device"])] if devices > 1 else []
+            table.add_row(plan["policy"], slots, bytes_text(plan["bytes"]), *share, f"{plan['compression']:.1f}x")
+        console.print("", table, sep="\n")
+    if devices > 1:
+        console.print(
+            "", f"on {devices} devices, data={facts['mesh']['data']} x model={facts['mesh']['model']}", sep="\n"
+        )
