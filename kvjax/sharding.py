@@ -146,6 +146,10 @@ def check_batch(rows: int, mesh: Mesh | None) -> None:
 
 def fetch(x: Array) -> np.ndarray:
     """The whole array on the host, on every host of several."""
-    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+    if not (x.is_fully_addressable or x.is_fully_replicated):
         return multihost_utils.process_allgather(x, tiled=True)
+    if len(x.sharding.device_set) > 1:  # of another array of the same shards, or `x` would keep what is gathered
+        x = jax.make_array_from_single_device_arrays(
+            x.shape, x.sharding, [shard.data for shard in x.addressable_shards]
+        )
     return np.asarray(x)

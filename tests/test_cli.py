@@ -77,6 +77,15 @@ def test_generate_prints_what_the_library_answers(model: str) -> None:
     assert document["prompt_tokens"] == 15
 
 
+def test_generate_on_a_mesh(model: str) -> None:
+    options = ("generate", model, PROMPT, "--policy", "tova:budget=12", "--max-new-tokens", 4, "--json")
+    one, several = (json.loads(kv(*options, *more)[1]) for more in ((), ("--mesh", "1x2")))
+    assert one["tokens"] == several["tokens"]
+    status, _, stderr = kv(*options, "--mesh", "2x1")
+    assert status == 2
+    assert "a batch of 1 rows on a mesh of data=2" in stderr
+
+
 def test_generate_reads_a_file_samples_and_casts(model: str, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPT)

@@ -32,9 +32,10 @@ from kvjax.checkpoint.folder import (
     together,
     write_config,
 )
-from kvjax.checkpoint.parameters import Blank, Progress, by_path, from_slices, on_host
+from kvjax.checkpoint.parameters import Blank, Progress, by_path, from_slices
 from kvjax.checkpoint.tensors import DERIVED, Tensor, compare, files_of, open_tensors, write_file, write_index
 from kvjax.models import Decoder, DecoderConfig, by_tensor, family, hf_shapes
+from kvjax.sharding import fetch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -131,7 +132,7 @@ def save_hf(
         nonlocal done
         whole = np.empty(tensor.shape, tensor.dtype)
         for weight in held[tensor.name]:
-            weight.write(on_host(arrays[weight.path]), whole)
+            weight.write(fetch(arrays[weight.path]), whole)
         done += tensor.nbytes
         if progress is not None:
             progress(done, total)

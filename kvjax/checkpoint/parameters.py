@@ -1,4 +1,4 @@
-"""A decoder's parameters one at a time: what they will be, arrays from slices of them, whole arrays on the host."""
+"""A decoder's parameters one at a time: what they will be, arrays from slices of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
@@ -78,11 +77,3 @@ def from_slices(
         part = read(tuple(slice(*bound) for bound in bounds))
         shards += jax.block_until_ready([jax.device_put(part, device) for device in devices])
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
-
-
-def on_host(array: Array) -> np.ndarray:
-    """The whole array, on every host of several. What is copied is not kept, as `np.asarray(array)` would with it."""
-    if not (array.is_fully_addressable or array.is_fully_replicated):
-        return multihost_utils.process_allgather(array, tiled=True)
-    shards = [shard.data for shard in array.addressable_shards]
-    return np.asarray(jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -55,6 +56,14 @@ def working(text: str, *, quiet: bool = False) -> AbstractContextManager[Any]:
 
 def print_json(document: Any) -> None:
     sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+
+
+def mesh_sizes(text: str) -> tuple[int, int]:
+    """The sizes of a mesh, DATAxMODEL."""
+    sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if sizes is None:
+        raise ValueError(f"mesh {text!r}; accepted is DATAxMODEL, two integers >= 1, such as 2x4")
+    return int(sizes[1]), int(sizes[2])
 
 
 def bytes_text(count: float) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvjax.cli.console import bytes_text, dtype_named, keep_compiled, print_json, stderr, working
+from kvjax.cli.console import bytes_text, dtype_named, keep_compiled, mesh_sizes, print_json, stderr, working
 
 if TYPE_CHECKING:
     from kvjax import Generation
@@ -25,6 +25,9 @@ def generate(
     sampler: Annotated[str, typer.Option(help="greedy, or settings as in temperature=0.7,top_p=0.9.")] = "greedy",
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
     chunk: Annotated[int | None, typer.Option(help="Read the prompt so many tokens at a time, in less memory.")] = None,
+    mesh: Annotated[
+        str, typer.Option(metavar="DATAxMODEL", help="Spread the model over devices, such as 1x4 for four.")
+    ] = "1x1",
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; by default what the weights are stored in.")
     ] = None,
@@ -40,10 +43,12 @@ def generate(
         raise ValueError("--json prints one document at the end and --stream as it goes; give one of them")
     text = _read_prompt(prompt, prompt_file)
     chosen, method = kvjax.policies.parse(policy), sampling.parse(sampler)
+    data, shares = mesh_sizes(mesh)
+    devices = None if data * shares == 1 else kvjax.make_mesh(data, shares)
     keep_compiled()
     read = kvjax.restore if form_of(Path(model).expanduser()) == "orbax" else kvjax.load
     with working(f"loading {model}", quiet=as_json):
-        params, tokenizer = read(model, dtype_named(dtype))
+        params, tokenizer = read(model, dtype_named(dtype), devices)
     if tokenizer is None:
         raise ValueError(f"{model} has no tokenizer, which a prompt of text needs")
     request: dict[str, Any] = {

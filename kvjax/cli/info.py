@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from itertools import groupby, product
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvjax.cli.console import bytes_text, dtype_named, print_json, working
+from kvjax.cli.console import bytes_text, dtype_named, mesh_sizes, print_json, working
 
 if TYPE_CHECKING:
     from kvjax.models import DecoderConfig
@@ -48,7 +47,7 @@ def info(
         config = read_config(folder)
         parameters, stored = read_headers(folder, config)
     held = dtype_named(dtype) or jnp.result_type(*stored)
-    data, model = _mesh_sizes(mesh)
+    data, model = mesh_sizes(mesh)
     lengths = length or [min(8192, config.max_positions)]
     per_token = config.bytes_per_token(held)
     plans = []
@@ -92,13 +91,6 @@ def info(
         print_json(document)
     else:
         _show(document, config)
-
-
-def _mesh_sizes(mesh: str) -> tuple[int, int]:
-    sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", mesh)
-    if sizes is None:
-        raise ValueError(f"mesh {mesh!r}; accepted is DATAxMODEL, two integers >= 1, such as 2x4")
-    return int(sizes[1]), int(sizes[2])
 
 
 def _presets(length: int) -> list[str]:

@@ -8,8 +8,8 @@ import pytest
 
 import kvjax
 from kvjax.checkpoint import load, restore, save, save_hf
-from kvjax.checkpoint.parameters import on_host
 from kvjax.models import Weight
+from kvjax.sharding import fetch
 from tests.checkpoint.folders import WEIGHTS, assert_equal, decoder
 
 
@@ -75,5 +75,5 @@ def test_each_slice_is_read_once(folder, monkeypatch):
 def test_saving_keeps_no_copies_of_weights_on_the_host():
     spread = kvjax.shard(decoder(), kvjax.make_mesh(2, 4))
     for leaf in jax.tree.leaves(spread):
-        np.testing.assert_array_equal(on_host(leaf), np.asarray(leaf.copy()))
+        np.testing.assert_array_equal(fetch(leaf), np.asarray(leaf.copy()))
         assert leaf._npy_value is None
