@@ -32,6 +32,8 @@ _PARTS |= {part.__name__: part for part in (Policy, Protect, Reduction)}
 def parse(text: str) -> Policy:
     """The policy that a text describes: `preset`, `preset:option=value,...`, or the repr of any policy.
 
+    Where an option is itself a policy, its own options follow under its name: `kvcrush:base=h2o,base.budget=512`.
+
     Raises:
         ValueError: for an unknown preset or option or a value it does not accept, naming those that are.
     """
@@ -41,30 +43,55 @@ def parse(text: str) -> Policy:
     name, _, rest = text.partition(":")
     if name not in PRESETS:
         raise ValueError(f"unknown policy {name!r}; accepted are {', '.join(PRESETS)}")
-    accepted = inspect.signature(PRESETS[name]).parameters
-    options: dict[str, Any] = {}
+    given: dict[str, str] = {}
     for item in filter(None, rest.split(",")):
         option, equals, value = (part.strip() for part in item.partition("="))
         if not equals or not value:
             raise ValueError(f"{item!r} in {text!r}: accepted is option=value")
-        if option in options:
+        if option in given:
             raise ValueError(f"{text!r} says {option} twice; accepted is once")
+        given[option] = value
+    return _preset(name, given)
+
+
+def _preset(name: str, given: Mapping[str, str]) -> Policy:
+    """The preset with options as text, those of a policy within it under a dotted name."""
+    accepted = inspect.signature(PRESETS[name]).parameters
+    options: dict[str, Any] = {}
+    inner: dict[str, dict[str, str]] = {}
+    for option, value in given.items():
+        option, dot, rest = option.partition(".")
         if option not in accepted:
             raise ValueError(f"{name} has no option {option!r}; accepted are {', '.join(accepted) or 'none'}")
+        if dot:
+            inner.setdefault(option, {})[rest] = value
+            continue
         try:
             options[option] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             options[option] = value
         _check_kind(name, option, options[option], accepted[option])
+    for option in inner:
+        if not isinstance(accepted[option].default, Policy):
+            raise ValueError(f"{name}: {option} is no policy, so it has no option {next(iter(inner[option]))!r}")
+        if option not in options:
+            raise ValueError(f"{name}: options of {option} without {option} itself; accepted is {option}=PRESET first")
+    for option, parameter in accepted.items():
+        if option in options and isinstance(parameter.default, Policy):
+            if options[option] not in PRESETS:
+                raise ValueError(f"{name}: {option}={options[option]!r}; accepted are {', '.join(PRESETS)}")
+            options[option] = _preset(options[option], inner.get(option, {}))
     return PRESETS[name](**options)
 
 
 def _check_kind(name: str, option: str, value: Any, parameter: inspect.Parameter) -> None:
     """Words where numbers are due, and the other way round, before a preset is confused by them."""
-    wants_word = isinstance(parameter.default, str)
-    if wants_word != isinstance(value, str) or isinstance(value, bool):
-        kind = "a word" if wants_word else "a number"
-        raise ValueError(f"{name}: {option}={value!r} is not {kind} (the default is {parameter.default!r})")
+    default = parameter.default
+    wants = bool if isinstance(default, bool) else str if isinstance(default, str | Policy) else None
+    given = next((kind for kind in (bool, str) if isinstance(value, kind)), None)
+    if given is not wants:
+        kind = {bool: "True or False", str: "a word", None: "a number"}[wants]
+        raise ValueError(f"{name}: {option}={value!r} is not {kind} (the default is {default!r})")
 
 
 def _build(text: str) -> Policy:

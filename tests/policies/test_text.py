@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvjax import policies
+from kvjax.parts import Fixed
 from kvjax.policies import PRESETS, h2o, morphkv, parse, snapkv, streaming_llm, tova
+from kvjax.policies import text as text_module
+from kvjax.policy import Policy, Protect
 from tests.policies.test_invariants import ALL
 
 
@@ -46,6 +51,48 @@ def test_text_means_what_the_call_means(budget, window, fusion, every):
 )
 def test_words_numbers_and_none(text, policy):
     assert parse(text) == policy
+
+
+def doubled(base: Policy = snapkv(64), times: int = 2, recent: bool = False) -> Policy:  # noqa: B008
+    """A policy made of another one, with a multiple of its budget."""
+    protect = Protect(recent=base.protect.recent + 1) if recent else base.protect
+    return replace(base, budget=Fixed(times * base.budget.entries), protect=protect)
+
+
+@pytest.fixture
+def nested(monkeypatch):
+    monkeypatch.setattr(text_module, "PRESETS", {**PRESETS, "doubled": doubled})
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("doubled", snapkv(128)),
+        ("doubled:base=h2o,base.budget=9", h2o(18, recent=0.5)),
+        ("doubled:base.window=4, base=snapkv,times=3,base.budget=9", snapkv(27, window=4)),
+        ("doubled:base=doubled,base.times=5,base.base=tova,base.base.budget=3,recent=True", tova(30, recent=1)),
+    ],
+)
+def test_options_of_a_policy_within_a_policy(nested, text, policy):
+    assert parse(text) == policy
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("doubled:base.budget=3", "options of base without base itself"),
+        ("doubled:base=3", "base=3 is not a word"),
+        ("doubled:base=h3o", "base='h3o'.*accepted are full.*h2o"),
+        ("doubled:base=h2o,base.size=3", "h2o has no option 'size'"),
+        ("doubled:base=h2o,times.size=3", "times is no policy.*'size'"),
+        ("doubled:recent=1", "recent=1 is not True or False"),
+        ("doubled:times=True", "times=True is not a number"),
+        ("doubled:base=h2o,base.budget=3,base.budget=4", "base.budget twice"),
+    ],
+)
+def test_unusable_options_of_a_policy_within_a_policy(nested, text, says):
+    with pytest.raises(ValueError, match=says):
+        parse(text)
 
 
 def test_policies_that_differ_are_told_apart():
