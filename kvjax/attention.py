@@ -94,7 +94,7 @@ def reading(
         layers: Layers,
     ) -> tuple[Float[Array, "B Hq N D"], Layers]:
         i = layer.index
-        moment = Moment(next_position, layer.scale, layer.window)
+        moment = Moment(next_position, layer, rope, heads)
         shape = LayerShape(q.shape[0], heads.whole_groups_of(q.shape[1]), k.shape[1], k.shape[3], k.dtype)
         observes = policy.limited(i) and (compress or not final or policy.every is not None)
         old = _with_state(policy, layers[i], shape) if observes else layers[i]
@@ -159,7 +159,7 @@ def decoding(
         layers: Layers,
     ) -> tuple[Float[Array, "B Hq 1 D"], Layers]:
         i = layer.index
-        moment = Moment(positions, layer.scale, layer.window)
+        moment = Moment(positions, layer, rope, heads)
         observes = not policy.grows(i)
         if policy.positions == "original":
             q, k = (_rotate(layer, x, positions[:, None, None], rope) for x in (q, k))

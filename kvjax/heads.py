@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,11 @@ class Heads:
         """Over all kv heads of the layer."""
         own = jnp.mean(x, axis=1, keepdims=True)
         return own if self.kv_axis is None else jax.lax.pmean(own, self.kv_axis)
+
+    def kv_indices(self, own: int) -> Int[Array, "H"]:
+        """Which of the layer's kv heads this device's are, given how many it has."""
+        first = 0 if self.kv_axis is None else jax.lax.axis_index(self.kv_axis) * own
+        return first + jnp.arange(own)
 
     def whole_groups(self, x: Shaped[Array, "B hq *rest"]) -> Shaped[Array, "B Hq *rest"]:
         """From what belongs to this device's query heads, the same of all query heads of its kv heads.

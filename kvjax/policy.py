@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.heads import ALL_HEADS, Heads
+from kvjax.models import AttentionLayer
 from kvjax.pallas_kernels import Reduction
 
 if TYPE_CHECKING:
@@ -66,11 +67,29 @@ class Attended:
 
 
 class Moment(NamedTuple):
-    """When and where a score is asked for: the position that comes next in each row, and the layer's constants."""
+    """When and where a score is asked for.
+
+    Attributes:
+        next_position: the position that comes next in each row.
+        layer: its constants and its output projection.
+        rope: RoPE's frequencies of each row, where they depend on its length.
+        heads: those that the entries belong to. A score may reach others through them where all devices ask alike.
+    """
 
     next_position: Int[Array, "B"]
-    scale: float
-    window: int | None
+    layer: AttentionLayer
+    rope: Float[Array, "B R/2"] | None = None
+    heads: Heads = ALL_HEADS
+
+    @property
+    def scale(self) -> float:
+        """Of the logits."""
+        return self.layer.scale
+
+    @property
+    def window(self) -> int | None:
+        """The layer's sliding window."""
+        return self.layer.window
 
 
 class Received(NamedTuple):

@@ -1,6 +1,7 @@
 """The building blocks of policies, one concern each. A preset in `kvjax.policies` is a composition of them."""
 
 from .budget import DenseLayers, Everything, Fixed, Fraction, budget_of
+from .keys import KeyDifference, KeyNorm, RandomDraw
 from .merge import Drop
 from .score import AccumulatedAttention, FoldedWindow, LastAttention, Pool, Recency, WindowAttention
 from .select import TopTokens
@@ -13,8 +14,11 @@ __all__ = [
     "Fixed",
     "FoldedWindow",
     "Fraction",
+    "KeyDifference",
+    "KeyNorm",
     "LastAttention",
     "Pool",
+    "RandomDraw",
     "Recency",
     "TopTokens",
     "WindowAttention",

@@ -2,10 +2,25 @@
 
 from .full import full
 from .h2o import h2o
+from .keydiff import keydiff
+from .knorm import knorm
 from .morphkv import morphkv
+from .random import random
 from .snapkv import snapkv
 from .streaming_llm import streaming_llm
 from .text import PRESETS, parse
 from .tova import tova
 
-__all__ = ["PRESETS", "full", "h2o", "morphkv", "parse", "snapkv", "streaming_llm", "tova"]
+__all__ = [
+    "PRESETS",
+    "full",
+    "h2o",
+    "keydiff",
+    "knorm",
+    "morphkv",
+    "parse",
+    "random",
+    "snapkv",
+    "streaming_llm",
+    "tova",
+]

@@ -14,13 +14,16 @@ from kvjax.policy import Policy, Protect
 
 from .full import full
 from .h2o import h2o
+from .keydiff import keydiff
+from .knorm import knorm
 from .morphkv import morphkv
+from .random import random
 from .snapkv import snapkv
 from .streaming_llm import streaming_llm
 from .tova import tova
 
 PRESETS: Mapping[str, Callable[..., Policy]] = MappingProxyType(
-    {preset.__name__: preset for preset in (full, streaming_llm, h2o, tova, snapkv, morphkv)}
+    {preset.__name__: preset for preset in (full, streaming_llm, h2o, tova, snapkv, morphkv, knorm, keydiff, random)}
 )
 
 _PARTS = {

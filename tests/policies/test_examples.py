@@ -77,7 +77,7 @@ class Text:
     @property
     def scores(self) -> np.ndarray:
         """By slot, as the policy sees them when the next token is about to come in."""
-        return np.asarray(self.policy.score(self.entries, Moment(jnp.array([self.next]), 1.0, None)))[0, 0]
+        return np.asarray(self.policy.score(self.entries, Moment(jnp.array([self.next]), self.layer)))[0, 0]
 
 
 ANY = [1.0]  # a row that no policy asks about

@@ -35,6 +35,9 @@ SPECS = {
         "budget=12,window=3,normalise=distant,group=logits",
         "budget=0.5,window=3,normalise=distant,group=max",
     ),
+    "knorm": ("budget=12,sinks=1,recent=2",),
+    "keydiff": ("budget=12,every=1",),
+    "random": ("budget=0.5,recent=2", "budget=12,seed=3,every=2"),
 }
 ALL = [f"{name}:{options}".rstrip(":") for name, specs in SPECS.items() for options in specs]
 
