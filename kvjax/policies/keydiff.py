@@ -10,7 +10,7 @@ def keydiff(budget: int | float = 1024, sinks: int = 0, recent: int = 0, every: 
     """Keeps the keys least similar to the anchor: score[h, c] = -cos(k_c, mean over cached j of k_j / |k_j|).
 
     Keys are compared after RoPE, as they are cached. The paper reads prompts in blocks and compresses after each:
-    that is `chunk=` with `compress="chunk"`; while decoding it is `every`. kvpress compresses once, as the default does.
+    that is `chunk=` with `compress="chunk"`; while decoding it is `every`. kvpress compresses once, as is the default.
 
     Args:
         budget: entries kept of the prompt; a float is that share of each row's prompt.

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 import kvjax
 from kvjax.cache import LayerCache
-from kvjax.heads import Heads
+from kvjax.heads import ALL_HEADS, Heads
 from kvjax.models import AttentionLayer, Rope
 from kvjax.parts import KeyDifference, KeyNorm, RandomDraw
 from kvjax.policies import random
@@ -30,7 +30,7 @@ def entries_of(rng, dtype=jnp.float32, empty=3):
     return LayerCache(*(jnp.asarray(x, dtype) for x in (keys, values)), jnp.asarray(positions), jnp.full((B, H), M))
 
 
-def moment(index=0, heads=Heads()):
+def moment(index=0, heads=ALL_HEADS):
     return Moment(jnp.full(B, M), AttentionLayer(index, Rope(1e4), None, 1.0, jnp.zeros((H, D, 1))), heads=heads)
 
 
@@ -52,8 +52,8 @@ def test_norms_and_differences_of_keys(dtype):
 def test_a_draw_belongs_to_a_token_a_head_and_a_layer():
     score, entries = RandomDraw(seed=4), entries_of(np.random.default_rng(1))
     draws = np.asarray(score(entries, moment()))
-    by_token = [{int(p): x for p, x in zip(*line, strict=True) if p >= 0} for line in zip(
-        entries.positions.reshape(-1, M), draws.reshape(-1, M), strict=True)]  # fmt: skip
+    lines = zip(np.asarray(entries.positions).reshape(-1, M), draws.reshape(-1, M), strict=True)
+    by_token = [{int(p): x for p, x in zip(*line, strict=True) if p >= 0} for line in lines]
     assert by_token[0] == by_token[2] == by_token[4], "the same in every row and in any slot"
     assert by_token[1] == by_token[3]
     others = [score(entries, moment(index=1)), RandomDraw(5)(entries, moment())]
@@ -82,5 +82,5 @@ def test_draws_are_those_of_one_device():
 
 @pytest.mark.parametrize("seed", [-1, 0.5, True])
 def test_seeds_that_are_none(seed):
-    with pytest.raises(ValueError, match="seed=.*accepted is an integer >= 0"):
+    with pytest.raises(ValueError, match=r"seed=.*accepted is an integer >= 0"):
         random(seed=seed)
