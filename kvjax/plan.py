@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from kvjax.cache import KVCache
 from kvjax.extend import bucket, plan_slots
 from kvjax.models import DecoderConfig
 from kvjax.policy import Policy
 from kvjax.session import room_for
-from kvjax.sharding import kv_replicas
+from kvjax.sharding import check_batch, fit_mesh, kv_replicas
+
+Tree = TypeVar("Tree")
 
 
 def plan_cache(
-    config: DecoderConfig, policy: Policy, *, batch: int, length: int, new_tokens: int, dtype: Any
+    config: DecoderConfig,
+    policy: Policy,
+    *,
+    batch: int,
+    length: int,
+    new_tokens: int,
+    dtype: Any,
+    mesh: Mesh | None = None,
 ) -> KVCache:
     """The cache that `generate` holds after prompts of `length` tokens and answers of up to `new_tokens`.
 
-    Its arrays are shapes (`jax.ShapeDtypeStruct`); `nbytes` is exact. Prompts count with the padding of their bucket,
-    answers with that of their room.
+    Its arrays are shapes (`jax.ShapeDtypeStruct`), spread over the mesh if there is one; `nbytes` is exact. Prompts
+    count with the padding of their bucket, answers with that of their room.
 
-    Raises ValueError unless batch, length and new_tokens are at least 1.
+    Raises ValueError unless batch, length and new_tokens are at least 1, and the mesh fits batch and model.
     """
     for name, value in (("batch", batch), ("length", length), ("new_tokens", new_tokens)):
         if value < 1:
             raise ValueError(f"{name}={value}; accepted is an integer >= 1")
+    mesh = None if mesh is None else fit_mesh(mesh, config)
+    check_batch(batch, mesh)
     size = bucket(length)
 
     def read() -> KVCache:
@@ -39,7 +51,8 @@ def plan_cache(
             layers = [replace(layer, per_slot=None, per_row=None) for layer in layers]
         return replace(cache, layers=tuple(layers), filled=True)
 
-    return jax.eval_shape(read)
+    cache = replace(jax.eval_shape(read), mesh=mesh)
+    return cache if mesh is None else spread(cache, cache.shardings)
 
 
 def bytes_per_device(cache: KVCache, config: DecoderConfig, *, data: int = 1, model: int = 1) -> int:
@@ -53,3 +66,8 @@ def bytes_per_device(cache: KVCache, config: DecoderConfig, *, data: int = 1, mo
     if data < 1 or cache.batch_size % data:
         raise ValueError(f"data={data} for a batch of {cache.batch_size}; accepted is a divisor of the batch")
     return cache.nbytes // (data * model // kv_replicas(model, config))
+
+
+def spread(shapes: Tree, shardings: Tree) -> Tree:
+    """The same shapes (`jax.ShapeDtypeStruct`), of arrays that lie on the devices of their shardings."""
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)

@@ -11,6 +11,12 @@ import jax
 _announced: set[tuple[str, str]] = set()
 
 
+def platform() -> str:
+    """What is compiled for: the devices of the mesh whose `jax.shard_map` this is called in, else the default ones."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
 def dispatch(name: str, kernels: Mapping[str, Callable[..., Any]], reference: Callable[..., Any]) -> Callable[..., Any]:
     """A function that runs `kernels[platform]` (keys: "gpu", "tpu") and falls back to `reference`.
 
@@ -18,16 +24,16 @@ def dispatch(name: str, kernels: Mapping[str, Callable[..., Any]], reference: Ca
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        platform = jax.default_backend()
-        kernel = kernels.get(platform)
+        here = platform()
+        kernel = kernels.get(here)
         if kernel is None:
             return reference(*args, **kwargs)
         try:
             return kernel(*args, **kwargs)
         except NotImplementedError as reason:
-            if (name, platform) not in _announced:
-                _announced.add((name, platform))
-                warnings.warn(f"{name}: no {platform} kernel for these arguments ({reason}); using XLA", stacklevel=2)
+            if (name, here) not in _announced:
+                _announced.add((name, here))
+                warnings.warn(f"{name}: no {here} kernel for these arguments ({reason}); using XLA", stacklevel=2)
             return reference(*args, **kwargs)
 
     return call

@@ -41,8 +41,8 @@ class Blank:
     def sharding(self, path: str) -> NamedSharding | None:
         return None if self.mesh is None else parameter_sharding(self.mesh, self.variables[path])
 
-    def filled(self, arrays: Mapping[str, Array]) -> Decoder:
-        """The decoder with these arrays as parameters."""
+    def filled(self, arrays: Mapping[str, Array | jax.ShapeDtypeStruct]) -> Decoder:
+        """The decoder with these arrays, or shapes of arrays, as parameters."""
         flat: Any = {
             tuple(int(part) if part.isdigit() else part for part in path.split(".")): variable.replace(arrays[path])
             for path, variable in self.variables.items()

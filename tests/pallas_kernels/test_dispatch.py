@@ -29,6 +29,14 @@ def test_the_platform_s_own_kernel_runs():
     assert call(3, plus=1) == ("gpu", 3, 1)
 
 
+def test_the_mesh_around_says_what_is_compiled_for():
+    """Not the machine's own backend: a program may be compiled for devices that are not here."""
+    call = module.dispatch("double", {"gpu": lambda x: 0 * x}, double)
+    mesh = jax.make_mesh((1,), ("model",), devices=jax.devices()[:1])  # CPUs, on a machine that pretends to have a GPU
+    spread = jax.shard_map(call, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
+    assert (spread(jax.numpy.float32(3)), call(3)) == (6, 0)
+
+
 def test_without_one_the_reference_runs_and_nothing_is_said():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

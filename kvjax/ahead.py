@@ -1,0 +1,83 @@
+"""The decode loop compiled ahead: for a model without weights, and for devices that need not be here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from kvjax.cache import KVCache
+from kvjax.checkpoint.parameters import Blank
+from kvjax.decode import Decoding, decode
+from kvjax.models import Decoder, DecoderConfig
+from kvjax.plan import plan_cache, spread
+from kvjax.policy import Policy
+from kvjax.prompts import Batch
+from kvjax.sampling import Greedy, SamplingMethod
+from kvjax.session import Session, room_for
+from kvjax.sharding import rows_sharding
+
+
+def plan_params(config: DecoderConfig, dtype: Any, mesh: Mesh) -> Decoder:
+    """A decoder whose parameters are shapes (`jax.ShapeDtypeStruct`) spread over the mesh.
+
+    Raises ValueError if the mesh does not fit the model.
+    """
+    blank = Blank.of(config, mesh)
+    return blank.filled(
+        {
+            path: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=blank.sharding(path))
+            for path, shape in blank.shapes.items()
+        }
+    )
+
+
+def lower_decode(
+    config: DecoderConfig,
+    policy: Policy,
+    *,
+    mesh: Mesh,
+    batch: int,
+    length: int,
+    new_tokens: int,
+    dtype: Any = jnp.bfloat16,
+    sampler: SamplingMethod | None = None,
+) -> jax.stages.Lowered:
+    """The loop that `generate` runs after prompts of `length` tokens, for the devices of a mesh of `make_mesh`.
+
+    `.compile()` needs the compiler of these devices but none of them; see `kvjax.targets`. What comes back says what
+    the loop takes (`memory_analysis()`), and `LoopReport` what it does.
+
+    Args:
+        dtype: of parameters and cache.
+        sampler: `Greedy()` by default.
+
+    Raises:
+        ValueError: for sizes below 1, and a mesh that does not fit the model or the batch.
+    """
+    sampler = sampler or Greedy()
+    params = plan_params(config, dtype, mesh)
+    cache = plan_cache(config, policy, batch=batch, length=length, new_tokens=new_tokens, dtype=dtype, mesh=mesh)
+    assert cache.mesh is not None
+    by_row = rows_sharding(cache.mesh)
+
+    def begin(cache: KVCache) -> Decoding:
+        session = Session(
+            Batch.of([np.zeros(1, np.int32)] * batch),
+            cache,
+            ends=np.full((batch, 1), -1, np.int32),
+            keys=jax.random.split(jax.random.key(0), batch),
+            seen=np.zeros((batch, config.vocab_size), bool) if sampler.needs_seen else None,
+            sampler=sampler,
+        )
+        return Decoding.begin(session, cache, size=room_for(new_tokens), log_probs=False)
+
+    state = jax.eval_shape(begin, cache)
+    rows = replace(state, cache=None)
+    state = replace(spread(rows, jax.tree.map(lambda _: by_row, rows)), cache=cache)
+    logits = jax.ShapeDtypeStruct((batch, config.vocab_size), jnp.float32, sharding=by_row)
+    return decode.lower(params, state, logits, jax.ShapeDtypeStruct((), jnp.int32), sampler=sampler)

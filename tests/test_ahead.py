@@ -1,0 +1,88 @@
+"""The decode loop, lowered from shapes: it is the one that `generate` runs; and what it is on accelerators."""
+
+from collections import Counter
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.ahead import lower_decode
+from kvjax.decode import Decoding
+from kvjax.extend import read_prompt
+from kvjax.hlo import Loop
+from kvjax.policies import parse
+from kvjax.session import Session
+from kvjax.targets import target
+from tests.tiny import VOCAB, decoder
+
+LAYERS, BATCH, SLOTS = 2, 4, 2048
+CONFIG = replace(decoder().config, windows=(None,) * LAYERS, num_heads=16, num_kv_heads=8, head_dim=128)
+POLICY = f"morphkv:budget={SLOTS},window=8"
+
+
+def accelerators(name: str) -> list[jax.Device]:
+    try:
+        return target(name).devices()
+    except ImportError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+@pytest.mark.parametrize("sampler", [kvjax.Greedy(), kvjax.Sampler(temperature=0.8, repetition_penalty=1.3)])
+def test_it_runs_on_what_generate_would_give_it(sampler) -> None:
+    params, mesh = decoder(8, 4), kvjax.make_mesh(data=2, model=4)
+    rows = np.random.default_rng(0).integers(0, VOCAB, (4, 20))
+    policy, sizes = parse("morphkv:budget=12,window=4"), {"batch": 4, "length": 20, "new_tokens": 9}
+    lowered = lower_decode(params.config, policy, mesh=mesh, dtype=jnp.float32, sampler=sampler, **sizes)
+    compiled = lowered.compile()
+    params = kvjax.shard(params, mesh)
+    session = Session.open(params, rows, policy=policy, sampler=sampler)
+    batch = session.batch
+    logits, cache = read_prompt(
+        params, session.cache, batch.tokens, batch.lengths, room=64, chunk=None, compress="auto"
+    )
+    session = replace(session, ends=np.full((4, 1), -1, np.int32))
+    state, steps = compiled(params, Decoding.begin(session, cache, size=64, log_probs=False), logits, np.int32(9))
+    expected = kvjax.generate(decoder(8, 4), rows, policy=policy, sampler=sampler, max_new_tokens=9)
+    np.testing.assert_array_equal(np.asarray(state.tokens)[:, :9], expected.tokens)
+    assert int(steps) == 8
+    assert Loop.of(compiled.as_text()).collectives == Counter({"all-reduce": 2 + 1 + 1, "all-gather": 1})
+
+
+@pytest.mark.parametrize("name", ["v5p:2x2x2", "h200:8"])
+def test_on_accelerators(name: str) -> None:
+    """Two all-reduces a layer and one for the embedding; logits gathered; no cache copied, none of it kept twice."""
+    devices = accelerators(name)
+    sizes = {"batch": BATCH, "length": SLOTS, "new_tokens": 64}
+    mesh = kvjax.make_mesh(model=8, devices=devices)
+    compiled = lower_decode(CONFIG, parse(POLICY), mesh=mesh, **sizes).compile()
+    loop = Loop.of(compiled.as_text())
+    assert loop.collectives == Counter({"all-reduce": 2 * LAYERS + 1, "all-gather": 1})
+    keys = BATCH * SLOTS * CONFIG.head_dim * 2  # one kv head a device
+    assert loop.rewrites(keys) == []
+    assert loop.rewrites(1)  # smaller ones are seen
+    memory = compiled.memory_analysis()
+    cache = kvjax.plan_cache(CONFIG, parse(POLICY), dtype="bfloat16", **sizes)
+    assert memory.alias_size_in_bytes >= cache.nbytes / 8  # donated: updated in place
+    assert memory.output_size_in_bytes < 1.01 * memory.alias_size_in_bytes
+
+
+@pytest.mark.parametrize("name", ["v5p:2x2x2", "h200:1"])
+def test_on_one_device(name: str) -> None:
+    mesh = kvjax.make_mesh(devices=accelerators(name)[:1])
+    lowered = lower_decode(CONFIG, parse(POLICY), mesh=mesh, batch=1, length=SLOTS, new_tokens=64)
+    loop = Loop.of(lowered.compile().as_text())
+    assert not loop.collectives
+    assert loop.rewrites(SLOTS * CONFIG.num_kv_heads * CONFIG.head_dim * 2) == []
+
+
+def test_sizes_that_do_not_fit() -> None:
+    mesh = kvjax.make_mesh(devices=jax.devices()[:1])
+    with pytest.raises(ValueError, match="new_tokens=0; accepted is an integer >= 1"):
+        lower_decode(CONFIG, parse("full"), mesh=mesh, batch=1, length=8, new_tokens=0)
+    if jax.device_count() >= 3:
+        with pytest.raises(ValueError, match="model=3 does not fit"):
+            lower_decode(CONFIG, parse("full"), mesh=kvjax.make_mesh(model=3), batch=1, length=8, new_tokens=1)
