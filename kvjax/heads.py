@@ -34,6 +34,10 @@ class Heads:
         first = 0 if self.kv_axis is None else jax.lax.axis_index(self.kv_axis) * own
         return first + jnp.arange(own)
 
+    def whole_layer(self, x: Shaped[Array, "B h *rest"]) -> Shaped[Array, "B H *rest"]:
+        """From what belongs to this device's kv heads, the same of all kv heads of the layer."""
+        return x if self.kv_axis is None else jax.lax.all_gather(x, self.kv_axis, axis=1, tiled=True)
+
     def whole_groups(self, x: Shaped[Array, "B hq *rest"]) -> Shaped[Array, "B Hq *rest"]:
         """From what belongs to this device's query heads, the same of all query heads of its kv heads.
 

@@ -167,8 +167,9 @@ class Select(Protocol):
         positions: Int[Array, "B H M"],
         counts: Int[Array, "B H"],
         size: int,
+        heads: Heads = ALL_HEADS,
     ) -> Int[Array, "B H size"]:
-        """Indices of the entries to keep, ascending, -1 after the last."""
+        """Indices of the entries to keep, ascending, -1 after the last. `heads` are those of the entries."""
         ...
 
     def victims(
@@ -303,8 +304,8 @@ class Policy:
         protected = self.protect.mask(entries.positions, moment.next_position, entries.capacity)
         scores = jnp.where(protected, jnp.inf, self.score(entries, moment))
         scores = jnp.where(entries.positions >= 0, scores, -jnp.inf)
-        kept = self.select.keep(scores, entries.positions, jnp.minimum(entries.capacity, size), size)
-        lost = (entries.positions >= 0) & ~_mark(kept, entries.slots)
+        kept = self.select.keep(scores, entries.positions, jnp.minimum(entries.capacity, size), size, moment.heads)
+        lost = (entries.positions >= 0) & ~mark(kept, entries.slots)
         return self.merge.absorb(entries, scores, lost).gather(kept)
 
     def make_room(self, entries: LayerCache, moment: Moment, incoming: Bool[Array, "B"]) -> LayerCache:
@@ -316,7 +317,7 @@ class Policy:
         def judge() -> tuple[Float[Array, "B H S"], Bool[Array, "B H S"]]:
             protected = self.protect.mask(entries.positions, moment.next_position, entries.capacity)
             scores = jnp.where(protected | (entries.positions < 0), jnp.inf, self.score(entries, moment))
-            return scores, full[..., None] & _mark(self.select.victims(scores, entries.positions, count), entries.slots)
+            return scores, full[..., None] & mark(self.select.victims(scores, entries.positions, count), entries.slots)
 
         if count == 1:
             scores, lost = judge()
@@ -327,7 +328,7 @@ class Policy:
         return replace(entries, positions=jnp.where(lost, -1, entries.positions))
 
 
-def _mark(index: Int[Array, "B H K"], size: int) -> Bool[Array, "B H size"]:
+def mark(index: Int[Array, "B H K"], size: int) -> Bool[Array, "B H size"]:
     """True at the given indices, those outside of 0 .. size - 1 being ignored."""
     b, h = jnp.arange(index.shape[0])[:, None, None], jnp.arange(index.shape[1])[:, None]
     unmarked = jnp.zeros((*index.shape[:2], size), bool)

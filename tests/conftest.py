@@ -36,6 +36,7 @@ POLICIES = (
     "snapkv:budget=24,window=4",
     "morphkv:budget=24,window=4",
     "morphkv:budget=24,window=4,every=4",
+    "kvcrush:base=snapkv,base.budget=24,base.window=4,share=0.5",
 )
 
 

@@ -57,7 +57,12 @@ def assert_equal(ours: kvjax.Generation, theirs: kvjax.Generation) -> None:
     assert len({row.tobytes() for row in ours.tokens}) > len(ROWS) // 2  # or equality would say little
 
 
-FAST = {(2, 4, 2, "tova:budget=24"), (2, 4, 2, "morphkv:budget=24,window=4"), (4, 2, 2, "full")}
+FAST = {
+    (2, 4, 2, "tova:budget=24"),
+    (2, 4, 2, "morphkv:budget=24,window=4"),
+    (2, 4, 2, "kvcrush:base=snapkv,base.budget=24,base.window=4,share=0.5"),
+    (4, 2, 2, "full"),
+}
 ON_SHARED_HEADS = ("h2o:budget=24,group=max", "morphkv:budget=24,window=4,block=2")
 SIZES = [(8, 1, 2), (4, 2, 2), (2, 4, 2), (1, 8, 4)]  # data, model, kv heads; the last two share each kv head
 
@@ -187,6 +192,7 @@ DECLARED = {
     "snapkv:budget=24,window=4": (0, 0),  # nothing once the prompt is read
     "morphkv:budget=24,window=4": (0, 2),  # the group's queries, and their log-sum-exp
     "morphkv:budget=24,window=4,every=4": (0, 2),
+    "kvcrush:base=snapkv,base.budget=24,base.window=4,share=0.5": (0, 0),  # as snapkv
 }
 
 

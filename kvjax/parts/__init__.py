@@ -1,6 +1,7 @@
 """The building blocks of policies, one concern each. A preset in `kvjax.policies` is a composition of them."""
 
 from .budget import DenseLayers, Everything, Fixed, Fraction, budget_of
+from .crush import Representatives
 from .keys import KeyDifference, KeyNorm, RandomDraw
 from .merge import Drop
 from .score import AccumulatedAttention, FoldedWindow, LastAttention, Pool, Recency, WindowAttention
@@ -20,6 +21,7 @@ __all__ = [
     "Pool",
     "RandomDraw",
     "Recency",
+    "Representatives",
     "TopTokens",
     "WindowAttention",
     "budget_of",

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.heads import ALL_HEADS, Heads
 from kvjax.pallas_kernels import top_tokens
 
 
@@ -21,6 +22,7 @@ class TopTokens:
         positions: Int[Array, "B H M"],
         counts: Int[Array, "B H"],
         size: int,
+        heads: Heads = ALL_HEADS,
     ) -> Int[Array, "B H size"]:
         return top_tokens(scores, positions, counts, size=size)
 

@@ -4,6 +4,7 @@ from .full import full
 from .h2o import h2o
 from .keydiff import keydiff
 from .knorm import knorm
+from .kvcrush import kvcrush
 from .morphkv import morphkv
 from .random import random
 from .snapkv import snapkv
@@ -17,6 +18,7 @@ __all__ = [
     "h2o",
     "keydiff",
     "knorm",
+    "kvcrush",
     "morphkv",
     "parse",
     "random",

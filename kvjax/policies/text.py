@@ -16,6 +16,7 @@ from .full import full
 from .h2o import h2o
 from .keydiff import keydiff
 from .knorm import knorm
+from .kvcrush import kvcrush
 from .morphkv import morphkv
 from .random import random
 from .snapkv import snapkv
@@ -23,7 +24,10 @@ from .streaming_llm import streaming_llm
 from .tova import tova
 
 PRESETS: Mapping[str, Callable[..., Policy]] = MappingProxyType(
-    {preset.__name__: preset for preset in (full, streaming_llm, h2o, tova, snapkv, morphkv, knorm, keydiff, random)}
+    {
+        preset.__name__: preset
+        for preset in (full, streaming_llm, h2o, tova, snapkv, morphkv, knorm, keydiff, random, kvcrush)
+    }
 )
 
 _PARTS = {

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvjax import policies
 from kvjax.extend import step as one_step
+from kvjax.parts import AccumulatedAttention, LastAttention
 from kvjax.policy import Policy
 from tests import tiny
 
@@ -38,6 +39,10 @@ SPECS = {
     "knorm": ("budget=12,sinks=1,recent=2",),
     "keydiff": ("budget=12,every=1",),
     "random": ("budget=0.5,recent=2", "budget=12,seed=3,every=2"),
+    "kvcrush": (
+        "base=snapkv,base.budget=12,base.window=4,base.kernel=3,share=0.5",
+        "base=h2o,base.budget=12,base.recent=3,pick=kmeans,anchor=alternate",
+    ),
 }
 ALL = [f"{name}:{options}".rstrip(":") for name, specs in SPECS.items() for options in specs]
 
@@ -185,7 +190,7 @@ def expected_bytes(spec: str, batch: int, params) -> int:
         if policy.every is None or not policy.limited(layer):
             slots += ROOM
         total += batch * heads * (slots * (2 * dim + 1) + 1) * 4
-        if spec.startswith(("h2o", "tova")) and policy.every:
+        if isinstance(policy.score, AccumulatedAttention | LastAttention) and policy.every:
             total += batch * heads * slots * 4
         if spec.startswith("morphkv") and policy.limited(layer):
             total += batch * policy.score.window * (config.num_heads * (dim + 1) + 1) * 4
