@@ -144,6 +144,8 @@ class RowText:
         self._tokenizer = tokenizer.backend_tokenizer
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._stops = stops
+        self._tokens: list[int] = []
+        self._decoded = ""
         self._held = ""
         self.stopped = False
 
@@ -151,7 +153,13 @@ class RowText:
         """The text that is certain after another token (-1: none), all of what was held back if it is the last."""
         if token < 0 or self.stopped:
             return ""
-        self._held += self._decoder.step(self._tokenizer, token) or ""
+        self._tokens.append(token)
+        text = self._decoder.step(self._tokenizer, token) or ""
+        self._decoded += text
+        if last:  # bytes that did not become a character show as the tokenizer shows them
+            whole = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+            text += whole[len(self._decoded) :] if whole.startswith(self._decoded) else ""
+        self._held += text
         found = [at for at in map(self._held.find, self._stops) if at >= 0]
         if found:
             self.stopped = True

@@ -214,7 +214,7 @@ def measurements(sides: list[Side], arguments: argparse.Namespace) -> Iterator[d
     budget = int(arguments.prompt * SHARE)
     for repeat in range(arguments.repeats + 1):
         for batch in arguments.batch:
-            for case in CASES:
+            for case in (case for case in CASES if case.name in arguments.case):
                 request = asdict(case) | {
                     "policy": case.policy.format(budget=budget, window=WINDOW),
                     "budget": budget,
@@ -256,6 +256,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer-python", help="an interpreter that has torch, transformers and kvpress")
     parser.add_argument("--peer-only", action="store_true", help="leave kvjax out")
+    names = [case.name for case in CASES]
+    parser.add_argument("--case", nargs="+", choices=names, default=names, metavar="CASE", help=", ".join(names))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompt", type=int, default=2048, help="tokens in a prompt")
     parser.add_argument("--new", type=int, default=256, help="tokens to generate")

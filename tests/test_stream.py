@@ -137,3 +137,14 @@ def test_characters_and_stop_strings_of_many_tokens(
             break
     assert said == shown
     assert row.stopped == (shown != "né à 5€, or more")
+
+
+def test_bytes_of_an_unfinished_character_are_shown_at_the_end(byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    """As the tokenizer shows them in the text of `generate`; before the end they wait for the rest of the character."""
+    for text, cut, shown in (("a€", 0, "a€"), ("a€", 1, "a\ufffd"), ("né", 1, "n\ufffd")):
+        ids = byte_tokenizer(text)["input_ids"]
+        ids = ids[: len(ids) - cut]
+        row = RowText(byte_tokenizer, [])
+        pieces = [row.add(token, last=i == len(ids) - 1) for i, token in enumerate(ids)]
+        assert "".join(pieces) == byte_tokenizer.decode(ids) == shown
+        assert "\ufffd" not in "".join(pieces[:-1])
