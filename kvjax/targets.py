@@ -155,6 +155,7 @@ class Target:
                 return list(topologies.get_topology_desc(platform="cuda", **described).devices)
             if jax.default_backend() != "tpu":
                 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # or libtpu waits for a cloud's metadata
+                os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # a lock on devices that are not here
             return list(topologies.get_topology_desc(self.name, platform="tpu").devices)
         except (NotImplementedError, RuntimeError) as error:
             if "not implemented for cuda" in str(error) or "TPU support not installed" in str(error):
