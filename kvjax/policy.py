@@ -179,12 +179,32 @@ class Select(Protocol):
         ...
 
 
-class Merge(Protocol):
-    """What becomes of the entries that are not kept."""
+@dataclass(frozen=True)
+class Merge:
+    """What becomes of the entries that are not kept: nothing, unless a subclass says so."""
+
+    @property
+    def changes_keys(self) -> bool:
+        """Whether entries that stay get other keys, with which stored queries no longer score as they attended."""
+        return False
+
+    def check(self, policy: Policy) -> None:
+        """Raises ValueError if this merge makes no sense in that policy."""
+        return
+
+    def condense(
+        self, entries: LayerCache, moment: Moment, scores: Float[Array, "B H M"], counts: Int[Array, "B H"], size: int
+    ) -> LayerCache:
+        """When a prompt has been read, before anything is selected: the entries merged among themselves.
+
+        Those that went into another are empty in what it returns; `select` then chooses `counts` of the rest, at most
+        `size`. Scores are as `Select` sees them.
+        """
+        return entries
 
     def absorb(self, entries: LayerCache, scores: Float[Array, "B H M"], lost: Bool[Array, "B H M"]) -> LayerCache:
-        """The entries with those that are about to be lost merged into those that stay."""
-        ...
+        """When entries have been selected, at a prompt or a step: those that are lost merged into those that stay."""
+        return entries
 
 
 @dataclass(frozen=True)
@@ -260,7 +280,13 @@ class Policy:
                 f"{type(self.score).__name__} stores rotated queries, whose scores are exact only while keys keep "
                 "their rotation; it cannot be combined with positions='in_cache'"
             )
+        if self.merge.changes_keys and self.every is not None and self.score.stores_queries:
+            raise ValueError(
+                f"{type(self.score).__name__} stores rotated queries, whose scores are exact only while keys do not "
+                f"change, and {type(self.merge).__name__} changes them; with every={self.every} they cannot be combined"
+            )
         self.score.check(self)
+        self.merge.check(self)
         smallest = self.budget.smallest
         if smallest is not None and smallest < self.minimum:
             raise ValueError(
@@ -304,7 +330,10 @@ class Policy:
         protected = self.protect.mask(entries.positions, moment.next_position, entries.capacity)
         scores = jnp.where(protected, jnp.inf, self.score(entries, moment))
         scores = jnp.where(entries.positions >= 0, scores, -jnp.inf)
-        kept = self.select.keep(scores, entries.positions, jnp.minimum(entries.capacity, size), size, moment.heads)
+        counts = jnp.minimum(entries.capacity, size)
+        entries = self.merge.condense(entries, moment, scores, counts, size)
+        scores = jnp.where(entries.positions >= 0, scores, -jnp.inf)
+        kept = self.select.keep(scores, entries.positions, counts, size, moment.heads)
         lost = (entries.positions >= 0) & ~mark(kept, entries.slots)
         return self.merge.absorb(entries, scores, lost).gather(kept)
 

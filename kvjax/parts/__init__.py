@@ -2,6 +2,7 @@
 
 from .budget import DenseLayers, Everything, Fixed, Fraction, budget_of
 from .crush import Representatives
+from .gaussian_merge import GaussianMerge
 from .keys import KeyDifference, KeyNorm, RandomDraw
 from .merge import Drop
 from .score import AccumulatedAttention, FoldedWindow, LastAttention, Pool, Recency, WindowAttention
@@ -15,6 +16,7 @@ __all__ = [
     "Fixed",
     "FoldedWindow",
     "Fraction",
+    "GaussianMerge",
     "KeyDifference",
     "KeyNorm",
     "LastAttention",

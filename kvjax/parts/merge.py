@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxtyping import Array, Bool, Float
-
-from kvjax.cache import LayerCache
+from kvjax.policy import Merge
 
 
 @dataclass(frozen=True)
-class Drop:
+class Drop(Merge):
     """They are gone."""
-
-    def absorb(self, entries: LayerCache, scores: Float[Array, "B H M"], lost: Bool[Array, "B H M"]) -> LayerCache:
-        return entries

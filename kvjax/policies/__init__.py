@@ -5,6 +5,7 @@ from .h2o import h2o
 from .keydiff import keydiff
 from .knorm import knorm
 from .kvcrush import kvcrush
+from .kvmerger import kvmerger
 from .morphkv import morphkv
 from .random import random
 from .snapkv import snapkv
@@ -19,6 +20,7 @@ __all__ = [
     "keydiff",
     "knorm",
     "kvcrush",
+    "kvmerger",
     "morphkv",
     "parse",
     "random",

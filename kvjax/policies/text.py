@@ -17,6 +17,7 @@ from .h2o import h2o
 from .keydiff import keydiff
 from .knorm import knorm
 from .kvcrush import kvcrush
+from .kvmerger import kvmerger
 from .morphkv import morphkv
 from .random import random
 from .snapkv import snapkv
@@ -26,7 +27,7 @@ from .tova import tova
 PRESETS: Mapping[str, Callable[..., Policy]] = MappingProxyType(
     {
         preset.__name__: preset
-        for preset in (full, streaming_llm, h2o, tova, snapkv, morphkv, knorm, keydiff, random, kvcrush)
+        for preset in (full, streaming_llm, h2o, tova, snapkv, morphkv, kvmerger, knorm, keydiff, random, kvcrush)
     }
 )
 
@@ -96,7 +97,8 @@ def _check_kind(name: str, option: str, value: Any, parameter: inspect.Parameter
     default = parameter.default
     wants = bool if isinstance(default, bool) else str if isinstance(default, str | Policy) else None
     given = next((kind for kind in (bool, str) if isinstance(value, kind)), None)
-    if given is not wants:
+    word_or_number = wants is str and given is None and "float" in str(parameter.annotation)
+    if given is not wants and not word_or_number:
         kind = {bool: "True or False", str: "a word", None: "a number"}[wants]
         raise ValueError(f"{name}: {option}={value!r} is not {kind} (the default is {default!r})")
 

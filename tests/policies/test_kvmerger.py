@@ -1,0 +1,335 @@
+"""KVMerger against its Algorithms 1 and 2 as they are written, in NumPy: one head, one token at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.cache import LayerCache
+from kvjax.models import AttentionLayer, Rope
+from kvjax.pallas_kernels import Reduction
+from kvjax.parts import AccumulatedAttention, Drop, Fixed, GaussianMerge, TopTokens, WindowAttention
+from kvjax.parts.cluster import BLOCK, set_ends, solve_theta
+from kvjax.policies import kvmerger, parse
+from kvjax.policy import Moment, Policy, Protect
+from tests import tiny
+from tests.policies.reference import rotated, softmax
+
+RNG = np.random.default_rng(8)
+
+
+def cosine(x, y):
+    return x @ y / np.linalg.norm(x) / np.linalg.norm(y)
+
+
+def merging_sets(keys, sections, theta, rule="anchor"):
+    """Algorithm 1 with the last open set, as lists of indices, each from its last to its first token."""
+    if len(keys) == 0:
+        return []
+    sets, current = [], [len(keys) - 1]
+    for i in range(len(keys) - 2, -1, -1):
+        j = current[0] if rule == "anchor" else current[-1]
+        if cosine(keys[i], keys[j]) > theta and sections[i] == sections[j]:
+            current.append(i)
+        else:
+            sets.append(current)
+            current = [i]
+    return [*sets, current]
+
+
+def gaussian(keys, values, scores, members, sigma="mean", weights="gauss"):
+    """Algorithm 2 for one set: the pivot's index, and the merged key and value."""
+    members = sorted(members)
+    pivot = members[int(np.argmax(scores[members]))]
+    distance = np.linalg.norm(keys[members] - keys[pivot], axis=-1)
+    others = max(len(members) - 1, 1)
+    width = {
+        "mean": distance.sum() / others,
+        "rms": np.sqrt((distance**2).sum() / others / 2),
+        "eq7": (distance**2).sum() / (np.sqrt(2) * len(members)),
+    }.get(sigma, sigma)
+    g = np.ones(len(members)) if weights == "average" else np.exp(-(distance**2) / (2 * max(width, 1e-6) ** 2))
+    w = g / g.sum()
+    return pivot, w @ keys[members], w @ values[members]
+
+
+def condense(keys, values, scores, *, budget, recent, heavy, theta, rule="anchor", straddle=False, **options):
+    """{position: (key, value)} of one head after a prompt."""
+    n = len(keys)
+    everything = {p: (keys[p], values[p]) for p in range(n)}
+    if n <= budget:
+        return everything
+    ranked = sorted(range(n - recent), key=lambda p: (-scores[p], p))
+    kept = sorted([*ranked[:heavy], *range(n - recent, n)])
+    rest = [p for p in range(n) if p not in kept]
+    if len(rest) <= budget - len(kept):
+        return everything
+    sections = [0 if straddle else sum(k < p for k in kept) for p in rest]
+    merged = [
+        gaussian(keys[rest], values[rest], scores[rest], members, **options)
+        for members in merging_sets(keys[rest], sections, theta, rule)
+    ]
+    merged = sorted(merged, key=lambda entry: (-scores[rest[entry[0]]], entry[0]))[: budget - len(kept)]
+    return {p: everything[p] for p in kept} | {rest[pivot]: (key, value) for pivot, key, value in merged}
+
+
+def wandering(B, H, N, D=16, step=0.15):
+    """Keys of unit length of which neighbours are similar."""
+    keys = np.cumsum(RNG.normal(size=(B, H, N, D)) * step, axis=2) + RNG.normal(size=(B, H, 1, D))
+    return (keys / np.linalg.norm(keys, axis=-1, keepdims=True)).astype(np.float32)
+
+
+sets_of = jax.jit(set_ends, static_argnames="rule")
+solve = jax.jit(solve_theta, static_argnames="rule")
+
+
+@partial(jax.jit, static_argnames=("merge", "size"))
+def condensed(merge, entries, scores, size):
+    moment = Moment(
+        jnp.max(entries.positions[:, 0], axis=-1) + 1, AttentionLayer(0, Rope(1e4), None, 1.0, jnp.zeros(0))
+    )
+    return merge.condense(entries, moment, scores, jnp.full(entries.capacity.shape, size), size)
+
+
+@pytest.mark.parametrize("rule", ["anchor", "chain"])
+def test_sets_are_those_of_algorithm_1_however_long(rule):
+    B, H, N = 3, 2, 3 * BLOCK + 21
+    keys = wandering(B, H, N)
+    counts = np.array([[N, N - 1], [BLOCK + 1, BLOCK], [1, 0]])
+    keys[0, 1, 5 : 2 * BLOCK + 50] = keys[0, 1, 5]  # identical: one set across three blocks
+    longest = 0
+    for sections in (np.zeros((B, H, N), int), np.cumsum(RNG.random((B, H, N)) < 0.02, axis=-1)):
+        for theta in (-1.1, 0.0, 0.6, 0.75, 0.95, 2.0):
+            found = np.asarray(sets_of(keys, sections, counts, np.full((B, H), theta, np.float32), rule=rule))
+            for b, h in np.ndindex(B, H):
+                n = counts[b, h]
+                sets = merging_sets(keys[b, h, :n].astype(float), sections[b, h], theta, rule)
+                longest = max([longest, *map(len, sets)]) if 0 < theta < 2 else longest
+                assert np.flatnonzero(found[b, h]).tolist() == sorted(members[0] for members in sets)
+    assert longest > 2 * BLOCK
+
+
+@pytest.mark.parametrize("rule", ["anchor", "chain"])
+def test_theta_is_the_largest_that_leaves_no_more_sets_than_room(rule):
+    B, H, N = 2, 2, 80
+    keys, counts, room = wandering(B, H, N, step=0.3), np.array([[80, 70], [41, 80]]), np.array([[20, 7], [11, 1]])
+    sections = np.zeros((B, H, N), int)
+    sections[1, 1] = np.arange(N) // 20  # more sections than room: one set each
+    theta = np.asarray(solve(keys, sections, counts, room, rule=rule))
+    for b, h in np.ndindex(B, H):
+        count = [
+            len(merging_sets(keys[b, h, : counts[b, h]].astype(float), sections[b, h], t, rule))
+            for t in (theta[b, h], theta[b, h] + 1e-3)
+        ]
+        assert count[0] <= room[b, h] < count[1] if (b, h) != (1, 1) else count[0] == 4
+
+
+def test_g4_clustering():
+    angles = np.deg2rad([100, 80, 65, 45, 25, 0])
+    keys = np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)[None, None]
+    for rule, theta, ends in [
+        ("anchor", 0.75, [0, 3, 5]),
+        ("anchor", 0.90, [1, 3, 5]),
+        ("chain", 0.75, [5]),
+        ("chain", 0.90, [5]),
+    ]:
+        found = sets_of(keys, np.zeros((1, 1, 6), int), np.array([[6]]), np.array([[theta]], np.float32), rule=rule)
+        assert np.flatnonzero(found).tolist() == ends
+
+
+def layer(keys, values=None, lengths=None):
+    """Entries [B, H, M, D] padded on the left."""
+    B, H, M, _ = keys.shape
+    lengths = np.full(B, M) if lengths is None else np.asarray(lengths)
+    positions = np.maximum(np.arange(M) - (M - lengths[:, None]), -1)
+    return LayerCache(
+        jnp.asarray(keys, jnp.float32),
+        jnp.asarray(keys if values is None else values, jnp.float32),
+        jnp.asarray(np.broadcast_to(positions[:, None], (B, H, M))),
+        capacity=jnp.full((B, H), M),
+    )
+
+
+def merged_entry(keys, values, scores, **options):
+    """The one entry that a head of so many similar tokens is merged into."""
+    n = len(keys)
+    entries = layer(np.reshape(keys, (1, 1, n, -1)), np.reshape(values, (1, 1, n, -1)))
+    merge = GaussianMerge(theta=-1.0, **options)
+    out = condensed(merge, entries, jnp.asarray(scores, jnp.float32)[None, None], size=1)
+    (slot,) = np.flatnonzero(out.positions[0, 0] >= 0)
+    assert out.positions[0, 0, slot] == slot
+    return slot, np.asarray(out.keys[0, 0, slot]), np.asarray(out.values[0, 0, slot])
+
+
+@pytest.mark.parametrize(
+    ("sigma", "weights"),
+    [
+        ("eq7", [0.423946, 0.387458, 0.188596]),
+        ("mean", [0.453073, 0.399836, 0.147091]),
+        (4 / 3, [0.545138, 0.411491, 0.043371]),  # the mean over all three of the set, the pivot among them
+        ("rms", [0.504025, 0.412661, 0.083315]),
+        (5.0, [0.355181, 0.348148, 0.296672]),
+    ],
+)
+def test_g5_weights(sigma, weights):
+    """Scaled keys leave them alone where sigma is a distance, and change them by equation 7."""
+    slot, key, value = merged_entry([0, 1, 3], np.eye(3), [3, 2, 1], sigma=sigma)
+    assert slot == 0
+    np.testing.assert_allclose(value, weights, atol=2e-6)
+    np.testing.assert_allclose(key, np.dot(weights, [0, 1, 3]), atol=1e-5)
+    for scale, g in [(10.0, [1, 0.9991, 0.9919]), (0.1, [1, 0.00012, 0])]:
+        _, _, scaled = merged_entry(scale * np.array([0, 1, 3]), np.eye(3), [3, 2, 1], sigma=sigma)
+        if sigma == "eq7":
+            np.testing.assert_allclose(scaled / scaled[0], g, atol=1e-4)
+        elif isinstance(sigma, str):
+            np.testing.assert_allclose(scaled, weights, atol=2e-6)
+
+
+def test_e5_a_merged_entry_weighs_as_one_token():
+    """Two equal keys and another: a third each, and half each when the two have become one."""
+    entries = layer(np.ones((1, 1, 3, 2)))
+    scores = jnp.array([[[1.0, 0.5, jnp.inf]]])
+    out = condensed(GaussianMerge(theta=0.5), entries, scores, size=2)
+    np.testing.assert_array_equal(out.positions, [[[0, -1, 2]]])
+    logits = np.asarray(out.keys[0, 0])[[0, 2]] @ np.ones(2)
+    np.testing.assert_allclose(softmax(logits), [0.5, 0.5], rtol=1e-6)
+
+
+def test_e6_neighbours_of_the_same_content_after_rope():
+    keys = np.stack([rotated(np.array([1.0, 0.0]), position, 1e4) for position in range(2)])
+    _, merged, _ = merged_entry(keys, keys, [1, 1], weights="average")
+    np.testing.assert_allclose([cosine(*keys), np.linalg.norm(merged)], [0.5403, 0.8776], atol=1e-4)
+    for theta, count in [(0.54, 1), (0.541, 2)]:
+        ends = sets_of(
+            keys[None, None].astype(np.float32),
+            np.zeros((1, 1, 2), int),
+            np.array([[2]]),
+            np.array([[theta]]),
+            rule="anchor",
+        )
+        assert int(jnp.sum(ends)) == count
+
+
+@jax.jit
+def unrotated(params, tokens):
+    """Queries, keys and values [B, H, N, D] of the first layer."""
+    seen = []
+
+    def record(layer, q, k, v, cache):
+        seen.extend((q, k, v))
+        return q, cache
+
+    params(tokens, record)
+    return seen
+
+
+def attended(params, tokens):
+    """Rotated keys, values and column sums of the attention [H, N, ...] of the first layer, in float64."""
+    padded = np.pad(tokens, (0, 48 - len(tokens)))[None]
+    q, k, v = (np.asarray(x[0, :, : len(tokens)], np.float64) for x in unrotated(params, padded))
+    q, k = (np.stack([rotated(x[:, t], t, 1e4) for t in range(len(tokens))], axis=1) for x in (q, k))
+    H, N, D = k.shape
+    logits = np.einsum("hgnd,hmd->hgnm", q.reshape(H, -1, N, D), k) / np.sqrt(D)
+    weights = softmax(np.where(np.tri(N, dtype=bool), logits, -np.inf))
+    return k, v, weights.mean(axis=1).sum(axis=1)
+
+
+OPTIONS = {
+    "anchor": {"theta": 0.3},
+    "chain": {"theta": 0.3, "rule": "chain", "sigma": "rms"},
+    "straddle": {"theta": 0.0, "straddle": True, "sigma": "eq7"},
+    "average": {"theta": 0.3, "weights": "average"},
+}
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "name"),
+    [(2, 2, "chain"), (4, 1, "anchor"), (4, 1, "average"), (7, 1, "straddle")],
+)
+def test_a_prompt_is_merged_as_algorithms_1_and_2_say(heads, kv_heads, name):
+    """A batch of three lengths, groups of 1, 4 and 7; the shortest is within the budget."""
+    params, options = tiny.decoder(heads, kv_heads), OPTIONS[name]
+    rows = [np.repeat(RNG.integers(0, tiny.VOCAB, n), 3)[:n] for n in (44, 31, 12)]
+    policy = kvmerger(budget=18, recent=5, heavy=3, **options)
+    _, cache = tiny.prefill(params, policy, rows, 48)
+    entries = cache.layers[0]
+    assert entries.slots == 18 + 8
+    merged = 0
+    for b, row in enumerate(rows):
+        for h, (keys, values, scores) in enumerate(zip(*attended(params, row), strict=True)):
+            expected = condense(keys, values, scores, budget=18, recent=5, heavy=3, **options)
+            positions = np.asarray(entries.positions[b, h])
+            assert sorted(positions[positions >= 0]) == sorted(expected)
+            for slot in np.flatnonzero(positions >= 0):
+                key, value = expected[positions[slot]]
+                np.testing.assert_allclose(entries.keys[b, h, slot], key, atol=1e-5)
+                np.testing.assert_allclose(entries.values[b, h, slot], value, atol=1e-5)
+                merged += not np.allclose(key, keys[positions[slot]])
+    assert merged > 3
+
+
+def test_theta_that_meets_the_budget_fills_it():
+    keys, lengths = wandering(3, 2, 64), [64, 50, 20]
+    scores = jnp.asarray(RNG.random((3, 2, 64)), jnp.float32)
+    entries = layer(keys, lengths=lengths)
+    out = condensed(GaussianMerge(heavy=4), entries, scores, size=24)
+    occupancy = np.asarray(out.occupancy)
+    assert (occupancy <= 24).all()
+    assert (occupancy[:2] >= 20).all()
+    assert (occupancy[2] == 20).all()
+    np.testing.assert_array_equal(out.keys[2], entries.keys[2])  # within the budget
+
+
+def test_a_random_pivot_is_drawn_by_position_and_seed():
+    keys = wandering(2, 1, 40)
+    other = np.concatenate([keys[1:], wandering(1, 1, 40)])
+    scores, pivots = jnp.zeros((2, 1, 40)), {}
+    for seed in (0, 1):
+        merge = GaussianMerge(theta=0.7, pivot="random", seed=seed)
+        pivots[seed] = np.asarray(condensed(merge, layer(keys, lengths=[40, 30]), scores, size=6).positions)
+        moved = condensed(merge, layer(other, lengths=[30, 9]), scores, size=6)
+        np.testing.assert_array_equal(moved.positions[0], pivots[seed][1])
+    assert (pivots[0] != pivots[1]).any()
+    assert ((pivots[0] >= 0).sum(axis=-1) == (pivots[1] >= 0).sum(axis=-1)).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("theta=1.5", r"theta=1.5: accepted are a cosine in \[-1, 1\], or None"),
+        ("theta=True", "is not a number"),
+        ("sigma=0", "sigma=0: accepted are 'mean', 'rms', 'eq7' and a number above 0"),
+        ("sigma=median", "sigma='median': accepted are"),
+        ("rule=ring", "rule='ring': accepted are 'anchor' and 'chain'"),
+        ("weights=max", "weights='max': accepted are 'gauss' and 'average'"),
+        ("pivot=first", "pivot='first': accepted are 'score' and 'random'"),
+        ("heavy=1.0", "heavy=1.0: accepted are an integer"),
+        ("heavy=-1", "heavy=-1: accepted is an integer >= 0"),
+        ("seed=-1", "seed=-1"),
+        ("recent=0.6,heavy=0.5", "leave nothing to merge into"),
+        ("budget=8,recent=4,heavy=4", r"heavy=4 and Protect\(sinks=0, recent=4\) leave nothing to merge into"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        parse(f"kvmerger:{options}")
+
+
+def test_options_as_text():
+    assert parse("kvmerger:budget=64,sigma=3.0,theta=None") == kvmerger(64, sigma=3.0, theta=None)
+    assert parse(repr(kvmerger(64, rule="chain", straddle=True))) == kvmerger(64, rule="chain", straddle=True)
+
+
+def test_merged_keys_need_a_policy_that_does_not_evict_while_decoding():
+    window = WindowAttention(4, Reduction(rows="mean", group="mean"))
+    policy = Policy(window, Fixed(16), TopTokens(), GaussianMerge(), Protect(recent=4))
+    assert replace(policy, merge=Drop()).merge == Drop()
+    with pytest.raises(ValueError, match=r"WindowAttention stores rotated queries.*GaussianMerge changes them"):
+        replace(policy, every=1)
+    with pytest.raises(ValueError, match=r"GaussianMerge needs neighbouring tokens side by side, and every=2"):
+        replace(policy, score=AccumulatedAttention(), every=2)
