@@ -202,8 +202,8 @@ class Merge:
         """
         return entries
 
-    def absorb(self, entries: LayerCache, scores: Float[Array, "B H M"], lost: Bool[Array, "B H M"]) -> LayerCache:
-        """When entries have been selected, at a prompt or a step: those that are lost merged into those that stay."""
+    def absorb(self, entries: LayerCache, moment: Moment, lost: Bool[Array, "B H S"], count: int) -> LayerCache:
+        """While decoding: the entries about to be evicted, `count` a head or none, merged into those that stay."""
         return entries
 
 
@@ -334,8 +334,7 @@ class Policy:
         entries = self.merge.condense(entries, moment, scores, counts, size)
         scores = jnp.where(entries.positions >= 0, scores, -jnp.inf)
         kept = self.select.keep(scores, entries.positions, counts, size, moment.heads)
-        lost = (entries.positions >= 0) & ~mark(kept, entries.slots)
-        return self.merge.absorb(entries, scores, lost).gather(kept)
+        return entries.gather(kept)
 
     def make_room(self, entries: LayerCache, moment: Moment, incoming: Bool[Array, "B"]) -> LayerCache:
         """Evicts `every` entries of each head that is full, in the rows that have a token coming in."""
@@ -343,17 +342,16 @@ class Policy:
         count = self.every
         full = (entries.occupancy >= entries.capacity) & incoming[:, None]
 
-        def judge() -> tuple[Float[Array, "B H S"], Bool[Array, "B H S"]]:
+        def judge() -> Bool[Array, "B H S"]:
             protected = self.protect.mask(entries.positions, moment.next_position, entries.capacity)
             scores = jnp.where(protected | (entries.positions < 0), jnp.inf, self.score(entries, moment))
-            return scores, full[..., None] & mark(self.select.victims(scores, entries.positions, count), entries.slots)
+            return full[..., None] & mark(self.select.victims(scores, entries.positions, count), entries.slots)
 
         if count == 1:
-            scores, lost = judge()
+            lost = judge()
         else:  # nothing of the cache's size may leave a cond: its keys and values would be copied
-            shape = entries.positions.shape
-            scores, lost = jax.lax.cond(jnp.any(full), judge, lambda: (jnp.zeros(shape), jnp.zeros(shape, bool)))
-        entries = self.merge.absorb(entries, scores, lost)
+            lost = jax.lax.cond(jnp.any(full), judge, lambda: jnp.zeros(entries.positions.shape, bool))
+        entries = self.merge.absorb(entries, moment, lost, count)
         return replace(entries, positions=jnp.where(lost, -1, entries.positions))
 
 

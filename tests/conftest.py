@@ -37,6 +37,7 @@ POLICIES = (
     "morphkv:budget=24,window=4",
     "morphkv:budget=24,window=4,every=4",
     "kvcrush:base=snapkv,base.budget=24,base.window=4,share=0.5",
+    "cam:budget=24,tokens=4",
     "kvmerger:budget=24,recent=8,heavy=4,theta=None",
 )
 

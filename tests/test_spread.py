@@ -193,6 +193,7 @@ DECLARED = {
     "morphkv:budget=24,window=4": (0, 2),  # the group's queries, and their log-sum-exp
     "morphkv:budget=24,window=4,every=4": (0, 2),
     "kvcrush:base=snapkv,base.budget=24,base.window=4,share=0.5": (0, 0),  # as snapkv
+    "cam:budget=24,tokens=4": (0, 1),  # as h2o
     "kvmerger:budget=24,recent=8,heavy=4,theta=None": (0, 0),
 }
 

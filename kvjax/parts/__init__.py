@@ -1,6 +1,7 @@
 """The building blocks of policies, one concern each. A preset in `kvjax.policies` is a composition of them."""
 
 from .budget import DenseLayers, Everything, Fixed, Fraction, budget_of
+from .cam import ValueMerge, WatchedRecency
 from .crush import Representatives
 from .gaussian_merge import GaussianMerge
 from .keys import KeyDifference, KeyNorm, RandomDraw
@@ -25,6 +26,8 @@ __all__ = [
     "Recency",
     "Representatives",
     "TopTokens",
+    "ValueMerge",
+    "WatchedRecency",
     "WindowAttention",
     "budget_of",
 ]

@@ -1,5 +1,6 @@
 """Named methods: short compositions of parts with their papers' defaults."""
 
+from .cam import cam
 from .full import full
 from .h2o import h2o
 from .keydiff import keydiff
@@ -15,6 +16,7 @@ from .tova import tova
 
 __all__ = [
     "PRESETS",
+    "cam",
     "full",
     "h2o",
     "keydiff",

@@ -12,6 +12,7 @@ import kvjax.parts
 from kvjax.pallas_kernels import Reduction
 from kvjax.policy import Policy, Protect
 
+from .cam import cam
 from .full import full
 from .h2o import h2o
 from .keydiff import keydiff
@@ -27,7 +28,7 @@ from .tova import tova
 PRESETS: Mapping[str, Callable[..., Policy]] = MappingProxyType(
     {
         preset.__name__: preset
-        for preset in (full, streaming_llm, h2o, tova, snapkv, morphkv, kvmerger, knorm, keydiff, random, kvcrush)
+        for preset in (full, streaming_llm, h2o, tova, snapkv, morphkv, kvmerger, cam, knorm, keydiff, random, kvcrush)
     }
 )
 

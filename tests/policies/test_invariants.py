@@ -36,6 +36,7 @@ SPECS = {
         "budget=12,window=3,normalise=distant,group=logits",
         "budget=0.5,window=3,normalise=distant,group=max",
     ),
+    "cam": ("budget=12,sinks=2,tokens=4,form=expected", "budget=12,tokens=3,every=3"),
     "kvmerger": ("budget=12,recent=4,heavy=2,theta=None", "budget=0.5,theta=0.2,rule=chain,straddle=True"),
     "knorm": ("budget=12,sinks=1,recent=2",),
     "keydiff": ("budget=12,every=1",),
