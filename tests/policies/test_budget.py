@@ -110,7 +110,7 @@ def test_unusable_options_are_refused_by_name(preset, options, says):
 
 def test_a_window_that_is_not_protected_is_refused():
     for recent in (7, 0.5):
-        with pytest.raises(ValueError, match=r"WindowAttention.*window of 8.*Protect\(.*recent=8 or more"):
+        with pytest.raises(ValueError, match=r"FoldedWindow.*window of 8.*Protect\(.*recent=8 or more"):
             replace(morphkv(window=8), protect=Protect(recent=recent))
     assert replace(morphkv(window=8), protect=Protect(sinks=2, recent=9)).minimum == 12
 
@@ -121,7 +121,7 @@ def test_pooling_and_evicting_while_decoding_are_refused_together():
 
 
 def test_stored_queries_and_moving_keys_are_refused_together():
-    with pytest.raises(ValueError, match=r"WindowAttention.*positions='in_cache'"):
+    with pytest.raises(ValueError, match=r"FoldedWindow.*positions='in_cache'"):
         replace(morphkv(), positions="in_cache")
 
 
