@@ -119,7 +119,7 @@ def reading(
         )
         if observes:
             received = _received(policy.score.received, layer, heads, q, lse, keys, positions, entries.positions)
-            attended = Attended(q, positions, lse, received, lengths, layer.scale, layer.window, heads)
+            attended = Attended(q, positions, lse, received, lengths, layer.scale, layer.window, heads, i)
             entries = _observe(policy, entries, attended)
         entries = _expire(entries, moment, lengths > 0)
         if compress and (most := kept[i]) is not None:
@@ -193,7 +193,9 @@ def decoding(
             context, lse = heads.own_queries(context), heads.own_queries(lse)
         if observes:
             lengths = incoming.astype(jnp.int32)
-            attended = Attended(q, query_positions, lse, received, lengths, layer.scale, layer.window, heads)
+            attended = Attended(
+                q, query_positions, lse, received, lengths, layer.scale, layer.window, heads, i, decoding=True
+            )
             entries = _observe(policy, entries, attended)
         return context, _replace(layers, i, entries)
 

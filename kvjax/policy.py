@@ -54,6 +54,8 @@ class Attended:
         scale: of the logits.
         window: the layer's sliding window.
         heads: those that the queries and entries belong to. On a mesh it is through them that a score reaches others.
+        layer: its index.
+        decoding: whether the queries are of tokens decoded one by one, not of a text that is read.
     """
 
     queries: Float[Array, "B Hq W D"]
@@ -64,6 +66,8 @@ class Attended:
     scale: float
     window: int | None
     heads: Heads = ALL_HEADS
+    layer: int = 0
+    decoding: bool = False
 
 
 class Moment(NamedTuple):

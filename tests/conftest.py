@@ -39,6 +39,7 @@ POLICIES = (
     "kvcrush:base=snapkv,base.budget=24,base.window=4,share=0.5",
     "cam:budget=24,tokens=4",
     "kvmerger:budget=24,recent=8,heavy=4,theta=None",
+    "keyformer:budget=24,recent=8",
 )
 
 

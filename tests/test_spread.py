@@ -195,6 +195,7 @@ DECLARED = {
     "kvcrush:base=snapkv,base.budget=24,base.window=4,share=0.5": (0, 0),  # as snapkv
     "cam:budget=24,tokens=4": (0, 1),  # as h2o
     "kvmerger:budget=24,recent=8,heavy=4,theta=None": (0, 0),
+    "keyformer:budget=24,recent=8": (0, 1),  # the group's queries
 }
 
 

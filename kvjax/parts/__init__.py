@@ -6,6 +6,7 @@ from .crush import Representatives
 from .gaussian_merge import GaussianMerge
 from .keys import KeyDifference, KeyNorm, RandomDraw
 from .merge import Drop
+from .noisy import NoisyAttention
 from .score import AccumulatedAttention, FoldedWindow, LastAttention, Pool, Recency, WindowAttention
 from .select import TopTokens
 
@@ -21,6 +22,7 @@ __all__ = [
     "KeyDifference",
     "KeyNorm",
     "LastAttention",
+    "NoisyAttention",
     "Pool",
     "RandomDraw",
     "Recency",

@@ -4,6 +4,7 @@ from .cam import cam
 from .full import full
 from .h2o import h2o
 from .keydiff import keydiff
+from .keyformer import keyformer
 from .knorm import knorm
 from .kvcrush import kvcrush
 from .kvmerger import kvmerger
@@ -20,6 +21,7 @@ __all__ = [
     "full",
     "h2o",
     "keydiff",
+    "keyformer",
     "knorm",
     "kvcrush",
     "kvmerger",

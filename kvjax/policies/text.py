@@ -16,6 +16,7 @@ from .cam import cam
 from .full import full
 from .h2o import h2o
 from .keydiff import keydiff
+from .keyformer import keyformer
 from .knorm import knorm
 from .kvcrush import kvcrush
 from .kvmerger import kvmerger
@@ -25,12 +26,22 @@ from .snapkv import snapkv
 from .streaming_llm import streaming_llm
 from .tova import tova
 
-PRESETS: Mapping[str, Callable[..., Policy]] = MappingProxyType(
-    {
-        preset.__name__: preset
-        for preset in (full, streaming_llm, h2o, tova, snapkv, morphkv, kvmerger, cam, knorm, keydiff, random, kvcrush)
-    }
+_ALL = (
+    full,
+    streaming_llm,
+    h2o,
+    tova,
+    snapkv,
+    morphkv,
+    kvmerger,
+    cam,
+    knorm,
+    keydiff,
+    random,
+    keyformer,
+    kvcrush,
 )
+PRESETS: Mapping[str, Callable[..., Policy]] = MappingProxyType({preset.__name__: preset for preset in _ALL})
 
 _PARTS = {
     name: getattr(kvjax.parts, name) for name in kvjax.parts.__all__ if inspect.isclass(getattr(kvjax.parts, name))

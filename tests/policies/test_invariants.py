@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvjax import policies
 from kvjax.extend import step as one_step
-from kvjax.parts import AccumulatedAttention, LastAttention
+from kvjax.parts import AccumulatedAttention, LastAttention, NoisyAttention
 from kvjax.policy import Policy
 from tests import tiny
 
@@ -41,6 +41,7 @@ SPECS = {
     "knorm": ("budget=12,sinks=1,recent=2",),
     "keydiff": ("budget=12,every=1",),
     "random": ("budget=0.5,recent=2", "budget=12,seed=3,every=2"),
+    "keyformer": ("budget=12,recent=4",),
     "kvcrush": (
         "base=snapkv,base.budget=12,base.window=4,base.kernel=3,share=0.5",
         "base=h2o,base.budget=12,base.recent=3,pick=kmeans,anchor=alternate",
@@ -194,8 +195,10 @@ def expected_bytes(spec: str, batch: int, params) -> int:
         if policy.every is None or not policy.limited(layer):
             slots += ROOM
         total += batch * heads * (slots * (2 * dim + 1) + 1) * 4
-        if isinstance(policy.score, AccumulatedAttention | LastAttention) and policy.every:
+        if isinstance(policy.score, AccumulatedAttention | LastAttention | NoisyAttention) and policy.every:
             total += batch * heads * slots * 4
+        if isinstance(policy.score, NoisyAttention):
+            total += batch * heads * 4
         if spec.startswith("morphkv") and policy.limited(layer):
             total += batch * policy.score.window * (config.num_heads * (dim + 1) + 1) * 4
     return total
