@@ -40,6 +40,7 @@ POLICIES = (
     "cam:budget=24,tokens=4",
     "kvmerger:budget=24,recent=8,heavy=4,theta=None",
     "keyformer:budget=24,recent=8",
+    "scissorhands:budget=24,window=8,drop=0.25",
 )
 
 

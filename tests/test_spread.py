@@ -196,6 +196,7 @@ DECLARED = {
     "cam:budget=24,tokens=4": (0, 1),  # as h2o
     "kvmerger:budget=24,recent=8,heavy=4,theta=None": (0, 0),
     "keyformer:budget=24,recent=8": (0, 1),  # the group's queries
+    "scissorhands:budget=24,window=8,drop=0.25": (0, 1),
 }
 
 

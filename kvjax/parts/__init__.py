@@ -7,6 +7,7 @@ from .gaussian_merge import GaussianMerge
 from .keys import KeyDifference, KeyNorm, RandomDraw
 from .merge import Drop
 from .noisy import NoisyAttention
+from .persistence import Neglect
 from .score import AccumulatedAttention, FoldedWindow, LastAttention, Pool, Recency, WindowAttention
 from .select import TopTokens
 
@@ -22,6 +23,7 @@ __all__ = [
     "KeyDifference",
     "KeyNorm",
     "LastAttention",
+    "Neglect",
     "NoisyAttention",
     "Pool",
     "RandomDraw",

@@ -10,6 +10,7 @@ from .kvcrush import kvcrush
 from .kvmerger import kvmerger
 from .morphkv import morphkv
 from .random import random
+from .scissorhands import scissorhands
 from .snapkv import snapkv
 from .streaming_llm import streaming_llm
 from .text import PRESETS, parse
@@ -28,6 +29,7 @@ __all__ = [
     "morphkv",
     "parse",
     "random",
+    "scissorhands",
     "snapkv",
     "streaming_llm",
     "tova",

@@ -22,6 +22,7 @@ from .kvcrush import kvcrush
 from .kvmerger import kvmerger
 from .morphkv import morphkv
 from .random import random
+from .scissorhands import scissorhands
 from .snapkv import snapkv
 from .streaming_llm import streaming_llm
 from .tova import tova
@@ -39,6 +40,7 @@ _ALL = (
     keydiff,
     random,
     keyformer,
+    scissorhands,
     kvcrush,
 )
 PRESETS: Mapping[str, Callable[..., Policy]] = MappingProxyType({preset.__name__: preset for preset in _ALL})

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvjax import policies
 from kvjax.extend import step as one_step
-from kvjax.parts import AccumulatedAttention, LastAttention, NoisyAttention
+from kvjax.parts import AccumulatedAttention, LastAttention, Neglect, NoisyAttention
 from kvjax.policy import Policy
 from tests import tiny
 
@@ -42,6 +42,7 @@ SPECS = {
     "keydiff": ("budget=12,every=1",),
     "random": ("budget=0.5,recent=2", "budget=12,seed=3,every=2"),
     "keyformer": ("budget=12,recent=4",),
+    "scissorhands": ("budget=12,window=8,recent=4,drop=0.25",),
     "kvcrush": (
         "base=snapkv,base.budget=12,base.window=4,base.kernel=3,share=0.5",
         "base=h2o,base.budget=12,base.recent=3,pick=kmeans,anchor=alternate",
@@ -196,6 +197,8 @@ def expected_bytes(spec: str, batch: int, params) -> int:
             slots += ROOM
         total += batch * heads * (slots * (2 * dim + 1) + 1) * 4
         if isinstance(policy.score, AccumulatedAttention | LastAttention | NoisyAttention) and policy.every:
+            total += batch * heads * slots * 4
+        if isinstance(policy.score, Neglect):
             total += batch * heads * slots * 4
         if isinstance(policy.score, NoisyAttention):
             total += batch * heads * 4
