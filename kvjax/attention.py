@@ -96,6 +96,7 @@ def reading(
         i = layer.index
         moment = Moment(next_position, layer, rope, heads)
         shape = LayerShape(q.shape[0], heads.whole_groups_of(q.shape[1]), k.shape[1], k.shape[3], k.dtype)
+        unrotated = q
         observes = policy.limited(i) and (compress or not final or policy.every is not None)
         old = _with_state(policy, layers[i], shape) if observes else layers[i]
         if policy.positions == "original":
@@ -119,7 +120,7 @@ def reading(
         )
         if observes:
             received = _received(policy.score.received, layer, heads, q, lse, keys, positions, entries.positions)
-            attended = Attended(q, positions, lse, received, lengths, layer.scale, layer.window, heads, i)
+            attended = Attended(q, unrotated, positions, lse, received, lengths, layer.scale, layer.window, heads, i)
             entries = _observe(policy, entries, attended)
         entries = _expire(entries, moment, lengths > 0)
         if compress and (most := kept[i]) is not None:
@@ -160,6 +161,7 @@ def decoding(
     ) -> tuple[Float[Array, "B Hq 1 D"], Layers]:
         i = layer.index
         moment = Moment(positions, layer, rope, heads)
+        unrotated = q
         observes = not policy.grows(i)
         if policy.positions == "original":
             q, k = (_rotate(layer, x, positions[:, None, None], rope) for x in (q, k))
@@ -193,9 +195,8 @@ def decoding(
             context, lse = heads.own_queries(context), heads.own_queries(lse)
         if observes:
             lengths = incoming.astype(jnp.int32)
-            attended = Attended(
-                q, query_positions, lse, received, lengths, layer.scale, layer.window, heads, i, decoding=True
-            )
+            shown = (q, unrotated, query_positions, lse, received, lengths)
+            attended = Attended(*shown, layer.scale, layer.window, heads, i, decoding=True)
             entries = _observe(policy, entries, attended)
         return context, _replace(layers, i, entries)
 

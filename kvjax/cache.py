@@ -176,7 +176,7 @@ class KVCache:
         layers = []
         for layer in range(config.num_layers):
             entries = jnp.zeros((batch, shape.kv_heads, 0, shape.head_dim), dtype)
-            capacity = policy.capacity(layer, prompt_lengths)
+            capacity = policy.capacity(layer, prompt_lengths, config.num_layers)
             per_slot, per_row = policy.init_state(layer, shape)
             layers.append(
                 LayerCache(
@@ -194,7 +194,7 @@ class KVCache:
             rope=config.rope.row_frequencies(config.head_dim, prompt_lengths),
             pending=jnp.full(batch, -1, jnp.int32),
             policy=policy,
-            kept=tuple(policy.slots(layer, prompt_size) for layer in range(config.num_layers)),
+            kept=tuple(policy.slots(layer, prompt_size, config.num_layers) for layer in range(config.num_layers)),
             windows=config.windows,
             mesh=mesh,
         )

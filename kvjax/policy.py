@@ -47,6 +47,7 @@ class Attended:
 
     Attributes:
         queries: as they met the keys.
+        unrotated: the same queries before RoPE.
         positions: of the queries, ascending, -1 for padding, which is on the left.
         lse: log-sum-exp of each query's scaled logits.
         received: what each entry received, reduced as the score asked, or None if it did not ask.
@@ -59,6 +60,7 @@ class Attended:
     """
 
     queries: Float[Array, "B Hq W D"]
+    unrotated: Float[Array, "B Hq W D"]
     positions: Int[Array, "B W"]
     lse: Float[Array, "B Hq W"]
     received: Float[Array, "B H M"] | None
@@ -148,11 +150,11 @@ class Score(ABC):
 class Budget(Protocol):
     """How many entries each layer keeps of a prompt."""
 
-    def capacity(self, layer: int, prompt_lengths: Int[Array, "B"]) -> Int[Array, "B"] | None:
-        """Entries a kv head of each row keeps, or None if the layer keeps everything."""
+    def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> Int[Array, "B"] | None:
+        """Entries a kv head of each row keeps in one of the model's `layers`, or None if it keeps everything."""
         ...
 
-    def slots(self, layer: int, prompt_size: int) -> int | None:
+    def slots(self, layer: int, prompt_size: int, layers: int) -> int | None:
         """The largest capacity for prompts up to a static size, or None if the layer keeps everything."""
         ...
 
@@ -305,22 +307,22 @@ class Policy:
 
     def limited(self, layer: int) -> bool:
         """Whether a layer has a budget at all."""
-        return self.budget.slots(layer, UNLIMITED) is not None
+        return self.budget.slots(layer, 1, layer + 1) is not None
 
     def grows(self, layer: int) -> bool:
         """Whether decoding adds entries to a layer for as long as it goes on."""
         return self.every is None or not self.limited(layer)
 
-    def capacity(self, layer: int, prompt_lengths: Int[Array, "B"]) -> Int[Array, "B"]:
-        """Entries a kv head of each row keeps; a share of a short prompt is raised to what is protected."""
-        capacity = self.budget.capacity(layer, prompt_lengths)
+    def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> Int[Array, "B"]:
+        """Entries a kv head of each row keeps in one of the model's `layers`, raised to what is protected."""
+        capacity = self.budget.capacity(layer, prompt_lengths, layers)
         if capacity is None:
             return jnp.full(prompt_lengths.shape, UNLIMITED, jnp.int32)
         return jnp.maximum(capacity, self.minimum)
 
-    def slots(self, layer: int, prompt_size: int) -> int | None:
+    def slots(self, layer: int, prompt_size: int, layers: int) -> int | None:
         """The most entries a compressed layer keeps of prompts up to a static size; None if it keeps everything."""
-        slots = self.budget.slots(layer, prompt_size)
+        slots = self.budget.slots(layer, prompt_size, layers)
         return None if slots is None else max(slots, self.minimum)
 
     def init_state(self, layer: int, shape: LayerShape) -> tuple[Any, Any]:

@@ -8,6 +8,7 @@ from .keys import KeyDifference, KeyNorm, RandomDraw
 from .merge import Drop
 from .noisy import NoisyAttention
 from .persistence import Neglect
+from .pyramid import Pyramid
 from .score import AccumulatedAttention, FoldedWindow, LastAttention, Pool, Recency, WindowAttention
 from .select import TopTokens
 
@@ -26,6 +27,7 @@ __all__ = [
     "Neglect",
     "NoisyAttention",
     "Pool",
+    "Pyramid",
     "RandomDraw",
     "Recency",
     "Representatives",

@@ -18,10 +18,10 @@ class Everything:
 
     smallest = None
 
-    def capacity(self, layer: int, prompt_lengths: Int[Array, "B"]) -> None:
+    def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> None:
         return None
 
-    def slots(self, layer: int, prompt_size: int) -> None:
+    def slots(self, layer: int, prompt_size: int, layers: int) -> None:
         return None
 
 
@@ -35,10 +35,10 @@ class Fixed:
     def smallest(self) -> int:
         return self.entries
 
-    def capacity(self, layer: int, prompt_lengths: Int[Array, "B"]) -> Int[Array, "B"]:
+    def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> Int[Array, "B"]:
         return jnp.full(prompt_lengths.shape, self.entries, jnp.int32)
 
-    def slots(self, layer: int, prompt_size: int) -> int:
+    def slots(self, layer: int, prompt_size: int, layers: int) -> int:
         return self.entries
 
 
@@ -58,11 +58,11 @@ class Fraction:
     def _ratio(self) -> fractions.Fraction:
         return fractions.Fraction(self.share).limit_denominator(10_000)
 
-    def capacity(self, layer: int, prompt_lengths: Int[Array, "B"]) -> Int[Array, "B"]:
+    def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> Int[Array, "B"]:
         whole, rest = jnp.divmod(prompt_lengths, self._ratio.denominator)
         return whole * self._ratio.numerator + rest * self._ratio.numerator // self._ratio.denominator
 
-    def slots(self, layer: int, prompt_size: int) -> int:
+    def slots(self, layer: int, prompt_size: int, layers: int) -> int:
         return max(1, math.floor(prompt_size * self._ratio))
 
 
@@ -80,11 +80,11 @@ class DenseLayers:
     def smallest(self) -> int | None:
         return self.budget.smallest
 
-    def capacity(self, layer: int, prompt_lengths: Int[Array, "B"]) -> Int[Array, "B"] | None:
-        return None if layer < self.first else self.budget.capacity(layer, prompt_lengths)
+    def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> Int[Array, "B"] | None:
+        return None if layer < self.first else self.budget.capacity(layer, prompt_lengths, layers)
 
-    def slots(self, layer: int, prompt_size: int) -> int | None:
-        return None if layer < self.first else self.budget.slots(layer, prompt_size)
+    def slots(self, layer: int, prompt_size: int, layers: int) -> int | None:
+        return None if layer < self.first else self.budget.slots(layer, prompt_size, layers)
 
 
 def budget_of(budget: int | float) -> Fixed | Fraction:

@@ -79,12 +79,12 @@ class Representatives:
         heads: Heads = ALL_HEADS,
     ) -> Int[Array, "B H size"]:
         protected = jnp.sum(jnp.isposinf(scores), axis=-1)
-        wanted = jnp.clip(counts - protected, 0, Fraction(self.share).capacity(0, counts))
+        wanted = jnp.clip(counts - protected, 0, Fraction(self.share).capacity(0, counts, 1))
         important = mark(self.base.keep(scores, positions, counts - wanted, size, heads), scores.shape[-1])
         left = ~important & (scores > -jnp.inf)
         wanted = jnp.minimum(wanted, jnp.sum(left, axis=-1))
         bits = self._bits(scores, positions, important, left, heads)
-        most = max(1, Fraction(self.share).slots(0, size))
+        most = max(1, Fraction(self.share).slots(0, size, 1))
         chosen = self.representatives(bits, self._anchor(bits, left, heads), left, positions, wanted, most)
         if self.pick == "kmeans":
             rest = jnp.where(left & ~chosen, scores, -jnp.inf)

@@ -9,6 +9,7 @@ from .knorm import knorm
 from .kvcrush import kvcrush
 from .kvmerger import kvmerger
 from .morphkv import morphkv
+from .pyramidkv import pyramidkv
 from .random import random
 from .scissorhands import scissorhands
 from .snapkv import snapkv
@@ -28,6 +29,7 @@ __all__ = [
     "kvmerger",
     "morphkv",
     "parse",
+    "pyramidkv",
     "random",
     "scissorhands",
     "snapkv",

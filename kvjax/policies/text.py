@@ -21,6 +21,7 @@ from .knorm import knorm
 from .kvcrush import kvcrush
 from .kvmerger import kvmerger
 from .morphkv import morphkv
+from .pyramidkv import pyramidkv
 from .random import random
 from .scissorhands import scissorhands
 from .snapkv import snapkv
@@ -33,6 +34,7 @@ _ALL = (
     h2o,
     tova,
     snapkv,
+    pyramidkv,
     morphkv,
     kvmerger,
     cam,

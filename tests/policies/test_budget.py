@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction as FractionalNumber
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvjax.pallas_kernels import Reduction
-from kvjax.parts import DenseLayers, Everything, Fixed, Fraction, Pool, WindowAttention, budget_of
-from kvjax.policies import h2o, morphkv, snapkv, streaming_llm, tova
+from kvjax.parts import DenseLayers, Everything, Fixed, Fraction, Pool, Pyramid, WindowAttention, budget_of
+from kvjax.policies import h2o, morphkv, pyramidkv, snapkv, streaming_llm, tova
 from kvjax.policy import Protect
 
 
@@ -23,13 +24,13 @@ from kvjax.policy import Protect
 def test_a_share_is_exact_and_within_the_slots(share, lengths):
     """Counted as fractions: 0.1 of 10 is 1, a third of 9 is 3, for prompts of a million tokens too."""
     budget = budget_of(share)
-    capacity = np.asarray(budget.capacity(0, jnp.array(lengths, jnp.int32)))
+    capacity = np.asarray(budget.capacity(0, jnp.array(lengths, jnp.int32), 1))
     numerator, denominator = {0.1: (1, 10), 0.2: (1, 5), 1 / 3: (1, 3), 0.999: (999, 1000)}.get(
         share, (int(share * 4), 4)
     )
     assert capacity.tolist() == [n * numerator // denominator for n in lengths]
     for n, c in zip(lengths, capacity, strict=True):
-        assert budget.slots(0, n) == max(1, c)
+        assert budget.slots(0, n, 1) == max(1, c)
 
 
 def test_kinds_of_budget():
@@ -37,10 +38,10 @@ def test_kinds_of_budget():
     assert budget_of(7) == Fixed(7)
     assert budget_of(0.5) == Fraction(0.5)
     assert budget_of(1) == Fixed(1), "an integer is a number of entries, a float a share"
-    assert Fixed(7).capacity(0, lengths).tolist() == [7, 7]
-    assert Everything().capacity(0, lengths) is None
+    assert Fixed(7).capacity(0, lengths, 1).tolist() == [7, 7]
+    assert Everything().capacity(0, lengths, 1) is None
     dense = DenseLayers(Fixed(7), 2)
-    assert [dense.slots(layer, 100) for layer in range(4)] == [None, None, 7, 7]
+    assert [dense.slots(layer, 100, 4) for layer in range(4)] == [None, None, 7, 7]
     assert [morphkv(dense_layers=2).grows(layer) for layer in range(4)] == [True, True, False, False]
 
 
@@ -62,6 +63,7 @@ def test_what_is_no_budget_is_refused(preset, budget):
         (tova, {}, 1),
         (tova, {"recent": 1, "every": 2}, 3),
         (snapkv, {"window": 8}, 9),
+        (pyramidkv, {"window": 8}, 9),
         (morphkv, {"window": 8}, 9),
         (morphkv, {"window": 8, "every": 8}, 16),
         (morphkv, {"window": 8, "dense_layers": 1}, 9),
@@ -75,8 +77,8 @@ def test_a_budget_holds_what_is_protected_and_what_a_step_evicts(preset, options
 
 def test_a_share_of_a_short_prompt_is_raised_to_the_minimum():
     policy = morphkv(budget=0.5, window=8, every=2)
-    assert policy.capacity(0, jnp.array([4, 20, 21, 60])).tolist() == [10, 10, 10, 30]
-    assert [policy.slots(0, size) for size in (4, 20, 60)] == [10, 10, 30]
+    assert policy.capacity(0, jnp.array([4, 20, 21, 60]), 1).tolist() == [10, 10, 10, 30]
+    assert [policy.slots(0, size, 1) for size in (4, 20, 60)] == [10, 10, 30]
 
 
 @pytest.mark.parametrize(
@@ -94,6 +96,10 @@ def test_a_share_of_a_short_prompt_is_raised_to_the_minimum():
         (snapkv, {"kernel": 2.5}, "pooling 'max' of 2.5"),
         (snapkv, {"window": 0}, "window=0"),
         (snapkv, {"group": "median"}, "'median'"),
+        (pyramidkv, {"beta": 0}, "beta=0"),
+        (pyramidkv, {"beta": 1.5}, "beta=1.5"),
+        (pyramidkv, {"formula": "mine"}, "formula='mine'"),
+        (pyramidkv, {"window": 0}, "window=0"),
         (h2o, {"recent": 1.0}, "recent=1.0"),
         (h2o, {"recent": -1}, "recent=-1"),
         (h2o, {"recent": True}, "recent=True"),
@@ -136,3 +142,61 @@ def test_summed_logits_need_a_softmax_of_their_own():
 def test_pools_that_are_none(kind, size):
     with pytest.raises(ValueError, match="accepted are 'avg' and 'max' of an odd size"):
         Pool(kind, size)
+
+
+def layers_of(budget, length, layers):
+    """What each layer keeps of a prompt of that length, after checking that slots suffice for all shorter ones."""
+    lengths = jnp.arange(1, length + 1)
+    kept = [budget.capacity(layer, lengths, layers) for layer in range(layers)]
+    assert [budget.slots(layer, length, layers) for layer in range(layers)] == [max(1, int(x.max())) for x in kept]
+    return [int(x[-1]) for x in kept]
+
+
+@pytest.mark.parametrize("formula", ["paper", "code"])
+def test_g11_pyramidkv_budgets(formula):
+    budget = Pyramid(Fixed(12), window=4, beta=20, formula=formula)
+    assert layers_of(budget, 100, 4) == [16 + 4, 11 + 4, 6 + 4, 1 + 4]
+    shorter = {"paper": [20, 15, 10, 5], "code": [12] * 4}[formula]
+    assert layers_of(budget, 15, 4) == layers_of(budget, 3, 4) == shorter, "all layers alike as released"
+
+
+def test_g11_pyramidkv_budgets_of_a_long_prompt():
+    """Of 2048 + 8 tokens in 3000: the first layer keeps 2992 and the last 1088, if it is cut to the prompt at all."""
+    ported = layers_of(Pyramid(Fixed(2040), window=8, formula="kvpress"), 3000, 32)
+    assert (ported[0], ported[-1]) == (2992, 1088)
+    assert set(layers_of(Pyramid(Fixed(2048), window=8, formula="code"), 3000, 32)) == {2048}, "3000 < 2 * 2040"
+    cut = layers_of(Pyramid(Fixed(2048), window=128, beta=40, formula="code"), 3850, 32)
+    step = (3722 - 118) // 31  # high is 3792 of 3722, and low 48 + 70
+    assert cut == [3722 - step * layer + 128 for layer in range(32)]
+    paper = layers_of(Pyramid(Fixed(2048), window=8), 3000, 32)
+    assert (paper[0], paper[-1], sum(paper) - 32 * 8) == (3978 + 8, 103 + 8, 65296)
+    assert max(layers_of(Pyramid(Fraction(0.75), window=8), 400, 32)) == 400, "a share is of the prompt at most"
+
+
+@given(
+    length=st.integers(1, 5000),
+    share=st.sampled_from([0.05, 0.25, 0.5, 0.6, 1.0]),
+    window=st.integers(0, 64),
+    beta=st.integers(1, 30),
+    layers=st.integers(2, 80),
+)
+def test_pyramidkv_budgets_of_kvpress(length, share, window, beta, layers):
+    """In exact fractions, as it computes them in floating point."""
+    total = int(FractionalNumber(share).limit_denominator(100) * length)
+    low = FractionalNumber(total, beta)
+    high = 2 * total - low
+    if high >= length - window:
+        low, high = 2 * total - FractionalNumber(length - window), FractionalNumber(length - window)
+    expected = [total] * layers
+    if length >= high >= low >= window:
+        expected = [round(high - layer * (high - low) / (layers - 1)) for layer in range(layers)]
+    budget = Pyramid(Fraction(share), window, beta, "kvpress")
+    lengths = jnp.array([length])
+    for layer in {0, 1, layers // 2, layers - 1}:
+        assert budget.capacity(layer, lengths, layers).tolist() == [expected[layer]]
+
+
+def test_a_pyramid_stands_on_equal_layers_and_one_layer_is_the_mean():
+    assert layers_of(Pyramid(Fixed(12), window=4), 100, 1) == [12]
+    with pytest.raises(ValueError, match=r"Everything\(\) under Pyramid: accepted are Fixed and Fraction"):
+        Pyramid(Everything(), window=4)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvjax import policies
 from kvjax.extend import step as one_step
-from kvjax.parts import AccumulatedAttention, LastAttention, Neglect, NoisyAttention
+from kvjax.parts import AccumulatedAttention, LastAttention, Neglect, NoisyAttention, Pyramid
 from kvjax.policy import Policy
 from tests import tiny
 
@@ -38,6 +38,7 @@ SPECS = {
     ),
     "cam": ("budget=12,sinks=2,tokens=4,form=expected", "budget=12,tokens=3,every=3"),
     "kvmerger": ("budget=12,recent=4,heavy=2,theta=None", "budget=0.5,theta=0.2,rule=chain,straddle=True"),
+    "pyramidkv": ("budget=12,window=4,kernel=3,beta=2", "budget=0.5,window=3,kernel=3,beta=2,formula=code"),
     "knorm": ("budget=12,sinks=1,recent=2",),
     "keydiff": ("budget=12,every=1",),
     "random": ("budget=0.5,recent=2", "budget=12,seed=3,every=2"),
@@ -61,7 +62,7 @@ def test_every_preset_is_here():
 
 def decoder(spec):
     """One layer does for what treats all alike."""
-    return tiny.decoder(windows=(None, None) if "dense_layers" in spec else (None,))
+    return tiny.decoder(windows=(None, None) if "dense_layers" in spec or "pyramid" in spec else (None,))
 
 
 def draw(seed, lengths, steps=STEPS):
@@ -97,8 +98,18 @@ def budget_of(policy: Policy, layer: int, length: int) -> int | None:
     if not policy.limited(layer):
         return None
     budget = getattr(policy.budget, "budget", policy.budget)
-    entries = getattr(budget, "entries", None)
-    return entries or max(int(budget.share * length), policy.minimum)
+    entries = getattr(budget, "entries", None) or int(budget.share * length)
+    if isinstance(policy.budget, Pyramid):  # two layers: the last one has 1/beta of the mean, the first one the rest
+        window, steepness = policy.budget.window, policy.budget.beta
+        low = max(entries - window, 0) // steepness
+        levels = [2 * (entries - window) - low, low]
+        if policy.budget.formula == "code":
+            if levels[0] >= length - window:
+                levels = [length - window, 2 * (entries - window) - (length - window)]
+            if length < max(2 * (entries - window), entries):
+                levels = [entries - window] * 2
+        entries = levels[layer] + window
+    return max(entries, policy.minimum)
 
 
 @every_policy

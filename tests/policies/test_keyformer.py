@@ -45,8 +45,8 @@ def test_is_the_literal_sum_over_rows(group, window):
         seen = np.where(np.arange(size + 2) < rows.stop, positions, -1)
         entries = LayerCache(k, k, np.broadcast_to(seen[:, None], k.shape[:3]), np.zeros((2, heads)), *state)
         lengths = (positions[:, rows] >= 0).sum(1)
-        asked = q[:, :, rows], positions[:, rows], np.zeros((2, heads * group, 1)), None, lengths, scale, window
-        state = score.observe(entries, Attended(*asked, layer=1, decoding=decoding))
+        asked = q[:, :, rows], q[:, :, rows], positions[:, rows], np.zeros((2, heads * group, 1)), None, lengths
+        state = score.observe(entries, Attended(*asked, scale, window, layer=1, decoding=decoding))
     layer = jax.random.fold_in(jax.random.key(3), 1)
     for row in range(2):
         for head in range(heads):
