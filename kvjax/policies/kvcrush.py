@@ -30,7 +30,8 @@ def kvcrush(
     since the row means of its Algorithm 1 are all the same. Where scores are sums over all queries so far (H2O), the
     bits compare them divided by the number of queries that could see the token.
 
-    Decoding is the base's own: what is generated comes on top, or evicts by the base's scores.
+    Decoding is the base's own: what is generated comes on top, or evicts by the base's scores. A base that merges does
+    so first, and representatives stand for what it has not merged.
 
     Args:
         base: the policy that says which tokens are important; its budget is the total.
