@@ -13,7 +13,6 @@ or hang on nearly equal scores, is refused: no golden rests on a rounding error.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -77,7 +76,7 @@ MODELS = {
 
 # The share removed leaves whole numbers (80 and 40 of 160), and never fewer tokens than the window: kvpress truncates
 # the former in floating point and keeps an arbitrary part of the latter.
-PRESSES: dict[str, kvpress.ScorerPress] = {
+PRESSES: dict[str, kvpress.BasePress] = {
     "snapkv_w8_k5_r50": kvpress.SnapKVPress(0.5, window_size=8, kernel_size=5),
     "snapkv_w16_k5_r75": kvpress.SnapKVPress(0.75, window_size=16, kernel_size=5),
     "snapkv_w16_k7_r50": kvpress.SnapKVPress(0.5, window_size=16, kernel_size=7),
@@ -88,17 +87,44 @@ PRESSES: dict[str, kvpress.ScorerPress] = {
     "streaming_llm_r75": kvpress.StreamingLLMPress(0.75, n_sink=4),
     "observed_attention_r50": kvpress.ObservedAttentionPress(0.5),
     "knorm_r50": kvpress.KnormPress(0.5),
+    "keydiff_r50": kvpress.KeyDiffPress(0.5),
+    "pyramidkv_w8_k5_b4_r75": kvpress.PyramidKVPress(0.75, window_size=8, kernel_size=5, beta=4),
+    "pyramidkv_w8_k5_b20_r40": kvpress.PyramidKVPress(0.4, window_size=8, kernel_size=5),  # the longest layer is all
+    "pyramidkv_w8_k5_b20_r75": kvpress.PyramidKVPress(0.75, window_size=8, kernel_size=5),  # falls back to SnapKV
+    "expected_attention_r75": kvpress.ExpectedAttentionPress(0.75),
+    "expected_attention_e01_f64_r40": kvpress.ExpectedAttentionPress(
+        0.4, n_future_positions=64, n_sink=2, epsilon=0.01
+    ),
+    "lagkv_l26_r75": kvpress.LagKVPress(0.75, lag_size=26),  # equal shares of partitions: no ranks tie
+    "lagkv_l32_r45": kvpress.LagKVPress(0.45, lag_size=32),
+    "chunkkv_knorm_l20_r50": kvpress.ChunkKVPress(kvpress.KnormPress(0.5), chunk_length=20),
+    "chunkkv_snapkv_l16_r50": kvpress.ChunkKVPress(kvpress.SnapKVPress(0.5, window_size=16, kernel_size=5), 16),
+    "criticalkv_snapkv_r50": kvpress.CriticalKVPress(kvpress.SnapKVPress(0.5, window_size=16, kernel_size=5)),
+    "criticalkv_expected_r75": kvpress.CriticalKVPress(kvpress.ExpectedAttentionPress(0.75, use_vnorm=False)),
 }
 
 
-def attention_of(press: kvpress.ScorerPress) -> str:
+def described(press: kvpress.BasePress) -> dict[str, Any]:
+    """Its class and arguments, those of a press inside it as well."""
+    kwargs = {key: described(x) if isinstance(x, kvpress.BasePress) else x for key, x in vars(press).items()}
+    return {"press": type(press).__name__, "kwargs": kwargs}
+
+
+def chunk_means(scores: np.ndarray, length: int) -> np.ndarray:
+    """What ChunkKV chooses by: for every token the mean over its chunk of the sum over heads."""
+    chunks = np.arange(scores.shape[-1]) // length
+    means = [scores[..., chunks == chunk].sum(1).mean(-1) for chunk in range(chunks[-1] + 1)]
+    return np.broadcast_to(np.stack(means, axis=-1)[:, None, chunks], scores.shape)
+
+
+def attention_of(press: kvpress.BasePress) -> str:
     """Observed attention needs the whole matrix of weights, which only the eager implementation returns."""
     return "eager" if isinstance(press, kvpress.ObservedAttentionPress) else "sdpa"
 
 
 @torch.no_grad()
 def run(
-    model: PreTrainedModel, prompt: torch.Tensor, attention: str, press: kvpress.ScorerPress | None = None
+    model: PreTrainedModel, prompt: torch.Tensor, attention: str, press: kvpress.BasePress | None = None
 ) -> dict[str, Any]:
     """Reads the prompt, compressing with `press`, then decodes greedily at the positions that follow the prompt."""
     model.set_attn_implementation(attention)
@@ -106,16 +132,17 @@ def run(
     if press is None:
         logits = model(prompt[None], past_key_values=cache).logits[0]
     else:
-        score = press.score
+        scorer = press.press if isinstance(press, kvpress.ChunkKVPress) else press
+        score = scorer.score
 
         def recorded(*args: Any) -> torch.Tensor:
             scores.append(score(*args))
             return scores[-1]
 
-        press.score = recorded
+        scorer.score = recorded
         with press(model):
             logits = model(prompt[None], past_key_values=cache).logits[0]
-        del press.score  # the class's own again
+        del scorer.score  # the class's own again
     kept = [torch.cat([layer.keys[0], layer.values[0]], dim=-1) for layer in cache.layers]
 
     tokens, step_logits = [int(logits[-1].argmax())], []
@@ -135,19 +162,21 @@ def run(
 
 
 def positions(kept: list[torch.Tensor], full: list[torch.Tensor]) -> np.ndarray:
-    """Original positions [L, H, n], ascending, of the rows kept, found as the equal rows of the full cache."""
+    """Original positions [L, H, n], ascending, of the rows kept, found as the equal rows of the full cache; -1 pads."""
     layers = []
     for some, every in zip(kept, full, strict=True):
         equal = (some[:, :, None] == every[:, None]).all(-1)  # [H, n, N]
         assert (equal.sum(-1) == 1).all(), "a cache row was changed, or two rows of the full cache are equal"
         layers.append(equal.int().argmax(-1).sort(-1).values.numpy())
-    return np.stack(layers)
+    most = max(layer.shape[-1] for layer in layers)
+    return np.stack([np.pad(x, ((0, 0), (0, most - x.shape[-1])), constant_values=-1) for x in layers])
 
 
 def margin(scores: np.ndarray, pos: np.ndarray) -> float:
     """The least gap in a head between the last score kept and the first evicted, relative to the larger of the two."""
-    kept = np.zeros(scores.shape, bool)
+    kept = np.zeros((*scores.shape[:-1], scores.shape[-1] + 1), bool)  # padding marks what is cut off again
     np.put_along_axis(kept, pos, True, axis=-1)
+    kept = kept[..., :-1]
     last, first = np.where(kept, scores, np.inf).min(-1), np.where(kept, -np.inf, scores).max(-1)
     return float(((last - first) / np.maximum(np.abs(last), np.abs(first))).min())
 
@@ -171,6 +200,8 @@ def make(name: str, tiny: TinyModel, folder: Path) -> None:
         out, out_wide = run(model, ids, attention, press), run(wide, ids, attention, press)
         pos = positions(out["kept"], full[attention]["kept"])
         pos_wide = positions(out_wide["kept"], full_wide[attention]["kept"])
+        if isinstance(press, kvpress.ChunkKVPress):
+            out["scores"] = chunk_means(out["scores"], press.chunk_length)
         gap = margin(out["scores"], pos)
         stable = np.array_equal(pos, pos_wide) and np.array_equal(out["tokens"], out_wide["tokens"])
         if not stable or gap < LEAST_MARGIN:
@@ -178,8 +209,7 @@ def make(name: str, tiny: TinyModel, folder: Path) -> None:
         arrays |= {f"{label}/pos": pos.astype(np.int16), f"{label}/scores": out["scores"]}
         arrays |= {f"{label}/{key}": out[key] for key in ("tokens", "step_logits")}
         presses[label] = {
-            "press": type(press).__name__,
-            "kwargs": dataclasses.asdict(press),
+            **described(press),
             "attention": attention,
             "retained": pos.shape[-1],
             "margin": gap,

@@ -3,6 +3,7 @@
 from .budget import DenseLayers, Everything, Fixed, Fraction, budget_of
 from .cam import ValueMerge, WatchedRecency
 from .crush import Representatives
+from .expected import ExpectedAttention
 from .gaussian_merge import GaussianMerge
 from .keys import KeyDifference, KeyNorm, RandomDraw
 from .merge import Drop
@@ -17,6 +18,7 @@ __all__ = [
     "DenseLayers",
     "Drop",
     "Everything",
+    "ExpectedAttention",
     "Fixed",
     "FoldedWindow",
     "Fraction",

@@ -1,6 +1,7 @@
 """Named methods: short compositions of parts with their papers' defaults."""
 
 from .cam import cam
+from .expected_attention import expected_attention
 from .full import full
 from .h2o import h2o
 from .keydiff import keydiff
@@ -20,6 +21,7 @@ from .tova import tova
 __all__ = [
     "PRESETS",
     "cam",
+    "expected_attention",
     "full",
     "h2o",
     "keydiff",

@@ -13,6 +13,7 @@ from kvjax.pallas_kernels import Reduction
 from kvjax.policy import Policy, Protect
 
 from .cam import cam
+from .expected_attention import expected_attention
 from .full import full
 from .h2o import h2o
 from .keydiff import keydiff
@@ -38,6 +39,7 @@ _ALL = (
     morphkv,
     kvmerger,
     cam,
+    expected_attention,
     knorm,
     keydiff,
     random,

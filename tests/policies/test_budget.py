@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvjax.pallas_kernels import Reduction
 from kvjax.parts import DenseLayers, Everything, Fixed, Fraction, Pool, Pyramid, WindowAttention, budget_of
-from kvjax.policies import h2o, morphkv, pyramidkv, snapkv, streaming_llm, tova
+from kvjax.policies import expected_attention, h2o, morphkv, pyramidkv, snapkv, streaming_llm, tova
 from kvjax.policy import Protect
 
 
@@ -100,6 +100,9 @@ def test_a_share_of_a_short_prompt_is_raised_to_the_minimum():
         (pyramidkv, {"beta": 1.5}, "beta=1.5"),
         (pyramidkv, {"formula": "mine"}, "formula='mine'"),
         (pyramidkv, {"window": 0}, "window=0"),
+        (expected_attention, {"future": 0}, "future=0"),
+        (expected_attention, {"epsilon": -1.0}, "epsilon=-1.0"),
+        (expected_attention, {"sinks": -1}, "sinks=-1"),
         (h2o, {"recent": 1.0}, "recent=1.0"),
         (h2o, {"recent": -1}, "recent=-1"),
         (h2o, {"recent": True}, "recent=True"),
@@ -129,6 +132,13 @@ def test_pooling_and_evicting_while_decoding_are_refused_together():
 def test_stored_queries_and_moving_keys_are_refused_together():
     with pytest.raises(ValueError, match=r"FoldedWindow.*positions='in_cache'"):
         replace(morphkv(), positions="in_cache")
+
+
+def test_expected_attention_needs_its_sinks_and_rotated_keys():
+    with pytest.raises(ValueError, match=r"ExpectedAttention.*first 4 tokens.*Protect\(.*sinks=4 or more"):
+        replace(expected_attention(), protect=Protect(sinks=3))
+    with pytest.raises(ValueError, match=r"ExpectedAttention.*positions='in_cache'"):
+        replace(expected_attention(), positions="in_cache")
 
 
 def test_summed_logits_need_a_softmax_of_their_own():

@@ -39,6 +39,7 @@ SPECS = {
     "cam": ("budget=12,sinks=2,tokens=4,form=expected", "budget=12,tokens=3,every=3"),
     "kvmerger": ("budget=12,recent=4,heavy=2,theta=None", "budget=0.5,theta=0.2,rule=chain,straddle=True"),
     "pyramidkv": ("budget=12,window=4,kernel=3,beta=2", "budget=0.5,window=3,kernel=3,beta=2,formula=code"),
+    "expected_attention": ("budget=12,sinks=2,future=8,epsilon=0.01", "budget=0.5,sinks=0,value_norm=False"),
     "knorm": ("budget=12,sinks=1,recent=2",),
     "keydiff": ("budget=12,every=1",),
     "random": ("budget=0.5,recent=2", "budget=12,seed=3,every=2"),
