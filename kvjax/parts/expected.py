@@ -17,7 +17,7 @@ from kvjax.policy import Attended, LayerShape, Moment, Policy, Score, check_inte
 class QueryStatistics(NamedTuple):
     """Of each row's queries before rotation: how many, their mean, and the sum of outer products about it."""
 
-    count: Float[Array, "B Hq"]
+    number: Float[Array, "B Hq"]
     mean: Float[Array, "B Hq D"]
     scatter: Float[Array, "B Hq D D"]
 
@@ -32,10 +32,10 @@ class QueryStatistics(NamedTuple):
 
     def joined(self, other: QueryStatistics) -> QueryStatistics:
         """Of the queries of both (Chan et al.): nothing large is subtracted from something large."""
-        count = self.count + other.count
-        share = other.count / jnp.maximum(count, 1)
+        count = self.number + other.number
+        share = other.number / jnp.maximum(count, 1)
         apart = other.mean - self.mean
-        between = (self.count * share)[..., None, None] * apart[..., :, None] * apart[..., None, :]
+        between = (self.number * share)[..., None, None] * apart[..., :, None] * apart[..., None, :]
         return QueryStatistics(count, self.mean + share[..., None] * apart, self.scatter + other.scatter + between)
 
 
@@ -93,7 +93,7 @@ class ExpectedAttention(Score):
         keys = entries.keys.astype(jnp.float32)
         turn = self._mean_rotation(moment, D)
         mean = turn(statistics.mean[:, :, None])[:, :, 0]
-        covariance = statistics.scatter / jnp.maximum(statistics.count, 1)[..., None, None]
+        covariance = statistics.scatter / jnp.maximum(statistics.number, 1)[..., None, None]
         covariance = turn(jnp.swapaxes(turn(covariance), -1, -2))  # R C R', C being symmetric
         scored = entries.positions >= self.sinks
 
