@@ -107,4 +107,6 @@ def test_prompt_of_any_length_in_constant_memory(tiny: Decoder, policy: kvjax.Po
     assert cache.length.tolist() == [1500]
     for layer in cache.layers:
         assert layer.slots == 24
-        assert layer.occupancy.tolist() == [[24, 24]]
+        occupied = np.asarray(layer.occupancy)
+        assert occupied.max() <= 24
+        assert policy.merge.changes_keys or occupied.min() == 24  # fewer sets than fit leave slots empty

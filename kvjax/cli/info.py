@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from itertools import groupby, product
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -94,10 +95,15 @@ def info(
 
 
 def _presets(length: int) -> list[str]:
-    """Every preset, with a budget of a quarter of the prompt where it has one."""
+    """Every preset, with a budget of a quarter of the prompt where it has one, on SnapKV where it needs another."""
     from kvjax.policies import PRESETS
 
-    return [name if name == "full" else f"{name}:budget={max(length // 4, 64)}" for name in PRESETS]
+    budget = max(length // 4, 64)
+    options = {"budget": f":budget={budget}", "base": f":base=snapkv,base.budget={budget}"}
+    return [
+        name + next((text for option, text in options.items() if option in inspect.signature(preset).parameters), "")
+        for name, preset in PRESETS.items()
+    ]
 
 
 def _show(facts: dict[str, Any], config: DecoderConfig) -> None:

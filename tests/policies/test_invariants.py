@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvjax import policies
 from kvjax.extend import step as one_step
-from kvjax.parts import AccumulatedAttention, LastAttention, Neglect, NoisyAttention, Pyramid
+from kvjax.parts import AccumulatedAttention, FoldedWindow, LastAttention, Neglect, NoisyAttention, Pyramid
 from kvjax.policy import Policy
 from tests import tiny
 
@@ -215,7 +215,9 @@ def expected_bytes(spec: str, batch: int, params) -> int:
         if isinstance(policy.score, NoisyAttention):
             total += batch * heads * 4
         if spec.startswith("morphkv") and policy.limited(layer):
-            total += batch * policy.score.window * (config.num_heads * (dim + 1) + 1) * 4
+            total += batch * policy.score.window * (config.num_heads * (dim + 1) + heads) * 4
+        if isinstance(policy.score, FoldedWindow) and policy.limited(layer):
+            total += batch * heads * slots * policy.score.window // policy.score.block * 4
     return total
 
 
