@@ -50,7 +50,7 @@ def lower_decode(
     """The loop that `generate` runs after prompts of `length` tokens, for the devices of a mesh of `make_mesh`.
 
     `.compile()` needs the compiler of these devices but none of them; see `kvjax.targets`. What comes back says what
-    the loop takes (`memory_analysis()`), and `LoopReport` what it does.
+    the loop takes (`memory_analysis()`), and `kvjax.hlo.Loop` what it does.
 
     Args:
         dtype: of parameters and cache.
