@@ -80,12 +80,14 @@ class Moment(NamedTuple):
         layer: its constants and its output projection.
         rope: RoPE's frequencies of each row, where they depend on its length.
         heads: those that the entries belong to. A score may reach others through them where all devices ask alike.
+        protected: the entries that stay whatever they score.
     """
 
     next_position: Int[Array, "B"]
     layer: AttentionLayer
     rope: Float[Array, "B R/2"] | None = None
     heads: Heads = ALL_HEADS
+    protected: Bool[Array, "B H M"] | None = None
 
     @property
     def scale(self) -> float:
@@ -334,7 +336,7 @@ class Policy:
     def compress(self, entries: LayerCache, moment: Moment, size: int) -> LayerCache:
         """Keeps each head's budget of entries, at most `size`, in order of position if the entries are."""
         protected = self.protect.mask(entries.positions, moment.next_position, entries.capacity)
-        scores = jnp.where(protected, jnp.inf, self.score(entries, moment))
+        scores = jnp.where(protected, jnp.inf, self.score(entries, moment._replace(protected=protected)))
         scores = jnp.where(entries.positions >= 0, scores, -jnp.inf)
         counts = jnp.minimum(entries.capacity, size)
         entries = self.merge.condense(entries, moment, scores, counts, size)
@@ -350,7 +352,8 @@ class Policy:
 
         def judge() -> Bool[Array, "B H S"]:
             protected = self.protect.mask(entries.positions, moment.next_position, entries.capacity)
-            scores = jnp.where(protected | (entries.positions < 0), jnp.inf, self.score(entries, moment))
+            scores = self.score(entries, moment._replace(protected=protected))
+            scores = jnp.where(protected | (entries.positions < 0), jnp.inf, scores)
             return full[..., None] & mark(self.select.victims(scores, entries.positions, count), entries.slots)
 
         if count == 1:

@@ -74,6 +74,14 @@ MODELS = {
     "mistral": TinyModel(seed=5, heads=8, kv_heads=2, head_dim=8, family="mistral", layers=4),
 }
 
+
+def finch(ratio: float, window: int, normalised: bool = True) -> kvpress.FinchPress:
+    """With a question of so many tokens, which the press would find by a delimiter; keys are left as they are."""
+    press = kvpress.FinchPress(ratio, normalize_scores=normalised, rerotate_keys=False)
+    press.delimiter_token_id, press.window_size = -1, window
+    return press
+
+
 # The share removed leaves whole numbers (80 and 40 of 160), and never fewer tokens than the window: kvpress truncates
 # the former in floating point and keeps an arbitrary part of the latter.
 PRESSES: dict[str, kvpress.BasePress] = {
@@ -101,6 +109,8 @@ PRESSES: dict[str, kvpress.BasePress] = {
     "chunkkv_snapkv_l16_r50": kvpress.ChunkKVPress(kvpress.SnapKVPress(0.5, window_size=16, kernel_size=5), 16),
     "criticalkv_snapkv_r50": kvpress.CriticalKVPress(kvpress.SnapKVPress(0.5, window_size=16, kernel_size=5)),
     "criticalkv_expected_r75": kvpress.CriticalKVPress(kvpress.ExpectedAttentionPress(0.75, use_vnorm=False)),
+    "finch_w16_r50": finch(0.5, 16),
+    "finch_w24_r75": finch(0.75, 24, normalised=False),
 }
 
 

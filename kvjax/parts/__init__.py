@@ -2,21 +2,26 @@
 
 from .budget import DenseLayers, Everything, Fixed, Fraction, budget_of
 from .cam import ValueMerge, WatchedRecency
+from .chunks import Chunks, EvenChunks
 from .crush import Representatives
 from .expected import ExpectedAttention
 from .gaussian_merge import GaussianMerge
 from .keys import KeyDifference, KeyNorm, RandomDraw
+from .lag import LagDifference
 from .merge import Drop
 from .noisy import NoisyAttention
 from .persistence import Neglect
+from .projected import ProjectedValues
 from .pyramid import Pyramid
 from .score import AccumulatedAttention, FoldedWindow, LastAttention, Pool, Recency, WindowAttention
 from .select import TopTokens
 
 __all__ = [
     "AccumulatedAttention",
+    "Chunks",
     "DenseLayers",
     "Drop",
+    "EvenChunks",
     "Everything",
     "ExpectedAttention",
     "Fixed",
@@ -25,10 +30,12 @@ __all__ = [
     "GaussianMerge",
     "KeyDifference",
     "KeyNorm",
+    "LagDifference",
     "LastAttention",
     "Neglect",
     "NoisyAttention",
     "Pool",
+    "ProjectedValues",
     "Pyramid",
     "RandomDraw",
     "Recency",

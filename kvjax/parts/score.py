@@ -166,6 +166,7 @@ class WindowAttention(Score):
         pool: pooling along the prompt.
         normalise: "full": the softmax over all that a query saw; "distant": over the entries older than the window.
         sum_logits: sum the logits of a group before the softmax, so that the group votes as one head.
+        rescale: multiply what a query gave by the number of tokens before it.
     """
 
     window: int
@@ -173,6 +174,7 @@ class WindowAttention(Score):
     pool: Pool | None = None
     normalise: Literal["full", "distant"] = "full"
     sum_logits: bool = False
+    rescale: bool = False
 
     def __post_init__(self) -> None:
         check_integer("window", self.window, least=1)
@@ -182,6 +184,8 @@ class WindowAttention(Score):
             raise ValueError(
                 "summed logits have no log-sum-exp of their own; accepted with them is normalise='distant'"
             )
+        if self.rescale and self.normalise != "full":
+            raise ValueError(f"rescale=True with normalise={self.normalise!r}: accepted with it is 'full'")
 
     @property
     def stores_queries(self) -> bool:
@@ -209,12 +213,15 @@ class WindowAttention(Score):
             queries = jnp.sum(queries.reshape(B, -1, Hq // entries.keys.shape[1], R, D), axis=2)
         distant = entries.positions < moment.next_position[:, None, None] - self.window
         distant = distant & (entries.positions >= 0)
+        lse = ring.lse
+        if self.rescale:
+            lse = lse - jnp.log(jnp.maximum(ring.positions[:, :1], 1).astype(jnp.float32))
         scores = window_scores(
             queries,
             entries.keys,
             ring.positions[:, 0],
             jnp.where(distant, entries.positions, -1),
-            lse=ring.lse if self.normalise == "full" else None,
+            lse=lse if self.normalise == "full" else None,
             scale=moment.scale,
             window=moment.window,
             causal=False,

@@ -1,7 +1,10 @@
 """Named methods: short compositions of parts with their papers' defaults."""
 
 from .cam import cam
+from .chunkkv import chunkkv
+from .criticalkv import criticalkv
 from .expected_attention import expected_attention
+from .finch import finch
 from .full import full
 from .h2o import h2o
 from .keydiff import keydiff
@@ -9,6 +12,7 @@ from .keyformer import keyformer
 from .knorm import knorm
 from .kvcrush import kvcrush
 from .kvmerger import kvmerger
+from .lagkv import lagkv
 from .morphkv import morphkv
 from .pyramidkv import pyramidkv
 from .random import random
@@ -21,7 +25,10 @@ from .tova import tova
 __all__ = [
     "PRESETS",
     "cam",
+    "chunkkv",
+    "criticalkv",
     "expected_attention",
+    "finch",
     "full",
     "h2o",
     "keydiff",
@@ -29,6 +36,7 @@ __all__ = [
     "knorm",
     "kvcrush",
     "kvmerger",
+    "lagkv",
     "morphkv",
     "parse",
     "pyramidkv",

@@ -13,7 +13,10 @@ from kvjax.pallas_kernels import Reduction
 from kvjax.policy import Policy, Protect
 
 from .cam import cam
+from .chunkkv import chunkkv
+from .criticalkv import criticalkv
 from .expected_attention import expected_attention
+from .finch import finch
 from .full import full
 from .h2o import h2o
 from .keydiff import keydiff
@@ -21,6 +24,7 @@ from .keyformer import keyformer
 from .knorm import knorm
 from .kvcrush import kvcrush
 from .kvmerger import kvmerger
+from .lagkv import lagkv
 from .morphkv import morphkv
 from .pyramidkv import pyramidkv
 from .random import random
@@ -35,6 +39,7 @@ _ALL = (
     h2o,
     tova,
     snapkv,
+    finch,
     pyramidkv,
     morphkv,
     kvmerger,
@@ -42,10 +47,13 @@ _ALL = (
     expected_attention,
     knorm,
     keydiff,
+    lagkv,
     random,
     keyformer,
     scissorhands,
     kvcrush,
+    chunkkv,
+    criticalkv,
 )
 PRESETS: Mapping[str, Callable[..., Policy]] = MappingProxyType({preset.__name__: preset for preset in _ALL})
 

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 
 from kvjax import policies
 from kvjax.extend import step as one_step
-from kvjax.parts import AccumulatedAttention, FoldedWindow, LastAttention, Neglect, NoisyAttention, Pyramid
+from kvjax.parts import (
+    AccumulatedAttention,
+    FoldedWindow,
+    LastAttention,
+    Neglect,
+    NoisyAttention,
+    ProjectedValues,
+    Pyramid,
+)
 from kvjax.policy import Policy
 from tests import tiny
 
@@ -40,8 +48,10 @@ SPECS = {
     "kvmerger": ("budget=12,recent=4,heavy=2,theta=None", "budget=0.5,theta=0.2,rule=chain,straddle=True"),
     "pyramidkv": ("budget=12,window=4,kernel=3,beta=2", "budget=0.5,window=3,kernel=3,beta=2,formula=code"),
     "expected_attention": ("budget=12,sinks=2,future=8,epsilon=0.01", "budget=0.5,sinks=0,value_norm=False"),
+    "finch": ("budget=0.5,window=3,chunk=6",),
     "knorm": ("budget=12,sinks=1,recent=2",),
     "keydiff": ("budget=12,every=1",),
+    "lagkv": ("budget=12,sinks=1,lag=3,every=2",),
     "random": ("budget=0.5,recent=2", "budget=12,seed=3,every=2"),
     "keyformer": ("budget=12,recent=4",),
     "scissorhands": ("budget=12,window=8,recent=4,drop=0.25",),
@@ -49,6 +59,8 @@ SPECS = {
         "base=snapkv,base.budget=12,base.window=4,base.kernel=3,share=0.5",
         "base=h2o,base.budget=12,base.recent=3,pick=kmeans,anchor=alternate",
     ),
+    "chunkkv": ("base=snapkv,base.budget=12,base.window=4,base.kernel=3,length=5",),
+    "criticalkv": ("base=h2o,base.budget=12,base.recent=3,first=0.4",),
 }
 ALL = [f"{name}:{options}".rstrip(":") for name, specs in SPECS.items() for options in specs]
 
@@ -201,6 +213,7 @@ def test_a_row_is_the_same_in_any_company_and_alone(spec, text, others):
 def expected_bytes(spec: str, batch: int, params) -> int:
     """Keys, values and positions of every slot, a capacity for every head, and the policy's state; float32."""
     policy, config = policies.parse(spec), params.config
+    score = policy.score.base if isinstance(policy.score, ProjectedValues) else policy.score
     heads, dim = config.num_kv_heads, config.head_dim
     total = 0
     for layer in range(config.num_layers):
@@ -208,7 +221,7 @@ def expected_bytes(spec: str, batch: int, params) -> int:
         if policy.every is None or not policy.limited(layer):
             slots += ROOM
         total += batch * heads * (slots * (2 * dim + 1) + 1) * 4
-        if isinstance(policy.score, AccumulatedAttention | LastAttention | NoisyAttention) and policy.every:
+        if isinstance(score, AccumulatedAttention | LastAttention | NoisyAttention) and policy.every:
             total += batch * heads * slots * 4
         if isinstance(policy.score, Neglect):
             total += batch * heads * slots * 4
@@ -260,7 +273,17 @@ def twice_the_keys(gqa):
 # One softmax of a group's summed logits is sharper than each head's: the only rule that counts its heads.
 @pytest.mark.parametrize(
     "spec",
-    ["h2o:budget=12", "tova:budget=12", "snapkv:budget=12,window=4,kernel=3", "morphkv:budget=12,window=4,fusion=max"],
+    [
+        "h2o:budget=12",
+        "tova:budget=12",
+        "snapkv:budget=12,window=4,kernel=3",
+        "morphkv:budget=12,window=4,fusion=max",
+        "lagkv:budget=12,sinks=2,lag=4",
+        "criticalkv:base=h2o,base.budget=12",
+        pytest.param("finch:budget=12,window=4", marks=pytest.mark.slow),
+        pytest.param("chunkkv:base=h2o,base.budget=12,length=5", marks=pytest.mark.slow),
+        pytest.param("expected_attention:budget=12,sinks=2,future=8", marks=pytest.mark.slow),
+    ],
 )
 def test_a_group_of_equal_heads_is_one_head(spec):
     """U8."""
@@ -271,7 +294,10 @@ def test_a_group_of_equal_heads_is_one_head(spec):
         assert_same_rows(mine, others, row, row)
 
 
-@pytest.mark.parametrize("spec", ["full", "streaming_llm:budget=12,sinks=2", "tova:budget=12"])
+CHUNKS = "chunkkv:base=snapkv,base.budget=12,base.window=4,base.pool=none,length=5"
+
+
+@pytest.mark.parametrize("spec", ["full", "streaming_llm:budget=12,sinks=2", "tova:budget=12", CHUNKS])
 def test_heads_that_share_keys_are_heads_with_equal_keys(spec):
     """U8 for the policies that keep the same tokens in all heads."""
     rows, tokens = draw(6, (SIZE, 5, 17))
