@@ -20,6 +20,8 @@ def kvcrush(
     pick: Literal["centroid", "grid", "kmeans"] = "centroid",
     upper: float = 0.5,
     seed: int = 0,
+    granularity: Literal["token", "chunk", "page"] = "token",
+    page: int = 32,
 ) -> Policy:
     """Gives a share of the base's budget to tokens that stand for those that the base would leave out of the prompt.
 
@@ -30,8 +32,13 @@ def kvcrush(
     since the row means of its Algorithm 1 are all the same. Where scores are sums over all queries so far (H2O), the
     bits compare them divided by the number of queries that could see the token.
 
-    Decoding is the base's own: what is generated comes on top, or evicts by the base's scores. A base that merges does
-    so first, and representatives stand for what it has not merged.
+    Chunks and pages are `page` consecutive tokens of a row's own text, kept, represented or left as a whole; what the
+    base protects is kept by itself. Their importance is the mean score of their tokens. The paper's experiments name
+    both and say that a page's bits are those of its tokens side by side; what it means by a chunk it does not say, and
+    here a chunk is what a token is: it has one bit a head. Slots of the budget that hold no whole page stay empty.
+
+    Decoding is the base's own: what is generated comes on top, or evicts by the base's scores, token by token. A base
+    that merges does so first, and representatives stand for what it has not merged.
 
     Args:
         base: the policy that says which tokens are important; its budget is the total.
@@ -41,6 +48,9 @@ def kvcrush(
             included; "kmeans" clusters the bits (the paper's Figure 3), at the cost of tokens x representatives.
         upper: the part of the tokens left out that gets the bit 1.
         seed: of the random anchor.
+        granularity: what is kept or left as a whole. Pages take any pick but "kmeans", and both any base that chooses
+            the highest scores.
+        page: tokens of a chunk or page (the paper's pages: 32).
     """
     select = Representatives(
         base.select,
@@ -50,8 +60,13 @@ def kvcrush(
         upper=upper,
         by_age=isinstance(base.score, AccumulatedAttention),
         seed=seed,
+        granularity=granularity,
+        page=page,
     )
-    smallest = base.budget.smallest
-    if smallest is not None and int(smallest * share) < 1:
-        raise ValueError(f"share={share} of a budget of {smallest} entries is none; accepted is a share of one or more")
+    smallest, least = base.budget.smallest, 1 if granularity == "token" else page
+    if smallest is not None and int(smallest * share) < least:
+        raise ValueError(
+            f"share={share} of a budget of {smallest} entries is less than one {granularity}; accepted is a share of "
+            f"{least} or more"
+        )
     return replace(base, select=select)

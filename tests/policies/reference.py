@@ -1,4 +1,4 @@
-"""MorphKV's Algorithm 1 as it is written, in float64 NumPy: slow, literal, and with every attention row kept.
+"""Attention of a first layer, and MorphKV's Algorithm 1 as it is written: float64 NumPy, slow, literal, every row kept.
 
 No ring of queries, no log-sum-exp, no slots: a kv head is a dictionary of tokens by position, and each query that ever
 attended leaves its row of logits and of softmax weights behind.
@@ -6,6 +6,7 @@ attended leaves its row of logits and of softmax weights behind.
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 
 
@@ -22,6 +23,30 @@ def rotated(x: np.ndarray, position: int, theta: float) -> np.ndarray:
 def softmax(x: np.ndarray) -> np.ndarray:
     e = np.exp(x - x.max(axis=-1, keepdims=True))
     return e / e.sum(axis=-1, keepdims=True)
+
+
+@jax.jit
+def _unrotated(params, tokens):
+    """Queries, keys and values [B, H, N, D] of the first layer."""
+    seen = []
+
+    def record(layer, q, k, v, cache):
+        seen.extend((q, k, v))
+        return q, cache
+
+    params(tokens, record)
+    return seen
+
+
+def attended(params, tokens, size=48):
+    """Rotated keys, values and column sums of the attention [H, N, ...] of the first layer, in float64."""
+    padded = np.pad(tokens, (0, size - len(tokens)))[None]
+    q, k, v = (np.asarray(x[0, :, : len(tokens)], np.float64) for x in _unrotated(params, padded))
+    q, k = (np.stack([rotated(x[:, t], t, 1e4) for t in range(len(tokens))], axis=1) for x in (q, k))
+    H, N, D = k.shape
+    logits = np.einsum("hgnd,hmd->hgnm", q.reshape(H, -1, N, D), k) / np.sqrt(D)
+    weights = softmax(np.where(np.tri(N, dtype=bool), logits, -np.inf))
+    return k, v, weights.mean(axis=1).sum(axis=1)
 
 
 class Head:

@@ -58,6 +58,7 @@ SPECS = {
     "kvcrush": (
         "base=snapkv,base.budget=12,base.window=4,base.kernel=3,share=0.5",
         "base=h2o,base.budget=12,base.recent=3,pick=kmeans,anchor=alternate",
+        "base=h2o,base.budget=12,base.recent=2,share=0.5,granularity=page,page=3",
     ),
     "chunkkv": ("base=snapkv,base.budget=12,base.window=4,base.kernel=3,length=5",),
     "criticalkv": ("base=h2o,base.budget=12,base.recent=3,first=0.4",),
@@ -131,6 +132,7 @@ def budget_of(policy: Policy, layer: int, length: int) -> int | None:
 def test_keeps_distinct_tokens_of_its_text_within_the_budget_and_the_protected(spec, text):
     """U2 and U3: at the prompt's end and after each step."""
     policy = policies.parse(spec)
+    loose = "kvmerger" in spec or "page=" in spec  # merging, and whole pages, may leave slots empty
     rows, tokens = draw(*text)
     for i, (_, cache) in enumerate(run(decoder(spec), spec, rows, tokens)):
         for b, row in enumerate(rows):
@@ -145,12 +147,13 @@ def test_keeps_distinct_tokens_of_its_text_within_the_budget_and_the_protected(s
                         continue
                     if policy.every is None:
                         most = min(len(row), budget) + i
-                        assert len(held) == most or "kvmerger" in spec, "the answer comes on top"
-                        assert len(held) <= most, "merging may leave fewer"
+                        assert len(held) == most or loose, "the answer comes on top"
+                        assert len(held) <= most
                     elif seen <= budget:
                         assert len(held) == seen, "nothing goes before the budget is used up"
                     else:
-                        assert budget - policy.every < len(held) <= budget
+                        assert budget - policy.every < len(held) or loose
+                        assert len(held) <= budget
                     recent = policy.protect.recent
                     recent = int(recent * budget) if isinstance(recent, float) else recent
                     assert set(range(max(0, seen - recent), seen)) <= set(held)

@@ -18,7 +18,7 @@ from kvjax.parts.cluster import BLOCK, set_ends, solve_theta
 from kvjax.policies import kvmerger, parse
 from kvjax.policy import Moment, Policy, Protect
 from tests import tiny
-from tests.policies.reference import rotated, softmax
+from tests.policies.reference import attended, rotated, softmax
 
 RNG = np.random.default_rng(8)
 
@@ -213,30 +213,6 @@ def test_e6_neighbours_of_the_same_content_after_rope():
             rule="anchor",
         )
         assert int(jnp.sum(ends)) == count
-
-
-@jax.jit
-def unrotated(params, tokens):
-    """Queries, keys and values [B, H, N, D] of the first layer."""
-    seen = []
-
-    def record(layer, q, k, v, cache):
-        seen.extend((q, k, v))
-        return q, cache
-
-    params(tokens, record)
-    return seen
-
-
-def attended(params, tokens):
-    """Rotated keys, values and column sums of the attention [H, N, ...] of the first layer, in float64."""
-    padded = np.pad(tokens, (0, 48 - len(tokens)))[None]
-    q, k, v = (np.asarray(x[0, :, : len(tokens)], np.float64) for x in unrotated(params, padded))
-    q, k = (np.stack([rotated(x[:, t], t, 1e4) for t in range(len(tokens))], axis=1) for x in (q, k))
-    H, N, D = k.shape
-    logits = np.einsum("hgnd,hmd->hgnm", q.reshape(H, -1, N, D), k) / np.sqrt(D)
-    weights = softmax(np.where(np.tri(N, dtype=bool), logits, -np.inf))
-    return k, v, weights.mean(axis=1).sum(axis=1)
 
 
 OPTIONS = {
