@@ -37,8 +37,10 @@ def kvcrush(
     both and say that a page's bits are those of its tokens side by side; what it means by a chunk it does not say, and
     here a chunk is what a token is: it has one bit a head. Slots of the budget that hold no whole page stay empty.
 
-    Decoding is the base's own: what is generated comes on top, or evicts by the base's scores, token by token. A base
-    that merges does so first, and representatives stand for what it has not merged.
+    Decoding is the base's own: what is generated comes on top, or evicts by the base's scores, token by token, so that
+    under a base that keeps the newest, representatives are the first to leave. KVMerger as a base merges first, and
+    representatives stand for the merged entries that do not fit; with theta=None all fit and there is nothing to
+    represent. CaM merges while decoding: a representative that leaves hands its value on.
 
     Args:
         base: the policy that says which tokens are important; its budget is the total.
@@ -58,7 +60,7 @@ def kvcrush(
         anchor=anchor,
         pick=pick,
         upper=upper,
-        by_age=isinstance(base.score, AccumulatedAttention),
+        by_age=type(base.score) is AccumulatedAttention,
         seed=seed,
         granularity=granularity,
         page=page,

@@ -107,8 +107,8 @@ def literal(
         return vector.ravel()
 
     vectors = [{name: bits(name, out[name]) for name in out} for out in left]
-    everyone = np.array([vector for own in vectors for vector in own.values()]).reshape(sum(map(len, vectors)), -1)
     width = len(heads) * (page if side_by_side else 1)
+    everyone = np.array([vector for own in vectors for vector in own.values()]).reshape(-1, width)
     anchor = 2 * everyone.sum(axis=0) > len(everyone) if anchor == "mean" else np.arange(width) % 2 == 1
     result = []
     for held, count, p, k, out, own, w in zip(heads, counts, pages, kept, left, vectors, wanted, strict=True):

@@ -58,8 +58,10 @@ def gaussian(keys, values, scores, members, sigma="mean", weights="gauss"):
     return pivot, w @ keys[members], w @ values[members]
 
 
-def condense(keys, values, scores, *, budget, recent, heavy, theta, rule="anchor", straddle=False, **options):
-    """{position: (key, value)} of one head after a prompt."""
+def condense(
+    keys, values, scores, *, budget, recent, heavy, theta, rule="anchor", straddle=False, fits=None, **options
+):
+    """{position: (key, value)} of one head after a prompt; `fits` entries of which, if more than the budget, stay."""
     n = len(keys)
     everything = {p: (keys[p], values[p]) for p in range(n)}
     if n <= budget:
@@ -74,7 +76,7 @@ def condense(keys, values, scores, *, budget, recent, heavy, theta, rule="anchor
         gaussian(keys[rest], values[rest], scores[rest], members, **options)
         for members in merging_sets(keys[rest], sections, theta, rule)
     ]
-    merged = sorted(merged, key=lambda entry: (-scores[rest[entry[0]]], entry[0]))[: budget - len(kept)]
+    merged = sorted(merged, key=lambda entry: (-scores[rest[entry[0]]], entry[0]))[: (fits or budget) - len(kept)]
     return {p: everything[p] for p in kept} | {rest[pivot]: (key, value) for pivot, key, value in merged}
 
 
