@@ -103,25 +103,26 @@ def reading(
             q, k = (_rotate(layer, x, positions[:, None], rope) for x in (q, k))
         entries = old.append(
             LayerCache(
-                keys=k,
-                values=v,
+                keys=policy.storage.store(k),
+                values=policy.storage.store(v),
                 positions=jnp.broadcast_to(positions[:, None], k.shape[:3]),
                 capacity=old.capacity,
                 per_slot=policy.score.init_slots(shape, k.shape[2]) if observes else None,
             )
         )
-        keys = entries.keys
+        shown = entries.plain()
+        keys = shown.keys
         if policy.positions == "in_cache":
             places = _places(entries.positions)
             keys = _rotate(layer, keys, places, rope)
             q = _rotate(layer, q, jnp.repeat(places[..., -q.shape[2] :], q.shape[1] // k.shape[1], axis=1), rope)
         context, lse = prompt_attention(
-            q, keys, entries.values, positions, entries.positions, scale=layer.scale, window=layer.window
+            q, keys, shown.values, positions, entries.positions, scale=layer.scale, window=layer.window
         )
         if observes:
             received = _received(policy.score.received, layer, heads, q, lse, keys, positions, entries.positions)
             attended = Attended(q, unrotated, positions, lse, received, lengths, layer.scale, layer.window, heads, i)
-            entries = _observe(policy, entries, attended)
+            entries = _observe(policy, entries, shown, attended)
         entries = _expire(entries, moment, lengths > 0)
         if compress and (most := kept[i]) is not None:
             entries = policy.compress(entries, moment, min(most, slots[i]))
@@ -171,11 +172,12 @@ def decoding(
         empty = jnp.where((entries.positions < 0) & incoming[:, None, None], jnp.arange(entries.slots), entries.slots)
         entries = entries.write(
             jnp.min(empty, axis=-1, initial=entries.slots),
-            k[:, :, 0],
-            v[:, :, 0],
+            policy.storage.store(k[:, :, 0]),
+            policy.storage.store(v[:, :, 0]),
             jnp.broadcast_to(positions[:, None], k.shape[:2]),
         )
-        keys = entries.keys
+        shown = entries.plain()
+        keys = shown.keys
         if policy.positions == "in_cache":
             keys = _rotate(layer, keys, _places(entries.positions), rope)
             own = jnp.repeat(entries.occupancy - 1, q.shape[1] // k.shape[1], axis=1)
@@ -184,7 +186,7 @@ def decoding(
         context, lse, received = slot_attention(
             heads.whole_groups(q) if wish else q,
             keys,
-            entries.values,
+            shown.values,
             query_positions,
             entries.positions,
             scale=layer.scale,
@@ -195,9 +197,9 @@ def decoding(
             context, lse = heads.own_queries(context), heads.own_queries(lse)
         if observes:
             lengths = incoming.astype(jnp.int32)
-            shown = (q, unrotated, query_positions, lse, received, lengths)
-            attended = Attended(*shown, layer.scale, layer.window, heads, i, decoding=True)
-            entries = _observe(policy, entries, attended)
+            seen = (q, unrotated, query_positions, lse, received, lengths)
+            attended = Attended(*seen, layer.scale, layer.window, heads, i, decoding=True)
+            entries = _observe(policy, entries, shown, attended)
         return context, _replace(layers, i, entries)
 
     return attend
@@ -263,8 +265,9 @@ def _with_state(policy: Policy, entries: LayerCache, shape: LayerShape) -> Layer
     return replace(entries, per_slot=score.init_slots(shape, entries.slots), per_row=score.init_rows(shape))
 
 
-def _observe(policy: Policy, entries: LayerCache, attended: Attended) -> LayerCache:
-    per_slot, per_row = policy.score.observe(entries, attended)
+def _observe(policy: Policy, entries: LayerCache, shown: LayerCache, attended: Attended) -> LayerCache:
+    """The entries with new state, of which the score has been shown keys and values as arrays."""
+    per_slot, per_row = policy.score.observe(shown, attended)
     return replace(entries, per_slot=per_slot, per_row=per_row)
 
 

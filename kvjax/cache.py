@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.models import DecoderConfig
 from kvjax.policy import LayerShape, Policy
+from kvjax.quantized import Stored, plain, updated
 from kvjax.sharding import check_batch, fit_mesh, heads_sharding, place, rows_sharding
 
 STATIC = {"static": True}
@@ -24,16 +26,17 @@ class LayerCache:
     """The entries of one layer. Slot order is free: `positions` says what a slot holds.
 
     Attributes:
-        keys: after RoPE at their original position, or before it if the policy rotates by place in the cache.
-        values: beside the keys.
+        keys: after RoPE at their original position, or before it if the policy rotates by place in the cache; as the
+            policy's storage has it, an array [B, H, S, D] or a pytree whose leaves have axes [B, H, S, ...].
+        values: beside the keys, likewise.
         positions: the token position in each slot, -1 if it is empty.
         capacity: how many slots a row's head may occupy before it must evict; beyond S where nothing is ever evicted.
         per_slot: policy state with axes [B, H, ..., S]: moves with its slot and is cleared with it.
         per_row: policy state with axes [B, H, ...], or [B, Hq, ...].
     """
 
-    keys: Float[Array, "B H S D"]
-    values: Float[Array, "B H S D"]
+    keys: Float[Array, "B H S D"] | Any
+    values: Float[Array, "B H S D"] | Any
     positions: Int[Array, "B H S"]
     capacity: Int[Array, "B H"]
     per_slot: Any = None
@@ -48,6 +51,21 @@ class LayerCache:
         """Slots that hold a token."""
         return jnp.sum(self.positions >= 0, axis=-1)
 
+    def plain(self) -> LayerCache:
+        """The same with keys and values as arrays, which is how parts and attention see them."""
+        return replace(self, keys=plain(self.keys), values=plain(self.values))
+
+    def updated(self, shown: LayerCache, changed: LayerCache) -> LayerCache:
+        """What has become of the entries in a part that made `changed` of `shown`, which is `plain()` of these.
+
+        Held as they are here; slots whose key or value is another are stored anew, the others remain bit by bit.
+        """
+        return replace(
+            changed,
+            keys=updated(self.keys, shown.keys, changed.keys),
+            values=updated(self.values, shown.values, changed.values),
+        )
+
     def gather(self, index: Int[Array, "B H K"]) -> LayerCache:
         """The entries at `index` as a cache of K slots; -1 makes an empty slot."""
 
@@ -60,8 +78,8 @@ class LayerCache:
 
         return replace(
             self,
-            keys=take(self.keys, axis=2),
-            values=take(self.values, axis=2),
+            keys=jax.tree.map(partial(take, axis=2), self.keys),
+            values=jax.tree.map(partial(take, axis=2), self.values),
             positions=take(self.positions, empty=-1),
             per_slot=jax.tree.map(take, self.per_slot),
         )
@@ -74,8 +92,8 @@ class LayerCache:
 
         return replace(
             self,
-            keys=join(self.keys, other.keys, axis=2),
-            values=join(self.values, other.values, axis=2),
+            keys=jax.tree.map(partial(join, axis=2), self.keys, other.keys),
+            values=jax.tree.map(partial(join, axis=2), self.values, other.values),
             positions=join(self.positions, other.positions),
             per_slot=jax.tree.map(join, self.per_slot, other.per_slot),
         )
@@ -83,11 +101,14 @@ class LayerCache:
     def write(
         self,
         slot: Int[Array, "B H"],
-        key: Float[Array, "B H D"],
-        value: Float[Array, "B H D"],
+        key: Stored,
+        value: Stored,
         position: Int[Array, "B H"],
     ) -> LayerCache:
-        """Overwrites one slot a row and head, and clears its state. A slot beyond the last writes nothing."""
+        """Overwrites one slot a row and head, and clears its state. A slot beyond the last writes nothing.
+
+        Key and value are [B, H, D], in the form in which the others are held.
+        """
         b, h = jnp.arange(slot.shape[0])[:, None], jnp.arange(slot.shape[1])
 
         def put(x: Array, new: Array) -> Array:
@@ -98,8 +119,8 @@ class LayerCache:
 
         return replace(
             self,
-            keys=put(self.keys, key),
-            values=put(self.values, value),
+            keys=jax.tree.map(put, self.keys, key),
+            values=jax.tree.map(put, self.values, value),
             positions=put(self.positions, position),
             per_slot=jax.tree.map(clear, self.per_slot),
         )
@@ -117,8 +138,8 @@ class LayerCache:
             return self
         return replace(
             self,
-            keys=widen(self.keys, axis=2),
-            values=widen(self.values, axis=2),
+            keys=jax.tree.map(partial(widen, axis=2), self.keys),
+            values=jax.tree.map(partial(widen, axis=2), self.values),
             positions=widen(self.positions, empty=-1),
             per_slot=jax.tree.map(widen, self.per_slot),
         )
@@ -166,7 +187,8 @@ class KVCache:
 
         The lengths matter to budgets that are a share of the prompt, and to RoPE where its frequencies depend on them;
         the size fixes the slots that follow from budgets. With a mesh, that of the parameters, the cache is spread over
-        it. Raises ValueError if the batch does not divide over the mesh's `data`, or the mesh does not fit the model.
+        it. Raises ValueError if the batch does not divide over the mesh's `data`, or the mesh or the policy's storage
+        does not fit the model.
         """
         batch = prompt_lengths.shape[0]
         if mesh is not None:
@@ -175,7 +197,7 @@ class KVCache:
         shape = LayerShape(batch, config.num_heads, config.num_kv_heads, config.head_dim, jnp.dtype(dtype))
         layers = []
         for layer in range(config.num_layers):
-            entries = jnp.zeros((batch, shape.kv_heads, 0, shape.head_dim), dtype)
+            entries = policy.storage.store(jnp.zeros((batch, shape.kv_heads, 0, shape.head_dim), dtype))
             capacity = policy.capacity(layer, prompt_lengths, config.num_layers)
             per_slot, per_row = policy.init_state(layer, shape)
             layers.append(
@@ -206,7 +228,7 @@ class KVCache:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of keys and values."""
+        """Of keys and values as they are computed with."""
         return self.layers[0].keys.dtype
 
     @property

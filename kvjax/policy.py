@@ -21,6 +21,7 @@ from kvjax.pallas_kernels import Reduction
 
 if TYPE_CHECKING:
     from kvjax.cache import LayerCache
+    from kvjax.quantized import Stored
 
 UNLIMITED = 2**30  # a capacity that no prompt reaches
 
@@ -216,6 +217,18 @@ class Merge:
 
 
 @dataclass(frozen=True)
+class Storage:
+    """How keys and values are held: as they are, unless a subclass says otherwise."""
+
+    def store(self, x: Float[Array, "*tokens D"]) -> Stored:
+        """What the cache holds of them, an array or a pytree whose leaves have the same axes but the last.
+
+        Raises ValueError if it does not serve heads of that size.
+        """
+        return x
+
+
+@dataclass(frozen=True)
 class Protect:
     """Entries that are never evicted: the first `sinks` positions and the most recent ones.
 
@@ -268,6 +281,7 @@ class Policy:
             `every` - 1 below it. None: compress the prompt only, and let the answer come on top.
         positions: RoPE at a token's "original" position, or at its place among the entries kept ("in_cache", as
             StreamingLLM has it), in which case keys are cached before rotation.
+        storage: how keys and values are held. Parts are shown arrays, whatever it is.
     """
 
     score: Score
@@ -277,6 +291,7 @@ class Policy:
     protect: Protect = Protect()
     every: int | None = None
     positions: Literal["original", "in_cache"] = "original"
+    storage: Storage = Storage()
 
     def __post_init__(self) -> None:
         if self.every is not None:
@@ -336,10 +351,11 @@ class Policy:
     def compress(self, entries: LayerCache, moment: Moment, size: int) -> LayerCache:
         """Keeps each head's budget of entries, at most `size`, in order of position if the entries are."""
         protected = self.protect.mask(entries.positions, moment.next_position, entries.capacity)
-        scores = jnp.where(protected, jnp.inf, self.score(entries, moment._replace(protected=protected)))
+        shown = entries.plain()
+        scores = jnp.where(protected, jnp.inf, self.score(shown, moment._replace(protected=protected)))
         scores = jnp.where(entries.positions >= 0, scores, -jnp.inf)
         counts = jnp.minimum(entries.capacity, size)
-        entries = self.merge.condense(entries, moment, scores, counts, size)
+        entries = entries.updated(shown, self.merge.condense(shown, moment, scores, counts, size))
         scores = jnp.where(entries.positions >= 0, scores, -jnp.inf)
         kept = self.select.keep(scores, entries.positions, counts, size, moment.heads)
         return entries.gather(kept)
@@ -352,7 +368,7 @@ class Policy:
 
         def judge() -> Bool[Array, "B H S"]:
             protected = self.protect.mask(entries.positions, moment.next_position, entries.capacity)
-            scores = self.score(entries, moment._replace(protected=protected))
+            scores = self.score(entries.plain(), moment._replace(protected=protected))
             scores = jnp.where(protected | (entries.positions < 0), jnp.inf, scores)
             return full[..., None] & mark(self.select.victims(scores, entries.positions, count), entries.slots)
 
@@ -360,7 +376,8 @@ class Policy:
             lost = judge()
         else:  # nothing of the cache's size may leave a cond: its keys and values would be copied
             lost = jax.lax.cond(jnp.any(full), judge, lambda: jnp.zeros(entries.positions.shape, bool))
-        entries = self.merge.absorb(entries, moment, lost, count)
+        shown = entries.plain()
+        entries = entries.updated(shown, self.merge.absorb(shown, moment, lost, count))
         return replace(entries, positions=jnp.where(lost, -1, entries.positions))
 
 

@@ -41,6 +41,7 @@ def params() -> Decoder:
         "snapkv:budget=20,window=8",
         "morphkv:budget=20,window=8",
         "morphkv:budget=0.3,window=8,every=4,dense_layers=1",
+        "quantize:policy=h2o,policy.budget=20,bits=4",
     ],
 )
 def test_planned_bytes_are_the_bytes_of_generate(params: Decoder, text: str) -> None:

@@ -28,6 +28,7 @@ RNG = np.random.default_rng(5)
 ROWS = [RNG.integers(0, VOCAB, n).tolist() for n in (44, 33, 5, 20, 17, 9, 40, 3)]  # longer and shorter than the budget
 NEW = 24
 HEADS = 8
+QUANTIZED = "quantize:policy=morphkv,policy.budget=24,policy.window=4"
 
 
 @cache
@@ -48,12 +49,12 @@ def expected(text: str, kv_heads: int) -> tuple[kvjax.Generation, kvjax.Generati
     return answer, kvjax.generate(params, None, cache=answer.cache, max_new_tokens=NEW, log_probs=True)
 
 
-def assert_equal(ours: kvjax.Generation, theirs: kvjax.Generation) -> None:
+def assert_equal(ours: kvjax.Generation, theirs: kvjax.Generation, atol: float = 1e-5) -> None:
     np.testing.assert_array_equal(ours.tokens, theirs.tokens)
     np.testing.assert_array_equal(ours.lengths, theirs.lengths)
     assert ours.log_probs is not None
     assert theirs.log_probs is not None
-    np.testing.assert_allclose(ours.log_probs, theirs.log_probs, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(ours.log_probs, theirs.log_probs, atol=atol, rtol=0)
     assert len({row.tobytes() for row in ours.tokens}) > len(ROWS) // 2  # or equality would say little
 
 
@@ -95,6 +96,16 @@ def test_tokens_are_those_of_one_device(data: int, model: int, kv_heads: int, te
             np.testing.assert_array_equal(shard.data, other)
         copies += 8 - len(held)
     assert (copies > 0) == (model > kv_heads)
+
+
+@pytest.mark.parametrize("text", [QUANTIZED, pytest.param("quantize:bits=4,group=4", marks=pytest.mark.slow)])
+def test_quantized_caches(text: str) -> None:
+    """Codes and scales are spread as keys and values are; a few that round the other way move the probabilities."""
+    params = sharded(2, 4, 2)
+    answer = kvjax.generate(params, ROWS, policy=parse(text), max_new_tokens=NEW, log_probs=True)
+    assert_equal(answer, expected(text, 2)[0], atol=5e-3)
+    for array in jax.tree.leaves([(entries.keys, entries.values) for entries in answer.cache.layers]):
+        assert {shard.data.shape[:2] for shard in array.addressable_shards} == {(4, 1)}
 
 
 @pytest.mark.parametrize(
@@ -197,10 +208,11 @@ DECLARED = {
     "kvmerger:budget=24,recent=8,heavy=4,theta=None": (0, 0),
     "keyformer:budget=24,recent=8": (0, 1),  # the group's queries
     "scissorhands:budget=24,window=8,drop=0.25": (0, 1),
+    QUANTIZED: (0, 2),  # as morphkv
 }
 
 
-@pytest.mark.parametrize("text", POLICIES)
+@pytest.mark.parametrize("text", [*POLICIES, QUANTIZED])
 @pytest.mark.parametrize(("data", "model", "kv_heads"), [(2, 4, 4), pytest.param(2, 4, 2, marks=pytest.mark.slow)])
 def test_a_step_communicates_what_is_declared(text: str, data: int, model: int, kv_heads: int) -> None:
     layers = 2
@@ -219,7 +231,7 @@ def test_a_step_communicates_what_is_declared(text: str, data: int, model: int, 
     # Once a step: the embedding is summed over the devices that hold the vocabulary, and logits are gathered from them.
     assert found.counts == Counter({"all-reduce": layers * (2 + reduces) + 1, "all-gather": layers * gathers + 1})
     assert found.largest <= len(ROWS) // data * VOCAB
-    assert found.largest < filled.layers[0].keys.size // (data * min(model, kv_heads))
+    assert found.largest < jax.tree.leaves(filled.layers[0].keys)[0].size // (data * min(model, kv_heads))
 
 
 def test_the_loop_communicates_one_bit_more() -> None:

@@ -99,7 +99,11 @@ def _presets(length: int) -> list[str]:
     from kvjax.policies import PRESETS
 
     budget = max(length // 4, 64)
-    options = {"budget": f":budget={budget}", "base": f":base=snapkv,base.budget={budget}"}
+    options = {
+        "budget": f":budget={budget}",
+        "base": f":base=snapkv,base.budget={budget}",
+        "policy": f":policy=snapkv,policy.budget={budget}",
+    }
     return [
         name + next((text for option, text in options.items() if option in inspect.signature(preset).parameters), "")
         for name, preset in PRESETS.items()

@@ -15,6 +15,7 @@ from .projected import ProjectedValues
 from .pyramid import Pyramid
 from .score import AccumulatedAttention, FoldedWindow, LastAttention, Pool, Recency, WindowAttention
 from .select import TopTokens
+from .storage import Quantized
 
 __all__ = [
     "AccumulatedAttention",
@@ -37,6 +38,7 @@ __all__ = [
     "Pool",
     "ProjectedValues",
     "Pyramid",
+    "Quantized",
     "RandomDraw",
     "Recency",
     "Representatives",

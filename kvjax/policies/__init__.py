@@ -15,6 +15,7 @@ from .kvmerger import kvmerger
 from .lagkv import lagkv
 from .morphkv import morphkv
 from .pyramidkv import pyramidkv
+from .quantize import quantize
 from .random import random
 from .scissorhands import scissorhands
 from .snapkv import snapkv
@@ -40,6 +41,7 @@ __all__ = [
     "morphkv",
     "parse",
     "pyramidkv",
+    "quantize",
     "random",
     "scissorhands",
     "snapkv",

@@ -10,7 +10,7 @@ from typing import Any
 
 import kvjax.parts
 from kvjax.pallas_kernels import Reduction
-from kvjax.policy import Policy, Protect
+from kvjax.policy import Policy, Protect, Storage
 
 from .cam import cam
 from .chunkkv import chunkkv
@@ -27,6 +27,7 @@ from .kvmerger import kvmerger
 from .lagkv import lagkv
 from .morphkv import morphkv
 from .pyramidkv import pyramidkv
+from .quantize import quantize
 from .random import random
 from .scissorhands import scissorhands
 from .snapkv import snapkv
@@ -54,13 +55,14 @@ _ALL = (
     kvcrush,
     chunkkv,
     criticalkv,
+    quantize,
 )
 PRESETS: Mapping[str, Callable[..., Policy]] = MappingProxyType({preset.__name__: preset for preset in _ALL})
 
 _PARTS = {
     name: getattr(kvjax.parts, name) for name in kvjax.parts.__all__ if inspect.isclass(getattr(kvjax.parts, name))
 }
-_PARTS |= {part.__name__: part for part in (Policy, Protect, Reduction)}
+_PARTS |= {part.__name__: part for part in (Policy, Protect, Reduction, Storage)}
 
 
 def parse(text: str) -> Policy:

@@ -1,0 +1,165 @@
+"""Policies in 8 and 4 bits: what they answer, what they hold, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.evaluation.tasks.demo import example
+from kvjax.evaluation.tasks.vocabulary import IDS, STOP
+from kvjax.extend import step as one_step
+from kvjax.models import Decoder
+from kvjax.parts import Quantized
+from kvjax.policies import full, kvcrush, morphkv, parse, quantize, snapkv, streaming_llm
+from tests.tiny import decoder, prefill, step
+
+RNG = np.random.default_rng(8)
+ROWS = [RNG.integers(0, 99, n).tolist() for n in (44, 33, 5)]
+MORPHKV = quantize(morphkv(24, window=4), bits=8)
+IN_CACHE = quantize(streaming_llm(24, positions="in_cache", every=3), bits=4, group=4)
+NEW = 12
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("quantize", quantize(full(), bits=8)),
+        (
+            "quantize:policy=morphkv,policy.budget=512,bits=4,group=16",
+            quantize(morphkv(512), bits=4, group=16),
+        ),
+        (
+            "kvcrush:base=quantize,base.policy=snapkv,base.policy.budget=64,share=0.5",
+            quantize(kvcrush(snapkv(64), share=0.5)),
+        ),
+    ],
+)
+def test_as_text(text: str, policy: kvjax.Policy) -> None:
+    assert parse(text) == policy
+    assert parse(repr(policy)) == policy
+    assert policy.storage != full().storage
+
+
+@pytest.mark.parametrize(
+    ("ask", "says"),
+    [
+        (lambda: quantize(full(), bits=16), "bits=16: accepted are 8 and 4"),
+        (lambda: parse("quantize:bits=True"), "bits=True is not a number"),
+        (lambda: quantize(full(), group=0), "group=0: accepted is an integer >= 1"),
+        (
+            lambda: quantize(quantize(snapkv(64), bits=4)),
+            r"quantize of a policy that is quantised: Quantized\(bits=4.*accepted is one that is not",
+        ),
+        (lambda: quantize(kvcrush(quantize(snapkv(64)))), "quantize of a policy that is quantised"),
+    ],
+)
+def test_what_makes_no_sense(ask, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        ask()
+
+
+def test_groups_that_do_not_fit_the_model() -> None:
+    params, policy = decoder(), quantize(full(), group=3)
+    for ask in (
+        lambda: kvjax.generate(params, [1, 2, 3], policy=policy),
+        lambda: kvjax.plan_cache(params.config, policy, batch=1, length=9, new_tokens=9, dtype=np.float32),
+    ):
+        with pytest.raises(ValueError, match="group=3 of heads of 8 channels; accepted are divisors of it: 1, 2, 4, 8"):
+            ask()
+    with pytest.raises(ValueError, match="bits=4 of heads of 9 channels: two share a byte; accepted is bits=8"):
+        Quantized(4).store(jnp.zeros((2, 9)))
+    assert Quantized().store(jnp.zeros((2, 80))).scales.shape == (2, 5)  # groups of 16
+
+
+@pytest.mark.parametrize(("bits", "most"), [(8, 0.03), (4, 0.25)])
+def test_logits_are_near_those_of_full_precision(tiny: Decoder, bits: int, most: float) -> None:
+    """RMS error by RMS of the logits, of random weights: at least a part of the bound, or nothing was rounded."""
+    whole, _ = prefill(tiny, "full", ROWS, 48)
+    logits, _ = prefill(tiny, f"quantize:bits={bits},group=4", ROWS, 48)
+    off = np.sqrt(np.mean((logits - whole) ** 2) / np.mean(whole**2))
+    assert most / 10 < off < most
+
+
+@pytest.mark.parametrize("bits", [8, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_demo_model_answers(bits: int) -> None:
+    """Facts looked up in 512 tokens."""
+    params, _ = kvjax.load(Path(kvjax.__file__).parent / "demo_model")
+    examples = [example("keys", 512, np.random.default_rng(seed)) for seed in range(12)]
+    answers = np.stack([np.append(each.answer, IDS[STOP]) for each in examples])
+    prompts = np.stack([each.prompt for each in examples])
+    out = kvjax.generate(params, prompts, policy=quantize(bits=bits), max_new_tokens=answers.shape[1])
+    assert (out.tokens == answers).all(axis=1).sum() >= 11
+
+
+@pytest.mark.parametrize("policy", [MORPHKV, IN_CACHE], ids=["morphkv", "in_cache"])
+def test_a_prompt_in_chunks_has_the_codes_of_one_call(tiny: Decoder, policy: kvjax.Policy) -> None:
+    """Up to a few that float32 rounds the other way."""
+    entries = []
+    for chunk in (None, 12):
+        _, cache = prefill(tiny, policy, ROWS, 48, chunk=chunk, compress="never")
+        in_order = cache.map_layers(lambda layer: layer.gather(jnp.argsort(-layer.positions, axis=-1)[..., :48]))
+        entries.append([(x.positions, x.keys.codes, x.values.codes) for x in in_order.layers])
+    for whole, chunked in zip(*entries, strict=True):
+        np.testing.assert_array_equal(whole[0], chunked[0])
+        for x, y in zip(whole[1:], chunked[1:], strict=True):
+            off = np.abs(np.asarray(x, int) - np.asarray(y, int))
+            assert np.mean(off > 0) < 1e-3
+            assert off.max() <= 1 or policy.storage.bits == 4  # there are two codes in these
+
+
+def test_streamed_and_saved_it_answers_as_at_once(tmp_path: Path) -> None:
+    params = decoder(vocab=101)
+    whole = kvjax.generate(params, ROWS, policy=MORPHKV, max_new_tokens=NEW)
+    assert len(np.unique(whole.tokens)) > NEW
+    streamed = [piece.tokens for piece in kvjax.stream(params, ROWS, policy=MORPHKV, max_new_tokens=NEW)]
+    np.testing.assert_array_equal(np.stack(streamed, axis=1), whole.tokens)
+    first = kvjax.generate(params, ROWS, policy=MORPHKV, max_new_tokens=5)
+    kvjax.save_cache(tmp_path / "cache", first.cache, params)
+    cache = kvjax.restore_cache(tmp_path / "cache", params, MORPHKV)
+    for one, other in zip(jax.tree.leaves(cache), jax.tree.leaves(first.cache), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+    second = kvjax.generate(params, None, cache=cache, max_new_tokens=NEW - 5)
+    np.testing.assert_array_equal(np.concatenate([first.tokens, second.tokens], axis=1), whole.tokens)
+
+
+def test_decoding_overwrites_the_evicted_slot_and_no_other(tiny: Decoder) -> None:
+    _, cache = prefill(tiny, MORPHKV, ROWS, 48)
+    for token in RNG.integers(0, 101, (6, 3)):
+        _, after = step(tiny, cache, token, np.ones(3, bool))
+        for old, new in zip(cache.layers, after.layers, strict=True):
+            same = np.asarray(old.positions == new.positions)
+            assert ((~same).sum(axis=-1) == 1).all()
+            for x, y in zip(
+                jax.tree.leaves((old.keys, old.values)), jax.tree.leaves((new.keys, new.values)), strict=True
+            ):
+                np.testing.assert_array_equal(np.asarray(x)[same], np.asarray(y)[same])
+        cache = after
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("bits", "group"), [(8, None), (4, 16)])
+def test_bytes_by_hand(bits: int, group: int | None, dtype: str) -> None:
+    """The same whatever the dtype: codes, scales of 2 bytes, and a position of 4 a slot; a capacity a head."""
+    config = replace(decoder().config, head_dim=64, windows=(None, None))
+    policy = quantize(streaming_llm(100), bits=bits, group=group)
+    planned = kvjax.plan_cache(config, policy, batch=3, length=200, new_tokens=50, dtype=dtype)
+    slot = 2 * (64 * bits // 8 + 64 // (group or 32) * 2) + 4
+    assert planned.nbytes == 2 * 3 * 2 * (100 * slot + 4)
+    assert planned.dtype == dtype
+
+
+def test_a_step_holds_one_layer_of_numbers_at_a_time() -> None:
+    """Beside the codes; all layers would be eight times as many."""
+    params = decoder(windows=(None,) * 8)
+    sizes = {"batch": 2, "length": 512, "new_tokens": 512}
+    cache = kvjax.plan_cache(params.config, quantize(full()), dtype=np.float32, **sizes)
+    layer = 2 * 2 * 2 * 1024 * 8 * 4
+    compiled = jax.jit(one_step, donate_argnums=1).lower(params, cache, cache.pending, np.ones(2, bool)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 3 * layer
