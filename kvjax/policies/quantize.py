@@ -17,9 +17,9 @@ def quantize(policy: Policy = FULL, bits: Literal[8, 4] = 8, group: int | None =
     """Holds the keys and values of a policy as codes of 8 or 4 bits, and keeps the entries that the policy keeps.
 
     x_c = s_g code_c for the channels c of a group g of one token, with s_g = max |x_c| / 127 (or 7) in bfloat16 and
-    code_c = x_c / s_g to the nearest integer, of two the even one. KIVI and KVQuant scale keys by channel, over blocks
-    of tokens, because some channels are large; here a token must be written and overwritten alone, so large channels
-    are kept from others by small groups. The scale is symmetric: what a zero point would take, a smaller group takes
+    code_c = x_c / s_g to the nearest integer, of two the even one. KIVI scales keys by channel, over blocks of tokens,
+    because some channels are large; here a token must be written and overwritten alone, so large channels are kept from
+    others by small groups. The scale is symmetric: what a zero point would take, a smaller group takes
     as well.
 
     A token is quantised as it comes in, before anything attends to it: each query, score and merge sees what the cache
