@@ -16,7 +16,9 @@ from kvjax.evaluation.tasks.vocabulary import IDS, STOP
 from kvjax.extend import step as one_step
 from kvjax.models import Decoder
 from kvjax.parts import Quantized
-from kvjax.policies import full, kvcrush, morphkv, parse, quantize, snapkv, streaming_llm
+from kvjax.policies import full, kvcrush, kvmerger, morphkv, parse, quantize, snapkv, streaming_llm
+from tests.policies.test_invariants import ALL
+from tests.policies.test_invariants import decoder as decoder_for
 from tests.tiny import decoder, prefill, step
 
 RNG = np.random.default_rng(8)
@@ -127,6 +129,39 @@ def test_streamed_and_saved_it_answers_as_at_once(tmp_path: Path) -> None:
         np.testing.assert_array_equal(one, other)
     second = kvjax.generate(params, None, cache=cache, max_new_tokens=NEW - 5)
     np.testing.assert_array_equal(np.concatenate([first.tokens, second.tokens], axis=1), whole.tokens)
+
+
+@pytest.mark.parametrize("spec", [spec for spec in ALL if "quantize" not in spec])
+def test_every_policy_can_be_quantised(spec: str) -> None:
+    """Traced only: a prompt is read and compressed, a token decoded, and what is held keeps its types."""
+    params, policy = decoder_for(spec), quantize(parse(spec), bits=4, group=4)
+
+    def run(tokens: jax.Array) -> tuple[kvjax.KVCache, kvjax.KVCache]:
+        cache = kvjax.KVCache.empty(params.config, policy, jnp.full(2, 24), 24, jnp.float32)
+        _, cache = kvjax.extend(params, cache, tokens)
+        return cache, kvjax.extend(params, cache, tokens[:, :1])[1]
+
+    read, decoded = jax.eval_shape(run, jnp.zeros((2, 24), int))
+    assert jax.tree.structure(read) == jax.tree.structure(decoded)
+    assert jax.tree.leaves(read) == jax.tree.leaves(decoded)
+    for layer in read.layers:
+        for x in (layer.keys, layer.values):
+            assert (x.codes.dtype, x.codes.shape[-1], x.scales.shape[-1]) == (jnp.int8, 4, 2)
+
+
+def test_a_merge_leaves_the_codes_of_what_it_keeps_as_it_is() -> None:
+    """Of KVMerger's entries the newest and the heavy hitters are those of a full cache, and pivots are others."""
+    params = decoder(vocab=101)
+    _, whole = prefill(params, quantize(full()), ROWS, 48)
+    _, merged = prefill(params, quantize(kvmerger(24, recent=8, heavy=4, theta=None)), ROWS, 48)
+    own, other = (np.asarray(x.layers[0].positions) for x in (merged, whole))
+    for row, head in np.ndindex(2, 2):  # rows that are longer than the budget
+        at = {int(p): i for i, p in enumerate(other[row, head]) if p >= 0}
+        held = [(i, at[int(p)]) for i, p in enumerate(own[row, head]) if p >= 0]
+        codes, all_codes = (np.asarray(x.layers[0].values.codes[row, head]) for x in (merged, whole))
+        equal = [np.array_equal(codes[i], all_codes[j]) for i, j in held]
+        assert all(equal[-8:])
+        assert 12 <= sum(equal) < len(equal)
 
 
 def test_decoding_overwrites_the_evicted_slot_and_no_other(tiny: Decoder) -> None:
