@@ -117,10 +117,18 @@ def reading(
             keys = _rotate(layer, keys, places, rope)
             q = _rotate(layer, q, jnp.repeat(places[..., -q.shape[2] :], q.shape[1] // k.shape[1], axis=1), rope)
         context, lse = prompt_attention(
-            q, keys, shown.values, positions, entries.positions, scale=layer.scale, window=layer.window
+            q,
+            keys,
+            shown.values,
+            positions,
+            entries.positions,
+            scale=layer.scale,
+            window=layer.window,
+            bias=entries.bias,
         )
         if observes:
-            received = _received(policy.score.received, layer, heads, q, lse, keys, positions, entries.positions)
+            held = replace(shown, keys=keys)
+            received = _received(policy.score.received, layer, heads, q, lse, held, positions)
             attended = Attended(q, unrotated, positions, lse, received, lengths, layer.scale, layer.window, heads, i)
             entries = _observe(policy, entries, shown, attended)
         entries = _expire(entries, moment, lengths > 0)
@@ -191,6 +199,7 @@ def decoding(
             entries.positions,
             scale=layer.scale,
             window=layer.window,
+            bias=entries.bias,
             received=wish.reduction.group if wish else None,
         )
         if wish:
@@ -211,9 +220,8 @@ def _received(
     heads: Heads,
     q: Float[Array, "B Hq N D"],
     lse: Float[Array, "B Hq N"],
-    keys: Float[Array, "B H M D"],
+    entries: LayerCache,
     positions: Int[Array, "B N"],
-    k_positions: Int[Array, "B H M"],
 ) -> Float[Array, "B H M"] | None:
     """What the entries received from the queries of a call, as a score wishes to see it."""
     if wish is None or wish.stepwise:
@@ -222,12 +230,13 @@ def _received(
     q, lse = (heads.whole_groups(x[:, :, last]) for x in (q, lse))
     return window_scores(
         q,
-        keys,
+        entries.keys,
         positions[:, last],
-        k_positions,
+        entries.positions,
         lse=lse,
         scale=layer.scale,
         window=layer.window,
+        bias=entries.bias,
         reduction=wish.reduction,
     )
 

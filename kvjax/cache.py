@@ -33,6 +33,8 @@ class LayerCache:
         capacity: how many slots a row's head may occupy before it must evict; beyond S where nothing is ever evicted.
         per_slot: policy state with axes [B, H, ..., S]: moves with its slot and is cleared with it.
         per_row: policy state with axes [B, H, ...], or [B, Hq, ...].
+        bias: added to the logits of each slot, 0 for an entry of one token; None under every policy without merges that
+            weigh entries.
     """
 
     keys: Float[Array, "B H S D"] | Any
@@ -41,6 +43,7 @@ class LayerCache:
     capacity: Int[Array, "B H"]
     per_slot: Any = None
     per_row: Any = None
+    bias: Float[Array, "B H S"] | None = None
 
     @property
     def slots(self) -> int:
@@ -82,6 +85,7 @@ class LayerCache:
             values=jax.tree.map(partial(take, axis=2), self.values),
             positions=take(self.positions, empty=-1),
             per_slot=jax.tree.map(take, self.per_slot),
+            bias=jax.tree.map(take, self.bias),
         )
 
     def append(self, other: LayerCache) -> LayerCache:
@@ -90,12 +94,16 @@ class LayerCache:
         def join(x: Array, y: Array, axis: int = -1) -> Array:
             return jnp.concatenate([x, y], axis) if self.slots else y
 
+        bias = self.bias
+        if bias is not None:
+            bias = join(bias, jnp.zeros(other.positions.shape, bias.dtype) if other.bias is None else other.bias)
         return replace(
             self,
             keys=jax.tree.map(partial(join, axis=2), self.keys, other.keys),
             values=jax.tree.map(partial(join, axis=2), self.values, other.values),
             positions=join(self.positions, other.positions),
             per_slot=jax.tree.map(join, self.per_slot, other.per_slot),
+            bias=bias,
         )
 
     def write(
@@ -123,6 +131,7 @@ class LayerCache:
             values=jax.tree.map(put, self.values, value),
             positions=put(self.positions, position),
             per_slot=jax.tree.map(clear, self.per_slot),
+            bias=jax.tree.map(clear, self.bias),
         )
 
     def grow(self, slots: int) -> LayerCache:
@@ -142,6 +151,7 @@ class LayerCache:
             values=jax.tree.map(partial(widen, axis=2), self.values),
             positions=widen(self.positions, empty=-1),
             per_slot=jax.tree.map(widen, self.per_slot),
+            bias=jax.tree.map(widen, self.bias),
         )
 
 
@@ -200,6 +210,7 @@ class KVCache:
             entries = policy.storage.store(jnp.zeros((batch, shape.kv_heads, 0, shape.head_dim), dtype))
             capacity = policy.capacity(layer, prompt_lengths, config.num_layers)
             per_slot, per_row = policy.init_state(layer, shape)
+            biased = policy.merge.biases and policy.limited(layer)
             layers.append(
                 LayerCache(
                     keys=entries,
@@ -208,6 +219,7 @@ class KVCache:
                     capacity=jnp.broadcast_to(capacity[:, None], entries.shape[:2]),
                     per_slot=per_slot,
                     per_row=per_row,
+                    bias=jnp.zeros(entries.shape[:3], jnp.float32) if biased else None,
                 )
             )
         cache = cls(

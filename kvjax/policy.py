@@ -197,6 +197,11 @@ class Merge:
         """Whether entries that stay get other keys, with which stored queries no longer score as they attended."""
         return False
 
+    @property
+    def biases(self) -> bool:
+        """Whether entries get a bias, which is added to their logits: `LayerCache.bias`."""
+        return False
+
     def check(self, policy: Policy) -> None:
         """Raises ValueError if this merge makes no sense in that policy."""
         return

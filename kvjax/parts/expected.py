@@ -104,6 +104,8 @@ class ExpectedAttention(Score):
             if self.covariance:
                 turned = jnp.einsum("BHMD,BHDE->BHME", keys, covariance, precision="highest")
                 logits += moment.scale**2 / 2 * jnp.sum(turned * keys, axis=-1)
+            if entries.bias is not None:
+                logits += entries.bias
             weights = jax.nn.softmax(jnp.where(scored, logits, -jnp.inf), axis=-1)
             return total + jnp.where(scored, weights, 0), None
 

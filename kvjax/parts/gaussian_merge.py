@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, TypeGuard, get_args
 
 import jax
@@ -39,6 +40,8 @@ class GaussianMerge(Merge):
             is averaged.
         weights: "gauss", or "average": g = 1.
         pivot: "score", or "random", RandomDraw of the `seed`.
+        count_bias: an entry of n tokens gets ln n added to its logits, so that it receives what they did together, were
+            their keys the same. Without, it weighs as one token.
     """
 
     heavy: int | float = 0
@@ -49,6 +52,7 @@ class GaussianMerge(Merge):
     weights: Literal["gauss", "average"] = "gauss"
     pivot: Literal["score", "random"] = "score"
     seed: int = 0
+    count_bias: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.heavy, float):
@@ -72,6 +76,10 @@ class GaussianMerge(Merge):
     @property
     def changes_keys(self) -> bool:
         return True
+
+    @property
+    def biases(self) -> bool:
+        return self.count_bias
 
     def check(self, policy: Policy) -> None:
         if policy.every is not None:
@@ -116,14 +124,19 @@ class GaussianMerge(Merge):
         stays = kept | jnp.take_along_axis(is_pivot, place, axis=-1)
 
         def put(x: Array, merged: Array) -> Array:
-            changed = jnp.take_along_axis(merged.astype(x.dtype), place[..., None], axis=2)
-            return jnp.where((there & ~kept)[..., None], changed, x)
+            index, free = (y.reshape(*y.shape, *(1,) * (x.ndim - 3)) for y in (place, there & ~kept))
+            return jnp.where(free, jnp.take_along_axis(merged.astype(x.dtype), index, axis=2), x)
 
+        bias = entries.bias
+        if bias is not None:  # the tokens of an entry are e to the power of its bias
+            tokens = _over_sets(jax.ops.segment_sum, (packed >= 0) * jnp.exp(pack(bias)), sets)
+            bias = put(bias, jnp.log(jnp.maximum(tokens, 1)))
         return replace(
             entries,
             keys=put(entries.keys, merged_keys),
             values=put(entries.values, merged_values),
             positions=jnp.where(stays, entries.positions, -1),
+            bias=bias,
         )
 
     def _heaviest(
@@ -149,14 +162,7 @@ class GaussianMerge(Merge):
         """Each token's set as one entry, and whether the token is its pivot. Sets are numbered in ascending order."""
         N = keys.shape[2]
 
-        def over_set(reduce: Callable[..., Array], x: Array) -> Array:
-            """Reduces over each set, and tells every token of it."""
-
-            def head(x: Array, sets: Array) -> Array:
-                return reduce(x, sets, num_segments=N + 1, indices_are_sorted=True)[sets]
-
-            return jax.vmap(jax.vmap(head))(x, sets)
-
+        over_set = partial(_over_sets, sets=sets)
         rank = jnp.where(there, rank, -jnp.inf)
         first = jnp.where(rank == over_set(jax.ops.segment_max, rank), jnp.arange(N), N)
         pivot = over_set(jax.ops.segment_min, first)
@@ -186,6 +192,15 @@ class GaussianMerge(Merge):
         else:
             sigma = over_set(jax.ops.segment_sum, square) / (jnp.sqrt(2.0) * jnp.maximum(tokens, 1))
         return jnp.maximum(sigma, 1e-6)
+
+
+def _over_sets(reduce: Callable[..., Array], x: Array, sets: Int[Array, "B H N"]) -> Array:
+    """Reduces over each set, and tells every token of it."""
+
+    def head(x: Array, sets: Array) -> Array:
+        return reduce(x, sets, num_segments=x.shape[0] + 1, indices_are_sorted=True)[sets]
+
+    return jax.vmap(jax.vmap(head))(x, sets)
 
 
 def _is_number(x: object) -> TypeGuard[float]:

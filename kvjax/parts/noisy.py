@@ -77,6 +77,8 @@ class NoisyAttention(Score):
                 visible &= held > at - attended.window
             logits = jnp.einsum("BHGRD,BHMD->BHGRM", q, entries.keys, preferred_element_type=jnp.float32)
             logits = logits * attended.scale
+            if entries.bias is not None:
+                logits = logits + entries.bias[:, :, None, None]
             if self.noise == "gumbel":
                 logits = logits + gumbel(keys[None, :, :, None, None], at[:, :, None], held[:, :, None])
             logits = jnp.where(visible[:, :, None], logits / tau[:, :, None, None, None], -jnp.inf)

@@ -59,6 +59,7 @@ class Neglect(Score):
                 position[:, None],
                 entries.positions,
                 scale=attended.scale,
+                bias=entries.bias,
                 lse=sums[:, :, None],
                 window=attended.window,
                 reduction=MEAN,

@@ -223,6 +223,7 @@ class WindowAttention(Score):
             jnp.where(distant, entries.positions, -1),
             lse=lse if self.normalise == "full" else None,
             scale=moment.scale,
+            bias=entries.bias,
             window=moment.window,
             causal=False,
             reduction=self.reduction,
@@ -300,6 +301,7 @@ class FoldedWindow(Score):
             jnp.where(distant, entries.positions, -1),
             lse=leaving.lse,
             scale=moment.scale,
+            bias=entries.bias,
             window=moment.window,
             causal=False,
             reduction=self.reduction,
@@ -322,6 +324,7 @@ class FoldedWindow(Score):
                 entries.positions,
                 lse=block.lse,
                 scale=attended.scale,
+                bias=entries.bias,
                 window=attended.window,
                 reduction=self.reduction,
             )

@@ -20,6 +20,7 @@ def kvmerger(
     pivot: Literal["score", "random"] = "score",
     group: Literal["mean", "sum", "max"] = "mean",
     seed: int = 0,
+    count_bias: bool = False,
 ) -> Policy:
     """Keeps recent tokens and heavy hitters as they are and merges runs of similar keys among the rest.
 
@@ -31,7 +32,7 @@ def kvmerger(
         k* = sum g_i k_i / sum g_i        v* = sum g_i v_i / sum g_i        (equations 7 to 9)
 
     A prompt within the budget is left as it is, and the answer comes on top. A merged entry keeps its pivot's position
-    and weighs as one token. If the cache is compressed again, it is merged as one token.
+    and weighs as one token (but for `count_bias`). If the cache is compressed again, it is merged as one token.
 
     Args:
         budget: entries kept of the prompt, all included; a float is that share of each row's prompt. The paper's are
@@ -50,11 +51,13 @@ def kvmerger(
         weights: "average" is the ablation of Table 4.
         pivot: "random" is the ablation of Table 3, drawn from `seed`.
         group: how the query heads of a kv head are reduced.
+        count_bias: adds ln n to the logits of an entry of n tokens, which the paper does not, so that merging equal
+            keys does not change what others receive. A float32 a slot is kept.
     """
     return Policy(
         score=AccumulatedAttention(group),
         budget=budget_of(budget),
         select=TopTokens(),
-        merge=GaussianMerge(heavy, theta, rule, straddle, sigma, weights, pivot, seed),
+        merge=GaussianMerge(heavy, theta, rule, straddle, sigma, weights, pivot, seed, count_bias),
         protect=Protect(recent=recent),
     )

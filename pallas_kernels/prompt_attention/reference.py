@@ -36,10 +36,14 @@ def prompt_attention(
     *,
     scale: float,
     window: int | None = None,
+    bias: Float[Array, "B H M"] | None = None,
 ) -> tuple[Float[Array, "B Hq N D"], Float[Array, "B Hq N"]]:
     """Causal attention by position, of N new tokens over M = S + N entries.
 
     The last N entries are the queries' own tokens in the same order; the S before them are cached slots in any order.
+
+    Args:
+        bias: float32, added to the scaled logits of each entry.
 
     Returns:
         The context in q's dtype, and the float32 log-sum-exp of each query's scaled logits (-inf if it sees nothing).
@@ -59,6 +63,8 @@ def prompt_attention(
         p = jax.lax.dynamic_slice_in_dim(k_positions, start, size, axis=2)
         p = jnp.where(jnp.arange(size) >= skip, p, -1)
         logits = jnp.einsum("BHRD,BHKD->BHRK", rows, keys, preferred_element_type=jnp.float32)
+        if bias is not None:
+            logits = logits + jax.lax.dynamic_slice_in_dim(bias, start, size, axis=2)[:, :, None]
         seen = visible(t_rows, p, window)[:, :, None]
         logits = jnp.where(seen, logits.reshape(B, H, G, -1, size), -jnp.inf).reshape(logits.shape)
         peak = jnp.maximum(running.peak, jnp.max(logits, axis=-1))

@@ -19,11 +19,13 @@ def slot_attention(
     *,
     scale: float,
     window: int | None = None,
+    bias: Float[Array, "B H S"] | None = None,
     received: Fold | None = None,
 ) -> tuple[Float[Array, "B Hq W D"], Float[Array, "B Hq W"], Float[Array, "B H S"] | None]:
     """Attention of W (few) query rows over slots in any order.
 
     Args:
+        bias: float32, added to the scaled logits of each slot.
         received: also return what each slot received: the weights reduced so over a kv head's query group, then summed
             over the W rows.
 
@@ -37,6 +39,8 @@ def slot_attention(
     # Keys first, and turned behind a barrier: otherwise XLA turns the product, which a CPU computes a quarter slower.
     logits = jax.lax.optimization_barrier(jnp.einsum("BHSD,BHRD->BHSR", k, rows, preferred_element_type=jnp.float32))
     logits = jnp.swapaxes(logits, 2, 3).reshape(B, H, -1, W, S)
+    if bias is not None:
+        logits = logits + bias[:, :, None, None]
     logits = jnp.where(visible(q_positions, k_positions, window)[:, :, None], logits, -jnp.inf)
     peak = jnp.max(logits, axis=-1, keepdims=True)
     exponentials = jnp.exp(logits - jnp.where(jnp.isneginf(peak), 0.0, peak))

@@ -48,15 +48,17 @@ def window_scores(
     scale: float,
     lse: Float[Array, "B Hq W"] | None = None,
     window: int | None = None,
+    bias: Float[Array, "B H M"] | None = None,
     causal: bool = True,
     reduction: Reduction = Reduction(),
 ) -> Float[Array, "B H M"]:
     """Softmax weights received by each key from W queries, reduced over queries and group, float32.
 
-    The weight of query r on key c is exp(scale * q_r . k_c - lse_r) where c is visible from r, and 0 elsewhere.
+    The weight of query r on key c is exp(scale * q_r . k_c + bias_c - lse_r) where c is visible from r, else 0.
 
     Args:
         lse: each query's log-sum-exp when it attended. Computed over the keys given here if None.
+        bias: float32, added to the scaled logits of each key; none if None.
         causal: whether some key may be newer than some query. If not, no pair of them has to be compared.
         reduction: how the [G, W] weights of a key become one score. Keys that no query sees score 0.
     """
@@ -69,6 +71,7 @@ def window_scores(
     t = pad(q_positions, -W % rows, axis=1, value=-1)
     k = pad(k, -M % keys, axis=2)
     p = pad(k_positions, -M % keys, axis=2, value=-1)
+    added = None if bias is None else pad(bias, -M % keys, axis=2)
     blocks = t.shape[1] // rows
     newest = jnp.max(t.reshape(B, blocks, rows), axis=(0, 2))
     pairwise = causal or window is not None
@@ -78,7 +81,10 @@ def window_scores(
         q_tile = jax.lax.dynamic_slice_in_dim(q, i * rows, rows, axis=3).reshape(B, H, G * rows, D)
         k_tile = jax.lax.dynamic_slice_in_dim(k, j * keys, keys, axis=2)
         logits = jnp.einsum("BHKD,BHRD->BHKR", k_tile, q_tile, preferred_element_type=jnp.float32)
-        return logits.reshape(B, H, keys, G, rows)
+        logits = logits.reshape(B, H, keys, G, rows)
+        if added is None:
+            return logits
+        return logits + jax.lax.dynamic_slice_in_dim(added, j * keys, keys, axis=2)[..., None, None]
 
     def seen_of(i: Array, j: Array) -> Bool[Array, "B H K R"]:
         t_tile = jax.lax.dynamic_slice_in_dim(t, i * rows, rows, axis=1)

@@ -48,6 +48,16 @@ def test_attends_to_slots_in_any_order_and_causally_to_itself(group, new, slots,
     assert not np.any(out[2]), "a row that sees nothing has no context"
 
 
+def test_a_bias_is_added_to_the_logits_of_its_entry():
+    rng = np.random.default_rng(8)
+    q, k, v, t, p = problem(rng, 4, 13, 37, [13, 7], [50, 7])
+    bias = rng.normal(size=p.shape).astype(np.float32)
+    out, lse = compiled(prompt_attention, q, k, v, t, p, scale=0.5, bias=bias)
+    weights, expected_lse, _ = attention(q, k, t, p, 0.5, bias=bias)
+    assert_close(out, context(weights, v))
+    assert_close(lse, expected_lse)
+
+
 def test_bfloat16_is_as_good_as_its_inputs():
     rng = np.random.default_rng(0)
     q, k, v, t, p = problem(rng, 4, 21, 19, [21, 9], [30, 12], jnp.bfloat16)

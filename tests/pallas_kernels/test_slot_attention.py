@@ -36,6 +36,18 @@ def test_attends_to_slots_in_any_order(group, queries, window):
     assert slot_attention(q, k, v, t, p, scale=0.5, window=window)[2] is None
 
 
+def test_a_bias_is_added_to_the_logits_of_its_slot():
+    rng = np.random.default_rng(8)
+    k, v, p = entries(rng, 2, 2, 19, [40, 9])
+    q, bias = rng.normal(size=(2, 8, 3, 8)).astype(np.float32), rng.normal(size=(2, 2, 19)).astype(np.float32)
+    t = np.array([[30, 35, 40], [7, 8, 9]])
+    out, lse, got = slot_attention(q, k, v, t, p, scale=0.5, bias=bias, received="sum")
+    weights, expected_lse, _ = attention(q, k, t, p, 0.5, bias=bias)
+    assert_close(out, context(weights, v))
+    assert_close(lse, expected_lse)
+    assert_close(got, received(weights, 2, "sum"))
+
+
 def test_bfloat16_is_as_good_as_its_inputs():
     rng = np.random.default_rng(3)
     k, v, p = entries(rng, 2, 2, 33, [60, 60], jnp.bfloat16)

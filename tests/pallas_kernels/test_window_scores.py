@@ -90,6 +90,17 @@ def test_queries_in_ring_order_and_keys_left_out_of_the_scoring():
     assert_close(alone, reduced(weights, visible, Reduction()))
 
 
+@pytest.mark.parametrize("lse_given", [True, False])
+def test_a_bias_is_added_to_the_logits_of_its_key(lse_given):
+    rng = np.random.default_rng(8)
+    q, k, t, p = problem(rng, 4, 13, 37)
+    bias = rng.normal(size=p.shape).astype(np.float32)
+    weights, lse, visible = attention(q, k, t, p, 0.5, bias=bias)
+    lse = lse.astype(np.float32) if lse_given else None
+    got = compiled(window_scores, q, k, t, p, scale=0.5, bias=bias, lse=lse)
+    assert_close(got, reduced(weights, visible, Reduction()))
+
+
 def test_bfloat16_and_huge_logits():
     rng = np.random.default_rng(6)
     q, k, t, p = problem(rng, 2, 13, 37, jnp.bfloat16)

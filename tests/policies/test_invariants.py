@@ -46,7 +46,10 @@ SPECS = {
         "budget=0.5,window=3,normalise=distant,group=max",
     ),
     "cam": ("budget=12,sinks=2,tokens=4,form=expected", "budget=12,tokens=3,every=3"),
-    "kvmerger": ("budget=12,recent=4,heavy=2,theta=None", "budget=0.5,theta=0.2,rule=chain,straddle=True"),
+    "kvmerger": (
+        "budget=12,recent=4,heavy=2,theta=None",
+        "budget=0.5,theta=0.2,rule=chain,straddle=True,count_bias=True",
+    ),
     "pyramidkv": ("budget=12,window=4,kernel=3,beta=2", "budget=0.5,window=3,kernel=3,beta=2,formula=code"),
     "expected_attention": ("budget=12,sinks=2,future=8,epsilon=0.01", "budget=0.5,sinks=0,value_norm=False"),
     "finch": ("budget=0.5,window=3,chunk=6",),
@@ -245,6 +248,8 @@ def expected_bytes(spec: str, batch: int, params) -> int:
             entry = 2 * dim * 4
         total += batch * heads * (slots * (entry + 4) + 4)
         if isinstance(score, AccumulatedAttention | LastAttention | NoisyAttention) and policy.every:
+            total += batch * heads * slots * 4
+        if policy.merge.biases and policy.limited(layer):
             total += batch * heads * slots * 4
         if isinstance(policy.score, Neglect):
             total += batch * heads * slots * 4

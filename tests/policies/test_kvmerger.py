@@ -12,7 +12,7 @@ import pytest
 
 from kvjax.cache import LayerCache
 from kvjax.models import AttentionLayer, Rope
-from kvjax.pallas_kernels import Reduction
+from kvjax.pallas_kernels import Reduction, slot_attention, window_scores
 from kvjax.parts import AccumulatedAttention, Drop, Fixed, GaussianMerge, TopTokens, WindowAttention
 from kvjax.parts.cluster import BLOCK, set_ends, solve_theta
 from kvjax.policies import kvmerger, parse
@@ -200,6 +200,73 @@ def test_e5_a_merged_entry_weighs_as_one_token():
     np.testing.assert_array_equal(out.positions, [[[0, -1, 2]]])
     logits = np.asarray(out.keys[0, 0])[[0, 2]] @ np.ones(2)
     np.testing.assert_allclose(softmax(logits), [0.5, 0.5], rtol=1e-6)
+
+
+def test_e5_a_merged_entry_weighs_as_its_tokens():
+    """With ln 2 added to their logit the two have two thirds, as they had apart; merged again, all of it."""
+    entries = replace(layer(np.ones((1, 1, 3, 2))), bias=jnp.zeros((1, 1, 3)))
+    out = condensed(GaussianMerge(theta=0.5, count_bias=True), entries, jnp.array([[[1.0, 0.5, jnp.inf]]]), size=2)
+    np.testing.assert_allclose(out.bias[0, 0, [0, 2]], [np.log(2), 0], rtol=1e-6)
+    logits = np.asarray(out.keys[0, 0, [0, 2]] @ np.ones(2)) + out.bias[0, 0, [0, 2]]
+    np.testing.assert_allclose(softmax(logits), [2 / 3, 1 / 3], rtol=1e-6)
+    again = condensed(
+        GaussianMerge(theta=0.5, count_bias=True), out.gather(jnp.array([[[0, 2]]])), jnp.ones((1, 1, 2)), size=1
+    )
+    np.testing.assert_allclose(again.bias[0, 0, 0], np.log(3), rtol=1e-6)
+
+
+def test_merging_equal_keys_with_their_count_changes_no_attention():
+    """Two equal keys among others: the context, and what the rest receives, before and after."""
+    keys, values = RNG.normal(size=(2, 1, 2, 12, 8)).astype(np.float32)
+    keys[:, :, 5] = keys[:, :, 4]
+    q = RNG.normal(size=(1, 4, 1, 8)).astype(np.float32)
+    entries = replace(layer(keys, values), bias=jnp.zeros((1, 2, 12)))
+    scores = jnp.full((1, 2, 12), jnp.inf).at[:, :, 4:6].set(1.0)
+    merged = condensed(GaussianMerge(theta=0.99, count_bias=True), entries, scores, size=11)
+    assert merged.positions[0].tolist() == [[0, 1, 2, 3, 4, -1, *range(6, 12)]] * 2
+    unbiased = replace(merged, bias=None)
+    for other, same in ((merged, True), (unbiased, False)):
+        results = []
+        for held in (replace(entries, bias=None), other):
+            where, t = held.positions, jnp.array([[20]])
+            args = (q, held.keys, held.values, t, where)
+            context, lse, received = slot_attention(*args, scale=0.5, bias=held.bias, received="sum")
+            again = window_scores(
+                q, held.keys, t, where, scale=0.5, lse=lse, bias=held.bias, reduction=Reduction("sum", "sum")
+            )
+            np.testing.assert_allclose(again, received, atol=1e-6)
+            received = received.at[:, :, 4].add(received[:, :, 5]).at[:, :, 5].set(0)
+            results.append((context, lse, received))
+        assert all(np.allclose(x, y, atol=1e-5) for x, y in zip(*results, strict=True)) == same
+
+
+def test_counts_stay_with_their_entries_and_cost_nothing_where_they_are_off():
+    """A prompt, a step and a second turn; without counts a decode step is the very program of a policy that drops."""
+    rows = [np.repeat(RNG.integers(0, tiny.VOCAB, n), 3)[:n] for n in (44, 31, 12)]
+    params, token, rest = tiny.decoder(), np.arange(3), np.ones(3, bool)
+    options = {"budget": 18, "recent": 5, "heavy": 3, "theta": 0.3}
+    programs = {}
+    for name, policy in {
+        "counts": kvmerger(**options, count_bias=True),
+        "none": kvmerger(**options),
+        "drop": replace(kvmerger(**options), merge=Drop()),
+    }.items():
+        _, cache = tiny.prefill(params, policy, rows, 48)
+        programs[name] = str(jax.make_jaxpr(tiny.step)(params, cache, token, rest))
+        if name != "counts":
+            assert cache.layers[0].bias is None
+            continue
+        _, after = tiny.step(params, cache, token, rest)
+        for held in (cache, after):
+            tokens = np.where(held.layers[0].positions >= 0, np.exp(held.layers[0].bias), 0)
+            positions = np.asarray(held.layers[0].positions)
+            assert (tokens > 1.5).any()
+            np.testing.assert_allclose(tokens, np.round(tokens), atol=1e-4)
+            recent = positions >= np.array([39, 26, 0])[:, None, None]  # and whatever came after
+            np.testing.assert_array_equal(tokens[recent], 1)
+            assert (tokens.sum(axis=-1)[2] == 12 + (held is after)).all()
+            assert (tokens.sum(axis=-1) <= np.array([44, 31, 12])[:, None] + (held is after) + 1e-3).all()
+    assert programs["none"] == programs["drop"] != programs["counts"]
 
 
 def test_e6_neighbours_of_the_same_content_after_rope():
