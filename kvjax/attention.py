@@ -6,7 +6,7 @@ of LayerCaches; a layer's entry is replaced when that layer has attended.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +37,7 @@ def causal(positions: Int[Array, "B N"], block: int = 128) -> Attend:
         cache: Any,
     ) -> tuple[Float[Array, "B Hq N D"], Any]:
         rope = layer.rope.row_frequencies(q.shape[-1], jnp.max(positions, axis=1) + 1)
-        q, k = (_rotate(layer, x, positions[:, None], rope) for x in (q, k))
+        q, k = (rotated(layer, x, positions[:, None], rope) for x in (q, k))
         B, Hq, N, D = q.shape
         grouped = q.reshape(B, k.shape[1], -1, N, D)
         contexts = []
@@ -100,7 +100,7 @@ def reading(
         observes = policy.limited(i) and (compress or not final or policy.every is not None)
         old = _with_state(policy, layers[i], shape) if observes else layers[i]
         if policy.positions == "original":
-            q, k = (_rotate(layer, x, positions[:, None], rope) for x in (q, k))
+            q, k = (rotated(layer, x, positions[:, None], rope) for x in (q, k))
         entries = old.append(
             LayerCache(
                 keys=policy.storage.store(k),
@@ -114,8 +114,8 @@ def reading(
         keys = shown.keys
         if policy.positions == "in_cache":
             places = _places(entries.positions)
-            keys = _rotate(layer, keys, places, rope)
-            q = _rotate(layer, q, jnp.repeat(places[..., -q.shape[2] :], q.shape[1] // k.shape[1], axis=1), rope)
+            keys = rotated(layer, keys, places, rope)
+            q = rotated(layer, q, jnp.repeat(places[..., -q.shape[2] :], q.shape[1] // k.shape[1], axis=1), rope)
         context, lse = prompt_attention(
             q,
             keys,
@@ -131,7 +131,7 @@ def reading(
             received = _received(policy.score.received, layer, heads, q, lse, held, positions)
             attended = Attended(q, unrotated, positions, lse, received, lengths, layer.scale, layer.window, heads, i)
             entries = _observe(policy, entries, shown, attended)
-        entries = _expire(entries, moment, lengths > 0)
+        entries = expire(entries, moment, lengths > 0)
         if compress and (most := kept[i]) is not None:
             entries = policy.compress(entries, moment, min(most, slots[i]))
         else:
@@ -173,8 +173,8 @@ def decoding(
         unrotated = q
         observes = not policy.grows(i)
         if policy.positions == "original":
-            q, k = (_rotate(layer, x, positions[:, None, None], rope) for x in (q, k))
-        entries = _expire(layers[i], moment, incoming)
+            q, k = (rotated(layer, x, positions[:, None, None], rope) for x in (q, k))
+        entries = expire(layers[i], moment, incoming)
         if observes:
             entries = policy.make_room(entries, moment, incoming)
         empty = jnp.where((entries.positions < 0) & incoming[:, None, None], jnp.arange(entries.slots), entries.slots)
@@ -187,9 +187,9 @@ def decoding(
         shown = entries.plain()
         keys = shown.keys
         if policy.positions == "in_cache":
-            keys = _rotate(layer, keys, _places(entries.positions), rope)
+            keys = rotated(layer, keys, _places(entries.positions), rope)
             own = jnp.repeat(entries.occupancy - 1, q.shape[1] // k.shape[1], axis=1)
-            q = _rotate(layer, q, own[..., None], rope)
+            q = rotated(layer, q, own[..., None], rope)
         wish = policy.score.received if observes else None
         context, lse, received = slot_attention(
             heads.whole_groups(q) if wish else q,
@@ -210,6 +210,48 @@ def decoding(
             attended = Attended(*seen, layer.scale, layer.window, heads, i, decoding=True)
             entries = _observe(policy, entries, shown, attended)
         return context, _replace(layers, i, entries)
+
+    return attend
+
+
+def replaying(
+    show: Callable[[LayerCache, Attended, Array, Array], tuple[Any, Any]],
+    positions: Int[Array, "B N"],
+    lengths: Int[Array, "B"],
+    first: Int[Array, "B"],
+    last: Int[Array, "B"],
+    *,
+    rope: Float[Array, "B R/2"] | None = None,
+    heads: Heads = ALL_HEADS,
+) -> Attend:
+    """Attention for tokens that follow a prompt and leave nothing but what a score has seen of them.
+
+    Args:
+        show: (entries, attended, first, last) -> the score's new state; the tokens' own entries are the last ones.
+        positions, lengths, rope, heads: as `reading` takes them.
+        first, last: handed on.
+    """
+
+    def attend(
+        layer: AttentionLayer,
+        q: Float[Array, "B Hq N D"],
+        k: Float[Array, "B H N D"],
+        v: Float[Array, "B H N D"],
+        layers: Layers,
+    ) -> tuple[Float[Array, "B Hq N D"], Layers]:
+        i = layer.index
+        old, unrotated = layers[i], q
+        q, k = (rotated(layer, x, positions[:, None], rope) for x in (q, k))
+        state = jax.tree.map(lambda x: jnp.zeros((*x.shape[:-1], k.shape[2]), x.dtype), old.per_slot)
+        own = LayerCache(k, v, jnp.broadcast_to(positions[:, None], k.shape[:3]), old.capacity, state)
+        entries = old.append(own)
+        context, lse = prompt_attention(
+            q, entries.keys, entries.values, positions, entries.positions, scale=layer.scale, window=layer.window
+        )
+        attended = Attended(q, unrotated, positions, lse, None, lengths, layer.scale, layer.window, heads, i)
+        per_slot, per_row = show(entries, attended, first, last)
+        per_slot = jax.tree.map(lambda x: x[..., : old.slots], per_slot)
+        return context, _replace(layers, i, replace(old, per_slot=per_slot, per_row=per_row))
 
     return attend
 
@@ -241,7 +283,7 @@ def _received(
     )
 
 
-def _rotate(
+def rotated(
     layer: AttentionLayer,
     x: Float[Array, "B H N D"],
     positions: Int[Array, "B #H N"],
@@ -257,7 +299,7 @@ def _places(positions: Int[Array, "B H M"]) -> Int[Array, "B H M"]:
     return jnp.argsort(jnp.argsort(jnp.where(positions < 0, last, positions), axis=-1), axis=-1)
 
 
-def _expire(entries: LayerCache, moment: Moment, incoming: Bool[Array, "B"]) -> LayerCache:
+def expire(entries: LayerCache, moment: Moment, incoming: Bool[Array, "B"]) -> LayerCache:
     """Empties the slots whose token no later query can see, in a layer with a sliding window, of rows that go on."""
     if moment.window is None:
         return entries

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kvjax.models import DecoderConfig
-from kvjax.policy import LayerShape, Policy
+from kvjax.policy import LayerShape, Policy, SharedBudget
 from kvjax.quantized import Stored, plain, updated
-from kvjax.sharding import check_batch, fit_mesh, heads_sharding, place, rows_sharding
+from kvjax.sharding import MODEL, check_batch, fit_mesh, heads_sharding, place, rows_sharding
+
+if TYPE_CHECKING:
+    from kvjax.ragged import RaggedCache
 
 STATIC = {"static": True}
 
@@ -161,13 +164,15 @@ class KVCache:
     """What a model remembers of a batch of texts. A value: extending it makes another one.
 
     Attributes:
-        layers: one LayerCache a layer; layers may differ in their number of slots.
+        layers: one LayerCache a layer; layers may differ in their number of slots. None, (), once there is a pool.
         length: tokens each row has seen, kept or not. The next one's position.
         rope: RoPE's frequencies of each row, where they depend on its length (dynamic, longrope): fixed by the prompt's
             length when it is first read, and the same for all that follows. None where they do not.
         pending: each row's last sampled token, which has no entry yet and goes first in the next call; -1 if none.
+        pool: the entries of all layers, where the policy shares its budget out among them and has done so.
         policy: the policy that made this cache and may extend it.
-        kept: entries that each layer keeps at most when it is compressed; None where it keeps everything.
+        kept: entries that each layer keeps at most when it is compressed, or, of a shared budget, its mean kv head;
+            None where it keeps everything.
         windows: each layer's sliding window, beyond which it never needs slots.
         filled: whether the prompt has been read to its end and compressed.
         mesh: the devices that it is spread over, its rows over `data` and its heads over `model`; None for one.
@@ -177,6 +182,7 @@ class KVCache:
     length: Int[Array, "B"]
     rope: Float[Array, "B R/2"] | None
     pending: Int[Array, "B"]
+    pool: RaggedCache | None
     policy: Policy = field(metadata=STATIC)
     kept: tuple[int | None, ...] = field(metadata=STATIC)
     windows: tuple[int | None, ...] = field(metadata=STATIC)
@@ -204,6 +210,8 @@ class KVCache:
         if mesh is not None:
             mesh = fit_mesh(mesh, config)
         check_batch(batch, mesh)
+        if isinstance(policy.budget, SharedBudget):
+            check_groups(policy.budget, config.num_kv_heads, 1 if mesh is None else mesh.shape[MODEL])
         shape = LayerShape(batch, config.num_heads, config.num_kv_heads, config.head_dim, jnp.dtype(dtype))
         layers = []
         for layer in range(config.num_layers):
@@ -227,6 +235,7 @@ class KVCache:
             length=jnp.zeros(batch, jnp.int32),
             rope=config.rope.row_frequencies(config.head_dim, prompt_lengths),
             pending=jnp.full(batch, -1, jnp.int32),
+            pool=None,
             policy=policy,
             kept=tuple(policy.slots(layer, prompt_size, config.num_layers) for layer in range(config.num_layers)),
             windows=config.windows,
@@ -241,20 +250,33 @@ class KVCache:
     @property
     def dtype(self) -> jnp.dtype:
         """Of keys and values as they are computed with."""
-        return self.layers[0].keys.dtype
+        return (self.layers[0] if self.pool is None else self.pool).keys.dtype
+
+    @property
+    def entries(self) -> tuple[LayerCache, ...] | RaggedCache:
+        """The layers, or the pool: what a decoder's layers hand on to each other."""
+        return self.layers if self.pool is None else self.pool
+
+    def with_entries(self, entries: tuple[LayerCache, ...] | RaggedCache) -> KVCache:
+        return replace(self, layers=entries) if isinstance(entries, tuple) else replace(self, pool=entries)
+
+    @property
+    def head_dim(self) -> int:
+        return (self.layers[0] if self.pool is None else self.pool).keys.shape[-1]
 
     @property
     def nbytes(self) -> int:
         """Bytes held: keys, values, positions and every policy's state. Also of a cache that is only planned."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.layers))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.entries))
 
     @property
     def shardings(self) -> KVCache:
         """Where each array lies, in the cache's own form; only for a cache on a mesh."""
         assert self.mesh is not None
         heads, rows = heads_sharding(self.mesh), rows_sharding(self.mesh)
-        others = jax.tree.map(lambda _: rows, replace(self, layers=()))
-        return replace(others, layers=jax.tree.map(lambda _: heads, self.layers))
+        others = jax.tree.map(lambda _: rows, replace(self, layers=(), pool=None))
+        layers, pool = jax.tree.map(lambda _: heads, (self.layers, self.pool))
+        return replace(others, layers=layers, pool=pool)
 
     def in_place(self) -> KVCache:
         """The same cache, of which XLA is told inside `jax.jit` where it lies."""
@@ -266,3 +288,17 @@ class KVCache:
 
     def map_layers(self, change: Callable[[LayerCache], LayerCache]) -> KVCache:
         return replace(self, layers=tuple(change(layer) for layer in self.layers))
+
+
+def check_groups(budget: SharedBudget, kv_heads: int, devices: int) -> None:
+    """Raises ValueError unless kv heads form groups of equal size that are whole on the devices they are spread over."""
+    groups = budget.groups
+    if groups is None:
+        return
+    if groups > kv_heads or kv_heads % groups:
+        raise ValueError(f"groups={groups} of {kv_heads} kv heads; accepted is a divisor of {kv_heads}")
+    if groups % devices:
+        raise ValueError(
+            f"{type(budget).__name__} with groups={groups} on a mesh that spreads kv heads over {devices} devices, "
+            f"which would cut a group; accepted are multiples of {devices}, with which one device keeps the same"
+        )

@@ -60,9 +60,9 @@ class Decoding:
 
     def take(self, logits: Float[Array, "B V"], sampler: SamplingMethod) -> Decoding:
         """Samples each active row's next token, which is then pending."""
-        rows = replace(self, cache=replace(self.cache, layers=()))
+        rows = replace(self, cache=replace(self.cache, layers=(), pool=None))
         taken = over_rows(self.cache.mesh, partial(Decoding._take, sampler=sampler), rows, logits)
-        return replace(taken, cache=replace(taken.cache, layers=self.cache.layers))
+        return replace(taken, cache=replace(taken.cache, layers=self.cache.layers, pool=self.cache.pool))
 
     def _take(self, logits: Float[Array, "B V"], sampler: SamplingMethod) -> Decoding:
         """`take`, of a state whose cache's layers are left out."""

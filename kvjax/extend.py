@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,12 @@ from kvjax.attention import decoding, reading
 from kvjax.cache import KVCache
 from kvjax.clock import Clock
 from kvjax.models import Decoder
-from kvjax.policy import Policy
+from kvjax.policy import UNLIMITED, Policy
+from kvjax.ragged import whole_pages
+from kvjax.replay import ReplayScore, Texts, replay
+from kvjax.segments import decoding_segments, reading_segments
 from kvjax.sharding import fetch, logical_sharding, mesh_of, rows_sharding
+from kvjax.sharing import growing, pool_rows, share_out
 from kvjax.spread import over_heads
 
 Compress = Literal["auto", "never", "end", "chunk"]
@@ -81,10 +85,17 @@ def extend(
         if concrete:
             check_room(cache, 1)
         return _step(params, cache, tokens[:, 0], lengths > 0)
-    compresses, final = resolve(cache, compress)
-    occupied = occupied_slots(cache) if concrete else [layer.slots for layer in cache.layers]
-    slots = plan_slots(cache, occupied, new=tokens.shape[1], room=0, compress=compresses)
-    return _read(params, cache, tokens, lengths, slots=slots, compress=compresses, final=final)
+    how = resolve(cache, compress)
+    if concrete:
+        occupied = occupied_slots(cache)
+        cache = with_room(cache, tokens.shape[1]) if cache.pool is not None else cache
+    else:
+        occupied = [cache.pool.keys.shape[2]] if cache.pool is not None else [layer.slots for layer in cache.layers]
+    slots = plan_slots(cache, occupied, new=tokens.shape[1], room=0, compress=how.compress)
+    logits, cache = _read(params, cache, tokens, lengths, slots=slots, compress=how.compress, final=how.final)
+    if how.share:
+        cache = _shared_out(params, cache, tokens, lengths, room=0, texts=None, begins=not any(occupied))
+    return logits, cache
 
 
 def read(
@@ -102,11 +113,13 @@ def read(
     behind = jnp.arange(count - 1, -1, -1)
     next_position = cache.length + lengths
     positions = jnp.where(behind < lengths[:, None], next_position[:, None] - 1 - behind, -1)
-    make = partial(reading, cache.policy, slots=slots, kept=cache.kept, compress=compress, final=final)
+    if cache.pool is None:
+        make = partial(reading, cache.policy, slots=slots, kept=cache.kept, compress=compress, final=final)
+    else:
+        make = partial(reading_segments, cache.policy, slots=max(slots))
     rows = {"positions": positions, "lengths": lengths, "next_position": next_position, "rope": cache.rope}
-    attend = over_heads(cache.mesh, make, **rows)
-    hidden, layers = params(tokens, attend, cache.layers)
-    cache = replace(cache, layers=layers, length=next_position, filled=cache.filled or final)
+    hidden, entries = params(tokens, over_heads(cache.mesh, make, **rows), cache.entries)
+    cache = replace(cache.with_entries(entries), length=next_position, filled=cache.filled or final)
     return _by_row(params.logits(hidden[:, -1]), cache), cache.in_place()
 
 
@@ -115,9 +128,9 @@ def step(
 ) -> tuple[Float[Array, "B V"], KVCache]:
     """`extend` by one token in the rows where one is incoming; the others are left as they are."""
     rows = {"positions": cache.length, "incoming": incoming, "rope": cache.rope}
-    attend = over_heads(cache.mesh, partial(decoding, cache.policy), **rows)
-    hidden, layers = params(tokens[:, None], attend, cache.layers)
-    cache = replace(cache, layers=layers, length=cache.length + incoming)
+    make = partial(decoding if cache.pool is None else decoding_segments, cache.policy)
+    hidden, entries = params(tokens[:, None], over_heads(cache.mesh, make, **rows), cache.entries)
+    cache = replace(cache.with_entries(entries), length=cache.length + incoming)
     return _by_row(params.logits(hidden[:, 0]), cache), cache.in_place()
 
 
@@ -131,9 +144,28 @@ def _by_row(logits: Float[Array, "B V"], cache: KVCache) -> Float[Array, "B V"]:
     return jax.lax.with_sharding_constraint(logits, rows_sharding(cache.mesh))
 
 
+class How(NamedTuple):
+    """How a call ends.
+
+    Attributes:
+        compress: each layer to its budget, when it has attended.
+        share: the budget is shared out among layers and heads after it.
+        final: the prompt ends with it, so that state that is not needed any more can be forgotten.
+    """
+
+    compress: bool
+    share: bool
+    final: bool
+
+
 _read = jax.jit(read, static_argnames=("slots", "compress", "final"))
 _read_on = jax.jit(read, static_argnames=("slots", "compress", "final"), donate_argnames="cache")
 _step = jax.jit(step)
+_replay = jax.jit(replay)
+_share_out = jax.jit(share_out, static_argnames=("rows", "room"))
+_passes = jax.jit(
+    lambda score, tokens, lengths, texts: score.passes(tokens, lengths, texts), static_argnames=("score", "texts")
+)
 
 
 def read_prompt(
@@ -145,25 +177,31 @@ def read_prompt(
     room: int,
     chunk: int | None,
     compress: Compress,
+    texts: Texts | None = None,
     clock: Clock | None = None,
 ) -> tuple[Float[Array, "B V"], KVCache]:
     """Extends a cache by a whole prompt, in chunks if asked, and leaves room for `room` tokens to be decoded.
 
     Rows end together in the last chunk. Between chunks nothing is compressed, so that the result is that of one call,
-    unless `compress` is "chunk". The clock counts the programs run as "prefill".
+    unless `compress` is "chunk". A turn into a pool of segments is read in one piece. The clock counts the programs
+    run as "prefill".
+
+    Args:
+        texts: token ids that a score by replay needs, see `ReplayScore.texts`.
     """
     run, put = partial((clock or Clock()).run, "prefill"), cache.put_rows
     if tokens.shape[1] == 1 and cache.filled and compress == "auto":
         return run(_step, params, with_room(cache, room), put(tokens[:, 0]), put(lengths > 0))
-    compresses, final = resolve(cache, compress)
-    occupied = occupied_slots(cache)
-    if chunk is None or chunk >= tokens.shape[1]:
-        slots = plan_slots(cache, occupied, new=tokens.shape[1], room=room, compress=compresses)
-        return run(_read, params, cache, put(tokens), put(lengths), slots=slots, compress=compresses, final=final)
+    how, whole, whole_lengths = resolve(cache, compress), tokens, lengths
+    occupied = begun = occupied_slots(cache)
+    if cache.pool is not None:
+        cache, chunk = with_room(cache, tokens.shape[1] + room), None
+    chunk = min(chunk or tokens.shape[1], tokens.shape[1])
     chunks = -(-tokens.shape[1] // chunk)
     tokens = np.pad(tokens, ((0, 0), (chunks * chunk - tokens.shape[1], 0)))
-    between = plan_slots(cache, occupied, new=(chunks - 1) * chunk, room=0, compress=compress == "chunk")
-    cache = _grow(cache, between)
+    if chunks > 1:
+        between = plan_slots(cache, occupied, new=(chunks - 1) * chunk, room=0, compress=compress == "chunk")
+        cache = _grow(cache, between)
     for i in range(chunks):
         rest = (chunks - 1 - i) * chunk
         part, part_lengths = put(tokens[:, i * chunk : (i + 1) * chunk]), put(np.clip(lengths - rest, 0, chunk))
@@ -172,20 +210,60 @@ def read_prompt(
             _, cache = run(
                 go, params, cache, part, part_lengths, slots=between, compress=compress == "chunk", final=False
             )
-    occupied = occupied_slots(cache)
-    slots = plan_slots(cache, occupied, new=chunk, room=room, compress=compresses)
-    return run(_read, params, cache, part, part_lengths, slots=slots, compress=compresses, final=final)
+            occupied = occupied_slots(cache)
+    slots = plan_slots(cache, occupied, new=chunk, room=0 if how.share else room, compress=how.compress)
+    logits, cache = run(
+        _read, params, cache, part, part_lengths, slots=slots, compress=how.compress, final=how.final
+    )
+    if how.share:
+        cache = _shared_out(params, cache, put(whole), put(whole_lengths), room, texts, not any(begun), run)
+    return logits, cache
 
 
-def resolve(cache: KVCache, compress: Compress) -> tuple[bool, bool]:
-    """Whether a call compresses at its end, and whether the prompt ends with it."""
+def resolve(cache: KVCache, compress: Compress) -> How:
+    """Raises ValueError where a policy's budget is shared out once, and this would be another time."""
+    if cache.policy.shares and (compress == "chunk" or (compress == "end" and cache.filled)):
+        raise ValueError(
+            f"compress={compress!r} would share {type(cache.policy.budget).__name__} out more than once; accepted are "
+            "'auto' and 'never'"
+        )
     if compress == "auto":
-        return not cache.filled or cache.policy.every is not None, True
-    return compress != "never", compress != "never" or cache.filled
+        how = How(compress=not cache.filled or cache.policy.every is not None, share=False, final=True)
+    else:
+        how = How(compress != "never", share=False, final=compress != "never" or cache.filled)
+    return How(compress=False, share=True, final=False) if cache.policy.shares and not cache.filled and how.compress else how
+
+
+def _shared_out(
+    params: Decoder,
+    cache: KVCache,
+    tokens: Int[Array, "B N"],
+    lengths: Int[Array, "B"],
+    room: int,
+    texts: Texts | None,
+    begins: bool,
+    run: Callable[..., Any] = lambda program, *args, **kwargs: program(*args, **kwargs),
+) -> KVCache:
+    """The cache of a prompt that has been read, its budget shared out, after whatever its score wants replayed.
+
+    Args:
+        begins: whether these tokens are all of the prompt, as a score by replay needs them.
+        run: how programs are run.
+    """
+    score = cache.policy.score
+    if isinstance(score, ReplayScore):
+        if not begins:
+            raise ValueError(f"{type(score).__name__} replays a prompt; accepted is one that is read in one call")
+        for part in _passes(score, tokens, lengths, score.texts(None) if texts is None else texts):
+            cache = run(_replay, params, cache, jax.tree.map(cache.put_rows, part))
+    rows = pool_rows(cache.policy, cache.kept, params.config.num_kv_heads, room)
+    return run(_share_out, params, cache, rows=rows, room=room)
 
 
 def plan_slots(cache: KVCache, occupied: Sequence[int], *, new: int, room: int, compress: bool) -> tuple[int, ...]:
     """Slots of each layer after reading `new` tokens, with room for `room` more where the layer grows."""
+    if cache.pool is not None:
+        return (whole_pages(bucket(max(occupied) + new)),)
     slots = []
     for i, (layer, kept, window) in enumerate(zip(cache.layers, cache.kept, cache.windows, strict=True)):
         room_here = room if cache.policy.grows(i) else 0
@@ -203,14 +281,31 @@ def plan_slots(cache: KVCache, occupied: Sequence[int], *, new: int, room: int, 
 
 @jax.jit
 def _occupied(cache: KVCache) -> Int[Array, "L"]:
+    if cache.pool is not None:
+        bounded = jnp.where(cache.pool.capacity < UNLIMITED, cache.pool.capacity, 0)
+        return jnp.max(jnp.maximum(cache.pool.used, bounded), axis=(0, 1))
     return jnp.stack([jnp.max(layer.occupancy, initial=0) for layer in cache.layers])
 
 
 def occupied_slots(cache: KVCache) -> list[int]:
-    """The most slots that any row and head of each layer occupies."""
-    if all(layer.slots == 0 for layer in cache.layers):
+    """The most slots that any row and head of each layer occupies, or will when it is full."""
+    if cache.pool is None and all(layer.slots == 0 for layer in cache.layers):
         return [0] * len(cache.layers)
     return [int(count) for count in fetch(_occupied(cache))]
+
+
+@partial(jax.jit, static_argnames=("room", "segments"))
+def _grow_segments(cache: KVCache, room: int, segments: int) -> KVCache:
+    assert cache.pool is not None
+    return replace(cache, pool=cache.pool.grow(room, segments)).in_place()
+
+
+@jax.jit
+def _room(cache: KVCache) -> Int[Array, ""]:
+    """Empty rows of the fullest segment of those that grow."""
+    pool = cache.pool
+    assert pool is not None
+    return jnp.min(jnp.where(pool.capacity < UNLIMITED, UNLIMITED, pool.size - pool.used))
 
 
 @partial(jax.jit, static_argnames="slots")
@@ -221,6 +316,10 @@ def _grow(cache: KVCache, slots: tuple[int, ...]) -> KVCache:
 
 def with_room(cache: KVCache, room: int) -> KVCache:
     """The same cache with at least `room` empty slots in every layer that grows, for as many decode steps."""
+    if cache.pool is not None:
+        lack = room - int(fetch(_room(cache)))
+        segments = growing(cache.policy, cache.pool.layers, cache.pool.start.shape[1] // cache.pool.lanes)
+        return cache if lack <= 0 else _grow_segments(cache, room=bucket(lack), segments=segments)
     occupied = occupied_slots(cache)
     slots = plan_slots(cache, occupied, new=0, room=room, compress=False)
     return cache if slots == tuple(layer.slots for layer in cache.layers) else _grow(cache, slots)
@@ -228,6 +327,12 @@ def with_room(cache: KVCache, room: int) -> KVCache:
 
 def check_room(cache: KVCache, new: int) -> None:
     """Raises ValueError if a growing layer cannot take `new` more tokens."""
+    if cache.pool is not None:
+        room = int(fetch(_room(cache)))
+        if room < new:
+            raise ValueError(
+                f"the fullest segment has room for {room} tokens, not {new}; call kvjax.with_room(cache, n) first"
+            )
     for i, (layer, occupied) in enumerate(zip(cache.layers, occupied_slots(cache), strict=True)):
         if cache.policy.grows(i) and layer.slots != cache.windows[i] and occupied + new > layer.slots:
             raise ValueError(

@@ -132,6 +132,7 @@ def generate(
         room=room,
         chunk=chunk,
         compress=compress,
+        texts=session.texts,
         clock=clock,
     )
     state = Decoding.begin(session, filled, size=room, log_probs=log_probs)
@@ -180,6 +181,13 @@ def prefill(
         params, prompt, policy=policy, tokenizer=tokenizer, cache=cache, chunk=chunk, compress=compress
     )
     _, cache = read_prompt(
-        params, session.cache, session.batch.tokens, session.batch.lengths, room=0, chunk=chunk, compress=compress
+        params,
+        session.cache,
+        session.batch.tokens,
+        session.batch.lengths,
+        room=0,
+        chunk=chunk,
+        compress=compress,
+        texts=session.texts,
     )
     return cache

@@ -29,6 +29,10 @@ class Heads:
         own = jnp.mean(x, axis=1, keepdims=True)
         return own if self.kv_axis is None else jax.lax.pmean(own, self.kv_axis)
 
+    def kv_devices(self) -> int:
+        """Over how many devices the layer's kv heads are spread."""
+        return 1 if self.kv_axis is None else jax.lax.axis_size(self.kv_axis)
+
     def kv_indices(self, own: int) -> Int[Array, "H"]:
         """Which of the layer's kv heads this device's are, given how many it has."""
         first = 0 if self.kv_axis is None else jax.lax.axis_index(self.kv_axis) * own

@@ -12,9 +12,11 @@ from jax.sharding import Mesh
 from kvjax.cache import KVCache
 from kvjax.extend import bucket, plan_slots
 from kvjax.models import DecoderConfig
-from kvjax.policy import Policy
+from kvjax.policy import Policy, SharedBudget
+from kvjax.ragged import RaggedCache
 from kvjax.session import room_for
 from kvjax.sharding import check_batch, fit_mesh, kv_replicas
+from kvjax.sharing import lanes, pool_rows
 
 Tree = TypeVar("Tree")
 
@@ -45,7 +47,10 @@ def plan_cache(
 
     def read() -> KVCache:
         cache = KVCache.empty(config, policy, jnp.full(batch, length), size, dtype)
-        slots = plan_slots(cache, [0] * config.num_layers, new=size, room=room_for(new_tokens), compress=True)
+        room = room_for(new_tokens)
+        if policy.shares:
+            return _shared(cache, config, room)
+        slots = plan_slots(cache, [0] * config.num_layers, new=size, room=room, compress=True)
         layers = [layer.grow(count) for layer, count in zip(cache.layers, slots, strict=True)]
         if policy.every is None:  # the prompt has been compressed, and no state is needed any more
             layers = [replace(layer, per_slot=None, per_row=None) for layer in layers]
@@ -53,6 +58,18 @@ def plan_cache(
 
     cache = replace(jax.eval_shape(read), mesh=mesh)
     return cache if mesh is None else spread(cache, cache.shardings)
+
+
+def _shared(cache: KVCache, config: DecoderConfig, room: int) -> KVCache:
+    """The cache once its policy's budget has been shared out."""
+    layers = cache.layers
+    if cache.policy.every is None:
+        layers = tuple(replace(layer, per_slot=None, per_row=None) for layer in layers)
+    budget = cache.policy.budget
+    assert isinstance(budget, SharedBudget)
+    rows = pool_rows(cache.policy, cache.kept, config.num_kv_heads, room)
+    pool = RaggedCache.pack(layers, lanes(budget, config.num_kv_heads), rows, room)
+    return replace(cache, layers=(), pool=pool, filled=True)
 
 
 def bytes_per_device(cache: KVCache, config: DecoderConfig, *, data: int = 1, model: int = 1) -> int:

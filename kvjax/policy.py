@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -129,6 +130,14 @@ class Score(ABC):
         """Whether the state holds rotated queries, which are exact only while keys do not change."""
         return False
 
+    @property
+    def slotwise(self) -> bool:
+        """Whether, at a step, an entry's score and state follow from that entry and the queries alone.
+
+        Only such a score can evict from a pool of segments, of which it is shown a piece at a time.
+        """
+        return False
+
     def check(self, policy: Policy) -> None:
         """Raises ValueError if this score makes no sense in that policy."""
         return
@@ -164,6 +173,62 @@ class Budget(Protocol):
     @property
     def smallest(self) -> int | None:
         """The smallest capacity that any layer is given, None if it depends on the prompt."""
+        ...
+
+
+class SharedBudget(ABC):
+    """Entries that are shared out among layers and heads by what they score, to each prompt in its own way.
+
+    A row's total is what another budget, that of the mean kv head, gives to all layers and heads together. All layers
+    of a prompt are read before anything is dropped; the cache is then a pool of segments, a `RaggedCache`.
+
+    Attributes:
+        budget: entries of the mean kv head.
+    """
+
+    budget: Budget
+
+    @property
+    def groups(self) -> int | None:
+        """None where all heads of a layer keep equally many entries.
+
+        Otherwise heads compete in so many groups of consecutive kv heads, each of which keeps its own total. A mesh may
+        not cut a group, so that what is kept depends on the number of groups and not on the mesh.
+        """
+        return None
+
+    @property
+    def smallest(self) -> int | None:
+        return self.budget.smallest
+
+    def growing(self, layers: int, heads: int) -> int:
+        """How many segments of a lane of so many heads grow even under a policy that evicts while decoding."""
+        return 0
+
+    def entries(self, slots: Sequence[int], heads: int) -> int:
+        """The most that a lane of so many heads keeps of a prompt, given the slots of each layer's mean head."""
+        return heads * sum(slots)
+
+    def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> Int[Array, "B"] | None:
+        """Of the mean kv head."""
+        return self.budget.capacity(layer, prompt_lengths, layers)
+
+    def slots(self, layer: int, prompt_size: int, layers: int) -> int | None:
+        """Of the mean kv head."""
+        return self.budget.slots(layer, prompt_size, layers)
+
+    @abstractmethod
+    def share(
+        self, scores: Float[Array, "L B H M"], mean: Int[Array, "B"], least: int, heads: Heads
+    ) -> Int[Array, "L B H"]:
+        """Entries that each head keeps: in each group of heads L * H * mean of them over all layers, or fewer.
+
+        Args:
+            scores: as Select sees them: +inf for the protected, -inf for the ineligible.
+            mean: entries of the mean kv head of each row.
+            least: no head keeps fewer, as far as it has them.
+            heads: those that the scores belong to.
+        """
         ...
 
 
@@ -308,6 +373,8 @@ class Policy:
                 f"{type(self.score).__name__} stores rotated queries, whose scores are exact only while keys keep "
                 "their rotation; it cannot be combined with positions='in_cache'"
             )
+        if self.shares:
+            self._check_sharing()
         if self.merge.changes_keys and self.every is not None and self.score.stores_queries:
             raise ValueError(
                 f"{type(self.score).__name__} stores rotated queries, whose scores are exact only while keys do not "
@@ -321,6 +388,29 @@ class Policy:
                 f"a budget of {smallest} entries is smaller than sinks + recent + {self.every or 1} = {self.minimum} "
                 f"({self.protect}); accepted is a budget of {self.minimum} or more"
             )
+
+    def _check_sharing(self) -> None:
+        shared = type(self.budget).__name__
+        if self.positions == "in_cache":
+            raise ValueError(
+                f"{shared} makes segments of different lengths, in which no place in the cache is counted; it cannot "
+                "be combined with positions='in_cache'"
+            )
+        if self.every is not None and not self.score.slotwise:
+            raise ValueError(
+                f"{type(self.score).__name__} scores an entry by what stands beside it, and the segments of {shared} "
+                f"are seen piece by piece while decoding; with every={self.every} they cannot be combined"
+            )
+        if self.every is not None and type(self.merge).absorb is not Merge.absorb:
+            raise ValueError(
+                f"{type(self.merge).__name__} merges while decoding among all that a head holds, and the segments of "
+                f"{shared} are seen piece by piece; with every={self.every} they cannot be combined"
+            )
+
+    @property
+    def shares(self) -> bool:
+        """Whether what layers and heads keep is decided for each prompt, once all layers have read it."""
+        return isinstance(self.budget, SharedBudget)
 
     @property
     def minimum(self) -> int:
@@ -355,15 +445,28 @@ class Policy:
 
     def compress(self, entries: LayerCache, moment: Moment, size: int) -> LayerCache:
         """Keeps each head's budget of entries, at most `size`, in order of position if the entries are."""
+        return self.retain(entries, moment, self.rank(entries, moment), size)
+
+    def rank(self, entries: LayerCache, moment: Moment) -> Float[Array, "B H M"]:
+        """Scores that are +inf for the protected entries, -inf where there is none."""
         protected = self.protect.mask(entries.positions, moment.next_position, entries.capacity)
+        scores = jnp.where(protected, jnp.inf, self.score(entries.plain(), moment._replace(protected=protected)))
+        return jnp.where(entries.positions >= 0, scores, -jnp.inf)
+
+    def retain(self, entries: LayerCache, moment: Moment, scores: Float[Array, "B H M"], size: int) -> LayerCache:
+        """Each head's best entries, as many as its capacity and at most `size`."""
         shown = entries.plain()
-        scores = jnp.where(protected, jnp.inf, self.score(shown, moment._replace(protected=protected)))
-        scores = jnp.where(entries.positions >= 0, scores, -jnp.inf)
         counts = jnp.minimum(entries.capacity, size)
         entries = entries.updated(shown, self.merge.condense(shown, moment, scores, counts, size))
         scores = jnp.where(entries.positions >= 0, scores, -jnp.inf)
         kept = self.select.keep(scores, entries.positions, counts, size, moment.heads)
         return entries.gather(kept)
+
+    def expendable(self, entries: LayerCache, moment: Moment) -> Float[Array, "B H S"]:
+        """Scores that are +inf for what cannot be evicted: the protected entries and empty slots."""
+        protected = self.protect.mask(entries.positions, moment.next_position, entries.capacity)
+        scores = self.score(entries.plain(), moment._replace(protected=protected))
+        return jnp.where(protected | (entries.positions < 0), jnp.inf, scores)
 
     def make_room(self, entries: LayerCache, moment: Moment, incoming: Bool[Array, "B"]) -> LayerCache:
         """Evicts `every` entries of each head that is full, in the rows that have a token coming in."""
@@ -372,9 +475,7 @@ class Policy:
         full = (entries.occupancy >= entries.capacity) & incoming[:, None]
 
         def judge() -> Bool[Array, "B H S"]:
-            protected = self.protect.mask(entries.positions, moment.next_position, entries.capacity)
-            scores = self.score(entries.plain(), moment._replace(protected=protected))
-            scores = jnp.where(protected | (entries.positions < 0), jnp.inf, scores)
+            scores = self.expendable(entries, moment)
             return full[..., None] & mark(self.select.victims(scores, entries.positions, count), entries.slots)
 
         if count == 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -18,6 +19,7 @@ from kvjax.models import Decoder
 from kvjax.policies.full import full
 from kvjax.policy import Policy
 from kvjax.prompts import Batch, Prompt, rows_of
+from kvjax.replay import ReplayScore, Texts
 from kvjax.sampling import Greedy, SamplingMethod
 from kvjax.sharding import check_batch, fetch, mesh_of
 
@@ -36,6 +38,7 @@ class Session:
         ends: end tokens of each row, -1 where a row has fewer than others.
         keys: one PRNG key a row.
         seen: the tokens of the prompt, where the sampler needs them.
+        texts: token ids of what the policy's score replays beside the prompt.
     """
 
     batch: Batch
@@ -44,6 +47,7 @@ class Session:
     keys: Array
     seen: Bool[np.ndarray, "B V"] | None
     sampler: SamplingMethod
+    texts: Texts
 
     @classmethod
     def open(
@@ -85,6 +89,7 @@ class Session:
         # Pending tokens alone go on as if decoding had not stopped: one decode step, which needs no bucket.
         batch = Batch.of(rows, size=1 if prompt is None else None)
         ends = _end_tokens(eos, tokenizer, len(rows))
+        texts = _texts(cache.policy if cache is not None else policy or full(), tokenizer, config.vocab_size)
         keys = _row_keys(seed, len(rows))  # may compile, so it stands after everything that may be refused
         if cache is None:
             size, dtype = batch.tokens.shape[1], params.embed.dtype
@@ -103,7 +108,7 @@ class Session:
             seen = np.zeros((len(rows), config.vocab_size), bool)
             for marks, row in zip(seen, rows, strict=True):
                 marks[row] = True
-        return cls(batch, cache, ends, keys, seen, sampler)
+        return cls(batch, cache, ends, keys, seen, sampler, texts)
 
 
 def room_for(max_new_tokens: int) -> int:
@@ -113,8 +118,12 @@ def room_for(max_new_tokens: int) -> int:
 
 def check_model(cache: KVCache, params: Decoder) -> None:
     """Raises ValueError if a cache has the shapes of another model."""
-    config, entries = params.config, cache.layers[0].keys
-    ours = (len(cache.layers), entries.shape[1], entries.shape[3])
+    config = params.config
+    if cache.pool is None:
+        layers, heads = len(cache.layers), cache.layers[0].keys.shape[1]
+    else:
+        layers, heads = cache.pool.layers, cache.pool.start.shape[1]
+    ours = (layers, heads, cache.head_dim)
     theirs = (config.num_layers, config.num_kv_heads, config.head_dim)
     if ours != theirs:
         raise ValueError(f"the cache has (layers, kv heads, head size) {ours}; the model has {theirs}")
@@ -137,6 +146,11 @@ def _after_pending(cache: KVCache, rows: list[Int[np.ndarray, "_"]]) -> list[Int
 def _own(cache: KVCache) -> KVCache:
     """The same cache with copies of the small arrays that a program may hand through and a later one then donates."""
     copy = jnp.array
+    if (pool := cache.pool) is not None:
+        small = (copy(x) for x in (pool.start, pool.size, pool.used, pool.capacity))
+        start, size, used, capacity = small
+        per_row = jax.tree.map(copy, pool.per_row)
+        pool = replace(pool, start=start, size=size, used=used, capacity=capacity, per_row=per_row)
     layers = tuple(
         replace(layer, capacity=copy(layer.capacity), per_row=jax.tree.map(copy, layer.per_row))
         for layer in cache.layers
@@ -147,7 +161,20 @@ def _own(cache: KVCache) -> KVCache:
         length=copy(cache.length),
         rope=jax.tree.map(copy, cache.rope),
         pending=copy(cache.pending),
+        pool=pool,
     )
+
+
+def _texts(policy: Policy, tokenizer: Any, vocab_size: int) -> Texts:
+    """What the policy's score replays, as token ids."""
+    if not isinstance(policy.score, ReplayScore):
+        return ()
+    encode = None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False)
+    texts = policy.score.texts(encode)
+    for ids in texts:
+        if not all(_is_integer(token) and 0 <= token < vocab_size for token in ids):
+            raise ValueError(f"{type(policy.score).__name__} replays {ids}; accepted are ids in 0 .. {vocab_size - 1}")
+    return texts
 
 
 def _end_tokens(eos: EndTokens, tokenizer: Any, batch: int) -> Int[np.ndarray, "B E"]:

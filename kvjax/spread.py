@@ -6,21 +6,23 @@ prove local. So both run inside `jax.shard_map`, where they are local by constru
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 
 from kvjax.cache import LayerCache
-from kvjax.heads import Heads
+from kvjax.ragged import RaggedCache
+from kvjax.heads import ALL_HEADS, Heads
 from kvjax.models import Attend, AttentionLayer
 from kvjax.sharding import DATA, MODEL, REPLICA, heads_axes
 
 Rows = TypeVar("Rows")
+Entries: TypeAlias = tuple[LayerCache, ...] | RaggedCache
 
 
 def over_heads(mesh: Mesh | None, make: Callable[..., Attend], **rows: Any) -> Attend:
@@ -32,9 +34,7 @@ def over_heads(mesh: Mesh | None, make: Callable[..., Attend], **rows: Any) -> A
     """
     if mesh is None:
         return make(**rows)
-    heads = Heads(
-        kv_axis=MODEL if mesh.shape[MODEL] > 1 else None, group_axis=REPLICA if REPLICA in mesh.axis_names else None
-    )
+    heads = heads_of(mesh)
     row, kv_head, query_head = (
         PartitionSpec(DATA),
         PartitionSpec(DATA, MODEL),
@@ -42,9 +42,7 @@ def over_heads(mesh: Mesh | None, make: Callable[..., Attend], **rows: Any) -> A
     )
     output_head = PartitionSpec(heads_axes(mesh))
 
-    def attend(
-        layer: AttentionLayer, q: Array, k: Array, v: Array, layers: tuple[LayerCache, ...]
-    ) -> tuple[Array, tuple[LayerCache, ...]]:
+    def attend(layer: AttentionLayer, q: Array, k: Array, v: Array, cache: Entries) -> tuple[Array, Entries]:
         i = layer.index
 
         @partial(
@@ -55,16 +53,52 @@ def over_heads(mesh: Mesh | None, make: Callable[..., Attend], **rows: Any) -> A
             check_vma=False,  # that replicas are equal is not for the compiler to prove
         )
         def local(
-            rows: Any, output: Array, q: Array, k: Array, v: Array, entries: LayerCache
-        ) -> tuple[Array, LayerCache]:
+            rows: Any, output: Array, q: Array, k: Array, v: Array, entries: LayerCache | RaggedCache
+        ) -> tuple[Array, LayerCache | RaggedCache]:
             own = make(**rows, heads=heads)
-            context, changed = own(replace(layer, output=output), q, k, v, (*layers[:i], entries))
-            return context, changed[i]
+            whole = entries if isinstance(entries, RaggedCache) else (*cache[:i], entries)
+            context, changed = own(replace(layer, output=output), q, k, v, whole)
+            return context, changed if isinstance(changed, RaggedCache) else changed[i]
 
-        context, entries = local(rows, layer.output, q, k, v, layers[i])
-        return context, (*layers[:i], entries, *layers[i + 1 :])
+        if isinstance(cache, RaggedCache):
+            return local(rows, layer.output, q, k, v, cache)
+        context, entries = local(rows, layer.output, q, k, v, cache[i])
+        return context, (*cache[:i], entries, *cache[i + 1 :])
 
     return attend
+
+
+def over_layers(
+    mesh: Mesh | None,
+    change: Callable[..., RaggedCache],
+    records: Sequence[AttentionLayer],
+    layers: tuple[LayerCache, ...],
+    **rows: Any,
+) -> RaggedCache:
+    """`change(records, layers, **rows, heads=...)`, which looks at all layers at once, over a mesh."""
+    if mesh is None:
+        return change(records, layers, **rows, heads=ALL_HEADS)
+    row, kv_head = PartitionSpec(DATA), PartitionSpec(DATA, MODEL)
+
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(PartitionSpec(heads_axes(mesh)), kv_head, row),
+        out_specs=kv_head,
+        check_vma=False,
+    )
+    def local(outputs: list[Array], layers: tuple[LayerCache, ...], rows: Any) -> RaggedCache:
+        own = [replace(record, output=output) for record, output in zip(records, outputs, strict=True)]
+        return change(own, layers, **rows, heads=heads_of(mesh))
+
+    return local([record.output for record in records], layers, rows)
+
+
+def heads_of(mesh: Mesh) -> Heads:
+    """The heads that each device of a mesh holds."""
+    return Heads(
+        kv_axis=MODEL if mesh.shape[MODEL] > 1 else None, group_axis=REPLICA if REPLICA in mesh.axis_names else None
+    )
 
 
 def over_rows(mesh: Mesh | None, change: Callable[[Rows, Any], Rows], state: Rows, *others: Any) -> Rows:

@@ -103,6 +103,7 @@ def _pieces(
         room=room_for(max_new_tokens),
         chunk=chunk,
         compress=compress,
+        texts=session.texts,
     )
     state = _take(Decoding.begin(session, filled, size=0, log_probs=False), logits, sampler=session.sampler)
     batch = len(session.batch.lengths)

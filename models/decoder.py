@@ -161,12 +161,17 @@ class Decoder(nnx.Module):
         Token positions are not an argument: they matter to rotation and masking only, which are `attend`'s.
         """
         x = self.embed[...][tokens]
-        for index, (layer, window) in enumerate(zip(self.layers, self.config.windows, strict=True)):
-            record = AttentionLayer(
-                index, self.config.rope, window, self.config.scale, output=layer.attention.output[...]
-            )
+        for layer, record in zip(self.layers, self.attention_layers, strict=True):
             x, cache = layer(x, record, attend, cache)
         return self.norm(x), cache
+
+    @property
+    def attention_layers(self) -> list[AttentionLayer]:
+        """What each layer tells the attention function of itself."""
+        return [
+            AttentionLayer(index, self.config.rope, window, self.config.scale, output=layer.attention.output[...])
+            for index, (layer, window) in enumerate(zip(self.layers, self.config.windows, strict=True))
+        ]
 
     def logits(self, hidden: Float[Array, "... M"]) -> Float[Array, "... V"]:
         """Next-token logits in float32."""

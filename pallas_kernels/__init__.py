@@ -5,9 +5,22 @@ t - p < window where there is a sliding window. Empty slots and padding have pos
 """
 
 from .prompt_attention import prompt_attention
+from .segment_attention import PAGE, pages, segment_attention
 from .slot_attention import slot_attention
 from .tiling import fold
-from .top_tokens import compact, top_tokens
+from .top_tokens import compact, top_counts, top_tokens
 from .window_scores import Reduction, window_scores
 
-__all__ = ["Reduction", "compact", "fold", "prompt_attention", "slot_attention", "top_tokens", "window_scores"]
+__all__ = [
+    "PAGE",
+    "Reduction",
+    "compact",
+    "fold",
+    "pages",
+    "prompt_attention",
+    "segment_attention",
+    "slot_attention",
+    "top_counts",
+    "top_tokens",
+    "window_scores",
+]

@@ -15,11 +15,13 @@ from .projected import ProjectedValues
 from .pyramid import Pyramid
 from .score import AccumulatedAttention, FoldedWindow, LastAttention, Pool, Recency, WindowAttention
 from .select import TopTokens
+from .shared import CompositeShares, GlobalShares
 from .storage import Quantized
 
 __all__ = [
     "AccumulatedAttention",
     "Chunks",
+    "CompositeShares",
     "DenseLayers",
     "Drop",
     "EvenChunks",
@@ -29,6 +31,7 @@ __all__ = [
     "FoldedWindow",
     "Fraction",
     "GaussianMerge",
+    "GlobalShares",
     "KeyDifference",
     "KeyNorm",
     "LagDifference",

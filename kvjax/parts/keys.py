@@ -16,6 +16,10 @@ from kvjax.policy import Moment, Score, check_integer
 class KeyNorm(Score):
     """The negative Euclidean norm of the key: keys that are small receive much attention."""
 
+    @property
+    def slotwise(self) -> bool:
+        return True
+
     def __call__(self, entries: LayerCache, moment: Moment) -> Float[Array, "B H M"]:
         return -jnp.linalg.norm(entries.keys.astype(jnp.float32), axis=-1)
 
@@ -41,6 +45,10 @@ class RandomDraw(Score):
 
     def __post_init__(self) -> None:
         check_integer("seed", self.seed, least=0)
+
+    @property
+    def slotwise(self) -> bool:
+        return True
 
     def __call__(self, entries: LayerCache, moment: Moment) -> Float[Array, "B H M"]:
         layer = jax.random.fold_in(jax.random.key(self.seed), moment.layer.index)

@@ -18,6 +18,10 @@ from kvjax.policy import Attended, LayerShape, Moment, Policy, Received, Score, 
 class Recency(Score):
     """The later the better."""
 
+    @property
+    def slotwise(self) -> bool:
+        return True
+
     def __call__(self, entries: LayerCache, moment: Moment) -> Float[Array, "B H M"]:
         return entries.positions.astype(jnp.float32)
 
@@ -34,6 +38,10 @@ class AccumulatedAttention(Score):
     @property
     def received(self) -> Received:
         return Received(Reduction(rows="sum", group=self.group, first="group"))
+
+    @property
+    def slotwise(self) -> bool:
+        return True
 
     def init_slots(self, shape: LayerShape, slots: int) -> Float[Array, "B H S"]:
         return jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32)
@@ -191,6 +199,10 @@ class WindowAttention(Score):
     def stores_queries(self) -> bool:
         return True
 
+    @property
+    def slotwise(self) -> bool:
+        return self.normalise == "full"
+
     def check(self, policy: Policy) -> None:
         check_window(self.window, policy)
         if self.pool is not None and policy.every is not None:
@@ -264,6 +276,10 @@ class FoldedWindow(Score):
 
     @property
     def stores_queries(self) -> bool:
+        return True
+
+    @property
+    def slotwise(self) -> bool:
         return True
 
     def check(self, policy: Policy) -> None:

@@ -2,8 +2,8 @@
 
 from ..dispatch import dispatch
 from . import reference
-from .reference import compact
+from .reference import compact, top_counts
 
 top_tokens = dispatch("top_tokens", {}, reference.top_tokens)
 
-__all__ = ["compact", "top_tokens"]
+__all__ = ["compact", "top_counts", "top_tokens"]

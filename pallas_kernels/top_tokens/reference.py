@@ -33,6 +33,22 @@ def top_tokens(
     return compact(chosen, size)
 
 
+def top_counts(scores: Float[Array, "B X M"], totals: Int[Array, "B"]) -> Int[Array, "B X"]:
+    """How many of each X's scores are among the `totals` largest of all of a row's, exactly.
+
+    Of equal scores those of an earlier X come first. -inf never counts, so a row may add up to less than its total.
+    """
+    eligible = scores > -jnp.inf
+    totals = jnp.minimum(totals, jnp.sum(eligible, axis=(1, 2)))
+    order = jnp.where(eligible, _ordered_bits(scores), jnp.uint32(0))
+    flat = order.reshape(order.shape[0], 1, -1)
+    threshold = _kth_largest(flat, totals[:, None, None])
+    above = jnp.sum(order > threshold, axis=-1)
+    tied = jnp.sum(eligible & (order == threshold), axis=-1)
+    missing = (totals - jnp.sum(above, axis=-1))[:, None]
+    return above + jnp.clip(missing - (jnp.cumsum(tied, axis=-1) - tied), 0, tied)
+
+
 def compact(chosen: Bool[Array, "B H M"], size: int) -> Int[Array, "B H size"]:
     """Indices of the true entries of each row, ascending, -1 after the last. Those beyond `size` are dropped."""
     B, H, M = chosen.shape

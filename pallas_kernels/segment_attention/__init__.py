@@ -1,0 +1,9 @@
+"""Attention of few queries over segments of a pool, each as long as what it holds."""
+
+from ..dispatch import dispatch
+from . import reference
+from .reference import PAGE, pages
+
+segment_attention = dispatch("segment_attention", {}, reference.segment_attention)
+
+__all__ = ["PAGE", "pages", "segment_attention"]
