@@ -291,7 +291,7 @@ class KVCache:
 
 
 def check_groups(budget: SharedBudget, kv_heads: int, devices: int) -> None:
-    """Raises ValueError unless kv heads form groups of equal size that are whole on the devices they are spread over."""
+    """Raises ValueError unless kv heads form groups of equal size, each whole on one of the devices."""
     groups = budget.groups
     if groups is None:
         return

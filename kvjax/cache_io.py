@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from kvjax.cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policies import parse
 from kvjax.policy import Policy
+from kvjax.ragged import RaggedCache
 from kvjax.sharding import check_batch, fetch, mesh_of
 
 
@@ -38,7 +40,8 @@ def save_cache(path: str | Path, cache: KVCache, params: Decoder) -> None:
         "model": fingerprint(params),
         "kept": list(cache.kept),
         "filled": cache.filled,
-        "stateless": [layer.per_slot is None and layer.per_row is None for layer in cache.layers],
+        "stateless": _stateless(cache),
+        "pooled": cache.pool is not None,
         "arrays": {name: [list(array.shape), str(array.dtype)] for name, array in arrays.items()},
     }
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
@@ -76,6 +79,9 @@ def restore_cache(path: str | Path, params: Decoder, policy: Policy | None = Non
             for layer, stateless in zip(like.layers, facts["stateless"], strict=True)
         )
         like = replace(like, layers=layers, kept=tuple(facts["kept"]), filled=facts["filled"], mesh=mesh)
+        if facts["pooled"]:
+            pool = jax.eval_shape(partial(RaggedCache.pack, lanes=1, rows=1, room=0), layers)
+            like = replace(like, layers=(), pool=pool)
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         shardings = dict.fromkeys(facts["arrays"], device) if mesh is None else _named(like.shardings)
         wanted = {
@@ -98,6 +104,13 @@ def _checksum(x: Array) -> UInt32[Array, "2"]:
     bits = jax.lax.bitcast_convert_type(x, {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]).astype(jnp.uint32).ravel()
     place = jax.lax.iota(jnp.uint32, bits.size) * jnp.uint32(2654435761) + jnp.uint32(1)
     return jnp.stack([jnp.sum(bits), jnp.sum(bits * place)])
+
+
+def _stateless(cache: KVCache) -> list[bool]:
+    """Whether each layer has no policy state any more."""
+    if cache.pool is not None:
+        return [cache.pool.per_slot is None and state is None for state in cache.pool.per_row]
+    return [layer.per_slot is None and layer.per_row is None for layer in cache.layers]
 
 
 def _named(cache: KVCache) -> dict[str, Array]:

@@ -212,9 +212,7 @@ def read_prompt(
             )
             occupied = occupied_slots(cache)
     slots = plan_slots(cache, occupied, new=chunk, room=0 if how.share else room, compress=how.compress)
-    logits, cache = run(
-        _read, params, cache, part, part_lengths, slots=slots, compress=how.compress, final=how.final
-    )
+    logits, cache = run(_read, params, cache, part, part_lengths, slots=slots, compress=how.compress, final=how.final)
     if how.share:
         cache = _shared_out(params, cache, put(whole), put(whole_lengths), room, texts, not any(begun), run)
     return logits, cache
@@ -231,7 +229,11 @@ def resolve(cache: KVCache, compress: Compress) -> How:
         how = How(compress=not cache.filled or cache.policy.every is not None, share=False, final=True)
     else:
         how = How(compress != "never", share=False, final=compress != "never" or cache.filled)
-    return How(compress=False, share=True, final=False) if cache.policy.shares and not cache.filled and how.compress else how
+    return (
+        How(compress=False, share=True, final=False)
+        if cache.policy.shares and not cache.filled and how.compress
+        else how
+    )
 
 
 def _shared_out(
@@ -333,6 +335,7 @@ def check_room(cache: KVCache, new: int) -> None:
             raise ValueError(
                 f"the fullest segment has room for {room} tokens, not {new}; call kvjax.with_room(cache, n) first"
             )
+        return
     for i, (layer, occupied) in enumerate(zip(cache.layers, occupied_slots(cache), strict=True)):
         if cache.policy.grows(i) and layer.slots != cache.windows[i] and occupied + new > layer.slots:
             raise ValueError(

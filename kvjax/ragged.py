@@ -53,16 +53,14 @@ class RaggedCache:
             layers: each head's entries in its first slots. What can grow has an UNLIMITED capacity.
             room: slots for tokens to come, in the segments that can grow.
         """
-        B, H, _, D = layers[0].keys.shape
+        first, T = layers[0], whole_pages(rows)
         capacity = jnp.stack([layer.capacity for layer in layers], axis=-1)
         used = jnp.stack([layer.occupancy for layer in layers], axis=-1)
         size = whole_pages(jnp.where(capacity < UNLIMITED, jnp.maximum(capacity, used), used + room))
-        T = whole_pages(rows)
 
         def empty(x: Array, fill: int = 0) -> Array:
-            return jnp.full((B, lanes, T, *x.shape[3:]), fill, x.dtype)
+            return jnp.full((len(x), lanes, T, *x.shape[3:]), fill, x.dtype)
 
-        first = layers[0]
         pool = cls(
             keys=empty(first.keys),
             values=empty(first.values),

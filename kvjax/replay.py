@@ -1,4 +1,4 @@
-"""Scores by replay: more tokens run through the decoder over the whole cache of a prompt, to see what they attend to."""
+"""Scores by replay: more tokens are run over the whole cache of a prompt, to see what they attend to."""
 
 from __future__ import annotations
 

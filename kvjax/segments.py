@@ -77,7 +77,7 @@ def decoding_segments(
     rope: Float[Array, "B R/2"] | None = None,
     heads: Heads = ALL_HEADS,
 ) -> Attend:
-    """Attention for one new token a row: make room, write, attend, observe. The arguments are `attention.decoding`'s."""
+    """Attention for one new token a row: make room, write, attend, observe; with `attention.decoding`'s arguments."""
     query_positions = jnp.where(incoming, positions, -1)[:, None]
 
     def attend(

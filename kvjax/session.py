@@ -47,7 +47,7 @@ class Session:
     keys: Array
     seen: Bool[np.ndarray, "B V"] | None
     sampler: SamplingMethod
-    texts: Texts
+    texts: Texts = ()
 
     @classmethod
     def open(

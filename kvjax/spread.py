@@ -16,9 +16,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 
 from kvjax.cache import LayerCache
-from kvjax.ragged import RaggedCache
 from kvjax.heads import ALL_HEADS, Heads
 from kvjax.models import Attend, AttentionLayer
+from kvjax.ragged import RaggedCache
 from kvjax.sharding import DATA, MODEL, REPLICA, heads_axes
 
 Rows = TypeVar("Rows")
@@ -56,9 +56,9 @@ def over_heads(mesh: Mesh | None, make: Callable[..., Attend], **rows: Any) -> A
             rows: Any, output: Array, q: Array, k: Array, v: Array, entries: LayerCache | RaggedCache
         ) -> tuple[Array, LayerCache | RaggedCache]:
             own = make(**rows, heads=heads)
-            whole = entries if isinstance(entries, RaggedCache) else (*cache[:i], entries)
+            whole = (*cache[:i], entries) if isinstance(cache, tuple) else entries
             context, changed = own(replace(layer, output=output), q, k, v, whole)
-            return context, changed if isinstance(changed, RaggedCache) else changed[i]
+            return context, changed[i] if isinstance(changed, tuple) else changed
 
         if isinstance(cache, RaggedCache):
             return local(rows, layer.output, q, k, v, cache)

@@ -13,6 +13,7 @@ from rich.table import Table
 from kvjax.cli.console import bytes_text, dtype_named, mesh_sizes, print_json, working
 
 if TYPE_CHECKING:
+    from kvjax.cache import KVCache
     from kvjax.models import DecoderConfig
 
 
@@ -62,7 +63,7 @@ def info(
                     "policy": text,
                     "batch": rows,
                     "length": size,
-                    "slots": [layer.slots for layer in cache.layers],
+                    "slots": _slots(cache),
                     "bytes": cache.nbytes,
                     "bytes_per_device": bytes_per_device(cache, config, data=data, model=model),
                     "compression": rows * (size + new_tokens) * per_token / cache.nbytes,
@@ -92,6 +93,13 @@ def info(
         print_json(document)
     else:
         _show(document, config)
+
+
+def _slots(cache: KVCache) -> list[int]:
+    """Of each layer's heads; of a pool, in the mean over all of them."""
+    if cache.pool is None:
+        return [layer.slots for layer in cache.layers]
+    return [cache.pool.positions[0].size // cache.pool.start[0].size]
 
 
 def _presets(length: int) -> list[str]:

@@ -42,7 +42,7 @@ class CompositeShares(SharedBudget):
     def share(
         self, scores: Float[Array, "L B H M"], mean: Int[Array, "B"], least: int, heads: Heads
     ) -> Int[Array, "L B H"]:
-        L, B, H, M = scores.shape
+        L, B, H = scores.shape[:3]
         ranked = jnp.flip(jnp.sort(scores, axis=-1), axis=-1)
         composites = heads.mean(jnp.moveaxis(ranked, 0, 2))[:, 0]
         if self.first_layer:
@@ -97,5 +97,6 @@ def check_layers_alike(shared: SharedBudget) -> None:
     """Raises ValueError unless the total is that of layers which are all alike."""
     if not isinstance(shared.budget, Fixed | Fraction):
         raise ValueError(
-            f"{shared.budget} under {type(shared).__name__}: accepted are Fixed and Fraction, whose layers are all alike"
+            f"{shared.budget} under {type(shared).__name__}: accepted are Fixed and Fraction, which give to all layers "
+            "alike"
         )

@@ -31,7 +31,7 @@ def pages(x: Array, lane: Int[Array, "... #n"], page: Int[Array, "... n"]) -> Ar
     """Pages of a pool with axes [B, P, T, ...], as [B, ..., n, PAGE, ...]; numbers beyond the last give the last."""
     B, P, T = x.shape[:3]
     row = jnp.arange(B).reshape(B, *(1,) * (page.ndim - 1))
-    return x.reshape(B, P, T // PAGE, PAGE, *x.shape[3:]).at[row, lane, page].get(mode="clip")
+    return jnp.asarray(x).reshape(B, P, T // PAGE, PAGE, *x.shape[3:]).at[row, lane, page].get(mode="clip")
 
 
 def segment_attention(
@@ -59,7 +59,7 @@ def segment_attention(
         the context then 0).
     """
     B, Hq, W, D = q.shape
-    P, T = k.shape[1:3]
+    P = k.shape[1]
     H = start.shape[1]
     J, R = H // P, Hq // H * W
     rows = (q * scale).reshape(B, P, J, R, D)
@@ -80,9 +80,9 @@ def segment_attention(
         keys, values, positions = (
             pages(x, lane[..., None], page).reshape(B, P, TILES, TILE, *x.shape[3:]) for x in (k, v, k_positions)
         )
-        held = (first[..., None] + jnp.arange(TILE) < per_head(used, head)[..., None]) & (
-            item < ends[..., -1:]
-        )[..., None]
+        held = (first[..., None] + jnp.arange(TILE) < per_head(used, head)[..., None]) & (item < ends[..., -1:])[
+            ..., None
+        ]
         seen = visible(q_positions, jnp.where(held, positions, -1).reshape(B, -1, TILE), window)
         logits = jnp.einsum("BPKSD,BPKRD->BPKSR", keys, per_head(rows, head), preferred_element_type=jnp.float32)
         logits = jnp.swapaxes(jax.lax.optimization_barrier(logits), 3, 4)
@@ -99,7 +99,8 @@ def segment_attention(
         to_heads = own.astype(jnp.float32)
         return Running(
             running.out * shrink[..., None] + jnp.einsum("BPKRD,BPKJ->BPJRD", out, to_heads, precision="highest"),
-            running.total * shrink + jnp.einsum("BPKR,BPKJ->BPJR", jnp.sum(weights, axis=-1), to_heads, precision="highest"),
+            running.total * shrink
+            + jnp.einsum("BPKR,BPKJ->BPJR", jnp.sum(weights, axis=-1), to_heads, precision="highest"),
             peak,
         )
 

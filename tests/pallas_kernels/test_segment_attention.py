@@ -1,0 +1,69 @@
+"""Attention over segments of a pool against float64 softmax attention over each head's own entries."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.pallas_kernels import PAGE, segment_attention
+from tests.dense import assert_close, attention, context
+
+LENGTHS = np.array([[0, 5, 700, 16], [300, 0, 0, 1], [40, 41, 42, 43]])  # of 4 heads in 3 rows
+
+
+def pool(rng, lanes, dtype=np.float32):
+    """(k, v, positions, start, the same of each head as [B, H, S, ...]), with noise where nothing is held."""
+    B, H = LENGTHS.shape
+    S, J = LENGTHS.max(), H // lanes
+    sizes = -(-LENGTHS // PAGE) * PAGE + PAGE * (np.arange(H) % 2)  # some have room left
+    T = sizes.reshape(B, lanes, J).sum(-1).max() + PAGE
+    k, v = (rng.normal(size=(B, lanes, T, 8)).astype(dtype) for _ in range(2))
+    positions = rng.integers(0, 50, (B, lanes, T)).astype(np.int32)
+    start = np.zeros((B, H), np.int32)
+    dense = [np.zeros((B, H, S, 8), dtype), np.zeros((B, H, S, 8), dtype), np.full((B, H, S), -1)]
+    for b in range(B):
+        for h in range(H):
+            start[b, h] = sizes[b, h // J * J : h].sum()
+            place = slice(start[b, h], start[b, h] + LENGTHS[b, h])
+            positions[b, h // J, place] = rng.permutation(LENGTHS[b, h]) - (rng.random(LENGTHS[b, h]) < 0.1) * 1000
+            positions[b, h // J] = np.maximum(positions[b, h // J], -1)
+            for whole, x in zip(dense, (k, v, positions), strict=True):
+                whole[b, h, : LENGTHS[b, h]] = x[b, h // J, place]
+    return k, v, positions, start, dense
+
+
+@pytest.mark.parametrize(("group", "queries", "lanes"), [(1, 1, 4), (4, 3, 1), (7, 1, 2), (2, 2, 1)])
+@pytest.mark.parametrize("window", [None, 60])
+def test_each_head_attends_to_its_own(group, queries, lanes, window):
+    rng = np.random.default_rng(group)
+    k, v, positions, start, (dense_k, dense_v, dense_p) = pool(rng, lanes)
+    t = np.array([[720], [310], [-1]]) + np.where(np.arange(queries) > 0, np.arange(queries), 0)
+    t[2] = -1  # a finished row
+    q = rng.normal(size=(3, 4 * group, queries, 8)).astype(np.float32)
+    weights, expected_lse, _ = attention(q, dense_k, t, dense_p, 0.5, window)
+    out, lse = segment_attention(q, k, v, t, positions, start, LENGTHS, scale=0.5, window=window)
+    assert_close(out, context(weights, dense_v))
+    assert_close(lse, expected_lse)
+    assert not np.any(out[2])
+    assert not np.any(out[0, :group])  # a head that holds nothing
+    assert np.all(np.isneginf(lse[0, :group]))
+
+
+def test_bfloat16_is_as_good_as_its_inputs():
+    rng = np.random.default_rng(3)
+    k, v, positions, start, (dense_k, dense_v, dense_p) = pool(rng, 2, jnp.bfloat16)
+    q = rng.normal(size=(3, 8, 1, 8)).astype(jnp.bfloat16)
+    t = np.array([[720], [310], [50]])
+    out, lse = segment_attention(*map(jnp.asarray, (q, k, v)), t, positions, start, LENGTHS, scale=0.25)
+    weights, expected_lse, _ = attention(q, dense_k, t, dense_p, 0.25)
+    assert (out.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
+    assert_close(out, context(weights, dense_v), 1e-2, 2e-2)
+    assert_close(lse, expected_lse)
+
+
+def test_nothing_at_all():
+    rng = np.random.default_rng(1)
+    k, v, positions, start, _ = pool(rng, 4)
+    q = rng.normal(size=(3, 4, 1, 8)).astype(np.float32)
+    out, lse = segment_attention(q, k, v, np.full((3, 1), 9), positions, start, 0 * LENGTHS, scale=1.0)
+    assert not np.any(out)
+    assert np.all(np.isneginf(lse))
