@@ -18,7 +18,7 @@ from kvjax.cache import LayerCache
 from kvjax.heads import ALL_HEADS, Heads
 from kvjax.models import Attend, AttentionLayer, rotate
 from kvjax.pallas_kernels import compact, prompt_attention, slot_attention, window_scores
-from kvjax.policy import Attended, LayerShape, Moment, Policy, Received
+from kvjax.policy import Attended, LayerShape, Moment, Policy, Received, Storage
 
 Layers = tuple[LayerCache, ...]
 
@@ -216,6 +216,7 @@ def decoding(
 
 def replaying(
     show: Callable[[LayerCache, Attended, Array, Array], tuple[Any, Any]],
+    storage: Storage,
     positions: Int[Array, "B N"],
     lengths: Int[Array, "B"],
     first: Int[Array, "B"],
@@ -228,6 +229,7 @@ def replaying(
 
     Args:
         show: (entries, attended, first, last) -> the score's new state; the tokens' own entries are the last ones.
+        storage: how keys and values are held, and so seen.
         positions, lengths, rope, heads: as `reading` takes them.
         first, last: handed on.
     """
@@ -243,8 +245,9 @@ def replaying(
         old, unrotated = layers[i], q
         q, k = (rotated(layer, x, positions[:, None], rope) for x in (q, k))
         state = jax.tree.map(lambda x: jnp.zeros((*x.shape[:-1], k.shape[2]), x.dtype), old.per_slot)
-        own = LayerCache(k, v, jnp.broadcast_to(positions[:, None], k.shape[:3]), old.capacity, state)
-        entries = old.append(own)
+        at = jnp.broadcast_to(positions[:, None], k.shape[:3])
+        own = LayerCache(storage.store(k), storage.store(v), at, old.capacity, state)
+        entries = old.append(own).plain()
         context, lse = prompt_attention(
             q, entries.keys, entries.values, positions, entries.positions, scale=layer.scale, window=layer.window
         )

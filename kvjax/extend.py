@@ -90,7 +90,9 @@ def extend(
         occupied = occupied_slots(cache)
         cache = with_room(cache, tokens.shape[1]) if cache.pool is not None else cache
     else:
-        occupied = [cache.pool.keys.shape[2]] if cache.pool is not None else [layer.slots for layer in cache.layers]
+        occupied = (
+            [cache.pool.positions.shape[2]] if cache.pool is not None else [layer.slots for layer in cache.layers]
+        )
     slots = plan_slots(cache, occupied, new=tokens.shape[1], room=0, compress=how.compress)
     logits, cache = _read(params, cache, tokens, lengths, slots=slots, compress=how.compress, final=how.final)
     if how.share:

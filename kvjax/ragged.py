@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache import LayerCache
 from kvjax.pallas_kernels import PAGE, pages
 from kvjax.policy import UNLIMITED
+from kvjax.quantized import Stored
 
 
 @jax.tree_util.register_dataclass
@@ -24,7 +25,8 @@ class RaggedCache:
     """The entries of all layers. P lanes hold H / P consecutive kv heads each, layer after layer, head after head.
 
     Attributes:
-        keys: as in a LayerCache, T rows a lane. T is a multiple of PAGE, and so are starts and sizes.
+        keys: as in a LayerCache, T rows a lane; of other storage, a pytree whose leaves have axes [B, P, T, ...]. T is
+            a multiple of PAGE, and so are starts and sizes.
         values: beside the keys.
         positions: the token position in each row, -1 if it is empty.
         start: the first row of a segment in its lane.
@@ -35,8 +37,8 @@ class RaggedCache:
         per_row: policy state with axes [B, H, ...] or [B, Hq, ...] for each layer.
     """
 
-    keys: Float[Array, "B P T D"]
-    values: Float[Array, "B P T D"]
+    keys: Float[Array, "B P T D"] | Any
+    values: Float[Array, "B P T D"] | Any
     positions: Int[Array, "B P T"]
     start: Int[Array, "B H L"]
     size: Int[Array, "B H L"]
@@ -62,8 +64,8 @@ class RaggedCache:
             return jnp.full((len(x), lanes, T, *x.shape[3:]), fill, x.dtype)
 
         pool = cls(
-            keys=empty(first.keys),
-            values=empty(first.values),
+            keys=jax.tree.map(empty, first.keys),
+            values=jax.tree.map(empty, first.values),
             positions=empty(first.positions, -1),
             start=_starts(size, lanes),
             size=size,
@@ -78,7 +80,7 @@ class RaggedCache:
 
     @property
     def lanes(self) -> int:
-        return self.keys.shape[1]
+        return self.positions.shape[1]
 
     @property
     def layers(self) -> int:
@@ -98,8 +100,8 @@ class RaggedCache:
 
         positions = jnp.where(jnp.repeat(inside, PAGE, axis=-1), take(self.positions), -1)
         return LayerCache(
-            keys=take(self.keys),
-            values=take(self.values),
+            keys=jax.tree.map(take, self.keys),
+            values=jax.tree.map(take, self.values),
             positions=positions,
             capacity=self.capacity[..., layer],
             per_slot=jax.tree.map(lambda x: jnp.moveaxis(take(x), 2, -1), self.per_slot),
@@ -117,8 +119,8 @@ class RaggedCache:
         bound = jnp.max(jnp.where(entries.positions >= 0, jnp.arange(1, entries.slots + 1), 0), axis=-1, initial=0)
         return replace(
             pool,
-            keys=put(self.keys, entries.keys),
-            values=put(self.values, entries.values),
+            keys=jax.tree.map(put, self.keys, entries.keys),
+            values=jax.tree.map(put, self.values, entries.values),
             positions=put(self.positions, entries.positions),
             used=self.used.at[row, head, layer].set(bound),
         )
@@ -134,8 +136,8 @@ class RaggedCache:
         self,
         layer: int,
         slot: Int[Array, "B H"],
-        key: Float[Array, "B H D"],
-        value: Float[Array, "B H D"],
+        key: Stored,
+        value: Stored,
         position: Int[Array, "B H"],
     ) -> RaggedCache:
         """Overwrites one slot of each head's segment in a layer and clears its state. One beyond its end is dropped."""
@@ -148,8 +150,8 @@ class RaggedCache:
         used = jnp.where(slot < self.size[..., layer], jnp.maximum(used, slot + 1), used)
         return replace(
             self,
-            keys=put(self.keys, key),
-            values=put(self.values, value),
+            keys=jax.tree.map(put, self.keys, key),
+            values=jax.tree.map(put, self.values, value),
             positions=put(self.positions, position),
             used=self.used.at[..., layer].set(used),
             per_slot=jax.tree.map(lambda x: put(x, 0), self.per_slot),
@@ -188,8 +190,8 @@ class RaggedCache:
 
         return replace(
             self,
-            keys=move(self.keys),
-            values=move(self.values),
+            keys=jax.tree.map(move, self.keys),
+            values=jax.tree.map(move, self.values),
             positions=move(self.positions, -1),
             start=start,
             size=size,
@@ -206,7 +208,7 @@ class RaggedCache:
     def _rows(self, layer: int, slot: Int[Array, "B H"]) -> tuple[Array, Array, Array]:
         """(row of the batch, lane, row of the pool) of a slot; past the pool's end if past the segment's."""
         B, H = slot.shape
-        row = jnp.where(slot < self.size[..., layer], self.start[..., layer] + slot, self.keys.shape[2])
+        row = jnp.where(slot < self.size[..., layer], self.start[..., layer] + slot, self.positions.shape[2])
         return jnp.arange(B)[:, None], jnp.arange(H) // (H // self.lanes), row
 
 

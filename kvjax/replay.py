@@ -78,6 +78,6 @@ def replay(params: Decoder, cache: KVCache, part: Pass) -> KVCache:
     end = cache.length + part.lengths
     positions = jnp.where(behind < part.lengths[:, None], end[:, None] - 1 - behind, -1)
     rows = {"positions": positions, "lengths": part.lengths, "first": part.first, "last": part.last}
-    attend = over_heads(cache.mesh, partial(replaying, score.replayed), **rows, rope=cache.rope)
+    attend = over_heads(cache.mesh, partial(replaying, score.replayed, cache.policy.storage), **rows, rope=cache.rope)
     _, layers = params(part.tokens, attend, cache.layers)
     return replace(cache, layers=layers).in_place()

@@ -20,6 +20,7 @@ from kvjax.heads import ALL_HEADS, Heads
 from kvjax.models import Attend, AttentionLayer
 from kvjax.pallas_kernels import PAGE, Reduction, segment_attention, window_scores
 from kvjax.policy import Attended, Moment, Policy
+from kvjax.quantized import plain
 from kvjax.ragged import RaggedCache
 
 PIECE = 16 * PAGE  # slots of each segment that are scored at once
@@ -97,7 +98,7 @@ def decoding_segments(
             pool, slot = _make_room(policy, pool, moment, incoming)
         slot = jnp.where(incoming[:, None], slot, pool.size[..., i])
         at = jnp.broadcast_to(positions[:, None], k.shape[:2])
-        pool = pool.write(i, slot, k[:, :, 0], v[:, :, 0], at)
+        pool = pool.write(i, slot, policy.storage.store(k[:, :, 0]), policy.storage.store(v[:, :, 0]), at)
         wish = policy.score.received if evicts else None
         asking = heads.whole_groups(q) if wish else q
         context, lse = segment_attention(
@@ -110,6 +111,7 @@ def decoding_segments(
             pool.used[..., i],
             scale=layer.scale,
             window=layer.window,
+            unpack=plain,
         )
         if evicts:
             receive = partial(_received, wish.reduction, layer, asking, lse, query_positions) if wish else None
@@ -130,7 +132,7 @@ def _make_room(
     """Evicts `every` entries of each head that is full, and finds an empty slot in each segment."""
     assert policy.every is not None
     i, count = moment.layer.index, policy.every
-    none = jnp.full(pool.used.shape[:2], pool.keys.shape[2])
+    none = jnp.full(pool.used.shape[:2], pool.positions.shape[2])
     pieces = (jnp.max(pool.size[..., i]) + PIECE - 1) // PIECE
 
     def survey(j: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -156,12 +158,12 @@ def _make_room(
         def pick(x: Array, missing: float | int) -> Array:
             return jnp.take_along_axis(x, victims, axis=-1, mode="fill", fill_value=missing)
 
-        return pick(scores, jnp.inf), pick(positions, -1), pick(slots, pool.keys.shape[2])
+        return pick(scores, jnp.inf), pick(positions, -1), pick(slots, pool.positions.shape[2])
 
     begin = (
         jnp.full((*none.shape, count), jnp.inf),
         jnp.full((*none.shape, count), -1, jnp.int32),
-        jnp.full((*none.shape, count), pool.keys.shape[2], jnp.int32),
+        jnp.full((*none.shape, count), pool.positions.shape[2], jnp.int32),
     )
     rounds = jnp.where(jnp.any(full), pieces, 0)
     _, _, victims = jax.lax.fori_loop(0, rounds, judge, begin)
@@ -182,9 +184,9 @@ def _observe(
 
     def show(j: Array, pool: RaggedCache) -> RaggedCache:
         entries, _ = _piece(pool, moment, attended.lengths > 0, j)
-        entries = replace(entries, per_row=before)
-        shown = replace(attended, received=None if receive is None else receive(entries))
-        per_slot, per_row = policy.score.observe(entries, shown)
+        entries = replace(entries.plain(), per_row=before)
+        received = None if receive is None else receive(entries)
+        per_slot, per_row = policy.score.observe(entries, replace(attended, received=received))
         return pool.put_state(i, j * (PIECE // PAGE), replace(entries, per_slot=per_slot, per_row=per_row))
 
     if not jax.tree.leaves(pool.per_slot):

@@ -61,6 +61,7 @@ def on(budget: SharedBudget, text: str) -> Policy:
         ("snapkv:budget=24,window=4", 1),
         ("morphkv:budget=24,window=4", None),
         ("morphkv:budget=24,window=4,every=4", 2),
+        ("quantize:policy=morphkv,policy.budget=24,policy.window=4,bits=8", 2),
         pytest.param("morphkv:budget=24,window=4", 1, marks=pytest.mark.slow),
         pytest.param("h2o:budget=24", 2, marks=pytest.mark.slow),
         pytest.param("streaming_llm:budget=24", None, marks=pytest.mark.slow),

@@ -6,7 +6,8 @@ follows what is held and not what could be.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +37,8 @@ def pages(x: Array, lane: Int[Array, "... #n"], page: Int[Array, "... n"]) -> Ar
 
 def segment_attention(
     q: Float[Array, "B Hq W D"],
-    k: Float[Array, "B P T D"],
-    v: Float[Array, "B P T D"],
+    k: Float[Array, "B P T D"] | Any,
+    v: Float[Array, "B P T D"] | Any,
     q_positions: Int[Array, "B W"],
     k_positions: Int[Array, "B P T"],
     start: Int[Array, "B H"],
@@ -45,6 +46,7 @@ def segment_attention(
     *,
     scale: float,
     window: int | None = None,
+    unpack: Callable[[Any], Array] = lambda rows: rows,
 ) -> tuple[Float[Array, "B Hq W D"], Float[Array, "B Hq W"]]:
     """Attention of W (few) query rows over segments of a pool of P lanes, H / P consecutive kv heads to each.
 
@@ -53,13 +55,14 @@ def segment_attention(
         start: the row, a multiple of PAGE, where a head's segment begins in its lane.
         used: rows of the segment, counted from there, beyond which it holds nothing. No row after them is read but for
             what is left of the last tile.
+        unpack: the array that rows of k or v stand for, where these are pytrees whose leaves have axes [B, P, T, ...].
 
     Returns:
         The context in q's dtype and the float32 log-sum-exp of the scaled logits (-inf where nothing is visible, and
         the context then 0).
     """
     B, Hq, W, D = q.shape
-    P = k.shape[1]
+    P = k_positions.shape[1]
     H = start.shape[1]
     J, R = H // P, Hq // H * W
     rows = (q * scale).reshape(B, P, J, R, D)
@@ -77,9 +80,12 @@ def segment_attention(
         head = jnp.minimum(jnp.sum(item[:, None] >= ends[:, :, None], axis=-1), J - 1)
         first = (item - per_head(ends - tiles, head)) * TILE
         page = ((per_head(start, head) + first) // PAGE)[..., None] + jnp.arange(TILE // PAGE)
-        keys, values, positions = (
-            pages(x, lane[..., None], page).reshape(B, P, TILES, TILE, *x.shape[3:]) for x in (k, v, k_positions)
-        )
+
+        def tile(x: Array) -> Array:
+            return pages(x, lane[..., None], page).reshape(B, P, TILES, TILE, *x.shape[3:])
+
+        keys, values = (unpack(jax.tree.map(tile, x)) for x in (k, v))
+        positions = tile(k_positions)
         held = (first[..., None] + jnp.arange(TILE) < per_head(used, head)[..., None]) & (item < ends[..., -1:])[
             ..., None
         ]
@@ -95,7 +101,7 @@ def segment_attention(
         finite = jnp.where(jnp.isneginf(peak), 0.0, peak)
         shrink = jnp.exp(running.peak - finite)
         weights = jnp.exp(masked - per_head(finite, head)[..., None])
-        out = jnp.einsum("BPKRS,BPKSD->BPKRD", weights.astype(v.dtype), values, preferred_element_type=jnp.float32)
+        out = jnp.einsum("BPKRS,BPKSD->BPKRD", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
         to_heads = own.astype(jnp.float32)
         return Running(
             running.out * shrink[..., None] + jnp.einsum("BPKRD,BPKJ->BPJRD", out, to_heads, precision="highest"),
