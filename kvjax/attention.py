@@ -249,7 +249,14 @@ def replaying(
         own = LayerCache(storage.store(k), storage.store(v), at, old.capacity, state)
         entries = old.append(own).plain()
         context, lse = prompt_attention(
-            q, entries.keys, entries.values, positions, entries.positions, scale=layer.scale, window=layer.window
+            q,
+            entries.keys,
+            entries.values,
+            positions,
+            entries.positions,
+            scale=layer.scale,
+            window=layer.window,
+            bias=entries.bias,
         )
         attended = Attended(q, unrotated, positions, lse, None, lengths, layer.scale, layer.window, heads, i)
         per_slot, per_row = show(entries, attended, first, last)

@@ -35,6 +35,7 @@ class RaggedCache:
         capacity: how many entries it may hold before it must evict; UNLIMITED where nothing is ever evicted.
         per_slot: policy state with axes [B, P, T, ...].
         per_row: policy state with axes [B, H, ...] or [B, Hq, ...] for each layer.
+        bias: of each row on the logits, where a merge weighs entries.
     """
 
     keys: Float[Array, "B P T D"] | Any
@@ -46,6 +47,7 @@ class RaggedCache:
     capacity: Int[Array, "B H L"]
     per_slot: Any
     per_row: tuple[Any, ...]
+    bias: Float[Array, "B P T"] | None = None
 
     @classmethod
     def pack(cls, layers: Sequence[LayerCache], lanes: int, rows: int, room: int) -> RaggedCache:
@@ -73,6 +75,7 @@ class RaggedCache:
             capacity=capacity,
             per_slot=jax.tree.map(lambda x: empty(jnp.moveaxis(x, -1, 2)), first.per_slot),
             per_row=tuple(layer.per_row for layer in layers),
+            bias=jax.tree.map(empty, first.bias),
         )
         for i, layer in enumerate(layers):
             pool = pool.put(i, layer)
@@ -106,6 +109,7 @@ class RaggedCache:
             capacity=self.capacity[..., layer],
             per_slot=jax.tree.map(lambda x: jnp.moveaxis(take(x), 2, -1), self.per_slot),
             per_row=self.per_row[layer],
+            bias=jax.tree.map(take, self.bias),
         )
 
     def put(self, layer: int, entries: LayerCache) -> RaggedCache:
@@ -122,6 +126,7 @@ class RaggedCache:
             keys=jax.tree.map(put, self.keys, entries.keys),
             values=jax.tree.map(put, self.values, entries.values),
             positions=put(self.positions, entries.positions),
+            bias=jax.tree.map(put, self.bias, entries.bias),
             used=self.used.at[row, head, layer].set(bound),
         )
 
@@ -155,6 +160,7 @@ class RaggedCache:
             positions=put(self.positions, position),
             used=self.used.at[..., layer].set(used),
             per_slot=jax.tree.map(lambda x: put(x, 0), self.per_slot),
+            bias=jax.tree.map(lambda x: put(x, 0), self.bias),
         )
 
     def drop(self, layer: int, slots: Int[Array, "B H K"]) -> RaggedCache:
@@ -196,6 +202,7 @@ class RaggedCache:
             start=start,
             size=size,
             per_slot=jax.tree.map(move, self.per_slot),
+            bias=jax.tree.map(move, self.bias),
         )
 
     def _pages(self, layer: int, first: Int[Array, ""] | int, slots: int) -> tuple[Array, Array, Array]:

@@ -111,6 +111,7 @@ def decoding_segments(
             pool.used[..., i],
             scale=layer.scale,
             window=layer.window,
+            bias=pool.bias,
             unpack=plain,
         )
         if evicts:
@@ -219,5 +220,6 @@ def _received(
         lse=lse,
         scale=layer.scale,
         window=layer.window,
+        bias=entries.bias,
         reduction=reduction,
     )

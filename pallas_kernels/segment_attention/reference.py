@@ -46,6 +46,7 @@ def segment_attention(
     *,
     scale: float,
     window: int | None = None,
+    bias: Float[Array, "B P T"] | None = None,
     unpack: Callable[[Any], Array] = lambda rows: rows,
 ) -> tuple[Float[Array, "B Hq W D"], Float[Array, "B Hq W"]]:
     """Attention of W (few) query rows over segments of a pool of P lanes, H / P consecutive kv heads to each.
@@ -55,6 +56,7 @@ def segment_attention(
         start: the row, a multiple of PAGE, where a head's segment begins in its lane.
         used: rows of the segment, counted from there, beyond which it holds nothing. No row after them is read but for
             what is left of the last tile.
+        bias: added to the logits of each row of the pool.
         unpack: the array that rows of k or v stand for, where these are pytrees whose leaves have axes [B, P, T, ...].
 
     Returns:
@@ -92,6 +94,8 @@ def segment_attention(
         seen = visible(q_positions, jnp.where(held, positions, -1).reshape(B, -1, TILE), window)
         logits = jnp.einsum("BPKSD,BPKRD->BPKSR", keys, per_head(rows, head), preferred_element_type=jnp.float32)
         logits = jnp.swapaxes(jax.lax.optimization_barrier(logits), 3, 4)
+        if bias is not None:
+            logits += tile(bias)[:, :, :, None]
         masked = jnp.where(
             seen.reshape(B, P, TILES, 1, W, TILE), logits.reshape(B, P, TILES, R // W, W, TILE), -jnp.inf
         ).reshape(B, P, TILES, R, TILE)

@@ -60,6 +60,20 @@ def test_bfloat16_is_as_good_as_its_inputs():
     assert_close(lse, expected_lse)
 
 
+def test_a_bias_multiplies_weights():
+    """ln 2 on a key is a second key like it (E5)."""
+    k = np.zeros((1, 1, 2 * PAGE, 8), np.float32)
+    k[0, 0, 1] = 1
+    v = np.arange(2 * PAGE, dtype=np.float32)[None, None, :, None] * np.ones(8, np.float32)
+    positions = np.where(np.arange(2 * PAGE) < 2, np.arange(2 * PAGE), -1)[None, None]
+    bias = np.zeros((1, 1, 2 * PAGE), np.float32)
+    bias[0, 0, 1] = np.log(2)
+    q, at, start, used = np.zeros((1, 1, 1, 8), np.float32), np.array([[5]]), np.array([[0]]), np.array([[2]])
+    out, lse = segment_attention(q, k, v, at, positions, start, used, scale=1.0, bias=bias)
+    assert_close(out, np.full((1, 1, 1, 8), 2 / 3))
+    assert_close(lse, np.log([[[3.0]]]))
+
+
 def test_nothing_at_all():
     rng = np.random.default_rng(1)
     k, v, positions, start, _ = pool(rng, 4)
