@@ -42,6 +42,7 @@ def save_cache(path: str | Path, cache: KVCache, params: Decoder) -> None:
         "filled": cache.filled,
         "stateless": _stateless(cache),
         "pooled": cache.pool is not None,
+        "longest": None if cache.pool is None else cache.pool.longest,
         "arrays": {name: [list(array.shape), str(array.dtype)] for name, array in arrays.items()},
     }
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
@@ -81,7 +82,7 @@ def restore_cache(path: str | Path, params: Decoder, policy: Policy | None = Non
         like = replace(like, layers=layers, kept=tuple(facts["kept"]), filled=facts["filled"], mesh=mesh)
         if facts["pooled"]:
             pool = jax.eval_shape(partial(RaggedCache.pack, lanes=1, rows=1, room=0), layers)
-            like = replace(like, layers=(), pool=pool)
+            like = replace(like, layers=(), pool=replace(pool, longest=facts["longest"]))
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         shardings = dict.fromkeys(facts["arrays"], device) if mesh is None else _named(like.shardings)
         wanted = {

@@ -261,7 +261,12 @@ def _shared_out(
         for part in _passes(score, tokens, lengths, score.texts(None) if texts is None else texts):
             cache = run(_replay, params, cache, jax.tree.map(cache.put_rows, part))
     rows = pool_rows(cache.policy, cache.kept, params.config.num_kv_heads, room)
-    return run(_share_out, params, cache, rows=rows, room=room)
+    cache = run(_share_out, params, cache, rows=rows, room=room)
+    assert cache.pool is not None
+    if cache.policy.every is None or cache.policy.piecewise or isinstance(cache.length, jax.core.Tracer):
+        return cache
+    longest = whole_pages(bucket(int(fetch(_longest(cache)))))
+    return replace(cache, pool=replace(cache.pool, longest=longest))
 
 
 def plan_slots(cache: KVCache, occupied: Sequence[int], *, new: int, room: int, compress: bool) -> tuple[int, ...]:
@@ -302,6 +307,13 @@ def occupied_slots(cache: KVCache) -> list[int]:
 def _grow_segments(cache: KVCache, room: int, segments: int) -> KVCache:
     assert cache.pool is not None
     return replace(cache, pool=cache.pool.grow(room, segments)).in_place()
+
+
+@jax.jit
+def _longest(cache: KVCache) -> Int[Array, ""]:
+    """Rows of the longest segment."""
+    assert cache.pool is not None
+    return jnp.max(cache.pool.size)
 
 
 @jax.jit

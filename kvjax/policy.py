@@ -134,7 +134,7 @@ class Score(ABC):
     def slotwise(self) -> bool:
         """Whether, at a step, an entry's score and state follow from that entry and the queries alone.
 
-        Only such a score can evict from a pool of segments, of which it is shown a piece at a time.
+        Of segments of a pool such a score is shown a piece at a time; others are shown as much as the longest holds.
         """
         return False
 
@@ -373,8 +373,11 @@ class Policy:
                 f"{type(self.score).__name__} stores rotated queries, whose scores are exact only while keys keep "
                 "their rotation; it cannot be combined with positions='in_cache'"
             )
-        if self.shares:
-            self._check_sharing()
+        if self.shares and self.positions == "in_cache":
+            raise ValueError(
+                f"{type(self.budget).__name__} makes segments of different lengths, in which no place in the cache is "
+                "counted; it cannot be combined with positions='in_cache'"
+            )
         if self.merge.changes_keys and self.every is not None and self.score.stores_queries:
             raise ValueError(
                 f"{type(self.score).__name__} stores rotated queries, whose scores are exact only while keys do not "
@@ -389,28 +392,15 @@ class Policy:
                 f"({self.protect}); accepted is a budget of {self.minimum} or more"
             )
 
-    def _check_sharing(self) -> None:
-        shared = type(self.budget).__name__
-        if self.positions == "in_cache":
-            raise ValueError(
-                f"{shared} makes segments of different lengths, in which no place in the cache is counted; it cannot "
-                "be combined with positions='in_cache'"
-            )
-        if self.every is not None and not self.score.slotwise:
-            raise ValueError(
-                f"{type(self.score).__name__} scores an entry by what stands beside it, and the segments of {shared} "
-                f"are seen piece by piece while decoding; with every={self.every} they cannot be combined"
-            )
-        if self.every is not None and type(self.merge).absorb is not Merge.absorb:
-            raise ValueError(
-                f"{type(self.merge).__name__} merges while decoding among all that a head holds, and the segments of "
-                f"{shared} are seen piece by piece; with every={self.every} they cannot be combined"
-            )
-
     @property
     def shares(self) -> bool:
         """Whether what layers and heads keep is decided for each prompt, once all layers have read it."""
         return isinstance(self.budget, SharedBudget)
+
+    @property
+    def piecewise(self) -> bool:
+        """Whether a step looks at no more of a head's entries than a piece at a time."""
+        return self.score.slotwise and type(self.merge).absorb is Merge.absorb
 
     @property
     def minimum(self) -> int:
@@ -482,6 +472,10 @@ class Policy:
             lost = judge()
         else:  # nothing of the cache's size may leave a cond: its keys and values would be copied
             lost = jax.lax.cond(jnp.any(full), judge, lambda: jnp.zeros(entries.positions.shape, bool))
+        return self.release(entries, moment, lost, count)
+
+    def release(self, entries: LayerCache, moment: Moment, lost: Bool[Array, "B H S"], count: int) -> LayerCache:
+        """The entries without those that are lost, `count` a head or none, which merge into others."""
         shown = entries.plain()
         entries = entries.updated(shown, self.merge.absorb(shown, moment, lost, count))
         return replace(entries, positions=jnp.where(lost, -1, entries.positions))

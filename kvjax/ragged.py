@@ -6,7 +6,7 @@ Shapes are fixed by the total alone, so prompts that are shared out differently 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -36,6 +36,7 @@ class RaggedCache:
         per_slot: policy state with axes [B, P, T, ...].
         per_row: policy state with axes [B, H, ...] or [B, Hq, ...] for each layer.
         bias: of each row on the logits, where a merge weighs entries.
+        longest: no segment is longer, where a policy has to look at whole ones; None where that is not known.
     """
 
     keys: Float[Array, "B P T D"] | Any
@@ -48,6 +49,7 @@ class RaggedCache:
     per_slot: Any
     per_row: tuple[Any, ...]
     bias: Float[Array, "B P T"] | None = None
+    longest: int | None = field(default=None, metadata={"static": True})
 
     @classmethod
     def pack(cls, layers: Sequence[LayerCache], lanes: int, rows: int, room: int) -> RaggedCache:
@@ -88,6 +90,11 @@ class RaggedCache:
     @property
     def layers(self) -> int:
         return self.start.shape[-1]
+
+    @property
+    def whole(self) -> int:
+        """So many slots show all of any segment."""
+        return self.positions.shape[2] if self.longest is None else self.longest
 
     @property
     def nbytes(self) -> int:
@@ -196,6 +203,7 @@ class RaggedCache:
 
         return replace(
             self,
+            longest=None if self.longest is None else self.longest + room,
             keys=jax.tree.map(move, self.keys),
             values=jax.tree.map(move, self.values),
             positions=move(self.positions, -1),

@@ -1,7 +1,8 @@
 """Attention functions for a RaggedCache: what `attention` does for layers of slots, done on segments of a pool.
 
-A decode step reads what segments hold and no more; scores are asked a piece of every segment at a time, which only
-those that judge each entry by itself can answer (`Score.slotwise`).
+A decode step reads what segments hold and no more, and scores that judge each entry by itself are asked a piece of
+every segment at a time. Where a policy must look at whole segments (`Policy.piecewise` is false), all are laid out as
+long as the longest.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kvjax.cache import LayerCache
 from kvjax.heads import ALL_HEADS, Heads
 from kvjax.models import Attend, AttentionLayer
 from kvjax.pallas_kernels import PAGE, Reduction, segment_attention, window_scores
-from kvjax.policy import Attended, Moment, Policy
+from kvjax.policy import Attended, Merge, Moment, Policy, mark
 from kvjax.quantized import plain
 from kvjax.ragged import RaggedCache
 
@@ -134,12 +135,13 @@ def _make_room(
     assert policy.every is not None
     i, count = moment.layer.index, policy.every
     none = jnp.full(pool.used.shape[:2], pool.positions.shape[2])
-    pieces = (jnp.max(pool.size[..., i]) + PIECE - 1) // PIECE
+    length = PIECE if policy.piecewise else pool.whole
+    pieces = (jnp.max(pool.size[..., i]) + length - 1) // length
 
     def survey(j: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
         """Counts entries and finds the first slot without one."""
         occupancy, first = found
-        entries, slots = _piece(pool, moment, incoming, j)
+        entries, slots = _piece(pool, moment, incoming, j, length)
         empty = (entries.positions < 0) & (slots < pool.size[..., i, None])
         return (
             occupancy + entries.occupancy,
@@ -151,7 +153,7 @@ def _make_room(
 
     def judge(j: Array, worst: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         """The lowest scores of the pieces so far."""
-        entries, slots = _piece(pool, moment, incoming, j)
+        entries, slots = _piece(pool, moment, incoming, j, length)
         new = (policy.expendable(entries, moment), entries.positions, jnp.broadcast_to(slots, entries.positions.shape))
         scores, positions, slots = (jnp.concatenate(pair, axis=-1) for pair in zip(worst, new, strict=True))
         victims = policy.select.victims(scores, positions, count)
@@ -169,7 +171,11 @@ def _make_room(
     rounds = jnp.where(jnp.any(full), pieces, 0)
     _, _, victims = jax.lax.fori_loop(0, rounds, judge, begin)
     victims = jnp.where(full[..., None], victims, none[..., None])
-    return pool.drop(i, victims), jnp.minimum(first, jnp.min(victims, axis=-1))
+    slot = jnp.minimum(first, jnp.min(victims, axis=-1))
+    if type(policy.merge).absorb is Merge.absorb:
+        return pool.drop(i, victims), slot
+    entries, _ = _piece(pool, moment, incoming, jnp.int32(0), pool.whole)
+    return pool.put(i, policy.release(entries, moment, mark(victims, pool.whole), count)), slot
 
 
 def _observe(
@@ -182,26 +188,27 @@ def _observe(
     """The pool after the score was shown a step, piece by piece. State per row is the same for each piece."""
     i = attended.layer
     before = pool.per_row[i]
+    length = PIECE if policy.piecewise else pool.whole
 
     def show(j: Array, pool: RaggedCache) -> RaggedCache:
-        entries, _ = _piece(pool, moment, attended.lengths > 0, j)
+        entries, _ = _piece(pool, moment, attended.lengths > 0, j, length)
         entries = replace(entries.plain(), per_row=before)
         received = None if receive is None else receive(entries)
         per_slot, per_row = policy.score.observe(entries, replace(attended, received=received))
-        return pool.put_state(i, j * (PIECE // PAGE), replace(entries, per_slot=per_slot, per_row=per_row))
+        return pool.put_state(i, j * (length // PAGE), replace(entries, per_slot=per_slot, per_row=per_row))
 
     if not jax.tree.leaves(pool.per_slot):
         return show(jnp.int32(0), pool)
-    pieces = (jnp.max(pool.used[..., i]) + PIECE - 1) // PIECE
+    pieces = (jnp.max(pool.used[..., i]) + length - 1) // length
     return jax.lax.fori_loop(0, jnp.maximum(pieces, 1), show, pool)
 
 
 def _piece(
-    pool: RaggedCache, moment: Moment, incoming: Bool[Array, "B"], j: Array
-) -> tuple[LayerCache, Int[Array, "PIECE"]]:
+    pool: RaggedCache, moment: Moment, incoming: Bool[Array, "B"], j: Array, length: int
+) -> tuple[LayerCache, Int[Array, "length"]]:
     """The j-th piece of every segment of a layer, without what no later query can see; and its slots."""
-    entries = pool.view(moment.layer.index, j * (PIECE // PAGE), PIECE)
-    return expire(entries, moment, incoming), j * PIECE + jnp.arange(PIECE)
+    entries = pool.view(moment.layer.index, j * (length // PAGE), length)
+    return expire(entries, moment, incoming), j * length + jnp.arange(length)
 
 
 def _received(

@@ -61,6 +61,9 @@ def on(budget: SharedBudget, text: str) -> Policy:
         ("snapkv:budget=24,window=4", 1),
         ("morphkv:budget=24,window=4", None),
         ("morphkv:budget=24,window=4,every=4", 2),
+        ("cam:budget=24,tokens=4", 1),
+        pytest.param("tova:budget=24", None, marks=pytest.mark.slow),
+        pytest.param("keyformer:budget=24,recent=8", 2, marks=pytest.mark.slow),
         ("quantize:policy=morphkv,policy.budget=24,policy.window=4,bits=8", 2),
         pytest.param("morphkv:budget=24,window=4", 1, marks=pytest.mark.slow),
         pytest.param("h2o:budget=24", 2, marks=pytest.mark.slow),
@@ -271,12 +274,8 @@ def test_what_makes_no_sense():
     shared = GlobalShares(Fixed(24))
     with pytest.raises(ValueError, match=r"GlobalShares makes segments.*positions='in_cache'"):
         on(shared, "streaming_llm:budget=24,positions=in_cache")
-    with pytest.raises(ValueError, match=r"LastAttention scores an entry by what stands beside it.*GlobalShares"):
+    with pytest.raises(ValueError, match=r"LastAttention has all heads .* keep the same tokens, and GlobalShares"):
         on(shared, "tova:budget=24")
-    with pytest.raises(
-        ValueError, match=r"ValueMerge merges while decoding.*GlobalShares|WatchedRecency.*GlobalShares"
-    ):
-        on(shared, "cam:budget=24,tokens=4")
     with pytest.raises(ValueError, match="groups=3 of 4 kv heads; accepted is a divisor of 4"):
         kvjax.generate(params(), ROWS, policy=on(GlobalShares(Fixed(24), groups=3), "h2o:budget=24"))
     with pytest.raises(ValueError, match="compress='chunk' would share GlobalShares out more than once"):

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import LayerCache
 from kvjax.pallas_kernels import Reduction, compact, fold, window_scores
-from kvjax.policy import Attended, LayerShape, Moment, Policy, Received, Score, check_integer
+from kvjax.policy import Attended, LayerShape, Moment, Policy, Received, Score, SharedBudget, check_integer
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,13 @@ class LastAttention(Score):
     @property
     def received(self) -> Received:
         return Received(Reduction(rows="sum", group="mean"), last=1)
+
+    def check(self, policy: Policy) -> None:
+        if isinstance(policy.budget, SharedBudget) and policy.budget.groups is not None:
+            raise ValueError(
+                "LastAttention has all heads of a layer keep the same tokens, and "
+                f"{type(policy.budget).__name__} gives them different numbers; they cannot be combined"
+            )
 
     def init_slots(self, shape: LayerShape, slots: int) -> Float[Array, "B H S"]:
         return jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32)
