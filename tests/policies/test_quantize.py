@@ -178,6 +178,17 @@ def test_decoding_overwrites_the_evicted_slot_and_no_other(tiny: Decoder) -> Non
         cache = after
 
 
+def test_room_is_made_for_codes_and_scales() -> None:
+    params, tokens, incoming = decoder(vocab=101), np.array([3, 4, 5]), np.ones(3, bool)
+    _, cache = prefill(params, quantize(full(), bits=4), ROWS, 48)
+    roomy = kvjax.with_room(cache, 100)
+    assert roomy.layers[0].slots >= 44 + 100 > cache.layers[0].slots
+    assert roomy.layers[0].values.shape == (3, 2, roomy.layers[0].slots, 8)
+    (expected, _), (logits, after) = (step(params, x, tokens, incoming) for x in (cache, roomy))
+    np.testing.assert_allclose(logits, expected, atol=1e-5)
+    assert after.layers[0].occupancy.tolist() == [[45, 45], [34, 34], [6, 6]]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("bits", "group"), [(8, None), (4, 16)])
 def test_bytes_by_hand(bits: int, group: int | None, dtype: str) -> None:
