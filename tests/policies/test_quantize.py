@@ -15,7 +15,7 @@ from kvjax.evaluation.tasks.demo import example
 from kvjax.evaluation.tasks.vocabulary import IDS, STOP
 from kvjax.extend import step as one_step
 from kvjax.models import Decoder
-from kvjax.parts import Quantized
+from kvjax.parts import Fixed, GlobalShares, Quantized
 from kvjax.policies import full, kvcrush, kvmerger, morphkv, parse, quantize, snapkv, streaming_llm
 from tests.policies.test_invariants import ALL
 from tests.policies.test_invariants import decoder as decoder_for
@@ -199,6 +199,17 @@ def test_bytes_by_hand(bits: int, group: int | None, dtype: str) -> None:
     slot = 2 * (64 * bits // 8 + 64 // (group or 32) * 2) + 4
     assert planned.nbytes == 2 * 3 * 2 * (100 * slot + 4)
     assert planned.dtype == dtype
+
+
+def test_a_pool_of_segments_holds_codes() -> None:
+    """Of a budget that heads compete for: as many bytes less as a slot takes less, in every row of the pool."""
+    config = replace(decoder().config, windows=(None, None))
+    own = replace(snapkv(24, window=4), budget=GlobalShares(Fixed(24)))
+    sizes = {"batch": 3, "length": 60, "new_tokens": 50, "dtype": np.float32}
+    whole, planned = (kvjax.plan_cache(config, policy, **sizes) for policy in (own, quantize(own, bits=4, group=4)))
+    assert planned.pool.keys.shape == whole.pool.keys.shape
+    rows = whole.pool.positions.size
+    assert whole.nbytes - planned.nbytes == rows * 2 * (8 * 4 - (8 // 2 + 8 // 4 * 2))
 
 
 def test_a_step_holds_one_layer_of_numbers_at_a_time() -> None:
