@@ -51,7 +51,7 @@ from kvjax.parts import (
     WatchedRecency,
     WindowAttention,
 )
-from kvjax.policy import Merge, Moment, Policy, Protect, Score, Storage
+from kvjax.policy import Merge, Moment, Policy, Protect, Score, SharedBudget, Storage
 from tests import tiny
 
 H, G, D, SIZE = 2, 2, 8, 24
@@ -147,10 +147,10 @@ def test_what_makes_no_sense_is_refused_by_name():
 
 
 def test_every_part_is_here():
-    """But for how entries are held, which the others do not see."""
+    """But for how entries are held, which the others do not see, and budgets that layers and heads share."""
     here = {type(part) for part in (*SCORES, *BUDGETS, *SELECTS, *MERGES, Everything(), Pool())}
     classes = {getattr(parts, name) for name in parts.__all__ if name != "budget_of"}
-    assert {part for part in classes if not issubclass(part, Storage)} == here
+    assert {part for part in classes if not issubclass(part, Storage | SharedBudget)} == here
 
 
 def test_without_a_budget_everything_is_kept():
