@@ -1,20 +1,82 @@
 """Runs of similar neighbours: the merging sets of KVMerger, in parallel form. Arrays only, no policies.
 
 Tokens are packed, n of N, in order of position. Sets are runs of them, told by which token is the last of one, its
-anchor.
+anchor. Where sets end within a block of tokens, wherever the first of them ended, is found for all blocks at once; then
+the anchor that reaches beyond its block is carried into the next, in N / BLOCK steps for sets of any length.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
-BLOCK = 64  # keys that are compared with each other in one product
+BLOCK = 32  # keys that are compared with each other in one product, and bits of an integer
 
 Rule = Literal["anchor", "chain"]
+
+
+class Blocks(NamedTuple):
+    """Packed tokens in J blocks of C.
+
+    Attributes:
+        keys: of Euclidean length 1.
+        sections: sets do not reach from one into another.
+        similarity: of the token C with the token K of its block: the cosine, -inf of different sections. Only K < C
+            is looked at: the others are inf.
+        last: the last token's index in all blocks, -1 if there is none.
+    """
+
+    keys: Float[Array, "B H J C D"]
+    sections: Int[Array, "B H J C"]
+    similarity: Float[Array, "B H J C K"]
+    last: Int[Array, "B H"]
+
+    @classmethod
+    def of(cls, keys: Float[Array, "B H N D"], sections: Int[Array, "B H N"], counts: Int[Array, "B H"]) -> Blocks:
+        B, H, N = keys.shape[:3]
+        blocks = -(-N // BLOCK)
+
+        def cut(x: Array) -> Array:
+            padded = jnp.pad(x, [(0, 0), (0, 0), (0, blocks * BLOCK - N)] + [(0, 0)] * (x.ndim - 3))
+            return padded.reshape(B, H, blocks, BLOCK, *x.shape[3:])
+
+        keys, sections = cut(keys), cut(sections)
+        similarity = jnp.einsum("BHJCD,BHJKD->BHJCK", keys, keys, precision="highest")
+        similarity = jnp.where(sections[..., None] == sections[..., None, :], similarity, -jnp.inf)
+        before = jnp.arange(BLOCK) < jnp.arange(BLOCK)[:, None]
+        return cls(keys, sections, jnp.where(before, similarity, jnp.inf), counts - 1)
+
+    def anchors(self, theta: Float[Array, "B H"]) -> UInt32[Array, "J B H"]:
+        """A bit for each token, 1 for those that sets of Algorithm 1 are compared with: the last of each."""
+        token = jnp.arange(BLOCK)
+        follows = jnp.max(jnp.where(self.similarity <= theta[..., None, None, None], token, -1), axis=-1)
+        follows = jnp.where(follows < 0, token, follows)  # the last anchor of its block stays where it is
+        marks = jnp.broadcast_to(jnp.uint32(1) << token.astype(jnp.uint32), follows.shape)
+        for _ in range((BLOCK - 1).bit_length()):  # each round doubles how many of those that follow are known
+            marks = marks | jnp.take_along_axis(marks, follows, axis=-1)
+            follows = jnp.take_along_axis(follows, follows, axis=-1)
+
+        def enter(carried: tuple[Array, Array], number: Array) -> tuple[tuple[Array, Array], Array]:
+            key, section = carried
+            arrays = self.keys, self.sections, marks, follows
+            keys, sections, own, next_own = (jax.lax.dynamic_index_in_dim(x, number, 2, False) for x in arrays)
+            parted = jnp.einsum("BHCD,BHD->BHC", keys, key, precision="highest") <= theta[..., None]
+            parted |= sections != section[..., None]
+            begins = (self.last // BLOCK == number) & (self.last >= 0)
+            entered = jnp.max(jnp.where(parted & (self.last >= number * BLOCK)[..., None], token, -1), axis=-1)
+            entered = jnp.where(begins, self.last % BLOCK, entered)
+            at = jnp.maximum(entered, 0)[..., None]
+            found = jnp.where(entered >= 0, jnp.take_along_axis(own, at, axis=-1)[..., 0], 0)
+            at = jnp.take_along_axis(next_own, at, axis=-1)
+            key = jnp.where((entered >= 0)[..., None], jnp.take_along_axis(keys, at[..., None], axis=2)[:, :, 0], key)
+            section = jnp.where(entered >= 0, jnp.take_along_axis(sections, at, axis=-1)[..., 0], section)
+            return (key, section), found
+
+        nothing = jnp.zeros_like(self.keys[:, :, 0, 0]), jnp.zeros_like(self.sections[:, :, 0, 0])
+        return jax.lax.scan(enter, nothing, jnp.arange(self.keys.shape[2]), reverse=True)[1]
 
 
 def set_ends(
@@ -36,7 +98,8 @@ def set_ends(
     """
     if rule == "chain":
         return _chain_ends(keys, sections, counts, theta)
-    return _orbit(_next_anchors(keys, sections, counts, theta), counts)
+    bits = jnp.moveaxis(Blocks.of(keys, sections, counts).anchors(theta), 0, -1)[..., None]
+    return (bits >> jnp.arange(BLOCK, dtype=jnp.uint32) & 1 > 0).reshape(*keys.shape[:2], -1)[..., : keys.shape[2]]
 
 
 def solve_theta(
@@ -53,10 +116,17 @@ def solve_theta(
     any case, unless there are more sections than that, when it is -1: one set a section.
     """
 
+    blocks = Blocks.of(keys, sections, counts)
+
+    def sets(theta: Array) -> Array:
+        if rule == "chain":
+            return jnp.sum(_chain_ends(keys, sections, counts, theta), axis=-1)
+        return jnp.sum(jax.lax.population_count(blocks.anchors(theta)), axis=0).astype(jnp.int32)
+
     def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
         middle = (low + high) / 2
-        fits = jnp.sum(set_ends(keys, sections, counts, middle, rule), axis=-1) <= room
+        fits = sets(middle) <= room
         return jnp.where(fits, middle, low), jnp.where(fits, high, middle)
 
     bounds = jnp.full(room.shape, -1.0 - 1e-5), jnp.full(room.shape, 1.0)
@@ -69,55 +139,3 @@ def _chain_ends(keys: Array, sections: Array, counts: Array, theta: Array) -> Bo
     index = jnp.arange(keys.shape[2])
     parted = jnp.pad(parted, ((0, 0), (0, 0), (0, 1)), constant_values=True) | (index == counts[..., None] - 1)
     return parted & (index < counts[..., None])
-
-
-def _next_anchors(keys: Array, sections: Array, counts: Array, theta: Array) -> Int[Array, "B H N"]:
-    """For every token, as if it were an anchor, the first before it that its set would not take in; -1 if none.
-
-    All tokens look back at once, a block of keys further in each round, until each has met one: as many rounds as the
-    longest set spans blocks, where a scan would take N steps.
-    """
-    B, H, N = keys.shape[:3]
-    blocks = -(-N // BLOCK)
-
-    def cut(x: Array) -> Array:
-        padded = jnp.pad(x, [(0, 0), (0, 0), (0, blocks * BLOCK - N)] + [(0, 0)] * (x.ndim - 3))
-        return padded.reshape(B, H, blocks, BLOCK, *x.shape[3:])
-
-    keys, sections = cut(keys), cut(sections)
-    index = jnp.arange(blocks * BLOCK).reshape(blocks, BLOCK)
-
-    def undecided(back: Array, found: Array) -> Bool[Array, "B H J C"]:
-        reaches = jnp.arange(blocks)[:, None] >= back
-        return (found < 0) & reaches & (index < counts[..., None, None])
-
-    def look(state: tuple[Array, Array]) -> tuple[Array, Array]:
-        back, found = state
-        others, other_sections, other_index = (
-            jnp.roll(x, back, axis) for x, axis in ((keys, 2), (sections, 2), (index, 0))
-        )
-        similarity = jnp.einsum("BHJCD,BHJKD->BHJCK", keys, others, precision="highest")
-        parted = similarity <= theta[..., None, None, None]
-        parted |= sections[..., None] != other_sections[..., None, :]
-        parted &= other_index[:, None] < index[..., None]
-        latest = jnp.max(jnp.where(parted, other_index[:, None], -1), axis=-1)
-        return back + 1, jnp.where(undecided(back, found), latest, found)
-
-    start = jnp.int32(0), jnp.full((B, H, blocks, BLOCK), -1, jnp.int32)
-    _, found = jax.lax.while_loop(lambda state: jnp.any(undecided(*state)), look, start)
-    return found.reshape(B, H, -1)[..., :N]
-
-
-def _orbit(following: Int[Array, "B H N"], counts: Int[Array, "B H"]) -> Bool[Array, "B H N"]:
-    """The last token, the one that follows it, the one that follows that: each round doubles how many are known."""
-    B, H, N = following.shape
-    b, h = jnp.arange(B)[:, None, None], jnp.arange(H)[:, None]
-    nowhere = jnp.full((B, H, 1), N)
-    jump = jnp.concatenate([jnp.where(following < 0, N, following), nowhere], axis=-1)
-    marked = jnp.arange(N + 1) == jnp.where(counts > 0, counts - 1, N)[..., None]
-
-    def double(_: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
-        marked, jump = state
-        return marked.at[b, h, jump].max(marked), jnp.take_along_axis(jump, jump, axis=-1)
-
-    return jax.lax.fori_loop(0, N.bit_length(), double, (marked, jump))[0][..., :N]

@@ -119,22 +119,25 @@ class GaussianMerge(Merge):
         ends = set_ends(unit, sections, n, jnp.where(n <= room, 2.0, theta), self.rule)
         sets = jnp.cumsum(ends, axis=-1) - ends
         rank = pack(scores if self.pivot == "score" else RandomDraw(self.seed)(entries, moment))
-        merged_keys, merged_values, is_pivot = self._merge(keys, values, rank, sets, packed >= 0)
+        weights, is_pivot = self._weigh(keys, rank, sets, packed >= 0)
         place = jnp.maximum(jnp.cumsum(there & ~kept, axis=-1) - 1, 0)
         stays = kept | jnp.take_along_axis(is_pivot, place, axis=-1)
+        own = jnp.take_along_axis(sets, place, axis=-1)
 
-        def put(x: Array, merged: Array) -> Array:
-            index, free = (y.reshape(*y.shape, *(1,) * (x.ndim - 3)) for y in (place, there & ~kept))
-            return jnp.where(free, jnp.take_along_axis(merged.astype(x.dtype), index, axis=2), x)
+        def put(x: Array, packed: Array) -> Array:
+            """The sum over its set of what is packed, at each slot that is not kept as it is."""
+            index, free = (y.reshape(*y.shape, *(1,) * (x.ndim - 3)) for y in (own, there & ~kept))
+            sums = _reduce(jax.ops.segment_sum, packed, sets)
+            return jnp.where(free, jnp.take_along_axis(sums, index, axis=2).astype(x.dtype), x)
 
         bias = entries.bias
         if bias is not None:  # the tokens of an entry are e to the power of its bias
-            tokens = _over_sets(jax.ops.segment_sum, (packed >= 0) * jnp.exp(pack(bias)), sets)
-            bias = put(bias, jnp.log(jnp.maximum(tokens, 1)))
+            tokens = put(jnp.ones_like(bias), (packed >= 0) * jnp.exp(pack(bias)))
+            bias = jnp.where(there & ~kept, jnp.log(tokens), bias)
         return replace(
             entries,
-            keys=put(entries.keys, merged_keys),
-            values=put(entries.values, merged_values),
+            keys=put(entries.keys, weights[..., None] * keys),
+            values=put(entries.values, weights[..., None] * values),
             positions=jnp.where(stays, entries.positions, -1),
             bias=bias,
         )
@@ -151,15 +154,14 @@ class GaussianMerge(Merge):
         chosen = top_tokens(scores, entries.positions, jnp.clip(wanted, 0, jnp.minimum(free, most)), size=most)
         return mark(chosen, entries.slots)
 
-    def _merge(
+    def _weigh(
         self,
         keys: Float[Array, "B H N D"],
-        values: Float[Array, "B H N D"],
         rank: Float[Array, "B H N"],
         sets: Int[Array, "B H N"],
         there: Bool[Array, "B H N"],
-    ) -> tuple[Float[Array, "B H N D"], Float[Array, "B H N D"], Bool[Array, "B H N"]]:
-        """Each token's set as one entry, and whether the token is its pivot. Sets are numbered in ascending order."""
+    ) -> tuple[Float[Array, "B H N"], Bool[Array, "B H N"]]:
+        """Each token's weight in its set, and whether it is the pivot. Sets are numbered in ascending order."""
         N = keys.shape[2]
 
         over_set = partial(_over_sets, sets=sets)
@@ -173,9 +175,7 @@ class GaussianMerge(Merge):
             pivot_keys = jnp.take_along_axis(keys, jnp.minimum(pivot, N - 1)[..., None], axis=2)
             square = jnp.where(there, jnp.sum((pivot_keys - keys) ** 2, axis=-1), 0.0)
             g = there * jnp.exp(-square / (2 * self._sigma(square, there, over_set) ** 2))
-        weights = (g / jnp.maximum(over_set(jax.ops.segment_sum, g), 1e-30))[..., None]
-        merged_keys, merged_values = (over_set(jax.ops.segment_sum, weights * x) for x in (keys, values))
-        return merged_keys, merged_values, is_pivot
+        return g / jnp.maximum(over_set(jax.ops.segment_sum, g), 1e-30), is_pivot
 
     def _sigma(
         self, square: Float[Array, "B H N"], there: Bool[Array, "B H N"], over_set: Callable[..., Array]
@@ -194,13 +194,15 @@ class GaussianMerge(Merge):
         return jnp.maximum(sigma, 1e-6)
 
 
-def _over_sets(reduce: Callable[..., Array], x: Array, sets: Int[Array, "B H N"]) -> Array:
+def _reduce(reduce: Callable[..., Array], x: Array, sets: Int[Array, "B H N"]) -> Array:
+    """Over each set."""
+    over = partial(reduce, num_segments=sets.shape[-1] + 1, indices_are_sorted=True)
+    return jax.vmap(jax.vmap(over))(x, sets)
+
+
+def _over_sets(reduce: Callable[..., Array], x: Float[Array, "B H N"], sets: Int[Array, "B H N"]) -> Array:
     """Reduces over each set, and tells every token of it."""
-
-    def head(x: Array, sets: Array) -> Array:
-        return reduce(x, sets, num_segments=x.shape[0] + 1, indices_are_sorted=True)[sets]
-
-    return jax.vmap(jax.vmap(head))(x, sets)
+    return jnp.take_along_axis(_reduce(reduce, x, sets), sets, axis=-1)
 
 
 def _is_number(x: object) -> TypeGuard[float]:
