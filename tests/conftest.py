@@ -26,8 +26,9 @@ settings.register_profile("ci", deadline=None, derandomize=True, database=None, 
 settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-# Every preset, with room for a few tokens, so that prompts of the tests below are compressed and answers evict.
-POLICIES = (
+# Every preset, with room for a few tokens, so that prompts of the tests below are compressed and answers evict. What
+# those of the second tuple keep from step to step is like that of the first; they are tried in full runs only.
+DISTINCT = (
     "full",
     "streaming_llm:budget=24",
     "streaming_llm:budget=24,positions=in_cache",
@@ -42,6 +43,19 @@ POLICIES = (
     "keyformer:budget=24,recent=8",
     "scissorhands:budget=24,window=8,drop=0.25",
 )
+ALIKE = (
+    "pyramidkv:budget=24,window=4,beta=2",
+    "finch:budget=24,window=4,chunk=8",
+    "expected_attention:budget=24,future=16",
+    "knorm:budget=24",
+    "keydiff:budget=24,every=1",
+    "random:budget=24,every=1",
+    "lagkv:budget=24,sinks=2,lag=4,every=4",
+    "chunkkv:base=h2o,base.budget=24,length=5",
+    "criticalkv:base=h2o,base.budget=24",
+)
+POLICIES = (*DISTINCT, *ALIKE)
+POLICY_PARAMS = (*DISTINCT, *(pytest.param(text, marks=pytest.mark.slow) for text in ALIKE))
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +68,7 @@ def room_for_programs() -> Iterator[None]:
         gc.collect()
 
 
-@pytest.fixture(params=POLICIES)
+@pytest.fixture(params=POLICY_PARAMS)
 def policy(request: pytest.FixtureRequest) -> kvjax.Policy:
     return kvjax.policies.parse(request.param)
 

@@ -24,6 +24,9 @@ SPECS = [
     "snapkv:budget=12,window=4,kernel=3",
     "snapkv:budget=0.5,window=6,pool=avg,kernel=5",
     "morphkv:budget=12,window=6,fusion=max,every=3,dense_layers=1",
+    "expected_attention:budget=12,sinks=2,future=8",
+    "chunkkv:base=h2o,base.budget=12,length=5",
+    "criticalkv:base=finch,base.budget=12,base.window=4",
 ]
 SIZE = 24
 ROWS = [np.random.default_rng(n).integers(0, tiny.VOCAB, n) for n in (SIZE, 3, 17)]

@@ -4,7 +4,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import jax
 import numpy as np
@@ -14,18 +14,19 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import kvjax
 from kvjax.decode import Decoding, decode
-from kvjax.extend import step
+from kvjax.extend import read, step
 from kvjax.models import Decoder, Rope
 from kvjax.models.rope import DynamicScaling
 from kvjax.policies import parse
 from kvjax.session import Session
-from tests.conftest import POLICIES
+from tests.conftest import POLICIES, POLICY_PARAMS
 from tests.tiny import VOCAB, decoder
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 
 RNG = np.random.default_rng(5)
-ROWS = [RNG.integers(0, VOCAB, n).tolist() for n in (44, 33, 5, 20, 17, 9, 40, 3)]  # longer and shorter than the budget
+# Longer and shorter than the budget; of distinct tokens, since the keys of equal ones have equal norms and would tie.
+ROWS = [RNG.permutation(VOCAB)[:n].tolist() for n in (44, 33, 5, 20, 17, 9, 40, 3)]
 NEW = 24
 HEADS = 8
 QUANTIZED = "quantize:policy=morphkv,policy.budget=24,policy.window=4"
@@ -209,10 +210,19 @@ DECLARED = {
     "keyformer:budget=24,recent=8": (0, 1),  # the group's queries
     "scissorhands:budget=24,window=8,drop=0.25": (0, 1),
     QUANTIZED: (0, 2),  # as morphkv
+    "pyramidkv:budget=24,window=4,beta=2": (0, 0),  # as snapkv
+    "finch:budget=24,window=4,chunk=8": (0, 0),
+    "expected_attention:budget=24,future=16": (0, 0),  # the statistics of queries only while a prompt is read
+    "knorm:budget=24": (0, 0),
+    "keydiff:budget=24,every=1": (0, 0),
+    "random:budget=24,every=1": (0, 0),
+    "lagkv:budget=24,sinks=2,lag=4,every=4": (0, 0),
+    "chunkkv:base=h2o,base.budget=24,length=5": (0, 1),  # as h2o
+    "criticalkv:base=h2o,base.budget=24": (0, 2),  # as h2o; the norms of projected values
 }
 
 
-@pytest.mark.parametrize("text", [*POLICIES, QUANTIZED])
+@pytest.mark.parametrize("text", [*POLICY_PARAMS, QUANTIZED])
 @pytest.mark.parametrize(("data", "model", "kv_heads"), [(2, 4, 4), pytest.param(2, 4, 2, marks=pytest.mark.slow)])
 def test_a_step_communicates_what_is_declared(text: str, data: int, model: int, kv_heads: int) -> None:
     layers = 2
@@ -232,6 +242,41 @@ def test_a_step_communicates_what_is_declared(text: str, data: int, model: int, 
     assert found.counts == Counter({"all-reduce": layers * (2 + reduces) + 1, "all-gather": layers * gathers + 1})
     assert found.largest <= len(ROWS) // data * VOCAB
     assert found.largest < jax.tree.leaves(filled.layers[0].keys)[0].size // (data * min(model, kv_heads))
+
+
+# While a prompt is read and compressed, per layer and beyond what "full" does: (all-reduces, all-gathers over kv heads,
+# all-gathers where devices share one).
+READING = {
+    "snapkv:budget=24,window=4": (0, 0, 2),  # the window's queries and their log-sum-exp
+    "kvcrush:base=snapkv,base.budget=24,base.window=4,share=0.5": (1, 2, 2),  # the anchor; ranks and positions
+    "chunkkv:base=snapkv,base.budget=24,base.window=4": (0, 2, 2),  # scores and positions
+    "criticalkv:base=snapkv,base.budget=24,base.window=4": (0, 0, 3),  # the norms of projected values
+    "expected_attention:budget=24,future=16": (0, 0, 3),  # number, mean and scatter of the group's queries
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "kv_heads"),
+    [
+        pytest.param(text, kv_heads, marks=[] if gathers and kv_heads == 4 else pytest.mark.slow)
+        for text, (_, gathers, _) in READING.items()
+        for kv_heads in (4, 2)
+    ],
+)
+def test_a_prompt_communicates_what_is_declared(text: str, kv_heads: int) -> None:
+    params = sharded(2, 4, kv_heads)
+    lengths, tokens = np.full(len(ROWS), 40), np.zeros((len(ROWS), 40), int)
+
+    def found(text: str) -> Counter:
+        empty = kvjax.KVCache.empty(params.config, parse(text), lengths, 40, np.float32, mesh(2, 4))
+        options = {"slots": (40 if text == "full" else 24,), "compress": True, "final": True}
+        reading = jax.jit(partial(read, **options))
+        rows = map(empty.put_rows, (tokens, lengths))
+        return Communication.of(reading.lower(params, empty, *rows).compile().as_text()).counts
+
+    reduces, gathers, shared = READING[text]
+    gathers += shared if kv_heads < 4 else 0
+    assert found(text) - found("full") == +Counter({"all-reduce": reduces, "all-gather": gathers})
 
 
 def test_the_loop_communicates_one_bit_more() -> None:

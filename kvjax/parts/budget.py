@@ -55,15 +55,16 @@ class Fraction:
             raise ValueError(f"budget={self.share}: a share of the prompt is above 0 and at most 1")
 
     @property
-    def _ratio(self) -> fractions.Fraction:
+    def ratio(self) -> fractions.Fraction:
+        """The share, of which 0.1 is one tenth and no more."""
         return fractions.Fraction(self.share).limit_denominator(10_000)
 
     def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> Int[Array, "B"]:
-        whole, rest = jnp.divmod(prompt_lengths, self._ratio.denominator)
-        return whole * self._ratio.numerator + rest * self._ratio.numerator // self._ratio.denominator
+        whole, rest = jnp.divmod(prompt_lengths, self.ratio.denominator)
+        return whole * self.ratio.numerator + rest * self.ratio.numerator // self.ratio.denominator
 
     def slots(self, layer: int, prompt_size: int, layers: int) -> int:
-        return max(1, math.floor(prompt_size * self._ratio))
+        return max(1, math.floor(prompt_size * self.ratio))
 
 
 @dataclass(frozen=True)

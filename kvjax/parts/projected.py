@@ -24,7 +24,7 @@ class ProjectedValues(Score):
     """The base's score times the L1 norm of the value behind the output projection, mean of the query group.
 
     A share of the budget goes by the base's score alone before that; what is protected is part of it. On a mesh where
-    devices share a kv head, they exchange a number for each entry and query head.
+    devices share a kv head, they exchange a number for each entry.
 
     Attributes:
         base: whose state this is.
@@ -93,7 +93,7 @@ class ProjectedValues(Score):
 
         def of_block(values: Float[Array, "B H K D"]) -> Float[Array, "B H G K"]:
             projected = jnp.einsum("BHKD,HGDE->BHGKE", values, output, preferred_element_type=jnp.float32)
-            return jnp.sum(jnp.abs(projected), axis=-1)
+            return jnp.mean(jnp.sum(jnp.abs(projected), axis=-1), axis=2)
 
-        norms = jnp.moveaxis(jax.lax.map(of_block, values), 0, 3).reshape(B, -1, blocks * BLOCK)[..., :M]
+        norms = jnp.moveaxis(jax.lax.map(of_block, values), 0, 2).reshape(B, H, -1)[..., :M]
         return jnp.mean(moment.heads.whole_groups(norms).reshape(B, H, -1, M), axis=2)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
@@ -61,8 +60,10 @@ class Pyramid:
 
     def slots(self, layer: int, prompt_size: int, layers: int) -> int:
         lengths = np.arange(1, prompt_size + 1)
-        with jax.ensure_compile_time_eval():
-            mean = np.asarray(self.budget.capacity(layer, jnp.asarray(lengths), layers))
+        if isinstance(self.budget, Fixed):
+            mean = np.full(prompt_size, self.budget.entries)
+        else:
+            mean = lengths * self.budget.ratio.numerator // self.budget.ratio.denominator
         return max(1, int(np.max(self._entries(np, mean, lengths, layer, layers))))
 
     def _entries(self, xp: ModuleType, mean: Any, lengths: Any, layer: int, layers: int) -> Any:
