@@ -25,6 +25,7 @@ from kvjax.pallas_kernels import Reduction
 from kvjax.parts import (
     AccumulatedAttention,
     Chunks,
+    CompositeShares,
     DenseLayers,
     Drop,
     EvenChunks,
@@ -34,6 +35,7 @@ from kvjax.parts import (
     FoldedWindow,
     Fraction,
     GaussianMerge,
+    GlobalShares,
     KeyDifference,
     KeyNorm,
     LagDifference,
@@ -51,7 +53,7 @@ from kvjax.parts import (
     WatchedRecency,
     WindowAttention,
 )
-from kvjax.policy import Merge, Moment, Policy, Protect, Score, SharedBudget, Storage
+from kvjax.policy import Merge, Moment, Policy, Protect, Score, Storage
 from tests import tiny
 
 H, G, D, SIZE = 2, 2, 8, 24
@@ -82,6 +84,7 @@ BUDGETS = {  # and what each gives the second of two layers, before that is rais
     DenseLayers(Fixed(12), 1): lambda length: 12,
     Pyramid(Fixed(12), window=4, beta=2): lambda length: 8,  # 4 and half of the mean of 8
 }
+SHARED = (CompositeShares(Fixed(12)), GlobalShares(Fraction(0.5), groups=2), GlobalShares(Fixed(12)))
 SELECTS = (TopTokens(), Representatives(TopTokens(), 0.5), Chunks(TopTokens(), 5), EvenChunks(length=5))
 MERGES: tuple[Merge, ...] = (Drop(), ValueMerge(tokens=3), GaussianMerge(heavy=1))
 RHYTHMS = (None, 1, 4)
@@ -90,6 +93,7 @@ RNG = np.random.default_rng(0)
 ROWS = len(BUDGETS) * len(LENGTHS)  # budgets by lengths
 lengths = np.tile(LENGTHS, len(BUDGETS))
 LAYER = AttentionLayer(1, Rope(1e4), None, D**-0.5, jnp.asarray(RNG.normal(size=(H * G, D, 16)), jnp.float32))
+INCOMING = np.arange(ROWS) != 3
 MOMENT = Moment(jnp.asarray(lengths), LAYER)
 QUERIES, KEYS, VALUES = (jnp.asarray(RNG.normal(size=(ROWS, n, SIZE, D)), jnp.float32) for n in (H * G, H, H))
 
@@ -108,8 +112,10 @@ STATE = {
 }
 
 
-def refused(score, merge, every):
+def refused(score, budget, merge, every):
     """What makes no sense, and nothing else."""
+    if isinstance(score, LastAttention) and isinstance(budget, GlobalShares):
+        return True
     if isinstance(merge, ValueMerge) and (every is None or not isinstance(score, AccumulatedAttention)):
         return True
     if isinstance(merge, GaussianMerge) and every is not None:
@@ -119,15 +125,15 @@ def refused(score, merge, every):
 
 @cache
 def compositions():
-    """Those that can be built, each with a policy for every budget; checks that the others are refused by name."""
+    """Those that can be built, each with its policies by budget; checks that the others are refused by name."""
     sound = {}
     for score, select, merge, every in product(SCORES, SELECTS, MERGES, RHYTHMS):
-        for budget in (*BUDGETS, Everything()):
+        for budget in (*BUDGETS, *SHARED, Everything()):
             given = (score, budget, select, merge)
             policy, error = built(*given, PROTECT, every)
-            assert refused(score, merge, every) == bool(error), f"{given}, every={every}: {error}"
+            assert refused(score, budget, merge, every) == bool(error), f"{given}, every={every}: {error}"
             if policy is not None:
-                sound.setdefault((score, select, merge, every), []).append(policy)
+                sound.setdefault((score, select, merge, every), {})[budget] = policy
                 continue
             names = {type(part).__name__ for part in (*given, getattr(score, "pool", None))} | {f"every={every}"}
             assert sum(name in error for name in names) >= 2, f"{given}, every={every}: {error}"
@@ -147,16 +153,16 @@ def test_what_makes_no_sense_is_refused_by_name():
 
 
 def test_every_part_is_here():
-    """But for how entries are held, which the others do not see, and budgets that layers and heads share."""
-    here = {type(part) for part in (*SCORES, *BUDGETS, *SELECTS, *MERGES, Everything(), Pool())}
+    """But for how entries are held, which the others do not see."""
+    here = {type(part) for part in (*SCORES, *BUDGETS, *SHARED, *SELECTS, *MERGES, Everything(), Pool())}
     classes = {getattr(parts, name) for name in parts.__all__ if name != "budget_of"}
-    assert {part for part in classes if not issubclass(part, Storage | SharedBudget)} == here
+    assert {part for part in classes if not issubclass(part, Storage)} == here
 
 
 def test_without_a_budget_everything_is_kept():
     """U1 needs no more: a layer that is not limited is never compressed and never evicts."""
-    for *_, policy in compositions().values():
-        assert policy.budget == Everything()
+    for policies in compositions().values():
+        policy = policies[Everything()]
         assert not policy.limited(1)
         assert policy.grows(1)
         assert policy.slots(1, SIZE, 2) is None
@@ -243,30 +249,60 @@ def test_compositions_are_sound(score):
     for (other, _, merge, every), policies in compositions().items():
         if other != score:
             continue
-        *policies, _ = policies
-        assert [policy.budget for policy in policies] == list(BUDGETS)
         least = 2 + 4 + (every or 1)
         capacities = [max(entries(n), least) for entries in BUDGETS.values() for n in LENGTHS]
-        given = [policy.capacity(1, jnp.array(LENGTHS), 2) for policy in policies]
+        given = [policies[budget].capacity(1, jnp.array(LENGTHS), 2) for budget in BUDGETS]
         assert np.concatenate(given).tolist() == capacities
-        slots = max(policy.slots(1, SIZE, 2) for policy in policies)
+        slots = max(policies[budget].slots(1, SIZE, 2) for budget in BUDGETS)
         assert slots == max(capacities)
 
         limits = jnp.broadcast_to(jnp.array(capacities)[:, None], (ROWS, H))
-        policy = compiled(policies[0])
+        policy = compiled(policies[Fixed(12)])
         kept = policy.compress(replace(whole, capacity=limits), MOMENT, slots)
         assert sum(leaf.nbytes for leaf in jax.tree.leaves(kept)) == bytes_of(score, slots)
-        check_prompt(whole, kept, capacities, merges=isinstance(merge, GaussianMerge))
+        check_prompt(whole, kept, limits, merges=isinstance(merge, GaussianMerge))
         if every is not None:
-            check_step(kept, policy.make_room(kept, MOMENT, jnp.arange(ROWS) != 3), capacities, every, merge)
+            check_step(kept, policy.make_room(kept, MOMENT, INCOMING), limits, every, merge)
+
+
+@pytest.mark.parametrize(
+    "score",
+    [pytest.param(x, marks=[] if isinstance(x, KeyNorm | LastAttention) else pytest.mark.slow) for x in SCORES],
+    ids=lambda score: type(score).__name__,
+)
+def test_compositions_on_shared_budgets_are_sound(score):
+    """The same where heads keep as many entries as their scores are worth; the first rows share as the first does."""
+    whole = observed(score)
+    for (other, _, merge, every), policies in compositions().items():
+        if other != score:
+            continue
+        budgets = [budget for budget in SHARED if budget in policies]
+        owner = np.arange(ROWS) * len(budgets) // ROWS
+        means = np.stack([policies[budget].capacity(1, jnp.asarray(lengths), 1) for budget in budgets])
+        mean = jnp.asarray(means[owner, np.arange(ROWS)])
+        policy = compiled(policies[budgets[0]])
+        entries = replace(whole, capacity=jnp.broadcast_to(mean[:, None], (ROWS, H)))
+        scores = policy.rank(entries, MOMENT)
+        least = 0 if every is None else policy.minimum
+        shares = [Compiled(budget).share(scores[None], mean, least, ALL_HEADS)[0] for budget in budgets]
+        counts = jnp.stack(shares)[owner, np.arange(ROWS)]
+        for row, (count, length) in enumerate(zip(np.minimum(counts, lengths[:, None]), lengths, strict=True)):
+            assert count.sum() == H * min(length, mean[row])
+            if not isinstance(budgets[owner[row]], GlobalShares) or budgets[owner[row]].groups == H:
+                assert len(set(count.tolist())) == 1
+        counts = jnp.where((lengths <= mean)[:, None], mean[:, None], counts)  # room that a short prompt leaves
+        kept = policy.retain(replace(whole, capacity=counts), MOMENT, scores, SIZE)
+        check_prompt(whole, kept, counts, merges=isinstance(merge, GaussianMerge))
+        if every is not None:
+            check_step(kept, policy.make_room(kept, MOMENT, INCOMING), counts, every, merge)
 
 
 def check_prompt(whole, kept, capacities, merges):
-    for row, (heads, length, capacity) in enumerate(zip(heads_of(kept), lengths, capacities, strict=True)):
-        for held in heads:
+    for row, (heads, length) in enumerate(zip(heads_of(kept), lengths, strict=True)):
+        for held, capacity in zip(heads, np.asarray(capacities[row]).tolist(), strict=True):
             assert must_stay(length) <= held <= set(range(length))
             assert len(held) == min(length, capacity) or (merges and len(held) < capacity < length)
-        if merges and length > capacity:
+        if merges and length > np.min(capacities[row]):
             assert np.isfinite(kept.keys[row]).all()
             assert np.isfinite(kept.values[row]).all()
         else:  # in the whole prompt, slot i holds token i
@@ -281,14 +317,14 @@ def check_step(before, after, capacities, every, merge):
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, before)
     np.testing.assert_array_equal(after.keys, before.keys)
     for row, (old, new) in enumerate(zip(heads_of(before), heads_of(after), strict=True)):
-        evicts = row != 3 and lengths[row] >= capacities[row]
-        if not (evicts and isinstance(merge, ValueMerge)):
-            np.testing.assert_array_equal(after.values[row], before.values[row])
-        assert np.isfinite(after.values[row]).all()
-        for was, held in zip(old, new, strict=True):
+        for head, (was, held) in enumerate(zip(old, new, strict=True)):
+            evicts = INCOMING[row] and len(was) >= capacities[row, head]
             assert held <= was
             assert must_stay(lengths[row]) <= held
             assert len(held) == len(was) - (every if evicts else 0)
+            if not (evicts and isinstance(merge, ValueMerge)):
+                np.testing.assert_array_equal(after.values[row, head], before.values[row, head])
+            assert np.isfinite(after.values[row, head]).all()
 
 
 SAMPLES = {
