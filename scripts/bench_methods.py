@@ -1,0 +1,169 @@
+"""What each method costs on a CPU: over full attention in reading, over the same slots without a policy in decoding.
+
+    python scripts/bench_methods.py --case prefill --preset kvmerger h2o > bench_methods.jsonl
+
+Two sides are measured in turns in one process, a reference and what is compared with it, each once before to compile.
+Standard output is JSON lines: every measurement, then the ratios of the two sides' medians, with a goal where there is
+one. Beside the time that passes there is the CPU time of the process, which says more where the machine has other work.
+The cases:
+
+    prefill     reading a prompt under each preset, over reading it with full attention
+    crush       the same of `kvcrush` over its base, which is SnapKV
+    decode      a decode step under each preset, over one with as many slots and no policy
+    clustering  KVMerger's sets, theta being solved for, over the scores of all queries on the same keys; and four times
+                the keys over these
+
+A preset that has a budget keeps a quarter of the prompt (`prefill`), or 512 entries of 1,024 (`decode`); a preset that
+needs another policy has SnapKV. The model is that of scripts/bench_cpu.py with two layers: random weights, float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+CASES = ("prefill", "crush", "decode", "clustering")
+LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 8, 2, 64
+SLOTS = 512
+VARIANTS = {"kvmerger": ("", "theta=None"), "morphkv": ("", "every=8")}
+# Prefill over full attention, at most.
+GOALS = {"snapkv": 1.03, "pyramidkv": 1.03, "morphkv": 1.03, "tova": 1.03, "h2o": 1.6, "kvmerger": 1.6}
+
+Run = Callable[[], Any]
+
+
+def texts(name: str, budget: int) -> Iterator[str]:
+    """A preset with a budget as text, and variants of it."""
+    from kvjax.policies import PRESETS
+    from kvjax.policy import Policy
+
+    options = []
+    for option, parameter in inspect.signature(PRESETS[name]).parameters.items():
+        if option == "budget":
+            options.append(f"budget={budget}")
+        elif isinstance(parameter.default, Policy):
+            options += [f"{option}=snapkv", f"{option}.budget={budget}"]
+    for variant in VARIANTS.get(name, ("",)):
+        yield f"{name}:{','.join(filter(None, (*options, variant)))}".rstrip(":")
+
+
+def compare(sides: dict[str, Run], repeats: int, facts: dict[str, Any]) -> None:
+    """Prints `repeats` measurements of each side in turns, and the ratio of each one's median to the first one's."""
+    for run in sides.values():
+        run()
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    for _ in range(repeats):
+        for name, run in sides.items():
+            start = time.perf_counter(), time.process_time()
+            run()
+            taken[name].append((time.perf_counter() - start[0], time.process_time() - start[1]))
+            seconds, cpu_seconds = taken[name][-1]
+            print(json.dumps({"side": name, **facts, "seconds": seconds, "cpu_seconds": cpu_seconds}), flush=True)
+    reference = next(iter(sides))
+    for i, clock in enumerate(("seconds", "cpu_seconds")):
+        medians = {name: statistics.median(pair[i] for pair in pairs) for name, pairs in taken.items()}
+        ratios = {name: median / medians[reference] for name, median in medians.items() if name != reference}
+        print(json.dumps({**facts, "median": clock, "of": medians, "over": reference, "ratio": ratios}), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", nargs="+", choices=CASES, default=CASES, metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("--preset", nargs="+", metavar="PRESET", help="of the cases prefill and decode; all by default")
+    parser.add_argument("--prompt", type=int, default=8192, help="tokens in a prompt")
+    parser.add_argument("--new", type=int, default=128, help="tokens to decode, at most 128")
+    parser.add_argument("--repeats", type=int, default=3, help="measurements beyond the first, which compiles")
+    parser.add_argument("--threads", type=int, default=2, help="cores to be confined to")
+    arguments = parser.parse_args()
+    if not 1 < arguments.new <= 128:
+        parser.error("--new must be 2 .. 128: the reference's 512 slots have room for so many")
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])  # before XLA counts them
+
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from flax import nnx
+
+    import kvjax
+    from kvjax.models import Decoder, DecoderConfig, Rope
+    from kvjax.pallas_kernels import Reduction, window_scores
+    from kvjax.parts.cluster import set_ends, solve_theta
+    from kvjax.policies import PRESETS, parse
+
+    presets = arguments.preset or [name for name in PRESETS if name != "full"]
+    if unknown := set(presets) - set(PRESETS):
+        parser.error(f"unknown presets {sorted(unknown)}; accepted are {', '.join(PRESETS)}")
+    rng = np.random.default_rng(0)
+    windows, rope = (None,) * LAYERS, Rope(10_000.0)
+    config = DecoderConfig("llama", 32_000, 512, 1536, HEADS, KV_HEADS, HEAD_DIM, windows, rope, 32_768)
+    params = Decoder(config, nnx.Rngs(0), jnp.float32)
+    prompt = rng.integers(0, config.vocab_size, (1, arguments.prompt)).astype(np.int32)
+
+    def reads(text: str) -> Run:
+        return lambda: jax.block_until_ready(kvjax.prefill(params, prompt, policy=parse(text)))
+
+    def decodes(text: str, length: int) -> Run:
+        document = kvjax.prefill(params, prompt[:, :length], policy=parse(text))
+        question = prompt[:, :1]
+        return lambda: kvjax.generate(params, question, cache=document, max_new_tokens=arguments.new)
+
+    budget = arguments.prompt // 4
+    if "prefill" in arguments.case:
+        for name in presets:
+            for text in texts(name, budget):
+                facts = {"case": "prefill", "prompt": arguments.prompt, "goal": GOALS.get(name)}
+                compare({"full": reads("full"), text: reads(text)}, arguments.repeats, facts)
+    if "crush" in arguments.case:
+        base = f"snapkv:budget={budget}"
+        for granularity in ("token", "chunk", "page"):
+            text = f"kvcrush:base=snapkv,base.budget={budget},granularity={granularity}"
+            facts = {"case": "crush", "prompt": arguments.prompt, "goal": 1.01}
+            compare({base: reads(base), text: reads(text)}, arguments.repeats, facts)
+    if "decode" in arguments.case:
+        for name in presets:
+            for text in texts(name, SLOTS):
+                limited = "budget" in text
+                grows = parse(text).every is None  # then the answer comes on top, here as in the reference
+                length = SLOTS if grows else SLOTS - 132
+                sides = {"slots": decodes("full", length), text: decodes(text, 2 * SLOTS if limited else length)}
+                slots = [[layer.slots for layer in run().cache.layers] for run in sides.values()]
+                compare(sides, arguments.repeats, {"case": "decode", "tokens": arguments.new, "slots": slots})
+    if "clustering" in arguments.case:
+
+        @jax.jit
+        def cluster(keys: Any) -> Any:
+            count = jnp.full(keys.shape[:2], keys.shape[2])
+            sections = jnp.zeros(keys.shape[:3], jnp.int32)
+            theta = solve_theta(keys, sections, count, count // 4, "anchor")
+            return set_ends(keys, sections, count, theta, "anchor")
+
+        @jax.jit
+        def score(q: Any, k: Any) -> Any:
+            at = jnp.arange(k.shape[2])[None]
+            lse, reduction = jnp.full(q.shape[:3], 20.0), Reduction("sum", "mean", "group")
+            held = jnp.broadcast_to(at[:, None], k.shape[:3])
+            return window_scores(q, k, at, held, scale=HEAD_DIM**-0.5, lse=lse, reduction=reduction)
+
+        def draw(heads: int, tokens: int) -> Any:
+            x = rng.normal(size=(1, heads, tokens, HEAD_DIM)).astype(np.float32)
+            return jnp.asarray(x / np.linalg.norm(x, axis=-1, keepdims=True))
+
+        size = arguments.prompt
+        q, few, many = draw(HEADS, size), draw(KV_HEADS, size), draw(KV_HEADS, 4 * size)
+        runs = {
+            "clusters": lambda: jax.block_until_ready(cluster(few)),
+            "scores": lambda: jax.block_until_ready(score(q, few)),
+            "clusters of 4x": lambda: jax.block_until_ready(cluster(many)),
+        }
+        facts = {"case": "clustering", "tokens": size, "goal": "scores >= 1, clusters of 4x <= 5"}
+        compare(runs, arguments.repeats, facts)
+
+
+if __name__ == "__main__":
+    main()
