@@ -3,7 +3,9 @@
 from .budget import DenseLayers, Everything, Fixed, Fraction, budget_of
 from .cam import ValueMerge, WatchedRecency
 from .chunks import Chunks, EvenChunks
+from .composite import TaskAttention
 from .crush import Representatives
+from .dynamic import DynamicShares
 from .expected import ExpectedAttention
 from .gaussian_merge import GaussianMerge
 from .keys import KeyDifference, KeyNorm, RandomDraw
@@ -24,6 +26,7 @@ __all__ = [
     "CompositeShares",
     "DenseLayers",
     "Drop",
+    "DynamicShares",
     "EvenChunks",
     "Everything",
     "ExpectedAttention",
@@ -45,6 +48,7 @@ __all__ = [
     "RandomDraw",
     "Recency",
     "Representatives",
+    "TaskAttention",
     "TopTokens",
     "ValueMerge",
     "WatchedRecency",

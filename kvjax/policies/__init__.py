@@ -3,6 +3,7 @@
 from .cam import cam
 from .chunkkv import chunkkv
 from .criticalkv import criticalkv
+from .dynamickv import dynamickv
 from .expected_attention import expected_attention
 from .finch import finch
 from .full import full
@@ -10,6 +11,7 @@ from .h2o import h2o
 from .keydiff import keydiff
 from .keyformer import keyformer
 from .knorm import knorm
+from .kvcompose import kvcompose
 from .kvcrush import kvcrush
 from .kvmerger import kvmerger
 from .lagkv import lagkv
@@ -28,6 +30,7 @@ __all__ = [
     "cam",
     "chunkkv",
     "criticalkv",
+    "dynamickv",
     "expected_attention",
     "finch",
     "full",
@@ -35,6 +38,7 @@ __all__ = [
     "keydiff",
     "keyformer",
     "knorm",
+    "kvcompose",
     "kvcrush",
     "kvmerger",
     "lagkv",

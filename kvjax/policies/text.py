@@ -15,6 +15,7 @@ from kvjax.policy import Policy, Protect, Storage
 from .cam import cam
 from .chunkkv import chunkkv
 from .criticalkv import criticalkv
+from .dynamickv import dynamickv
 from .expected_attention import expected_attention
 from .finch import finch
 from .full import full
@@ -22,6 +23,7 @@ from .h2o import h2o
 from .keydiff import keydiff
 from .keyformer import keyformer
 from .knorm import knorm
+from .kvcompose import kvcompose
 from .kvcrush import kvcrush
 from .kvmerger import kvmerger
 from .lagkv import lagkv
@@ -42,6 +44,8 @@ _ALL = (
     snapkv,
     finch,
     pyramidkv,
+    dynamickv,
+    kvcompose,
     morphkv,
     kvmerger,
     cam,
