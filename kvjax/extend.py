@@ -256,7 +256,7 @@ def _shared_out(
     """
     score = cache.policy.score
     if isinstance(score, ReplayScore):
-        if not begins:
+        if score.repeats_prompt and not begins:
             raise ValueError(f"{type(score).__name__} replays a prompt; accepted is one that is read in one call")
         for part in _passes(score, tokens, lengths, score.texts(None) if texts is None else texts):
             cache = run(_replay, params, cache, jax.tree.map(cache.put_rows, part))

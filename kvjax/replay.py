@@ -44,6 +44,11 @@ class Pass:
 class ReplayScore(Score):
     """What entries receive from tokens that are run after the prompt and leave no entries of their own."""
 
+    @property
+    def repeats_prompt(self) -> bool:
+        """Whether the passes are made of the prompt's own tokens, which then has to be read in one call."""
+        return True
+
     def texts(self, encode: Encode | None) -> Texts:
         """Token ids of whatever text the passes need. Raises ValueError if it has to be encoded and cannot."""
         return ()

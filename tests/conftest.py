@@ -42,6 +42,8 @@ DISTINCT = (
     "kvmerger:budget=24,recent=8,heavy=4,theta=None",
     "keyformer:budget=24,recent=8",
     "scissorhands:budget=24,window=8,drop=0.25",
+    "dynamickv:budget=24,window=4",
+    "kvcompose:budget=24",
 )
 ALIKE = (
     "pyramidkv:budget=24,window=4,beta=2",

@@ -6,6 +6,7 @@ import pytest
 
 import kvjax
 from kvjax.models import Decoder
+from kvjax.replay import ReplayScore
 
 RNG = np.random.default_rng(1)
 DOCUMENTS = [RNG.integers(0, 99, n).tolist() for n in (41, 34, 9)]
@@ -42,6 +43,10 @@ def test_questions_in_company_are_as_alone(tiny: Decoder, policy: kvjax.Policy) 
 def test_document_and_question_are_one_prompt_until_compressed(tiny: Decoder, policy: kvjax.Policy) -> None:
     document = kvjax.prefill(tiny, DOCUMENTS[0], policy=policy, compress="never")
     assert all(layer.occupancy.tolist() == [[41, 41]] for layer in document.layers)
+    if isinstance(policy.score, ReplayScore):
+        with pytest.raises(ValueError, match="accepted is one that is read in one call"):
+            ask(tiny, QUESTIONS[0], document)
+        return
     whole = kvjax.generate(tiny, DOCUMENTS[0] + QUESTIONS[0], policy=policy, max_new_tokens=NEW, log_probs=True)
     assert ask(tiny, QUESTIONS[0], document) == whole.tokens.tolist()
 
@@ -99,6 +104,10 @@ def test_prompt_of_any_length_in_constant_memory(tiny: Decoder, policy: kvjax.Po
     """Compressed after each chunk, a prompt ten times as long runs through the same programs, so in the same memory."""
     if not policy.limited(0):
         pytest.skip("keeps everything")
+    if policy.shares:
+        with pytest.raises(ValueError, match=r"would share .* out more than once"):
+            kvjax.prefill(tiny, DOCUMENTS[0], policy=policy, chunk=32, compress="chunk")
+        return
     kvjax.prefill(tiny, RNG.integers(0, 99, 150), policy=policy, chunk=32, compress="chunk")
     assert compiled
     compiled.clear()

@@ -214,7 +214,7 @@ def test_stats(tiny: Decoder, policy: kvjax.Policy) -> None:
     stats, config = answer.stats, tiny.config
     assert stats.prompt_tokens == sum(map(len, ROWS))
     assert stats.decoded_tokens == 3 * (NEW - 1)
-    assert stats.cache_bytes == answer.cache.nbytes == sum(x.nbytes for x in jax.tree.leaves(answer.cache.layers))
+    assert stats.cache_bytes == answer.cache.nbytes == sum(x.nbytes for x in jax.tree.leaves(answer.cache.entries))
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
     assert stats.full_cache_bytes == per_token * (stats.prompt_tokens + stats.decoded_tokens)
     assert stats.compression_ratio == stats.full_cache_bytes / stats.cache_bytes

@@ -19,6 +19,7 @@ from kvjax.models import Decoder, Rope
 from kvjax.models.rope import DynamicScaling
 from kvjax.policies import parse
 from kvjax.session import Session
+from kvjax.sharing import pool_rows, share_out
 from tests.conftest import POLICIES, POLICY_PARAMS
 from tests.tiny import VOCAB, decoder
 
@@ -42,10 +43,15 @@ def sharded(data: int, model: int, kv_heads: int, layers: int = 1) -> Decoder:
     return kvjax.shard(decoder(HEADS, kv_heads, (None,) * layers), mesh(data, model))
 
 
+def layers_for(text: str) -> int:
+    """One layer does for what treats all alike."""
+    return 2 if parse(text).shares else 1
+
+
 @cache
 def expected(text: str, kv_heads: int) -> tuple[kvjax.Generation, kvjax.Generation]:
     """On one device: an answer, and how it goes on."""
-    params = decoder(HEADS, kv_heads)
+    params = decoder(HEADS, kv_heads, (None,) * layers_for(text))
     answer = kvjax.generate(params, ROWS, policy=parse(text), max_new_tokens=NEW, log_probs=True)
     return answer, kvjax.generate(params, None, cache=answer.cache, max_new_tokens=NEW, log_probs=True)
 
@@ -64,6 +70,7 @@ FAST = {
     (2, 4, 2, "morphkv:budget=24,window=4"),
     (2, 4, 2, "kvcrush:base=snapkv,base.budget=24,base.window=4,share=0.5"),
     (4, 2, 2, "full"),
+    (2, 4, 2, "kvcompose:budget=24"),
 }
 ON_SHARED_HEADS = ("h2o:budget=24,group=max", "morphkv:budget=24,window=4,block=2")
 SIZES = [(8, 1, 2), (4, 2, 2), (2, 4, 2), (1, 8, 4)]  # data, model, kv heads; the last two share each kv head
@@ -78,19 +85,20 @@ SIZES = [(8, 1, 2), (4, 2, 2), (2, 4, 2), (1, 8, 4)]  # data, model, kv heads; t
     ],
 )
 def test_tokens_are_those_of_one_device(data: int, model: int, kv_heads: int, text: str) -> None:
-    params = sharded(data, model, kv_heads)
+    params = sharded(data, model, kv_heads, layers_for(text))
     answer = kvjax.generate(params, ROWS, policy=parse(text), max_new_tokens=NEW, log_probs=True)
     one_device, going_on = expected(text, kv_heads)
     assert_equal(answer, one_device)
     assert_equal(kvjax.generate(params, None, cache=answer.cache, max_new_tokens=NEW, log_probs=True), going_on)
     assert answer.cache.nbytes == one_device.cache.nbytes
-    for entries in answer.cache.layers:
+    pool = answer.cache.pool
+    for entries in answer.cache.layers if pool is None else [pool]:  # a pool has lanes of heads for heads
         B, H, S, D = entries.keys.shape
         for array, rest in ((entries.keys, (S, D)), (entries.values, (S, D)), (entries.positions, (S,))):
             shares = {shard.data.shape for shard in array.addressable_shards}
             assert shares == {(B // data, max(1, H // model), *rest)}
     copies = 0
-    for array in jax.tree.leaves(answer.cache.layers):
+    for array in jax.tree.leaves(answer.cache.entries):
         held: dict[str, np.ndarray] = {}
         for shard in array.addressable_shards:  # devices that share a head keep the same of it, bit by bit
             other = held.setdefault(str(shard.index), np.asarray(shard.data))
@@ -219,6 +227,8 @@ DECLARED = {
     "lagkv:budget=24,sinks=2,lag=4,every=4": (0, 0),
     "chunkkv:base=h2o,base.budget=24,length=5": (0, 1),  # as h2o
     "criticalkv:base=h2o,base.budget=24": (0, 2),  # as h2o; the norms of projected values
+    "dynamickv:budget=24,window=4": (0, 0),  # nothing once the budget is shared out
+    "kvcompose:budget=24": (0, 0),
 }
 
 
@@ -227,13 +237,9 @@ DECLARED = {
 def test_a_step_communicates_what_is_declared(text: str, data: int, model: int, kv_heads: int) -> None:
     layers = 2
     params = sharded(data, model, kv_heads, layers)
-    lengths = np.full(len(ROWS), 3)
-    empty = kvjax.KVCache.empty(params.config, parse(text), lengths, 64, np.float32, mesh(data, model))
-    grown = empty.map_layers(lambda layer: layer.grow(64 if text == "full" else 24))
-    filled = replace(grown, filled=True).map_layers(
-        lambda layer: layer if parse(text).every else replace(layer, per_slot=None, per_row=None)
-    )
-    active = filled.put_rows(np.ones(len(ROWS), bool))
+    shape = {"batch": len(ROWS), "length": 64, "new_tokens": NEW, "dtype": np.float32}
+    filled = kvjax.plan_cache(params.config, parse(text), **shape, mesh=mesh(data, model))
+    active = jax.ShapeDtypeStruct((len(ROWS),), bool, sharding=filled.length.sharding)
     hlo = jax.jit(step, donate_argnums=1).lower(params, filled, filled.pending, active).compile().as_text()
     found = Communication.of(hlo)
     reduces, gathers = DECLARED[text]
@@ -241,7 +247,25 @@ def test_a_step_communicates_what_is_declared(text: str, data: int, model: int, 
     # Once a step: the embedding is summed over the devices that hold the vocabulary, and logits are gathered from them.
     assert found.counts == Counter({"all-reduce": layers * (2 + reduces) + 1, "all-gather": layers * gathers + 1})
     assert found.largest <= len(ROWS) // data * VOCAB
-    assert found.largest < jax.tree.leaves(filled.layers[0].keys)[0].size // (data * min(model, kv_heads))
+    keys = jax.tree.leaves(filled.layers[0].keys)[0].size if filled.pool is None else jax.tree.leaves(filled.pool.keys)[0].size // layers
+    assert found.largest < keys // (data * min(model, kv_heads))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("kvcompose:budget=24", {"all-reduce": 2 + 1}),  # the mean score of each layer's heads; composites
+        ("kvcompose:budget=24,structured=False,groups=4,head_mean=False", {}),
+        ("dynamickv:budget=24,window=4", {"all-gather": 1}),  # all scores
+    ],
+)
+def test_a_budget_is_shared_out_with_the_communication_declared(text: str, expected: dict[str, int]) -> None:
+    params = sharded(2, 4, 4, layers=2)
+    policy = parse(text)
+    cache = kvjax.prefill(params, ROWS, policy=policy, compress="never")
+    rows = pool_rows(policy, cache.kept, 4, room=0)
+    hlo = jax.jit(share_out, static_argnames=("rows", "room")).lower(params, cache, rows=rows, room=0)
+    assert Communication.of(hlo.compile().as_text()).counts == Counter(expected)
 
 
 # While a prompt is read and compressed, per layer and beyond what "full" does: (all-reduces, all-gathers over kv heads,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,4 +66,15 @@ def full_logits(params: Decoder, rows: list[np.ndarray], size: int) -> list[np.n
 
 def held(cache: KVCache, row: int) -> list[list[list[int]]]:
     """The positions that a row holds, ascending, by layer and head."""
-    return [[sorted(head[head >= 0].tolist()) for head in np.asarray(layer.positions[row])] for layer in cache.layers]
+    layers: list[Any]
+    if cache.pool is None:
+        layers = [np.asarray(layer.positions[row]) for layer in cache.layers]
+    else:
+        pool, positions = cache.pool, np.asarray(cache.pool.positions[row])
+        start, size = np.asarray(pool.start[row]), np.asarray(pool.size[row])
+        lane = np.arange(len(start)) * pool.lanes // len(start)
+        layers = [
+            [positions[lane[h], start[h, i] : start[h, i] + size[h, i]] for h in range(len(start))]
+            for i in range(pool.layers)
+        ]
+    return [[sorted(head[head >= 0].tolist()) for head in layer] for layer in layers]

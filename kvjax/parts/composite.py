@@ -63,6 +63,10 @@ class TaskAttention(ReplayScore):
         if not all(isinstance(prompt, str | tuple) and len(prompt) for prompt in self.prompts):
             raise ValueError(f"prompts={self.prompts!r}: accepted are strings and tuples of token ids, none empty")
 
+    @property
+    def repeats_prompt(self) -> bool:
+        return self.source == "replay"
+
     def check(self, policy: Policy) -> None:
         if policy.every is not None:
             raise ValueError(
@@ -92,8 +96,7 @@ class TaskAttention(ReplayScore):
             return [Pass(tokens, lengths, nothing, lengths)]
         given = [jnp.array(ids, jnp.int32) for ids in texts]
         return [
-            Pass(jnp.tile(ids, (len(lengths), 1)), jnp.full_like(lengths, len(ids)), nothing, lengths)
-            for ids in given
+            Pass(jnp.tile(ids, (len(lengths), 1)), jnp.full_like(lengths, len(ids)), nothing, lengths) for ids in given
         ]
 
     def replayed(

@@ -50,7 +50,7 @@ class DynamicShares(SharedBudget):
     def share(
         self, scores: Float[Array, "L B H M"], mean: Int[Array, "B"], least: int, heads: Heads
     ) -> Int[Array, "L B H"]:
-        L, B, H, M = scores.shape
+        L, B, _, M = scores.shape
         protected = jnp.sum(jnp.isposinf(scores), axis=-1)
         most_protected = jnp.max(protected, axis=(0, 2))
         distant = jnp.where(jnp.isposinf(scores), -jnp.inf, scores)

@@ -21,12 +21,12 @@ def kvcompose(
     min_tokens: int = 0,
     first_layer: bool = False,
 ) -> Policy:
-    """Compresses the prompt once, when all layers have read it, by what a task's tokens attend to; the answer is on top.
+    """Compresses the prompt once, after all layers have read it, by what a task attends to; the answer comes on top.
 
     Without a task the prompt is its own: it is run a second time behind itself, at positions N .. 2N - 1, and
 
         S1[q, c] = max over its rows m of softmax(q_m . k)_c   (over all it sees; only the N entries c count; eq. 14)
-        S2[h, c] = mean over the query group of S1,    S[h, c] = S2[h, c] + mean over kv heads of S2[., c]   (eq. 15, 16)
+        S2[h, c] = mean over the query group of S1, and S[h, c] = S2[h, c] + mean over kv heads of S2[., c]  (15, 16)
 
     Each head sorts its own S; the k-th best of a layer's heads are its composite k, whose importance is their mean, and
     the L * budget best composites of all layers are kept (eq. 17 to 24). A layer may be left with no entry at all, and

@@ -1,12 +1,14 @@
 """Attention of a first layer, and MorphKV's Algorithm 1 as it is written: float64 NumPy, slow, literal, every row kept.
 
 No ring of queries, no log-sum-exp, no slots: a kv head is a dictionary of tokens by position, and each query that ever
-attended leaves its row of logits and of softmax weights behind.
+attended leaves its row of logits and of softmax weights behind. A whole decoder of such heads serves as the reference
+of methods that compare layers.
 """
 
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -52,7 +54,7 @@ def attended(params, tokens, size=48):
 class Head:
     """One kv head of one text, with the G query heads that read it."""
 
-    def __init__(self, *, budget, window, fusion="sum", every=1, normalise="full", group="sum", theta=1e4):
+    def __init__(self, *, budget=10**9, window=1, fusion="sum", every=1, normalise="full", group="sum", theta=1e4):
         self.budget, self.window, self.every, self.theta = budget, window, every, theta
         self.fusion, self.normalise, self.group = fusion, normalise, group
         self.tokens: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # position -> rotated key, value
@@ -107,3 +109,62 @@ class Head:
             distant = sum(p < t - self.window for p in self.tokens)
             self.keep(t, distant - self.every)
         return self.see(t, q, k, v)
+
+
+class Reader:
+    """A decoder that reads one text with a Head for each kv head of each layer, and so keeps every attention row."""
+
+    def __init__(self, params, **options):
+        self.params, self.length = params, 0
+        config = params.config
+        self.heads = [[Head(**options) for _ in range(config.num_kv_heads)] for _ in range(config.num_layers)]
+
+    def read(self, tokens, evict=False):
+        """Logits after the last of the tokens; with `evict` each head makes room before it takes a token in."""
+
+        def attend(layer, q, k, v, cache):
+            heads = self.heads[layer.index]
+            q, k, v = (np.asarray(x[0], np.float64) for x in (q, k, v))
+            q = q.reshape(len(heads), -1, *q.shape[1:])
+            out = np.empty(q.shape)
+            for i in range(len(tokens)):
+                for h, head in enumerate(heads):
+                    see = head.decode if evict else head.see
+                    out[h, :, i] = see(self.length + i, q[h, :, i], k[h, i], v[h, i])
+            return jnp.asarray(out.reshape(1, -1, *out.shape[2:]), jnp.float32), cache
+
+        hidden, _ = self.params(np.asarray(tokens)[None], attend)
+        self.length += len(tokens)
+        return np.asarray(self.params.logits(hidden[0, -1]))
+
+    def weights(self, queries, keys):
+        """[L, H, G, queries, keys] of the softmax rows of these positions; 0 where nothing was seen."""
+        return np.array(
+            [
+                [np.moveaxis([[self._weight(head, m, c) for c in keys] for m in queries], -1, 0) for head in layer]
+                for layer in self.heads
+            ]
+        )
+
+    def _weight(self, head, query, key):
+        row = head.rows[query]
+        return row[key][1] if key in row else np.zeros_like(next(iter(row.values()))[1])
+
+    def values(self):
+        """[L, H, N, D] of the tokens held, by position."""
+        return np.array([[[head.tokens[p][1] for p in sorted(head.tokens)] for head in layer] for layer in self.heads])
+
+    def forget(self, first):
+        """Drops the tokens from a position on, as if they had not been read."""
+        for head in (head for layer in self.heads for head in layer):
+            head.tokens = {p: entry for p, entry in head.tokens.items() if p < first}
+        self.length = first
+
+    def retain(self, kept):
+        """Keeps the tokens at positions kept[layer][head]."""
+        for layer, positions in zip(self.heads, kept, strict=True):
+            for head, own in zip(layer, positions, strict=True):
+                head.tokens = {p: head.tokens[p] for p in own}
+
+    def held(self):
+        return [[sorted(head.tokens) for head in layer] for layer in self.heads]

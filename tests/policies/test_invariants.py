@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from kvjax import policies
 from kvjax.extend import step as one_step
+from kvjax.pallas_kernels import PAGE
 from kvjax.parts import (
     AccumulatedAttention,
+    DynamicShares,
     FoldedWindow,
     LastAttention,
     Neglect,
@@ -59,6 +61,8 @@ SPECS = {
     "random": ("budget=0.5,recent=2", "budget=12,seed=3,every=2"),
     "keyformer": ("budget=12,recent=4",),
     "scissorhands": ("budget=12,window=8,recent=4,drop=0.25",),
+    "dynamickv": ("budget=12,window=4,kernel=3,interval=1", "budget=0.5,window=3,kernel=3,code_rounding=True"),
+    "kvcompose": ("budget=12", "budget=0.5,source=self,rows=mean,structured=False,min_tokens=1"),
     "kvcrush": (
         "base=snapkv,base.budget=12,base.window=4,base.kernel=3,share=0.5",
         "base=h2o,base.budget=12,base.recent=3,pick=kmeans,anchor=alternate",
@@ -84,7 +88,8 @@ def test_every_preset_is_here():
 
 def decoder(spec):
     """One layer does for what treats all alike."""
-    return tiny.decoder(windows=(None, None) if "dense_layers" in spec or "pyramid" in spec else (None,))
+    layers_differ = policies.parse(spec).shares or "dense_layers" in spec or "pyramid" in spec
+    return tiny.decoder(windows=(None, None) if layers_differ else (None,))
 
 
 def draw(seed, lengths, steps=STEPS):
@@ -150,6 +155,9 @@ def test_keeps_distinct_tokens_of_its_text_within_the_budget_and_the_protected(s
     for i, (_, cache) in enumerate(run(decoder(spec), spec, rows, tokens)):
         for b, row in enumerate(rows):
             seen = len(row) + i
+            if policy.shares:
+                check_shares(policy, tiny.held(cache, b), len(row), i)
+                continue
             for layer, heads in enumerate(tiny.held(cache, b)):
                 budget = budget_of(policy, layer, len(row))
                 for held in heads:
@@ -171,6 +179,22 @@ def test_keeps_distinct_tokens_of_its_text_within_the_budget_and_the_protected(s
                     recent = int(recent * budget) if isinstance(recent, float) else recent
                     assert set(range(max(0, seen - recent), seen)) <= set(held)
                     assert set(range(min(policy.protect.sinks, seen))) <= set(held)
+
+
+def check_shares(policy: Policy, layers: list[list[list[int]]], length: int, decoded: int) -> None:
+    """Of a budget that layers and heads share: what all of them hold of the prompt, and the answer on top."""
+    heads = [head for layer in layers for head in layer]
+    answer = set(range(length, length + decoded))
+    for held in heads:
+        assert len(held) == len(set(held))
+        assert set(held) <= set(range(length + decoded))
+        assert answer | set(range(max(0, length - policy.protect.recent), length)) <= set(held)
+    kept = sum(map(len, heads)) - decoded * len(heads)
+    mean = budget_of(policy, 0, length)
+    assert mean is not None
+    most = len(heads) * min(mean, length)
+    assert kept == most or isinstance(policy.budget, DynamicShares), "layers compete for all that there is"
+    assert kept <= most
 
 
 @every_policy
@@ -201,7 +225,16 @@ def shuffled(cache, seed, alike):
         order = rng.permuted(np.broadcast_to(np.arange(slots), (rows, 1 if alike else heads, slots)), axis=-1)
         return layer.gather(jnp.broadcast_to(order, layer.positions.shape))
 
-    return cache.map_layers(shuffle)
+    if cache.pool is None:
+        return cache.map_layers(shuffle)
+    pool, T = cache.pool, cache.pool.keys.shape[2]
+    rows = np.broadcast_to(np.arange(T), pool.positions.shape).copy()
+    for (b, h, i), first in np.ndenumerate(np.asarray(pool.start)):  # within what is used of each segment
+        own = rows[b, h * pool.lanes // pool.start.shape[1], first : first + int(pool.used[b, h, i])]
+        rng.shuffle(own)
+    b, lane = np.arange(len(rows))[:, None, None], np.arange(pool.lanes)[:, None]
+    keys, values, positions = (x[b, lane, rows] for x in (pool.keys, pool.values, pool.positions))
+    return replace(cache, pool=replace(pool, keys=keys, values=values, positions=positions))
 
 
 @every_policy
@@ -236,6 +269,13 @@ def expected_bytes(spec: str, batch: int, params) -> int:
     policy, config = policies.parse(spec), params.config
     score = policy.score.base if isinstance(policy.score, ProjectedValues) else policy.score
     heads, dim = config.num_kv_heads, config.head_dim
+    if policy.shares:  # pages of rows for all that is kept, for a page begun by each segment, and for the answer
+        segments = config.num_layers * heads
+        lanes = policy.budget.groups or heads
+        mean = budget_of(policy, 0, SIZE)
+        assert mean is not None
+        rows = segments // lanes * (mean + PAGE - 1 + ROOM)
+        return batch * (lanes * -(-rows // PAGE) * PAGE * (2 * dim + 1) + 4 * segments) * 4
     total = 0
     for layer in range(config.num_layers):
         slots = budget_of(policy, layer, SIZE) or SIZE
@@ -353,7 +393,7 @@ def test_a_finished_row_is_left_alone_bit_for_bit(spec, text, finished):
         np.testing.assert_allclose(got[incoming], logits[incoming], atol=tolerance(cache.policy))
         for row in np.flatnonzero(incoming):
             assert tiny.held(left, row) == tiny.held(other, row)
-    before, after = (jax.tree.leaves((c.layers, c.length, c.pending)) for c in (cache, left))
+    before, after = (jax.tree.leaves((c.entries, c.length, c.pending)) for c in (cache, left))
     for x, y in zip(before, after, strict=True):
         np.testing.assert_array_equal(np.asarray(x)[finished], np.asarray(y)[finished])
 
