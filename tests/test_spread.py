@@ -247,8 +247,8 @@ def test_a_step_communicates_what_is_declared(text: str, data: int, model: int, 
     # Once a step: the embedding is summed over the devices that hold the vocabulary, and logits are gathered from them.
     assert found.counts == Counter({"all-reduce": layers * (2 + reduces) + 1, "all-gather": layers * gathers + 1})
     assert found.largest <= len(ROWS) // data * VOCAB
-    keys = jax.tree.leaves(filled.layers[0].keys)[0].size if filled.pool is None else jax.tree.leaves(filled.pool.keys)[0].size // layers
-    assert found.largest < keys // (data * min(model, kv_heads))
+    keys = jax.tree.leaves(filled.layers[0].keys if filled.pool is None else filled.pool.keys)[0].size
+    assert found.largest < keys // (1 if filled.pool is None else layers) // (data * min(model, kv_heads))
 
 
 @pytest.mark.parametrize(
