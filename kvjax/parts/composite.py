@@ -122,6 +122,7 @@ class TaskAttention(ReplayScore):
                 lse=lse,
                 scale=attended.scale,
                 window=attended.window,
+                bias=entries.bias,
                 reduction=Reduction(rows="max" if self.rows == "max" else "sum"),
             )
 

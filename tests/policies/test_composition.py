@@ -28,6 +28,7 @@ from kvjax.parts import (
     CompositeShares,
     DenseLayers,
     Drop,
+    DynamicShares,
     EvenChunks,
     Everything,
     ExpectedAttention,
@@ -48,6 +49,7 @@ from kvjax.parts import (
     RandomDraw,
     Recency,
     Representatives,
+    TaskAttention,
     TopTokens,
     ValueMerge,
     WatchedRecency,
@@ -77,6 +79,7 @@ SCORES: tuple[Score, ...] = (
     WindowAttention(4, MEAN, Pool("max", 3)),
     FoldedWindow(4, 2, MEAN),
     ProjectedValues(AccumulatedAttention()),
+    TaskAttention("self"),
 )
 BUDGETS = {  # and what each gives the second of two layers, before that is raised to what must stay
     Fixed(12): lambda length: 12,
@@ -84,7 +87,12 @@ BUDGETS = {  # and what each gives the second of two layers, before that is rais
     DenseLayers(Fixed(12), 1): lambda length: 12,
     Pyramid(Fixed(12), window=4, beta=2): lambda length: 8,  # 4 and half of the mean of 8
 }
-SHARED = (CompositeShares(Fixed(12)), GlobalShares(Fraction(0.5), groups=2), GlobalShares(Fixed(12)))
+SHARED = (
+    CompositeShares(Fixed(12)),
+    DynamicShares(Fixed(12)),
+    GlobalShares(Fraction(0.5), groups=2),
+    GlobalShares(Fixed(12)),
+)
 SELECTS = (TopTokens(), Representatives(TopTokens(), 0.5), Chunks(TopTokens(), 5), EvenChunks(length=5))
 MERGES: tuple[Merge, ...] = (Drop(), ValueMerge(tokens=3), GaussianMerge(heavy=1))
 RHYTHMS = (None, 1, 4)
@@ -109,12 +117,15 @@ STATE = {
     FoldedWindow: (2, RING),
     ExpectedAttention: (0, H * G * (1 + D + D * D)),
     ProjectedValues: (1, 0),
+    TaskAttention: (G + 1, 0),
 }
 
 
 def refused(score, budget, merge, every):
     """What makes no sense, and nothing else."""
     if isinstance(score, LastAttention) and isinstance(budget, GlobalShares):
+        return True
+    if isinstance(score, TaskAttention) and every is not None:
         return True
     if isinstance(merge, ValueMerge) and (every is None or not isinstance(score, AccumulatedAttention)):
         return True
