@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -111,6 +113,11 @@ PRESSES: dict[str, kvpress.BasePress] = {
     "criticalkv_expected_r75": kvpress.CriticalKVPress(kvpress.ExpectedAttentionPress(0.75, use_vnorm=False)),
     "finch_w16_r50": finch(0.5, 16),
     "finch_w24_r75": finch(0.75, 24, normalised=False),
+    # The ratios are such that no two composites tie; with add_v_norm the press fails.
+    "kvcompose_r45": kvpress.KVComposePress(compression_ratio=0.45),
+    "kvcompose_r85": kvpress.KVComposePress(compression_ratio=0.85),
+    "kvcompose_mean_r25": kvpress.KVComposePress(compression_ratio=0.25, agg_task="mean"),
+    "kvcompose_heads_r75": kvpress.KVComposePress(structured=False, compression_ratio=0.75),
 }
 
 
@@ -118,6 +125,9 @@ def described(press: kvpress.BasePress) -> dict[str, Any]:
     """Its class and arguments, those of a press inside it as well."""
     kwargs = {key: described(x) if isinstance(x, kvpress.BasePress) else x for key, x in vars(press).items()}
     return {"press": type(press).__name__, "kwargs": kwargs}
+
+
+DESCRIPTIONS = {label: described(press) for label, press in PRESSES.items()}  # some presses keep what they have seen
 
 
 def chunk_means(scores: np.ndarray, length: int) -> np.ndarray:
@@ -132,28 +142,42 @@ def attention_of(press: kvpress.BasePress) -> str:
     return "eager" if isinstance(press, kvpress.ObservedAttentionPress) else "sdpa"
 
 
+@contextmanager
+def recording(press: kvpress.BasePress, scores: list[torch.Tensor]) -> Iterator[None]:
+    """Adds the scores [1, H, N] of each layer that a press chooses by."""
+    if isinstance(press, kvpress.KVComposePress):
+        scorer, name = press, "enhance_scores"
+    else:
+        scorer, name = press.press if isinstance(press, kvpress.ChunkKVPress) else press, "score"
+    method = getattr(scorer, name)
+
+    def recorded(*args: Any) -> Any:
+        result = method(*args)
+        scores.extend([result] if name == "score" else press.scores[:, None].clone())
+        return result
+
+    setattr(scorer, name, recorded)
+    yield
+    delattr(scorer, name)  # the class's own again
+
+
 @torch.no_grad()
 def run(
     model: PreTrainedModel, prompt: torch.Tensor, attention: str, press: kvpress.BasePress | None = None
 ) -> dict[str, Any]:
     """Reads the prompt, compressing with `press`, then decodes greedily at the positions that follow the prompt."""
     model.set_attn_implementation(attention)
-    cache, scores = DynamicCache(), []
+    cache = DynamicCache()
+    scores: list[torch.Tensor] = []
     if press is None:
         logits = model(prompt[None], past_key_values=cache).logits[0]
     else:
-        scorer = press.press if isinstance(press, kvpress.ChunkKVPress) else press
-        score = scorer.score
-
-        def recorded(*args: Any) -> torch.Tensor:
-            scores.append(score(*args))
-            return scores[-1]
-
-        scorer.score = recorded
-        with press(model):
+        with recording(press, scores), press(model):
             logits = model(prompt[None], past_key_values=cache).logits[0]
-        del scorer.score  # the class's own again
+        if isinstance(press, kvpress.KVComposePress) and not press.structured:
+            cache.crop(PROMPT_LENGTH)  # the press leaves the copy of the prompt behind that it scored with
     kept = [torch.cat([layer.keys[0], layer.values[0]], dim=-1) for layer in cache.layers]
+    hidden = [getattr(layer.self_attn, "masked_key_indices", None) for layer in model.model.layers]
 
     tokens, step_logits = [int(logits[-1].argmax())], []
     for step in range(STEPS):
@@ -165,6 +189,7 @@ def run(
     return {
         "logits": logits.numpy(),
         "kept": kept,
+        "hidden": hidden,
         "scores": np.stack([layer[0].numpy() for layer in scores]) if scores else None,
         "tokens": np.asarray(tokens, np.int32),
         "step_logits": torch.stack(step_logits).numpy(),
@@ -180,6 +205,27 @@ def positions(kept: list[torch.Tensor], full: list[torch.Tensor]) -> np.ndarray:
         layers.append(equal.int().argmax(-1).sort(-1).values.numpy())
     most = max(layer.shape[-1] for layer in layers)
     return np.stack([np.pad(x, ((0, 0), (0, most - x.shape[-1])), constant_values=-1) for x in layers])
+
+
+def unhidden(hidden: list[tuple[torch.Tensor, ...]], heads: int) -> np.ndarray:
+    """The same of a press that masks entries of single heads instead of dropping them."""
+    kept = np.ones((len(hidden), heads, PROMPT_LENGTH), bool)
+    for layer, (_, head, position) in zip(kept, hidden, strict=True):
+        layer[head.numpy(), position.numpy()] = False
+    pos = np.where(kept, np.arange(PROMPT_LENGTH), PROMPT_LENGTH)
+    pos = np.sort(pos, axis=-1)[..., : kept.sum(-1).max()]
+    return np.where(pos < PROMPT_LENGTH, pos, -1)
+
+
+def layers_margin(press: kvpress.KVComposePress, scores: np.ndarray) -> float:
+    """The least gap between what is counted as kept of all layers, or heads, and what is not."""
+    ranked = -np.sort(-scores, axis=-1)
+    if press.structured:
+        ranked = ranked.mean(axis=1)
+        ranked[0] = ranked.max(axis=0)
+    ranked = np.sort(ranked, axis=None)
+    last = len(ranked) - int(ranked.size * (1 - press.compression_ratio))
+    return float((ranked[last] - ranked[last - 1]) / ranked[last])
 
 
 def margin(scores: np.ndarray, pos: np.ndarray) -> float:
@@ -208,18 +254,25 @@ def make(name: str, tiny: TinyModel, folder: Path) -> None:
     for label, press in PRESSES.items():
         attention = attention_of(press)
         out, out_wide = run(model, ids, attention, press), run(wide, ids, attention, press)
-        pos = positions(out["kept"], full[attention]["kept"])
-        pos_wide = positions(out_wide["kept"], full_wide[attention]["kept"])
+        if any(out["hidden"]):
+            pos, pos_wide = (unhidden(x["hidden"], tiny.kv_heads) for x in (out, out_wide))
+        else:
+            # KVCompose needs it as well, and asks for it itself while the prompt is read.
+            reading = "eager" if isinstance(press, kvpress.KVComposePress) else attention
+            pos = positions(out["kept"], full[reading]["kept"])
+            pos_wide = positions(out_wide["kept"], full_wide[reading]["kept"])
         if isinstance(press, kvpress.ChunkKVPress):
             out["scores"] = chunk_means(out["scores"], press.chunk_length)
         gap = margin(out["scores"], pos)
+        if isinstance(press, kvpress.KVComposePress):
+            gap = min(gap, layers_margin(press, out["scores"]))
         stable = np.array_equal(pos, pos_wide) and np.array_equal(out["tokens"], out_wide["tokens"])
         if not stable or gap < LEAST_MARGIN:
             raise SystemExit(f"{name}/{label}: float64 disagrees or the margin {gap:.1e} is small; choose another seed")
         arrays |= {f"{label}/pos": pos.astype(np.int16), f"{label}/scores": out["scores"]}
         arrays |= {f"{label}/{key}": out[key] for key in ("tokens", "step_logits")}
         presses[label] = {
-            **described(press),
+            **DESCRIPTIONS[label],
             "attention": attention,
             "retained": pos.shape[-1],
             "margin": gap,

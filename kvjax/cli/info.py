@@ -99,7 +99,7 @@ def _slots(cache: KVCache) -> list[int]:
     """Of each layer's heads; of a pool, in the mean over all of them."""
     if cache.pool is None:
         return [layer.slots for layer in cache.layers]
-    return [cache.pool.positions[0].size // cache.pool.start[0].size]
+    return [cache.pool.positions.size // cache.pool.start.size]
 
 
 def _presets(length: int) -> list[str]:

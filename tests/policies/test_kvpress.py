@@ -15,6 +15,7 @@ import pytest
 import kvjax
 from kvjax.attention import causal
 from kvjax.models import Decoder
+from tests.tiny import held
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden"
@@ -45,6 +46,10 @@ PRESSES = (
     "criticalkv_expected_r75",
     "finch_w16_r50",
     "finch_w24_r75",
+    "kvcompose_r45",
+    "kvcompose_r85",
+    "kvcompose_mean_r25",
+    "kvcompose_heads_r75",
 )
 PYTHON = "KVJAX_KVPRESS_PYTHON"
 
@@ -93,6 +98,9 @@ class Golden(NamedTuple):
             case "FinchPress":
                 window, chunk = kwargs["window_size"], kwargs["chunk_length"]
                 return kvjax.policies.finch(budget, window, chunk, kwargs["normalize_scores"])
+            case "KVComposePress":
+                rows, structured = kwargs["agg_task"], kwargs["structured"]
+                return kvjax.policies.kvcompose(budget, rows=rows, structured=structured, first_layer=structured)
             case "PyramidKVPress":
                 window, kernel, beta = kwargs["window_size"], kwargs["kernel_size"], kwargs["beta"]
                 return kvjax.policies.pyramidkv(budget, window, kernel, "avg", beta=beta, formula="kvpress")
@@ -132,9 +140,8 @@ def check_answer(case: Golden, cache: kvjax.KVCache, label: str) -> None:
 def test_policy_retains_and_answers_as_kvpress(model: str, press: str) -> None:
     case = golden(model)
     cache = kvjax.prefill(case.params, case.prompt, policy=case.policy(press))
-    for layer, expected in zip(cache.layers, case.arrays[f"{press}/pos"], strict=True):
-        held = [sorted(head[head >= 0].tolist()) for head in np.asarray(layer.positions[0])]
-        assert held == [head[head >= 0].tolist() for head in expected]
+    expected = [[head[head >= 0].tolist() for head in layer] for layer in case.arrays[f"{press}/pos"]]
+    assert held(cache, 0) == expected
     check_answer(case, cache, press)
 
 
