@@ -211,6 +211,7 @@ class KVCache:
             mesh = fit_mesh(mesh, config)
         check_batch(batch, mesh)
         if isinstance(policy.budget, SharedBudget):
+            policy.budget.check(config.num_layers, config.num_kv_heads)
             check_groups(policy.budget, config.num_kv_heads, 1 if mesh is None else mesh.shape[MODEL])
         shape = LayerShape(batch, config.num_heads, config.num_kv_heads, config.head_dim, jnp.dtype(dtype))
         layers = []

@@ -260,7 +260,11 @@ def _shared_out(
             raise ValueError(f"{type(score).__name__} replays a prompt; accepted is one that is read in one call")
         for part in _passes(score, tokens, lengths, score.texts(None) if texts is None else texts):
             cache = run(_replay, params, cache, jax.tree.map(cache.put_rows, part))
-    rows = pool_rows(cache.policy, cache.kept, params.config.num_kv_heads, room)
+    kept = cache.kept
+    if not begins:  # the text may be longer than the prompt that the cache was made for
+        held = (cache.policy.slots(i, layer.slots, len(kept)) for i, layer in enumerate(cache.layers))
+        kept = tuple(max(most or 0, now or 0) for most, now in zip(kept, held, strict=True))
+    rows = pool_rows(cache.policy, kept, params.config.num_kv_heads, room)
     cache = run(_share_out, params, cache, rows=rows, room=room)
     assert cache.pool is not None
     if cache.policy.every is None or cache.policy.piecewise or isinstance(cache.length, jax.core.Tracer):

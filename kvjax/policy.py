@@ -201,6 +201,10 @@ class SharedBudget(ABC):
     def smallest(self) -> int | None:
         return self.budget.smallest
 
+    def check(self, layers: int, kv_heads: int) -> None:
+        """Raises ValueError if this is no budget for a model of that shape."""
+        return
+
     def growing(self, layers: int, heads: int) -> int:
         """How many segments of a lane of so many heads grow even under a policy that evicts while decoding."""
         return 0

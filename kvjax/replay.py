@@ -67,7 +67,9 @@ class ReplayScore(Score):
 
 
 def as_ids(text: str | tuple[int, ...], encode: Encode | None, what: str) -> tuple[int, ...]:
-    """A text's token ids. Raises ValueError, naming `what` it is, for a string where there is no tokenizer."""
+    """A text's token ids. Raises ValueError, naming `what` it is, for words where there is no tokenizer."""
+    if not text:
+        return ()
     if not isinstance(text, str):
         return tuple(text)
     if encode is None:

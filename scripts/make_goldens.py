@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,9 +23,24 @@ from pathlib import Path
 from typing import Any
 
 import kvpress
+import kvpress.attention_patch
 import numpy as np
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+# What kvpress masks it gives a key that points away from all queries, of which one that is nearly orthogonal to it
+# would still see a little: here it is a thousand times as long.
+hidden_key = kvpress.attention_patch.search_hyperplane
+kvpress.attention_patch.search_hyperplane = lambda queries: 1000 * hidden_key(queries)
 
 PROMPT_LENGTH, STEPS, VOCABULARY = 160, 16, 256
 LEAST_MARGIN = 5e-5
@@ -84,6 +100,15 @@ def finch(ratio: float, window: int, normalised: bool = True) -> kvpress.FinchPr
     return press
 
 
+class DrawnGates(kvpress.DuoAttentionPress):
+    """DuoAttention with gates from a fixed seed, where the press would download those of a large model."""
+
+    def load_attention_pattern(self, model: PreTrainedModel) -> tuple[int, int, np.ndarray]:
+        shape = model.config.num_hidden_layers, model.config.num_key_value_heads
+        self.gates = np.random.default_rng(0).random(shape)
+        return 4, 28, self.gates
+
+
 # The share removed leaves whole numbers (80 and 40 of 160), and never fewer tokens than the window: kvpress truncates
 # the former in floating point and keeps an arbitrary part of the latter.
 PRESSES: dict[str, kvpress.BasePress] = {
@@ -118,6 +143,11 @@ PRESSES: dict[str, kvpress.BasePress] = {
     "kvcompose_r85": kvpress.KVComposePress(compression_ratio=0.85),
     "kvcompose_mean_r25": kvpress.KVComposePress(compression_ratio=0.25, agg_task="mean"),
     "kvcompose_heads_r75": kvpress.KVComposePress(structured=False, compression_ratio=0.75),
+    "adakv_snapkv_r50": kvpress.AdaKVPress(kvpress.SnapKVPress(0.5, window_size=16, kernel_size=5)),
+    "adakv_expected_a50_r75": kvpress.AdaKVPress(kvpress.ExpectedAttentionPress(0.75, epsilon=0.01), 0.5),
+    "kvzip_c64_r50": kvpress.KVzipPress(0.5, chunk_size=64),
+    "kvzip_layerwise_r75": kvpress.KVzipPress(0.75, layerwise=True),
+    "duo_attention_r50": DrawnGates(0.5),
 }
 
 
@@ -145,20 +175,36 @@ def attention_of(press: kvpress.BasePress) -> str:
 @contextmanager
 def recording(press: kvpress.BasePress, scores: list[torch.Tensor]) -> Iterator[None]:
     """Adds the scores [1, H, N] of each layer that a press chooses by."""
+    if isinstance(press, DrawnGates):
+        yield
+        return
     if isinstance(press, kvpress.KVComposePress):
         scorer, name = press, "enhance_scores"
+    elif isinstance(press, kvpress.KVzipPress):
+        scorer, name = press, "compress_post"
     else:
-        scorer, name = press.press if isinstance(press, kvpress.ChunkKVPress) else press, "score"
+        scorer, name = press.press if isinstance(press, kvpress.ChunkKVPress | kvpress.AdaKVPress) else press, "score"
     method = getattr(scorer, name)
 
     def recorded(*args: Any) -> Any:
         result = method(*args)
-        scores.extend([result] if name == "score" else press.scores[:, None].clone())
+        if name == "score":
+            scores.append(result)
+        else:
+            scores.extend(press.score_val if isinstance(press, kvpress.KVzipPress) else press.scores[:, None].clone())
         return result
 
     setattr(scorer, name, recorded)
     yield
     delattr(scorer, name)  # the class's own again
+
+
+def characters(folder: str) -> str:
+    """A folder with a tokenizer of single characters, which KVzip's instructions are encoded with."""
+    backend = Tokenizer(models.WordLevel({chr(i): i for i in range(128)}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?").save_pretrained(folder)
+    return folder
 
 
 @torch.no_grad()
@@ -167,6 +213,7 @@ def run(
 ) -> dict[str, Any]:
     """Reads the prompt, compressing with `press`, then decodes greedily at the positions that follow the prompt."""
     model.set_attn_implementation(attention)
+    torch.set_default_dtype(model.dtype)  # which KVzip makes its mask of
     cache = DynamicCache()
     scores: list[torch.Tensor] = []
     if press is None:
@@ -186,6 +233,7 @@ def run(
             model(torch.tensor([[tokens[-1]]]), past_key_values=cache, position_ids=position).logits[0, -1]
         )
         tokens.append(int(step_logits[-1].argmax()))
+    torch.set_default_dtype(torch.float32)
     return {
         "logits": logits.numpy(),
         "kept": kept,
@@ -217,6 +265,18 @@ def unhidden(hidden: list[tuple[torch.Tensor, ...]], heads: int) -> np.ndarray:
     return np.where(pos < PROMPT_LENGTH, pos, -1)
 
 
+def competing(press: kvpress.BasePress, scores: np.ndarray, pos: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scores and positions of heads that compete, of a layer or of all, as if they were one head."""
+    if not isinstance(press, kvpress.AdaKVPress | kvpress.KVzipPress):
+        return scores, pos
+    layers, heads, size = scores.shape
+    groups = 1 if isinstance(press, kvpress.KVzipPress) and not press.layerwise else layers
+    offset = np.arange(layers * heads // groups).reshape(-1, 1) * size
+    together = pos.reshape(groups, -1, pos.shape[-1])
+    together = np.where(together >= 0, together + offset, scores.size // groups).reshape(groups, 1, -1)
+    return scores.reshape(groups, 1, -1), together
+
+
 def layers_margin(press: kvpress.KVComposePress, scores: np.ndarray) -> float:
     """The least gap between what is counted as kept of all layers, or heads, and what is not."""
     ranked = -np.sort(-scores, axis=-1)
@@ -242,6 +302,12 @@ def make(name: str, tiny: TinyModel, folder: Path) -> None:
     model.save_pretrained(folder / name)
     (folder / name / "generation_config.json").unlink(missing_ok=True)
     wide = tiny.build().double()
+    with tempfile.TemporaryDirectory() as tokenizer:
+        model.config.name_or_path = wide.config.name_or_path = characters(tokenizer)
+        record(name, tiny, folder, model, wide)
+
+
+def record(name: str, tiny: TinyModel, folder: Path, model: PreTrainedModel, wide: PreTrainedModel) -> None:
     # Distinct tokens: equal ones have equal key norms and would tie.
     prompt = np.random.default_rng(tiny.seed).permutation(VOCABULARY)[:PROMPT_LENGTH]
     ids = torch.from_numpy(prompt)
@@ -263,13 +329,19 @@ def make(name: str, tiny: TinyModel, folder: Path) -> None:
             pos_wide = positions(out_wide["kept"], full_wide[reading]["kept"])
         if isinstance(press, kvpress.ChunkKVPress):
             out["scores"] = chunk_means(out["scores"], press.chunk_length)
-        gap = margin(out["scores"], pos)
+        if isinstance(press, DrawnGates):
+            full_heads = np.flatnonzero(~press.streaming_mask.numpy())
+            gap = margin(press.gates.reshape(1, 1, -1), full_heads[None, None])
+            arrays[f"{label}/gates"] = press.gates
+        else:
+            gap = margin(*competing(press, out["scores"], pos))
+            arrays[f"{label}/scores"] = out["scores"]
         if isinstance(press, kvpress.KVComposePress):
             gap = min(gap, layers_margin(press, out["scores"]))
         stable = np.array_equal(pos, pos_wide) and np.array_equal(out["tokens"], out_wide["tokens"])
         if not stable or gap < LEAST_MARGIN:
             raise SystemExit(f"{name}/{label}: float64 disagrees or the margin {gap:.1e} is small; choose another seed")
-        arrays |= {f"{label}/pos": pos.astype(np.int16), f"{label}/scores": out["scores"]}
+        arrays[f"{label}/pos"] = pos.astype(np.int16)
         arrays |= {f"{label}/{key}": out[key] for key in ("tokens", "step_logits")}
         presses[label] = {
             **DESCRIPTIONS[label],

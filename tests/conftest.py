@@ -44,6 +44,8 @@ DISTINCT = (
     "scissorhands:budget=24,window=8,drop=0.25",
     "dynamickv:budget=24,window=4",
     "kvcompose:budget=24",
+    "adakv:base=h2o,base.budget=24,groups=2",
+    "kvzip:budget=24,chunk=16,instruction='',starting='',suffix='',groups=2",
 )
 ALIKE = (
     "pyramidkv:budget=24,window=4,beta=2",

@@ -221,6 +221,6 @@ def test_stats(tiny: Decoder, policy: kvjax.Policy) -> None:
     assert stats.prefill_seconds > 0
     assert stats.decode_seconds > 0
     assert stats.decode_tokens_per_second == stats.decoded_tokens / stats.decode_seconds
-    if policy.every:
+    if policy.every and answer.cache.pool is None:
         slots = {layer.slots for layer in answer.cache.layers}
         assert slots == {24}

@@ -48,11 +48,16 @@ def layers_for(text: str) -> int:
     return 2 if parse(text).shares else 1
 
 
+def policy_for(text: str, kv_heads: int) -> kvjax.Policy:
+    """Heads that compete do so in groups that fit a mesh of any size: of one head, but in all layers."""
+    return parse(text.replace("groups=2", f"groups={kv_heads}"))
+
+
 @cache
 def expected(text: str, kv_heads: int) -> tuple[kvjax.Generation, kvjax.Generation]:
     """On one device: an answer, and how it goes on."""
     params = decoder(HEADS, kv_heads, (None,) * layers_for(text))
-    answer = kvjax.generate(params, ROWS, policy=parse(text), max_new_tokens=NEW, log_probs=True)
+    answer = kvjax.generate(params, ROWS, policy=policy_for(text, kv_heads), max_new_tokens=NEW, log_probs=True)
     return answer, kvjax.generate(params, None, cache=answer.cache, max_new_tokens=NEW, log_probs=True)
 
 
@@ -86,7 +91,7 @@ SIZES = [(8, 1, 2), (4, 2, 2), (2, 4, 2), (1, 8, 4)]  # data, model, kv heads; t
 )
 def test_tokens_are_those_of_one_device(data: int, model: int, kv_heads: int, text: str) -> None:
     params = sharded(data, model, kv_heads, layers_for(text))
-    answer = kvjax.generate(params, ROWS, policy=parse(text), max_new_tokens=NEW, log_probs=True)
+    answer = kvjax.generate(params, ROWS, policy=policy_for(text, kv_heads), max_new_tokens=NEW, log_probs=True)
     one_device, going_on = expected(text, kv_heads)
     assert_equal(answer, one_device)
     assert_equal(kvjax.generate(params, None, cache=answer.cache, max_new_tokens=NEW, log_probs=True), going_on)
@@ -229,6 +234,8 @@ DECLARED = {
     "criticalkv:base=h2o,base.budget=24": (0, 2),  # as h2o; the norms of projected values
     "dynamickv:budget=24,window=4": (0, 0),  # nothing once the budget is shared out
     "kvcompose:budget=24": (0, 0),
+    "adakv:base=h2o,base.budget=24,groups=2": (0, 1),  # as h2o
+    "kvzip:budget=24,chunk=16,instruction='',starting='',suffix='',groups=2": (0, 0),
 }
 
 
@@ -238,7 +245,7 @@ def test_a_step_communicates_what_is_declared(text: str, data: int, model: int, 
     layers = 2
     params = sharded(data, model, kv_heads, layers)
     shape = {"batch": len(ROWS), "length": 64, "new_tokens": NEW, "dtype": np.float32}
-    filled = kvjax.plan_cache(params.config, parse(text), **shape, mesh=mesh(data, model))
+    filled = kvjax.plan_cache(params.config, policy_for(text, kv_heads), **shape, mesh=mesh(data, model))
     active = jax.ShapeDtypeStruct((len(ROWS),), bool, sharding=filled.length.sharding)
     hlo = jax.jit(step, donate_argnums=1).lower(params, filled, filled.pending, active).compile().as_text()
     found = Communication.of(hlo)

@@ -115,6 +115,7 @@ def _presets(length: int) -> list[str]:
     return [
         name + next((text for option, text in options.items() if option in inspect.signature(preset).parameters), "")
         for name, preset in PRESETS.items()
+        if "gates" not in inspect.signature(preset).parameters  # which are the model's own
     ]
 
 

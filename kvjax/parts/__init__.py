@@ -1,5 +1,6 @@
 """The building blocks of policies, one concern each. A preset in `kvjax.policies` is a composition of them."""
 
+from .adaptive import AdaptiveShares
 from .budget import DenseLayers, Everything, Fixed, Fraction, budget_of
 from .cam import ValueMerge, WatchedRecency
 from .chunks import Chunks, EvenChunks
@@ -7,6 +8,7 @@ from .composite import TaskAttention
 from .crush import Representatives
 from .dynamic import DynamicShares
 from .expected import ExpectedAttention
+from .gates import GatedShares
 from .gaussian_merge import GaussianMerge
 from .keys import KeyDifference, KeyNorm, RandomDraw
 from .lag import LagDifference
@@ -15,13 +17,15 @@ from .noisy import NoisyAttention
 from .persistence import Neglect
 from .projected import ProjectedValues
 from .pyramid import Pyramid
+from .reconstruct import Reconstruction
 from .score import AccumulatedAttention, FoldedWindow, LastAttention, Pool, Recency, WindowAttention
 from .select import TopTokens
-from .shared import CompositeShares, GlobalShares
+from .shared import CompositeShares, GlobalShares, UniformShares
 from .storage import Quantized
 
 __all__ = [
     "AccumulatedAttention",
+    "AdaptiveShares",
     "Chunks",
     "CompositeShares",
     "DenseLayers",
@@ -33,6 +37,7 @@ __all__ = [
     "Fixed",
     "FoldedWindow",
     "Fraction",
+    "GatedShares",
     "GaussianMerge",
     "GlobalShares",
     "KeyDifference",
@@ -47,9 +52,11 @@ __all__ = [
     "Quantized",
     "RandomDraw",
     "Recency",
+    "Reconstruction",
     "Representatives",
     "TaskAttention",
     "TopTokens",
+    "UniformShares",
     "ValueMerge",
     "WatchedRecency",
     "WindowAttention",

@@ -53,6 +53,21 @@ class CompositeShares(SharedBudget):
 
 
 @dataclass(frozen=True)
+class UniformShares(SharedBudget):
+    """The same for all heads of all layers, for scores that are known only once all layers have read a prompt."""
+
+    budget: Fixed | Fraction
+
+    def __post_init__(self) -> None:
+        check_layers_alike(self)
+
+    def share(
+        self, scores: Float[Array, "L B H M"], mean: Int[Array, "B"], least: int, heads: Heads
+    ) -> Int[Array, "L B H"]:
+        return jnp.broadcast_to(mean[:, None], scores.shape[:3])
+
+
+@dataclass(frozen=True)
 class GlobalShares(SharedBudget):
     """Entries of all layers and heads compete with each other, as in KVzip: a row's best are kept wherever they are.
 
@@ -63,11 +78,14 @@ class GlobalShares(SharedBudget):
         groups: how many groups of consecutive kv heads share a total each; the number of devices that kv heads are
             spread over must divide it. 1: all heads compete.
         min_tokens: no head keeps fewer, as far as it has them; out of the same total.
+        strict: keep what scores above the last entry that would fit, and not that entry: one less of the total, and
+            fewer where several score alike. What is protected stays, and so does all of a prompt that fits.
     """
 
     budget: Fixed | Fraction
     groups: int = 1
     min_tokens: int = 0
+    strict: bool = False
 
     def __post_init__(self) -> None:
         check_integer("groups", self.groups, least=1)
@@ -81,16 +99,28 @@ class GlobalShares(SharedBudget):
         groups = self.groups // heads.kv_devices()
         grouped = jnp.moveaxis(scores.reshape(L, B, groups, H // groups, M), 0, 2).reshape(B * groups, -1, M)
         grouped = raise_best(grouped, max(least, self.min_tokens))
-        counts = top_counts(grouped, jnp.repeat(mean, groups) * (L * H // groups))
+        totals = jnp.repeat(mean, groups) * (L * H // groups)
+        counts = _above_last(grouped, totals) if self.strict else top_counts(grouped, totals)
         return jnp.moveaxis(counts.reshape(B, groups, L, H // groups), 2, 0).reshape(L, B, H)
 
 
-def raise_best(scores: Float[Array, "B X M"], least: int) -> Float[Array, "B X M"]:
+def _above_last(scores: Float[Array, "B X M"], totals: Int[Array, "B"]) -> Int[Array, "B X"]:
+    """How many of each X's scores are above the `totals`-th largest of a row."""
+    ordered = jnp.sort(scores.reshape(scores.shape[0], -1), axis=-1)
+    held = jnp.sum(ordered > -jnp.inf, axis=-1)
+    place = jnp.clip(ordered.shape[1] - totals, 0, ordered.shape[1] - 1)
+    last = jnp.take_along_axis(ordered, place[:, None], axis=-1)
+    last = jnp.where(totals >= held, -jnp.inf, last[:, 0])[:, None, None]
+    return jnp.sum((scores > last) | jnp.isposinf(scores), axis=-1)
+
+
+def raise_best(scores: Float[Array, "B X M"], least: int | Int[Array, "B"]) -> Float[Array, "B X M"]:
     """The `least` best of each X, and what equals the last of them, raised above all others."""
-    if least == 0:
+    if isinstance(least, int) and least == 0:
         return scores
-    last = jnp.sort(scores, axis=-1)[..., -min(least, scores.shape[-1])]
-    return jnp.where((scores >= last[..., None]) & (scores > -jnp.inf), jnp.inf, scores)
+    count = jnp.broadcast_to(jnp.minimum(least, scores.shape[-1]), scores.shape[:1])[:, None, None]
+    last = jnp.take_along_axis(jnp.sort(scores, axis=-1), jnp.minimum(-count, -1) + scores.shape[-1], axis=-1)
+    return jnp.where((count > 0) & (scores >= last) & (scores > -jnp.inf), jnp.inf, scores)
 
 
 def check_layers_alike(shared: SharedBudget) -> None:

@@ -1,8 +1,10 @@
 """Named methods: short compositions of parts with their papers' defaults."""
 
+from .adakv import adakv
 from .cam import cam
 from .chunkkv import chunkkv
 from .criticalkv import criticalkv
+from .duo_attention import duo_attention
 from .dynamickv import dynamickv
 from .expected_attention import expected_attention
 from .finch import finch
@@ -14,6 +16,7 @@ from .knorm import knorm
 from .kvcompose import kvcompose
 from .kvcrush import kvcrush
 from .kvmerger import kvmerger
+from .kvzip import kvzip
 from .lagkv import lagkv
 from .morphkv import morphkv
 from .pyramidkv import pyramidkv
@@ -27,9 +30,11 @@ from .tova import tova
 
 __all__ = [
     "PRESETS",
+    "adakv",
     "cam",
     "chunkkv",
     "criticalkv",
+    "duo_attention",
     "dynamickv",
     "expected_attention",
     "finch",
@@ -41,6 +46,7 @@ __all__ = [
     "kvcompose",
     "kvcrush",
     "kvmerger",
+    "kvzip",
     "lagkv",
     "morphkv",
     "parse",

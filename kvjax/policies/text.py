@@ -12,9 +12,11 @@ import kvjax.parts
 from kvjax.pallas_kernels import Reduction
 from kvjax.policy import Policy, Protect, Storage
 
+from .adakv import adakv
 from .cam import cam
 from .chunkkv import chunkkv
 from .criticalkv import criticalkv
+from .duo_attention import duo_attention
 from .dynamickv import dynamickv
 from .expected_attention import expected_attention
 from .finch import finch
@@ -26,6 +28,7 @@ from .knorm import knorm
 from .kvcompose import kvcompose
 from .kvcrush import kvcrush
 from .kvmerger import kvmerger
+from .kvzip import kvzip
 from .lagkv import lagkv
 from .morphkv import morphkv
 from .pyramidkv import pyramidkv
@@ -60,6 +63,9 @@ _ALL = (
     chunkkv,
     criticalkv,
     quantize,
+    adakv,
+    kvzip,
+    duo_attention,
 )
 PRESETS: Mapping[str, Callable[..., Policy]] = MappingProxyType({preset.__name__: preset for preset in _ALL})
 

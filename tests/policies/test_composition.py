@@ -24,6 +24,7 @@ from kvjax.models import AttentionLayer, Rope
 from kvjax.pallas_kernels import Reduction
 from kvjax.parts import (
     AccumulatedAttention,
+    AdaptiveShares,
     Chunks,
     CompositeShares,
     DenseLayers,
@@ -90,6 +91,7 @@ BUDGETS = {  # and what each gives the second of two layers, before that is rais
 SHARED = (
     CompositeShares(Fixed(12)),
     DynamicShares(Fixed(12)),
+    AdaptiveShares(Fixed(12), normalise=False),
     GlobalShares(Fraction(0.5), groups=2),
     GlobalShares(Fixed(12)),
 )
@@ -123,7 +125,7 @@ STATE = {
 
 def refused(score, budget, merge, every):
     """What makes no sense, and nothing else."""
-    if isinstance(score, LastAttention) and isinstance(budget, GlobalShares):
+    if isinstance(score, LastAttention) and isinstance(budget, GlobalShares | AdaptiveShares):
         return True
     if isinstance(score, TaskAttention) and every is not None:
         return True
@@ -164,10 +166,11 @@ def test_what_makes_no_sense_is_refused_by_name():
 
 
 def test_every_part_is_here():
-    """But for how entries are held, which the others do not see."""
+    """But for how entries are held, which the others do not see, and what takes a model: its gates, its replay."""
     here = {type(part) for part in (*SCORES, *BUDGETS, *SHARED, *SELECTS, *MERGES, Everything(), Pool())}
     classes = {getattr(parts, name) for name in parts.__all__ if name != "budget_of"}
-    assert {part for part in classes if not issubclass(part, Storage)} == here
+    classes -= {part for part in classes if issubclass(part, Storage)}
+    assert classes - {parts.GatedShares, parts.Reconstruction, parts.UniformShares} == here
 
 
 def test_without_a_budget_everything_is_kept():
@@ -299,7 +302,7 @@ def test_compositions_on_shared_budgets_are_sound(score):
         counts = jnp.stack(shares)[owner, np.arange(ROWS)]
         for row, (count, length) in enumerate(zip(np.minimum(counts, lengths[:, None]), lengths, strict=True)):
             assert count.sum() == H * min(length, mean[row])
-            if not isinstance(budgets[owner[row]], GlobalShares) or budgets[owner[row]].groups == H:
+            if budgets[owner[row]].groups in (None, H):
                 assert len(set(count.tolist())) == 1
         counts = jnp.where((lengths <= mean)[:, None], mean[:, None], counts)  # room that a short prompt leaves
         kept = policy.retain(replace(whole, capacity=counts), MOMENT, scores, SIZE)

@@ -19,6 +19,7 @@ from kvjax.parts import (
     AccumulatedAttention,
     DynamicShares,
     FoldedWindow,
+    GatedShares,
     LastAttention,
     Neglect,
     NoisyAttention,
@@ -69,6 +70,12 @@ SPECS = {
         "base=h2o,base.budget=12,base.recent=2,share=0.5,granularity=page,page=3",
     ),
     "chunkkv": ("base=snapkv,base.budget=12,base.window=4,base.kernel=3,length=5",),
+    "adakv": (
+        "base=snapkv,base.budget=12,base.window=4,base.kernel=3",
+        "base=h2o,base.budget=12,base.recent=3,alpha=0.5,formula=kvpress",
+    ),
+    "kvzip": ("budget=0.5,sinks=2,chunk=10,instruction='',starting='',suffix=''",),
+    "duo_attention": ("sinks=2,recent=10,groups=2",),
     "criticalkv": ("base=h2o,base.budget=12,base.recent=3,first=0.4",),
     "quantize": (
         "policy=morphkv,policy.budget=12,policy.window=4",
@@ -89,6 +96,8 @@ def test_every_preset_is_here():
 def decoder(spec):
     """One layer does for what treats all alike."""
     layers_differ = policies.parse(spec).shares or "dense_layers" in spec or "pyramid" in spec
+    if "duo_attention" in spec:
+        return tiny.decoder(windows=(None,) * 4)  # as many layers and kv heads as the gates that ship with kvjax
     return tiny.decoder(windows=(None, None) if layers_differ else (None,))
 
 
@@ -182,17 +191,22 @@ def test_keeps_distinct_tokens_of_its_text_within_the_budget_and_the_protected(s
 
 
 def check_shares(policy: Policy, layers: list[list[list[int]]], length: int, decoded: int) -> None:
-    """Of a budget that layers and heads share: what all of them hold of the prompt, and the answer on top."""
-    heads = [head for layer in layers for head in layer]
-    answer = set(range(length, length + decoded))
+    """Of a budget that layers and heads share: what all of them hold, and whether the answer comes on top."""
+    heads, seen = [head for layer in layers for head in layer], length + decoded
+    mean, recent = budget_of(policy, 0, length), policy.protect.recent
+    assert mean is not None
+    read, answer = (length, decoded) if policy.every is None else (seen, 0)
+    last = range(max(0, read - recent), seen)
     for held in heads:
         assert len(held) == len(set(held))
-        assert set(held) <= set(range(length + decoded))
-        assert answer | set(range(max(0, length - policy.protect.recent), length)) <= set(held)
-    kept = sum(map(len, heads)) - decoded * len(heads)
-    mean = budget_of(policy, 0, length)
-    assert mean is not None
-    most = len(heads) * min(mean, length)
+        assert set(held) <= set(range(seen))
+        assert set(last) | set(range(min(policy.protect.sinks, seen))) <= set(held)
+    if isinstance(policy.budget, GatedShares):
+        full = np.ravel(policy.budget.full)
+        assert [len(head) for head in heads] == np.where(full, seen, min(seen, mean)).tolist()
+        return
+    kept = sum(map(len, heads)) - answer * len(heads)
+    most = len(heads) * min(mean, read)
     assert kept == most or isinstance(policy.budget, DynamicShares), "layers compete for all that there is"
     assert kept <= most
 
@@ -233,8 +247,9 @@ def shuffled(cache, seed, alike):
         own = rows[b, h * pool.lanes // pool.start.shape[1], first : first + int(pool.used[b, h, i])]
         rng.shuffle(own)
     b, lane = np.arange(len(rows))[:, None, None], np.arange(pool.lanes)[:, None]
-    keys, values, positions = (x[b, lane, rows] for x in (pool.keys, pool.values, pool.positions))
-    return replace(cache, pool=replace(pool, keys=keys, values=values, positions=positions))
+    moved = (pool.keys, pool.values, pool.positions, pool.per_slot)
+    keys, values, positions, per_slot = jax.tree.map(lambda x: x[b, lane, rows], moved)
+    return replace(cache, pool=replace(pool, keys=keys, values=values, positions=positions, per_slot=per_slot))
 
 
 @every_policy
@@ -274,8 +289,13 @@ def expected_bytes(spec: str, batch: int, params) -> int:
         lanes = policy.budget.groups or heads
         mean = budget_of(policy, 0, SIZE)
         assert mean is not None
-        rows = segments // lanes * (mean + PAGE - 1 + ROOM)
-        return batch * (lanes * -(-rows // PAGE) * PAGE * (2 * dim + 1) + 4 * segments) * 4
+        kept, growing = segments // lanes * mean, segments // lanes if policy.every is None else 0
+        if isinstance(policy.budget, GatedShares):  # of the lane with most full heads
+            growing = np.array(policy.budget.full).reshape(config.num_layers, lanes, -1).sum(axis=(0, 2)).max()
+            kept += growing * (SIZE - mean)
+        rows = kept + segments // lanes * (PAGE - 1) + growing * ROOM
+        state = isinstance(score, AccumulatedAttention) and policy.every is not None
+        return batch * (lanes * -(-rows // PAGE) * PAGE * (2 * dim + 1 + state) + 4 * segments) * 4
     total = 0
     for layer in range(config.num_layers):
         slots = budget_of(policy, layer, SIZE) or SIZE

@@ -50,6 +50,11 @@ PRESSES = (
     "kvcompose_r85",
     "kvcompose_mean_r25",
     "kvcompose_heads_r75",
+    "adakv_snapkv_r50",
+    "adakv_expected_a50_r75",
+    "kvzip_c64_r50",
+    "kvzip_layerwise_r75",
+    "duo_attention_r50",
 )
 PYTHON = "KVJAX_KVPRESS_PYTHON"
 
@@ -65,6 +70,10 @@ class Golden(NamedTuple):
 
     def policy(self, press: str) -> kvjax.Policy:
         """What a press does: it compresses the prompt, and nothing is evicted of the answer."""
+        if f"{press}/gates" in self.arrays:
+            gates = tuple(map(tuple, self.arrays[f"{press}/gates"].tolist()))
+            sparsity = self.meta["presses"][press]["kwargs"]["head_compression_ratio"]
+            return kvjax.policies.duo_attention(gates, sparsity, sinks=4, recent=28, every=None)
         return self.described(self.meta["presses"][press])
 
     def described(self, press: dict[str, Any]) -> kvjax.Policy:
@@ -76,6 +85,8 @@ class Golden(NamedTuple):
                     return kvjax.policies.chunkkv(base, kwargs["chunk_length"])
                 case "CriticalKVPress":
                     return kvjax.policies.criticalkv(base, kwargs["first_stage_ratio"], kwargs["epsilon"])
+                case "AdaKVPress":
+                    return kvjax.policies.adakv(base, kwargs["alpha_safeguard"], normalise=False, formula="kvpress")
         budget = int(len(self.prompt) * (1 - kwargs["compression_ratio"]))
         match press["press"]:
             case "SnapKVPress":
@@ -101,6 +112,11 @@ class Golden(NamedTuple):
             case "KVComposePress":
                 rows, structured = kwargs["agg_task"], kwargs["structured"]
                 return kvjax.policies.kvcompose(budget, rows=rows, structured=structured, first_layer=structured)
+            case "KVzipPress":
+                level, chunk = "layer" if kwargs["layerwise"] else "global", kwargs["chunk_size"]
+                score = kvjax.parts.Reconstruction()
+                instructions = (tuple(map(ord, text)) for text in (score.instruction, score.starting, score.suffix))
+                return kvjax.policies.kvzip(budget, kwargs["n_sink"], level, chunk, *instructions)
             case "PyramidKVPress":
                 window, kernel, beta = kwargs["window_size"], kwargs["kernel_size"], kwargs["beta"]
                 return kvjax.policies.pyramidkv(budget, window, kernel, "avg", beta=beta, formula="kvpress")
