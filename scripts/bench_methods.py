@@ -31,7 +31,11 @@ from typing import Any
 CASES = ("prefill", "crush", "decode", "clustering")
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 8, 2, 64
 SLOTS = 512
-VARIANTS = {"kvmerger": ("", "theta=None"), "morphkv": ("", "every=8")}
+VARIANTS = {
+    "kvmerger": ("", "theta=None"),
+    "morphkv": ("", "every=8"),
+    "kvzip": ("instruction='',starting='',suffix=''",),  # there is no tokenizer
+}
 # Prefill over full attention, at most.
 GOALS = {"snapkv": 1.03, "pyramidkv": 1.03, "morphkv": 1.03, "tova": 1.03, "h2o": 1.6, "kvmerger": 1.6}
 
@@ -44,9 +48,12 @@ def texts(name: str, budget: int) -> Iterator[str]:
     from kvjax.policy import Policy
 
     options = []
-    for option, parameter in inspect.signature(PRESETS[name]).parameters.items():
+    parameters = inspect.signature(PRESETS[name]).parameters
+    for option, parameter in parameters.items():
         if option == "budget":
             options.append(f"budget={budget}")
+        elif option == "recent" and "gates" in parameters:
+            options.append(f"recent={budget - parameters['sinks'].default}")
         elif isinstance(parameter.default, Policy):
             options += [f"{option}=snapkv", f"{option}.budget={budget}"]
     for variant in VARIANTS.get(name, ("",)):
@@ -96,7 +103,8 @@ def main() -> None:
     from kvjax.parts.cluster import set_ends, solve_theta
     from kvjax.policies import PRESETS, parse
 
-    presets = arguments.preset or [name for name in PRESETS if name != "full"]
+    # DuoAttention's gates are a model's own, and of another one.
+    presets = arguments.preset or [name for name in PRESETS if name not in ("full", "duo_attention")]
     if unknown := set(presets) - set(PRESETS):
         parser.error(f"unknown presets {sorted(unknown)}; accepted are {', '.join(PRESETS)}")
     rng = np.random.default_rng(0)
