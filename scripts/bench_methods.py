@@ -10,6 +10,9 @@ The cases:
     prefill     reading a prompt under each preset, over reading it with full attention
     crush       the same of `kvcrush` over its base, which is SnapKV
     decode      a decode step under each preset, over one with as many slots and no policy
+    budgets     a decode step on pools of segments, whose heads keep different numbers of a prompt, over one with a full
+                cache: budgets of a quarter, a sixteenth and a sixty-fourth of the prompt, equal over heads and not, and
+                SnapKV's equal ones in layers of slots
     clustering  KVMerger's sets, theta being solved for, over the scores of all queries on the same keys; and four times
                 the keys over these
 
@@ -28,7 +31,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-CASES = ("prefill", "crush", "decode", "clustering")
+CASES = ("prefill", "crush", "decode", "budgets", "clustering")
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 8, 2, 64
 SLOTS = 512
 VARIANTS = {
@@ -142,6 +145,13 @@ def main() -> None:
                 sides = {"slots": decodes("full", length), text: decodes(text, 2 * SLOTS if limited else length)}
                 slots = [[layer.slots for layer in run().cache.layers] for run in sides.values()]
                 compare(sides, arguments.repeats, {"case": "decode", "tokens": arguments.new, "slots": slots})
+    if "budgets" in arguments.case:
+        sides = {"full": decodes("full", arguments.prompt)}
+        for share in (4, 16, 64):
+            budget = arguments.prompt // share
+            for text in ("snapkv:", "kvcompose:source=self,", "kvcompose:source=self,structured=False,"):
+                sides[f"{text}budget={budget}"] = decodes(f"{text}budget={budget}", arguments.prompt)
+        compare(sides, arguments.repeats, {"case": "budgets", "prompt": arguments.prompt, "tokens": arguments.new})
     if "clustering" in arguments.case:
 
         @jax.jit
