@@ -315,9 +315,10 @@ def _grow_segments(cache: KVCache, room: int, segments: int) -> KVCache:
 
 @jax.jit
 def _longest(cache: KVCache) -> Int[Array, ""]:
-    """Rows of the longest segment."""
+    """Rows of the longest segment of those that decoding evicts from."""
     assert cache.pool is not None
-    return jnp.max(cache.pool.size)
+    layers = cache.pool.layers
+    return jnp.max(cache.pool.size[..., [i for i in range(layers) if cache.policy.evicts(i, layers)]], initial=0)
 
 
 @jax.jit

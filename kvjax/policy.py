@@ -205,6 +205,15 @@ class SharedBudget(ABC):
         """Raises ValueError if this is no budget for a model of that shape."""
         return
 
+    @property
+    def shows_protected(self) -> bool:
+        """Whether `share` is shown what protected entries score, instead of +inf."""
+        return False
+
+    def dense(self, layer: int, layers: int) -> bool:
+        """Whether all heads of one of the model's `layers` keep everything, prompt and answer."""
+        return False
+
     def growing(self, layers: int, heads: int) -> int:
         """How many segments of a lane of so many heads grow even under a policy that evicts while decoding."""
         return 0
@@ -228,7 +237,7 @@ class SharedBudget(ABC):
         """Entries that each head keeps: in each group of heads L * H * mean of them over all layers, or fewer.
 
         Args:
-            scores: as Select sees them: +inf for the protected, -inf for the ineligible.
+            scores: as Select sees them: +inf for the protected (but see `shows_protected`), -inf for the ineligible.
             mean: entries of the mean kv head of each row.
             least: no head keeps fewer, as far as it has them.
             heads: those that the scores belong to.
@@ -282,6 +291,13 @@ class Merge:
 
         Those that went into another are empty in what it returns; `select` then chooses `counts` of the rest, at most
         `size`. Scores are as `Select` sees them.
+        """
+        return entries
+
+    def absorb_rest(self, entries: LayerCache, moment: Moment, kept: Int[Array, "B H K"]) -> LayerCache:
+        """When a prompt has been read and selected from: the entries but those at `kept` (-1: none), merged into these.
+
+        Only what is at `kept` remains of what it returns.
         """
         return entries
 
@@ -406,6 +422,11 @@ class Policy:
         """Whether a step looks at no more of a head's entries than a piece at a time."""
         return self.score.slotwise and type(self.merge).absorb is Merge.absorb
 
+    def evicts(self, layer: int, layers: int) -> bool:
+        """Whether decoding evicts from one of the model's `layers`, whose budget is shared."""
+        assert isinstance(self.budget, SharedBudget)
+        return self.every is not None and not self.budget.dense(layer, layers)
+
     @property
     def minimum(self) -> int:
         """The smallest capacity a row may have: what is protected and what a step evicts."""
@@ -454,7 +475,8 @@ class Policy:
         entries = entries.updated(shown, self.merge.condense(shown, moment, scores, counts, size))
         scores = jnp.where(entries.positions >= 0, scores, -jnp.inf)
         kept = self.select.keep(scores, entries.positions, counts, size, moment.heads)
-        return entries.gather(kept)
+        shown = entries.plain()
+        return entries.updated(shown, self.merge.absorb_rest(shown, moment, kept)).gather(kept)
 
     def expendable(self, entries: LayerCache, moment: Moment) -> Float[Array, "B H S"]:
         """Scores that are +inf for what cannot be evicted: the protected entries and empty slots."""

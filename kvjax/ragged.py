@@ -36,7 +36,8 @@ class RaggedCache:
         per_slot: policy state with axes [B, P, T, ...].
         per_row: policy state with axes [B, H, ...] or [B, Hq, ...] for each layer.
         bias: of each row on the logits, where a merge weighs entries.
-        longest: no segment is longer, where a policy has to look at whole ones; None where that is not known.
+        longest: no segment that decoding evicts from is longer, where a policy has to look at whole ones; None where
+            that is not known.
     """
 
     keys: Float[Array, "B P T D"] | Any
@@ -93,7 +94,7 @@ class RaggedCache:
 
     @property
     def whole(self) -> int:
-        """So many slots show all of any segment."""
+        """So many slots show all of any segment that decoding evicts from."""
         return self.positions.shape[2] if self.longest is None else self.longest
 
     @property

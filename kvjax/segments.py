@@ -93,7 +93,7 @@ def decoding_segments(
         moment = Moment(positions, layer, rope, heads)
         unrotated = q
         q, k = (rotated(layer, x, positions[:, None, None], rope) for x in (q, k))
-        evicts = policy.every is not None
+        evicts = policy.evicts(i, pool.layers)
         slot = pool.used[..., i]
         if evicts:
             pool, slot = _make_room(policy, pool, moment, incoming)

@@ -13,7 +13,7 @@ from kvjax.cache import KVCache, LayerCache
 from kvjax.heads import Heads
 from kvjax.models import AttentionLayer, Decoder
 from kvjax.pallas_kernels import PAGE
-from kvjax.policy import UNLIMITED, Moment, Policy, SharedBudget
+from kvjax.policy import UNLIMITED, Moment, Policy, Protect, SharedBudget
 from kvjax.ragged import RaggedCache
 from kvjax.spread import over_layers
 
@@ -68,13 +68,20 @@ def _share(
     moments = [Moment(next_position, record, rope, heads) for record in records]
     scores = [policy.rank(entries, moment) for entries, moment in zip(layers, moments, strict=True)]
     size = max(layer.slots for layer in layers)
-    padded = [jnp.pad(x, [(0, 0), (0, 0), (0, size - x.shape[-1])], constant_values=-jnp.inf) for x in scores]
+    shown = scores
+    if budget.shows_protected:
+        free = replace(policy, protect=Protect())
+        shown = [free.rank(entries, moment) for entries, moment in zip(layers, moments, strict=True)]
+    padded = [jnp.pad(x, [(0, 0), (0, 0), (0, size - x.shape[-1])], constant_values=-jnp.inf) for x in shown]
     mean = layers[0].capacity[:, 0]
     least = 0 if policy.every is None else policy.minimum
     counts = budget.share(jnp.stack(padded), mean, least, heads)
     shared = []
     for entries, moment, ranked, count in zip(layers, moments, scores, counts, strict=True):
-        kept = policy.retain(replace(entries, capacity=count), moment, ranked, entries.slots)
+        entries = replace(entries, capacity=count)
+        if isinstance(policy.protect.recent, float):  # a share of what the head keeps, which is known by now
+            ranked = policy.rank(entries, moment)
+        kept = policy.retain(entries, moment, ranked, entries.slots)
         if policy.every is None:
             kept = replace(kept, capacity=jnp.full_like(count, UNLIMITED), per_slot=None, per_row=None)
         else:  # a prompt within the budget leaves all heads alike, to be filled while decoding

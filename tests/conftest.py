@@ -39,6 +39,7 @@ DISTINCT = (
     "morphkv:budget=24,window=4,every=4",
     "kvcrush:base=snapkv,base.budget=24,base.window=4,share=0.5",
     "cam:budget=24,tokens=4",
+    "d2o:budget=24,layer_budgets=False",
     "kvmerger:budget=24,recent=8,heavy=4,theta=None",
     "keyformer:budget=24,recent=8",
     "scissorhands:budget=24,window=8,drop=0.25",

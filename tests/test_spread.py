@@ -73,6 +73,7 @@ def assert_equal(ours: kvjax.Generation, theirs: kvjax.Generation, atol: float =
 FAST = {
     (2, 4, 2, "tova:budget=24"),
     (2, 4, 2, "morphkv:budget=24,window=4"),
+    (2, 4, 2, "d2o:budget=24,layer_budgets=False"),
     (2, 4, 2, "kvcrush:base=snapkv,base.budget=24,base.window=4,share=0.5"),
     (4, 2, 2, "full"),
     (2, 4, 2, "kvcompose:budget=24"),
@@ -219,6 +220,7 @@ DECLARED = {
     "morphkv:budget=24,window=4,every=4": (0, 2),
     "kvcrush:base=snapkv,base.budget=24,base.window=4,share=0.5": (0, 0),  # as snapkv
     "cam:budget=24,tokens=4": (0, 1),  # as h2o
+    "d2o:budget=24,layer_budgets=False": (1, 1),  # the mean over heads of a merge; as h2o
     "kvmerger:budget=24,recent=8,heavy=4,theta=None": (0, 0),
     "keyformer:budget=24,recent=8": (0, 1),  # the group's queries
     "scissorhands:budget=24,window=8,drop=0.25": (0, 1),

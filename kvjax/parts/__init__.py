@@ -21,7 +21,9 @@ from .reconstruct import Reconstruction
 from .score import AccumulatedAttention, FoldedWindow, LastAttention, Pool, Recency, WindowAttention
 from .select import TopTokens
 from .shared import CompositeShares, GlobalShares, UniformShares
+from .similar import SimilarityMerge, ThresholdAttention
 from .storage import Quantized
+from .variance import VarianceShares
 
 __all__ = [
     "AccumulatedAttention",
@@ -54,10 +56,13 @@ __all__ = [
     "Recency",
     "Reconstruction",
     "Representatives",
+    "SimilarityMerge",
     "TaskAttention",
+    "ThresholdAttention",
     "TopTokens",
     "UniformShares",
     "ValueMerge",
+    "VarianceShares",
     "WatchedRecency",
     "WindowAttention",
     "budget_of",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +46,8 @@ class AccumulatedAttention(Score):
     def init_slots(self, shape: LayerShape, slots: int) -> Float[Array, "B H S"]:
         return jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32)
 
-    def observe(self, entries: LayerCache, attended: Attended) -> tuple[Array, None]:
-        return entries.per_slot + attended.received, None
+    def observe(self, entries: LayerCache, attended: Attended) -> tuple[Array, Any]:
+        return entries.per_slot + attended.received, entries.per_row
 
     def __call__(self, entries: LayerCache, moment: Moment) -> Float[Array, "B H M"]:
         return entries.per_slot

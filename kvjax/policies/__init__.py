@@ -4,6 +4,7 @@ from .adakv import adakv
 from .cam import cam
 from .chunkkv import chunkkv
 from .criticalkv import criticalkv
+from .d2o import d2o
 from .duo_attention import duo_attention
 from .dynamickv import dynamickv
 from .expected_attention import expected_attention
@@ -34,6 +35,7 @@ __all__ = [
     "cam",
     "chunkkv",
     "criticalkv",
+    "d2o",
     "duo_attention",
     "dynamickv",
     "expected_attention",

@@ -16,6 +16,7 @@ from .adakv import adakv
 from .cam import cam
 from .chunkkv import chunkkv
 from .criticalkv import criticalkv
+from .d2o import d2o
 from .duo_attention import duo_attention
 from .dynamickv import dynamickv
 from .expected_attention import expected_attention
@@ -52,6 +53,7 @@ _ALL = (
     morphkv,
     kvmerger,
     cam,
+    d2o,
     expected_attention,
     knorm,
     keydiff,

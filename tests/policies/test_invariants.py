@@ -26,6 +26,7 @@ from kvjax.parts import (
     ProjectedValues,
     Pyramid,
     Quantized,
+    ThresholdAttention,
 )
 from kvjax.policy import Policy, Storage
 from tests import tiny
@@ -49,6 +50,7 @@ SPECS = {
         "budget=0.5,window=3,normalise=distant,group=max",
     ),
     "cam": ("budget=12,sinks=2,tokens=4,form=expected", "budget=12,tokens=3,every=3"),
+    "d2o": ("budget=12,recent=0.25,layer_budgets=False", "budget=12,recent=2,layer_budgets=False,weights=code,every=3"),
     "kvmerger": (
         "budget=12,recent=4,heavy=2,theta=None",
         "budget=0.5,theta=0.2,rule=chain,straddle=True,count_bias=True",
@@ -309,6 +311,8 @@ def expected_bytes(spec: str, batch: int, params) -> int:
         total += batch * heads * (slots * (entry + 4) + 4)
         if isinstance(score, AccumulatedAttention | LastAttention | NoisyAttention) and policy.every:
             total += batch * heads * slots * 4
+        if isinstance(policy.score, ThresholdAttention):
+            total += batch * heads * 4
         if policy.merge.biases and policy.limited(layer):
             total += batch * heads * slots * 4
         if isinstance(policy.score, Neglect):
@@ -369,6 +373,7 @@ def twice_the_keys(gqa):
         "lagkv:budget=12,sinks=2,lag=4",
         "criticalkv:base=h2o,base.budget=12",
         pytest.param("finch:budget=12,window=4", marks=pytest.mark.slow),
+        pytest.param("d2o:budget=12,layer_budgets=False", marks=pytest.mark.slow),
         pytest.param("chunkkv:base=h2o,base.budget=12,length=5", marks=pytest.mark.slow),
         pytest.param("expected_attention:budget=12,sinks=2,future=8", marks=pytest.mark.slow),
     ],

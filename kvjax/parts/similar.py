@@ -1,0 +1,172 @@
+"""D2O's merge: an evicted entry goes into the one that is most like it, or is lost if none is like it enough."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache import LayerCache
+from kvjax.pallas_kernels import compact
+from kvjax.policy import LayerShape, Merge, Moment, Policy, mark
+
+from .score import AccumulatedAttention
+
+BLOCK = 128  # evicted entries that are compared with the others at once
+# Cosines that differ by less are equal, or rounding would decide: in a first layer the key of a token is as similar to
+# that of the same token so many places before as behind it, and just as similar when the same comes again.
+CLOSE = 1e-5
+
+
+@dataclass(frozen=True)
+class ThresholdAttention(AccumulatedAttention):
+    """Attention received so far; beside it each row keeps the threshold of a SimilarityMerge, -inf until it has one.
+
+    All heads of a layer have the same threshold.
+    """
+
+    def init_rows(self, shape: LayerShape) -> Float[Array, "B H"]:
+        return jnp.full((shape.batch, shape.kv_heads), -jnp.inf, jnp.float32)
+
+
+@dataclass(frozen=True)
+class SimilarityMerge(Merge):
+    """What is evicted goes into the kept entry of its head with the most similar key, if that is similar enough (D2O).
+
+    With u_i the cosine of evicted key i and the kept key nearest to it, of equal ones the earlier, and the means over
+    all that a layer evicts of a row, at a prompt's end or in a step:
+
+        tau = mean of u  the first time, afterwards  alpha * tau + beta * mean of u
+
+    The i-th entries by position that the heads evict are merged if the mean of their u_i is tau or more, and dropped
+    otherwise. The entry c that they go into takes in keys and values alike, and keeps its position and its score:
+
+        "paper"  k_c <- (e k_c + sum exp(u_i) k_i) / (e + sum exp(u_i))
+        "code"   k_c <- (k_c + sum u_i k_i) / (1 + n),  n of them
+
+    On a mesh that spreads kv heads each layer sums u over devices, two numbers for each entry that a head evicts: at a
+    prompt's end and, with TOVA's alone of all methods, at every step.
+
+    Attributes:
+        alpha: of the old threshold.
+        beta: of the mean of u.
+    """
+
+    weights: Literal["paper", "code"] = "paper"
+    alpha: float = 0.5
+    beta: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.weights not in ("paper", "code"):
+            raise ValueError(f"weights={self.weights!r}: accepted are 'paper' and 'code'")
+        for name, value in (("alpha", self.alpha), ("beta", self.beta)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+                raise ValueError(f"{name}={value!r}: accepted is a number in [0, 1]")
+
+    @property
+    def changes_keys(self) -> bool:
+        return True
+
+    def check(self, policy: Policy) -> None:
+        if not isinstance(policy.score, ThresholdAttention):
+            raise ValueError(
+                f"SimilarityMerge needs a threshold for each row, which {type(policy.score).__name__} does not keep; "
+                "accepted is ThresholdAttention"
+            )
+        if policy.positions == "in_cache":
+            raise ValueError(
+                "SimilarityMerge compares keys after RoPE, and positions='in_cache' holds them before it; they cannot "
+                "be combined"
+            )
+
+    def absorb_rest(self, entries: LayerCache, moment: Moment, kept: Int[Array, "B H K"]) -> LayerCache:
+        lost = (entries.positions >= 0) & ~mark(kept, entries.slots)
+        return self._merge(entries, moment, lost, entries.slots, kept)
+
+    def absorb(self, entries: LayerCache, moment: Moment, lost: Bool[Array, "B H S"], count: int) -> LayerCache:
+        return self._merge(entries, moment, lost, count, None)
+
+    def _merge(
+        self,
+        entries: LayerCache,
+        moment: Moment,
+        lost: Bool[Array, "B H S"],
+        count: int,
+        kept: Int[Array, "B H K"] | None,
+    ) -> LayerCache:
+        """At most `count` lost entries a head into those at `kept`, or into any that is not lost."""
+        b, h = jnp.arange(lost.shape[0])[:, None, None], jnp.arange(lost.shape[1])[:, None]
+        victims = _by_position(compact(lost, count), entries.positions)
+        others = replace(entries, positions=jnp.where(lost, -1, entries.positions), per_slot=None, bias=None)
+        if kept is not None:
+            others = others.gather(kept)
+        u, target = _nearest(entries.keys[b, h, victims], others)
+        if kept is not None:
+            target = jnp.take_along_axis(kept, target, axis=-1)
+        there = (victims >= 0) & (u > -jnp.inf)
+        u = jnp.where(there, u, 0.0)
+        together, heads = jnp.split(moment.heads.mean(jnp.stack([u, there.astype(u.dtype)], axis=2)), 2, axis=2)
+        evicts = jnp.sum(heads, axis=-1) > 0
+        mean = jnp.sum(together, axis=-1) / jnp.where(evicts, jnp.sum(heads, axis=-1), 1.0)
+        before: Array = entries.per_row
+        moved = jnp.where(jnp.isneginf(before), mean[:, :, 0], self.alpha * before + self.beta * mean[:, :, 0])
+        threshold = jnp.where(evicts[:, :, 0], moved, before)
+        similar = together / jnp.where(heads > 0, heads, 1.0) >= threshold[:, :1, None, None] - CLOSE
+        merged = there & similar[:, :, 0]
+        weight, own = (u, 1.0) if self.weights == "code" else (jnp.exp(u), math.e)
+        weight = jnp.where(merged, weight, 0.0)
+        # The first of those that share a target stands for all of them: sums are as long as what is lost.
+        place = jnp.where(merged, target, entries.slots)
+        first = jnp.full((*lost.shape[:2], entries.slots), count).at[b, h, place].min(jnp.arange(count), mode="drop")
+        column = jnp.where(merged, first[b, h, target], count)
+        sums = jnp.zeros(u.shape, jnp.float32)
+        total = own + sums.at[b, h, column].add(1.0 if self.weights == "code" else weight, mode="drop")
+        place = jnp.where(column == jnp.arange(count), place, entries.slots)
+
+        def blend(x: Float[Array, "B H S D"]) -> Float[Array, "B H S D"]:
+            taken = weight[..., None] * x[b, h, victims].astype(jnp.float32)
+            taken = jnp.zeros_like(taken).at[b, h, column].add(taken, mode="drop")
+            new = (own * x[b, h, target].astype(jnp.float32) + taken) / total[..., None]
+            return x.at[b, h, place].set(new.astype(x.dtype), mode="drop")
+
+        return replace(entries, keys=blend(entries.keys), values=blend(entries.values), per_row=threshold)
+
+
+def _by_position(index: Int[Array, "B H E"], positions: Int[Array, "B H S"]) -> Int[Array, "B H E"]:
+    """The same entries, the earliest positions first; -1, which is none, after them."""
+    at = jnp.take_along_axis(positions, index, axis=-1)
+    order = jnp.argsort(jnp.where(index >= 0, at, jnp.iinfo(jnp.int32).max), axis=-1)
+    return jnp.take_along_axis(index, order, axis=-1)
+
+
+def _nearest(keys: Float[Array, "B H E D"], others: LayerCache) -> tuple[Float[Array, "B H E"], Int[Array, "B H E"]]:
+    """The largest cosine of each key with those of the others, -inf where there are none, and whose it is."""
+    positions = others.positions[:, :, None]
+    far = jnp.iinfo(jnp.int32).max
+    directions = _unit(others.keys)
+
+    def compare(keys: Float[Array, "B H E D"]) -> tuple[Array, Array]:
+        cosines = jnp.einsum("BHED,BHSD->BHES", _unit(keys), directions, precision="highest")
+        cosines = jnp.where(positions >= 0, cosines, -jnp.inf)
+        best = jnp.max(cosines, axis=-1, keepdims=True)
+        best_ones = cosines >= best - CLOSE
+        earliest = jnp.min(jnp.where(best_ones, positions, far), axis=-1, keepdims=True)
+        slot = jnp.where(best_ones & (positions == earliest), jnp.arange(others.slots), others.slots - 1)
+        return best[..., 0], jnp.min(slot, axis=-1)
+
+    B, H, E, D = keys.shape
+    if E <= BLOCK:
+        return compare(keys)
+    blocks = jnp.pad(keys, [(0, 0), (0, 0), (0, -E % BLOCK), (0, 0)]).reshape(B, H, -1, BLOCK, D)
+    u, slot = jax.lax.map(compare, jnp.moveaxis(blocks, 2, 0))
+    u, slot = (jnp.moveaxis(x, 0, 2).reshape(B, H, -1)[..., :E] for x in (u, slot))
+    return u, slot
+
+
+def _unit(keys: Float[Array, "B H M D"]) -> Float[Array, "B H M D"]:
+    keys = keys.astype(jnp.float32)
+    return keys / jnp.maximum(jnp.linalg.norm(keys, axis=-1, keepdims=True), 1e-30)
