@@ -462,10 +462,12 @@ class Policy:
         """Keeps each head's budget of entries, at most `size`, in order of position if the entries are."""
         return self.retain(entries, moment, self.rank(entries, moment), size)
 
-    def rank(self, entries: LayerCache, moment: Moment) -> Float[Array, "B H M"]:
-        """Scores that are +inf for the protected entries, -inf where there is none."""
+    def rank(self, entries: LayerCache, moment: Moment, *, raised: bool = True) -> Float[Array, "B H M"]:
+        """Scores that are +inf for the protected entries, unless not `raised`, and -inf where there is none."""
         protected = self.protect.mask(entries.positions, moment.next_position, entries.capacity)
-        scores = jnp.where(protected, jnp.inf, self.score(entries.plain(), moment._replace(protected=protected)))
+        scores = self.score(entries.plain(), moment._replace(protected=protected))
+        if raised:
+            scores = jnp.where(protected, jnp.inf, scores)
         return jnp.where(entries.positions >= 0, scores, -jnp.inf)
 
     def retain(self, entries: LayerCache, moment: Moment, scores: Float[Array, "B H M"], size: int) -> LayerCache:

@@ -13,7 +13,7 @@ from kvjax.cache import KVCache, LayerCache
 from kvjax.heads import Heads
 from kvjax.models import AttentionLayer, Decoder
 from kvjax.pallas_kernels import PAGE
-from kvjax.policy import UNLIMITED, Moment, Policy, Protect, SharedBudget
+from kvjax.policy import UNLIMITED, Moment, Policy, SharedBudget
 from kvjax.ragged import RaggedCache
 from kvjax.spread import over_layers
 
@@ -70,8 +70,7 @@ def _share(
     size = max(layer.slots for layer in layers)
     shown = scores
     if budget.shows_protected:
-        free = replace(policy, protect=Protect())
-        shown = [free.rank(entries, moment) for entries, moment in zip(layers, moments, strict=True)]
+        shown = [policy.rank(entries, moment, raised=False) for entries, moment in zip(layers, moments, strict=True)]
     padded = [jnp.pad(x, [(0, 0), (0, 0), (0, size - x.shape[-1])], constant_values=-jnp.inf) for x in shown]
     mean = layers[0].capacity[:, 0]
     least = 0 if policy.every is None else policy.minimum
