@@ -35,6 +35,7 @@ CASES = ("prefill", "crush", "decode", "budgets", "clustering")
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 8, 2, 64
 SLOTS = 512
 VARIANTS = {
+    "d2o": ("layer_budgets=False", "dense_first=1,dense_last=0"),
     "kvmerger": ("", "theta=None"),
     "morphkv": ("", "every=8"),
     "kvzip": ("instruction='',starting='',suffix=''",),  # there is no tokenizer

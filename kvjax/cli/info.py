@@ -54,7 +54,7 @@ def info(
     per_token = config.bytes_per_token(held)
     plans = []
     for rows, size in product(batch or [data], lengths):
-        for text in policy or _presets(size):
+        for text in policy or _presets(size, config):
             cache = kvjax.plan_cache(
                 config, kvjax.policies.parse(text), batch=rows, length=size, new_tokens=new_tokens, dtype=held
             )
@@ -102,8 +102,8 @@ def _slots(cache: KVCache) -> list[int]:
     return [cache.pool.positions.size // cache.pool.start.size]
 
 
-def _presets(length: int) -> list[str]:
-    """Every preset, with a budget of a quarter of the prompt where it has one, on SnapKV where it needs another."""
+def _presets(length: int, config: DecoderConfig) -> list[str]:
+    """Every preset that suits the model, with a quarter of the prompt as budget, on SnapKV where it needs another."""
     from kvjax.policies import PRESETS
 
     budget = max(length // 4, 64)
@@ -112,11 +112,26 @@ def _presets(length: int) -> list[str]:
         "base": f":base=snapkv,base.budget={budget}",
         "policy": f":policy=snapkv,policy.budget={budget}",
     }
-    return [
+    presets = (
         name + next((text for option, text in options.items() if option in inspect.signature(preset).parameters), "")
         for name, preset in PRESETS.items()
         if "gates" not in inspect.signature(preset).parameters  # which are the model's own
-    ]
+    )
+    return [text for text in presets if _suits(text, config)]
+
+
+def _suits(text: str, config: DecoderConfig) -> bool:
+    """Whether a policy shares its budget out, if it does, in a way that the model has layers and heads for."""
+    from kvjax.policies import parse
+    from kvjax.policy import SharedBudget
+
+    budget = parse(text).budget
+    try:
+        if isinstance(budget, SharedBudget):
+            budget.check(config.num_layers, config.num_kv_heads)
+    except ValueError:
+        return False
+    return True
 
 
 def _show(facts: dict[str, Any], config: DecoderConfig) -> None:
