@@ -46,6 +46,12 @@ POLICIES = (
     "chunkkv:base=snapkv,base.budget={budget}",
     "criticalkv:base=snapkv,base.budget={budget}",
     "random:budget={budget}",
+    "dynamickv:budget={budget}",
+    "kvcompose:budget={budget}",
+    "kvcompose:budget={budget},structured=False",
+    "adakv:base=snapkv,base.budget={budget}",
+    "adakv:base=expected_attention,base.budget={budget}",
+    "kvzip:budget={budget},instruction='',starting='',suffix=''",
     "quantize:policy=snapkv,policy.budget={budget},bits=8",
     "quantize:policy=snapkv,policy.budget={budget},bits=4",
 )
@@ -80,7 +86,7 @@ def correct(params: Any, examples: Sequence[Any], policy: Any, setting: str, end
     return marks
 
 
-def measure(out: Path, policies: Sequence[str], examples: int, batch: int, seed: int) -> None:
+def measure(out: Path, policies: Sequence[str], shares: Sequence[float], examples: int, batch: int, seed: int) -> None:
     """Appends a line for each policy, share and setting that `out` does not have yet."""
     from importlib.resources import files
 
@@ -91,7 +97,7 @@ def measure(out: Path, policies: Sequence[str], examples: int, batch: int, seed:
     drawn = draw(examples, seed)
     done = {(line["policy"], line["share"], line["setting"]) for line in lines(out)}
     cells = [("full", 1.0, setting) for setting in SETTINGS]
-    cells += [(text, share, setting) for share in SHARES for text in policies for setting in SETTINGS]
+    cells += [(text, share, setting) for share in shares for text in policies for setting in SETTINGS]
     for text, share, setting in cells:
         if (text, share, setting) in done:
             continue
@@ -159,6 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON lines, one for each cell that was measured")
     parser.add_argument("--policies", nargs="*", default=POLICIES, help="text forms with {budget}")
+    parser.add_argument("--shares", nargs="*", type=float, default=SHARES, help="of a full cache")
     parser.add_argument("--examples", type=int, default=100, help="of each task")
     parser.add_argument("--batch", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
@@ -167,7 +174,7 @@ def main() -> None:
     if args.table:
         print(table(args.out))
     else:
-        measure(args.out, args.policies, args.examples, args.batch, args.seed)
+        measure(args.out, args.policies, args.shares, args.examples, args.batch, args.seed)
 
 
 if __name__ == "__main__":
