@@ -18,7 +18,8 @@ from kvjax.cache import LayerCache
 from kvjax.heads import ALL_HEADS, Heads
 from kvjax.models import Attend, AttentionLayer, rotate
 from kvjax.pallas_kernels import compact, prompt_attention, slot_attention, window_scores
-from kvjax.policy import Attended, LayerShape, Moment, Policy, Received, Storage
+from kvjax.policy import Policy
+from kvjax.protocols import Attended, LayerShape, Moment, Received, Storage
 
 Layers = tuple[LayerCache, ...]
 

@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kvjax.models import DecoderConfig
-from kvjax.policy import LayerShape, Policy, SharedBudget
+from kvjax.policy import Policy
+from kvjax.protocols import LayerShape, SharedBudget
 from kvjax.quantized import Stored, plain, updated
 from kvjax.sharding import MODEL, check_batch, fit_mesh, heads_sharding, place, rows_sharding
 

@@ -16,7 +16,8 @@ from kvjax.attention import decoding, reading
 from kvjax.cache import KVCache
 from kvjax.clock import Clock
 from kvjax.models import Decoder
-from kvjax.policy import UNLIMITED, Policy
+from kvjax.policy import Policy
+from kvjax.protocols import UNLIMITED
 from kvjax.ragged import whole_pages
 from kvjax.replay import ReplayScore, Texts, replay
 from kvjax.segments import decoding_segments, reading_segments

@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 from kvjax.cache import KVCache
 from kvjax.extend import bucket, plan_slots
 from kvjax.models import DecoderConfig
-from kvjax.policy import Policy, SharedBudget
+from kvjax.policy import Policy
+from kvjax.protocols import SharedBudget
 from kvjax.ragged import RaggedCache
 from kvjax.session import room_for
 from kvjax.sharding import check_batch, fit_mesh, kv_replicas

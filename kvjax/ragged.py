@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import LayerCache
 from kvjax.pallas_kernels import PAGE, pages
-from kvjax.policy import UNLIMITED
+from kvjax.protocols import UNLIMITED
 from kvjax.quantized import Stored
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 from kvjax.attention import replaying
 from kvjax.cache import KVCache, LayerCache
 from kvjax.models import Decoder
-from kvjax.policy import Attended, Score
+from kvjax.protocols import Attended, Score
 from kvjax.spread import over_heads
 
 Encode: TypeAlias = Callable[[str], Sequence[int]]

@@ -20,7 +20,8 @@ from kvjax.cache import LayerCache
 from kvjax.heads import ALL_HEADS, Heads
 from kvjax.models import Attend, AttentionLayer
 from kvjax.pallas_kernels import PAGE, Reduction, segment_attention, window_scores
-from kvjax.policy import Attended, Merge, Moment, Policy, mark
+from kvjax.policy import Policy, mark
+from kvjax.protocols import Attended, Merge, Moment
 from kvjax.quantized import plain
 from kvjax.ragged import RaggedCache
 

@@ -13,7 +13,8 @@ from kvjax.cache import KVCache, LayerCache
 from kvjax.heads import Heads
 from kvjax.models import AttentionLayer, Decoder
 from kvjax.pallas_kernels import PAGE
-from kvjax.policy import UNLIMITED, Moment, Policy, SharedBudget
+from kvjax.policy import Policy
+from kvjax.protocols import UNLIMITED, Moment, SharedBudget
 from kvjax.ragged import RaggedCache
 from kvjax.spread import over_layers
 

@@ -12,7 +12,8 @@ import kvjax
 from kvjax import policies
 from kvjax.pallas_kernels import PAGE, top_counts
 from kvjax.parts import CompositeShares, Fixed, Fraction, GlobalShares
-from kvjax.policy import Budget, Moment, Policy, SharedBudget
+from kvjax.policy import Policy
+from kvjax.protocols import Budget, Moment, SharedBudget
 from tests.tiny import decoder, full_logits, held, prefill, step
 
 RNG = np.random.default_rng(2)

@@ -123,7 +123,7 @@ def _presets(length: int, config: DecoderConfig) -> list[str]:
 def _suits(text: str, config: DecoderConfig) -> bool:
     """Whether a policy shares its budget out, if it does, in a way that the model has layers and heads for."""
     from kvjax.policies import parse
-    from kvjax.policy import SharedBudget
+    from kvjax.protocols import SharedBudget
 
     budget = parse(text).budget
     try:

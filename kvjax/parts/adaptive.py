@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.heads import Heads
 from kvjax.pallas_kernels import top_counts
-from kvjax.policy import Budget, SharedBudget, check_integer
+from kvjax.protocols import Budget, SharedBudget, check_integer
 
 from .shared import check_layers_alike, raise_best
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvjax.policy import Budget, check_integer
+from kvjax.protocols import Budget, check_integer
 
 
 @dataclass(frozen=True)

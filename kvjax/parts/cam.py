@@ -11,7 +11,8 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.cache import LayerCache
 from kvjax.pallas_kernels import compact
-from kvjax.policy import Merge, Moment, Policy, check_integer
+from kvjax.policy import Policy
+from kvjax.protocols import Merge, Moment, check_integer
 
 from .keys import RandomDraw
 from .score import AccumulatedAttention

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.heads import ALL_HEADS, Heads
 from kvjax.pallas_kernels import compact
-from kvjax.policy import Select, check_integer
+from kvjax.protocols import Select, check_integer
 
 from .select import TopTokens
 

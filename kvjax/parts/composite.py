@@ -12,7 +12,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import LayerCache
 from kvjax.pallas_kernels import Reduction, fold, window_scores
-from kvjax.policy import Attended, LayerShape, Moment, Policy
+from kvjax.policy import Policy
+from kvjax.protocols import Attended, LayerShape, Moment
 from kvjax.replay import Encode, Pass, ReplayScore, Texts, as_ids
 
 

@@ -12,7 +12,8 @@ from jaxtyping import Array, Bool, Float, Int, Int8
 
 from kvjax.heads import ALL_HEADS, Heads
 from kvjax.pallas_kernels import compact, top_tokens
-from kvjax.policy import Select, check_integer, mark
+from kvjax.policy import mark
+from kvjax.protocols import Select, check_integer
 
 from .budget import Fraction
 from .select import TopTokens

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.heads import Heads
 from kvjax.pallas_kernels import top_counts
-from kvjax.policy import SharedBudget, check_integer
+from kvjax.protocols import SharedBudget, check_integer
 
 from .budget import Fixed, Fraction
 from .shared import check_layers_alike

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.cache import LayerCache
-from kvjax.policy import Attended, LayerShape, Moment, Policy, Score, check_integer
+from kvjax.policy import Policy
+from kvjax.protocols import Attended, LayerShape, Moment, Score, check_integer
 
 
 class QueryStatistics(NamedTuple):

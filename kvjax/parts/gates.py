@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.heads import Heads
-from kvjax.policy import UNLIMITED, SharedBudget, check_integer
+from kvjax.protocols import UNLIMITED, SharedBudget, check_integer
 
 from .budget import Fixed
 

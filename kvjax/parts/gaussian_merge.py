@@ -14,7 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import LayerCache
 from kvjax.pallas_kernels import compact, top_tokens
-from kvjax.policy import Merge, Moment, Policy, check_integer, mark
+from kvjax.policy import Policy, mark
+from kvjax.protocols import Merge, Moment, check_integer
 
 from .cluster import Rule, set_ends, solve_theta
 from .keys import RandomDraw

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.cache import LayerCache
-from kvjax.policy import Moment, Score, check_integer
+from kvjax.protocols import Moment, Score, check_integer
 
 
 @dataclass(frozen=True)

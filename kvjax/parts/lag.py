@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.cache import LayerCache
-from kvjax.policy import Moment, Policy, Score, check_integer
+from kvjax.policy import Policy
+from kvjax.protocols import Moment, Score, check_integer
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvjax.policy import Merge
+from kvjax.protocols import Merge
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from kvjax.cache import LayerCache
-from kvjax.policy import Attended, LayerShape, Moment, Policy, Score, check_integer
+from kvjax.policy import Policy
+from kvjax.protocols import Attended, LayerShape, Moment, Score, check_integer
 
 BLOCK = 32  # queries that are asked at once
 

@@ -10,7 +10,8 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kvjax.cache import LayerCache
 from kvjax.pallas_kernels import Reduction, window_scores
-from kvjax.policy import Attended, LayerShape, Moment, Policy, Received, Score, check_integer
+from kvjax.policy import Policy
+from kvjax.protocols import Attended, LayerShape, Moment, Received, Score, check_integer
 
 WORD = 32
 MEAN = Reduction(rows="sum", group="mean")

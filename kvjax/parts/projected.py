@@ -11,7 +11,8 @@ from jaxtyping import Array, Float
 
 from kvjax.cache import LayerCache
 from kvjax.pallas_kernels import top_tokens
-from kvjax.policy import Attended, LayerShape, Moment, Policy, Received, Score, mark
+from kvjax.policy import Policy, mark
+from kvjax.protocols import Attended, LayerShape, Moment, Received, Score
 
 from .expected import ExpectedAttention
 from .score import LastAttention

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.policy import check_integer
+from kvjax.protocols import check_integer
 
 from .budget import Fixed, Fraction
 

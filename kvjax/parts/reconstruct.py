@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import LayerCache
 from kvjax.pallas_kernels import Reduction, compact, window_scores
-from kvjax.policy import Attended, LayerShape, Moment, Policy, check_integer
+from kvjax.policy import Policy
+from kvjax.protocols import Attended, LayerShape, Moment, check_integer
 from kvjax.replay import Encode, Pass, ReplayScore, Texts, as_ids
 
 REPEATED = 8  # tokens before a chunk that its instruction quotes

@@ -11,7 +11,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import LayerCache
 from kvjax.pallas_kernels import Reduction, compact, fold, window_scores
-from kvjax.policy import Attended, LayerShape, Moment, Policy, Received, Score, SharedBudget, check_integer
+from kvjax.policy import Policy
+from kvjax.protocols import Attended, LayerShape, Moment, Received, Score, SharedBudget, check_integer
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import LayerCache
 from kvjax.pallas_kernels import compact
-from kvjax.policy import LayerShape, Merge, Moment, Policy, mark
+from kvjax.policy import Policy, mark
+from kvjax.protocols import LayerShape, Merge, Moment
 
 from .score import AccumulatedAttention
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jaxtyping import Array, Float
 
-from kvjax.policy import Storage, check_integer
+from kvjax.protocols import Storage, check_integer
 from kvjax.quantized import QuantizedArray
 
 

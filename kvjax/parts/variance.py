@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.heads import Heads
-from kvjax.policy import UNLIMITED, SharedBudget, check_integer
+from kvjax.protocols import UNLIMITED, SharedBudget, check_integer
 
 from .budget import Fixed, Fraction
 from .shared import check_layers_alike

@@ -9,7 +9,8 @@ import numpy as np
 
 from kvjax.parts import Drop, Fixed, GatedShares, Recency, TopTokens
 from kvjax.parts.gates import Gates, full_heads
-from kvjax.policy import Policy, Protect, check_integer
+from kvjax.policy import Policy, Protect
+from kvjax.protocols import check_integer
 
 DEMO = Path(__file__).parents[1] / "demo_model" / "duo_gates.json"
 

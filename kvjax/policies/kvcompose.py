@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from kvjax.parts import CompositeShares, Drop, GlobalShares, TaskAttention, TopTokens, budget_of
-from kvjax.policy import Policy, SharedBudget
+from kvjax.policy import Policy
+from kvjax.protocols import SharedBudget
 
 
 def kvcompose(

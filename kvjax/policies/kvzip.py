@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from kvjax.parts import AdaptiveShares, Drop, GlobalShares, Reconstruction, TopTokens, UniformShares, budget_of
-from kvjax.policy import Policy, Protect, SharedBudget
+from kvjax.policy import Policy, Protect
+from kvjax.protocols import SharedBudget
 
 
 def kvzip(

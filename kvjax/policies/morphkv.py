@@ -6,7 +6,8 @@ from typing import Literal
 
 from kvjax.pallas_kernels import Reduction
 from kvjax.parts import DenseLayers, Drop, FoldedWindow, TopTokens, WindowAttention, budget_of
-from kvjax.policy import Budget, Policy, Protect, Score, check_integer
+from kvjax.policy import Policy, Protect
+from kvjax.protocols import Budget, Score, check_integer
 
 
 def morphkv(

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Literal
 
 from kvjax.parts import Quantized
-from kvjax.policy import Policy, Storage
+from kvjax.policy import Policy
+from kvjax.protocols import AS_THEY_ARE
 
 from .full import full
 
@@ -32,6 +33,6 @@ def quantize(policy: Policy = FULL, bits: Literal[8, 4] = 8, group: int | None =
         group: channels that share a scale, a divisor of the head size D; by default its greatest common divisor with
             32. A slot of a kv head takes 2 (D bits / 8 + 2 D / group) bytes and 4 of its position.
     """
-    if policy.storage != Storage():
+    if policy.storage != AS_THEY_ARE:
         raise ValueError(f"quantize of a policy that is quantised: {policy.storage}; accepted is one that is not")
     return replace(policy, storage=Quantized(bits, group))

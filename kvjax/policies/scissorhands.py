@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvjax.parts import Drop, Neglect, TopTokens, budget_of
-from kvjax.policy import Policy, Protect, check_integer
+from kvjax.policy import Policy, Protect
+from kvjax.protocols import check_integer
 
 
 def scissorhands(budget: int = 1024, window: int = 400, recent: int = 10, drop: float = 0.5) -> Policy:

@@ -10,7 +10,8 @@ from typing import Any
 
 import kvjax.parts
 from kvjax.pallas_kernels import Reduction
-from kvjax.policy import Policy, Protect, Storage
+from kvjax.policy import Policy, Protect
+from kvjax.protocols import Storage
 
 from .adakv import adakv
 from .cam import cam

@@ -13,7 +13,8 @@ from kvjax.cache import LayerCache
 from kvjax.models import AttentionLayer, Rope
 from kvjax.parts import Fixed, Recency, TopTokens, ValueMerge
 from kvjax.policies import cam, parse
-from kvjax.policy import Moment, Policy
+from kvjax.policy import Policy
+from kvjax.protocols import Moment
 
 RNG = np.random.default_rng(3)
 

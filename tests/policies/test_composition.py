@@ -59,7 +59,8 @@ from kvjax.parts import (
     WatchedRecency,
     WindowAttention,
 )
-from kvjax.policy import Merge, Moment, Policy, Protect, Score, Storage
+from kvjax.policy import Policy, Protect
+from kvjax.protocols import Merge, Moment, Score, Storage
 from tests import tiny
 
 H, G, D, SIZE = 2, 2, 8, 24

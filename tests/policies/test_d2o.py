@@ -25,7 +25,8 @@ from kvjax.parts import (
     TopTokens,
     VarianceShares,
 )
-from kvjax.policy import UNLIMITED, Moment, Policy
+from kvjax.policy import Policy
+from kvjax.protocols import UNLIMITED, Moment
 from tests import tiny
 from tests.policies.reference import _unrotated, attended, rotated, softmax
 

@@ -19,7 +19,8 @@ from kvjax.models import AttentionLayer, DecoderConfig, Rope
 from kvjax.pallas_kernels import Reduction
 from kvjax.parts import Pool, TopTokens, WindowAttention
 from kvjax.policies import h2o, morphkv, streaming_llm, tova
-from kvjax.policy import Moment, Policy
+from kvjax.policy import Policy
+from kvjax.protocols import Moment
 
 DIM = 8  # tokens that there can be
 

@@ -28,7 +28,8 @@ from kvjax.parts import (
     Quantized,
     ThresholdAttention,
 )
-from kvjax.policy import Policy, Storage
+from kvjax.policy import Policy
+from kvjax.protocols import Storage
 from tests import tiny
 
 SIZE, BUDGET, ROOM, STEPS = 24, 12, 8, 6

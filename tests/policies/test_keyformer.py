@@ -11,7 +11,7 @@ from kvjax.cache import LayerCache
 from kvjax.parts import NoisyAttention
 from kvjax.parts.noisy import gumbel
 from kvjax.policies import parse
-from kvjax.policy import Attended, LayerShape
+from kvjax.protocols import Attended, LayerShape
 from tests import tiny
 from tests.policies.reference import softmax
 

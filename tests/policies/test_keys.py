@@ -16,7 +16,7 @@ from kvjax.heads import ALL_HEADS, Heads
 from kvjax.models import AttentionLayer, Rope
 from kvjax.parts import KeyDifference, KeyNorm, RandomDraw
 from kvjax.policies import random
-from kvjax.policy import Moment
+from kvjax.protocols import Moment
 
 B, H, M, D = 3, 2, 9, 8
 

@@ -15,7 +15,7 @@ from kvjax.cache import LayerCache
 from kvjax.parts import CompositeShares, Fixed, GlobalShares, TaskAttention
 from kvjax.parts.composite import TaskWeights
 from kvjax.policies import kvcompose, parse
-from kvjax.policy import Attended, Moment
+from kvjax.protocols import Attended, Moment
 from kvjax.replay import replay
 from tests import tiny
 from tests.dense import assert_close

@@ -16,7 +16,8 @@ from kvjax.pallas_kernels import Reduction, slot_attention, window_scores
 from kvjax.parts import AccumulatedAttention, Drop, Fixed, GaussianMerge, TopTokens, WindowAttention
 from kvjax.parts.cluster import BLOCK, set_ends, solve_theta
 from kvjax.policies import kvmerger, parse
-from kvjax.policy import Moment, Policy, Protect
+from kvjax.policy import Policy, Protect
+from kvjax.protocols import Moment
 from tests import tiny
 from tests.policies.reference import attended, rotated, softmax
 

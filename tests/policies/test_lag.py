@@ -10,7 +10,7 @@ from kvjax.cache import LayerCache
 from kvjax.models import AttentionLayer, Rope
 from kvjax.parts import LagDifference
 from kvjax.policies import lagkv
-from kvjax.policy import Moment
+from kvjax.protocols import Moment
 
 B, H, M, D = 4, 2, 40, 6
 

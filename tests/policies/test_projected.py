@@ -16,7 +16,8 @@ from kvjax.heads import ALL_HEADS, Heads
 from kvjax.models import AttentionLayer, Rope
 from kvjax.parts import KeyNorm, ProjectedValues, Recency
 from kvjax.policies import parse
-from kvjax.policy import Moment, Protect
+from kvjax.policy import Protect
+from kvjax.protocols import Moment
 
 B, H, G, M, D, E = 3, 2, 3, 80, 4, 12
 
