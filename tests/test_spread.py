@@ -266,6 +266,10 @@ def test_a_step_communicates_what_is_declared(text: str, data: int, model: int, 
         ("kvcompose:budget=24", {"all-reduce": 2 + 1}),  # the mean score of each layer's heads; composites
         ("kvcompose:budget=24,structured=False,groups=4,head_mean=False", {}),
         ("dynamickv:budget=24,window=4", {"all-gather": 1}),  # all scores
+        (
+            "d2o:budget=24,dense_first=0,dense_last=0",
+            {"all-gather": 1, "all-reduce": 2},
+        ),  # variances; each layer's merge
     ],
 )
 def test_a_budget_is_shared_out_with_the_communication_declared(text: str, expected: dict[str, int]) -> None:
@@ -284,6 +288,7 @@ READING = {
     "kvcrush:base=snapkv,base.budget=24,base.window=4,share=0.5": (1, 2, 2),  # the anchor; ranks and positions
     "chunkkv:base=snapkv,base.budget=24,base.window=4": (0, 2, 2),  # scores and positions
     "criticalkv:base=snapkv,base.budget=24,base.window=4": (0, 0, 3),  # the norms of projected values
+    "d2o:budget=24,layer_budgets=False": (1, 0, 2),  # the mean over heads of a merge; the group's queries and lse
     "expected_attention:budget=24,future=16": (0, 0, 3),  # number, mean and scatter of the group's queries
 }
 
