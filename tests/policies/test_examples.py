@@ -16,7 +16,7 @@ from kvjax.attention import decoding, reading
 from kvjax.cache import KVCache
 from kvjax.extend import plan_slots
 from kvjax.models import AttentionLayer, DecoderConfig, Rope
-from kvjax.pallas_kernels import Reduction
+from kvjax.pallas_kernels import Reduction, window_scores
 from kvjax.parts import Pool, TopTokens, WindowAttention
 from kvjax.policies import h2o, morphkv, streaming_llm, tova
 from kvjax.policy import Policy
@@ -163,6 +163,21 @@ def test_g3c_normalisation_flips_the_victim(normalise, importance, kept):
 
 
 SCORES = np.array([[[0, 0, 0.9, 0, 0, 0, 0.3, 0.3, 0.3, 0]]], np.float32)
+
+
+def test_g9_importance_is_what_a_column_receives():
+    """Rows add up to one whatever they say; columns tell tokens apart."""
+    rows = np.array([[1, 0, 0, 0], [0.7, 0.3, 0, 0], [0.6, 0.1, 0.3, 0], [0.5, 0.1, 0.2, 0.2]])
+    np.testing.assert_allclose(rows.mean(axis=1), 0.25)
+    at = np.arange(4)[None]
+    q, k = (np.stack(list(map(make, what)))[None, None] for make, what in ((query, rows), (key, range(4))))
+
+    def received(how):
+        lse = np.zeros((1, 1, 4), np.float32)
+        return window_scores(q, k, at, at[:, None], scale=1.0, lse=lse, reduction=Reduction(rows=how))[0, 0]
+
+    np.testing.assert_allclose(received("sum") / 4, [0.7, 0.125, 0.125, 0.05], rtol=1e-6)
+    np.testing.assert_allclose(received("mean"), [0.7, 0.5 / 3, 0.25, 0.2], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
