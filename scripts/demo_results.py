@@ -36,6 +36,7 @@ POLICIES = (
     "kvcrush:base=snapkv,base.budget={budget}",
     "kvcrush:base=h2o,base.budget={budget}",
     "cam:budget={budget}",
+    "d2o:budget={budget},layer_budgets=False",
     "keyformer:budget={budget}",
     "scissorhands:budget={budget},window=32",
     "expected_attention:budget={budget}",
@@ -52,6 +53,9 @@ POLICIES = (
     "adakv:base=snapkv,base.budget={budget}",
     "adakv:base=expected_attention,base.budget={budget}",
     "kvzip:budget={budget},instruction='',starting='',suffix=''",
+    "kvcrush:base=dynamickv,base.budget={budget}",
+    "adakv:base=morphkv,base.budget={budget}",
+    "quantize:policy=kvcompose,policy.budget={budget},bits=4",
     "quantize:policy=snapkv,policy.budget={budget},bits=8",
     "quantize:policy=snapkv,policy.budget={budget},bits=4",
 )
