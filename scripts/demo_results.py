@@ -24,7 +24,7 @@ SHARES = (0.5, 0.25, 0.1, 0.05)
 NEW_TOKENS = 16
 SETTINGS = ("known", "unknown")
 
-# Text forms with {budget}; what is not a default says so in the table by itself.
+# Text forms with {budget}, in entries, or {removed}, the share that is not kept; what is not a default says so.
 POLICIES = (
     "streaming_llm:budget={budget}",
     "h2o:budget={budget}",
@@ -53,6 +53,7 @@ POLICIES = (
     "adakv:base=snapkv,base.budget={budget}",
     "adakv:base=expected_attention,base.budget={budget}",
     "kvzip:budget={budget},instruction='',starting='',suffix=''",
+    "duo_attention:sparsity={removed},sinks=8,recent=32",
     "kvcrush:base=dynamickv,base.budget={budget}",
     "adakv:base=morphkv,base.budget={budget}",
     "quantize:policy=kvcompose,policy.budget={budget},bits=4",
@@ -106,7 +107,7 @@ def measure(out: Path, policies: Sequence[str], shares: Sequence[float], example
         if (text, share, setting) in done:
             continue
         started = time.perf_counter()
-        policy = kvjax.policies.parse(text.format(budget=int(LENGTH * share)))
+        policy = kvjax.policies.parse(text.format(budget=int(LENGTH * share), removed=round(1 - share, 6)))
         tasks: dict[str, list[bool]] = {}
         for first in range(0, len(drawn), batch):
             part = drawn[first : first + batch]
