@@ -1,0 +1,43 @@
+"""The demo model's own tasks (`demo`) as a family: texts of exactly `Source.length` tokens, several questions each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from . import demo
+from .draws import generator
+from .task import Example, Question, Scores, Source, Task
+from .vocabulary import decode
+
+
+def exact(prediction: str, question: Question) -> Scores:
+    """1 if the answer is the reference word for word. One that does not end is longer, and therefore wrong."""
+    return {"exact_match": float(prediction.split() == question.answers[0].split())}
+
+
+@dataclass(frozen=True)
+class DemoTask(Task):
+    """A kind of text of the demo.
+
+    Attributes:
+        questions: at most so many of a text's questions, drawn at random.
+    """
+
+    questions: int = 4
+
+    def examples(self, source: Source) -> Iterator[Example]:
+        kind = self.name.removeprefix("demo/")
+        length = source.length or 1024
+        for i in range(source.count):
+            rng = generator(source.seed, self.name, length, i)
+            text = demo.document(kind, length, rng)
+            asked = sorted(rng.permutation(len(text.questions))[: self.questions])
+            questions = tuple(
+                Question(f" {decode(question)}", (decode(answer),))
+                for question, answer in (text.questions[q] for q in asked)
+            )
+            yield Example(f"{length}-{i}", decode(text.context), questions, {"length": length})
+
+
+TASKS = tuple(DemoTask(f"demo/{name}", 16, exact, generated=True) for name in demo.TASKS)

@@ -1,0 +1,28 @@
+"""All tasks by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from . import demo_suite
+from .task import Task
+
+TASKS: dict[str, Task] = {task.name: task for family in (demo_suite,) for task in family.TASKS}
+
+
+def find(patterns: str | Sequence[str]) -> tuple[Task, ...]:
+    """The tasks that match any of `patterns`, such as "ruler/*", each once, in the order of the patterns.
+
+    Raises ValueError for a pattern that matches none, with the nearest names.
+    """
+    found: dict[str, Task] = {}
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        matching = {name: task for name, task in TASKS.items() if fnmatchcase(name, pattern)}
+        if not matching:
+            families = sorted({f"{name.split('/')[0]}/*" for name in TASKS})
+            near = get_close_matches(pattern, TASKS, n=3) or families
+            raise ValueError(f"no task matches {pattern!r}; nearest: {', '.join(near)} (families: {', '.join(families)})")
+        found |= matching
+    return tuple(found.values())
