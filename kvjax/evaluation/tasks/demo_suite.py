@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from . import demo
-from .draws import generator
 from .task import Example, Question, Scores, Source, Task
 from .vocabulary import decode
 
@@ -28,9 +30,9 @@ class DemoTask(Task):
 
     def examples(self, source: Source) -> Iterator[Example]:
         kind = self.name.removeprefix("demo/")
-        length = source.length or 1024
+        length = source.needed_length(self.name)
         for i in range(source.count):
-            rng = generator(source.seed, self.name, length, i)
+            rng = np.random.default_rng([source.seed, zlib.crc32(kind.encode()), length, i])
             text = demo.document(kind, length, rng)
             asked = sorted(rng.permutation(len(text.questions))[: self.questions])
             questions = tuple(

@@ -21,8 +21,8 @@ def find(patterns: str | Sequence[str]) -> tuple[Task, ...]:
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         matching = {name: task for name, task in TASKS.items() if fnmatchcase(name, pattern)}
         if not matching:
-            families = sorted({f"{name.split('/')[0]}/*" for name in TASKS})
-            near = get_close_matches(pattern, TASKS, n=3) or families
-            raise ValueError(f"no task matches {pattern!r}; nearest: {', '.join(near)} (families: {', '.join(families)})")
+            families = ", ".join(sorted({f"{name.split('/')[0]}/*" for name in TASKS}))
+            near = ", ".join(get_close_matches(pattern, TASKS, n=3))
+            raise ValueError(f"no task matches {pattern!r}; {f'nearest: {near}; ' if near else ''}families: {families}")
         found |= matching
     return tuple(found.values())

@@ -34,6 +34,8 @@ class Question:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not self.text:
+            raise ValueError("a question is empty; it must have something for the model to read after the context")
         if not self.text.endswith(self.opening):
             raise ValueError(f"the question must end with its opening {self.opening!r}; it is {self.text!r}")
 
@@ -52,6 +54,10 @@ class Example:
     questions: tuple[Question, ...]
     meta: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if not self.context or not self.questions:
+            raise ValueError(f"example {self.id}: it has no {'questions' if self.context else 'context'}")
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -63,7 +69,7 @@ class Fault:
 
 Scores = Mapping[str, float]
 Metric = Callable[[str, Question], Scores]
-"""(prediction, question) -> scores, the first one the headline. A score that does not apply to an answer is left out."""
+"""(prediction, question) -> scores in [0, 1], the first one the headline; one that does not apply is left out."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,18 @@ class Source:
     seed: int = 0
     count: int = 500
     folder: Path | None = None
+
+    def needed_length(self, task: str) -> int:
+        """`length`; raises ValueError without one."""
+        if self.length is None:
+            raise ValueError(f"{task} is generated and needs a length in tokens")
+        return self.length
+
+    def tokens(self, text: str) -> int:
+        """How many tokens `text` has, without special ones; raises ValueError without a tokenizer."""
+        if self.tokenizer is None:
+            raise ValueError("the task measures texts in tokens and needs the model's tokenizer")
+        return len(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
 @dataclass(frozen=True)
