@@ -4,6 +4,7 @@ One rule says what a query may see, everywhere: a key at position p is visible f
 t - p < window where there is a sliding window. Empty slots and padding have position -1, so they see and show nothing.
 """
 
+from .dispatch import Implementation, implementations, use
 from .prompt_attention import prompt_attention
 from .segment_attention import PAGE, pages, segment_attention
 from .slot_attention import slot_attention
@@ -13,14 +14,17 @@ from .window_scores import Reduction, window_scores
 
 __all__ = [
     "PAGE",
+    "Implementation",
     "Reduction",
     "compact",
     "fold",
+    "implementations",
     "pages",
     "prompt_attention",
     "segment_attention",
     "slot_attention",
     "top_counts",
     "top_tokens",
+    "use",
     "window_scores",
 ]

@@ -134,6 +134,17 @@ def test_info_of_several_sizes_on_a_mesh(model: str) -> None:
     assert "on 8 devices, data=2 x model=4" in stdout
 
 
+def test_info_says_which_kernels_run_and_why(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    operations = {"prompt_attention", "segment_attention", "slot_attention", "top_tokens", "window_scores"}
+    kernels = json.loads(kv("info", model, "--policy", "full", "--json")[1])["kernels"]
+    assert kernels.keys() == operations
+    assert {kernel["name"] for kernel in kernels.values()} == {"reference"}
+    monkeypatch.setenv("KVJAX_KERNELS", "reference")
+    status, stdout, _ = kv("info", model, "--policy", "full")
+    assert status == 0
+    assert stdout.count("KVJAX_KERNELS asks for it") == len(operations)
+
+
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_info_prints_a_table_that_fits(model: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))

@@ -1,4 +1,4 @@
-"""`kvjax info`: what a model is, and what its cache would take under each policy. No weights are read."""
+"""`kvjax info`: what a model is, what its cache would take under each policy, and which kernels run here."""
 
 from __future__ import annotations
 
@@ -37,11 +37,15 @@ def info(
     dtype: Annotated[str | None, typer.Option(help="Of the cache; by default what the weights are stored in.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Show a model's architecture, and the memory its cache would take. Reads config and headers, no weights."""
+    """Show a model's architecture, the memory its cache would take, and which kernels would run.
+
+    Reads config and headers, no weights.
+    """
     import jax.numpy as jnp
 
     import kvjax
     from kvjax.checkpoint import locate, read_config, read_headers
+    from kvjax.pallas_kernels import implementations
     from kvjax.plan import bytes_per_device
 
     with working(f"reading {path}", quiet=as_json):
@@ -88,6 +92,7 @@ def info(
         "new_tokens": new_tokens,
         "mesh": {"data": data, "model": model},
         "plans": plans,
+        "kernels": {operation: chosen._asdict() for operation, chosen in implementations().items()},
     }
     if as_json:
         print_json(document)
@@ -174,3 +179,9 @@ def _show(facts: dict[str, Any], config: DecoderConfig) -> None:
         console.print(
             "", f"on {devices} devices, data={facts['mesh']['data']} x model={facts['mesh']['model']}", sep="\n"
         )
+    kernels = Table(title="Kernels here", title_justify="left", title_style="bold")
+    for name in ("operation", "implementation", "because"):
+        kernels.add_column(name)
+    for operation, chosen in facts["kernels"].items():
+        kernels.add_row(operation, chosen["name"], chosen["why"])
+    console.print("", kernels, sep="\n")

@@ -3,6 +3,6 @@
 from ..dispatch import dispatch
 from . import reference
 
-prompt_attention = dispatch("prompt_attention", {}, reference.prompt_attention)
+prompt_attention = dispatch(reference.prompt_attention)
 
 __all__ = ["prompt_attention"]
