@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from . import demo_suite
+from . import demo_suite, ruler
 from .task import Task
 
-TASKS: dict[str, Task] = {task.name: task for family in (demo_suite,) for task in family.TASKS}
+TASKS: dict[str, Task] = {task.name: task for family in (demo_suite, ruler) for task in family.TASKS}
 
 
 def find(patterns: str | Sequence[str]) -> tuple[Task, ...]:

@@ -1,0 +1,199 @@
+"""How benchmarks mark answers: each function is one official definition, of a prediction and a reference, in [0, 1].
+
+Sources: RULER (NVIDIA, Apache-2.0), LongBench and LongWriter (THUDM, MIT and Apache-2.0), SCROLLS and ZeroSCROLLS
+(tau-nlp, MIT). The libraries that they use come with the extra `eval` and are imported where they are needed.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+import sys
+import unicodedata
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from functools import cache
+from itertools import combinations
+from typing import Any
+
+CHINESE_PUNCTUATION = (
+    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、"  # noqa: RUF001
+    "〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."  # noqa: RUF001
+)
+
+
+def printable(prediction: str) -> str:
+    """RULER's clean-up: control characters become line ends, and the ends are stripped."""
+    return re.sub(r"[\x00-\x1f]", "\n", prediction.strip()).strip()
+
+
+def contained_all(prediction: str, references: Sequence[str]) -> float:
+    """The share of the references that the prediction contains, in any case."""
+    return sum(reference.lower() in prediction.lower() for reference in references) / len(references)
+
+
+def contained_any(prediction: str, references: Sequence[str]) -> float:
+    """1 if the prediction contains any of the references, in any case."""
+    return float(any(reference.lower() in prediction.lower() for reference in references))
+
+
+def normalized(text: str) -> str:
+    """SQuAD's normal form: lower case, no punctuation, no English articles, single spaces."""
+    bare = "".join(character for character in text.lower() if character not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
+
+
+def f1(prediction: Sequence[Hashable], reference: Sequence[Hashable]) -> float:
+    """The harmonic mean of precision and recall of tokens, each counted as often as it comes."""
+    common = sum((Counter(prediction) & Counter(reference)).values())
+    return 2 * common / (len(prediction) + len(reference)) if common else 0.0
+
+
+def qa_f1(prediction: str, reference: str) -> float:
+    """`f1` of normalized words."""
+    return f1(normalized(prediction).split(), normalized(reference).split())
+
+
+def qa_f1_zh(prediction: str, reference: str) -> float:
+    """`f1` of Chinese words as jieba cuts them, without punctuation."""
+    return f1(_chinese(prediction), _chinese(reference))
+
+
+def _chinese(text: str) -> list[str]:
+    dropped = set(string.punctuation + CHINESE_PUNCTUATION)
+    words = ("".join("".join(c for c in word.lower() if c not in dropped).split()) for word in cut(text))
+    return [word for word in words if word]
+
+
+def cut(text: str) -> list[str]:
+    """Chinese words."""
+    jieba = _library("jieba")
+    jieba.setLogLevel(60)  # it reports its start on stderr
+    return jieba.lcut(text, cut_all=False)
+
+
+def rouge_l(prediction: str, reference: str) -> float:
+    """ROUGE-L F1 of the library `rouge`, 0 where nothing is left of a text without its full stops.
+
+    The library recurses once a word; LongBench marks a text where it meets Python's limit 0, here it is marked as is.
+    """
+    if not all(text.replace(".", " ").strip() for text in (prediction, reference)):
+        return 0.0
+    scorer = _library("rouge").Rouge(metrics=["rouge-l"])
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(limit + len(prediction) + len(reference))
+    try:
+        return scorer.get_scores(prediction, reference)[0]["rouge-l"]["f"]
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+def rouge_l_zh(prediction: str, reference: str) -> float:
+    """`rouge_l` of Chinese words."""
+    return rouge_l(" ".join(cut(prediction)), " ".join(cut(reference)))
+
+
+def classification(prediction: str, reference: str, classes: Sequence[str]) -> float:
+    """1 over the number of classes that the prediction names, if the right one is among them."""
+    named = [name for name in classes if name in prediction]
+    for name in named:  # LongBench shortens the list that it goes through, and so passes over some names
+        if name in reference and name != reference:
+            named.remove(name)
+    return 1 / len(named) if reference in named else 0.0
+
+
+def numbers_right(prediction: str, number: str) -> float:
+    """The share of the numbers in the prediction that are `number`."""
+    numbers = re.findall(r"\d+", prediction)
+    return numbers.count(number) / len(numbers) if numbers else 0.0
+
+
+def code_similarity(prediction: str, reference: str) -> float:
+    """The edit similarity, in whole percent, of the first line that is neither a comment nor a code fence."""
+    lines = prediction.lstrip("\n").split("\n")
+    first = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
+    return round(_library("rapidfuzz.fuzz").ratio(first, reference)) / 100
+
+
+def rouge(prediction: str, references: Sequence[str]) -> dict[str, float]:
+    """SCROLLS' ROUGE-1, -2 and -L: F1 of the library `rouge-score` without stemming, each the best over references."""
+    found = [_scorer().score(reference, prediction) for reference in references]
+    return {name: max(one[name].fmeasure for one in found) for name in ("rouge1", "rouge2", "rougeL")}
+
+
+@cache
+def _scorer() -> Any:
+    return _library("rouge_score.rouge_scorer").RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=False)
+
+
+def unaccented_f1(prediction: str, reference: str) -> float:
+    """`qa_f1` of texts without accents, as SCROLLS has it."""
+
+    def words(text: str) -> list[str]:
+        return unicodedata.normalize("NFKD", normalized(text)).encode("ascii", "ignore").decode().split()
+
+    return f1(words(prediction), words(reference))
+
+
+def letter(text: str) -> str | None:
+    """The first of A, B, C and D that stands alone."""
+    found = re.search(r"\b[A-D]\b", text)
+    return found.group() if found else None
+
+
+def percentage_similarity(prediction: str, reference: str) -> float:
+    """Half as much for each ten points between the first percentages of both; 0 without one."""
+    said, right = _percentage(prediction), _percentage(reference)
+    return 0.0 if said is None or right is None else 0.5 ** (abs(said - right) / 10)
+
+
+def _percentage(text: str) -> float | None:
+    found = re.search(r"(\d+\.?\d*)%", text)
+    return float(found.group(1)) if found else None
+
+
+def concordance(prediction: str, reference: str) -> float:
+    """The share of pairs that two orders agree on; 0 if the prediction is not an order of the same numbers."""
+    said, right = (integers(text) for text in (prediction, reference))
+    if sorted(said) != sorted(right):
+        return 0.0
+    place = {number: i for i, number in enumerate(said)}
+    pairs = list(combinations(right, 2))
+    return sum(place[a] < place[b] for a, b in pairs) / len(pairs)
+
+
+def integers(text: str) -> list[int]:
+    """The numbers that spaces and commas separate, once everything else is taken out."""
+    return [int(number) for number in re.sub(r"[^0-9\s,]", "", text).replace(",", " ").split()]
+
+
+def count_words(text: str) -> int:
+    """LongWriter's length: Chinese characters and English words."""
+    return len(re.findall(r"[\u4e00-\u9fff]", text)) + len(re.findall(r"\b[a-zA-Z]+\b", text))
+
+
+def length_score(written: int, required: int) -> float:
+    """LongWriter's S_l: 1 at the required length, 0 at four times and at a third of it."""
+    if written > required:
+        return max(0.0, 1 - (written / required - 1) / 3)
+    return max(0.0, 1 - (required / written - 1) / 2) if written else 0.0
+
+
+def repetition(text: str, n: int = 10) -> float | None:
+    """The share of the n-grams of words that came before; None for a text that has none.
+
+    MorphKV's Table 5 reports such a rate for n = 10 without a definition; this is the common one.
+    """
+    words = text.split()
+    grams = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else None
+
+
+def _library(name: str) -> Any:
+    from importlib import import_module
+
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        package = name.split(".")[0].replace("_", "-")
+        raise ImportError(f'this metric needs {package}; pip install "kvjax[eval]" brings it') from error

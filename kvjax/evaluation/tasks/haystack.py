@@ -1,0 +1,62 @@
+"""What needles lie in: Paul Graham's essays, from the user's own files, and the word lists of wonderwords.
+
+The essays may not be passed on, so they do not come with kvjax.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+from .files import Record, parse, read
+from .task import DataError, Source
+
+ESSAYS = ("essays.txt", "PaulGrahamEssays.json", "PaulGrahamEssays")
+SENTENCE_END = re.compile(r"""(?<=[.!?])\s+|(?<=[.!?]["')])\s+""")
+
+
+def essays(source: Source) -> str:
+    """The text of the essays: `essays.txt`, `PaulGrahamEssays.json` ({"text": ...}) or a folder of .txt files.
+
+    Raises DataError if the data folder has none of them, or an empty one.
+    """
+    for name in ESSAYS if source.folder is not None else ():
+        assert source.folder is not None
+        if (path := Path(source.folder) / name).exists():
+            return _essays(path)
+    raise DataError(
+        f"the haystack is made of essays, which do not come with kvjax: the data folder (--data) needs one of "
+        f"{', '.join(ESSAYS[:2])} and {ESSAYS[2]}/*.txt; {source.folder or 'no folder was given'}"
+        f"{' has none' if source.folder else ''}"
+    )
+
+
+@cache
+def _essays(path: Path) -> str:
+    if path.is_dir():
+        text = "".join(read(one).decode("utf-8", "replace") for one in sorted(path.glob("*.txt")))
+    elif path.suffix == ".json":
+        text = Record.of(path.name, parse(path.name, read(path))).text("text")
+    else:
+        text = read(path).decode("utf-8", "replace")
+    if not text.strip():
+        raise DataError(f"{path} has no text")
+    return text
+
+
+def sentences(text: str) -> list[str]:
+    """Sentences by their full stops; a simple rule, so that nothing has to be downloaded."""
+    return SENTENCE_END.split(text.strip())
+
+
+@cache
+def words(kind: str) -> tuple[str, ...]:
+    """wonderwords' list of "noun", "adjective" or "verb"; raises ImportError, saying what to install."""
+    try:
+        folder = files("wonderwords.assets")
+    except ModuleNotFoundError:
+        raise ImportError('the words of RULER come from wonderwords; pip install "kvjax[eval]" brings it') from None
+    lines = (folder / f"{kind}list.txt").read_text("utf-8").splitlines()
+    return tuple(dict.fromkeys(line.strip() for line in lines if line.strip()))

@@ -1,0 +1,47 @@
+"""RULER (arXiv 2404.06654): thirteen tasks, generated at any length; prompts and settings of NVIDIA/RULER, Apache-2.0.
+
+A length counts the prompt and the tokens to be generated, without special tokens. Texts are made as RULER makes them;
+random draws are kvjax's own, so that an example depends on nothing but the seed, the task, the length and its number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...metrics import contained_all, contained_any, printable
+from ..task import Question, Scores
+from .needles import Needles
+from .questions import DocumentQuestions
+from .text import RulerTask
+from .variables import VariableTracking
+from .words import CommonWords, FrequentWords
+
+
+def all_of(prediction: str, question: Question) -> Scores:
+    """RULER's string_match_all: the share of the references that the answer contains, in any case."""
+    return {"string_match": contained_all(printable(prediction), question.answers)}
+
+
+def part_of(prediction: str, question: Question) -> Scores:
+    """RULER's string_match_part: 1 if the answer contains any of the references."""
+    return {"string_match": contained_any(printable(prediction), question.answers)}
+
+
+_single = Needles("ruler/niah_single_1", 128, all_of, haystack="noise")
+_essays = replace(_single, haystack="essay")
+
+TASKS: tuple[RulerTask, ...] = (
+    _single,
+    replace(_essays, name="ruler/niah_single_2"),
+    replace(_essays, name="ruler/niah_single_3", values="uuids"),
+    replace(_essays, name="ruler/niah_multikey_1", keys_hidden=4),
+    replace(_single, name="ruler/niah_multikey_2", haystack="needle"),
+    replace(_single, name="ruler/niah_multikey_3", haystack="needle", keys="uuids", values="uuids"),
+    replace(_essays, name="ruler/niah_multivalue", values_of_each=4),
+    replace(_essays, name="ruler/niah_multiquery", keys_hidden=4, keys_asked=4),
+    VariableTracking("ruler/vt", 30, all_of),
+    CommonWords("ruler/cwe", 120, all_of),
+    FrequentWords("ruler/fwe", 50, all_of),
+    DocumentQuestions("ruler/qa_1", 32, part_of, data="squad"),
+    DocumentQuestions("ruler/qa_2", 32, part_of, data="hotpotqa"),
+)

@@ -1,0 +1,77 @@
+"""RULER's variable tracking: a chain of assignments in noise, after one worked example."""
+
+from __future__ import annotations
+
+import random
+import string
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ..task import Source
+from .needles import NOISE
+from .text import Maker, RulerTask, Text, most
+
+CONTEXT = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}"
+QUESTION = "\nQuestion: Find all variables that are assigned the value {value} in the text above."
+OPENING = (
+    " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assigned the "
+    "value {value}, they are: "
+)
+EXAMPLE_TOKENS = 500
+"""How long the worked example may be."""
+
+
+@dataclass(frozen=True)
+class VariableTracking(RulerTask):
+    """`chains` chains of `hops` assignments each; the variables of the first are asked for."""
+
+    chains: int = 1
+    hops: int = 4
+
+    @property
+    def smallest(self) -> int:
+        return self.hops + 1
+
+    def maker(self, source: Source, length: int) -> Maker:
+        def example(units: int) -> Text:
+            return self._text(random.Random(f"{source.seed} {self.name} example"), units, letters=3, value="12345")
+
+        def solved(shown: Text) -> str:
+            return f"{shown.prompt} {' '.join(shown.answers)}\n"
+
+        units = most(lambda units: source.tokens(example(units).prompt), EXAMPLE_TOKENS, self.smallest)
+        shown = example(units or self.smallest)
+
+        def make(i: int, rng: random.Random, units: int) -> Text:
+            text = self._text(rng, units, letters=5, value=str(rng.randrange(10000, 99999)))
+            worked = solved(shown)
+            for name in shown.answers:  # each prompt has other names and another value in its example
+                worked = worked.replace(name, letters_of(rng, len(name)))
+            worked = worked.replace("12345", str(rng.randrange(10000, 99999)))
+            return Text(f"{worked}\n{text.context}", text.question, text.opening, text.answers)
+
+        return make
+
+    def _text(self, rng: random.Random, units: int, *, letters: int, value: str) -> Text:
+        names: list[str] = []
+        while len(names) < self.chains * (self.hops + 1):
+            if (name := letters_of(rng, letters)) not in names:
+                names.append(name)
+        lines = [NOISE] * units
+        for chain in range(self.chains):
+            links = names[chain * (self.hops + 1) :][: self.hops + 1]
+            given = value if chain == 0 else str(rng.randrange(10000, 99999))
+            said = [f"VAR {links[0]} = {given}", *(f"VAR {b} = VAR {a} " for a, b in pairwise(links))]
+            for j, at in enumerate(sorted(rng.sample(range(len(lines)), len(said)))):
+                lines.insert(at + j, said[j])
+        context = "\n".join(lines).replace(". \n", ".\n")
+        return Text(
+            CONTEXT.format(context=context),
+            QUESTION.format(value=value),
+            OPENING.format(value=value, count=self.hops + 1),
+            tuple(names[: self.hops + 1]),
+        )
+
+
+def letters_of(rng: random.Random, count: int) -> str:
+    return "".join(rng.choices(string.ascii_uppercase, k=count))

@@ -1,0 +1,108 @@
+"""RULER's aggregation tasks: the most common words of a list, and the most frequent ones of a coded text."""
+
+from __future__ import annotations
+
+import random
+import string
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..files import parse, read
+from ..haystack import words
+from ..task import DataError, Source
+from .text import Maker, RulerTask, Text
+
+COMMON = (
+    "Below is a numbered list of words. In these words, some appear more often than others. "
+    "Memorize the ones that appear most often.\n{context}"
+)
+COMMON_QUESTION = "\nQuestion: What are the 10 most common words in the above list?"
+COMMON_OPENING = " Answer: The top 10 words that appear most often in the list are:"
+FREQUENT = (
+    "Read the following coded text and track the frequency of each coded word. "
+    "Find the three most frequently appeared coded words. {context}"
+)
+FREQUENT_QUESTION = (
+    "\nQuestion: Do not provide any explanation. Please ignore the dots '....'. "
+    "What are the three most frequently appeared words in the above coded text?"
+)
+FREQUENT_OPENING = " Answer: According to the coded text above, the three most frequently appeared words are:"
+
+
+@dataclass(frozen=True)
+class CommonWords(RulerTask):
+    """Ten words come thirty times each, the others three times; below 4,096 tokens six times and once."""
+
+    common: int = 10
+
+    @property
+    def smallest(self) -> int:
+        return self.common + 1
+
+    def maker(self, source: Source, length: int) -> Maker:
+        short = length < 4096
+        vocabulary = sorted({word for kind in ("noun", "adjective", "verb") for word in words(kind)})
+        more: list[str] = []
+
+        def listed(rng: random.Random, units: int, often: int, rarely: int) -> tuple[str, list[str]]:
+            if units > len(vocabulary) and not more:
+                more.extend(english_words(source, units))
+            drawn = rng.sample(vocabulary if units <= len(vocabulary) else more, units)
+            common, uncommon = drawn[: self.common], drawn[self.common :]
+            order = common * often + uncommon * rarely
+            rng.shuffle(order)
+            return " ".join(f"{i}. {word}" for i, word in enumerate(order, 1)), common
+
+        def make(i: int, rng: random.Random, units: int) -> Text:
+            shown, solution = listed(rng, *((20, 3, 1) if short else (40, 10, 3)))
+            answer = " ".join(f"{n}. {word}" for n, word in enumerate(solution, 1))
+            example = f"{COMMON.format(context=shown)}{COMMON_QUESTION}{COMMON_OPENING} {answer}"
+            context, common = listed(rng, units, *((6, 1) if short else (30, 3)))
+            return Text(f"{example}\n{COMMON.format(context=context)}", COMMON_QUESTION, COMMON_OPENING, tuple(common))
+
+        return make
+
+
+def english_words(source: Source, needed: int) -> list[str]:
+    """RULER's longer list, for which its file is needed. Raises DataError without it, or if it is too short too."""
+    path = Path(source.folder or ".") / "english_words.json"
+    if source.folder is None or not path.exists():
+        raise DataError(
+            f"a list of {needed} different words is longer than wonderwords' lists: the data folder (--data) needs "
+            f"RULER's english_words.json; {source.folder or 'no folder was given'}"
+        )
+    value = parse(path.name, read(path))
+    found = list(dict.fromkeys(value.values() if isinstance(value, dict) else value))
+    if len(found) < needed or not all(isinstance(word, str) for word in found):
+        raise DataError(f"{path} has {len(found)} different entries; expected {needed} words or more")
+    return found
+
+
+@dataclass(frozen=True)
+class FrequentWords(RulerTask):
+    """Made-up words, the k-th of which is 1 / (zeta(2) k^2) of a text, zeta(2) = pi^2 / 6; the first one is dots."""
+
+    letters: int = 6
+
+    @property
+    def smallest(self) -> int:
+        return 100  # below, the third and the fourth word come equally often
+
+    def maker(self, source: Source, length: int) -> Maker:
+        size = max((length - self.new_tokens) // 50, 5)
+        shares = 6 / (np.pi * np.arange(1, size + 1)) ** 2
+
+        def make(i: int, rng: random.Random, units: int) -> Text:
+            coded: dict[str, None] = {}
+            while len(coded) < size:
+                coded["".join(rng.choices(string.ascii_lowercase, k=self.letters))] = None
+            vocabulary = ["...", *list(coded)[1:]]
+            counts = (units * shares).astype(int)
+            text = [word for word, count in zip(vocabulary, counts, strict=True) for _ in range(count)]
+            rng.shuffle(text)
+            context = FREQUENT.format(context=" ".join(text))
+            return Text(context, FREQUENT_QUESTION, FREQUENT_OPENING, tuple(vocabulary[1:4]))
+
+        return make
