@@ -3,6 +3,6 @@
 from ..dispatch import dispatch
 from . import reference
 
-slot_attention = dispatch(reference.slot_attention)
+slot_attention = dispatch(reference.slot_attention, "triton")
 
 __all__ = ["slot_attention"]

@@ -4,6 +4,6 @@ from ..dispatch import dispatch
 from . import reference
 from .reference import Reduction
 
-window_scores = dispatch(reference.window_scores)
+window_scores = dispatch(reference.window_scores, "triton")
 
 __all__ = ["Reduction", "window_scores"]

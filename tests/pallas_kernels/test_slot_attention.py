@@ -6,14 +6,7 @@ import pytest
 
 from kvjax.pallas_kernels import slot_attention
 from tests.dense import assert_close, attention, context, entries
-
-FOLDS = {"sum": np.sum, "mean": np.mean, "max": np.max}
-
-
-def received(weights, heads, how):
-    """What each slot received: weights [B, Hq, W, S] folded over the group, then summed over the W rows."""
-    rows, _, queries, slots = weights.shape
-    return FOLDS[how](weights.reshape(rows, heads, -1, queries, slots), axis=2).sum(axis=2)
+from tests.pallas_kernels.cases import FOLDS, received
 
 
 @pytest.mark.parametrize("window", [None, 6])

@@ -9,6 +9,7 @@ import pytest
 
 from kvjax.pallas_kernels import Reduction, window_scores
 from tests.dense import assert_close, attention, compiled, entries, left_padded
+from tests.pallas_kernels.cases import reduced
 
 reference = importlib.import_module("kvjax.pallas_kernels.window_scores.reference")
 REDUCTIONS = [
@@ -22,23 +23,6 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(reference, "BLOCK_Q", 8)
     monkeypatch.setattr(reference, "BLOCK_K", 16)
     monkeypatch.setattr(reference, "TILE", 1)
-
-
-def reduced(weights, visible, reduction):
-    """weights [B, Hq, W, M] and visible [B, H, W, M] as the reduction's docstring says."""
-    rows, heads, queries, keys = visible.shape
-    viewers = np.maximum(visible.sum(axis=2), 1)[:, :, None]
-    w = weights.reshape(rows, heads, -1, queries, keys)
-    fold = {"sum": np.sum, "mean": np.mean, "max": np.max}[reduction.group]
-
-    def over_rows(x):
-        return (
-            x.max(axis=3) if reduction.rows == "max" else x.sum(axis=3) / (viewers if reduction.rows == "mean" else 1)
-        )
-
-    if reduction.first == "rows":
-        return fold(over_rows(w), axis=2)
-    return over_rows(fold(w, axis=2)[:, :, None])[:, :, 0]
 
 
 def problem(rng, group, queries, slots, dtype=np.float32):

@@ -1,0 +1,125 @@
+"""Exact top-k on GPUs, by Triton: a program for each head finds the bits of its threshold and lists what is above it.
+
+Two bits at a time, 16 passes over the scores, which stay in registers where they fit into one tile, and else in the
+L2 cache. The passes that break ties run only where there are ties to break.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+from ..triton_attention import power_of_two
+
+TILE = 8192
+ROUNDS = 16  # of two bits
+SIGN = np.uint32(1 << 31)
+
+
+def top_tokens(
+    scores: Float[Array, "B H M"],
+    positions: Int[Array, "B H M"],
+    counts: Int[Array, "B H"],
+    *,
+    size: int,
+    tile: int = TILE,
+    interpret: bool = False,
+) -> Int[Array, "B H size"]:
+    """As the reference."""
+    B, H, M = scores.shape
+    tile = min(power_of_two(M), tile)
+
+    def head(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, *shape), lambda h, b: (b, h, *(0,) * len(shape)))
+
+    return pl.pallas_call(
+        partial(top_tokens_kernel, tile=tile, entries=M, size=size),
+        grid=(H, B),
+        in_specs=[head(M), head(M), head()],
+        out_specs=head(size),
+        out_shape=jax.ShapeDtypeStruct((B, H, size), jnp.int32),
+        compiler_params=plgpu.CompilerParams(num_warps=max(1, min(tile // 256, 16)), num_stages=2),
+        interpret=interpret,
+    )(scores.astype(jnp.float32), positions.astype(jnp.int32), counts.astype(jnp.int32))
+
+
+def top_tokens_kernel(
+    scores_ref: Any, positions_ref: Any, count_ref: Any, index_ref: Any, *, tile: int, entries: int, size: int
+) -> None:
+    tiles = pl.cdiv(entries, tile)
+
+    def read(j: Array | int) -> tuple[Array, Array]:
+        """A tile's scores as unsigned integers in their order, 0 where there is none; and how early each came."""
+        held = j * tile + jnp.arange(tile) < entries
+        place = pl.ds(j * tile, tile)
+        x = plgpu.load(scores_ref.at[place], mask=held, other=-jnp.inf)
+        bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)  # -0.0 is 0.0
+        order = jnp.where(bits >= SIGN, ~bits, bits | SIGN)
+        p = plgpu.load(positions_ref.at[place], mask=held, other=0)
+        return jnp.where(x > -jnp.inf, order, np.uint32(0)), ~p.astype(jnp.uint32)
+
+    if tiles == 1:
+        only = read(0)
+
+    def over_tiles(add: Callable[[Array | int, Array, Array, Any], Any], begin: Any) -> Any:
+        """`add(j, order, earliness, carry)` for each tile."""
+        if tiles == 1:
+            return add(0, *only, begin)
+        return jax.lax.fori_loop(0, tiles, lambda j, carry: add(j, *read(j), carry), begin)
+
+    def kth_largest(keys: Callable[[Array, Array], Array], k: Array, rounds: Array | int) -> Array:
+        """Of unsigned integers made from (order, earliness), found two bits at a time; 0 without rounds."""
+
+        def decide(i: Array, found: Array) -> Array:
+            shift = np.uint32(30) - 2 * i.astype(jnp.uint32)
+            candidates = [found | (np.uint32(digit) << shift) for digit in (1, 2, 3)]
+
+            def count(j: Array | int, order: Array, earliness: Array, counts: list[Array]) -> list[Array]:
+                x = keys(order, earliness)
+                return [c + (x >= y).astype(jnp.int32) for c, y in zip(counts, candidates, strict=True)]
+
+            counts = over_tiles(count, [jnp.zeros(tile, jnp.int32)] * 3)
+            digit = sum((jnp.sum(c) >= k).astype(jnp.uint32) for c in counts)
+            return found | (digit << shift)
+
+        return jax.lax.fori_loop(0, rounds, decide, jnp.zeros((), jnp.uint32))
+
+    def tally(j: Array | int, order: Array, earliness: Array, counts: tuple[Array, Array]) -> tuple[Array, Array]:
+        above, tied = counts
+        return above + (order > threshold).astype(jnp.int32), tied + (order == threshold).astype(jnp.int32)
+
+    def put(j: Array | int, order: Array, earliness: Array, before: Array) -> Array:
+        chosen = (order > threshold) | ((order == threshold) & (earliness >= latest))
+        chosen = chosen & (order > 0) & (wanted > 0)
+        rank = before + jnp.cumsum(chosen.astype(jnp.int32)) - 1
+        slot = jnp.where(chosen & (rank < size), rank, size)
+        plgpu.store(index_ref.at[slot], j * tile + jnp.arange(tile), mask=slot < size)
+        return before + jnp.sum(chosen.astype(jnp.int32))
+
+    zero = jnp.zeros((), jnp.int32)
+    eligible = over_tiles(lambda j, order, _, c: c + (order > 0).astype(jnp.int32), jnp.zeros(tile, jnp.int32))
+    wanted = jnp.minimum(count_ref[()], jnp.sum(eligible))
+    threshold = kth_largest(lambda order, _: order, wanted, ROUNDS)
+    above, tied = map(jnp.sum, over_tiles(tally, (jnp.zeros(tile, jnp.int32), jnp.zeros(tile, jnp.int32))))
+    missing = wanted - above
+    latest = kth_largest(
+        lambda order, earliness: jnp.where(order == threshold, earliness, np.uint32(0)),
+        missing,
+        (missing < tied).astype(jnp.int32) * ROUNDS,
+    )
+    total = over_tiles(put, zero)
+    fill = power_of_two(min(size, tile))
+
+    def clear(j: Array, _: None) -> None:
+        slot = j * fill + jnp.arange(fill)
+        plgpu.store(index_ref.at[pl.ds(j * fill, fill)], jnp.full(fill, -1), mask=(slot >= total) & (slot < size))
+
+    jax.lax.fori_loop(0, pl.cdiv(size, fill), clear, None)

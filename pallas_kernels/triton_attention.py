@@ -1,0 +1,242 @@
+"""Attention of query rows over slots as a Pallas kernel for GPUs, by Triton: what the attention operations share.
+
+A program holds a block of the query rows of one kv head, of all query heads that share it, and walks over its slots
+tile by tile with a running softmax (FlashAttention, arXiv 2205.14135). It stops at the bound of what is occupied.
+Where there are too few rows to fill a GPU, the tiles are divided among several programs, and what these find is joined
+by their log-sum-exps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+PROGRAMS = 264  # at least, if there is so much to do: two for each core of an H100
+
+
+class Blocks(NamedTuple):
+    """How the work is cut. Numbers of rows and slots are powers of two, 16 or more."""
+
+    rows: int
+    slots: int
+    warps: int
+    stages: int
+
+
+class Attended(NamedTuple):
+    """What rows found.
+
+    Attributes:
+        out: in v's dtype; None if there were no values.
+        lse: -inf where nothing is visible, and `out` then 0.
+        logits: of each slot, biased and with -inf where it is not visible; undefined beyond `used`.
+    """
+
+    out: Float[Array, "B H R D"] | None
+    lse: Float[Array, "B H R"]
+    logits: Float[Array, "B H R T"] | None
+
+
+def power_of_two(size: int, least: int = 16) -> int:
+    """The next one at or above `size`: Triton knows no other sizes, and its matrix products none below 16."""
+    return max(least, pl.next_power_of_2(size))
+
+
+def blocks_for(rows: int, head_dim: int, dtype: Any) -> Blocks:
+    """By the number of rows a kv head, the head dimension and its dtype.
+
+    Keys and values of a tile take 32 KiB, three of which a core of any GPU since the A100 holds twice.
+    """
+    if jnp.dtype(dtype).itemsize == 4:  # no tensor cores, and registers instead
+        return Blocks(min(power_of_two(rows), 32), 32, warps=8, stages=2)
+    slots = max(16, 8 * 1024 // power_of_two(head_dim))
+    if rows > 64 and head_dim <= 128:
+        return Blocks(128, slots, warps=8, stages=3)
+    return Blocks(min(power_of_two(rows), 64), slots, warps=4, stages=3)
+
+
+def check(q: Any, k: Any, v: Any) -> None:
+    """Raises NotImplementedError for what no Triton kernel here takes."""
+    arrays = [x for x in (q, k, v) if x is not None]
+    if not all(isinstance(x, jax.Array | np.ndarray) for x in arrays):
+        raise NotImplementedError("keys and values that are not plain arrays")
+    kinds = {jnp.dtype(x.dtype).name for x in arrays}
+    if len(kinds) > 1 or not kinds <= {"float32", "bfloat16", "float16"}:
+        raise NotImplementedError(f"dtypes {', '.join(sorted(kinds))}; one of float32, bfloat16 and float16 is taken")
+    if q.shape[-1] > 256:
+        raise NotImplementedError(f"heads of {q.shape[-1]} channels; at most 256 are taken")
+
+
+def product(x: Array, y: Array) -> Float[Array, "M N"]:
+    """x @ y in float32; on tensor cores unless x and y are float32 themselves."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    return jax.lax.dot(x, y, precision=precision, preferred_element_type=jnp.float32)
+
+
+def attend(
+    q: Float[Array, "B H R D"],
+    k: Float[Array, "B P T D"],
+    v: Float[Array, "B P T D"] | None,
+    q_positions: Int[Array, "B W"],
+    k_positions: Int[Array, "B P T"],
+    used: Int[Array, "B H"],
+    start: Int[Array, "B H"] | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    bias: Float[Array, "B P T"] | None = None,
+    logits: bool = False,
+    blocks: Blocks | None = None,
+    interpret: bool = False,
+) -> Attended:
+    """Attention of R = G W rows of each kv head, row r being a query at position r mod W.
+
+    Args:
+        k, v: P lanes of T slots, H / P consecutive heads to a lane.
+        used: how many slots are looked at; none whose query positions are all -1.
+        start: where a head's slots begin in its lane; at 0 if None.
+        logits: whether to return them.
+    """
+    B, H, R, D = q.shape
+    P, T = k.shape[1:3]
+    W = q_positions.shape[1]
+    Dp = power_of_two(D)
+    blocks = blocks or blocks_for(R, D, k.dtype)
+    row_blocks = pl.cdiv(R, blocks.rows)
+    splits = max(1, min(pl.cdiv(PROGRAMS, B * H * row_blocks), pl.cdiv(T, 4 * blocks.slots)))
+    used = jnp.where(jnp.max(q_positions, axis=1, keepdims=True) >= 0, used, 0).astype(jnp.int32)
+    ragged = start is not None or T % blocks.slots != 0 or blocks.slots > T
+
+    def head(*shape: int) -> pl.BlockSpec:
+        """A head's part of an array with axes [B, H, ...]."""
+        return pl.BlockSpec((None, None, *shape), lambda s, i, h, b: (b, h, *(0,) * len(shape)))
+
+    def lane(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, *shape), lambda s, i, h, b: (b, h * P // H, *(0,) * len(shape)))
+
+    def part(*shape: int) -> pl.BlockSpec:
+        """A split's block of rows in an array with axes [B, H, splits, R, ...]."""
+        return pl.BlockSpec((None, None, None, *shape), lambda s, i, h, b: (b, h, s, i, *(0,) * (len(shape) - 1)))
+
+    out_dtype = q.dtype if splits == 1 else jnp.float32
+    found = {"lse": jax.ShapeDtypeStruct((B, H, splits, R), jnp.float32)}
+    specs = {"lse": part(blocks.rows)}
+    if v is not None:
+        found["out"] = jax.ShapeDtypeStruct((B, H, splits, R, D), out_dtype)
+        specs["out"] = part(blocks.rows, Dp)
+    if logits:
+        found["logits"] = jax.ShapeDtypeStruct((B, H, R, T), jnp.float32)
+        specs["logits"] = head(R, T)
+    results = pl.pallas_call(
+        partial(
+            attend_kernel, blocks=blocks, splits=splits, sizes=(R, W, D), scale=scale, window=window, ragged=ragged
+        ),
+        grid=(splits, row_blocks, H, B),
+        in_specs=[
+            pl.BlockSpec((None, None, blocks.rows, Dp), lambda s, i, h, b: (b, h, i, 0)),
+            lane(T, Dp),
+            None if v is None else lane(T, Dp),
+            pl.BlockSpec((None, W), lambda s, i, h, b: (b, 0)),
+            lane(T),
+            head(),
+            None if start is None else head(),
+            None if bias is None else lane(T),
+        ],
+        out_specs=specs,
+        out_shape=found,
+        compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
+        interpret=interpret,
+    )(q, k, v, q_positions, k_positions, used, start, bias)
+    return Attended(*join(results.get("out"), results["lse"], 2, q.dtype), results.get("logits"))
+
+
+def join(out: Array | None, lse: Array, axis: int, dtype: Any) -> tuple[Array | None, Array]:
+    """One softmax from several over different slots, along an axis of them; `out` has a last axis more than `lse`."""
+    if lse.shape[axis] == 1:
+        return None if out is None else jnp.squeeze(out, axis).astype(dtype), jnp.squeeze(lse, axis)
+    peak = jnp.max(lse, axis=axis, keepdims=True)
+    shares = jnp.exp(lse - jnp.where(jnp.isneginf(peak), 0.0, peak))
+    total = jnp.sum(shares, axis=axis, keepdims=True)
+    joined = jnp.squeeze(peak + jnp.log(total), axis)
+    if out is None:
+        return None, joined
+    shares = shares / jnp.where(total == 0, 1.0, total)
+    return jnp.sum(out * shares[..., None], axis=axis).astype(dtype), joined
+
+
+def attend_kernel(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    t_ref: Any,
+    p_ref: Any,
+    used_ref: Any,
+    start_ref: Any,
+    bias_ref: Any,
+    found: dict[str, Any],
+    *,
+    blocks: Blocks,
+    splits: int,
+    sizes: Sequence[int],
+    scale: float,
+    window: int | None,
+    ragged: bool,
+) -> None:
+    R, W, D = sizes
+    Dp = q_ref.shape[-1]
+    s, i = pl.program_id(0), pl.program_id(1)
+    row = i * blocks.rows + jnp.arange(blocks.rows)
+    channel = (jnp.arange(Dp) < D)[None]
+    q = plgpu.load(q_ref, mask=(row < R)[:, None] & channel, other=0)
+    t = plgpu.load(t_ref.at[jax.lax.rem(row, W)], mask=row < R, other=-1)
+    used = used_ref[()]
+    start = 0 if start_ref is None else start_ref[()]
+    tiles = jax.lax.div(used + blocks.slots - 1, blocks.slots)
+
+    def tile(ref: Any, place: Any, held: Array) -> Array:
+        if not ragged and Dp == D:
+            return ref[place, :]
+        return plgpu.load(ref.at[place, :], mask=held[:, None] & channel, other=0)
+
+    def add(j: Array, running: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        out, total, peak = running
+        slot = j * blocks.slots + jnp.arange(blocks.slots)
+        held = slot < used
+        place = pl.ds(start + j * blocks.slots, blocks.slots)
+        p = plgpu.load(p_ref.at[place], mask=held, other=-1)[None]
+        logits = product(q, tile(k_ref, place, held).T) * scale
+        if bias_ref is not None:
+            logits += plgpu.load(bias_ref.at[place], mask=held, other=0)[None]
+        seen = (p >= 0) & (p <= t[:, None])
+        if window is not None:
+            seen &= t[:, None] - p < window
+        logits = jnp.where(seen, logits, -jnp.inf)
+        if "logits" in found:
+            rows = pl.ds(i * blocks.rows, blocks.rows)
+            plgpu.store(found["logits"].at[rows, place], logits, mask=(row < R)[:, None] & held[None])
+        higher = jnp.maximum(peak, jnp.max(logits, axis=1))
+        finite = jnp.where(higher == -jnp.inf, 0.0, higher)
+        weights = jnp.exp(logits - finite[:, None])
+        shrink = jnp.exp(peak - finite)
+        if v_ref is not None:
+            values = tile(v_ref, place, held)
+            out = out * shrink[:, None] + product(weights.astype(values.dtype), values)
+        return out, total * shrink + jnp.sum(weights, axis=1), higher
+
+    nothing = jnp.zeros(blocks.rows, jnp.float32)
+    out = nothing if v_ref is None else jnp.zeros((blocks.rows, Dp), jnp.float32)
+    first, last = jax.lax.div(tiles * s, splits), jax.lax.div(tiles * (s + 1), splits)
+    out, total, peak = jax.lax.fori_loop(first, last, add, (out, nothing, nothing - jnp.inf))
+    total = jnp.where(total == 0, 1.0, total)
+    plgpu.store(found["lse"], peak + jnp.log(total), mask=row < R)
+    if v_ref is not None:
+        context = (out / total[:, None]).astype(found["out"].dtype)
+        plgpu.store(found["out"], context, mask=(row < R)[:, None] & channel)

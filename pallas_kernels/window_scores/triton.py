@@ -1,0 +1,234 @@
+"""Attention received by each key on GPUs, by Triton: weights are made and reduced in registers, tile by tile.
+
+A program holds keys and meets the queries. Where these fit into one tile it walks over several tiles of keys, each of
+which is read once; where they do not, it keeps one tile of keys and walks over the queries that see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+from ..tiling import pad
+from ..triton_attention import PROGRAMS, Blocks, attend, check, power_of_two, product
+from .reference import Reduction
+
+DEFAULT = Reduction()
+
+
+def blocks_for(rows: int, head_dim: int, dtype: Any) -> Blocks:
+    """By the number of query rows that are reduced together, the head dimension and its dtype."""
+    if jnp.dtype(dtype).itemsize == 4 or head_dim > 128:
+        return Blocks(min(power_of_two(rows), 32), 32, warps=4, stages=2)
+    if rows <= 128:
+        return Blocks(power_of_two(rows), 64, warps=4, stages=3)
+    return Blocks(64, 128, warps=8, stages=3)
+
+
+def window_scores(
+    q: Float[Array, "B Hq W D"],
+    k: Float[Array, "B H M D"],
+    q_positions: Int[Array, "B W"],
+    k_positions: Int[Array, "B H M"],
+    *,
+    scale: float,
+    lse: Float[Array, "B Hq W"] | None = None,
+    window: int | None = None,
+    bias: Float[Array, "B H M"] | None = None,
+    causal: bool = True,
+    reduction: Reduction = DEFAULT,
+    blocks: Blocks | None = None,
+    interpret: bool = False,
+) -> Float[Array, "B H M"]:
+    """As the reference.
+
+    Raises:
+        NotImplementedError: for mixed or other dtypes than float32, bfloat16 and float16, and for more than 256
+            channels a head.
+    """
+    check(q, k, None)
+    B, Hq, W, D = q.shape
+    H, M = k.shape[1:3]
+    G = Hq // H
+    q = q.reshape(B, H, G, W, D)
+    bound = jnp.max(jnp.where(k_positions >= 0, jnp.arange(1, M + 1), 0), axis=-1).astype(jnp.int32)
+    if lse is None:
+        options: dict[str, Any] = {"scale": scale, "window": window, "bias": bias, "interpret": interpret}
+        lse = attend(q.reshape(B, H, -1, D), k, None, q_positions, k_positions, bound, **options).lse
+    # A query that sees nothing, or is none, weighs nothing.
+    lse = lse.reshape(B, H, G, W)
+    lse = jnp.where((q_positions < 0)[:, None, None] | jnp.isneginf(lse), jnp.inf, lse)
+    t = q_positions
+    together = (reduction.rows == "max") == (reduction.group == "max")
+    if together:  # the two reductions are one, over rows in the order of their queries
+        q, lse = (jnp.swapaxes(x, 2, 3).reshape(B, H, 1, W * G, *x.shape[4:]) for x in (q, lse))
+        t = jnp.repeat(t, G, axis=1)
+    blocks = blocks or blocks_for(q.shape[3], D, k.dtype)
+    spare = -q.shape[3] % blocks.rows
+    q, lse, t = pad(q, spare, 3), pad(lse, spare, 3, jnp.inf), pad(t, spare, 1, -1)
+    F, R = q.shape[2:4]
+    row_blocks, tiles, Dp = R // blocks.rows, pl.cdiv(M, blocks.slots), power_of_two(D)
+    span, each = None, 1
+    if row_blocks > 1:
+        span = _span(t, k_positions, blocks, window, causal)
+    else:
+        each = min(max(tiles * H * B // (4 * PROGRAMS), 1), 32)
+
+    def head(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, *shape), lambda j, h, b: (b, h, *(0,) * len(shape)))
+
+    kernel = partial(
+        window_scores_kernel,
+        blocks=blocks,
+        sizes=(F, R, D, M),
+        each=each,
+        shared=G if together else 1,
+        group=G,
+        scale=scale,
+        window=window,
+        pairwise=causal or window is not None,
+        reduction=reduction,
+    )
+    return pl.pallas_call(
+        kernel,
+        grid=(pl.cdiv(tiles, each), H, B),
+        in_specs=[
+            head(F * R, Dp),
+            head(M, Dp),
+            pl.BlockSpec((None, R), lambda j, h, b: (b, 0)),
+            head(M),
+            head(F * R),
+            head(),
+            None if bias is None else head(M),
+            None if span is None else head(tiles, 2),
+        ],
+        out_specs=head(M),
+        out_shape=jax.ShapeDtypeStruct((B, H, M), jnp.float32),
+        compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
+        interpret=interpret,
+    )(q.reshape(B, H, F * R, D), k, t, k_positions, lse.reshape(B, H, F * R), bound, bias, span)
+
+
+def _span(
+    t: Int[Array, "B R"], p: Int[Array, "B H M"], blocks: Blocks, window: int | None, causal: bool
+) -> Int[Array, "B H tiles 2"]:
+    """The first block of rows that sees something of a tile of keys, and the one after the last."""
+    far = jnp.iinfo(jnp.int32).max
+    t = t.reshape(t.shape[0], 1, 1, -1, blocks.rows)
+    p = pad(p, -p.shape[-1] % blocks.slots, axis=2, value=-1).reshape(*p.shape[:2], -1, 1, blocks.slots)
+    newest_t, newest_p = jnp.max(t, axis=-1), jnp.max(p, axis=-1)
+    oldest_t, oldest_p = (jnp.min(jnp.where(x >= 0, x, far), axis=-1) for x in (t, p))
+    sees = (newest_t >= 0) & (newest_p >= 0)
+    if causal:
+        sees &= newest_t >= oldest_p
+    if window is not None:
+        sees &= oldest_t - newest_p < window
+    last = sees.shape[-1] - jnp.argmax(sees[..., ::-1], axis=-1)
+    ends = jnp.stack([jnp.argmax(sees, axis=-1), last], axis=-1)
+    return jnp.where(jnp.any(sees, axis=-1, keepdims=True), ends, 0).astype(jnp.int32)
+
+
+def window_scores_kernel(
+    q_ref: Any,
+    k_ref: Any,
+    t_ref: Any,
+    p_ref: Any,
+    lse_ref: Any,
+    bound_ref: Any,
+    bias_ref: Any,
+    span_ref: Any,
+    scores_ref: Any,
+    *,
+    blocks: Blocks,
+    sizes: tuple[int, int, int, int],
+    each: int,
+    shared: int,
+    group: int,
+    scale: float,
+    window: int | None,
+    pairwise: bool,
+    reduction: Reduction,
+) -> None:
+    F, R, D, M = sizes
+    Dp = q_ref.shape[-1]
+    channel = (jnp.arange(Dp) < D)[None]
+    over_rows: Callable[..., Array] = jnp.max if reduction.rows == "max" else jnp.sum
+    combine = jnp.maximum if reduction.group == "max" else jnp.add
+    apart = F > 1 and reduction.first == "rows"
+
+    def rows_of(i: Array | int) -> list[tuple[Array, Array]]:
+        """A block of queries with their log-sum-exps, for each of F heads."""
+        places = [pl.ds(f * R + i * blocks.rows, blocks.rows) for f in range(F)]
+        return [(plgpu.load(q_ref.at[place, :], mask=channel, other=0), lse_ref[place]) for place in places]
+
+    def positions_of(i: Array | int) -> Array:
+        return t_ref[pl.ds(i * blocks.rows, blocks.rows)][None]
+
+    def keys_of(j: Array) -> tuple[Array, Array, Array | None]:
+        held = j * blocks.slots + jnp.arange(blocks.slots) < M
+        place = pl.ds(j * blocks.slots, blocks.slots)
+        keys = plgpu.load(k_ref.at[place, :], mask=held[:, None] & channel, other=0)
+        bias = None if bias_ref is None else plgpu.load(bias_ref.at[place], mask=held, other=0)[:, None]
+        return keys, plgpu.load(p_ref.at[place], mask=held, other=-1)[:, None], bias
+
+    def receive(
+        queries: list[tuple[Array, Array]], t: Array, entries: tuple[Array, Array, Array | None]
+    ) -> tuple[list[Array], Array | None]:
+        """A tile's weights reduced over its rows, for each head that is kept apart; and how many rows see a key."""
+        keys, p, bias = entries
+        seen = p >= 0
+        if pairwise:
+            seen = seen & (p <= t)
+        if window is not None:
+            seen = seen & (t - p < window)
+
+        def weights(q: Array, lse: Array) -> Array:
+            logits = product(keys, q.T) * scale - lse[None]
+            if bias is not None:
+                logits += bias
+            return jnp.exp(jnp.where(seen, logits, -jnp.inf))
+
+        tiles = [weights(q, lse) for q, lse in queries]
+        if not apart:
+            tiles = [reduce(combine, tiles)]
+        viewers = jnp.sum((seen & (t >= 0)).astype(jnp.float32), axis=1) if reduction.rows == "mean" else None
+        return [over_rows(tile, axis=1) for tile in tiles], viewers
+
+    def finish(received: list[Array], viewers: Array | None) -> Array:
+        score = reduce(combine, received)
+        if viewers is not None:
+            score = score / jnp.maximum(viewers / shared, 1.0)
+        return score / group if reduction.group == "mean" else score
+
+    def write(j: Array, score: Array) -> None:
+        held = j * blocks.slots + jnp.arange(blocks.slots) < M
+        plgpu.store(scores_ref.at[pl.ds(j * blocks.slots, blocks.slots)], score, mask=held)
+
+    nothing = jnp.zeros(blocks.slots, jnp.float32)
+    if span_ref is not None:
+        j = pl.program_id(0)
+        entries = keys_of(j)
+
+        def add(i: Array, carry: tuple[list[Array], Array | None]) -> tuple[list[Array], Array | None]:
+            received, viewers = carry
+            more, seen = receive(rows_of(i), positions_of(i), entries)
+            join = jnp.maximum if reduction.rows == "max" else jnp.add
+            received = [join(x, y) for x, y in zip(received, more, strict=True)]
+            return received, None if seen is None or viewers is None else viewers + seen
+
+        begin = ([nothing] * (F if apart else 1), nothing if reduction.rows == "mean" else None)
+        write(j, finish(*jax.lax.fori_loop(span_ref[j, 0], span_ref[j, 1], add, begin)))
+        return
+    queries, t = rows_of(0), positions_of(0)
+    first = pl.program_id(0) * each
+    last = jnp.minimum(first + each, pl.cdiv(M, blocks.slots))
+    occupied = jnp.clip(jax.lax.div(bound_ref[()] + blocks.slots - 1, blocks.slots), first, last)
+    jax.lax.fori_loop(first, occupied, lambda j, _: write(j, finish(*receive(queries, t, keys_of(j)))), None)
+    jax.lax.fori_loop(occupied, last, lambda j, _: write(j, nothing), None)

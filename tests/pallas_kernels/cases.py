@@ -1,0 +1,239 @@
+"""Problems for the kernels of every backend, each with what is expected, in float64 and by the reference in float32."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.pallas_kernels import PAGE, Reduction
+from tests.dense import assert_close, attention, context
+
+TOLERANCE = {"float32": (1e-5, 1e-4), "bfloat16": (1e-2, 2e-2), "float16": (1e-3, 2e-3)}  # of what is of such a dtype
+DEFAULT = Reduction()
+FOLDS = {"sum": np.sum, "mean": np.mean, "max": np.max}
+
+
+def reference_of(operation: str) -> Callable[..., Any]:
+    return getattr(importlib.import_module(f"kvjax.pallas_kernels.{operation}.reference"), operation)
+
+
+def received(weights, heads, how):
+    """What each slot received: weights [B, Hq, W, S] folded over the group, then summed over the W rows."""
+    rows, _, queries, slots = weights.shape
+    return FOLDS[how](weights.reshape(rows, heads, -1, queries, slots), axis=2).sum(axis=2)
+
+
+def reduced(weights, visible, reduction):
+    """weights [B, Hq, W, M] and visible [B, H, W, M] as the reduction's docstring says."""
+    rows, heads, queries, keys = visible.shape
+    viewers = np.maximum(visible.sum(axis=2), 1)[:, :, None]
+    w = weights.reshape(rows, heads, -1, queries, keys)
+
+    def over_rows(x):
+        return (
+            x.max(axis=3) if reduction.rows == "max" else x.sum(axis=3) / (viewers if reduction.rows == "mean" else 1)
+        )
+
+    if reduction.first == "rows":
+        return FOLDS[reduction.group](over_rows(w), axis=2)
+    return over_rows(FOLDS[reduction.group](w, axis=2)[:, :, None])[:, :, 0]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Queries and slots: of three rows one has a head without entries, one a single entry, one no query."""
+
+    head_dim: int
+    group: int
+    queries: int
+    slots: int
+    dtype: str = "float32"
+    window: int | None = None
+    bias: str | None = None  # "some": normal; "none": -inf everywhere
+    received: str | None = None
+    huge: bool = False
+    lse: bool = True  # given, for scores
+    causal: bool = True
+    reduction: Reduction = DEFAULT
+
+    def __str__(self) -> str:
+        extras = [
+            name
+            for name, there in (
+                ("window", self.window is not None),
+                (f"bias_{self.bias}", self.bias is not None),
+                (f"received_{self.received}", self.received is not None),
+                ("huge", self.huge),
+                ("all", not self.causal),
+                ("own_lse", not self.lse),
+                (f"{self.reduction.rows}_{self.reduction.group}_{self.reduction.first}", self.reduction != DEFAULT),
+            )
+            if there
+        ]
+        return "-".join(
+            [f"D{self.head_dim}", f"G{self.group}", f"W{self.queries}", f"S{self.slots}", self.dtype, *extras]
+        )
+
+    @property
+    def arrays(self):
+        """(q, k, v, q_positions, k_positions, bias or None), in NumPy."""
+        rng = np.random.default_rng(self.head_dim + self.slots + self.queries)
+        heads, dtype = 2, jnp.dtype(self.dtype)
+        q = rng.normal(size=(3, heads * self.group, self.queries, self.head_dim))
+        k, v = rng.normal(size=(2, 3, heads, self.slots, self.head_dim))
+        if self.huge:
+            q, k = 64 * np.round(2 * q), 64 * np.round(2 * k)
+        past = 2 * self.slots
+        positions = np.full((3, heads, self.slots), -1, np.int32)
+        for head in range(heads):
+            positions[0, head] = rng.permutation(past)[: self.slots]
+            positions[0, head, rng.permutation(self.slots)[: self.slots // 3]] = -1
+            positions[2, head] = rng.permutation(past)[: self.slots]
+        positions[0, :, self.slots - self.slots // 4 :] = -1  # the bound lies before the last slot
+        positions[0, 1] = -1
+        positions[1, :, self.slots // 2] = 3
+        t = past - self.queries + np.arange(self.queries) if self.causal else np.full(self.queries, past)
+        t = np.stack([t, t, np.full(self.queries, -1)]).astype(np.int32)
+        if self.causal and self.queries > 4:
+            t[1, : self.queries // 2] = -1  # padding, on the left
+            t[0] = np.roll(t[0] - past // 2, 3)  # some see a part; in the order of a ring
+        bias = None
+        if self.bias is not None:
+            bias = np.full(positions.shape, -np.inf, np.float32)
+            if self.bias == "some":
+                bias = rng.normal(size=positions.shape).astype(np.float32)
+        return q.astype(dtype), k.astype(dtype), v.astype(dtype), t, positions, bias
+
+    @property
+    def scale(self) -> float:
+        return 1.5 * self.head_dim**-0.5
+
+    def typical(self, values: Any) -> tuple[float, float]:
+        """Tolerances for an array of its own dtype."""
+        if self.huge:
+            return 1e-3, 2e-3  # a log-sum-exp of some 1e4 is itself rounded to 1e-3 in float32
+        return TOLERANCE[jnp.dtype(values.dtype).name]
+
+
+SLOT_CASES = [
+    Case(64, 1, 1, 50),
+    Case(64, 4, 1, 130, received="sum"),
+    Case(96, 5, 1, 70, received="mean", bias="some"),
+    Case(128, 8, 8, 300, "bfloat16"),
+    Case(128, 4, 1, 300, "bfloat16", received="max"),
+    Case(256, 7, 1, 40, "float16", window=30),
+    Case(128, 4, 32, 64, window=25, received="sum"),
+    Case(64, 2, 64, 90, received="mean"),
+    Case(64, 1, 200, 33),
+    Case(64, 4, 3, 64, bias="none"),
+    Case(64, 4, 1, 40, huge=True, received="max"),
+    Case(8, 2, 1, 5),
+    Case(80, 3, 2, 129, bias="some", window=40),
+]
+
+WINDOW_CASES = [
+    Case(64, 1, 1, 50),
+    Case(128, 4, 32, 200, "bfloat16"),
+    Case(96, 5, 8, 70, lse=False, bias="some"),
+    Case(256, 7, 1, 40, "float16", window=30),
+    Case(64, 8, 64, 90, causal=False),
+    Case(64, 2, 200, 130, reduction=Reduction("mean", "mean")),
+    Case(64, 4, 90, 90, window=40, lse=False, reduction=Reduction("max", "max")),
+    Case(64, 4, 32, 64, huge=True),
+    Case(64, 4, 3, 64, bias="none", lse=False),
+    Case(8, 2, 1, 5),
+    *(
+        Case(64, 3, 20, 40, reduction=Reduction(rows, group, first), window=window)
+        for rows, group, first, window in (
+            ("sum", "max", "rows", None),
+            ("sum", "max", "group", 30),
+            ("max", "mean", "rows", None),
+            ("max", "sum", "group", None),
+            ("mean", "max", "rows", None),
+            ("mean", "max", "group", 30),
+        )
+    ),
+]
+
+SEGMENT_CASES = [
+    (Case(64, 1, 1, 0), 4),
+    (Case(96, 5, 1, 0, bias="some"), 2),
+    (Case(128, 4, 3, 0, "bfloat16", window=60), 1),
+]
+
+
+def check_slots(kernel: Callable[..., Any], case: Case) -> None:
+    """`kernel` in place of slot_attention."""
+    q, k, v, t, p, bias = case.arrays
+    options = {"scale": case.scale, "window": case.window, "received": case.received}
+    given = [None if x is None else jnp.asarray(x) for x in (q, k, v, t, p, bias)]
+    out, lse, got = kernel(*given[:5], bias=given[5], **options)
+    assert (out.dtype, lse.dtype) == (q.dtype, jnp.float32)
+    weights, expected_lse, _ = attention(q, k, t, p, case.scale, case.window, bias=bias)
+    assert_close(out, context(weights, v), *case.typical(out))
+    assert_close(lse, expected_lse, *case.typical(lse))
+    full = [x.astype(np.float32) for x in (q, k, v)]
+    plain = reference_of("slot_attention")(*full, t, p, bias=bias, **options)
+    assert_close(out, plain[0], *case.typical(out))
+    assert_close(lse, plain[1], *case.typical(lse))
+    if case.received is None:
+        assert got is None
+        return
+    assert got.dtype == jnp.float32
+    assert_close(got, received(weights, 2, case.received), *case.typical(got))
+    assert_close(got, plain[2], *case.typical(got))
+
+
+def check_window(kernel: Callable[..., Any], case: Case) -> None:
+    """`kernel` in place of window_scores. A log-sum-exp that is given is one over more keys than are scored."""
+    q, k, _, t, p, bias = case.arrays
+    weights, lse, visible = attention(q, k, t, p, case.scale, case.window, bias=bias)
+    scored = np.where(p % 5 == 0, -1, p) if case.lse else p
+    seen = (scored >= 0)[:, :, None]
+    expected = reduced(np.where(seen.repeat(case.group, 1), weights, 0), visible & seen, case.reduction)
+    options = {"scale": case.scale, "window": case.window, "causal": case.causal, "reduction": case.reduction}
+    options |= {"lse": lse.astype(np.float32) if case.lse else None, "bias": bias}
+    got = kernel(*map(jnp.asarray, (q, k, t, scored)), **options)
+    assert got.dtype == jnp.float32
+    assert_close(got, expected, *case.typical(got))
+    plain = reference_of("window_scores")(*(x.astype(np.float32) for x in (q, k)), t, scored, **options)
+    assert_close(got, plain, *case.typical(got))
+    assert not np.any(got[2]), "no query, no score"
+
+
+LENGTHS = np.array([[0, 5, 300, 16], [130, 0, 0, 1], [40, 41, 42, 43]])  # of 4 heads in 3 rows
+
+
+def check_segments(kernel: Callable[..., Any], case: Case, lanes: int) -> None:
+    """`kernel` in place of segment_attention, on a pool with NaN where nothing is held."""
+    rng = np.random.default_rng(lanes)
+    B, H = LENGTHS.shape
+    S, J, D, dtype = LENGTHS.max(), H // lanes, case.head_dim, jnp.dtype(case.dtype)
+    sizes = -(-LENGTHS // PAGE) * PAGE + PAGE * (np.arange(H) % 2)  # some have room left
+    T = sizes.reshape(B, lanes, J).sum(-1).max()
+    pools = [np.full((B, lanes, T, D), np.nan, dtype) for _ in range(2)]
+    pools += [rng.integers(0, 50, (B, lanes, T)).astype(np.int32), np.full((B, lanes, T), np.nan, np.float32)]
+    dense = [np.zeros((B, H, S, D), dtype), np.zeros((B, H, S, D), dtype), np.full((B, H, S), -1), np.zeros((B, H, S))]
+    start = np.zeros((B, H), np.int32)
+    for b, h in np.ndindex(B, H):
+        start[b, h], n = sizes[b, h // J * J : h].sum(), LENGTHS[b, h]
+        positions = np.where(rng.random(n) < 0.1, -1, rng.permutation(n))
+        held = (*rng.normal(size=(2, n, D)).astype(dtype), positions, rng.normal(size=n).astype(np.float32))
+        for pool, whole, x in zip(pools, dense, held, strict=True):
+            pool[b, h // J, start[b, h] : start[b, h] + n] = x
+            whole[b, h, :n] = x
+    k, v, p, bias = (*pools[:3], None if case.bias is None else pools[3])
+    dense_bias = None if bias is None else dense[3]
+    t = np.stack([np.full(case.queries, 320), 100 + np.arange(case.queries), np.full(case.queries, -1)])
+    q = rng.normal(size=(B, H * case.group, case.queries, D)).astype(dtype)
+    given = map(jnp.asarray, (q, k, v, t, p, start, LENGTHS))
+    out, lse = kernel(*given, scale=case.scale, window=case.window, bias=None if bias is None else jnp.asarray(bias))
+    weights, expected_lse, _ = attention(q, dense[0], t, dense[2], case.scale, case.window, bias=dense_bias)
+    assert (out.dtype, lse.dtype) == (dtype, jnp.float32)
+    assert_close(out, context(weights, dense[1]), *case.typical(out))
+    assert_close(lse, expected_lse, *case.typical(lse))

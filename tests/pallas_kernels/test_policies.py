@@ -1,0 +1,65 @@
+"""Whole policies with a backend's kernels, interpreted on a CPU, against the same without, token for token."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.hlo import COLLECTIVES
+from kvjax.pallas_kernels import slot_attention, top_tokens, use, window_scores
+from tests.tiny import VOCAB, decoder
+
+POLICIES = (
+    "snapkv:budget=16,window=4",
+    "h2o:budget=16",
+    "morphkv:budget=16,window=4",
+    "kvmerger:budget=16,recent=4,heavy=2,theta=None,count_bias=True",
+    "dynamickv:budget=16,window=4",
+    "tova:budget=16",
+)
+INTERPRETED = ("triton-interpret",)
+
+
+@pytest.mark.parametrize("kernels", INTERPRETED)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_same_tokens(policy: str, kernels: str) -> None:
+    prompts = np.random.default_rng(0).integers(0, VOCAB, (2, 24))
+    options = {"policy": kvjax.policies.parse(policy), "max_new_tokens": 6}
+    with use("reference"):
+        expected = kvjax.generate(decoder(), prompts, **options)
+    with use(kernels):
+        got = kvjax.generate(decoder(), prompts, **options)
+    np.testing.assert_array_equal(got.tokens, expected.tokens)
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+@pytest.mark.parametrize("kernels", INTERPRETED)
+def test_spread_over_a_mesh(kernels: str) -> None:
+    """The same results, and nothing is communicated."""
+    rng = np.random.default_rng(1)
+    B, H, G, S, D = 2, 2, 2, 20, 16
+    q = rng.normal(size=(B, H * G, 1, D)).astype(np.float32)
+    k, v = rng.normal(size=(2, B, H, S, D)).astype(np.float32)
+    p, t = rng.integers(-1, 30, (B, H, S)).astype(np.int32), np.full((B, 1), 25, np.int32)
+
+    def step(q, k, v, p, t):
+        out, lse, _ = slot_attention(q, k, v, t, p, scale=0.3)
+        scores = window_scores(q, k, t, p, lse=lse, scale=0.3)
+        return out, scores, top_tokens(scores, jnp.arange(S) + 0 * p, jnp.full(p.shape[:2], 5), size=6)
+
+    head, row = jax.P("data", "model"), jax.P("data")
+    spread = jax.shard_map(
+        step,
+        mesh=kvjax.make_mesh(data=2, model=2, devices=jax.devices()[:4]),
+        in_specs=(head, head, head, head, row),
+        out_specs=head,
+        check_vma=False,
+    )
+    with use(kernels):
+        compiled = jax.jit(spread).lower(q, k, v, p, t).compile()
+    assert not [name for name in COLLECTIVES if f" {name}(" in compiled.as_text()]
+    with use("reference"):
+        expected = jax.jit(step)(q, k, v, p, t)
+    for ours, theirs in zip(compiled(q, k, v, p, t), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)

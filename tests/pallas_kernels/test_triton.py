@@ -1,0 +1,74 @@
+"""The GPU kernels, interpreted on a CPU, against float64 and against their references."""
+
+from functools import partial
+from importlib import import_module
+
+import jax
+import numpy as np
+import pytest
+
+from tests.pallas_kernels.cases import (
+    SEGMENT_CASES,
+    SLOT_CASES,
+    WINDOW_CASES,
+    check_segments,
+    check_slots,
+    check_window,
+    reference_of,
+)
+
+attention, slot, segment, window, top = (
+    import_module(f"kvjax.pallas_kernels.{name}")
+    for name in (
+        "triton_attention",
+        "slot_attention.triton",
+        "segment_attention.triton",
+        "window_scores.triton",
+        "top_tokens.triton",
+    )
+)
+
+
+def jitted(kernel, **options):
+    """The interpreted kernel under jit, with what must be static given by keyword."""
+
+    def call(*arrays, bias=None, lse=None, **static):
+        extra = {name: x for name, x in (("bias", bias), ("lse", lse)) if x is not None}
+        return jax.jit(partial(kernel, interpret=True, **static, **options))(*arrays, **extra)
+
+    return call
+
+
+@pytest.mark.parametrize("case", SLOT_CASES, ids=str)
+def test_slot_attention(case):
+    check_slots(jitted(slot.slot_attention), case)
+
+
+@pytest.mark.parametrize(("case", "lanes"), SEGMENT_CASES, ids=str)
+def test_segment_attention(case, lanes):
+    check_segments(jitted(segment.segment_attention), case, lanes)
+
+
+@pytest.mark.parametrize("case", WINDOW_CASES, ids=str)
+def test_window_scores(case):
+    """With a GPU's tiles where queries are few, and small ones, of which there are several, where they are not."""
+    blocks = attention.Blocks(16, 16, warps=1, stages=1) if case.queries >= 20 else None
+    check_window(jitted(window.window_scores, blocks=blocks), case)
+
+
+SPECIAL = [-np.inf, np.inf, -0.0, 0.0, 1.0, -1.0, 1e-30, 3.4e38, -3.4e38]
+
+
+@pytest.mark.parametrize(("tile", "size"), [(16, 40), (16, 5), (64, 40), (64, 7)])
+def test_top_tokens_equals_the_reference(tile, size):
+    """One tile and several, of scores with ties, signed zeros and infinities, in rows that are short and empty."""
+    kernel = jax.jit(partial(top.top_tokens, size=size, tile=tile, interpret=True))
+    reference = jax.jit(partial(reference_of("top_tokens"), size=size))
+    rng = np.random.default_rng(tile + size)
+    for _ in range(20):
+        scores = rng.choice(np.float32([*SPECIAL, *rng.normal(size=7)]), size=(2, 3, 40))
+        scores[0, 0] = -np.inf
+        scores[0, 1] = scores[0, 1, 0]
+        positions = np.stack([rng.permutation(40) for _ in range(6)]).reshape(2, 3, 40)
+        counts = rng.integers(0, size + 1, (2, 3))
+        np.testing.assert_array_equal(kernel(scores, positions, counts), reference(scores, positions, counts))
