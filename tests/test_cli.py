@@ -258,6 +258,10 @@ def test_convert_reads_no_weights_that_are_pickled(model: str, tmp_path: Path) -
         (["convert", "MODEL", "/no/such/place", "--to", "gguf"], "Invalid value for '--to'"),
         (["convert", "MODEL", "/no/such/place", "--to", "hf", "--dtype", "int8"], "dtype 'int8' is not supported"),
         (["convert", "MODEL", "/dev/null", "--to", "hf"], "/dev/null is a file; accepted is a folder"),
+        (["eval", "--config", "/no/such.yaml"], "No such file or directory: '/no/such.yaml'"),
+        (["eval", "--model", "/no/such/folder"], "no such folder"),
+        (["eval", "--model", "MODEL", "--tasks", "ruler/nothing"], "no task matches 'ruler/nothing'"),
+        (["eval", "--model", "MODEL", "--host", "2/2"], "host '2/2'; accepted is I/N"),
         (["demo", "--length", "12"], "Invalid value for '--length'"),
         (["demo", "--budget", "20"], "accepted is a budget of 33 or more"),
     ],
@@ -303,7 +307,7 @@ def test_version() -> None:
 def test_help() -> None:
     status, stdout, _ = kv("--help")
     assert status == 0
-    assert all(command in stdout for command in ("generate", "info", "convert", "demo"))
+    assert all(command in stdout for command in ("generate", "info", "convert", "demo", "eval"))
 
 
 @pytest.mark.parametrize(
@@ -320,6 +324,34 @@ def test_help() -> None:
 )
 def test_bytes_in_words(count: float, text: str) -> None:
     assert bytes_text(count) == text
+
+
+def test_eval_says_what_it_would_do_does_it_and_goes_on(model: str, tmp_path: Path) -> None:
+    config, out = tmp_path / "run.yaml", tmp_path / "out"
+    config.write_text(
+        "tasks: [{name: demo/*, lengths: [64]}]\nlimit: 2\npolicies: [full, 'tova:budget={budget}', 'lru']\n"
+        "budgets: [0.5]\nbatch: 2\n"
+    )
+    options = ("eval", "--config", config, "--model", model, "--out", out, "--tasks", "demo/n*")
+    status, stdout, stderr = kv(*options, "--limit", 1, "--dry-run")
+    assert (status, stderr, out.exists()) == (1, "", False)
+    for text in (
+        "demo/needles",
+        "64 - 64 - 64",
+        "│ tova ",
+        "10 answers in all",
+        "lru after: unknown policy",
+    ):
+        assert text in stdout
+    assert "demo/keys" not in stdout
+    status, stdout, stderr = kv(*options, "--limit", 1)
+    assert (status, stdout) == (1, "")
+    assert f"10 of 10 answers are in {out / 'results.jsonl'}, 10 of them new" in stderr
+    assert "1 could not be asked, answered or marked:\n  lru after: unknown policy 'lru'; accepted are full" in stderr
+    status, _, stderr = kv(*options)
+    assert "20 of 20 answers are in" in stderr
+    assert "10 of them new" in stderr
+    assert json.loads((out / "run.json").read_text())["model"]["bytes_per_token"] == 2 * 2 * 2 * 8 * 4
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import typer
 from kvjax.cli.console import Commands, show_warning
 from kvjax.cli.convert import convert
 from kvjax.cli.demo import demo
+from kvjax.cli.evaluate import evaluate
 from kvjax.cli.generate import generate
 from kvjax.cli.info import info
 
@@ -27,6 +28,7 @@ app.command()(generate)
 app.command()(info)
 app.command()(convert)
 app.command()(demo)
+app.command("eval")(evaluate)
 
 
 def _version(wanted: bool) -> None:

@@ -1,0 +1,216 @@
+"""`kvjax eval`: tasks under policies x budgets, from a YAML grid, into a folder of results."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from kvjax.cli.console import bytes_text, keep_compiled, mesh_sizes, stderr, working
+
+if TYPE_CHECKING:
+    from kvjax.evaluation.planning import Plan
+
+INCOMPLETE = 1  # the exit status of a run of which something could not be asked or answered
+SHOWN = 10  # errors in the summary; the results have all of them
+
+SMALL: dict[str, Any] = {
+    "title": "The demo model under six policies",
+    "tasks": [{"name": "demo/*", "lengths": [512]}],
+    "limit": 4,
+    "policies": [
+        "full",
+        "streaming_llm:budget={budget}",
+        "h2o:budget={budget}",
+        "tova:budget={budget}",
+        "snapkv:budget={budget}",
+        "morphkv:budget={budget}",
+    ],
+    "budgets": [0.25, 0.1],
+    "question": "both",
+}
+
+
+def evaluate(
+    config: Annotated[
+        Path | None, typer.Option(help="A YAML grid; without one, a small grid on the model that ships.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The folder of results. A run that was interrupted goes on there.")] = Path(
+        "eval_output"
+    ),
+    model: Annotated[str | None, typer.Option(help="In place of the grid's: a folder, or a name on the hub.")] = None,
+    data: Annotated[Path | None, typer.Option(help="The folder of real data, in place of the grid's.")] = None,
+    tasks: Annotated[list[str] | None, typer.Option(help="Only these of the grid's tasks, as ruler/*.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Examples of each task and length at most.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Prompts at a time.")] = None,
+    mesh: Annotated[
+        str | None, typer.Option(metavar="DATAxMODEL", help="Spread the model over devices, such as 2x4.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(metavar="I/N", help="Be host I, from 0, of N that share the work and the folder.")
+    ] = "0/1",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run, and what memory it takes.")] = False,
+) -> None:
+    """Run tasks under cache policies and keep every answer; `kvjax report` makes tables and plots of them."""
+    from kvjax.evaluation.asking import Asker
+    from kvjax.evaluation.grid import Grid
+    from kvjax.evaluation.items import Item, Refusal, read_items
+    from kvjax.evaluation.model import load_model
+    from kvjax.evaluation.planning import Plan
+    from kvjax.evaluation.runner import run
+    from kvjax.sampling import parse
+
+    grid = Grid.of(SMALL) if config is None else Grid.read(config)
+    grid = grid.but(
+        model=model,
+        data=None if data is None else str(data),
+        limit=limit,
+        batch=batch,
+        mesh=None if mesh is None else mesh_sizes(mesh),
+    )
+    if limit is not None:
+        grid = grid.limited(limit)
+    keep_compiled()
+    with working(f"loading {grid.model}"):
+        params, tokenizer = load_model(grid)
+    with working("reading tasks"):
+        found = list(read_items(grid, tokenizer, params.config.max_positions, only=tasks))
+    plan = Plan(
+        grid,
+        items=tuple(item for item in found if isinstance(item, Item)),
+        refusals=tuple(refusal for refusal in found if isinstance(refusal, Refusal)),
+        config=params.config,
+        dtype=params.embed.dtype,
+        host=_host(host),
+    )
+    if dry_run:
+        show_plan(plan)
+        raise typer.Exit(INCOMPLETE if plan.errors() else 0)
+    ask = Asker(params, tokenizer, parse(grid.sampler), grid.seed, grid.chunk)
+    with Bar() as bar:
+        summary = run(plan, ask, out, bar)
+    stderr().print(
+        f"{summary.answers:,} of {summary.planned:,} answers are in {escape(str(out / plan.path))}, "
+        f"{summary.new:,} of them new",
+        soft_wrap=True,
+    )
+    if summary.errors:
+        stderr().print(f"[red]{len(summary.errors):,} could not be asked, answered or marked:[/]")
+        for text in summary.errors[:SHOWN]:
+            stderr().print(f"  {escape(text)}", soft_wrap=True)
+        if len(summary.errors) > SHOWN:
+            stderr().print(f"  ... and {len(summary.errors) - SHOWN:,} more, as lines with an error in the results")
+        raise typer.Exit(INCOMPLETE)
+
+
+def _host(text: str) -> tuple[int, int]:
+    parts = re.fullmatch(r"(\d+)/([1-9]\d*)", text)
+    if parts is None or int(parts[1]) >= int(parts[2]):
+        raise ValueError(f"host {text!r}; accepted is I/N with I from 0 to N - 1, such as 0/2")
+    return int(parts[1]), int(parts[2])
+
+
+class Speed(ProgressColumn):
+    """Answers a second."""
+
+    def render(self, task: Task) -> Text:
+        return Text("" if not task.speed else f"{task.speed:.3g}/s")
+
+
+class Bar:
+    """A run's progress on stderr: what is asked, answers a second, time left. Without a terminal, notices only."""
+
+    def __init__(self) -> None:
+        console = stderr()
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            Speed(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+            speed_estimate_period=120,
+        )
+        self._task = self._progress.add_task("", total=None)
+
+    def __enter__(self) -> Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def begin(self, answers: int) -> None:
+        self._progress.update(self._task, total=answers)
+
+    def cell(self, cell: Any) -> None:
+        from kvjax.evaluation.planning import name_of
+
+        self._progress.update(self._task, description=escape(f"{name_of(cell)}, question {cell.question}"))
+
+    def advance(self, answers: int) -> None:
+        self._progress.advance(self._task, answers)
+
+    def say(self, text: str) -> None:
+        typer.echo(f"kvjax: {text}", err=True)
+
+
+def show_plan(plan: Plan) -> None:
+    """What would run: the tasks with the lengths of their prompts, then policies with batches and memory."""
+    from kvjax.evaluation.planning import sentence
+
+    console = Console(highlight=False)
+    table = Table("task", title="Tasks", title_justify="left", title_style="bold")
+    for name in ("length", "examples", "questions", "prompt tokens", "answer", "cut"):
+        table.add_column(name, justify="right")
+    groups: dict[tuple[str, int | None], list[Any]] = {}
+    for item in plan.items:
+        groups.setdefault((item.task.name, item.length), []).append(item)
+    for (task, length), items in groups.items():
+        sizes = sorted(item.context.size + q.size for item in items for q in item.questions)
+        table.add_row(
+            task,
+            "" if length is None else f"{length:,}",
+            f"{len(items):,}",
+            f"{len(sizes):,}",
+            f"{sizes[0]:,} - {sizes[len(sizes) // 2]:,} - {sizes[-1]:,}",
+            f"{items[0].new_tokens:,}",
+            f"{sum(item.cut > 0 for item in items):,}",
+        )
+    console.print(table, "prompt tokens: the shortest, the median, the longest", sep="\n")
+    table = Table("policy", title="Policies", title_justify="left", title_style="bold")
+    for name in ("budget", "question", "batches", "prompts each", "cache of one"):
+        table.add_column(name, justify="right")
+    total = 0
+    for cell, asked in plan.cells:
+        name, budget = escape(cell.label), "" if cell.budget is None else f"{cell.budget:,}"
+        if isinstance(asked, str):
+            table.add_row(name, budget, cell.question, "[red]none[/]", "", "")
+            continue
+        total += sum(len(reading.asks) for batch in asked for reading in batch.readings)
+        rows = sorted({batch.rows for batch in asked})
+        most = max((plan.batch_bytes(batch, cell) for batch in asked), default=0)
+        each = "-".join(map(str, dict.fromkeys((rows[0], rows[-1])))) if rows else ""
+        table.add_row(name, budget, cell.question, f"{len(asked):,}", each, bytes_text(most))
+    console.print(table, f"{total:,} answers in all", sep="\n")
+    for line in plan.errors():
+        console.print(f"[red]not asked[/]: {escape(sentence(line))}", soft_wrap=True)

@@ -1,0 +1,167 @@
+"""Tasks as token ids: contexts and questions as a model reads them, cut where the benchmark says so, refused or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from kvjax.evaluation.grid import Grid, TaskLine
+from kvjax.evaluation.tasks import registry
+from kvjax.evaluation.tasks.task import Example, Fault, Question, Source, Task
+
+Ids = Int[np.ndarray, "_"]
+
+MARK = "\u241e the question follows \u241e"  # stands between context and question while a chat template is applied
+
+
+@dataclass(frozen=True)
+class Item:
+    """A context and the questions that are asked of it, each alone.
+
+    Attributes:
+        length: of a generated task, as the grid asks for it.
+        context: ids, the text's special tokens included.
+        questions: ids of each; one or more tokens.
+        cut: tokens that were cut out of the context.
+    """
+
+    task: Task
+    length: int | None
+    example: Example
+    context: Ids
+    questions: tuple[Ids, ...]
+    new_tokens: int
+    cut: int = 0
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What cannot be asked, and why. It is reported, and not scored.
+
+    Attributes:
+        task: its name, or the pattern that matched none.
+        id: of the example; None where it is the whole task.
+    """
+
+    task: str
+    length: int | None
+    id: str | None
+    reason: str
+
+
+def read_items(
+    grid: Grid, tokenizer: Any, max_positions: int, only: Sequence[str] | None = None
+) -> Iterator[Item | Refusal]:
+    """All that a grid asks, in its order.
+
+    Args:
+        tokenizer: the model's.
+        max_positions: of the model; longer prompts are cut or refused.
+        only: the names or patterns of tasks that are asked; all by default.
+
+    Raises ValueError if `only` matches no task at all.
+    """
+    seen: set[tuple[str, int | None]] = set()
+    wanted = None if not only else {task.name for task in registry.find(only)}
+    for line in grid.tasks:
+        try:
+            tasks = registry.find(line.name)
+        except ValueError as error:
+            yield Refusal(line.name, None, None, str(error))
+            continue
+        for task in tasks:
+            if wanted is not None and task.name not in wanted:
+                continue
+            lengths = (line.lengths or (None,)) if task.generated else (None,)
+            for length in dict.fromkeys(lengths):
+                if (task.name, length) in seen:
+                    continue
+                seen.add((task.name, length))
+                yield from _of_task(grid, line, task, length, tokenizer, max_positions)
+
+
+def _of_task(
+    grid: Grid, line: TaskLine, task: Task, length: int | None, tokenizer: Any, max_positions: int
+) -> Iterator[Item | Refusal]:
+    limit = line.limit or grid.limit
+    folder = None if grid.data is None else Path(grid.data)
+    source = Source(tokenizer, length, grid.seed, folder=folder, **({} if limit is None else {"count": limit}))
+    seen: set[str] = set()
+    try:
+        for count, example in enumerate(task.examples(source)):
+            if count == limit:
+                break
+            if example.id in seen:
+                yield Refusal(task.name, length, example.id, "another example of this task has the same id")
+                continue
+            seen.add(example.id)
+            if isinstance(example, Fault):
+                yield Refusal(task.name, length, example.id, example.reason)
+                continue
+            try:
+                yield tokenized(example, task, length, grid, tokenizer, max_positions)
+            except ValueError as error:
+                yield Refusal(task.name, length, example.id, str(error))
+    except (ValueError, OSError, ImportError) as error:
+        yield Refusal(task.name, length, None, str(error))
+
+
+def tokenized(example: Example, task: Task, length: int | None, grid: Grid, tokenizer: Any, max_positions: int) -> Item:
+    """An example as token ids. Context and questions are tokenised apart, so that both settings see the same tokens.
+
+    Raises ValueError for an empty context, no questions, or a prompt longer than the model.
+    """
+    if not example.context.strip():
+        raise ValueError("an empty context; accepted is a text of at least one token")
+    if not example.questions:
+        raise ValueError("an example without questions; accepted is one or more")
+    chat = grid.chat and task.chat
+    if chat and not getattr(tokenizer, "chat_template", None):
+        raise ValueError("chat: true needs a chat template, and the model's tokenizer has none")
+
+    def encode(text: str, *, begins: bool = False) -> Ids:
+        return np.asarray(tokenizer(text, add_special_tokens=begins)["input_ids"], np.int32)
+
+    if chat:
+        parts = [_in_template(example.context, question, tokenizer) for question in example.questions]
+        context, texts = parts[0][0], [after for _, after in parts]
+    else:
+        context, texts = example.context, [question.text for question in example.questions]
+    ids = encode(context, begins=not chat)
+    questions = [encode(text) if text else np.zeros(0, np.int32) for text in texts]
+    if any(question.size == 0 for question in questions):  # the context's last token is what is decoded then
+        ids, last = ids[:-1], ids[-1:]
+        questions = [np.concatenate([last, question]) for question in questions]
+    new_tokens = grid.new_tokens or task.new_tokens
+    room = max_positions - new_tokens
+    room = room if grid.max_length is None else min(room, grid.max_length)
+    longest = max(question.size for question in questions)
+    cut = max(0, ids.size + longest - room)
+    if cut:
+        front = room // 2
+        back = room - front - longest
+        if task.truncation == "refuse" or min(front, back) < 1:
+            raise ValueError(
+                f"a prompt of {ids.size + longest:,} tokens and an answer of {new_tokens:,}; accepted are prompts of "
+                f"{room:,} tokens or fewer"
+            )
+        ids = np.concatenate([ids[:front], ids[ids.size - back :]])
+    if ids.size == 0:
+        raise ValueError("a context of one token and no question; accepted is a prompt of two tokens or more")
+    return Item(task, length, example, ids, tuple(questions), new_tokens, cut)
+
+
+def _in_template(context: str, question: Question, tokenizer: Any) -> tuple[str, str]:
+    """Context and question as the chat template has them; the answer's opening is in the assistant's turn."""
+    asked = question.text.removesuffix(question.opening)
+    turn = [{"role": "user", "content": f"{context}{MARK}{asked}"}]
+    text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    before, found, after = text.partition(MARK)
+    if not found:
+        raise ValueError("the chat template does not show a user's turn as it is; accepted is chat: false")
+    return before, after + question.opening

@@ -1,0 +1,138 @@
+"""What a run asks, in the order of its file, before anything is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from kvjax.evaluation.batches import Batch, Reading, batches, readings
+from kvjax.evaluation.grid import Cell, Grid
+from kvjax.evaluation.items import Item, Refusal
+from kvjax.evaluation.records import KEY, Key, key_of
+from kvjax.models import DecoderConfig
+from kvjax.plan import plan_cache
+from kvjax.policies import parse
+from kvjax.policy import Policy
+
+MANY = 4  # policies a host
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that a run asks, in the order of its file.
+
+    Attributes:
+        host: this one's index, and how many there are. Each takes policies of its own where there are many, so that
+            each program is compiled on one host only, and batches of its own where there are few.
+    """
+
+    grid: Grid
+    items: tuple[Item, ...]
+    refusals: tuple[Refusal, ...]
+    config: DecoderConfig
+    dtype: Any
+    host: tuple[int, int] = (0, 1)
+
+    @property
+    def path(self) -> str:
+        """The name of the file with results."""
+        index, hosts = self.host
+        return "results.jsonl" if hosts == 1 else f"results.{index}of{hosts}.jsonl"
+
+    @property
+    def timings(self) -> str:
+        return self.path.replace("results", "timings")
+
+    def errors(self) -> list[dict[str, Any]]:
+        """The lines of what cannot be asked at all: examples, and cells. The first host has them."""
+        if self.host[0]:
+            return []
+        nothing: dict[str, Any] = dict.fromkeys(KEY)
+        lines = [nothing | {"task": r.task, "length": r.length, "id": r.id, "error": r.reason} for r in self.refusals]
+        for cell, asked in self.cells:
+            if isinstance(asked, str):
+                about = {"policy": cell.label, "budget": cell.budget, "question": cell.question}
+                lines.append(nothing | about | {"text": cell.policy, "error": asked})
+        return lines
+
+    def batches(self, cell: Cell) -> list[Batch]:
+        """What this host asks in a cell. Raises ValueError if the policy does not suit the model."""
+        policy = parse(cell.policy)
+
+        def most(reading: Reading) -> int:
+            return self._rows(reading, policy)
+
+        index, hosts = self.host
+        names = list(dict.fromkeys(line.label for line in self.grid.policies))
+        whole = hosts > 1 and len(names) >= MANY * hosts
+        if whole and names.index(cell.label) % hosts != index:
+            return []
+        asked = batches(readings(self.items, cell.question), most, self.grid.mesh[0])
+        return asked if whole else asked[index::hosts]
+
+    def _rows(self, reading: Reading, policy: Policy) -> int:
+        """Rows of a batch of readings like this one: what memory allows, a power of two."""
+        grid = self.grid
+        if grid.memory_gb is None:
+            return grid.batch
+        fit = max(1, int(grid.memory_gb * 1e9 / self.row_bytes(reading, policy)))
+        return min(grid.batch, 1 << (fit.bit_length() - 1))
+
+    def row_bytes(self, reading: Reading, policy: Policy) -> int:
+        """What the cache of a row takes at most: when it is compressed, and the full layers it is compressed from."""
+        length, new = reading.prompt.size, reading.new_tokens + max(ask.tail.size for ask in reading.asks)
+        kept = plan_cache(self.config, policy, batch=1, length=length, new_tokens=new, dtype=self.dtype)
+        layers = self.config.num_layers if policy.shares else 1
+        token = self.config.bytes_per_token(self.dtype) // self.config.num_layers
+        return kept.nbytes + reading.size * token * layers
+
+    def batch_bytes(self, batch: Batch, cell: Cell) -> int:
+        """What the caches of a batch take at most."""
+        policy = parse(cell.policy)
+        return batch.rows * max(self.row_bytes(reading, policy) for reading in batch.readings)
+
+    @cached_property
+    def cells(self) -> tuple[tuple[Cell, list[Batch] | str], ...]:
+        """Each cell with its batches, or with what is wrong with it."""
+
+        def asked(cell: Cell) -> list[Batch] | str:
+            try:
+                return self.batches(cell)
+            except ValueError as error:
+                return str(error)
+
+        return tuple((cell, asked(cell)) for cell in self.grid.cells())
+
+    def order(self) -> Iterator[Key]:
+        """The keys of the file's lines."""
+        yield from map(key_of, self.errors())
+        for cell, asked in self.cells:
+            if not isinstance(asked, str):
+                yield from keys_of(cell, asked)
+
+
+def about(cell: Cell, made: Sequence[Reading]) -> list[dict[str, Any]]:
+    """The beginning of each line of some readings: what it is about."""
+    common = {"policy": cell.label, "budget": cell.budget, "question": cell.question}
+    return [
+        common | {"task": item.task.name, "length": item.length, "id": item.example.id, "asked": ask.index}
+        for reading in made
+        for ask in reading.asks
+        for item in [ask.item]
+    ]
+
+
+def keys_of(cell: Cell, asked: Sequence[Batch]) -> list[Key]:
+    return [key_of(line) for batch in asked for line in about(cell, batch.readings)]
+
+
+def sentence(line: dict[str, Any]) -> str:
+    names = ("policy", "budget", "question", "task", "length", "id")
+    where = [str(line[name]) for name in names if line[name] is not None]
+    return f"{' '.join(where)}: {line['error']}"
+
+
+def name_of(cell: Cell) -> str:
+    return cell.label if cell.budget is None else f"{cell.label} at {cell.budget}"

@@ -1,0 +1,229 @@
+"""A run: every cell of a grid asks its batches, and each answer is marked and recorded as soon as there is one."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import jax
+
+from kvjax.evaluation.asking import Answer, Took
+from kvjax.evaluation.batches import Ask, Batch, Reading, halves
+from kvjax.evaluation.grid import Cell
+from kvjax.evaluation.planning import Plan, about, keys_of, name_of, sentence
+from kvjax.evaluation.records import Records, encoded, key_of
+from kvjax.policies import parse
+from kvjax.policy import Policy
+
+Answering: TypeAlias = Callable[[Batch, Policy], tuple[list[list[Answer]], Took]]
+
+PROGRAMS = 16  # policies whose compiled programs are kept; each takes memory, and some hundred memory maps
+FIXED = ("model", "dtype", "data", "seed", "sampler", "new_tokens", "max_length", "chat")  # of all lines of a file
+
+
+class Watch(Protocol):
+    """What a run tells as it goes."""
+
+    def begin(self, answers: int) -> None:
+        """So many answers are missing."""
+        return None
+
+    def cell(self, cell: Cell) -> None:
+        """This one is next."""
+        return None
+
+    def advance(self, answers: int) -> None:
+        """So many more are there."""
+        return None
+
+    def say(self, text: str) -> None:
+        """Something happened that one should know."""
+        return None
+
+
+class Silent(Watch):
+    """Keeps it to itself."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What came of a run.
+
+    Attributes:
+        answers: in the file, of all planned ones.
+        new: of them, those of this run.
+        errors: what could not be asked or answered, a line each.
+    """
+
+    answers: int
+    planned: int
+    new: int
+    errors: tuple[str, ...]
+
+
+def run(plan: Plan, ask: Answering, out: Path, watch: Watch | None = None) -> Summary:
+    """Asks what is not in the folder `out` yet, and puts its file in order.
+
+    Raises ValueError if the folder holds results of another model, other data or another seed, or is in use.
+    """
+    watch = watch or Silent()
+    out.mkdir(parents=True, exist_ok=True)
+    _write_header(plan, out)
+    with Records(out / plan.path, watch.say) as records, (out / plan.timings).open("ab") as timings:
+        cells = [(cell, asked) for cell, asked in plan.cells if not isinstance(asked, str)]
+        errors = plan.errors()
+        records.append(errors)
+        planned = [key for cell, asked in cells for key in keys_of(cell, asked)]
+        before = sum(key in records for key in planned)
+        watch.begin(len(planned) - before)
+        used: set[str] = set()
+        for cell, asked in cells:
+            missing = [batch for batch in asked if not all(key in records for key in keys_of(cell, [batch]))]
+            if not missing:
+                continue
+            watch.cell(cell)
+            used.add(cell.policy)
+            if len(used) > PROGRAMS:
+                jax.clear_caches()
+                used = {cell.policy}
+            for lines, timing in _Asked(plan, cell, ask, watch).answers(missing):
+                errors += [line for line in lines if "error" in line]
+                new = sum(key_of(line) not in records for line in lines)
+                records.append(lines)
+                timings.write(encoded(timing))
+                timings.flush()
+                watch.advance(new)
+        records.finish(plan.order())
+        after = sum(key in records for key in planned)
+    return Summary(after, len(planned), after - before, tuple(map(sentence, errors)))
+
+
+class _Asked:
+    """A cell being asked. Batches that are too large for memory are halved, and so are all that follow."""
+
+    def __init__(self, plan: Plan, cell: Cell, ask: Answering, watch: Watch):
+        self.plan, self.cell, self.ask, self.watch = plan, cell, ask, watch
+        self.policy = parse(cell.policy)
+        self.most: int | None = None
+
+    def answers(self, asked: Sequence[Batch]) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
+        """The lines of each batch, in order, and what it took."""
+        waiting = list(reversed(asked))
+        multiple = self.plan.grid.mesh[0]
+        while waiting:
+            batch = waiting.pop()
+            if self.most is not None and batch.rows > self.most:
+                waiting += reversed(halves(batch, multiple))
+                continue
+            try:
+                answers, took = self.ask(batch, self.policy)
+            except Exception as error:  # whatever a policy may raise; a bug is reported for each example it hits
+                problem, full = f"{type(error).__name__}: {error}", out_of_memory(error)
+            else:
+                yield self._lines(batch, answers), self._timing(batch, took)
+                continue
+            parts = halves(batch, multiple)
+            if full and parts[0].rows < batch.rows:
+                self.most = parts[0].rows
+                self.watch.say(
+                    f"{name_of(self.cell)}: out of memory with {batch.rows} prompts; going on with {self.most}"
+                )
+                waiting += reversed(parts)
+            elif not full and len(batch.readings) > 1:
+                waiting += reversed(parts)
+            else:
+                lines = [line | {"error": problem} for line in about(self.cell, batch.readings)]
+                yield lines, self._timing(batch, None)
+
+    def _lines(self, batch: Batch, answers: list[list[Answer]]) -> list[dict[str, Any]]:
+        common = {"text": self.cell.policy, "seed": self.plan.grid.seed, "versions": versions()}
+        heads = iter(about(self.cell, batch.readings))
+        return [
+            next(heads) | _marked(reading, ask, answer) | common
+            for reading, mine in zip(batch.readings, answers, strict=True)
+            for ask, answer in zip(reading.asks, mine, strict=True)
+        ]
+
+    def _timing(self, batch: Batch, took: Took | None) -> dict[str, Any]:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        answers = sum(len(reading.asks) for reading in batch.readings)
+        facts = {
+            "policy": self.cell.label,
+            "budget": self.cell.budget,
+            "question": self.cell.question,
+            "rows": batch.rows,
+            "prompts": len(batch.readings),
+            "answers": answers,
+            "prompt_size": batch.readings[0].size,
+            "device": jax.devices()[0].device_kind if took is not None else None,
+            "ended": now,
+        }
+        return facts | ({} if took is None else asdict(took))
+
+
+def _marked(reading: Reading, ask: Ask, answer: Answer) -> dict[str, Any]:
+    """What a line says of an answer; an error if it cannot be marked."""
+    question = ask.item.example.questions[ask.index]
+    facts = {
+        "prediction": answer.text,
+        "answers": list(question.answers),
+        "tokens": answer.tokens,
+        "prompt_tokens": reading.prompt.size + ask.tail.size,
+        "cut": ask.item.cut,
+        "compressed_tokens": reading.prompt.size,
+        "kept": answer.kept,
+        "kv_bytes": answer.kv_bytes,
+        "kv_bytes_end": answer.kv_bytes_end,
+        "meta": {**ask.item.example.meta, **question.meta},
+    }
+    try:
+        return {"scores": dict(ask.item.task.metric(answer.text, question))} | facts
+    except Exception as error:  # a judge that does not answer, a package that is missing
+        return {"error": f"the answer could not be marked: {type(error).__name__}: {error}"} | facts
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether a host or a device had no memory left."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, jax.errors.JaxRuntimeError)
+        and any(word in str(error) for word in ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory"))
+    )
+
+
+def versions() -> dict[str, str]:
+    """Of what answers depend on."""
+    found = {"jax": jax.__version__}
+    try:
+        found["kvjax"] = importlib.metadata.version("kvjax")
+    except importlib.metadata.PackageNotFoundError:  # on the path, not installed
+        found["kvjax"] = "unknown"
+    return found
+
+
+def _write_header(plan: Plan, out: Path) -> None:
+    """`run.json`: the grid and the model. Raises ValueError if there is one of a run whose answers are others."""
+    path, grid = out / "run.json", plan.grid.document()
+    if path.exists():
+        there = json.loads(path.read_text(encoding="utf-8"))["grid"]
+        for name in FIXED:
+            if there[name] != grid[name]:
+                raise ValueError(
+                    f"{out} holds results with {name}={there[name]!r}, and this run has {name}={grid[name]!r}; "
+                    "accepted is the same, or another folder"
+                )
+    config = plan.config
+    model = {
+        "layers": config.num_layers,
+        "kv_heads": config.num_kv_heads,
+        "bytes_per_token": config.bytes_per_token(plan.dtype),
+        "dtype": str(plan.dtype),
+    }
+    new = path.with_name(f".{path.name}.{plan.host[0]}")
+    new.write_text(json.dumps({"grid": grid, "model": model}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(new, path)

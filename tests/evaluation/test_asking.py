@@ -1,0 +1,128 @@
+"""A real, tiny model is asked: the answers are those of each question asked alone, and programs are shared."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import kvjax
+from kvjax.evaluation.asking import Asker
+from kvjax.evaluation.batches import batches, readings
+from kvjax.evaluation.grid import Setting
+from kvjax.evaluation.items import Item
+from kvjax.evaluation.tasks.task import Example
+from kvjax.evaluation.tasks.vocabulary import WORDS, tokenizer
+from kvjax.models import Decoder
+from kvjax.policies import parse
+from kvjax.sampling import Greedy, Sampler
+from tests.evaluation.words import Words, exact
+from tests.tiny import decoder, left_pad
+
+END = 2
+EXTEND = jax.jit(kvjax.extend)
+
+
+@pytest.fixture(scope="module")
+def params() -> Decoder:
+    return decoder(vocab=len(WORDS))
+
+
+def item(name: str, context: int, *questions: int, new_tokens: int = 6) -> Item:
+    """Random words; the questions have these lengths."""
+    rng = np.random.default_rng(len(name) + context)
+    draw = lambda n: rng.integers(3, len(WORDS), n).astype(np.int32)  # noqa: E731
+    example = Example(name, "", tuple())
+    return Item(Words("test/words", 6, exact), None, example, draw(context), tuple(map(draw, questions)), new_tokens)
+
+
+ITEMS = [item("a", 41, 5, 9), item("b", 47, 7, 3), item("c", 33, 4, 4), item("d", 20, 2), item("e", 46, 1, 6)]
+
+
+def alone(params: Decoder, one: Item, index: int, question: Setting, text: str) -> list[int]:
+    """The same by `extend` alone: read, compressed, and then token by token, in a cache of its own."""
+    prompt = np.concatenate([one.context, one.questions[index]])
+    first = one.context.size if question == "after" else prompt.size - 1
+
+    def extended(cache: kvjax.KVCache, ids: np.ndarray, size: int) -> tuple[jax.Array, kvjax.KVCache]:
+        tokens, lengths = left_pad([ids], size)
+        return EXTEND(params, kvjax.with_room(cache, 16), jnp.asarray(tokens), jnp.asarray(lengths))
+
+    cache = kvjax.KVCache.empty(params.config, parse(text), jnp.array([first]), 64, jnp.float32)
+    _, cache = extended(cache, prompt[:first], 64)
+    logits, cache = extended(cache, prompt[first:], 16 if question == "after" else 1)
+    written: list[int] = []
+    while len(written) < one.new_tokens and END not in written:
+        written.append(int(jnp.argmax(logits[0])))
+        logits, cache = extended(cache, np.array(written[-1:]), 1)
+    return written
+
+
+@pytest.mark.parametrize("question", ["after", "before"])
+@pytest.mark.parametrize("text", ["snapkv:budget=0.5,window=4", "tova:budget=12"])
+def test_answers_are_those_of_each_question_alone(params: Decoder, question: Setting, text: str) -> None:
+    ask = Asker(params, tokenizer(), Greedy())
+    found: dict[tuple[str, int], list[int]] = {}
+    kept: dict[str, list[float]] = {}
+    for batch in batches(readings(ITEMS, question), lambda _: 4):
+        answers, took = ask(batch, parse(text))
+        assert took.decoded_tokens >= 0
+        for reading, mine in zip(batch.readings, answers, strict=True):
+            for asked, answer in zip(reading.asks, mine, strict=True):
+                found[asked.item.example.id, asked.index] = answer.tokens
+                kept[asked.item.example.id] = answer.kept
+                assert answer.text == tokenizer().decode(answer.tokens, skip_special_tokens=True)
+                assert 0 < answer.kv_bytes <= answer.kv_bytes_end
+    assert len(found) == sum(len(one.questions) for one in ITEMS)
+    for one in ITEMS[:4]:
+        for index in range(len(one.questions)):
+            assert found[one.example.id, index] == alone(params, one, index, question, text), (one.example.id, index)
+    sizes = {one.example.id: one.context.size for one in ITEMS}
+    if question == "after":
+        assert kept == {name: [float(12 if "tova" in text else size // 2)] for name, size in sizes.items()}
+
+
+def test_a_question_of_one_token_is_decoded(params: Decoder) -> None:
+    """Beside longer ones it is a turn, alone a decode step: what comes of it is the same where nothing is evicted."""
+    ask = Asker(params, tokenizer(), Greedy())
+    policy = parse("snapkv:budget=0.5,window=4")
+    (both,) = batches(readings([ITEMS[4], replace(ITEMS[0], questions=ITEMS[0].questions[:2])], "after"), lambda _: 2)
+    alone = replace(ITEMS[4], questions=ITEMS[4].questions[:1])
+    (single,) = batches(readings([alone], "after"), lambda _: 2)
+    together = {r.asks[0].item.example.id: a for r, a in zip(both.readings, ask(both, policy)[0], strict=True)}
+    assert together["e"][0].tokens == ask(single, policy)[0][0][0].tokens
+
+
+def test_draws_depend_on_the_example_and_not_on_its_batch(params: Decoder) -> None:
+    def drawn(ask: Asker, *given: Item) -> list[list[int]]:
+        (batch,) = batches(readings(given, "after"), lambda _: 4)
+        return [answer.tokens for mine in ask(batch, parse("full"))[0] for answer in mine]
+
+    ask = Asker(params, tokenizer(), Sampler(temperature=1.0), seed=1)
+    together = drawn(ask, ITEMS[0], ITEMS[1])
+    assert together == drawn(ask, ITEMS[1], ITEMS[0])[2:] + drawn(ask, ITEMS[1], ITEMS[0])[:2]
+    assert together != drawn(replace(ask, seed=2), ITEMS[0], ITEMS[1])
+
+
+def test_nothing_is_compiled_per_example(compiled: list[str]) -> None:
+    """A second set of as many examples, of other lengths in the same buckets, finds all programs compiled."""
+    params = Decoder(replace(decoder(vocab=len(WORDS)).config, mlp_size=40), nnx.Rngs(0))
+    ask = Asker(params, tokenizer(), Greedy())
+
+    def work(first: int) -> Counter[str]:
+        compiled.clear()
+        given = [item(f"{i}", first + i, 3 + i % 4, 9) for i in range(11)]
+        for question in ("after", "before"):
+            for batch in batches(readings(given, question), lambda _: 4):
+                assert batch.rows == 4
+                ask(batch, parse("h2o:budget=12"))
+        return Counter(name for name in compiled if name in ("jit(read)", "jit(decode)", "jit(step)"))
+
+    # prompts of 33..48 and, with their questions, 36..58 tokens; the question as a turn; one token as a step
+    assert work(33) == {"jit(read)": 3, "jit(step)": 1, "jit(decode)": 1}
+    assert work(34) == {}

@@ -1,0 +1,93 @@
+"""Examples as token ids: where they are cut, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvjax.evaluation.grid import Grid
+from kvjax.evaluation.items import Item, Refusal
+from kvjax.evaluation.tasks.task import Example, Fault, Question
+from kvjax.evaluation.tasks.vocabulary import encode, tokenizer
+from tests.evaluation.words import example, items
+
+GRID = Grid.of({"tasks": ["test/*"], "policies": ["full"]})
+NAMES = "adam alan alice amir anna arno beth boris bruno carl cecil celia chloe clara cora dana"
+TEMPLATE = "{% for m in messages %}the {{ m.content }} .{% endfor %}{% if add_generation_prompt %} one :{% endif %}"
+
+
+def one(found: list[Item | Refusal]) -> Item:
+    (item,) = found
+    assert isinstance(item, Item)
+    return item
+
+
+def test_context_and_questions_are_their_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    item = one(items(monkeypatch, GRID, tokenizer(), [example("a", NAMES, " what is adam :", " what is alan :")]))
+    np.testing.assert_array_equal(item.context, encode(NAMES))
+    assert [ids.tolist() for ids in item.questions] == [encode(f"what is {n} :").tolist() for n in ("adam", "alan")]
+    assert (item.new_tokens, item.cut) == (4, 0)
+
+
+def test_special_tokens_begin_the_context_alone(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
+    item = one(items(monkeypatch, GRID, tokenizer, [example("a", "ba be bi", " bo bu")]))
+    assert item.context.tolist() == tokenizer("ba be bi")["input_ids"]
+    assert item.questions[0].tolist() == tokenizer("bo bu", add_special_tokens=False)["input_ids"]
+
+
+def test_without_a_question_the_last_token_of_the_context_is_what_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    item = one(items(monkeypatch, GRID, tokenizer(), [example("a", NAMES, "")]))
+    assert item.context.tolist() == encode(NAMES)[:-1].tolist()
+    assert item.questions[0].tolist() == encode("dana").tolist()
+
+
+@pytest.mark.parametrize(("max_length", "max_positions"), [(12, 64), (None, 16)])
+def test_middle_is_cut(monkeypatch: pytest.MonkeyPatch, max_length: int | None, max_positions: int) -> None:
+    """Of a prompt that may have 12 tokens, its first and last 6 remain, the question whole among the last."""
+    grid = GRID.but(max_length=max_length)
+    given = [example("a", NAMES, " what is adam :")]
+    item = one(items(monkeypatch, grid, tokenizer(), given, truncation="middle", max_positions=max_positions))
+    assert item.context.tolist() == encode(" ".join(NAMES.split()[:6] + NAMES.split()[-2:])).tolist()
+    assert item.questions[0].size == 4
+    assert item.cut == 8
+
+
+def test_the_chat_template_goes_around_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = tokenizer()
+    words.chat_template = TEMPLATE
+    asked = Question(" what is adam : adam is", ("key",), opening=" adam is")
+    item = one(items(monkeypatch, GRID.but(chat=True), words, [Example("a", NAMES, (asked,))]))
+    assert item.context.tolist() == encode(f"the {NAMES}").tolist()
+    assert item.questions[0].tolist() == encode("what is adam : . one : adam is").tolist()
+    plain = one(items(monkeypatch, GRID.but(chat=True), words, [Example("a", NAMES, (asked,))], chat=False))
+    assert plain.context.tolist() == encode(NAMES).tolist()
+
+
+def test_what_cannot_be_asked_is_reported_and_the_rest_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = Grid.of({"tasks": ["no/such", "test/*", "demo/keys"], "policies": ["full"], "limit": 8})
+    given = [
+        example("empty", " ", " what is adam :"),
+        Fault("broken", "data.jsonl, line 2: no field 'answers'"),
+        example("good", NAMES, " what is adam :"),
+        example("good", NAMES, " what is alan :"),
+        Example("mute", NAMES, ()),
+        example("long", f"{NAMES} {NAMES} {NAMES} {NAMES}", " what is adam :"),
+    ]
+    found = items(monkeypatch, grid, tokenizer(), given)
+    assert [item.example.id for item in found if isinstance(item, Item)] == ["good"]
+    refused = {(r.task, r.id): r.reason for r in found if isinstance(r, Refusal)}
+    assert "no task matches 'no/such'" in refused["no/such", None]
+    assert "an empty context" in refused["test/words", "empty"]
+    assert refused["test/words", "broken"] == "data.jsonl, line 2: no field 'answers'"
+    assert "same id" in refused["test/words", "good"]
+    assert "without questions" in refused["test/words", "mute"]
+    assert refused["test/words", "long"] == (
+        "a prompt of 68 tokens and an answer of 4; accepted are prompts of 60 tokens or fewer"
+    )
+    assert "prompts of 48 tokens or fewer" in refused["demo/keys", "1024-0"]
+    with_chat = items(monkeypatch, GRID.but(chat=True), tokenizer(), given[2:3])
+    assert [r.reason for r in with_chat if isinstance(r, Refusal)] == [
+        "chat: true needs a chat template, and the model's tokenizer has none"
+    ]

@@ -1,0 +1,321 @@
+"""Runs, with a function in the place of the model: what is recorded, and what becomes of runs that are cut short."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from kvjax.evaluation.asking import Answer, Took
+from kvjax.evaluation.batches import Batch
+from kvjax.evaluation.grid import Grid
+from kvjax.evaluation.items import Item, Refusal, read_items
+from kvjax.evaluation.planning import Plan
+from kvjax.evaluation.runner import Silent, Summary, run
+from kvjax.evaluation.tasks.task import Example, Fault
+from kvjax.evaluation.tasks.vocabulary import tokenizer
+from kvjax.policy import Policy
+from tests.evaluation import words
+from tests.tiny import decoder
+
+GRID = Grid.of(
+    {
+        "tasks": ["demo/keys", "demo/needle"],
+        "limit": 5,
+        "policies": ["full", "snapkv:budget={budget}"],
+        "budgets": [0.5, 0.25],
+        "question": "both",
+        "batch": 4,
+    }
+)
+
+
+def plan(grid: Grid = GRID, found: Sequence[Item | Refusal] | None = None, host: tuple[int, int] = (0, 1)) -> Plan:
+    found = list(read_items(grid, tokenizer(), 4096)) if found is None else found
+    return Plan(
+        grid,
+        tuple(item for item in found if isinstance(item, Item)),
+        tuple(refusal for refusal in found if isinstance(refusal, Refusal)),
+        decoder().config,
+        jax.numpy.dtype("float32"),
+        host,
+    )
+
+
+def right(batch: Batch, policy: Policy) -> tuple[list[list[Answer]], Took]:
+    """Knows every answer."""
+    answers = [
+        [
+            Answer([len(ask.tail)], ask.item.example.questions[ask.index].answers[0], [1.5, 2.0], 10, 20)
+            for ask in reading.asks
+        ]
+        for reading in batch.readings
+    ]
+    return answers, Took(0.1, 0.2, 0.3, 0.0, 5)
+
+
+class Notes(Silent):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.total, self.done = 0, 0
+
+    def begin(self, answers: int) -> None:
+        self.total = answers
+
+    def advance(self, answers: int) -> None:
+        self.done += answers
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+def lines(out: Path, name: str = "results.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / name).read_text().splitlines()]
+
+
+def test_every_question_has_a_line_with_what_it_was_and_came_to(tmp_path: Path) -> None:
+    notes = Notes()
+    summary = run(plan(), right, tmp_path, notes)
+    found = lines(tmp_path)
+    per_cell = 5 * 4 + 5  # of keys four questions each, of needle one
+    assert summary == Summary(answers=6 * per_cell, planned=6 * per_cell, new=6 * per_cell, errors=())
+    assert (notes.total, notes.done, notes.said) == (6 * per_cell, 6 * per_cell, [])
+    assert Counter((line["policy"], line["budget"], line["question"]) for line in found) == {
+        (cell.label, cell.budget, cell.question): per_cell for cell in GRID.cells()
+    }
+    line = next(line for line in found if line["budget"] == 0.25 and line["question"] == "before")
+    assert line["text"] == "snapkv:budget=0.25"
+    assert (line["task"], line["length"], line["meta"]) == ("demo/keys", None, {"length": 1024})
+    assert (line["prediction"], line["scores"]) == (line["answers"][0], {"exact_match": 1.0})
+    assert (line["tokens"], line["prompt_tokens"], line["compressed_tokens"]) == ([1], 1024, 1023)
+    assert (line["kept"], line["kv_bytes"], line["kv_bytes_end"], line["cut"]) == ([1.5, 2.0], 10, 20, 0)
+    assert (line["seed"], line["versions"]["jax"]) == (0, jax.__version__)
+    after = next(line for line in found if line["question"] == "after")
+    assert after["compressed_tokens"] < after["prompt_tokens"] - 1
+    assert after["tokens"] == [after["prompt_tokens"] - after["compressed_tokens"]]
+    took = lines(tmp_path, "timings.jsonl")
+    assert sum(line["answers"] for line in took) == len(found)
+    assert all(line["read_seconds"] == 0.1 and line["rows"] == 4 for line in took)
+    assert not {"ended", "read_seconds"} & set(line)
+
+
+def test_a_finished_run_asks_nothing_again(tmp_path: Path) -> None:
+    run(plan(), right, tmp_path)
+    before = (tmp_path / "results.jsonl").read_bytes()
+
+    def never(batch: Batch, policy: Policy) -> Any:
+        raise AssertionError("asked again")
+
+    assert run(plan(), never, tmp_path).new == 0
+    assert (tmp_path / "results.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("cut", [1, 40, 2000])
+def test_a_corrupt_end_is_repaired(tmp_path: Path, cut: int) -> None:
+    run(plan(), right, tmp_path / "whole")
+    run(plan(), right, tmp_path / "cut")
+    path = tmp_path / "cut" / "results.jsonl"
+    path.write_bytes(path.read_bytes()[:-cut])
+    notes = Notes()
+    summary = run(plan(), right, tmp_path / "cut", notes)
+    assert len(notes.said) == 1
+    assert "is not whole; it is dropped and asked again" in notes.said[0]
+    assert 0 < summary.new < summary.planned
+    assert path.read_bytes() == (tmp_path / "whole" / "results.jsonl").read_bytes()
+
+
+def test_a_larger_grid_goes_on_from_a_smaller_one(tmp_path: Path) -> None:
+    small = GRID.but(policies=["snapkv:budget={budget}"], budgets=[0.25])
+    first = run(plan(small), right, tmp_path)
+    second = run(plan(), right, tmp_path)
+    assert second.new == second.planned - first.planned
+    run(plan(), right, tmp_path / "at_once")
+    assert (tmp_path / "results.jsonl").read_bytes() == (tmp_path / "at_once" / "results.jsonl").read_bytes()
+    again = run(plan(small), right, tmp_path)  # and nothing is lost where less is asked
+    assert (again.new, len(lines(tmp_path))) == (0, second.planned)
+
+
+def test_results_of_another_seed_are_not_mixed(tmp_path: Path) -> None:
+    run(plan(), right, tmp_path)
+    with pytest.raises(ValueError, match="holds results with seed=0, and this run has seed=1"):
+        run(plan(GRID.but(seed=1)), right, tmp_path)
+
+
+def test_one_run_at_a_time(tmp_path: Path) -> None:
+    ready = plan(GRID.but(policies=["full"]))
+
+    def second(batch: Batch, policy: Policy) -> Any:
+        run(ready, right, tmp_path)
+
+    summary = run(ready, second, tmp_path)
+    assert summary.answers == 0
+    assert all("is being written by another run" in error for error in summary.errors)
+
+
+@pytest.mark.parametrize("policies", [GRID.policies, [f"snapkv:budget={n}" for n in range(40, 50)]])
+def test_hosts_share_the_work(tmp_path: Path, policies: Any) -> None:
+    grid = GRID.but(policies=list(policies)) if isinstance(policies, list) else GRID
+    run(plan(grid), right, tmp_path / "one")
+    for host in range(2):
+        run(plan(grid, host=(host, 2)), right, tmp_path / "two")
+    parts = [lines(tmp_path / "two", f"results.{host}of2.jsonl") for host in range(2)]
+    assert min(map(len, parts)) > 0
+
+    def by_key(found: list[dict[str, Any]]) -> list[str]:
+        return sorted(map(json.dumps, found))
+
+    assert by_key(parts[0] + parts[1]) == by_key(lines(tmp_path / "one"))
+    own = [{line["policy"] for line in part} for part in parts]
+    assert (not own[0] & own[1]) == isinstance(policies, list)
+
+
+def fails(hit: Callable[[Batch], bool], error: BaseException) -> Callable[[Batch, Policy], Any]:
+    def ask(batch: Batch, policy: Policy) -> Any:
+        if hit(batch):
+            raise error
+        return right(batch, policy)
+
+    return ask
+
+
+def test_what_fails_on_one_example_is_reported_and_the_rest_answered(tmp_path: Path) -> None:
+    def unlucky(batch: Batch) -> bool:
+        return any(ask.item.example.id == "1024-3" for reading in batch.readings for ask in reading.asks)
+
+    summary = run(plan(), fails(unlucky, RuntimeError("the policy is at a loss")), tmp_path)
+    wrong = [line for line in lines(tmp_path) if "error" in line]
+    assert {(line["task"], line["id"]) for line in wrong} == {("demo/keys", "1024-3"), ("demo/needle", "1024-3")}
+    assert all(line["error"] == "RuntimeError: the policy is at a loss" and "scores" not in line for line in wrong)
+    assert len(wrong) == summary.planned - summary.answers == len(summary.errors) == 6 * 5
+    assert summary.errors[0].startswith("full after demo/keys 1024-3: RuntimeError")
+    again = run(plan(), right, tmp_path)  # what failed is tried again
+    assert (again.new, again.errors) == (30, ())
+    run(plan(), right, tmp_path / "well")
+    assert (tmp_path / "results.jsonl").read_bytes() == (tmp_path / "well" / "results.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")]
+)
+def test_out_of_memory_halves_the_batch(tmp_path: Path, error: BaseException) -> None:
+    rows: list[int] = []
+
+    def too_many(batch: Batch) -> bool:
+        rows.append(batch.rows)
+        return batch.rows > 2
+
+    notes = Notes()
+    summary = run(plan(), fails(too_many, error), tmp_path / "small", notes)
+    assert summary.errors == ()
+    assert notes.said[0] == "full: out of memory with 4 prompts; going on with 2"
+    assert len(notes.said) == len(GRID.cells()) == rows.count(4)  # once a cell, not once a batch
+    run(plan(), right, tmp_path / "large")
+    assert (tmp_path / "small" / "results.jsonl").read_bytes() == (tmp_path / "large" / "results.jsonl").read_bytes()
+    hopeless = run(plan(), fails(lambda _: True, error), tmp_path / "none")
+    assert hopeless.answers == 0
+    assert len(hopeless.errors) == hopeless.planned
+
+
+def test_refusals_policies_and_marks_that_fail_are_lines_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def metric(prediction: str, question: Any) -> Any:
+        if prediction == "dora":
+            raise OSError("no judge")
+        return {"exact_match": 1.0}
+
+    given: list[Example | Fault] = [
+        Fault("bad", "data.jsonl, line 3: no field 'context'"),
+        words.example("good", "adam alan", " what is adam :"),
+        words.example("judged", "adam alan", " what is alan :", answer="dora"),
+    ]
+    grid = Grid.of({"tasks": ["test/*", "none/*"], "policies": ["full", "lru", "snapkv:budget=3"]})
+    summary = run(plan(grid, words.items(monkeypatch, grid, tokenizer(), given, metric=metric)), right, tmp_path)
+    found = lines(tmp_path)
+    assert [line["error"].split(";")[0] for line in found if "error" in line] == [
+        "data.jsonl, line 3: no field 'context'",
+        next(line["error"] for line in found if line["task"] == "none/*").split(";")[0],
+        "unknown policy 'lru'",
+        next(line["error"] for line in found if line["policy"] == "snapkv:budget=3").split(";")[0],
+        "the answer could not be marked: OSError: no judge",
+    ]
+    assert "a budget of 3 entries is smaller than" in found[3]["error"]
+    assert [line["id"] for line in found if "scores" in line] == ["good"]
+    assert (summary.answers, summary.planned, len(summary.errors)) == (1, 2, 5)
+
+
+KILLED = """
+import os, sys, time
+from pathlib import Path
+from tests.evaluation.test_runner import plan, right
+from kvjax.evaluation.runner import run
+
+def slow(batch, policy):
+    time.sleep(0.004)
+    return right(batch, policy)
+
+ready = plan()
+for _ in range(int(sys.argv[2])):
+    sys.stdout.write("ready\\n"); sys.stdout.flush()
+    if not sys.stdin.readline():
+        break
+    child = os.fork()  # loading Python anew for each would take all of the time
+    if child == 0:
+        run(ready, slow, Path(sys.argv[1]))
+        os._exit(0)
+    sys.stdout.write(f"{child}\\n"); sys.stdout.flush()
+    _, status = os.waitpid(child, 0)
+    sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\\n"); sys.stdout.flush()
+"""
+
+
+def test_killed_at_any_moment_it_ends_with_the_same_file(tmp_path: Path) -> None:
+    """SIGKILL at 20 random moments of one run, while it asks, writes and puts lines in order; then it is let finish."""
+    run(plan(), right, tmp_path / "whole")
+    expected = (tmp_path / "whole" / "results.jsonl").read_bytes()
+    draw = random.Random(0)
+    root = Path(__file__).resolve().parents[2]
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, tmp_path / "killed", "40"],
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+
+    def forked() -> int:
+        assert process.stdout.readline() == "ready\n"
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        return int(process.stdout.readline())
+
+    kills, sizes = 0, set()
+    try:
+        while kills < 20:
+            child = forked()
+            time.sleep(draw.uniform(0.001, 0.03))
+            os.kill(child, signal.SIGKILL)
+            kills += int(process.stdout.readline()) == -signal.SIGKILL
+            path = tmp_path / "killed" / "results.jsonl"
+            sizes.add(path.stat().st_size if path.exists() else 0)
+        forked()
+        assert process.stdout.readline() == "0\n"
+    finally:
+        process.kill()
+        process.wait()
+    assert len(sizes) > 3  # it was killed here and there
+    assert (tmp_path / "killed" / "results.jsonl").read_bytes() == expected
