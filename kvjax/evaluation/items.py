@@ -114,12 +114,8 @@ def _of_task(
 def tokenized(example: Example, task: Task, length: int | None, grid: Grid, tokenizer: Any, max_positions: int) -> Item:
     """An example as token ids. Context and questions are tokenised apart, so that both settings see the same tokens.
 
-    Raises ValueError for an empty context, no questions, or a prompt longer than the model.
+    Raises ValueError for an empty context or question, or a prompt longer than the model.
     """
-    if not example.context.strip():
-        raise ValueError("an empty context; accepted is a text of at least one token")
-    if not example.questions:
-        raise ValueError("an example without questions; accepted is one or more")
     chat = grid.chat and task.chat
     if chat and not getattr(tokenizer, "chat_template", None):
         raise ValueError("chat: true needs a chat template, and the model's tokenizer has none")
@@ -133,10 +129,9 @@ def tokenized(example: Example, task: Task, length: int | None, grid: Grid, toke
     else:
         context, texts = example.context, [question.text for question in example.questions]
     ids = encode(context, begins=not chat)
-    questions = [encode(text) if text else np.zeros(0, np.int32) for text in texts]
-    if any(question.size == 0 for question in questions):  # the context's last token is what is decoded then
-        ids, last = ids[:-1], ids[-1:]
-        questions = [np.concatenate([last, question]) for question in questions]
+    questions = [encode(text) for text in texts]
+    if not example.context.strip() or min(map(len, [ids, *questions])) == 0:
+        raise ValueError("an empty context or question; accepted are texts of at least one token")
     new_tokens = grid.new_tokens or task.new_tokens
     room = max_positions - new_tokens
     room = room if grid.max_length is None else min(room, grid.max_length)
@@ -151,8 +146,6 @@ def tokenized(example: Example, task: Task, length: int | None, grid: Grid, toke
                 f"{room:,} tokens or fewer"
             )
         ids = np.concatenate([ids[:front], ids[ids.size - back :]])
-    if ids.size == 0:
-        raise ValueError("a context of one token and no question; accepted is a prompt of two tokens or more")
     return Item(task, length, example, ids, tuple(questions), new_tokens, cut)
 
 

@@ -37,12 +37,6 @@ def test_special_tokens_begin_the_context_alone(monkeypatch: pytest.MonkeyPatch,
     assert item.questions[0].tolist() == tokenizer("bo bu", add_special_tokens=False)["input_ids"]
 
 
-def test_without_a_question_the_last_token_of_the_context_is_what_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    item = one(items(monkeypatch, GRID, tokenizer(), [example("a", NAMES, "")]))
-    assert item.context.tolist() == encode(NAMES)[:-1].tolist()
-    assert item.questions[0].tolist() == encode("dana").tolist()
-
-
 @pytest.mark.parametrize(("max_length", "max_positions"), [(12, 64), (None, 16)])
 def test_middle_is_cut(monkeypatch: pytest.MonkeyPatch, max_length: int | None, max_positions: int) -> None:
     """Of a prompt that may have 12 tokens, its first and last 6 remain, the question whole among the last."""
@@ -66,27 +60,29 @@ def test_the_chat_template_goes_around_both(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_cannot_be_asked_is_reported_and_the_rest_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    grid = Grid.of({"tasks": ["no/such", "test/*", "demo/keys"], "policies": ["full"], "limit": 8})
+    tasks = ["no/such", "test/*", {"name": "demo/keys", "lengths": [1024]}, "demo/needle"]
+    grid = Grid.of({"tasks": tasks, "policies": ["full"], "limit": 8})
     given = [
         example("empty", " ", " what is adam :"),
         Fault("broken", "data.jsonl, line 2: no field 'answers'"),
         example("good", NAMES, " what is adam :"),
         example("good", NAMES, " what is alan :"),
-        Example("mute", NAMES, ()),
+        example("mute", NAMES, " "),
         example("long", f"{NAMES} {NAMES} {NAMES} {NAMES}", " what is adam :"),
     ]
     found = items(monkeypatch, grid, tokenizer(), given)
     assert [item.example.id for item in found if isinstance(item, Item)] == ["good"]
     refused = {(r.task, r.id): r.reason for r in found if isinstance(r, Refusal)}
     assert "no task matches 'no/such'" in refused["no/such", None]
-    assert "an empty context" in refused["test/words", "empty"]
     assert refused["test/words", "broken"] == "data.jsonl, line 2: no field 'answers'"
     assert "same id" in refused["test/words", "good"]
-    assert "without questions" in refused["test/words", "mute"]
+    for name in ("empty", "mute"):
+        assert "an empty context or question" in refused["test/words", name]
     assert refused["test/words", "long"] == (
         "a prompt of 68 tokens and an answer of 4; accepted are prompts of 60 tokens or fewer"
     )
     assert "prompts of 48 tokens or fewer" in refused["demo/keys", "1024-0"]
+    assert "needs a length" in refused["demo/needle", None]
     with_chat = items(monkeypatch, GRID.but(chat=True), tokenizer(), given[2:3])
     assert [r.reason for r in with_chat if isinstance(r, Refusal)] == [
         "chat: true needs a chat template, and the model's tokenizer has none"

@@ -31,7 +31,7 @@ from tests.tiny import decoder
 
 GRID = Grid.of(
     {
-        "tasks": ["demo/keys", "demo/needle"],
+        "tasks": [{"name": name, "lengths": [1024]} for name in ("demo/keys", "demo/needle")],
         "limit": 5,
         "policies": ["full", "snapkv:budget={budget}"],
         "budgets": [0.5, 0.25],
@@ -96,7 +96,7 @@ def test_every_question_has_a_line_with_what_it_was_and_came_to(tmp_path: Path) 
     }
     line = next(line for line in found if line["budget"] == 0.25 and line["question"] == "before")
     assert line["text"] == "snapkv:budget=0.25"
-    assert (line["task"], line["length"], line["meta"]) == ("demo/keys", None, {"length": 1024})
+    assert (line["task"], line["length"], line["meta"]) == ("demo/keys", 1024, {"length": 1024})
     assert (line["prediction"], line["scores"]) == (line["answers"][0], {"exact_match": 1.0})
     assert (line["tokens"], line["prompt_tokens"], line["compressed_tokens"]) == ([1], 1024, 1023)
     assert (line["kept"], line["kv_bytes"], line["kv_bytes_end"], line["cut"]) == ([1.5, 2.0], 10, 20, 0)
@@ -198,7 +198,7 @@ def test_what_fails_on_one_example_is_reported_and_the_rest_answered(tmp_path: P
     assert {(line["task"], line["id"]) for line in wrong} == {("demo/keys", "1024-3"), ("demo/needle", "1024-3")}
     assert all(line["error"] == "RuntimeError: the policy is at a loss" and "scores" not in line for line in wrong)
     assert len(wrong) == summary.planned - summary.answers == len(summary.errors) == 6 * 5
-    assert summary.errors[0].startswith("full after demo/keys 1024-3: RuntimeError")
+    assert summary.errors[0].startswith("full after demo/keys 1024 1024-3: RuntimeError")
     again = run(plan(), right, tmp_path)  # what failed is tried again
     assert (again.new, again.errors) == (30, ())
     run(plan(), right, tmp_path / "well")
