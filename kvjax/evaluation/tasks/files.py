@@ -58,6 +58,9 @@ class Record:
             raise DataError(f"{self.where}: field {name!r} is {_kind(value)}; expected a list")
         return value
 
+    def object(self, name: str) -> Record:
+        return Record.of(f"{self.where}, {name}", self._get(name, "an object"))
+
     def records(self, name: str) -> list[Record]:
         """A list of objects."""
         return [Record.of(f"{self.where}, {name}[{i}]", value) for i, value in enumerate(self.items(name))]
@@ -117,6 +120,13 @@ class DataFile:
         lines = self.read(source).splitlines()
         return [(f"{self.path}, line {i}", line) for i, line in enumerate(lines, 1) if line.strip()]
 
+    def items(self, source: Source) -> list[tuple[str, Any]]:
+        """(where, item) for each item of a JSON list."""
+        value = parse(self.path, self.read(source))
+        if not isinstance(value, list):
+            raise DataError(f"{self.path}: {_kind(value)} where a list of objects is expected")
+        return [(f"{self.path}, [{i}]", item) for i, item in enumerate(value)]
+
 
 def read(path: Path) -> bytes:
     """A file's bytes; raises DataError."""
@@ -126,12 +136,12 @@ def read(path: Path) -> bytes:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def examples(lines: Iterable[tuple[str, bytes]], make: Callable[[Record], Example]) -> Iterator[Example | Fault]:
-    """One example a line of JSON lines; a Fault where `make` or the JSON fails, or an id comes twice."""
+def examples(found: Iterable[tuple[str, Any]], make: Callable[[Record], Example]) -> Iterator[Example | Fault]:
+    """One example of each line or item; a Fault where `make` or the JSON fails, or an id comes twice."""
     seen: dict[str, str] = {}
-    for where, line in lines:
+    for where, value in found:
         try:
-            example = make(Record.of(where, parse(where, line)))
+            example = make(Record.of(where, parse(where, value) if isinstance(value, bytes) else value))
             if example.id in seen:
                 raise DataError(f"{where}: its id {example.id!r} is that of {seen[example.id]}")
         except DataError as error:

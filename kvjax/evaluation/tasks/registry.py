@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from . import demo_suite, ruler
+from . import demo_suite, longbench, longgenbench, longwriter, needle, ruler, zero_scrolls
 from .task import Task
 
-TASKS: dict[str, Task] = {task.name: task for family in (demo_suite, ruler) for task in family.TASKS}
+FAMILIES = (demo_suite, ruler, needle, longbench, zero_scrolls, longgenbench, longwriter)
+TASKS: dict[str, Task] = {task.name: task for family in FAMILIES for task in family.TASKS}
 
 
 def find(patterns: str | Sequence[str]) -> tuple[Task, ...]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from kvjax.evaluation.judge import Judge
+
 
 class DataError(ValueError):
     """A data file that cannot be used: the message names the file and, where there is one, the line and the field."""
@@ -96,11 +98,15 @@ class Source:
             raise ValueError(f"{task} is generated and needs a length in tokens")
         return self.length
 
-    def tokens(self, text: str) -> int:
-        """How many tokens `text` has, without special ones; raises ValueError without a tokenizer."""
+    def ids(self, text: str) -> list[int]:
+        """The tokens of `text`, without special ones; raises ValueError without a tokenizer."""
         if self.tokenizer is None:
             raise ValueError("the task measures texts in tokens and needs the model's tokenizer")
-        return len(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+        return self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+
+    def tokens(self, text: str) -> int:
+        """How many tokens `text` has, as `ids`."""
+        return len(self.ids(text))
 
 
 @dataclass(frozen=True)
@@ -131,6 +137,10 @@ class Task(ABC):
             DataError: files that are missing or cannot be read at all; a bad line in one is a Fault.
             ValueError: a source that lacks what this task needs.
         """
+
+    def judged_by(self, judge: Judge) -> Task:
+        """This task with a metric that asks a judge too, where the benchmark has one do the marking."""
+        return self
 
     def overall(self, scores: Sequence[Scores]) -> dict[str, float]:
         """The task's scores from those of all its answers: the mean of each, over the answers that have it."""
