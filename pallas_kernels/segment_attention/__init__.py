@@ -4,6 +4,6 @@ from ..dispatch import dispatch
 from . import reference
 from .reference import PAGE, pages
 
-segment_attention = dispatch(reference.segment_attention, "triton")
+segment_attention = dispatch(reference.segment_attention, "triton", "mosaic_tpu")
 
 __all__ = ["PAGE", "pages", "segment_attention"]

@@ -3,6 +3,6 @@
 from ..dispatch import dispatch
 from . import reference
 
-slot_attention = dispatch(reference.slot_attention, "triton")
+slot_attention = dispatch(reference.slot_attention, "triton", "mosaic_tpu")
 
 __all__ = ["slot_attention"]

@@ -4,6 +4,6 @@ from ..dispatch import dispatch
 from . import reference
 from .reference import compact, top_counts
 
-top_tokens = dispatch(reference.top_tokens, "triton")
+top_tokens = dispatch(reference.top_tokens, "triton", "mosaic_tpu")
 
 __all__ = ["compact", "top_counts", "top_tokens"]

@@ -4,6 +4,6 @@ from ..dispatch import dispatch
 from . import reference
 from .reference import Reduction
 
-window_scores = dispatch(reference.window_scores, "triton")
+window_scores = dispatch(reference.window_scores, "triton", "mosaic_tpu")
 
 __all__ = ["Reduction", "window_scores"]

@@ -18,7 +18,7 @@ POLICIES = (
     "dynamickv:budget=16,window=4",
     "tova:budget=16",
 )
-INTERPRETED = ("triton-interpret",)
+INTERPRETED = ("triton-interpret", "mosaic_tpu-interpret")
 
 
 @pytest.mark.parametrize("kernels", INTERPRETED)

@@ -1,0 +1,94 @@
+"""What the TPU kernels share: sizes, products, visibility, and a softmax under way in on-chip memory."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Int
+
+Interpret = bool | pltpu.InterpretParams
+
+LANES = 128  # of a vector register; SUBLANES x LANES 32-bit numbers
+SUBLANES = 8
+VMEM = 32 << 20  # bytes that a kernel may take; the smallest of v5e, v5p and v6e has 64 MB
+SMEM = 512 << 10  # bytes for the scalars that say what to fetch; there are 1 MB
+
+
+def round_up(x: int, multiple: int) -> int:
+    return -(-x // multiple) * multiple
+
+
+def tile_size(length: int, most: int) -> int:
+    """Entries to a tile: as few tiles as possible, of equal size, at most `most` (a multiple of LANES) each."""
+    return length if length <= most else round_up(-(-length // -(-length // most)), LANES)
+
+
+def params(*semantics: Literal["parallel", "arbitrary"], vmem: int = VMEM) -> pltpu.CompilerParams:
+    return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=vmem)
+
+
+def product(a: Array, b: Array, contract: tuple[int, int]) -> Float[Array, "m n"]:
+    """A matrix product in float32, without rounding float32 operands to bfloat16 as a TPU does left to itself."""
+    exact = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    dimensions = (((contract[0],), (contract[1],)), ((), ()))
+    return jax.lax.dot_general(a, b, dimensions, precision=exact, preferred_element_type=jnp.float32)
+
+
+class Softmax(NamedTuple):
+    """A softmax under way for R rows: output so far (not yet divided), sum of exponentials, maximum."""
+
+    out: Float[Array, "R D"]
+    total: Float[Array, "R 1"]
+    peak: Float[Array, "R 1"]
+
+    @staticmethod
+    def scratch(rows: int, head_dim: int) -> list[pltpu.MemorySpace]:
+        return [pltpu.VMEM((rows, size), jnp.float32) for size in (head_dim, 1, 1)]
+
+    def begin(self) -> None:
+        self.out[...] = jnp.zeros(self.out.shape, jnp.float32)
+        self.total[...] = jnp.zeros(self.total.shape, jnp.float32)
+        self.peak[...] = jnp.full(self.peak.shape, -jnp.inf, jnp.float32)
+
+    def add(self, logits: Float[Array, "R K"], values: Float[Array, "K D"], turned: bool = False) -> None:
+        """Adds a tile of entries, its values given as [D, K] if they are turned."""
+        before = self.peak[...]
+        peak = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
+        finite = jnp.where(peak == -jnp.inf, 0.0, peak)
+        weights = jnp.exp(logits - finite)
+        shrink = jnp.exp(before - finite)
+        self.peak[...] = peak
+        self.total[...] = self.total[...] * shrink + jnp.sum(weights, axis=1, keepdims=True)
+        self.out[...] = self.out[...] * shrink + product(weights.astype(values.dtype), values, (1, int(turned)))
+
+    def end(self) -> tuple[Float[Array, "R D"], Float[Array, "R 1"]]:
+        """The context and the log-sum-exp."""
+        total = self.total[...]
+        divisor = jnp.where(total == 0, 1.0, total)
+        return self.out[...] / divisor, self.peak[...] + jnp.log(divisor)
+
+
+def seen(
+    t: Int[Array, "R 1"], p: Int[Array, "1 K"], window: int | None, held: Bool[Array, "1 K"] | None = None
+) -> Bool[Array, "R K"]:
+    """As `visibility.visible`, of a tile."""
+    see = (p >= 0) & (p <= t)
+    if window is not None:
+        see &= t - p < window
+    return see if held is None else see & held
+
+
+def row_positions(q_positions: Int[Array, "B W"], group: int) -> Int[Array, "B G*W 1"]:
+    """The position of each of a kv head's query rows, group-major, as a column."""
+    return jnp.tile(q_positions.astype(jnp.int32), (1, group))[..., None]
+
+
+def lies_turned(head_dim: int) -> bool:
+    """Whether a TPU holds keys and values with entries, not channels, along its lanes: where channels do not fill them.
+
+    Kernels that took them the other way round would have them copied.
+    """
+    return head_dim % LANES != 0

@@ -1,0 +1,101 @@
+"""The TPU kernels, interpreted on a CPU, against float64 and against their references."""
+
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.pallas_kernels.cases import (
+    SEGMENT_CASES,
+    SLOT_CASES,
+    WINDOW_CASES,
+    check_segments,
+    check_slots,
+    check_window,
+)
+
+slot, segment, window, top = (
+    import_module(f"kvjax.pallas_kernels.{name}.mosaic_tpu")
+    for name in ("slot_attention", "segment_attention", "window_scores", "top_tokens")
+)
+
+
+def jitted(kernel, **options):
+    """The interpreted kernel under jit, with what must be static given by keyword."""
+
+    def call(*arrays, bias=None, lse=None, **static):
+        extra = {name: x for name, x in (("bias", bias), ("lse", lse)) if x is not None}
+        return jax.jit(partial(kernel, interpret=True, **static, **options))(*arrays, **extra)
+
+    return call
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """So that small problems have several."""
+    monkeypatch.setattr(slot, "TILE_BYTES", 1)
+    monkeypatch.setattr(segment, "TILE_BYTES", 1)
+    monkeypatch.setattr(window, "TILE_BYTES", 1 << 16)
+    monkeypatch.setattr(window, "BLOCK_Q", 128)
+
+
+@pytest.mark.parametrize("case", SLOT_CASES, ids=str)
+def test_slot_attention(case, small_tiles):
+    check_slots(jitted(slot.slot_attention), case)
+
+
+@pytest.mark.parametrize(("case", "lanes"), SEGMENT_CASES, ids=str)
+def test_segment_attention(case, lanes, small_tiles):
+    if case.head_dim % 128:
+        with pytest.raises(NotImplementedError, match=f"head_dim {case.head_dim}"):
+            check_segments(jitted(segment.segment_attention), case, lanes)
+    check_segments(jitted(segment.segment_attention), replace(case, head_dim=128 if case.group < 5 else 256), lanes)
+
+
+@pytest.mark.parametrize("case", WINDOW_CASES, ids=str)
+def test_window_scores(case, small_tiles):
+    check_window(jitted(window.window_scores), case)
+
+
+def test_slots_beyond_the_last_visible_tile_are_not_read(small_tiles):
+    """Of 5 tiles a head: not a number in all that follow the bound's tile, and the work list counts the others."""
+    rng = np.random.default_rng(0)
+    bounds = np.array([[0, 1, 128, 129], [600, 300, 0, 512]])
+    q = rng.normal(size=(2, 8, 1, 64)).astype(np.float32)
+    k, v = rng.normal(size=(2, 2, 4, 600, 64)).astype(np.float32)
+    at = np.arange(600)
+    positions = np.where(at < bounds[..., None], at, -1)
+    clean = slot.slot_attention(
+        *map(jnp.asarray, (q, k, v, np.full((2, 1), 700), positions)), scale=0.1, interpret=True
+    )
+    beyond = (at >= -(-bounds[..., None] // 128) * 128)[..., None]
+    k, v = (np.where(beyond, np.nan, x) for x in (k, v))
+    given = map(jnp.asarray, (q, k, v, np.full((2, 1), 700), positions))
+    for x, y in zip(clean[:2], slot.slot_attention(*given, scale=0.1, interpret=True)[:2], strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize(("tokens", "size"), [(17, 5), (300, 300), (2100, 130), (16_500, 700)])
+def test_top_tokens_equal_a_stable_sort(tokens, size):
+    """Rows: ordinary scores, few values with many ties, nothing eligible, all wanted; positions in any order."""
+    rng = np.random.default_rng(tokens)
+    scores = rng.normal(size=(2, 4, tokens)).astype(np.float32)
+    scores[0, 1] = rng.integers(-1, 2, tokens) * 0.0  # 0.0 and -0.0 are equal
+    scores[1, 1] = rng.integers(-2, 3, tokens)
+    scores[:, 2] = -np.inf
+    scores[1, 2, :3] = np.inf, -3.4e38, 1e-30
+    scores[1, 0, rng.permutation(tokens)[: tokens // 2]] = -np.inf
+    positions = np.stack([rng.permutation(tokens) for _ in range(8)]).reshape(2, 4, tokens)
+    counts = rng.integers(1, size + 1, (2, 4))
+    counts[0, 3], counts[1, 3] = size, 0
+    got = jax.jit(partial(top.top_tokens, size=size, interpret=True))(scores, positions, counts)
+    assert got.shape == (2, 4, size)
+    for b, h in np.ndindex(2, 4):
+        eligible = np.flatnonzero(scores[b, h] > -np.inf)
+        order = eligible[np.lexsort((positions[b, h, eligible], -scores[b, h, eligible]))]
+        expected = np.sort(order[: counts[b, h]])
+        np.testing.assert_array_equal(got[b, h], np.pad(expected, (0, size - expected.size), constant_values=-1))
