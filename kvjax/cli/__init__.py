@@ -15,6 +15,7 @@ from kvjax.cli.demo import demo
 from kvjax.cli.evaluate import evaluate
 from kvjax.cli.generate import generate
 from kvjax.cli.info import info
+from kvjax.cli.report import report
 
 app = typer.Typer(
     cls=Commands,
@@ -29,6 +30,7 @@ app.command()(info)
 app.command()(convert)
 app.command()(demo)
 app.command("eval")(evaluate)
+app.command()(report)
 
 
 def _version(wanted: bool) -> None:

@@ -1,0 +1,161 @@
+"""Plots of results as PNG. They need matplotlib, the extra `plot`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvjax.evaluation.picture import COLOURS, MARKERS
+from kvjax.evaluation.report.results import Cell, Results
+from kvjax.evaluation.report.statistics import area, curve
+from kvjax.evaluation.report.tables import MEANING, budget_text
+
+SHOWN = len(COLOURS) - 1  # policies that get a colour; the others are grey, and the full cache is black
+PANELS = 6
+
+
+def curves(path: Path, results: Results) -> bool:
+    """Accuracy against compression, a panel for each setting, with 95 % intervals; the best policies in colour.
+
+    Returns whether there was anything to draw.
+    """
+    found = {
+        question: {
+            policy: curve(results, policy, question)
+            for policy in results.policies
+            if len(results.of(policy, question)) > 1
+        }
+        for question in results.settings
+    }
+    found = {question: drawn for question, drawn in found.items() if drawn}
+    if not found:
+        return False
+    figure, panels = _figure(len(found), width=6.5, height=4.5)
+    ranked = sorted(
+        dict.fromkeys(policy for drawn in found.values() for policy in drawn),
+        key=lambda policy: -max(area(drawn.get(policy, [])) or 0 for drawn in found.values()),
+    )
+    colours = dict(zip(ranked, COLOURS[:SHOWN], strict=False))
+    for axes, (question, drawn) in zip(panels, found.items(), strict=True):
+        for policy in reversed(ranked):
+            points = drawn.get(policy, [])
+            x = [100 * point.compression for point in points]
+            y = [100 * point.accuracy.mean for point in points]
+            colour = colours.get(policy)
+            if colour is None:
+                axes.plot(x, y, color="0.8", linewidth=1, zorder=1)
+                continue
+            marker = MARKERS[ranked.index(policy)]
+            axes.plot(x, y, color=colour, marker=marker, markeredgecolor="white", linewidth=2, label=policy, zorder=3)
+            low, high = [100 * p.accuracy.low for p in points], [100 * p.accuracy.high for p in points]
+            axes.fill_between(x, low, high, color=colour, alpha=0.08, linewidth=0, zorder=2)
+        full = results.full(question)
+        if full is not None and (mean := full.mean(results.columns)) is not None:
+            axes.axhline(100 * mean, color="0.35", linestyle="--", linewidth=1.5, label="full cache", zorder=1)
+        axes.set_title(MEANING[question], loc="left", fontsize=10)
+        axes.set_xlabel("entries of the prompt that are not kept, %")
+        axes.set_xlim(0, 100)
+        axes.set_ylim(-4, 104)
+    panels[0].set_ylabel(f"mean score of {len(results.columns)} tasks, %")
+    handles, labels = panels[0].get_legend_handles_labels()
+    order = np.argsort([ranked.index(label) if label in ranked else -1 for label in labels])
+    legend = [handles[i] for i in order], [labels[i] for i in order]
+    figure.legend(*legend, loc="outside right upper", frameon=False, fontsize=8)
+    figure.savefig(path)
+    return True
+
+
+def needles(path: Path, results: Results, question: str) -> bool:
+    """Where needles are found: a heat map over length and depth for each policy and budget."""
+
+    def grid(cell: Cell) -> dict[tuple[float, float], list[float]]:
+        places: dict[tuple[float, float], list[float]] = {}
+        for line in cell.lines:
+            if "depth" in line["meta"] and line["scores"]:
+                length = line["meta"].get("length", line["length"])
+                places.setdefault((line["meta"]["depth"], length), []).append(next(iter(line["scores"].values())))
+        return places
+
+    maps = {name: grid(cell) for name, cell in results.cells.items() if name.question == question}
+    maps = {name: places for name, places in maps.items() if places}
+    if not maps:
+        return False
+    figure, panels = _figure(len(maps), width=4.5, height=3.2)
+    for axes, (name, places) in zip(panels, maps.items(), strict=True):
+        depths, lengths = (sorted({place[axis] for place in places}) for axis in (0, 1))
+        values = np.full((len(depths), len(lengths)), np.nan)
+        for (depth, length), scores in places.items():
+            values[depths.index(depth), lengths.index(length)] = np.mean(scores)
+        image = axes.imshow(values, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45, fontsize=7)
+        axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths], fontsize=7)
+        axes.set_title(f"{name.policy}, {budget_text(name.budget)}: {100 * np.nanmean(values):.1f}", fontsize=9)
+        axes.set_xlabel("prompt tokens", fontsize=8)
+        axes.set_ylabel("depth", fontsize=8)
+        axes.grid(False)
+    figure.colorbar(image, ax=panels, shrink=0.7)
+    figure.savefig(path)
+    return True
+
+
+def layers(path: Path, results: Results, question: str) -> bool:
+    """What each layer keeps, by task, for policies that treat layers or prompts differently: mean and 5 to 95 %."""
+
+    def shares(cell: Cell) -> dict[str, np.ndarray]:
+        by_task: dict[str, list[np.ndarray]] = {}
+        for line in cell.lines:
+            by_task.setdefault(line["task"], []).append(np.array(line["kept"]) / line["compressed_tokens"])
+        return {task: np.array(rows) for task, rows in by_task.items()}
+
+    chosen = []
+    for policy in results.policies:
+        cells = [cell for cell in results.of(policy, question) if cell.compression > 0]
+        if cells and any(np.ptp(line["kept"]) > 1 for line in cells[-1].lines):
+            chosen.append(cells[len(cells) // 2])
+    chosen = chosen[:PANELS]
+    if not chosen:
+        return False
+    figure, panels = _figure(len(chosen), width=4.5, height=3.2)
+    for axes, cell in zip(panels, chosen, strict=True):
+        for i, (task, rows) in enumerate(shares(cell).items()):
+            colour, x = COLOURS[i % len(COLOURS)], range(rows.shape[1])
+            axes.plot(x, 100 * rows.mean(axis=0), color=colour, linewidth=1.5, label=task)
+            axes.fill_between(x, *(100 * np.quantile(rows, [0.05, 0.95], axis=0)), color=colour, alpha=0.1, linewidth=0)
+        axes.set_title(f"{cell.name.policy}, {budget_text(cell.name.budget)}", fontsize=9)
+        axes.set_xlabel("layer", fontsize=8)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set_ylabel("kept of the prompt, %", fontsize=8)
+        axes.set_ylim(bottom=0)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=7)
+    figure.savefig(path)
+    return True
+
+
+def _figure(count: int, width: float, height: float) -> tuple[Any, Sequence[Any]]:
+    """A figure with so many panels, up to three in a row. Raises ImportError without matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, and no global state
+    from matplotlib.figure import Figure
+
+    across = min(count, 3)
+    down = -(-count // across)
+    figure = Figure(figsize=(width * across + 2, height * down), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = list(figure.subplots(down, across, squeeze=False).flat)
+    for axes in panels[count:]:
+        axes.set_visible(False)
+    for axes in panels:
+        axes.grid(axis="y", color="0.9")
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, panels[:count]
+
+
+Draw = Callable[[Path, Results, str], bool]
+BY_SETTING: dict[str, tuple[Draw, str]] = {
+    "needles": (needles, "Where needles are found"),
+    "layers": (layers, "What each layer keeps"),
+}

@@ -1,0 +1,175 @@
+"""What runs have left on disk, read back: answers by cell and task, times by cell."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from jaxtyping import Float
+
+from kvjax.evaluation.grid import SETTINGS, Budget
+from kvjax.evaluation.records import key_of, read_line
+from kvjax.evaluation.tasks import registry
+
+
+class CellName(NamedTuple):
+    """A policy at a budget in a setting."""
+
+    policy: str
+    budget: Budget | None
+    question: str
+
+
+Column: TypeAlias = tuple[str, int | None]
+"""A task, and the length of its prompts where they are generated."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The marked answers of a policy at a budget in a setting, and the seconds of its batches."""
+
+    name: CellName
+    lines: tuple[Mapping[str, Any], ...]
+    timings: tuple[Mapping[str, Any], ...]
+
+    @cached_property
+    def by_column(self) -> dict[Column, list[Mapping[str, Any]]]:
+        found: dict[Column, list[Mapping[str, Any]]] = {}
+        for line in self.lines:
+            found.setdefault((line["task"], line["length"]), []).append(line)
+        return found
+
+    def scores(self, column: Column) -> dict[str, float]:
+        """The task's scores of all answers, the headline first; empty if there are none."""
+        lines = self.by_column.get(column, [])
+        if not lines:
+            return {}
+        given = [line["scores"] for line in lines]
+        task = registry.TASKS.get(column[0])
+        if task is not None:
+            return task.overall(given)
+        names = dict.fromkeys(name for one in given for name in one)
+        return {name: float(np.mean([one[name] for one in given if name in one])) for name in names}
+
+    def headline(self, column: Column) -> float | None:
+        return next(iter(self.scores(column).values()), None)
+
+    def mean(self, columns: Sequence[Column]) -> float | None:
+        """Of the headlines of all columns; None if one is missing."""
+        found = [self.headline(column) for column in columns]
+        return None if not found or None in found else float(np.mean([x for x in found if x is not None]))
+
+    @cached_property
+    def compression(self) -> float:
+        """The share of the prompts' entries that was not kept, in the mean over answers, layers and heads."""
+        return float(np.mean([1 - np.mean(line["kept"]) / line["compressed_tokens"] for line in self.lines]))
+
+    def clusters(self, column: Column) -> dict[str, Float[np.ndarray, "2"]]:
+        """For each example the sum of its answers' headlines, and their number: answers to one text go together."""
+        found: dict[str, Float[np.ndarray, "2"]] = {}
+        for line in self.by_column.get(column, []):
+            if line["scores"]:
+                score = next(iter(line["scores"].values()))
+                found.setdefault(line["id"], np.zeros(2))[:] += score, 1
+        return found
+
+
+@dataclass(frozen=True)
+class Results:
+    """The results of one model.
+
+    Attributes:
+        model: as the grids name it.
+        header: the model's facts: bytes_per_token, layers.
+        cells: by name, in the order of the runs.
+        errors: answers that are missing because something failed.
+    """
+
+    model: str
+    title: str
+    header: Mapping[str, Any]
+    cells: Mapping[CellName, Cell]
+    errors: int
+
+    @cached_property
+    def columns(self) -> tuple[Column, ...]:
+        """In the order of the benchmarks."""
+        place = {name: i for i, name in enumerate(registry.TASKS)}
+        found = {column for cell in self.cells.values() for column in cell.by_column}
+        return tuple(sorted(found, key=lambda column: (place.get(column[0], len(place)), column[0], column[1] or 0)))
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name.policy for name in self.cells))
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        return tuple(setting for setting in SETTINGS if any(name.question == setting for name in self.cells))
+
+    def budgets(self) -> tuple[Budget, ...]:
+        """From the largest to the smallest."""
+        return tuple(sorted({name.budget for name in self.cells if name.budget is not None}, reverse=True))
+
+    def full(self, question: str) -> Cell | None:
+        """The full cache's cell, where there is one."""
+        return next((cell for name, cell in self.cells.items() if name.question == question and _is_full(cell)), None)
+
+    def of(self, policy: str, question: str) -> list[Cell]:
+        """The cells of a policy in a setting, the least compressed first."""
+        cells = [cell for name, cell in self.cells.items() if (name.policy, name.question) == (policy, question)]
+        return sorted(cells, key=lambda cell: cell.compression)
+
+
+def _is_full(cell: Cell) -> bool:
+    return cell.lines[0]["text"].strip() == "full"
+
+
+def read_results(folders: Iterable[str | os.PathLike[str]]) -> list[Results]:
+    """The results in the folders of runs, those of one model together.
+
+    Raises ValueError for a folder without results, or results with no marked answer.
+    """
+    lines: dict[str, dict[Any, dict[str, Any]]] = {}
+    timings: dict[str, list[dict[str, Any]]] = {}
+    headers: dict[str, dict[str, Any]] = {}
+    for folder in map(Path, folders):
+        if not (folder / "run.json").exists():
+            raise ValueError(f"{folder} has no run.json; accepted are folders that kvjax eval wrote")
+        run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        model = run["grid"]["model"]
+        headers.setdefault(model, run)
+        for path in sorted(folder.glob("results*.jsonl")):
+            for number, data in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+                line = read_line(data)
+                if line is None:
+                    raise ValueError(f"{path}, line {number} is not whole; running kvjax eval again repairs it")
+                lines.setdefault(model, {})[key_of(line)] = line
+        for path in sorted(folder.glob("timings*.jsonl")):
+            timings.setdefault(model, []).extend(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
+    return [_of_model(model, run, lines.get(model, {}), timings.get(model, [])) for model, run in headers.items()]
+
+
+def _of_model(
+    model: str, run: Mapping[str, Any], lines: Mapping[Any, dict[str, Any]], timings: Iterable[Mapping[str, Any]]
+) -> Results:
+    by_cell: dict[CellName, tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]] = {}
+    for line in lines.values():
+        if "scores" in line:
+            by_cell.setdefault(_name(line), ([], []))[0].append(line)
+    if not by_cell:
+        raise ValueError(f"no answer of {model} has been marked; there is nothing to report")
+    for took in timings:
+        if "read_seconds" in took and _name(took) in by_cell:
+            by_cell[_name(took)][1].append(took)
+    cells = {name: Cell(name, tuple(own), tuple(took)) for name, (own, took) in by_cell.items()}
+    return Results(model, run["grid"]["title"], run["model"], cells, sum("error" in line for line in lines.values()))
+
+
+def _name(line: Mapping[str, Any]) -> CellName:
+    return CellName(line["policy"], line["budget"], line["question"])

@@ -1,0 +1,124 @@
+"""How sure a mean is, and what a curve comes to: bootstrap over examples, areas, compression at a tolerance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from kvjax.evaluation.report.results import Cell, Column, Results
+
+DRAWS = 2000
+
+
+class Interval(NamedTuple):
+    """A mean and the interval that holds it with 95 % confidence."""
+
+    mean: float
+    low: float
+    high: float
+
+
+class Difference(NamedTuple):
+    """A mean difference, its interval, and how often chance alone would be as far from 0 (two-sided)."""
+
+    mean: float
+    low: float
+    high: float
+    p: float
+
+
+class Point(NamedTuple):
+    """A point of an accuracy-against-compression curve."""
+
+    compression: float
+    accuracy: Interval
+
+
+def bootstrap(
+    clusters: Sequence[Float[np.ndarray, "N 2"]], draws: int = DRAWS, seed: int = 0
+) -> Float[np.ndarray, "R"]:
+    """Means of redrawn samples: of each task, examples are drawn with replacement; the tasks' means are averaged.
+
+    Args:
+        clusters: for each task, a row for each example: the sum of its answers' scores, and their number.
+    """
+    rng = np.random.default_rng(seed)
+    means = np.zeros(draws)
+    for rows in clusters:
+        drawn = rows[rng.integers(len(rows), size=(draws, len(rows)))].sum(axis=1)
+        means += drawn[:, 0] / drawn[:, 1] / len(clusters)
+    return means
+
+
+def interval(cell: Cell, columns: Sequence[Column]) -> Interval | None:
+    """The mean of a cell's tasks with its bootstrap interval; None if one of the tasks is missing."""
+    clusters = [np.array(list(cell.clusters(column).values())) for column in columns]
+    mean = cell.mean(columns)
+    if mean is None or not all(map(len, clusters)):
+        return None
+    low, high = np.quantile(bootstrap(clusters), [0.025, 0.975])
+    return Interval(mean, float(low), float(high))
+
+
+def difference(one: Cell, other: Cell, columns: Sequence[Column]) -> Difference | None:
+    """The mean of `one` less that of `other` on the examples that both answered: paired bootstrap."""
+    pairs = []
+    for column in columns:
+        ours, theirs = one.clusters(column), other.clusters(column)
+        both = [name for name in ours if name in theirs and ours[name][1] == theirs[name][1]]
+        if not both:
+            return None
+        pairs.append(np.array([[ours[name][0] - theirs[name][0], ours[name][1]] for name in both]))
+    drawn = bootstrap(pairs)
+    mean = float(np.mean([rows[:, 0].sum() / rows[:, 1].sum() for rows in pairs]))
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    p = 2 * min(float(np.mean(drawn <= 0)), float(np.mean(drawn >= 0)))
+    return Difference(mean, float(low), float(high), min(1.0, p))
+
+
+def curve(results: Results, policy: str, question: str) -> list[Point]:
+    """Accuracy against the share of entries that were not kept, with the full cache at 0 where it was measured."""
+    cells = results.of(policy, question)
+    full = results.full(question)
+    if full is not None and all(cell is not full for cell in cells):
+        cells = [full, *cells]
+    found = [(cell.compression, interval(cell, results.columns)) for cell in cells]
+    return [Point(compression, accuracy) for compression, accuracy in found if accuracy is not None]
+
+
+def area(points: Sequence[Point]) -> float | None:
+    """The mean accuracy between the smallest and the largest compression, by trapezoids; None for a single point."""
+    x, y = np.array([point.compression for point in points]), np.array([point.accuracy.mean for point in points])
+    if len(points) < 2 or np.ptp(x) == 0:
+        return None
+    return float(np.trapezoid(y, x) / np.ptp(x))
+
+
+def largest_compression(results: Results, policy: str, question: str, tolerance: float) -> float | None:
+    """How far a policy compresses while it loses at most `tolerance` of the full cache's scores, averaged over tasks.
+
+    KVCompose's eq. 10: the loss of a task is (full - this) / full; tasks at which the full cache scores 0 do not count.
+    Between measured points the loss is taken to be linear; what counts is the first crossing, so that everything below
+    holds too. None without a full cache.
+    """
+    full = results.full(question)
+    if full is None:
+        return None
+    base = {column: full.headline(column) for column in results.columns}
+    counted = {column: score for column, score in base.items() if score}
+    if not counted:
+        return None
+    last, lost = 0.0, 0.0
+    for cell in results.of(policy, question):
+        scores = {column: cell.headline(column) for column in counted}
+        if None in scores.values():
+            continue
+        loss = float(np.mean([(counted[c] - score) / counted[c] for c, score in scores.items() if score is not None]))
+        here = cell.compression
+        if loss > tolerance:
+            return last + (here - last) * (tolerance - lost) / (loss - lost) if here > last else last
+        last, lost = here, loss
+    return last

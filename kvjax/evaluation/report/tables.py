@@ -1,0 +1,265 @@
+"""Tables as data, and as Markdown, CSV and LaTeX. Scores are in percent."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import numpy as np
+
+from kvjax.evaluation.grid import Budget
+from kvjax.evaluation.report.results import Cell, Column, Results
+from kvjax.evaluation.report.statistics import area, curve, difference, interval, largest_compression
+
+TOLERANCES = (0.2, 0.1)
+MEANING = {"after": "question unknown while compressing", "before": "question seen while compressing"}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under headings.
+
+    Attributes:
+        name: a file's.
+        best: columns of which the highest number is set in bold.
+        apart: so many rows come first, and take no part in being best.
+    """
+
+    name: str
+    title: str
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    best: tuple[int, ...] = ()
+    apart: int = 0
+
+    def bold(self) -> set[tuple[int, int]]:
+        """The cells (row, column) that are the best of their column."""
+        found = set()
+        for column in self.best:
+            values = {row: _number(cells[column]) for row, cells in enumerate(self.rows) if row >= self.apart}
+            known = {row: value for row, value in values.items() if value is not None}
+            if len(known) > 1:
+                found |= {(row, column) for row, value in known.items() if value == max(known.values())}
+        return found
+
+    def markdown(self) -> str:
+        bold = self.bold()
+        lines = ["| " + " | ".join(self.headings) + " |", "|---|" + "---:|" * (len(self.headings) - 1)]
+        for i, row in enumerate(self.rows):
+            cells = [f"**{cell}**" if (i, j) in bold else cell.replace("|", "\\|") for j, cell in enumerate(row)]
+            lines.append("| " + " | ".join(cells) + " |")
+        return "\n".join([f"**{self.title}**", "", *lines])
+
+    def csv(self) -> str:
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([self.headings, *self.rows])
+        return text.getvalue()
+
+    def latex(self) -> str:
+        bold = self.bold()
+        body = []
+        for i, row in enumerate(self.rows):
+            cells = [f"\\textbf{{{_tex(cell)}}}" if (i, j) in bold else _tex(cell) for j, cell in enumerate(row)]
+            body.append(" & ".join(cells) + r" \\")
+            if i + 1 == self.apart:
+                body.append(r"\midrule")
+        return "\n".join(
+            [
+                r"\begin{table}",
+                r"\centering",
+                rf"\begin{{tabular}}{{l{'r' * (len(self.headings) - 1)}}}",
+                r"\toprule",
+                " & ".join(map(_tex, self.headings)) + r" \\",
+                r"\midrule",
+                *body,
+                r"\bottomrule",
+                r"\end{tabular}",
+                rf"\caption{{{_tex(self.title)}}}",
+                r"\end{table}",
+                "",
+            ]
+        )
+
+
+def scores(results: Results, question: str) -> list[Table]:
+    """Policies by tasks, a table for each budget, the full cache on top: the layout of LongBench's tables in papers.
+
+    Where there is one task only, its scores are the columns, as in LongGenBench's.
+    """
+    columns = results.columns
+    made = []
+    full = results.full(question)
+    fixed = [] if full is None else [full]
+    fixed += [c for n, c in results.cells.items() if n.question == question and n.budget is None and c is not full]
+    budgets: Sequence[Budget | None] = results.budgets() or [None]
+    for budget in budgets:
+        own = [c for n, c in results.cells.items() if n.question == question and n.budget == budget is not None]
+        if not own and budget is not None:
+            continue
+        if len(columns) == 1:
+            names = tuple(dict.fromkeys(name for cell in [*fixed, *own] for name in cell.scores(columns[0])))
+            rows = [[cell.scores(columns[0]).get(name) for name in names] for cell in [*fixed, *own]]
+            headings = names
+        else:
+            rows = [[*map(cell.headline, columns), cell.mean(columns)] for cell in [*fixed, *own]]
+            headings = (*map(column_name, _named(columns)), "avg.")
+        made.append(
+            Table(
+                f"scores_{question}{'' if budget is None else f'_{budget}'}",
+                f"{results.model}, {budget_text(budget)}, {MEANING[question]}",
+                ("policy", *headings),
+                tuple((cell.name.policy, *map(percent, row)) for cell, row in zip([*fixed, *own], rows, strict=True)),
+                best=tuple(range(1, len(headings) + 1)),
+                apart=0 if full is None else 1,
+            )
+        )
+    return made
+
+
+def averages(results: Results, question: str) -> Table:
+    """Policies by budgets, the mean of all tasks with half the width of its interval."""
+    budgets = results.budgets()
+    rows = []
+    for policy in results.policies:
+        cells = {cell.name.budget: cell for cell in results.of(policy, question)}
+        rows.append(
+            (policy, *(_with_interval(cells.get(b, cells.get(None)), results.columns) for b in budgets or [None]))
+        )
+    return Table(
+        f"averages_{question}",
+        f"{results.model}: mean of {len(results.columns)} tasks with 95 % bootstrap intervals, {MEANING[question]}",
+        ("policy", *map(budget_text, budgets or [None])),
+        tuple(rows),
+    )
+
+
+def robustness(several: Sequence[Results]) -> list[Table]:
+    """KVCompose's Tables 2 and 3: the largest compression at a tolerance, and the area under the curve."""
+    places = [(results, question) for question in MEANING for results in several if question in results.settings]
+    policies = dict.fromkeys(p for results in several for p in results.policies if results.budgets())
+    headings = ("policy", *(f"{question}, {results.model}" for results, question in places), "avg.")
+    made = []
+    for name, title, value in [
+        *(
+            (
+                f"compression_at_{tolerance:.0%}".replace("%", ""),
+                f"Largest compression in percent at which at most {tolerance:.0%} are lost",
+                lambda r, p, q, t=tolerance: largest_compression(r, p, q, t),
+            )
+            for tolerance in TOLERANCES
+        ),
+        ("area", "Area under the accuracy-compression curve, divided by its width", _area),
+    ]:
+        rows = []
+        for policy in policies:
+            values = [value(results, policy, question) for results, question in places]
+            known = [x for x in values if x is not None]
+            if known and any(len(results.of(policy, question)) > 1 for results, question in places):
+                mean = fmean(known) if len(known) == len(values) else None
+                rows.append((policy, *map(percent, [*values, mean])))
+        if rows:
+            made.append(Table(name, title, headings, tuple(rows), best=tuple(range(1, len(headings)))))
+    return made
+
+
+def _area(results: Results, policy: str, question: str) -> float | None:
+    return area(curve(results, policy, question)) if len(results.of(policy, question)) > 1 else None
+
+
+def comparison(results: Results, question: str, policy: str) -> Table | None:
+    """Every other policy less this one at the same budget, by paired bootstrap over the examples."""
+    rows = []
+    for name, cell in results.cells.items():
+        other = next((c for c in results.of(policy, question) if c.name.budget in (name.budget, None)), None)
+        if name.question != question or name.policy == policy or other is None:
+            continue
+        found = difference(cell, other, results.columns)
+        if found is not None:
+            span = f"{percent(found.low)} to {percent(found.high)}"
+            p = f"{found.p:.3f}" if found.p >= 0.001 else "< 0.001"
+            rows.append((name.policy, budget_text(name.budget), f"{100 * found.mean:+.1f}", span, p))
+    if not rows:
+        return None
+    return Table(
+        f"against_{_file(policy)}_{question}",
+        f"{results.model}: points above {policy}, paired bootstrap, {MEANING[question]}",
+        ("policy", "budget", "difference", "95 % interval", "p"),
+        tuple(rows),
+    )
+
+
+def costs(results: Results, question: str) -> Table:
+    """What cells take: bytes of a cache, seconds to the first token, tokens a second."""
+    token = results.header["bytes_per_token"]
+    rows = []
+    for name, cell in results.cells.items():
+        if name.question != question:
+            continue
+        held = fmean(line["kv_bytes_end"] for line in cell.lines)
+        full = fmean((line["prompt_tokens"] + len(line["tokens"])) * token for line in cell.lines)
+        first = [
+            took["read_seconds"] + took["ask_seconds"] * took["prompts"] / took["answers"] for took in cell.timings
+        ]
+        seconds = sum(took["decode_seconds"] for took in cell.timings)
+        speed = sum(took["decoded_tokens"] for took in cell.timings) / seconds if seconds else None
+        rows.append(
+            (
+                name.policy,
+                budget_text(name.budget),
+                f"{100 * (1 - cell.compression):.1f}",
+                f"{held / 1e6:.3g}",
+                f"{held / full:.3f}",
+                f"{np.median(first):.3g}" if first else "",
+                f"{speed:.4g}" if speed else "",
+            )
+        )
+    headings = ("policy", "budget", "kept %", "MB a row", "of full", "s to first token", "decoded tokens/s")
+    title = f"{results.model}: what caches take at the end of an answer, and batches in the median, {MEANING[question]}"
+    return Table(f"costs_{question}", title, headings, tuple(rows))
+
+
+def percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f}"
+
+
+def budget_text(budget: Budget | None) -> str:
+    if budget is None:
+        return "no budget"
+    return f"{budget:,} entries" if isinstance(budget, int) else f"{100 * budget:g} % kept"
+
+
+def column_name(column: Column) -> str:
+    task, length = column
+    return task if length is None else f"{task} {length:,}"
+
+
+def _named(columns: Sequence[Column]) -> list[Column]:
+    """Columns without what all have in common: the family, and the length where there is one only."""
+    families, lengths = {task.split("/")[0] for task, _ in columns}, {length for _, length in columns}
+    return [
+        (task.split("/", 1)[-1] if len(families) == 1 else task, None if len(lengths) == 1 else length)
+        for task, length in columns
+    ]
+
+
+def _with_interval(cell: Cell | None, columns: Sequence[Column]) -> str:
+    found = None if cell is None else interval(cell, columns)
+    return "" if found is None else f"{percent(found.mean)} ± {100 * (found.high - found.low) / 2:.1f}"
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _file(name: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in name)
+
+
+def _tex(text: str) -> str:
+    return "".join({"±": r"$\pm$", "<": "$<$", ">": "$>$"}.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in text)
