@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import LayerCache
 from kvjax.heads import ALL_HEADS, Heads
 from kvjax.models import Attend, AttentionLayer, rotate
-from kvjax.pallas_kernels import compact, prompt_attention, slot_attention, window_scores
+from kvjax.pallas_kernels import Reduction, compact, prompt_attention, slot_attention, window_scores
 from kvjax.policy import Policy
 from kvjax.protocols import Attended, LayerShape, Moment, Received, Storage
 
@@ -281,16 +281,28 @@ def _received(
         return None
     last = slice(-wish.last if wish.last else None, None)
     q, lse = (heads.whole_groups(x[:, :, last]) for x in (q, lse))
+    return received_from(wish.reduction, layer, q, lse, positions[:, last], entries)
+
+
+def received_from(
+    reduction: Reduction,
+    layer: AttentionLayer,
+    q: Float[Array, "B Hq W D"],
+    lse: Float[Array, "B Hq W"],
+    positions: Int[Array, "B W"],
+    entries: LayerCache,
+) -> Float[Array, "B H M"]:
+    """What each entry received from queries at these positions, given the log-sum-exp they attended with."""
     return window_scores(
         q,
         entries.keys,
-        positions[:, last],
+        positions,
         entries.positions,
         lse=lse,
         scale=layer.scale,
         window=layer.window,
         bias=entries.bias,
-        reduction=wish.reduction,
+        reduction=reduction,
     )
 
 

@@ -297,7 +297,7 @@ def check_groups(budget: SharedBudget, kv_heads: int, devices: int) -> None:
     groups = budget.groups
     if groups is None:
         return
-    if groups > kv_heads or kv_heads % groups:
+    if kv_heads % groups:
         raise ValueError(f"groups={groups} of {kv_heads} kv heads; accepted is a divisor of {kv_heads}")
     if groups % devices:
         raise ValueError(

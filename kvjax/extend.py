@@ -229,14 +229,12 @@ def resolve(cache: KVCache, compress: Compress) -> How:
             "'auto' and 'never'"
         )
     if compress == "auto":
-        how = How(compress=not cache.filled or cache.policy.every is not None, share=False, final=True)
+        compresses, final = not cache.filled or cache.policy.every is not None, True
     else:
-        how = How(compress != "never", share=False, final=compress != "never" or cache.filled)
-    return (
-        How(compress=False, share=True, final=False)
-        if cache.policy.shares and not cache.filled and how.compress
-        else how
-    )
+        compresses, final = compress != "never", compress != "never" or cache.filled
+    if compresses and cache.policy.shares and not cache.filled:
+        return How(compress=False, share=True, final=False)
+    return How(compresses, share=False, final=final)
 
 
 def _shared_out(

@@ -130,7 +130,7 @@ class Policy:
     @property
     def piecewise(self) -> bool:
         """Whether a step looks at no more of a head's entries than a piece at a time."""
-        return self.score.slotwise and type(self.merge).absorb is Merge.absorb
+        return self.score.slotwise and not self.merge.absorbs
 
     def evicts(self, layer: int, layers: int) -> bool:
         """Whether decoding evicts from one of the model's `layers`, whose budget is shared."""
@@ -192,9 +192,7 @@ class Policy:
 
     def expendable(self, entries: LayerCache, moment: Moment) -> Float[Array, "B H S"]:
         """Scores that are +inf for what cannot be evicted: the protected entries and empty slots."""
-        protected = self.protect.mask(entries.positions, moment.next_position, entries.capacity)
-        scores = self.score(entries.plain(), moment._replace(protected=protected))
-        return jnp.where(protected | (entries.positions < 0), jnp.inf, scores)
+        return jnp.where(entries.positions < 0, jnp.inf, self.rank(entries, moment))
 
     def make_room(self, entries: LayerCache, moment: Moment, incoming: Bool[Array, "B"]) -> LayerCache:
         """Evicts `every` entries of each head that is full, in the rows that have a token coming in."""

@@ -215,7 +215,7 @@ class SharedBudget(ABC):
 
     def growing(self, layers: int, heads: int) -> int:
         """How many segments of a lane of so many heads grow even under a policy that evicts while decoding."""
-        return 0
+        return heads * sum(self.dense(layer, layers) for layer in range(layers))
 
     def entries(self, slots: Sequence[int], heads: int) -> int:
         """The most that a lane of so many heads keeps of a prompt, given the slots of each layer's mean head."""
@@ -273,6 +273,11 @@ class Merge:
     def changes_keys(self) -> bool:
         """Whether entries that stay get other keys, with which stored queries no longer score as they attended."""
         return False
+
+    @property
+    def absorbs(self) -> bool:
+        """Whether it merges while decoding, for which it must see all that a head holds."""
+        return type(self).absorb is not Merge.absorb
 
     @property
     def biases(self) -> bool:

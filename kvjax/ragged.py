@@ -97,10 +97,6 @@ class RaggedCache:
         """So many slots show all of any segment that decoding evicts from."""
         return self.positions.shape[2] if self.longest is None else self.longest
 
-    @property
-    def nbytes(self) -> int:
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
-
     def view(self, layer: int, first: Int[Array, ""] | int, slots: int) -> LayerCache:
         """So many slots of each head's segment in a layer, from page `first` on; those beyond its end are empty."""
         lane, page, inside = self._pages(layer, first, slots)
@@ -124,10 +120,7 @@ class RaggedCache:
         """The entries of a layer, in their order, from the first row of each segment on; it must hold them."""
         entries = entries.grow(whole_pages(entries.slots))
         pool = self.put_state(layer, 0, entries)
-        lane, page, inside = self._pages(layer, 0, entries.slots)
-        put = _Put(lane, page, inside)
-        row = jnp.arange(self.used.shape[0])[:, None]
-        head = jnp.arange(self.used.shape[1])
+        put = _Put(*self._pages(layer, 0, entries.slots))
         bound = jnp.max(jnp.where(entries.positions >= 0, jnp.arange(1, entries.slots + 1), 0), axis=-1, initial=0)
         return replace(
             pool,
@@ -135,7 +128,7 @@ class RaggedCache:
             values=jax.tree.map(put, self.values, entries.values),
             positions=put(self.positions, entries.positions),
             bias=jax.tree.map(put, self.bias, entries.bias),
-            used=self.used.at[row, head, layer].set(bound),
+            used=self.used.at[..., layer].set(bound),
         )
 
     def put_state(self, layer: int, first: Int[Array, ""] | int, entries: LayerCache) -> RaggedCache:
@@ -173,10 +166,9 @@ class RaggedCache:
 
     def drop(self, layer: int, slots: Int[Array, "B H K"]) -> RaggedCache:
         """Empties slots of each head's segment in a layer; those beyond its end are none."""
-        K = slots.shape[-1]
-        places = [self._rows(layer, slots[..., k]) for k in range(K)]
         positions = self.positions
-        for b, lane, row in places:
+        for k in range(slots.shape[-1]):
+            b, lane, row = self._rows(layer, slots[..., k])
             positions = positions.at[b, lane, row].set(-1, mode="drop", unique_indices=True)
         return replace(self, positions=positions)
 

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.attention import expire, reading, rotated
+from kvjax.attention import expire, reading, received_from, rotated
 from kvjax.cache import LayerCache
 from kvjax.heads import ALL_HEADS, Heads
 from kvjax.models import Attend, AttentionLayer
-from kvjax.pallas_kernels import PAGE, Reduction, segment_attention, window_scores
+from kvjax.pallas_kernels import PAGE, segment_attention
 from kvjax.policy import Policy, mark
-from kvjax.protocols import Attended, Merge, Moment
+from kvjax.protocols import Attended, Moment
 from kvjax.quantized import plain
 from kvjax.ragged import RaggedCache
 
@@ -117,7 +117,7 @@ def decoding_segments(
             unpack=plain,
         )
         if evicts:
-            receive = partial(_received, wish.reduction, layer, asking, lse, query_positions) if wish else None
+            receive = partial(received_from, wish.reduction, layer, asking, lse, query_positions) if wish else None
             if wish:
                 context, lse = heads.own_queries(context), heads.own_queries(lse)
             lengths = incoming.astype(jnp.int32)
@@ -173,7 +173,7 @@ def _make_room(
     _, _, victims = jax.lax.fori_loop(0, rounds, judge, begin)
     victims = jnp.where(full[..., None], victims, none[..., None])
     slot = jnp.minimum(first, jnp.min(victims, axis=-1))
-    if type(policy.merge).absorb is Merge.absorb:
+    if not policy.merge.absorbs:
         return pool.drop(i, victims), slot
     entries, _ = _piece(pool, moment, incoming, jnp.int32(0), pool.whole)
     return pool.put(i, policy.release(entries, moment, mark(victims, pool.whole), count)), slot
@@ -210,24 +210,3 @@ def _piece(
     """The j-th piece of every segment of a layer, without what no later query can see; and its slots."""
     entries = pool.view(moment.layer.index, j * (length // PAGE), length)
     return expire(entries, moment, incoming), j * length + jnp.arange(length)
-
-
-def _received(
-    reduction: Reduction,
-    layer: AttentionLayer,
-    q: Float[Array, "B Hq 1 D"],
-    lse: Float[Array, "B Hq 1"],
-    query_positions: Int[Array, "B 1"],
-    entries: LayerCache,
-) -> Float[Array, "B H S"]:
-    return window_scores(
-        q,
-        entries.keys,
-        query_positions,
-        entries.positions,
-        lse=lse,
-        scale=layer.scale,
-        window=layer.window,
-        bias=entries.bias,
-        reduction=reduction,
-    )

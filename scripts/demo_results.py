@@ -1,7 +1,7 @@
-"""Accuracy of every policy on the demo model, at shares of a 1,024-token cache: docs/results/demo_model.md.
+"""Accuracy of every policy on the demo model, at shares of a 1,024-token cache.
 
-    python scripts/demo_results.py --out demo_results.jsonl        # hours on two cores; begins again where it stopped
-    python scripts/demo_results.py --out demo_results.jsonl --table > docs/results/demo_model.md
+    python scripts/demo_results.py --out demo_results.jsonl    # takes long; begins again where it stopped
+    python scripts/demo_results.py --out demo_results.jsonl --table > demo_results.md
 
 Each example is a text of 1,024 tokens with one question at its end, of one of the demo's seven tasks; an answer counts
 if it is exact. "known": text and question are one prompt, so that a policy sees the question while it compresses.
@@ -74,21 +74,15 @@ def draw(examples: int, seed: int) -> list[tuple[str, Any]]:
 
 def correct(params: Any, examples: Sequence[Any], policy: Any, setting: str, end_token: int) -> list[bool]:
     """Whether each example is answered exactly."""
-    import numpy as np
-
     import kvjax
+    from kvjax.evaluation.answers import Answers, answer
 
     if setting == "known":
-        out = kvjax.generate(params, [e.prompt for e in examples], policy=policy, max_new_tokens=NEW_TOKENS, eos=())
-    else:
-        cache = kvjax.prefill(params, [e.context for e in examples], policy=policy)
-        questions = [e.question for e in examples]
-        out = kvjax.generate(params, questions, cache=cache, max_new_tokens=NEW_TOKENS, eos=())
-    marks = []
-    for example, tokens in zip(examples, out.tokens, strict=True):
-        ends = np.flatnonzero(tokens == end_token)
-        marks.append(bool(ends.size) and np.array_equal(tokens[: ends[0]], example.answer))
-    return marks
+        return answer(params, examples, policy, end_token=end_token, new_tokens=NEW_TOKENS).correct.tolist()
+    cache = kvjax.prefill(params, [e.context for e in examples], policy=policy)
+    questions = [e.question for e in examples]
+    out = kvjax.generate(params, questions, cache=cache, max_new_tokens=NEW_TOKENS, eos=())
+    return Answers.marked(examples, out, end_token).correct.tolist()
 
 
 def measure(out: Path, policies: Sequence[str], shares: Sequence[float], examples: int, batch: int, seed: int) -> None:

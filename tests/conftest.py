@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports jax
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # each program runs a few times, on a few numbers
 
 import jax
 import pytest
@@ -82,6 +83,15 @@ def policy(request: pytest.FixtureRequest) -> kvjax.Policy:
 def tiny() -> Decoder:
     """A decoder of two layers and 101 tokens. One for all tests, which so share what is compiled for it."""
     return decoder(windows=(None, None), vocab=101)
+
+
+@pytest.fixture
+def optimized() -> Iterator[None]:
+    """Compiles as users do, for tests of what the compiler makes of a program."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture

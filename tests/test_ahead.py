@@ -52,6 +52,7 @@ def test_it_runs_on_what_generate_would_give_it(sampler) -> None:
     assert Loop.of(compiled.as_text()).collectives == Counter({"all-reduce": 2 + 1 + 1, "all-gather": 1})
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("name", ["v5p:2x2x2", "h200:8"])
 def test_on_accelerators(name: str) -> None:
     """Two all-reduces a layer and one for the embedding; logits gathered; no cache copied, none of it kept twice."""
@@ -70,6 +71,7 @@ def test_on_accelerators(name: str) -> None:
     assert memory.output_size_in_bytes < 1.01 * memory.alias_size_in_bytes
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("name", ["v5p:2x2x2", "h200:1"])
 def test_on_one_device(name: str) -> None:
     mesh = kvjax.make_mesh(devices=accelerators(name)[:1])

@@ -260,6 +260,20 @@ def test_a_step_communicates_what_is_declared(text: str, data: int, model: int, 
     assert found.largest < keys // (1 if filled.pool is None else layers) // (data * min(model, kv_heads))
 
 
+def test_full_heads_communicate_nothing() -> None:
+    """Each device has one kv head, which is full in one of the two layers."""
+    params = sharded(2, 4, 4, layers=2)
+    policy = kvjax.policies.duo_attention(((0.9, 0.1, 0.8, 0.2), (0.1, 0.7, 0.2, 0.6)), 0.5, 2, 10, groups=4)
+    one_device = kvjax.generate(decoder(HEADS, 4, (None, None)), ROWS, policy=policy, max_new_tokens=NEW)
+    answer = kvjax.generate(params, ROWS, policy=policy, max_new_tokens=NEW)
+    np.testing.assert_array_equal(answer.tokens, one_device.tokens)
+    active = answer.cache.put_rows(np.ones(len(ROWS), bool))
+    arguments = params, answer.cache, answer.cache.pending, active
+    assert Communication.of(jax.jit(step).lower(*arguments).compile().as_text()).counts == Counter(
+        {"all-reduce": 2 * 2 + 1, "all-gather": 1}
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Bool, Int
 
-from kvjax.generate import Stats, generate
+from kvjax.generate import Generation, Stats, generate
 from kvjax.models import Decoder
 from kvjax.policy import Policy
 
@@ -38,6 +38,16 @@ class Answers:
     correct: Bool[np.ndarray, "B"]
     stats: Stats
 
+    @classmethod
+    def marked(cls, examples: Sequence[Example], out: Generation, end_token: int) -> Answers:
+        """What `generate` made of the examples' questions."""
+        answers, correct = [], []
+        for example, tokens in zip(examples, out.tokens, strict=True):
+            ends = np.flatnonzero(tokens == end_token)
+            answers.append(tokens[: ends[0]] if ends.size else tokens)
+            correct.append(ends.size > 0 and np.array_equal(answers[-1], example.answer))
+        return cls(answers, np.array(correct), out.stats)
+
     @property
     def accuracy(self) -> float:
         return float(self.correct.mean())
@@ -57,9 +67,4 @@ def answer(
     if longest > new_tokens:
         raise ValueError(f"new_tokens={new_tokens}; the longest expected answer needs {longest}")
     out = generate(params, [example.prompt for example in examples], policy=policy, max_new_tokens=new_tokens, eos=())
-    answers, correct = [], []
-    for example, tokens in zip(examples, out.tokens, strict=True):
-        ends = np.flatnonzero(tokens == end_token)
-        answers.append(tokens[: ends[0]] if ends.size else tokens)
-        correct.append(ends.size > 0 and np.array_equal(answers[-1], example.answer))
-    return Answers(answers, np.array(correct), out.stats)
+    return Answers.marked(examples, out, end_token)

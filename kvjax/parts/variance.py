@@ -60,9 +60,6 @@ class VarianceShares(SharedBudget):
     def dense(self, layer: int, layers: int) -> bool:
         return layer < self.first or layer >= layers - self.last
 
-    def growing(self, layers: int, heads: int) -> int:
-        return heads * (self.first + self.last)
-
     def slots(self, layer: int, prompt_size: int, layers: int) -> int | None:
         return prompt_size if self.dense(layer, layers) else self.budget.slots(layer, prompt_size, layers)
 
