@@ -1,0 +1,315 @@
+"""lm-evaluation-harness on kvjax: every task that it has, under a cache policy. Needs the extra `lm-eval`.
+
+    lm_eval --model kvjax --model_args pretrained=PATH,policy=snapkv:budget=1024;window=32 --tasks gsm8k
+
+An lm_eval from before it knew plugins does not find the model by itself; `python -m kvjax.evaluation.lm_eval_model`
+takes the same arguments.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+import kvjax
+from kvjax import sampling
+from kvjax.cache import KVCache
+from kvjax.checkpoint import form_of
+from kvjax.cli.console import dtype_named, mesh_sizes
+from kvjax.extend import bucket, extend, read_prompt
+from kvjax.models import Decoder
+from kvjax.session import Session, room_for
+from kvjax.sharding import fetch
+
+try:
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+    from tqdm import tqdm
+except ModuleNotFoundError as error:
+    raise ImportError(f'this needs {error.name}; pip install "kvjax[lm-eval]" brings it') from error
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+T = TypeVar("T")
+Ids = list[int]
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+log = logging.getLogger(__name__)
+
+
+@register_model("kvjax")
+class KVJaxLM(TemplateLM):
+    """A checkpoint under a policy.
+
+    A prompt but for its last token is read and compressed; that token is decoded from what was kept, and the answer
+    after it. Continuations are scored so too, token by token; a policy that evicts while decoding does so there.
+
+    Args:
+        pretrained: a folder in Hugging Face or Orbax form, or a name on the hub.
+        policy: as in `kvjax generate`, with semicolons for commas, at which lm_eval splits its arguments.
+        dtype: float32, bfloat16 or float16; by default what the weights are stored in.
+        mesh: DATAxMODEL.
+        batch_size: prompts at a time.
+        max_length: longer prompts lose their beginning, with a warning; by default what the model was trained for.
+        max_gen_toks: of tasks that do not say how long their answers are.
+        chunk: read prompts so many tokens at a time.
+        seed: of sampling; with it an answer depends on its request's number and on nothing else.
+        device: has no meaning here, but the harness names one, "cuda:0", unasked. JAX chooses its own devices.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        policy: str = "full",
+        dtype: str | None = None,
+        mesh: str = "1x1",
+        batch_size: int | str = 1,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        chunk: int | None = None,
+        seed: int = 0,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+    ):
+        super().__init__()
+        if not str(batch_size).isdecimal() or int(batch_size) < 1:
+            raise ValueError(f"batch_size={batch_size!r}; accepted is an integer >= 1")
+        if max_batch_size is not None:
+            raise ValueError("max_batch_size is not accepted: batch_size says how many prompts are read at a time")
+        self.policy = kvjax.policies.parse(policy.replace(";", ","))
+        data, shares = mesh_sizes(mesh)
+        devices = None if data * shares == 1 else kvjax.make_mesh(data, shares)
+        read = kvjax.restore if form_of(Path(pretrained).expanduser()) == "orbax" else kvjax.load
+        self.params, tokenizer = read(pretrained, dtype_named(dtype), devices)
+        if tokenizer is None:
+            raise ValueError(f"{pretrained} has no tokenizer, which lm_eval's prompts of text need")
+        self.tokenizer: Any = tokenizer
+        self.pretrained, self.batch_size, self.chunk, self.seed = pretrained, int(batch_size), chunk, seed
+        self.max_length = max_length or self.params.config.max_positions
+        self.max_gen_toks = max_gen_toks
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self.eot_token_id if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.pretrained.replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> Ids:
+        if add_special_tokens is None:  # a chat template has begun the text already
+            begun = self.tokenizer.bos_token is not None and string.startswith(self.tokenizer.bos_token)
+            add_special_tokens = not begun
+        return self.tokenizer(string, add_special_tokens=add_special_tokens, verbose=False).input_ids
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        groups: dict[str, list[tuple[int, Ids]]] = defaultdict(list)
+        for i, request in enumerate(requests):
+            groups[json.dumps(request.args[1], sort_keys=True)].append((i, self.tok_encode(request.args[0])))
+        texts = [""] * len(requests)
+        with tqdm(total=len(requests), disable=disable_tqdm, desc="kvjax: generate_until") as bar:
+            for key, group in groups.items():
+                wanted: dict[str, Any] = dict(normalize_gen_kwargs(json.loads(key), self.max_gen_toks))
+                room = self.max_length - wanted["max_gen_toks"]
+                if room < 1:
+                    raise ValueError(f"answers of {wanted['max_gen_toks']} tokens, and max_length={self.max_length}")
+                rows = [(i, context) for i, (context, _) in self._cut([(i, (c, [])) for i, c in group], room)]
+                sampler = _sampler(wanted)
+                for batch in self._batches(rows, lambda row: row[1]):
+                    answers = self._answers([context for _, context in batch], sampler, wanted, [i for i, _ in batch])
+                    for (i, _), answer in zip(batch, answers, strict=False):  # the last batch is filled up
+                        texts[i] = postprocess_generated_text(answer, wanted["until"], None)
+                        self.cache_hook.add_partial("generate_until", requests[i].args, texts[i])
+                    bar.update(len(batch))
+        return texts
+
+    def _answers(
+        self, contexts: list[Ids], sampler: sampling.SamplingMethod, wanted: dict[str, Any], numbers: list[int]
+    ) -> list[str]:
+        contexts = self._filled(contexts)
+        asked: dict[str, Any] = {
+            "max_new_tokens": wanted["max_gen_toks"],
+            "sampler": sampler,
+            "tokenizer": self.tokenizer,
+        }
+        if not isinstance(sampler, sampling.Greedy):
+            asked["seed"] = [self.seed + i for i in self._filled(numbers)]
+        if len(contexts[0]) == 1:
+            out = kvjax.generate(self.params, contexts, policy=self.policy, **asked)
+        else:
+            _, cache = self._read([context[:-1] for context in contexts], room=0)
+            last = cache.put_rows(np.array([context[-1] for context in contexts], np.int32))
+            out = kvjax.generate(self.params, None, cache=replace(cache, pending=jnp.asarray(last)), **asked)
+        assert out.text is not None
+        return out.text
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, Ids, Ids]], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        scores = [(0.0, True)] * len(requests)
+        rows = self._cut([(i, (context, said)) for i, (_, context, said) in enumerate(requests)], self.max_length)
+        with tqdm(total=len(requests), disable=disable_tqdm, desc="kvjax: loglikelihood") as bar:
+            for batch in self._batches(rows, lambda row: row[1][0]):
+                found = self._scores([context for _, (context, _) in batch], [said for _, (_, said) in batch])
+                for (i, _), score in zip(batch, found, strict=False):
+                    scores[i] = score
+                    if requests[i][0] is not None:
+                        self.cache_hook.add_partial("loglikelihood", requests[i][0], score)
+                bar.update(len(batch))
+        return scores
+
+    def _scores(self, contexts: list[Ids], said: list[Ids]) -> list[tuple[float, bool]]:
+        """The log-probability of each continuation, and whether greedy decoding writes it."""
+        contexts, said = self._filled(contexts), self._filled(said)
+        single = len(contexts[0]) == 1  # nothing to compress before its last token
+        steps = bucket(max(map(len, said)))
+        logits, cache = self._read([c if single else c[:-1] for c in contexts], room=room_for(steps))
+        inputs, targets = np.zeros((2, len(said), steps), np.int32)
+        for row, (context, tokens) in enumerate(zip(contexts, said, strict=True)):
+            targets[row, : len(tokens)] = tokens
+            before = np.array([context[-1], *tokens[:-1]])
+            inputs[row, : len(before)] = before
+        lengths = np.array(list(map(len, said)), np.int32)
+        if single:  # what the context's only token says is known; from the second token on, tokens are decoded
+            first = marks(logits, cache.put_rows(targets[:, 0]))
+            inputs, targets = np.roll(inputs, -1, 1), np.roll(targets, -1, 1)
+            lengths = lengths - 1
+        arrays = map(cache.put_rows, (inputs, targets, lengths))
+        sums, greedy = map(fetch, score(self.params, cache, *arrays)[1:])
+        if single:
+            sums, greedy = sums + fetch(first[0]), greedy & fetch(first[1])
+        return [(float(one), bool(same)) for one, same in zip(sums, greedy, strict=True)]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        windows: list[tuple[None, Ids, Ids]] = []
+        owners = []
+        for i, request in enumerate(requests):
+            ids = self.tok_encode(request.args[0], add_special_tokens=False)
+            for pair in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1):
+                windows.append((None, *make_disjoint_window(pair)))
+                owners.append(i)
+        sums = np.zeros(len(requests))
+        for i, (one, _) in zip(owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
+            sums[i] += one
+        for request, one in zip(requests, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, float(one))
+        return sums.tolist()
+
+    def _read(self, prompts: list[Ids], *, room: int) -> tuple[Float[Array, "B V"], KVCache]:
+        session = Session.open(self.params, prompts, policy=self.policy, tokenizer=self.tokenizer, chunk=self.chunk)
+        tokens, lengths = session.batch.tokens, session.batch.lengths
+        return read_prompt(
+            self.params,
+            session.cache,
+            tokens,
+            lengths,
+            room=room,
+            chunk=self.chunk,
+            compress="auto",
+            texts=session.texts,
+        )
+
+    def _cut(self, rows: list[tuple[int, tuple[Ids, Ids]]], room: int) -> list[tuple[int, tuple[Ids, Ids]]]:
+        """Contexts that fit beside their continuations: what is too much is left out at their beginning."""
+        kept, cut = [], 0
+        for i, (context, said) in rows:
+            if len(said) > self.max_length:
+                raise ValueError(f"a continuation of {len(said)} tokens, and max_length={self.max_length}")
+            size = min(len(context), room - max(len(said) - 1, 0))  # the last token of all is not read
+            cut += size < len(context)
+            kept.append((i, (context[len(context) - size :], said)))
+        if cut:
+            log.warning("%d of %d prompts are longer than %d tokens and lost their beginning", cut, len(rows), room)
+        return kept
+
+    def _batches(self, rows: list[T], context: Callable[[T], Ids]) -> Iterable[list[T]]:
+        """The longest first, rows of one token in batches of their own."""
+        for alone in (False, True):
+            some = sorted(
+                (row for row in rows if (len(context(row)) == 1) is alone), key=lambda row: -len(context(row))
+            )
+            for start in range(0, len(some), self.batch_size):
+                yield some[start : start + self.batch_size]
+
+    def _filled(self, rows: list[T]) -> list[T]:
+        """As many rows as a batch has, so that few programs are compiled."""
+        return rows + rows[-1:] * (self.batch_size - len(rows))
+
+
+def marks(logits: Float[Array, "B V"], targets: Int[Array, "B"]) -> tuple[Float[Array, "B"], Bool[Array, "B"]]:
+    """The log-probability of each target, and whether it is the likeliest token."""
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], 1)[:, 0]
+    return chosen, jnp.argmax(logits, 1) == targets
+
+
+@partial(jax.jit, donate_argnames="cache")
+def score(
+    params: Decoder, cache: KVCache, inputs: Int[Array, "B T"], targets: Int[Array, "B T"], lengths: Int[Array, "B"]
+) -> tuple[KVCache, Float[Array, "B"], Bool[Array, "B"]]:
+    """Decodes `inputs` and marks what follows: the sum of the targets' log-probabilities, and whether all are greedy.
+
+    Args:
+        cache: with room for them. It is donated, and so returned.
+        lengths: of each row; 0 leaves it as it is, with a sum of 0.
+    """
+
+    def step(
+        state: tuple[KVCache, Float[Array, "B"], Bool[Array, "B"]], t: Int[Array, ""]
+    ) -> tuple[tuple[KVCache, Float[Array, "B"], Bool[Array, "B"]], None]:
+        cache, total, greedy = state
+        live = t < lengths
+        logits, cache = extend(params, cache, inputs[:, t][:, None], live.astype(jnp.int32))
+        one, same = marks(logits, targets[:, t])
+        return (cache, total + jnp.where(live, one, 0), greedy & (same | ~live)), None
+
+    start = (cache, jnp.zeros(inputs.shape[0]), jnp.ones(inputs.shape[0], bool))
+    state, _ = jax.lax.scan(step, start, jnp.arange(inputs.shape[1]))
+    return state
+
+
+def _sampler(wanted: dict[str, Any]) -> sampling.SamplingMethod:
+    unknown = set(wanted) - {*SAMPLING, "until", "max_gen_toks", "do_sample"}
+    if unknown:
+        raise ValueError(
+            f"generation arguments {sorted(unknown)}; accepted are {', '.join(SAMPLING)}, until, do_sample"
+        )
+    if not wanted.get("do_sample") or not wanted.get("temperature"):
+        return sampling.Greedy()
+    return sampling.parse(",".join(f"{name}={wanted[name]}" for name in SAMPLING if wanted.get(name) is not None))
+
+
+def main() -> None:
+    """lm_eval's own command line, where this model is known."""
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

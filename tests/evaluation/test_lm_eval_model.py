@@ -1,0 +1,155 @@
+"""lm-evaluation-harness's model class: its scores against the whole text's logits, and a task that the harness runs."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache import KVCache
+from kvjax.evaluation.tasks import registry
+from kvjax.evaluation.tasks.task import Source
+
+pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (the extra `lm-eval`)")
+
+from kvjax.evaluation.lm_eval_model import KVJaxLM
+
+DEMO = str(Path(kvjax.__file__).parent / "demo_model")
+
+
+@pytest.fixture(scope="module")
+def full() -> KVJaxLM:
+    return KVJaxLM(DEMO, batch_size=4, dtype="float32")
+
+
+def requests(*arguments: tuple) -> list[SimpleNamespace]:
+    return [SimpleNamespace(args=one) for one in arguments]
+
+
+def expected(lm: KVJaxLM, context: list[int], said: list[int]) -> tuple[float, bool]:
+    """From the logits of each prefix, read as a whole."""
+    prefixes = [[*context, *said[:n]] for n in range(len(said))]
+    tokens = np.zeros((len(said), 64), np.int32)
+    for row, prefix in zip(tokens, prefixes, strict=True):
+        row[64 - len(prefix) :] = prefix
+    lengths = jnp.array(list(map(len, prefixes)))
+    cache = KVCache.empty(lm.params.config, kvjax.policies.full(), lengths, 64, jnp.float32)
+    logits, _ = kvjax.extend(lm.params, cache, jnp.asarray(tokens), lengths)
+    log_probs = jax.nn.log_softmax(logits)
+    total = sum(float(row[token]) for row, token in zip(log_probs, said, strict=True))
+    return total, bool((jnp.argmax(logits, 1) == jnp.array(said)).all())
+
+
+CONTEXT = "the code of anna is kettle . the river follows the old garden . recall what the code of anna is :"
+
+
+def test_continuations_are_scored_as_the_whole_text_is(full: KVJaxLM) -> None:
+    pairs = [
+        (CONTEXT, " anna is kettle"),
+        (CONTEXT, " anna is ladder"),
+        ("anna", " equals kettle . the"),  # one token, of which nothing can be compressed
+        (CONTEXT, " ladder"),
+        ("", "the river"),  # follows the end of another text
+        (CONTEXT, " kettle"),
+    ]
+    found = full.loglikelihood(requests(*pairs), disable_tqdm=True)
+    encode = full.tok_encode
+    for (context, said), (total, greedy) in zip(pairs, found, strict=True):
+        want = expected(full, encode(context) if context else [full.prefix_token_id], encode(said))
+        assert total == pytest.approx(want[0], abs=1e-4)
+        assert greedy == want[1]
+    assert found[0][1]  # the model knows the answer
+    assert not found[1][1]
+
+
+def test_whole_texts_are_scored_from_their_beginning(full: KVJaxLM) -> None:
+    texts = ["the code of anna is kettle .", "the river"]
+    found = full.loglikelihood_rolling(requests(*((text,) for text in texts)), disable_tqdm=True)
+    for text, total in zip(texts, found, strict=True):
+        assert total == pytest.approx(expected(full, [full.prefix_token_id], full.tok_encode(text))[0], abs=1e-4)
+
+
+def test_answers_are_those_of_generate(full: KVJaxLM) -> None:
+    wanted = {"until": ["."], "max_gen_toks": 16, "do_sample": False, "temperature": 0.0}
+    contexts = [CONTEXT, "the code of anna is kettle . recall what the code of anna is :", "anna"]
+    texts = full.generate_until(requests(*((context, wanted) for context in contexts)), disable_tqdm=True)
+    for context, text in zip(contexts, texts, strict=True):
+        out = kvjax.generate(full.params, context, max_new_tokens=16, tokenizer=full.tokenizer)
+        assert out.text is not None
+        assert text == out.text[0].split(".")[0]
+    (cut,) = full.generate_until(requests((CONTEXT, wanted | {"until": [" is"]})), disable_tqdm=True)
+    assert cut == "anna"
+
+
+def test_the_first_answer_token_depends_on_what_was_kept(full: KVJaxLM) -> None:
+    small = KVJaxLM(DEMO, policy="streaming_llm:budget=8;sinks=1", batch_size=4, dtype="float32")
+    pair = (CONTEXT, " anna")
+    assert small.policy == kvjax.policies.streaming_llm(budget=8, sinks=1)
+    (kept,), (all_,) = (lm.loglikelihood(requests(pair), disable_tqdm=True) for lm in (small, full))
+    assert abs(kept[0] - all_[0]) > 1e-3
+
+
+def test_prompts_that_are_too_long_lose_their_beginning(full: KVJaxLM, caplog: pytest.LogCaptureFixture) -> None:
+    short = KVJaxLM(DEMO, batch_size=4, dtype="float32", max_length=16)
+    with caplog.at_level(logging.WARNING, "kvjax.evaluation.lm_eval_model"):
+        (found,) = short.loglikelihood(requests((CONTEXT, " anna is")), disable_tqdm=True)
+    assert "1 of 1 prompts are longer than 16 tokens and lost their beginning" in caplog.text
+    ids = full.tok_encode(CONTEXT)
+    assert found[0] == pytest.approx(expected(full, ids[-15:], full.tok_encode("anna is"))[0], abs=1e-4)
+    with pytest.raises(ValueError, match="answers of 16 tokens, and max_length=16"):
+        short.generate_until(requests((CONTEXT, {"max_gen_toks": 16})), disable_tqdm=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"batch_size": "auto"}, "batch_size='auto'; accepted is an integer >= 1"),
+        ({"max_batch_size": 8}, "max_batch_size is not accepted"),
+        ({"policy": "snapkw"}, "snapkw"),
+    ],
+)
+def test_arguments_that_are_not_accepted(arguments: dict[str, object], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        KVJaxLM(DEMO, **arguments)
+
+
+def test_generation_arguments_that_are_not_known(full: KVJaxLM) -> None:
+    with pytest.raises(ValueError, match=r"generation arguments \['num_beams'\]; accepted are temperature, "):
+        full.generate_until(requests((CONTEXT, {"num_beams": 4})), disable_tqdm=True)
+
+
+def test_a_task_of_the_harness(tmp_path: Path) -> None:
+    import lm_eval
+
+    (task,) = registry.find("demo/needle")
+    rows = [
+        {"q": one.context + one.questions[0].text, "a": one.questions[0].answers[0]}
+        for one in task.examples(Source(length=256, count=6))
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    stub = {
+        "task": "stub",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}, "cache_dir": str(tmp_path)},
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "{{q}}",
+        "doc_to_target": "{{a}}",
+        "generation_kwargs": {"until": ["."], "max_gen_toks": 16},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    }
+    results = lm_eval.simple_evaluate(
+        model="kvjax", model_args=f"pretrained={DEMO},policy=snapkv:budget=128;window=16", tasks=[stub], batch_size=2
+    )
+    found = [
+        sample["filtered_resps"][0] == row["a"] for sample, row in zip(results["samples"]["stub"], rows, strict=True)
+    ]
+    assert results["results"]["stub"]["exact_match,none"] == pytest.approx(np.mean(found))
+    assert np.mean(found) > 0.5
