@@ -9,18 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.dense import assert_close, attention, context, left_padded
 from tests.pallas_kernels.cases import (
     SEGMENT_CASES,
     SLOT_CASES,
+    TOLERANCE,
     WINDOW_CASES,
     check_segments,
     check_slots,
     check_window,
 )
 
-slot, segment, window, top = (
+prompt, slot, segment, window, top = (
     import_module(f"kvjax.pallas_kernels.{name}.mosaic_tpu")
-    for name in ("slot_attention", "segment_attention", "window_scores", "top_tokens")
+    for name in ("prompt_attention", "slot_attention", "segment_attention", "window_scores", "top_tokens")
 )
 
 
@@ -99,3 +101,32 @@ def test_top_tokens_equal_a_stable_sort(tokens, size):
         order = eligible[np.lexsort((positions[b, h, eligible], -scores[b, h, eligible]))]
         expected = np.sort(order[: counts[b, h]])
         np.testing.assert_array_equal(got[b, h], np.pad(expected, (0, size - expected.size), constant_values=-1))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "group", "window"), [("float32", 4, None), ("float32", 1, 30), ("bfloat16", 7, None)]
+)
+def test_prompt_attention(dtype, group, window):
+    """Rows: full, padded on the left, without a single token; over more than a tile, and not a multiple of it."""
+    rng = np.random.default_rng(group)
+    N = 150
+    q = rng.normal(size=(3, 2 * group, N, 64)).astype(dtype)
+    k, v = rng.normal(size=(2, 3, 2, N, 64)).astype(dtype)
+    t = left_padded([N, 70, 0], N, [5, 0, 9])
+    p = np.broadcast_to(t[:, None], (3, 2, N))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompt, "BLOCK", 128)
+        out, lse = jitted(prompt.prompt_attention, scale=0.25, window=window)(*map(jnp.asarray, (q, k, v, t, p)))
+    weights, expected_lse, _ = attention(q, k, t, p, 0.25, window)
+    assert (out.dtype, lse.dtype) == (q.dtype, jnp.float32)
+    assert_close(out, context(weights, v), *TOLERANCE[dtype])
+    assert_close(lse, expected_lse)
+    assert not np.any(out[2])
+
+
+def test_prompts_that_splash_attention_cannot_express():
+    x, at = jnp.zeros((1, 1, 8, 64)), jnp.zeros((1, 8), jnp.int32)
+    with pytest.raises(NotImplementedError, match="5 cached slots before the 3 new tokens"):
+        prompt.prompt_attention(x[:, :, :3], x, x, at[:, :3], at[:, None], scale=1.0)
+    with pytest.raises(NotImplementedError, match="a bias"):
+        prompt.prompt_attention(x, x, x, at, at[:, None], scale=1.0, bias=at[:, None].astype(jnp.float32))

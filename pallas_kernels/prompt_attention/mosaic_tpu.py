@@ -1,0 +1,105 @@
+"""Prompt attention on a TPU: splash attention, JAX's own kernel, where a prompt attends to nothing but itself.
+
+It masks by index, and padding by segments, so the new tokens have to be all there is: beside cached slots, which lie in
+any order, or with a bias, XLA takes over.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jaxtyping import Array, Float, Int
+
+from ..mosaic import LANES, round_up
+from ..tiling import pad
+
+BLOCK = 512  # queries, and keys, to a tile
+LONGEST = 256 * BLOCK  # which tiles to visit is held in memory for scalars: so many by so many
+LSE_BYTES = 64 << 20  # splash attention repeats each log-sum-exp LANES times: heads are taken a few at a time
+
+
+def prompt_attention(
+    q: Float[Array, "B Hq N D"],
+    k: Float[Array, "B H M D"],
+    v: Float[Array, "B H M D"],
+    q_positions: Int[Array, "B N"],
+    k_positions: Int[Array, "B H M"],
+    *,
+    scale: float,
+    window: int | None = None,
+    bias: Float[Array, "B H M"] | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B Hq N D"], Float[Array, "B Hq N"]]:
+    """As `reference.prompt_attention`, which says what it computes.
+
+    Raises NotImplementedError where there are cached slots or a bias, and for more than LONGEST tokens.
+    """
+    B, Hq, N, D = q.shape
+    H = k.shape[1]
+    if k.shape[2] > N:
+        raise NotImplementedError(f"{k.shape[2] - N} cached slots before the {N} new tokens")
+    if bias is not None:
+        raise NotImplementedError("a bias")
+    if N > LONGEST:
+        raise NotImplementedError(f"{N} tokens at once; at most {LONGEST} are taken")
+    G = Hq // H
+    block = min(BLOCK, round_up(N, LANES))
+    padding = -N % block
+    kernel = _kernel(N + padding, G, block, window, interpret)
+
+    def of_head(given: tuple[Array, ...]) -> tuple[Array, Array]:
+        """For the query heads of a kv head of a row."""
+        rows, keys, values, there = given
+        out, (lse,) = kernel(rows, keys, values, splash.SegmentIds(there, there))
+        return out, lse
+
+    there = pad((q_positions >= 0).astype(jnp.int32), padding, axis=1)
+    rows = pad(q * scale, padding, axis=2).reshape(B * H, G, N + padding, D)
+    keys, values = (pad(x, padding, axis=2).reshape(B * H, N + padding, D) for x in (k, v))
+    each = (rows, keys, values, jnp.repeat(there, H, axis=0))
+    most = LSE_BYTES // (G * (N + padding) * LANES * 4)
+    together = next(n for n in range(B * H, 0, -1) if B * H % n == 0 and (n == 1 or n <= most))
+    out, lse = jax.lax.map(of_head, each, batch_size=together)
+    out, lse = out.reshape(B, Hq, -1, D)[:, :, :N], lse.reshape(B, Hq, -1)[:, :, :N]
+    seen = (q_positions >= 0)[:, None]
+    return jnp.where(seen[..., None], out, 0), jnp.where(seen, lse, -jnp.inf)
+
+
+@cache
+def _block(value: bool, rows: int, columns: int) -> np.ndarray:
+    return np.full((rows, columns), value)
+
+
+class Band(masks.LocalMask):
+    """What a token sees: itself and those before it, within the window. Blocks of one value take no comparing."""
+
+    def __init__(self, length: int, window: int | None) -> None:
+        super().__init__((length, length), (None if window is None else window - 1, 0), 0)
+
+    def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
+        rows, columns = (range(*part.indices(self.shape[0])) for part in index)
+        nearest, farthest = rows[0] - columns[-1], rows[-1] - columns[0]
+        left = self.window_size[0]
+        if nearest >= 0 and (left is None or farthest <= left):
+            return _block(True, len(rows), len(columns))
+        if farthest < 0 or (left is not None and nearest > left):
+            return _block(False, len(rows), len(columns))
+        return super().__getitem__(index)
+
+
+@cache
+def _kernel(length: int, group: int, block: int, window: int | None, interpret: bool) -> Any:
+    """Its tables of tiles take a while for long prompts, and are the same for every layer."""
+    with jax.ensure_compile_time_eval():
+        return splash.make_splash_mqa_single_device(
+            masks.MultiHeadMask([Band(length, window)] * group),
+            block_sizes=splash.BlockSizes(block_q=block, block_kv=block, block_kv_compute=block),
+            save_residuals=True,
+            interpret=interpret,
+        )
