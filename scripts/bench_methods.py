@@ -8,6 +8,7 @@ one. Beside the time that passes there is the CPU time of the process, which say
 The cases:
 
     prefill     reading a prompt under each preset, over reading it with full attention
+    replay      the same of methods that score by a second pass, over reading the prompt and then, behind it, once more
     crush       the same of `kvcrush` over its base, which is SnapKV
     decode      a decode step under each preset, over one with as many slots and no policy
     budgets     a decode step on pools of segments, whose heads keep different numbers of a prompt, over one with a full
@@ -31,7 +32,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-CASES = ("prefill", "crush", "decode", "budgets", "clustering")
+CASES = ("prefill", "replay", "crush", "decode", "budgets", "clustering")
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 8, 2, 64
 SLOTS = 512
 VARIANTS = {
@@ -131,6 +132,14 @@ def main() -> None:
             for text in texts(name, budget):
                 facts = {"case": "prefill", "prompt": arguments.prompt, "goal": GOALS.get(name)}
                 compare({"full": reads("full"), text: reads(text)}, arguments.repeats, facts)
+    if "replay" in arguments.case:
+
+        def twice() -> None:
+            document = kvjax.prefill(params, prompt, policy=parse("full"))
+            jax.block_until_ready(kvjax.prefill(params, prompt, cache=document))
+
+        sides = {"twice": twice} | {text: reads(text) for name in ("kvcompose", "kvzip") for text in texts(name, budget)}
+        compare(sides, arguments.repeats, {"case": "replay", "prompt": arguments.prompt, "goal": 1.0})
     if "crush" in arguments.case:
         base = f"snapkv:budget={budget}"
         for granularity in ("token", "chunk", "page"):
