@@ -19,7 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-PROGRAMS = 264  # at least, if there is so much to do: two for each core of an H100
+PROGRAMS = 264  # at a time: two for each core of an H100
+SPLITS = 64  # at most
 
 
 class Blocks(NamedTuple):
@@ -111,8 +112,7 @@ def attend(
     Dp = power_of_two(D)
     blocks = blocks or blocks_for(R, D, k.dtype)
     row_blocks = pl.cdiv(R, blocks.rows)
-    splits = max(1, min(pl.cdiv(PROGRAMS, B * H * row_blocks), pl.cdiv(T, 4 * blocks.slots)))
-    used = jnp.where(jnp.max(q_positions, axis=1, keepdims=True) >= 0, used, 0).astype(jnp.int32)
+    splits = max(1, min(PROGRAMS // (B * H * row_blocks), pl.cdiv(T, 4 * blocks.slots), SPLITS))
     ragged = start is not None or T % blocks.slots != 0 or blocks.slots > T
 
     def head(*shape: int) -> pl.BlockSpec:
@@ -154,22 +154,50 @@ def attend(
         out_shape=found,
         compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=interpret,
-    )(q, k, v, q_positions, k_positions, used, start, bias)
-    return Attended(*join(results.get("out"), results["lse"], 2, q.dtype), results.get("logits"))
+    )(q, k, v, q_positions, k_positions, used.astype(jnp.int32), start, bias)
+    out, lse = join(results.get("out"), results["lse"], q.dtype, interpret=interpret)
+    return Attended(out, lse, results.get("logits"))
 
 
-def join(out: Array | None, lse: Array, axis: int, dtype: Any) -> tuple[Array | None, Array]:
-    """One softmax from several over different slots, along an axis of them; `out` has a last axis more than `lse`."""
-    if lse.shape[axis] == 1:
-        return None if out is None else jnp.squeeze(out, axis).astype(dtype), jnp.squeeze(lse, axis)
-    peak = jnp.max(lse, axis=axis, keepdims=True)
-    shares = jnp.exp(lse - jnp.where(jnp.isneginf(peak), 0.0, peak))
-    total = jnp.sum(shares, axis=axis, keepdims=True)
-    joined = jnp.squeeze(peak + jnp.log(total), axis)
+def join(
+    out: Float[Array, "B H X R D"] | None, lse: Float[Array, "B H X R"], dtype: Any, *, interpret: bool = False
+) -> tuple[Float[Array, "B H R D"] | None, Float[Array, "B H R"]]:
+    """One softmax from X over different slots."""
+    B, H, X, R = lse.shape
+    if X == 1:
+        return None if out is None else jnp.squeeze(out, 2).astype(dtype), jnp.squeeze(lse, 2)
     if out is None:
-        return None, joined
-    shares = shares / jnp.where(total == 0, 1.0, total)
-    return jnp.sum(out * shares[..., None], axis=axis).astype(dtype), joined
+        return None, jax.nn.logsumexp(lse, axis=2)
+    D = out.shape[-1]
+    Xp, Dp = power_of_two(X), power_of_two(D)
+    row = pl.BlockSpec((None, None, None), lambda r, h, b: (b, h, r))
+    return pl.pallas_call(
+        partial(join_kernel, sizes=(X, D)),
+        grid=(R, H, B),
+        in_specs=[
+            pl.BlockSpec((None, None, Xp, None, Dp), lambda r, h, b: (b, h, 0, r, 0)),
+            pl.BlockSpec((None, None, Xp, None), lambda r, h, b: (b, h, 0, r)),
+        ],
+        out_specs=[pl.BlockSpec((None, None, None, Dp), lambda r, h, b: (b, h, r, 0)), row],
+        out_shape=[jax.ShapeDtypeStruct((B, H, R, D), dtype), jax.ShapeDtypeStruct((B, H, R), jnp.float32)],
+        compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
+        interpret=interpret,
+    )(out, lse)
+
+
+def join_kernel(out_ref: Any, lse_ref: Any, joined_ref: Any, joined_lse_ref: Any, *, sizes: Sequence[int]) -> None:
+    X, D = sizes
+    Xp, Dp = out_ref.shape
+    part, channel = jnp.arange(Xp) < X, jnp.arange(Dp) < D
+    lse = plgpu.load(lse_ref, mask=part, other=-jnp.inf)
+    out = plgpu.load(out_ref, mask=part[:, None] & channel[None], other=0)
+    peak = jnp.max(lse)
+    shares = jnp.exp(lse - jnp.where(peak == -jnp.inf, 0.0, peak))
+    total = jnp.sum(shares)
+    total = jnp.where(total == 0, 1.0, total)
+    joined = jnp.sum(out * (shares / total)[:, None], axis=0)
+    plgpu.store(joined_ref, joined.astype(joined_ref.dtype), mask=channel)
+    joined_lse_ref[()] = peak + jnp.log(total)
 
 
 def attend_kernel(
@@ -197,7 +225,7 @@ def attend_kernel(
     channel = (jnp.arange(Dp) < D)[None]
     q = plgpu.load(q_ref, mask=(row < R)[:, None] & channel, other=0)
     t = plgpu.load(t_ref.at[jax.lax.rem(row, W)], mask=row < R, other=-1)
-    used = used_ref[()]
+    used = jnp.where(jnp.max(t) >= 0, used_ref[()], 0)
     start = 0 if start_ref is None else start_ref[()]
     tiles = jax.lax.div(used + blocks.slots - 1, blocks.slots)
 
