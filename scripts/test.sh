@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Format, lint, types and tests, in an environment it makes itself.
 #     bash scripts/test.sh              everything
-#     bash scripts/test.sh --fast       without the tests marked slow
+#     bash scripts/test.sh --fast       without the tests marked slow, and those that compile for GPUs and TPUs
 #     bash scripts/test.sh -k name      any argument of pytest
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -9,7 +9,9 @@ source scripts/setup_venv.sh dev parity plot eval
 
 if [ "${1:-}" = --fast ]; then
     shift
-    set -- -m "not slow" "$@"
+    set -- -m "not slow and not aot" "$@"
+else
+    source scripts/setup_compilers.sh
 fi
 
 # Workers and later runs share what XLA has compiled.

@@ -1,7 +1,7 @@
 """Attention received by each key on GPUs, by Triton: weights are made and reduced in registers, tile by tile.
 
-A program holds keys and meets the queries. Where these fit into one tile it walks over several tiles of keys, each of
-which is read once; where they do not, it keeps one tile of keys and walks over the queries that see it.
+Each key is read once. Where the queries fit into one tile, a program holds these and walks over several tiles of keys;
+where they do not, it holds a tile of keys and walks over the queries that see it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DEFAULT = Reduction()
 
 
 def blocks_for(rows: int, head_dim: int, dtype: Any) -> Blocks:
-    """By the number of query rows that are reduced together, the head dimension and its dtype."""
+    """By the number of query rows that are reduced as one, the head dimension and its dtype."""
     if jnp.dtype(dtype).itemsize == 4 or head_dim > 128:
         return Blocks(min(power_of_two(rows), 32), 32, warps=4, stages=2)
     if rows <= 128:
@@ -76,7 +76,7 @@ def window_scores(
     F, R = q.shape[2:4]
     row_blocks, tiles, Dp = R // blocks.rows, pl.cdiv(M, blocks.slots), power_of_two(D)
     span, each = None, 1
-    if row_blocks > 1:
+    if row_blocks > 1 or F > 1:
         span = _span(t, k_positions, blocks, window, causal)
     else:
         each = min(max(tiles * H * B // (4 * PROGRAMS), 1), 32)
@@ -160,13 +160,13 @@ def window_scores_kernel(
     Dp = q_ref.shape[-1]
     channel = (jnp.arange(Dp) < D)[None]
     over_rows: Callable[..., Array] = jnp.max if reduction.rows == "max" else jnp.sum
-    combine = jnp.maximum if reduction.group == "max" else jnp.add
-    apart = F > 1 and reduction.first == "rows"
+    join_rows = jnp.maximum if reduction.rows == "max" else jnp.add
+    join_group = jnp.maximum if reduction.group == "max" else jnp.add
 
-    def rows_of(i: Array | int) -> list[tuple[Array, Array]]:
-        """A block of queries with their log-sum-exps, for each of F heads."""
-        places = [pl.ds(f * R + i * blocks.rows, blocks.rows) for f in range(F)]
-        return [(plgpu.load(q_ref.at[place, :], mask=channel, other=0), lse_ref[place]) for place in places]
+    def queries_of(f: Array | int, i: Array | int) -> tuple[Array, Array]:
+        """A block of a head's queries, with their log-sum-exps."""
+        place = pl.ds(f * R + i * blocks.rows, blocks.rows)
+        return plgpu.load(q_ref.at[place, :], mask=channel, other=0), lse_ref[place]
 
     def positions_of(i: Array | int) -> Array:
         return t_ref[pl.ds(i * blocks.rows, blocks.rows)][None]
@@ -178,57 +178,68 @@ def window_scores_kernel(
         bias = None if bias_ref is None else plgpu.load(bias_ref.at[place], mask=held, other=0)[:, None]
         return keys, plgpu.load(p_ref.at[place], mask=held, other=-1)[:, None], bias
 
-    def receive(
-        queries: list[tuple[Array, Array]], t: Array, entries: tuple[Array, Array, Array | None]
-    ) -> tuple[list[Array], Array | None]:
-        """A tile's weights reduced over its rows, for each head that is kept apart; and how many rows see a key."""
-        keys, p, bias = entries
+    def visible(t: Array, p: Array) -> Array:
         seen = p >= 0
         if pairwise:
             seen = seen & (p <= t)
-        if window is not None:
-            seen = seen & (t - p < window)
+        return seen if window is None else seen & (t - p < window)
 
-        def weights(q: Array, lse: Array) -> Array:
-            logits = product(keys, q.T) * scale - lse[None]
-            if bias is not None:
-                logits += bias
-            return jnp.exp(jnp.where(seen, logits, -jnp.inf))
+    def weights(queries: tuple[Array, Array], t: Array, entries: tuple[Array, Array, Array | None]) -> Array:
+        """Of a tile, keys first: a sum over rows then stays within a warp."""
+        (q, lse), (keys, p, bias) = queries, entries
+        logits = product(keys, q.T) * scale - lse[None]
+        if bias is not None:
+            logits += bias
+        return jnp.exp(jnp.where(visible(t, p), logits, -jnp.inf))
 
-        tiles = [weights(q, lse) for q, lse in queries]
-        if not apart:
-            tiles = [reduce(combine, tiles)]
-        viewers = jnp.sum((seen & (t >= 0)).astype(jnp.float32), axis=1) if reduction.rows == "mean" else None
-        return [over_rows(tile, axis=1) for tile in tiles], viewers
+    def viewers(t: Array, p: Array) -> Array:
+        """How many rows see each key."""
+        return jnp.sum((visible(t, p) & (t >= 0)).astype(jnp.float32), axis=1)
 
-    def finish(received: list[Array], viewers: Array | None) -> Array:
-        score = reduce(combine, received)
-        if viewers is not None:
-            score = score / jnp.maximum(viewers / shared, 1.0)
-        return score / group if reduction.group == "mean" else score
-
-    def write(j: Array, score: Array) -> None:
+    def write(j: Array, score: Array, seen: Array | None) -> None:
+        if seen is not None:
+            score = score / jnp.maximum(seen / shared, 1.0)
+        if reduction.group == "mean":
+            score = score / group
         held = j * blocks.slots + jnp.arange(blocks.slots) < M
         plgpu.store(scores_ref.at[pl.ds(j * blocks.slots, blocks.slots)], score, mask=held)
 
     nothing = jnp.zeros(blocks.slots, jnp.float32)
-    if span_ref is not None:
-        j = pl.program_id(0)
-        entries = keys_of(j)
+    if span_ref is None:
+        queries, t = queries_of(0, 0), positions_of(0)
 
-        def add(i: Array, carry: tuple[list[Array], Array | None]) -> tuple[list[Array], Array | None]:
-            received, viewers = carry
-            more, seen = receive(rows_of(i), positions_of(i), entries)
-            join = jnp.maximum if reduction.rows == "max" else jnp.add
-            received = [join(x, y) for x, y in zip(received, more, strict=True)]
-            return received, None if seen is None or viewers is None else viewers + seen
+        def score(j: Array, _: None) -> None:
+            entries = keys_of(j)
+            seen = viewers(t, entries[1]) if reduction.rows == "mean" else None
+            write(j, over_rows(weights(queries, t, entries), axis=1), seen)
 
-        begin = ([nothing] * (F if apart else 1), nothing if reduction.rows == "mean" else None)
-        write(j, finish(*jax.lax.fori_loop(span_ref[j, 0], span_ref[j, 1], add, begin)))
+        first = pl.program_id(0) * each
+        last = jnp.minimum(first + each, pl.cdiv(M, blocks.slots))
+        occupied = jnp.clip(jax.lax.div(bound_ref[()] + blocks.slots - 1, blocks.slots), first, last)
+        jax.lax.fori_loop(first, occupied, score, None)
+        jax.lax.fori_loop(occupied, last, lambda j, _: write(j, nothing, None), None)
         return
-    queries, t = rows_of(0), positions_of(0)
-    first = pl.program_id(0) * each
-    last = jnp.minimum(first + each, pl.cdiv(M, blocks.slots))
-    occupied = jnp.clip(jax.lax.div(bound_ref[()] + blocks.slots - 1, blocks.slots), first, last)
-    jax.lax.fori_loop(first, occupied, lambda j, _: write(j, finish(*receive(queries, t, keys_of(j)))), None)
-    jax.lax.fori_loop(occupied, last, lambda j, _: write(j, nothing), None)
+    j = pl.program_id(0)
+    entries = keys_of(j)
+
+    def over_blocks(add: Callable[[Array], Array], join: Callable[..., Array]) -> Array:
+        """`add(i)` of each block of rows that sees some of the keys, joined."""
+        return jax.lax.fori_loop(span_ref[j, 0], span_ref[j, 1], lambda i, x: join(x, add(i)), nothing)
+
+    def tile(f: Array | int, i: Array) -> Array:
+        return weights(queries_of(f, i), positions_of(i), entries)
+
+    if F == 1 or reduction.first == "rows":
+
+        def of_head(f: int) -> Array:
+            return over_blocks(lambda i: over_rows(tile(f, i), axis=1), join_rows)
+
+        received = reduce(join_group, map(of_head, range(F)))
+    else:
+
+        def group_tile(i: Array) -> Array:
+            return jax.lax.fori_loop(1, F, lambda f, x: join_group(x, tile(f, i)), tile(0, i))
+
+        received = over_blocks(lambda i: over_rows(group_tile(i), axis=1), join_rows)
+    seen = over_blocks(lambda i: viewers(positions_of(i), entries[1]), jnp.add) if reduction.rows == "mean" else None
+    write(j, received, seen)

@@ -1,0 +1,30 @@
+# Sourced after setup_venv.sh: the compilers for GPUs and TPUs that are not here, of the version of the environment's
+# JAX, and NVIDIA's assembler; some 1.2 GB. They lie in a folder of their own, which only what follows looks into: in
+# the environment itself they would have JAX search for the devices, with complaints, each time it starts.
+
+setup_compilers() {
+    local folder=$PWD/.venv/compilers wanted
+    wanted=$(
+        python - <<'PYTHON'
+import re
+from importlib.metadata import requires
+
+stated = dict(re.match(r"([\w-]+)([^;]*)", line).groups() for line in requires("jax") if re.search("cuda13-local|tpu", line))
+plugin = stated["jax-cuda13-plugin"].strip()
+print(f"jax-cuda13-plugin{plugin} jax-cuda13-pjrt{plugin} libtpu{stated['libtpu'].strip()} nvidia-cuda-nvcc>=13")
+PYTHON
+    ) || return 1
+    if [ "$(cat "$folder/installed" 2>/dev/null)" != "$wanted" ]; then
+        echo "Installing compilers for GPUs and TPUs in $folder." >&2
+        rm -rf "$folder"
+        # shellcheck disable=SC2086 # a list
+        if ! python -m pip install -qq --disable-pip-version-check --no-deps --target "$folder" $wanted; then
+            echo "They cannot be installed here; the tests marked aot are skipped." >&2
+            return 0
+        fi
+        echo "$wanted" >"$folder/installed"
+    fi
+    export PYTHONPATH="$folder${PYTHONPATH:+:$PYTHONPATH}"
+}
+
+setup_compilers

@@ -1,0 +1,116 @@
+"""The GPU kernels, compiled for GPUs that are not here, at the sizes they are for: registers, spills, tensor cores."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from kvjax.pallas_kernels import Reduction
+from tests.pallas_kernels.ptx import accelerator, assembler, compile_for
+
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache"),  # of devices that are not here
+]
+KV_HEADS = 8
+KERNELS = {
+    "slot_attention": {"attend_kernel"},
+    "segment_attention": {"attend_kernel"},
+    "window_scores": {"window_scores_kernel"},
+    "top_tokens": {"top_tokens_kernel"},
+}
+
+
+def attention(group: int, batch: int, slots: int, queries: int = 1, dtype: Any = jnp.bfloat16, head_dim: int = 128):
+    heads = batch, KV_HEADS
+    return {
+        "q": ((batch, KV_HEADS * group, queries, head_dim), dtype),
+        "k": ((*heads, slots, head_dim), dtype),
+        "v": ((*heads, slots, head_dim), dtype),
+        "q_positions": ((batch, queries), jnp.int32),
+        "k_positions": ((*heads, slots), jnp.int32),
+    }
+
+
+def segments(group: int, batch: int, rows: int):
+    bounds = {name: ((batch, KV_HEADS), jnp.int32) for name in ("start", "used")}
+    return attention(group, batch, rows) | bounds
+
+
+def window(group: int, queries: int, keys: int, lse: bool = True):
+    shapes = attention(group, 1, keys, queries)
+    del shapes["v"]
+    return shapes | ({"lse": (shapes["q"][0][:3], jnp.float32)} if lse else {})
+
+
+def scores(batch: int, entries: int):
+    rows = batch, KV_HEADS
+    return {
+        "scores": ((*rows, entries), jnp.float32),
+        "positions": ((*rows, entries), jnp.int32),
+        "counts": (rows, jnp.int32),
+    }
+
+
+# (operation, what is static, shapes): groups of 4, 5 and 8 are those of models of 8, 14 and 70 billion parameters
+PROBLEMS = {
+    "decode-8b-2k": ("slot_attention", {}, attention(4, 8, 2048)),
+    "decode-14b-2k-received": ("slot_attention", {"received": "mean"}, attention(5, 8, 2048)),
+    "decode-70b-128k": ("slot_attention", {}, attention(8, 1, 131_072)),
+    "decode-8b-2k-float32": ("slot_attention", {}, attention(4, 8, 2048, dtype=jnp.float32)),
+    "decode-256-channels": ("slot_attention", {}, attention(4, 8, 2048, head_dim=256)),
+    "decode-96-channels": ("slot_attention", {}, attention(4, 8, 2048, head_dim=96)),
+    "question-8b-128k": ("slot_attention", {}, attention(4, 1, 131_072, queries=32)),
+    "decode-past-2**31": ("slot_attention", {}, attention(4, 32, 131_072)),
+    "segments-8b": ("segment_attention", {}, segments(4, 8, 65_536)),
+    "segments-70b": ("segment_attention", {}, segments(8, 1, 262_144)),
+    "window-8b-32-of-128k": ("window_scores", {}, window(4, 32, 131_072)),
+    "window-14b-32-of-32k": ("window_scores", {}, window(5, 32, 32_768, lse=False)),
+    "window-70b-200-of-2k": (
+        "window_scores",
+        {"reduction": Reduction("sum", "max", "group"), "causal": False},
+        window(8, 200, 2048),
+    ),
+    "window-8b-last-of-32k": ("window_scores", {}, window(4, 1, 32_768)),
+    "window-8b-all-of-8k": ("window_scores", {}, window(4, 8192, 8192)),
+    "window-8b-mean-of-32k": ("window_scores", {"reduction": Reduction("mean", "max")}, window(4, 32, 32_768)),
+    "top-1k-of-2k": ("top_tokens", {"size": 1024}, scores(8, 2048)),
+    "top-2k-of-128k": ("top_tokens", {"size": 2048}, scores(1, 131_072)),
+    "top-8k-of-1m": ("top_tokens", {"size": 8192}, scores(1, 1 << 20)),
+}
+
+
+@pytest.mark.parametrize("name", ["a100", "h200", "b200"])
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_compiles(problem: str, name: str, tmp_path: Path) -> None:
+    """Without a spilled register; products run on tensor cores, but for float32, which keeps its precision."""
+    assembler()
+    device = accelerator(name)
+    operation, static, shapes = PROBLEMS[problem]
+    if operation != "top_tokens":
+        static = static | {"scale": 0.09}
+    kernel = getattr(import_module(f"kvjax.pallas_kernels.{operation}.triton"), operation)
+    kernels = compile_for(device, partial(kernel, **static), shapes, tmp_path)
+    assert {kernel.name for kernel in kernels} >= KERNELS[operation]
+    for kernel in kernels:
+        print(problem, name, kernel)
+        assert kernel.spilled == 0, kernel
+        if kernel.name in ("attend_kernel", "window_scores_kernel") and "float32" not in problem:
+            assert kernel.products > 0, kernel
+
+
+def test_offsets_past_2_to_the_31_are_64_bits_wide(tmp_path: Path) -> None:
+    """Of 8 heads of 128K slots of 128 channels there are 2**27 elements a row: 32 rows need them, 16 just do not."""
+    kernel = import_module("kvjax.pallas_kernels.slot_attention.triton").slot_attention
+    for batch, wide in ((32, True), (16, False)):
+        folder = tmp_path / str(batch)
+        compile_for(accelerator("h200"), partial(kernel, scale=0.09), attention(4, batch, 131_072), folder)
+        (program,) = [text for path in folder.glob("*with-opt.ll") if "@attend_kernel" in (text := path.read_text())]
+        row = re.search(rf"(?:shl|mul)[a-z ]* i64 %\w+, (?:27|{2**27})\b", program)
+        assert bool(row) == wide, batch
