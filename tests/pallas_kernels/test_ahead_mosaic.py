@@ -1,0 +1,121 @@
+"""The TPU kernels, compiled for TPUs that are not here: Mosaic takes them, they fit the chip, and nothing is copied."""
+
+from functools import partial
+from importlib import import_module
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from kvjax.hlo import Instruction
+from kvjax.pallas_kernels import Reduction
+from kvjax.targets import target
+
+pytestmark = pytest.mark.aot
+
+prompt, slot, segment, window, top = (
+    import_module(f"kvjax.pallas_kernels.{name}.mosaic_tpu")
+    for name in ("prompt_attention", "slot_attention", "segment_attention", "window_scores", "top_tokens")
+)
+CHIPS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
+HEADS = {"8B": (32, 8), "14B": (40, 8), "70B": (64, 8)}
+D = 128
+
+
+def ahead(name: str, kernel, *shapes):
+    """The kernel compiled for one chip, for arrays of these (shape, dtype)."""
+    try:
+        device = target(name).devices()[0]
+    except ImportError as error:
+        pytest.skip(str(error))
+    where = SingleDeviceSharding(device)
+    arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=where) for shape, dtype in shapes]
+    return jax.jit(kernel).trace(*arrays).lower(lowering_platforms=("tpu",)).compile()
+
+
+def slots(name, batch, heads, length, queries=1, head_dim=D, dtype=jnp.bfloat16, **options):
+    Hq, H = heads
+    entries = ((batch, H, length, head_dim), dtype)
+    q, t, p = ((batch, Hq, queries, head_dim), dtype), ((batch, queries), jnp.int32), ((batch, H, length), jnp.int32)
+    return ahead(name, partial(slot.slot_attention, scale=0.1, **options), q, entries, entries, t, p)
+
+
+def scores(name, batch, heads, length, queries, head_dim=D, lse=True, **options):
+    Hq, H = heads
+    q, k = ((batch, Hq, queries, head_dim), jnp.bfloat16), ((batch, H, length, head_dim), jnp.bfloat16)
+    t, p = ((batch, queries), jnp.int32), ((batch, H, length), jnp.int32)
+
+    def kernel(q, k, t, p, sums=None):
+        return window.window_scores(q, k, t, p, scale=0.1, lse=sums, **options)
+
+    return ahead(name, kernel, q, k, t, p, *([((batch, Hq, queries), jnp.float32)] if lse else []))
+
+
+def written(compiled, nbytes: int) -> list[str]:
+    """Kinds of what the program writes to main memory that is so large."""
+    kinds = []
+    for line in compiled.as_text().splitlines():
+        instruction = Instruction.read(line)
+        if instruction is None or instruction.kind in ("parameter", "bitcast", "get-tuple-element", "tuple"):
+            continue
+        kinds += [instruction.kind for size, main in instruction.results if main and size >= nbytes]
+    return kinds
+
+
+@pytest.mark.parametrize("length", [2048 + 64, 131_072])
+@pytest.mark.parametrize("model", HEADS)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_attention_while_decoding(chip, model, length):
+    """One query, with what slots receive; and the same over segments of pools of such a length a lane."""
+    batch = 8 if length < 100_000 else 1
+    Hq, H = HEADS[model]
+    compiled = slots(chip, batch, HEADS[model], length, received="max", window=4096)
+    assert compiled.as_text().count("tpu_custom_call") >= 1
+    assert written(compiled, batch * H * length * D * 2) == []
+    assert written(compiled, 1)  # smaller ones are seen
+    for lanes in (1, H):
+        rows = H // lanes * length
+        pool, p = ((batch, lanes, rows, D), jnp.bfloat16), ((batch, lanes, rows), jnp.int32)
+        q, t, head = ((batch, Hq, 1, D), jnp.bfloat16), ((batch, 1), jnp.int32), ((batch, H), jnp.int32)
+        kernel = partial(segment.segment_attention, scale=0.1)
+        compiled = ahead(chip, kernel, q, pool, pool, t, p, head, head)
+        assert written(compiled, batch * lanes * rows * 4) == []  # not even positions
+
+
+@pytest.mark.parametrize("length", [2048, 131_072])
+@pytest.mark.parametrize("model", HEADS)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_reading_a_prompt(chip, model, length):
+    """Attention; scores of a window, and of every query; and the choice of the largest."""
+    Hq, H = HEADS[model]
+    q, k, at = ((1, Hq, length, D), jnp.bfloat16), ((1, H, length, D), jnp.bfloat16), ((1, length), jnp.int32)
+    ahead(chip, partial(prompt.prompt_attention, scale=0.1), q, k, k, at, ((1, H, length), jnp.int32))
+    for queries in (32, length):
+        compiled = scores(chip, 1, HEADS[model], length, queries)
+        assert written(compiled, length * queries * 4 * Hq) == []
+    x, count = ((1, H, length), jnp.float32), ((1, H), jnp.int32)
+    ahead(chip, partial(top.top_tokens, size=2048), x, ((1, H, length), jnp.int32), count)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_other_shapes(chip):
+    """Head dimensions, groups, queries and dtypes of other models, and the longest rows."""
+    for head_dim in (64, 96, 256):
+        compiled = slots(chip, 1, (32, 8), 131_072, head_dim=head_dim)
+        assert written(compiled, 8 * 131_072 * head_dim * 2) == [], head_dim
+        compiled = scores(chip, 1, (32, 8), 131_072, 32, head_dim=head_dim)
+        assert written(compiled, 8 * 131_072 * head_dim * 2) == [], head_dim
+    for heads, queries in (((8, 8), 1), ((28, 4), 8), ((16, 2), 64), ((40, 8), 3)):
+        slots(chip, 2, heads, 3000, queries=queries, received="max")
+        scores(chip, 2, heads, 3000, queries, lse=False, reduction=Reduction("mean", "max", "group"))
+    slots(chip, 2, (32, 8), 3000, dtype=jnp.float32, received="mean")
+    scores(chip, 1, (32, 8), 1 << 20, 200, reduction=Reduction("max", "mean", "rows"))
+    x, count = ((1, 8, 1 << 20), jnp.float32), ((1, 8), jnp.int32)
+    ahead(chip, partial(top.top_tokens, size=1 << 16), x, ((1, 8, 1 << 20), jnp.int32), count)
+
+
+def test_tiles_that_do_not_fit_the_chip_would_be_noticed(monkeypatch):
+    monkeypatch.setattr(slot, "TILE_BYTES", 16 << 20)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="vmem"):
+        slots("v6e:2x2", 1, (32, 8), 131_072)
