@@ -102,7 +102,7 @@ def evaluate(
     if dry_run:
         show_plan(plan)
         raise typer.Exit(INCOMPLETE if plan.errors() else 0)
-    ask = Asker(params, tokenizer, parse(grid.sampler), grid.seed, grid.chunk)
+    ask = Asker(params, tokenizer, parse(grid.sampler), grid.seed, grid.chunk, grid.ends)
     with Bar() as bar:
         summary = run(plan, ask, out, bar)
     stderr().print(

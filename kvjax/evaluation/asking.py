@@ -61,6 +61,7 @@ class Asker:
     Attributes:
         seed: draws depend on it, on the task, the example and the question, and on nothing else.
         chunk: prompts are read so many tokens at a time.
+        ends: whether answers stop at an end token.
     """
 
     params: Decoder
@@ -68,6 +69,7 @@ class Asker:
     sampler: SamplingMethod
     seed: int = 0
     chunk: int | None = None
+    ends: bool = True
 
     def __call__(self, batch: Batch, policy: Policy) -> tuple[list[list[Answer]], Took]:
         """The answers to each reading's questions, and what that took."""
@@ -125,6 +127,7 @@ class Asker:
             max_new_tokens=batch.readings[0].new_tokens,
             sampler=self.sampler,
             seed=seed,
+            eos=None if self.ends else (),
             tokenizer=self.tokenizer,
         )
 

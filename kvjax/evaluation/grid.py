@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import yaml
 
+from kvjax.evaluation.judge import Endpoint
 from kvjax.sampling import parse as parse_sampler
 
 Budget: TypeAlias = int | float
@@ -94,6 +95,8 @@ class Grid:
         batch: prompts at a time.
         memory_gb: what the caches of a batch may take; batches are smaller where `batch` prompts would take more.
         chunk: read prompts so many tokens at a time.
+        ends: whether answers stop at an end token; otherwise all are as long as they may be.
+        judge: the model that marks what only a model can: the options of `judge.Endpoint`, its url and model at least.
         chat: whether prompts get the checkpoint's chat template, where the benchmark has one.
     """
 
@@ -115,6 +118,8 @@ class Grid:
     memory_gb: float | None = None
     chunk: int | None = None
     chat: bool = False
+    ends: bool = True
+    judge: Mapping[str, Any] | None = None
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Grid:
@@ -248,6 +253,14 @@ def _mesh(given: Any) -> tuple[int, int]:
     return _whole(given[0]), _whole(given[1])
 
 
+def _judge(given: Any) -> Mapping[str, Any]:
+    if not isinstance(given, dict) or not {"url", "model"} <= set(given) <= set(_names(Endpoint)):
+        raise ValueError(
+            f"{given!r}: accepted is a mapping with url and model, and any of {', '.join(_names(Endpoint))}"
+        )
+    return given
+
+
 def _size(given: Any) -> float:
     if isinstance(given, bool) or not isinstance(given, int | float) or given <= 0:
         raise ValueError(f"{given!r}: accepted is a number above 0")
@@ -267,6 +280,8 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "chunk": _whole,
     "seed": lambda given: _whole(given, least=0),
     "chat": _flag,
+    "ends": _flag,
+    "judge": _judge,
     "mesh": _mesh,
     "memory_gb": _size,
 }

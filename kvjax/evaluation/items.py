@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.evaluation.grid import Grid, TaskLine
+from kvjax.evaluation.judge import Endpoint
 from kvjax.evaluation.tasks import registry
 from kvjax.evaluation.tasks.task import Example, Fault, Question, Source, Task
 
@@ -68,6 +69,7 @@ def read_items(
     """
     seen: set[tuple[str, int | None]] = set()
     wanted = None if not only else {task.name for task in registry.find(only)}
+    judge = None if grid.judge is None else Endpoint(**grid.judge)
     for line in grid.tasks:
         try:
             tasks = registry.find(line.name)
@@ -82,7 +84,8 @@ def read_items(
                 if (task.name, length) in seen:
                     continue
                 seen.add((task.name, length))
-                yield from _of_task(grid, line, task, length, tokenizer, max_positions)
+                asked = task if judge is None else task.judged_by(judge)
+                yield from _of_task(grid, line, asked, length, tokenizer, max_positions)
 
 
 def _of_task(

@@ -24,7 +24,18 @@ from kvjax.policy import Policy
 Answering: TypeAlias = Callable[[Batch, Policy], tuple[list[list[Answer]], Took]]
 
 PROGRAMS = 16  # policies whose compiled programs are kept; each takes memory, and some hundred memory maps
-FIXED = ("model", "dtype", "data", "seed", "sampler", "new_tokens", "max_length", "chat")  # of all lines of a file
+FIXED = (
+    "model",
+    "dtype",
+    "data",
+    "seed",
+    "sampler",
+    "new_tokens",
+    "max_length",
+    "chat",
+    "ends",
+    "judge",
+)  # of all lines of a file
 
 
 class Watch(Protocol):

@@ -65,6 +65,7 @@ def test_a_file_and_changes_to_it(tmp_path: Path) -> None:
         ({"sampler": "hot"}, "'hot' in sampler 'hot' is not understood"),
         ({"mesh": "2x4"}, r"mesh: '2x4': accepted are two integers >= 1, data and model, as \[2, 4\]"),
         ({"memory_gb": 0}, "memory_gb: 0: accepted is a number above 0"),
+        ({"judge": {"url": "http://localhost"}}, "judge: .* accepted is a mapping with url and model, and any of url"),
         ({"chat": "yes"}, "chat: 'yes': accepted are true and false"),
     ],
 )

@@ -122,7 +122,7 @@ def test_intervals_are_those_of_scipy(tmp_path: Path) -> None:
     """Of one question each, a bootstrap of clusters is an ordinary one."""
     scores = (np.random.default_rng(0).random(60) < 0.6).astype(float)
     (found,) = read_results([write(tmp_path / "run", {("full", None): {KEYS: [[x] for x in scores]}})])
-    ours = interval(found.cells[CellName("full", None, "after")], [KEYS])
+    ours = interval(found.cells[CellName("full", None, "after")], (KEYS,))
     theirs = stats.bootstrap((scores,), np.mean, method="percentile", n_resamples=5000, rng=0).confidence_interval
     assert ours is not None
     assert ours.mean == pytest.approx(scores.mean())
@@ -167,8 +167,7 @@ def test_kvcompose_tables_have_a_column_for_each_setting_and_model(tmp_path: Pat
 
 def test_the_command_writes_a_page_tables_and_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="plots need matplotlib (the extra `plot`)")
-    places = {"meta": {"depth": 50, "length": 512}}
-    one, two = write(tmp_path / "one", **places), write(tmp_path / "two", question="before")
+    one, two = write(tmp_path / "one"), write(tmp_path / "two", question="before")
     result = CliRunner().invoke(app, ["report", str(one), str(two), "--against", "h2o"])
     assert result.exit_code == 0, result.output
     out = one / "report"
@@ -179,8 +178,13 @@ def test_the_command_writes_a_page_tables_and_plots(tmp_path: Path) -> None:
         assert text in page
     names = {path.name for path in out.iterdir()}
     assert {"scores_after_0.5.csv", "scores_before_0.1.tex", "area.csv", "against_h2o_after.csv"} <= names
-    for name in ("curves.png", "needles_after.png", "layers_after.png"):
+    for name in ("curves.png", "layers_after.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
+    assert "needles_after.png" not in names
+    marks: Marks = {("full", None): {("needle/11", length): [[1], [0.5]] for length in (1000, 2000)}}
+    needles = write(tmp_path / "needles", marks, meta={"depth": 50, "length": 900})
+    assert CliRunner().invoke(app, ["report", str(needles), "--out", str(tmp_path / "map")]).exit_code == 0
+    assert (tmp_path / "map" / "needles_after.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

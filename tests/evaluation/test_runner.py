@@ -18,7 +18,7 @@ import jax
 import pytest
 
 from kvjax.evaluation.asking import Answer, Took
-from kvjax.evaluation.batches import Batch
+from kvjax.evaluation.batches import Ask, Batch
 from kvjax.evaluation.grid import Grid
 from kvjax.evaluation.items import Item, Refusal, read_items
 from kvjax.evaluation.planning import Plan
@@ -53,14 +53,15 @@ def plan(grid: Grid = GRID, found: Sequence[Item | Refusal] | None = None, host:
     )
 
 
+def known(ask: Ask) -> str:
+    """The answer; any text where there are no references."""
+    return next(iter(ask.item.example.questions[ask.index].answers), "a text of a few words")
+
+
 def right(batch: Batch, policy: Policy) -> tuple[list[list[Answer]], Took]:
     """Knows every answer."""
     answers = [
-        [
-            Answer([len(ask.tail)], ask.item.example.questions[ask.index].answers[0], [1.5, 2.0], 10, 20)
-            for ask in reading.asks
-        ]
-        for reading in batch.readings
+        [Answer([len(ask.tail)], known(ask), [1.5, 2.0], 10, 20) for ask in reading.asks] for reading in batch.readings
     ]
     return answers, Took(0.1, 0.2, 0.3, 0.0, 5)
 

@@ -74,7 +74,7 @@ def needles(path: Path, results: Results, question: str) -> bool:
     def grid(cell: Cell) -> dict[tuple[float, float], list[float]]:
         places: dict[tuple[float, float], list[float]] = {}
         for line in cell.lines:
-            if "depth" in line["meta"] and line["scores"]:
+            if line["task"].startswith("needle/") and line["scores"]:
                 length = line["meta"].get("length", line["length"])
                 places.setdefault((line["meta"]["depth"], length), []).append(next(iter(line["scores"].values())))
         return places

@@ -30,7 +30,7 @@ Column: TypeAlias = tuple[str, int | None]
 """A task, and the length of its prompts where they are generated."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Cell:
     """The marked answers of a policy at a budget in a setting, and the seconds of its batches."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -53,7 +54,8 @@ def bootstrap(
     return means
 
 
-def interval(cell: Cell, columns: Sequence[Column]) -> Interval | None:
+@cache
+def interval(cell: Cell, columns: tuple[Column, ...]) -> Interval | None:
     """The mean of a cell's tasks with its bootstrap interval; None if one of the tasks is missing."""
     clusters = [np.array(list(cell.clusters(column).values())) for column in columns]
     mean = cell.mean(columns)

@@ -245,7 +245,7 @@ def _named(columns: Sequence[Column]) -> list[Column]:
     ]
 
 
-def _with_interval(cell: Cell | None, columns: Sequence[Column]) -> str:
+def _with_interval(cell: Cell | None, columns: tuple[Column, ...]) -> str:
     found = None if cell is None else interval(cell, columns)
     return "" if found is None else f"{percent(found.mean)} ± {100 * (found.high - found.low) / 2:.1f}"
 
