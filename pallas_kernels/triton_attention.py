@@ -17,7 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
+
+from .tiling import pad
 
 PROGRAMS = 264  # at a time: two for each core of an H100
 SPLITS = 64  # at most
@@ -82,6 +84,28 @@ def product(x: Array, y: Array) -> Float[Array, "M N"]:
     return jax.lax.dot(x, y, precision=precision, preferred_element_type=jnp.float32)
 
 
+def sees(
+    t: Int[Array, "B R"], p: Int[Array, "B H M"], blocks: Blocks, *, window: int | None, causal: bool = True
+) -> Bool[Array, "B H tiles row_blocks"]:
+    """Whether a block of rows may see something of a tile of keys; `t` fills whole blocks."""
+    far = jnp.iinfo(jnp.int32).max
+    t = t.reshape(t.shape[0], 1, 1, -1, blocks.rows)
+    p = pad(p, -p.shape[-1] % blocks.slots, axis=2, value=-1).reshape(*p.shape[:2], -1, 1, blocks.slots)
+    newest_t, newest_p = jnp.max(t, axis=-1), jnp.max(p, axis=-1)
+    oldest_t, oldest_p = (jnp.min(jnp.where(x >= 0, x, far), axis=-1) for x in (t, p))
+    seen = (newest_t >= 0) & (newest_p >= 0)
+    if causal:
+        seen &= newest_t >= oldest_p
+    return seen if window is None else seen & (oldest_t - newest_p < window)
+
+
+def ends(x: Bool[Array, "... n"]) -> Int[Array, "... 2"]:
+    """The index of the first true entry and the one after the last; equal where there is none."""
+    last = x.shape[-1] - jnp.argmax(x[..., ::-1], axis=-1)
+    both = jnp.stack([jnp.argmax(x, axis=-1), last], axis=-1)
+    return jnp.where(jnp.any(x, axis=-1, keepdims=True), both, 0).astype(jnp.int32)
+
+
 def attend(
     q: Float[Array, "B H R D"],
     k: Float[Array, "B P T D"],
@@ -90,6 +114,7 @@ def attend(
     k_positions: Int[Array, "B P T"],
     used: Int[Array, "B H"],
     start: Int[Array, "B H"] | None = None,
+    span: Int[Array, "B H row_blocks 2"] | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -104,6 +129,7 @@ def attend(
         k, v: P lanes of T slots, H / P consecutive heads to a lane.
         used: how many slots are looked at; none whose query positions are all -1.
         start: where a head's slots begin in its lane; at 0 if None.
+        span: the first tile that each block of rows looks at, and the one after the last; all that are used if None.
         logits: whether to return them.
     """
     B, H, R, D = q.shape
@@ -148,13 +174,14 @@ def attend(
             lane(T),
             head(),
             None if start is None else head(),
+            None if span is None else head(row_blocks, 2),
             None if bias is None else lane(T),
         ],
         out_specs=specs,
         out_shape=found,
         compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=interpret,
-    )(q, k, v, q_positions, k_positions, used.astype(jnp.int32), start, bias)
+    )(q, k, v, q_positions, k_positions, used.astype(jnp.int32), start, span, bias)
     out, lse = join(results.get("out"), results["lse"], q.dtype, interpret=interpret)
     return Attended(out, lse, results.get("logits"))
 
@@ -208,6 +235,7 @@ def attend_kernel(
     p_ref: Any,
     used_ref: Any,
     start_ref: Any,
+    span_ref: Any,
     bias_ref: Any,
     found: dict[str, Any],
     *,
@@ -227,7 +255,9 @@ def attend_kernel(
     t = plgpu.load(t_ref.at[jax.lax.rem(row, W)], mask=row < R, other=-1)
     used = jnp.where(jnp.max(t) >= 0, used_ref[()], 0)
     start = 0 if start_ref is None else start_ref[()]
-    tiles = jax.lax.div(used + blocks.slots - 1, blocks.slots)
+    last = jax.lax.div(used + blocks.slots - 1, blocks.slots)
+    first = 0 if span_ref is None else span_ref[i, 0]
+    tiles = (last if span_ref is None else jnp.minimum(last, span_ref[i, 1])) - first
 
     def tile(ref: Any, place: Any, held: Array) -> Array:
         if not ragged and Dp == D:
@@ -261,7 +291,7 @@ def attend_kernel(
 
     nothing = jnp.zeros(blocks.rows, jnp.float32)
     out = nothing if v_ref is None else jnp.zeros((blocks.rows, Dp), jnp.float32)
-    first, last = jax.lax.div(tiles * s, splits), jax.lax.div(tiles * (s + 1), splits)
+    first, last = first + jax.lax.div(tiles * s, splits), first + jax.lax.div(tiles * (s + 1), splits)
     out, total, peak = jax.lax.fori_loop(first, last, add, (out, nothing, nothing - jnp.inf))
     total = jnp.where(total == 0, 1.0, total)
     plgpu.store(found["lse"], peak + jnp.log(total), mask=row < R)

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from ..tiling import pad
-from ..triton_attention import PROGRAMS, Blocks, attend, check, power_of_two, product
+from ..triton_attention import PROGRAMS, Blocks, attend, check, ends, power_of_two, product, sees
 from .reference import Reduction
 
 DEFAULT = Reduction()
@@ -77,7 +77,7 @@ def window_scores(
     row_blocks, tiles, Dp = R // blocks.rows, pl.cdiv(M, blocks.slots), power_of_two(D)
     span, each = None, 1
     if row_blocks > 1 or F > 1:
-        span = _span(t, k_positions, blocks, window, causal)
+        span = ends(sees(t, k_positions, blocks, window=window, causal=causal))
     else:
         each = min(max(tiles * H * B // (4 * PROGRAMS), 1), 32)
 
@@ -114,25 +114,6 @@ def window_scores(
         compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=interpret,
     )(q.reshape(B, H, F * R, D), k, t, k_positions, lse.reshape(B, H, F * R), bound, bias, span)
-
-
-def _span(
-    t: Int[Array, "B R"], p: Int[Array, "B H M"], blocks: Blocks, window: int | None, causal: bool
-) -> Int[Array, "B H tiles 2"]:
-    """The first block of rows that sees something of a tile of keys, and the one after the last."""
-    far = jnp.iinfo(jnp.int32).max
-    t = t.reshape(t.shape[0], 1, 1, -1, blocks.rows)
-    p = pad(p, -p.shape[-1] % blocks.slots, axis=2, value=-1).reshape(*p.shape[:2], -1, 1, blocks.slots)
-    newest_t, newest_p = jnp.max(t, axis=-1), jnp.max(p, axis=-1)
-    oldest_t, oldest_p = (jnp.min(jnp.where(x >= 0, x, far), axis=-1) for x in (t, p))
-    sees = (newest_t >= 0) & (newest_p >= 0)
-    if causal:
-        sees &= newest_t >= oldest_p
-    if window is not None:
-        sees &= oldest_t - newest_p < window
-    last = sees.shape[-1] - jnp.argmax(sees[..., ::-1], axis=-1)
-    ends = jnp.stack([jnp.argmax(sees, axis=-1), last], axis=-1)
-    return jnp.where(jnp.any(sees, axis=-1, keepdims=True), ends, 0).astype(jnp.int32)
 
 
 def window_scores_kernel(

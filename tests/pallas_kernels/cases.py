@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.pallas_kernels import PAGE, Reduction
-from tests.dense import assert_close, attention, context
+from tests.dense import assert_close, attention, context, entries, left_padded
 
 TOLERANCE = {"float32": (1e-5, 1e-4), "bfloat16": (1e-2, 2e-2), "float16": (1e-3, 2e-3)}  # of what is of such a dtype
 DEFAULT = Reduction()
@@ -204,6 +204,33 @@ def check_window(kernel: Callable[..., Any], case: Case) -> None:
     plain = reference_of("window_scores")(*(x.astype(np.float32) for x in (q, k)), t, scored, **options)
     assert_close(got, plain, *case.typical(got))
     assert not np.any(got[2]), "no query, no score"
+
+
+# (case of N new tokens, cached slots)
+PROMPT_CASES = [
+    (Case(64, 4, 40, 0), 0),
+    (Case(96, 5, 21, 0, window=9), 50),
+    (Case(128, 2, 150, 0, "bfloat16"), 70),
+    (Case(64, 1, 13, 0, bias="some"), 37),
+]
+
+
+def check_prompt(kernel: Callable[..., Any], case: Case, slots: int) -> None:
+    """`kernel` in place of prompt_attention: rows that are full, padded on the left, and without a token."""
+    rng = np.random.default_rng(case.queries)
+    new, dtype, past = case.queries, jnp.dtype(case.dtype), [2 * slots, slots // 2, slots]
+    t = left_padded([new, (new + 1) // 2, 0], new, past)
+    q = rng.normal(size=(3, 2 * case.group, new, case.head_dim)).astype(dtype)
+    k, v = rng.normal(size=(2, 3, 2, new, case.head_dim)).astype(dtype)
+    cached_k, cached_v, cached = entries(rng, 3, 2, slots, past, dtype, case.head_dim)
+    k, v = np.concatenate([cached_k, k], axis=2), np.concatenate([cached_v, v], axis=2)
+    p = np.concatenate([cached, np.broadcast_to(t[:, None], (3, 2, new))], axis=2).astype(np.int32)
+    bias = None if case.bias is None else jnp.asarray(rng.normal(size=p.shape), jnp.float32)
+    out, lse = kernel(*map(jnp.asarray, (q, k, v, t, p)), scale=case.scale, window=case.window, bias=bias)
+    weights, expected_lse, _ = attention(q, k, t, p, case.scale, case.window, bias=bias)
+    assert (out.dtype, lse.dtype) == (dtype, jnp.float32)
+    assert_close(out, context(weights, v), *case.typical(out))
+    assert_close(lse, expected_lse, *case.typical(lse))
 
 
 LENGTHS = np.array([[0, 5, 300, 16], [130, 0, 0, 1], [40, 41, 42, 43]])  # of 4 heads in 3 rows

@@ -20,6 +20,7 @@ pytestmark = [
 ]
 KV_HEADS = 8
 KERNELS = {
+    "prompt_attention": {"attend_kernel"},
     "slot_attention": {"attend_kernel"},
     "segment_attention": {"attend_kernel"},
     "window_scores": {"window_scores_kernel"},
@@ -70,6 +71,8 @@ PROBLEMS = {
     "decode-past-2**31": ("slot_attention", {}, attention(4, 32, 131_072)),
     "segments-8b": ("segment_attention", {}, segments(4, 8, 65_536)),
     "segments-70b": ("segment_attention", {}, segments(8, 1, 262_144)),
+    "prompt-8b-32k": ("prompt_attention", {}, attention(4, 1, 32_768, 32_768)),
+    "prompt-14b-chunk-after-8k": ("prompt_attention", {"window": 4096}, attention(5, 1, 8192 + 2048, 2048)),
     "window-8b-32-of-128k": ("window_scores", {}, window(4, 32, 131_072)),
     "window-14b-32-of-32k": ("window_scores", {}, window(5, 32, 32_768, lse=False)),
     "window-70b-200-of-2k": (

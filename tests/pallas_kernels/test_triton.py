@@ -4,20 +4,24 @@ from functools import partial
 from importlib import import_module
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.pallas_kernels.cases import (
+    PROMPT_CASES,
     SEGMENT_CASES,
     SLOT_CASES,
     WINDOW_CASES,
+    Case,
+    check_prompt,
     check_segments,
     check_slots,
     check_window,
     reference_of,
 )
 
-attention, slot, segment, window, top = (
+attention, slot, segment, window, top, prompt = (
     import_module(f"kvjax.pallas_kernels.{name}")
     for name in (
         "triton_attention",
@@ -25,6 +29,7 @@ attention, slot, segment, window, top = (
         "segment_attention.triton",
         "window_scores.triton",
         "top_tokens.triton",
+        "prompt_attention.triton",
     )
 )
 
@@ -72,3 +77,41 @@ def test_top_tokens_equals_the_reference(tile, size):
         positions = np.stack([rng.permutation(40) for _ in range(6)]).reshape(2, 3, 40)
         counts = rng.integers(0, size + 1, (2, 3))
         np.testing.assert_array_equal(kernel(scores, positions, counts), reference(scores, positions, counts))
+
+
+@pytest.mark.parametrize(("case", "slots"), PROMPT_CASES, ids=str)
+def test_prompt_attention(case, slots):
+    check_prompt(jitted(prompt.prompt_attention), case, slots)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_what_cudnn_is_asked(monkeypatch, window):
+    """Rows that begin at the left, in the library's terms; what it leaves beyond their ends does not matter."""
+    cudnn = import_module("jax._src.cudnn.fused_attention_stablehlo")
+
+    def library(q, k, v, *, q_seqlen, kv_seqlen, scale, mask_type, qkv_layout, sliding_window_length, return_residual):
+        assert (mask_type, qkv_layout, return_residual) == (cudnn.MaskType.PADDING_CAUSAL, "BNTH", True)
+        np.testing.assert_array_equal(q_seqlen, kv_seqlen)
+        t = jnp.where(jnp.arange(q.shape[2]) < q_seqlen[:, None], jnp.arange(q.shape[2]), -1)
+        p = jnp.broadcast_to(t[:, None], k.shape[:3])
+        wide = (x.astype(jnp.float32) for x in (q, k, v))
+        out, lse = reference_of("prompt_attention")(*wide, t, p, scale=scale, window=sliding_window_length)
+        beyond = (t < 0)[:, None]
+        return jnp.where(beyond[..., None], jnp.nan, out).astype(q.dtype), jnp.where(beyond, jnp.nan, lse)
+
+    monkeypatch.setattr(cudnn, "dot_product_attention", library)
+    check_prompt(prompt.prompt_attention, Case(64, 4, 40, 0, "bfloat16", window=window), 0)
+
+
+def test_without_cudnn_prompts_are_read_by_triton(monkeypatch):
+    asked = []
+
+    def missing(*arrays, **options):
+        asked.append(options["scale"])
+        raise RuntimeError("cuDNN is not detected.")
+
+    monkeypatch.setattr(prompt, "by_cudnn", missing)
+    monkeypatch.setattr(prompt, "attend", lambda *arrays, interpret, **options: asked.append("attend") or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        check_prompt(prompt.prompt_attention, Case(64, 4, 40, 0, "bfloat16"), 0)
+    assert asked[1:] == ["attend"]
