@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,9 +27,9 @@ from kvjax import sampling
 from kvjax.cache import KVCache
 from kvjax.checkpoint import form_of
 from kvjax.cli.console import dtype_named, mesh_sizes
-from kvjax.extend import bucket, extend, read_prompt
+from kvjax.extend import bucket, extend, read_prompt, with_room
 from kvjax.models import Decoder
-from kvjax.session import Session, room_for
+from kvjax.session import Session
 from kvjax.sharding import fetch
 
 try:
@@ -129,9 +129,9 @@ class KVJaxLM(TemplateLM):
         return self.tokenizer(string, add_special_tokens=add_special_tokens, verbose=False).input_ids
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        groups: dict[str, list[tuple[int, Ids]]] = defaultdict(list)
+        groups: dict[str, list[tuple[Ids, int]]] = defaultdict(list)
         for i, request in enumerate(requests):
-            groups[json.dumps(request.args[1], sort_keys=True)].append((i, self.tok_encode(request.args[0])))
+            groups[json.dumps(request.args[1], sort_keys=True)].append((self.tok_encode(request.args[0]), i))
         texts = [""] * len(requests)
         with tqdm(total=len(requests), disable=disable_tqdm, desc="kvjax: generate_until") as bar:
             for key, group in groups.items():
@@ -139,11 +139,10 @@ class KVJaxLM(TemplateLM):
                 room = self.max_length - wanted["max_gen_toks"]
                 if room < 1:
                     raise ValueError(f"answers of {wanted['max_gen_toks']} tokens, and max_length={self.max_length}")
-                rows = [(i, context) for i, (context, _) in self._cut([(i, (c, [])) for i, c in group], room)]
                 sampler = _sampler(wanted)
-                for batch in self._batches(rows, lambda row: row[1]):
-                    answers = self._answers([context for _, context in batch], sampler, wanted, [i for i, _ in batch])
-                    for (i, _), answer in zip(batch, answers, strict=False):  # the last batch is filled up
+                for batch in self._batches(self._cut(group, [room] * len(group))):
+                    answers = self._answers([context for context, _ in batch], sampler, wanted, [i for _, i in batch])
+                    for (_, i), answer in zip(batch, answers, strict=False):  # the last batch is filled up
                         texts[i] = postprocess_generated_text(answer, wanted["until"], None)
                         self.cache_hook.add_partial("generate_until", requests[i].args, texts[i])
                     bar.update(len(batch))
@@ -163,7 +162,7 @@ class KVJaxLM(TemplateLM):
         if len(contexts[0]) == 1:
             out = kvjax.generate(self.params, contexts, policy=self.policy, **asked)
         else:
-            _, cache = self._read([context[:-1] for context in contexts], room=0)
+            _, cache, _ = self._context(contexts)
             last = cache.put_rows(np.array([context[-1] for context in contexts], np.int32))
             out = kvjax.generate(self.params, None, cache=replace(cache, pending=jnp.asarray(last)), **asked)
         assert out.text is not None
@@ -173,38 +172,61 @@ class KVJaxLM(TemplateLM):
         self, requests: Sequence[tuple[Any, Ids, Ids]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         scores = [(0.0, True)] * len(requests)
-        rows = self._cut([(i, (context, said)) for i, (_, context, said) in enumerate(requests)], self.max_length)
+        of: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for i, (_, context, _) in enumerate(requests):
+            # A context with several continuations is read once; one of a token, of rolling windows, fills batches.
+            of[(*context, -1 - i) if len(context) == 1 else tuple(context)].append(i)
+        groups = list(of.values())
+        longest = [max(len(requests[i][2]) for i in asked) for asked in groups]
+        rooms = [self.max_length - max(size - 1, 0) for size in longest]  # the last token of all is not read
+        rows = self._cut([(requests[asked[0]][1], asked) for asked in groups], rooms)
         with tqdm(total=len(requests), disable=disable_tqdm, desc="kvjax: loglikelihood") as bar:
-            for batch in self._batches(rows, lambda row: row[1][0]):
-                found = self._scores([context for _, (context, _) in batch], [said for _, (_, said) in batch])
-                for (i, _), score in zip(batch, found, strict=False):
-                    scores[i] = score
-                    if requests[i][0] is not None:
-                        self.cache_hook.add_partial("loglikelihood", requests[i][0], score)
-                bar.update(len(batch))
+            for batch in self._batches(rows):
+                logits, cache, single = self._context([context for context, _ in batch])
+                for turn in zip_longest(*(asked for _, asked in batch)):
+                    said = [[] if i is None else requests[i][2] for i in turn]
+                    found = self._scores([context[-1] for context, _ in batch], said, logits if single else None, cache)
+                    for i, one in zip(turn, found, strict=False):
+                        if i is None:
+                            continue
+                        scores[i] = one
+                        bar.update()
+                        if requests[i][0] is not None:
+                            self.cache_hook.add_partial("loglikelihood", requests[i][0], one)
         return scores
 
-    def _scores(self, contexts: list[Ids], said: list[Ids]) -> list[tuple[float, bool]]:
-        """The log-probability of each continuation, and whether greedy decoding writes it."""
-        contexts, said = self._filled(contexts), self._filled(said)
-        single = len(contexts[0]) == 1  # nothing to compress before its last token
+    def _context(self, contexts: list[Ids]) -> tuple[Float[Array, "B V"], KVCache, bool]:
+        """All but the last token of each, read; the one token of contexts that have no more, and that this is so."""
+        single = len(contexts[0]) == 1
+        logits, cache = self._read([c if single else c[:-1] for c in self._filled(contexts)])
+        return logits, cache, single
+
+    def _scores(
+        self, last: Ids, said: list[Ids], logits: Float[Array, "B V"] | None, cache: KVCache
+    ) -> list[tuple[float, bool]]:
+        """The log-probability of each continuation, and whether greedy decoding writes it.
+
+        Args:
+            last: the last token of each context, to be decoded before its continuation.
+            logits: what follows it, where it has been read already.
+        """
+        last, said = self._filled(last), self._filled(said)
         steps = bucket(max(map(len, said)))
-        logits, cache = self._read([c if single else c[:-1] for c in contexts], room=room_for(steps))
         inputs, targets = np.zeros((2, len(said), steps), np.int32)
-        for row, (context, tokens) in enumerate(zip(contexts, said, strict=True)):
+        for row, (before, tokens) in enumerate(zip(last, said, strict=True)):
             targets[row, : len(tokens)] = tokens
-            before = np.array([context[-1], *tokens[:-1]])
-            inputs[row, : len(before)] = before
+            inputs[row, : len(tokens)] = [before, *tokens][: len(tokens)]
         lengths = np.array(list(map(len, said)), np.int32)
-        if single:  # what the context's only token says is known; from the second token on, tokens are decoded
-            first = marks(logits, cache.put_rows(targets[:, 0]))
-            inputs, targets = np.roll(inputs, -1, 1), np.roll(targets, -1, 1)
-            lengths = lengths - 1
+        said_any, first = lengths > 0, None
+        if logits is not None:  # from the second token on, tokens are decoded
+            first = map(fetch, marks(logits, cache.put_rows(targets[:, 0])))
+            inputs, targets, lengths = np.roll(inputs, -1, 1), np.roll(targets, -1, 1), np.maximum(lengths - 1, 0)
         arrays = map(cache.put_rows, (inputs, targets, lengths))
-        sums, greedy = map(fetch, score(self.params, cache, *arrays)[1:])
-        if single:
-            sums, greedy = sums + fetch(first[0]), greedy & fetch(first[1])
-        return [(float(one), bool(same)) for one, same in zip(sums, greedy, strict=True)]
+        sums, greedy = map(fetch, score(self.params, with_room(cache, steps), *arrays))
+        if first is not None:
+            chosen, same = first
+            sums, greedy = sums + np.where(said_any, chosen, 0), greedy & (same | ~said_any)
+        return list(zip(sums.tolist(), greedy.tolist(), strict=True))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         windows: list[tuple[None, Ids, Ids]] = []
@@ -221,7 +243,7 @@ class KVJaxLM(TemplateLM):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, float(one))
         return sums.tolist()
 
-    def _read(self, prompts: list[Ids], *, room: int) -> tuple[Float[Array, "B V"], KVCache]:
+    def _read(self, prompts: list[Ids]) -> tuple[Float[Array, "B V"], KVCache]:
         session = Session.open(self.params, prompts, policy=self.policy, tokenizer=self.tokenizer, chunk=self.chunk)
         tokens, lengths = session.batch.tokens, session.batch.lengths
         return read_prompt(
@@ -229,31 +251,26 @@ class KVJaxLM(TemplateLM):
             session.cache,
             tokens,
             lengths,
-            room=room,
+            room=0,
             chunk=self.chunk,
             compress="auto",
             texts=session.texts,
         )
 
-    def _cut(self, rows: list[tuple[int, tuple[Ids, Ids]]], room: int) -> list[tuple[int, tuple[Ids, Ids]]]:
-        """Contexts that fit beside their continuations: what is too much is left out at their beginning."""
-        kept, cut = [], 0
-        for i, (context, said) in rows:
-            if len(said) > self.max_length:
-                raise ValueError(f"a continuation of {len(said)} tokens, and max_length={self.max_length}")
-            size = min(len(context), room - max(len(said) - 1, 0))  # the last token of all is not read
-            cut += size < len(context)
-            kept.append((i, (context[len(context) - size :], said)))
+    def _cut(self, rows: list[tuple[Ids, T]], rooms: list[int]) -> list[tuple[Ids, T]]:
+        """Contexts of at most so many tokens each: what is too much is left out at their beginning."""
+        if any(room < 1 for room in rooms):
+            raise ValueError(f"a continuation of more than max_length={self.max_length} tokens")
+        kept = [(context[-room:], asked) for (context, asked), room in zip(rows, rooms, strict=True)]
+        cut = sum(len(new) < len(old) for (new, _), (old, _) in zip(kept, rows, strict=True))
         if cut:
-            log.warning("%d of %d prompts are longer than %d tokens and lost their beginning", cut, len(rows), room)
+            log.warning("%d of %d prompts are too long for the model and lost their beginning", cut, len(rows))
         return kept
 
-    def _batches(self, rows: list[T], context: Callable[[T], Ids]) -> Iterable[list[T]]:
-        """The longest first, rows of one token in batches of their own."""
-        for alone in (False, True):
-            some = sorted(
-                (row for row in rows if (len(context(row)) == 1) is alone), key=lambda row: -len(context(row))
-            )
+    def _batches(self, rows: list[tuple[Ids, T]]) -> Iterable[list[tuple[Ids, T]]]:
+        """The longest contexts first, those of one token in batches of their own."""
+        for single in (False, True):
+            some = sorted((row for row in rows if (len(row[0]) == 1) is single), key=lambda row: -len(row[0]))
             for start in range(0, len(some), self.batch_size):
                 yield some[start : start + self.batch_size]
 
@@ -268,14 +285,14 @@ def marks(logits: Float[Array, "B V"], targets: Int[Array, "B"]) -> tuple[Float[
     return chosen, jnp.argmax(logits, 1) == targets
 
 
-@partial(jax.jit, donate_argnames="cache")
+@jax.jit
 def score(
     params: Decoder, cache: KVCache, inputs: Int[Array, "B T"], targets: Int[Array, "B T"], lengths: Int[Array, "B"]
-) -> tuple[KVCache, Float[Array, "B"], Bool[Array, "B"]]:
+) -> tuple[Float[Array, "B"], Bool[Array, "B"]]:
     """Decodes `inputs` and marks what follows: the sum of the targets' log-probabilities, and whether all are greedy.
 
     Args:
-        cache: with room for them. It is donated, and so returned.
+        cache: with room for them; it stays as it is.
         lengths: of each row; 0 leaves it as it is, with a sum of 0.
     """
 
@@ -289,8 +306,8 @@ def score(
         return (cache, total + jnp.where(live, one, 0), greedy & (same | ~live)), None
 
     start = (cache, jnp.zeros(inputs.shape[0]), jnp.ones(inputs.shape[0], bool))
-    state, _ = jax.lax.scan(step, start, jnp.arange(inputs.shape[1]))
-    return state
+    (_, total, greedy), _ = jax.lax.scan(step, start, jnp.arange(inputs.shape[1]))
+    return total, greedy
 
 
 def _sampler(wanted: dict[str, Any]) -> sampling.SamplingMethod:

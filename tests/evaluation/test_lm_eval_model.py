@@ -57,14 +57,21 @@ def test_continuations_are_scored_as_the_whole_text_is(full: KVJaxLM) -> None:
         ("anna", " equals kettle . the"),  # one token, of which nothing can be compressed
         (CONTEXT, " ladder"),
         ("", "the river"),  # follows the end of another text
+        ("anna", " is"),
+        ("anna", ""),
+        (CONTEXT, ""),
         (CONTEXT, " kettle"),
     ]
     found = full.loglikelihood(requests(*pairs), disable_tqdm=True)
     encode = full.tok_encode
     for (context, said), (total, greedy) in zip(pairs, found, strict=True):
+        if not said:
+            assert (total, greedy) == (0, True)
+            continue
         want = expected(full, encode(context) if context else [full.prefix_token_id], encode(said))
         assert total == pytest.approx(want[0], abs=1e-4)
         assert greedy == want[1]
+    assert full.loglikelihood([], disable_tqdm=True) == []
     assert found[0][1]  # the model knows the answer
     assert not found[1][1]
 
@@ -100,7 +107,7 @@ def test_prompts_that_are_too_long_lose_their_beginning(full: KVJaxLM, caplog: p
     short = KVJaxLM(DEMO, batch_size=4, dtype="float32", max_length=16)
     with caplog.at_level(logging.WARNING, "kvjax.evaluation.lm_eval_model"):
         (found,) = short.loglikelihood(requests((CONTEXT, " anna is")), disable_tqdm=True)
-    assert "1 of 1 prompts are longer than 16 tokens and lost their beginning" in caplog.text
+    assert "1 of 1 prompts are too long for the model and lost their beginning" in caplog.text
     ids = full.tok_encode(CONTEXT)
     assert found[0] == pytest.approx(expected(full, ids[-15:], full.tok_encode("anna is"))[0], abs=1e-4)
     with pytest.raises(ValueError, match="answers of 16 tokens, and max_length=16"):
