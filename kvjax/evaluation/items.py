@@ -139,17 +139,19 @@ def tokenized(example: Example, task: Task, length: int | None, grid: Grid, toke
     room = max_positions - new_tokens
     room = room if grid.max_length is None else min(room, grid.max_length)
     longest = max(question.size for question in questions)
-    cut = max(0, ids.size + longest - room)
-    if cut:
-        front = room // 2
+    kept, cut = ids, 0
+    if ids.size + longest > room:
+        mark = encode(example.omitted) if example.omitted else ids[:0]
+        front = room // 2 if task.truncation == "middle" else room - longest
         back = room - front - longest
-        if task.truncation == "refuse" or min(front, back) < 1:
+        if task.truncation == "refuse" or front <= mark.size or back < (task.truncation == "middle"):
             raise ValueError(
                 f"a prompt of {ids.size + longest:,} tokens and an answer of {new_tokens:,}; accepted are prompts of "
                 f"{room:,} tokens or fewer"
             )
-        ids = np.concatenate([ids[:front], ids[ids.size - back :]])
-    return Item(task, length, example, ids, tuple(questions), new_tokens, cut)
+        front -= mark.size
+        kept, cut = np.concatenate([ids[:front], mark, ids[ids.size - back :]]), ids.size - front - back
+    return Item(task, length, example, kept, tuple(questions), new_tokens, cut)
 
 
 def _in_template(context: str, question: Question, tokenizer: Any) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,20 @@ def test_middle_is_cut(monkeypatch: pytest.MonkeyPatch, max_length: int | None, 
     assert item.context.tolist() == encode(" ".join(NAMES.split()[:6] + NAMES.split()[-2:])).tolist()
     assert item.questions[0].size == 4
     assert item.cut == 8
+
+
+@pytest.mark.parametrize(("omitted", "kept"), [("", 8), ("the rest is omitted", 4)])
+def test_the_end_of_the_context_is_cut(monkeypatch: pytest.MonkeyPatch, omitted: str, kept: int) -> None:
+    """Of a prompt that may have 12 tokens, the first of the context remain, what says so, and the question."""
+    given = [replace(example("a", NAMES, " what is adam :"), omitted=omitted)]
+    item = one(items(monkeypatch, GRID.but(max_length=12), tokenizer(), given, truncation="end"))
+    words = tokenizer()
+    expected = encode(" ".join(NAMES.split()[:kept])).tolist() + words(omitted).input_ids
+    assert item.context.tolist() == expected
+    assert item.questions[0].size == 4
+    assert item.cut == 16 - kept
+    (refusal,) = items(monkeypatch, GRID.but(max_length=4), tokenizer(), given, truncation="end")
+    assert isinstance(refusal, Refusal)
 
 
 def test_the_chat_template_goes_around_both(monkeypatch: pytest.MonkeyPatch) -> None:

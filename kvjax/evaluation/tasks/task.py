@@ -49,12 +49,14 @@ class Example:
     Attributes:
         id: stable, and unique within its task.
         meta: length, depth, language and the like, for results.
+        omitted: stands where a part of the context is cut out because it is too long.
     """
 
     id: str
     context: str
     questions: tuple[Question, ...]
     meta: Mapping[str, Any] = field(default_factory=dict)
+    omitted: str = ""
 
     def __post_init__(self) -> None:
         if not self.context or not self.questions:
@@ -118,7 +120,8 @@ class Task(ABC):
         new_tokens: the benchmark's generation length.
         metric: marks one answer.
         generated: made at any `Source.length`, `Source.count` of them; other tasks are read from files.
-        truncation: what becomes of a prompt longer than the model: "refuse" it, or cut tokens out of its "middle".
+        truncation: what becomes of a prompt longer than the model: "refuse" it, or cut tokens out of its "middle" or at
+            the "end" of its context.
         chat: whether a chat template is applied where one is asked for; some benchmarks leave it out for some tasks.
     """
 
@@ -126,7 +129,7 @@ class Task(ABC):
     new_tokens: int
     metric: Metric
     generated: bool = False
-    truncation: Literal["refuse", "middle"] = "refuse"
+    truncation: Literal["refuse", "middle", "end"] = "refuse"
     chat: bool = True
 
     @abstractmethod

@@ -78,7 +78,8 @@ class ZeroScrollsTask(Task):
         if self.name == "zero_scrolls/quality" and metrics.letter(answer) is None:
             raise DataError(f"{record.where}: field 'output' has none of the letters A to D")
         question = Question(text[document:], (answer,), text[query:])
-        return Example(record.text("id"), text[:document], (question,))
+        omitted = record.text("truncation_seperator", empty=True)  # spelled so
+        return Example(record.text("id"), text[:document], (question,), omitted=omitted)
 
     def overall(self, scores: Sequence[Scores]) -> dict[str, float]:
         """ROUGE is the geometric mean of the three means, not the mean of the geometric means."""
@@ -87,5 +88,5 @@ class ZeroScrollsTask(Task):
 
 
 TASKS = tuple(
-    ZeroScrollsTask(f"zero_scrolls/{name}", 1024, metric, truncation="middle") for name, metric in METRICS.items()
+    ZeroScrollsTask(f"zero_scrolls/{name}", 1024, metric, truncation="end") for name, metric in METRICS.items()
 )

@@ -51,7 +51,8 @@ def test_each_is_asked_and_marked(task, tmp_path: Path) -> None:
     assert list(right.values()) == pytest.approx([1] * len(right))
     assert set(task.metric(other, question).values()) == {1}
     assert set(task.metric("", question).values()) == {0}
-    assert task.new_tokens == 1024
+    assert example.omitted == "... [The rest of the story is omitted]\n\n"
+    assert (task.new_tokens, task.truncation) == (1024, "end")
 
 
 def test_there_are_ten() -> None:
