@@ -88,14 +88,12 @@ class DataFile:
     Attributes:
         path: below the data folder.
         repository: a data set on the hub that has it; empty if none does.
-        archive: the zip file there.
-        member: its name in the archive.
+        archive: the zip file there that has one of this name, in whatever folder.
     """
 
     path: str
     repository: str = ""
     archive: str = ""
-    member: str = ""
 
     def read(self, source: Source) -> bytes:
         """Its bytes; raises DataError where it is not to be had, saying what was looked for."""
@@ -108,10 +106,14 @@ class DataFile:
         try:
             archive = hf_hub_download(self.repository, self.archive, repo_type="dataset")
             with zipfile.ZipFile(archive) as files:
-                return files.read(self.member)
-        except (OSError, KeyError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
+                name = Path(self.path).name
+                found = [one for one in files.namelist() if one.split("/")[-1] == name]
+                if len(found) == 1:
+                    return files.read(found[0])
+                raise ValueError(f"it has {len(found)} files of this name")
+        except (OSError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
             raise DataError(
-                f"{self.member} in {self.archive} of the data set {self.repository} cannot be read ({error}); "
+                f"{Path(self.path).name} in {self.archive} of the data set {self.repository} cannot be read ({error}); "
                 f"a folder (--data) with {self.path} does as well"
             ) from error
 
@@ -134,6 +136,14 @@ def read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def read_text(path: Path) -> str:
+    """A text file; raises DataError."""
+    try:
+        return read(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not text in UTF-8: {error}") from None
 
 
 def examples(found: Iterable[tuple[str, Any]], make: Callable[[Record], Example]) -> Iterator[Example | Fault]:

@@ -10,7 +10,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-from .files import Record, parse, read
+from .files import Record, parse, read, read_text
 from .task import DataError, Source
 
 ESSAYS = ("essays.txt", "PaulGrahamEssays.json", "PaulGrahamEssays")
@@ -22,25 +22,27 @@ def essays(source: Source) -> str:
 
     Raises DataError if the data folder has none of them, or an empty one.
     """
-    for name in ESSAYS if source.folder is not None else ():
-        assert source.folder is not None
-        if (path := Path(source.folder) / name).exists():
-            return _essays(path)
+    if source.folder is None:
+        where = "no folder was given"
+    else:
+        found = [path for name in ESSAYS if (path := Path(source.folder) / name).exists()]
+        if found:
+            return _essays(found[0])
+        where = f"{source.folder} has none"
     raise DataError(
-        f"the haystack is made of essays, which do not come with kvjax: the data folder (--data) needs one of "
-        f"{', '.join(ESSAYS[:2])} and {ESSAYS[2]}/*.txt; {source.folder or 'no folder was given'}"
-        f"{' has none' if source.folder else ''}"
+        "the haystack is made of essays, which do not come with kvjax: the data folder (--data) needs one of "
+        f"{', '.join(ESSAYS[:2])} and {ESSAYS[2]}/*.txt; {where}"
     )
 
 
 @cache
 def _essays(path: Path) -> str:
     if path.is_dir():
-        text = "".join(read(one).decode("utf-8", "replace") for one in sorted(path.glob("*.txt")))
+        text = "".join(read_text(one) for one in sorted(path.glob("*.txt")))
     elif path.suffix == ".json":
         text = Record.of(path.name, parse(path.name, read(path))).text("text")
     else:
-        text = read(path).decode("utf-8", "replace")
+        text = read_text(path)
     if not text.strip():
         raise DataError(f"{path} has no text")
     return text

@@ -111,7 +111,7 @@ def _task(name: str, of: dict[str, Any], *, extended: bool) -> LongBenchTask:
         chat=of.get("chat", True),
         before=before,
         after=after,
-        file=DataFile(f"longbench/{file}", "THUDM/LongBench", "data.zip", f"data/{file}"),
+        file=DataFile(f"longbench/{file}", "THUDM/LongBench", "data.zip"),
     )
 
 

@@ -84,6 +84,8 @@ class LongGenBenchTask(Task):
             raise DataError(f"{record.where}: field 'prompt' does not end with field 'prefix', {prefix!r}")
         before = prompt.removesuffix(prefix).removesuffix(STARTED).rstrip()
         meta: dict[str, Any] = {"type": record.text("type"), "number": record.integer("number")}
+        if meta["number"] < 1:
+            raise DataError(f"{record.where}: field 'number' is {meta['number']}; expected is 1 or more")
         checks = {f"checks_{kind}": _checks(record, f"checks_{kind}") for kind in KINDS}
         question = Question(prompt.removeprefix(before), (), prefix, meta | checks)
         return Example(record.where.split(", ")[1].strip("[]"), before, (question,), meta)

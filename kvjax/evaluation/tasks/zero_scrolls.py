@@ -51,11 +51,10 @@ class ZeroScrollsTask(Task):
 
     def examples(self, source: Source) -> Iterator[Example | Fault]:
         task = self.name.removeprefix("zero_scrolls/")
-        member = f"{task}/validation.jsonl"
-        lines = DataFile(f"zero_scrolls/{member}", "tau/zero_scrolls", f"{task}.zip", member).lines(source)
+        file = DataFile(f"zero_scrolls/{task}/validation.jsonl", "tau/zero_scrolls", f"{task}.zip")
         rows: dict[str, list[Example]] = {}
         faults = []
-        for line in lines:
+        for line in file.lines(source):
             for one in examples([line], self._example):
                 if isinstance(one, Fault):
                     faults.append(one)

@@ -87,12 +87,15 @@ def test_completion_and_accuracy(tmp_path: Path) -> None:
 
 
 def test_plans_that_cannot_be_asked(tmp_path: Path) -> None:
-    found = plan(tmp_path, city(prefix="#*# Week 1:"), 7, city(checks_once=None), city(checks_range={"a": "b"}))
+    found = plan(
+        tmp_path, city(prefix="#*# Week 1:"), 7, city(checks_once=None), city(checks_range={"a": "b"}), city(number=0)
+    )
     assert [one.reason.removeprefix("longgenbench/Dataset_short.json, ") for one in found] == [
         "[0]: field 'prompt' does not end with field 'prefix', '#*# Week 1:'",
         "[1]: a number where a JSON object is expected",
         "[2], checks_once: null where a JSON object is expected",
         "[3]: field 'checks_range' has 'a': 'b'; expected a number and a text",
+        "[4]: field 'number' is 0; expected is 1 or more",
     ]
 
 

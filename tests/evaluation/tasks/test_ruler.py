@@ -192,9 +192,10 @@ def test_common_words_beyond_the_word_lists(data: Path, tmp_path: Path) -> None:
     (tmp_path / "english_words.json").write_text(json.dumps({str(i): f"word{i}" for i in range(30_000)}))
     found = next(task.examples(Source(TOKENIZER, 200_000, count=1, folder=tmp_path)))
     assert found.questions[0].answers[0].startswith("word")
-    (tmp_path / "english_words.json").write_text(json.dumps({"1": "one"}))
-    with pytest.raises(DataError, match=r"english_words\.json has 1 different entries; expected \d+ words or more"):
-        next(task.examples(Source(TOKENIZER, 200_000, folder=tmp_path)))
+    (tmp_path / "short").mkdir()
+    (tmp_path / "short" / "english_words.json").write_text(json.dumps({"1": "one"}))
+    with pytest.raises(DataError, match=r"english_words\.json has 1 different words; a list of \d+ is needed"):
+        next(task.examples(Source(TOKENIZER, 200_000, folder=tmp_path / "short")))
 
 
 def test_frequent_words_are_the_most_frequent() -> None:
@@ -280,6 +281,8 @@ def test_files_that_are_missing_or_wrong(tmp_path: Path) -> None:
     fails("ruler/niah_single_2", r"essays\.txt has no text")
     fails("ruler/qa_1", r"squad\.json cannot be read: No such file")
     fails("ruler/qa_1", r"name the folder that holds it", None)
+    (tmp_path / "essays.txt").write_bytes(b"caf\xe9 ")
+    fails("ruler/niah_single_2", r"essays\.txt is not text in UTF-8")
     (tmp_path / "squad.json").write_text('{"data": [{"paragraphs": [{"qas": []}]}]}')
     fails("ruler/qa_1", r"squad\.json, data\[0\], paragraphs\[0\]: field 'context' is missing; expected a string")
     (tmp_path / "hotpotqa.json").write_text('[{"question": "q", "answer": "a", "context": [["title", "no list"]]}]')

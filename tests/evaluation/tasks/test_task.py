@@ -105,16 +105,20 @@ def test_files_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     archive = tmp_path / "data.zip"
     with zipfile.ZipFile(archive, "w") as files:
         files.writestr("data/x.jsonl", '{"a": 1}\n')
+        files.writestr("data/more_x.jsonl", "{}")
 
     def download(repository: str, name: str, *, repo_type: str) -> str:
         assert (repository, name, repo_type) == ("who/what", "data.zip", "dataset")
         return str(archive)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    file = DataFile("what/x.jsonl", "who/what", "data.zip", "data/x.jsonl")
+    file = DataFile("what/x.jsonl", "who/what", "data.zip")
     assert file.lines(Source()) == [("what/x.jsonl, line 1", b'{"a": 1}')]
-    missing = DataFile("what/y.jsonl", "who/what", "data.zip", "data/y.jsonl")
-    with pytest.raises(DataError, match=r"data/y\.jsonl in data\.zip of the data set who/what cannot be read .*--data"):
+    missing = DataFile("what/y.jsonl", "who/what", "data.zip")
+    with pytest.raises(
+        DataError,
+        match=r"y\.jsonl in data\.zip of the data set who/what cannot be read \(it has 0 files of this name\);.*--data",
+    ):
         missing.read(Source())
     with pytest.raises(DataError, match=r"what/x\.jsonl cannot be read: No such file"):
         file.read(Source(folder=tmp_path))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 import string
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
-from ..files import parse, read
+from ..files import Record, parse, read
 from ..haystack import words
 from ..task import DataError, Source
 from .text import Maker, RulerTask, Text
@@ -43,13 +44,10 @@ class CommonWords(RulerTask):
 
     def maker(self, source: Source, length: int) -> Maker:
         short = length < 4096
-        vocabulary = sorted({word for kind in ("noun", "adjective", "verb") for word in words(kind)})
-        more: list[str] = []
+        known = sorted({word for kind in ("noun", "adjective", "verb") for word in words(kind)})
 
         def listed(rng: random.Random, units: int, often: int, rarely: int) -> tuple[str, list[str]]:
-            if units > len(vocabulary) and not more:
-                more.extend(english_words(source, units))
-            drawn = rng.sample(vocabulary if units <= len(vocabulary) else more, units)
+            drawn = rng.sample(known if units <= len(known) else english_words(source.folder, units), units)
             common, uncommon = drawn[: self.common], drawn[self.common :]
             order = common * often + uncommon * rarely
             rng.shuffle(order)
@@ -65,19 +63,25 @@ class CommonWords(RulerTask):
         return make
 
 
-def english_words(source: Source, needed: int) -> list[str]:
+def english_words(folder: Path | None, needed: int) -> list[str]:
     """RULER's longer list, for which its file is needed. Raises DataError without it, or if it is too short too."""
-    path = Path(source.folder or ".") / "english_words.json"
-    if source.folder is None or not path.exists():
+    path = None if folder is None else Path(folder) / "english_words.json"
+    if path is None or not path.exists():
         raise DataError(
             f"a list of {needed} different words is longer than wonderwords' lists: the data folder (--data) needs "
-            f"RULER's english_words.json; {source.folder or 'no folder was given'}"
+            f"RULER's english_words.json; {'no folder was given' if path is None else f'{folder} has none'}"
         )
-    value = parse(path.name, read(path))
-    found = list(dict.fromkeys(value.values() if isinstance(value, dict) else value))
-    if len(found) < needed or not all(isinstance(word, str) for word in found):
-        raise DataError(f"{path} has {len(found)} different entries; expected {needed} words or more")
+    found = _english_words(path)
+    if len(found) < needed:
+        raise DataError(f"{path} has {len(found)} different words; a list of {needed} is needed")
     return found
+
+
+@cache
+def _english_words(path: Path) -> list[str]:
+    """The values of {"1": "a word", ...}, each once."""
+    fields = Record.of(path.name, parse(path.name, read(path))).fields
+    return list(dict.fromkeys(str(word) for word in fields.values()))
 
 
 @dataclass(frozen=True)
