@@ -18,6 +18,8 @@ from jax.sharding import NamedSharding
 
 from kvjax.targets import target
 
+PRODUCTS = {"mma": "mma.sync", "wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma"}
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -26,13 +28,13 @@ class Kernel:
     Attributes:
         registers: of a thread.
         spilled: bytes of a thread's registers that are stored to memory.
-        products: instructions for tensor cores.
+        products: the kinds of instructions for tensor cores: mma, wgmma, tcgen05.
     """
 
     name: str
     registers: int
     spilled: int
-    products: int
+    products: tuple[str, ...]
 
 
 def assembler() -> str:
@@ -85,7 +87,7 @@ def read(path: Path) -> list[Kernel]:
             name,
             int(registers),
             int(spilled),
-            len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", bodies[name])),
+            tuple(kind for kind, use in PRODUCTS.items() if use in bodies[name]),
         )
         for name, spilled, registers in properties
     ]

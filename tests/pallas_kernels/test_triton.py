@@ -115,3 +115,20 @@ def test_without_cudnn_prompts_are_read_by_triton(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         check_prompt(prompt.prompt_attention, Case(64, 4, 40, 0, "bfloat16"), 0)
     assert asked[1:] == ["attend"]
+
+
+@pytest.mark.parametrize("bound", [1, 64, 65, 200])
+def test_tiles_beyond_the_last_occupied_slot_are_not_read(bound):
+    """Values that are not numbers spoil all that a tile of them is part of: up to the bound, and nothing after it."""
+    rng = np.random.default_rng(bound)
+    tile, slots = 32, 256
+    q = rng.normal(size=(1, 2, 1, 128)).astype(np.float32)
+    k, v = rng.normal(size=(2, 1, 1, slots, 128)).astype(np.float32)
+    p = np.where(np.arange(slots) < bound, np.arange(slots), -1)[None, None]
+    read = -(-bound // tile) * tile
+    assert attention.blocks_for(2, 128, jnp.float32).slots == tile
+    kernel = jax.jit(partial(slot.slot_attention, scale=0.1, interpret=True))
+    for first, spoilt in ((read, False), (read - 1, True)):
+        values = np.where(np.arange(slots)[:, None] < first, v, np.nan)
+        out, _, _ = kernel(q, k, values, np.full((1, 1), slots), p)
+        assert np.isnan(out).all() == spoilt == np.isnan(out).any()
