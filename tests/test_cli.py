@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -344,6 +345,9 @@ def test_eval_says_what_it_would_do_does_it_and_goes_on(model: str, tmp_path: Pa
     ):
         assert text in stdout
     assert "demo/keys" not in stdout
+    bare = tmp_path / "bare"  # a dry run needs no weights
+    shutil.copytree(model, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    assert kv(*options, "--limit", 1, "--dry-run", "--model", bare) == (status, stdout, stderr)
     status, stdout, stderr = kv(*options, "--limit", 1)
     assert (status, stdout) == (1, "")
     assert f"10 of 10 answers are in {out / 'results.jsonl'}, 10 of them new" in stderr

@@ -48,8 +48,8 @@ SMALL: dict[str, Any] = {
 
 
 def evaluate(
-    config: Annotated[
-        Path | None, typer.Option(help="A YAML grid; without one, a small grid on the model that ships.")
+    grid_file: Annotated[
+        Path | None, typer.Option("--config", help="A YAML grid; without one, a small grid on the model that ships.")
     ] = None,
     out: Annotated[Path, typer.Option(help="The folder of results. A run that was interrupted goes on there.")] = Path(
         "eval_output"
@@ -71,12 +71,12 @@ def evaluate(
     from kvjax.evaluation.asking import Asker
     from kvjax.evaluation.grid import Grid
     from kvjax.evaluation.items import Item, Refusal, read_items
-    from kvjax.evaluation.model import load_model
+    from kvjax.evaluation.model import describe_model, load_model
     from kvjax.evaluation.planning import Plan
     from kvjax.evaluation.runner import run
     from kvjax.sampling import parse
 
-    grid = Grid.of(SMALL) if config is None else Grid.read(config)
+    grid = Grid.of(SMALL) if grid_file is None else Grid.read(grid_file)
     grid = grid.but(
         model=model,
         data=None if data is None else str(data),
@@ -87,21 +87,22 @@ def evaluate(
     if limit is not None:
         grid = grid.limited(limit)
     keep_compiled()
-    with working(f"loading {grid.model}"):
-        params, tokenizer = load_model(grid)
-    with working("reading tasks"):
-        found = list(read_items(grid, tokenizer, params.config.max_positions, only=tasks))
+    with working(f"reading {grid.model} and its tasks"):
+        config, words, dtype = describe_model(grid)
+        found = list(read_items(grid, words, config.max_positions, only=tasks))
     plan = Plan(
         grid,
         items=tuple(item for item in found if isinstance(item, Item)),
         refusals=tuple(refusal for refusal in found if isinstance(refusal, Refusal)),
-        config=params.config,
-        dtype=params.embed.dtype,
+        config=config,
+        dtype=dtype,
         host=_host(host),
     )
     if dry_run:
         show_plan(plan)
         raise typer.Exit(INCOMPLETE if plan.errors() else 0)
+    with working(f"loading {grid.model}"):
+        params, tokenizer = load_model(grid)
     ask = Asker(params, tokenizer, parse(grid.sampler), grid.seed, grid.chunk, grid.ends)
     with Bar() as bar:
         summary = run(plan, ask, out, bar)

@@ -18,7 +18,7 @@ Setting = Literal["after", "before"]
 """Where the question comes: after the context is compressed, or before, so that a policy sees it while it does that."""
 
 SETTINGS = get_args(Setting)
-PLACEHOLDERS = ("{budget}", "{removed}")
+PLACEHOLDERS = ("{budget}", "{removed}", "{entries}")
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,20 @@ class TaskLine:
 
 @dataclass(frozen=True)
 class PolicyLine:
-    """A policy as text, with {budget} where its budget stands, or {removed} for the share that is not kept.
+    """A policy as text, with {budget} where its budget stands.
+
+    {removed} is the share that is not kept, and {entries} a share in entries, for policies that take nothing else.
 
     Attributes:
         name: what tables call it; the text without its budget by default.
         budgets: its own in place of the grid's.
+        tokens: of a prompt, that {entries} are a share of.
     """
 
     policy: str
     name: str | None = None
     budgets: tuple[Budget, ...] | None = None
+    tokens: int | None = None
 
     @property
     def label(self) -> str:
@@ -56,6 +60,19 @@ class PolicyLine:
         preset, _, options = self.policy.partition(":")
         rest = [option for option in options.split(",") if not any(mark in option for mark in PLACEHOLDERS)]
         return ":".join([preset, ",".join(rest)]).rstrip(":")
+
+    def filled(self, budget: Budget | None) -> str:
+        """The text at a budget. Raises ValueError where a share is needed, or the tokens that it is of."""
+        text = self.policy
+        if budget is None:
+            return text
+        shares = [placeholder for placeholder in PLACEHOLDERS[1:] if placeholder in text]
+        if shares and isinstance(budget, int):
+            raise ValueError(f"{text!r} takes a share of the prompt; budget {budget} is a number of entries")
+        if "{entries}" in shares and self.tokens is None:
+            raise ValueError(f"{text!r} needs tokens, the length of a prompt that {{entries}} are a share of")
+        text = text.replace("{budget}", repr(budget)).replace("{removed}", repr(round(1 - budget, 6)))
+        return text.replace("{entries}", str(int(budget * (self.tokens or 0))))
 
 
 @dataclass(frozen=True)
@@ -162,7 +179,7 @@ class Grid:
             if not budgets:
                 raise ValueError(f"{line.policy!r} needs budgets, a list of shares or entries; none are given")
             for budget in budgets:
-                text = _filled(line.policy, budget)
+                text = line.filled(budget)
                 cells += [Cell(line.label, budget, setting, text) for setting in self.question]
         keys = [(cell.label, cell.budget, cell.question) for cell in cells]
         if twice := sorted({str(key) for key in keys if keys.count(key) > 1}):
@@ -181,14 +198,6 @@ class Grid:
     def but(self, **changes: Any) -> Grid:
         """The same grid with the changes that are not None, in the form that YAML has them."""
         return replace(self, **{name: _read(name, value) for name, value in changes.items() if value is not None})
-
-
-def _filled(text: str, budget: Budget | None) -> str:
-    if budget is None:
-        return text
-    if "{removed}" in text and isinstance(budget, int):
-        raise ValueError(f"{text!r} takes a share of the prompt; budget {budget} is a number of entries")
-    return text.replace("{budget}", repr(budget)).replace("{removed}", repr(round(1 - budget, 6)))
 
 
 def _names(kind: type) -> list[str]:
@@ -276,6 +285,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "limit": _whole,
     "new_tokens": _whole,
     "max_length": _whole,
+    "tokens": _whole,
     "batch": _whole,
     "chunk": _whole,
     "seed": lambda given: _whole(given, least=0),

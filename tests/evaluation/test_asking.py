@@ -16,7 +16,7 @@ from kvjax.evaluation.asking import Asker
 from kvjax.evaluation.batches import batches, readings
 from kvjax.evaluation.grid import Setting
 from kvjax.evaluation.items import Item
-from kvjax.evaluation.tasks.task import Example
+from kvjax.evaluation.tasks.task import Example, Question
 from kvjax.evaluation.tasks.vocabulary import WORDS, tokenizer
 from kvjax.models import Decoder
 from kvjax.policies import parse
@@ -37,7 +37,7 @@ def item(name: str, context: int, *questions: int, new_tokens: int = 6) -> Item:
     """Random words; the questions have these lengths."""
     rng = np.random.default_rng(len(name) + context)
     draw = lambda n: rng.integers(3, len(WORDS), n).astype(np.int32)  # noqa: E731
-    example = Example(name, "", tuple())
+    example = Example(name, "its words are drawn", tuple(Question(f"{i}", ("it",)) for i in range(len(questions))))
     return Item(Words("test/words", 6, exact), None, example, draw(context), tuple(map(draw, questions)), new_tokens)
 
 
@@ -107,6 +107,21 @@ def test_draws_depend_on_the_example_and_not_on_its_batch(params: Decoder) -> No
     together = drawn(ask, ITEMS[0], ITEMS[1])
     assert together == drawn(ask, ITEMS[1], ITEMS[0])[2:] + drawn(ask, ITEMS[1], ITEMS[0])[:2]
     assert together != drawn(replace(ask, seed=2), ITEMS[0], ITEMS[1])
+
+
+@pytest.mark.parametrize("question", ["after", "before"])
+def test_a_mesh_answers_the_same(params: Decoder, question: Setting) -> None:
+    """Rows over data, heads over model; a batch is filled up to a multiple of data."""
+    spread = kvjax.shard(params, kvjax.make_mesh(data=2, model=2))
+    policy = parse("tova:budget=12")
+    found = []
+    for one in (params, spread):
+        ask = Asker(one, tokenizer(), Greedy())
+        asked = batches(readings(ITEMS[:3], question), lambda _: 3, 1 if one is params else 2)
+        answers = [answer for batch in asked for mine in ask(batch, policy)[0] for answer in mine]
+        found.append([(answer.tokens, answer.kept) for answer in answers])
+        assert {batch.rows for batch in asked} == ({3} if one is params else {4})
+    assert found[0] == found[1]
 
 
 def test_nothing_is_compiled_per_example(compiled: list[str]) -> None:

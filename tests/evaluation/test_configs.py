@@ -102,17 +102,22 @@ def test_all_of_the_papers_tables_are_there() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("paper", PAPERS)
 def test_the_demo_model_runs_them(paper: str, stand_ins: Path, tmp_path: Path) -> None:
-    """Every policy of a paper's grids, once, for one example of the first task, in the settings that it is used in."""
+    """Every policy of a paper's grids once, whatever its budget, on one example of the first task."""
     seen: set[str] = set()
+
+    def kind(text: str) -> str:
+        return re.sub(r"budget=[^,]*", "budget", text)
+
     for path in (path for path in ALL if path.parent.name == paper):
         grid = small(path, stand_ins).limited(1)
         first = registry.find(grid.tasks[0].name)[0].name
-        policies = tuple(line for line in grid.policies if line.policy not in seen)
-        seen |= {line.policy for line in policies}
+        policies = tuple({kind(line.policy): line for line in grid.policies if kind(line.policy) not in seen}.values())
+        seen |= {kind(line.policy) for line in policies}
         if not policies:
             continue
         policies = tuple(replace(line, budgets=(line.budgets or grid.budgets)[-1:]) for line in policies)
-        grid = replace(grid, tasks=(replace(grid.tasks[0], name=first),), policies=policies)
+        task = replace(grid.tasks[0], name=first)
+        grid = replace(grid, tasks=(task,), policies=policies, question=grid.question[:1])
         params, tokenizer = load_model(grid)
         items = [item for item in read_items(grid, tokenizer, 2560) if isinstance(item, Item)]
         ready = Plan(grid, tuple(items), (), params.config, params.embed.dtype)

@@ -21,6 +21,7 @@ def test_cells_are_policies_by_budgets_by_settings() -> None:
                 "snapkv:budget={budget}",
                 {"policy": "duo_attention:sparsity={removed}", "name": "Duo", "budgets": [0.3]},
                 {"policy": "h2o:budget={budget},every=4", "budgets": 64},
+                {"policy": "scissorhands:budget={entries}", "budgets": 0.1, "tokens": 505},
             ],
             "budgets": [0.5, 0.1],
             "question": "both",
@@ -32,6 +33,7 @@ def test_cells_are_policies_by_budgets_by_settings() -> None:
         ("snapkv", 0.1, "snapkv:budget=0.1"),
         ("Duo", 0.3, "duo_attention:sparsity=0.7"),
         ("h2o:every=4", 64, "h2o:budget=64,every=4"),
+        ("scissorhands", 0.1, "scissorhands:budget=50"),
     ]
     assert list(grid.cells()) == [
         Cell(label, budget, question, text) for label, budget, text in expected for question in ("after", "before")
@@ -60,6 +62,7 @@ def test_a_file_and_changes_to_it(tmp_path: Path) -> None:
         ({"policies": ["snapkv:budget={budget}"]}, "needs budgets, a list of shares or entries; none are given"),
         ({"budgets": [1.5]}, r"budgets: 1.5: accepted is a share of the prompt in \(0, 1\], as 0.5"),
         ({"policies": [{"policy": "duo_attention:sparsity={removed}", "budgets": 64}]}, "takes a share of the prompt"),
+        ({"policies": ["scissorhands:budget={entries}"], "budgets": 0.5}, "needs tokens, the length of a prompt that"),
         ({"policies": ["full", "full"]}, "the same policy and budget twice"),
         ({"question": "during"}, "question: 'during': accepted are after, before and both"),
         ({"sampler": "hot"}, "'hot' in sampler 'hot' is not understood"),

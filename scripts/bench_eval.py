@@ -1,0 +1,70 @@
+"""Answers a second of `kvjax eval` on the demo model, beside a loop that asks one question at a time.
+
+    python scripts/bench_eval.py --length 512 --examples 4
+
+Both give the same answers (that is checked) and have been run once before, so nothing is compiled while they are timed.
+The loop reads the context anew for each question, in a batch of one, as a loop over examples does. Prints one JSON line
+for each setting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import kvjax
+from kvjax.evaluation.asking import Asker
+from kvjax.evaluation.batches import Reading, batches, readings
+from kvjax.evaluation.grid import SETTINGS, Grid
+from kvjax.evaluation.items import Item, read_items
+from kvjax.evaluation.model import load_model
+from kvjax.sampling import Greedy
+
+Answers = dict[tuple[str, str, int], list[int]]
+
+
+def timed(run: Callable[[], Answers]) -> tuple[Answers, float]:
+    """What it answers, and the seconds that it takes the second time."""
+    run()
+    started = time.perf_counter()
+    return run(), time.perf_counter() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--examples", type=int, default=4, help="texts of each of the seven tasks")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--policy", default="snapkv:budget=0.25")
+    args = parser.parse_args()
+    tasks = [{"name": "demo/*", "lengths": [args.length]}]
+    grid = Grid.of({"tasks": tasks, "limit": args.examples, "policies": [args.policy]})
+    params, tokenizer = load_model(grid)
+    items = [item for item in read_items(grid, tokenizer, params.config.max_positions) if isinstance(item, Item)]
+    policy, ask = kvjax.policies.parse(args.policy), Asker(params, tokenizer, Greedy())
+
+    def answers(made: Sequence[Reading], rows: int) -> Answers:
+        found: Answers = {}
+        for batch in batches(made, lambda _: rows):
+            for reading, mine in zip(batch.readings, ask(batch, policy)[0], strict=True):
+                for asked, answer in zip(reading.asks, mine, strict=True):
+                    found[asked.item.task.name, asked.item.example.id, asked.index] = answer.tokens
+        return found
+
+    for question in SETTINGS:
+        together = readings(items, question)
+        single = [replace(reading, asks=(asked,)) for reading in together for asked in reading.asks]
+        ours, seconds = timed(partial(answers, together, args.batch))
+        theirs, loop_seconds = timed(partial(answers, single, 1))
+        assert ours == theirs
+        facts = {"question": question, "length": args.length, "policy": args.policy, "answers": len(ours)}
+        rates = {"eval_per_second": len(ours) / seconds, "loop_per_second": len(ours) / loop_seconds}
+        print(json.dumps(facts | rates | {"ratio": loop_seconds / seconds}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
