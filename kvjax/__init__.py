@@ -11,6 +11,7 @@ from kvjax.policy import Policy
 from kvjax.sampling import Greedy, Sampler
 from kvjax.sharding import make_mesh, shard
 from kvjax.stream import Piece, stream
+from kvjax.sweep import prefill_each
 
 __all__ = [
     "Generation",
@@ -27,6 +28,7 @@ __all__ = [
     "plan_cache",
     "policies",
     "prefill",
+    "prefill_each",
     "restore",
     "restore_cache",
     "save",

@@ -133,15 +133,23 @@ def reading(
             attended = Attended(q, unrotated, positions, lse, received, lengths, layer.scale, layer.window, heads, i)
             entries = _observe(policy, entries, shown, attended)
         entries = expire(entries, moment, lengths > 0)
-        if compress and (most := kept[i]) is not None:
-            entries = policy.compress(entries, moment, min(most, slots[i]))
-        else:
-            entries = entries.gather(compact(entries.positions >= 0, min(slots[i], entries.slots)))
-        if final and policy.every is None:
-            entries = replace(entries, per_slot=None, per_row=None)
-        return context, _replace(layers, i, entries.grow(slots[i]))
+        entries = settled(policy, entries, moment, kept=kept[i] if compress else None, slots=slots[i], final=final)
+        return context, _replace(layers, i, entries)
 
     return attend
+
+
+def settled(
+    policy: Policy, entries: LayerCache, moment: Moment, *, kept: int | None, slots: int, final: bool
+) -> LayerCache:
+    """A layer at the end of a call: compressed to `kept` entries at most unless that is None, and of so many slots."""
+    if kept is not None:
+        entries = policy.compress(entries, moment, min(kept, slots))
+    else:
+        entries = entries.gather(compact(entries.positions >= 0, min(slots, entries.slots)))
+    if final and policy.every is None:
+        entries = replace(entries, per_slot=None, per_row=None)
+    return entries.grow(slots)
 
 
 def decoding(

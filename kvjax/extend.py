@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,12 @@ from kvjax.sharing import growing, pool_rows, share_out
 from kvjax.spread import over_heads
 
 Compress = Literal["auto", "never", "end", "chunk"]
+Run: TypeAlias = Callable[..., Any]
+
+
+def run_at_once(program: Run, *args: Any, **kwargs: Any) -> Any:
+    """Runs a program, and counts nothing."""
+    return program(*args, **kwargs)
 
 
 def bucket(size: int) -> int:
@@ -245,7 +251,7 @@ def _shared_out(
     room: int,
     texts: Texts | None,
     begins: bool,
-    run: Callable[..., Any] = lambda program, *args, **kwargs: program(*args, **kwargs),
+    run: Run = run_at_once,
 ) -> KVCache:
     """The cache of a prompt that has been read, its budget shared out, after whatever its score wants replayed.
 
@@ -254,11 +260,29 @@ def _shared_out(
         run: how programs are run.
     """
     score = cache.policy.score
+    if isinstance(score, ReplayScore) and score.repeats_prompt and not begins:
+        raise ValueError(f"{type(score).__name__} replays a prompt; accepted is one that is read in one call")
+    return shared_out(params, replayed(params, cache, tokens, lengths, texts, run), room, begins, run)
+
+
+def replayed(
+    params: Decoder,
+    cache: KVCache,
+    tokens: Int[Array, "B N"],
+    lengths: Int[Array, "B"],
+    texts: Texts | None,
+    run: Run,
+) -> KVCache:
+    """The cache of a prompt, whose tokens these are, after whatever its score wants replayed."""
+    score = cache.policy.score
     if isinstance(score, ReplayScore):
-        if score.repeats_prompt and not begins:
-            raise ValueError(f"{type(score).__name__} replays a prompt; accepted is one that is read in one call")
         for part in _passes(score, tokens, lengths, score.texts(None) if texts is None else texts):
             cache = run(_replay, params, cache, jax.tree.map(cache.put_rows, part))
+    return cache
+
+
+def shared_out(params: Decoder, cache: KVCache, room: int, begins: bool, run: Run) -> KVCache:
+    """The cache of a prompt that has been read and scored, its budget shared out."""
     kept = cache.kept
     if not begins:  # the text may be longer than the prompt that the cache was made for
         held = (cache.policy.slots(i, layer.slots, len(kept)) for i, layer in enumerate(cache.layers))

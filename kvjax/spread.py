@@ -23,6 +23,7 @@ from kvjax.sharding import DATA, MODEL, REPLICA, heads_axes
 
 Rows = TypeVar("Rows")
 Entries: TypeAlias = tuple[LayerCache, ...] | RaggedCache
+Changed = TypeVar("Changed", tuple[LayerCache, ...], RaggedCache)
 
 
 def over_heads(mesh: Mesh | None, make: Callable[..., Attend], **rows: Any) -> Attend:
@@ -70,11 +71,11 @@ def over_heads(mesh: Mesh | None, make: Callable[..., Attend], **rows: Any) -> A
 
 def over_layers(
     mesh: Mesh | None,
-    change: Callable[..., RaggedCache],
+    change: Callable[..., Changed],
     records: Sequence[AttentionLayer],
     layers: tuple[LayerCache, ...],
     **rows: Any,
-) -> RaggedCache:
+) -> Changed:
     """`change(records, layers, **rows, heads=...)`, which looks at all layers at once, over a mesh."""
     if mesh is None:
         return change(records, layers, **rows, heads=ALL_HEADS)
@@ -87,7 +88,7 @@ def over_layers(
         out_specs=kv_head,
         check_vma=False,
     )
-    def local(outputs: list[Array], layers: tuple[LayerCache, ...], rows: Any) -> RaggedCache:
+    def local(outputs: list[Array], layers: tuple[LayerCache, ...], rows: Any) -> Changed:
         own = [replace(record, output=output) for record, output in zip(records, outputs, strict=True)]
         return change(own, layers, **rows, heads=heads_of(mesh))
 

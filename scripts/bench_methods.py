@@ -134,11 +134,13 @@ def main() -> None:
                 compare({"full": reads("full"), text: reads(text)}, arguments.repeats, facts)
     if "replay" in arguments.case:
 
-        def twice() -> None:
+        def twice() -> Any:
             document = kvjax.prefill(params, prompt, policy=parse("full"))
-            jax.block_until_ready(kvjax.prefill(params, prompt, cache=document))
+            return jax.block_until_ready(kvjax.prefill(params, prompt, cache=document))
 
-        sides = {"twice": twice} | {text: reads(text) for name in ("kvcompose", "kvzip") for text in texts(name, budget)}
+        sides = {"twice": twice} | {
+            text: reads(text) for name in ("kvcompose", "kvzip") for text in texts(name, budget)
+        }
         compare(sides, arguments.repeats, {"case": "replay", "prompt": arguments.prompt, "goal": 1.0})
     if "crush" in arguments.case:
         base = f"snapkv:budget={budget}"
