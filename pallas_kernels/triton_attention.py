@@ -8,6 +8,7 @@ by their log-sum-exps.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -66,8 +67,18 @@ def blocks_for(rows: int, head_dim: int, dtype: Any) -> Blocks:
     return Blocks(min(power_of_two(rows), 64), slots, warps=4, stages=3)
 
 
+def check_device() -> None:
+    """Raises NotImplementedError on a GPU that these kernels are not for. What is compiled ahead is not looked at."""
+    capability = getattr(jax.local_devices()[0], "compute_capability", "8.0")
+    if not re.fullmatch(r"\d+\.\d", capability):
+        raise NotImplementedError(f"GPUs of kind {capability}; NVIDIA's are taken")
+    if float(capability) < 8:
+        raise NotImplementedError(f"GPUs of compute capability {capability}; 8.0 or more is taken")
+
+
 def check(q: Any, k: Any, v: Any) -> None:
-    """Raises NotImplementedError for what no Triton kernel here takes."""
+    """Raises NotImplementedError for what none of the attention kernels takes."""
+    check_device()
     arrays = [x for x in (q, k, v) if x is not None]
     if not all(isinstance(x, jax.Array | np.ndarray) for x in arrays):
         raise NotImplementedError("keys and values that are not plain arrays")

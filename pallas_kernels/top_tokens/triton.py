@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from ..triton_attention import power_of_two
+from ..triton_attention import check_device, power_of_two
 
 TILE = 8192
 ROUNDS = 16  # of two bits
@@ -33,7 +33,8 @@ def top_tokens(
     tile: int = TILE,
     interpret: bool = False,
 ) -> Int[Array, "B H size"]:
-    """As the reference."""
+    """As the reference. Raises NotImplementedError on other GPUs than NVIDIA's since the A100."""
+    check_device()
     B, H, M = scores.shape
     tile = min(power_of_two(M), tile)
 

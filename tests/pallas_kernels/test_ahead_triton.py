@@ -8,10 +8,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from kvjax.pallas_kernels import Reduction
+from kvjax.targets import Gpu, Target
 from tests.pallas_kernels.ptx import accelerator, assembler, compile_for
 
 pytestmark = [
@@ -89,12 +91,34 @@ PROBLEMS = {
 }
 
 
+SMALL = Gpu(
+    name="NVIDIA L4",
+    capability=(8, 9),
+    cores=58,
+    fpus_per_core=128,
+    shared_memory=102_400,
+    l2_cache=50_331_648,
+    clock=2.04,
+    memory=23_000_000_000,
+    bandwidth=300_000_000_000,
+)
+
+
 @pytest.mark.parametrize("name", ["a100", "h200", "b200"])
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_compiles(problem: str, name: str, tmp_path: Path) -> None:
     """Without a spilled register; products run on tensor cores, but for float32, which keeps its precision."""
+    compiles(problem, accelerator(name), tmp_path)
+
+
+@pytest.mark.parametrize("problem", ["decode-256-channels", "prompt-8b-32k", "window-8b-32-of-128k", "top-2k-of-128k"])
+def test_compiles_for_gpus_with_100_kb_of_shared_memory(problem: str, tmp_path: Path) -> None:
+    accelerator("a100")
+    compiles(problem, Target("l4:1", "cuda", SMALL, 1).devices()[0], tmp_path)
+
+
+def compiles(problem: str, device: jax.Device, tmp_path: Path) -> None:
     assembler()
-    device = accelerator(name)
     operation, static, shapes = PROBLEMS[problem]
     if operation != "top_tokens":
         static = static | {"scale": 0.09}
@@ -102,7 +126,7 @@ def test_compiles(problem: str, name: str, tmp_path: Path) -> None:
     kernels = compile_for(device, partial(kernel, **static), shapes, tmp_path)
     assert {kernel.name for kernel in kernels} >= KERNELS[operation]
     for kernel in kernels:
-        print(problem, name, kernel)
+        print(problem, device.device_kind, kernel)
         assert kernel.spilled == 0, kernel
         if kernel.name in ("attend_kernel", "window_scores_kernel") and "float32" not in problem:
             assert kernel.products, kernel

@@ -2,6 +2,7 @@
 
 from functools import partial
 from importlib import import_module
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -132,3 +133,32 @@ def test_tiles_beyond_the_last_occupied_slot_are_not_read(bound):
         values = np.where(np.arange(slots)[:, None] < first, v, np.nan)
         out, _, _ = kernel(q, k, values, np.full((1, 1), slots), p)
         assert np.isnan(out).all() == spoilt == np.isnan(out).any()
+
+
+@pytest.mark.parametrize(
+    ("capability", "reason"), [("7.5", r"compute capability 7\.5; 8\.0 or more"), ("gfx942", "gfx942; NVIDIA's")]
+)
+def test_gpus_that_they_are_not_for(monkeypatch, capability, reason):
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(compute_capability=capability)])
+    q, t = jnp.zeros((1, 1, 1, 8)), jnp.zeros((1, 1), jnp.int32)
+    with pytest.raises(NotImplementedError, match=reason):
+        slot.slot_attention(q, q, q, t, t[None], scale=1.0)
+    with pytest.raises(NotImplementedError, match=reason):
+        top.top_tokens(jnp.zeros((1, 1, 4)), jnp.arange(4)[None, None], jnp.ones((1, 1), jnp.int32), size=2)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "channels", "reason"),
+    [
+        (("float32", "bfloat16"), 8, "dtypes bfloat16, float32; one of"),
+        (("int8", "int8"), 8, "dtypes int8; one of"),
+        (("float32", "float32"), 264, "heads of 264 channels; at most 256"),
+    ],
+)
+def test_arguments_that_they_do_not_take(dtypes, channels, reason):
+    q, k = (jnp.zeros((1, 1, 1, channels), dtype) for dtype in dtypes)
+    t = jnp.zeros((1, 1), jnp.int32)
+    with pytest.raises(NotImplementedError, match=reason):
+        slot.slot_attention(q, k, k, t, t[None], scale=1.0)
+    with pytest.raises(NotImplementedError, match="not plain arrays"):
+        segment.segment_attention(q, [k], [k], t, t[None], t, t, scale=1.0)
