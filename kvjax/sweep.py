@@ -8,18 +8,21 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.attention import expire, settled
 from kvjax.cache import KVCache, LayerCache
 from kvjax.clock import Clock
-from kvjax.extend import plan_slots, read_prompt, replayed, shared_out
+from kvjax.extend import bucket, plan_slots, read_prompt, replayed, shared_out
 from kvjax.heads import Heads
 from kvjax.models import AttentionLayer, Decoder
 from kvjax.policy import Policy
 from kvjax.prompts import Prompt
 from kvjax.protocols import Moment
+from kvjax.replay import ReplayScore
 from kvjax.session import Session
+from kvjax.sharding import fetch
 from kvjax.spread import over_layers
 
 
@@ -29,6 +32,7 @@ def prefill_each(
     *,
     policies: Sequence[Policy],
     tokenizer: Any = None,
+    cache: KVCache | None = None,
     chunk: int | None = None,
     clock: Clock | None = None,
 ) -> Iterator[KVCache]:
@@ -40,32 +44,41 @@ def prefill_each(
     Args:
         policies: of the same score, rhythm, positions and storage.
         prompt, tokenizer, chunk: as `prefill` takes them.
+        cache: of a beginning of the prompt, read with `compress="never"` under a policy that reads alike.
         clock: counts the programs run as "prefill".
 
     Raises:
-        ValueError: for policies that do not read alike; as `prefill` otherwise.
+        ValueError: for policies that do not read alike, and a cache that was compressed or, where a score replays the
+            prompt, any; as `prefill` otherwise.
     """
     policies = list(policies)
     if not policies:
         return
     config, clock = params.config, clock or Clock()
-    for policy in policies[1:]:
-        check_alike(policies[0], policy, config.num_layers)
-    session = Session.open(params, prompt, policy=policies[0], tokenizer=tokenizer, chunk=chunk, compress="never")
+    first = policies[0] if cache is None else cache.policy
+    for policy in policies:
+        check_alike(first, policy, config.num_layers)
+    if cache is not None and cache.filled:
+        raise ValueError('the cache has been compressed; accepted is one that was read with compress="never"')
+    if cache is not None and isinstance(first.score, ReplayScore) and first.score.repeats_prompt:
+        raise ValueError(f"{type(first.score).__name__} replays a prompt; accepted is one that is read in one call")
+    session = Session.open(
+        params, prompt, policy=first, tokenizer=tokenizer, cache=cache, chunk=chunk, compress="never"
+    )
     tokens, lengths = session.batch.tokens, session.batch.lengths
     _, whole = read_prompt(params, session.cache, tokens, lengths, room=0, chunk=chunk, compress="never", clock=clock)
     run = partial(clock.run, "prefill")
-    rows = whole.put_rows(tokens), whole.put_rows(lengths)
-    whole = replayed(params, whole, *rows, session.texts, run)
+    whole = replayed(params, whole, whole.put_rows(tokens), whole.put_rows(lengths), session.texts, run)
+    size = bucket(int(np.max(fetch(whole.length))))
     for policy in policies:
-        made = KVCache.empty(config, policy, rows[1], tokens.shape[1], params.embed.dtype, whole.mesh)
+        made = KVCache.empty(config, policy, whole.length, size, params.embed.dtype, whole.mesh)
         layers = (replace(x, capacity=y.capacity) for x, y in zip(whole.layers, made.layers, strict=True))
-        cache = replace(made, layers=tuple(layers), length=whole.length, rope=whole.rope)
+        full = replace(made, layers=tuple(layers), length=whole.length, rope=whole.rope)
         if policy.shares:
-            yield shared_out(params, cache, room=0, begins=True, run=run)
+            yield shared_out(params, full, room=0, begins=True, run=run)
         else:
-            slots = plan_slots(cache, [layer.slots for layer in cache.layers], new=0, room=0, compress=True)
-            yield run(_compress, params, cache, slots=slots)
+            slots = plan_slots(full, [layer.slots for layer in full.layers], new=0, room=0, compress=True)
+            yield run(_compress, params, full, slots=slots)
 
 
 def check_alike(policy: Policy, other: Policy, layers: int) -> None:

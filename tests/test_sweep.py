@@ -49,6 +49,31 @@ def test_each_is_what_prefill_gives(texts: tuple[str, ...]) -> None:
         assert_same(params, ours, kvjax.prefill(params, ROWS, policy=policy))
 
 
+@pytest.mark.parametrize("texts", [SWEEPS[0], pytest.param(SWEEPS[4], marks=pytest.mark.slow)])
+def test_a_prompt_that_was_begun(texts: tuple[str, ...]) -> None:
+    """One text, and after it one of several questions that policies are to see."""
+    params, policies = decoder(), [parse(text) for text in texts]
+    text = kvjax.prefill(params, ROWS, policy=policies[0], compress="never")
+    for question in ([[1, 2], [3, 4, 5], [6]], [[7], [8], [9, 10]]):
+        whole = [[*row, *more] for row, more in zip(ROWS, question, strict=True)]
+        for policy, ours in zip(
+            policies, kvjax.prefill_each(params, question, cache=text, policies=policies), strict=True
+        ):
+            theirs = kvjax.prefill(params, whole, policy=policy)
+            for row in range(len(ROWS)):
+                assert held(ours, row) == held(theirs, row)
+
+
+def test_caches_that_cannot_be_gone_on_from() -> None:
+    params, policy = decoder(), parse("h2o:budget=8")
+    with pytest.raises(ValueError, match='accepted is one that was read with compress="never"'):
+        list(kvjax.prefill_each(params, ROWS, cache=kvjax.prefill(params, ROWS, policy=policy), policies=[policy]))
+    replays = parse("kvcompose:budget=8")
+    begun = kvjax.prefill(params, ROWS, policy=replays, compress="never")
+    with pytest.raises(ValueError, match="accepted is one that is read in one call"):
+        list(kvjax.prefill_each(params, ROWS, cache=begun, policies=[replays]))
+
+
 def test_the_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     reads = []
     read = kvjax.sweep.read_prompt
