@@ -50,7 +50,8 @@ def main() -> None:
     def answers(made: Sequence[Reading], rows: int) -> Answers:
         found: Answers = {}
         for batch in batches(made, lambda _: rows):
-            for reading, mine in zip(batch.readings, ask(batch, policy)[0], strict=True):
+            ((marked, _),) = ask(batch, [policy])
+            for reading, mine in zip(batch.readings, marked, strict=True):
                 for asked, answer in zip(reading.asks, mine, strict=True):
                     found[asked.item.task.name, asked.item.example.id, asked.index] = answer.tokens
         return found

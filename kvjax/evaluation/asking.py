@@ -1,11 +1,12 @@
-"""Asking a model: a batch of prompts is read and compressed, and each one's questions are answered from its cache."""
+"""Asking a model: a batch of prompts is read, compressed under each policy, and what is asked of it answered."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +16,14 @@ from jaxtyping import Array, Float
 from kvjax.cache import KVCache
 from kvjax.clock import Clock
 from kvjax.evaluation.batches import Ask, Batch
-from kvjax.extend import read_prompt
-from kvjax.generate import generate
+from kvjax.extend import Compress, read_prompt
+from kvjax.generate import Generation, generate
 from kvjax.models import Decoder
 from kvjax.policy import Policy
 from kvjax.sampling import Greedy, SamplingMethod
 from kvjax.session import Session
 from kvjax.sharding import fetch
+from kvjax.sweep import prefill_each
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,10 @@ class Answer:
     kept: list[float]
     kv_bytes: int
     kv_bytes_end: int
+
+
+Answers: TypeAlias = list[list[Answer]]
+"""By reading of a batch, and by question."""
 
 
 @dataclass(frozen=True)
@@ -71,34 +77,35 @@ class Asker:
     chunk: int | None = None
     ends: bool = True
 
-    def __call__(self, batch: Batch, policy: Policy) -> tuple[list[list[Answer]], Took]:
-        """The answers to each reading's questions, and what that took."""
-        clock = Clock()
-        filled = [*batch.readings, *[batch.readings[-1]] * (batch.rows - len(batch.readings))]
-        cache = self._read([reading.prompt for reading in filled], policy, clock)
-        kept = fetch(_kept(cache))
-        answers: list[list[Answer]] = [[] for _ in batch.readings]
-        asked = decoded = written = 0.0
-        for asks in zip(*(reading.asks for reading in filled), strict=True):
-            out = self._answer(cache, asks, batch)
-            asked += out.stats.prefill_seconds
-            decoded += out.stats.decode_seconds
-            written += out.stats.decoded_tokens
-            clock.seconds["compile"] += out.stats.compile_seconds
-            for row, mine in enumerate(answers):
-                mine.append(
-                    Answer(
-                        tokens=out.tokens[row, : out.lengths[row]].tolist(),
-                        text=out.text[row],
-                        kept=[round(float(count), 2) for count in kept[row]],
-                        kv_bytes=cache.nbytes // batch.rows,
-                        kv_bytes_end=out.stats.cache_bytes // batch.rows,
-                    )
-                )
-        return answers, Took(clock.seconds["prefill"], asked, decoded, clock.seconds["compile"], int(written))
+    def __call__(self, batch: Batch, policies: Sequence[Policy]) -> Iterator[tuple[Answers, Took]]:
+        """The answers to each reading's questions under each policy, and what they took.
 
-    def _read(self, prompts: Sequence[np.ndarray], policy: Policy, clock: Clock) -> KVCache:
-        session = Session.open(self.params, prompts, policy=policy, tokenizer=self.tokenizer, chunk=self.chunk)
+        Several policies must read alike, see `kvjax.prefill_each`; what they share is counted once, with the first.
+        """
+        filled = [*batch.readings, *[batch.readings[-1]] * (batch.rows - len(batch.readings))]
+        prompts, columns = [reading.prompt for reading in filled], list(zip(*(r.asks for r in filled), strict=True))
+        share = partial(prefill_each, self.params, policies=policies, tokenizer=self.tokenizer, chunk=self.chunk)
+        clock = Clock()
+        if columns[0][0].lead.size:  # each question has caches of its own, which begin with the text's
+            text = self._read(prompts, policies[0], clock, "never")
+            tallies = [Tally(self, batch) for _ in policies]
+            for asks in columns:
+                leads = [ask.lead for ask in asks]
+                for tally, cache in zip(tallies, share(leads, cache=text, clock=clock), strict=True):
+                    tally.add(cache, asks, clock)
+            yield from ((tally.answers, tally.took) for tally in tallies)
+            return
+        one = len(policies) == 1  # then a layer is compressed before the next one reads
+        for cache in [self._read(prompts, policies[0], clock, "auto")] if one else share(prompts, clock=clock):
+            tally = Tally(self, batch)
+            for asks in columns:
+                tally.add(cache, asks, clock)
+            yield tally.answers, tally.took
+
+    def _read(self, prompts: Sequence[np.ndarray], policy: Policy, clock: Clock, compress: Compress) -> KVCache:
+        session = Session.open(
+            self.params, prompts, policy=policy, tokenizer=self.tokenizer, chunk=self.chunk, compress=compress
+        )
         _, cache = read_prompt(
             self.params,
             session.cache,
@@ -106,13 +113,14 @@ class Asker:
             session.batch.lengths,
             room=0,
             chunk=self.chunk,
-            compress="auto",
+            compress=compress,
             texts=session.texts,
             clock=clock,
         )
         return cache
 
-    def _answer(self, cache: KVCache, asks: Sequence[Ask], batch: Batch) -> Any:
+    def answer(self, cache: KVCache, asks: Sequence[Ask], new_tokens: int) -> Generation:
+        """What follows each row's question."""
         tails: list[np.ndarray] | None = [ask.tail for ask in asks]
         if all(ask.tail.size == 1 for ask in asks):  # a decode step, which a turn of one token is not
             pending = cache.put_rows(np.array([ask.tail[0] for ask in asks], np.int32))
@@ -124,11 +132,43 @@ class Asker:
             self.params,
             tails,
             cache=cache,
-            max_new_tokens=batch.readings[0].new_tokens,
+            max_new_tokens=new_tokens,
             sampler=self.sampler,
             seed=seed,
             eos=None if self.ends else (),
             tokenizer=self.tokenizer,
+        )
+
+
+class Tally:
+    """The answers of a batch under one policy, and what they took."""
+
+    def __init__(self, asker: Asker, batch: Batch):
+        self._asker, self._batch = asker, batch
+        self.answers: Answers = [[] for _ in batch.readings]
+        self.took = Took(0, 0, 0, 0, 0)
+
+    def add(self, cache: KVCache, asks: Sequence[Ask], clock: Clock) -> None:
+        """Asks a question of each row. What the clock has counted goes to this policy, and is counted no more."""
+        rows, kept = self._batch.rows, fetch(_kept(cache))
+        out = self._asker.answer(cache, asks, self._batch.readings[0].new_tokens)
+        assert out.text is not None
+        for row, mine in enumerate(self.answers):
+            mine.append(
+                Answer(
+                    tokens=out.tokens[row, : out.lengths[row]].tolist(),
+                    text=out.text[row],
+                    kept=[round(float(count), 2) for count in kept[row]],
+                    kv_bytes=cache.nbytes // rows,
+                    kv_bytes_end=out.stats.cache_bytes // rows,
+                )
+            )
+        self.took = Took(
+            self.took.read_seconds + clock.seconds.pop("prefill", 0.0),
+            self.took.ask_seconds + out.stats.prefill_seconds,
+            self.took.decode_seconds + out.stats.decode_seconds,
+            self.took.compile_seconds + clock.seconds.pop("compile", 0.0) + out.stats.compile_seconds,
+            self.took.decoded_tokens + int(out.stats.decoded_tokens),
         )
 
 

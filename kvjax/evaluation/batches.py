@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -15,16 +16,23 @@ from kvjax.extend import bucket
 
 @dataclass(frozen=True)
 class Ask:
-    """One question of an item, and what follows the compressed prompt: the question, or its last token alone."""
+    """One question of an item.
+
+    Attributes:
+        index: of the question among the item's.
+        tail: what follows the compressed prompt: the question, or its last token alone.
+        lead: what is still read before the prompt is compressed: the rest of a question that policies are to see.
+    """
 
     item: Item
     index: int
     tail: Ids
+    lead: Ids = field(default_factory=partial(np.zeros, 0, np.int32))
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A prompt that is read and compressed once, and what is asked of its cache."""
+    """A prompt that is read once, and what is asked of its cache."""
 
     prompt: Ids
     asks: tuple[Ask, ...]
@@ -46,16 +54,21 @@ class Batch:
     rows: int
 
 
-def readings(items: Iterable[Item], question: Setting) -> list[Reading]:
+def readings(items: Iterable[Item], question: Setting, whole: bool = False) -> list[Reading]:
     """What is compressed, and what comes after it, in a setting.
 
     "after": the context is compressed, and each question comes as a later turn. "before": context and question are one
-    prompt, but for its last token. So in both the first token of an answer is decoded from what was kept.
+    prompt, but for its last token. So in both the first token of an answer is decoded from what was kept. A context
+    with several questions is read once in both, unless a `whole` prompt must be read at once: where a policy replays
+    it, or rotations depend on its length.
     """
     made = []
     for item in items:
         if question == "after":
             asks = tuple(Ask(item, i, ids) for i, ids in enumerate(item.questions))
+            made.append(Reading(item.context, asks))
+        elif not whole and len(item.questions) > 1 and all(ids.size > 1 for ids in item.questions):
+            asks = tuple(Ask(item, i, ids[-1:], ids[:-1]) for i, ids in enumerate(item.questions))
             made.append(Reading(item.context, asks))
         else:
             for i, ids in enumerate(item.questions):
@@ -74,8 +87,12 @@ def batches(made: Sequence[Reading], most: Callable[[Reading], int], multiple: i
     groups: dict[tuple[int, ...], list[Reading]] = {}
     of_size: Counter[int] = Counter()
     for reading in made:
-        tail = bucket(max(ask.tail.size for ask in reading.asks))
-        groups.setdefault((reading.size, tail, len(reading.asks), reading.new_tokens), []).append(reading)
+        lead, tail = (
+            bucket(max(sizes)) for sizes in zip(*((a.lead.size, a.tail.size) for a in reading.asks), strict=True)
+        )
+        read_in_two = reading.asks[0].lead.size > 0
+        key = (reading.size, read_in_two, lead, tail, len(reading.asks), reading.new_tokens)
+        groups.setdefault(key, []).append(reading)
         of_size[reading.size] += 1
     found = []
     for (size, *_), group in sorted(groups.items(), key=lambda pair: pair[0], reverse=True):

