@@ -136,7 +136,7 @@ class Loop:
             if kind in COLLECTIVES | NO_WRITES or kind.endswith("-done") or kinds & PRODUCTS:
                 continue
             results = instruction.results
-            if instruction.kind == "copy-start":  # destination, source, context
+            if instruction.kind in ("copy-start", "slice-start"):  # destination and source, in this order or the other
                 results = results[:1] if all(main for _, main in results[:2]) else ()
             written = [size for size, main in results if main and size >= nbytes]
             updated = [size for part in fused if part.kind in UPDATES for size, _ in part.results if size >= nbytes]

@@ -105,9 +105,10 @@ class Attention(nnx.Module):
 def _split_heads(
     x: Float[Array, "B N M"], projection: Float[Array, "M H D"], bias: nnx.Param | None
 ) -> Float[Array, "B H N D"]:
-    """x . projection, heads first. As a plain product, or XLA turns the weights instead of the activations."""
+    """x . projection, heads first. A plain product, kept apart: else XLA turns the weights, not the activations."""
     M, H, D = projection.shape
-    return jnp.swapaxes(linear(x, projection.reshape(M, H * D), bias).reshape(*x.shape[:2], H, D), 1, 2)
+    product = jax.lax.optimization_barrier(linear(x, projection.reshape(M, H * D), bias))
+    return jnp.swapaxes(product.reshape(*x.shape[:2], H, D), 1, 2)
 
 
 class MLP(nnx.Module):

@@ -1,5 +1,6 @@
 """The decode loop, lowered from shapes: it is the one that `generate` runs; and what it is on accelerators."""
 
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -13,9 +14,11 @@ from kvjax.ahead import lower_decode
 from kvjax.decode import Decoding
 from kvjax.extend import read_prompt
 from kvjax.hlo import Loop
+from kvjax.models import DecoderConfig
 from kvjax.policies import parse
 from kvjax.session import Session
 from kvjax.targets import target
+from tests.conftest import POLICY_PARAMS
 from tests.tiny import VOCAB, decoder
 
 LAYERS, BATCH, SLOTS = 2, 4, 2048
@@ -79,6 +82,71 @@ def test_on_one_device(name: str) -> None:
     loop = Loop.of(lowered.compile().as_text())
     assert not loop.collectives
     assert loop.rewrites(SLOTS * CONFIG.num_kv_heads * CONFIG.head_dim * 2) == []
+
+
+def llama(layers: int, hidden: int, mlp: int, heads: int) -> DecoderConfig:
+    """Llama 3's shapes, of 8 kv heads."""
+    return replace(
+        CONFIG, windows=(None,) * layers, hidden_size=hidden, mlp_size=mlp, num_heads=heads, vocab_size=128_256
+    )
+
+
+SIZED = {"budget=24": "budget=1024", "window=4": "window=32", "recent=8": "recent=256", "heavy=4": "heavy=128"}
+SIZED |= {"window=8": "window=256", "length=5": "length=16", "chunk=8": "chunk=256", "chunk=16": "chunk=1024"}
+
+
+KERNELS = {"h200:1": "triton", "v6e:2x2": "tpu_custom_call"}  # as a program calls them
+
+
+def sized(text: str) -> kvjax.Policy:
+    """A preset of the tests with a budget to compile for."""
+    return parse(re.sub(r"\b(budget|window|recent|heavy|length|chunk)=\d+\b", lambda part: SIZED[part[0]], text))
+
+
+@pytest.mark.aot
+@pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")  # of devices that are not here
+@pytest.mark.parametrize("name", ["h200:1", "v6e:2x2"])
+@pytest.mark.parametrize("text", POLICY_PARAMS)
+def test_presets_on_one_device(text: str, name: str) -> None:
+    """The kernels attend, no layer's keys are copied, and temporaries take less than 1 % of the arguments."""
+    config, sizes = llama(LAYERS, 4096, 14_336, 32), {"batch": 8, "length": 4096, "new_tokens": 1024}
+    mesh = kvjax.make_mesh(devices=accelerators(name)[:1])
+    compiled = lower_decode(config, sized(text), mesh=mesh, **sizes).compile()
+    hlo, memory = compiled.as_text(), compiled.memory_analysis()
+    loop = Loop.of(hlo)
+    assert not loop.collectives
+    cache = kvjax.plan_cache(config, sized(text), dtype="bfloat16", **sizes)
+    keys = jax.tree.leaves(cache.pool.keys if cache.pool is not None else [layer.keys for layer in cache.layers])
+    assert loop.rewrites(min(leaf.size * leaf.dtype.itemsize for leaf in keys)) == []
+    assert memory.temp_size_in_bytes < 0.01 * memory.argument_size_in_bytes
+    assert hlo.count(KERNELS[name]) >= LAYERS
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
+@pytest.mark.parametrize(
+    ("name", "model", "config"),
+    [
+        ("h200:1", 1, llama(32, 4096, 14_336, 32)),
+        ("v6e:2x2", 1, llama(32, 4096, 14_336, 32)),
+        ("h200:8", 8, llama(80, 8192, 28_672, 64)),
+        ("v5p:2x2x2", 8, llama(80, 8192, 28_672, 64)),
+    ],
+    ids=["8B-h200:1", "8B-v6e", "70B-h200:8", "70B-v5p:2x2x2"],
+)
+def test_whole_models(name: str, model: int, config: DecoderConfig) -> None:
+    """All layers under MorphKV: they fit, and the model alone communicates, twice a layer."""
+    sizes = {"batch": 8, "length": 4096, "new_tokens": 1024}
+    mesh = kvjax.make_mesh(model=model, devices=accelerators(name)[:model])
+    compiled = lower_decode(config, parse("morphkv:budget=2048,window=32"), mesh=mesh, **sizes).compile()
+    loop, memory = Loop.of(compiled.as_text()), compiled.memory_analysis()
+    layers = len(config.windows)
+    assert loop.collectives == (Counter({"all-reduce": 2 * layers + 1, "all-gather": 1}) if model > 1 else Counter())
+    assert loop.rewrites(8 * 2048 * config.head_dim * 2 * config.num_kv_heads // model) == []
+    assert memory.temp_size_in_bytes < 0.01 * memory.argument_size_in_bytes
+    taken = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    assert taken + memory.temp_size_in_bytes < target(name).chip.memory
 
 
 def test_sizes_that_do_not_fit() -> None:
