@@ -68,13 +68,13 @@ class Plan:
 
         index, hosts = self.host
         names = list(dict.fromkeys(line.label for line in self.grid.policies))
-        whole = hosts > 1 and len(names) >= MANY * hosts
-        if whole and names.index(cell.label) % hosts != index:
+        of_policies = hosts > 1 and len(names) >= MANY * hosts
+        if of_policies and names.index(cell.label) % hosts != index:
             return []
         replays = isinstance(policy.score, ReplayScore) and policy.score.repeats_prompt
         whole = replays or self.config.rope.depends_on_length
         asked = batches(readings(self.items, cell.question, whole), most, self.grid.mesh[0])
-        return asked if whole else asked[index::hosts]
+        return asked if of_policies else asked[index::hosts]
 
     @staticmethod
     def beside(cell: Cell, other: Cell) -> bool:
