@@ -304,11 +304,11 @@ class FoldedWindow(Score):
         if attended.received is None:
             return self._fold_all(entries, attended, ring), ring
         folds, position = entries.per_slot, attended.positions[:, 0]
-        column = position // self.block % folds.shape[2]
-        own = (jnp.arange(folds.shape[2]) == column[:, None]) & (position >= 0)[:, None]
-        begins = (position % self.block == 0)[:, None, None, None]
-        folded = self._join(jnp.where(begins, 0.0, folds), attended.received[:, :, None])
-        return jnp.where(own[:, None, :, None], folded, folds), ring
+        b, column = jnp.arange(position.shape[0]), position // self.block % folds.shape[2]
+        begins = (position % self.block == 0)[:, None, None]
+        folded = self._join(jnp.where(begins, 0.0, folds[b, :, column]), attended.received)
+        own = jnp.where(position >= 0, column, folds.shape[2])  # the others are not written again
+        return folds.at[b, :, own].set(folded, mode="drop", unique_indices=True), ring
 
     def __call__(self, entries: LayerCache, moment: Moment) -> Float[Array, "B H M"]:
         scores = fold(entries.per_slot, self.reduction.rows, axis=2)
