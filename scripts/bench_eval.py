@@ -63,7 +63,8 @@ def main() -> None:
 
     for question in SETTINGS:
         together = readings(items, question)
-        single = [replace(reading, asks=(asked,)) for reading in together for asked in reading.asks]
+        whole = readings(items, question, whole=True)
+        single = [replace(reading, asks=(asked,)) for reading in whole for asked in reading.asks]
         runs = [partial(answers, together, args.batch), partial(answers, single, 1)]
         (ours, seconds), (theirs, loop_seconds) = timed(runs, args.repeats)
         assert ours == theirs

@@ -153,7 +153,8 @@ def test_differences_are_paired(results: Results, tmp_path: Path) -> None:
 
 def test_costs(results: Results) -> None:
     rows = {row[:2]: row[2:] for row in tables.costs(results, "after").rows}
-    assert rows["snapkv", "50 % kept"] == ("50.0", "0.025", "0.500", "2.5", "20")
+    assert rows["snapkv", "50 % kept"] == ("50.0", "0.025", "0.500", "", "20")  # read once for both of its budgets
+    assert rows["full", "no budget"] == ("100.0", "0.05", "1.000", "2.5", "20")
 
 
 def test_kvcompose_tables_have_a_column_for_each_setting_and_model(tmp_path: Path) -> None:

@@ -192,7 +192,10 @@ def comparison(results: Results, question: str, policy: str) -> Table | None:
 
 
 def costs(results: Results, question: str) -> Table:
-    """What cells take: bytes of a cache, seconds to the first token, tokens a second."""
+    """What cells take: bytes of a cache, seconds to the first token, tokens a second.
+
+    There are no seconds where several answers come from one reading: of several budgets, or of questions that are seen.
+    """
     token = results.header["bytes_per_token"]
     rows = []
     for name, cell in results.cells.items():
@@ -200,8 +203,11 @@ def costs(results: Results, question: str) -> Table:
             continue
         held = fmean(line["kv_bytes_end"] for line in cell.lines)
         full = fmean((line["prompt_tokens"] + len(line["tokens"])) * token for line in cell.lines)
+        one_budget = len(results.of(name.policy, question)) == 1
         first = [
-            took["read_seconds"] + took["ask_seconds"] * took["prompts"] / took["answers"] for took in cell.timings
+            took["read_seconds"] + took["ask_seconds"] * took["prompts"] / took["answers"]
+            for took in cell.timings
+            if one_budget and (question == "after" or took["answers"] == took["prompts"])
         ]
         seconds = sum(took["decode_seconds"] for took in cell.timings)
         speed = sum(took["decoded_tokens"] for took in cell.timings) / seconds if seconds else None
