@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
@@ -15,6 +16,15 @@ LANES = 128  # of a vector register; SUBLANES x LANES 32-bit numbers
 SUBLANES = 8
 VMEM = 32 << 20  # bytes that a kernel may take; the smallest of v5e, v5p and v6e has 64 MB
 SMEM = 512 << 10  # bytes for the scalars that say what to fetch; there are 1 MB
+
+
+def check(*given: Any) -> None:
+    """Raises NotImplementedError for what no kernel here takes as queries, keys and values."""
+    if not all(isinstance(x, jax.Array | np.ndarray) for x in given):
+        raise NotImplementedError("keys and values that are not plain arrays")
+    kinds = {jnp.dtype(x.dtype).name for x in given}
+    if len(kinds) > 1 or not kinds <= {"float32", "bfloat16"}:
+        raise NotImplementedError(f"dtypes {', '.join(sorted(kinds))}; one of float32 and bfloat16 is taken")
 
 
 def round_up(x: int, multiple: int) -> int:

@@ -16,7 +16,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jaxtyping import Array, Float, Int
 
-from ..mosaic import LANES, round_up
+from ..mosaic import LANES, check, round_up
 from ..tiling import pad
 
 BLOCK = 512  # queries, and keys, to a tile
@@ -38,8 +38,9 @@ def prompt_attention(
 ) -> tuple[Float[Array, "B Hq N D"], Float[Array, "B Hq N"]]:
     """As `reference.prompt_attention`, which says what it computes.
 
-    Raises NotImplementedError where there are cached slots or a bias, and for more than LONGEST tokens.
+    Raises NotImplementedError where there are cached slots or a bias, for float16, and for more than LONGEST tokens.
     """
+    check(q, k, v)
     B, Hq, N, D = q.shape
     H = k.shape[1]
     if k.shape[2] > N:

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.lax import div, rem
 from jaxtyping import Array, Float, Int
 
-from ..mosaic import LANES, Interpret, Softmax, lies_turned, params, product, row_positions, seen
+from ..mosaic import LANES, Interpret, Softmax, check, lies_turned, params, product, row_positions, seen
 from .reference import PAGE
 
 TILE_BYTES = 128 << 10  # of keys, and of values
@@ -41,11 +41,10 @@ def segment_attention(
 ) -> tuple[Float[Array, "B Hq W D"], Float[Array, "B Hq W"]]:
     """As `reference.segment_attention`, which says what it computes.
 
-    Raises NotImplementedError for pools that hold anything but arrays, heads whose channels do not fill the lanes of a
-    register, more query rows than fit, and pools smaller than the smallest tile.
+    Raises NotImplementedError for float16, pools that hold anything but arrays or less than the smallest tile, heads
+    whose channels do not fill the lanes of a register, and more query rows than fit.
     """
-    if not (isinstance(k, jax.Array) and isinstance(v, jax.Array)):
-        raise NotImplementedError("quantised keys and values")
+    check(q, k, v)
     B, Hq, W, D = q.shape
     P, T = k_positions.shape[1:]
     H = start.shape[1]

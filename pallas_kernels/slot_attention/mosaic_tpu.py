@@ -22,6 +22,7 @@ from ..mosaic import (
     VMEM,
     Interpret,
     Softmax,
+    check,
     lies_turned,
     params,
     product,
@@ -54,8 +55,9 @@ def slot_attention(
 ) -> tuple[Float[Array, "B Hq W D"], Float[Array, "B Hq W"], Float[Array, "B H S"] | None]:
     """As `reference.slot_attention`, which says what it computes.
 
-    Raises NotImplementedError for more query rows than fit the chip's memory with a tile of keys.
+    Raises NotImplementedError for float16, and for more query rows than fit the chip's memory with a tile of keys.
     """
+    check(q, k, v)
     B, Hq, W, D = q.shape
     H, S = k.shape[1:3]
     G = Hq // H

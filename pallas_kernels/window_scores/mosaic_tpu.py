@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from ..mosaic import LANES, SMEM, SUBLANES, Interpret, lies_turned, params, product, round_up, seen, tile_size
+from ..mosaic import LANES, SMEM, SUBLANES, Interpret, check, lies_turned, params, product, round_up, seen, tile_size
 from ..tiling import pad
 from .reference import Reduction
 
@@ -41,8 +41,9 @@ def window_scores(
 ) -> Float[Array, "B H M"]:
     """As `reference.window_scores`, which says what it computes.
 
-    Raises NotImplementedError for more tiles of keys than scalars fit the chip's memory for them.
+    Raises NotImplementedError for float16, and for more tiles of keys than scalars fit the chip's memory for them.
     """
+    check(q, k)
     B, Hq, W, D = q.shape
     H, M = k.shape[1:3]
     G = Hq // H
