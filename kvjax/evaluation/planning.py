@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from kvjax.evaluation.batches import Batch, Reading, batches, readings
 from kvjax.evaluation.grid import Cell, Grid
 from kvjax.evaluation.items import Item, Refusal
 from kvjax.evaluation.records import KEY, Key, key_of
+from kvjax.extend import bucket
 from kvjax.models import DecoderConfig
 from kvjax.plan import plan_cache
 from kvjax.policies import parse
@@ -105,10 +106,10 @@ class Plan:
         """
         lead, tail = (max(sizes) for sizes in zip(*((a.lead.size, a.tail.size) for a in reading.asks), strict=True))
         length, new = reading.prompt.size + lead, reading.new_tokens + tail
-        kept = plan_cache(self.config, policy, batch=1, length=length, new_tokens=new, dtype=self.dtype)
+        kept = _kept_bytes(self.config, policy, bucket(length), new, self.dtype)
         layers = self.config.num_layers if policy.shares or shared or lead else 1
         token = self.config.bytes_per_token(self.dtype) // self.config.num_layers
-        return kept.nbytes + (reading.size + lead) * token * layers
+        return kept + (reading.size + lead) * token * layers
 
     def batch_bytes(self, batch: Batch, cell: Cell) -> int:
         """What the caches of a batch take at most."""
@@ -133,6 +134,12 @@ class Plan:
         for cell, asked in self.cells:
             if not isinstance(asked, str):
                 yield from keys_of(cell, asked)
+
+
+@cache
+def _kept_bytes(config: DecoderConfig, policy: Policy, length: int, new_tokens: int, dtype: Any) -> int:
+    """Of the compressed cache of one prompt. Remembered: a grid asks for the same again and again."""
+    return plan_cache(config, policy, batch=1, length=length, new_tokens=new_tokens, dtype=dtype).nbytes
 
 
 def about(cell: Cell, made: Sequence[Reading]) -> list[dict[str, Any]]:
