@@ -117,9 +117,9 @@ def test_presets_on_one_device(text: str, name: str) -> None:
     assert not loop.collectives
     cache = kvjax.plan_cache(config, sized(text), dtype="bfloat16", **sizes)
     keys = jax.tree.leaves(cache.pool.keys if cache.pool is not None else [layer.keys for layer in cache.layers])
-    if sized(text).positions == "original":  # else keys are rotated anew at every step
+    if sized(text).positions == "original":  # else a layer's keys are rotated anew at every step
         assert loop.rewrites(min(leaf.size * leaf.dtype.itemsize for leaf in keys)) == []
-    assert memory.temp_size_in_bytes < 0.01 * memory.argument_size_in_bytes
+        assert memory.temp_size_in_bytes < 0.01 * memory.argument_size_in_bytes
     assert hlo.count(KERNELS[name]) >= LAYERS
 
 
