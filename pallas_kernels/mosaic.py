@@ -27,6 +27,11 @@ def check(*given: Any) -> None:
         raise NotImplementedError(f"dtypes {', '.join(sorted(kinds))}; one of float32 and bfloat16 is taken")
 
 
+def in_place(x: Array, interpret: Interpret) -> Array:
+    """Says that an operand stays in main memory: XLA would move some caches into VMEM to write a slot, and back."""
+    return x if interpret else pltpu.with_memory_space_constraint(x, pltpu.HBM)
+
+
 def round_up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
 

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.lax import div, rem
 from jaxtyping import Array, Float, Int
 
-from ..mosaic import LANES, Interpret, Softmax, check, lies_turned, params, product, row_positions, seen
+from ..mosaic import LANES, Interpret, Softmax, check, in_place, lies_turned, params, product, row_positions, seen
 from .reference import PAGE
 
 TILE_BYTES = 128 << 10  # of keys, and of values
@@ -58,7 +58,7 @@ def segment_attention(
     size = min(max(most // LANES, 1), T // LANES) * LANES
     if size == 0:
         raise NotImplementedError(f"a pool of {T} rows; at least {LANES} are taken")
-    pages = [x.reshape(B * P, T // PAGE, PAGE, D) for x in (k, v)]
+    pages = [in_place(x.reshape(B * P, T // PAGE, PAGE, D), interpret) for x in (k, v)]
     lanes = [x for x in (k_positions, bias) if x is not None]
     used = jnp.where(jnp.any(q_positions >= 0, axis=1)[:, None], used, 0).astype(jnp.int32).reshape(-1)
     start = start.astype(jnp.int32).reshape(-1)

@@ -23,6 +23,7 @@ from ..mosaic import (
     Interpret,
     Softmax,
     check,
+    in_place,
     lies_turned,
     params,
     product,
@@ -120,7 +121,7 @@ def slot_attention(
         compiler_params=params("parallel", "arbitrary"),
         interpret=interpret,
         name="slot_attention",
-    )(tiles, q.reshape(B * H, R, D), row_positions(q_positions, G), *entries, *lanes)
+    )(tiles, q.reshape(B * H, R, D), row_positions(q_positions, G), *(in_place(x, interpret) for x in entries), *lanes)
     context, lse = context.reshape(B, Hq, W, D), lse.reshape(B, Hq, W)
     if keeps:
         return context, lse, weights[0][..., :S].reshape(B, H, S)

@@ -15,7 +15,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from ..mosaic import LANES, SMEM, SUBLANES, Interpret, check, lies_turned, params, product, round_up, seen, tile_size
+from ..mosaic import (
+    LANES,
+    SMEM,
+    SUBLANES,
+    Interpret,
+    check,
+    in_place,
+    lies_turned,
+    params,
+    product,
+    round_up,
+    seen,
+    tile_size,
+)
 from ..tiling import pad
 from .reference import Reduction
 
@@ -59,6 +72,7 @@ def window_scores(
     added = [] if bias is None else [bias.reshape(B * H, 1, M)]
     turned = lies_turned(D)
     entries = jnp.swapaxes(k, 2, 3).reshape(B * H, D, M) if turned else k.reshape(B * H, M, D)
+    entries = in_place(entries, interpret)
     plan = Plan(rows, lanes, keys, M, H, turned, scale, window, bias is not None)
     if lse is None:
         lse = _log_sum_exp(plan, q, t[:, None], entries, p, added, interpret)
