@@ -43,6 +43,7 @@ def prompt_attention(
     The last N entries are the queries' own tokens in the same order; the S before them are cached slots in any order.
 
     Args:
+        q_positions: those of a row's tokens follow each other; -1 for padding, which is on the left.
         bias: float32, added to the scaled logits of each entry.
 
     Returns:
