@@ -102,11 +102,12 @@ def test_all_of_the_papers_tables_are_there() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("paper", PAPERS)
 def test_the_demo_model_runs_them(paper: str, stand_ins: Path, tmp_path: Path) -> None:
-    """Every policy of a paper's grids once, whatever its budget, on one example of the first task."""
+    """Every kind of policy in a paper's grids once, whatever its numbers, on one example of the first task."""
     seen: set[str] = set()
+    params, tokenizer = load_model(Grid.of({"tasks": "demo/*", "policies": "full"}))
 
     def kind(text: str) -> str:
-        return re.sub(r"budget=[^,]*", "budget", text)
+        return re.sub(r"=(\d[^,]*|{\w+})", "=", text)
 
     for path in (path for path in ALL if path.parent.name == paper):
         grid = small(path, stand_ins).limited(1)
@@ -118,7 +119,6 @@ def test_the_demo_model_runs_them(paper: str, stand_ins: Path, tmp_path: Path) -
         policies = tuple(replace(line, budgets=(line.budgets or grid.budgets)[-1:]) for line in policies)
         task = replace(grid.tasks[0], name=first)
         grid = replace(grid, tasks=(task,), policies=policies, question=grid.question[:1])
-        params, tokenizer = load_model(grid)
         items = [item for item in read_items(grid, tokenizer, 2560) if isinstance(item, Item)]
         ready = Plan(grid, tuple(items), (), params.config, params.embed.dtype)
         summary = run(ready, Asker(params, tokenizer, Greedy(), ends=grid.ends), tmp_path / path.stem)
