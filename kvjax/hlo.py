@@ -127,7 +127,8 @@ class Loop:
         """Arrays of at least so many bytes that a round writes whole to main memory, from others that lie there.
 
         That is copies, and whatever else moves a cache instead of updating it in place: transpositions, conversions,
-        selections. Products of matrices do not count, nor does what is fetched into faster memory.
+        selections, and what was fetched into faster memory and comes back. Products of matrices do not count, nor does
+        what is fetched into faster memory.
         """
         found = []
         for instruction, fused in self.instructions:
@@ -136,8 +137,10 @@ class Loop:
             if kind in COLLECTIVES | NO_WRITES or kind.endswith("-done") or kinds & PRODUCTS:
                 continue
             results = instruction.results
-            if instruction.kind in ("copy-start", "slice-start"):  # destination and source, in this order or the other
-                results = results[:1] if all(main for _, main in results[:2]) else ()
+            if instruction.kind == "copy-start":  # destination, source, context
+                results = results[:1]
+            if instruction.kind == "slice-start":  # source, destination, context
+                results = results[1:2]
             written = [size for size, main in results if main and size >= nbytes]
             updated = [size for part in fused if part.kind in UPDATES for size, _ in part.results if size >= nbytes]
             found += [f"{instruction.kind} of {size:,} bytes" for size in written[len(updated) :]]

@@ -65,6 +65,8 @@ HLO = """HloModule jit_f
   %async-start = ((f32[8]{0}), f32[8]{0}, u32[]{:S(2)}) async-start(%d), calls=%async
   %fetch = (f32[64,128]{1,0:T(8,128)S(1)}, f32[64,128]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%e)
   %fetched = f32[64,128]{1,0:T(8,128)S(1)} copy-done(%fetch)
+  %slice-start = ((f32[64,128]{1,0:T(8,128)}), f32[16,128]{1,0:T(8,128)S(1)}, s32[]{:S(2)}) slice-start(%e)
+  %back = (f32[64,128]{1,0:T(8,128)}, f32[64,128]{1,0:T(8,128)S(1)}, u32[]{:S(2)}) copy-start(%fetched)
   %real = (f32[64,128]{0,1:T(8,128)}, f32[64,128]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%e)
   %done = f32[64,128]{0,1:T(8,128)} copy-done(%real)
   %fusion = (f32[64,128]{1,0}, f32[64,128]{1,0}) fusion(%e), kind=kLoop, calls=%fused_computation
@@ -83,7 +85,7 @@ def test_a_program_by_hand() -> None:
     loop = Loop.of(HLO)
     assert loop.collectives == {"all-reduce": 4, "all-gather": 1}
     size = 64 * 128 * 4
-    assert loop.rewrites(size) == [f"copy-start of {size:,} bytes", f"fusion of {size:,} bytes"]
+    assert loop.rewrites(size) == [f"copy-start of {size:,} bytes"] * 2 + [f"fusion of {size:,} bytes"]
     assert loop.rewrites(size // 4) == [*loop.rewrites(size), f"copy of {size // 4:,} bytes"]
 
 
