@@ -1,9 +1,9 @@
 """Answers a second of `kvjax eval` on the demo model, beside a loop that asks one question at a time.
 
-    python scripts/bench_eval.py --length 512 --examples 4
+    python scripts/bench_eval.py --length 512 --examples 8 --budgets 0.5 0.25 0.1
 
 Both give the same answers (that is checked), and nothing is compiled while they are timed. The loop reads the context
-anew for each question, in a batch of one. Prints one JSON line for each setting.
+anew for each question and budget, in a batch of one. Prints one JSON line for each setting.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from kvjax.evaluation.batches import Reading, batches, readings
 from kvjax.evaluation.grid import SETTINGS, Grid
 from kvjax.evaluation.items import Item, read_items
 from kvjax.evaluation.model import load_model
+from kvjax.policy import Policy
 from kvjax.sampling import Greedy
 
-Answers = dict[tuple[str, str, int], list[int]]
+Answers = dict[tuple[Policy, str, str, int], list[int]]
 
 
 def timed(runs: Sequence[Callable[[], Answers]], repeats: int) -> list[tuple[Answers, float]]:
@@ -44,31 +45,37 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=4, help="texts of each of the seven tasks")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3, help="the best of so many")
-    parser.add_argument("--policy", default="snapkv:budget=0.25")
+    parser.add_argument("--policy", default="snapkv:budget={budget}")
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.25], help="eval reads a prompt once for all")
     args = parser.parse_args()
     tasks = [{"name": "demo/*", "lengths": [args.length]}]
-    grid = Grid.of({"tasks": tasks, "limit": args.examples, "policies": [args.policy]})
+    grid = Grid.of({"tasks": tasks, "limit": args.examples, "policies": [args.policy], "budgets": args.budgets})
     params, tokenizer = load_model(grid)
     items = [item for item in read_items(grid, tokenizer, params.config.max_positions) if isinstance(item, Item)]
-    policy, ask = kvjax.policies.parse(args.policy), Asker(params, tokenizer, Greedy())
+    policies = [kvjax.policies.parse(args.policy.format(budget=budget)) for budget in args.budgets]
+    ask = Asker(params, tokenizer, Greedy())
 
-    def answers(made: Sequence[Reading], rows: int) -> Answers:
+    def answers(made: Sequence[Reading], rows: int, sweeps: Sequence[Sequence[Policy]]) -> Answers:
         found: Answers = {}
-        for batch in batches(made, lambda _: rows):
-            ((marked, _),) = ask(batch, [policy])
-            for reading, mine in zip(batch.readings, marked, strict=True):
-                for asked, answer in zip(reading.asks, mine, strict=True):
-                    found[asked.item.task.name, asked.item.example.id, asked.index] = answer.tokens
+        for sweep in sweeps:
+            for batch in batches(made, lambda _: rows):
+                for policy, (marked, _) in zip(sweep, ask(batch, sweep), strict=True):
+                    for reading, mine in zip(batch.readings, marked, strict=True):
+                        for asked, answer in zip(reading.asks, mine, strict=True):
+                            key = policy, asked.item.task.name, asked.item.example.id, asked.index
+                            found[key] = answer.tokens
         return found
 
     for question in SETTINGS:
         together = readings(items, question)
         whole = readings(items, question, whole=True)
         single = [replace(reading, asks=(asked,)) for reading in whole for asked in reading.asks]
-        runs = [partial(answers, together, args.batch), partial(answers, single, 1)]
+        alone = [[policy] for policy in policies]
+        runs = [partial(answers, together, args.batch, [policies]), partial(answers, single, 1, alone)]
         (ours, seconds), (theirs, loop_seconds) = timed(runs, args.repeats)
         assert ours == theirs
-        facts = {"question": question, "length": args.length, "policy": args.policy, "answers": len(ours)}
+        facts = {"question": question, "length": args.length, "policy": args.policy, "budgets": args.budgets}
+        facts["answers"] = len(ours)
         rates = {"eval_per_second": len(ours) / seconds, "loop_per_second": len(ours) / loop_seconds}
         print(json.dumps(facts | rates | {"ratio": loop_seconds / seconds}), flush=True)
 
