@@ -8,7 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+import kvjax
+from kvjax.models import Decoder
+from kvjax.pallas_kernels import use
 from tests.dense import assert_close, attention, context, left_padded
 from tests.pallas_kernels.cases import (
     SEGMENT_CASES,
@@ -19,6 +23,7 @@ from tests.pallas_kernels.cases import (
     check_slots,
     check_window,
 )
+from tests.tiny import VOCAB, decoder
 
 prompt, slot, segment, window, top = (
     import_module(f"kvjax.pallas_kernels.{name}.mosaic_tpu")
@@ -139,3 +144,17 @@ def test_prompts_that_splash_attention_cannot_express():
         prompt.prompt_attention(x[:, :, :3], x, x, at[:, :3], at[:, None], scale=1.0)
     with pytest.raises(NotImplementedError, match="a bias"):
         prompt.prompt_attention(x, x, x, at, at[:, None], scale=1.0, bias=at[:, None].astype(jnp.float32))
+
+
+@pytest.mark.filterwarnings("error::UserWarning")  # a fallback would be announced
+def test_a_policy_of_segments_takes_every_kernel():
+    """With heads as wide as a TPU's lanes: the same tokens as without kernels."""
+    config = replace(decoder().config, head_dim=128, windows=(None, None))
+    params = Decoder(config, nnx.Rngs(0), jnp.float32)
+    prompts = np.random.default_rng(0).integers(0, VOCAB, (2, 70))
+    options = {"policy": kvjax.policies.parse("dynamickv:budget=48,window=4"), "max_new_tokens": 6}
+    with use("reference"):
+        expected = kvjax.generate(params, prompts, **options)
+    with use("mosaic_tpu-interpret"):
+        got = kvjax.generate(params, prompts, **options)
+    np.testing.assert_array_equal(got.tokens, expected.tokens)
