@@ -1,0 +1,222 @@
+"""What policies cost and save end to end, on a decoder of Llama-3.1-8B's shape with random weights.
+
+    python scripts/bench_decode.py > bench_decode.jsonl            # on a GPU or TPU, in bfloat16
+    python scripts/bench_decode.py --small                         # anywhere, to see that it runs
+
+Two sides of a comparison take turns in one process, each once before to compile. Standard output is JSON lines: every
+measurement, then the medians' ratio and its goal. The cases:
+
+    roofline    a step of one row on 2,048 slots, over reading all weights and entries once at the rate of a copy
+    morphkv     a step that evicts, with windows of 32 and 200 and at every 8th step, over one on the same 2,048 slots
+    dynamickv   tokens/s after a long prompt, 128 entries a layer kept, over a full cache; and the time to the first
+    batch       tokens/s in all of MorphKV (600 entries) over SnapKV (1,024), each with the rows that memory holds
+    flat        a step after a long answer under MorphKV over one after a short answer
+    kvcrush     reading a prompt, over its base, which is SnapKV
+    prefill     the most memory that reading a long prompt takes, beyond weights and what is kept
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import kvjax
+from kvjax.models import Decoder, DecoderConfig, Rope
+from kvjax.policies import parse
+
+LLAMA_8B = DecoderConfig("llama", 128_256, 4096, 14_336, 32, 8, 128, (None,) * 32, Rope(500_000.0), 131_072)
+SMALL = DecoderConfig("llama", 1000, 64, 128, 4, 2, 16, (None,) * 2, Rope(500_000.0), 131_072)
+
+Run = Callable[[], float]
+
+
+def compare(case: str, sides: dict[str, Run], repeats: int, goal: str, **facts: Any) -> None:
+    """Measures the sides in turns, and prints the ratio of each one's median to the first one's."""
+    for run in sides.values():
+        run()
+    taken: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(repeats):
+        for name, run in sides.items():
+            taken[name].append(run())
+            show(case=case, side=name, measured=taken[name][-1], **facts)
+    medians = {name: statistics.median(values) for name, values in taken.items()}
+    first = next(iter(sides))
+    ratios = {name: value / medians[first] for name, value in medians.items() if name != first}
+    show(case=case, medians=medians, over=first, ratio=ratios, goal=goal, **facts)
+
+
+def show(**line: Any) -> None:
+    print(json.dumps(line), flush=True)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The model, its sizes and how often things are measured."""
+
+    small: bool
+    repeats: int
+
+    @cached_property
+    def config(self) -> DecoderConfig:
+        return SMALL if self.small else LLAMA_8B
+
+    @cached_property
+    def params(self) -> Decoder:
+        """Drawn on the device, in one program."""
+        dtype = jnp.float32 if self.small else jnp.bfloat16
+        return jax.jit(lambda: Decoder(self.config, nnx.Rngs(0), dtype))()
+
+    def size(self, tokens: int) -> int:
+        """So many tokens, or a sixteenth where all is small."""
+        return tokens // 16 if self.small else tokens
+
+    def prompt(self, batch: int, tokens: int) -> np.ndarray:
+        return np.random.default_rng(0).integers(0, self.config.vocab_size, (batch, tokens)).astype(np.int32)
+
+    def document(self, text: str, batch: int, tokens: int) -> kvjax.KVCache:
+        chunk = min(tokens, 4096)
+        return kvjax.prefill(self.params, self.prompt(batch, tokens), policy=parse(text), chunk=chunk)
+
+    def step(self, text: str, batch: int, tokens: int, new: int) -> Run:
+        """Seconds a step of `new` ones after a prompt of `tokens`."""
+        document = self.document(text, batch, tokens)
+        question = self.prompt(batch, 1)
+
+        def run() -> float:
+            out = kvjax.generate(self.params, question, cache=document, max_new_tokens=new, eos=())
+            return out.stats.decode_seconds / (new - 1)
+
+        return run
+
+    def roofline(self) -> None:
+        slots, new = self.size(2048), self.size(128)
+        size = 1 << (22 if self.small else 29)
+        array = jnp.zeros(size, jnp.bfloat16)
+        add = jax.jit(lambda x: x + 1)
+
+        def copy() -> float:
+            started = time.perf_counter()
+            jax.block_until_ready([add(array) for _ in range(10)])
+            return (time.perf_counter() - started) / 10
+
+        copy()
+        bandwidth = 2 * array.nbytes / statistics.median(copy() for _ in range(self.repeats))
+        weights = sum(leaf.nbytes for leaf in jax.tree.leaves(self.params)) - self.params.embed.nbytes
+        entries = slots * self.config.bytes_per_token(array.dtype if not self.small else jnp.float32)
+        floor = (weights + entries) / bandwidth
+        step = self.step("full", 1, slots - new, new)
+        step()
+        taken = statistics.median(step() for _ in range(self.repeats))
+        show(case="roofline", bandwidth=bandwidth, floor=floor, step=taken, reached=floor / taken, goal=">= 0.80")
+
+    def morphkv(self) -> None:
+        slots, new = self.size(2048), self.size(128)
+        windows = [self.size(32), self.size(200)]
+        texts = [f"morphkv:budget={slots},window={window}" for window in windows]
+        texts.append(f"morphkv:budget={slots},window={windows[0]},every=8")
+        for batch in (1, 8):
+            sides = {"slots": self.step("full", batch, slots - new, new)}
+            sides |= {text: self.step(text, batch, 2 * slots, new) for text in texts}
+            compare("morphkv", sides, self.repeats, "<= 1.03, 1.10, 1.01", batch=batch)
+
+    def dynamickv(self) -> None:
+        tokens, new, batch = self.size(32_768), self.size(8192), 2 if self.small else 8
+        texts = ("full", f"dynamickv:budget={self.size(128)},window={self.size(32)}")
+        prompt, firsts, rates = self.prompt(batch, tokens), {}, {}
+        for text in texts:  # not both in memory at once
+            outs = [self._answer(prompt, text, new) for _ in range(2)]
+            firsts[text], rates[text] = outs[-1].prefill_seconds, outs[-1].decode_tokens_per_second
+            show(case="dynamickv", side=text, first_token=firsts[text], tokens_per_second=rates[text], batch=batch)
+        first, rate = (x[texts[1]] / x[texts[0]] for x in (firsts, rates))
+        show(case="dynamickv", first_token=first, tokens_per_second=rate, goal="first token <= 1.01, tokens/s >= 2.3")
+
+    def _answer(self, prompt: np.ndarray, text: str, new: int) -> kvjax.Stats:
+        options = {"max_new_tokens": new, "eos": (), "chunk": min(prompt.shape[1], 4096)}
+        return kvjax.generate(self.params, prompt, policy=parse(text), **options).stats
+
+    def batch(self) -> None:
+        tokens, new = self.size(1024), self.size(8192)
+        stats = jax.devices()[0].memory_stats() or {"bytes_limit": 1 << 30}
+        free = 0.85 * stats["bytes_limit"] - sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
+        rates = {}
+        for text in (
+            f"snapkv:budget={tokens},window={self.size(64)}",
+            f"morphkv:budget={self.size(600)},window={self.size(32)}",
+        ):
+            sizes = {"length": tokens, "new_tokens": new, "dtype": self.params.embed.dtype}
+            row = kvjax.plan_cache(self.config, parse(text), batch=1, **sizes).nbytes
+            rows = min(1 << (int(free // row).bit_length() - 1), 8 if self.small else 1024)
+            outs = [self._answer(self.prompt(rows, tokens), text, new) for _ in range(2)]
+            rates[text] = outs[-1].decode_tokens_per_second
+            show(case="batch", side=text, rows=rows, row_bytes=row, tokens_per_second=rates[text])
+        snapkv, morphkv = rates.values()
+        show(case="batch", ratio=morphkv / snapkv, goal=">= 4.7")
+
+    def flat(self) -> None:
+        text, new = f"morphkv:budget={self.size(2048)},window={self.size(32)}", self.size(512)
+        document = self.document(text, 1, self.size(2048))
+        options: dict[str, Any] = {"max_new_tokens": new, "eos": ()}
+        out = kvjax.generate(self.params, self.prompt(1, 1), cache=document, **options)
+        steps = []
+        for _ in range(self.size(32_768) // new):
+            out = kvjax.generate(self.params, None, cache=out.cache, **options)
+            steps.append(out.stats.decode_seconds / new)
+        begin, end = statistics.median(steps[:4]), statistics.median(steps[-4:])
+        tokens = [4 * new, len(steps) * new]
+        show(case="flat", tokens=tokens, steps=[begin, end], ratio=end / begin, goal="1 as the answer grows")
+
+    def kvcrush(self) -> None:
+        tokens, budget = self.size(8192), self.size(1024)
+        base = f"budget={budget},base.window={self.size(64)}"
+
+        def read(text: str) -> Run:
+            def run() -> float:
+                started = time.perf_counter()
+                jax.block_until_ready(self.document(text, 1, tokens))
+                return time.perf_counter() - started
+
+            return run
+
+        texts = (f"snapkv:{base.replace('base.', '')}", f"kvcrush:base=snapkv,base.{base}")
+        compare("kvcrush", {text: read(text) for text in texts}, self.repeats, "<= 1.002", tokens=tokens)
+
+    def prefill(self) -> None:
+        tokens, device = self.size(131_072), jax.devices()[0]
+        before = (device.memory_stats() or {}).get("bytes_in_use")
+        document = self.document(f"snapkv:budget={self.size(2048)},window={self.size(64)}", 1, tokens)
+        peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
+        layer = self.config.bytes_per_token(self.params.embed.dtype) // self.config.num_layers * tokens
+        facts = {"tokens": tokens, "kept": document.nbytes, "layer": layer, "goal": "two layers and a chunk"}
+        beyond = None if peak is None or before is None else peak - before - document.nbytes
+        show(case="prefill", beyond=beyond, layers=None if beyond is None else beyond / layer, **facts)
+
+
+CASES = ("prefill", "roofline", "morphkv", "kvcrush", "dynamickv", "batch", "flat")  # the peak of memory comes first
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--small", action="store_true", help="a small model and a sixteenth of all sizes, in float32")
+    parser.add_argument("--repeats", type=int, default=5)
+    given = parser.parse_args()
+    bench = Bench(given.small, given.repeats)
+    show(device=jax.devices()[0].device_kind, jax=jax.__version__, small=given.small)
+    for case in CASES:
+        if case in given.case:
+            getattr(bench, case)()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""What the kernels reach of a device's bandwidth and matrix units: checked against the references, then timed.
+
+    python scripts/bench_kernels.py > bench_kernels.jsonl          # on a GPU or TPU, production shapes in bfloat16
+    python scripts/bench_kernels.py --small                        # anywhere, to see that it runs
+
+First the device's own rates are measured: bytes of a copy, read and written, and operations of a product of matrices.
+Each case then runs on several sets of arrays in turn, so that no cache holds them, `--calls` calls in a row for one
+measurement. Standard output is JSON lines: the rates, then for each case the median of `--repeats`, the bytes or
+operations that it cannot do without over that time, and what share of the device's rate this is, with a goal where
+there is one. A result that is not the reference's ends the program with an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import pallas_kernels
+from kvjax.pallas_kernels import PAGE, Reduction
+
+HEADS, DIM = 8, 128  # kv heads, and their channels
+ROTATED = 1 << 28  # bytes of all sets of arrays together, at least
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call to be timed.
+
+    Attributes:
+        call: of the arrays that `draw` makes from a key.
+        work: bytes that it must move, or operations, and which of these: "bytes" or "operations".
+        goal: the least share of the device's rate.
+        rival: what else is timed, on the same arrays; `goal` is then how many times longer that must take.
+    """
+
+    name: str
+    facts: dict[str, Any]
+    call: Callable[..., Any]
+    draw: Callable[[Any], Sequence[Any]]
+    work: tuple[int, str]
+    goal: float | None = None
+    rival: Callable[..., Any] | None = None
+
+
+def seconds(call: Callable[..., Any], sets: Sequence[Sequence[Any]], calls: int, repeats: int) -> float:
+    """Of one call, the median."""
+    for arrays in sets:
+        jax.block_until_ready(call(*arrays))
+    taken = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        results = [call(*sets[i % len(sets)]) for i in range(calls)]
+        jax.block_until_ready(results)
+        taken.append((time.perf_counter() - started) / calls)
+    return statistics.median(taken)
+
+
+def several(draw: Callable[[Any], Sequence[Any]]) -> list[Sequence[Any]]:
+    """Sets of arrays, as many as no cache holds, but 16 at most."""
+    first = draw(jax.random.key(0))
+    count = -(-ROTATED // sum(x.nbytes for x in first))
+    return [first, *(draw(jax.random.key(i)) for i in range(1, min(max(count, 2), 16)))]
+
+
+def rates(small: bool, calls: int, repeats: int) -> dict[str, float]:
+    """Bytes/s of a copy and operations/s of a product of matrices."""
+    size, side = (1 << 22, 512) if small else (1 << 29, 8192)
+
+    def block(key: Any) -> Sequence[Any]:
+        return [jax.random.normal(key, (size,), jnp.bfloat16)]
+
+    def matrices(key: Any) -> Sequence[Any]:
+        return [jax.random.normal(k, (side, side), jnp.bfloat16) for k in jax.random.split(key)]
+
+    copy = seconds(jax.jit(lambda x: x + 1), [block(jax.random.key(i)) for i in range(2)], calls, repeats)
+    product = seconds(jax.jit(jnp.dot), [matrices(jax.random.key(i)) for i in range(2)], calls, repeats)
+    return {"bytes": 2 * 2 * size / copy, "operations": 2 * side**3 / product}
+
+
+def slots_of(key: Any, batch: int, heads: int, slots: int, rows: int, group: int, dtype: Any) -> list[Any]:
+    """q, k, v, the positions of the queries and of full slots."""
+    kq, kk, kv = jax.random.split(key, 3)
+    q = jax.random.normal(kq, (batch, heads * group, rows, DIM), dtype)
+    k, v = (jax.random.normal(x, (batch, heads, slots, DIM), dtype) for x in (kk, kv))
+    at = jnp.broadcast_to(jnp.arange(slots - rows, slots), (batch, rows))
+    return [q, k, v, at, jnp.broadcast_to(jnp.arange(slots), (batch, heads, slots))]
+
+
+def cases(small: bool) -> Iterator[Case]:
+    """All of them; `small` ones are for any machine."""
+    dtype, scale = jnp.float32 if small else jnp.bfloat16, DIM**-0.5
+    width = jnp.dtype(dtype).itemsize
+    of = partial(slots_of, heads=HEADS, dtype=dtype)
+
+    shapes = [(2, 4, 256)] if small else [(8, 4, 2048), (32, 4, 2048), (8, 4, 32_768), (1, 4, 2048), (1, 8, 131_072)]
+    for batch, group, slots in shapes:
+        goal = 0.85 if batch * HEADS >= 64 else 0.60
+        yield Case(
+            "slot_attention",
+            {"batch": batch, "group": group, "slots": slots},
+            lambda q, k, v, t, p: pallas_kernels.slot_attention(q, k, v, t, p, scale=scale)[:2],
+            partial(of, batch=batch, slots=slots, rows=1, group=group),
+            (2 * batch * HEADS * slots * DIM * width, "bytes"),
+            goal,
+        )
+    batch, lane = (2, 512) if small else (8, 32_768)
+
+    def pool(key: Any) -> Sequence[Any]:
+        q, k, v, t, p = of(key, batch=batch, slots=lane, rows=1, group=4)
+        return [q, k[:, :1], v[:, :1], t, p[:, :1]]
+
+    used = np.array([lane // 2 ** (2 + min(i, 3)) // PAGE * PAGE for i in range(HEADS)])
+    start = np.cumsum(used) - used
+    segments = [jnp.broadcast_to(jnp.asarray(x, jnp.int32), (batch, HEADS)) for x in (start, used)]
+    yield Case(
+        "segment_attention",
+        {"batch": batch, "group": 4, "segments": used.tolist()},
+        lambda q, k, v, t, p: pallas_kernels.segment_attention(q, k, v, t, p, *segments, scale=scale),
+        pool,
+        (2 * batch * int(used.sum()) * DIM * width, "bytes"),
+        0.85,
+    )
+    for rows, keys in [(8, 512)] if small else [(32, 131_072), (200, 32_768)]:
+        yield Case(
+            "window_scores",
+            {"batch": 1, "group": 4, "rows": rows, "keys": keys},
+            lambda q, k, v, t, p: pallas_kernels.window_scores(
+                q, k, t, p, scale=scale, lse=jnp.full(q.shape[:3], 8.0), reduction=Reduction()
+            ),
+            partial(of, batch=1, slots=keys, rows=rows, group=4),
+            (HEADS * keys * DIM * width, "bytes"),
+            0.80 if rows == 32 else None,
+        )
+    for size in [256] if small else [8192, 32_768]:
+        for name, operations in (("window_scores", 2), ("prompt_attention", 4)):
+            call: Callable[..., Any]
+            if name == "window_scores":
+
+                def call(q: Any, k: Any, v: Any, t: Any, p: Any) -> Any:
+                    lse = jnp.full(q.shape[:3], 8.0)
+                    return pallas_kernels.window_scores(q, k, t, p, scale=scale, lse=lse, reduction=Reduction())
+            else:
+
+                def call(q: Any, k: Any, v: Any, t: Any, p: Any) -> Any:
+                    return pallas_kernels.prompt_attention(q, k, v, t, p, scale=scale)
+
+            yield Case(
+                name,
+                {"batch": 1, "group": 4, "tokens": size},
+                call,
+                partial(of, batch=1, slots=size, rows=size, group=4),
+                (operations * HEADS * 4 * size * size // 2 * DIM, "operations"),
+            )
+    keys, count = (2048, 64) if small else (131_072, 2048)
+    counts, at = jnp.full((1, HEADS), count, jnp.int32), jnp.broadcast_to(jnp.arange(keys), (1, HEADS, keys))
+    yield Case(
+        "top_tokens",
+        {"batch": 1, "keys": keys, "k": count},
+        lambda x: pallas_kernels.top_tokens(x, at, counts, size=count),
+        lambda key: [jax.random.normal(key, (1, HEADS, keys))],
+        (HEADS * keys * 4, "bytes"),
+        10.0,
+        rival=lambda x: jax.lax.top_k(x, count),
+    )
+
+
+def check(case: Case, arrays: Sequence[Any]) -> float:
+    """The largest difference from the reference. Raises SystemExit if it is more than rounding."""
+    ours = jax.jit(case.call)(*arrays)
+    with pallas_kernels.use("reference"):
+        theirs = jax.jit(case.call)(*arrays)
+    worst, loose = 0.0, 3e-2 if arrays[0].dtype == jnp.bfloat16 else 1e-3
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        mine, other = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        with np.errstate(invalid="ignore"):
+            apart = np.where(mine == other, 0.0, np.abs(mine - other) / np.maximum(np.abs(other), 1.0))
+        allowed = 0.0 if jnp.issubdtype(x.dtype, jnp.integer) else loose
+        if not np.max(apart) <= allowed:  # nor is what is no number
+            raise SystemExit(f"{case.name} {case.facts}: {np.max(apart):.2e} from the reference")
+        worst = max(worst, float(np.max(apart)))
+    return worst
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", nargs="+", help="operations; all by default")
+    parser.add_argument("--small", action="store_true", help="sizes for any machine, in float32")
+    parser.add_argument("--calls", type=int, default=20, help="in a row, for a measurement")
+    parser.add_argument("--repeats", type=int, default=7)
+    arguments = parser.parse_args()
+    device = jax.devices()[0]
+    rate = rates(arguments.small, arguments.calls, arguments.repeats)
+    facts = {"device": device.device_kind, "jax": jax.__version__}
+    print(json.dumps(facts | {f"{kind}_per_second": value for kind, value in rate.items()}), flush=True)
+    for case in cases(arguments.small):
+        if arguments.case and case.name not in arguments.case:
+            continue
+        sets = several(case.draw)
+        chosen = pallas_kernels.implementations()[case.name].name
+        line = {"case": case.name, **case.facts, "by": chosen, "apart": check(case, sets[0])}
+        taken = seconds(jax.jit(case.call), sets, arguments.calls, arguments.repeats)
+        amount, kind = case.work
+        line |= {"seconds": taken, f"{kind}_per_second": amount / taken, "of_device": amount / taken / rate[kind]}
+        if case.rival is not None:
+            line["rival_over_ours"] = seconds(jax.jit(case.rival), sets, arguments.calls, arguments.repeats) / taken
+        print(json.dumps(line | {"goal": case.goal}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
