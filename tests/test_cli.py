@@ -146,6 +146,16 @@ def test_info_says_which_kernels_run_and_why(model: str, monkeypatch: pytest.Mon
     assert stdout.count("KVJAX_KERNELS asks for it") == len(operations)
 
 
+def test_inspect_writes_a_page(model: str, tmp_path: Path) -> None:
+    file, out = tmp_path / "prompt.txt", tmp_path / "page.html"
+    file.write_text(PROMPT)
+    options = ("--policy", "tova:budget=12", "--new-tokens", 4, "--out", out)
+    status, stdout, stderr = kv("inspect", model, "--prompt-file", file, *options)
+    assert (status, stdout) == (0, "")
+    assert f"15 tokens read, 4 written; {out} opens in any browser" in stderr
+    assert '"policy":"tova:budget=12","prompt":15,"steps":3,' in out.read_text()
+
+
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_info_prints_a_table_that_fits(model: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -263,6 +273,15 @@ def test_convert_reads_no_weights_that_are_pickled(model: str, tmp_path: Path) -
         (["eval", "--model", "/no/such/folder"], "no such folder"),
         (["eval", "--model", "MODEL", "--tasks", "ruler/nothing"], "no task matches 'ruler/nothing'"),
         (["eval", "--model", "MODEL", "--host", "2/2"], "host '2/2'; accepted is I/N"),
+        (["inspect", "MODEL"], "either --prompt or --prompt-file"),
+        (["inspect", "--prompt", ""], "an empty prompt"),
+        (["inspect", "MODEL", "--prompt", PROMPT, "--policy", "lru"], "unknown policy 'lru'"),
+        (
+            ["inspect", "MODEL", "--prompt", PROMPT, "--new-tokens", "0"],
+            "max_new_tokens=0; accepted is an integer >= 1",
+        ),
+        (["inspect", "--out", "/no/such/place/page.html"], "/no/such/place is no folder; accepted is a file in one"),
+        (["inspect", "/no/such/folder", "--prompt", PROMPT], "no such folder"),
         (["demo", "--length", "12"], "Invalid value for '--length'"),
         (["demo", "--budget", "20"], "accepted is a budget of 33 or more"),
     ],
@@ -308,7 +327,7 @@ def test_version() -> None:
 def test_help() -> None:
     status, stdout, _ = kv("--help")
     assert status == 0
-    assert all(command in stdout for command in ("generate", "info", "convert", "demo", "eval"))
+    assert all(command in stdout for command in ("generate", "info", "convert", "demo", "eval", "inspect"))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from kvjax.cli.demo import demo
 from kvjax.cli.evaluate import evaluate
 from kvjax.cli.generate import generate
 from kvjax.cli.info import info
+from kvjax.cli.inspect import inspect
 from kvjax.cli.report import report
 
 app = typer.Typer(
@@ -31,6 +32,7 @@ app.command()(convert)
 app.command()(demo)
 app.command("eval")(evaluate)
 app.command()(report)
+app.command()(inspect)
 
 
 def _version(wanted: bool) -> None:

@@ -58,6 +58,20 @@ def print_json(document: Any) -> None:
     sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
 
+def prompt_text(prompt: str | None, file: Path | None, named: str) -> str:
+    """A prompt that is given as it is, by an argument so named, or in a file. Raises ValueError."""
+    if (prompt is None) == (file is None):
+        raise ValueError(f"accepted is either {named} or --prompt-file")
+    if file is not None:
+        try:
+            prompt = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is not text in UTF-8: {error}") from None
+    if not prompt:
+        raise ValueError("an empty prompt; accepted is a text of at least one token")
+    return prompt
+
+
 def mesh_sizes(text: str) -> tuple[int, int]:
     """The sizes of a mesh, DATAxMODEL."""
     sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)

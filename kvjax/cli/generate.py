@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvjax.cli.console import bytes_text, dtype_named, keep_compiled, mesh_sizes, print_json, stderr, working
+from kvjax.cli.console import (
+    bytes_text,
+    dtype_named,
+    keep_compiled,
+    mesh_sizes,
+    print_json,
+    prompt_text,
+    stderr,
+    working,
+)
 
 if TYPE_CHECKING:
     from kvjax import Generation
@@ -41,7 +50,7 @@ def generate(
 
     if as_json and stream:
         raise ValueError("--json prints one document at the end and --stream as it goes; give one of them")
-    text = _read_prompt(prompt, prompt_file)
+    text = prompt_text(prompt, prompt_file, "PROMPT")
     chosen, method = kvjax.policies.parse(policy), sampling.parse(sampler)
     data, shares = mesh_sizes(mesh)
     devices = None if data * shares == 1 else kvjax.make_mesh(data, shares)
@@ -79,19 +88,6 @@ def generate(
         f"{stats.decode_tokens_per_second:.3g} tokens/s, after {stats.compile_seconds:.2g} s of compiling; the cache "
         f"holds {bytes_text(stats.cache_bytes)}, of {bytes_text(stats.full_cache_bytes)} uncompressed[/dim]"
     )
-
-
-def _read_prompt(prompt: str | None, file: Path | None) -> str:
-    if (prompt is None) == (file is None):
-        raise ValueError("accepted is either PROMPT or --prompt-file")
-    if file is not None:
-        try:
-            prompt = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file} is not text in UTF-8: {error}") from None
-    if not prompt:
-        raise ValueError("an empty prompt; accepted is a text of at least one token")
-    return prompt
 
 
 def _document(out: Generation, model: str, policy: str, sampler: str, seed: int) -> dict[str, Any]:

@@ -1,0 +1,70 @@
+"""`kvjax inspect`: a page that shows what each head keeps of one prompt, and when it lets go of the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvjax.cli.console import dtype_named, keep_compiled, prompt_text, stderr, working
+
+LENGTH = 512  # of the demo model's text
+
+
+def inspect(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A folder with a checkpoint, or a name on the hub; without one, the model that ships."),
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="The text. [default: of the model that ships, a text and a question about it]")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="Read the prompt from a file instead; - is standard input.")
+    ] = None,
+    policy: Annotated[str, typer.Option(help="What the cache keeps: PRESET or PRESET:OPTION=VALUE,...")] = (
+        "morphkv:budget=128"
+    ),
+    new_tokens: Annotated[int, typer.Option(help="At most so many tokens, the most probable ones.")] = 32,
+    chunk: Annotated[int | None, typer.Option(help="Read the prompt so many tokens at a time, in less memory.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; by default what the weights are stored in.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("inspect.html"),
+) -> None:
+    """Show in a page of HTML what every layer and head keeps of a prompt, and evicts while it is answered."""
+    import numpy as np
+
+    import kvjax
+    from kvjax.checkpoint import form_of
+    from kvjax.evaluation.model import DEMO
+    from kvjax.evaluation.tasks import demo
+    from kvjax.inspection import page, record
+    from kvjax.prompts import Prompt
+
+    text: Prompt
+    if model is None and prompt is None and prompt_file is None:
+        text = demo.example("needles", LENGTH, np.random.default_rng(0)).prompt
+    else:
+        text = prompt_text(prompt, prompt_file, "--prompt")
+    chosen = kvjax.policies.parse(policy)
+    if not out.parent.is_dir():
+        raise ValueError(f"{out} cannot be written, because {out.parent} is no folder; accepted is a file in one")
+    keep_compiled()
+    source = str(DEMO) if model is None else model
+    read = kvjax.restore if form_of(Path(source).expanduser()) == "orbax" else kvjax.load
+    with working(f"loading {source}"):
+        params, tokenizer = read(source, dtype_named(dtype))
+    if tokenizer is None:
+        raise ValueError(f"{source} has no tokenizer, which a prompt of text needs")
+    with working("compiling, reading and writing"):
+        recording = record(
+            params, text, policy=chosen, max_new_tokens=new_tokens, tokenizer=tokenizer, chunk=chunk, name=policy
+        )
+        out.write_text(page(recording), encoding="utf-8")
+    stderr().print(
+        f"[dim]{recording.prompt:,} tokens read, {len(recording.tokens) - recording.prompt:,} written; {out} opens in "
+        "any browser[/dim]",
+        soft_wrap=True,
+    )

@@ -1,0 +1,6 @@
+"""Seeing what a policy does: which entries each head holds of a text, and when it lets go of the others, as a page."""
+
+from .page import page
+from .recording import Recording, record
+
+__all__ = ["Recording", "page", "record"]

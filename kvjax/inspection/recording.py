@@ -1,0 +1,152 @@
+"""What every head holds of one text after its prompt and after each token of its answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+from tokenizers.decoders import DecodeStream
+
+from kvjax.cache import KVCache
+from kvjax.extend import read_prompt, step
+from kvjax.models import Decoder
+from kvjax.policy import Policy
+from kvjax.prompts import Prompt
+from kvjax.session import EndTokens, Session, room_for
+from kvjax.sharding import fetch
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One text under a policy. Step 0 is the end of the prompt; in step s the s-th token of the answer comes in.
+
+    The last token of an answer has no entry yet, so that an answer of n tokens takes n - 1 steps.
+
+    Attributes:
+        tokens: ids of prompt and answer.
+        texts: of each token, as it continues the text before it; empty where a character is not complete yet.
+        prompt: how many of the tokens are the prompt's.
+        policy: as a user wrote it.
+        left: the step in which an entry was evicted, 0 if it went when the prompt was compressed; steps + 1 if it is
+            still held at the end. An entry that has left never comes back.
+    """
+
+    tokens: Int[np.ndarray, "N"]
+    texts: tuple[str, ...]
+    prompt: int
+    policy: str
+    left: Int[np.ndarray, "L H E"]
+
+    @property
+    def steps(self) -> int:
+        """Tokens of the answer that came in."""
+        return len(self.tokens) - 1 - self.prompt
+
+    @property
+    def came(self) -> Int[np.ndarray, "E"]:
+        """The step in which each position came in."""
+        return np.maximum(np.arange(self.left.shape[-1]) - self.prompt + 1, 0)
+
+    def held(self, step: int) -> Bool[np.ndarray, "L H E"]:
+        """Which positions each head of each layer holds after a step."""
+        return (self.came <= step) & (self.left > step)
+
+
+def record(
+    params: Decoder,
+    prompt: Prompt,
+    *,
+    policy: Policy | None = None,
+    max_new_tokens: int = 32,
+    eos: EndTokens = None,
+    tokenizer: Any = None,
+    chunk: int | None = None,
+    name: str | None = None,
+) -> Recording:
+    """Answers one prompt greedily, and keeps which positions the cache holds after each step.
+
+    The tokens are those of `generate`, whose arguments these are. Positions are fetched at every token, which takes
+    its time.
+
+    Args:
+        name: of the policy, as the recording shows it; by default the policy in full.
+
+    Raises:
+        ValueError: for a prompt of several rows, and as `generate` does.
+    """
+    session = Session.open(
+        params, prompt, policy=policy, max_new_tokens=max_new_tokens, eos=eos, tokenizer=tokenizer, chunk=chunk
+    )
+    if len(session.batch.lengths) != 1:
+        raise ValueError(f"a prompt of {len(session.batch.lengths)} rows; accepted is one, whose cache is looked at")
+    length, ends = int(session.batch.lengths[0]), set(session.ends[0].tolist())
+    logits, cache = read_prompt(
+        params,
+        session.cache,
+        session.batch.tokens,
+        session.batch.lengths,
+        room=room_for(max_new_tokens),
+        chunk=chunk,
+        compress="auto",
+        texts=session.texts,
+    )
+    seen, answer = [positions_held(cache, 0)], [_best(logits)]
+    while len(answer) < max_new_tokens and answer[-1] not in ends:
+        token, incoming = (cache.put_rows(np.array([x])) for x in (np.int32(answer[-1]), True))
+        logits, cache = _step(params, cache, token, incoming)
+        seen.append(positions_held(cache, 0))
+        answer.append(_best(logits))
+    tokens = np.concatenate([session.batch.tokens[0, -length:], answer]).astype(np.int32)
+    return Recording(
+        tokens=tokens,
+        texts=texts_of(tokens.tolist(), tokenizer),
+        prompt=length,
+        policy=str(cache.policy) if name is None else name,
+        left=_left(seen, len(tokens) - 1, length),
+    )
+
+
+_step = jax.jit(step, donate_argnames="cache")
+
+
+def _best(logits: Float[Array, "1 V"]) -> int:
+    return int(np.argmax(fetch(logits)[0]))
+
+
+def positions_held(cache: KVCache, row: int) -> list[list[Int[np.ndarray, "_"]]]:
+    """The positions that a row of a cache holds, in any order, by layer and kv head."""
+    if cache.pool is None:
+        return [[head[head >= 0] for head in fetch(layer.positions)[row]] for layer in cache.layers]
+    pool = cache.pool
+    positions, start, size = (fetch(x)[row] for x in (pool.positions, pool.start, pool.size))
+    heads, layers = start.shape
+    held = []
+    for layer in range(layers):
+        held.append([])
+        for head in range(heads):
+            segment = positions[head // (heads // pool.lanes), start[head, layer] :][: size[head, layer]]
+            held[-1].append(segment[segment >= 0])
+    return held
+
+
+def _left(seen: list[list[list[np.ndarray]]], count: int, prompt: int) -> Int[np.ndarray, "L H E"]:
+    """The step in which each of `count` positions went, from what was held after each step."""
+    left = np.zeros((len(seen[0]), len(seen[0][0]), count), np.int32)
+    for now, layers in enumerate(seen):
+        for entries, heads in zip(left, layers, strict=True):
+            for until, positions in zip(entries, heads, strict=True):
+                new = np.maximum(positions - prompt + 1, 0) == now
+                assert np.array_equal(until[positions], np.where(new, 0, now)), "an entry came back"
+                until[positions] = now + 1
+    return left
+
+
+def texts_of(tokens: list[int], tokenizer: Any) -> tuple[str, ...]:
+    """What each token adds to a text; the ids themselves, parted by spaces, without a tokenizer."""
+    if tokenizer is None:
+        return tuple(f"{token} " for token in tokens)
+    stream = DecodeStream(skip_special_tokens=False)
+    return tuple(stream.step(tokenizer.backend_tokenizer, token) or "" for token in tokens)

@@ -1,0 +1,165 @@
+"""Recordings of what heads hold, against caches of `generate`; the page made of one, in a browser if there is one."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html import unescape
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+import kvjax
+from kvjax.inspection import Recording, page, record
+from kvjax.models import Decoder
+from tests.tiny import held
+
+PROMPT = np.random.default_rng(7).integers(0, 99, 44).tolist()
+NEW = 6
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.parametrize(
+    "text", ["full", "morphkv:budget=24,window=4", "snapkv:budget=24,window=4", "dynamickv:budget=24,window=4"]
+)
+def test_recordings_are_what_caches_hold(tiny: Decoder, text: str) -> None:
+    """After each step, of as many calls of `generate` as there are steps."""
+    policy = kvjax.policies.parse(text)
+    recording = record(tiny, PROMPT, policy=policy, max_new_tokens=NEW)
+    assert (recording.prompt, recording.steps, recording.left.shape) == (44, NEW - 1, (2, 2, 44 + NEW - 1))
+    for step in range(NEW):
+        expected = kvjax.generate(tiny, [PROMPT], policy=policy, max_new_tokens=step + 1)
+        ours = [[np.flatnonzero(head).tolist() for head in layer] for layer in recording.held(step)]
+        assert ours == held(expected.cache, 0)
+    assert recording.tokens.tolist() == PROMPT + expected.tokens[0].tolist()
+    evicted = np.unique(recording.left[recording.left <= recording.steps]).tolist()
+    assert evicted == ([] if text == "full" else [0, 1, 2, 3, 4, 5] if text.startswith("morphkv") else [0])
+
+
+def test_texts_and_ends(tiny: Decoder, tokenizer: PreTrainedTokenizerFast) -> None:
+    free = record(tiny, "ba ce di", max_new_tokens=NEW, tokenizer=tokenizer)
+    assert "".join(free.texts) == tokenizer.decode(free.tokens)
+    assert free.texts[:2] == ("<s>", "ba")
+    end = int(free.tokens[free.prompt + 2])
+    ended = record(tiny, "ba ce di", max_new_tokens=NEW, tokenizer=tokenizer, eos=end)
+    stop = free.prompt + free.tokens[free.prompt :].tolist().index(end) + 1
+    assert ended.tokens.tolist() == free.tokens[:stop].tolist()
+    assert record(tiny, [5, 7], max_new_tokens=1).texts[:2] == ("5 ", "7 ")
+
+
+def test_several_rows_are_refused(tiny: Decoder) -> None:
+    with pytest.raises(ValueError, match="a prompt of 2 rows; accepted is one"):
+        record(tiny, [PROMPT, PROMPT])
+
+
+@pytest.fixture
+def recording() -> Recording:
+    """Two layers of three heads, random; the texts of some tokens are markup."""
+    rng = np.random.default_rng(1)
+    left = rng.integers(0, 6, (2, 3, 14))
+    left[..., 10:] = rng.integers(2, 6, (2, 3, 4))
+    left = np.maximum(left, np.maximum(np.arange(14) - 9, 0))  # nothing leaves before it comes
+    texts = ("a", " </script>", "<!--", " <b>&amp;", "\n", ' "', "é\u2028", *(f" w{i}" for i in range(8)))
+    return Recording(np.arange(15) + 100, texts, 10, "some:policy=1", left)
+
+
+def embedded(html: str) -> dict[str, object]:
+    found = re.search(r'<script type="application/json" id="recording">(.*?)</script>', html, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def test_a_page_holds_the_recording_and_nothing_from_elsewhere(recording: Recording) -> None:
+    html = page(recording)
+    document = embedded(html)
+    assert document["texts"] == list(recording.texts)
+    assert document["tokens"] == recording.tokens.tolist()
+    assert document["left"] == recording.left.tolist()
+    assert (document["prompt"], document["steps"], document["policy"]) == (10, 4, "some:policy=1")
+    assert html.count("<script") == html.count("</script>") == 2
+    assert not re.search(r"https?:|src=|href=|@import|url\(", html)
+
+
+# What a reader does, and what the page then shows.
+VISIT = """
+<script>
+const failures = [], shown = [];
+window.addEventListener("error", (event) => failures.push(event.message));
+const look = () => shown.push({
+  kept: spans.map((span) => Number(span.dataset.kept)),
+  gone: spans.map((span) => span.classList.contains("gone")),
+  later: spans.map((span) => getComputedStyle(span).visibility === "hidden"),
+  bars: bars.map(({ count }) => Number(count.textContent)),
+  said: at("said").textContent,
+});
+const choose = (input, value) => {
+  input.value = value;
+  input.dispatchEvent(new Event("input", { bubbles: true }));
+};
+const press = (key) => document.body.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+look();
+choose(layerInput, "1");
+look();
+choose(headInput, "2");
+look();
+press("ArrowRight");
+look();
+choose(layerInput, "-1");
+choose(headInput, "-1");
+press("End");
+press("ArrowRight");
+look();
+spans[3].dispatchEvent(new PointerEvent("pointerover", { bubbles: true }));
+const token = { text: document.querySelector("#token .what").textContent, kept: at("kept").textContent,
+  evicted: [...document.querySelectorAll("#token .evicted")].map((line) => line.textContent),
+  cells: [...at("cells").children].map((cell) => cell.classList.contains("kept")) };
+press("Home");
+at("play").click();
+setTimeout(() => {
+  const played = [Number(stepInput.value), at("play").textContent];
+  const text = at("text").textContent;
+  element("pre", JSON.stringify({ failures, shown, token, played, text }), document.body).id = "result";
+}, 10000);
+</script>
+"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on PATH")
+def test_a_page_in_a_browser(recording: Recording, tmp_path: Path) -> None:
+    """Open, choose a layer, choose a head, step, point at a token, play: as `Recording.held` has it."""
+    assert BROWSER is not None
+    file = tmp_path / "page.html"
+    file.write_text(page(recording).replace("</body>", VISIT + "</body>"), encoding="utf-8")
+    options = ("--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom")
+    profile = f"--user-data-dir={tmp_path / 'profile'}"
+    run = subprocess.run(
+        [BROWSER, *options, profile, file.as_uri()], capture_output=True, encoding="utf-8", timeout=120
+    )
+    found = re.search(r'<pre id="result">(.*?)</pre>', run.stdout, re.DOTALL)
+    assert found is not None, run.stderr
+    result = json.loads(unescape(found[1]))
+    assert result["failures"] == []
+    views = [(0, [0, 1], [0, 1, 2]), (0, [1], [0, 1, 2]), (0, [1], [2]), (1, [1], [2]), (4, [0, 1], [0, 1, 2])]
+    assert len(result["shown"]) == len(views)
+    for seen, (step, layers, heads) in zip(result["shown"], views, strict=True):
+        now, before = recording.held(step), recording.held(max(step - 1, 0))
+        chosen = np.ix_(layers, heads)
+        assert seen["kept"] == [*now[chosen].sum((0, 1)).tolist(), 0]
+        assert seen["gone"] == [*(before & ~now)[chosen].any((0, 1)).tolist(), False]
+        assert seen["later"] == [position > 10 + step for position in range(15)]
+        np.testing.assert_allclose(seen["bars"], now[:, heads].sum((1, 2)) / len(heads), atol=0.051)
+        if step:
+            assert f"; {(before & ~now)[chosen].sum()} entries of the chosen heads evicted" in seen["said"]
+    left = recording.left[:, :, 3]
+    assert result["token"]["text"] == " <b>&amp;"
+    assert result["token"]["kept"] == f"kept in {(left > 4).sum()} of 6 heads"
+    assert result["token"]["cells"] == (left > 4).ravel().tolist()
+    steps, counts = np.unique(left[left <= 4], return_counts=True)
+    said = [f"evicted in step {step}" if step else "not kept of the prompt" for step in steps]
+    assert result["token"]["evicted"] == [f"{text} in {n}" for text, n in zip(said, counts, strict=True)]
+    assert result["played"] == [4, "play"]
+    assert result["text"] == "".join(recording.texts)
