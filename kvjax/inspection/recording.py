@@ -123,13 +123,13 @@ def positions_held(cache: KVCache, row: int) -> list[list[Int[np.ndarray, "_"]]]
     pool = cache.pool
     positions, start, size = (fetch(x)[row] for x in (pool.positions, pool.start, pool.size))
     heads, layers = start.shape
-    held = []
-    for layer in range(layers):
-        held.append([])
-        for head in range(heads):
-            segment = positions[head // (heads // pool.lanes), start[head, layer] :][: size[head, layer]]
-            held[-1].append(segment[segment >= 0])
-    return held
+
+    def segment(layer: int, head: int) -> Int[np.ndarray, "_"]:
+        lane, first = head // (heads // pool.lanes), start[head, layer]
+        rows = positions[lane, first : first + size[head, layer]]
+        return rows[rows >= 0]
+
+    return [[segment(layer, head) for head in range(heads)] for layer in range(layers)]
 
 
 def _left(seen: list[list[list[np.ndarray]]], count: int, prompt: int) -> Int[np.ndarray, "L H E"]:
