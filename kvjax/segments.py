@@ -97,7 +97,7 @@ def decoding_segments(
         evicts = policy.evicts(i, pool.layers)
         slot = pool.used[..., i]
         if evicts:
-            pool, slot = _make_room(policy, pool, moment, incoming)
+            pool, slot = make_room(policy, pool, moment, incoming)
         slot = jnp.where(incoming[:, None], slot, pool.size[..., i])
         at = jnp.broadcast_to(positions[:, None], k.shape[:2])
         pool = pool.write(i, slot, policy.storage.store(k[:, :, 0]), policy.storage.store(v[:, :, 0]), at)
@@ -129,7 +129,7 @@ def decoding_segments(
     return attend
 
 
-def _make_room(
+def make_room(
     policy: Policy, pool: RaggedCache, moment: Moment, incoming: Bool[Array, "B"]
 ) -> tuple[RaggedCache, Int[Array, "B H"]]:
     """Evicts `every` entries of each head that is full, and finds an empty slot in each segment."""

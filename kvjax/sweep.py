@@ -78,7 +78,7 @@ def prefill_each(
             yield shared_out(params, full, room=0, begins=True, run=run)
         else:
             slots = plan_slots(full, [layer.slots for layer in full.layers], new=0, room=0, compress=True)
-            yield run(_compress, params, full, slots=slots)
+            yield run(compressed, params, full, slots=slots)
 
 
 def check_alike(policy: Policy, other: Policy, layers: int) -> None:
@@ -104,7 +104,8 @@ def check_alike(policy: Policy, other: Policy, layers: int) -> None:
 
 
 @partial(jax.jit, static_argnames="slots")
-def _compress(params: Decoder, cache: KVCache, *, slots: tuple[int, ...]) -> KVCache:
+def compressed(params: Decoder, cache: KVCache, *, slots: tuple[int, ...]) -> KVCache:
+    """The cache of a prompt that was read with `compress="never"`, compressed to layers of so many slots."""
     change = partial(_settle, cache.policy, kept=cache.kept, slots=slots)
     layers = over_layers(
         cache.mesh, change, params.attention_layers, cache.layers, next_position=cache.length, rope=cache.rope

@@ -28,4 +28,5 @@ def _document(recording: Recording) -> dict[str, Any]:
         "tokens": recording.tokens.tolist(),
         "texts": recording.texts,
         "left": recording.left.tolist(),
+        "into": None if recording.into is None else recording.into.tolist(),
     }

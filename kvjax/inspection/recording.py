@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -11,12 +12,16 @@ from jaxtyping import Array, Bool, Float, Int
 from tokenizers.decoders import DecodeStream
 
 from kvjax.cache import KVCache
-from kvjax.extend import read_prompt, step
+from kvjax.extend import read_prompt, replayed, run_at_once, step
 from kvjax.models import Decoder
 from kvjax.policy import Policy
 from kvjax.prompts import Prompt
 from kvjax.session import EndTokens, Session, room_for
 from kvjax.sharding import fetch
+
+from .merging import NOWHERE, into_at_prompt, into_at_step, merges
+
+Heads: TypeAlias = list[list[Int[np.ndarray, "_"]]]  # an array for each kv head of each layer
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,8 @@ class Recording:
         policy: as a user wrote it.
         left: the step in which an entry was evicted, 0 if it went when the prompt was compressed; steps + 1 if it is
             still held at the end. An entry that has left never comes back.
+        into: of an entry that has left, the position of the one that it was merged into, NOWHERE if it was dropped and
+            SEVERAL if it was shared out; None under a policy that merges nothing.
     """
 
     tokens: Int[np.ndarray, "N"]
@@ -39,6 +46,7 @@ class Recording:
     prompt: int
     policy: str
     left: Int[np.ndarray, "L H E"]
+    into: Int[np.ndarray, "L H E"] | None = None
 
     @property
     def steps(self) -> int:
@@ -83,29 +91,38 @@ def record(
     if len(session.batch.lengths) != 1:
         raise ValueError(f"a prompt of {len(session.batch.lengths)} rows; accepted is one, whose cache is looked at")
     length, ends = int(session.batch.lengths[0]), set(session.ends[0].tolist())
-    logits, cache = read_prompt(
+    read = partial(
+        read_prompt,
         params,
         session.cache,
         session.batch.tokens,
         session.batch.lengths,
-        room=room_for(max_new_tokens),
         chunk=chunk,
-        compress="auto",
         texts=session.texts,
     )
+    follows, whereabouts = merges(session.cache.policy), []
+    if follows:
+        _, whole = read(room=0, compress="never")
+        whole = replayed(params, whole, session.batch.tokens, session.batch.lengths, session.texts, run_at_once)
+        whereabouts.append(_whereabouts(whole, into_at_prompt(params, whole)))
+    logits, cache = read(room=room_for(max_new_tokens), compress="auto")
     seen, answer = [positions_held(cache, 0)], [_best(logits)]
     while len(answer) < max_new_tokens and answer[-1] not in ends:
+        if follows:
+            whereabouts.append(_whereabouts(cache, into_at_step(params, cache)))
         token, incoming = (cache.put_rows(np.array([x])) for x in (np.int32(answer[-1]), True))
         logits, cache = _step(params, cache, token, incoming)
         seen.append(positions_held(cache, 0))
         answer.append(_best(logits))
     tokens = np.concatenate([session.batch.tokens[0, -length:], answer]).astype(np.int32)
+    left = _left(seen, len(tokens) - 1, length)
     return Recording(
         tokens=tokens,
         texts=texts_of(tokens.tolist(), tokenizer),
         prompt=length,
         policy=str(cache.policy) if name is None else name,
-        left=_left(seen, len(tokens) - 1, length),
+        left=left,
+        into=_into(whereabouts, left, len(answer)) if follows else None,
     )
 
 
@@ -116,23 +133,47 @@ def _best(logits: Float[Array, "1 V"]) -> int:
     return int(np.argmax(fetch(logits)[0]))
 
 
-def positions_held(cache: KVCache, row: int) -> list[list[Int[np.ndarray, "_"]]]:
+def positions_held(cache: KVCache, row: int) -> Heads:
     """The positions that a row of a cache holds, in any order, by layer and kv head."""
+    held = _by_head(cache, row, _positions(cache))
+    return [[head[head >= 0] for head in layer] for layer in held]
+
+
+def _positions(cache: KVCache) -> Any:
+    return cache.pool.positions if cache.pool is not None else tuple(layer.positions for layer in cache.layers)
+
+
+def _by_head(cache: KVCache, row: int, arrays: Any) -> Heads:
+    """What a row has of arrays that lie as a cache's positions do: [B, H, S] for each layer, or [B, P, T] of a pool."""
     if cache.pool is None:
-        return [[head[head >= 0] for head in fetch(layer.positions)[row]] for layer in cache.layers]
+        return [list(fetch(layer)[row]) for layer in arrays]
     pool = cache.pool
-    positions, start, size = (fetch(x)[row] for x in (pool.positions, pool.start, pool.size))
+    rows, start, size = (fetch(x)[row] for x in (arrays, pool.start, pool.size))
     heads, layers = start.shape
 
     def segment(layer: int, head: int) -> Int[np.ndarray, "_"]:
         lane, first = head // (heads // pool.lanes), start[head, layer]
-        rows = positions[lane, first : first + size[head, layer]]
-        return rows[rows >= 0]
+        return rows[lane, first : first + size[head, layer]]
 
     return [[segment(layer, head) for head in range(heads)] for layer in range(layers)]
 
 
-def _left(seen: list[list[list[np.ndarray]]], count: int, prompt: int) -> Int[np.ndarray, "L H E"]:
+def _whereabouts(cache: KVCache, into: Any) -> tuple[Heads, Heads]:
+    """The positions of the entries of a cache, and where they are about to go, by layer and kv head."""
+    return _by_head(cache, 0, _positions(cache)), _by_head(cache, 0, into)
+
+
+def _into(whereabouts: list[tuple[Heads, Heads]], left: Int[np.ndarray, "L H E"], steps: int) -> np.ndarray:
+    """Where each entry went when it left: what was last said of it."""
+    into = np.full_like(left, NOWHERE)
+    for positions, targets in whereabouts:
+        for layer, head in np.ndindex(left.shape[:2]):
+            held = positions[layer][head] >= 0
+            into[layer, head, positions[layer][head][held]] = targets[layer][head][held]
+    return np.where(left < steps, into, NOWHERE)
+
+
+def _left(seen: list[Heads], count: int, prompt: int) -> Int[np.ndarray, "L H E"]:
     """The step in which each of `count` positions went, from what was held after each step."""
     left = np.zeros((len(seen[0]), len(seen[0][0]), count), np.int32)
     for now, layers in enumerate(seen):
