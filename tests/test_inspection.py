@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections import Counter
 from html import unescape
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from kvjax.inspection import Recording, page, record
 from kvjax.models import Decoder
 from tests.tiny import held
 
-PROMPT = np.random.default_rng(7).integers(0, 99, 44).tolist()
+PROMPT = np.random.default_rng(7).permutation(99)[:44].tolist()  # of equal values a merge would change none
 NEW = 6
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -38,6 +39,57 @@ def test_recordings_are_what_caches_hold(tiny: Decoder, text: str) -> None:
     assert recording.tokens.tolist() == PROMPT + expected.tokens[0].tolist()
     evicted = np.unique(recording.left[recording.left <= recording.steps]).tolist()
     assert evicted == ([] if text == "full" else [0, 1, 2, 3, 4, 5] if text.startswith("morphkv") else [0])
+
+
+def entries(cache: kvjax.KVCache) -> list[list[dict[int, np.ndarray]]]:
+    """The value at each position that a cache holds, by layer and kv head."""
+    pool = cache.pool
+    layers = cache.layers if pool is None else [pool.view(i, 0, pool.positions.shape[2]) for i in range(pool.layers)]
+    held = [zip(np.asarray(layer.positions[0]), np.asarray(layer.values[0]), strict=True) for layer in layers]
+    return [[{int(p): x for p, x in zip(*head, strict=True) if p >= 0} for head in layer] for layer in held]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "kvmerger:budget=24,recent=8,heavy=4,theta=None",
+        "d2o:budget=24,layer_budgets=False",
+        "d2o:budget=24,dense_first=1,dense_last=0",
+        "cam:budget=24,tokens=4",
+    ],
+)
+def test_merged_entries_are_made_of_what_went_into_them(tiny: Decoder, text: str) -> None:
+    """And no other entry has changed. Values have 8 channels, so that those of fewer entries are told apart."""
+    policy = kvjax.policies.parse(text)
+    recording = record(tiny, PROMPT, policy=policy, max_new_tokens=NEW)
+    assert recording.into is not None
+    caches = [kvjax.prefill(tiny, [PROMPT], policy=policy, compress="never")]
+    caches += [kvjax.generate(tiny, [PROMPT], policy=policy, max_new_tokens=step + 1).cache for step in range(NEW)]
+    values = [entries(cache) for cache in caches]
+    merged = several = 0
+    for step, layer, head in np.ndindex(NEW, *recording.left.shape[:2]):
+        before, after = values[step][layer][head], values[step + 1][layer][head]
+        gone = np.flatnonzero((recording.left[layer, head] == step) & (recording.came < max(step, 1)))
+        assert set(gone.tolist()) == before.keys() - after.keys()
+        into = {int(p): int(recording.into[layer, head, p]) for p in gone}
+        assert set(into.values()) - {-1, -2} <= after.keys() & before.keys()
+        shared = -2 in into.values()
+        changed = {p for p in before.keys() & after.keys() if not np.allclose(after[p], before[p], atol=1e-5)}
+        if shared:
+            assert len(changed) > 1
+            several += 1
+        else:
+            assert changed == set(into.values()) - {-1}
+        for target in set(into.values()) - {-1, -2}:
+            parts = np.stack([before[target], *(before[p] for p in into if into[p] == target)], axis=1)
+            weights = np.linalg.lstsq(parts, after[target], rcond=None)[0]
+            np.testing.assert_allclose(parts @ weights, after[target], atol=1e-4)
+            if parts.shape[1] < 8:
+                assert np.all(weights > 1e-4)
+                merged += 1
+    assert (several > 0, merged > 0) == ((True, False) if text.startswith("cam") else (False, True))
+    still = recording.left > recording.steps
+    assert set(recording.into[still]) == {-1}
 
 
 def test_texts_and_ends(tiny: Decoder, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -64,7 +116,8 @@ def recording() -> Recording:
     left[..., 10:] = rng.integers(2, 6, (2, 3, 4))
     left = np.maximum(left, np.maximum(np.arange(14) - 9, 0))  # nothing leaves before it comes
     texts = ("a", " </script>", "<!--", " <b>&amp;", "\n", ' "', "é\u2028", *(f" w{i}" for i in range(8)))
-    return Recording(np.arange(15) + 100, texts, 10, "some:policy=1", left)
+    into = np.where(left < 5, rng.integers(-2, 14, left.shape), -1)
+    return Recording(np.arange(15) + 100, texts, 10, "some:policy=1", left, into)
 
 
 def embedded(html: str) -> dict[str, object]:
@@ -79,6 +132,8 @@ def test_a_page_holds_the_recording_and_nothing_from_elsewhere(recording: Record
     assert document["texts"] == list(recording.texts)
     assert document["tokens"] == recording.tokens.tolist()
     assert document["left"] == recording.left.tolist()
+    assert recording.into is not None
+    assert document["into"] == recording.into.tolist()
     assert (document["prompt"], document["steps"], document["policy"]) == (10, 4, "some:policy=1")
     assert html.count("<script") == html.count("</script>") == 2
     assert not re.search(r"https?:|src=|href=|@import|url\(", html)
@@ -116,6 +171,7 @@ look();
 spans[3].dispatchEvent(new PointerEvent("pointerover", { bubbles: true }));
 const token = { text: document.querySelector("#token .what").textContent, kept: at("kept").textContent,
   evicted: [...document.querySelectorAll("#token .evicted")].map((line) => line.textContent),
+  kin: spans.flatMap((span, i) => (span.classList.contains("kin") ? [i] : [])),
   cells: [...at("cells").children].map((cell) => cell.classList.contains("kept")) };
 press("Home");
 at("play").click();
@@ -132,6 +188,7 @@ setTimeout(() => {
 def test_a_page_in_a_browser(recording: Recording, tmp_path: Path) -> None:
     """Open, choose a layer, choose a head, step, point at a token, play: as `Recording.held` has it."""
     assert BROWSER is not None
+    assert recording.into is not None
     file = tmp_path / "page.html"
     file.write_text(page(recording).replace("</body>", VISIT + "</body>"), encoding="utf-8")
     options = ("--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom")
@@ -158,8 +215,19 @@ def test_a_page_in_a_browser(recording: Recording, tmp_path: Path) -> None:
     assert result["token"]["text"] == " <b>&amp;"
     assert result["token"]["kept"] == f"kept in {(left > 4).sum()} of 6 heads"
     assert result["token"]["cells"] == (left > 4).ravel().tolist()
-    steps, counts = np.unique(left[left <= 4], return_counts=True)
-    said = [f"evicted in step {step}" if step else "not kept of the prompt" for step in steps]
-    assert result["token"]["evicted"] == [f"{text} in {n}" for text, n in zip(said, counts, strict=True)]
+    said = Counter()
+    kin = set()
+    for layer, head in np.ndindex(2, 3):
+        until, target = int(left[layer, head]), int(recording.into[layer, head, 3])
+        if until <= 4:
+            when = f" in step {until}" if until else ""
+            where = "several entries" if target < 0 else f"{json.dumps(recording.texts[target])} at {target}"
+            merging = f"merged{when} into {where}{'' if until else ' when the prompt was read'}"
+            dropped = f"evicted in step {until}" if until else "not kept of the prompt"
+            said[dropped if target == -1 else merging] += 1
+            kin |= {target} - {-1, -2}
+        kin |= set(np.flatnonzero((recording.into[layer, head] == 3) & (recording.left[layer, head] <= 4)).tolist())
+    assert Counter(result["token"]["evicted"]) == Counter(f"{text} in {n}" for text, n in said.items())
+    assert result["token"]["kin"] == sorted(kin)
     assert result["played"] == [4, "play"]
     assert result["text"] == "".join(recording.texts)

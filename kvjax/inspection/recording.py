@@ -108,7 +108,7 @@ def record(
     logits, cache = read(room=room_for(max_new_tokens), compress="auto")
     seen, answer = [positions_held(cache, 0)], [_best(logits)]
     while len(answer) < max_new_tokens and answer[-1] not in ends:
-        if follows:
+        if follows and cache.policy.merge.absorbs:
             whereabouts.append(_whereabouts(cache, into_at_step(params, cache)))
         token, incoming = (cache.put_rows(np.array([x])) for x in (np.int32(answer[-1]), True))
         logits, cache = _step(params, cache, token, incoming)
@@ -164,13 +164,13 @@ def _whereabouts(cache: KVCache, into: Any) -> tuple[Heads, Heads]:
 
 
 def _into(whereabouts: list[tuple[Heads, Heads]], left: Int[np.ndarray, "L H E"], steps: int) -> np.ndarray:
-    """Where each entry went when it left: what was last said of it."""
+    """Where each entry went when it left: what was last said of it, unless that was that it stays."""
     into = np.full_like(left, NOWHERE)
     for positions, targets in whereabouts:
         for layer, head in np.ndindex(left.shape[:2]):
             held = positions[layer][head] >= 0
             into[layer, head, positions[layer][head][held]] = targets[layer][head][held]
-    return np.where(left < steps, into, NOWHERE)
+    return np.where((left < steps) & (into != np.arange(left.shape[-1])), into, NOWHERE)
 
 
 def _left(seen: list[Heads], count: int, prompt: int) -> Int[np.ndarray, "L H E"]:
