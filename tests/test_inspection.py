@@ -215,8 +215,8 @@ def test_a_page_in_a_browser(recording: Recording, tmp_path: Path) -> None:
     assert result["token"]["text"] == " <b>&amp;"
     assert result["token"]["kept"] == f"kept in {(left > 4).sum()} of 6 heads"
     assert result["token"]["cells"] == (left > 4).ravel().tolist()
-    said = Counter()
-    kin = set()
+    said: Counter[str] = Counter()
+    kin: set[int] = set()
     for layer, head in np.ndindex(2, 3):
         until, target = int(left[layer, head]), int(recording.into[layer, head, 3])
         if until <= 4:

@@ -103,7 +103,8 @@ def record(
     follows, whereabouts = merges(session.cache.policy), []
     if follows:
         _, whole = read(room=0, compress="never")
-        whole = replayed(params, whole, session.batch.tokens, session.batch.lengths, session.texts, run_at_once)
+        tokens, lengths = whole.put_rows(session.batch.tokens), whole.put_rows(session.batch.lengths)
+        whole = replayed(params, whole, tokens, lengths, session.texts, run_at_once)
         whereabouts.append(_whereabouts(whole, into_at_prompt(params, whole)))
     logits, cache = read(room=room_for(max_new_tokens), compress="auto")
     seen, answer = [positions_held(cache, 0)], [_best(logits)]
