@@ -209,6 +209,7 @@ def test_a_page_in_a_browser(recording: Recording, tmp_path: Path) -> None:
         assert seen["gone"] == [*(before & ~now)[chosen].any((0, 1)).tolist(), False]
         assert seen["later"] == [position > 10 + step for position in range(15)]
         np.testing.assert_allclose(seen["bars"], now[:, heads].sum((1, 2)) / len(heads), atol=0.051)
+        assert f"a chosen head holds {round(now[chosen].sum(2).mean(), 1):g} of them in the mean" in seen["said"]
         if step:
             assert f"; {(before & ~now)[chosen].sum()} entries of the chosen heads evicted" in seen["said"]
     left = recording.left[:, :, 3]
@@ -227,7 +228,7 @@ def test_a_page_in_a_browser(recording: Recording, tmp_path: Path) -> None:
             said[dropped if target == -1 else merging] += 1
             kin |= {target} - {-1, -2}
         kin |= set(np.flatnonzero((recording.into[layer, head] == 3) & (recording.left[layer, head] <= 4)).tolist())
-    assert Counter(result["token"]["evicted"]) == Counter(f"{text} in {n}" for text, n in said.items())
+    assert Counter(result["token"]["evicted"]) == Counter(f"in {n}: {text}" for text, n in said.items())
     assert result["token"]["kin"] == sorted(kin)
     assert result["played"] == [4, "play"]
     assert result["text"] == "".join(recording.texts)
