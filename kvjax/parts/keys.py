@@ -30,11 +30,12 @@ class KeyDifference(Score):
 
     def __call__(self, entries: LayerCache, moment: Moment) -> Float[Array, "B H M"]:
         keys = entries.keys.astype(jnp.float32)
-        unit = keys / jnp.maximum(jnp.linalg.norm(keys, axis=-1, keepdims=True), 1e-12)
-        occupied = entries.positions >= 0
-        anchor = jnp.sum(jnp.where(occupied[..., None], unit, 0), axis=2)  # its length does not change the order
+        # Sums of products and no array of unit keys, which would be written as large as the keys in float32.
+        length = jnp.maximum(jnp.sqrt(jnp.sum(keys * keys, axis=-1)), 1e-12)
+        share = jnp.where(entries.positions >= 0, 1 / length, 0)
+        anchor = jnp.sum(keys * share[..., None], axis=2)  # its length does not change the order
         anchor /= jnp.maximum(jnp.linalg.norm(anchor, axis=-1, keepdims=True), 1e-12)
-        return -jnp.einsum("BHMD,BHD->BHM", unit, anchor, precision="highest")
+        return -jnp.sum(keys * anchor[:, :, None], axis=-1) / length
 
 
 @dataclass(frozen=True)
