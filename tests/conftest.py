@@ -94,6 +94,12 @@ def optimized() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", before)
 
 
+@pytest.fixture(autouse=True)
+def optimized_ahead(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("aot"):
+        request.getfixturevalue("optimized")
+
+
 @pytest.fixture
 def compiled() -> Iterator[list[str]]:
     """Names of the programs that XLA compiles, or finds in a cache on disk, from here on."""
