@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kvjax.models import DecoderConfig
+from kvjax.pallas_kernels import Stored, plain, updated
 from kvjax.policy import Policy
 from kvjax.protocols import LayerShape, SharedBudget
-from kvjax.quantized import Stored, plain, updated
 from kvjax.sharding import MODEL, check_batch, fit_mesh, heads_sharding, place, rows_sharding
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from kvjax.pallas_kernels import Reduction
 
 if TYPE_CHECKING:
     from kvjax.cache import LayerCache
+    from kvjax.pallas_kernels import Stored
     from kvjax.policy import Policy
-    from kvjax.quantized import Stored
 
 UNLIMITED = 2**30  # a capacity that no prompt reaches
 

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import LayerCache
-from kvjax.pallas_kernels import PAGE, pages
+from kvjax.pallas_kernels import PAGE, Stored, pages
 from kvjax.protocols import UNLIMITED
-from kvjax.quantized import Stored
 
 
 @jax.tree_util.register_dataclass

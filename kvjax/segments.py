@@ -22,7 +22,6 @@ from kvjax.models import Attend, AttentionLayer
 from kvjax.pallas_kernels import PAGE, segment_attention
 from kvjax.policy import Policy, mark
 from kvjax.protocols import Attended, Moment
-from kvjax.quantized import plain
 from kvjax.ragged import RaggedCache
 
 PIECE = 16 * PAGE  # slots of each segment that are scored at once
@@ -114,7 +113,6 @@ def decoding_segments(
             scale=layer.scale,
             window=layer.window,
             bias=pool.bias,
-            unpack=plain,
         )
         if evicts:
             receive = partial(received_from, wish.reduction, layer, asking, lse, query_positions) if wish else None

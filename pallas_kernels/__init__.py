@@ -6,6 +6,7 @@ t - p < window where there is a sliding window. Empty slots and padding have pos
 
 from .dispatch import Implementation, implementations, use
 from .prompt_attention import prompt_attention
+from .quantized import QuantizedArray, Stored, plain, updated
 from .segment_attention import PAGE, pages, segment_attention
 from .slot_attention import slot_attention
 from .tiling import fold
@@ -15,16 +16,20 @@ from .window_scores import Reduction, window_scores
 __all__ = [
     "PAGE",
     "Implementation",
+    "QuantizedArray",
     "Reduction",
+    "Stored",
     "compact",
     "fold",
     "implementations",
     "pages",
+    "plain",
     "prompt_attention",
     "segment_attention",
     "slot_attention",
     "top_counts",
     "top_tokens",
+    "updated",
     "use",
     "window_scores",
 ]

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
+from .quantized import QuantizedArray
 from .tiling import pad
 
 PROGRAMS = 264  # at a time: two for each core of an H100
@@ -54,14 +55,17 @@ def power_of_two(size: int, least: int = 16) -> int:
     return max(least, pl.next_power_of_2(size))
 
 
-def blocks_for(rows: int, head_dim: int, dtype: Any) -> Blocks:
+def blocks_for(rows: int, head_dim: int, dtype: Any, quantized: bool = False) -> Blocks:
     """By the number of rows a kv head, the head dimension and its dtype.
 
-    Keys and values of a tile take 32 KiB, three of which a core of any GPU since the A100 holds twice.
+    Keys and values of a tile take 32 KiB, three of which a core of any GPU since the A100 holds twice. `quantized` ones
+    take less of that, but registers twice, as codes and as numbers.
     """
     if jnp.dtype(dtype).itemsize == 4:  # no tensor cores, and registers instead
-        return Blocks(min(power_of_two(rows), 32), 32, warps=8, stages=2)
+        return Blocks(min(power_of_two(rows), 32), 16 if quantized else 32, warps=8, stages=2)
     slots = max(16, 8 * 1024 // power_of_two(head_dim))
+    if quantized and rows > 32:
+        return Blocks(64 if head_dim <= 128 else 32, max(16, slots // 2), warps=4, stages=3)
     if rows > 64 and head_dim <= 128:
         return Blocks(128, slots, warps=8, stages=3)
     return Blocks(min(power_of_two(rows), 64), slots, warps=4, stages=3)
@@ -76,17 +80,40 @@ def check_device() -> None:
         raise NotImplementedError(f"GPUs of compute capability {capability}; 8.0 or more is taken")
 
 
-def check(q: Any, k: Any, v: Any) -> None:
-    """Raises NotImplementedError for what none of the attention kernels takes."""
+def check(q: Any, k: Any, v: Any, quantized: bool = False) -> None:
+    """Raises NotImplementedError for what a kernel does not take, be it one that takes `quantized` keys and values."""
     check_device()
     arrays = [x for x in (q, k, v) if x is not None]
-    if not all(isinstance(x, jax.Array | np.ndarray) for x in arrays):
-        raise NotImplementedError("keys and values that are not plain arrays")
+    for x in arrays:
+        if quantized and isinstance(x, QuantizedArray):
+            check_codes(x)
+        elif not isinstance(x, jax.Array | np.ndarray):
+            raise NotImplementedError("keys and values that are not plain arrays")
     kinds = {jnp.dtype(x.dtype).name for x in arrays}
     if len(kinds) > 1 or not kinds <= {"float32", "bfloat16", "float16"}:
         raise NotImplementedError(f"dtypes {', '.join(sorted(kinds))}; one of float32, bfloat16 and float16 is taken")
     if q.shape[-1] > 256:
         raise NotImplementedError(f"heads of {q.shape[-1]} channels; at most 256 are taken")
+
+
+def check_codes(x: QuantizedArray) -> None:
+    """Raises NotImplementedError for codes of which no tile can be made. Two of 4 bits a byte give two half as wide."""
+    D, least = x.shape[-1], 16 * parts(x)
+    if power_of_two(D, least) != D:
+        raise NotImplementedError(f"heads of {D} channels in {x.bits} bits; powers of two from {least} on are taken")
+
+
+def parts(x: Array | QuantizedArray) -> int:
+    """In how many tiles channels come: bytes with two codes each make two, of both halves of the channels."""
+    return 2 if isinstance(x, QuantizedArray) and x.bits == 4 else 1
+
+
+def dequantized(codes: Int[Array, "T C"], scales: Float[Array, "T groups"], dtype: Any) -> Float[Array, "T C"]:
+    """A tile as `QuantizedArray.dequantized` has it: bfloat16 rounds a product of two of it once, as float32 does."""
+    wide = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+    T, groups = scales.shape
+    scales = jnp.broadcast_to(scales.astype(wide)[:, :, None], (T, groups, codes.shape[1] // groups))
+    return (codes.astype(wide) * scales.reshape(codes.shape)).astype(dtype)
 
 
 def product(x: Array, y: Array) -> Float[Array, "M N"]:
@@ -119,8 +146,8 @@ def ends(x: Bool[Array, "... n"]) -> Int[Array, "... 2"]:
 
 def attend(
     q: Float[Array, "B H R D"],
-    k: Float[Array, "B P T D"],
-    v: Float[Array, "B P T D"] | None,
+    k: Float[Array, "B P T D"] | QuantizedArray,
+    v: Float[Array, "B P T D"] | QuantizedArray | None,
     q_positions: Int[Array, "B W"],
     k_positions: Int[Array, "B P T"],
     used: Int[Array, "B H"],
@@ -147,7 +174,7 @@ def attend(
     P, T = k.shape[1:3]
     W = q_positions.shape[1]
     Dp = power_of_two(D)
-    blocks = blocks or blocks_for(R, D, k.dtype)
+    blocks = blocks or blocks_for(R, D, k.dtype, isinstance(k, QuantizedArray))
     row_blocks = pl.cdiv(R, blocks.rows)
     splits = max(1, min(PROGRAMS // (B * H * row_blocks), pl.cdiv(T, 4 * blocks.slots), SPLITS))
     ragged = start is not None or T % blocks.slots != 0 or blocks.slots > T
@@ -158,6 +185,11 @@ def attend(
 
     def lane(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, *shape), lambda s, i, h, b: (b, h * P // H, *(0,) * len(shape)))
+
+    def entries(x: Array | QuantizedArray) -> Any:
+        if isinstance(x, QuantizedArray):
+            return jax.tree.map(lambda array: lane(T, array.shape[-1]), x)
+        return lane(T, Dp)
 
     def part(*shape: int) -> pl.BlockSpec:
         """A split's block of rows in an array with axes [B, H, splits, R, ...]."""
@@ -179,8 +211,8 @@ def attend(
         grid=(splits, row_blocks, H, B),
         in_specs=[
             pl.BlockSpec((None, None, blocks.rows, Dp), lambda s, i, h, b: (b, h, i, 0)),
-            lane(T, Dp),
-            None if v is None else lane(T, Dp),
+            entries(k),
+            None if v is None else entries(v),
             pl.BlockSpec((None, W), lambda s, i, h, b: (b, 0)),
             lane(T),
             head(),
@@ -261,8 +293,8 @@ def attend_kernel(
     Dp = q_ref.shape[-1]
     s, i = pl.program_id(0), pl.program_id(1)
     row = i * blocks.rows + jnp.arange(blocks.rows)
-    channel = (jnp.arange(Dp) < D)[None]
-    q = plgpu.load(q_ref, mask=(row < R)[:, None] & channel, other=0)
+    held_row = (row < R)[:, None]
+    q = [plgpu.load(q_ref.at[:, c], mask=held_row & mask, other=0) for c, mask in channels(parts(k_ref), D, Dp)]
     t = plgpu.load(t_ref.at[jax.lax.rem(row, W)], mask=row < R, other=-1)
     used = jnp.where(jnp.max(t) >= 0, used_ref[()], 0)
     start = 0 if start_ref is None else start_ref[()]
@@ -270,18 +302,31 @@ def attend_kernel(
     first = 0 if span_ref is None else span_ref[i, 0]
     tiles = (last if span_ref is None else jnp.minimum(last, span_ref[i, 1])) - first
 
-    def tile(ref: Any, place: Any, held: Array) -> Array:
+    def load(ref: Any, place: Any, held: Array, c: Any = slice(None)) -> Array:
         if not ragged and Dp == D:
-            return ref[place, :]
-        return plgpu.load(ref.at[place, :], mask=held[:, None] & channel, other=0)
+            return ref[place, c]
+        x = ref.at[place, c]
+        return plgpu.load(x, mask=held[:, None] & (jnp.arange(x.shape[-1]) < D)[None], other=0)
 
-    def add(j: Array, running: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def numbers(ref: Any, place: Any, held: Array) -> list[Array]:
+        """Of keys or values: one of all channels, or one of each half."""
+        if not isinstance(ref, QuantizedArray):
+            return [load(ref, place, held)]
+        codes = load(ref.codes, place, held)
+        if ref.bits == 8:
+            return [dequantized(codes, load(ref.scales, place, held), ref.dtype)]
+        groups = ref.scales.shape[-1]
+        halves = [slice(None)] * 2 if groups == 1 else [pl.ds(0, groups // 2), pl.ds(groups // 2, groups // 2)]
+        low, high = (load(ref.scales, place, held, half) for half in halves)
+        return [dequantized((codes << 4) >> 4, low, ref.dtype), dequantized(codes >> 4, high, ref.dtype)]
+
+    def add(j: Array, running: tuple[list[Array], Array, Array]) -> tuple[list[Array], Array, Array]:
         out, total, peak = running
         slot = j * blocks.slots + jnp.arange(blocks.slots)
         held = slot < used
         place = pl.ds(start + j * blocks.slots, blocks.slots)
         p = plgpu.load(p_ref.at[place], mask=held, other=-1)[None]
-        logits = product(q, tile(k_ref, place, held).T) * scale
+        logits = sum(product(x, y.T) for x, y in zip(q, numbers(k_ref, place, held), strict=True)) * scale
         if bias_ref is not None:
             logits += plgpu.load(bias_ref.at[place], mask=held, other=0)[None]
         seen = (p >= 0) & (p <= t[:, None])
@@ -296,16 +341,23 @@ def attend_kernel(
         weights = jnp.exp(logits - finite[:, None])
         shrink = jnp.exp(peak - finite)
         if v_ref is not None:
-            values = tile(v_ref, place, held)
-            out = out * shrink[:, None] + product(weights.astype(values.dtype), values)
+            values = numbers(v_ref, place, held)
+            out = [x * shrink[:, None] + product(weights.astype(y.dtype), y) for x, y in zip(out, values, strict=True)]
         return out, total * shrink + jnp.sum(weights, axis=1), higher
 
     nothing = jnp.zeros(blocks.rows, jnp.float32)
-    out = nothing if v_ref is None else jnp.zeros((blocks.rows, Dp), jnp.float32)
+    shares = [] if v_ref is None else channels(parts(v_ref), D, Dp)
+    out = [jnp.zeros((blocks.rows, Dp // len(shares)), jnp.float32) for _ in shares]
     first, last = first + jax.lax.div(tiles * s, splits), first + jax.lax.div(tiles * (s + 1), splits)
     out, total, peak = jax.lax.fori_loop(first, last, add, (out, nothing, nothing - jnp.inf))
     total = jnp.where(total == 0, 1.0, total)
     plgpu.store(found["lse"], peak + jnp.log(total), mask=row < R)
-    if v_ref is not None:
-        context = (out / total[:, None]).astype(found["out"].dtype)
-        plgpu.store(found["out"], context, mask=(row < R)[:, None] & channel)
+    for x, (c, mask) in zip(out, shares, strict=True):
+        context = (x / total[:, None]).astype(found["out"].dtype)
+        plgpu.store(found["out"].at[:, c], context, mask=held_row & mask)
+
+
+def channels(parts: int, D: int, Dp: int) -> list[tuple[Any, Bool[Array, "1 Dp/parts"]]]:
+    """Where each part of the channels lies, and which of it are there; Dp is D unless there is but one."""
+    n = Dp // parts
+    return [(slice(None) if parts == 1 else pl.ds(i * n, n), (i * n + jnp.arange(n) < D)[None]) for i in range(parts)]

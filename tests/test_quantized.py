@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax.cache import LayerCache
-from kvjax.quantized import QuantizedArray
+from kvjax.pallas_kernels import QuantizedArray
 
 RNG = np.random.default_rng(0)
 B, H, S, D = 2, 3, 5, 16

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from jaxtyping import Array, Float
 
+from kvjax.pallas_kernels import QuantizedArray
 from kvjax.protocols import Storage, check_integer
-from kvjax.quantized import QuantizedArray
 
 
 @dataclass(frozen=True)

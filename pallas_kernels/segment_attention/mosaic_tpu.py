@@ -6,7 +6,6 @@ its size only: two neighbouring ones are fetched, and turned until the segment's
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,8 +25,8 @@ ROWS = 2048  # of queries a kv head, at most
 
 def segment_attention(
     q: Float[Array, "B Hq W D"],
-    k: Float[Array, "B P T D"] | Any,
-    v: Float[Array, "B P T D"] | Any,
+    k: Float[Array, "B P T D"],
+    v: Float[Array, "B P T D"],
     q_positions: Int[Array, "B W"],
     k_positions: Int[Array, "B P T"],
     start: Int[Array, "B H"],
@@ -36,7 +35,6 @@ def segment_attention(
     scale: float,
     window: int | None = None,
     bias: Float[Array, "B P T"] | None = None,
-    unpack: Callable[[Any], Array] = lambda rows: rows,
     interpret: Interpret = False,
 ) -> tuple[Float[Array, "B Hq W D"], Float[Array, "B Hq W"]]:
     """As `reference.segment_attention`, which says what it computes.

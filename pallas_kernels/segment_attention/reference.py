@@ -6,13 +6,13 @@ follows what is held and not what could be.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from ..quantized import QuantizedArray, plain
 from ..visibility import visible
 
 PAGE = 16  # rows; segments begin at multiples of it
@@ -37,8 +37,8 @@ def pages(x: Array, lane: Int[Array, "... #n"], page: Int[Array, "... n"]) -> Ar
 
 def segment_attention(
     q: Float[Array, "B Hq W D"],
-    k: Float[Array, "B P T D"] | Any,
-    v: Float[Array, "B P T D"] | Any,
+    k: Float[Array, "B P T D"] | QuantizedArray,
+    v: Float[Array, "B P T D"] | QuantizedArray,
     q_positions: Int[Array, "B W"],
     k_positions: Int[Array, "B P T"],
     start: Int[Array, "B H"],
@@ -47,7 +47,6 @@ def segment_attention(
     scale: float,
     window: int | None = None,
     bias: Float[Array, "B P T"] | None = None,
-    unpack: Callable[[Any], Array] = lambda rows: rows,
 ) -> tuple[Float[Array, "B Hq W D"], Float[Array, "B Hq W"]]:
     """Attention of W (few) query rows over segments of a pool of P lanes, H / P consecutive kv heads to each.
 
@@ -57,7 +56,6 @@ def segment_attention(
         used: rows of the segment, counted from there, beyond which it holds nothing. No row after them is read but for
             what is left of the last tile.
         bias: added to the logits of each row of the pool.
-        unpack: the array that rows of k or v stand for, where these are pytrees whose leaves have axes [B, P, T, ...].
 
     Returns:
         The context in q's dtype and the float32 log-sum-exp of the scaled logits (-inf where nothing is visible, and
@@ -86,7 +84,7 @@ def segment_attention(
         def tile(x: Array) -> Array:
             return pages(x, lane[..., None], page).reshape(B, P, TILES, TILE, *x.shape[3:])
 
-        keys, values = (unpack(jax.tree.map(tile, x)) for x in (k, v))
+        keys, values = (plain(jax.tree.map(tile, x)) for x in (k, v))
         positions = tile(k_positions)
         held = (first[..., None] + jnp.arange(TILE) < per_head(used, head)[..., None]) & (item < ends[..., -1:])[
             ..., None

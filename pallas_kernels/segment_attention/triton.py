@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from jaxtyping import Array, Float, Int
 
+from ..quantized import QuantizedArray
 from ..triton_attention import attend, check
 
 
 def segment_attention(
     q: Float[Array, "B Hq W D"],
-    k: Float[Array, "B P T D"] | Any,
-    v: Float[Array, "B P T D"] | Any,
+    k: Float[Array, "B P T D"] | QuantizedArray,
+    v: Float[Array, "B P T D"] | QuantizedArray,
     q_positions: Int[Array, "B W"],
     k_positions: Int[Array, "B P T"],
     start: Int[Array, "B H"],
@@ -22,16 +22,15 @@ def segment_attention(
     scale: float,
     window: int | None = None,
     bias: Float[Array, "B P T"] | None = None,
-    unpack: Callable[[Any], Array] | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B Hq W D"], Float[Array, "B Hq W"]]:
     """As the reference.
 
     Raises:
-        NotImplementedError: for pools that `unpack` would have to make arrays of, mixed or other dtypes than float32,
-            bfloat16 and float16, and more than 256 channels a head.
+        NotImplementedError: for mixed or other dtypes than float32, bfloat16 and float16, for more than 256 channels a
+            head, and in 8 or 4 bits for numbers of channels that are no power of two.
     """
-    check(q, k, v)
+    check(q, k, v, quantized=True)
     B, Hq, W, D = q.shape
     rows = q.reshape(B, start.shape[1], -1, D)
     options: dict[str, Any] = {"scale": scale, "window": window, "bias": bias, "interpret": interpret}

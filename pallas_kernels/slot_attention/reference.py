@@ -6,14 +6,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from ..quantized import QuantizedArray, plain
 from ..tiling import Fold, fold
 from ..visibility import visible
 
 
 def slot_attention(
     q: Float[Array, "B Hq W D"],
-    k: Float[Array, "B H S D"],
-    v: Float[Array, "B H S D"],
+    k: Float[Array, "B H S D"] | QuantizedArray,
+    v: Float[Array, "B H S D"] | QuantizedArray,
     q_positions: Int[Array, "B W"],
     k_positions: Int[Array, "B H S"],
     *,
@@ -35,6 +36,7 @@ def slot_attention(
     """
     B, Hq, W, D = q.shape
     H, S = k.shape[1:3]
+    k, v = plain(k), plain(v)
     rows = (q * scale).reshape(B, H, -1, D)
     # Keys first, and turned behind a barrier: otherwise XLA turns the product, which a CPU computes a quarter slower.
     logits = jax.lax.optimization_barrier(jnp.einsum("BHSD,BHRD->BHSR", k, rows, preferred_element_type=jnp.float32))

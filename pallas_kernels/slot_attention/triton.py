@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from ..quantized import QuantizedArray, plain
 from ..tiling import Fold, fold
 from ..triton_attention import attend, check
 from ..visibility import visible
@@ -17,8 +18,8 @@ LOGITS = 64  # rows a kv head for which they are kept to say what slots received
 
 def slot_attention(
     q: Float[Array, "B Hq W D"],
-    k: Float[Array, "B H S D"],
-    v: Float[Array, "B H S D"],
+    k: Float[Array, "B H S D"] | QuantizedArray,
+    v: Float[Array, "B H S D"] | QuantizedArray,
     q_positions: Int[Array, "B W"],
     k_positions: Int[Array, "B H S"],
     *,
@@ -31,10 +32,10 @@ def slot_attention(
     """As the reference.
 
     Raises:
-        NotImplementedError: for mixed or other dtypes than float32, bfloat16 and float16, and for more than 256
-            channels a head.
+        NotImplementedError: for mixed or other dtypes than float32, bfloat16 and float16, for more than 256 channels a
+            head, and in 8 or 4 bits for numbers of channels that are no power of two.
     """
-    check(q, k, v)
+    check(q, k, v, quantized=True)
     B, Hq, W, D = q.shape
     H, S = k.shape[1:3]
     options: dict[str, Any] = {"scale": scale, "window": window, "bias": bias}
@@ -48,7 +49,7 @@ def slot_attention(
         return out, lse, None
     if found.logits is None:
         reduction = Reduction(rows="sum", group=received, first="group")
-        return out, lse, window_scores(q, k, q_positions, k_positions, lse=lse, reduction=reduction, **options)
+        return out, lse, window_scores(q, plain(k), q_positions, k_positions, lse=lse, reduction=reduction, **options)
     finite = jnp.where(jnp.isneginf(lse), 0.0, lse).reshape(B, H, -1, W, 1)
     weights = jnp.exp(found.logits.reshape(B, H, -1, W, S) - finite)
     # What was not looked at is undefined, and not visible either.

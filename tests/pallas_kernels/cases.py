@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.pallas_kernels import PAGE, Reduction
+from kvjax.pallas_kernels import PAGE, QuantizedArray, Reduction, plain
 from tests.dense import assert_close, attention, context, entries, left_padded
 
 TOLERANCE = {"float32": (1e-5, 1e-4), "bfloat16": (1e-2, 2e-2), "float16": (1e-3, 2e-3)}  # of what is of such a dtype
@@ -60,6 +60,8 @@ class Case:
     lse: bool = True  # given, for scores
     causal: bool = True
     reduction: Reduction = DEFAULT
+    bits: int | None = None  # of keys and values that are quantised
+    per_scale: int = 32  # channels
 
     def __str__(self) -> str:
         extras = [
@@ -71,6 +73,7 @@ class Case:
                 ("huge", self.huge),
                 ("all", not self.causal),
                 ("own_lse", not self.lse),
+                (f"{self.bits}_bits_by_{self.per_scale}", self.bits is not None),
                 (f"{self.reduction.rows}_{self.reduction.group}_{self.reduction.first}", self.reduction != DEFAULT),
             )
             if there
@@ -109,6 +112,11 @@ class Case:
                 bias = rng.normal(size=positions.shape).astype(np.float32)
         return q.astype(dtype), k.astype(dtype), v.astype(dtype), t, positions, bias
 
+    def held(self, x: Any) -> Any:
+        """Keys or values as the kernel is given them."""
+        x = jnp.asarray(x)
+        return x if self.bits is None else QuantizedArray.of(x, self.bits, self.per_scale)
+
     @property
     def scale(self) -> float:
         return 1.5 * self.head_dim**-0.5
@@ -134,6 +142,17 @@ SLOT_CASES = [
     Case(64, 4, 1, 40, huge=True, received="max"),
     Case(8, 2, 1, 5),
     Case(80, 3, 2, 129, bias="some", window=40),
+]
+
+QUANTIZED_CASES = [
+    Case(128, 4, 1, 300, "bfloat16", bits=8),
+    Case(64, 1, 1, 50, bits=8, per_scale=64, received="sum"),
+    Case(64, 4, 3, 140, bits=8, per_scale=16, bias="some", received="max"),
+    Case(128, 7, 1, 130, bits=4, bias="some", window=100),
+    Case(64, 4, 3, 70, bits=4, per_scale=64, received="max"),
+    Case(256, 1, 1, 140, "bfloat16", bits=4, received="mean"),
+    Case(32, 2, 40, 90, bits=4, per_scale=32, received="mean"),
+    Case(128, 2, 1, 40, "float16", bits=8, per_scale=128, bias="none"),
 ]
 
 WINDOW_CASES = [
@@ -166,27 +185,35 @@ SEGMENT_CASES = [
     (Case(128, 4, 3, 0, "bfloat16", window=60), 1),
 ]
 
+QUANTIZED_SEGMENT_CASES = [
+    (Case(128, 1, 1, 0, "bfloat16", bits=8), 4),
+    (Case(128, 7, 1, 0, bias="some", bits=8, per_scale=128), 2),
+    (Case(128, 4, 3, 0, window=60, bits=4), 1),
+]
+
 
 def check_slots(kernel: Callable[..., Any], case: Case) -> None:
     """`kernel` in place of slot_attention."""
     q, k, v, t, p, bias = case.arrays
     options = {"scale": case.scale, "window": case.window, "received": case.received}
-    given = [None if x is None else jnp.asarray(x) for x in (q, k, v, t, p, bias)]
-    out, lse, got = kernel(*given[:5], bias=given[5], **options)
+    keys, values = case.held(k), case.held(v)
+    given = [None if x is None else jnp.asarray(x) for x in (q, t, p, bias)]
+    out, lse, got = kernel(given[0], keys, values, *given[1:3], bias=given[3], **options)
+    k, v = (np.asarray(plain(x)) for x in (keys, values))
     assert (out.dtype, lse.dtype) == (q.dtype, jnp.float32)
     weights, expected_lse, _ = attention(q, k, t, p, case.scale, case.window, bias=bias)
     assert_close(out, context(weights, v), *case.typical(out))
     assert_close(lse, expected_lse, *case.typical(lse))
     full = [x.astype(np.float32) for x in (q, k, v)]
-    plain = reference_of("slot_attention")(*full, t, p, bias=bias, **options)
-    assert_close(out, plain[0], *case.typical(out))
-    assert_close(lse, plain[1], *case.typical(lse))
+    expected = reference_of("slot_attention")(*full, t, p, bias=bias, **options)
+    assert_close(out, expected[0], *case.typical(out))
+    assert_close(lse, expected[1], *case.typical(lse))
     if case.received is None:
         assert got is None
         return
     assert got.dtype == jnp.float32
     assert_close(got, received(weights, 2, case.received), *case.typical(got))
-    assert_close(got, plain[2], *case.typical(got))
+    assert_close(got, expected[2], *case.typical(got))
 
 
 def check_window(kernel: Callable[..., Any], case: Case) -> None:
@@ -201,8 +228,8 @@ def check_window(kernel: Callable[..., Any], case: Case) -> None:
     got = kernel(*map(jnp.asarray, (q, k, t, scored)), **options)
     assert got.dtype == jnp.float32
     assert_close(got, expected, *case.typical(got))
-    plain = reference_of("window_scores")(*(x.astype(np.float32) for x in (q, k)), t, scored, **options)
-    assert_close(got, plain, *case.typical(got))
+    by_reference = reference_of("window_scores")(*(x.astype(np.float32) for x in (q, k)), t, scored, **options)
+    assert_close(got, by_reference, *case.typical(got))
     assert not np.any(got[2]), "no query, no score"
 
 
@@ -258,7 +285,8 @@ def check_segments(kernel: Callable[..., Any], case: Case, lanes: int) -> None:
     dense_bias = None if bias is None else dense[3]
     t = np.stack([np.full(case.queries, 320), 100 + np.arange(case.queries), np.full(case.queries, -1)])
     q = rng.normal(size=(B, H * case.group, case.queries, D)).astype(dtype)
-    given = map(jnp.asarray, (q, k, v, t, p, start, LENGTHS))
+    given = (jnp.asarray(q), case.held(k), case.held(v), *map(jnp.asarray, (t, p, start, LENGTHS)))
+    dense[:2] = (np.asarray(plain(case.held(x))) for x in dense[:2])
     out, lse = kernel(*given, scale=case.scale, window=case.window, bias=None if bias is None else jnp.asarray(bias))
     weights, expected_lse, _ = attention(q, dense[0], t, dense[2], case.scale, case.window, bias=dense_bias)
     assert (out.dtype, lse.dtype) == (dtype, jnp.float32)

@@ -58,14 +58,14 @@ def compile_for(device: jax.Device, function: Callable[..., Any], shapes: Any, f
     """The kernels written by hand of `function(**shapes)`, compiled for a device that need not be here.
 
     Args:
-        shapes: (shape, dtype) of each argument by name.
+        shapes: (shape, dtype) of each argument by name, or of each array in it.
         folder: for what the compiler writes.
     """
     mesh = jax.sharding.Mesh(np.array([device]), ("one",))
-    arguments = {
-        name: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, jax.P()))
-        for name, (shape, dtype) in shapes.items()
-    }
+    where = NamedSharding(mesh, jax.P())
+    arguments = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(*x, sharding=where), shapes, is_leaf=lambda x: isinstance(x, tuple)
+    )
     jax.jit(function).lower(**arguments).compile(compiler_options={"xla_dump_to": str(folder)})
     return [kernel for path in folder.glob("*.ptx") for kernel in read(path)]
 

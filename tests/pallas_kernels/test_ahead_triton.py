@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kvjax.pallas_kernels import Reduction
+from kvjax.pallas_kernels import QuantizedArray, Reduction
 from kvjax.targets import Gpu, Target
 from tests.pallas_kernels.ptx import accelerator, assembler, compile_for
 
@@ -39,6 +39,13 @@ def attention(group: int, batch: int, slots: int, queries: int = 1, dtype: Any =
         "q_positions": ((batch, queries), jnp.int32),
         "k_positions": ((*heads, slots), jnp.int32),
     }
+
+
+def quantized(shapes: dict[str, Any], bits: int, per_scale: int = 32):
+    """The same with keys and values in so many bits."""
+    (*entries, D), dtype = shapes["k"]
+    codes, scales = ((*entries, D * bits // 8), jnp.int8), ((*entries, D // per_scale), jnp.bfloat16)
+    return shapes | dict.fromkeys("kv", QuantizedArray(codes, scales, bits, jnp.dtype(dtype)))
 
 
 def segments(group: int, batch: int, rows: int):
@@ -73,6 +80,13 @@ PROBLEMS = {
     "decode-past-2**31": ("slot_attention", {}, attention(4, 32, 131_072)),
     "segments-8b": ("segment_attention", {}, segments(4, 8, 65_536)),
     "segments-70b": ("segment_attention", {}, segments(8, 1, 262_144)),
+    "decode-8b-2k-8-bits": ("slot_attention", {}, quantized(attention(4, 8, 2048), 8)),
+    "decode-8b-2k-4-bits": ("slot_attention", {}, quantized(attention(4, 8, 2048), 4)),
+    "decode-8b-2k-8-bits-received": ("slot_attention", {"received": "max"}, quantized(attention(4, 8, 2048), 8, 128)),
+    "decode-70b-128k-4-bits": ("slot_attention", {}, quantized(attention(8, 1, 131_072), 4, 128)),
+    "question-8b-128k-4-bits": ("slot_attention", {}, quantized(attention(4, 1, 131_072, queries=32), 4)),
+    "segments-8b-8-bits": ("segment_attention", {}, quantized(segments(4, 8, 65_536), 8)),
+    "segments-70b-4-bits": ("segment_attention", {}, quantized(segments(8, 1, 262_144), 4)),
     "prompt-8b-32k": ("prompt_attention", {}, attention(4, 1, 32_768, 32_768)),
     "prompt-14b-chunk-after-8k": ("prompt_attention", {"window": 4096}, attention(5, 1, 8192 + 2048, 2048)),
     "window-8b-32-of-128k": ("window_scores", {}, window(4, 32, 131_072)),

@@ -9,8 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.pallas_kernels import QuantizedArray
 from tests.pallas_kernels.cases import (
     PROMPT_CASES,
+    QUANTIZED_CASES,
+    QUANTIZED_SEGMENT_CASES,
     SEGMENT_CASES,
     SLOT_CASES,
     WINDOW_CASES,
@@ -45,12 +48,12 @@ def jitted(kernel, **options):
     return call
 
 
-@pytest.mark.parametrize("case", SLOT_CASES, ids=str)
+@pytest.mark.parametrize("case", SLOT_CASES + QUANTIZED_CASES, ids=str)
 def test_slot_attention(case):
     check_slots(jitted(slot.slot_attention), case)
 
 
-@pytest.mark.parametrize(("case", "lanes"), SEGMENT_CASES, ids=str)
+@pytest.mark.parametrize(("case", "lanes"), SEGMENT_CASES + QUANTIZED_SEGMENT_CASES, ids=str)
 def test_segment_attention(case, lanes):
     check_segments(jitted(segment.segment_attention), case, lanes)
 
@@ -162,3 +165,13 @@ def test_arguments_that_they_do_not_take(dtypes, channels, reason):
         slot.slot_attention(q, k, k, t, t[None], scale=1.0)
     with pytest.raises(NotImplementedError, match="not plain arrays"):
         segment.segment_attention(q, [k], [k], t, t[None], t, t, scale=1.0)
+
+
+@pytest.mark.parametrize(("bits", "channels", "least"), [(8, 96, 16), (8, 8, 16), (4, 16, 32)])
+def test_codes_of_which_no_tile_can_be_made(bits, channels, least):
+    q, t = jnp.zeros((1, 1, 1, channels)), jnp.zeros((1, 1), jnp.int32)
+    k = QuantizedArray.of(q, bits, channels)
+    with pytest.raises(NotImplementedError, match=f"{channels} channels in {bits} bits; powers of two from {least} on"):
+        slot.slot_attention(q, k, k, t, t[None], scale=1.0)
+    with pytest.raises(NotImplementedError, match="not plain arrays"):
+        window.window_scores(q, k, t, t[None], scale=1.0)
