@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
+
+from .quantized import QuantizedArray
 
 Interpret = bool | pltpu.InterpretParams
 
@@ -18,10 +21,11 @@ VMEM = 32 << 20  # bytes that a kernel may take; the smallest of v5e, v5p and v6
 SMEM = 512 << 10  # bytes for the scalars that say what to fetch; there are 1 MB
 
 
-def check(*given: Any) -> None:
-    """Raises NotImplementedError for what no kernel here takes as queries, keys and values."""
-    if not all(isinstance(x, jax.Array | np.ndarray) for x in given):
-        raise NotImplementedError("keys and values that are not plain arrays")
+def check(*given: Any, quantized: bool = False) -> None:
+    """Raises NotImplementedError for what a kernel does not take, be it one that takes `quantized` keys and values."""
+    for x in given:
+        if not isinstance(x, jax.Array | np.ndarray) and not (quantized and isinstance(x, QuantizedArray)):
+            raise NotImplementedError("keys and values that are not plain arrays")
     kinds = {jnp.dtype(x.dtype).name for x in given}
     if len(kinds) > 1 or not kinds <= {"float32", "bfloat16"}:
         raise NotImplementedError(f"dtypes {', '.join(sorted(kinds))}; one of float32 and bfloat16 is taken")
@@ -55,21 +59,23 @@ def product(a: Array, b: Array, contract: tuple[int, int]) -> Float[Array, "m n"
 class Softmax(NamedTuple):
     """A softmax under way for R rows: output so far (not yet divided), sum of exponentials, maximum."""
 
-    out: Float[Array, "R D"]
+    out: Float[Array, "*parts R D"]
     total: Float[Array, "R 1"]
     peak: Float[Array, "R 1"]
 
     @staticmethod
-    def scratch(rows: int, head_dim: int) -> list[pltpu.MemorySpace]:
-        return [pltpu.VMEM((rows, size), jnp.float32) for size in (head_dim, 1, 1)]
+    def scratch(shape: Sequence[int]) -> list[pltpu.MemorySpace]:
+        """For an output of such a shape."""
+        rows = shape[-2]
+        return [pltpu.VMEM(tuple(each), jnp.float32) for each in (shape, (rows, 1), (rows, 1))]
 
     def begin(self) -> None:
         self.out[...] = jnp.zeros(self.out.shape, jnp.float32)
         self.total[...] = jnp.zeros(self.total.shape, jnp.float32)
         self.peak[...] = jnp.full(self.peak.shape, -jnp.inf, jnp.float32)
 
-    def add(self, logits: Float[Array, "R K"], values: Float[Array, "K D"], turned: bool = False) -> None:
-        """Adds a tile of entries, its values given as [D, K] if they are turned."""
+    def add(self, logits: Float[Array, "R K"], weighed: Callable[[Array], Float[Array, "*parts R D"]]) -> None:
+        """Adds a tile of entries; `weighed` is the sum of its values with weights [R, K]."""
         before = self.peak[...]
         peak = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
         finite = jnp.where(peak == -jnp.inf, 0.0, peak)
@@ -77,9 +83,9 @@ class Softmax(NamedTuple):
         shrink = jnp.exp(before - finite)
         self.peak[...] = peak
         self.total[...] = self.total[...] * shrink + jnp.sum(weights, axis=1, keepdims=True)
-        self.out[...] = self.out[...] * shrink + product(weights.astype(values.dtype), values, (1, int(turned)))
+        self.out[...] = self.out[...] * shrink + weighed(weights)
 
-    def end(self) -> tuple[Float[Array, "R D"], Float[Array, "R 1"]]:
+    def end(self) -> tuple[Float[Array, "*parts R D"], Float[Array, "R 1"]]:
         """The context and the log-sum-exp."""
         total = self.total[...]
         divisor = jnp.where(total == 0, 1.0, total)

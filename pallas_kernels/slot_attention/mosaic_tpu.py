@@ -6,6 +6,7 @@ visible tile fetch nothing and compute nothing, and there are none beyond that o
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,12 +27,12 @@ from ..mosaic import (
     in_place,
     lies_turned,
     params,
-    product,
     round_up,
-    row_positions,
     seen,
     tile_size,
 )
+from ..mosaic_codes import Rows, alike, cleared, logits_of, nbytes_of, read, slots_last, weighed
+from ..quantized import QuantizedArray, plain
 from ..tiling import Fold
 from ..visibility import visible
 from ..window_scores.mosaic_tpu import window_scores
@@ -43,8 +44,8 @@ ROWS = 2048  # of queries a kv head, at most
 
 def slot_attention(
     q: Float[Array, "B Hq W D"],
-    k: Float[Array, "B H S D"],
-    v: Float[Array, "B H S D"],
+    k: Float[Array, "B H S D"] | QuantizedArray,
+    v: Float[Array, "B H S D"] | QuantizedArray,
     q_positions: Int[Array, "B W"],
     k_positions: Int[Array, "B H S"],
     *,
@@ -56,18 +57,21 @@ def slot_attention(
 ) -> tuple[Float[Array, "B Hq W D"], Float[Array, "B Hq W"], Float[Array, "B H S"] | None]:
     """As `reference.slot_attention`, which says what it computes.
 
-    Raises NotImplementedError for float16, and for more query rows than fit the chip's memory with a tile of keys.
+    Raises NotImplementedError for float16, for more query rows than fit the chip's memory with a tile of keys, and for
+    keys and values of 8 or 4 bits that are not quantised alike.
     """
-    check(q, k, v)
-    B, Hq, W, D = q.shape
+    check(q, k, v, quantized=True)
+    B, Hq, W, _ = q.shape
     H, S = k.shape[1:3]
     G = Hq // H
-    R = G * W
-    if R > ROWS:
-        raise NotImplementedError(f"{R} query rows a kv head; at most {ROWS} are taken")
-    size = tile_size(S, entries_of_a_tile(D, k.dtype.itemsize, R))
-    turned = lies_turned(D)
-    entries = [(jnp.swapaxes(x, 2, 3) if turned else x).reshape(B * H, *((D, S) if turned else (S, D))) for x in (k, v)]
+    alike(k, v)
+    rows = Rows.of(q, q_positions, k, H)
+    R, stacked = rows.height, rows.queries.shape[-2]
+    if stacked > ROWS:
+        raise NotImplementedError(f"{stacked} query rows a kv head; at most {ROWS} are taken")
+    size = tile_size(S, entries_of_a_tile(nbytes_of(k), stacked))
+    turned = lies_turned(rows.queries.shape[-1])
+    entries = [jax.tree.map(partial(in_place, interpret=interpret), slots_last(x, turned)) for x in (k, v)]
     lanes = [x.reshape(B * H, 1, S) for x in (k_positions, bias) if x is not None]
     see = jnp.any(visible(q_positions, k_positions, window), axis=2)
     bound = jnp.max(jnp.where(see, jnp.arange(1, S + 1), 0), axis=-1).reshape(-1)
@@ -78,21 +82,30 @@ def slot_attention(
         return jnp.minimum(j, jnp.maximum(tiles[n] - 1, 0))
 
     def whole(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, *shape), lambda n, j, tiles: (n, 0, 0))
+        return pl.BlockSpec((None, *shape), lambda n, j, tiles: (n, *(0,) * len(shape)))
 
-    along = pl.BlockSpec((None, 1, size), lambda n, j, tiles: (n, 0, tile(n, j, tiles)))
-    down = pl.BlockSpec((None, size, D), lambda n, j, tiles: (n, tile(n, j, tiles), 0))
-    flat = pl.BlockSpec((None, D, size), along.index_map)
-    out_specs = [whole(R, D), whole(R, 1)]
-    out_shape = [jax.ShapeDtypeStruct((B * H, R, D), q.dtype), jax.ShapeDtypeStruct((B * H, R, 1), jnp.float32)]
-    scratch = Softmax.scratch(R, D)
+    def along(lines: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, lines, size), lambda n, j, tiles: (n, 0, tile(n, j, tiles)))
+
+    def blocks(x: Any) -> Any:
+        """Of keys or values; what is turned has slots last, and so have scales."""
+        if isinstance(x, QuantizedArray):
+            specs: Any = {"codes": blocks(x.codes), "scales": along(x.scales.shape[1])}
+            return replace(x, **specs)
+        if turned:
+            return along(x.shape[1])
+        return pl.BlockSpec((None, size, x.shape[2]), lambda n, j, tiles: (n, tile(n, j, tiles), 0))
+
+    out_specs = [whole(*rows.shape), whole(R, 1)]
+    out_shape = [jax.ShapeDtypeStruct((B * H, *rows.shape), q.dtype), jax.ShapeDtypeStruct((B * H, R, 1), jnp.float32)]
+    scratch = Softmax.scratch(rows.shape)
     # What slots received is known when the last tile gave the log-sum-exp: all logits stay on the chip till then.
     kept = round_up(S, size)
     keeps = received is not None and 4 * kept * (round_up(R, SUBLANES) + 2 * SUBLANES) <= VMEM // 2
     if keeps:
         out_specs.append(whole(1, kept))
         out_shape.append(jax.ShapeDtypeStruct((B * H, 1, kept), jnp.float32))
-        scratch.append(pltpu.VMEM((R, kept), jnp.float32))
+        scratch.append(pltpu.VMEM((G * W, kept), jnp.float32))
     body = partial(
         _kernel,
         size=size,
@@ -109,10 +122,10 @@ def slot_attention(
             num_scalar_prefetch=1,
             grid=(B * H, jnp.maximum(jnp.max(tiles), 1)),
             in_specs=[
-                whole(R, D),
+                whole(*rows.queries.shape[1:]),
                 pl.BlockSpec((None, R, 1), lambda n, j, tiles: (div(n, H), 0, 0)),
-                *[flat if turned else down] * 2,
-                *[along] * len(lanes),
+                *map(blocks, entries),
+                *[along(1)] * len(lanes),
             ],
             out_specs=out_specs,
             scratch_shapes=scratch,
@@ -121,15 +134,15 @@ def slot_attention(
         compiler_params=params("parallel", "arbitrary"),
         interpret=interpret,
         name="slot_attention",
-    )(tiles, q.reshape(B * H, R, D), row_positions(q_positions, G), *(in_place(x, interpret) for x in entries), *lanes)
-    context, lse = context.reshape(B, Hq, W, D), lse.reshape(B, Hq, W)
+    )(tiles, rows.queries, rows.positions, *entries, *lanes)
+    context, lse = rows.context(context).reshape(q.shape), rows.context(lse).reshape(B, Hq, W)
     if keeps:
         return context, lse, weights[0][..., :S].reshape(B, H, S)
     if received is None:
         return context, lse, None
     again = window_scores(
         q,
-        k,
+        plain(k),
         q_positions,
         k_positions,
         scale=scale,
@@ -142,9 +155,9 @@ def slot_attention(
     return context, lse, again
 
 
-def entries_of_a_tile(head_dim: int, itemsize: int, rows: int) -> int:
-    """So many that fetching them takes longer than beginning a step, and their logits stay small."""
-    most = min(TILE_BYTES // (head_dim * itemsize), (1 << 19) // rows)
+def entries_of_a_tile(nbytes: int, rows: int) -> int:
+    """So many of so many bytes that fetching them takes longer than beginning a step, and their logits stay small."""
+    most = min(TILE_BYTES // nbytes, (1 << 19) // rows)
     return max(most // LANES, 1) * LANES
 
 
@@ -179,18 +192,17 @@ def _kernel(
 
     @pl.when(j < tiles[n])
     def _() -> None:
-        logits = product(q[...], k[...], (1, 0 if turned else 1)) * scale
+        logits = logits_of(q[...], jax.tree.map(read, k), turned) * scale
         if bias is not None:
             logits += bias[...]
-        values, held = v[...], None
+        values, held = jax.tree.map(read, v), None
         if slots % size:  # what a tile has beyond the last slot is not even a number
             held = jax.lax.broadcasted_iota(jnp.int32, (1, size), 1) < slots - j * size
-            index = jax.lax.broadcasted_iota(jnp.int32, values.shape, int(turned))
-            values = jnp.where(index < slots - j * size, values, 0)
+            values = cleared(values, turned, 0, slots - j * size)
         logits = jnp.where(seen(t[...], p[...], window, held), logits, -jnp.inf)
-        softmax.add(logits, values, turned)
+        softmax.add(logits, partial(weighed, values, turned))
         if fold:
-            refs[3][:, place(j)] = logits
+            refs[3][:, place(j)] = logits[: refs[3].shape[0]]
 
     @pl.when(j == pl.num_programs(1) - 1)
     def _() -> None:
@@ -198,7 +210,7 @@ def _kernel(
         out[...], lse[...] = context.astype(out.dtype), sums
         if received is not None and fold:
             received[...] = jnp.zeros(received.shape, jnp.float32)
-            finite = jnp.where(sums == -jnp.inf, 0.0, sums)
+            finite = jnp.where(sums == -jnp.inf, 0.0, sums)[: refs[3].shape[0]]
 
             def receive(j: Array, _: None) -> None:
                 received[:, place(j)] = _fold(jnp.exp(refs[3][:, place(j)] - finite), *fold)

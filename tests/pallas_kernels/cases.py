@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -192,14 +192,19 @@ QUANTIZED_SEGMENT_CASES = [
 ]
 
 
-def check_slots(kernel: Callable[..., Any], case: Case) -> None:
-    """`kernel` in place of slot_attention."""
+def numbers(x: Any, rounded: bool) -> np.ndarray:
+    """What keys or values stand for; in float32 a code times its scale, if that is not `rounded` to their dtype."""
+    return np.asarray(plain(x if rounded or not isinstance(x, QuantizedArray) else replace(x, dtype=jnp.float32)))
+
+
+def check_slots(kernel: Callable[..., Any], case: Case, rounded: bool = True) -> None:
+    """`kernel` in place of slot_attention; `rounded`: as `numbers` takes it."""
     q, k, v, t, p, bias = case.arrays
     options = {"scale": case.scale, "window": case.window, "received": case.received}
     keys, values = case.held(k), case.held(v)
     given = [None if x is None else jnp.asarray(x) for x in (q, t, p, bias)]
     out, lse, got = kernel(given[0], keys, values, *given[1:3], bias=given[3], **options)
-    k, v = (np.asarray(plain(x)) for x in (keys, values))
+    k, v = (numbers(x, rounded) for x in (keys, values))
     assert (out.dtype, lse.dtype) == (q.dtype, jnp.float32)
     weights, expected_lse, _ = attention(q, k, t, p, case.scale, case.window, bias=bias)
     assert_close(out, context(weights, v), *case.typical(out))
@@ -263,7 +268,7 @@ def check_prompt(kernel: Callable[..., Any], case: Case, slots: int) -> None:
 LENGTHS = np.array([[0, 5, 300, 16], [130, 0, 0, 1], [40, 41, 42, 43]])  # of 4 heads in 3 rows
 
 
-def check_segments(kernel: Callable[..., Any], case: Case, lanes: int) -> None:
+def check_segments(kernel: Callable[..., Any], case: Case, lanes: int, rounded: bool = True) -> None:
     """`kernel` in place of segment_attention, on a pool with NaN where nothing is held."""
     rng = np.random.default_rng(lanes)
     B, H = LENGTHS.shape
@@ -286,7 +291,7 @@ def check_segments(kernel: Callable[..., Any], case: Case, lanes: int) -> None:
     t = np.stack([np.full(case.queries, 320), 100 + np.arange(case.queries), np.full(case.queries, -1)])
     q = rng.normal(size=(B, H * case.group, case.queries, D)).astype(dtype)
     given = (jnp.asarray(q), case.held(k), case.held(v), *map(jnp.asarray, (t, p, start, LENGTHS)))
-    dense[:2] = (np.asarray(plain(case.held(x))) for x in dense[:2])
+    dense[:2] = (numbers(case.held(x), rounded) for x in dense[:2])
     out, lse = kernel(*given, scale=case.scale, window=case.window, bias=None if bias is None else jnp.asarray(bias))
     weights, expected_lse, _ = attention(q, dense[0], t, dense[2], case.scale, case.window, bias=dense_bias)
     assert (out.dtype, lse.dtype) == (dtype, jnp.float32)

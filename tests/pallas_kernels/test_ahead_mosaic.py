@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from kvjax.hlo import Instruction
-from kvjax.pallas_kernels import Reduction
+from kvjax.pallas_kernels import QuantizedArray, Reduction
 from kvjax.targets import target
 
 pytestmark = pytest.mark.aot
@@ -81,6 +81,35 @@ def test_attention_while_decoding(chip, model, length):
         kernel = partial(segment.segment_attention, scale=0.1)
         compiled = ahead(chip, kernel, q, pool, pool, t, p, head, head)
         assert written(compiled, batch * lanes * rows * 4) == []  # not even positions
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("length", [2048 + 64, 131_072])
+@pytest.mark.parametrize("chip", CHIPS)
+def test_attention_to_codes(chip, length, bits):
+    """Of an 8B's heads in slots, and of segments that a register's lanes hold: no array of codes is written."""
+    batch = 8 if length < 100_000 else 1
+    Hq, H = HEADS["8B"]
+
+    def compiled(kernel, head_dim, lanes, rows, *others):
+        """With keys and values in `rows` of `lanes`, and int32 arrays of other shapes."""
+        codes = (batch, lanes, rows, head_dim * bits // 8), jnp.int8
+        scales = (batch, lanes, rows, head_dim // 32), jnp.bfloat16
+        ints = [(shape, jnp.int32) for shape in ((batch, 1), (batch, lanes, rows), *others)]
+
+        def call(q, k, k_scales, v, v_scales, *ints):
+            held = (QuantizedArray(x, y, bits, jnp.dtype(q.dtype)) for x, y in ((k, k_scales), (v, v_scales)))
+            return kernel(q, *held, *ints, scale=0.1)
+
+        query = (batch, Hq, 1, head_dim), jnp.bfloat16
+        program = ahead(chip, call, query, codes, scales, codes, scales, *ints)
+        assert program.as_text().count("tpu_custom_call") >= 1
+        assert written(program, batch * lanes * rows * head_dim * bits // 8) == []
+
+    for head_dim in (D, 64):
+        compiled(partial(slot.slot_attention, received="max", window=4096), head_dim, H, length)
+    for lanes in (1, H):
+        compiled(segment.segment_attention, 8 * D // bits, lanes, H // lanes * length, (batch, H), (batch, H))
 
 
 @pytest.mark.parametrize("length", [2048, 131_072])

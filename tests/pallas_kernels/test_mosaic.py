@@ -12,9 +12,11 @@ from flax import nnx
 
 import kvjax
 from kvjax.models import Decoder
-from kvjax.pallas_kernels import use
+from kvjax.pallas_kernels import QuantizedArray, use
 from tests.dense import assert_close, attention, context, left_padded
 from tests.pallas_kernels.cases import (
+    QUANTIZED_CASES,
+    QUANTIZED_SEGMENT_CASES,
     SEGMENT_CASES,
     SLOT_CASES,
     TOLERANCE,
@@ -59,9 +61,9 @@ def taken(case, check, kernel):
     return replace(case, dtype="float32")
 
 
-@pytest.mark.parametrize("case", SLOT_CASES, ids=str)
+@pytest.mark.parametrize("case", SLOT_CASES + QUANTIZED_CASES, ids=str)
 def test_slot_attention(case, small_tiles):
-    check_slots(jitted(slot.slot_attention), taken(case, check_slots, slot.slot_attention))
+    check_slots(jitted(slot.slot_attention), taken(case, check_slots, slot.slot_attention), rounded=False)
 
 
 @pytest.mark.parametrize(("case", "lanes"), SEGMENT_CASES, ids=str)
@@ -70,6 +72,25 @@ def test_segment_attention(case, lanes, small_tiles):
         with pytest.raises(NotImplementedError, match=f"head_dim {case.head_dim}"):
             check_segments(jitted(segment.segment_attention), case, lanes)
     check_segments(jitted(segment.segment_attention), replace(case, head_dim=128 if case.group < 5 else 256), lanes)
+
+
+@pytest.mark.parametrize(("case", "lanes"), QUANTIZED_SEGMENT_CASES, ids=str)
+def test_quantized_segments(case, lanes, small_tiles):
+    if case.bits == 4:
+        with pytest.raises(NotImplementedError, match=f"head_dim {case.head_dim} in 4 bits; .* in 4 bits of 256"):
+            check_segments(jitted(segment.segment_attention), case, lanes)
+        case = replace(case, head_dim=256)
+    check_segments(jitted(segment.segment_attention), case, lanes, rounded=False)
+
+
+def test_keys_and_values_that_are_not_quantised_alike():
+    q, t = jnp.zeros((1, 1, 1, 128)), jnp.zeros((1, 1), jnp.int32)
+    k, v = (QuantizedArray.of(q, 8, group) for group in (32, 64))
+    with pytest.raises(NotImplementedError, match="not quantised alike"):
+        slot.slot_attention(q, k, v, t, t[None], scale=1.0)
+    uneven = QuantizedArray.of(q[..., :96], 4, 32)
+    with pytest.raises(NotImplementedError, match="3 scales for two halves"):
+        slot.slot_attention(q[..., :96], uneven, uneven, t, t[None], scale=1.0)
 
 
 @pytest.mark.parametrize("case", WINDOW_CASES, ids=str)
