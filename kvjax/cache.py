@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kvjax.models import DecoderConfig
+from kvjax.overwrite import clear_slot
 from kvjax.pallas_kernels import Stored, plain, updated
 from kvjax.policy import Policy
 from kvjax.protocols import LayerShape, SharedBudget
@@ -126,14 +127,7 @@ class LayerCache:
         def put(x: Array, new: Array) -> Array:
             return x.at[b, h, slot].set(new, mode="drop", unique_indices=True)
 
-        def clear(x: Array) -> Array:
-            # By single entries. If a slot's state were written as a whole, a TPU would hold it along its lanes, and not
-            # fill them: a state of 8 numbers a slot then takes as much memory, and time, as 128.
-            inner = x.ndim - 3
-            rows, heads, slots = (jnp.expand_dims(i, range(i.ndim, i.ndim + inner)) for i in (b, h, slot))
-            within = jnp.indices(x.shape[2:-1], sparse=True)
-            return x.at[rows, heads, *within, slots].set(0, mode="drop", unique_indices=True)
-
+        clear = partial(clear_slot, slot=slot)
         return replace(
             self,
             keys=jax.tree.map(put, self.keys, key),

@@ -259,9 +259,7 @@ def _shared_out(
         begins: whether these tokens are all of the prompt, as a score by replay needs them.
         run: how programs are run.
     """
-    score = cache.policy.score
-    if isinstance(score, ReplayScore) and score.repeats_prompt and not begins:
-        raise ValueError(f"{type(score).__name__} replays a prompt; accepted is one that is read in one call")
+    cache.policy.score.check_whole(begins)
     return shared_out(params, replayed(params, cache, tokens, lengths, texts, run), room, begins, run)
 
 

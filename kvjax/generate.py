@@ -171,11 +171,12 @@ def prefill(
     cache: KVCache | None = None,
     chunk: int | None = None,
     compress: Compress = "auto",
+    clock: Clock | None = None,
 ) -> KVCache:
     """Reads a document into a cache, to ask several questions of it: `generate(params, question, cache=cache)`.
 
     The arguments are those of `generate`. A cache that was read with `compress="never"` counts as unfinished: what is
-    read into it next continues the prompt.
+    read into it next continues the prompt. A clock counts the programs run as "prefill".
     """
     session = Session.open(
         params, prompt, policy=policy, tokenizer=tokenizer, cache=cache, chunk=chunk, compress=compress
@@ -189,5 +190,6 @@ def prefill(
         chunk=chunk,
         compress=compress,
         texts=session.texts,
+        clock=clock,
     )
     return cache

@@ -130,6 +130,16 @@ class Score(ABC):
         return False
 
     @property
+    def repeats_prompt(self) -> bool:
+        """Whether the prompt's own tokens are run once more, for which it has to be read in one call."""
+        return False
+
+    def check_whole(self, whole: bool) -> None:
+        """Raises ValueError if it has to see a prompt in one call, and that is not the `whole` one."""
+        if self.repeats_prompt and not whole:
+            raise ValueError(f"{type(self).__name__} replays a prompt; accepted is one that is read in one call")
+
+    @property
     def slotwise(self) -> bool:
         """Whether, at a step, an entry's score and state follow from that entry and the queries alone.
 

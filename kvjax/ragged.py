@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import LayerCache
-from kvjax.pallas_kernels import PAGE, Stored, pages
+from kvjax.pallas_kernels import PAGE, Stored, after_last, pages
 from kvjax.protocols import UNLIMITED
 
 
@@ -120,14 +120,13 @@ class RaggedCache:
         entries = entries.grow(whole_pages(entries.slots))
         pool = self.put_state(layer, 0, entries)
         put = _Put(*self._pages(layer, 0, entries.slots))
-        bound = jnp.max(jnp.where(entries.positions >= 0, jnp.arange(1, entries.slots + 1), 0), axis=-1, initial=0)
         return replace(
             pool,
             keys=jax.tree.map(put, self.keys, entries.keys),
             values=jax.tree.map(put, self.values, entries.values),
             positions=put(self.positions, entries.positions),
             bias=jax.tree.map(put, self.bias, entries.bias),
-            used=self.used.at[..., layer].set(bound),
+            used=self.used.at[..., layer].set(after_last(entries.positions >= 0)),
         )
 
     def put_state(self, layer: int, first: Int[Array, ""] | int, entries: LayerCache) -> RaggedCache:

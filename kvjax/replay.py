@@ -46,7 +46,7 @@ class ReplayScore(Score):
 
     @property
     def repeats_prompt(self) -> bool:
-        """Whether the passes are made of the prompt's own tokens, which then has to be read in one call."""
+        """Whether the passes are made of the prompt's own tokens."""
         return True
 
     def texts(self, encode: Encode | None) -> Texts:

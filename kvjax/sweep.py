@@ -20,7 +20,6 @@ from kvjax.models import AttentionLayer, Decoder
 from kvjax.policy import Policy
 from kvjax.prompts import Prompt
 from kvjax.protocols import Moment
-from kvjax.replay import ReplayScore
 from kvjax.session import Session
 from kvjax.sharding import fetch
 from kvjax.spread import over_layers
@@ -60,8 +59,7 @@ def prefill_each(
         check_alike(first, policy, config.num_layers)
     if cache is not None and cache.filled:
         raise ValueError('the cache has been compressed; accepted is one that was read with compress="never"')
-    if cache is not None and isinstance(first.score, ReplayScore) and first.score.repeats_prompt:
-        raise ValueError(f"{type(first.score).__name__} replays a prompt; accepted is one that is read in one call")
+    first.score.check_whole(cache is None)
     session = Session.open(
         params, prompt, policy=first, tokenizer=tokenizer, cache=cache, chunk=chunk, compress="never"
     )

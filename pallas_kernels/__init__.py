@@ -9,7 +9,7 @@ from .prompt_attention import prompt_attention
 from .quantized import QuantizedArray, Stored, plain, updated
 from .segment_attention import PAGE, pages, segment_attention
 from .slot_attention import slot_attention
-from .tiling import fold
+from .tiling import after_last, fold
 from .top_tokens import compact, top_counts, top_tokens
 from .window_scores import Reduction, window_scores
 
@@ -19,6 +19,7 @@ __all__ = [
     "QuantizedArray",
     "Reduction",
     "Stored",
+    "after_last",
     "compact",
     "fold",
     "implementations",

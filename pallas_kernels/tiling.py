@@ -7,7 +7,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Int
 
 Fold = Literal["sum", "mean", "max"]
 
@@ -17,6 +17,11 @@ def fold(x: Array, how: Fold, axis: int) -> Array:
     entries = [jax.lax.index_in_dim(x, i, axis, keepdims=False) for i in range(x.shape[axis])]
     folded = reduce(jnp.maximum if how == "max" else jnp.add, entries)
     return folded / len(entries) if how == "mean" else folded
+
+
+def after_last(x: Bool[Array, "... n"]) -> Int[Array, "..."]:
+    """The index after the last true entry; 0 where there is none."""
+    return jnp.max(jnp.where(x, jnp.arange(1, x.shape[-1] + 1, dtype=jnp.int32), 0), axis=-1, initial=0)
 
 
 def pad(x: Array, amount: int, axis: int, value: float = 0) -> Array:

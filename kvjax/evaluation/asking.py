@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -16,12 +16,10 @@ from jaxtyping import Array, Float
 from kvjax.cache import KVCache
 from kvjax.clock import Clock
 from kvjax.evaluation.batches import Ask, Batch
-from kvjax.extend import Compress, read_prompt
-from kvjax.generate import Generation, generate
+from kvjax.generate import Generation, generate, prefill
 from kvjax.models import Decoder
 from kvjax.policy import Policy
 from kvjax.sampling import Greedy, SamplingMethod
-from kvjax.session import Session
 from kvjax.sharding import fetch
 from kvjax.sweep import prefill_each
 
@@ -84,40 +82,24 @@ class Asker:
         """
         filled = [*batch.readings, *[batch.readings[-1]] * (batch.rows - len(batch.readings))]
         prompts, columns = [reading.prompt for reading in filled], list(zip(*(r.asks for r in filled), strict=True))
-        share = partial(prefill_each, self.params, policies=policies, tokenizer=self.tokenizer, chunk=self.chunk)
         clock = Clock()
+        options: dict[str, Any] = {"tokenizer": self.tokenizer, "chunk": self.chunk, "clock": clock}
+        share: Callable[..., Iterator[KVCache]] = partial(prefill_each, self.params, policies=policies, **options)
         if columns[0][0].lead.size:  # each question has caches of its own, which begin with the text's
-            text = self._read(prompts, policies[0], clock, "never")
+            text = prefill(self.params, prompts, policy=policies[0], compress="never", **options)
             tallies = [Tally(self, batch) for _ in policies]
             for asks in columns:
                 leads = [ask.lead for ask in asks]
-                for tally, cache in zip(tallies, share(leads, cache=text, clock=clock), strict=True):
+                for tally, cache in zip(tallies, share(leads, cache=text), strict=True):
                     tally.add(cache, asks, clock)
             yield from ((tally.answers, tally.took) for tally in tallies)
             return
         one = len(policies) == 1  # then a layer is compressed before the next one reads
-        for cache in [self._read(prompts, policies[0], clock, "auto")] if one else share(prompts, clock=clock):
+        for cache in [prefill(self.params, prompts, policy=policies[0], **options)] if one else share(prompts):
             tally = Tally(self, batch)
             for asks in columns:
                 tally.add(cache, asks, clock)
             yield tally.answers, tally.took
-
-    def _read(self, prompts: Sequence[np.ndarray], policy: Policy, clock: Clock, compress: Compress) -> KVCache:
-        session = Session.open(
-            self.params, prompts, policy=policy, tokenizer=self.tokenizer, chunk=self.chunk, compress=compress
-        )
-        _, cache = read_prompt(
-            self.params,
-            session.cache,
-            session.batch.tokens,
-            session.batch.lengths,
-            room=0,
-            chunk=self.chunk,
-            compress=compress,
-            texts=session.texts,
-            clock=clock,
-        )
-        return cache
 
     def answer(self, cache: KVCache, asks: Sequence[Ask], new_tokens: int) -> Generation:
         """What follows each row's question."""

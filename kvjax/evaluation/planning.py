@@ -17,7 +17,6 @@ from kvjax.models import DecoderConfig
 from kvjax.plan import plan_cache
 from kvjax.policies import parse
 from kvjax.policy import Policy
-from kvjax.replay import ReplayScore
 
 MANY = 4  # policies a host
 
@@ -72,8 +71,7 @@ class Plan:
         of_policies = hosts > 1 and len(names) >= MANY * hosts
         if of_policies and names.index(cell.label) % hosts != index:
             return []
-        replays = isinstance(policy.score, ReplayScore) and policy.score.repeats_prompt
-        whole = replays or self.config.rope.depends_on_length
+        whole = policy.score.repeats_prompt or self.config.rope.depends_on_length
         asked = batches(readings(self.items, cell.question, whole), most, self.grid.mesh[0])
         return asked if of_policies else asked[index::hosts]
 

@@ -16,6 +16,8 @@ from kvjax.policy import Policy
 from kvjax.protocols import Attended, LayerShape, Moment
 from kvjax.replay import Encode, Pass, ReplayScore, Texts, as_ids
 
+from .projected import projected_norms
+
 
 class TaskWeights(NamedTuple):
     """What each slot received from the task's queries so far: softmax weights, reduced, and how many saw it."""
@@ -30,7 +32,7 @@ class TaskAttention(ReplayScore):
 
     A row's softmax is over all that it sees, entries of the task's own tokens included; only the prompt's are scored.
     On a mesh the mean over heads is taken once a prompt and layer, and where devices share a kv head its queries are
-    gathered once a pass.
+    gathered once a pass, and projected norms once a prompt and layer.
 
     Attributes:
         source: whose tokens. "replay": the prompt's, run a second time behind itself; "self": the prompt's as it is
@@ -40,7 +42,8 @@ class TaskAttention(ReplayScore):
         group: over the query group, each of whose heads was reduced over rows first.
         head_mean: add the mean of all kv heads' scores to each (equation 16). The heads of a layer must hold the same
             tokens in the same slots.
-        value_norm: weigh attention with the value's norm first (A.1.3).
+        value_norm: weigh attention with the L2 norm of the value, "v", or of what the query head's output projection
+            makes of it, "vo" (equations 26 and 27).
     """
 
     source: Literal["replay", "self", "prompt"] = "replay"
@@ -48,13 +51,15 @@ class TaskAttention(ReplayScore):
     rows: Literal["max", "mean", "sum"] = "max"
     group: Literal["mean", "max"] = "mean"
     head_mean: bool = True
-    value_norm: bool = False
+    value_norm: Literal["v", "vo"] | None = None
 
     def __post_init__(self) -> None:
         if self.source not in ("replay", "self", "prompt"):
             raise ValueError(f"source={self.source!r}: accepted are 'replay', 'self' and 'prompt'")
         if self.group not in ("mean", "max"):
             raise ValueError(f"group={self.group!r}: accepted are 'mean' and 'max'")
+        if self.value_norm not in (None, "v", "vo"):
+            raise ValueError(f"value_norm={self.value_norm!r}: accepted are 'v', 'vo' and None")
         Reduction(rows=self.rows)  # which refuses an unknown one
         if (self.source == "prompt") != bool(self.prompts):
             raise ValueError(
@@ -136,9 +141,13 @@ class TaskAttention(ReplayScore):
         weights, queries = entries.per_slot
         if self.rows == "mean":
             weights = weights / jnp.maximum(queries, 1)[:, :, None]
+        if self.value_norm == "v":
+            weights = weights * jnp.linalg.norm(entries.values.astype(jnp.float32), axis=-1)[:, :, None]
+        elif self.value_norm == "vo":
+            B, H, G, M = weights.shape
+            own = projected_norms(entries.values, moment, order=2).reshape(B, -1, M)
+            weights = weights * moment.heads.whole_groups(own).reshape(B, H, G, M)
         scores = fold(weights, self.group, axis=2)
-        if self.value_norm:
-            scores = scores * jnp.linalg.norm(entries.values.astype(jnp.float32), axis=-1)
         return scores + moment.heads.mean(scores) if self.head_mean else scores
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -85,16 +85,24 @@ class ProjectedValues(Score):
         return jnp.where(mark(chosen, entries.slots), weighed + above, weighed)
 
     def _norms(self, values: Float[Array, "B H M D"], moment: Moment) -> Float[Array, "B H M"]:
-        B, H, M, D = values.shape
-        output = moment.layer.output
-        output = output.reshape(H, -1, D, output.shape[-1])
-        blocks = -(-M // BLOCK)
-        values = jnp.pad(values, ((0, 0), (0, 0), (0, blocks * BLOCK - M), (0, 0)))
-        values = jnp.moveaxis(values.reshape(B, H, blocks, BLOCK, D), 2, 0)
+        own = jnp.mean(projected_norms(values, moment, order=1), axis=2)
+        B, H, M = own.shape
+        return jnp.mean(moment.heads.whole_groups(own).reshape(B, H, -1, M), axis=2)
 
-        def of_block(values: Float[Array, "B H K D"]) -> Float[Array, "B H G K"]:
-            projected = jnp.einsum("BHKD,HGDE->BHGKE", values, output, preferred_element_type=jnp.float32)
-            return jnp.mean(jnp.sum(jnp.abs(projected), axis=-1), axis=2)
 
-        norms = jnp.moveaxis(jax.lax.map(of_block, values), 0, 2).reshape(B, H, -1)[..., :M]
-        return jnp.mean(moment.heads.whole_groups(norms).reshape(B, H, -1, M), axis=2)
+def projected_norms(
+    values: Float[Array, "B H M D"], moment: Moment, *, order: Literal[1, 2]
+) -> Float[Array, "B H G M"]:
+    """The L1 or L2 norm of each value behind the layer's output projection, for each of this device's query heads."""
+    B, H, M, D = values.shape
+    output = moment.layer.output
+    output = output.reshape(H, -1, D, output.shape[-1])
+    blocks = -(-M // BLOCK)
+    values = jnp.pad(values, ((0, 0), (0, 0), (0, blocks * BLOCK - M), (0, 0)))
+    values = jnp.moveaxis(values.reshape(B, H, blocks, BLOCK, D), 2, 0)
+
+    def of_block(values: Float[Array, "B H K D"]) -> Float[Array, "B H G K"]:
+        projected = jnp.einsum("BHKD,HGDE->BHGKE", values, output, preferred_element_type=jnp.float32)
+        return jnp.linalg.norm(projected, ord=order, axis=-1)
+
+    return jnp.moveaxis(jax.lax.map(of_block, values), 0, 3).reshape(B, H, -1, blocks * BLOCK)[..., :M]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import LayerCache
+from kvjax.overwrite import change_block
 from kvjax.pallas_kernels import Reduction, compact, fold, window_scores
 from kvjax.policy import Policy
 from kvjax.protocols import Attended, LayerShape, Moment, Received, Score, SharedBudget, check_integer
@@ -304,11 +305,10 @@ class FoldedWindow(Score):
         if attended.received is None:
             return self._fold_all(entries, attended, ring), ring
         folds, position = entries.per_slot, attended.positions[:, 0]
-        b, column = jnp.arange(position.shape[0]), position // self.block % folds.shape[2]
-        begins = (position % self.block == 0)[:, None, None]
-        folded = self._join(jnp.where(begins, 0.0, folds[b, :, column]), attended.received)
-        own = jnp.where(position >= 0, column, folds.shape[2])  # the others are not written again
-        return folds.at[b, :, own].set(folded, mode="drop", unique_indices=True), ring
+        columns, received = folds.shape[2], attended.received[:, :, None]
+        begins = (position % self.block == 0)[:, None, None, None]
+        own = jnp.where(position >= 0, position // self.block % columns, columns)
+        return change_block(folds, own, lambda x: self._join(jnp.where(begins, 0.0, x), received)), ring
 
     def __call__(self, entries: LayerCache, moment: Moment) -> Float[Array, "B H M"]:
         scores = fold(entries.per_slot, self.reduction.rows, axis=2)

@@ -16,7 +16,7 @@ def kvcompose(
     rows: Literal["max", "mean", "sum"] = "max",
     group: Literal["mean", "max"] = "mean",
     head_mean: bool = True,
-    value_norm: bool = False,
+    value_norm: Literal["v", "vo"] | None = None,
     structured: bool = True,
     groups: int = 1,
     min_tokens: int = 0,
@@ -42,7 +42,8 @@ def kvcompose(
         rows: over the task's rows, "max" (the paper's setting), "mean" of those that see the entry, or "sum".
         group: over the query group, after rows.
         head_mean: equation 16; without it S = S2.
-        value_norm: S2 times the norm of the value (A.1.3).
+        value_norm: S1 times the norm of the value, "v", or of what the query head's output projection makes of it, "vo"
+            (A.1.3).
         structured: all heads of a layer keep as many. False: (layer, head) pairs compete with their S, and each really
             stores what it keeps, where kvpress masks.
         groups: for structured=False on a mesh: kv heads compete in so many groups, a multiple of the devices over which

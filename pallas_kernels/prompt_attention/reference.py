@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..tiling import pad
+from ..tiling import after_last, pad
 from ..visibility import visible
 
 BLOCK_Q = 256
@@ -56,7 +56,7 @@ def prompt_attention(
     padding = -N % block
     q = pad(q * scale, padding, axis=2).reshape(B, H, G, N + padding, D)
     t = pad(q_positions, padding, axis=1, value=-1)
-    occupied = jnp.max(jnp.where(k_positions[..., :S] >= 0, jnp.arange(1, S + 1), 0), initial=0)
+    occupied = jnp.max(after_last(k_positions[..., :S] >= 0))
 
     def tile(running: Running, rows: Array, t_rows: Array, start: Array, size: int, skip: Array) -> Running:
         """Adds `size` entries from `start` on, of which the first `skip` were counted before."""

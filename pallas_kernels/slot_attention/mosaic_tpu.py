@@ -33,7 +33,7 @@ from ..mosaic import (
 )
 from ..mosaic_codes import Rows, alike, cleared, logits_of, nbytes_of, read, slots_last, weighed
 from ..quantized import QuantizedArray, plain
-from ..tiling import Fold
+from ..tiling import Fold, after_last
 from ..visibility import visible
 from ..window_scores.mosaic_tpu import window_scores
 from ..window_scores.reference import Reduction
@@ -74,7 +74,7 @@ def slot_attention(
     entries = [jax.tree.map(partial(in_place, interpret=interpret), slots_last(x, turned)) for x in (k, v)]
     lanes = [x.reshape(B * H, 1, S) for x in (k_positions, bias) if x is not None]
     see = jnp.any(visible(q_positions, k_positions, window), axis=2)
-    bound = jnp.max(jnp.where(see, jnp.arange(1, S + 1), 0), axis=-1).reshape(-1)
+    bound = after_last(see).reshape(-1)
     tiles = ((bound + size - 1) // size).astype(jnp.int32)
 
     def tile(n: Array, j: Array, tiles: Any) -> Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..quantized import QuantizedArray, plain
-from ..tiling import Fold, fold
+from ..tiling import Fold, after_last, fold
 from ..triton_attention import attend, check
 from ..visibility import visible
 from ..window_scores import Reduction, window_scores
@@ -39,7 +39,7 @@ def slot_attention(
     B, Hq, W, D = q.shape
     H, S = k.shape[1:3]
     options: dict[str, Any] = {"scale": scale, "window": window, "bias": bias}
-    bound = jnp.max(jnp.where(k_positions >= 0, jnp.arange(1, S + 1), 0), axis=-1)
+    bound = after_last(k_positions >= 0)
     keeps = received is not None and Hq // H * W <= LOGITS
     rows = q.reshape(B, H, -1, D)
     found = attend(rows, k, v, q_positions, k_positions, bound, logits=keeps, interpret=interpret, **options)

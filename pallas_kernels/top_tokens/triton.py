@@ -59,8 +59,8 @@ def top_tokens_kernel(
 
     def read(j: Array | int) -> tuple[Array, Array]:
         """A tile's scores as unsigned integers in their order, 0 where there is none; and how early each came."""
-        held = j * tile + jnp.arange(tile) < entries
-        place = pl.ds(j * tile, tile)
+        place = j * tile + jnp.arange(tile)  # not a slice: one that is static may not reach beyond the array
+        held = place < entries
         x = plgpu.load(scores_ref.at[place], mask=held, other=-jnp.inf)
         bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)  # -0.0 is 0.0
         order = jnp.where(bits >= SIGN, ~bits, bits | SIGN)
@@ -121,6 +121,6 @@ def top_tokens_kernel(
 
     def clear(j: Array, _: None) -> None:
         slot = j * fill + jnp.arange(fill)
-        plgpu.store(index_ref.at[pl.ds(j * fill, fill)], jnp.full(fill, -1), mask=(slot >= total) & (slot < size))
+        plgpu.store(index_ref.at[slot], jnp.full(fill, -1), mask=(slot >= total) & (slot < size))
 
     jax.lax.fori_loop(0, pl.cdiv(size, fill), clear, None)

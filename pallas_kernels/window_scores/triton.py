@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from ..tiling import pad
+from ..tiling import after_last, pad
 from ..triton_attention import PROGRAMS, Blocks, attend, check, ends, power_of_two, product, sees
 from .reference import Reduction
 
@@ -58,7 +58,7 @@ def window_scores(
     H, M = k.shape[1:3]
     G = Hq // H
     q = q.reshape(B, H, G, W, D)
-    bound = jnp.max(jnp.where(k_positions >= 0, jnp.arange(1, M + 1), 0), axis=-1).astype(jnp.int32)
+    bound = after_last(k_positions >= 0)
     if lse is None:
         options: dict[str, Any] = {"scale": scale, "window": window, "bias": bias, "interpret": interpret}
         lse = attend(q.reshape(B, H, -1, D), k, None, q_positions, k_positions, bound, **options).lse

@@ -66,7 +66,7 @@ SPECS = {
     "keyformer": ("budget=12,recent=4",),
     "scissorhands": ("budget=12,window=8,recent=4,drop=0.25",),
     "dynamickv": ("budget=12,window=4,kernel=3,interval=1", "budget=0.5,window=3,kernel=3,code_rounding=True"),
-    "kvcompose": ("budget=12", "budget=0.5,source=self,rows=mean,structured=False,min_tokens=1"),
+    "kvcompose": ("budget=12", "budget=0.5,source=self,rows=mean,structured=False,min_tokens=1,value_norm=vo"),
     "kvcrush": (
         "base=snapkv,base.budget=12,base.window=4,base.kernel=3,share=0.5",
         "base=h2o,base.budget=12,base.recent=3,pick=kmeans,anchor=alternate",

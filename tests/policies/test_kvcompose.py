@@ -53,13 +53,24 @@ def task_weights(group: int, row: int, source: str) -> np.ndarray:
     return np.concatenate(parts, axis=-2)
 
 
-def equations(weights, values=None, rows="max", group="mean", head_mean=True):
-    """Equations 14 to 16: S [L, H, N]."""
+def equations(weights, norms=None, rows="max", group="mean", head_mean=True):
+    """Equations 14 to 16: S [L, H, N]; of attention that norms [L, H, G, N] weigh, where they are given."""
+    if norms is not None:
+        weights = weights * norms[..., None, :]
     s1 = weights.sum(axis=-2) / (weights > 0).sum(axis=-2) if rows == "mean" else getattr(weights, rows)(axis=-2)
     s2 = getattr(s1, group)(axis=2)
-    if values is not None:
-        s2 = s2 * np.linalg.norm(values, axis=-1)
     return s2 + s2.mean(axis=1, keepdims=True) if head_mean else s2
+
+
+def norms_of(params, values, kind):
+    """Of each value V: |V|, or |V W_O| with the rows of W_O that belong to the query head; [L, H, G, N]."""
+    if kind is None:
+        return None
+    if kind == "v":
+        return np.linalg.norm(values, axis=-1)[:, :, None]
+    _, H, _, D = values.shape
+    outputs = [np.asarray(layer.output).reshape(H, -1, D, layer.output.shape[-1]) for layer in params.attention_layers]
+    return np.stack([np.linalg.norm(v[:, None] @ w, axis=-1) for v, w in zip(values, outputs, strict=True)])
 
 
 def compose(scores, mean, structured=True, min_tokens=0, first_layer=False):
@@ -101,7 +112,7 @@ def test_retains_what_the_equations_keep(group: int, options: dict) -> None:
 
 @pytest.mark.parametrize(("source", "rows"), [("replay", "sum"), ("self", "mean"), ("prompt", "max")])
 def test_scores(source: str, rows: str) -> None:
-    """Reductions of every source, with and without the mean over heads and the value's norm."""
+    """Reductions of every source, with and without the mean over heads and the norms of values (26 and 27)."""
     params, group = decoder(4), 4
     policy = kvcompose(8, source, PROMPTS if source == "prompt" else "", rows)
     score = policy.score
@@ -110,13 +121,14 @@ def test_scores(source: str, rows: str) -> None:
         score.passes(*map(jnp.asarray, tiny.left_pad(ROWS, SIZE)), score.texts(None)) if source != "self" else ()
     ):
         cache = replay(params, cache, part)
-    for fold, head_mean, value_norm in (("mean", True, False), ("max", True, True), ("max", False, False)):
+    variants = (("mean", True, None), ("max", True, "v"), ("max", False, "vo"), ("mean", False, "vo"))
+    for fold, head_mean, value_norm in variants:
         variant = replace(score, group=fold, head_mean=head_mean, value_norm=value_norm)
         for i, (record, layer) in enumerate(zip(params.attention_layers, cache.layers, strict=True)):
             ours = np.asarray(variant(layer, Moment(cache.length, record)))
             for b, row in enumerate(ROWS):
-                values = reader(group, b).values() if value_norm else None
-                expected = equations(task_weights(group, b, source), values, rows, fold, head_mean)[i]
+                norms = norms_of(params, reader(group, b).values(), value_norm)
+                expected = equations(task_weights(group, b, source), norms, rows, fold, head_mean)[i]
                 held = np.asarray(layer.positions[b])
                 by_position = np.zeros_like(expected)
                 for h in range(len(held)):
@@ -233,6 +245,7 @@ def test_g8d_rows_before_group() -> None:
         (lambda: kvcompose(8, "prompt", ((), (1,))), "none empty"),
         (lambda: kvcompose(8, rows="median"), "rows='median'"),
         (lambda: kvcompose(8, group="sum"), "group='sum': accepted are 'mean' and 'max'"),
+        (lambda: kvcompose(8, value_norm=True), "value_norm=True: accepted are 'v', 'vo' and None"),
         (lambda: kvcompose(8, groups=2), "groups=2 with structured=True"),
         (lambda: kvcompose(8, structured=False, first_layer=True), "first_layer=True with structured=False"),
         (lambda: replace(kvcompose(8), budget=Fixed(8)), "TaskAttention with source='replay' .* Fixed"),
