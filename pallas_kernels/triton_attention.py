@@ -20,20 +20,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
+from .blocks import Blocks, Work, measured, power_of_two
 from .quantized import QuantizedArray
 from .tiling import pad
 
 PROGRAMS = 264  # at a time: two for each core of an H100
 SPLITS = 64  # at most
-
-
-class Blocks(NamedTuple):
-    """How the work is cut. Numbers of rows and slots are powers of two, 16 or more."""
-
-    rows: int
-    slots: int
-    warps: int
-    stages: int
 
 
 class Attended(NamedTuple):
@@ -50,18 +42,17 @@ class Attended(NamedTuple):
     logits: Float[Array, "B H R T"] | None
 
 
-def power_of_two(size: int, least: int = 16) -> int:
-    """The next one at or above `size`: Triton knows no other sizes, and its matrix products none below 16."""
-    return max(least, pl.next_power_of_2(size))
+def blocks_for(rows: int, k: Any) -> Blocks:
+    """As measured on this GPU, or by the number of rows a kv head, the head dimension and what a number takes.
 
-
-def blocks_for(rows: int, head_dim: int, dtype: Any, quantized: bool = False) -> Blocks:
-    """By the number of rows a kv head, the head dimension and its dtype.
-
-    Keys and values of a tile take 32 KiB, three of which a core of any GPU since the A100 holds twice. `quantized` ones
+    Keys and values of a tile take 32 KiB, three of which a core of any GPU since the A100 holds twice. Quantised ones
     take less of that, but registers twice, as codes and as numbers.
     """
-    if jnp.dtype(dtype).itemsize == 4:  # no tensor cores, and registers instead
+    found = measured(Work.of("attend", rows, k))
+    if found is not None:
+        return found
+    quantized, head_dim = isinstance(k, QuantizedArray), k.shape[-1]
+    if jnp.dtype(k.dtype).itemsize == 4:  # no tensor cores, and registers instead
         return Blocks(min(power_of_two(rows), 32), 16 if quantized else 32, warps=8, stages=2)
     slots = max(16, 8 * 1024 // power_of_two(head_dim))
     if quantized and rows > 32:
@@ -174,7 +165,7 @@ def attend(
     P, T = k.shape[1:3]
     W = q_positions.shape[1]
     Dp = power_of_two(D)
-    blocks = blocks or blocks_for(R, D, k.dtype, isinstance(k, QuantizedArray))
+    blocks = blocks or blocks_for(R, k)
     row_blocks = pl.cdiv(R, blocks.rows)
     splits = max(1, min(PROGRAMS // (B * H * row_blocks), pl.cdiv(T, 4 * blocks.slots), SPLITS))
     ragged = start is not None or T % blocks.slots != 0 or blocks.slots > T

@@ -68,7 +68,7 @@ def seconds(call: Callable[..., Any], sets: Sequence[Sequence[Any]], calls: int,
 def several(draw: Callable[[Any], Sequence[Any]]) -> list[Sequence[Any]]:
     """Sets of arrays, as many as no cache holds, but 16 at most."""
     first = draw(jax.random.key(0))
-    count = -(-ROTATED // sum(x.nbytes for x in first))
+    count = -(-ROTATED // sum(x.nbytes for x in jax.tree.leaves(first)))
     return [first, *(draw(jax.random.key(i)) for i in range(1, min(max(count, 2), 16)))]
 
 
@@ -87,11 +87,13 @@ def rates(small: bool, calls: int, repeats: int) -> dict[str, float]:
     return {"bytes": 2 * 2 * size / copy, "operations": 2 * side**3 / product}
 
 
-def slots_of(key: Any, batch: int, heads: int, slots: int, rows: int, group: int, dtype: Any) -> list[Any]:
+def slots_of(
+    key: Any, batch: int, heads: int, slots: int, rows: int, group: int, dtype: Any, head_dim: int = DIM
+) -> list[Any]:
     """q, k, v, the positions of the queries and of full slots."""
     kq, kk, kv = jax.random.split(key, 3)
-    q = jax.random.normal(kq, (batch, heads * group, rows, DIM), dtype)
-    k, v = (jax.random.normal(x, (batch, heads, slots, DIM), dtype) for x in (kk, kv))
+    q = jax.random.normal(kq, (batch, heads * group, rows, head_dim), dtype)
+    k, v = (jax.random.normal(x, (batch, heads, slots, head_dim), dtype) for x in (kk, kv))
     at = jnp.broadcast_to(jnp.arange(slots - rows, slots), (batch, rows))
     return [q, k, v, at, jnp.broadcast_to(jnp.arange(slots), (batch, heads, slots))]
 

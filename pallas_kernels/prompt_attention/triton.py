@@ -42,7 +42,7 @@ def prompt_attention(
         except (ImportError, NotImplementedError, RuntimeError):  # not installed, or not for such heads or GPUs
             pass
     rows = q.reshape(B, H, -1, D)
-    blocks = blocks_for(rows.shape[2], D, q.dtype)
+    blocks = blocks_for(rows.shape[2], k)
     t = jnp.tile(q_positions, (1, Hq // H))
     t = pad(t, -t.shape[1] % blocks.rows, axis=1, value=-1)
     seen = sees(t, k_positions, blocks, window=window)

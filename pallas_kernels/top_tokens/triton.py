@@ -17,7 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from ..triton_attention import check_device, power_of_two
+from ..blocks import power_of_two
+from ..triton_attention import check_device
 
 TILE = 8192
 ROUNDS = 16  # of two bits

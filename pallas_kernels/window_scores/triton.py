@@ -16,16 +16,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
+from ..blocks import Blocks, Work, measured, power_of_two
 from ..tiling import after_last, pad
-from ..triton_attention import PROGRAMS, Blocks, attend, check, ends, power_of_two, product, sees
+from ..triton_attention import PROGRAMS, attend, check, ends, product, sees
 from .reference import Reduction
 
 DEFAULT = Reduction()
 
 
-def blocks_for(rows: int, head_dim: int, dtype: Any) -> Blocks:
-    """By the number of query rows that are reduced as one, the head dimension and its dtype."""
-    if jnp.dtype(dtype).itemsize == 4 or head_dim > 128:
+def blocks_for(rows: int, k: Any) -> Blocks:
+    """As measured on this GPU, or by the number of query rows that are reduced as one, the head dimension and dtype."""
+    found = measured(Work.of("window_scores", rows, k))
+    if found is not None:
+        return found
+    if jnp.dtype(k.dtype).itemsize == 4 or k.shape[-1] > 128:
         return Blocks(min(power_of_two(rows), 32), 32, warps=4, stages=2)
     if rows <= 128:
         return Blocks(power_of_two(rows), 64, warps=4, stages=3)
@@ -70,7 +74,7 @@ def window_scores(
     if together:  # the two reductions are one, over rows in the order of their queries
         q, lse = (jnp.swapaxes(x, 2, 3).reshape(B, H, 1, W * G, *x.shape[4:]) for x in (q, lse))
         t = jnp.repeat(t, G, axis=1)
-    blocks = blocks or blocks_for(q.shape[3], D, k.dtype)
+    blocks = blocks or blocks_for(q.shape[3], k)
     spare = -q.shape[3] % blocks.rows
     q, lse, t = pad(q, spare, 3), pad(lse, spare, 3, jnp.inf), pad(t, spare, 1, -1)
     F, R = q.shape[2:4]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvjax.pallas_kernels import QuantizedArray
+from kvjax.pallas_kernels.blocks import Blocks
 from tests.pallas_kernels.cases import (
     PROMPT_CASES,
     QUANTIZED_CASES,
@@ -61,7 +62,7 @@ def test_segment_attention(case, lanes):
 @pytest.mark.parametrize("case", WINDOW_CASES, ids=str)
 def test_window_scores(case):
     """With a GPU's tiles where queries are few, and small ones, of which there are several, where they are not."""
-    blocks = attention.Blocks(16, 16, warps=1, stages=1) if case.queries >= 20 else None
+    blocks = Blocks(16, 16, warps=1, stages=1) if case.queries >= 20 else None
     check_window(jitted(window.window_scores, blocks=blocks), case)
 
 
@@ -130,7 +131,7 @@ def test_tiles_beyond_the_last_occupied_slot_are_not_read(bound):
     k, v = rng.normal(size=(2, 1, 1, slots, 128)).astype(np.float32)
     p = np.where(np.arange(slots) < bound, np.arange(slots), -1)[None, None]
     read = -(-bound // tile) * tile
-    assert attention.blocks_for(2, 128, jnp.float32).slots == tile
+    assert attention.blocks_for(2, k).slots == tile
     kernel = jax.jit(partial(slot.slot_attention, scale=0.1, interpret=True))
     for first, spoilt in ((read, False), (read - 1, True)):
         values = np.where(np.arange(slots)[:, None] < first, v, np.nan)

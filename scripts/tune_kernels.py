@@ -1,0 +1,150 @@
+"""Finds how the Triton kernels are best cut on this GPU, and writes it into the table that they look into.
+
+    python scripts/tune_kernels.py > tune_kernels.jsonl            # on a GPU
+    python scripts/tune_kernels.py --small                         # anywhere, to see that it runs; nothing is written
+
+Every kind of work is timed as scripts/bench_kernels.py does it, in each cut of a grid of rows, slots, warps and stages,
+and first as the kernel's rule has it. A cut that the compiler refuses is passed over; one whose result is not the
+reference's ends the program with an error. The best goes into pallas_kernels/blocks.json if it takes less time than the
+rule's by `--gain`, so that noise changes nothing. Standard output is JSON lines: every measurement, then the best.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from bench_kernels import HEADS, Case, check, seconds, several, slots_of
+
+from kvjax import pallas_kernels
+from kvjax.pallas_kernels import QuantizedArray, Reduction
+from kvjax.pallas_kernels.blocks import TABLE, Blocks, Work, power_of_two, table
+
+WRITTEN = Path(__file__).resolve().parents[1] / "pallas_kernels" / TABLE.name
+
+
+def attend(head_dim: int, rows: int, bits: int, small: bool) -> tuple[Work, Case]:
+    """Query rows over the slots of a batch of caches, in 16 bits or fewer."""
+    dtype, batch, slots = (jnp.float32, 1, 128) if small else (jnp.bfloat16, 8, 8192)
+    width = jnp.dtype(dtype).itemsize * 8
+
+    def draw(key: Any) -> Sequence[Any]:
+        group = min(rows, 8)
+        q, k, v, *positions = slots_of(key, batch, HEADS, slots, rows // group, group, dtype, head_dim)
+        if bits < width:
+            k, v = (QuantizedArray.of(x, bits, 32) for x in (k, v))
+        return [q, k, v, *positions]
+
+    case = Case(
+        "slot_attention",
+        {"head_dim": head_dim, "rows": rows, "bits": bits},
+        lambda *arrays: pallas_kernels.slot_attention(*arrays, scale=head_dim**-0.5)[:2],
+        draw,
+        (2 * batch * HEADS * slots * head_dim * bits // 8, "bytes"),
+    )
+    return Work.of("attend", rows, draw(jax.random.key(0))[1]), case
+
+
+def window_scores(head_dim: int, rows: int, small: bool) -> tuple[Work, Case]:
+    """Scores of a prompt by its last queries, or by all where these are many."""
+    dtype, keys = (jnp.float32, 128) if small else (jnp.bfloat16, 65_536 if rows <= 128 else 8192)
+    draw = partial(
+        slots_of,
+        batch=1,
+        heads=HEADS,
+        slots=keys,
+        rows=rows // 4 if rows <= 128 else keys,
+        group=4,
+        dtype=dtype,
+        head_dim=head_dim,
+    )
+    case = Case(
+        "window_scores",
+        {"head_dim": head_dim, "rows": rows},
+        lambda q, k, v, t, p: pallas_kernels.window_scores(
+            q, k, t, p, scale=head_dim**-0.5, lse=jnp.full(q.shape[:3], 8.0), reduction=Reduction()
+        ),
+        draw,
+        (HEADS * keys * head_dim * jnp.dtype(dtype).itemsize, "bytes"),
+    )
+    return Work.of("window_scores", rows, draw(jax.random.key(0))[1]), case
+
+
+def works(small: bool) -> Iterator[tuple[Work, Case]]:
+    if small:
+        yield attend(64, 4, 32, small)
+        yield attend(64, 4, 8, small)
+        yield window_scores(64, 32, small)
+        return
+    for head_dim in (64, 128, 256):
+        for rows in (8, 32, 64, 256):
+            yield attend(head_dim, rows, 16, small)
+        for bits in (8, 4):
+            yield attend(head_dim, 8, bits, small)
+        for rows in (32, 128, 256):
+            yield window_scores(head_dim, rows, small)
+
+
+def cuts(work: Work, small: bool) -> Iterator[Blocks]:
+    rows = [power_of_two(work.rows)] if work.rows <= 64 else [32, 64, 128]
+    slots, warps, stages = ((16, 32), (4,), (2,)) if small else ((32, 64, 128, 256), (2, 4, 8), (2, 3, 4))
+    yield from itertools.starmap(Blocks, itertools.product(rows, slots, warps, stages))
+
+
+def measure(work: Work, case: Case, tried: Sequence[Blocks], **timed: int) -> Iterator[tuple[Blocks | None, float]]:
+    """Each cut that the compiler takes, the rule's as None, with its seconds; it stays in the kernels' table after."""
+    kind, sets = jax.devices()[0].device_kind, several(case.draw)
+    for cut in (None, *tried):
+        table().setdefault(kind, {}).pop(work.name, None)
+        if cut is not None:
+            table()[kind][work.name] = list(cut)
+        jax.clear_caches()  # of programs with another cut
+        line = {"device": kind, "work": work.name, "cut": cut}
+        try:
+            check(case, sets[0])
+            taken = seconds(jax.jit(case.call), sets, **timed)
+        except Exception as error:  # too much shared memory, or whatever else a compiler may say
+            print(json.dumps(line | {"refused": str(error).splitlines()[0]}), flush=True)
+        else:
+            print(json.dumps(line | {"seconds": taken}), flush=True)
+            yield cut, taken
+
+
+def choose(work: Work, taken: dict[Blocks | None, float], gain: float) -> None:
+    """Leaves the best cut in the kernels' table, or none if the rule's is as good."""
+    kind, best = jax.devices()[0].device_kind, min(taken, key=lambda cut: taken[cut])
+    gained = 1 - taken[best] / taken.get(None, float("inf"))
+    table()[kind].pop(work.name, None)
+    if best is not None and gained >= gain:
+        table()[kind][work.name] = list(best)
+    print(json.dumps({"device": kind, "work": work.name, "best": best, "gained": gained}), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", nargs="+", default=[""], help="only work whose name begins so")
+    parser.add_argument("--small", action="store_true", help="a few cuts, interpreted, at sizes for any machine")
+    parser.add_argument("--calls", type=int, default=20, help="in a row, for a measurement")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--gain", type=float, default=0.03, help="the least that a cut must win over the rule's")
+    arguments = parser.parse_args()
+    small, timed = arguments.small, {"calls": arguments.calls, "repeats": arguments.repeats}
+    if not small and pallas_kernels.implementations()["slot_attention"].name != "triton":
+        parser.error("there is no GPU here, or KVJAX_KERNELS asks for something else; accepted anywhere is --small")
+    with pallas_kernels.use("triton-interpret" if small else "default"):
+        for work, case in works(small):
+            if work.name.startswith(tuple(arguments.work)):
+                choose(work, dict(measure(work, case, list(cuts(work, small)), **timed)), arguments.gain)
+                if not small:
+                    WRITTEN.write_text(json.dumps(table(), indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""The tuner tries every cut, and leaves the best one in the table where it gains something."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import jax
+import pytest
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+
+
+@pytest.fixture
+def script(monkeypatch) -> ModuleType:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    spec = importlib.util.spec_from_file_location("tune_kernels", SCRIPTS / "tune_kernels.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    kept: dict[str, dict[str, list[int]]] = {}
+    monkeypatch.setattr(module, "table", lambda: kept)
+    return module
+
+
+@pytest.mark.parametrize(("fastest", "chosen"), [(0.5, [16, 32, 4, 2]), (0.99, None)])
+def test_the_best_cut_is_kept_if_it_gains(
+    script, monkeypatch, capsys, fastest: float, chosen: list[int] | None
+) -> None:
+    work, case = script.attend(64, 4, 32, small=True)
+    kind = jax.devices()[0].device_kind
+    found, wrong, refused = script.Blocks(16, 32, 4, 2), script.Blocks(16, 16, 4, 2), script.Blocks(16, 64, 4, 2)
+
+    def current() -> list[int] | None:
+        return script.table()[kind].get(work.name)
+
+    def check(case, arrays) -> float:
+        if current() == list(refused):
+            raise RuntimeError("too much shared memory\nand where")
+        return 0.0
+
+    monkeypatch.setattr(script, "check", check)
+    monkeypatch.setattr(script, "seconds", lambda *args, **timed: fastest if current() == list(found) else 1.0)
+    taken = dict(script.measure(work, case, [wrong, refused, found]))
+    assert taken == {None: 1.0, wrong: 1.0, found: fastest}
+    script.choose(work, taken, gain=0.03)
+    assert current() == chosen
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[2]["refused"] == "too much shared memory"
+    assert lines[-1]["best"] == list(found)
+
+
+def test_a_wrong_result_ends_it(script, monkeypatch) -> None:
+    work, case = script.attend(64, 4, 32, small=True)
+
+    def check(case, arrays) -> float:
+        raise SystemExit("apart")
+
+    monkeypatch.setattr(script, "check", check)
+    with pytest.raises(SystemExit, match="apart"):
+        dict(script.measure(work, case, []))
+
+
+def test_every_small_work_has_cuts_and_a_name_of_its_own(script) -> None:
+    works = [work for work, _ in script.works(small=True)]
+    assert len({work.name for work in works}) == len(works)
+    assert all(list(script.cuts(work, small=True)) for work in works)
+
+
+def test_without_a_gpu_it_says_so(script, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["tune_kernels.py"])
+    with pytest.raises(SystemExit):
+        script.main()
+    assert "there is no GPU here" in capsys.readouterr().err
