@@ -200,7 +200,7 @@ def decoding(
             own = jnp.repeat(entries.occupancy - 1, q.shape[1] // k.shape[1], axis=1)
             q = rotated(layer, q, own[..., None], rope)
         wish = policy.score.received if observes else None
-        context, lse, received = slot_attention(
+        context, lse, received, _ = slot_attention(
             heads.whole_groups(q) if wish else q,
             keys,
             shown.values,

@@ -8,16 +8,18 @@ from .dispatch import Implementation, implementations, use
 from .prompt_attention import prompt_attention
 from .quantized import QuantizedArray, Stored, plain, updated
 from .segment_attention import PAGE, pages, segment_attention
-from .slot_attention import slot_attention
+from .slot_attention import Asked, SlotAttention, slot_attention
 from .tiling import after_last, fold
 from .top_tokens import compact, top_counts, top_tokens
 from .window_scores import Reduction, window_scores
 
 __all__ = [
     "PAGE",
+    "Asked",
     "Implementation",
     "QuantizedArray",
     "Reduction",
+    "SlotAttention",
     "Stored",
     "after_last",
     "compact",

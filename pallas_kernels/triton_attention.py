@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -35,26 +35,55 @@ class Attended(NamedTuple):
         out: in v's dtype; None if there were no values.
         lse: -inf where nothing is visible, and `out` then 0.
         logits: of each slot, biased and with -inf where it is not visible; undefined beyond `used`.
+        scores: what each slot received from the rows that were asked; undefined beyond `used`.
     """
 
     out: Float[Array, "B H R D"] | None
     lse: Float[Array, "B H R"]
     logits: Float[Array, "B H R T"] | None
+    scores: Float[Array, "B H T"] | None
 
 
-def blocks_for(rows: int, k: Any) -> Blocks:
+class AskedRows(NamedTuple):
+    """Query rows that have attended before, and are asked on the way what they give to each slot.
+
+    Attributes:
+        lse: inf for a row that gives nothing.
+    """
+
+    queries: Float[Array, "B H N D"]
+    lse: Float[Array, "B H N"]
+    positions: Int[Array, "B N"]
+
+
+class Joins(NamedTuple):
+    """How what asked rows give becomes one number: tiles of rows one by one, then the rows of what that makes.
+
+    Attributes:
+        size: rows of a tile, which divides their number; a power of two, 16 or more.
+        tiles: "sum" or "max".
+        rows: likewise.
+    """
+
+    size: int
+    tiles: str
+    rows: str
+
+
+def blocks_for(rows: int, k: Any, asked: int = 0) -> Blocks:
     """As measured on this GPU, or by the number of rows a kv head, the head dimension and what a number takes.
 
     Keys and values of a tile take 32 KiB, three of which a core of any GPU since the A100 holds twice. Quantised ones
-    take less of that, but registers twice, as codes and as numbers.
+    take less of that, but registers twice, as codes and as numbers. More than 32 rows that are `asked` besides take the
+    room of half a tile.
     """
-    found = measured(Work.of("attend", rows, k))
+    found = None if asked else measured(Work.of("attend", rows, k))
     if found is not None:
         return found
-    quantized, head_dim = isinstance(k, QuantizedArray), k.shape[-1]
+    quantized, head_dim, part = isinstance(k, QuantizedArray), k.shape[-1], 2 if asked > 32 else 1
     if jnp.dtype(k.dtype).itemsize == 4:  # no tensor cores, and registers instead
-        return Blocks(min(power_of_two(rows), 32), 16 if quantized else 32, warps=8, stages=2)
-    slots = max(16, 8 * 1024 // power_of_two(head_dim))
+        return Blocks(min(power_of_two(rows), 32), 16 if quantized else 32 // part, warps=8, stages=2)
+    slots = max(16, 8 * 1024 // power_of_two(head_dim) // part)
     if quantized and rows > 32:
         return Blocks(64 if head_dim <= 128 else 32, max(16, slots // 2), warps=4, stages=3)
     if rows > 64 and head_dim <= 128:
@@ -149,6 +178,8 @@ def attend(
     window: int | None = None,
     bias: Float[Array, "B P T"] | None = None,
     logits: bool = False,
+    asked: AskedRows | None = None,
+    joins: Joins | None = None,
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> Attended:
@@ -156,16 +187,18 @@ def attend(
 
     Args:
         k, v: P lanes of T slots, H / P consecutive heads to a lane.
-        used: how many slots are looked at; none whose query positions are all -1.
+        used: how many slots are looked at; none where the positions of all queries, those asked too, are -1.
         start: where a head's slots begin in its lane; at 0 if None.
         span: the first tile that each block of rows looks at, and the one after the last; all that are used if None.
         logits: whether to return them.
+        asked: rows that are asked besides, if all that attend fit into one block and each head has a lane of its own.
+        joins: how what they give is joined.
     """
     B, H, R, D = q.shape
     P, T = k.shape[1:3]
     W = q_positions.shape[1]
     Dp = power_of_two(D)
-    blocks = blocks or blocks_for(R, k)
+    blocks = blocks or blocks_for(R, k, 0 if asked is None else asked.lse.shape[2])
     row_blocks = pl.cdiv(R, blocks.rows)
     splits = max(1, min(PROGRAMS // (B * H * row_blocks), pl.cdiv(T, 4 * blocks.slots), SPLITS))
     ragged = start is not None or T % blocks.slots != 0 or blocks.slots > T
@@ -195,9 +228,23 @@ def attend(
     if logits:
         found["logits"] = jax.ShapeDtypeStruct((B, H, R, T), jnp.float32)
         specs["logits"] = head(R, T)
+    asked_specs = None
+    if asked is not None:
+        N = asked.positions.shape[1]
+        rows: list[Any] = [head(N, Dp), head(N), pl.BlockSpec((None, N), lambda s, i, h, b: (b, 0))]
+        asked_specs = AskedRows(*rows)
+        found["scores"] = jax.ShapeDtypeStruct((B, H, T), jnp.float32)
+        specs["scores"] = head(T)
     results = pl.pallas_call(
         partial(
-            attend_kernel, blocks=blocks, splits=splits, sizes=(R, W, D), scale=scale, window=window, ragged=ragged
+            attend_kernel,
+            blocks=blocks,
+            splits=splits,
+            sizes=(R, W, D),
+            scale=scale,
+            window=window,
+            ragged=ragged,
+            joins=joins,
         ),
         grid=(splits, row_blocks, H, B),
         in_specs=[
@@ -210,14 +257,15 @@ def attend(
             None if start is None else head(),
             None if span is None else head(row_blocks, 2),
             None if bias is None else lane(T),
+            asked_specs,
         ],
         out_specs=specs,
         out_shape=found,
         compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=interpret,
-    )(q, k, v, q_positions, k_positions, used.astype(jnp.int32), start, span, bias)
+    )(q, k, v, q_positions, k_positions, used.astype(jnp.int32), start, span, bias, asked)
     out, lse = join(results.get("out"), results["lse"], q.dtype, interpret=interpret)
-    return Attended(out, lse, results.get("logits"))
+    return Attended(out, lse, results.get("logits"), results.get("scores"))
 
 
 def join(
@@ -271,6 +319,7 @@ def attend_kernel(
     start_ref: Any,
     span_ref: Any,
     bias_ref: Any,
+    asked_refs: Any,
     found: dict[str, Any],
     *,
     blocks: Blocks,
@@ -279,15 +328,24 @@ def attend_kernel(
     scale: float,
     window: int | None,
     ragged: bool,
+    joins: Joins | None,
 ) -> None:
     R, W, D = sizes
     Dp = q_ref.shape[-1]
     s, i = pl.program_id(0), pl.program_id(1)
     row = i * blocks.rows + jnp.arange(blocks.rows)
     held_row = (row < R)[:, None]
-    q = [plgpu.load(q_ref.at[:, c], mask=held_row & mask, other=0) for c, mask in channels(parts(k_ref), D, Dp)]
+    of_keys = channels(parts(k_ref), D, Dp)
+    q = [plgpu.load(q_ref.at[:, c], mask=held_row & mask, other=0) for c, mask in of_keys]
     t = plgpu.load(t_ref.at[jax.lax.rem(row, W)], mask=row < R, other=-1)
-    used = jnp.where(jnp.max(t) >= 0, used_ref[()], 0)
+    newest, besides = jnp.max(t), []
+    if joins is not None:  # kept for all tiles of slots
+        for begin in range(0, asked_refs.lse.shape[0], joins.size):
+            rows = pl.ds(begin, joins.size)
+            queries = [plgpu.load(asked_refs.queries.at[rows, c], mask=mask, other=0) for c, mask in of_keys]
+            besides.append((queries, asked_refs.lse[rows], asked_refs.positions[rows]))
+            newest = jnp.maximum(newest, jnp.max(besides[-1][2]))
+    used = jnp.where(newest >= 0, used_ref[()], 0)
     start = 0 if start_ref is None else start_ref[()]
     last = jax.lax.div(used + blocks.slots - 1, blocks.slots)
     first = 0 if span_ref is None else span_ref[i, 0]
@@ -317,16 +375,27 @@ def attend_kernel(
         held = slot < used
         place = pl.ds(start + j * blocks.slots, blocks.slots)
         p = plgpu.load(p_ref.at[place], mask=held, other=-1)[None]
-        logits = sum(product(x, y.T) for x, y in zip(q, numbers(k_ref, place, held), strict=True)) * scale
-        if bias_ref is not None:
-            logits += plgpu.load(bias_ref.at[place], mask=held, other=0)[None]
-        seen = (p >= 0) & (p <= t[:, None])
-        if window is not None:
-            seen &= t[:, None] - p < window
-        logits = jnp.where(seen, logits, -jnp.inf)
+        keys = numbers(k_ref, place, held)
+        bias = None if bias_ref is None else plgpu.load(bias_ref.at[place], mask=held, other=0)[None]
+
+        def logits_of(q: list[Array], t: Array) -> Array:
+            logits = sum(product(x, y.T) for x, y in zip(q, keys, strict=True)) * scale
+            if bias is not None:
+                logits += bias
+            seen = (p >= 0) & (p <= t[:, None])
+            if window is not None:
+                seen &= t[:, None] - p < window
+            return jnp.where(seen, logits, -jnp.inf)
+
+        logits = logits_of(q, t)
         if "logits" in found:
             rows = pl.ds(i * blocks.rows, blocks.rows)
             plgpu.store(found["logits"].at[rows, place], logits, mask=(row < R)[:, None] & held[None])
+        if joins is not None:
+            join = jnp.maximum if joins.tiles == "max" else jnp.add
+            scores = reduce(join, [jnp.exp(logits_of(queries, at) - lse[:, None]) for queries, lse, at in besides])
+            scores = jnp.max(scores, axis=0) if joins.rows == "max" else jnp.sum(scores, axis=0)
+            plgpu.store(found["scores"].at[place], scores, mask=held)
         higher = jnp.maximum(peak, jnp.max(logits, axis=1))
         finite = jnp.where(higher == -jnp.inf, 0.0, higher)
         weights = jnp.exp(logits - finite[:, None])

@@ -2,7 +2,8 @@
 
 from ..dispatch import dispatch
 from . import reference
+from .reference import Asked, SlotAttention
 
 slot_attention = dispatch(reference.slot_attention, "triton", "mosaic_tpu")
 
-__all__ = ["slot_attention"]
+__all__ = ["Asked", "SlotAttention", "slot_attention"]

@@ -33,13 +33,15 @@ from ..mosaic import (
 )
 from ..mosaic_codes import Rows, alike, cleared, logits_of, nbytes_of, read, slots_last, weighed
 from ..quantized import QuantizedArray, plain
-from ..tiling import Fold, after_last
+from ..tiling import Fold, after_last, pad
 from ..visibility import visible
 from ..window_scores.mosaic_tpu import window_scores
 from ..window_scores.reference import Reduction
+from .reference import Asked, SlotAttention
 
 TILE_BYTES = 256 << 10  # of keys, and of values
 ROWS = 2048  # of queries a kv head, at most
+ASKED = 512  # of those that are asked besides; more are in a pass of their own
 
 
 def slot_attention(
@@ -53,8 +55,9 @@ def slot_attention(
     window: int | None = None,
     bias: Float[Array, "B H S"] | None = None,
     received: Fold | None = None,
+    asked: Asked | None = None,
     interpret: Interpret = False,
-) -> tuple[Float[Array, "B Hq W D"], Float[Array, "B Hq W"], Float[Array, "B H S"] | None]:
+) -> SlotAttention:
     """As `reference.slot_attention`, which says what it computes.
 
     Raises NotImplementedError for float16, for more query rows than fit the chip's memory with a tile of keys, and for
@@ -69,11 +72,16 @@ def slot_attention(
     R, stacked = rows.height, rows.queries.shape[-2]
     if stacked > ROWS:
         raise NotImplementedError(f"{stacked} query rows a kv head; at most {ROWS} are taken")
-    size = tile_size(S, entries_of_a_tile(nbytes_of(k), stacked))
+    fits = asked is not None and G * asked.positions.shape[1] <= ASKED and asked.reduction.rows != "mean"
+    besides = _besides(asked, k, H) if fits and asked is not None else ()
+    size = tile_size(S, entries_of_a_tile(nbytes_of(k), stacked + (besides[0].shape[-2] if besides else 0)))
     turned = lies_turned(rows.queries.shape[-1])
     entries = [jax.tree.map(partial(in_place, interpret=interpret), slots_last(x, turned)) for x in (k, v)]
     lanes = [x.reshape(B * H, 1, S) for x in (k_positions, bias) if x is not None]
     see = jnp.any(visible(q_positions, k_positions, window), axis=2)
+    if besides and asked is not None:
+        may = (k_positions >= 0) & jnp.any(asked.positions >= 0, axis=1)[:, None, None]
+        see |= may
     bound = after_last(see).reshape(-1)
     tiles = ((bound + size - 1) // size).astype(jnp.int32)
 
@@ -83,6 +91,9 @@ def slot_attention(
 
     def whole(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, *shape), lambda n, j, tiles: (n, *(0,) * len(shape)))
+
+    def of_row(rows: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, rows, 1), lambda n, j, tiles: (div(n, H), 0, 0))
 
     def along(lines: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, lines, size), lambda n, j, tiles: (n, 0, tile(n, j, tiles)))
@@ -99,6 +110,9 @@ def slot_attention(
     out_specs = [whole(*rows.shape), whole(R, 1)]
     out_shape = [jax.ShapeDtypeStruct((B * H, *rows.shape), q.dtype), jax.ShapeDtypeStruct((B * H, R, 1), jnp.float32)]
     scratch = Softmax.scratch(rows.shape)
+    if besides:
+        out_specs.append(along(1))
+        out_shape.append(jax.ShapeDtypeStruct((B * H, 1, S), jnp.float32))
     # What slots received is known when the last tile gave the log-sum-exp: all logits stay on the chip till then.
     kept = round_up(S, size)
     keeps = received is not None and 4 * kept * (round_up(R, SUBLANES) + 2 * SUBLANES) <= VMEM // 2
@@ -114,18 +128,23 @@ def slot_attention(
         window=window,
         turned=turned,
         biased=bias is not None,
-        fold=(received, G) if received and keeps else None,
+        reduction=asked.reduction if besides and asked is not None else None,
+        fold=received if keeps else None,
+        group=G,
+        asked=G * asked.positions.shape[1] if asked is not None else 0,
     )
-    context, lse, *weights = pl.pallas_call(
+    context, sums, *more = pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(B * H, jnp.maximum(jnp.max(tiles), 1)),
             in_specs=[
                 whole(*rows.queries.shape[1:]),
-                pl.BlockSpec((None, R, 1), lambda n, j, tiles: (div(n, H), 0, 0)),
+                of_row(R),
                 *map(blocks, entries),
                 *[along(1)] * len(lanes),
+                *[whole(*x.shape[1:]) for x in besides[:2]],
+                *[of_row(x.shape[1]) for x in besides[2:]],
             ],
             out_specs=out_specs,
             scratch_shapes=scratch,
@@ -134,25 +153,28 @@ def slot_attention(
         compiler_params=params("parallel", "arbitrary"),
         interpret=interpret,
         name="slot_attention",
-    )(tiles, rows.queries, rows.positions, *entries, *lanes)
-    context, lse = rows.context(context).reshape(q.shape), rows.context(lse).reshape(B, Hq, W)
+    )(tiles, rows.queries, rows.positions, *entries, *lanes, *besides)
+    context, lse = rows.context(context).reshape(q.shape), rows.context(sums).reshape(B, Hq, W)
+    options: dict[str, Any] = {"scale": scale, "window": window, "bias": bias, "interpret": interpret}
+    weights = scores = None
+    if besides:
+        scores = jnp.where(may, more.pop(0).reshape(B, H, S), 0.0)  # what was not fetched is undefined
+    elif asked is not None:
+        scores = asked.scores(window_scores, plain(k), k_positions, **options)
     if keeps:
-        return context, lse, weights[0][..., :S].reshape(B, H, S)
-    if received is None:
-        return context, lse, None
-    again = window_scores(
-        q,
-        plain(k),
-        q_positions,
-        k_positions,
-        scale=scale,
-        lse=lse,
-        window=window,
-        bias=bias,
-        reduction=Reduction("sum", received, "group"),
-        interpret=interpret,
-    )
-    return context, lse, again
+        weights = more.pop()[..., :S].reshape(B, H, S)
+    elif received is not None:
+        reduction = Reduction("sum", received, "group")
+        weights = window_scores(q, plain(k), q_positions, k_positions, lse=lse, reduction=reduction, **options)
+    return SlotAttention(context, lse, weights, scores)
+
+
+def _besides(asked: Asked, k: Array | QuantizedArray, heads: int) -> tuple[Array, Array, Array]:
+    """Queries of each kv head, their log-sum-exps as a column, inf for one that gives nothing, and their positions."""
+    rows = Rows.of(asked.queries, asked.positions, k, heads)
+    lse = jnp.where((asked.positions < 0)[:, None] | jnp.isneginf(asked.lse), jnp.inf, asked.lse)
+    lse = pad(lse.reshape(len(rows.queries), rows.given, 1), rows.height - rows.given, axis=1, value=jnp.inf)
+    return rows.queries, lse, rows.positions
 
 
 def entries_of_a_tile(nbytes: int, rows: int) -> int:
@@ -175,12 +197,19 @@ def _kernel(
     window: int | None,
     turned: bool,
     biased: bool,
-    fold: tuple[Fold, int] | None,
+    reduction: Reduction | None,
+    fold: Fold | None,
+    group: int,
+    asked: int,
 ) -> None:
-    bias, refs = (refs[0], refs[1:]) if biased else (None, refs)
-    (out, lse), refs = refs[:2], refs[2:]
-    received, refs = (refs[0], refs[1:]) if fold else (None, refs)
-    softmax = Softmax(*refs[:3])
+    left = iter(refs)
+    bias = next(left) if biased else None
+    besides = [next(left) for _ in range(3)] if reduction else []
+    out, lse = next(left), next(left)
+    scores = next(left) if reduction else None
+    received = next(left) if fold else None
+    softmax = Softmax(*(next(left) for _ in range(3)))
+    kept = next(left) if fold else None
     n, j = pl.program_id(0), pl.program_id(1)
 
     def place(j: Array) -> Any:
@@ -192,37 +221,52 @@ def _kernel(
 
     @pl.when(j < tiles[n])
     def _() -> None:
-        logits = logits_of(q[...], jax.tree.map(read, k), turned) * scale
-        if bias is not None:
-            logits += bias[...]
-        values, held = jax.tree.map(read, v), None
+        keys, values, held = jax.tree.map(read, k), jax.tree.map(read, v), None
         if slots % size:  # what a tile has beyond the last slot is not even a number
             held = jax.lax.broadcasted_iota(jnp.int32, (1, size), 1) < slots - j * size
             values = cleared(values, turned, 0, slots - j * size)
-        logits = jnp.where(seen(t[...], p[...], window, held), logits, -jnp.inf)
+
+        def logits_from(queries: Any, t: Any) -> Array:
+            logits = logits_of(queries[...], keys, turned) * scale
+            if bias is not None:
+                logits += bias[...]
+            return jnp.where(seen(t[...], p[...], window, held), logits, -jnp.inf)
+
+        logits = logits_from(q, t)
         softmax.add(logits, partial(weighed, values, turned))
-        if fold:
-            refs[3][:, place(j)] = logits[: refs[3].shape[0]]
+        if kept is not None:
+            kept[:, place(j)] = logits[: kept.shape[0]]
+        if reduction is not None and scores is not None:
+            queries, sums, at = besides
+            weights = jnp.exp(logits_from(queries, at) - sums[...])
+            scores[...] = _reduced(weights[:asked], reduction, group)
 
     @pl.when(j == pl.num_programs(1) - 1)
     def _() -> None:
         context, sums = softmax.end()
         out[...], lse[...] = context.astype(out.dtype), sums
-        if received is not None and fold:
+        if received is not None and kept is not None and fold is not None:
+            how = Reduction("sum", fold, "group")
             received[...] = jnp.zeros(received.shape, jnp.float32)
-            finite = jnp.where(sums == -jnp.inf, 0.0, sums)[: refs[3].shape[0]]
+            finite = jnp.where(sums == -jnp.inf, 0.0, sums)[: kept.shape[0]]
 
             def receive(j: Array, _: None) -> None:
-                received[:, place(j)] = _fold(jnp.exp(refs[3][:, place(j)] - finite), *fold)
+                received[:, place(j)] = _reduced(jnp.exp(kept[:, place(j)] - finite), how, group)
 
             jax.lax.fori_loop(0, tiles[n], receive, None)
 
 
-def _fold(weights: Float[Array, "G*W K"], how: Fold, group: int) -> Float[Array, "1 K"]:
-    """Over the group, then summed over the queries."""
-    if how != "max":
-        return jnp.sum(weights, axis=0, keepdims=True) / (group if how == "mean" else 1)
-    if weights.shape[0] == group:
-        return jnp.max(weights, axis=0, keepdims=True)
-    each = weights.reshape(group, -1, weights.shape[1])
-    return jnp.sum(jnp.max(each, axis=0), axis=0, keepdims=True)
+def _reduced(weights: Float[Array, "G*W K"], how: Reduction, group: int) -> Float[Array, "1 K"]:
+    """Over the group and the queries, of which it takes no mean."""
+    over_rows, over_group = (jnp.max if x == "max" else jnp.sum for x in (how.rows, how.group))
+    if over_rows is over_group or group == 1:
+        total = over_rows(weights, axis=0, keepdims=True)
+    elif weights.shape[0] == group:
+        total = over_group(weights, axis=0, keepdims=True)
+    else:
+        each = weights.reshape(group, -1, weights.shape[1])
+        if how.first == "group":
+            total = over_rows(over_group(each, axis=0), axis=0, keepdims=True)
+        else:
+            total = over_group(over_rows(each, axis=1), axis=0, keepdims=True)
+    return total / group if how.group == "mean" else total

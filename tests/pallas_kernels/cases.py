@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.pallas_kernels import PAGE, QuantizedArray, Reduction, plain
+from kvjax.pallas_kernels import PAGE, Asked, QuantizedArray, Reduction, plain
 from tests.dense import assert_close, attention, context, entries, left_padded
 
 TOLERANCE = {"float32": (1e-5, 1e-4), "bfloat16": (1e-2, 2e-2), "float16": (1e-3, 2e-3)}  # of what is of such a dtype
@@ -155,6 +155,25 @@ QUANTIZED_CASES = [
     Case(128, 2, 1, 40, "float16", bits=8, per_scale=128, bias="none"),
 ]
 
+# (case of what attends, queries that are asked besides, how what they give is reduced)
+ASKED_CASES = [
+    (Case(64, 4, 1, 130), 4, Reduction("sum", "sum", "group")),
+    (Case(64, 1, 1, 50, window=70), 1, Reduction("max", "sum", "group")),
+    (Case(128, 7, 1, 200, "bfloat16"), 25, Reduction("sum", "sum", "group")),
+    (Case(96, 4, 1, 90, bias="some", window=100), 25, Reduction("max", "sum", "group")),
+    (Case(64, 7, 1, 70, received="sum"), 4, Reduction("max", "max", "group")),
+    (Case(64, 4, 1, 64, received="max", bias="none"), 1, Reduction("sum", "max", "group")),
+    (Case(80, 3, 2, 129, bias="some"), 5, Reduction("max", "mean", "rows")),
+    (Case(64, 4, 1, 60), 5, Reduction("mean", "mean")),
+    (Case(128, 4, 33, 64), 4, Reduction("sum", "mean")),
+    (Case(64, 4, 1, 90), 150, Reduction("sum", "sum", "group")),
+]
+
+QUANTIZED_ASKED_CASES = [
+    (Case(128, 4, 1, 130, bits=8), 4, Reduction("sum", "sum", "group")),
+    (Case(64, 7, 1, 90, bits=4, window=100), 25, Reduction("max", "sum", "group")),
+]
+
 WINDOW_CASES = [
     Case(64, 1, 1, 50),
     Case(128, 4, 32, 200, "bfloat16"),
@@ -203,9 +222,9 @@ def check_slots(kernel: Callable[..., Any], case: Case, rounded: bool = True) ->
     options = {"scale": case.scale, "window": case.window, "received": case.received}
     keys, values = case.held(k), case.held(v)
     given = [None if x is None else jnp.asarray(x) for x in (q, t, p, bias)]
-    out, lse, got = kernel(given[0], keys, values, *given[1:3], bias=given[3], **options)
+    out, lse, got, none = kernel(given[0], keys, values, *given[1:3], bias=given[3], **options)
     k, v = (numbers(x, rounded) for x in (keys, values))
-    assert (out.dtype, lse.dtype) == (q.dtype, jnp.float32)
+    assert (out.dtype, lse.dtype, none) == (q.dtype, jnp.float32, None)
     weights, expected_lse, _ = attention(q, k, t, p, case.scale, case.window, bias=bias)
     assert_close(out, context(weights, v), *case.typical(out))
     assert_close(lse, expected_lse, *case.typical(lse))
@@ -219,6 +238,43 @@ def check_slots(kernel: Callable[..., Any], case: Case, rounded: bool = True) ->
     assert got.dtype == jnp.float32
     assert_close(got, received(weights, 2, case.received), *case.typical(got))
     assert_close(got, expected[2], *case.typical(got))
+
+
+def check_asked(kernel: Callable[..., Any], case: Case, count: int, reduction: Reduction) -> None:
+    """`kernel` in place of slot_attention, with queries that are asked besides.
+
+    Some see a part of the slots only, in the second row some are none, in the third no query attends but all are asked,
+    and in the fourth, otherwise the first again, none is asked.
+    """
+    q, k, v, t, p, bias = (None if x is None else np.concatenate([x, x[:1]]) for x in case.arrays)
+    rng = np.random.default_rng(count)
+    asking = rng.normal(size=(4, q.shape[1], count, case.head_dim)).astype(q.dtype)
+    at = np.stack([rng.permutation(np.arange(count) + place) for place in (case.slots, 4, 2 * case.slots, 0)])
+    at[1, : count // 2] = -1
+    at[3] = -1
+    lse = rng.normal(size=asking.shape[:3]).astype(np.float32) + 5
+    lse[0, 0, 0] = -np.inf  # it saw nothing
+    asked = Asked(*map(jnp.asarray, (asking, lse, at.astype(np.int32))), reduction)
+    options = {"scale": case.scale, "window": case.window, "received": case.received}
+    keys, values = case.held(k), case.held(v)
+    given = [None if x is None else jnp.asarray(x) for x in (q, t, p, bias)]
+    out, sums, got, scores = kernel(given[0], keys, values, *given[1:3], bias=given[3], asked=asked, **options)
+    k, v = (np.asarray(plain(x)) for x in (keys, values))
+    weights, expected_lse, _ = attention(q, k, t, p, case.scale, case.window, bias=bias)
+    assert_close(out, context(weights, v), *case.typical(out))
+    assert_close(sums, expected_lse, *case.typical(sums))
+    if case.received is not None:
+        assert_close(got, received(weights, 2, case.received), *case.typical(got))
+    assert (scores.shape, scores.dtype) == (p.shape, jnp.float32)
+    lse = np.where(np.isneginf(lse), np.inf, lse)
+    weights, _, seen = attention(asking, k, at, p, case.scale, case.window, lse=lse, bias=bias)
+    assert_close(scores, reduced(weights, seen, reduction), *case.typical(scores))
+    wide = (x.astype(np.float32) for x in (q, k, v))
+    asked = replace(asked, queries=asked.queries.astype(jnp.float32))
+    reference = reference_of("slot_attention")(*wide, t, p, bias=bias, asked=asked, **options)
+    assert_close(scores, reference.scores, *case.typical(scores))
+    assert not np.any(scores[3])
+    assert np.any(scores[2]) == (case.bias != "none")
 
 
 def check_window(kernel: Callable[..., Any], case: Case) -> None:

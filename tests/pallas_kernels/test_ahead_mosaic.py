@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from kvjax.hlo import Instruction
-from kvjax.pallas_kernels import QuantizedArray, Reduction
+from kvjax.pallas_kernels import Asked, QuantizedArray, Reduction
 from kvjax.targets import target
 
 pytestmark = pytest.mark.aot
@@ -21,6 +21,7 @@ prompt, slot, segment, window, top = (
 CHIPS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
 HEADS = {"8B": (32, 8), "14B": (40, 8), "70B": (64, 8)}
 D = 128
+SUMS, MAXIMA = (Reduction(rows, "sum", "group") for rows in ("sum", "max"))
 
 
 def ahead(name: str, kernel, *shapes):
@@ -39,6 +40,20 @@ def slots(name, batch, heads, length, queries=1, head_dim=D, dtype=jnp.bfloat16,
     entries = ((batch, H, length, head_dim), dtype)
     q, t, p = ((batch, Hq, queries, head_dim), dtype), ((batch, queries), jnp.int32), ((batch, H, length), jnp.int32)
     return ahead(name, partial(slot.slot_attention, scale=0.1, **options), q, entries, entries, t, p)
+
+
+def asking(name, batch, heads, length, asked, reduction=SUMS, **options):
+    """With what MorphKV asks while a step attends."""
+    Hq, H = heads
+    entries, rows = ((batch, H, length, D), jnp.bfloat16), (batch, Hq, asked)
+    q, t, p = ((batch, Hq, 1, D), jnp.bfloat16), ((batch, 1), jnp.int32), ((batch, H, length), jnp.int32)
+    besides = ((*rows, D), jnp.bfloat16), (rows, jnp.float32), ((batch, asked), jnp.int32)
+
+    def kernel(q, k, v, t, p, queries, lse, at):
+        asked = Asked(queries, lse, at, reduction)
+        return slot.slot_attention(q, k, v, t, p, scale=0.1, received="sum", asked=asked, **options)
+
+    return ahead(name, kernel, q, entries, entries, t, p, *besides)
 
 
 def scores(name, batch, heads, length, queries, head_dim=D, lse=True, **options):
@@ -110,6 +125,17 @@ def test_attention_to_codes(chip, length, bits):
         compiled(partial(slot.slot_attention, received="max", window=4096), head_dim, H, length)
     for lanes in (1, H):
         compiled(segment.segment_attention, 8 * D // bits, lanes, H // lanes * length, (batch, H), (batch, H))
+
+
+@pytest.mark.parametrize("length", [2048 + 64, 131_072])
+@pytest.mark.parametrize("chip", CHIPS)
+def test_queries_asked_besides(chip, length):
+    """In the one pass over keys that attends, for MorphKV's blocks of windows of 32 and 200."""
+    batch = 8 if length < 100_000 else 1
+    for model, asked, reduction in (("8B", 4, SUMS), ("8B", 25, SUMS), ("14B", 25, MAXIMA), ("8B", 4, MAXIMA)):
+        compiled = asking(chip, batch, HEADS[model], length, asked, reduction)
+        assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 1
+        assert written(compiled, batch * HEADS[model][1] * length * D * 2) == []
 
 
 @pytest.mark.parametrize("length", [2048, 131_072])

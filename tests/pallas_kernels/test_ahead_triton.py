@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kvjax.pallas_kernels import QuantizedArray, Reduction
+from kvjax.pallas_kernels import Asked, QuantizedArray, Reduction
 from kvjax.targets import Gpu, Target
 from tests.pallas_kernels.ptx import accelerator, assembler, compile_for
 
@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache"),  # of devices that are not here
 ]
 KV_HEADS = 8
+SUMS, MAXIMA = (Reduction(rows, "sum", "group") for rows in ("sum", "max"))
 KERNELS = {
     "prompt_attention": {"attend_kernel"},
     "slot_attention": {"attend_kernel"},
@@ -48,6 +49,18 @@ def quantized(shapes: dict[str, Any], bits: int, per_scale: int = 32):
     return shapes | dict.fromkeys("kv", QuantizedArray(codes, scales, bits, jnp.dtype(dtype)))
 
 
+def asking(group: int, batch: int, slots: int, asked: int, **options: Any):
+    """With what MorphKV asks while a step attends."""
+    rows = batch, KV_HEADS * group, asked
+    shapes = attention(group, batch, slots, **options)
+    (*_, head_dim), dtype = shapes["q"]
+    return shapes | {
+        "asked": ((*rows, head_dim), dtype),
+        "asked_lse": (rows, jnp.float32),
+        "asked_positions": ((batch, asked), jnp.int32),
+    }
+
+
 def segments(group: int, batch: int, rows: int):
     bounds = {name: ((batch, KV_HEADS), jnp.int32) for name in ("start", "used")}
     return attention(group, batch, rows) | bounds
@@ -68,7 +81,7 @@ def scores(batch: int, entries: int):
     }
 
 
-# (operation, what is static, shapes): groups of 4, 5 and 8 are those of models of 8, 14 and 70 billion parameters
+# (operation, what is static, shapes): groups of 4, 5, 7 and 8 are those of models of 8, 14, 7 and 70 billion parameters
 PROBLEMS = {
     "decode-8b-2k": ("slot_attention", {}, attention(4, 8, 2048)),
     "decode-14b-2k-received": ("slot_attention", {"received": "mean"}, attention(5, 8, 2048)),
@@ -78,6 +91,25 @@ PROBLEMS = {
     "decode-96-channels": ("slot_attention", {}, attention(4, 8, 2048, head_dim=96)),
     "question-8b-128k": ("slot_attention", {}, attention(4, 1, 131_072, queries=32)),
     "decode-past-2**31": ("slot_attention", {}, attention(4, 32, 131_072)),
+    "decode-8b-2k-asks-4": ("slot_attention", {"received": "sum", "reduction": SUMS}, asking(4, 8, 2048, 4)),
+    "decode-8b-2k-asks-25": ("slot_attention", {"received": "sum", "reduction": SUMS}, asking(4, 8, 2048, 25)),
+    "decode-8b-2k-asks-4-maxima": ("slot_attention", {"received": "sum", "reduction": MAXIMA}, asking(4, 8, 2048, 4)),
+    "decode-7b-32k-asks-25": ("slot_attention", {"received": "sum", "reduction": SUMS}, asking(7, 1, 32_768, 25)),
+    "decode-8b-2k-asks-4-float32": (
+        "slot_attention",
+        {"received": "sum", "reduction": SUMS},
+        asking(4, 8, 2048, 4, dtype=jnp.float32),
+    ),
+    "decode-8b-2k-asks-4-8-bits": (
+        "slot_attention",
+        {"received": "sum", "reduction": SUMS},
+        quantized(asking(4, 8, 2048, 4), 8),
+    ),
+    "decode-8b-2k-asks-25-4-bits": (
+        "slot_attention",
+        {"received": "sum", "reduction": SUMS},
+        quantized(asking(4, 8, 2048, 25), 4),
+    ),
     "segments-8b": ("segment_attention", {}, segments(4, 8, 65_536)),
     "segments-70b": ("segment_attention", {}, segments(8, 1, 262_144)),
     "decode-8b-2k-8-bits": ("slot_attention", {}, quantized(attention(4, 8, 2048), 8)),
@@ -125,7 +157,10 @@ def test_compiles(problem: str, name: str, tmp_path: Path) -> None:
     compiles(problem, accelerator(name), tmp_path)
 
 
-@pytest.mark.parametrize("problem", ["decode-256-channels", "prompt-8b-32k", "window-8b-32-of-128k", "top-2k-of-128k"])
+@pytest.mark.parametrize(
+    "problem",
+    ["decode-256-channels", "decode-7b-32k-asks-25", "prompt-8b-32k", "window-8b-32-of-128k", "top-2k-of-128k"],
+)
 def test_compiles_for_gpus_with_100_kb_of_shared_memory(problem: str, tmp_path: Path) -> None:
     accelerator("a100")
     compiles(problem, Target("l4:1", "cuda", SMALL, 1).devices()[0], tmp_path)
@@ -137,6 +172,8 @@ def compiles(problem: str, device: jax.Device, tmp_path: Path) -> None:
     if operation != "top_tokens":
         static = static | {"scale": 0.09}
     kernel = getattr(import_module(f"kvjax.pallas_kernels.{operation}.triton"), operation)
+    if "asked" in shapes:
+        kernel = partial(asks, kernel)
     kernels = compile_for(device, partial(kernel, **static), shapes, tmp_path)
     assert {kernel.name for kernel in kernels} >= KERNELS[operation]
     for kernel in kernels:
@@ -144,6 +181,10 @@ def compiles(problem: str, device: jax.Device, tmp_path: Path) -> None:
         assert kernel.spilled == 0, kernel
         if kernel.name in ("attend_kernel", "window_scores_kernel") and "float32" not in problem:
             assert kernel.products, kernel
+
+
+def asks(kernel: Any, asked: Any, asked_lse: Any, asked_positions: Any, reduction: Reduction, **options: Any) -> Any:
+    return kernel(**options, asked=Asked(asked, asked_lse, asked_positions, reduction))
 
 
 def test_offsets_past_2_to_the_31_are_64_bits_wide(tmp_path: Path) -> None:

@@ -15,12 +15,15 @@ from kvjax.models import Decoder
 from kvjax.pallas_kernels import QuantizedArray, use
 from tests.dense import assert_close, attention, context, left_padded
 from tests.pallas_kernels.cases import (
+    ASKED_CASES,
+    QUANTIZED_ASKED_CASES,
     QUANTIZED_CASES,
     QUANTIZED_SEGMENT_CASES,
     SEGMENT_CASES,
     SLOT_CASES,
     TOLERANCE,
     WINDOW_CASES,
+    check_asked,
     check_segments,
     check_slots,
     check_window,
@@ -36,8 +39,8 @@ prompt, slot, segment, window, top = (
 def jitted(kernel, **options):
     """The interpreted kernel under jit, with what must be static given by keyword."""
 
-    def call(*arrays, bias=None, lse=None, **static):
-        extra = {name: x for name, x in (("bias", bias), ("lse", lse)) if x is not None}
+    def call(*arrays, bias=None, lse=None, asked=None, **static):
+        extra = {name: x for name, x in (("bias", bias), ("lse", lse), ("asked", asked)) if x is not None}
         return jax.jit(partial(kernel, interpret=True, **static, **options))(*arrays, **extra)
 
     return call
@@ -64,6 +67,11 @@ def taken(case, check, kernel):
 @pytest.mark.parametrize("case", SLOT_CASES + QUANTIZED_CASES, ids=str)
 def test_slot_attention(case, small_tiles):
     check_slots(jitted(slot.slot_attention), taken(case, check_slots, slot.slot_attention), rounded=False)
+
+
+@pytest.mark.parametrize(("case", "count", "reduction"), ASKED_CASES + QUANTIZED_ASKED_CASES)
+def test_slot_attention_asks_besides(case, count, reduction, small_tiles):
+    check_asked(jitted(slot.slot_attention), case, count, reduction)
 
 
 @pytest.mark.parametrize(("case", "lanes"), SEGMENT_CASES, ids=str)

@@ -44,7 +44,7 @@ def test_spread_over_a_mesh(kernels: str) -> None:
     p, t = rng.integers(-1, 30, (B, H, S)).astype(np.int32), np.full((B, 1), 25, np.int32)
 
     def step(q, k, v, p, t):
-        out, lse, _ = slot_attention(q, k, v, t, p, scale=0.3)
+        out, lse = slot_attention(q, k, v, t, p, scale=0.3)[:2]
         scores = window_scores(q, k, t, p, lse=lse, scale=0.3)
         return out, scores, top_tokens(scores, jnp.arange(S) + 0 * p, jnp.full(p.shape[:2], 5), size=6)
 

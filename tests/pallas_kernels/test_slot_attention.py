@@ -6,7 +6,7 @@ import pytest
 
 from kvjax.pallas_kernels import slot_attention
 from tests.dense import assert_close, attention, context, entries
-from tests.pallas_kernels.cases import FOLDS, received
+from tests.pallas_kernels.cases import ASKED_CASES, FOLDS, check_asked, received
 
 
 @pytest.mark.parametrize("window", [None, 6])
@@ -20,13 +20,13 @@ def test_attends_to_slots_in_any_order(group, queries, window):
     q = rng.normal(size=(3, 2 * group, queries, 8)).astype(np.float32)
     weights, expected_lse, _ = attention(q, k, t, p, 0.5, window)
     for how in FOLDS:
-        out, lse, got = slot_attention(q, k, v, t, p, scale=0.5, window=window, received=how)
+        out, lse, got, _ = slot_attention(q, k, v, t, p, scale=0.5, window=window, received=how)
         assert_close(out, context(weights, v))
         assert_close(lse, expected_lse)
         assert_close(got, received(weights, 2, how))
     assert not np.any(out[2])
     assert not np.any(got[2])
-    assert slot_attention(q, k, v, t, p, scale=0.5, window=window)[2] is None
+    assert slot_attention(q, k, v, t, p, scale=0.5, window=window)[2:] == (None, None)
 
 
 def test_a_bias_is_added_to_the_logits_of_its_slot():
@@ -34,11 +34,16 @@ def test_a_bias_is_added_to_the_logits_of_its_slot():
     k, v, p = entries(rng, 2, 2, 19, [40, 9])
     q, bias = rng.normal(size=(2, 8, 3, 8)).astype(np.float32), rng.normal(size=(2, 2, 19)).astype(np.float32)
     t = np.array([[30, 35, 40], [7, 8, 9]])
-    out, lse, got = slot_attention(q, k, v, t, p, scale=0.5, bias=bias, received="sum")
+    out, lse, got, _ = slot_attention(q, k, v, t, p, scale=0.5, bias=bias, received="sum")
     weights, expected_lse, _ = attention(q, k, t, p, 0.5, bias=bias)
     assert_close(out, context(weights, v))
     assert_close(lse, expected_lse)
     assert_close(got, received(weights, 2, "sum"))
+
+
+@pytest.mark.parametrize(("case", "count", "reduction"), [case for case in ASKED_CASES if case[0].dtype == "float32"])
+def test_queries_that_are_asked_besides(case, count, reduction):
+    check_asked(slot_attention, case, count, reduction)
 
 
 def test_bfloat16_is_as_good_as_its_inputs():
@@ -46,7 +51,7 @@ def test_bfloat16_is_as_good_as_its_inputs():
     k, v, p = entries(rng, 2, 2, 33, [60, 60], jnp.bfloat16)
     q = rng.normal(size=(2, 8, 1, 8)).astype(jnp.bfloat16)
     t = np.array([[60], [60]])
-    out, lse, got = slot_attention(*map(jnp.asarray, (q, k, v)), t, p, scale=0.25, received="sum")
+    out, lse, got, _ = slot_attention(*map(jnp.asarray, (q, k, v)), t, p, scale=0.25, received="sum")
     weights, expected_lse, _ = attention(q, k, t, p, 0.25)
     assert (out.dtype, lse.dtype, got.dtype) == (jnp.bfloat16, jnp.float32, jnp.float32)
     assert_close(out, context(weights, v), 1e-2, 2e-2)
@@ -60,7 +65,7 @@ def test_huge_logits_neither_overflow_nor_vanish():
     q = 64 * np.round(2 * rng.normal(size=(2, 4, 1, 8))).astype(np.float32)
     k = 64 * np.round(2 * k)
     t = np.array([[60], [60]])
-    out, lse, got = slot_attention(q, k, v, t, p, scale=0.5, received="max")
+    out, lse, got, _ = slot_attention(q, k, v, t, p, scale=0.5, received="max")
     weights, expected_lse, _ = attention(q, k, t, p, 0.5)
     assert np.abs(expected_lse).max() > 1e4
     assert_close(out, context(weights, v))

@@ -12,13 +12,16 @@ import pytest
 from kvjax.pallas_kernels import QuantizedArray
 from kvjax.pallas_kernels.blocks import Blocks
 from tests.pallas_kernels.cases import (
+    ASKED_CASES,
     PROMPT_CASES,
+    QUANTIZED_ASKED_CASES,
     QUANTIZED_CASES,
     QUANTIZED_SEGMENT_CASES,
     SEGMENT_CASES,
     SLOT_CASES,
     WINDOW_CASES,
     Case,
+    check_asked,
     check_prompt,
     check_segments,
     check_slots,
@@ -42,8 +45,8 @@ attention, slot, segment, window, top, prompt = (
 def jitted(kernel, **options):
     """The interpreted kernel under jit, with what must be static given by keyword."""
 
-    def call(*arrays, bias=None, lse=None, **static):
-        extra = {name: x for name, x in (("bias", bias), ("lse", lse)) if x is not None}
+    def call(*arrays, bias=None, lse=None, asked=None, **static):
+        extra = {name: x for name, x in (("bias", bias), ("lse", lse), ("asked", asked)) if x is not None}
         return jax.jit(partial(kernel, interpret=True, **static, **options))(*arrays, **extra)
 
     return call
@@ -52,6 +55,11 @@ def jitted(kernel, **options):
 @pytest.mark.parametrize("case", SLOT_CASES + QUANTIZED_CASES, ids=str)
 def test_slot_attention(case):
     check_slots(jitted(slot.slot_attention), case)
+
+
+@pytest.mark.parametrize(("case", "count", "reduction"), ASKED_CASES + QUANTIZED_ASKED_CASES)
+def test_slot_attention_asks_besides(case, count, reduction):
+    check_asked(jitted(slot.slot_attention), case, count, reduction)
 
 
 @pytest.mark.parametrize(("case", "lanes"), SEGMENT_CASES + QUANTIZED_SEGMENT_CASES, ids=str)
@@ -135,7 +143,7 @@ def test_tiles_beyond_the_last_occupied_slot_are_not_read(bound):
     kernel = jax.jit(partial(slot.slot_attention, scale=0.1, interpret=True))
     for first, spoilt in ((read, False), (read - 1, True)):
         values = np.where(np.arange(slots)[:, None] < first, v, np.nan)
-        out, _, _ = kernel(q, k, values, np.full((1, 1), slots), p)
+        out, *_ = kernel(q, k, values, np.full((1, 1), slots), p)
         assert np.isnan(out).all() == spoilt == np.isnan(out).any()
 
 

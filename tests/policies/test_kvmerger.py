@@ -231,7 +231,7 @@ def test_merging_equal_keys_with_their_count_changes_no_attention():
         for held in (replace(entries, bias=None), other):
             where, t = held.positions, jnp.array([[20]])
             args = (q, held.keys, held.values, t, where)
-            context, lse, received = slot_attention(*args, scale=0.5, bias=held.bias, received="sum")
+            context, lse, received, _ = slot_attention(*args, scale=0.5, bias=held.bias, received="sum")
             again = window_scores(
                 q, held.keys, t, where, scale=0.5, lse=lse, bias=held.bias, reduction=Reduction("sum", "sum")
             )
