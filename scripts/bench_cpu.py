@@ -2,6 +2,8 @@
 
     python scripts/bench_cpu.py --peer-python .venv-kvpress/bin/python > bench_cpu.jsonl
 
+scripts/bench_gpu.py is the same on a GPU, with another model.
+
 Each side is one process that loads the model once and then serves one measurement at a time, in turns with the other
 side's, so that both meet the same weather. scripts/make_goldens.py says how to make the peer's environment; without
 `--peer-python` kvjax is measured alone. Standard output is JSON lines: every measurement, then medians and ratios.
@@ -47,20 +49,64 @@ CASES = (
     Case("morphkv_every_8", "morphkv:budget={budget},window={window},every=8", prompt="{budget}"),
 )
 
-# Decode tokens per second, the first over the second, at least.
-RATIOS = (
-    (("kvjax", "full"), ("peer", "full"), {1: 2.5, 8: 2.2}),
-    (("kvjax", "snapkv"), ("peer", "snapkv"), {1: 2.5, 8: 1.6}),
-    (("kvjax", "morphkv"), ("kvjax", "slots"), {1: 1 / 1.15, 8: 1 / 1.15}),
-    (("kvjax", "morphkv_every_8"), ("kvjax", "slots"), {1: 1 / 1.03, 8: 1 / 1.03}),
+
+@dataclass(frozen=True)
+class Machine:
+    """What is measured on a kind of machine.
+
+    Attributes:
+        platform: of JAX; torch calls a GPU "cuda".
+        dtype: of weights and caches.
+        sizes: of the decoder, by the names of `DecoderConfig`, and its number of layers.
+        goals: decode tokens per second of the first over the second, by batch, at least.
+    """
+
+    platform: str
+    dtype: str
+    layers: int
+    sizes: dict[str, Any]
+    goals: tuple[tuple[tuple[str, str], tuple[str, str], dict[int, float]], ...]
+
+
+CPU = Machine(
+    "cpu",
+    "float32",
+    8,
+    {"vocab_size": 32_000, "hidden_size": 512, "mlp_size": 1536, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64},
+    (
+        (("kvjax", "full"), ("peer", "full"), {1: 2.5, 8: 2.2}),
+        (("kvjax", "snapkv"), ("peer", "snapkv"), {1: 2.5, 8: 1.6}),
+        (("kvjax", "morphkv"), ("kvjax", "slots"), {1: 1 / 1.15, 8: 1 / 1.15}),
+        (("kvjax", "morphkv_every_8"), ("kvjax", "slots"), {1: 1 / 1.03, 8: 1 / 1.03}),
+    ),
 )
+GPU = Machine(  # Llama-3.1-8B's shape
+    "gpu",
+    "bfloat16",
+    32,
+    {
+        "vocab_size": 128_256,
+        "hidden_size": 4096,
+        "mlp_size": 14_336,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+    },
+    (
+        (("kvjax", "full"), ("peer", "full"), {}),
+        (("kvjax", "snapkv"), ("peer", "snapkv"), {1: 5, 8: 5}),
+        (("kvjax", "morphkv"), ("kvjax", "slots"), {1: 1 / 1.03, 8: 1 / 1.03}),
+        (("kvjax", "morphkv_every_8"), ("kvjax", "slots"), {1: 1 / 1.01, 8: 1 / 1.01}),
+    ),
+)
+MACHINES = {machine.platform: machine for machine in (CPU, GPU)}
 
 Measure = Callable[[dict[str, Any]], dict[str, float]]
 
 
-def make_model(folder: Path, batch: int, prompt: int) -> None:
+def make_model(folder: Path, machine: Machine, batch: int, prompt: int) -> None:
     """Random weights in Hugging Face form, and prompts, read by both sides."""
-    import jax.numpy as jnp
+    import jax
     import numpy as np
     from flax import nnx
 
@@ -69,26 +115,25 @@ def make_model(folder: Path, batch: int, prompt: int) -> None:
 
     config = DecoderConfig(
         family="llama",
-        vocab_size=32_000,
-        hidden_size=512,
-        mlp_size=1536,
-        num_heads=8,
-        num_kv_heads=2,
-        head_dim=64,
-        windows=(None,) * 8,
+        windows=(None,) * machine.layers,
         rope=Rope(10_000.0),
         max_positions=32_768,
+        **machine.sizes,
     )
-    save_hf(Decoder(config, nnx.Rngs(SEED), jnp.float32), folder)
+    draw = jax.jit(lambda: Decoder(config, nnx.Rngs(SEED), machine.dtype))  # in one program
+    save_hf(draw(), folder)
     np.save(folder / "prompts.npy", np.random.default_rng(SEED).integers(0, config.vocab_size, (batch, prompt)))
 
 
-def kvjax_side(folder: Path) -> Measure:
+def kvjax_side(folder: Path, machine: Machine) -> Measure:
+    import jax
     import numpy as np
 
     import kvjax
 
-    params, _ = kvjax.load(folder)
+    if jax.devices()[0].platform != machine.platform:
+        raise SystemExit(f"JAX has a {jax.devices()[0].platform} here; accepted is a {machine.platform}")
+    params, _ = kvjax.load(folder, dtype=machine.dtype)
     prompts = np.load(folder / "prompts.npy").astype(np.int32)
 
     def measure(request: dict[str, Any]) -> dict[str, float]:
@@ -106,7 +151,7 @@ def kvjax_side(folder: Path) -> Measure:
     return measure
 
 
-def peer_side(folder: Path) -> Measure:
+def peer_side(folder: Path, machine: Machine) -> Measure:
     import contextlib
 
     import kvpress
@@ -130,8 +175,9 @@ def peer_side(folder: Path) -> Measure:
 
     disable_progress_bar()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    prompts = torch.from_numpy(np.load(folder / "prompts.npy"))
+    device = torch.device("cuda" if machine.platform == "gpu" else "cpu")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, machine.dtype)).eval().to(device)
+    prompts = torch.from_numpy(np.load(folder / "prompts.npy")).to(device)
 
     @torch.inference_mode()
     def measure(request: dict[str, Any]) -> dict[str, float]:
@@ -165,10 +211,10 @@ def peer_side(folder: Path) -> Measure:
 SIDES = {"kvjax": kvjax_side, "peer": peer_side}
 
 
-def serve(side: str, folder: Path) -> None:
+def serve(side: str, folder: Path, machine: Machine) -> None:
     """Answers each line of standard input, a request in JSON, with a measurement in JSON."""
     answers, sys.stdout = sys.stdout, sys.stderr  # libraries may print
-    measure = SIDES[side](folder)
+    measure = SIDES[side](folder, machine)
     for line in sys.stdin:
         start = time.perf_counter()
         result = measure(json.loads(line))
@@ -178,12 +224,13 @@ def serve(side: str, folder: Path) -> None:
 class Side:
     """A process that serves measurements."""
 
-    def __init__(self, name: str, python: str, folder: Path):
+    def __init__(self, name: str, python: str, folder: Path, machine: Machine):
         self.name = name
-        command = [python, __file__, "--serve", name, "--folder", str(folder)]
+        command = [python, __file__, "--serve", name, "--machine", machine.platform, "--folder", str(folder)]
         environment = os.environ | {
             "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
             "JAX_ENABLE_COMPILATION_CACHE": "0",  # the first call is to be a cold one
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # the other side's model is on the same GPU
         }
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -228,7 +275,7 @@ def measurements(sides: list[Side], arguments: argparse.Namespace) -> Iterator[d
                         yield {"side": side.name, "case": case.name, "batch": batch, "first": repeat == 0} | result
 
 
-def summary(results: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def summary(results: list[dict[str, Any]], machine: Machine) -> Iterator[dict[str, Any]]:
     """Medians of each side, case and batch, then the ratios beside their goals."""
     medians: dict[tuple[str, str, int], dict[str, float]] = {}
     for key in dict.fromkeys((r["side"], r["case"], r["batch"]) for r in results):
@@ -241,7 +288,7 @@ def summary(results: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         medians[key] = median | {"cold_seconds": first["wall_seconds"] - median["wall_seconds"]}
         yield {"median_of": len(later), "side": key[0], "case": key[1], "batch": key[2]} | medians[key]
     batches = dict.fromkeys(batch for *_, batch in medians)
-    for over, under, goals in RATIOS:
+    for over, under, goals in machine.goals:
         for batch in batches:
             if (*over, batch) in medians and (*under, batch) in medians:
                 ours, other = medians[(*over, batch)], medians[(*under, batch)]
@@ -252,8 +299,8 @@ def summary(results: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
                 yield line | {"decode_goal": goals.get(batch)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(description: str | None = __doc__, machine: Machine = CPU) -> None:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer-python", help="an interpreter that has torch, transformers and kvpress")
     parser.add_argument("--peer-only", action="store_true", help="leave kvjax out")
     names = [case.name for case in CASES]
@@ -262,12 +309,13 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=2048, help="tokens in a prompt")
     parser.add_argument("--new", type=int, default=256, help="tokens to generate")
     parser.add_argument("--repeats", type=int, default=5, help="measurements beyond the first, which compiles")
-    parser.add_argument("--threads", type=int, default=2, help="cores that both sides are confined to")
+    parser.add_argument("--threads", type=int, help="cores that both sides are confined to; on a CPU 2 by default")
     parser.add_argument("--folder", type=Path, help="the model's folder; made if absent, a temporary one by default")
     parser.add_argument("--serve", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--machine", choices=MACHINES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
-        serve(arguments.serve, arguments.folder)
+        serve(arguments.serve, arguments.folder, MACHINES[arguments.machine])
         return
     if arguments.peer_only and not arguments.peer_python:
         parser.error("--peer-only needs --peer-python")
@@ -276,21 +324,22 @@ def main() -> None:
         parser.error(f"a quarter of --prompt must be more than the window of {WINDOW} and more than --new")
 
     # Inherited by both sides; XLA and OpenMP size their thread pools by it.
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
+    threads = arguments.threads or (2 if machine is CPU else None)
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         if not (folder / "prompts.npy").exists():
-            make_model(folder, max(arguments.batch), arguments.prompt)
-        sides = [] if arguments.peer_only else [Side("kvjax", sys.executable, folder)]
+            make_model(folder, machine, max(arguments.batch), arguments.prompt)
+        sides = [] if arguments.peer_only else [Side("kvjax", sys.executable, folder, machine)]
         if arguments.peer_python:
-            sides.append(Side("peer", arguments.peer_python, folder))
+            sides.append(Side("peer", arguments.peer_python, folder, machine))
         results = []
         for result in measurements(sides, arguments):
             print(json.dumps(result), flush=True)
             results.append(result)
         for side in sides:
             side.close()
-    for line in summary(results):
+    for line in summary(results, machine):
         print(json.dumps(line))
 
 
