@@ -193,17 +193,17 @@ def decoding(
             policy.storage.store(v[:, :, 0]),
             jnp.broadcast_to(positions[:, None], k.shape[:2]),
         )
-        shown = entries.plain()
-        keys = shown.keys
+        shown = entries.plain()  # an array of its own only if something looks at it
+        keys, values = entries.keys, entries.values
         if policy.positions == "in_cache":
-            keys = rotated(layer, keys, _places(entries.positions), rope)
+            keys, values = rotated(layer, shown.keys, _places(entries.positions), rope), shown.values
             own = jnp.repeat(entries.occupancy - 1, q.shape[1] // k.shape[1], axis=1)
             q = rotated(layer, q, own[..., None], rope)
         wish = policy.score.received if observes else None
         context, lse, received, _ = slot_attention(
             heads.whole_groups(q) if wish else q,
             keys,
-            shown.values,
+            values,
             query_positions,
             entries.positions,
             scale=layer.scale,
