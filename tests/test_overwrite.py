@@ -14,6 +14,7 @@ from kvjax.overwrite import (
     clear_by_pass,
     clear_by_scatter,
     clear_slot,
+    set_slots,
 )
 
 RNG = np.random.default_rng(0)
@@ -28,6 +29,16 @@ def test_clears_a_slot_of_each_head(clear, state: tuple[int, ...]) -> None:
     for b, h in np.argwhere(slot < 5):
         expected[b, h, ..., slot[b, h]] = 0
     np.testing.assert_array_equal(clear(jnp.asarray(x), jnp.asarray(slot)), expected)
+
+
+@pytest.mark.parametrize("numbers", [(), (4,), (32,)])
+def test_sets_slots_whatever_they_hold(numbers: tuple[int, ...]) -> None:
+    x, new = (RNG.normal(size=(3, *size, *numbers)).astype(np.float32) for size in ((2, 5), (4,)))
+    at = np.arange(3)[:, None], np.array([0, 0, 1, 1]), np.array([[0, 4, 1, 5], [5, 2, 3, 0], [5, 5, 5, 5]])
+    expected = x.copy()
+    for b, i in np.argwhere(at[2] < 5):
+        expected[b, at[1][i], at[2][b, i]] = new[b, i]
+    np.testing.assert_array_equal(set_slots(jnp.asarray(x), tuple(map(jnp.asarray, at)), jnp.asarray(new)), expected)
 
 
 @pytest.mark.parametrize("write", [change_block, change_by_pass, change_by_scatter])

@@ -56,9 +56,8 @@ def segment_attention(
     R, stacked = rows.height, rows.queries.shape[-2]
     if stacked > ROWS:
         raise NotImplementedError(f"{stacked} query rows a kv head; at most {ROWS} are taken")
-    if lies_turned(rows.queries.shape[-1]):
-        codes = f" in {k.bits} bits" if isinstance(k, QuantizedArray) else ""
-        raise NotImplementedError(f"head_dim {D}{codes}; a multiple of {LANES} is taken, in 4 bits of {2 * LANES}")
+    if lies_turned(D) and not isinstance(k, QuantizedArray):
+        raise NotImplementedError(f"head_dim {D}; a multiple of {LANES} is taken")
     most = min(TILE_BYTES // nbytes_of(k), (1 << 19) // stacked)
     size = min(max(most // LANES, 1), T // LANES) * LANES
     if size == 0:

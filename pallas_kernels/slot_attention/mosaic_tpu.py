@@ -64,7 +64,7 @@ def slot_attention(
     keys and values of 8 or 4 bits that are not quantised alike.
     """
     check(q, k, v, quantized=True)
-    B, Hq, W, _ = q.shape
+    B, Hq, W, D = q.shape
     H, S = k.shape[1:3]
     G = Hq // H
     alike(k, v)
@@ -75,7 +75,7 @@ def slot_attention(
     fits = asked is not None and G * asked.positions.shape[1] <= ASKED and asked.reduction.rows != "mean"
     besides = _besides(asked, k, H) if fits and asked is not None else ()
     size = tile_size(S, entries_of_a_tile(nbytes_of(k), stacked + (besides[0].shape[-2] if besides else 0)))
-    turned = lies_turned(rows.queries.shape[-1])
+    turned = lies_turned(D) and not isinstance(k, QuantizedArray)
     entries = [jax.tree.map(partial(in_place, interpret=interpret), slots_last(x, turned)) for x in (k, v)]
     lanes = [x.reshape(B * H, 1, S) for x in (k_positions, bias) if x is not None]
     see = jnp.any(visible(q_positions, k_positions, window), axis=2)

@@ -1,12 +1,16 @@
 """Whole policies with a backend's kernels, interpreted on a CPU, against the same without, token for token."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import kvjax
 from kvjax.hlo import COLLECTIVES
+from kvjax.models import Decoder
 from kvjax.pallas_kernels import slot_attention, top_tokens, use, window_scores
 from tests.tiny import VOCAB, decoder
 
@@ -30,6 +34,23 @@ def test_the_same_tokens(policy: str, kernels: str) -> None:
         expected = kvjax.generate(decoder(), prompts, **options)
     with use(kernels):
         got = kvjax.generate(decoder(), prompts, **options)
+    np.testing.assert_array_equal(got.tokens, expected.tokens)
+
+
+@pytest.mark.filterwarnings("error::UserWarning")  # a fallback would be announced
+@pytest.mark.parametrize("kernels", INTERPRETED)
+@pytest.mark.parametrize(
+    "policy", ["snapkv,policy.budget=48,policy.window=4,bits=8", "dynamickv,policy.budget=48,bits=4"]
+)
+def test_the_same_tokens_of_codes(policy: str, kernels: str) -> None:
+    """In slots and in segments, with heads as wide as a TPU's lanes."""
+    config = replace(decoder().config, head_dim=128, windows=(None, None))
+    params, prompts = Decoder(config, nnx.Rngs(0), jnp.float32), np.random.default_rng(0).integers(0, VOCAB, (2, 70))
+    options = {"policy": kvjax.policies.parse(f"quantize:policy={policy}"), "max_new_tokens": 6}
+    with use("reference"):
+        expected = kvjax.generate(params, prompts, **options)
+    with use(kernels):
+        got = kvjax.generate(params, prompts, **options)
     np.testing.assert_array_equal(got.tokens, expected.tokens)
 
 
