@@ -13,6 +13,7 @@ there is one. A result that is not the reference's ends the program with an erro
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -26,9 +27,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import pallas_kernels
-from kvjax.pallas_kernels import PAGE, Reduction
+from kvjax.pallas_kernels import PAGE, QuantizedArray, Reduction
 
 HEADS, DIM = 8, 128  # kv heads, and their channels
+PER_SCALE = 32  # channels, where keys and values are quantised
 ROTATED = 1 << 28  # bytes of all sets of arrays together, at least
 
 
@@ -98,6 +100,12 @@ def slots_of(
     return [q, k, v, at, jnp.broadcast_to(jnp.arange(slots), (batch, heads, slots))]
 
 
+def codes_of(key: Any, bits: int, **sizes: Any) -> list[Any]:
+    """The same with keys and values in so many bits."""
+    q, k, v, t, p = slots_of(key, **sizes)
+    return [q, *(QuantizedArray.of(x, bits, PER_SCALE) for x in (k, v)), t, p]
+
+
 def cases(small: bool) -> Iterator[Case]:
     """All of them; `small` ones are for any machine."""
     dtype, scale = jnp.float32 if small else jnp.bfloat16, DIM**-0.5
@@ -114,6 +122,15 @@ def cases(small: bool) -> Iterator[Case]:
             partial(of, batch=batch, slots=slots, rows=1, group=group),
             (2 * batch * HEADS * slots * DIM * width, "bytes"),
             goal,
+        )
+    coded = [(2, 4, 256)] if small else [(8, 4, 2048), (8, 4, 32_768), (1, 8, 131_072)]
+    for bits, (batch, group, slots) in itertools.product((8, 4), coded):
+        yield Case(
+            "slot_attention",
+            {"batch": batch, "group": group, "slots": slots, "bits": bits},
+            lambda q, k, v, t, p: pallas_kernels.slot_attention(q, k, v, t, p, scale=scale)[:2],
+            partial(codes_of, bits=bits, batch=batch, heads=HEADS, slots=slots, rows=1, group=group, dtype=dtype),
+            (2 * batch * HEADS * slots * (DIM * bits // 8 + 2 * DIM // PER_SCALE), "bytes"),
         )
     batch, lane = (2, 512) if small else (8, 32_768)
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.pallas_kernels import PAGE, segment_attention
+from kvjax.pallas_kernels import PAGE, QuantizedArray, segment_attention
 from tests.dense import assert_close, attention, context
 
 LENGTHS = np.array([[0, 5, 700, 16], [300, 0, 0, 1], [40, 41, 42, 43]])  # of 4 heads in 3 rows
@@ -46,6 +46,20 @@ def test_each_head_attends_to_its_own(group, queries, lanes, window):
     assert not np.any(out[2])
     assert not np.any(out[0, :group])  # a head that holds nothing
     assert np.all(np.isneginf(lse[0, :group]))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_codes_give_what_their_numbers_give(bits):
+    rng = np.random.default_rng(bits)
+    k, v, positions, start, _ = pool(rng, 2)
+    codes = [QuantizedArray.of(jnp.asarray(x), bits, 4) for x in (k, v)]
+    q, t = rng.normal(size=(3, 8, 1, 8)).astype(np.float32), np.array([[720], [310], [50]])
+    got, same = (
+        segment_attention(q, *held, t, positions, start, LENGTHS, scale=0.5)
+        for held in (codes, [x.dequantized() for x in codes])
+    )
+    for x, y in zip(got, same, strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def test_bfloat16_is_as_good_as_its_inputs():

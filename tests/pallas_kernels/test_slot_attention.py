@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.pallas_kernels import slot_attention
+from kvjax.pallas_kernels import QuantizedArray, slot_attention
 from tests.dense import assert_close, attention, context, entries
 from tests.pallas_kernels.cases import ASKED_CASES, FOLDS, check_asked, received
 
@@ -44,6 +44,21 @@ def test_a_bias_is_added_to_the_logits_of_its_slot():
 @pytest.mark.parametrize(("case", "count", "reduction"), [case for case in ASKED_CASES if case[0].dtype == "float32"])
 def test_queries_that_are_asked_besides(case, count, reduction):
     check_asked(slot_attention, case, count, reduction)
+
+
+@pytest.mark.parametrize(("bits", "per_scale"), [(8, 8), (8, 2), (4, 4), (4, 8)])
+def test_codes_give_what_their_numbers_give(bits, per_scale):
+    rng = np.random.default_rng(bits)
+    k, v, p = entries(rng, 2, 2, 19, [40, 9])
+    codes = [QuantizedArray.of(jnp.asarray(x), bits, per_scale) for x in (k, v)]
+    numbers = [x.dequantized() for x in codes]
+    q, t = rng.normal(size=(2, 8, 1, 8)).astype(np.float32), np.array([[40], [9]])
+    got, same = (slot_attention(q, *held, t, p, scale=0.5, received="max")[:3] for held in (codes, numbers))
+    for x, y in zip(got, same, strict=True):
+        np.testing.assert_array_equal(x, y)
+    weights, expected_lse, _ = attention(q, numbers[0], t, p, 0.5)
+    assert_close(got[0], context(weights, np.asarray(numbers[1])))
+    assert_close(got[1], expected_lse)
 
 
 def test_bfloat16_is_as_good_as_its_inputs():
