@@ -200,8 +200,10 @@ def decoding(
             own = jnp.repeat(entries.occupancy - 1, q.shape[1] // k.shape[1], axis=1)
             q = rotated(layer, q, own[..., None], rope)
         wish = policy.score.received if observes else None
-        context, lse, received, _ = slot_attention(
-            heads.whole_groups(q) if wish else q,
+        asked = policy.score.asks(entries, query_positions[:, 0]) if observes else None
+        together = wish is not None or asked is not None
+        found = slot_attention(
+            heads.whole_groups(q) if together else q,
             keys,
             values,
             query_positions,
@@ -210,13 +212,13 @@ def decoding(
             window=layer.window,
             bias=entries.bias,
             received=wish.reduction.group if wish else None,
+            asked=asked,
         )
-        if wish:
-            context, lse = heads.own_queries(context), heads.own_queries(lse)
+        context, lse = (heads.own_queries(x) if together else x for x in (found.context, found.lse))
         if observes:
             lengths = incoming.astype(jnp.int32)
-            seen = (q, unrotated, query_positions, lse, received, lengths)
-            attended = Attended(*seen, layer.scale, layer.window, heads, i, decoding=True)
+            seen = (q, unrotated, query_positions, lse, found.received, lengths)
+            attended = Attended(*seen, layer.scale, layer.window, heads, i, decoding=True, asked=found.scores)
             entries = _observe(policy, entries, shown, attended)
         return context, _replace(layers, i, entries)
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.heads import ALL_HEADS, Heads
 from kvjax.models import AttentionLayer
-from kvjax.pallas_kernels import Reduction
+from kvjax.pallas_kernels import Asked, Reduction
 
 if TYPE_CHECKING:
     from kvjax.cache import LayerCache
@@ -58,6 +58,7 @@ class Attended:
         heads: those that the queries and entries belong to. On a mesh it is through them that a score reaches others.
         layer: its index.
         decoding: whether the queries are of tokens decoded one by one, not of a text that is read.
+        asked: what the entries received from the queries that the score had asked, or None if there was no asking.
     """
 
     queries: Float[Array, "B Hq W D"]
@@ -71,6 +72,7 @@ class Attended:
     heads: Heads = ALL_HEADS
     layer: int = 0
     decoding: bool = False
+    asked: Float[Array, "B H M"] | None = None
 
 
 class Moment(NamedTuple):
@@ -157,6 +159,14 @@ class Score(ABC):
 
     def init_rows(self, shape: LayerShape) -> Any:
         """State with axes [B, H, ...] or, of whole query groups, [B, Hq, ...]."""
+        return None
+
+    def asks(self, entries: LayerCache, positions: Int[Array, "B"]) -> Asked | None:
+        """Queries of whole groups to be asked, while the token at `positions` attends, what they give to each entry.
+
+        So keys that a score would read again are read once. `Attended.asked` is what they gave, but of segments of a
+        pool, of which nothing is asked. Rows at position -1 have no token coming in.
+        """
         return None
 
     def observe(self, entries: LayerCache, attended: Attended) -> tuple[Any, Any]:

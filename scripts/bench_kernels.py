@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import pallas_kernels
-from kvjax.pallas_kernels import PAGE, QuantizedArray, Reduction
+from kvjax.pallas_kernels import PAGE, Asked, QuantizedArray, Reduction
 
 HEADS, DIM = 8, 128  # kv heads, and their channels
 PER_SCALE = 32  # channels, where keys and values are quantised
@@ -106,6 +106,27 @@ def codes_of(key: Any, bits: int, **sizes: Any) -> list[Any]:
     return [q, *(QuantizedArray.of(x, bits, PER_SCALE) for x in (k, v)), t, p]
 
 
+def asking(draw: Callable[..., list[Any]], facts: dict[str, int], asked: int, scale: float, nbytes: int) -> Case:
+    """Attention that asks a block of MorphKV's window in its pass over the keys, beside the same in a pass each."""
+    reduction = Reduction("sum", "sum", "group")
+
+    def split(q: Any, t: Any) -> tuple[Any, Any, Asked]:
+        lse = jnp.full((*q.shape[:2], asked), 8.0)
+        return q[:, :, asked:], t[:, asked:], Asked(q[:, :, :asked], lse, t[:, :asked], reduction)
+
+    def together(q: Any, k: Any, v: Any, t: Any, p: Any) -> Any:
+        q, t, others = split(q, t)
+        return pallas_kernels.slot_attention(q, k, v, t, p, scale=scale, received="sum", asked=others)
+
+    def apart(q: Any, k: Any, v: Any, t: Any, p: Any) -> Any:
+        q, t, others = split(q, t)
+        found = pallas_kernels.slot_attention(q, k, v, t, p, scale=scale, received="sum")
+        return found, others.scores(pallas_kernels.window_scores, k, p, scale=scale, causal=False)
+
+    facts = {**facts, "asked": asked}
+    return Case("slot_attention", facts, together, partial(draw, rows=1 + asked), (nbytes, "bytes"), 1.0, rival=apart)
+
+
 def cases(small: bool) -> Iterator[Case]:
     """All of them; `small` ones are for any machine."""
     dtype, scale = jnp.float32 if small else jnp.bfloat16, DIM**-0.5
@@ -132,6 +153,9 @@ def cases(small: bool) -> Iterator[Case]:
             partial(codes_of, bits=bits, batch=batch, heads=HEADS, slots=slots, rows=1, group=group, dtype=dtype),
             (2 * batch * HEADS * slots * (DIM * bits // 8 + 2 * DIM // PER_SCALE), "bytes"),
         )
+    for batch, slots, asked in [(2, 256, 4)] if small else [(8, 2048, 4), (8, 2048, 25), (8, 32_768, 25)]:
+        facts = {"batch": batch, "group": 4, "slots": slots}
+        yield asking(partial(of, **facts), facts, asked, scale, 2 * batch * HEADS * slots * DIM * width)
     batch, lane = (2, 512) if small else (8, 32_768)
 
     def pool(key: Any) -> Sequence[Any]:

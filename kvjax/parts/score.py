@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import LayerCache
 from kvjax.overwrite import change_block
-from kvjax.pallas_kernels import Reduction, compact, fold, window_scores
+from kvjax.pallas_kernels import Asked, Reduction, compact, fold, window_scores
 from kvjax.policy import Policy
 from kvjax.protocols import Attended, LayerShape, Moment, Received, Score, SharedBudget, check_integer
 
@@ -252,6 +252,18 @@ class WindowAttention(Score):
         return scores if self.pool is None else self.pool(scores, distant)
 
 
+class Folds(NamedTuple):
+    """What each slot received from the window's queries.
+
+    Attributes:
+        blocks: from those of each block that is not leaving the window.
+        leaving: from those of the one that is, where they are asked ahead.
+    """
+
+    blocks: Float[Array, "B H R/block S"]
+    leaving: Float[Array, "B H S"] | None
+
+
 @dataclass(frozen=True)
 class FoldedWindow(Score):
     """The scores of WindowAttention at a part of its work: what a slot received is folded a block of queries at a time.
@@ -264,11 +276,14 @@ class FoldedWindow(Score):
         window: the number of queries, a multiple of `block`. R / block float32 numbers are kept a slot.
         block: queries to a block; 1 keeps every weight and asks no query again.
         reduction: over the group, then over the window's queries.
+        ahead: ask at each step, while it attends and reads all keys, what the next one would ask again; what a slot
+            received is one more number. It pays where each step evicts. Scores are the same.
     """
 
     window: int
     block: int
     reduction: Reduction
+    ahead: bool = False
 
     def __post_init__(self) -> None:
         check_integer("window", self.window, least=1)
@@ -276,6 +291,8 @@ class FoldedWindow(Score):
         if self.window % self.block:
             raise ValueError(f"block={self.block}: accepted is a divisor of the window, {self.window}")
         commute = (self.reduction.rows == "max") == (self.reduction.group == "max")
+        if self.ahead and self.block == 1:
+            raise ValueError("ahead=True with block=1, which asks no query again; accepted with it is ahead=False")
         if self.reduction.rows == "mean" or not (commute or self.reduction.first == "group"):
             raise ValueError(f"{self.reduction} of blocks: accepted are rows 'sum' and 'max' of a group reduced first")
 
@@ -294,45 +311,73 @@ class FoldedWindow(Score):
     def check(self, policy: Policy) -> None:
         check_window(self.window, policy)
 
-    def init_slots(self, shape: LayerShape, slots: int) -> Float[Array, "B H R/block S"]:
-        return jnp.zeros((shape.batch, shape.kv_heads, self.window // self.block, slots), jnp.float32)
+    @property
+    def columns(self) -> int:
+        """Blocks in the window."""
+        return self.window // self.block
+
+    def init_slots(self, shape: LayerShape, slots: int) -> Folds:
+        def zeros(*inner: int) -> Array:
+            return jnp.zeros((shape.batch, shape.kv_heads, *inner, slots), jnp.float32)
+
+        return Folds(zeros(self.columns), zeros() if self.ahead else None)
 
     def init_rows(self, shape: LayerShape) -> QueryRing:
         return QueryRing.empty(shape, self.window)
 
-    def observe(self, entries: LayerCache, attended: Attended) -> tuple[Array, QueryRing]:
+    def asks(self, entries: LayerCache, positions: Int[Array, "B"]) -> Asked | None:
+        return self._leaving(entries.per_row, positions) if self.ahead else None
+
+    def observe(self, entries: LayerCache, attended: Attended) -> tuple[Folds, QueryRing]:
         ring: QueryRing = entries.per_row.push(attended)
         if attended.received is None:
             return self._fold_all(entries, attended, ring), ring
-        folds, position = entries.per_slot, attended.positions[:, 0]
-        columns, received = folds.shape[2], attended.received[:, :, None]
+        state, position = entries.per_slot, attended.positions[:, 0]
+        incoming, received = position >= 0, attended.received[:, :, None]
         begins = (position % self.block == 0)[:, None, None, None]
-        own = jnp.where(position >= 0, position // self.block % columns, columns)
-        return change_block(folds, own, lambda x: self._join(jnp.where(begins, 0.0, x), received)), ring
+        own = jnp.where(incoming, position // self.block % self.columns, self.columns)
+        blocks = change_block(state.blocks, own, lambda x: self._join(jnp.where(begins, 0.0, x), received))
+        leaving = state.leaving
+        if leaving is not None:
+            given = attended.asked
+            if given is None:
+                given = self._ask(ring, entries, position, attended)
+            leaving = jnp.where(incoming[:, None, None], given, leaving)
+        return Folds(blocks, leaving), ring
 
     def __call__(self, entries: LayerCache, moment: Moment) -> Float[Array, "B H M"]:
-        scores = fold(entries.per_slot, self.reduction.rows, axis=2)
+        state: Folds = entries.per_slot
+        scores = fold(state.blocks, self.reduction.rows, axis=2)
         if self.block == 1:
             return scores
-        newest = moment.next_position - 1
-        leaving = entries.per_row.block(newest // self.block % entries.per_slot.shape[2], self.block)
-        positions = leaving.positions[:, 0]
-        distant = entries.positions < moment.next_position[:, None, None] - self.window
-        again = window_scores(
-            leaving.queries,
-            entries.keys,
-            jnp.where(positions < (newest - newest % self.block)[:, None], positions, -1),
-            jnp.where(distant, entries.positions, -1),
-            lse=leaving.lse,
-            scale=moment.scale,
-            bias=entries.bias,
-            window=moment.window,
-            causal=False,
-            reduction=self.reduction,
-        )
-        return self._join(scores, again)
+        leaving, newest = state.leaving, moment.next_position - 1
+        if leaving is None:
+            leaving = self._ask(entries.per_row, entries, newest, moment)
+        return self._join(scores, leaving)
 
-    def _fold_all(self, entries: LayerCache, attended: Attended, ring: QueryRing) -> Float[Array, "B H R/block M"]:
+    def _leaving(self, ring: QueryRing, newest: Int[Array, "B"]) -> Asked:
+        """Those of the block which is leaving that are in the window whose newest query, pushed or not, is there."""
+        block = ring.block(newest // self.block % self.columns, self.block)
+        positions, newest = block.positions[:, 0], newest[:, None]
+        still = (positions > newest - self.window) & (positions < newest - newest % self.block)
+        return Asked(block.queries, block.lse, jnp.where(still, positions, -1), self.reduction)
+
+    def _ask(
+        self, ring: QueryRing, entries: LayerCache, newest: Int[Array, "B"], given: Attended | Moment
+    ) -> Float[Array, "B H M"]:
+        """What the leaving ones give to the entries older than the window, which are older than all of them."""
+        distant = entries.positions <= newest[:, None, None] - self.window
+        return self._leaving(ring, newest).scores(
+            window_scores,
+            entries.keys,
+            jnp.where(distant, entries.positions, -1),
+            scale=given.scale,
+            bias=entries.bias,
+            window=given.window,
+            causal=False,
+        )
+
+    def _fold_all(self, entries: LayerCache, attended: Attended, ring: QueryRing) -> Folds:
         """The folds of all blocks anew, from their queries: many of these have just attended."""
         newest = jnp.max(ring.positions[:, 0], axis=1)
         begun = newest - newest % self.block
@@ -340,7 +385,7 @@ class FoldedWindow(Score):
         def fold_one(column: Array) -> Float[Array, "B H M"]:
             block = ring.block(jnp.broadcast_to(column, newest.shape), self.block)
             positions = block.positions[:, 0]
-            leaves = (column == newest // self.block % columns)[:, None] & (positions < begun[:, None])
+            leaves = (column == newest // self.block % self.columns)[:, None] & (positions < begun[:, None])
             return window_scores(
                 block.queries,
                 entries.keys,
@@ -353,8 +398,8 @@ class FoldedWindow(Score):
                 reduction=self.reduction,
             )
 
-        columns = self.window // self.block
-        return jnp.moveaxis(jax.lax.map(fold_one, jnp.arange(columns)), 0, 2)
+        blocks = jnp.moveaxis(jax.lax.map(fold_one, jnp.arange(self.columns)), 0, 2)
+        return Folds(blocks, self._ask(ring, entries, newest, attended) if self.ahead else None)
 
     def _join(self, one: Array, other: Array) -> Array:
         return jnp.maximum(one, other) if self.reduction.rows == "max" else one + other

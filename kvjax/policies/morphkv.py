@@ -26,7 +26,8 @@ def morphkv(
     distant entry of the smallest F makes room for the token coming in (Algorithm 1, equations 4 to 7). Instead of R
     rows of weights the state is what each slot received from blocks of them, fused, and the last R queries with their
     log-sum-exp: exp(q_r . k_c - lse_r) is exactly the weight that the paper keeps, because keys do not change, and has
-    to be computed again for the block only that is leaving the window.
+    to be computed again for the block only that is leaving the window: where each step evicts, in the pass over keys
+    in which the step before attends.
 
     Args:
         budget: what a query sees, itself included, C + R of the paper's Figure 5 (the released code's C + R + 1); a
@@ -51,7 +52,8 @@ def morphkv(
     score: Score
     if normalise == "full" and group != "logits":
         smallest = next(n for n in range(1, window + 1) if window % n == 0 and window <= 8 * n)
-        score = FoldedWindow(window, smallest if block is None else block, reduction)
+        size = smallest if block is None else block
+        score = FoldedWindow(window, size, reduction, ahead=every == 1 and size != 1)
     elif block is None:
         score = WindowAttention(window, reduction, normalise=normalise, sum_logits=group == "logits")
     else:

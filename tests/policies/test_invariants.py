@@ -323,7 +323,7 @@ def expected_bytes(spec: str, batch: int, params) -> int:
         if "morphkv" in spec and policy.limited(layer):
             total += batch * policy.score.window * (config.num_heads * (dim + 1) + heads) * 4
         if isinstance(policy.score, FoldedWindow) and policy.limited(layer):
-            total += batch * heads * slots * policy.score.window // policy.score.block * 4
+            total += batch * heads * slots * (policy.score.columns + policy.score.ahead) * 4
     return total
 
 
