@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # KVCrush, Figure 6: pages of 32 tokens on GSM8K and XSum, by lm-evaluation-harness. MODEL is
 # microsoft/Phi-3-mini-4k-instruct, meta-llama/Meta-Llama-3-8B-Instruct or meta-llama/Llama-2-7b-chat-hf. The baseline,
-# H2O by pages, is a share of representatives of one page.
+# H2O by pages, is a share of representatives of one page. XSum is one of the harness's unitxt tasks: pip install
+# "lm-eval[unitxt]".
 #     bash configs/kvcrush/figure6_pages.sh MODEL [any option of lm_eval, such as --limit 100]
 set -euo pipefail
 model=$1
