@@ -66,7 +66,9 @@ def compile_for(device: jax.Device, function: Callable[..., Any], shapes: Any, f
     arguments = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(*x, sharding=where), shapes, is_leaf=lambda x: isinstance(x, tuple)
     )
-    jax.jit(function).lower(**arguments).compile(compiler_options={"xla_dump_to": str(folder)})
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # where Pallas looks for the kind of a GPU, since jax 0.11
+        lowered = jax.jit(function).lower(**arguments)
+    lowered.compile(compiler_options={"xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx|^llvm"})
     return [kernel for path in folder.glob("*.ptx") for kernel in read(path)]
 
 
