@@ -53,9 +53,9 @@ def run(policy, q, k, v):
     return context, layers[0].positions, contexts, retained
 
 
-def compare(queries_per_head, steps, **options):
+def compare(queries_per_head, steps, block=None, **options):
     q, k, v = streams(queries_per_head, steps)
-    context, after, contexts, retained = map(np.asarray, run(morphkv(**options), q, k, v))
+    context, after, contexts, retained = map(np.asarray, run(morphkv(**options, block=block), q, k, v))
     closest = np.inf
     for b, n in enumerate(LENGTHS):
         for h in range(HEADS):
@@ -79,8 +79,8 @@ def compare(queries_per_head, steps, **options):
 @pytest.mark.parametrize("fusion", ["sum", "max"])
 @pytest.mark.parametrize("group", [1, 4, 7])
 def test_retains_what_algorithm_1_retains(group, fusion, every):
-    """Three rows for 300 steps: the same positions at every step, the same context."""
-    compare(group, 300, budget=24, window=6, fusion=fusion, every=every)
+    """Three rows for 300 steps: the same positions at every step, the same context. A block leaves in three steps."""
+    compare(group, 300, block=3, budget=24, window=6, fusion=fusion, every=every)
 
 
 @pytest.mark.parametrize("options", [{"group": "max"}, {"group": "logits"}, {"group": "max", "fusion": "max"}])

@@ -66,7 +66,7 @@ def compress(text: Reader, budget) -> None:
 )
 def test_the_cache_is_constant_and_holds_what_literal_heads_hold(budget) -> None:
     params = tiny.decoder(8, HEADS, (None,) * LAYERS)
-    policy = replace(morphkv(BUDGET, window=WINDOW), budget=budget)
+    policy = replace(morphkv(BUDGET, window=WINDOW, block=2), budget=budget)
     logits, cache = tiny.prefill(params, policy, ROWS, SIZE)
     texts = [Reader(params, window=WINDOW) for _ in ROWS]
     for b, (text, row) in enumerate(zip(texts, ROWS, strict=True)):
