@@ -51,15 +51,15 @@ class TaskAttention(ReplayScore):
     rows: Literal["max", "mean", "sum"] = "max"
     group: Literal["mean", "max"] = "mean"
     head_mean: bool = True
-    value_norm: Literal["v", "vo"] | None = None
+    value_norm: Literal["none", "v", "vo"] = "none"
 
     def __post_init__(self) -> None:
         if self.source not in ("replay", "self", "prompt"):
             raise ValueError(f"source={self.source!r}: accepted are 'replay', 'self' and 'prompt'")
         if self.group not in ("mean", "max"):
             raise ValueError(f"group={self.group!r}: accepted are 'mean' and 'max'")
-        if self.value_norm not in (None, "v", "vo"):
-            raise ValueError(f"value_norm={self.value_norm!r}: accepted are 'v', 'vo' and None")
+        if self.value_norm not in ("none", "v", "vo"):
+            raise ValueError(f"value_norm={self.value_norm!r}: accepted are 'none', 'v' and 'vo'")
         Reduction(rows=self.rows)  # which refuses an unknown one
         if (self.source == "prompt") != bool(self.prompts):
             raise ValueError(

@@ -16,7 +16,7 @@ def kvcompose(
     rows: Literal["max", "mean", "sum"] = "max",
     group: Literal["mean", "max"] = "mean",
     head_mean: bool = True,
-    value_norm: Literal["v", "vo"] | None = None,
+    value_norm: Literal["none", "v", "vo"] = "none",
     structured: bool = True,
     groups: int = 1,
     min_tokens: int = 0,

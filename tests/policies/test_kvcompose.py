@@ -64,7 +64,7 @@ def equations(weights, norms=None, rows="max", group="mean", head_mean=True):
 
 def norms_of(params, values, kind):
     """Of each value V: |V|, or |V W_O| with the rows of W_O that belong to the query head; [L, H, G, N]."""
-    if kind is None:
+    if kind == "none":
         return None
     if kind == "v":
         return np.linalg.norm(values, axis=-1)[:, :, None]
@@ -121,7 +121,7 @@ def test_scores(source: str, rows: str) -> None:
         score.passes(*map(jnp.asarray, tiny.left_pad(ROWS, SIZE)), score.texts(None)) if source != "self" else ()
     ):
         cache = replay(params, cache, part)
-    variants = (("mean", True, None), ("max", True, "v"), ("max", False, "vo"), ("mean", False, "vo"))
+    variants = (("mean", True, "none"), ("max", True, "v"), ("max", False, "vo"), ("mean", False, "vo"))
     for fold, head_mean, value_norm in variants:
         variant = replace(score, group=fold, head_mean=head_mean, value_norm=value_norm)
         for i, (record, layer) in enumerate(zip(params.attention_layers, cache.layers, strict=True)):
@@ -245,7 +245,7 @@ def test_g8d_rows_before_group() -> None:
         (lambda: kvcompose(8, "prompt", ((), (1,))), "none empty"),
         (lambda: kvcompose(8, rows="median"), "rows='median'"),
         (lambda: kvcompose(8, group="sum"), "group='sum': accepted are 'mean' and 'max'"),
-        (lambda: kvcompose(8, value_norm=True), "value_norm=True: accepted are 'v', 'vo' and None"),
+        (lambda: kvcompose(8, value_norm=True), "value_norm=True: accepted are 'none', 'v' and 'vo'"),
         (lambda: kvcompose(8, groups=2), "groups=2 with structured=True"),
         (lambda: kvcompose(8, structured=False, first_layer=True), "first_layer=True with structured=False"),
         (lambda: replace(kvcompose(8), budget=Fixed(8)), "TaskAttention with source='replay' .* Fixed"),

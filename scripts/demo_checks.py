@@ -1,0 +1,105 @@
+"""Why some methods score as they do on the model that ships: each beside itself with one part exchanged.
+
+    python scripts/demo_checks.py > demo_checks.jsonl
+
+Texts of 1,024 tokens, 25 of each of three tasks with four questions a text. Standard output is JSON lines: the share of
+the 300 questions that are answered right. The checks:
+
+    question    methods that protect nothing recent, on prompts that end with the question, and with their last 32
+                tokens protected
+    norm        `knorm`, and its opposite, which keeps the largest keys
+    merge       `d2o`, and the same without merging
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from jaxtyping import Array
+
+from kvjax.cache import LayerCache
+from kvjax.evaluation.asking import Asker
+from kvjax.evaluation.batches import batches, readings
+from kvjax.evaluation.grid import Grid
+from kvjax.evaluation.items import Item, read_items
+from kvjax.evaluation.model import load_model
+from kvjax.parts import Drop, KeyNorm
+from kvjax.policies import parse
+from kvjax.policy import Policy
+from kvjax.protocols import Moment
+from kvjax.sampling import Greedy
+
+TASKS = [{"name": f"demo/{name}", "lengths": [1024]} for name in ("needles", "keys", "variables")]
+RECENT = 32  # more tokens than any question has
+BATCH = 25
+
+Question = Literal["after", "before"]
+
+
+@dataclass(frozen=True)
+class LargeKeyNorm(KeyNorm):
+    """The Euclidean norm of the key."""
+
+    def __call__(self, entries: LayerCache, moment: Moment) -> Array:
+        return -super().__call__(entries, moment)
+
+
+def sides(check: str) -> Iterator[tuple[str, Policy, Question]]:
+    """A name, a policy and when it sees the question, of each side of a check."""
+    if check == "question":
+        for budget in (0.25, 0.1):
+            replay = "instruction='',starting='',suffix=''"  # the model knows no instructions
+            for text in ("kvcompose", "kvzip", "expected_attention", "tova", "keydiff", "random", "knorm"):
+                options = f",{replay}" if text == "kvzip" else ""
+                policy = parse(f"{text}:budget={budget}{options}")
+                kept = replace(policy, protect=replace(policy.protect, recent=RECENT))
+                yield f"{text} at {budget}", policy, "before"
+                yield f"{text} at {budget}, {RECENT} recent", kept, "before"
+    elif check == "norm":
+        for budget in (0.5, 0.25):
+            policy = parse(f"knorm:budget={budget}")
+            yield f"knorm at {budget}", policy, "after"
+            yield f"knorm at {budget}, the largest", replace(policy, score=LargeKeyNorm()), "after"
+    else:
+        for budget in (0.1, 0.05):
+            policy = parse(f"d2o:budget={budget},layer_budgets=False")
+            yield f"d2o at {budget}", policy, "before"
+            yield f"d2o at {budget}, nothing merged", replace(policy, merge=Drop()), "before"
+
+
+def answered(ask: Asker, items: Sequence[Item], policy: Policy, question: Question) -> float:
+    """The share of questions that are answered right."""
+    scores: list[float] = []
+    for batch in batches(readings(items, question, policy.score.repeats_prompt), lambda reading: BATCH):
+        ((answers, _),) = ask(batch, [policy])
+        for reading, mine in zip(batch.readings, answers, strict=True):
+            for one, answer in zip(reading.asks, mine, strict=True):
+                asked = one.item.example.questions[one.index]
+                (score,) = one.item.task.metric(answer.text, asked).values()
+                scores.append(score)
+    return sum(scores) / len(scores)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = ["question", "norm", "merge"]
+    parser.add_argument("--check", nargs="+", choices=names, default=names)
+    parser.add_argument("--limit", type=int, default=25, help="texts of each task")
+    arguments = parser.parse_args()
+    about: dict[str, Any] = {"tasks": TASKS, "limit": arguments.limit, "policies": "full"}
+    grid = Grid.of(about)
+    params, tokenizer = load_model(grid)
+    items = [item for item in read_items(grid, tokenizer, params.config.max_positions) if isinstance(item, Item)]
+    ask = Asker(params, tokenizer, Greedy())
+    for check in arguments.check:
+        for name, policy, question in sides(check):
+            share = answered(ask, items, policy, question)
+            print(json.dumps({"check": check, "policy": name, "question": question, "right": share}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
