@@ -2,13 +2,13 @@
 
     python scripts/demo_checks.py > demo_checks.jsonl
 
-Texts of 1,024 tokens, 25 of each of three tasks with four questions a text. Standard output is JSON lines: the share of
-the 300 questions that are answered right. The checks:
+Texts of 1,024 tokens, 25 of each task. Standard output is JSON lines: the share of their questions that are answered
+right. The checks:
 
     question    methods that protect nothing recent, on prompts that end with the question, and with their last 32
-                tokens protected
-    norm        `knorm`, and its opposite, which keeps the largest keys
-    merge       `d2o`, and the same without merging
+                tokens protected; facts
+    norm        `knorm`, and its opposite, which keeps the largest keys; facts
+    merge       `d2o`, and the same without merging; labels and votes
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from kvjax.policy import Policy
 from kvjax.protocols import Moment
 from kvjax.sampling import Greedy
 
-TASKS = [{"name": f"demo/{name}", "lengths": [1024]} for name in ("needles", "keys", "variables")]
+FACTS, COUNTS = ("needles", "keys", "variables"), ("labels", "frequent")
+CHECKS = {"question": FACTS, "norm": FACTS, "merge": COUNTS}
 RECENT = 32  # more tokens than any question has
 BATCH = 25
 
@@ -51,14 +52,17 @@ class LargeKeyNorm(KeyNorm):
 def sides(check: str) -> Iterator[tuple[str, Policy, Question]]:
     """A name, a policy and when it sees the question, of each side of a check."""
     if check == "question":
-        for budget in (0.25, 0.1):
-            replay = "instruction='',starting='',suffix=''"  # the model knows no instructions
-            for text in ("kvcompose", "kvzip", "expected_attention", "tova", "keydiff", "random", "knorm"):
-                options = f",{replay}" if text == "kvzip" else ""
-                policy = parse(f"{text}:budget={budget}{options}")
-                kept = replace(policy, protect=replace(policy.protect, recent=RECENT))
-                yield f"{text} at {budget}", policy, "before"
-                yield f"{text} at {budget}, {RECENT} recent", kept, "before"
+        for text in (
+            "kvcompose:budget=0.1",
+            "kvzip:budget=0.1,instruction='',starting='',suffix=''",  # the model knows no instructions
+            "expected_attention:budget=0.1",
+            "keydiff:budget=0.1",
+            "random:budget=0.1",
+            "tova:budget=0.1",
+        ):
+            policy = parse(text)
+            yield text, policy, "before"
+            yield f"{text}, {RECENT} recent", replace(policy, protect=replace(policy.protect, recent=RECENT)), "before"
     elif check == "norm":
         for budget in (0.5, 0.25):
             policy = parse(f"knorm:budget={budget}")
@@ -86,16 +90,16 @@ def answered(ask: Asker, items: Sequence[Item], policy: Policy, question: Questi
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ["question", "norm", "merge"]
-    parser.add_argument("--check", nargs="+", choices=names, default=names)
+    parser.add_argument("--check", nargs="+", choices=CHECKS, default=list(CHECKS))
     parser.add_argument("--limit", type=int, default=25, help="texts of each task")
     arguments = parser.parse_args()
-    about: dict[str, Any] = {"tasks": TASKS, "limit": arguments.limit, "policies": "full"}
-    grid = Grid.of(about)
-    params, tokenizer = load_model(grid)
-    items = [item for item in read_items(grid, tokenizer, params.config.max_positions) if isinstance(item, Item)]
-    ask = Asker(params, tokenizer, Greedy())
     for check in arguments.check:
+        tasks = [{"name": f"demo/{name}", "lengths": [1024]} for name in CHECKS[check]]
+        about: dict[str, Any] = {"tasks": tasks, "limit": arguments.limit, "policies": "full"}
+        grid = Grid.of(about)
+        params, tokenizer = load_model(grid)
+        items = [item for item in read_items(grid, tokenizer, params.config.max_positions) if isinstance(item, Item)]
+        ask = Asker(params, tokenizer, Greedy())
         for name, policy, question in sides(check):
             share = answered(ask, items, policy, question)
             print(json.dumps({"check": check, "policy": name, "question": question, "right": share}), flush=True)
