@@ -16,7 +16,7 @@ from kvjax.decode import Decoding
 from kvjax.extend import read_prompt
 from kvjax.hlo import Loop
 from kvjax.models import DecoderConfig
-from kvjax.parts import LagDifference, ProjectedValues
+from kvjax.parts import KeyDifference, LagDifference, ProjectedValues, ThresholdAttention
 from kvjax.policies import parse
 from kvjax.session import Session
 from kvjax.targets import target
@@ -99,6 +99,9 @@ SIZED |= {"window=8": "window=256", "length=5": "length=16", "chunk=8": "chunk=2
 
 # They normalise a partition's keys, or project all values, whenever they evict. Positions in the cache rotate anew.
 REWRITING = (LagDifference, ProjectedValues)
+# They read all keys to evict. A TPU's compiler may fetch these into its fast memory, where they are read twice and one
+# of them is overwritten, and write them back meanwhile.
+READING_KEYS = (KeyDifference, ThresholdAttention)
 
 KERNELS = {"h200:1": "triton", "v6e:2x2": "tpu_custom_call"}  # as a program calls them
 
@@ -124,7 +127,9 @@ def test_presets_on_one_device(text: str, name: str) -> None:
     keys = jax.tree.leaves(cache.pool.keys if cache.pool is not None else [layer.keys for layer in cache.layers])
     anew = sized(text).positions == "in_cache" or isinstance(sized(text).score, REWRITING)
     if not anew:
-        assert loop.rewrites(min(leaf.size * leaf.dtype.itemsize for leaf in keys)) == []
+        written = set(loop.rewrites(min(leaf.size * leaf.dtype.itemsize for leaf in keys)))
+        fetched = name.startswith("v6e") and isinstance(sized(text).score, READING_KEYS)
+        assert {what.split()[0] for what in written} <= ({"copy-start"} if fetched else set())
         assert memory.temp_size_in_bytes < 0.01 * memory.argument_size_in_bytes
     assert hlo.count(KERNELS[name]) >= LAYERS
 
