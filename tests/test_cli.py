@@ -21,7 +21,6 @@ from kvjax.cli.console import bytes_text
 from kvjax.evaluation.tasks.vocabulary import WORDS, tokenizer
 from kvjax.models import Decoder, DecoderConfig, Rope
 
-DEMO_WEIGHTS = Path(kvjax.__file__).parent / "demo_model" / "model.safetensors"
 PROMPT = "the code of adam is sword . recall what the code of adam is :"
 
 
@@ -154,6 +153,18 @@ def test_inspect_writes_a_page(model: str, tmp_path: Path) -> None:
     assert (status, stdout) == (0, "")
     assert f"15 tokens read, 4 written; {out} opens in any browser" in stderr
     assert '"policy":"tova:budget=12","prompt":15,"steps":3,' in out.read_text()
+
+
+@pytest.mark.parametrize("policy", ["d2o:budget=12,layer_budgets=False", "dynamickv:budget=12,window=4"])
+def test_inspect_on_a_mesh(model: str, tmp_path: Path, policy: str) -> None:
+    pages = []
+    for mesh in ("1x1", "1x2"):
+        out = tmp_path / f"{mesh}.html"
+        options = ("--policy", policy, "--new-tokens", 6, "--sampler", "temperature=0.8", "--seed", 3, "--mesh", mesh)
+        status, _, stderr = kv("inspect", model, "--prompt", PROMPT, *options, "--out", out)
+        assert status == 0, stderr
+        pages.append(out.read_text())
+    assert pages[0] == pages[1]
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
@@ -378,7 +389,6 @@ def test_eval_says_what_it_would_do_does_it_and_goes_on(model: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not DEMO_WEIGHTS.exists(), reason="the demo model has no weights yet")
 def test_demo_answers_draws_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("demo", "--length", 256, "--examples", 4, "--budget", 64, "--out", tmp_path / "new")
     status, stdout, stderr = kv(*options, "--json")

@@ -9,6 +9,7 @@ import subprocess
 from collections import Counter
 from html import unescape
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,6 +40,20 @@ def test_recordings_are_what_caches_hold(tiny: Decoder, text: str) -> None:
     assert recording.tokens.tolist() == PROMPT + expected.tokens[0].tolist()
     evicted = np.unique(recording.left[recording.left <= recording.steps]).tolist()
     assert evicted == ([] if text == "full" else [0, 1, 2, 3, 4, 5] if text.startswith("morphkv") else [0])
+
+
+@pytest.mark.parametrize("sampler", [kvjax.Sampler(temperature=1.2), kvjax.Sampler(repetition_penalty=1.5)])
+def test_recordings_draw_what_generate_draws(tiny: Decoder, sampler: kvjax.Sampler) -> None:
+    options: dict[str, Any] = {
+        "policy": kvjax.policies.morphkv(budget=24, window=4),
+        "max_new_tokens": NEW,
+        "sampler": sampler,
+        "seed": 5,
+    }
+    expected = kvjax.generate(tiny, [PROMPT], **options).tokens[0].tolist()
+    assert record(tiny, PROMPT, **options).tokens.tolist() == PROMPT + expected
+    ended = record(tiny, PROMPT, **options, eos=expected[2])
+    assert ended.tokens.tolist() == PROMPT + expected[: expected.index(expected[2]) + 1]
 
 
 def entries(cache: kvjax.KVCache) -> list[list[dict[int, np.ndarray]]]:

@@ -3,6 +3,7 @@
 from kvjax.checkpoint.convert import Conversion, plan_conversion
 from kvjax.checkpoint.folder import DTYPES, CheckpointError, form_of, locate, read_config
 from kvjax.checkpoint.hf import load, read_headers, save_hf
+from kvjax.checkpoint.named import dtype_named, load_named, mesh_sizes
 from kvjax.checkpoint.orbax import restore, save
 from kvjax.checkpoint.parameters import Progress
 
@@ -11,9 +12,12 @@ __all__ = [
     "CheckpointError",
     "Conversion",
     "Progress",
+    "dtype_named",
     "form_of",
     "load",
+    "load_named",
     "locate",
+    "mesh_sizes",
     "plan_conversion",
     "read_config",
     "read_headers",

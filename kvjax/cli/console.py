@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -72,14 +71,6 @@ def prompt_text(prompt: str | None, file: Path | None, named: str) -> str:
     return prompt
 
 
-def mesh_sizes(text: str) -> tuple[int, int]:
-    """The sizes of a mesh, DATAxMODEL."""
-    sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
-    if sizes is None:
-        raise ValueError(f"mesh {text!r}; accepted is DATAxMODEL, two integers >= 1, such as 2x4")
-    return int(sizes[1]), int(sizes[2])
-
-
 def bytes_text(count: float) -> str:
     """12345678 -> '12.3 MB', in powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):
@@ -100,13 +91,3 @@ def keep_compiled() -> None:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", str(Path(home) / "kvjax" / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-
-
-def dtype_named(name: str | None) -> Any:
-    """The dtype of that name, None for None. Raises ValueError."""
-    from kvjax.checkpoint import DTYPES
-
-    accepted = {str(dtype): dtype for dtype in DTYPES.values()}
-    if name is not None and name not in accepted:
-        raise ValueError(f"dtype {name!r} is not supported; accepted: {', '.join(accepted)}")
-    return name and accepted[name]

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from kvjax.cli.console import bytes_text, dtype_named, print_json, stderr, working
+from kvjax.cli.console import bytes_text, print_json, stderr, working
 
 
 class Form(StrEnum):
@@ -31,7 +31,7 @@ def convert(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Convert a checkpoint from one form to the other, or to another dtype. Runs on the CPU."""
-    from kvjax.checkpoint import plan_conversion
+    from kvjax.checkpoint import dtype_named, plan_conversion
 
     started = time.perf_counter()
     with working(f"reading {source}", quiet=as_json):

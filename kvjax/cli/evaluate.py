@@ -22,7 +22,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from kvjax.cli.console import bytes_text, keep_compiled, mesh_sizes, stderr, working
+from kvjax.cli.console import bytes_text, keep_compiled, stderr, working
 
 if TYPE_CHECKING:
     from kvjax.evaluation.planning import Plan
@@ -68,6 +68,7 @@ def evaluate(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run, and what memory it takes.")] = False,
 ) -> None:
     """Run tasks under cache policies and keep every answer; `kvjax report` makes tables and plots of them."""
+    from kvjax.checkpoint import mesh_sizes
     from kvjax.evaluation.asking import Asker
     from kvjax.evaluation.grid import Grid
     from kvjax.evaluation.items import Item, Refusal, read_items

@@ -10,9 +10,7 @@ import typer
 
 from kvjax.cli.console import (
     bytes_text,
-    dtype_named,
     keep_compiled,
-    mesh_sizes,
     print_json,
     prompt_text,
     stderr,
@@ -46,20 +44,15 @@ def generate(
     """Continue a prompt under a cache policy, e.g. --policy morphkv:budget=512,window=32."""
     import kvjax
     from kvjax import sampling
-    from kvjax.checkpoint import form_of
+    from kvjax.checkpoint import load_named, mesh_sizes
 
     if as_json and stream:
         raise ValueError("--json prints one document at the end and --stream as it goes; give one of them")
     text = prompt_text(prompt, prompt_file, "PROMPT")
     chosen, method = kvjax.policies.parse(policy), sampling.parse(sampler)
-    data, shares = mesh_sizes(mesh)
-    devices = None if data * shares == 1 else kvjax.make_mesh(data, shares)
     keep_compiled()
-    read = kvjax.restore if form_of(Path(model).expanduser()) == "orbax" else kvjax.load
     with working(f"loading {model}", quiet=as_json):
-        params, tokenizer = read(model, dtype_named(dtype), devices)
-    if tokenizer is None:
-        raise ValueError(f"{model} has no tokenizer, which a prompt of text needs")
+        params, tokenizer = load_named(model, dtype, mesh_sizes(mesh))
     request: dict[str, Any] = {
         "policy": chosen,
         "max_new_tokens": max_new_tokens,

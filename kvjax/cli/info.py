@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvjax.cli.console import bytes_text, dtype_named, mesh_sizes, print_json, working
+from kvjax.cli.console import bytes_text, print_json, working
 
 if TYPE_CHECKING:
     from kvjax.cache import KVCache
@@ -44,7 +44,7 @@ def info(
     import jax.numpy as jnp
 
     import kvjax
-    from kvjax.checkpoint import locate, read_config, read_headers
+    from kvjax.checkpoint import dtype_named, locate, mesh_sizes, read_config, read_headers
     from kvjax.pallas_kernels import implementations
     from kvjax.plan import bytes_per_device
 

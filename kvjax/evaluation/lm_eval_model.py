@@ -11,10 +11,9 @@ from __future__ import annotations
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -25,8 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 import kvjax
 from kvjax import sampling
 from kvjax.cache import KVCache
-from kvjax.checkpoint import form_of
-from kvjax.cli.console import dtype_named, mesh_sizes
+from kvjax.checkpoint import load_named, mesh_sizes
 from kvjax.extend import bucket, extend, read_prompt, with_room
 from kvjax.models import Decoder
 from kvjax.session import Session
@@ -91,12 +89,7 @@ class KVJaxLM(TemplateLM):
         if max_batch_size is not None:
             raise ValueError("max_batch_size is not accepted: batch_size says how many prompts are read at a time")
         self.policy = kvjax.policies.parse(policy.replace(";", ","))
-        data, shares = mesh_sizes(mesh)
-        devices = None if data * shares == 1 else kvjax.make_mesh(data, shares)
-        read = kvjax.restore if form_of(Path(pretrained).expanduser()) == "orbax" else kvjax.load
-        self.params, tokenizer = read(pretrained, dtype_named(dtype), devices)
-        if tokenizer is None:
-            raise ValueError(f"{pretrained} has no tokenizer, which lm_eval's prompts of text need")
+        self.params, tokenizer = load_named(pretrained, dtype, mesh_sizes(mesh))
         self.tokenizer: Any = tokenizer
         self.pretrained, self.batch_size, self.chunk, self.seed = pretrained, int(batch_size), chunk, seed
         self.max_length = max_length or self.params.config.max_positions
@@ -160,11 +153,14 @@ class KVJaxLM(TemplateLM):
         if not isinstance(sampler, sampling.Greedy):
             asked["seed"] = [self.seed + i for i in self._filled(numbers)]
         if len(contexts[0]) == 1:
-            out = kvjax.generate(self.params, contexts, policy=self.policy, **asked)
+            asked |= {"prompt": contexts, "policy": self.policy}
         else:
             _, cache, _ = self._context(contexts)
             last = cache.put_rows(np.array([context[-1] for context in contexts], np.int32))
-            out = kvjax.generate(self.params, None, cache=replace(cache, pending=jnp.asarray(last)), **asked)
+            asked |= {"prompt": None, "cache": replace(cache, pending=jnp.asarray(last))}
+        if wanted["until"]:  # most answers end long before they are as long as they may be
+            return ["".join(texts) for texts in zip(*_texts(self.params, wanted["until"], asked), strict=True)]
+        out = kvjax.generate(self.params, **asked)
         assert out.text is not None
         return out.text
 
@@ -308,6 +304,12 @@ def score(
     start = (cache, jnp.zeros(inputs.shape[0]), jnp.ones(inputs.shape[0], bool))
     (_, total, greedy), _ = jax.lax.scan(step, start, jnp.arange(inputs.shape[1]))
     return total, greedy
+
+
+def _texts(params: Decoder, stops: list[str], asked: dict[str, Any]) -> Iterator[list[str]]:
+    for piece in kvjax.stream(params, stop=stops, **asked):
+        assert piece.text is not None
+        yield piece.text
 
 
 def _sampler(wanted: dict[str, Any]) -> sampling.SamplingMethod:

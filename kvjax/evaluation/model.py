@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 import kvjax
-from kvjax.checkpoint import DTYPES, CheckpointError, form_of, locate, read_config, read_headers
+from kvjax.checkpoint import CheckpointError, dtype_named, load_named, locate, read_config, read_headers
 from kvjax.checkpoint.folder import DOWNLOADED, read_tokenizer
 from kvjax.evaluation.grid import Grid
 from kvjax.models import Decoder, DecoderConfig
@@ -22,37 +22,22 @@ def load_model(grid: Grid) -> tuple[Decoder, Any]:
     Raises ValueError for a model that cannot be loaded or has no tokenizer, a dtype that there is not, or a mesh that
     does not fit.
     """
-    mesh = None if grid.mesh == (1, 1) else kvjax.make_mesh(*grid.mesh)
-    path, dtype = _path(grid), _dtype(grid)
-    read = kvjax.restore if form_of(Path(path).expanduser()) == "orbax" else kvjax.load
-    params, tokenizer = read(path, dtype, mesh)
-    return params, _needed(tokenizer, grid)
+    return load_named(_path(grid), grid.dtype, grid.mesh)
 
 
 def describe_model(grid: Grid) -> tuple[DecoderConfig, Any, Any]:
     """The config, the tokenizer and the dtype; no weights are read, or downloaded. Raises as `load_model`."""
-    path, dtype = _path(grid), _dtype(grid)
+    path, dtype = _path(grid), dtype_named(grid.dtype)
     folder = locate(path, [name for name in DOWNLOADED if "safetensors" not in name])
     config = read_config(folder)
     problems: list[str] = []
     tokenizer = read_tokenizer(folder, problems)
     if problems:
         raise CheckpointError(path, problems)
-    return config, _needed(tokenizer, grid), dtype or jnp.result_type(*read_headers(folder, config)[1])
+    if tokenizer is None:
+        raise ValueError(f"{path} has no tokenizer, which tasks of text need")
+    return config, tokenizer, dtype or jnp.result_type(*read_headers(folder, config)[1])
 
 
 def _path(grid: Grid) -> str:
     return str(DEMO) if grid.model == "demo" else grid.model
-
-
-def _dtype(grid: Grid) -> Any:
-    dtypes = {str(dtype): dtype for dtype in DTYPES.values()}
-    if grid.dtype is not None and grid.dtype not in dtypes:
-        raise ValueError(f"dtype {grid.dtype!r} is not supported; accepted: {', '.join(dtypes)}")
-    return None if grid.dtype is None else dtypes[grid.dtype]
-
-
-def _needed(tokenizer: Any, grid: Grid) -> Any:
-    if tokenizer is None:
-        raise ValueError(f"{grid.model} has no tokenizer, which tasks of text need")
-    return tokenizer

@@ -8,14 +8,16 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Int
 from tokenizers.decoders import DecodeStream
 
 from kvjax.cache import KVCache
-from kvjax.extend import read_prompt, replayed, run_at_once, step
+from kvjax.decode import Decoding
+from kvjax.extend import read_prompt, replayed, run_at_once
 from kvjax.models import Decoder
 from kvjax.policy import Policy
 from kvjax.prompts import Prompt
+from kvjax.sampling import SamplingMethod
 from kvjax.session import EndTokens, Session, room_for
 from kvjax.sharding import fetch
 
@@ -69,12 +71,14 @@ def record(
     *,
     policy: Policy | None = None,
     max_new_tokens: int = 32,
+    sampler: SamplingMethod | None = None,
+    seed: int = 0,
     eos: EndTokens = None,
     tokenizer: Any = None,
     chunk: int | None = None,
     name: str | None = None,
 ) -> Recording:
-    """Answers one prompt greedily, and keeps which positions the cache holds after each step.
+    """Answers one prompt, and keeps which positions the cache holds after each step.
 
     The tokens are those of `generate`, whose arguments these are. Positions are fetched at every token, which takes
     its time.
@@ -86,11 +90,19 @@ def record(
         ValueError: for a prompt of several rows, and as `generate` does.
     """
     session = Session.open(
-        params, prompt, policy=policy, max_new_tokens=max_new_tokens, eos=eos, tokenizer=tokenizer, chunk=chunk
+        params,
+        prompt,
+        policy=policy,
+        max_new_tokens=max_new_tokens,
+        sampler=sampler,
+        seed=seed,
+        eos=eos,
+        tokenizer=tokenizer,
+        chunk=chunk,
     )
     if len(session.batch.lengths) != 1:
         raise ValueError(f"a prompt of {len(session.batch.lengths)} rows; accepted is one, whose cache is looked at")
-    length, ends = int(session.batch.lengths[0]), set(session.ends[0].tolist())
+    length = int(session.batch.lengths[0])
     read = partial(
         read_prompt,
         params,
@@ -107,31 +119,33 @@ def record(
         whole = replayed(params, whole, tokens, lengths, session.texts, run_at_once)
         whereabouts.append(_whereabouts(whole, into_at_prompt(params, whole)))
     logits, cache = read(room=room_for(max_new_tokens), compress="auto")
-    seen, answer = [positions_held(cache, 0)], [_best(logits)]
-    while len(answer) < max_new_tokens and answer[-1] not in ends:
-        if follows and cache.policy.merge.absorbs:
-            whereabouts.append(_whereabouts(cache, into_at_step(params, cache)))
-        token, incoming = (cache.put_rows(np.array([x])) for x in (np.int32(answer[-1]), True))
-        logits, cache = _step(params, cache, token, incoming)
-        seen.append(positions_held(cache, 0))
-        answer.append(_best(logits))
+    held = [positions_held(cache, 0)]
+    state = _take(Decoding.begin(session, cache, size=0, log_probs=False), logits, sampler=session.sampler)
+    answer = [_pending(state)]
+    while len(answer) < max_new_tokens and fetch(state.active)[0]:
+        if follows and state.cache.policy.merge.absorbs:
+            whereabouts.append(_whereabouts(state.cache, into_at_step(params, state.cache)))
+        state = _advance(state, params, sampler=session.sampler)
+        held.append(positions_held(state.cache, 0))
+        answer.append(_pending(state))
     tokens = np.concatenate([session.batch.tokens[0, -length:], answer]).astype(np.int32)
-    left = _left(seen, len(tokens) - 1, length)
+    left = _left(held, len(tokens) - 1, length)
     return Recording(
         tokens=tokens,
         texts=texts_of(tokens.tolist(), tokenizer),
         prompt=length,
-        policy=str(cache.policy) if name is None else name,
+        policy=str(state.cache.policy) if name is None else name,
         left=left,
         into=_into(whereabouts, left, len(answer)) if follows else None,
     )
 
 
-_step = jax.jit(step, donate_argnames="cache")
+_take = jax.jit(Decoding.take, static_argnames="sampler", donate_argnums=0)
+_advance = jax.jit(Decoding.advance, static_argnames="sampler", donate_argnums=0)
 
 
-def _best(logits: Float[Array, "1 V"]) -> int:
-    return int(np.argmax(fetch(logits)[0]))
+def _pending(state: Decoding) -> int:
+    return int(fetch(state.cache.pending)[0])
 
 
 def positions_held(cache: KVCache, row: int) -> Heads:

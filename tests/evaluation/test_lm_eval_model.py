@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -93,6 +95,22 @@ def test_answers_are_those_of_generate(full: KVJaxLM) -> None:
         assert text == out.text[0].split(".")[0]
     (cut,) = full.generate_until(requests((CONTEXT, wanted | {"until": [" is"]})), disable_tqdm=True)
     assert cut == "anna"
+
+
+def test_nothing_is_written_behind_a_stop_string(full: KVJaxLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = []
+    stream = kvjax.stream
+
+    def counted(*args: Any, **options: Any) -> Iterator[kvjax.Piece]:
+        for piece in stream(*args, **options):
+            steps.append(piece.tokens)
+            yield piece
+
+    monkeypatch.setattr(kvjax, "stream", counted)
+    wanted = {"until": [" kettle"], "max_gen_toks": 16}
+    texts = full.generate_until(requests((CONTEXT, wanted), (CONTEXT, wanted)), disable_tqdm=True)
+    assert texts == ["anna is"] * 2
+    assert len(steps) == 3
 
 
 def test_the_first_answer_token_depends_on_what_was_kept(full: KVJaxLM) -> None:

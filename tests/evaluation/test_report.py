@@ -35,7 +35,9 @@ MARKS: Marks = {
 
 def write(folder: Path, marks: Marks = MARKS, question: str = "after", model: str = "demo", **facts: Any) -> Path:
     folder.mkdir()
-    header = {"grid": {"model": model, "title": "Made up"}, "model": {"bytes_per_token": 100, "layers": 2}}
+    policies = [{"policy": policy} for policy in dict.fromkeys(policy for policy, _ in marks)]
+    grid = {"model": model, "title": "Made up", "policies": policies}
+    header = {"grid": grid, "model": {"bytes_per_token": 100, "layers": 2}}
     (folder / "run.json").write_text(json.dumps(header))
     lines, timings = [], []
     for (policy, budget), tasks in marks.items():
@@ -59,6 +61,17 @@ def write(folder: Path, marks: Marks = MARKS, question: str = "after", model: st
 def results(tmp_path: Path) -> Results:
     (found,) = read_results([write(tmp_path / "run")])
     return found
+
+
+def test_policies_stand_in_the_order_of_the_grid(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run")
+    lines = (folder / "results.jsonl").read_text().splitlines(keepends=True)
+    (folder / "results.jsonl").unlink()
+    (folder / "results.0of2.jsonl").write_text("".join(line for line in lines if '"h2o"' in line))
+    (folder / "results.1of2.jsonl").write_text("".join(line for line in lines if '"h2o"' not in line))
+    (found,) = read_results([folder])
+    assert found.policies == ("full", "snapkv", "h2o")
+    assert [name.budget for name in found.cells] == [None, 0.5, 0.1, 0.5, 0.1]
 
 
 def test_scores_are_means_of_answers_and_averages_means_of_tasks(results: Results) -> None:

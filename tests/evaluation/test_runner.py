@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -276,7 +276,7 @@ def test_refusals_policies_and_marks_that_fail_are_lines_with_an_error(
 
 
 KILLED = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from tests.evaluation.test_runner import plan, right
 from kvjax.evaluation.runner import run
@@ -287,55 +287,45 @@ def slow(batch, policies):
         yield from right(batch, [policy])
 
 ready = plan()
-for _ in range(int(sys.argv[2])):
-    sys.stdout.write("ready\\n"); sys.stdout.flush()
-    if not sys.stdin.readline():
-        break
+for seconds in sys.stdin:
     child = os.fork()  # loading Python anew for each would take all of the time
     if child == 0:
         run(ready, slow, Path(sys.argv[1]))
         os._exit(0)
-    sys.stdout.write(f"{child}\\n"); sys.stdout.flush()
+    time.sleep(float(seconds))
+    os.kill(child, signal.SIGKILL)  # nothing to one that ended and was not waited for
     _, status = os.waitpid(child, 0)
-    sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\\n"); sys.stdout.flush()
+    print(os.waitstatus_to_exitcode(status), flush=True)
 """
 
 
 def test_killed_at_any_moment_it_ends_with_the_same_file(tmp_path: Path) -> None:
-    """SIGKILL at 20 random moments of one run, while it asks, writes and puts lines in order; then it is let finish."""
+    """SIGKILL at 20 random moments of runs, while they ask, write and put lines in order; then one is let finish."""
     run(plan(), right, tmp_path / "whole")
     expected = (tmp_path / "whole" / "results.jsonl").read_bytes()
     draw = random.Random(0)
     root = Path(__file__).resolve().parents[2]
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, tmp_path / "killed", "40"],
+    killed = tmp_path / "killed"
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, killed],
         cwd=root,
         env=os.environ | {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-
-    def forked() -> int:
-        assert process.stdout.readline() == "ready\n"
-        process.stdin.write("go\n")
-        process.stdin.flush()
-        return int(process.stdout.readline())
-
-    kills, sizes = 0, set()
-    try:
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        kills = 0
         while kills < 20:
-            child = forked()
-            time.sleep(draw.uniform(0.001, 0.03))
-            os.kill(child, signal.SIGKILL)
-            kills += int(process.stdout.readline()) == -signal.SIGKILL
-            path = tmp_path / "killed" / "results.jsonl"
-            sizes.add(path.stat().st_size if path.exists() else 0)
-        forked()
-        assert process.stdout.readline() == "0\n"
-    finally:
-        process.kill()
-        process.wait()
-    assert (tmp_path / "killed" / "results.jsonl").read_bytes() == expected
+            print(draw.uniform(0.001, 0.03), file=process.stdin, flush=True)
+            status = int(process.stdout.readline())
+            if status == 0:  # it was faster, and the next begins anew
+                assert (killed / "results.jsonl").read_bytes() == expected
+                shutil.rmtree(killed)
+            else:
+                assert status == -signal.SIGKILL
+                kills += 1
+        process.stdin.close()
+    run(plan(), right, killed)
+    assert (killed / "results.jsonl").read_bytes() == expected

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.evaluation.grid import SETTINGS, Budget
+from kvjax.evaluation.grid import SETTINGS, Budget, PolicyLine
 from kvjax.evaluation.records import key_of, read_line
 from kvjax.evaluation.tasks import registry
 
@@ -87,7 +87,7 @@ class Results:
     Attributes:
         model: as the grids name it.
         header: the model's facts: bytes_per_token, layers.
-        cells: by name, in the order of the runs.
+        cells: by name, in the order of the runs' policies.
         errors: answers that are missing because something failed.
     """
 
@@ -138,12 +138,16 @@ def read_results(folders: Iterable[str | os.PathLike[str]]) -> list[Results]:
     lines: dict[str, dict[Any, dict[str, Any]]] = {}
     timings: dict[str, list[dict[str, Any]]] = {}
     headers: dict[str, dict[str, Any]] = {}
+    places: dict[str, dict[str, int]] = {}
     for folder in map(Path, folders):
         if not (folder / "run.json").exists():
             raise ValueError(f"{folder} has no run.json; accepted are folders that kvjax eval wrote")
         run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
         model = run["grid"]["model"]
         headers.setdefault(model, run)
+        place = places.setdefault(model, {})
+        for policy in run["grid"]["policies"]:
+            place.setdefault(PolicyLine(**policy).label, len(place))
         for path in sorted(folder.glob("results*.jsonl")):
             for number, data in enumerate(path.read_bytes().splitlines(keepends=True), 1):
                 line = read_line(data)
@@ -152,11 +156,18 @@ def read_results(folders: Iterable[str | os.PathLike[str]]) -> list[Results]:
                 lines.setdefault(model, {})[key_of(line)] = line
         for path in sorted(folder.glob("timings*.jsonl")):
             timings.setdefault(model, []).extend(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
-    return [_of_model(model, run, lines.get(model, {}), timings.get(model, [])) for model, run in headers.items()]
+    return [
+        _of_model(model, run, places[model], lines.get(model, {}), timings.get(model, []))
+        for model, run in headers.items()
+    ]
 
 
 def _of_model(
-    model: str, run: Mapping[str, Any], lines: Mapping[Any, dict[str, Any]], timings: Iterable[Mapping[str, Any]]
+    model: str,
+    run: Mapping[str, Any],
+    place: Mapping[str, int],
+    lines: Mapping[Any, dict[str, Any]],
+    timings: Iterable[Mapping[str, Any]],
 ) -> Results:
     by_cell: dict[CellName, tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]] = {}
     for line in lines.values():
@@ -167,7 +178,8 @@ def _of_model(
     for took in timings:
         if "read_seconds" in took and _name(took) in by_cell:
             by_cell[_name(took)][1].append(took)
-    cells = {name: Cell(name, tuple(own), tuple(took)) for name, (own, took) in by_cell.items()}
+    names = sorted(by_cell, key=lambda name: place[name.policy])  # hosts have policies of their own
+    cells = {name: Cell(name, *map(tuple, by_cell[name])) for name in names}
     return Results(model, run["grid"]["title"], run["model"], cells, sum("error" in line for line in lines.values()))
 
 
