@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
@@ -64,7 +65,7 @@ class Softmax(NamedTuple):
     peak: Float[Array, "R 1"]
 
     @staticmethod
-    def scratch(shape: Sequence[int]) -> list[pltpu.MemorySpace]:
+    def scratch(shape: Sequence[int]) -> list[pl.MemoryRef]:
         """For an output of such a shape."""
         rows = shape[-2]
         return [pltpu.VMEM(tuple(each), jnp.float32) for each in (shape, (rows, 1), (rows, 1))]
