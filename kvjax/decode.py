@@ -91,6 +91,9 @@ class Decoding:
         return replace(self, cache=cache).take(logits, sampler)
 
 
+take = jax.jit(Decoding.take, static_argnames="sampler", donate_argnums=0)
+
+
 @partial(jax.jit, static_argnames="sampler", donate_argnames="state")
 def decode(
     params: Decoder, state: Decoding, logits: Float[Array, "B V"], limit: Int[Array, ""], sampler: SamplingMethod

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int
 from tokenizers.decoders import DecodeStream
 
 from kvjax.cache import KVCache
-from kvjax.decode import Decoding
+from kvjax.decode import Decoding, take
 from kvjax.extend import Compress, read_prompt
 from kvjax.models import Decoder
 from kvjax.policy import Policy
@@ -105,7 +105,7 @@ def _pieces(
         compress=compress,
         texts=session.texts,
     )
-    state = _take(Decoding.begin(session, filled, size=0, log_probs=False), logits, sampler=session.sampler)
+    state = take(Decoding.begin(session, filled, size=0, log_probs=False), logits, sampler=session.sampler)
     batch = len(session.batch.lengths)
     texts = None if tokenizer is None else [RowText(tokenizer, stops) for _ in range(batch)]
     active = np.ones(batch, bool)
@@ -126,11 +126,6 @@ def _pieces(
             return
         yield Piece(tokens, pieces, active)
         state = _advance(leaves, state, state.cache.put_rows(active), tree=tree, sampler=session.sampler)
-
-
-@partial(jax.jit, static_argnames="sampler", donate_argnames="state")
-def _take(state: Decoding, logits: Array, sampler: SamplingMethod) -> Decoding:
-    return state.take(logits, sampler)
 
 
 @partial(jax.jit, static_argnames=("tree", "sampler"), donate_argnames="state")

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int
 from tokenizers.decoders import DecodeStream
 
 from kvjax.cache import KVCache
-from kvjax.decode import Decoding
+from kvjax.decode import Decoding, take
 from kvjax.extend import read_prompt, replayed, run_at_once
 from kvjax.models import Decoder
 from kvjax.policy import Policy
@@ -120,7 +120,7 @@ def record(
         whereabouts.append(_whereabouts(whole, into_at_prompt(params, whole)))
     logits, cache = read(room=room_for(max_new_tokens), compress="auto")
     held = [positions_held(cache, 0)]
-    state = _take(Decoding.begin(session, cache, size=0, log_probs=False), logits, sampler=session.sampler)
+    state = take(Decoding.begin(session, cache, size=0, log_probs=False), logits, sampler=session.sampler)
     answer = [_pending(state)]
     while len(answer) < max_new_tokens and fetch(state.active)[0]:
         if follows and state.cache.policy.merge.absorbs:
@@ -140,7 +140,6 @@ def record(
     )
 
 
-_take = jax.jit(Decoding.take, static_argnames="sampler", donate_argnums=0)
 _advance = jax.jit(Decoding.advance, static_argnames="sampler", donate_argnums=0)
 
 
