@@ -6,6 +6,7 @@ opaque cache, and projects what comes back; what a cache is, and which tokens a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from .config import DecoderConfig
 from .rope import Rope
+
+BLOCK = 8192  # tokens of a batch of prompts whose activations in the MLP are held at once
 
 
 @dataclass(frozen=True)
@@ -91,15 +94,19 @@ class Attention(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "B N M"], layer: AttentionLayer, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "B N M"], Any]:
+    ) -> tuple[Float[Array, "B Hq N D"], Any]:
         q = _split_heads(x, self.query[...], self.query_bias)
         k = _split_heads(x, self.key[...], self.key_bias)
         v = _split_heads(x, self.value[...], self.value_bias)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
-        context, cache = attend(layer, q, k, v, cache)
-        joined = jnp.swapaxes(context, 1, 2).reshape(*x.shape[:2], -1)
-        return linear(joined, self.output[...].reshape(joined.shape[-1], -1), self.output_bias), cache
+        return attend(layer, q, k, v, cache)
+
+    def joined(self, context: Float[Array, "B Hq N D"]) -> Float[Array, "B N M"]:
+        """The heads' contexts, projected back."""
+        B, Hq, N, D = context.shape
+        flat = jnp.swapaxes(context, 1, 2).reshape(B, N, Hq * D)
+        return linear(flat, self.output[...].reshape(Hq * D, -1), self.output_bias)
 
 
 def _split_heads(
@@ -139,8 +146,39 @@ class Layer(nnx.Module):
         self, x: Float[Array, "B N M"], layer: AttentionLayer, attend: Attend, cache: Any
     ) -> tuple[Float[Array, "B N M"], Any]:
         context, cache = self.attention(self.attention_norm(x), layer, attend, cache)
-        x = x + context
-        return x + self.mlp(self.mlp_norm(x)), cache
+
+        def rest(x: Float[Array, "B n M"], context: Float[Array, "B Hq n D"]) -> Float[Array, "B n M"]:
+            x = x + self.attention.joined(context)
+            return x + self.mlp(self.mlp_norm(x))
+
+        return by_blocks(rest, x, context), cache
+
+
+def by_blocks(
+    update: Callable[[Float[Array, "B n M"], Float[Array, "B Hq n D"]], Float[Array, "B n M"]],
+    x: Float[Array, "B N M"],
+    context: Float[Array, "B Hq N D"],
+) -> Float[Array, "B N M"]:
+    """`update` of all tokens, which looks at each by itself. Of long prompts some at a time, so that what the MLP holds
+    meanwhile, several times the hidden states, is that of a block.
+
+    A length that does not divide into blocks of equal size, at least half of BLOCK, is taken at once.
+    """
+    B, N = x.shape[:2]
+    least = -(-B * N // BLOCK)
+    blocks = next((n for n in range(least, 2 * least + 1) if N % n == 0), 1)
+    if blocks == 1:
+        return update(x, context)
+    size = N // blocks
+    parts = x.reshape(B, blocks, size, -1)
+    seen = context.reshape(*context.shape[:2], blocks, size, -1)
+
+    def one(i: Int[Array, ""], parts: Float[Array, "B blocks n M"]) -> Float[Array, "B blocks n M"]:
+        own = jax.lax.dynamic_index_in_dim(parts, i, axis=1, keepdims=False)
+        found = update(own, jax.lax.dynamic_index_in_dim(seen, i, axis=2, keepdims=False))
+        return jax.lax.dynamic_update_index_in_dim(parts, found, i, axis=1)
+
+    return jax.lax.fori_loop(0, blocks, one, parts).reshape(x.shape)
 
 
 class Decoder(nnx.Module):
@@ -157,14 +195,14 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "B N"], attend: Attend, cache: Any = None
     ) -> tuple[Float[Array, "B N M"], Any]:
-        """Runs the layers, unrolled, and returns the normed hidden states and the cache that `attend` left.
+        """Runs the layers, unrolled, and returns the hidden states and the cache that `attend` left.
 
         Token positions are not an argument: they matter to rotation and masking only, which are `attend`'s.
         """
         x = self.embed[...][tokens]
         for layer, record in zip(self.layers, self.attention_layers, strict=True):
             x, cache = layer(x, record, attend, cache)
-        return self.norm(x), cache
+        return x, cache
 
     @property
     def attention_layers(self) -> list[AttentionLayer]:
@@ -175,7 +213,8 @@ class Decoder(nnx.Module):
         ]
 
     def logits(self, hidden: Float[Array, "... M"]) -> Float[Array, "... V"]:
-        """Next-token logits in float32."""
+        """Next-token logits in float32. The last norm is theirs: of a prompt, few hidden states are asked for them."""
+        hidden = self.norm(hidden)
         if self.unembed is None:
             return jnp.einsum("...M,VM->...V", hidden, self.embed[...], preferred_element_type=jnp.float32)
         return jnp.einsum("...M,MV->...V", hidden, self.unembed[...], preferred_element_type=jnp.float32)

@@ -168,7 +168,7 @@ def train(
         wanted, _ = params(tokens, gated(None, sinks, recent))
         hidden, _ = params(tokens, gated(gates, sinks, recent))
         says = jnp.roll(answers, -1, axis=1)  # the states that foretell what is recited
-        apart = jnp.mean(jnp.square((hidden - wanted).astype(jnp.float32)), axis=-1)
+        apart = jnp.mean(jnp.square((params.norm(hidden) - params.norm(wanted)).astype(jnp.float32)), axis=-1)
         difference = jnp.sum(apart * says) / jnp.sum(says)
         return difference + REGULARISATION * jnp.mean(jnp.abs(gates)), difference
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from kvjax.models import Rope, config_from_hf, rotate
+from kvjax.models.rope import turned_by_halves, turned_by_product
 
 pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -75,3 +76,13 @@ def test_the_first_channels_turn_and_the_others_pass(share, rows):
     np.testing.assert_allclose(turned[..., : R // 2], expected.real, atol=1e-4)
     np.testing.assert_allclose(turned[..., R // 2 : R], expected.imag, atol=1e-4)
     np.testing.assert_array_equal(turned[..., R:], x[..., R:])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_tpu_turns_by_a_product_to_the_same_numbers(dtype):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(2, 3, 5, D)), dtype)
+    angles = rng.uniform(0, 100, (2, 1, 5, D // 2)).astype(np.float32)
+    one, other = (turn(x, np.cos(angles), np.sin(angles)) for turn in (turned_by_halves, turned_by_product))
+    assert one.dtype == other.dtype == x.dtype
+    np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))

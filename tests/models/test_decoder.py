@@ -1,0 +1,30 @@
+"""What a layer does token by token, done for some tokens of a long prompt at a time."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.attention import causal
+from kvjax.models import decoder as module
+from tests.tiny import VOCAB, decoder
+
+
+@pytest.mark.parametrize(
+    ("length", "block", "loops"),
+    [(24, 16, 1), (24, 10, 1), (24, 48, 0), (23, 16, 0)],
+    ids=["3 x 8", "6 x 4", "all", "none fits"],
+)
+def test_blocks_of_tokens_are_all_tokens(length: int, block: int, loops: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two rows."""
+    params, tokens = decoder(), np.random.default_rng(0).integers(0, VOCAB, (2, length))
+    positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+
+    def logits(tokens):
+        return params.logits(params(tokens, causal(positions))[0])
+
+    expected = jax.jit(logits)(tokens)
+    monkeypatch.setattr(module, "BLOCK", block)
+    program = jax.make_jaxpr(lambda tokens: logits(tokens))(tokens)
+    assert str(program).count("scan[") + str(program).count("while[") == loops
+    np.testing.assert_allclose(jax.jit(lambda tokens: logits(tokens))(tokens), expected, rtol=1e-5, atol=1e-5)
