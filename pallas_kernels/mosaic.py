@@ -108,6 +108,11 @@ def row_positions(q_positions: Int[Array, "B W"], group: int) -> Int[Array, "B G
     return jnp.tile(q_positions.astype(jnp.int32), (1, group))[..., None]
 
 
+def as_column(row: Array) -> Array:
+    """[K, 1] from [1, K]."""
+    return jnp.broadcast_to(row, (SUBLANES, row.shape[1])).T[:, :1]
+
+
 def lies_turned(head_dim: int) -> bool:
     """Whether a TPU holds keys and values with entries, not channels, along its lanes: where channels do not fill them.
 

@@ -22,7 +22,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .blocks import Blocks, Work, measured, power_of_two
 from .quantized import QuantizedArray
-from .tiling import pad
 
 PROGRAMS = 264  # at a time: two for each core of an H100
 SPLITS = 64  # at most
@@ -140,28 +139,6 @@ def product(x: Array, y: Array) -> Float[Array, "M N"]:
     """x @ y in float32; on tensor cores unless x and y are float32 themselves."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jax.lax.dot(x, y, precision=precision, preferred_element_type=jnp.float32)
-
-
-def sees(
-    t: Int[Array, "B R"], p: Int[Array, "B H M"], blocks: Blocks, *, window: int | None, causal: bool = True
-) -> Bool[Array, "B H tiles row_blocks"]:
-    """Whether a block of rows may see something of a tile of keys; `t` fills whole blocks."""
-    far = jnp.iinfo(jnp.int32).max
-    t = t.reshape(t.shape[0], 1, 1, -1, blocks.rows)
-    p = pad(p, -p.shape[-1] % blocks.slots, axis=2, value=-1).reshape(*p.shape[:2], -1, 1, blocks.slots)
-    newest_t, newest_p = jnp.max(t, axis=-1), jnp.max(p, axis=-1)
-    oldest_t, oldest_p = (jnp.min(jnp.where(x >= 0, x, far), axis=-1) for x in (t, p))
-    seen = (newest_t >= 0) & (newest_p >= 0)
-    if causal:
-        seen &= newest_t >= oldest_p
-    return seen if window is None else seen & (oldest_t - newest_p < window)
-
-
-def ends(x: Bool[Array, "... n"]) -> Int[Array, "... 2"]:
-    """The index of the first true entry and the one after the last; equal where there is none."""
-    last = x.shape[-1] - jnp.argmax(x[..., ::-1], axis=-1)
-    both = jnp.stack([jnp.argmax(x, axis=-1), last], axis=-1)
-    return jnp.where(jnp.any(x, axis=-1, keepdims=True), both, 0).astype(jnp.int32)
 
 
 def attend(

@@ -1,7 +1,7 @@
 """Prompt attention on a TPU: splash attention, JAX's own kernel, where a prompt attends to nothing but itself.
 
-It masks by index, and padding by segments, so the new tokens have to be all there is: beside cached slots, which lie in
-any order, or with a bias, XLA takes over.
+It masks by index, and padding by segments, so the new tokens have to be all there is. Beside cached slots, which lie in
+any order, and with a bias, a kernel that masks by position takes over.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from ..mosaic import LANES, check, round_up
 from ..tiling import pad
+from .mosaic_by_position import by_position
 
 BLOCK = 512  # queries, and keys, to a tile
 LONGEST = 256 * BLOCK  # which tiles to visit is held in memory for scalars: so many by so many
@@ -36,19 +37,13 @@ def prompt_attention(
     bias: Float[Array, "B H M"] | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B Hq N D"], Float[Array, "B Hq N"]]:
-    """As `reference.prompt_attention`, which says what it computes.
-
-    Raises NotImplementedError where there are cached slots or a bias, for float16, and for more than LONGEST tokens.
-    """
+    """As `reference.prompt_attention`, which says what it computes. Raises NotImplementedError for float16."""
     check(q, k, v)
     B, Hq, N, D = q.shape
+    if k.shape[2] > N or bias is not None or N > LONGEST:
+        options: dict[str, Any] = {"scale": scale, "window": window, "bias": bias, "interpret": interpret}
+        return by_position(q, k, v, q_positions, k_positions, **options)
     H = k.shape[1]
-    if k.shape[2] > N:
-        raise NotImplementedError(f"{k.shape[2] - N} cached slots before the {N} new tokens")
-    if bias is not None:
-        raise NotImplementedError("a bias")
-    if N > LONGEST:
-        raise NotImplementedError(f"{N} tokens at once; at most {LONGEST} are taken")
     G = Hq // H
     block = min(BLOCK, round_up(N, LANES))
     padding = -N % block

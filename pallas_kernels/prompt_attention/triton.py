@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..tiling import pad
-from ..triton_attention import attend, blocks_for, check, ends, sees
+from ..triton_attention import attend, blocks_for, check
+from ..visibility import ends, sees
 
 
 def prompt_attention(
@@ -45,7 +46,7 @@ def prompt_attention(
     blocks = blocks_for(rows.shape[2], k)
     t = jnp.tile(q_positions, (1, Hq // H))
     t = pad(t, -t.shape[1] % blocks.rows, axis=1, value=-1)
-    seen = sees(t, k_positions, blocks, window=window)
+    seen = sees(t, k_positions, rows=blocks.rows, keys=blocks.slots, window=window)
     options: dict[str, Any] = {"scale": scale, "window": window, "bias": bias, "blocks": blocks, "interpret": interpret}
     span = ends(jnp.swapaxes(seen, 2, 3))
     found = attend(rows, k, v, q_positions, k_positions, jnp.full((B, H), M), span=span, **options)

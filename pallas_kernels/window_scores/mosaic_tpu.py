@@ -20,6 +20,7 @@ from ..mosaic import (
     SMEM,
     SUBLANES,
     Interpret,
+    as_column,
     check,
     in_place,
     lies_turned,
@@ -168,11 +169,6 @@ def _bounds(
     return first, last, lowest, highest
 
 
-def _column(row: Array) -> Array:
-    """[K, 1] from [1, K]."""
-    return jnp.broadcast_to(row, (SUBLANES, row.shape[1])).T[:, :1]
-
-
 def _kernel(
     plan: Plan,
     reduction: Reduction,
@@ -207,7 +203,7 @@ def _kernel(
 
     @pl.when((i >= first[at]) & (i <= last[at]))
     def _() -> None:
-        column = _column(t[...])[: plan.rows]
+        column = as_column(t[...])[: plan.rows]
         sums = lse[...].T[: plan.rows]
         see = seen(column, p[...], plan.window) if pairwise else (p[...] >= 0) & (column >= 0)
         folded: Array | None = None
@@ -286,7 +282,7 @@ def _sum_kernel(plan: Plan, q: Any, t: Any, k: Any, p: Any, *refs: Any) -> None:
         total[...] = jnp.zeros(total.shape, jnp.float32)
         peak[...] = jnp.full(peak.shape, -jnp.inf, jnp.float32)
 
-    column = _column(p[...])
+    column = as_column(p[...])
     see = (column >= 0) & (column <= t[:, : plan.rows])
     if plan.window is not None:
         see &= t[:, : plan.rows] - column < plan.window
@@ -295,7 +291,7 @@ def _sum_kernel(plan: Plan, q: Any, t: Any, k: Any, p: Any, *refs: Any) -> None:
     for g in range(q.shape[0]):
         logits = product(k[...], q[g], (0 if plan.turned else 1, 1)) * plan.scale
         if bias is not None:
-            logits += _column(bias[...])
+            logits += as_column(bias[...])
         logits = jnp.where(see, logits, -jnp.inf)
         before = peak[g : g + 1]
         new = jnp.maximum(before, jnp.max(logits, axis=0, keepdims=True))

@@ -18,7 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from ..blocks import Blocks, Work, measured, power_of_two
 from ..tiling import after_last, pad
-from ..triton_attention import PROGRAMS, attend, check, ends, product, sees
+from ..triton_attention import PROGRAMS, attend, check, product
+from ..visibility import ends, sees
 from .reference import Reduction
 
 DEFAULT = Reduction()
@@ -81,7 +82,7 @@ def window_scores(
     row_blocks, tiles, Dp = R // blocks.rows, pl.cdiv(M, blocks.slots), power_of_two(D)
     span, each = None, 1
     if row_blocks > 1 or F > 1:
-        span = ends(sees(t, k_positions, blocks, window=window, causal=causal))
+        span = ends(sees(t, k_positions, rows=blocks.rows, keys=blocks.slots, window=window, causal=causal))
     else:
         each = min(max(tiles * H * B // (4 * PROGRAMS), 1), 32)
 

@@ -67,6 +67,19 @@ def scores(name, batch, heads, length, queries, head_dim=D, lse=True, **options)
     return ahead(name, kernel, q, k, t, p, *([((batch, Hq, queries), jnp.float32)] if lse else []))
 
 
+def more_of_a_prompt(name, heads, queries, cached, head_dim=D, dtype=jnp.bfloat16, biased=False, window=None):
+    """A chunk of a prompt that is not the first."""
+    Hq, H = heads
+    M = cached + queries
+    k, at = ((1, H, M, head_dim), dtype), [((1, queries), jnp.int32), ((1, H, M), jnp.int32)]
+    biases = [((1, H, M), jnp.float32)] if biased else []
+
+    def kernel(q, k, v, t, p, bias=None):
+        return prompt.prompt_attention(q, k, v, t, p, scale=0.1, window=window, bias=bias)
+
+    return ahead(name, kernel, ((1, Hq, queries, head_dim), dtype), k, k, *at, *biases)
+
+
 def written(compiled, nbytes: int) -> list[str]:
     """Kinds of what the program writes to main memory that is so large."""
     kinds = []
@@ -147,6 +160,8 @@ def test_reading_a_prompt(chip, model, length):
     Hq, H = HEADS[model]
     q, k, at = ((1, Hq, length, D), jnp.bfloat16), ((1, H, length, D), jnp.bfloat16), ((1, length), jnp.int32)
     ahead(chip, partial(prompt.prompt_attention, scale=0.1), q, k, k, at, ((1, H, length), jnp.int32))
+    compiled = more_of_a_prompt(chip, HEADS[model], 256, length)
+    assert written(compiled, H * (length + 256) * D * 2) == []
     for queries in (32, length):
         compiled = scores(chip, 1, HEADS[model], length, queries)
         assert written(compiled, length * queries * 4 * Hq) == []
@@ -162,6 +177,10 @@ def test_other_shapes(chip):
         assert written(compiled, 8 * 131_072 * head_dim * 2) == [], head_dim
         compiled = scores(chip, 1, (32, 8), 131_072, 32, head_dim=head_dim)
         assert written(compiled, 8 * 131_072 * head_dim * 2) == [], head_dim
+        compiled = more_of_a_prompt(chip, (32, 8), 1024, 65_536, head_dim=head_dim)
+        assert written(compiled, 8 * 65_536 * head_dim * 2) == [], head_dim
+    more_of_a_prompt(chip, (28, 4), 100, 3000, biased=True, window=4096)
+    more_of_a_prompt(chip, (40, 8), 4096, 32_768, dtype=jnp.float32)
     for heads, queries in (((8, 8), 1), ((28, 4), 8), ((16, 2), 64), ((40, 8), 3)):
         slots(chip, 2, heads, 3000, queries=queries, received="max")
         scores(chip, 2, heads, 3000, queries, lse=False, reduction=Reduction("mean", "max", "group"))

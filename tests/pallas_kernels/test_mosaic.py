@@ -3,12 +3,14 @@
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import pallas as pl
 
 import kvjax
 from kvjax.models import Decoder
@@ -16,6 +18,7 @@ from kvjax.pallas_kernels import QuantizedArray, use
 from tests.dense import assert_close, attention, context, left_padded
 from tests.pallas_kernels.cases import (
     ASKED_CASES,
+    PROMPT_CASES,
     QUANTIZED_ASKED_CASES,
     QUANTIZED_CASES,
     QUANTIZED_SEGMENT_CASES,
@@ -24,6 +27,7 @@ from tests.pallas_kernels.cases import (
     TOLERANCE,
     WINDOW_CASES,
     check_asked,
+    check_prompt,
     check_segments,
     check_slots,
     check_window,
@@ -34,6 +38,7 @@ prompt, slot, segment, window, top = (
     import_module(f"kvjax.pallas_kernels.{name}.mosaic_tpu")
     for name in ("prompt_attention", "slot_attention", "segment_attention", "window_scores", "top_tokens")
 )
+by_position = import_module("kvjax.pallas_kernels.prompt_attention.mosaic_by_position")
 
 
 def jitted(kernel, **options):
@@ -120,6 +125,58 @@ def test_slots_beyond_the_last_visible_tile_are_not_read(small_tiles):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.fixture
+def fetched(monkeypatch):
+    """Filled when a kernel is called: how many blocks of each operand are fetched.
+
+    That is, as Mosaic does it, whenever a step's block is not that of the step before.
+    """
+    counts, call = [], pl.pallas_call
+
+    def counting(body, *, grid_spec, **options):
+        kernel = call(body, grid_spec=grid_spec, **options)
+
+        def run(*operands):
+            scalars = [np.asarray(x) for x in operands[: grid_spec.num_scalar_prefetch]]
+            steps = list(np.ndindex(*(int(n) for n in grid_spec.grid)))
+            for spec in grid_spec.in_specs:
+                blocks = [tuple(int(i) for i in spec.index_map(*step, *scalars)) for step in steps]
+                counts.append(1 + sum(a != b for a, b in pairwise(blocks)))
+            return kernel(*operands)
+
+        return run
+
+    monkeypatch.setattr(pl, "pallas_call", counting)
+    return counts
+
+
+def test_tiles_that_are_fetched(fetched, small_tiles, monkeypatch):
+    """As many as the bound has, of keys and of values; of what is empty one, as no step can go without."""
+    bounds = np.array([[0, 1, 128, 129], [600, 300, 0, 512]])
+    tiles = np.maximum(-(-bounds // 128), 1).sum()
+    q, k = jnp.zeros((2, 8, 1, 128)), jnp.zeros((2, 4, 600, 128))
+    at = np.arange(600)
+    positions = jnp.asarray(np.where(at < bounds[..., None], at, -1))
+    slot.slot_attention(q, k, k, jnp.full((2, 1), 700), positions, scale=0.1, interpret=True)
+    assert fetched[2:4] == [tiles, tiles]
+    fetched.clear()
+    # Segments one after another in one lane.
+    bounds = np.array([[16, 1, 128, 129], [600, 300, 40, 512]])
+    sizes, pool = bounds + -bounds % 16, jnp.zeros((2, 1, 2048, 128))
+    start = jnp.asarray(np.cumsum(sizes, axis=1) - sizes)
+    given = jnp.full((2, 1), 700), jnp.zeros((2, 1, 2048), jnp.int32), start, jnp.asarray(bounds)
+    segment.segment_attention(q, pool, pool, *given, scale=0.1, interpret=True)
+    assert fetched[2:4] == [np.sum(-(-bounds // 128))] * 2
+    fetched.clear()
+    # 256 queries in two blocks after 300 cached slots: of 5 tiles of 128, the first sees 4 and the second all.
+    monkeypatch.setattr(by_position, "ROWS", 1)
+    monkeypatch.setattr(by_position, "KEYS", 128)
+    q, k, t = jnp.zeros((1, 2, 256, 128)), jnp.zeros((1, 2, 556, 128)), jnp.arange(300, 556)[None]
+    p = jnp.broadcast_to(jnp.arange(556), (1, 2, 556))
+    prompt.prompt_attention(q, k, k, t, p, scale=0.1, interpret=True)
+    assert fetched[2:4] == [2 * (4 + 5)] * 2
+
+
 @pytest.mark.parametrize(("tokens", "size"), [(17, 5), (300, 300), (2100, 130), (16_500, 700)])
 def test_top_tokens_equal_a_stable_sort(tokens, size):
     """Rows: ordinary scores, few values with many ties, nothing eligible, all wanted; positions in any order."""
@@ -163,12 +220,12 @@ def test_prompt_attention(dtype, group, window):
     assert not np.any(out[2])
 
 
-def test_prompts_that_splash_attention_cannot_express():
-    x, at = jnp.zeros((1, 1, 8, 64)), jnp.zeros((1, 8), jnp.int32)
-    with pytest.raises(NotImplementedError, match="5 cached slots before the 3 new tokens"):
-        prompt.prompt_attention(x[:, :, :3], x, x, at[:, :3], at[:, None], scale=1.0)
-    with pytest.raises(NotImplementedError, match="a bias"):
-        prompt.prompt_attention(x, x, x, at, at[:, None], scale=1.0, bias=at[:, None].astype(jnp.float32))
+@pytest.mark.parametrize(("case", "slots"), PROMPT_CASES, ids=str)
+def test_prompts_over_cached_slots(case, slots, monkeypatch):
+    """And those with a bias, in several blocks of queries and tiles of keys."""
+    monkeypatch.setattr(by_position, "ROWS", 1)
+    monkeypatch.setattr(by_position, "KEYS", 128)
+    check_prompt(jitted(prompt.prompt_attention), case, slots)
 
 
 @pytest.mark.filterwarnings("error::UserWarning")  # a fallback would be announced

@@ -39,6 +39,20 @@ def test_the_same_tokens(policy: str, kernels: str) -> None:
 
 @pytest.mark.filterwarnings("error::UserWarning")  # a fallback would be announced
 @pytest.mark.parametrize("kernels", INTERPRETED)
+def test_the_same_tokens_after_chunks_and_turns(kernels: str) -> None:
+    options = {"policy": kvjax.policies.parse("snapkv:budget=16,window=4"), "chunk": 10, "max_new_tokens": 4}
+    prompts = np.random.default_rng(0).integers(0, VOCAB, (2, 24))
+    tokens = []
+    for choice in ("reference", kernels):
+        with use(choice):
+            first = kvjax.generate(decoder(), prompts, **options)
+            second = kvjax.generate(decoder(), prompts[:, :7], cache=first.cache, max_new_tokens=4)
+        tokens.append(np.concatenate([first.tokens, second.tokens]))
+    np.testing.assert_array_equal(*tokens)
+
+
+@pytest.mark.filterwarnings("error::UserWarning")  # a fallback would be announced
+@pytest.mark.parametrize("kernels", INTERPRETED)
 @pytest.mark.parametrize(
     "policy", ["snapkv,policy.budget=48,policy.window=4,bits=8", "dynamickv,policy.budget=48,bits=4"]
 )
