@@ -34,6 +34,13 @@ def set_slots(
     return x.at[index].set(new, mode="drop", unique_indices=True)
 
 
+def set_entries(
+    x: Shaped[Array, "B H N *D"], index: Int[Array, "B n"], new: Shaped[Array, "B H n *D"]
+) -> Shaped[Array, "B H N *D"]:
+    """`new` in the same n of N entries of all heads of a row, of which those that are N are none."""
+    return jax.lax.platform_dependent(x, index, new, cpu=set_by_row, default=set_by_head)
+
+
 def change_block(
     x: Shaped[Array, "B H N S"], block: Int[Array, "B"], change: Callable[[Array], Array]
 ) -> Shaped[Array, "B H N S"]:
@@ -55,12 +62,24 @@ def clear_by_scatter(x: Array, slot: Array) -> Array:
     return x.at[rows, heads, *within, slots].set(0, mode="drop", unique_indices=True)
 
 
+def set_by_row(x: Array, index: Array, new: Array) -> Array:
+    b = jnp.arange(x.shape[0])[:, None]
+    return x.at[b, :, index].set(jnp.swapaxes(new, 1, 2), mode="drop", unique_indices=True)
+
+
+def set_by_head(x: Array, index: Array, new: Array) -> Array:
+    # All of a row's heads at once, a TPU would hold with the entry before the head, and turn what a loop is given.
+    b, h = jnp.arange(x.shape[0])[:, None, None], jnp.arange(x.shape[1])[:, None]
+    return x.at[b, h, index[:, None]].set(new, mode="drop", unique_indices=True)
+
+
 def change_by_pass(x: Array, block: Array, change: Callable[[Array], Array]) -> Array:
     own = jnp.arange(x.shape[2]) == block[:, None]
     return jnp.where(own[:, None, :, None], change(x), x)
 
 
 def change_by_scatter(x: Array, block: Array, change: Callable[[Array], Array]) -> Array:
-    b = jnp.arange(block.shape[0])
-    changed = jnp.squeeze(change(x[b, :, block][:, :, None]), 2)
-    return x.at[b, :, block].set(changed, mode="drop", unique_indices=True)
+    # Head by head, for the reason that `set_by_head` gives.
+    b, h, block = jnp.arange(block.shape[0])[:, None], jnp.arange(x.shape[1]), block[:, None]
+    changed = jnp.squeeze(change(x[b, h, block][:, :, None]), 2)
+    return x.at[b, h, block].set(changed, mode="drop", unique_indices=True)

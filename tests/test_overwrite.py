@@ -14,6 +14,9 @@ from kvjax.overwrite import (
     clear_by_pass,
     clear_by_scatter,
     clear_slot,
+    set_by_head,
+    set_by_row,
+    set_entries,
     set_slots,
 )
 
@@ -39,6 +42,17 @@ def test_sets_slots_whatever_they_hold(numbers: tuple[int, ...]) -> None:
     for b, i in np.argwhere(at[2] < 5):
         expected[b, at[1][i], at[2][b, i]] = new[b, i]
     np.testing.assert_array_equal(set_slots(jnp.asarray(x), tuple(map(jnp.asarray, at)), jnp.asarray(new)), expected)
+
+
+@pytest.mark.parametrize("write", [set_entries, set_by_row, set_by_head])
+@pytest.mark.parametrize("numbers", [(), (3,)])
+def test_sets_entries_of_all_heads(write, numbers: tuple[int, ...]) -> None:
+    x, new = (RNG.normal(size=(3, 2, n, *numbers)).astype(np.float32) for n in (5, 2))
+    index = np.array([[0, 4], [5, 2], [5, 5]])
+    expected = x.copy()
+    for b, i in np.argwhere(index < 5):
+        expected[b, :, index[b, i]] = new[b, :, i]
+    np.testing.assert_array_equal(write(jnp.asarray(x), jnp.asarray(index), jnp.asarray(new)), expected)
 
 
 @pytest.mark.parametrize("write", [change_block, change_by_pass, change_by_scatter])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import LayerCache
-from kvjax.overwrite import change_block
+from kvjax.overwrite import change_block, set_entries
 from kvjax.pallas_kernels import Asked, Reduction, compact, fold, window_scores
 from kvjax.policy import Policy
 from kvjax.protocols import Attended, LayerShape, Moment, Received, Score, SharedBudget, check_integer
@@ -153,12 +153,10 @@ class QueryRing(NamedTuple):
         # A query that saw nothing counts for nothing. Said so that it depends on the attention, without which XLA does
         # not see that the ring is read before it is written, and copies it.
         queries = jnp.where(jnp.isneginf(lse)[..., None], 0, queries)
-        b, index = jnp.arange(positions.shape[0])[:, None], jnp.where(positions >= 0, positions % size, size)
-        return QueryRing(
-            self.queries.at[b, :, index].set(jnp.swapaxes(queries, 1, 2), mode="drop", unique_indices=True),
-            self.lse.at[b, :, index].set(jnp.swapaxes(lse, 1, 2), mode="drop", unique_indices=True),
-            self.positions.at[b, :, index].set(positions[..., None], mode="drop", unique_indices=True),
-        )
+        index = jnp.where(positions >= 0, positions % size, size)
+        positions = jnp.broadcast_to(positions[:, None], (*self.positions.shape[:2], positions.shape[1]))
+        new = QueryRing(queries, lse, positions)
+        return jax.tree.map(lambda x, new: set_entries(x, index, new), self, new)
 
     def block(self, number: Int[Array, "B"], size: int) -> QueryRing:
         """Each row's queries number * size .. (number + 1) * size - 1 of the ring."""
