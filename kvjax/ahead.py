@@ -1,4 +1,8 @@
-"""The decode loop compiled ahead: for a model without weights, and for devices that need not be here."""
+"""What `generate` runs, compiled ahead: for a model without weights, and for devices that need not be here.
+
+`.compile()` of what is lowered here needs the compiler of these devices but none of them; see `kvjax.targets`. What
+comes back says what the program takes (`memory_analysis()`), and `kvjax.hlo.Loop` what a loop does.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,14 @@ from jax.sharding import Mesh
 from kvjax.cache import KVCache
 from kvjax.checkpoint.parameters import Blank
 from kvjax.decode import Decoding, decode
+from kvjax.extend import bucket, jitted_read, plan_slots, resolve
 from kvjax.models import Decoder, DecoderConfig
-from kvjax.plan import plan_cache, spread
+from kvjax.plan import check_sizes, plan_cache, spread
 from kvjax.policy import Policy
 from kvjax.prompts import Batch
 from kvjax.sampling import Greedy, SamplingMethod
 from kvjax.session import Session, room_for
-from kvjax.sharding import rows_sharding
+from kvjax.sharding import check_batch, fit_mesh, rows_sharding
 
 
 def plan_params(config: DecoderConfig, dtype: Any, mesh: Mesh) -> Decoder:
@@ -36,6 +41,40 @@ def plan_params(config: DecoderConfig, dtype: Any, mesh: Mesh) -> Decoder:
     )
 
 
+def lower_prefill(
+    config: DecoderConfig,
+    policy: Policy,
+    *,
+    mesh: Mesh,
+    batch: int,
+    length: int,
+    new_tokens: int,
+    dtype: Any = jnp.bfloat16,
+) -> jax.stages.Lowered:
+    """What `generate` reads prompts of `length` tokens with, in one piece, for the devices of a mesh of `make_mesh`.
+
+    Where a budget is shared out among layers or heads, that is done by a program of its own, after this one.
+
+    Args:
+        dtype: of parameters and cache.
+
+    Raises:
+        ValueError: for sizes below 1, and a mesh that does not fit the model or the batch.
+    """
+    check_sizes(batch=batch, length=length, new_tokens=new_tokens)
+    params, mesh, size = plan_params(config, dtype, mesh), fit_mesh(mesh, config), bucket(length)
+    check_batch(batch, mesh)
+    empty = jax.eval_shape(lambda: KVCache.empty(config, policy, jnp.full(batch, length), size, dtype))
+    cache = replace(empty, mesh=mesh)
+    cache, how = spread(cache, cache.shardings), resolve(cache, "auto")
+    room = 0 if how.share else room_for(new_tokens)
+    slots = plan_slots(cache, [0] * config.num_layers, new=size, room=room, compress=how.compress)
+    tokens, lengths = (
+        jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows_sharding(mesh)) for shape in ((batch, size), (batch,))
+    )
+    return jitted_read.lower(params, cache, tokens, lengths, slots=slots, compress=how.compress, final=how.final)
+
+
 def lower_decode(
     config: DecoderConfig,
     policy: Policy,
@@ -48,9 +87,6 @@ def lower_decode(
     sampler: SamplingMethod | None = None,
 ) -> jax.stages.Lowered:
     """The loop that `generate` runs after prompts of `length` tokens, for the devices of a mesh of `make_mesh`.
-
-    `.compile()` needs the compiler of these devices but none of them; see `kvjax.targets`. What comes back says what
-    the loop takes (`memory_analysis()`), and `kvjax.hlo.Loop` what it does.
 
     Args:
         dtype: of parameters and cache.

@@ -134,6 +134,8 @@ def reading(
             entries = _observe(policy, entries, shown, attended)
         entries = expire(entries, moment, lengths > 0)
         entries = settled(policy, entries, moment, kept=kept[i] if compress else None, slots=slots[i], final=final)
+        # Otherwise XLA may put compressing off to the end, and hold the keys and values of all layers until then.
+        context, entries = jax.lax.optimization_barrier((context, entries))
         return context, _replace(layers, i, entries)
 
     return attend

@@ -101,7 +101,7 @@ def extend(
             [cache.pool.positions.shape[2]] if cache.pool is not None else [layer.slots for layer in cache.layers]
         )
     slots = plan_slots(cache, occupied, new=tokens.shape[1], room=0, compress=how.compress)
-    logits, cache = _read(params, cache, tokens, lengths, slots=slots, compress=how.compress, final=how.final)
+    logits, cache = jitted_read(params, cache, tokens, lengths, slots=slots, compress=how.compress, final=how.final)
     if how.share:
         cache = _shared_out(params, cache, tokens, lengths, room=0, texts=None, begins=not any(occupied))
     return logits, cache
@@ -167,7 +167,7 @@ class How(NamedTuple):
     final: bool
 
 
-_read = jax.jit(read, static_argnames=("slots", "compress", "final"))
+jitted_read = jax.jit(read, static_argnames=("slots", "compress", "final"))
 _read_on = jax.jit(read, static_argnames=("slots", "compress", "final"), donate_argnames="cache")
 _step = jax.jit(step)
 _replay = jax.jit(replay)
@@ -215,13 +215,15 @@ def read_prompt(
         rest = (chunks - 1 - i) * chunk
         part, part_lengths = put(tokens[:, i * chunk : (i + 1) * chunk]), put(np.clip(lengths - rest, 0, chunk))
         if rest:
-            go = _read_on if i else _read  # the first cache is the caller's
+            go = _read_on if i else jitted_read  # the first cache is the caller's
             _, cache = run(
                 go, params, cache, part, part_lengths, slots=between, compress=compress == "chunk", final=False
             )
             occupied = occupied_slots(cache)
     slots = plan_slots(cache, occupied, new=chunk, room=0 if how.share else room, compress=how.compress)
-    logits, cache = run(_read, params, cache, part, part_lengths, slots=slots, compress=how.compress, final=how.final)
+    logits, cache = run(
+        jitted_read, params, cache, part, part_lengths, slots=slots, compress=how.compress, final=how.final
+    )
     if how.share:
         cache = _shared_out(params, cache, put(whole), put(whole_lengths), room, texts, not any(begun), run)
     return logits, cache

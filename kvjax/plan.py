@@ -39,9 +39,7 @@ def plan_cache(
 
     Raises ValueError unless batch, length and new_tokens are at least 1, and the mesh fits batch and model.
     """
-    for name, value in (("batch", batch), ("length", length), ("new_tokens", new_tokens)):
-        if value < 1:
-            raise ValueError(f"{name}={value}; accepted is an integer >= 1")
+    check_sizes(batch=batch, length=length, new_tokens=new_tokens)
     mesh = None if mesh is None else fit_mesh(mesh, config)
     check_batch(batch, mesh)
     size = bucket(length)
@@ -59,6 +57,13 @@ def plan_cache(
 
     cache = replace(jax.eval_shape(read), mesh=mesh)
     return cache if mesh is None else spread(cache, cache.shardings)
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raises ValueError for a size below 1."""
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name}={value}; accepted is an integer >= 1")
 
 
 def _shared(cache: KVCache, config: DecoderConfig, room: int) -> KVCache:

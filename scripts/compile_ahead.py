@@ -1,12 +1,13 @@
-"""Compiles the decode loop of a large model for accelerators that need not be here, and says what it takes and does.
+"""Compiles programs of a large model for accelerators that need not be here, and says what they take and do.
 
     pip install -e '.[tpu,cuda13]'
-    python scripts/compile_ahead.py > compile_ahead.jsonl
+    python scripts/compile_ahead.py > compile_ahead.jsonl                                  # a 70B's decode loop
+    python scripts/compile_ahead.py h200:1 v6e:2x2 --program prefill --shape 8b --model 1  # an 8B reads a prompt
 
-The model is a Llama of the 70B's shape in bfloat16, without weights: only shapes are given to the compiler. Standard
-output is a JSON line a target. Bytes are a device's; collectives, and arrays of the size of a layer's keys (or of 1 MB)
-that are written whole, are those of one decode step. Temporaries are beside arguments and outputs; what of the outputs
-is aliased takes no memory of its own.
+The model has the shape of a Llama 3 in bfloat16, and no weights: only shapes are given to the compiler. Standard output
+is a JSON line a target. Bytes are a device's; collectives, and arrays of the size of a layer's keys (or of 1 MB) that
+are written whole, are those of one decode step. Temporaries are beside arguments and outputs; what of the outputs is
+aliased takes no memory of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # what is here is not asked
 import jax
 
 import kvjax
-from kvjax.ahead import lower_decode, plan_params
+from kvjax.ahead import lower_decode, lower_prefill, plan_params
 from kvjax.hlo import Loop
 from kvjax.models import DecoderConfig, Rope
 from kvjax.targets import target
@@ -31,19 +32,14 @@ from kvjax.targets import target
 MB = 1_000_000
 
 
-def llama_70b(layers: int) -> DecoderConfig:
-    return DecoderConfig(
-        family="llama",
-        vocab_size=128_256,
-        hidden_size=8192,
-        mlp_size=28_672,
-        num_heads=64,
-        num_kv_heads=8,
-        head_dim=128,
-        windows=(None,) * layers,
-        rope=Rope(500_000.0),
-        max_positions=131_072,
-    )
+# layers, hidden size, MLP size, heads
+SHAPES = {"8b": (32, 4096, 14_336, 32), "70b": (80, 8192, 28_672, 64)}
+
+
+def llama(shape: str, layers: int | None) -> DecoderConfig:
+    whole, hidden, mlp, heads = SHAPES[shape]
+    rope = Rope(500_000.0)
+    return DecoderConfig("llama", 128_256, hidden, mlp, heads, 8, 128, (None,) * (layers or whole), rope, 131_072)
 
 
 def held(tree: Any) -> int:
@@ -56,22 +52,38 @@ def held(tree: Any) -> int:
 
 
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    config, policy, there = llama_70b(arguments.layers), kvjax.policies.parse(arguments.policy), target(name)
-    mesh = kvjax.make_mesh(arguments.data, arguments.model, devices=there.devices())
+    config, policy, there = (
+        llama(arguments.shape, arguments.layers),
+        kvjax.policies.parse(arguments.policy),
+        target(name),
+    )
+    devices = there.devices()[: arguments.data * arguments.model]
+    mesh = kvjax.make_mesh(arguments.data, arguments.model, devices=devices)
     sizes = {"batch": arguments.batch, "length": arguments.length, "new_tokens": arguments.new_tokens}
     started = time.perf_counter()
-    lowered = lower_decode(config, policy, mesh=mesh, **sizes)
+    lower = lower_decode if arguments.program == "decode" else lower_prefill
+    lowered = lower(config, policy, mesh=mesh, **sizes)
     traced = time.perf_counter()
     compiled = lowered.compile()
     done = time.perf_counter()
-    memory, loop = compiled.memory_analysis(), Loop.of(compiled.as_text() or "")
+    memory, hlo = compiled.memory_analysis(), compiled.as_text() or ""
     assert memory is not None
     cache = kvjax.plan_cache(config, policy, dtype="bfloat16", mesh=mesh, **sizes)
-    keys = held(cache.layers[0].keys)
+    keys = held(cache.layers[0].keys) if cache.pool is None else held(cache.pool.keys)
+    facts = {}
+    if arguments.program == "decode":
+        loop = Loop.of(hlo)
+        facts = {
+            "collectives": loop.collectives,
+            "rewrites_of_keys": len(loop.rewrites(keys)),
+            "rewrites_of_1_MB": len(loop.rewrites(MB)),
+        }
     return {
         "target": name,
+        "program": arguments.program,
+        "shape": arguments.shape,
         "mesh": f"{arguments.data}x{arguments.model}",
-        "layers": arguments.layers,
+        "layers": config.num_layers,
         "policy": arguments.policy,
         **sizes,
         "parameters": held(plan_params(config, "bfloat16", mesh)),
@@ -81,11 +93,9 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "outputs": memory.output_size_in_bytes,
         "aliased": memory.alias_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,
-        "program": memory.generated_code_size_in_bytes,
+        "code": memory.generated_code_size_in_bytes,
         "memory": there.chip.memory,
-        "collectives": loop.collectives,
-        "rewrites_of_keys": len(loop.rewrites(keys)),
-        "rewrites_of_1_MB": len(loop.rewrites(MB)),
+        **facts,
         "lower_seconds": round(traced - started, 1),
         "compile_seconds": round(done - traced, 1),
     }
@@ -93,10 +103,17 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("targets", nargs="*", default=["v5p:2x2x2", "h200:8"], help="such as v5p:2x2x2 or h200:8")
+    parser.add_argument(
+        "targets",
+        nargs="*",
+        default=["v5p:2x2x2", "h200:8"],
+        help="such as v5p:2x2x2 or h200:8, of which the mesh takes as many as it needs",
+    )
     parser.add_argument("--data", type=int, default=1)
     parser.add_argument("--model", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=80)
+    parser.add_argument("--program", choices=("decode", "prefill"), default="decode")
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="70b")
+    parser.add_argument("--layers", type=int, help="all of the shape's by default")
     parser.add_argument("--policy", default="morphkv:budget=2048,window=32")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=8192, help="tokens of a prompt")

@@ -1,4 +1,4 @@
-"""The decode loop, lowered from shapes: it is the one that `generate` runs; and what it is on accelerators."""
+"""What `generate` runs, lowered from shapes: the same programs; and what they are on accelerators."""
 
 import math
 import re
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.ahead import lower_decode
+from kvjax.ahead import lower_decode, lower_prefill
 from kvjax.decode import Decoding
 from kvjax.extend import read_prompt
 from kvjax.hlo import Loop
@@ -55,6 +55,23 @@ def test_it_runs_on_what_generate_would_give_it(sampler) -> None:
     np.testing.assert_array_equal(np.asarray(state.tokens)[:, :9], expected.tokens)
     assert int(steps) == 8
     assert Loop.of(compiled.as_text()).collectives == Counter({"all-reduce": 2 + 1 + 1, "all-gather": 1})
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+def test_prompts_are_read_as_generate_would() -> None:
+    params, mesh = decoder(8, 4), kvjax.make_mesh(data=2, model=4)
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (4, 24)).astype(np.int32)
+    policy, lengths = parse("snapkv:budget=12,window=4"), np.full(4, 24)
+    sizes = {"batch": 4, "length": 24, "new_tokens": 9}
+    compiled = lower_prefill(params.config, policy, mesh=mesh, dtype=jnp.float32, **sizes).compile()
+    params = kvjax.shard(params, mesh)
+    session = Session.open(params, tokens, policy=policy)
+    logits, cache = compiled(params, session.cache, *map(session.cache.put_rows, (tokens, lengths.astype(np.int32))))
+    planned = kvjax.plan_cache(params.config, policy, mesh=mesh, dtype="float32", **sizes)
+    assert jax.tree.map(jnp.shape, cache) == jax.tree.map(jnp.shape, planned)
+    expected, other = read_prompt(params, session.cache, tokens, lengths, room=64, chunk=None, compress="auto")
+    for ours, theirs in zip(jax.tree.leaves((logits, cache)), jax.tree.leaves((expected, other)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.usefixtures("optimized")
@@ -117,7 +134,7 @@ def sized(text: str) -> kvjax.Policy:
 @pytest.mark.parametrize("text", POLICY_PARAMS)
 def test_presets_on_one_device(text: str, name: str) -> None:
     """The kernels attend, no layer's keys are copied, and temporaries take less than 1 % of the arguments."""
-    config, sizes = llama(LAYERS, 4096, 14_336, 32), {"batch": 8, "length": 4096, "new_tokens": 1024}
+    config, sizes = llama(1, 4096, 14_336, 32), {"batch": 8, "length": 4096, "new_tokens": 1024}
     mesh = kvjax.make_mesh(devices=accelerators(name)[:1])
     compiled = lower_decode(config, sized(text), mesh=mesh, **sizes).compile()
     hlo, memory = compiled.as_text(), compiled.memory_analysis()
@@ -131,7 +148,26 @@ def test_presets_on_one_device(text: str, name: str) -> None:
         fetched = name.startswith("v6e") and isinstance(sized(text).score, READING_KEYS)
         assert {what.split()[0] for what in written} <= ({"copy-start"} if fetched else set())
         assert memory.temp_size_in_bytes < 0.01 * memory.argument_size_in_bytes
-    assert hlo.count(KERNELS[name]) >= LAYERS
+    assert KERNELS[name] in hlo
+
+
+@pytest.mark.aot
+@pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
+@pytest.mark.parametrize(
+    ("name", "layers", "text"),
+    [
+        ("h200:1", 18, "full"),
+        ("h200:1", 18, "h2o:budget=24"),
+        ("h200:1", 18, "snapkv:budget=24,window=4"),
+        ("h200:1", 18, "kvmerger:budget=24,recent=8,heavy=4,theta=None"),
+        pytest.param("v6e:2x2", 24, "snapkv:budget=24,window=4", marks=pytest.mark.slow),
+    ],
+)
+def test_a_prompt_is_held_a_layer_at_a_time(name: str, layers: int, text: str) -> None:
+    """Less is held beside weights and cache than the keys and values of all layers, or the MLP for all tokens."""
+    tokens, config, mesh = 16_384, llama(layers, 4096, 14_336, 32), kvjax.make_mesh(devices=accelerators(name)[:1])
+    program = lower_prefill(config, sized(text), mesh=mesh, batch=1, length=tokens, new_tokens=64).compile()
+    assert program.memory_analysis().temp_size_in_bytes < tokens * config.bytes_per_token("bfloat16")
 
 
 @pytest.mark.aot
@@ -153,8 +189,8 @@ def test_codes_are_read_as_such(name: str, text: str, bits: int) -> None:
     assert hlo.count(KERNELS[name]) >= LAYERS
 
 
-# Share of the arguments where a TPU's compiler lays MorphKV's state out anew; seen with jax 0.12: 3.1 %.
-LAID_OUT_ANEW = 0.02 if jax.__version_info__ < (0, 12) else 0.04
+# From jax 0.12 on, MorphKV's state goes through a TPU's fast memory, and comes back beside where it was: 1.6 %.
+MOVED = 0.01 if jax.__version_info__ < (0, 12) else 0.02
 
 
 @pytest.mark.aot
@@ -165,7 +201,7 @@ LAID_OUT_ANEW = 0.02 if jax.__version_info__ < (0, 12) else 0.04
     [
         ("h200:1", 1, llama(32, 4096, 14_336, 32), "morphkv:budget=2048,window=32", 0.01),
         ("v6e:2x2", 1, llama(32, 4096, 14_336, 32), "snapkv:budget=2048,window=32", 0.01),
-        ("v6e:2x2", 1, llama(32, 4096, 14_336, 32), "morphkv:budget=2048,window=32", LAID_OUT_ANEW),
+        ("v6e:2x2", 1, llama(32, 4096, 14_336, 32), "morphkv:budget=2048,window=32", MOVED),
         ("h200:8", 8, llama(80, 8192, 28_672, 64), "morphkv:budget=2048,window=32", 0.01),
         ("v5p:2x2x2", 8, llama(80, 8192, 28_672, 64), "morphkv:budget=2048,window=32", 0.02),
     ],
@@ -185,10 +221,11 @@ def test_whole_models(name: str, model: int, config: DecoderConfig, text: str, t
     assert taken + memory.temp_size_in_bytes < target(name).chip.memory
 
 
-def test_sizes_that_do_not_fit() -> None:
+@pytest.mark.parametrize("lower", [lower_decode, lower_prefill])
+def test_sizes_that_do_not_fit(lower) -> None:
     mesh = kvjax.make_mesh(devices=jax.devices()[:1])
     with pytest.raises(ValueError, match="new_tokens=0; accepted is an integer >= 1"):
-        lower_decode(CONFIG, parse("full"), mesh=mesh, batch=1, length=8, new_tokens=0)
+        lower(CONFIG, parse("full"), mesh=mesh, batch=1, length=8, new_tokens=0)
     if jax.device_count() >= 3:
         with pytest.raises(ValueError, match="model=3 does not fit"):
-            lower_decode(CONFIG, parse("full"), mesh=kvjax.make_mesh(model=3), batch=1, length=8, new_tokens=1)
+            lower(CONFIG, parse("full"), mesh=kvjax.make_mesh(model=3), batch=1, length=8, new_tokens=1)

@@ -128,7 +128,7 @@ class GaussianMerge(Merge):
         def put(x: Array, packed: Array) -> Array:
             """The sum over its set of what is packed, at each slot that is not kept as it is."""
             index, free = (y.reshape(*y.shape, *(1,) * (x.ndim - 3)) for y in (own, there & ~kept))
-            sums = _reduce(jax.ops.segment_sum, packed, sets)
+            sums = _sums(packed, sets)
             return jnp.where(free, jnp.take_along_axis(sums, index, axis=2).astype(x.dtype), x)
 
         bias = entries.bias
@@ -193,6 +193,14 @@ class GaussianMerge(Merge):
         else:
             sigma = over_set(jax.ops.segment_sum, square) / (jnp.sqrt(2.0) * jnp.maximum(tokens, 1))
         return jnp.maximum(sigma, 1e-6)
+
+
+def _sums(x: Float[Array, "B H N ..."], sets: Int[Array, "B H N"]) -> Float[Array, "B H N ..."]:
+    """Over each set."""
+    # Zeros to add to depend on nothing: for each layer XLA would set them aside when the program begins.
+    zeros, x = jax.lax.optimization_barrier((jnp.zeros_like(x), x))
+    row, head = jnp.arange(sets.shape[0])[:, None, None], jnp.arange(sets.shape[1])[:, None]
+    return zeros.at[row, head, sets].add(x, indices_are_sorted=True)
 
 
 def _reduce(reduce: Callable[..., Array], x: Array, sets: Int[Array, "B H N"]) -> Array:
