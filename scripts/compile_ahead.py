@@ -6,8 +6,8 @@
 
 The model has the shape of a Llama 3 in bfloat16, and no weights: only shapes are given to the compiler. Standard output
 is a JSON line a target. Bytes are a device's; collectives, and arrays of the size of a layer's keys (or of 1 MB) that
-are written whole, are those of one decode step. Temporaries are beside arguments and outputs; what of the outputs is
-aliased takes no memory of its own.
+are written whole, are those of one decode step; of a pool of segments, keys are those of all layers. Temporaries are
+beside arguments and outputs; what of the outputs is aliased takes no memory of its own.
 """
 
 from __future__ import annotations
