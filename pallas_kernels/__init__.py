@@ -1,15 +1,33 @@
-"""Kernels with a plain reference each. They know arrays and positions, not models or policies.
+"""Attention and scoring kernels, each with a plain `jax.numpy` reference. They know no models and no policies.
 
-One rule says what a query may see, everywhere: a key at position p is visible from position t if 0 <= p <= t, and
-t - p < window where there is a sliding window. Empty slots and padding have position -1, so they see and show nothing.
+Axis letters, in every signature of this package:
+
+    B   batch rows
+    Hq  query heads
+    H   kv heads
+    G   query heads per kv head, the group: G = Hq / H
+    W   query rows: 1 while decoding, the observation window for a score
+    X   extra query rows, see `Asked`
+    R   query rows of one kv head, group-major: R = G W
+    N   new tokens, or the tokens of a prompt
+    M   entries that are attended to or scored
+    S   slots per kv head
+    P   lanes of a pool, each with the segments of H / P consecutive kv heads
+    T   rows per lane of a pool
+    D   head size, in channels
+    E   hidden size of the model; no kernel sees it
+
+One rule says what a query sees: a key at position p is visible from position t if 0 <= p <= t, and t - p < window if
+the model has a sliding window. `window` is always that sliding window. Empty slots and padding have position -1, so
+they neither see nor are seen.
 """
 
+from .arrays import after_last, fold
 from .dispatch import Implementation, implementations, use
 from .prompt_attention import prompt_attention
 from .quantized import QuantizedArray, Stored, plain, updated
 from .segment_attention import PAGE, pages, segment_attention
 from .slot_attention import Asked, SlotAttention, slot_attention
-from .tiling import after_last, fold
 from .top_tokens import compact, top_counts, top_tokens
 from .window_scores import Reduction, window_scores
 

@@ -1,6 +1,7 @@
-"""How the Triton kernels cut their work on GPUs where that has been measured; elsewhere each has a rule of its own.
+"""Tile sizes of the Triton kernels, measured per kind of GPU.
 
-`scripts/tune_kernels.py` measures, and writes the table, blocks.json.
+`scripts/tune_kernels.py` measures them and writes the table, blocks.json. A kernel uses a rule of its own if the table
+has no entry for its work.
 """
 
 from __future__ import annotations
@@ -17,11 +18,18 @@ from jax.experimental import pallas as pl
 from .quantized import QuantizedArray
 
 TABLE = files(__package__) / "blocks.json"
-MOST_ROWS = 256  # more are cut in the same way
+MOST_ROWS = 256  # work with more query rows uses the entry for this number
 
 
 class Blocks(NamedTuple):
-    """How the work is cut. Numbers of rows and slots are powers of two, 16 or more."""
+    """Tile sizes of one kernel.
+
+    Attributes:
+        rows: query rows per block, a power of two >= 16.
+        slots: slots or keys per tile, a power of two >= 16.
+        warps: warps per program.
+        stages: tiles in the software pipeline.
+    """
 
     rows: int
     slots: int
@@ -30,14 +38,14 @@ class Blocks(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a cut depends on, beside the GPU.
+    """What the best tile sizes depend on, besides the GPU.
 
     Attributes:
         operation: "attend" or "window_scores".
-        rows: of queries, that are worked on together.
-        head_dim: channels, D.
-        bits: of a number of a key as it is held.
-        dtype: that it is computed in.
+        rows: query rows that a program works on together, rounded up to a power of two, at most MOST_ROWS.
+        head_dim: D.
+        bits: the size of one stored number of a key.
+        dtype: the dtype that the kernel computes with.
     """
 
     operation: str
@@ -48,28 +56,31 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, operation: str, rows: int, k: Any) -> Work:
-        """For keys [..., D], an array or codes."""
+        """The work for keys [..., D], which are an array or a QuantizedArray."""
         bits = k.bits if isinstance(k, QuantizedArray) else 8 * jnp.dtype(k.dtype).itemsize
         return cls(operation, min(power_of_two(rows), MOST_ROWS), k.shape[-1], bits, jnp.dtype(k.dtype).name)
 
     @property
     def name(self) -> str:
-        """In the table."""
+        """The key of this work in the table."""
         return f"{self.operation} rows={self.rows} D={self.head_dim} bits={self.bits} {self.dtype}"
 
 
 def power_of_two(size: int, least: int = 16) -> int:
-    """The next one at or above `size`: Triton knows no other sizes, and its matrix products none below 16."""
+    """The next power of two at or above `size` and `least`.
+
+    Triton takes tiles of no other size, and its matrix products none below 16.
+    """
     return max(least, pl.next_power_of_2(size))
 
 
 def measured(work: Work) -> Blocks | None:
-    """What was found best on GPUs of this machine's kind, if that has been looked for."""
+    """The fastest tile sizes on this kind of GPU, or None if they have not been measured."""
     found = table().get(jax.local_devices()[0].device_kind, {}).get(work.name)
     return None if found is None else Blocks(*found)
 
 
 @cache
 def table() -> dict[str, dict[str, list[int]]]:
-    """Rows, slots, warps and stages by kind of GPU and name of the work."""
+    """[rows, slots, warps, stages] by kind of GPU and name of the work."""
     return json.loads(TABLE.read_text(encoding="utf-8"))

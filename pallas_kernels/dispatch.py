@@ -1,4 +1,4 @@
-"""Chooses an implementation: the platform's own kernel where one exists and serves the shapes, else the reference."""
+"""Chooses which implementation of an operation runs: a kernel of the platform, or the reference in plain XLA."""
 
 from __future__ import annotations
 
@@ -12,29 +12,34 @@ from typing import Any, NamedTuple
 import jax
 
 ENVIRONMENT = "KVJAX_KERNELS"
-BACKENDS = {"triton": "gpu", "mosaic_tpu": "tpu"}  # modules of an operation's folder, and what they compile for
+BACKENDS = {"triton": "gpu", "mosaic_tpu": "tpu"}  # the name of a backend's modules -> the platform it compiles for
 INTERPRET = "-interpret"
 CHOICES = ("default", "reference", *(backend + INTERPRET for backend in BACKENDS))
 
-_choice = jax.make_user_context(None)  # jit traces again where it differs
-_announced: set[tuple[str, str]] = set()
-_operations: dict[str, tuple[str, ...]] = {}
+_choice = jax.make_user_context(None)  # a part of what jit caches on: functions are traced anew for another choice
+_warned: set[str] = set()  # messages
+_operations: dict[str, tuple[str, ...]] = {}  # backends by operation, in order of trial
 
 
 class Implementation(NamedTuple):
-    """What runs for an operation: "reference", a backend, or one in interpret mode; and why."""
+    """What an operation tries first, and why.
+
+    Attributes:
+        name: "reference", a backend, or a backend with the suffix "-interpret".
+        why: one clause for a person to read.
+    """
 
     name: str
     why: str
 
 
 def use(choice: str) -> AbstractContextManager[None]:
-    """Within it, kernels are chosen so: functions under jit are traced again where the choice differs.
+    """Chooses kernels within a `with` block. A function under jit is traced again if the choice differs.
 
     Args:
-        choice: "default" takes the platform's own kernels, "reference" plain XLA, and "triton-interpret" or
-            "mosaic_tpu-interpret" runs that backend's kernels step by step on any platform, slowly, to try them. The
-            environment variable KVJAX_KERNELS says the same for a process; this overrides it.
+        choice: "default" takes the platform's kernels and "reference" plain XLA. "triton-interpret" and
+            "mosaic_tpu-interpret" run that backend's kernels step by step on any platform; they are slow and serve
+            tests. The environment variable KVJAX_KERNELS sets the same for a process; this function overrides it.
 
     Raises:
         ValueError: for another choice.
@@ -44,66 +49,82 @@ def use(choice: str) -> AbstractContextManager[None]:
 
 def _checked(choice: str, source: str) -> str:
     if choice not in CHOICES:
-        raise ValueError(f"{source}: kernels {choice!r}; accepted are {', '.join(CHOICES)}")
+        raise ValueError(f"{source}: kernels={choice!r}: expected one of {', '.join(CHOICES)}")
     return choice
 
 
 def platform() -> str:
-    """What is compiled for: the devices of the mesh whose `jax.shard_map` this is called in, else the default ones."""
+    """The platform that is compiled for: that of the mesh of the surrounding `jax.shard_map`, else the default."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
 
 
-def implementation(operation: str) -> Implementation:
-    """What an operation of this package takes here and now, unless its kernel cannot serve the arguments."""
+def _kernels(operation: str) -> tuple[list[str], str]:
+    """The names of the kernels that an operation tries, in order, before the reference; and why."""
     backends = _operations[operation]
     choice, source = _choice.value, "kvjax.pallas_kernels.use"
     if choice is None:
         source = ENVIRONMENT
         choice = _checked(os.environ.get(ENVIRONMENT) or "default", source)
     if choice == "reference":
-        return Implementation("reference", f"{source} asks for it")
+        return [], f"{source} asks for it"
     if choice != "default":
-        backend = choice.removesuffix(INTERPRET)
-        if backend in backends:
-            return Implementation(choice, f"{source} asks for it")
-        return Implementation("reference", f"{source} asks for {choice}, of which there is none")
+        if choice.removesuffix(INTERPRET) in backends:
+            return [choice], f"{source} asks for it"
+        return [], f"{source} asks for {choice}, which this operation does not have"
     here = platform()
-    for backend in backends:
-        if BACKENDS[backend] == here:
-            return Implementation(backend, f"the platform is {here}")
-    return Implementation("reference", f"the platform is {here}, for which there is no kernel")
+    names = [backend for backend in backends if BACKENDS[backend] == here]
+    if not names:
+        return [], f"the platform is {here}, which has no kernel"
+    return names, f"the platform is {here}" + "".join(f", then {name}" for name in names[1:])
+
+
+def implementation(operation: str) -> Implementation:
+    """What an operation of this package tries first, here and now. It may still refuse its arguments."""
+    names, why = _kernels(operation)
+    return Implementation(names[0] if names else "reference", why)
 
 
 def implementations() -> dict[str, Implementation]:
-    """Of every operation, by name."""
+    """What every operation tries first, by name of the operation."""
     return {operation: implementation(operation) for operation in sorted(_operations)}
 
 
 def dispatch(reference: Callable[..., Any], *backends: str) -> Callable[..., Any]:
-    """A function that runs the kernel of the platform, if there is one among `backends`, and else `reference`.
+    """Returns a function that tries the platform's backends in the given order, and the reference last.
 
-    An operation's name is that of its reference, of its folder, and of the kernel in each backend's module of that
-    folder, which is imported when first used. Kernels take the reference's arguments and `interpret`. One that cannot
-    serve its arguments raises NotImplementedError while it is traced; that is said once, and the reference runs.
+    The operation has the name of its reference. The kernel of a backend is the function of that name in the module
+    OPERATION/BACKEND.py, which is imported when it is first tried. It takes the reference's arguments and `interpret`.
+    A backend that cannot serve its arguments raises NotImplementedError while it is traced, and the next one is tried.
+    Dispatch warns of that once per combination of reasons. Other errors are not caught.
+
+    Args:
+        backends: keys of BACKENDS, in order of trial.
     """
     operation = reference.__name__
     _operations[operation] = backends
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        chosen, _ = implementation(operation)
-        if chosen == "reference":
-            return reference(*args, **kwargs)
-        backend = chosen.removesuffix(INTERPRET)
-        try:
-            module = import_module(f"..{operation}.{backend}", __name__)
-            return getattr(module, operation)(*args, interpret=chosen.endswith(INTERPRET), **kwargs)
-        except NotImplementedError as reason:
-            if (operation, chosen) not in _announced:
-                _announced.add((operation, chosen))
-                warnings.warn(
-                    f"{operation}: no {chosen} kernel for these arguments ({reason}); using XLA", stacklevel=2
-                )
-            return reference(*args, **kwargs)
+        names, _ = _kernels(operation)
+        refusals = []
+        for name in names:
+            try:
+                module = import_module(f"..{operation}.{name.removesuffix(INTERPRET)}", __name__)
+                result = getattr(module, operation)(*args, interpret=name.endswith(INTERPRET), **kwargs)
+            except NotImplementedError as reason:
+                refusals.append(f"{name} ({reason})")
+                continue
+            _warn(operation, refusals, f"the {name} kernel")
+            return result
+        _warn(operation, refusals, "the reference in XLA")
+        return reference(*args, **kwargs)
 
     return call
+
+
+def _warn(operation: str, refusals: list[str], used: str) -> None:
+    """Says once which backends refused the arguments, why, and what runs instead."""
+    message = f"{operation}: no kernel for these arguments by {', '.join(refusals)}; using {used}"
+    if refusals and message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, stacklevel=3)

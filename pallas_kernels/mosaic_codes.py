@@ -1,8 +1,9 @@
-"""Keys and values of a TPU's kernels, plain or quantised: how they lie, and products with tiles of them.
+"""Keys and values of the TPU kernels, plain or quantised: their layout, and products with tiles of them.
 
-Codes are multiplied as they are, and scales are applied to what is smaller, logits and weights: so no number is rounded
-to the dtype that it stands for. For that there are queries for each group of channels that share a scale, which are
-zero in others. Two codes a byte are two tiles, of both halves of the channels.
+The kernels multiply codes as they are. They apply the scales to logits and weights, which are smaller than keys and
+values, so no dequantised number is rounded. This takes one copy of the queries for each group of channels that share a
+scale; a copy is zero in the other groups. A tile of bytes with two codes each is two tiles, of both halves of the
+channels.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ import jax.numpy as jnp
 from jax.lax import div
 from jaxtyping import Array, Float, Int
 
+from .arrays import pad
 from .mosaic import SUBLANES, product, round_up, row_positions
 from .quantized import QuantizedArray
-from .tiling import pad
 
 
-class Rows(NamedTuple):
-    """The query rows of each kv head as a kernel takes them.
+class QueryRows(NamedTuple):
+    """The query rows of each kv head in the layout of the kernels.
 
     Attributes:
-        queries: group-major, [n, R, D]. For codes [n, halves, groups * R, C]: of a half's C channels, R rows for each
-            group, of which all others are zero.
-        positions: of the R rows.
-        height: R; for codes whole registers of rows, the last of which may see nothing.
-        given: rows that there are.
+        queries: group-major. For codes, each half of the channels (C of them) has R rows for each group of channels,
+            which are zero in the other groups.
+        positions: of the R rows; -1 for padding.
+        height: R. For codes, the number of query rows is padded to full registers.
+        given: the number of query rows without padding.
     """
 
-    queries: Float[Array, "n R D"] | Float[Array, "n halves groups*R C"]
+    queries: Float[Array, "B*H R D"] | Float[Array, "B*H halves groups*R C"]
     positions: Int[Array, "B R 1"]
     height: int
     given: int
@@ -39,8 +40,13 @@ class Rows(NamedTuple):
     @classmethod
     def of(
         cls, q: Float[Array, "B Hq W D"], q_positions: Int[Array, "B W"], k: Array | QuantizedArray, heads: int
-    ) -> Rows:
-        """Raises NotImplementedError where a group of channels lies in both halves and beside others."""
+    ) -> QueryRows:
+        """Arranges the queries of `heads` kv heads for keys k.
+
+        Raises:
+            NotImplementedError: for 4-bit codes with an odd number of scales other than 1, because a group of channels
+                then lies in both halves.
+        """
         B, Hq, W, D = q.shape
         R = Hq // heads * W
         rows, positions = q.reshape(B * heads, R, D), row_positions(q_positions, Hq // heads)
@@ -48,62 +54,63 @@ class Rows(NamedTuple):
             return cls(rows, positions, R, R)
         halves, scales = 8 // k.bits, k.scales.shape[-1]
         if scales > 1 and scales % halves:
-            raise NotImplementedError(f"{scales} scales for two halves of the channels; 1 and even numbers are taken")
+            raise NotImplementedError(f"{scales} scales for two halves of the channels: expected 1 or an even number")
         C, groups = D // halves, max(1, scales // halves)
-        beyond = round_up(R, SUBLANES) - R
-        rows, positions = pad(rows, beyond, axis=1), pad(positions, beyond, axis=1, value=-1)
-        parts = jnp.moveaxis(rows.reshape(B * heads, R + beyond, halves, C), 2, 1)[:, :, None]
+        padding = round_up(R, SUBLANES) - R
+        rows, positions = pad(rows, padding, axis=1), pad(positions, padding, axis=1, value=-1)
+        parts = jnp.moveaxis(rows.reshape(B * heads, R + padding, halves, C), 2, 1)[:, :, None]
         own = jnp.arange(C) // (C // groups) == jnp.arange(groups)[:, None, None]
         queries = jnp.where(own, parts, 0).reshape(B * heads, halves, -1, C)
-        return cls(queries, positions, R + beyond, R)
+        return cls(queries, positions, R + padding, R)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what a head's rows find: [R, D], or [halves, R, C]."""
+        """The shape of the results of one kv head: [R, D], or [halves, R, C]."""
         return (*self.queries.shape[1:-2], self.height, self.queries.shape[-1])
 
-    def context(self, found: Float[Array, "n *halves R C"]) -> Float[Array, "n G*W D"]:
-        if found.ndim == 4:
-            found = jnp.moveaxis(found, 1, 2).reshape(len(found), self.height, -1)
-        return found[:, : self.given]
+    def unpad(self, result: Float[Array, "B*H *halves R C"]) -> Float[Array, "B*H G*W D"]:
+        """Joins the halves of a result and drops the rows of padding."""
+        if result.ndim == 4:
+            result = jnp.moveaxis(result, 1, 2).reshape(len(result), self.height, -1)
+        return result[:, : self.given]
 
 
-def alike(k: Array | QuantizedArray, v: Array | QuantizedArray) -> None:
-    """Raises NotImplementedError unless values are held as keys are."""
-    held = [tuple(x.shape for x in jax.tree.leaves(x)) for x in (k, v)]
-    if held[0] != held[1]:
-        raise NotImplementedError("keys and values that are not quantised alike")
+def check_alike(k: Array | QuantizedArray, v: Array | QuantizedArray) -> None:
+    """Raises NotImplementedError unless keys and values are stored in the same way."""
+    shapes = [tuple(x.shape for x in jax.tree.leaves(x)) for x in (k, v)]
+    if shapes[0] != shapes[1]:
+        raise NotImplementedError(f"keys stored as {shapes[0]} and values as {shapes[1]}: expected the same storage")
 
 
-def nbytes_of(x: Array | QuantizedArray) -> int:
-    """Of an entry."""
+def entry_nbytes(x: Array | QuantizedArray) -> int:
+    """The number of bytes per entry."""
     return sum(leaf.shape[-1] * leaf.dtype.itemsize for leaf in jax.tree.leaves(x))
 
 
-def slots_last(x: Any, turned: bool) -> Any:
-    """[B, H, S, D] as [B*H, S, D], or [B*H, D, S] if they are turned; scales always are."""
+def merge_heads(x: Any, transposed: bool) -> Any:
+    """Reshapes [B, H, S, D] to [B*H, S, D], or to [B*H, D, S] if transposed. Scales are always transposed."""
     if isinstance(x, QuantizedArray):
-        return replace(x, codes=slots_last(x.codes, turned), scales=slots_last(x.scales, True))
-    x = jnp.swapaxes(x, 2, 3) if turned else x
+        return replace(x, codes=merge_heads(x.codes, transposed), scales=merge_heads(x.scales, True))
+    x = jnp.swapaxes(x, 2, 3) if transposed else x
     return x.reshape(-1, *x.shape[2:])
 
 
 def read(ref: Any) -> Array:
-    """All of a block."""
+    """Loads a block."""
     return ref[...]
 
 
-def cleared(tile: Any, turned: bool, begin: Any, end: Any) -> Any:
-    """A tile with zeros for entries that are not in begin .. end - 1, which need not be numbers."""
+def clear_outside(tile: Any, transposed: bool, begin: Any, end: Any) -> Any:
+    """Zeroes the entries of a tile outside begin .. end - 1. They may be NaN."""
     if isinstance(tile, QuantizedArray):
-        return replace(tile, scales=cleared(tile.scales.astype(jnp.float32), True, begin, end))
-    index = jax.lax.broadcasted_iota(jnp.int32, tile.shape, int(turned))
+        return replace(tile, scales=clear_outside(tile.scales.astype(jnp.float32), True, begin, end))
+    index = jax.lax.broadcasted_iota(jnp.int32, tile.shape, int(transposed))
     return jnp.where((index >= begin) & (index < end), tile, 0)
 
 
-def logits_of(q: Any, keys: Any, turned: bool) -> Float[Array, "R K"]:
-    """Of queries as `Rows` has them and a tile [K, D], or [D, K] if it is turned."""
-    contract = 1, 0 if turned else 1
+def tile_logits(q: Any, keys: Any, transposed: bool) -> Float[Array, "R K"]:
+    """The products of queries, as in `QueryRows`, and a tile of keys [K, D], or [D, K] if transposed."""
+    contract = 1, 0 if transposed else 1
     if not isinstance(keys, QuantizedArray):
         return product(q, keys, contract)
     total = jnp.float32(0)
@@ -115,15 +122,15 @@ def logits_of(q: Any, keys: Any, turned: bool) -> Float[Array, "R K"]:
     return total
 
 
-def weighed(values: Any, turned: bool, weights: Float[Array, "R K"]) -> Float[Array, "*halves R C"]:
-    """The sum of a tile's values, which lies as keys do, with weights; of quantised ones, of each half."""
+def weighted_values(values: Any, transposed: bool, weights: Float[Array, "R K"]) -> Float[Array, "*halves R C"]:
+    """The weighted sum of a tile's values, in the layout of the keys; one sum per half of the channels for codes."""
     if not isinstance(values, QuantizedArray):
-        return product(weights.astype(values.dtype), values, (1, int(turned)))
+        return product(weights.astype(values.dtype), values, (1, int(transposed)))
     sums = []
     for codes, scales in halves_of(values, values.dtype):
         R, groups = len(weights), len(scales)
         scaled = jnp.concatenate([weights * scales[group : group + 1] for group in range(groups)])
-        each = product(scaled.astype(codes.dtype), codes, (1, int(turned)))
+        each = product(scaled.astype(codes.dtype), codes, (1, int(transposed)))
         C = each.shape[1]
         own = div(jax.lax.broadcasted_iota(jnp.int32, (R, C), 1), C // groups)
         sums.append(sum(jnp.where(own == group, each[group * R : (group + 1) * R], 0.0) for group in range(groups)))
@@ -131,8 +138,8 @@ def weighed(values: Any, turned: bool, weights: Float[Array, "R K"]) -> Float[Ar
 
 
 def halves_of(tile: QuantizedArray, dtype: Any) -> list[tuple[Array, Float[Array, "groups K"]]]:
-    """Codes as numbers of such a dtype, and their scales, of each half; all channels of 8-bit codes are one."""
+    """The codes, as numbers of `dtype`, and the scales of each half. 8-bit codes have one half with all channels."""
     codes, scales = tile.codes.astype(jnp.int32), tile.scales.astype(jnp.float32)
     halves = [codes] if tile.bits == 8 else [(codes << 28) >> 28, codes >> 4]
-    shared = [scales] * len(halves) if len(scales) == 1 else jnp.split(scales, len(halves))
-    return [(x.astype(jnp.float32).astype(dtype), y) for x, y in zip(halves, shared, strict=True)]
+    half_scales = [scales] * len(halves) if len(scales) == 1 else jnp.split(scales, len(halves))
+    return [(x.astype(jnp.float32).astype(dtype), y) for x, y in zip(halves, half_scales, strict=True)]

@@ -1,4 +1,4 @@
-"""Arrays held in 8 or 4 bits: codes, and a scale for each token and group of channels. Arithmetic only, no policies."""
+"""Arrays stored in 8 or 4 bits: integer codes, and one scale per token and group of channels. No policies."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float, Int8
 
 STATIC = {"static": True}
-LARGEST = {8: 127, 4: 7}  # codes are symmetric, so that zero is one of them
+LARGEST = {8: 127, 4: 7}  # the largest code; codes are symmetric, so that zero is a code
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedArray:
-    """An array of D channels a token: x = code * scale, to half a scale. A token is written without looking at others.
+    """A quantised array with D channels per token: x = code * scale, exact to half a scale.
 
-    Of 4-bit codes, channel c of the first half shares a byte with channel c + D/2: it has the lower bits.
+    Tokens are quantised independently, so that one can be written without the others. With 4 bits, channels c and
+    c + D/2 are stored in one byte; channel c has the lower four bits.
 
     Attributes:
-        codes: -127 .. 127, or two of -7 .. 7 a byte.
-        scales: of each group of neighbouring channels, its largest magnitude / the largest code.
+        codes: integers from -127 to 127, or two integers from -7 to 7 per byte.
+        scales: one per group of neighbouring channels: the group's largest magnitude / the largest code.
         bits: 8 or 4.
-        dtype: of the array that it stands for.
+        dtype: the dtype of the dequantised array.
     """
 
     codes: Int8[Array, "*tokens D*bits/8"]
@@ -34,11 +35,16 @@ class QuantizedArray:
 
     @classmethod
     def of(cls, x: Float[Array, "*tokens D"], bits: int, group: int) -> QuantizedArray:
-        """The nearest codes, ties to the even one, of groups of `group` channels, which divides D."""
+        """Quantises x to the nearest codes, ties to even.
+
+        Args:
+            bits: 8 or 4.
+            group: channels per scale; divides D.
+        """
         largest = LARGEST[bits]
         grouped = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // group, group)
         scales = jnp.max(jnp.abs(grouped), axis=-1, keepdims=True) / largest
-        # XLA may take a conversion to bfloat16 and back for nothing; codes must be those of the scales that are kept.
+        # XLA may drop a conversion to bfloat16 and back. The codes must belong to the scales as they are stored.
         scales = jax.lax.reduce_precision(scales, exponent_bits=8, mantissa_bits=7)
         codes = jnp.round(grouped / jnp.where(scales > 0, scales, 1.0))
         codes = jnp.clip(codes, -largest, largest).astype(jnp.int8).reshape(x.shape)
@@ -48,7 +54,7 @@ class QuantizedArray:
         return cls(codes, scales[..., 0].astype(jnp.bfloat16), bits, jnp.dtype(x.dtype))
 
     def dequantized(self) -> Float[Array, "*tokens D"]:
-        """In float32 exactly code * scale, in other types the nearest number."""
+        """Returns code * scale: exact in float32, rounded to nearest in other dtypes."""
         codes = self.codes
         if self.bits == 4:
             codes = jnp.concatenate([(codes << 4) >> 4, codes >> 4], axis=-1)
@@ -57,7 +63,12 @@ class QuantizedArray:
         return (grouped * self.scales[..., None].astype(jnp.float32)).reshape(codes.shape).astype(self.dtype)
 
     def updated(self, old: Float[Array, "*tokens D"], new: Float[Array, "*tokens D"]) -> QuantizedArray:
-        """Tokens that differ between the two, of which `old` is this one dequantised, quantised anew; others as is."""
+        """Returns this array with changed tokens quantised anew and all others untouched.
+
+        Args:
+            old: this array, dequantised.
+            new: the array to store. A token has changed if it differs from `old` in some channel.
+        """
         changed = jnp.any(old != new, axis=-1, keepdims=True)
         other = QuantizedArray.of(new, self.bits, self.shape[-1] // self.scales.shape[-1])
         codes, scales = (jnp.where(changed, x, y) for x, y in ((other.codes, self.codes), (other.scales, self.scales)))
@@ -65,7 +76,7 @@ class QuantizedArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the array that it stands for."""
+        """The shape of the dequantised array."""
         *tokens, width = self.codes.shape
         return (*tokens, width * 8 // self.bits)
 
@@ -74,12 +85,12 @@ Stored: TypeAlias = Array | QuantizedArray
 
 
 def plain(x: Stored) -> Array:
-    """What a cache holds as parts and attention see it."""
+    """Returns the stored array, dequantised if it is quantised."""
     return x.dequantized() if isinstance(x, QuantizedArray) else x
 
 
 def updated(stored: Stored, old: Array, new: Array) -> Stored:
-    """What is held once `old`, which is `plain(stored)`, has become `new`."""
+    """Returns what to store after `old`, which is `plain(stored)`, has been changed to `new`."""
     if new is old:
         return stored
     return stored.updated(old, new) if isinstance(stored, QuantizedArray) else new

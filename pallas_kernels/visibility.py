@@ -1,11 +1,11 @@
-"""Which keys a query may see, by position alone."""
+"""Which keys a query sees, decided by positions alone."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from .tiling import pad
+from .arrays import pad
 
 
 def visible(
@@ -17,8 +17,8 @@ def visible(
     return seen if window is None else seen & (t - p < window)
 
 
-def sees(
-    t: Int[Array, "B R"],
+def visible_tiles(
+    t: Int[Array, "B rows"],
     p: Int[Array, "B H M"],
     *,
     rows: int,
@@ -26,7 +26,14 @@ def sees(
     window: int | None,
     causal: bool = True,
 ) -> Bool[Array, "B H tiles row_blocks"]:
-    """Whether a block of `rows` may see something of a tile of `keys`; `t` fills whole blocks."""
+    """Whether some row of a block of query rows may see some key of a tile of keys.
+
+    Args:
+        t: positions of the query rows; their number is a multiple of `rows`.
+        rows: query rows per block.
+        keys: keys per tile. The last tile may be shorter.
+        causal: False if no key is newer than any query, so that positions need no comparison.
+    """
     far = jnp.iinfo(jnp.int32).max
     t = t.reshape(t.shape[0], 1, 1, -1, rows)
     p = pad(p, -p.shape[-1] % keys, axis=2, value=-1).reshape(*p.shape[:2], -1, 1, keys)
@@ -38,8 +45,8 @@ def sees(
     return seen if window is None else seen & (oldest_t - newest_p < window)
 
 
-def ends(x: Bool[Array, "... n"]) -> Int[Array, "... 2"]:
-    """The index of the first true entry and the one after the last; equal where there is none."""
+def span(x: Bool[Array, "... n"]) -> Int[Array, "... 2"]:
+    """The index of the first true entry and the index after the last; both are 0 if no entry is true."""
     last = x.shape[-1] - jnp.argmax(x[..., ::-1], axis=-1)
     both = jnp.stack([jnp.argmax(x, axis=-1), last], axis=-1)
     return jnp.where(jnp.any(x, axis=-1, keepdims=True), both, 0).astype(jnp.int32)

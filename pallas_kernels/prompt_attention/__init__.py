@@ -1,4 +1,4 @@
-"""Attention of many new tokens over what is cached and over themselves, causally, with its log-sum-exp."""
+"""Attention of many new tokens over cached entries and, causally, over themselves, with its log-sum-exp."""
 
 from ..dispatch import dispatch
 from . import reference

@@ -1,7 +1,7 @@
-"""Prompt attention on a TPU: splash attention, JAX's own kernel, where a prompt attends to nothing but itself.
+"""Prompt attention on TPUs: splash attention, which is JAX's own kernel, for prompts without cached entries.
 
-It masks by index, and padding by segments, so the new tokens have to be all there is. Beside cached slots, which lie in
-any order, and with a bias, a kernel that masks by position takes over.
+Splash attention masks by index, and padding by segment ids, so it serves new tokens that attend to themselves only
+(M = N). Cached slots, which lie in any order, a bias, and longer prompts are served by `mosaic_by_position`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jaxtyping import Array, Float, Int
 
+from ..arrays import pad
 from ..mosaic import LANES, check, round_up
-from ..tiling import pad
 from .mosaic_by_position import by_position
 
-BLOCK = 512  # queries, and keys, to a tile
-LONGEST = 256 * BLOCK  # which tiles to visit is held in memory for scalars: so many by so many
-LSE_BYTES = 64 << 20  # splash attention repeats each log-sum-exp LANES times: heads are taken a few at a time
+BLOCK = 512  # queries per tile, and keys per tile
+LONGEST = 256 * BLOCK  # tokens; scalar memory holds the table of tiles to visit, of 256 x 256
+LSE_BYTES = 64 << 20  # splash attention writes each log-sum-exp LANES times, so it gets a few heads at a time
 
 
 def prompt_attention(
@@ -37,7 +37,11 @@ def prompt_attention(
     bias: Float[Array, "B H M"] | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B Hq N D"], Float[Array, "B Hq N"]]:
-    """As `reference.prompt_attention`, which says what it computes. Raises NotImplementedError for float16."""
+    """Computes what the reference defines.
+
+    Raises:
+        NotImplementedError: for dtypes that differ or are not float32 or bfloat16.
+    """
     check(q, k, v)
     B, Hq, N, D = q.shape
     if k.shape[2] > N or bias is not None or N > LONGEST:
@@ -49,19 +53,19 @@ def prompt_attention(
     padding = -N % block
     kernel = _kernel(N + padding, G, block, window, interpret)
 
-    def of_head(given: tuple[Array, ...]) -> tuple[Array, Array]:
-        """For the query heads of a kv head of a row."""
-        rows, keys, values, there = given
-        out, (lse,) = kernel(rows, keys, values, splash.SegmentIds(there, there))
+    def one_head(arrays: tuple[Array, ...]) -> tuple[Array, Array]:
+        """Attention of the query heads of one kv head of one batch row."""
+        rows, keys, values, exists = arrays
+        out, (lse,) = kernel(rows, keys, values, splash.SegmentIds(exists, exists))
         return out, lse
 
-    there = pad((q_positions >= 0).astype(jnp.int32), padding, axis=1)
+    exists = pad((q_positions >= 0).astype(jnp.int32), padding, axis=1)
     rows = pad(q * scale, padding, axis=2).reshape(B * H, G, N + padding, D)
     keys, values = (pad(x, padding, axis=2).reshape(B * H, N + padding, D) for x in (k, v))
-    each = (rows, keys, values, jnp.repeat(there, H, axis=0))
+    heads = (rows, keys, values, jnp.repeat(exists, H, axis=0))
     most = LSE_BYTES // (G * (N + padding) * LANES * 4)
-    together = next(n for n in range(B * H, 0, -1) if B * H % n == 0 and (n == 1 or n <= most))
-    out, lse = jax.lax.map(of_head, each, batch_size=together)
+    at_once = next(n for n in range(B * H, 0, -1) if B * H % n == 0 and (n == 1 or n <= most))
+    out, lse = jax.lax.map(one_head, heads, batch_size=at_once)
     out, lse = out.reshape(B, Hq, -1, D)[:, :, :N], lse.reshape(B, Hq, -1)[:, :, :N]
     seen = (q_positions >= 0)[:, None]
     return jnp.where(seen[..., None], out, 0), jnp.where(seen, lse, -jnp.inf)
@@ -73,7 +77,7 @@ def _block(value: bool, rows: int, columns: int) -> np.ndarray:
 
 
 class Band(masks.LocalMask):
-    """What a token sees: itself and those before it, within the window. Blocks of one value take no comparing."""
+    """A causal mask with an optional sliding window. Blocks with a single value are made without comparisons."""
 
     def __init__(self, length: int, window: int | None) -> None:
         super().__init__((length, length), (None if window is None else window - 1, 0), 0)
@@ -91,7 +95,7 @@ class Band(masks.LocalMask):
 
 @cache
 def _kernel(length: int, group: int, block: int, window: int | None, interpret: bool) -> Any:
-    """Its tables of tiles take a while for long prompts, and are the same for every layer."""
+    """Makes splash attention for one shape. Its tables of tiles take long for long prompts; all layers use the same."""
     with jax.ensure_compile_time_eval():
         return splash.make_splash_mqa_single_device(
             masks.MultiHeadMask([Band(length, window)] * group),

@@ -1,30 +1,21 @@
-"""Blocked attention with a running softmax (FlashAttention, arXiv 2205.14135) in plain XLA.
+"""Prompt attention in plain XLA: blocked, with a running softmax (FlashAttention, arXiv 2205.14135).
 
-Nothing of size N x M is ever held: one tile of BLOCK_Q queries a head group by BLOCK_K keys at a time. Tiles above
-the diagonal and beyond the occupied slots are not visited.
+No array has size N x M. One tile has BLOCK_Q queries of each head and BLOCK_K keys. Tiles above the diagonal and tiles
+beyond the occupied slots are skipped.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..tiling import after_last, pad
+from ..arrays import after_last, pad
+from ..softmax import RunningSoftmax
 from ..visibility import visible
 
 BLOCK_Q = 256
 BLOCK_K = 512
-
-
-class Running(NamedTuple):
-    """A softmax under way: output so far (not yet divided), sum of exponentials, maximum."""
-
-    out: Float[Array, "B H R D"]
-    total: Float[Array, "B H R"]
-    peak: Float[Array, "B H R"]
 
 
 def prompt_attention(
@@ -38,16 +29,19 @@ def prompt_attention(
     window: int | None = None,
     bias: Float[Array, "B H M"] | None = None,
 ) -> tuple[Float[Array, "B Hq N D"], Float[Array, "B Hq N"]]:
-    """Causal attention by position, of N new tokens over M = S + N entries.
+    """Causal attention, by position, of N new tokens over M = S + N entries.
 
-    The last N entries are the queries' own tokens in the same order; the S before them are cached slots in any order.
+    The last N entries are the new tokens themselves, in the order of the queries. The S entries before them are cached
+    slots in any order.
 
     Args:
-        q_positions: those of a row's tokens follow each other; -1 for padding, which is on the left.
+        q_positions: consecutive for the tokens of a row; -1 for padding, which is on the left.
+        scale: of the logits, q k^T.
+        window: the model's sliding window.
         bias: float32, added to the scaled logits of each entry.
 
     Returns:
-        The context in q's dtype, and the float32 log-sum-exp of each query's scaled logits (-inf if it sees nothing).
+        The context in q's dtype, and the float32 log-sum-exp of each query's scaled logits, -inf if it sees nothing.
     """
     B, Hq, N, D = q.shape
     H, S = k.shape[1], k.shape[2] - N
@@ -58,8 +52,10 @@ def prompt_attention(
     t = pad(q_positions, padding, axis=1, value=-1)
     occupied = jnp.max(after_last(k_positions[..., :S] >= 0))
 
-    def tile(running: Running, rows: Array, t_rows: Array, start: Array, size: int, skip: Array) -> Running:
-        """Adds `size` entries from `start` on, of which the first `skip` were counted before."""
+    def add_tile(
+        running: RunningSoftmax, rows: Array, t_rows: Array, start: Array, size: int, skip: Array
+    ) -> RunningSoftmax:
+        """Adds `size` entries from `start` on. The first `skip` of them have been added before and are masked."""
         keys, values = (jax.lax.dynamic_slice_in_dim(x, start, size, axis=2) for x in (k, v))
         p = jax.lax.dynamic_slice_in_dim(k_positions, start, size, axis=2)
         p = jnp.where(jnp.arange(size) >= skip, p, -1)
@@ -73,29 +69,34 @@ def prompt_attention(
         weights = jnp.exp(logits - finite[..., None])
         shrink = jnp.exp(running.peak - finite)
         out = jnp.einsum("BHRK,BHKD->BHRD", weights.astype(v.dtype), values, preferred_element_type=jnp.float32)
-        return Running(running.out * shrink[..., None] + out, running.total * shrink + jnp.sum(weights, axis=-1), peak)
+        return RunningSoftmax(
+            running.out * shrink[..., None] + out, running.total * shrink + jnp.sum(weights, axis=-1), peak
+        )
 
-    def segment(running: Running, rows: Array, t_rows: Array, first: int, length: int, bound: Array) -> Running:
-        """Adds entries first .. first + bound of a segment of `length` entries, tile by tile."""
+    def add_entries(
+        running: RunningSoftmax, rows: Array, t_rows: Array, first: int, length: int, bound: Array
+    ) -> RunningSoftmax:
+        """Adds the first `bound` of the `length` entries from `first` on, tile by tile."""
         size = min(BLOCK_K, length)
 
-        def add(j: Array, running: Running) -> Running:
-            start = jnp.minimum(j * size, length - size)  # the last tile may reach back over entries already counted
-            return tile(running, rows, t_rows, first + start, size, j * size - start)
+        def add(j: Array, running: RunningSoftmax) -> RunningSoftmax:
+            # The last tile may reach back over entries that have been added before.
+            start = jnp.minimum(j * size, length - size)
+            return add_tile(running, rows, t_rows, first + start, size, j * size - start)
 
         return jax.lax.fori_loop(0, (bound + size - 1) // size, add, running)
 
     def query_block(i: Array) -> tuple[Array, Array]:
         rows = jax.lax.dynamic_slice_in_dim(q, i * block, block, axis=3).reshape(B, H, G * block, D)
         t_rows = jax.lax.dynamic_slice_in_dim(t, i * block, block, axis=1)
-        running = Running(
+        running = RunningSoftmax(
             jnp.zeros((B, H, G * block, D), jnp.float32),
             jnp.zeros((B, H, G * block), jnp.float32),
             jnp.full((B, H, G * block), -jnp.inf, jnp.float32),
         )
         if S:
-            running = segment(running, rows, t_rows, 0, S, occupied)
-        running = segment(running, rows, t_rows, S, N, jnp.minimum((i + 1) * block, N))
+            running = add_entries(running, rows, t_rows, 0, S, occupied)
+        running = add_entries(running, rows, t_rows, S, N, jnp.minimum((i + 1) * block, N))
         total = jnp.where(running.total == 0, 1.0, running.total)
         return (running.out / total[..., None]).astype(v.dtype), running.peak + jnp.log(total)
 

@@ -1,7 +1,7 @@
-"""Attention of many new tokens on GPUs: by cuDNN where it can say which keys a query sees, else by Triton.
+"""Prompt attention on GPUs: cuDNN where it can express which keys a query sees, else the Triton attention kernel.
 
-cuDNN knows causal masks, windows, and rows that end early. That is the reading of a prompt into an empty cache, once
-padding is moved to the right. Cached slots in any order, a bias, and float32 are Triton's.
+cuDNN knows causal masks, windows, and rows of different lengths that start at the left. That serves a prompt without
+cached entries (M = N), once padding is moved to the right. Triton serves cached entries, a bias, and float32.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..tiling import pad
-from ..triton_attention import attend, blocks_for, check
-from ..visibility import ends, sees
+from ..arrays import pad
+from ..triton import check
+from ..triton_attention import attend, attend_blocks
+from ..visibility import span, visible_tiles
 
 
 def prompt_attention(
@@ -28,11 +29,11 @@ def prompt_attention(
     bias: Float[Array, "B H M"] | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B Hq N D"], Float[Array, "B Hq N"]]:
-    """As the reference.
+    """Computes what the reference defines.
 
     Raises:
-        NotImplementedError: for mixed or other dtypes than float32, bfloat16 and float16, and for more than 256
-            channels a head.
+        NotImplementedError: for dtypes that differ or are not float32, bfloat16 or float16; for D > 256; for a GPU
+            that is not NVIDIA's or older than the A100.
     """
     check(q, k, v)
     B, Hq, N, D = q.shape
@@ -40,18 +41,18 @@ def prompt_attention(
     if not interpret and M == N and bias is None and q.dtype != jnp.float32:
         try:
             return by_cudnn(q, k, v, q_positions, scale=scale, window=window)
-        except (ImportError, NotImplementedError, RuntimeError):  # not installed, or not for such heads or GPUs
+        except (ImportError, NotImplementedError, RuntimeError):  # not installed, or not for these heads or this GPU
             pass
     rows = q.reshape(B, H, -1, D)
-    blocks = blocks_for(rows.shape[2], k)
+    blocks = attend_blocks(rows.shape[2], k)
     t = jnp.tile(q_positions, (1, Hq // H))
     t = pad(t, -t.shape[1] % blocks.rows, axis=1, value=-1)
-    seen = sees(t, k_positions, rows=blocks.rows, keys=blocks.slots, window=window)
+    seen = visible_tiles(t, k_positions, rows=blocks.rows, keys=blocks.slots, window=window)
     options: dict[str, Any] = {"scale": scale, "window": window, "bias": bias, "blocks": blocks, "interpret": interpret}
-    span = ends(jnp.swapaxes(seen, 2, 3))
-    found = attend(rows, k, v, q_positions, k_positions, jnp.full((B, H), M), span=span, **options)
-    assert found.out is not None
-    return found.out.reshape(q.shape), found.lse.reshape(B, Hq, N)
+    spans = span(jnp.swapaxes(seen, 2, 3))
+    results = attend(rows, k, v, q_positions, k_positions, jnp.full((B, H), M), spans=spans, **options)
+    assert results.out is not None
+    return results.out.reshape(q.shape), results.lse.reshape(B, Hq, N)
 
 
 def by_cudnn(
@@ -63,22 +64,25 @@ def by_cudnn(
     scale: float,
     window: int | None,
 ) -> tuple[Float[Array, "B Hq N D"], Float[Array, "B Hq N"]]:
-    """Causal attention of tokens over themselves, of which each row's last ones follow each other, after padding.
+    """Causal attention of tokens over themselves, by cuDNN. The tokens of a row are consecutive and end it.
 
-    `jax.nn.dot_product_attention` would round the log-sum-exp to q's dtype; what it calls does not.
+    This calls the function below `jax.nn.dot_product_attention`, which would round the log-sum-exp to q's dtype.
+
+    Args:
+        positions: -1 for padding, which is on the left.
     """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     lengths = jnp.sum(positions >= 0, axis=1, dtype=jnp.int32)
     place = jnp.arange(q.shape[2])
 
-    def turned(x: Array, by: Int[Array, "B"]) -> Array:
-        """Each row moved on by so many tokens, around the end."""
+    def rolled(x: Array, by: Int[Array, "B"]) -> Array:
+        """Rolls each row by a number of tokens of its own."""
         index = (place - by[:, None]) % x.shape[2]
         return jnp.take_along_axis(x, index.reshape(index.shape[0], 1, -1, *(1,) * (x.ndim - 3)), axis=2)
 
-    q, k, v = (turned(x, lengths) for x in (q, k, v))
-    found = cudnn.dot_product_attention(
+    q, k, v = (rolled(x, lengths) for x in (q, k, v))
+    results = cudnn.dot_product_attention(
         q,
         k,
         v,
@@ -90,6 +94,6 @@ def by_cudnn(
         sliding_window_length=window,
         return_residual=True,
     )
-    out, lse = (turned(x, -lengths) for x in found)
-    there = (positions >= 0)[:, None]
-    return jnp.where(there[..., None], out, 0), jnp.where(there, lse, -jnp.inf)
+    out, lse = (rolled(x, -lengths) for x in results)
+    exists = (positions >= 0)[:, None]
+    return jnp.where(exists[..., None], out, 0), jnp.where(exists, lse, -jnp.inf)

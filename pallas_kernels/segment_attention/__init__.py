@@ -1,4 +1,4 @@
-"""Attention of few queries over segments of a pool, each as long as what it holds."""
+"""Attention of one or a few query rows over the segments of a pool. Each segment has a length of its own."""
 
 from ..dispatch import dispatch
 from . import reference

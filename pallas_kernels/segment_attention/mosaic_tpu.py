@@ -1,7 +1,7 @@
-"""Segment attention on a TPU: one pass over the tiles of each head's own segment, wherever its pages begin.
+"""Segment attention on TPUs (Mosaic): one pass over the tiles of each head's own segment.
 
-Keys and values are fetched by pages. Positions lie along the lanes of registers, where a tile can begin at multiples of
-its size only: two neighbouring ones are fetched, and turned until the segment's come first.
+Keys and values are fetched by pages, from wherever a segment begins. Positions lie along vector lanes, where a block
+begins at a multiple of its size. So two neighbouring blocks are fetched and rolled until those of the tile come first.
 """
 
 from __future__ import annotations
@@ -17,13 +17,31 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.lax import div, rem
 from jaxtyping import Array, Float, Int
 
-from ..mosaic import LANES, Interpret, Softmax, check, in_place, lies_turned, params, seen
-from ..mosaic_codes import Rows, alike, cleared, logits_of, nbytes_of, slots_last, weighed
+from ..mosaic import (
+    LANES,
+    MOST_QUERY_ROWS,
+    MOST_TILE_LOGITS,
+    Interpret,
+    SoftmaxScratch,
+    check,
+    compiler_params,
+    in_place,
+    stored_transposed,
+    visible_in_tile,
+)
+from ..mosaic_codes import (
+    QueryRows,
+    check_alike,
+    clear_outside,
+    entry_nbytes,
+    merge_heads,
+    tile_logits,
+    weighted_values,
+)
 from ..quantized import QuantizedArray
 from .reference import PAGE
 
-TILE_BYTES = 128 << 10  # of keys, and of values
-ROWS = 2048  # of queries a kv head, at most
+TILE_BYTES = 128 << 10  # a tile of keys; a tile of values has the same size
 
 
 def segment_attention(
@@ -40,59 +58,66 @@ def segment_attention(
     bias: Float[Array, "B P T"] | None = None,
     interpret: Interpret = False,
 ) -> tuple[Float[Array, "B Hq W D"], Float[Array, "B Hq W"]]:
-    """As `reference.segment_attention`, which says what it computes.
+    """Computes what the reference defines.
 
-    Raises NotImplementedError for float16, pools of less than the smallest tile or in which keys and values are not
-    quantised alike, heads whose channels, or the bytes of their codes, do not fill the lanes of a register, and more
-    query rows than fit.
+    Raises:
+        NotImplementedError: for dtypes that differ or are not float32 or bfloat16; for T smaller than a tile; for keys
+            and values that are not quantised alike; for unquantised heads whose D does not fill vector lanes; for more
+            than MOST_QUERY_ROWS rows per kv head.
     """
     check(q, k, v, quantized=True)
-    alike(k, v)
+    check_alike(k, v)
     B, Hq, W, D = q.shape
     P, T = k_positions.shape[1:]
     H = start.shape[1]
     J = H // P
-    rows = Rows.of(q, q_positions, k, H)
+    rows = QueryRows.of(q, q_positions, k, H)
     R, stacked = rows.height, rows.queries.shape[-2]
-    if stacked > ROWS:
-        raise NotImplementedError(f"{stacked} query rows a kv head; at most {ROWS} are taken")
-    if lies_turned(D) and not isinstance(k, QuantizedArray):
-        raise NotImplementedError(f"head_dim {D}; a multiple of {LANES} is taken")
-    most = min(TILE_BYTES // nbytes_of(k), (1 << 19) // stacked)
+    if stacked > MOST_QUERY_ROWS:
+        raise NotImplementedError(f"{stacked} query rows per kv head: expected at most {MOST_QUERY_ROWS}")
+    if stored_transposed(D) and not isinstance(k, QuantizedArray):
+        raise NotImplementedError(f"heads of {D} channels: expected a multiple of {LANES}")
+    most = min(TILE_BYTES // entry_nbytes(k), MOST_TILE_LOGITS // stacked)
     size = min(max(most // LANES, 1), T // LANES) * LANES
     if size == 0:
-        raise NotImplementedError(f"a pool of {T} rows; at least {LANES} are taken")
+        raise NotImplementedError(f"a pool of {T} rows per lane: expected at least {LANES}")
 
     def paged(x: Any) -> Any:
+        """Keys or values by pages. Scales are given twice, for two neighbouring blocks."""
         if isinstance(x, QuantizedArray):
-            arrays: Any = {"codes": paged(x.codes), "scales": (slots_last(x.scales, True),) * 2}
+            arrays: Any = {"codes": paged(x.codes), "scales": (merge_heads(x.scales, True),) * 2}
             return replace(x, **arrays)
         return in_place(x.reshape(B * P, T // PAGE, PAGE, x.shape[-1]), interpret)
 
-    lanes = [x for x in (k_positions, bias) if x is not None]
+    per_row = [x for x in (k_positions, bias) if x is not None]  # of the pool
     used = jnp.where(jnp.any(q_positions >= 0, axis=1)[:, None], used, 0).astype(jnp.int32).reshape(-1)
     start = start.astype(jnp.int32).reshape(-1)
 
     def page(n: Array, j: Array, start: Any, used: Any) -> Array:
-        """Where a tile begins. One that would end beyond the pool begins earlier; after a segment none is fetched."""
+        """The first page of tile j. A tile that would end beyond the lane begins earlier.
+
+        After the last tile of a segment it is that tile again, so that nothing is fetched.
+        """
         last = jnp.maximum(div(used[n] + size - 1, size) - 1, 0)
         return jnp.minimum(div(start[n], PAGE) + jnp.minimum(j, last) * (size // PAGE), (T - size) // PAGE)
 
-    def along(heads: int, next: int, n: Array, j: Array, start: Any, used: Any) -> tuple[Array, int, Array]:
+    def block_index(heads: int, next: int, n: Array, j: Array, start: Any, used: Any) -> tuple[Array, int, Array]:
         place = div(page(n, j, start, used) * PAGE, size) + next
         return div(n, heads), 0, jnp.minimum(place, (T - 1) // size)
 
     def both(lines: int, heads: int) -> tuple[pl.BlockSpec, pl.BlockSpec]:
-        """Neighbouring tiles of an array of which so many heads share a row."""
-        first, second = (pl.BlockSpec((None, lines, size), partial(along, heads, next)) for next in (0, 1))
+        """Two neighbouring blocks of an array [.., lines, T], a row of which serves the given number of heads."""
+        first, second = (pl.BlockSpec((None, lines, size), partial(block_index, heads, next)) for next in (0, 1))
         return first, second
 
-    def whole(*shape: int) -> pl.BlockSpec:
+    def per_head(*shape: int) -> pl.BlockSpec:
+        """All of one head's part of an array [B*H, ...]."""
         return pl.BlockSpec((None, *shape), lambda n, j, *_: (n, *(0,) * len(shape)))
 
-    def blocks(x: Any) -> Any:
+    def entry_specs(x: Any) -> Any:
+        """Tiles of keys or values."""
         if isinstance(x, QuantizedArray):
-            specs: Any = {"codes": blocks(x.codes), "scales": both(x.scales.shape[-1], J)}
+            specs: Any = {"codes": entry_specs(x.codes), "scales": both(x.scales.shape[-1], J)}
             return replace(x, **specs)
         return pl.BlockSpec(
             (None, pl.Element(size // PAGE), pl.Element(PAGE), pl.Element(x.shape[-1])),
@@ -106,23 +131,23 @@ def segment_attention(
             num_scalar_prefetch=2,
             grid=(B * H, jnp.maximum(tiles, 1)),
             in_specs=[
-                whole(*rows.queries.shape[1:]),
+                per_head(*rows.queries.shape[1:]),
                 pl.BlockSpec((None, R, 1), lambda n, j, *_: (div(n, H), 0, 0)),
-                *map(blocks, (k, v)),
-                *both(P, H) * len(lanes),
+                *map(entry_specs, (k, v)),
+                *both(P, H) * len(per_row),
             ],
-            out_specs=[whole(*rows.shape), whole(R, 1)],
-            scratch_shapes=Softmax.scratch(rows.shape),
+            out_specs=[per_head(*rows.shape), per_head(R, 1)],
+            scratch_shapes=SoftmaxScratch.scratch(rows.shape),
         ),
         out_shape=[
             jax.ShapeDtypeStruct((B * H, *rows.shape), q.dtype),
             jax.ShapeDtypeStruct((B * H, R, 1), jnp.float32),
         ],
-        compiler_params=params("parallel", "arbitrary"),
+        compiler_params=compiler_params("parallel", "arbitrary"),
         interpret=interpret,
         name="segment_attention",
-    )(start, used, rows.queries, rows.positions, *map(paged, (k, v)), *(x for x in lanes for _ in range(2)))
-    return rows.context(context).reshape(q.shape), rows.context(lse).reshape(B, Hq, W)
+    )(start, used, rows.queries, rows.positions, *map(paged, (k, v)), *(x for x in per_row for _ in range(2)))
+    return rows.unpad(context).reshape(q.shape), rows.unpad(lse).reshape(B, Hq, W)
 
 
 def _kernel(
@@ -140,8 +165,16 @@ def _kernel(
     scale: float,
     window: int | None,
 ) -> None:
-    *lanes, out, lse = refs[:-3]
-    softmax = Softmax(*refs[-3:])
+    """Adds tile j of head n to its softmax, and writes the head's results at the last step.
+
+    Args:
+        size: rows of the pool per tile.
+        last: the last row of a lane at which a tile can begin.
+        heads: H.
+        lane_heads: heads per lane.
+    """
+    *per_row, out, lse = refs[:-3]
+    softmax = SoftmaxScratch(*refs[-3:])
     n, j = pl.program_id(0), pl.program_id(1)
 
     @pl.when(j == 0)
@@ -154,25 +187,26 @@ def _kernel(
         first = jnp.minimum(wanted, last)
         lane = div(rem(n, heads), lane_heads)
 
-        def turned(here: Array, next: Array) -> Array:
-            """The tile's own of two neighbouring tiles."""
+        def aligned(here: Array, next: Array) -> Array:
+            """The tile's own part of two neighbouring blocks."""
             both = jnp.concatenate([here, next], axis=1)
             return pltpu.roll(both, rem(2 * size - rem(first, size), 2 * size), 1)[:, :size]
 
         def tile(x: Any) -> Any:
+            """The tile's keys or values, [size, D]."""
             if isinstance(x, QuantizedArray):
-                return replace(x, codes=tile(x.codes), scales=turned(*(y[...].astype(jnp.float32) for y in x.scales)))
+                return replace(x, codes=tile(x.codes), scales=aligned(*(y[...].astype(jnp.float32) for y in x.scales)))
             return x[...].reshape(size, -1)
 
-        own = [turned(*(x[pl.ds(lane, 1)] for x in pair)) for pair in zip(lanes[::2], lanes[1::2], strict=True)]
-        logits = logits_of(q[...], tile(k), False) * scale
+        own = [aligned(*(x[pl.ds(lane, 1)] for x in pair)) for pair in zip(per_row[::2], per_row[1::2], strict=True)]
+        logits = tile_logits(q[...], tile(k), False) * scale
         if len(own) > 1:
             logits += own[1]
         index = jax.lax.broadcasted_iota(jnp.int32, (1, size), 1)
         begin, end = wanted - first, start[n] + used[n] - first
-        held = (index >= begin) & (index < end)
-        logits = jnp.where(seen(t[...], own[0], window, held), logits, -jnp.inf)
-        softmax.add(logits, partial(weighed, cleared(tile(v), False, begin, end), False))
+        occupied = (index >= begin) & (index < end)
+        logits = jnp.where(visible_in_tile(t[...], own[0], window, occupied), logits, -jnp.inf)
+        softmax.add(logits, partial(weighted_values, clear_outside(tile(v), False, begin, end), False))
 
     @pl.when(j == pl.num_programs(1) - 1)
     def _() -> None:

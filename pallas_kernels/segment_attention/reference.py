@@ -1,35 +1,35 @@
-"""Segment attention in plain XLA: a list of tiles of all heads of a lane, worked off a few at a time.
+"""Segment attention in plain XLA: a loop over the tiles of all heads of a lane, a few tiles at a time.
 
-How many there are is known only when it runs: a loop goes on for as long as the fullest lane has tiles, so that time
-follows what is held and not what could be.
+The number of tiles is known only at run time. The loop ends with the tiles of the fullest lane, so time grows with the
+number of entries that are held, not with the size of the pool.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..quantized import QuantizedArray, plain
+from ..softmax import RunningSoftmax
 from ..visibility import visible
 
-PAGE = 16  # rows; segments begin at multiples of it
-TILE = 8 * PAGE
-TILES = 4  # at a time
-
-
-class Running(NamedTuple):
-    """A softmax under way for the R = G W query rows of each of a lane's J heads."""
-
-    out: Float[Array, "B P J R D"]
-    total: Float[Array, "B P J R"]
-    peak: Float[Array, "B P J R"]
+PAGE = 16  # rows of a pool; segments begin at multiples of it
+TILE_ROWS = 8 * PAGE
+TILES = 4  # tiles of a lane per round of the loop
 
 
 def pages(x: Array, lane: Int[Array, "... #n"], page: Int[Array, "... n"]) -> Array:
-    """Pages of a pool with axes [B, P, T, ...], as [B, ..., n, PAGE, ...]; numbers beyond the last give the last."""
+    """Gathers pages of a pool.
+
+    Args:
+        x: an array with axes [B, P, T, ...].
+        lane: the lane of each page.
+        page: the number of each page in its lane. A number beyond the last page gives the last.
+
+    Returns:
+        An array with axes [B, ..., n, PAGE, ...].
+    """
     B, P, T = x.shape[:3]
     row = jnp.arange(B).reshape(B, *(1,) * (page.ndim - 1))
     return jnp.asarray(x).reshape(B, P, T // PAGE, PAGE, *x.shape[3:]).at[row, lane, page].get(mode="clip")
@@ -48,18 +48,22 @@ def segment_attention(
     window: int | None = None,
     bias: Float[Array, "B P T"] | None = None,
 ) -> tuple[Float[Array, "B Hq W D"], Float[Array, "B Hq W"]]:
-    """Attention of W (few) query rows over segments of a pool of P lanes, H / P consecutive kv heads to each.
+    """Attention of W query rows over the segments of a pool; W is small.
+
+    A lane of the pool holds the segments of J = H / P consecutive kv heads.
 
     Args:
-        k_positions: -1 for rows of the pool that hold nothing.
-        start: the row, a multiple of PAGE, where a head's segment begins in its lane.
-        used: rows of the segment, counted from there, beyond which it holds nothing. No row after them is read but for
-            what is left of the last tile.
-        bias: added to the logits of each row of the pool.
+        k_positions: -1 for empty rows of the pool.
+        start: the first row of a head's segment in its lane, a multiple of PAGE.
+        used: the number of rows, from `start` on, that may hold entries. No row after them is read, except in the rest
+            of the last tile.
+        scale: of the logits, q k^T.
+        window: the model's sliding window.
+        bias: float32, added to the scaled logits of each row of the pool.
 
     Returns:
-        The context in q's dtype and the float32 log-sum-exp of the scaled logits (-inf where nothing is visible, and
-        the context then 0).
+        The context in q's dtype, 0 where nothing is visible, and the float32 log-sum-exp of the scaled logits, -inf
+        where nothing is visible.
     """
     B, Hq, W, D = q.shape
     P = k_positions.shape[1]
@@ -67,36 +71,37 @@ def segment_attention(
     J, R = H // P, Hq // H * W
     rows = (q * scale).reshape(B, P, J, R, D)
     start, used = start.reshape(B, P, J), used.reshape(B, P, J)
-    tiles = (used + TILE - 1) // TILE
+    tiles = (used + TILE_ROWS - 1) // TILE_ROWS
     ends = jnp.cumsum(tiles, axis=-1)
     lane = jnp.arange(P)[:, None]
 
-    def per_head(x: Array, head: Int[Array, "B P K"]) -> Array:
-        """What belongs to the head of each tile, from [B, P, J, ...]."""
+    def per_head(x: Array, head: Int[Array, "B P tiles"]) -> Array:
+        """Takes the entry of each tile's head from an array with axes [B, P, J, ...]."""
         return jnp.take_along_axis(x, head.reshape(*head.shape, *(1,) * (x.ndim - 3)), axis=2)
 
-    def add(i: Array, running: Running) -> Running:
-        item = i * TILES + jnp.arange(TILES)
-        head = jnp.minimum(jnp.sum(item[:, None] >= ends[:, :, None], axis=-1), J - 1)
-        first = (item - per_head(ends - tiles, head)) * TILE
-        page = ((per_head(start, head) + first) // PAGE)[..., None] + jnp.arange(TILE // PAGE)
+    def add(i: Array, running: RunningSoftmax) -> RunningSoftmax:
+        """Adds round i of tiles. Tiles beyond the last of a lane are masked."""
+        number = i * TILES + jnp.arange(TILES)
+        head = jnp.minimum(jnp.sum(number[:, None] >= ends[:, :, None], axis=-1), J - 1)
+        first = (number - per_head(ends - tiles, head)) * TILE_ROWS
+        page = ((per_head(start, head) + first) // PAGE)[..., None] + jnp.arange(TILE_ROWS // PAGE)
 
         def tile(x: Array) -> Array:
-            return pages(x, lane[..., None], page).reshape(B, P, TILES, TILE, *x.shape[3:])
+            return pages(x, lane[..., None], page).reshape(B, P, TILES, TILE_ROWS, *x.shape[3:])
 
         keys, values = (plain(jax.tree.map(tile, x)) for x in (k, v))
         positions = tile(k_positions)
-        held = (first[..., None] + jnp.arange(TILE) < per_head(used, head)[..., None]) & (item < ends[..., -1:])[
-            ..., None
-        ]
-        seen = visible(q_positions, jnp.where(held, positions, -1).reshape(B, -1, TILE), window)
+        occupied = (first[..., None] + jnp.arange(TILE_ROWS) < per_head(used, head)[..., None]) & (
+            number < ends[..., -1:]
+        )[..., None]
+        seen = visible(q_positions, jnp.where(occupied, positions, -1).reshape(B, -1, TILE_ROWS), window)
         logits = jnp.einsum("BPKSD,BPKRD->BPKSR", keys, per_head(rows, head), preferred_element_type=jnp.float32)
         logits = jnp.swapaxes(jax.lax.optimization_barrier(logits), 3, 4)
         if bias is not None:
             logits += tile(bias)[:, :, :, None]
         masked = jnp.where(
-            seen.reshape(B, P, TILES, 1, W, TILE), logits.reshape(B, P, TILES, R // W, W, TILE), -jnp.inf
-        ).reshape(B, P, TILES, R, TILE)
+            seen.reshape(B, P, TILES, 1, W, TILE_ROWS), logits.reshape(B, P, TILES, R // W, W, TILE_ROWS), -jnp.inf
+        ).reshape(B, P, TILES, R, TILE_ROWS)
         own = head[..., None] == jnp.arange(J)
         tops = jnp.where(own[..., None], jnp.max(masked, axis=-1)[:, :, :, None], -jnp.inf)
         peak = jnp.maximum(running.peak, jnp.max(tops, axis=2))
@@ -105,15 +110,15 @@ def segment_attention(
         weights = jnp.exp(masked - per_head(finite, head)[..., None])
         out = jnp.einsum("BPKRS,BPKSD->BPKRD", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
         to_heads = own.astype(jnp.float32)
-        return Running(
+        return RunningSoftmax(
             running.out * shrink[..., None] + jnp.einsum("BPKRD,BPKJ->BPJRD", out, to_heads, precision="highest"),
             running.total * shrink
             + jnp.einsum("BPKR,BPKJ->BPJR", jnp.sum(weights, axis=-1), to_heads, precision="highest"),
             peak,
         )
 
-    nothing = jnp.zeros((B, P, J, R), jnp.float32)
-    begin = Running(jnp.zeros((B, P, J, R, D), jnp.float32), nothing, nothing - jnp.inf)
+    zeros = jnp.zeros((B, P, J, R), jnp.float32)
+    begin = RunningSoftmax(jnp.zeros((B, P, J, R, D), jnp.float32), zeros, zeros - jnp.inf)
     rounds = (jnp.max(ends[..., -1]) + TILES - 1) // TILES
     running = jax.lax.fori_loop(0, rounds, add, begin)
     total = jnp.where(running.total == 0, 1.0, running.total)

@@ -1,4 +1,4 @@
-"""Attention over segments of a pool on GPUs, by Triton: a head's programs end where its own segment does."""
+"""Segment attention on GPUs (Triton): the programs of a head end where its own segment ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from ..quantized import QuantizedArray
-from ..triton_attention import attend, check
+from ..triton import check
+from ..triton_attention import attend
 
 
 def segment_attention(
@@ -24,16 +25,16 @@ def segment_attention(
     bias: Float[Array, "B P T"] | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B Hq W D"], Float[Array, "B Hq W"]]:
-    """As the reference.
+    """Computes what the reference defines.
 
     Raises:
-        NotImplementedError: for mixed or other dtypes than float32, bfloat16 and float16, for more than 256 channels a
-            head, and in 8 or 4 bits for numbers of channels that are no power of two.
+        NotImplementedError: for dtypes that differ or are not float32, bfloat16 or float16; for D > 256; for codes
+            whose D is not a power of two; for a GPU that is not NVIDIA's or older than the A100.
     """
     check(q, k, v, quantized=True)
     B, Hq, W, D = q.shape
     rows = q.reshape(B, start.shape[1], -1, D)
     options: dict[str, Any] = {"scale": scale, "window": window, "bias": bias, "interpret": interpret}
-    found = attend(rows, k, v, q_positions, k_positions, used, start, **options)
-    assert found.out is not None
-    return found.out.reshape(q.shape), found.lse.reshape(B, Hq, W)
+    results = attend(rows, k, v, q_positions, k_positions, used, start, **options)
+    assert results.out is not None
+    return results.out.reshape(q.shape), results.lse.reshape(B, Hq, W)

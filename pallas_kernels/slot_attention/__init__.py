@@ -1,4 +1,4 @@
-"""Attention of one decoded token a row over its cache slots."""
+"""Attention of one or a few query rows over the slots of a cache."""
 
 from ..dispatch import dispatch
 from . import reference

@@ -1,4 +1,4 @@
-"""Decode attention in plain XLA: two batched products over the slots with a masked softmax between them."""
+"""Slot attention in plain XLA: two batched products over the slots, with a masked softmax between them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from ..arrays import Fold, fold
 from ..quantized import QuantizedArray, plain
-from ..tiling import Fold, fold
 from ..visibility import visible
 from ..window_scores.reference import Reduction, window_scores
 
@@ -19,36 +19,41 @@ from ..window_scores.reference import Reduction, window_scores
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Asked:
-    """Queries that have attended before, and are asked what they give to each key now.
+    """X extra query rows from earlier steps, whose attention weights on the current keys are wanted.
 
     Attributes:
-        queries: E of each query head, as they met the keys.
-        lse: the log-sum-exp with which each of them attended.
-        positions: of the queries, in any order; -1 for one that is not asked.
-        reduction: of the [G, E] weights that a key receives to one number.
+        queries: as they were multiplied with keys in their own step, rotated if keys are.
+        lse: the float32 log-sum-exp of each query in its own step. It normalises the weights.
+        positions: of the queries, in any order; -1 for a row to leave out.
+        reduction: of the [G, X] weights of a key to one number.
     """
 
-    queries: Float[Array, "B Hq E D"]
-    lse: Float[Array, "B Hq E"]
-    positions: Int[Array, "B E"]
+    queries: Float[Array, "B Hq X D"]
+    lse: Float[Array, "B Hq X"]
+    positions: Int[Array, "B X"]
     reduction: Reduction = field(metadata={"static": True})
 
     def scores(
         self, by: Callable[..., Array], k: Float[Array, "B H M D"], k_positions: Int[Array, "B H M"], **options: Any
     ) -> Float[Array, "B H M"]:
-        """What `by`, a `window_scores`, finds that they give to these keys."""
+        """Returns the reduced weights, computed in a pass over the keys of its own.
+
+        Args:
+            by: an implementation of `window_scores`.
+            options: further arguments of `window_scores`.
+        """
         lse, reduction = self.lse, self.reduction
         return by(self.queries, k, self.positions, k_positions, lse=lse, reduction=reduction, **options)
 
 
 class SlotAttention(NamedTuple):
-    """What queries found in slots.
+    """The results of `slot_attention`.
 
     Attributes:
         context: in the queries' dtype; 0 where nothing is visible.
-        lse: log-sum-exp of the scaled logits, float32; -inf where nothing is visible.
-        received: what each slot received from these queries, float32, if that was wished for.
-        scores: what each slot received from those that were asked, float32, if any were.
+        lse: float32 log-sum-exp of the scaled logits; -inf where nothing is visible.
+        received: float32, the attention that each slot received from the W query rows; None unless requested.
+        scores: float32, the attention that each slot received from the extra query rows; None if there were none.
     """
 
     context: Float[Array, "B Hq W D"]
@@ -70,20 +75,23 @@ def slot_attention(
     received: Fold | None = None,
     asked: Asked | None = None,
 ) -> SlotAttention:
-    """Attention of W (few) query rows over slots in any order.
+    """Attention of W query rows over slots in any order; W is small.
 
     Args:
+        scale: of the logits, q k^T.
+        window: the model's sliding window.
         bias: float32, added to the scaled logits of each slot.
-        received: also return what each slot received: the weights reduced so over a kv head's query group, then summed
-            over the W rows.
-        asked: also return what these queries give to each slot, as `window_scores` has it with their log-sum-exp.
-            Kernels find it in the same pass over the keys.
+        received: also return the attention that each slot received: the weights, reduced in this way over the query
+            heads of a kv head and then summed over the W rows.
+        asked: extra query rows. Also return their reduced weights on the slots, as `window_scores` defines them.
+            Kernels compute them in the same pass over the keys.
     """
     B, Hq, W, D = q.shape
     H, S = k.shape[1:3]
     k, v = plain(k), plain(v)
     rows = (q * scale).reshape(B, H, -1, D)
-    # Keys first, and turned behind a barrier: otherwise XLA turns the product, which a CPU computes a quarter slower.
+    # Keys come first, and the swap is behind a barrier. XLA would otherwise swap the product's operands, which makes it
+    # a quarter slower on a CPU.
     logits = jax.lax.optimization_barrier(jnp.einsum("BHSD,BHRD->BHSR", k, rows, preferred_element_type=jnp.float32))
     logits = jnp.swapaxes(logits, 2, 3).reshape(B, H, -1, W, S)
     if bias is not None:
@@ -97,7 +105,7 @@ def slot_attention(
     context = jnp.einsum(
         "BHRS,BHSD->BHRD", exponentials.reshape(B, H, -1, S).astype(v.dtype), v, preferred_element_type=jnp.float32
     )
-    context = context / divisor.reshape(B, H, -1, 1)  # of S numbers a query, D are left to divide
+    context = context / divisor.reshape(B, H, -1, 1)  # D divisions per query instead of S
     received_weights = None
     if received is not None:
         received_weights = fold(exponentials / divisor, received, axis=2).sum(axis=2)

@@ -1,4 +1,4 @@
-"""The k largest scores a head, exactly, with ties to the earlier position."""
+"""The exact top-k scores of each head, with ties to the earlier position."""
 
 from ..dispatch import dispatch
 from . import reference

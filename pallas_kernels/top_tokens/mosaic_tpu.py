@@ -1,7 +1,8 @@
-"""Exact top-k on a TPU: counting passes over scores that stay on the chip, and compaction by products of matrices.
+"""Exact top-k on TPUs (Mosaic): counting passes over scores that stay on the chip, and compaction by matrix products.
 
-A slot of the answer finds its token from what comes before: which row of 128 marks holds it, by the rows' counts, then
-which of the row's, by theirs. Marks and counts up to 128 are exact in bfloat16, their sums in float32.
+A TPU's core cannot scatter, so each place of the result looks its entry up. Running counts of marks tell which row of
+128 marks holds the entry, and then which mark of that row. Marks and counts up to 128 are exact in bfloat16, and their
+sums are exact in float32.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from ..mosaic import LANES, SUBLANES, Interpret, params, product, round_up
-from ..tiling import pad
+from ..arrays import pad
+from ..mosaic import LANES, SUBLANES, Interpret, compiler_params, product, round_up
 
-VMEM = 48 << 20
+TOP_VMEM_BYTES = 48 << 20  # more than other kernels take, for long rows of scores
 LOWEST = jnp.iinfo(jnp.int32).min
 HIGHEST = jnp.iinfo(jnp.int32).max
-ROWS = 128  # of LANES marks each, that are compacted at a time
-CHUNK = 64  # rows to a step of a counting pass
-HEADS_BYTES = 1 << 20  # of scores: heads counted at once
+MARK_ROWS = 128  # rows of LANES marks that are compacted at a time
+CHUNK = 64  # rows per step of a counting pass
+HEADS_BYTES = 1 << 20  # scores of the heads that one program counts
 
 
 def top_tokens(
@@ -34,19 +35,21 @@ def top_tokens(
     size: int,
     interpret: Interpret = False,
 ) -> Int[Array, "B H size"]:
-    """As `reference.top_tokens`, which says what it computes.
+    """Computes what the reference defines.
 
-    Raises NotImplementedError for more scores or tokens than fit the chip's memory.
+    Raises:
+        NotImplementedError: for more scores and tokens than fit the chip's memory.
     """
     B, H, M = scores.shape
     rows = round_up(-(-M // LANES), 2 * SUBLANES)
-    rows = rows if rows <= ROWS else round_up(rows, ROWS)
-    slots = round_up(-(-size // LANES), SUBLANES)
+    rows = rows if rows <= MARK_ROWS else round_up(rows, MARK_ROWS)
+    result_rows = round_up(-(-size // LANES), SUBLANES)
     heads = next(
         n for n in range(SUBLANES, 0, -1) if B * H % n == 0 and (n == 1 or n * rows * LANES * 4 <= HEADS_BYTES)
     )
-    if heads * LANES * (rows * (4 + 2 + 2 * 8) + slots * 8) > VMEM * 3 // 4:
-        raise NotImplementedError(f"{M} scores and {size} tokens")
+    nbytes, most = heads * LANES * (rows * (4 + 2 + 2 * 8) + result_rows * 8), TOP_VMEM_BYTES * 3 // 4
+    if nbytes > most:
+        raise NotImplementedError(f"{M} scores and size {size}, {nbytes:,} bytes: expected at most {most:,} bytes")
 
     def flat(x: Array, missing: float) -> Array:
         return pad(x, rows * LANES - M, axis=2, value=missing).reshape(B * H, rows, LANES)
@@ -58,14 +61,14 @@ def top_tokens(
             num_scalar_prefetch=1,
             grid=(B * H // heads,),
             in_specs=[block, block],
-            out_specs=pl.BlockSpec((heads, slots, LANES), lambda n, *_: (n, 0, 0)),
+            out_specs=pl.BlockSpec((heads, result_rows, LANES), lambda n, *_: (n, 0, 0)),
             scratch_shapes=[
                 pltpu.VMEM((heads, rows, LANES), jnp.int32),
                 pltpu.VMEM((heads, rows, LANES), jnp.bfloat16),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct((B * H, slots, LANES), jnp.int32),
-        compiler_params=params("parallel", vmem=VMEM),
+        out_shape=jax.ShapeDtypeStruct((B * H, result_rows, LANES), jnp.int32),
+        compiler_params=compiler_params("parallel", vmem=TOP_VMEM_BYTES),
         interpret=interpret,
         name="top_tokens",
     )(
@@ -73,10 +76,11 @@ def top_tokens(
         flat(scores.astype(jnp.float32), -jnp.inf),
         flat(positions.astype(jnp.int32), -1),
     )
-    return chosen.reshape(B, H, slots * LANES)[..., :size]
+    return chosen.reshape(B, H, result_rows * LANES)[..., :size]
 
 
 def _kernel(counts: Any, scores: Any, positions: Any, out: Any, order: Any, marks: Any) -> None:
+    """Writes the result of some heads. `order` and `marks` are scratch memory."""
     heads, rows, _ = order.shape
     chunk = CHUNK if rows % CHUNK == 0 else rows
 
@@ -94,7 +98,7 @@ def _kernel(counts: Any, scores: Any, positions: Any, out: Any, order: Any, mark
         return jnp.sum(total, axis=(1, 2), keepdims=True)
 
     def kth_largest(values: Callable[[Any], Array], k: Array, bits: Array | int) -> Int[Array, "heads 1 1"]:
-        """As `reference._kth_largest`; what is unsigned there has its first bit turned here."""
+        """As `reference._kth_largest`, for signed integers: the first bit of its unsigned integers is flipped."""
 
         def decide(i: Array, found: Array) -> Array:
             candidate = found | jnp.left_shift(1, 31 - i)
@@ -104,7 +108,7 @@ def _kernel(counts: Any, scores: Any, positions: Any, out: Any, order: Any, mark
         return jax.lax.fori_loop(0, bits, decide, jnp.zeros((heads, 1, 1), jnp.int32)) ^ LOWEST
 
     def rank(place: Any, _: None) -> None:
-        """Signed integers in the order of the floats, -0.0 equal to 0.0; the lowest for what is never chosen."""
+        """Stores signed integers in the order of the floats. -0.0 equals 0.0; -inf gives the lowest integer."""
         x = scores[place]
         bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
         bits = jnp.where(bits < 0, bits ^ HIGHEST, bits)
@@ -125,7 +129,7 @@ def _kernel(counts: Any, scores: Any, positions: Any, out: Any, order: Any, mark
 
     missing = wanted - count(lambda place: order[place] > threshold)
     tied = count(lambda place: earliness(place) > LOWEST)
-    # Where all that are tied are wanted, as without ties, no position has to be compared.
+    # If all tied entries are wanted, which includes the case of no ties, no positions are compared.
     undecided = jnp.max((tied > missing).astype(jnp.int32))
     cut = kth_largest(earliness, missing, 32 * undecided)
 
@@ -140,13 +144,13 @@ def _kernel(counts: Any, scores: Any, positions: Any, out: Any, order: Any, mark
 
 def _compact(marks: Any, out: Any) -> None:
     """Writes the indices of the marks that are 1, ascending, then -1."""
-    rows = min(ROWS, marks.shape[0])
+    rows = min(MARK_ROWS, marks.shape[0])
     ones = jnp.ones((LANES, LANES), jnp.bfloat16)
     row, other = (jax.lax.broadcasted_iota(jnp.int32, (rows, rows), axis) for axis in (0, 1))
     before = (other < row).astype(jnp.bfloat16)
     lane, other = (jax.lax.broadcasted_iota(jnp.int32, (LANES, LANES), axis) for axis in (0, 1))
     until = (other <= lane).astype(jnp.bfloat16)
-    slot = jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
+    target = jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
     numbers = jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 0).astype(jnp.float32)
     out[...] = jnp.full(out.shape, -1, jnp.int32)
 
@@ -154,16 +158,16 @@ def _compact(marks: Any, out: Any) -> None:
         return jnp.sum(x, axis=0, keepdims=True)
 
     def add_block(b: Array, seen: Array) -> Array:
-        """Fills slots from `seen` on with the marks of a block of rows, a line of slots at a time."""
+        """Fills places from `seen` on with the marks of a block of rows, a line of LANES places at a time."""
         bits = marks[pl.ds(pl.multiple_of(b * rows, rows), rows)]
-        held = product(bits, ones, (1, 0))  # marks of each row, the same in every lane
-        begin = product(before, held.astype(jnp.bfloat16), (1, 0))
-        count = jnp.max(begin + held).astype(jnp.int32)
+        row_marks = product(bits, ones, (1, 0))  # the number of marks of each row, the same in every vector lane
+        begin = product(before, row_marks.astype(jnp.bfloat16), (1, 0))
+        count = jnp.max(begin + row_marks).astype(jnp.int32)
 
         def fill(line: Array, _: None) -> None:
-            wanted = (line * LANES + slot - seen).astype(jnp.float32)
-            mine = (begin <= wanted) & (wanted < begin + held)  # [row, slot], at most one row a slot
-            picked = product(bits, jnp.where(mine, 1.0, 0.0).astype(jnp.bfloat16), (0, 0))  # [lane, slot]
+            wanted = (line * LANES + target - seen).astype(jnp.float32)
+            mine = (begin <= wanted) & (wanted < begin + row_marks)  # [row, place], at most one row per place
+            picked = product(bits, jnp.where(mine, 1.0, 0.0).astype(jnp.bfloat16), (0, 0))  # [vector lane, place]
             place = total(jnp.where(mine, wanted - begin, 0.0))
             upto = product(until, picked.astype(jnp.bfloat16), (1, 0))
             lanes = total(jnp.where(upto <= place, 1.0, 0.0))

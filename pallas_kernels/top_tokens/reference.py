@@ -1,4 +1,4 @@
-"""Exact top-k by bisection on the bits of the float: 32 counting passes, no sort, any k up to the number of entries."""
+"""Exact top-k by bisection on the bits of the float: 32 counting passes and no sort, for any k up to M."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ def top_tokens(
     *,
     size: int,
 ) -> Int[Array, "B H size"]:
-    """Indices of the `counts` largest scores of each row, ascending, -1 after the last.
+    """Finds the largest scores of each head.
 
     Args:
-        scores: float32; -inf is never chosen, so a row may yield fewer than its count.
-        positions: token positions, all different among the eligible; equal scores go to the earlier one.
-        counts: at most `size` each.
+        scores: float32. -inf is never chosen, so a head may yield fewer entries than its count.
+        positions: token positions. Those of entries with scores above -inf differ. Of equal scores, the one with the
+            smaller position is chosen.
+        counts: the number of entries to choose, at most `size`.
+        size: the length of the result.
+
+    Returns:
+        Indices of the chosen entries, ascending, followed by -1.
     """
     eligible = scores > -jnp.inf
     counts = jnp.minimum(counts, jnp.sum(eligible, axis=-1))[..., None]
@@ -33,10 +38,11 @@ def top_tokens(
     return compact(chosen, size)
 
 
-def top_counts(scores: Float[Array, "B X M"], totals: Int[Array, "B"]) -> Int[Array, "B X"]:
-    """How many of each X's scores are among the `totals` largest of all of a row's, exactly.
+def top_counts(scores: Float[Array, "B units M"], totals: Int[Array, "B"]) -> Int[Array, "B units"]:
+    """Counts, for each unit, its scores among the `totals` largest scores of its batch row. The counts are exact.
 
-    Of equal scores those of an earlier X come first. -inf never counts, so a row may add up to less than its total.
+    Units are heads, or layers and heads, that compete for a common budget. Of equal scores, those of earlier units come
+    first. -inf never counts, so the counts of a row may add up to less than its total.
     """
     eligible = scores > -jnp.inf
     totals = jnp.minimum(totals, jnp.sum(eligible, axis=(1, 2)))
@@ -50,7 +56,7 @@ def top_counts(scores: Float[Array, "B X M"], totals: Int[Array, "B"]) -> Int[Ar
 
 
 def compact(chosen: Bool[Array, "B H M"], size: int) -> Int[Array, "B H size"]:
-    """Indices of the true entries of each row, ascending, -1 after the last. Those beyond `size` are dropped."""
+    """Returns indices of the true entries of each head, ascending, followed by -1; those beyond `size` are dropped."""
     B, H, M = chosen.shape
     slot = jnp.where(chosen, jnp.cumsum(chosen, axis=-1) - 1, size)
     b, h = jnp.arange(B)[:, None, None], jnp.arange(H)[:, None]
@@ -59,15 +65,15 @@ def compact(chosen: Bool[Array, "B H M"], size: int) -> Int[Array, "B H size"]:
 
 
 def _ordered_bits(x: Float[Array, "..."]) -> UInt32[Array, "..."]:
-    """Unsigned integers in the order of the floats, -0.0 equal to 0.0, all above 0."""
-    x = jnp.where(x == 0, 0.0, x.astype(jnp.float32))  # adding 0.0 would do, if XLA did not simplify that away
+    """Returns unsigned integers > 0 in the order of the floats; -0.0 equals 0.0."""
+    x = jnp.where(x == 0, 0.0, x.astype(jnp.float32))  # XLA simplifies x + 0.0 to x
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     sign = jnp.uint32(1 << 31)
     return jnp.where(bits & sign, ~bits, bits | sign)
 
 
 def _kth_largest(x: UInt32[Array, "B H M"], k: Int[Array, "B H 1"]) -> UInt32[Array, "B H 1"]:
-    """The k-th largest of each row, found bit by bit from the top; the largest integer where k is 0."""
+    """Finds the k-th largest integer of each head, bit by bit from the top. It is the largest uint32 where k is 0."""
 
     def decide(i: Array, found: Array) -> Array:
         candidate = found | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))

@@ -1,7 +1,7 @@
-"""Exact top-k on GPUs, by Triton: a program for each head finds the bits of its threshold and lists what is above it.
+"""Exact top-k on GPUs (Triton). One program per head finds its k-th largest score and lists the entries above it.
 
-Two bits at a time, 16 passes over the scores, which stay in registers where they fit into one tile, and else in the
-L2 cache. The passes that break ties run only where there are ties to break.
+The program finds two bits of that score per pass, in 16 passes. Scores stay in registers if they fit into one tile, and
+are read from the L2 cache otherwise. The passes that break ties run only if there are ties.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from ..blocks import power_of_two
-from ..triton_attention import check_device
+from ..triton import check_device
 
-TILE = 8192
-ROUNDS = 16  # of two bits
+TILE = 8192  # scores per tile
+ROUNDS = 16  # two bits per round
 SIGN = np.uint32(1 << 31)
 
 
@@ -31,13 +31,16 @@ def top_tokens(
     counts: Int[Array, "B H"],
     *,
     size: int,
-    tile: int = TILE,
     interpret: bool = False,
 ) -> Int[Array, "B H size"]:
-    """As the reference. Raises NotImplementedError on other GPUs than NVIDIA's since the A100."""
+    """Computes what the reference defines.
+
+    Raises:
+        NotImplementedError: for a GPU that is not NVIDIA's or older than the A100.
+    """
     check_device()
     B, H, M = scores.shape
-    tile = min(power_of_two(M), tile)
+    tile = min(power_of_two(M), TILE)
 
     def head(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, *shape), lambda h, b: (b, h, *(0,) * len(shape)))
@@ -59,26 +62,29 @@ def top_tokens_kernel(
     tiles = pl.cdiv(entries, tile)
 
     def read(j: Array | int) -> tuple[Array, Array]:
-        """A tile's scores as unsigned integers in their order, 0 where there is none; and how early each came."""
-        place = j * tile + jnp.arange(tile)  # not a slice: one that is static may not reach beyond the array
-        held = place < entries
-        x = plgpu.load(scores_ref.at[place], mask=held, other=-jnp.inf)
-        bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)  # -0.0 is 0.0
+        """Reads tile j: scores as unsigned integers in the same order, and larger integers for earlier positions.
+
+        A score of -inf, or none, gives 0.
+        """
+        place = j * tile + jnp.arange(tile)  # no slice: a static one must not reach beyond the array
+        exists = place < entries
+        x = plgpu.load(scores_ref.at[place], mask=exists, other=-jnp.inf)
+        bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)  # -0.0 equals 0.0
         order = jnp.where(bits >= SIGN, ~bits, bits | SIGN)
-        p = plgpu.load(positions_ref.at[place], mask=held, other=0)
+        p = plgpu.load(positions_ref.at[place], mask=exists, other=0)
         return jnp.where(x > -jnp.inf, order, np.uint32(0)), ~p.astype(jnp.uint32)
 
     if tiles == 1:
         only = read(0)
 
     def over_tiles(add: Callable[[Array | int, Array, Array, Any], Any], begin: Any) -> Any:
-        """`add(j, order, earliness, carry)` for each tile."""
+        """Calls add(j, order, earliness, carry) for each tile j."""
         if tiles == 1:
             return add(0, *only, begin)
         return jax.lax.fori_loop(0, tiles, lambda j, carry: add(j, *read(j), carry), begin)
 
     def kth_largest(keys: Callable[[Array, Array], Array], k: Array, rounds: Array | int) -> Array:
-        """Of unsigned integers made from (order, earliness), found two bits at a time; 0 without rounds."""
+        """The k-th largest of the unsigned integers keys(order, earliness), by two bits per round; 0 without rounds."""
 
         def decide(i: Array, found: Array) -> Array:
             shift = np.uint32(30) - 2 * i.astype(jnp.uint32)

@@ -1,4 +1,4 @@
-"""How much attention each key received from a window of queries: the score behind most policies."""
+"""The attention that each key received from a window of queries: the score of most policies."""
 
 from ..dispatch import dispatch
 from . import reference

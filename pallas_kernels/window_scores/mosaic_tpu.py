@@ -1,6 +1,6 @@
-"""Window scores on a TPU: tiles of weights that never leave the chip, added up along the queries.
+"""Window scores on TPUs (Mosaic): tiles of weights are summed along the queries and never leave the chip.
 
-The log-sum-exp of the queries, where it is not given, takes a pass over the keys of its own.
+If the log-sum-exp of the queries is not given, a kernel of its own computes it in a pass over the keys.
 """
 
 from __future__ import annotations
@@ -15,28 +15,27 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from ..arrays import pad
 from ..mosaic import (
     LANES,
-    SMEM,
+    SMEM_BYTES,
     SUBLANES,
     Interpret,
     as_column,
     check,
+    compiler_params,
     in_place,
-    lies_turned,
-    params,
     product,
     round_up,
-    seen,
+    stored_transposed,
     tile_size,
+    visible_in_tile,
 )
-from ..tiling import pad
-from .reference import Reduction
+from .reference import DEFAULT_REDUCTION, Reduction
 
-BLOCK_Q = 256  # query rows of a head to a tile
-LOGITS = 1 << 17  # of a head and tile, at most
-TILE_BYTES = 512 << 10  # of keys
-PLAIN = Reduction()
+BLOCK_Q = 256  # query rows of a head per tile
+MOST_HEAD_LOGITS = 1 << 17  # logits of a tile and query head
+TILE_BYTES = 512 << 10  # a tile of keys
 
 
 def window_scores(
@@ -50,85 +49,103 @@ def window_scores(
     window: int | None = None,
     bias: Float[Array, "B H M"] | None = None,
     causal: bool = True,
-    reduction: Reduction = PLAIN,
+    reduction: Reduction = DEFAULT_REDUCTION,
     interpret: Interpret = False,
 ) -> Float[Array, "B H M"]:
-    """As `reference.window_scores`, which says what it computes.
+    """Computes what the reference defines.
 
-    Raises NotImplementedError for float16, and for more tiles of keys than scalars fit the chip's memory for them.
+    Raises:
+        NotImplementedError: for dtypes that differ or are not float32 or bfloat16; for more tiles of keys than scalar
+            memory holds bounds for.
     """
     check(q, k)
     B, Hq, W, D = q.shape
     H, M = k.shape[1:3]
     G = Hq // H
     rows = min(BLOCK_Q, round_up(W, 2 * SUBLANES if W <= LANES else LANES))
-    lanes = max(rows, LANES)  # of what a tile knows of its queries, one number each
-    keys = tile_size(M, entries_of_a_tile(D, k.dtype.itemsize, rows))
-    blocks, key_blocks = -(-W // rows), -(-M // keys)
-    if 8 * B * H * (key_blocks + 1) > SMEM:
-        raise NotImplementedError(f"{B * H} x {key_blocks} tiles of keys")
+    padded_rows = max(rows, LANES)  # positions and log-sum-exps of a tile's queries fill vector lanes
+    keys = tile_size(M, keys_per_tile(D, k.dtype.itemsize, rows))
+    query_blocks, key_blocks = -(-W // rows), -(-M // keys)
+    most = SMEM_BYTES // (8 * B * H) - 1
+    if key_blocks > most:
+        raise NotImplementedError(f"{key_blocks} tiles of keys for each of {B * H} heads: expected at most {most}")
     q = pad(q.reshape(B * H, G, W, D), -W % rows, axis=2)
-    t = pad(q_positions.astype(jnp.int32), blocks * lanes - W, axis=1, value=-1)
+    t = pad(q_positions.astype(jnp.int32), query_blocks * padded_rows - W, axis=1, value=-1)
     p = k_positions.astype(jnp.int32).reshape(B * H, 1, M)
-    added = [] if bias is None else [bias.reshape(B * H, 1, M)]
-    turned = lies_turned(D)
-    entries = jnp.swapaxes(k, 2, 3).reshape(B * H, D, M) if turned else k.reshape(B * H, M, D)
+    biases = [] if bias is None else [bias.reshape(B * H, 1, M)]
+    transposed = stored_transposed(D)
+    entries = jnp.swapaxes(k, 2, 3).reshape(B * H, D, M) if transposed else k.reshape(B * H, M, D)
     entries = in_place(entries, interpret)
-    plan = Plan(rows, lanes, keys, M, H, turned, scale, window, bias is not None)
+    sizes = Sizes(rows, padded_rows, keys, M, H, transposed, scale, window, bias is not None)
     if lse is None:
-        lse = _log_sum_exp(plan, q, t[:, None], entries, p, added, interpret)
+        lse = _log_sum_exp(sizes, q, t[:, None], entries, p, biases, interpret)
     else:
-        lse = pad(lse.reshape(B * H, G, W), blocks * lanes - W, axis=2)
-    # A query that sees nothing, or is none, weighs nothing.
+        lse = pad(lse.reshape(B * H, G, W), query_blocks * padded_rows - W, axis=2)
+    # Padding, and queries that see nothing, give no weight.
     lse = jnp.where((jnp.repeat(t, H, axis=0)[:, None] < 0) | (lse == -jnp.inf), jnp.inf, lse)
     lse = pad(lse, -G % SUBLANES, axis=1, value=jnp.inf)
-    bounds = _bounds(t.reshape(B, blocks, lanes), p.reshape(B, H, M), keys, window)
+    bounds = _bounds(t.reshape(B, query_blocks, padded_rows), p.reshape(B, H, M), keys, window)
 
-    def of_queries(n: Array, j: Array, i: Array, first: Any, last: Any, *_: Any) -> Array:
+    def query_block(n: Array, j: Array, i: Array, first: Any, last: Any, *_: Any) -> Array:
+        """The block of queries of step i, or the nearest that sees tile j of keys."""
         at = n * key_blocks + j
-        return jnp.clip(i, jnp.minimum(first[at], blocks - 1), jnp.maximum(last[at], 0))
+        return jnp.clip(i, jnp.minimum(first[at], query_blocks - 1), jnp.maximum(last[at], 0))
 
-    def of_keys(n: Array, j: Array, lowest: Any, highest: Any) -> Array:
+    def key_tile(n: Array, j: Array, lowest: Any, highest: Any) -> Array:
+        """Tile j of keys, or the nearest that some query sees."""
         return jnp.clip(j, lowest[n], highest[n])
 
-    along = pl.BlockSpec((None, 1, keys), lambda n, j, i, first, last, low, high: (n, 0, of_keys(n, j, low, high)))
-    flat = pl.BlockSpec((None, D, keys), along.index_map)
-    down = pl.BlockSpec((None, keys, D), lambda n, j, i, first, last, low, high: (n, of_keys(n, j, low, high), 0))
-    apart = G if not _commute(reduction) and reduction.first == "rows" else 1
+    line = pl.BlockSpec((None, 1, keys), lambda n, j, i, first, last, low, high: (n, 0, key_tile(n, j, low, high)))
+    keys_last = pl.BlockSpec((None, D, keys), line.index_map)
+    channels_last = pl.BlockSpec(
+        (None, keys, D), lambda n, j, i, first, last, low, high: (n, key_tile(n, j, low, high), 0)
+    )
+    separate_heads = G if not reduction.commutes and reduction.first == "rows" else 1
     scores = pl.pallas_call(
-        partial(_kernel, plan, reduction, causal or window is not None),
+        partial(_kernel, sizes, reduction, causal or window is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
-            grid=(B * H, key_blocks, blocks),
+            grid=(B * H, key_blocks, query_blocks),
             in_specs=[
-                pl.BlockSpec((None, G, rows, D), lambda n, j, i, *at: (n, 0, of_queries(n, j, i, *at), 0)),
-                pl.BlockSpec((None, 1, lanes), lambda n, j, i, *at: (jax.lax.div(n, H), 0, of_queries(n, j, i, *at))),
-                pl.BlockSpec((None, lse.shape[1], lanes), lambda n, j, i, *at: (n, 0, of_queries(n, j, i, *at))),
-                flat if turned else down,
-                along,
-                *(along for _ in added),
+                pl.BlockSpec((None, G, rows, D), lambda n, j, i, *at: (n, 0, query_block(n, j, i, *at), 0)),
+                pl.BlockSpec(
+                    (None, 1, padded_rows), lambda n, j, i, *at: (jax.lax.div(n, H), 0, query_block(n, j, i, *at))
+                ),
+                pl.BlockSpec((None, lse.shape[1], padded_rows), lambda n, j, i, *at: (n, 0, query_block(n, j, i, *at))),
+                keys_last if transposed else channels_last,
+                line,
+                *(line for _ in biases),
             ],
             out_specs=pl.BlockSpec((None, 1, keys), lambda n, j, i, *_: (n, 0, j)),
-            scratch_shapes=[pltpu.VMEM((apart, keys), jnp.float32), pltpu.VMEM((1, keys), jnp.float32)],
+            scratch_shapes=[pltpu.VMEM((separate_heads, keys), jnp.float32), pltpu.VMEM((1, keys), jnp.float32)],
         ),
         out_shape=jax.ShapeDtypeStruct((B * H, 1, M), jnp.float32),
-        compiler_params=params("parallel", "arbitrary", "arbitrary"),
+        compiler_params=compiler_params("parallel", "arbitrary", "arbitrary"),
         interpret=interpret,
         name="window_scores",
-    )(*bounds, q, t[:, None], lse, entries, p, *added)
+    )(*bounds, q, t[:, None], lse, entries, p, *biases)
     return scores.reshape(B, H, M)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Attributes: a tile's queries of a head, numbers known of them, and keys; and what is the same for all tiles."""
+class Sizes:
+    """Sizes of tiles, and what is the same for all tiles.
+
+    Attributes:
+        rows: queries of a head per tile.
+        padded_rows: `rows`, padded to full vector lanes.
+        keys: keys per tile.
+        M: keys per head.
+        heads: H.
+        transposed: whether keys are given as [D, M].
+    """
 
     rows: int
-    lanes: int
+    padded_rows: int
     keys: int
     M: int
     heads: int
-    turned: bool
+    transposed: bool
     scale: float
     window: int | None
     biased: bool
@@ -138,31 +155,27 @@ class Plan:
         return -(-self.M // self.keys)
 
 
-def entries_of_a_tile(head_dim: int, itemsize: int, rows: int) -> int:
-    """So many that fetching them takes longer than beginning a step, and a head's logits stay small."""
-    most = min(TILE_BYTES // (head_dim * itemsize), LOGITS // rows)
+def keys_per_tile(head_dim: int, itemsize: int, rows: int) -> int:
+    """Keys per tile, so that a fetch takes longer than the start of a step and a head's logits stay small."""
+    most = min(TILE_BYTES // (head_dim * itemsize), MOST_HEAD_LOGITS // rows)
     return max(most // LANES, 1) * LANES
 
 
-def _commute(reduction: Reduction) -> bool:
-    return (reduction.rows == "max") == (reduction.group == "max")
-
-
 def _bounds(
-    t: Int[Array, "B I R"], p: Int[Array, "B H M"], keys: int, window: int | None
-) -> tuple[Int[Array, "B*H*J"], Int[Array, "B*H*J"], Int[Array, "B*H"], Int[Array, "B*H"]]:
-    """The first and the last tile of queries that see a tile of keys, and the first and last tile that is seen."""
+    t: Int[Array, "B query_blocks rows"], p: Int[Array, "B H M"], keys: int, window: int | None
+) -> tuple[Int[Array, "B*H*tiles"], Int[Array, "B*H*tiles"], Int[Array, "B*H"], Int[Array, "B*H"]]:
+    """The first and last block of queries that sees each tile of keys, and each head's first and last tile seen."""
     B, H, M = p.shape
-    blocks = t.shape[1]
+    query_blocks = t.shape[1]
     far = jnp.iinfo(jnp.int32).max
     p = pad(p, -M % keys, axis=2, value=-1).reshape(B, H, -1, 1, keys)
     oldest, newest = jnp.min(jnp.where(p < 0, far, p), axis=-1), jnp.max(p, axis=-1)
     see = jnp.max(t, axis=-1)[:, None, None] >= oldest
     if window is not None:
         see &= (newest >= 0) & (jnp.min(jnp.where(t < 0, far, t), axis=-1)[:, None, None] - newest < window)
-    first = jnp.where(jnp.any(see, axis=-1), jnp.argmax(see, axis=-1), blocks)
-    last = jnp.where(jnp.any(see, axis=-1), blocks - 1 - jnp.argmax(see[..., ::-1], axis=-1), -1)
-    some = first < blocks
+    first = jnp.where(jnp.any(see, axis=-1), jnp.argmax(see, axis=-1), query_blocks)
+    last = jnp.where(jnp.any(see, axis=-1), query_blocks - 1 - jnp.argmax(see[..., ::-1], axis=-1), -1)
+    some = first < query_blocks
     lowest = jnp.argmax(some, axis=-1)
     highest = jnp.where(jnp.any(some, axis=-1), some.shape[-1] - 1 - jnp.argmax(some[..., ::-1], axis=-1), lowest)
     first, last, lowest, highest = (x.astype(jnp.int32).reshape(-1) for x in (first, last, lowest, highest))
@@ -170,7 +183,7 @@ def _bounds(
 
 
 def _kernel(
-    plan: Plan,
+    sizes: Sizes,
     reduction: Reduction,
     pairwise: bool,
     first: Any,
@@ -184,15 +197,16 @@ def _kernel(
     p: Any,
     *refs: Any,
 ) -> None:
-    bias, refs = (refs[0], refs[1:]) if plan.biased else (None, refs)
+    """Adds the weights of query block i on tile j of keys, and writes the tile's scores at the last block."""
+    bias, refs = (refs[0], refs[1:]) if sizes.biased else (None, refs)
     out, score, viewers = refs
     group = q.shape[0]
     n, j, i = (pl.program_id(axis) for axis in range(3))
-    at = n * plan.key_blocks + j
+    at = n * sizes.key_blocks + j
     over_rows = jnp.max if reduction.rows == "max" else jnp.sum
 
     def add(row: int, weights: Float[Array, "R K"]) -> None:
-        """Over the queries of the tile, and to what the tiles before have given."""
+        """Reduces weights over the queries of the tile, and joins them with those of earlier blocks of queries."""
         new, old = over_rows(weights, axis=0, keepdims=True), score[row : row + 1]
         score[row : row + 1] = jnp.maximum(old, new) if reduction.rows == "max" else old + new
 
@@ -203,12 +217,12 @@ def _kernel(
 
     @pl.when((i >= first[at]) & (i <= last[at]))
     def _() -> None:
-        column = as_column(t[...])[: plan.rows]
-        sums = lse[...].T[: plan.rows]
-        see = seen(column, p[...], plan.window) if pairwise else (p[...] >= 0) & (column >= 0)
+        column = as_column(t[...])[: sizes.rows]
+        sums = lse[...].T[: sizes.rows]
+        see = visible_in_tile(column, p[...], sizes.window) if pairwise else (p[...] >= 0) & (column >= 0)
         folded: Array | None = None
         for g in range(group):
-            logits = product(q[g], k[...], (1, 0 if plan.turned else 1)) * plan.scale - sums[:, g : g + 1]
+            logits = product(q[g], k[...], (1, 0 if sizes.transposed else 1)) * sizes.scale - sums[:, g : g + 1]
             if bias is not None:
                 logits += bias[...]
             weights = jnp.exp(jnp.where(see, logits, -jnp.inf) if pairwise else logits)
@@ -225,8 +239,8 @@ def _kernel(
 
     @pl.when(i == pl.num_programs(2) - 1)
     def _() -> None:
-        each = [score[g : g + 1] for g in range(score.shape[0])]
-        total = reduce(jnp.maximum if reduction.group == "max" else jnp.add, each)
+        heads = [score[g : g + 1] for g in range(score.shape[0])]
+        total = reduce(jnp.maximum if reduction.group == "max" else jnp.add, heads)
         if reduction.group == "mean":
             total /= group
         if reduction.rows == "mean":
@@ -235,45 +249,45 @@ def _kernel(
 
 
 def _log_sum_exp(
-    plan: Plan,
-    q: Float[Array, "N G W D"],
-    t: Int[Array, "B 1 L"],
-    k: Float[Array, "N M D"] | Float[Array, "N D M"],
-    p: Int[Array, "N 1 M"],
-    added: list[Float[Array, "N 1 M"]],
+    sizes: Sizes,
+    q: Float[Array, "B*H G W D"],
+    t: Int[Array, "B 1 padded"],
+    k: Float[Array, "B*H M D"] | Float[Array, "B*H D M"],
+    p: Int[Array, "B*H 1 M"],
+    biases: list[Float[Array, "B*H 1 M"]],
     interpret: Interpret,
-) -> Float[Array, "N G L"]:
-    """Of each query over all keys."""
-    N, G, W, D = q.shape
-    rows, lanes, keys = plan.rows, plan.lanes, plan.keys
-    along = pl.BlockSpec((None, 1, keys), lambda n, i, j: (n, 0, j))
-    flat = pl.BlockSpec((None, D, keys), along.index_map)
-    down = pl.BlockSpec((None, keys, D), lambda n, i, j: (n, j, 0))
+) -> Float[Array, "B*H G padded"]:
+    """The log-sum-exp of each query over all keys."""
+    heads, G, W, D = q.shape
+    rows, padded_rows, keys = sizes.rows, sizes.padded_rows, sizes.keys
+    line = pl.BlockSpec((None, 1, keys), lambda n, i, j: (n, 0, j))
+    keys_last = pl.BlockSpec((None, D, keys), line.index_map)
+    channels_last = pl.BlockSpec((None, keys, D), lambda n, i, j: (n, j, 0))
     return pl.pallas_call(
-        partial(_sum_kernel, plan),
+        partial(_sum_kernel, sizes),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=0,
-            grid=(N, W // rows, plan.key_blocks),
+            grid=(heads, W // rows, sizes.key_blocks),
             in_specs=[
                 pl.BlockSpec((None, G, rows, D), lambda n, i, j: (n, 0, i, 0)),
-                pl.BlockSpec((None, 1, lanes), lambda n, i, j: (jax.lax.div(n, plan.heads), 0, i)),
-                flat if plan.turned else down,
-                along,
-                *(along for _ in added),
+                pl.BlockSpec((None, 1, padded_rows), lambda n, i, j: (jax.lax.div(n, sizes.heads), 0, i)),
+                keys_last if sizes.transposed else channels_last,
+                line,
+                *(line for _ in biases),
             ],
-            out_specs=pl.BlockSpec((None, G, lanes), lambda n, i, j: (n, 0, i)),
+            out_specs=pl.BlockSpec((None, G, padded_rows), lambda n, i, j: (n, 0, i)),
             scratch_shapes=[pltpu.VMEM((G, rows), jnp.float32)] * 2,
         ),
-        out_shape=jax.ShapeDtypeStruct((N, G, t.shape[2]), jnp.float32),
-        compiler_params=params("parallel", "parallel", "arbitrary"),
+        out_shape=jax.ShapeDtypeStruct((heads, G, t.shape[2]), jnp.float32),
+        compiler_params=compiler_params("parallel", "parallel", "arbitrary"),
         interpret=interpret,
         name="window_log_sum_exp",
-    )(q, t, k, p, *added)
+    )(q, t, k, p, *biases)
 
 
-def _sum_kernel(plan: Plan, q: Any, t: Any, k: Any, p: Any, *refs: Any) -> None:
-    """Keys first, so that what is known of a query, and summed up for it, lies along the lanes."""
-    bias, refs = (refs[0], refs[1:]) if plan.biased else (None, refs)
+def _sum_kernel(sizes: Sizes, q: Any, t: Any, k: Any, p: Any, *refs: Any) -> None:
+    """Adds a tile of keys to the log-sum-exps. Keys come first, so that numbers per query lie along vector lanes."""
+    bias, refs = (refs[0], refs[1:]) if sizes.biased else (None, refs)
     out, total, peak = refs
     j = pl.program_id(2)
 
@@ -283,13 +297,13 @@ def _sum_kernel(plan: Plan, q: Any, t: Any, k: Any, p: Any, *refs: Any) -> None:
         peak[...] = jnp.full(peak.shape, -jnp.inf, jnp.float32)
 
     column = as_column(p[...])
-    see = (column >= 0) & (column <= t[:, : plan.rows])
-    if plan.window is not None:
-        see &= t[:, : plan.rows] - column < plan.window
-    if plan.M % plan.keys:
-        see &= jax.lax.broadcasted_iota(jnp.int32, (plan.keys, 1), 0) < plan.M - j * plan.keys
+    see = (column >= 0) & (column <= t[:, : sizes.rows])
+    if sizes.window is not None:
+        see &= t[:, : sizes.rows] - column < sizes.window
+    if sizes.M % sizes.keys:
+        see &= jax.lax.broadcasted_iota(jnp.int32, (sizes.keys, 1), 0) < sizes.M - j * sizes.keys
     for g in range(q.shape[0]):
-        logits = product(k[...], q[g], (0 if plan.turned else 1, 1)) * plan.scale
+        logits = product(k[...], q[g], (0 if sizes.transposed else 1, 1)) * sizes.scale
         if bias is not None:
             logits += as_column(bias[...])
         logits = jnp.where(see, logits, -jnp.inf)
@@ -303,4 +317,4 @@ def _sum_kernel(plan: Plan, q: Any, t: Any, k: Any, p: Any, *refs: Any) -> None:
     @pl.when(j == pl.num_programs(2) - 1)
     def _() -> None:
         out[...] = jnp.zeros(out.shape, jnp.float32)
-        out[:, : plan.rows] = peak[...] + jnp.log(jnp.maximum(total[...], 1e-37))
+        out[:, : sizes.rows] = peak[...] + jnp.log(jnp.maximum(total[...], 1e-37))

@@ -1,4 +1,7 @@
-"""Attention received by each key, recomputed tile by tile from q, k and the log-sum-exp; nothing of size W x M held."""
+"""Window scores in plain XLA: the attention that each key received, recomputed tile by tile from q, k and log-sum-exp.
+
+No array has size W x M.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +12,25 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ..tiling import Fold, fold, pad
+from ..arrays import Fold, fold, pad
 from ..visibility import visible
 
 BLOCK_Q = 256
-BLOCK_K = 256  # at least; more where the queries are few
-TILE = 1 << 18
+BLOCK_K = 256  # keys per tile, at least
+TILE_LOGITS = 1 << 18  # logits per tile and kv head; with few queries, a tile has more keys
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the softmax weights [G, W] that a kv head's key receives become one number.
+    """How the softmax weights [G, W] of a key become one score.
 
     Attributes:
-        rows: over the W queries. "mean" divides by the number of queries that could see the key.
-        group: over the G query heads that share the kv head.
-        first: which of the two is reduced first. They commute unless one of them is a maximum.
+        rows: the reduction over the W queries. "mean" divides by the number of queries that see the key.
+        group: the reduction over the G query heads of the kv head.
+        first: the axis that is reduced first. The order matters only if one of the reductions is "max".
+
+    Raises:
+        ValueError: for other values.
     """
 
     rows: Fold = "sum"
@@ -34,9 +40,17 @@ class Reduction:
     def __post_init__(self) -> None:
         for name, value in (("rows", self.rows), ("group", self.group)):
             if value not in ("sum", "mean", "max"):
-                raise ValueError(f"{name}={value!r}: accepted are 'sum', 'mean' and 'max'")
+                raise ValueError(f"{name}={value!r}: expected 'sum', 'mean' or 'max'")
         if self.first not in ("rows", "group"):
-            raise ValueError(f"first={self.first!r}: accepted are 'rows' and 'group'")
+            raise ValueError(f"first={self.first!r}: expected 'rows' or 'group'")
+
+    @property
+    def commutes(self) -> bool:
+        """Whether the two reductions give the same score in either order, up to rounding."""
+        return (self.rows == "max") == (self.group == "max")
+
+
+DEFAULT_REDUCTION = Reduction()
 
 
 def window_scores(
@@ -50,23 +64,25 @@ def window_scores(
     window: int | None = None,
     bias: Float[Array, "B H M"] | None = None,
     causal: bool = True,
-    reduction: Reduction = Reduction(),
+    reduction: Reduction = DEFAULT_REDUCTION,
 ) -> Float[Array, "B H M"]:
-    """Softmax weights received by each key from W queries, reduced over queries and group, float32.
+    """Reduces the softmax weights of W queries on each key to one float32 score per key.
 
-    The weight of query r on key c is exp(scale * q_r . k_c + bias_c - lse_r) where c is visible from r, else 0.
+    The weight of query r on key c is exp(scale q_r . k_c + bias_c - lse_r) if r sees c, else 0.
 
     Args:
-        lse: each query's log-sum-exp when it attended. Computed over the keys given here if None.
-        bias: float32, added to the scaled logits of each key; none if None.
-        causal: whether some key may be newer than some query. If not, no pair of them has to be compared.
-        reduction: how the [G, W] weights of a key become one score. Keys that no query sees score 0.
+        scale: of the logits, q k^T.
+        lse: float32, the log-sum-exp with which each query attended. If None, it is computed over the keys given here.
+        window: the model's sliding window.
+        bias: float32, added to the scaled logits of each key.
+        causal: False if no key is newer than any query. Positions then need no comparison.
+        reduction: of the [G, W] weights of a key to one score. A key that no query sees scores 0.
     """
     B, Hq, W, D = q.shape
     H, M = k.shape[1:3]
     G = Hq // H
     rows = min(BLOCK_Q, W)
-    keys = min(max(BLOCK_K, TILE // (G * rows)), M)
+    keys = min(max(BLOCK_K, TILE_LOGITS // (G * rows)), M)
     q = pad(q * scale, -W % rows, axis=2).reshape(B, H, G, -1, D)
     t = pad(q_positions, -W % rows, axis=1, value=-1)
     k = pad(k, -M % keys, axis=2)
@@ -77,7 +93,7 @@ def window_scores(
     pairwise = causal or window is not None
 
     def logits_of(i: Array, j: Array) -> Float[Array, "B H K G R"]:
-        """A tile's logits, keys first: sums over queries and group then run along the lanes."""
+        """A tile's logits. Keys come first, so that sums over queries and group run along vector lanes."""
         q_tile = jax.lax.dynamic_slice_in_dim(q, i * rows, rows, axis=3).reshape(B, H, G * rows, D)
         k_tile = jax.lax.dynamic_slice_in_dim(k, j * keys, keys, axis=2)
         logits = jnp.einsum("BHKD,BHRD->BHKR", k_tile, q_tile, preferred_element_type=jnp.float32)
@@ -105,14 +121,14 @@ def window_scores(
     else:
         lse_blocks = pad(lse, -W % rows, axis=2).reshape(B, H, G, blocks, rows)
         lse_blocks = jnp.moveaxis(lse_blocks, 3, 0)
-    # A query that sees nothing, or is none, weighs nothing.
-    nothing = jnp.moveaxis(t.reshape(B, blocks, rows), 1, 0)[:, :, None, None] < 0
-    lse_blocks = jnp.where(nothing | jnp.isneginf(lse_blocks), jnp.inf, lse_blocks)
+    # Padding, and queries that see nothing, give no weight.
+    padding = jnp.moveaxis(t.reshape(B, blocks, rows), 1, 0)[:, :, None, None] < 0
+    lse_blocks = jnp.where(padding | jnp.isneginf(lse_blocks), jnp.inf, lse_blocks)
 
     def reduce_tile(weights: Float[Array, "B H K G R"]) -> Float[Array, "B H K F"]:
-        """Over the tile's queries, and the group (F = 1) unless that is to come after all queries."""
+        """Reduces over the tile's queries, and over the group (F = 1) unless it comes after all queries (F = G)."""
         over_rows = jnp.max if reduction.rows == "max" else jnp.sum
-        if (reduction.rows == "max") == (reduction.group == "max"):  # they commute
+        if reduction.commutes:
             return over_rows(weights, axis=(3, 4))[..., None] / (G if reduction.group == "mean" else 1)
         if reduction.first == "group":
             return over_rows(fold(weights, reduction.group, axis=3), axis=3)[..., None]
@@ -131,9 +147,9 @@ def window_scores(
             return score, viewers + jnp.sum(seen_of(i, j), axis=3) if reduction.rows == "mean" else viewers
 
         oldest = jnp.min(jnp.where(positions >= 0, positions, jnp.iinfo(jnp.int32).max))
-        start = jnp.argmax(newest >= oldest)  # the queries before see nothing of this tile
-        kept_apart = jax.eval_shape(reduce_tile, jax.ShapeDtypeStruct((B, H, keys, G, rows), jnp.float32)).shape
-        carry = (jnp.zeros(kept_apart, jnp.float32), jnp.zeros((B, H, keys), jnp.int32))
+        start = jnp.argmax(newest >= oldest)  # earlier blocks of queries see no key of this tile
+        score_shape = jax.eval_shape(reduce_tile, jax.ShapeDtypeStruct((B, H, keys, G, rows), jnp.float32)).shape
+        carry = (jnp.zeros(score_shape, jnp.float32), jnp.zeros((B, H, keys), jnp.int32))
         score, viewers = jax.lax.fori_loop(start, blocks, add, carry) if blocks > 1 else add(jnp.int32(0), carry)
         if reduction.rows == "mean":
             score = score / jnp.maximum(viewers, 1)[..., None]

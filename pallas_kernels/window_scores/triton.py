@@ -1,7 +1,7 @@
-"""Attention received by each key on GPUs, by Triton: weights are made and reduced in registers, tile by tile.
+"""Window scores on GPUs (Triton): weights are computed and reduced in registers, tile by tile.
 
-Each key is read once. Where the queries fit into one tile, a program holds these and walks over several tiles of keys;
-where they do not, it holds a tile of keys and walks over the queries that see it.
+Each key is read once. If the queries fit into one tile, a program holds them and walks over several tiles of keys.
+Otherwise it holds a tile of keys and walks over the blocks of queries that see some of them.
 """
 
 from __future__ import annotations
@@ -16,17 +16,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
+from ..arrays import after_last, pad
 from ..blocks import Blocks, Work, measured, power_of_two
-from ..tiling import after_last, pad
-from ..triton_attention import PROGRAMS, attend, check, product
-from ..visibility import ends, sees
-from .reference import Reduction
-
-DEFAULT = Reduction()
+from ..triton import PROGRAMS, check, product
+from ..triton_attention import attend
+from ..visibility import span, visible_tiles
+from .reference import DEFAULT_REDUCTION, Reduction
 
 
-def blocks_for(rows: int, k: Any) -> Blocks:
-    """As measured on this GPU, or by the number of query rows that are reduced as one, the head dimension and dtype."""
+def score_blocks(rows: int, k: Any) -> Blocks:
+    """Tile sizes for this GPU: measured, or by rule from the number of rows, the head size and the dtype.
+
+    Args:
+        rows: query rows that are reduced together.
+        k: keys [..., D].
+    """
     found = measured(Work.of("window_scores", rows, k))
     if found is not None:
         return found
@@ -48,43 +52,42 @@ def window_scores(
     window: int | None = None,
     bias: Float[Array, "B H M"] | None = None,
     causal: bool = True,
-    reduction: Reduction = DEFAULT,
-    blocks: Blocks | None = None,
+    reduction: Reduction = DEFAULT_REDUCTION,
     interpret: bool = False,
 ) -> Float[Array, "B H M"]:
-    """As the reference.
+    """Computes what the reference defines.
 
     Raises:
-        NotImplementedError: for mixed or other dtypes than float32, bfloat16 and float16, and for more than 256
-            channels a head.
+        NotImplementedError: for dtypes that differ or are not float32, bfloat16 or float16; for D > 256; for a GPU
+            that is not NVIDIA's or older than the A100.
     """
     check(q, k, None)
     B, Hq, W, D = q.shape
     H, M = k.shape[1:3]
     G = Hq // H
     q = q.reshape(B, H, G, W, D)
-    bound = after_last(k_positions >= 0)
+    used = after_last(k_positions >= 0)
     if lse is None:
         options: dict[str, Any] = {"scale": scale, "window": window, "bias": bias, "interpret": interpret}
-        lse = attend(q.reshape(B, H, -1, D), k, None, q_positions, k_positions, bound, **options).lse
-    # A query that sees nothing, or is none, weighs nothing.
+        lse = attend(q.reshape(B, H, -1, D), k, None, q_positions, k_positions, used, **options).lse
+    # Padding, and queries that see nothing, give no weight.
     lse = lse.reshape(B, H, G, W)
     lse = jnp.where((q_positions < 0)[:, None, None] | jnp.isneginf(lse), jnp.inf, lse)
     t = q_positions
-    together = (reduction.rows == "max") == (reduction.group == "max")
-    if together:  # the two reductions are one, over rows in the order of their queries
+    if reduction.commutes:  # one reduction over all G W rows, which are in the order of their queries
         q, lse = (jnp.swapaxes(x, 2, 3).reshape(B, H, 1, W * G, *x.shape[4:]) for x in (q, lse))
         t = jnp.repeat(t, G, axis=1)
-    blocks = blocks or blocks_for(q.shape[3], k)
-    spare = -q.shape[3] % blocks.rows
-    q, lse, t = pad(q, spare, 3), pad(lse, spare, 3, jnp.inf), pad(t, spare, 1, -1)
+    blocks = score_blocks(q.shape[3], k)
+    padding = -q.shape[3] % blocks.rows
+    q, lse, t = pad(q, padding, 3), pad(lse, padding, 3, jnp.inf), pad(t, padding, 1, -1)
     F, R = q.shape[2:4]
     row_blocks, tiles, Dp = R // blocks.rows, pl.cdiv(M, blocks.slots), power_of_two(D)
-    span, each = None, 1
+    spans, tiles_each = None, 1
     if row_blocks > 1 or F > 1:
-        span = ends(sees(t, k_positions, rows=blocks.rows, keys=blocks.slots, window=window, causal=causal))
+        seen = visible_tiles(t, k_positions, rows=blocks.rows, keys=blocks.slots, window=window, causal=causal)
+        spans = span(seen)
     else:
-        each = min(max(tiles * H * B // (4 * PROGRAMS), 1), 32)
+        tiles_each = min(max(tiles * H * B // (4 * PROGRAMS), 1), 32)
 
     def head(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, *shape), lambda j, h, b: (b, h, *(0,) * len(shape)))
@@ -93,8 +96,8 @@ def window_scores(
         window_scores_kernel,
         blocks=blocks,
         sizes=(F, R, D, M),
-        each=each,
-        shared=G if together else 1,
+        tiles_each=tiles_each,
+        rows_per_query=G if reduction.commutes else 1,
         group=G,
         scale=scale,
         window=window,
@@ -103,7 +106,7 @@ def window_scores(
     )
     return pl.pallas_call(
         kernel,
-        grid=(pl.cdiv(tiles, each), H, B),
+        grid=(pl.cdiv(tiles, tiles_each), H, B),
         in_specs=[
             head(F * R, Dp),
             head(M, Dp),
@@ -112,13 +115,13 @@ def window_scores(
             head(F * R),
             head(),
             None if bias is None else head(M),
-            None if span is None else head(tiles, 2),
+            None if spans is None else head(tiles, 2),
         ],
         out_specs=head(M),
         out_shape=jax.ShapeDtypeStruct((B, H, M), jnp.float32),
         compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=interpret,
-    )(q.reshape(B, H, F * R, D), k, t, k_positions, lse.reshape(B, H, F * R), bound, bias, span)
+    )(q.reshape(B, H, F * R, D), k, t, k_positions, lse.reshape(B, H, F * R), used, bias, spans)
 
 
 def window_scores_kernel(
@@ -127,21 +130,29 @@ def window_scores_kernel(
     t_ref: Any,
     p_ref: Any,
     lse_ref: Any,
-    bound_ref: Any,
+    used_ref: Any,
     bias_ref: Any,
-    span_ref: Any,
+    spans_ref: Any,
     scores_ref: Any,
     *,
     blocks: Blocks,
     sizes: tuple[int, int, int, int],
-    each: int,
-    shared: int,
+    tiles_each: int,
+    rows_per_query: int,
     group: int,
     scale: float,
     window: int | None,
     pairwise: bool,
     reduction: Reduction,
 ) -> None:
+    """Writes the scores of some tiles of keys: `tiles_each` tiles if there are no spans, else one.
+
+    Args:
+        sizes: F (parts of the group that are reduced one after another), R (query rows per part), D and M.
+        rows_per_query: rows of a part that are the same query in different heads.
+        group: G.
+        pairwise: whether positions of queries and keys have to be compared.
+    """
     F, R, D, M = sizes
     Dp = q_ref.shape[-1]
     channel = (jnp.arange(Dp) < D)[None]
@@ -150,7 +161,7 @@ def window_scores_kernel(
     join_group = jnp.maximum if reduction.group == "max" else jnp.add
 
     def queries_of(f: Array | int, i: Array | int) -> tuple[Array, Array]:
-        """A block of a head's queries, with their log-sum-exps."""
+        """Block i of the queries of part f, and their log-sum-exps."""
         place = pl.ds(f * R + i * blocks.rows, blocks.rows)
         return plgpu.load(q_ref.at[place, :], mask=channel, other=0), lse_ref[place]
 
@@ -158,40 +169,40 @@ def window_scores_kernel(
         return t_ref[pl.ds(i * blocks.rows, blocks.rows)][None]
 
     def keys_of(j: Array) -> tuple[Array, Array, Array | None]:
-        held = j * blocks.slots + jnp.arange(blocks.slots) < M
+        exists = j * blocks.slots + jnp.arange(blocks.slots) < M
         place = pl.ds(j * blocks.slots, blocks.slots)
-        keys = plgpu.load(k_ref.at[place, :], mask=held[:, None] & channel, other=0)
-        bias = None if bias_ref is None else plgpu.load(bias_ref.at[place], mask=held, other=0)[:, None]
-        return keys, plgpu.load(p_ref.at[place], mask=held, other=-1)[:, None], bias
+        keys = plgpu.load(k_ref.at[place, :], mask=exists[:, None] & channel, other=0)
+        bias = None if bias_ref is None else plgpu.load(bias_ref.at[place], mask=exists, other=0)[:, None]
+        return keys, plgpu.load(p_ref.at[place], mask=exists, other=-1)[:, None], bias
 
-    def visible(t: Array, p: Array) -> Array:
+    def sees(t: Array, p: Array) -> Array:
         seen = p >= 0
         if pairwise:
             seen = seen & (p <= t)
         return seen if window is None else seen & (t - p < window)
 
     def weights(queries: tuple[Array, Array], t: Array, entries: tuple[Array, Array, Array | None]) -> Array:
-        """Of a tile, keys first: a sum over rows then stays within a warp."""
+        """The weights of a tile. Keys come first, so that a sum over rows stays within a warp."""
         (q, lse), (keys, p, bias) = queries, entries
         logits = product(keys, q.T) * scale - lse[None]
         if bias is not None:
             logits += bias
-        return jnp.exp(jnp.where(visible(t, p), logits, -jnp.inf))
+        return jnp.exp(jnp.where(sees(t, p), logits, -jnp.inf))
 
     def viewers(t: Array, p: Array) -> Array:
-        """How many rows see each key."""
-        return jnp.sum((visible(t, p) & (t >= 0)).astype(jnp.float32), axis=1)
+        """The number of rows that see each key."""
+        return jnp.sum((sees(t, p) & (t >= 0)).astype(jnp.float32), axis=1)
 
     def write(j: Array, score: Array, seen: Array | None) -> None:
         if seen is not None:
-            score = score / jnp.maximum(seen / shared, 1.0)
+            score = score / jnp.maximum(seen / rows_per_query, 1.0)
         if reduction.group == "mean":
             score = score / group
-        held = j * blocks.slots + jnp.arange(blocks.slots) < M
-        plgpu.store(scores_ref.at[pl.ds(j * blocks.slots, blocks.slots)], score, mask=held)
+        exists = j * blocks.slots + jnp.arange(blocks.slots) < M
+        plgpu.store(scores_ref.at[pl.ds(j * blocks.slots, blocks.slots)], score, mask=exists)
 
-    nothing = jnp.zeros(blocks.slots, jnp.float32)
-    if span_ref is None:
+    zeros = jnp.zeros(blocks.slots, jnp.float32)
+    if spans_ref is None:
         queries, t = queries_of(0, 0), positions_of(0)
 
         def score(j: Array, _: None) -> None:
@@ -199,18 +210,18 @@ def window_scores_kernel(
             seen = viewers(t, entries[1]) if reduction.rows == "mean" else None
             write(j, over_rows(weights(queries, t, entries), axis=1), seen)
 
-        first = pl.program_id(0) * each
-        last = jnp.minimum(first + each, pl.cdiv(M, blocks.slots))
-        occupied = jnp.clip(jax.lax.div(bound_ref[()] + blocks.slots - 1, blocks.slots), first, last)
+        first = pl.program_id(0) * tiles_each
+        last = jnp.minimum(first + tiles_each, pl.cdiv(M, blocks.slots))
+        occupied = jnp.clip(jax.lax.div(used_ref[()] + blocks.slots - 1, blocks.slots), first, last)
         jax.lax.fori_loop(first, occupied, score, None)
-        jax.lax.fori_loop(occupied, last, lambda j, _: write(j, nothing, None), None)
+        jax.lax.fori_loop(occupied, last, lambda j, _: write(j, zeros, None), None)
         return
     j = pl.program_id(0)
     entries = keys_of(j)
 
     def over_blocks(add: Callable[[Array], Array], join: Callable[..., Array]) -> Array:
-        """`add(i)` of each block of rows that sees some of the keys, joined."""
-        return jax.lax.fori_loop(span_ref[j, 0], span_ref[j, 1], lambda i, x: join(x, add(i)), nothing)
+        """Joins add(i) of each block i of rows that sees some of the keys."""
+        return jax.lax.fori_loop(spans_ref[j, 0], spans_ref[j, 1], lambda i, x: join(x, add(i)), zeros)
 
     def tile(f: Array | int, i: Array) -> Array:
         return weights(queries_of(f, i), positions_of(i), entries)

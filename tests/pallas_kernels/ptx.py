@@ -1,4 +1,4 @@
-"""What a compiled GPU kernel is, from its PTX and NVIDIA's assembler: registers, spills, tensor cores."""
+"""Facts of a compiled GPU kernel, from its PTX and NVIDIA's assembler: registers, spills, tensor cores."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from kvjax.targets import target
+from kvjax.aot.targets import target
 
 PRODUCTS = {"mma": "mma.sync", "wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma"}
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One of a program.
+    """A kernel of a compiled program.
 
     Attributes:
-        registers: of a thread.
-        spilled: bytes of a thread's registers that are stored to memory.
-        products: the kinds of instructions for tensor cores: mma, wgmma, tcgen05.
+        registers: per thread.
+        spilled: bytes of registers per thread that are spilled to memory.
+        products: the kinds of tensor core instructions in it: mma, wgmma, tcgen05.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Kernel:
 
 
 def assembler() -> str:
-    """The path of ptxas: the package's, else the machine's; skips the test where there is none."""
+    """The path of ptxas, from the Python package or the machine. Skips the test if there is none."""
     found = importlib.util.find_spec("nvidia")
     for folder in found.submodule_search_locations or () if found else ():
         for path in Path(folder).glob("*/bin/ptxas"):
@@ -47,7 +47,7 @@ def assembler() -> str:
 
 
 def accelerator(name: str) -> jax.Device:
-    """The first device of a target; skips the test where its compiler is not installed."""
+    """The first device of a target. Skips the test if its compiler is not installed."""
     try:
         return target(name).devices()[0]
     except ImportError as error:
@@ -55,24 +55,25 @@ def accelerator(name: str) -> jax.Device:
 
 
 def compile_for(device: jax.Device, function: Callable[..., Any], shapes: Any, folder: Path) -> list[Kernel]:
-    """The kernels written by hand of `function(**shapes)`, compiled for a device that need not be here.
+    """Compiles `function(**shapes)` for a device that need not be present, and returns its Pallas kernels.
 
     Args:
-        shapes: (shape, dtype) of each argument by name, or of each array in it.
-        folder: for what the compiler writes.
+        shapes: (shape, dtype) of each argument by name, or of each array in an argument.
+        folder: where the compiler writes its dumps.
     """
     mesh = jax.sharding.Mesh(np.array([device]), ("one",))
     where = NamedSharding(mesh, jax.P())
     arguments = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(*x, sharding=where), shapes, is_leaf=lambda x: isinstance(x, tuple)
     )
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # where Pallas looks for the kind of a GPU, since jax 0.11
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # Pallas reads the kind of GPU from it since jax 0.11
         lowered = jax.jit(function).lower(**arguments)
     lowered.compile(compiler_options={"xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx|^llvm"})
     return [kernel for path in folder.glob("*.ptx") for kernel in read(path)]
 
 
 def read(path: Path) -> list[Kernel]:
+    """Assembles a PTX file and returns its kernels; none if it holds no Pallas kernel."""
     text = path.read_text()
     if not re.search(r"\.entry \w+_kernel", text):
         return []

@@ -1,4 +1,4 @@
-"""The TPU kernels, compiled for TPUs that are not here: Mosaic takes them, they fit the chip, and nothing is copied."""
+"""The TPU kernels, compiled for absent TPUs: Mosaic accepts them, they fit the chip, and no operand is copied."""
 
 from functools import partial
 from importlib import import_module
@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from kvjax.hlo import Instruction
+from kvjax.aot.hlo import Instruction
+from kvjax.aot.targets import target
 from kvjax.pallas_kernels import Asked, QuantizedArray, Reduction
-from kvjax.targets import target
 
 pytestmark = pytest.mark.aot
 
@@ -25,7 +25,7 @@ SUMS, MAXIMA = (Reduction(rows, "sum", "group") for rows in ("sum", "max"))
 
 
 def ahead(name: str, kernel, *shapes):
-    """The kernel compiled for one chip, for arrays of these (shape, dtype)."""
+    """Compiles the kernel for one chip, given the (shape, dtype) of each array."""
     try:
         device = target(name).devices()[0]
     except ImportError as error:
@@ -42,18 +42,18 @@ def slots(name, batch, heads, length, queries=1, head_dim=D, dtype=jnp.bfloat16,
     return ahead(name, partial(slot.slot_attention, scale=0.1, **options), q, entries, entries, t, p)
 
 
-def asking(name, batch, heads, length, asked, reduction=SUMS, **options):
-    """With what MorphKV asks while a step attends."""
+def with_extra(name, batch, heads, length, extra, reduction=SUMS, **options):
+    """Slot attention with extra query rows, as MorphKV uses them in a decode step."""
     Hq, H = heads
-    entries, rows = ((batch, H, length, D), jnp.bfloat16), (batch, Hq, asked)
+    entries, rows = ((batch, H, length, D), jnp.bfloat16), (batch, Hq, extra)
     q, t, p = ((batch, Hq, 1, D), jnp.bfloat16), ((batch, 1), jnp.int32), ((batch, H, length), jnp.int32)
-    besides = ((*rows, D), jnp.bfloat16), (rows, jnp.float32), ((batch, asked), jnp.int32)
+    asked = ((*rows, D), jnp.bfloat16), (rows, jnp.float32), ((batch, extra), jnp.int32)
 
     def kernel(q, k, v, t, p, queries, lse, at):
-        asked = Asked(queries, lse, at, reduction)
-        return slot.slot_attention(q, k, v, t, p, scale=0.1, received="sum", asked=asked, **options)
+        rows = Asked(queries, lse, at, reduction)
+        return slot.slot_attention(q, k, v, t, p, scale=0.1, received="sum", asked=rows, **options)
 
-    return ahead(name, kernel, q, entries, entries, t, p, *besides)
+    return ahead(name, kernel, q, entries, entries, t, p, *asked)
 
 
 def scores(name, batch, heads, length, queries, head_dim=D, lse=True, **options):
@@ -67,8 +67,8 @@ def scores(name, batch, heads, length, queries, head_dim=D, lse=True, **options)
     return ahead(name, kernel, q, k, t, p, *([((batch, Hq, queries), jnp.float32)] if lse else []))
 
 
-def more_of_a_prompt(name, heads, queries, cached, head_dim=D, dtype=jnp.bfloat16, biased=False, window=None):
-    """A chunk of a prompt that is not the first."""
+def later_chunk(name, heads, queries, cached, head_dim=D, dtype=jnp.bfloat16, biased=False, window=None):
+    """Prompt attention of a chunk after cached entries."""
     Hq, H = heads
     M = cached + queries
     k, at = ((1, H, M, head_dim), dtype), [((1, queries), jnp.int32), ((1, H, M), jnp.int32)]
@@ -81,7 +81,7 @@ def more_of_a_prompt(name, heads, queries, cached, head_dim=D, dtype=jnp.bfloat1
 
 
 def written(compiled, nbytes: int) -> list[str]:
-    """Kinds of what the program writes to main memory that is so large."""
+    """Kinds of the instructions that write at least `nbytes` to main memory."""
     kinds = []
     for line in compiled.as_text().splitlines():
         instruction = Instruction.read(line)
@@ -95,13 +95,13 @@ def written(compiled, nbytes: int) -> list[str]:
 @pytest.mark.parametrize("model", HEADS)
 @pytest.mark.parametrize("chip", CHIPS)
 def test_attention_while_decoding(chip, model, length):
-    """One query, with what slots receive; and the same over segments of pools of such a length a lane."""
+    """One query over slots, with what slots receive, and one query over segments of a pool of the same size."""
     batch = 8 if length < 100_000 else 1
     Hq, H = HEADS[model]
     compiled = slots(chip, batch, HEADS[model], length, received="max", window=4096)
     assert compiled.as_text().count("tpu_custom_call") >= 1
     assert written(compiled, batch * H * length * D * 2) == []
-    assert written(compiled, 1)  # smaller ones are seen
+    assert written(compiled, 1)  # the check sees smaller writes
     for lanes in (1, H):
         rows = H // lanes * length
         pool, p = ((batch, lanes, rows, D), jnp.bfloat16), ((batch, lanes, rows), jnp.int32)
@@ -114,20 +114,20 @@ def test_attention_while_decoding(chip, model, length):
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("length", [2048 + 64, 131_072])
 @pytest.mark.parametrize("chip", CHIPS)
-def test_attention_to_codes(chip, length, bits):
-    """In slots and segments. No array of codes is written, but to pad the lanes of those that do not fill them."""
+def test_attention_to_quantised_entries(chip, length, bits):
+    """In slots and segments. No array of codes is written, except to pad codes that do not fill vector lanes."""
     batch = 8 if length < 100_000 else 1
     Hq, H = HEADS["8B"]
 
     def compiled(kernel, head_dim, lanes, rows, *others):
-        """With keys and values in `rows` of `lanes`, and int32 arrays of other shapes."""
+        """Compiles with quantised keys and values [batch, lanes, rows, head_dim], and int32 arrays of other shapes."""
         codes = (batch, lanes, rows, head_dim * bits // 8), jnp.int8
         scales = (batch, lanes, rows, head_dim // 32), jnp.bfloat16
         ints = [(shape, jnp.int32) for shape in ((batch, 1), (batch, lanes, rows), *others)]
 
         def call(q, k, k_scales, v, v_scales, *ints):
-            held = (QuantizedArray(x, y, bits, jnp.dtype(q.dtype)) for x, y in ((k, k_scales), (v, v_scales)))
-            return kernel(q, *held, *ints, scale=0.1)
+            stored = (QuantizedArray(x, y, bits, jnp.dtype(q.dtype)) for x, y in ((k, k_scales), (v, v_scales)))
+            return kernel(q, *stored, *ints, scale=0.1)
 
         query = (batch, Hq, 1, head_dim), jnp.bfloat16
         program = ahead(chip, call, query, codes, scales, codes, scales, *ints)
@@ -143,11 +143,11 @@ def test_attention_to_codes(chip, length, bits):
 
 @pytest.mark.parametrize("length", [2048 + 64, 131_072])
 @pytest.mark.parametrize("chip", CHIPS)
-def test_queries_asked_besides(chip, length):
-    """In the one pass over keys that attends, for MorphKV's blocks of windows of 32 and 200."""
+def test_extra_query_rows(chip, length):
+    """One pass over the keys serves attention and the extra rows of MorphKV, for windows of 32 and 200."""
     batch = 8 if length < 100_000 else 1
-    for model, asked, reduction in (("8B", 4, SUMS), ("8B", 25, SUMS), ("14B", 25, MAXIMA), ("8B", 4, MAXIMA)):
-        compiled = asking(chip, batch, HEADS[model], length, asked, reduction)
+    for model, extra, reduction in (("8B", 4, SUMS), ("8B", 25, SUMS), ("14B", 25, MAXIMA), ("8B", 4, MAXIMA)):
+        compiled = with_extra(chip, batch, HEADS[model], length, extra, reduction)
         assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 1
         assert written(compiled, batch * HEADS[model][1] * length * D * 2) == []
 
@@ -155,12 +155,12 @@ def test_queries_asked_besides(chip, length):
 @pytest.mark.parametrize("length", [2048, 131_072])
 @pytest.mark.parametrize("model", HEADS)
 @pytest.mark.parametrize("chip", CHIPS)
-def test_reading_a_prompt(chip, model, length):
-    """Attention; scores of a window, and of every query; and the choice of the largest."""
+def test_prefill(chip, model, length):
+    """Prompt attention, scores of a window and of all queries, and top-k."""
     Hq, H = HEADS[model]
     q, k, at = ((1, Hq, length, D), jnp.bfloat16), ((1, H, length, D), jnp.bfloat16), ((1, length), jnp.int32)
     ahead(chip, partial(prompt.prompt_attention, scale=0.1), q, k, k, at, ((1, H, length), jnp.int32))
-    compiled = more_of_a_prompt(chip, HEADS[model], 256, length)
+    compiled = later_chunk(chip, HEADS[model], 256, length)
     assert written(compiled, H * (length + 256) * D * 2) == []
     for queries in (32, length):
         compiled = scores(chip, 1, HEADS[model], length, queries)
@@ -171,16 +171,16 @@ def test_reading_a_prompt(chip, model, length):
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_other_shapes(chip):
-    """Head dimensions, groups, queries and dtypes of other models, and the longest rows."""
+    """Head sizes, groups, query rows and dtypes of other models, and the longest rows."""
     for head_dim in (64, 96, 256):
         compiled = slots(chip, 1, (32, 8), 131_072, head_dim=head_dim)
         assert written(compiled, 8 * 131_072 * head_dim * 2) == [], head_dim
         compiled = scores(chip, 1, (32, 8), 131_072, 32, head_dim=head_dim)
         assert written(compiled, 8 * 131_072 * head_dim * 2) == [], head_dim
-        compiled = more_of_a_prompt(chip, (32, 8), 1024, 65_536, head_dim=head_dim)
+        compiled = later_chunk(chip, (32, 8), 1024, 65_536, head_dim=head_dim)
         assert written(compiled, 8 * 65_536 * head_dim * 2) == [], head_dim
-    more_of_a_prompt(chip, (28, 4), 100, 3000, biased=True, window=4096)
-    more_of_a_prompt(chip, (40, 8), 4096, 32_768, dtype=jnp.float32)
+    later_chunk(chip, (28, 4), 100, 3000, biased=True, window=4096)
+    later_chunk(chip, (40, 8), 4096, 32_768, dtype=jnp.float32)
     for heads, queries in (((8, 8), 1), ((28, 4), 8), ((16, 2), 64), ((40, 8), 3)):
         slots(chip, 2, heads, 3000, queries=queries, received="max")
         scores(chip, 2, heads, 3000, queries, lse=False, reduction=Reduction("mean", "max", "group"))
@@ -190,7 +190,7 @@ def test_other_shapes(chip):
     ahead(chip, partial(top.top_tokens, size=1 << 16), x, ((1, 8, 1 << 20), jnp.int32), count)
 
 
-def test_tiles_that_do_not_fit_the_chip_would_be_noticed(monkeypatch):
+def test_mosaic_refuses_tiles_that_do_not_fit(monkeypatch):
     monkeypatch.setattr(slot, "TILE_BYTES", 16 << 20)
     with pytest.raises(jax.errors.JaxRuntimeError, match="vmem"):
         slots("v6e:2x2", 1, (32, 8), 131_072)

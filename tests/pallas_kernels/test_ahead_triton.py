@@ -1,4 +1,4 @@
-"""The GPU kernels, compiled for GPUs that are not here, at the sizes they are for: registers, spills, tensor cores."""
+"""The Triton kernels, compiled for absent GPUs at realistic sizes: registers, spills, tensor cores."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from kvjax.aot.targets import Gpu, Target
 from kvjax.pallas_kernels import Asked, QuantizedArray, Reduction
-from kvjax.targets import Gpu, Target
 from tests.pallas_kernels.ptx import accelerator, assembler, compile_for
 
 pytestmark = [
     pytest.mark.aot,
-    pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache"),  # of devices that are not here
+    pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache"),  # of absent devices
 ]
 KV_HEADS = 8
 SUMS, MAXIMA = (Reduction(rows, "sum", "group") for rows in ("sum", "max"))
@@ -43,21 +43,21 @@ def attention(group: int, batch: int, slots: int, queries: int = 1, dtype: Any =
 
 
 def quantized(shapes: dict[str, Any], bits: int, per_scale: int = 32):
-    """The same with keys and values in so many bits."""
+    """The same shapes with quantised keys and values."""
     (*entries, D), dtype = shapes["k"]
     codes, scales = ((*entries, D * bits // 8), jnp.int8), ((*entries, D // per_scale), jnp.bfloat16)
     return shapes | dict.fromkeys("kv", QuantizedArray(codes, scales, bits, jnp.dtype(dtype)))
 
 
-def asking(group: int, batch: int, slots: int, asked: int, **options: Any):
-    """With what MorphKV asks while a step attends."""
-    rows = batch, KV_HEADS * group, asked
+def with_extra(group: int, batch: int, slots: int, extra: int, **options: Any):
+    """Attention with extra query rows, as MorphKV uses them in a decode step."""
+    rows = batch, KV_HEADS * group, extra
     shapes = attention(group, batch, slots, **options)
     (*_, head_dim), dtype = shapes["q"]
     return shapes | {
         "asked": ((*rows, head_dim), dtype),
         "asked_lse": (rows, jnp.float32),
-        "asked_positions": ((batch, asked), jnp.int32),
+        "asked_positions": ((batch, extra), jnp.int32),
     }
 
 
@@ -81,7 +81,7 @@ def scores(batch: int, entries: int):
     }
 
 
-# (operation, what is static, shapes): groups of 4, 5, 7 and 8 are those of models of 8, 14, 7 and 70 billion parameters
+# (operation, static arguments, shapes). Models of 8, 14, 7 and 70 billion parameters have groups of 4, 5, 7 and 8.
 PROBLEMS = {
     "decode-8b-2k": ("slot_attention", {}, attention(4, 8, 2048)),
     "decode-14b-2k-received": ("slot_attention", {"received": "mean"}, attention(5, 8, 2048)),
@@ -91,24 +91,28 @@ PROBLEMS = {
     "decode-96-channels": ("slot_attention", {}, attention(4, 8, 2048, head_dim=96)),
     "question-8b-128k": ("slot_attention", {}, attention(4, 1, 131_072, queries=32)),
     "decode-past-2**31": ("slot_attention", {}, attention(4, 32, 131_072)),
-    "decode-8b-2k-asks-4": ("slot_attention", {"received": "sum", "reduction": SUMS}, asking(4, 8, 2048, 4)),
-    "decode-8b-2k-asks-25": ("slot_attention", {"received": "sum", "reduction": SUMS}, asking(4, 8, 2048, 25)),
-    "decode-8b-2k-asks-4-maxima": ("slot_attention", {"received": "sum", "reduction": MAXIMA}, asking(4, 8, 2048, 4)),
-    "decode-7b-32k-asks-25": ("slot_attention", {"received": "sum", "reduction": SUMS}, asking(7, 1, 32_768, 25)),
-    "decode-8b-2k-asks-4-float32": (
+    "decode-8b-2k-extra-4": ("slot_attention", {"received": "sum", "reduction": SUMS}, with_extra(4, 8, 2048, 4)),
+    "decode-8b-2k-extra-25": ("slot_attention", {"received": "sum", "reduction": SUMS}, with_extra(4, 8, 2048, 25)),
+    "decode-8b-2k-extra-4-maxima": (
         "slot_attention",
-        {"received": "sum", "reduction": SUMS},
-        asking(4, 8, 2048, 4, dtype=jnp.float32),
+        {"received": "sum", "reduction": MAXIMA},
+        with_extra(4, 8, 2048, 4),
     ),
-    "decode-8b-2k-asks-4-8-bits": (
+    "decode-7b-32k-extra-25": ("slot_attention", {"received": "sum", "reduction": SUMS}, with_extra(7, 1, 32_768, 25)),
+    "decode-8b-2k-extra-4-float32": (
         "slot_attention",
         {"received": "sum", "reduction": SUMS},
-        quantized(asking(4, 8, 2048, 4), 8),
+        with_extra(4, 8, 2048, 4, dtype=jnp.float32),
     ),
-    "decode-8b-2k-asks-25-4-bits": (
+    "decode-8b-2k-extra-4-8-bits": (
         "slot_attention",
         {"received": "sum", "reduction": SUMS},
-        quantized(asking(4, 8, 2048, 25), 4),
+        quantized(with_extra(4, 8, 2048, 4), 8),
+    ),
+    "decode-8b-2k-extra-25-4-bits": (
+        "slot_attention",
+        {"received": "sum", "reduction": SUMS},
+        quantized(with_extra(4, 8, 2048, 25), 4),
     ),
     "segments-8b": ("segment_attention", {}, segments(4, 8, 65_536)),
     "segments-70b": ("segment_attention", {}, segments(8, 1, 262_144)),
@@ -152,7 +156,7 @@ SMALL = Gpu(
 
 @pytest.fixture(autouse=True)
 def no_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts are read by the kernel, also where that library is installed."""
+    """Prompts take the Triton kernel, also if cuDNN is installed."""
 
     def missing(*arrays: Any, **options: Any) -> None:
         raise ImportError("cuDNN")
@@ -163,7 +167,7 @@ def no_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["a100", "h200", "b200"])
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_compiles(problem: str, name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Without a spilled register; products run on tensor cores, but for float32, which keeps its precision."""
+    """No register is spilled. Products run on tensor cores, except in float32, which keeps its precision."""
     if (problem, name) == ("window-8b-mean-of-32k", "b200") and jax.__version_info__ >= (0, 12):
         request.applymarker(pytest.mark.xfail(reason="8 bytes are spilled since jax 0.12", strict=True))
     compiles(problem, accelerator(name), tmp_path)
@@ -171,7 +175,7 @@ def test_compiles(problem: str, name: str, tmp_path: Path, request: pytest.Fixtu
 
 @pytest.mark.parametrize(
     "problem",
-    ["decode-256-channels", "decode-7b-32k-asks-25", "prompt-8b-32k", "window-8b-32-of-128k", "top-2k-of-128k"],
+    ["decode-256-channels", "decode-7b-32k-extra-25", "prompt-8b-32k", "window-8b-32-of-128k", "top-2k-of-128k"],
 )
 def test_compiles_for_gpus_with_100_kb_of_shared_memory(problem: str, tmp_path: Path) -> None:
     accelerator("a100")
@@ -185,7 +189,7 @@ def compiles(problem: str, device: jax.Device, tmp_path: Path) -> None:
         static = static | {"scale": 0.09}
     kernel = getattr(import_module(f"kvjax.pallas_kernels.{operation}.triton"), operation)
     if "asked" in shapes:
-        kernel = partial(asks, kernel)
+        kernel = partial(call_with_extra, kernel)
     kernels = compile_for(device, partial(kernel, **static), shapes, tmp_path)
     assert {kernel.name for kernel in kernels} >= KERNELS[operation]
     for kernel in kernels:
@@ -195,12 +199,15 @@ def compiles(problem: str, device: jax.Device, tmp_path: Path) -> None:
             assert kernel.products, kernel
 
 
-def asks(kernel: Any, asked: Any, asked_lse: Any, asked_positions: Any, reduction: Reduction, **options: Any) -> Any:
+def call_with_extra(
+    kernel: Any, asked: Any, asked_lse: Any, asked_positions: Any, reduction: Reduction, **options: Any
+) -> Any:
+    """Calls the kernel with the arrays of `Asked` given one by one."""
     return kernel(**options, asked=Asked(asked, asked_lse, asked_positions, reduction))
 
 
 def test_offsets_past_2_to_the_31_are_64_bits_wide(tmp_path: Path) -> None:
-    """Of 8 heads of 128K slots of 128 channels there are 2**27 elements a row: 32 rows need them, 16 just do not."""
+    """A batch row of 8 heads, 128K slots and 128 channels has 2**27 elements. 32 rows need 64 bits, 16 rows do not."""
     kernel = import_module("kvjax.pallas_kernels.slot_attention.triton").slot_attention
     for batch, wide in ((32, True), (16, False)):
         folder = tmp_path / str(batch)

@@ -1,4 +1,4 @@
-"""Cuts that were measured on a kind of GPU are taken there, and rules elsewhere."""
+"""Tile sizes: those measured on a kind of GPU are used there, and rules elsewhere."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kvjax.pallas_kernels import QuantizedArray, blocks, triton_attention
-from kvjax.pallas_kernels.window_scores import triton as window
+from kvjax.pallas_kernels import QuantizedArray, blocks
+from kvjax.pallas_kernels.triton_attention import attend_blocks
+from kvjax.pallas_kernels.window_scores.triton import score_blocks
 
 KEYS = jax.ShapeDtypeStruct((2, 8, 2048, 128), jnp.bfloat16)
 CODES = QuantizedArray.of(jnp.ones((1, 128), jnp.bfloat16), 4, 32)
@@ -18,17 +19,20 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_what_was_measured_on_this_kind_of_device_is_taken(monkeypatch, there: bool) -> None:
-    kind = jax.local_devices()[0].device_kind if there else "another"
-    rules = triton_attention.blocks_for(4, KEYS), triton_attention.blocks_for(16, CODES), window.blocks_for(900, KEYS)
+@pytest.mark.parametrize("same_kind", [True, False])
+def test_measured_sizes_are_used_on_their_kind_of_gpu_only(monkeypatch, same_kind: bool) -> None:
+    kind = jax.local_devices()[0].device_kind if same_kind else "another"
+
+    def chosen() -> tuple[blocks.Blocks, ...]:
+        return attend_blocks(4, KEYS), attend_blocks(16, CODES), score_blocks(900, KEYS)
+
+    by_rule = chosen()
     monkeypatch.setattr(blocks, "table", lambda: {kind: FOUND})
-    taken = triton_attention.blocks_for(4, KEYS), triton_attention.blocks_for(16, CODES), window.blocks_for(900, KEYS)
-    assert taken == (tuple(map(tuple, FOUND.values())) if there else rules)
-    assert triton_attention.blocks_for(17, KEYS) == triton_attention.blocks_for(32, KEYS), "which was not measured"
+    assert chosen() == (tuple(map(tuple, FOUND.values())) if same_kind else by_rule)
+    assert attend_blocks(17, KEYS) == attend_blocks(32, KEYS), "these rows have not been measured"
 
 
-def test_the_table_holds_what_triton_takes() -> None:
+def test_the_table_holds_sizes_that_triton_accepts() -> None:
     for kind, found in blocks.table().items():
         for name, (rows, slots, warps, stages) in found.items():
             assert all(n & (n - 1) == 0 for n in (rows, slots, warps)), (kind, name)

@@ -1,4 +1,4 @@
-"""Which implementation runs, and what is said when it is not the platform's own."""
+"""Dispatch: which implementation runs, in which order backends are tried, and what the user is told."""
 
 import importlib
 import sys
@@ -16,8 +16,8 @@ module = importlib.import_module("kvjax.pallas_kernels.dispatch")
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch):
-    """Pretends to run on a GPU, with nothing announced yet and no choice made."""
-    monkeypatch.setattr(module, "_announced", set())
+    """Pretends that the platform is a GPU, with no warnings issued and no choice made."""
+    monkeypatch.setattr(module, "_warned", set())
     monkeypatch.setattr(module, "_operations", {})
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.delenv("KVJAX_KERNELS", raising=False)
@@ -25,7 +25,7 @@ def gpu(monkeypatch):
 
 @pytest.fixture
 def operation(monkeypatch):
-    """Makes an operation called `name` whose kernel of each backend is the function given."""
+    """Returns a function that makes an operation, given the kernel of each of its backends."""
 
     def make(name="double", **kernels):
         def reference(x, *, plus=0):
@@ -43,56 +43,107 @@ def operation(monkeypatch):
     return make
 
 
-def unable(*args, **kwargs):
-    raise NotImplementedError("head_dim 80")
+@pytest.fixture
+def two_gpu_backends(monkeypatch):
+    """Registers two backends of one platform, called first and second."""
+    for name in ("first", "second"):
+        monkeypatch.setitem(module.BACKENDS, name, "gpu")
 
 
-def says(name):
-    """A kernel that returns its name and what it was given."""
+def refuses(reason):
+    """A kernel that does not take its arguments."""
+
+    def kernel(*args, **kwargs):
+        raise NotImplementedError(reason)
+
+    return kernel
+
+
+def returns(name):
+    """A kernel that returns its name and its arguments."""
     return lambda x, *, plus=0, interpret: (name, x, plus, interpret)
 
 
-def test_the_platform_s_own_kernel_runs(operation):
-    call = operation(triton=says("triton"), mosaic_tpu=unable)
+def test_the_kernel_of_the_platform_runs(operation):
+    call = operation(triton=returns("triton"), mosaic_tpu=refuses("head_dim 80"))
     assert call(3, plus=1) == ("triton", 3, 1, False)
     assert module.implementation("double") == ("triton", "the platform is gpu")
 
 
-def test_the_mesh_around_says_what_is_compiled_for(operation):
-    """Not the machine's own backend: a program may be compiled for devices that are not here."""
+def test_the_platform_is_that_of_the_surrounding_mesh(operation):
+    """The machine's own backend does not count: a program may be compiled for devices that are not here."""
     call = operation(triton=lambda x, *, interpret: 0 * x)
-    mesh = jax.make_mesh((1,), ("model",), devices=jax.devices()[:1])  # CPUs, on a machine that pretends to have a GPU
-    spread = jax.shard_map(call, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
-    assert (spread(jax.numpy.float32(3)), call(3)) == (6, 0)
+    mesh = jax.make_mesh((1,), ("model",), devices=jax.devices()[:1])  # CPUs, although the default backend is a GPU
+    mapped = jax.shard_map(call, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
+    assert (mapped(jax.numpy.float32(3)), call(3)) == (6, 0)
 
 
-def test_without_one_the_reference_runs_and_nothing_is_said(operation):
+def test_without_a_kernel_the_reference_runs_and_nothing_is_said(operation):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert operation(mosaic_tpu=unable)(3, plus=1) == 7
-    assert module.implementation("double") == ("reference", "the platform is gpu, for which there is no kernel")
+        assert operation(mosaic_tpu=refuses("head_dim 80"))(3, plus=1) == 7
+    assert module.implementation("double") == ("reference", "the platform is gpu, which has no kernel")
 
 
-def test_a_kernel_that_cannot_is_announced_once(operation):
-    call = operation(triton=unable)
-    with pytest.warns(UserWarning, match=r"double: no triton kernel.*head_dim 80.*XLA") as said:
+def test_a_refusal_is_warned_of_once(operation):
+    call = operation(triton=refuses("head_dim 80"))
+    with pytest.warns(
+        UserWarning, match=r"double: no kernel .* by triton \(head_dim 80\); using the reference"
+    ) as said:
         assert [call(3), call(4, plus=1)] == [6, 9]
     assert len(said) == 1
     with pytest.warns(UserWarning, match="triple"):
-        assert operation("triple", triton=unable)(1) == 2
+        assert operation("triple", triton=refuses("head_dim 80"))(1) == 2
 
 
-def test_other_errors_of_a_kernel_are_not_swallowed(operation):
+def test_another_reason_is_another_warning(operation):
+    def kernel(x, *, interpret):
+        raise NotImplementedError(f"x = {x}")
+
+    call = operation(triton=kernel)
+    with pytest.warns(UserWarning, match="x = ") as said:
+        assert [call(3), call(4), call(3)] == [6, 8, 6]
+    assert len(said) == 2
+
+
+def test_the_first_of_two_backends_serves(operation, two_gpu_backends):
+    call = operation(first=returns("first"), second=returns("second"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert call(3) == ("first", 3, 0, False)
+    assert module.implementation("double") == ("first", "the platform is gpu, then second")
+
+
+def test_the_order_of_trial_is_that_of_registration_with_the_operation(operation, two_gpu_backends):
+    assert operation(second=returns("second"), mosaic_tpu=returns("tpu"), first=returns("first"))(3)[0] == "second"
+
+
+def test_a_refusal_hands_on_to_the_second_backend(operation, two_gpu_backends):
+    call = operation(first=refuses("head_dim 80"), second=returns("second"))
+    with pytest.warns(UserWarning, match=r"by first \(head_dim 80\); using the second kernel$") as said:
+        assert [call(3, plus=1), call(4)] == [("second", 3, 1, False), ("second", 4, 0, False)]
+    assert len(said) == 1
+
+
+def test_two_refusals_hand_on_to_the_reference(operation, two_gpu_backends):
+    call = operation(first=refuses("head_dim 80"), second=refuses("float16"))
+    match = r"by first \(head_dim 80\), second \(float16\); using the reference in XLA$"
+    with pytest.warns(UserWarning, match=match) as said:
+        assert [call(3), call(3)] == [6, 6]
+    assert len(said) == 1
+
+
+def test_other_errors_of_a_kernel_are_raised(operation, two_gpu_backends):
     def broken(x, *, interpret):
         raise TypeError("a bug")
 
     with pytest.raises(TypeError, match="a bug"):
-        operation(triton=broken)(3)
+        operation(first=broken, second=returns("second"))(3)
 
 
 def test_the_environment_and_a_context_choose(operation, monkeypatch):
-    call = operation(triton=says("triton"), mosaic_tpu=says("mosaic_tpu"))
-    other = operation("other", triton=says("triton"))
+    call = operation(triton=returns("triton"), mosaic_tpu=returns("mosaic_tpu"))
+    other = operation("other", triton=returns("triton"))
     monkeypatch.setenv("KVJAX_KERNELS", "reference")
     assert call(3) == 6
     assert module.implementations()["double"] == ("reference", "KVJAX_KERNELS asks for it")
@@ -101,18 +152,16 @@ def test_the_environment_and_a_context_choose(operation, monkeypatch):
         with pallas_kernels.use("mosaic_tpu-interpret"):
             assert call(3) == ("mosaic_tpu", 3, 0, True)
             assert other(3) == 6
+            asks = "kvjax.pallas_kernels.use asks for"
             assert module.implementations() == {
-                "double": ("mosaic_tpu-interpret", "kvjax.pallas_kernels.use asks for it"),
-                "other": (
-                    "reference",
-                    "kvjax.pallas_kernels.use asks for mosaic_tpu-interpret, of which there is none",
-                ),
+                "double": ("mosaic_tpu-interpret", f"{asks} it"),
+                "other": ("reference", f"{asks} mosaic_tpu-interpret, which this operation does not have"),
             }
         assert call(3) == ("triton", 3, 0, False)
     assert call(3) == 6
 
 
-def test_functions_under_jit_are_traced_again_where_the_choice_differs(operation):
+def test_functions_under_jit_are_traced_again_for_another_choice(operation):
     call = jax.jit(operation(triton=lambda x, *, interpret: x * (-1 if interpret else 1)))
     x = jnp.float32(3)
     assert call(x) == 3
@@ -124,10 +173,10 @@ def test_functions_under_jit_are_traced_again_where_the_choice_differs(operation
 
 
 def test_unknown_choices_are_refused_by_name(operation, monkeypatch):
-    accepted = "'cuda'; accepted are default, reference, triton-interpret, mosaic_tpu-interpret"
-    with pytest.raises(ValueError, match=f"use: kernels {accepted}"):
+    expected = "kernels='cuda': expected one of default, reference, triton-interpret, mosaic_tpu-interpret"
+    with pytest.raises(ValueError, match=f"use: {expected}"):
         pallas_kernels.use("cuda")
     call = operation()
     monkeypatch.setenv("KVJAX_KERNELS", "cuda")
-    with pytest.raises(ValueError, match=f"KVJAX_KERNELS: kernels {accepted}"):
+    with pytest.raises(ValueError, match=f"KVJAX_KERNELS: {expected}"):
         call(3)

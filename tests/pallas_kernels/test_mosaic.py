@@ -17,16 +17,18 @@ from kvjax.models import Decoder
 from kvjax.pallas_kernels import QuantizedArray, use
 from tests.dense import assert_close, attention, context, left_padded
 from tests.pallas_kernels.cases import (
-    ASKED_CASES,
+    EXTRA_CASES,
     PROMPT_CASES,
-    QUANTIZED_ASKED_CASES,
     QUANTIZED_CASES,
+    QUANTIZED_EXTRA_CASES,
     QUANTIZED_SEGMENT_CASES,
     SEGMENT_CASES,
     SLOT_CASES,
     TOLERANCE,
     WINDOW_CASES,
-    check_asked,
+)
+from tests.pallas_kernels.checks import (
+    check_extra,
     check_prompt,
     check_segments,
     check_slots,
@@ -42,7 +44,7 @@ by_position = import_module("kvjax.pallas_kernels.prompt_attention.mosaic_by_pos
 
 
 def jitted(kernel, **options):
-    """The interpreted kernel under jit, with what must be static given by keyword."""
+    """Returns the interpreted kernel under jit. Arguments by keyword are static, except for arrays."""
 
     def call(*arrays, bias=None, lse=None, asked=None, **static):
         extra = {name: x for name, x in (("bias", bias), ("lse", lse), ("asked", asked)) if x is not None}
@@ -53,15 +55,15 @@ def jitted(kernel, **options):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """So that small problems have several."""
+    """Small tiles, so that small problems have several."""
     monkeypatch.setattr(slot, "TILE_BYTES", 1)
     monkeypatch.setattr(segment, "TILE_BYTES", 1)
     monkeypatch.setattr(window, "TILE_BYTES", 1 << 16)
     monkeypatch.setattr(window, "BLOCK_Q", 128)
 
 
-def taken(case, check, kernel):
-    """The case itself, or in float32 if it is in float16, of which TPUs know nothing: that is refused."""
+def without_float16(case, check, kernel):
+    """Returns the case, in float32 if it is in float16. The kernel must refuse float16."""
     if case.dtype != "float16":
         return case
     with pytest.raises(NotImplementedError, match="dtypes float16"):
@@ -71,18 +73,18 @@ def taken(case, check, kernel):
 
 @pytest.mark.parametrize("case", SLOT_CASES + QUANTIZED_CASES, ids=str)
 def test_slot_attention(case, small_tiles):
-    check_slots(jitted(slot.slot_attention), taken(case, check_slots, slot.slot_attention), rounded=False)
+    check_slots(jitted(slot.slot_attention), without_float16(case, check_slots, slot.slot_attention), rounded=False)
 
 
-@pytest.mark.parametrize(("case", "count", "reduction"), ASKED_CASES + QUANTIZED_ASKED_CASES)
-def test_slot_attention_asks_besides(case, count, reduction, small_tiles):
-    check_asked(jitted(slot.slot_attention), case, count, reduction)
+@pytest.mark.parametrize(("case", "count", "reduction"), EXTRA_CASES + QUANTIZED_EXTRA_CASES)
+def test_extra_query_rows(case, count, reduction, small_tiles):
+    check_extra(jitted(slot.slot_attention), case, count, reduction)
 
 
 @pytest.mark.parametrize(("case", "lanes"), SEGMENT_CASES, ids=str)
 def test_segment_attention(case, lanes, small_tiles):
     if case.head_dim % 128:
-        with pytest.raises(NotImplementedError, match=f"head_dim {case.head_dim}"):
+        with pytest.raises(NotImplementedError, match=f"heads of {case.head_dim} channels: expected a multiple of 128"):
             check_segments(jitted(segment.segment_attention), case, lanes)
     check_segments(jitted(segment.segment_attention), replace(case, head_dim=128 if case.group < 5 else 256), lanes)
 
@@ -92,10 +94,10 @@ def test_quantized_segments(case, lanes, small_tiles):
     check_segments(jitted(segment.segment_attention), case, lanes, rounded=False)
 
 
-def test_keys_and_values_that_are_not_quantised_alike():
+def test_keys_and_values_of_different_storage_are_refused():
     q, t = jnp.zeros((1, 1, 1, 128)), jnp.zeros((1, 1), jnp.int32)
     k, v = (QuantizedArray.of(q, 8, group) for group in (32, 64))
-    with pytest.raises(NotImplementedError, match="not quantised alike"):
+    with pytest.raises(NotImplementedError, match="expected the same storage"):
         slot.slot_attention(q, k, v, t, t[None], scale=1.0)
     uneven = QuantizedArray.of(q[..., :96], 4, 32)
     with pytest.raises(NotImplementedError, match="3 scales for two halves"):
@@ -104,11 +106,11 @@ def test_keys_and_values_that_are_not_quantised_alike():
 
 @pytest.mark.parametrize("case", WINDOW_CASES, ids=str)
 def test_window_scores(case, small_tiles):
-    check_window(jitted(window.window_scores), taken(case, check_window, window.window_scores))
+    check_window(jitted(window.window_scores), without_float16(case, check_window, window.window_scores))
 
 
 def test_slots_beyond_the_last_visible_tile_are_not_read(small_tiles):
-    """Of 5 tiles a head: not a number in all that follow the bound's tile, and the work list counts the others."""
+    """Each head has 5 tiles. NaN in the tiles after the last visible one does not change the result."""
     rng = np.random.default_rng(0)
     bounds = np.array([[0, 1, 128, 129], [600, 300, 0, 512]])
     q = rng.normal(size=(2, 8, 1, 64)).astype(np.float32)
@@ -127,9 +129,9 @@ def test_slots_beyond_the_last_visible_tile_are_not_read(small_tiles):
 
 @pytest.fixture
 def fetched(monkeypatch):
-    """Filled when a kernel is called: how many blocks of each operand are fetched.
+    """A list that a kernel call fills with the number of blocks that it fetches of each operand.
 
-    That is, as Mosaic does it, whenever a step's block is not that of the step before.
+    Mosaic fetches a block whenever a step's block differs from that of the step before.
     """
     counts, call = [], pl.pallas_call
 
@@ -150,8 +152,8 @@ def fetched(monkeypatch):
     return counts
 
 
-def test_tiles_that_are_fetched(fetched, small_tiles, monkeypatch):
-    """As many as the bound has, of keys and of values; of what is empty one, as no step can go without."""
+def test_only_visible_tiles_are_fetched(fetched, small_tiles, monkeypatch):
+    """Kernels fetch the tiles up to the last visible one, of keys and of values, and one tile of an empty head."""
     bounds = np.array([[0, 1, 128, 129], [600, 300, 0, 512]])
     tiles = np.maximum(-(-bounds // 128), 1).sum()
     q, k = jnp.zeros((2, 8, 1, 128)), jnp.zeros((2, 4, 600, 128))
@@ -160,7 +162,7 @@ def test_tiles_that_are_fetched(fetched, small_tiles, monkeypatch):
     slot.slot_attention(q, k, k, jnp.full((2, 1), 700), positions, scale=0.1, interpret=True)
     assert fetched[2:4] == [tiles, tiles]
     fetched.clear()
-    # Segments one after another in one lane.
+    # The segments of all heads lie one after another in one lane.
     bounds = np.array([[16, 1, 128, 129], [600, 300, 40, 512]])
     sizes, pool = bounds + -bounds % 16, jnp.zeros((2, 1, 2048, 128))
     start = jnp.asarray(np.cumsum(sizes, axis=1) - sizes)
@@ -168,9 +170,9 @@ def test_tiles_that_are_fetched(fetched, small_tiles, monkeypatch):
     segment.segment_attention(q, pool, pool, *given, scale=0.1, interpret=True)
     assert fetched[2:4] == [np.sum(-(-bounds // 128))] * 2
     fetched.clear()
-    # 256 queries in two blocks after 300 cached slots: of 5 tiles of 128, the first sees 4 and the second all.
-    monkeypatch.setattr(by_position, "ROWS", 1)
-    monkeypatch.setattr(by_position, "KEYS", 128)
+    # 256 queries in two blocks follow 300 cached slots. The first block sees 4 of 5 tiles of 128, the second sees all.
+    monkeypatch.setattr(by_position, "BLOCK_ROWS", 1)
+    monkeypatch.setattr(by_position, "MOST_TILE_KEYS", 128)
     q, k, t = jnp.zeros((1, 2, 256, 128)), jnp.zeros((1, 2, 556, 128)), jnp.arange(300, 556)[None]
     p = jnp.broadcast_to(jnp.arange(556), (1, 2, 556))
     prompt.prompt_attention(q, k, k, t, p, scale=0.1, interpret=True)
@@ -179,7 +181,7 @@ def test_tiles_that_are_fetched(fetched, small_tiles, monkeypatch):
 
 @pytest.mark.parametrize(("tokens", "size"), [(17, 5), (300, 300), (2100, 130), (16_500, 700)])
 def test_top_tokens_equal_a_stable_sort(tokens, size):
-    """Rows: ordinary scores, few values with many ties, nothing eligible, all wanted; positions in any order."""
+    """Heads have ordinary scores, many ties, no score above -inf, or all scores wanted. Positions have any order."""
     rng = np.random.default_rng(tokens)
     scores = rng.normal(size=(2, 4, tokens)).astype(np.float32)
     scores[0, 1] = rng.integers(-1, 2, tokens) * 0.0  # 0.0 and -0.0 are equal
@@ -203,7 +205,7 @@ def test_top_tokens_equal_a_stable_sort(tokens, size):
     ("dtype", "group", "window"), [("float32", 4, None), ("float32", 1, 30), ("bfloat16", 7, None)]
 )
 def test_prompt_attention(dtype, group, window):
-    """Rows: full, padded on the left, without a single token; over more than a tile, and not a multiple of it."""
+    """Rows are full, padded on the left, and without tokens. N is more than a tile and no multiple of it."""
     rng = np.random.default_rng(group)
     N = 150
     q = rng.normal(size=(3, 2 * group, N, 64)).astype(dtype)
@@ -222,15 +224,15 @@ def test_prompt_attention(dtype, group, window):
 
 @pytest.mark.parametrize(("case", "slots"), PROMPT_CASES, ids=str)
 def test_prompts_over_cached_slots(case, slots, monkeypatch):
-    """And those with a bias, in several blocks of queries and tiles of keys."""
-    monkeypatch.setattr(by_position, "ROWS", 1)
-    monkeypatch.setattr(by_position, "KEYS", 128)
+    """Cached slots and biases, with several blocks of queries and tiles of keys."""
+    monkeypatch.setattr(by_position, "BLOCK_ROWS", 1)
+    monkeypatch.setattr(by_position, "MOST_TILE_KEYS", 128)
     check_prompt(jitted(prompt.prompt_attention), case, slots)
 
 
-@pytest.mark.filterwarnings("error::UserWarning")  # a fallback would be announced
-def test_a_policy_of_segments_takes_every_kernel():
-    """With heads as wide as a TPU's lanes: the same tokens as without kernels."""
+@pytest.mark.filterwarnings("error::UserWarning")  # dispatch would warn of a fallback
+def test_a_policy_of_segments_uses_every_kernel():
+    """With heads that fill vector lanes, every kernel serves, and tokens are the same as without kernels."""
     config = replace(decoder().config, head_dim=128, windows=(None, None))
     params = Decoder(config, nnx.Rngs(0), jnp.float32)
     prompts = np.random.default_rng(0).integers(0, VOCAB, (2, 70))

@@ -1,4 +1,4 @@
-"""Whole policies with a backend's kernels, interpreted on a CPU, against the same without, token for token."""
+"""Policies with the kernels of a backend, interpreted on a CPU, against policies without kernels: the same tokens."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax.hlo import COLLECTIVES
+from kvjax.aot.hlo import COLLECTIVES
 from kvjax.models import Decoder
 from kvjax.pallas_kernels import slot_attention, top_tokens, use, window_scores
 from tests.tiny import VOCAB, decoder
@@ -37,7 +37,7 @@ def test_the_same_tokens(policy: str, kernels: str) -> None:
     np.testing.assert_array_equal(got.tokens, expected.tokens)
 
 
-@pytest.mark.filterwarnings("error::UserWarning")  # a fallback would be announced
+@pytest.mark.filterwarnings("error::UserWarning")  # dispatch would warn of a fallback
 @pytest.mark.parametrize("kernels", INTERPRETED)
 def test_the_same_tokens_after_chunks_and_turns(kernels: str) -> None:
     options = {"policy": kvjax.policies.parse("snapkv:budget=16,window=4"), "chunk": 10, "max_new_tokens": 4}
@@ -51,13 +51,13 @@ def test_the_same_tokens_after_chunks_and_turns(kernels: str) -> None:
     np.testing.assert_array_equal(*tokens)
 
 
-@pytest.mark.filterwarnings("error::UserWarning")  # a fallback would be announced
+@pytest.mark.filterwarnings("error::UserWarning")  # dispatch would warn of a fallback
 @pytest.mark.parametrize("kernels", INTERPRETED)
 @pytest.mark.parametrize(
     "policy", ["snapkv,policy.budget=48,policy.window=4,bits=8", "dynamickv,policy.budget=48,bits=4"]
 )
-def test_the_same_tokens_of_codes(policy: str, kernels: str) -> None:
-    """In slots and in segments, with heads as wide as a TPU's lanes."""
+def test_the_same_tokens_of_quantised_caches(policy: str, kernels: str) -> None:
+    """Quantised caches of slots and of segments, with heads that fill a TPU's vector lanes."""
     config = replace(decoder().config, head_dim=128, windows=(None, None))
     params, prompts = Decoder(config, nnx.Rngs(0), jnp.float32), np.random.default_rng(0).integers(0, VOCAB, (2, 70))
     options = {"policy": kvjax.policies.parse(f"quantize:policy={policy}"), "max_new_tokens": 6}
@@ -70,8 +70,8 @@ def test_the_same_tokens_of_codes(policy: str, kernels: str) -> None:
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 @pytest.mark.parametrize("kernels", INTERPRETED)
-def test_spread_over_a_mesh(kernels: str) -> None:
-    """The same results, and nothing is communicated."""
+def test_kernels_on_a_mesh(kernels: str) -> None:
+    """Kernels in `shard_map` give the same results and communicate nothing."""
     rng = np.random.default_rng(1)
     B, H, G, S, D = 2, 2, 2, 20, 16
     q = rng.normal(size=(B, H * G, 1, D)).astype(np.float32)
@@ -84,7 +84,7 @@ def test_spread_over_a_mesh(kernels: str) -> None:
         return out, scores, top_tokens(scores, jnp.arange(S) + 0 * p, jnp.full(p.shape[:2], 5), size=6)
 
     head, row = jax.P("data", "model"), jax.P("data")
-    spread = jax.shard_map(
+    mapped = jax.shard_map(
         step,
         mesh=kvjax.make_mesh(data=2, model=2, devices=jax.devices()[:4]),
         in_specs=(head, head, head, head, row),
@@ -92,7 +92,7 @@ def test_spread_over_a_mesh(kernels: str) -> None:
         check_vma=False,
     )
     with use(kernels):
-        compiled = jax.jit(spread).lower(q, k, v, p, t).compile()
+        compiled = jax.jit(mapped).lower(q, k, v, p, t).compile()
     assert not [name for name in COLLECTIVES if f" {name}(" in compiled.as_text()]
     with use("reference"):
         expected = jax.jit(step)(q, k, v, p, t)

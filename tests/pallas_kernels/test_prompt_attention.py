@@ -1,4 +1,4 @@
-"""Blocked prompt attention against float64 softmax attention."""
+"""The reference of prompt attention against float64 softmax attention."""
 
 import importlib
 
@@ -38,14 +38,14 @@ def problem(rng, group, new, slots, lengths, past, dtype=np.float32):
     ],
 )
 def test_attends_to_slots_in_any_order_and_causally_to_itself(group, new, slots, window):
-    """Rows: full, padded on the left, without a single token. New and cached in and out of step with the tiles."""
+    """Rows are full, padded on the left, and without tokens. Some sizes are multiples of the tiles, some are not."""
     rng = np.random.default_rng(group * 100 + new)
     q, k, v, t, p = problem(rng, group, new, slots, [new, (new + 1) // 2, 0], [50, 7, 20])
     out, lse = compiled(prompt_attention, q, k, v, t, p, scale=0.5, window=window)
     weights, expected_lse, _ = attention(q, k, t, p, 0.5, window)
     assert_close(out, context(weights, v))
     assert_close(lse, expected_lse)
-    assert not np.any(out[2]), "a row that sees nothing has no context"
+    assert not np.any(out[2]), "the context of a row that sees nothing is 0"
 
 
 def test_a_bias_is_added_to_the_logits_of_its_entry():
@@ -58,19 +58,19 @@ def test_a_bias_is_added_to_the_logits_of_its_entry():
     assert_close(lse, expected_lse)
 
 
-def test_bfloat16_is_as_good_as_its_inputs():
+def test_bfloat16_is_as_accurate_as_its_inputs():
     rng = np.random.default_rng(0)
     q, k, v, t, p = problem(rng, 4, 21, 19, [21, 9], [30, 12], jnp.bfloat16)
     out, lse = compiled(prompt_attention, *map(jnp.asarray, (q, k, v)), t, p, scale=0.25)
     assert out.dtype == jnp.bfloat16
     assert lse.dtype == jnp.float32
     weights, expected_lse, _ = attention(q, k, t, p, 0.25)
-    assert_close(lse, expected_lse, 1e-5, 1e-4)  # the scale is a power of two: products are exact in float32
+    assert_close(lse, expected_lse, 1e-5, 1e-4)  # the scale is a power of two, so products are exact in float32
     assert_close(out, context(weights, v), 1e-2, 2e-2)
 
 
 def test_huge_logits_neither_overflow_nor_vanish():
-    """Integers times powers of two, so that logits up to some 1e5 are exact in float32."""
+    """Inputs are integers times powers of two, so that logits up to 1e5 are exact in float32."""
     rng = np.random.default_rng(1)
     q, k, v, t, p = problem(rng, 2, 30, 11, [30, 17], [20, 9])
     q, k = (64.0 * np.round(x * 2) for x in (q, k))
@@ -81,8 +81,8 @@ def test_huge_logits_neither_overflow_nor_vanish():
     assert_close(lse, expected_lse)
 
 
-def test_tiles_do_not_show(monkeypatch):
-    """The shipped tile sizes against small ones on the same problem, longer than one shipped tile."""
+def test_tile_sizes_do_not_matter(monkeypatch):
+    """The default tile sizes against small ones, on a problem of more than one default tile."""
     rng = np.random.default_rng(2)
     q, k, v, t, p = problem(rng, 1, 300, 530, [300, 130], [600, 40])
     small = compiled(prompt_attention, q, k, v, t, p, scale=0.5)

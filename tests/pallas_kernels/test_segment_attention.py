@@ -1,4 +1,4 @@
-"""Attention over segments of a pool against float64 softmax attention over each head's own entries."""
+"""The reference of segment attention against float64 softmax attention over each head's own entries."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,14 +7,14 @@ import pytest
 from kvjax.pallas_kernels import PAGE, QuantizedArray, segment_attention
 from tests.dense import assert_close, attention, context
 
-LENGTHS = np.array([[0, 5, 700, 16], [300, 0, 0, 1], [40, 41, 42, 43]])  # of 4 heads in 3 rows
+LENGTHS = np.array([[0, 5, 700, 16], [300, 0, 0, 1], [40, 41, 42, 43]])  # entries per segment: 3 batch rows, 4 kv heads
 
 
 def pool(rng, lanes, dtype=np.float32):
-    """(k, v, positions, start, the same of each head as [B, H, S, ...]), with noise where nothing is held."""
+    """Returns (k, v, positions, start, [k, v, positions] per head as [B, H, S, ...]). Empty rows hold noise."""
     B, H = LENGTHS.shape
     S, J = LENGTHS.max(), H // lanes
-    sizes = -(-LENGTHS // PAGE) * PAGE + PAGE * (np.arange(H) % 2)  # some have room left
+    sizes = -(-LENGTHS // PAGE) * PAGE + PAGE * (np.arange(H) % 2)  # some segments have empty rows
     T = sizes.reshape(B, lanes, J).sum(-1).max() + PAGE
     k, v = (rng.normal(size=(B, lanes, T, 8)).astype(dtype) for _ in range(2))
     positions = rng.integers(0, 50, (B, lanes, T)).astype(np.int32)
@@ -26,14 +26,14 @@ def pool(rng, lanes, dtype=np.float32):
             place = slice(start[b, h], start[b, h] + LENGTHS[b, h])
             positions[b, h // J, place] = rng.permutation(LENGTHS[b, h]) - (rng.random(LENGTHS[b, h]) < 0.1) * 1000
             positions[b, h // J] = np.maximum(positions[b, h // J], -1)
-            for whole, x in zip(dense, (k, v, positions), strict=True):
-                whole[b, h, : LENGTHS[b, h]] = x[b, h // J, place]
+            for of_head, x in zip(dense, (k, v, positions), strict=True):
+                of_head[b, h, : LENGTHS[b, h]] = x[b, h // J, place]
     return k, v, positions, start, dense
 
 
 @pytest.mark.parametrize(("group", "queries", "lanes"), [(1, 1, 4), (4, 3, 1), (7, 1, 2), (2, 2, 1)])
 @pytest.mark.parametrize("window", [None, 60])
-def test_each_head_attends_to_its_own(group, queries, lanes, window):
+def test_each_head_attends_to_its_own_segment(group, queries, lanes, window):
     rng = np.random.default_rng(group)
     k, v, positions, start, (dense_k, dense_v, dense_p) = pool(rng, lanes)
     t = np.array([[720], [310], [-1]]) + np.where(np.arange(queries) > 0, np.arange(queries), 0)
@@ -44,25 +44,25 @@ def test_each_head_attends_to_its_own(group, queries, lanes, window):
     assert_close(out, context(weights, dense_v))
     assert_close(lse, expected_lse)
     assert not np.any(out[2])
-    assert not np.any(out[0, :group])  # a head that holds nothing
+    assert not np.any(out[0, :group])  # an empty segment
     assert np.all(np.isneginf(lse[0, :group]))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_codes_give_what_their_numbers_give(bits):
+def test_quantised_entries_give_the_results_of_their_numbers(bits):
     rng = np.random.default_rng(bits)
     k, v, positions, start, _ = pool(rng, 2)
     codes = [QuantizedArray.of(jnp.asarray(x), bits, 4) for x in (k, v)]
     q, t = rng.normal(size=(3, 8, 1, 8)).astype(np.float32), np.array([[720], [310], [50]])
     got, same = (
-        segment_attention(q, *held, t, positions, start, LENGTHS, scale=0.5)
-        for held in (codes, [x.dequantized() for x in codes])
+        segment_attention(q, *stored, t, positions, start, LENGTHS, scale=0.5)
+        for stored in (codes, [x.dequantized() for x in codes])
     )
     for x, y in zip(got, same, strict=True):
         np.testing.assert_array_equal(x, y)
 
 
-def test_bfloat16_is_as_good_as_its_inputs():
+def test_bfloat16_is_as_accurate_as_its_inputs():
     rng = np.random.default_rng(3)
     k, v, positions, start, (dense_k, dense_v, dense_p) = pool(rng, 2, jnp.bfloat16)
     q = rng.normal(size=(3, 8, 1, 8)).astype(jnp.bfloat16)
@@ -75,7 +75,7 @@ def test_bfloat16_is_as_good_as_its_inputs():
 
 
 def test_a_bias_multiplies_weights():
-    """ln 2 on a key is a second key like it (E5)."""
+    """A bias of ln 2 on a key counts it twice (equation E5)."""
     k = np.zeros((1, 1, 2 * PAGE, 8), np.float32)
     k[0, 0, 1] = 1
     v = np.arange(2 * PAGE, dtype=np.float32)[None, None, :, None] * np.ones(8, np.float32)
@@ -88,7 +88,7 @@ def test_a_bias_multiplies_weights():
     assert_close(lse, np.log([[[3.0]]]))
 
 
-def test_nothing_at_all():
+def test_empty_segments_give_no_context():
     rng = np.random.default_rng(1)
     k, v, positions, start, _ = pool(rng, 4)
     q = rng.normal(size=(3, 4, 1, 8)).astype(np.float32)

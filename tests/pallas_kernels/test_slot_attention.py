@@ -1,4 +1,4 @@
-"""Decode attention against float64 softmax attention."""
+"""The reference of slot attention against float64 softmax attention."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,7 +6,8 @@ import pytest
 
 from kvjax.pallas_kernels import QuantizedArray, slot_attention
 from tests.dense import assert_close, attention, context, entries
-from tests.pallas_kernels.cases import ASKED_CASES, FOLDS, check_asked, received
+from tests.pallas_kernels.cases import EXTRA_CASES
+from tests.pallas_kernels.checks import FOLDS, check_extra, received
 
 
 @pytest.mark.parametrize("window", [None, 6])
@@ -19,11 +20,11 @@ def test_attends_to_slots_in_any_order(group, queries, window):
     t[2] = -1  # a finished row
     q = rng.normal(size=(3, 2 * group, queries, 8)).astype(np.float32)
     weights, expected_lse, _ = attention(q, k, t, p, 0.5, window)
-    for how in FOLDS:
-        out, lse, got, _ = slot_attention(q, k, v, t, p, scale=0.5, window=window, received=how)
+    for kind in FOLDS:
+        out, lse, got, _ = slot_attention(q, k, v, t, p, scale=0.5, window=window, received=kind)
         assert_close(out, context(weights, v))
         assert_close(lse, expected_lse)
-        assert_close(got, received(weights, 2, how))
+        assert_close(got, received(weights, 2, kind))
     assert not np.any(out[2])
     assert not np.any(got[2])
     assert slot_attention(q, k, v, t, p, scale=0.5, window=window)[2:] == (None, None)
@@ -41,19 +42,19 @@ def test_a_bias_is_added_to_the_logits_of_its_slot():
     assert_close(got, received(weights, 2, "sum"))
 
 
-@pytest.mark.parametrize(("case", "count", "reduction"), [case for case in ASKED_CASES if case[0].dtype == "float32"])
-def test_queries_that_are_asked_besides(case, count, reduction):
-    check_asked(slot_attention, case, count, reduction)
+@pytest.mark.parametrize(("case", "count", "reduction"), [case for case in EXTRA_CASES if case[0].dtype == "float32"])
+def test_extra_query_rows(case, count, reduction):
+    check_extra(slot_attention, case, count, reduction)
 
 
 @pytest.mark.parametrize(("bits", "per_scale"), [(8, 8), (8, 2), (4, 4), (4, 8)])
-def test_codes_give_what_their_numbers_give(bits, per_scale):
+def test_quantised_entries_give_the_results_of_their_numbers(bits, per_scale):
     rng = np.random.default_rng(bits)
     k, v, p = entries(rng, 2, 2, 19, [40, 9])
     codes = [QuantizedArray.of(jnp.asarray(x), bits, per_scale) for x in (k, v)]
     numbers = [x.dequantized() for x in codes]
     q, t = rng.normal(size=(2, 8, 1, 8)).astype(np.float32), np.array([[40], [9]])
-    got, same = (slot_attention(q, *held, t, p, scale=0.5, received="max")[:3] for held in (codes, numbers))
+    got, same = (slot_attention(q, *stored, t, p, scale=0.5, received="max")[:3] for stored in (codes, numbers))
     for x, y in zip(got, same, strict=True):
         np.testing.assert_array_equal(x, y)
     weights, expected_lse, _ = attention(q, numbers[0], t, p, 0.5)
@@ -61,7 +62,7 @@ def test_codes_give_what_their_numbers_give(bits, per_scale):
     assert_close(got[1], expected_lse)
 
 
-def test_bfloat16_is_as_good_as_its_inputs():
+def test_bfloat16_is_as_accurate_as_its_inputs():
     rng = np.random.default_rng(3)
     k, v, p = entries(rng, 2, 2, 33, [60, 60], jnp.bfloat16)
     q = rng.normal(size=(2, 8, 1, 8)).astype(jnp.bfloat16)

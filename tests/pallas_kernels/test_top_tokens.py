@@ -1,4 +1,4 @@
-"""Exact top-k against a stable sort."""
+"""The reference of exact top-k against a stable sort."""
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ jitted = jax.jit(top_tokens, static_argnames="size")
 
 
 def by_sorting(scores, positions, count):
-    """Indices of the largest scores above -inf, ties to the earlier position, in ascending order."""
+    """Returns the ascending indices of the largest scores above -inf, ties to the earlier position."""
     eligible = [i for i in range(len(scores)) if scores[i] > -np.inf]
     return sorted(sorted(eligible, key=lambda i: (-scores[i], positions[i]))[:count])
 

@@ -1,4 +1,4 @@
-"""The GPU kernels, interpreted on a CPU, against float64 and against their references."""
+"""The Triton kernels, interpreted on a CPU, against float64 and against their references."""
 
 from functools import partial
 from importlib import import_module
@@ -12,16 +12,18 @@ import pytest
 from kvjax.pallas_kernels import QuantizedArray
 from kvjax.pallas_kernels.blocks import Blocks
 from tests.pallas_kernels.cases import (
-    ASKED_CASES,
+    EXTRA_CASES,
     PROMPT_CASES,
-    QUANTIZED_ASKED_CASES,
     QUANTIZED_CASES,
+    QUANTIZED_EXTRA_CASES,
     QUANTIZED_SEGMENT_CASES,
     SEGMENT_CASES,
     SLOT_CASES,
     WINDOW_CASES,
     Case,
-    check_asked,
+)
+from tests.pallas_kernels.checks import (
+    check_extra,
     check_prompt,
     check_segments,
     check_slots,
@@ -43,7 +45,7 @@ attention, slot, segment, window, top, prompt = (
 
 
 def jitted(kernel, **options):
-    """The interpreted kernel under jit, with what must be static given by keyword."""
+    """Returns the interpreted kernel under jit. Arguments by keyword are static, except for arrays."""
 
     def call(*arrays, bias=None, lse=None, asked=None, **static):
         extra = {name: x for name, x in (("bias", bias), ("lse", lse), ("asked", asked)) if x is not None}
@@ -57,9 +59,9 @@ def test_slot_attention(case):
     check_slots(jitted(slot.slot_attention), case)
 
 
-@pytest.mark.parametrize(("case", "count", "reduction"), ASKED_CASES + QUANTIZED_ASKED_CASES)
-def test_slot_attention_asks_besides(case, count, reduction):
-    check_asked(jitted(slot.slot_attention), case, count, reduction)
+@pytest.mark.parametrize(("case", "count", "reduction"), EXTRA_CASES + QUANTIZED_EXTRA_CASES)
+def test_extra_query_rows(case, count, reduction):
+    check_extra(jitted(slot.slot_attention), case, count, reduction)
 
 
 @pytest.mark.parametrize(("case", "lanes"), SEGMENT_CASES + QUANTIZED_SEGMENT_CASES, ids=str)
@@ -68,19 +70,21 @@ def test_segment_attention(case, lanes):
 
 
 @pytest.mark.parametrize("case", WINDOW_CASES, ids=str)
-def test_window_scores(case):
-    """With a GPU's tiles where queries are few, and small ones, of which there are several, where they are not."""
-    blocks = Blocks(16, 16, warps=1, stages=1) if case.queries >= 20 else None
-    check_window(jitted(window.window_scores, blocks=blocks), case)
+def test_window_scores(case, monkeypatch):
+    """Few queries use the tile sizes of a GPU. Many queries use small tiles, so that there are several."""
+    if case.queries >= 20:
+        monkeypatch.setattr(window, "score_blocks", lambda rows, k: Blocks(16, 16, warps=1, stages=1))
+    check_window(jitted(window.window_scores), case)
 
 
 SPECIAL = [-np.inf, np.inf, -0.0, 0.0, 1.0, -1.0, 1e-30, 3.4e38, -3.4e38]
 
 
 @pytest.mark.parametrize(("tile", "size"), [(16, 40), (16, 5), (64, 40), (64, 7)])
-def test_top_tokens_equals_the_reference(tile, size):
-    """One tile and several, of scores with ties, signed zeros and infinities, in rows that are short and empty."""
-    kernel = jax.jit(partial(top.top_tokens, size=size, tile=tile, interpret=True))
+def test_top_tokens_equals_the_reference(tile, size, monkeypatch):
+    """One tile and several. Scores have ties, signed zeros and infinities; some heads have none that may be chosen."""
+    monkeypatch.setattr(top, "TILE", tile)
+    kernel = jax.jit(partial(top.top_tokens, size=size, interpret=True))
     reference = jax.jit(partial(reference_of("top_tokens"), size=size))
     rng = np.random.default_rng(tile + size)
     for _ in range(20):
@@ -98,8 +102,8 @@ def test_prompt_attention(case, slots):
 
 
 @pytest.mark.parametrize("window", [None, 9])
-def test_what_cudnn_is_asked(monkeypatch, window):
-    """Rows that begin at the left, in the library's terms; what it leaves beyond their ends does not matter."""
+def test_arguments_of_cudnn(monkeypatch, window):
+    """cuDNN gets rows that begin at the left. What it writes beyond their ends does not matter."""
     cudnn = import_module("jax._src.cudnn.fused_attention_stablehlo")
 
     def library(q, k, v, *, q_seqlen, kv_seqlen, scale, mask_type, qkv_layout, sliding_window_length, return_residual):
@@ -116,41 +120,42 @@ def test_what_cudnn_is_asked(monkeypatch, window):
     check_prompt(prompt.prompt_attention, Case(64, 4, 40, 0, "bfloat16", window=window), 0)
 
 
-def test_without_cudnn_prompts_are_read_by_triton(monkeypatch):
-    asked = []
+def test_without_cudnn_the_triton_kernel_reads_prompts(monkeypatch):
+    calls = []
 
     def missing(*arrays, **options):
-        asked.append(options["scale"])
+        calls.append(options["scale"])
         raise RuntimeError("cuDNN is not detected.")
 
     monkeypatch.setattr(prompt, "by_cudnn", missing)
-    monkeypatch.setattr(prompt, "attend", lambda *arrays, interpret, **options: asked.append("attend") or 1 / 0)
+    monkeypatch.setattr(prompt, "attend", lambda *arrays, interpret, **options: calls.append("attend") or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         check_prompt(prompt.prompt_attention, Case(64, 4, 40, 0, "bfloat16"), 0)
-    assert asked[1:] == ["attend"]
+    assert calls[1:] == ["attend"]
 
 
 @pytest.mark.parametrize("bound", [1, 64, 65, 200])
 def test_tiles_beyond_the_last_occupied_slot_are_not_read(bound):
-    """Values that are not numbers spoil all that a tile of them is part of: up to the bound, and nothing after it."""
+    """NaN values in the last tile that is read make the context NaN. NaN values after it do not."""
     rng = np.random.default_rng(bound)
     tile, slots = 32, 256
     q = rng.normal(size=(1, 2, 1, 128)).astype(np.float32)
     k, v = rng.normal(size=(2, 1, 1, slots, 128)).astype(np.float32)
     p = np.where(np.arange(slots) < bound, np.arange(slots), -1)[None, None]
     read = -(-bound // tile) * tile
-    assert attention.blocks_for(2, k).slots == tile
+    assert attention.attend_blocks(2, k).slots == tile
     kernel = jax.jit(partial(slot.slot_attention, scale=0.1, interpret=True))
-    for first, spoilt in ((read, False), (read - 1, True)):
+    for first, is_nan in ((read, False), (read - 1, True)):
         values = np.where(np.arange(slots)[:, None] < first, v, np.nan)
         out, *_ = kernel(q, k, values, np.full((1, 1), slots), p)
-        assert np.isnan(out).all() == spoilt == np.isnan(out).any()
+        assert np.isnan(out).all() == is_nan == np.isnan(out).any()
 
 
 @pytest.mark.parametrize(
-    ("capability", "reason"), [("7.5", r"compute capability 7\.5; 8\.0 or more"), ("gfx942", "gfx942; NVIDIA's")]
+    ("capability", "reason"),
+    [("7.5", r"compute capability 7\.5: expected 8\.0 or more"), ("gfx942", "gfx942: expected an NVIDIA GPU")],
 )
-def test_gpus_that_they_are_not_for(monkeypatch, capability, reason):
+def test_other_gpus_are_refused(monkeypatch, capability, reason):
     monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(compute_capability=capability)])
     q, t = jnp.zeros((1, 1, 1, 8)), jnp.zeros((1, 1), jnp.int32)
     with pytest.raises(NotImplementedError, match=reason):
@@ -162,25 +167,27 @@ def test_gpus_that_they_are_not_for(monkeypatch, capability, reason):
 @pytest.mark.parametrize(
     ("dtypes", "channels", "reason"),
     [
-        (("float32", "bfloat16"), 8, "dtypes bfloat16, float32; one of"),
-        (("int8", "int8"), 8, "dtypes int8; one of"),
-        (("float32", "float32"), 264, "heads of 264 channels; at most 256"),
+        (("float32", "bfloat16"), 8, "dtypes bfloat16, float32: expected one of"),
+        (("int8", "int8"), 8, "dtypes int8: expected one of"),
+        (("float32", "float32"), 264, "heads of 264 channels: expected at most 256"),
     ],
 )
-def test_arguments_that_they_do_not_take(dtypes, channels, reason):
+def test_other_arguments_are_refused(dtypes, channels, reason):
     q, k = (jnp.zeros((1, 1, 1, channels), dtype) for dtype in dtypes)
     t = jnp.zeros((1, 1), jnp.int32)
     with pytest.raises(NotImplementedError, match=reason):
         slot.slot_attention(q, k, k, t, t[None], scale=1.0)
-    with pytest.raises(NotImplementedError, match="not plain arrays"):
+    with pytest.raises(NotImplementedError, match="values of type list: expected plain arrays"):
         segment.segment_attention(q, [k], [k], t, t[None], t, t, scale=1.0)
 
 
 @pytest.mark.parametrize(("bits", "channels", "least"), [(8, 96, 16), (8, 8, 16), (4, 16, 32)])
-def test_codes_of_which_no_tile_can_be_made(bits, channels, least):
+def test_codes_that_do_not_fill_a_tile_are_refused(bits, channels, least):
     q, t = jnp.zeros((1, 1, 1, channels)), jnp.zeros((1, 1), jnp.int32)
     k = QuantizedArray.of(q, bits, channels)
-    with pytest.raises(NotImplementedError, match=f"{channels} channels in {bits} bits; powers of two from {least} on"):
+    with pytest.raises(
+        NotImplementedError, match=f"{channels} channels in {bits} bits: expected a power of two >= {least}"
+    ):
         slot.slot_attention(q, k, k, t, t[None], scale=1.0)
-    with pytest.raises(NotImplementedError, match="not plain arrays"):
+    with pytest.raises(NotImplementedError, match="QuantizedArray: expected plain arrays"):
         window.window_scores(q, k, t, t[None], scale=1.0)

@@ -1,4 +1,4 @@
-"""Attention received from a window of queries against float64 weights held in full."""
+"""The reference of window scores against reductions of float64 attention weights."""
 
 import importlib
 import itertools
@@ -9,7 +9,7 @@ import pytest
 
 from kvjax.pallas_kernels import Reduction, window_scores
 from tests.dense import assert_close, attention, compiled, entries, left_padded
-from tests.pallas_kernels.cases import reduced
+from tests.pallas_kernels.checks import reduced
 
 reference = importlib.import_module("kvjax.pallas_kernels.window_scores.reference")
 REDUCTIONS = [
@@ -22,11 +22,11 @@ REDUCTIONS = [
 def small_tiles(monkeypatch):
     monkeypatch.setattr(reference, "BLOCK_Q", 8)
     monkeypatch.setattr(reference, "BLOCK_K", 16)
-    monkeypatch.setattr(reference, "TILE", 1)
+    monkeypatch.setattr(reference, "TILE_LOGITS", 1)
 
 
 def problem(rng, group, queries, slots, dtype=np.float32):
-    """Row 0: the last queries of a text; row 1: fewer of them than fit; row 2: none at all."""
+    """Row 0 has the last queries of a prompt, row 1 has three queries after padding, and row 2 has no query."""
     k, _, p = entries(rng, 3, 2, slots, [60, 11, 30], dtype)
     q = rng.normal(size=(3, 2 * group, queries, 8)).astype(dtype)
     t = left_padded([queries, min(3, queries), 0], queries, [40, 8, 0])
@@ -42,12 +42,12 @@ def test_every_reduction_in_both_orders(reduction):
     lse = lse.astype(np.float32) if lse_given else None
     got = compiled(window_scores, q, k, t, p, scale=0.5, window=window, reduction=reduction, lse=lse)
     assert_close(got, reduced(weights, visible, reduction))
-    assert not np.any(got[2]), "no query, no score"
+    assert not np.any(got[2]), "a row without queries scores 0"
 
 
 @pytest.mark.parametrize(("queries", "slots"), [(1, 5), (8, 16), (40, 40), (3, 33)])
 @pytest.mark.parametrize("group", [1, 7])
-def test_groups_and_sizes_out_of_step_with_the_tiles(group, queries, slots):
+def test_groups_and_sizes_that_do_not_fit_the_tiles(group, queries, slots):
     rng = np.random.default_rng(group + queries)
     q, k, t, p = problem(rng, group, queries, slots)
     reduction = Reduction("mean", "max", "group")
@@ -58,7 +58,7 @@ def test_groups_and_sizes_out_of_step_with_the_tiles(group, queries, slots):
 
 
 def test_queries_in_ring_order_and_keys_left_out_of_the_scoring():
-    """As a policy asks for it: rows rotated, and the lse of an attention that saw more keys than are scored."""
+    """A policy passes queries in ring order, and a log-sum-exp over more keys than are scored."""
     rng = np.random.default_rng(5)
     q, k, t, p = problem(rng, 2, 12, 40)
     weights, lse, visible = attention(q, k, t, p, 0.5)
@@ -96,12 +96,12 @@ def test_bfloat16_and_huge_logits():
     q, k = 64 * np.round(2 * q), 64 * np.round(2 * k)
     weights, lse, visible = attention(q, k, t, p, 0.5)
     assert np.abs(lse[np.isfinite(lse)]).max() > 1e4
-    # a log-sum-exp of some 1e4 is itself rounded to 1e-3 in float32
+    # float32 rounds a log-sum-exp of 1e4 to 1e-3.
     assert_close(compiled(window_scores, q, k, t, p, scale=0.5), reduced(weights, visible, Reduction()), 1e-3, 2e-3)
 
 
 def test_all_queries_of_a_causal_prompt_give_all_their_weight(monkeypatch):
-    """With the shipped tiles, over more than one of them: a column sum over all rows, and each row sums to one."""
+    """With several tiles of the default sizes. Scores are column sums, and each row of weights sums to one."""
     monkeypatch.undo()
     rng = np.random.default_rng(7)
     q, k = rng.normal(size=(2, 1, 2, 600, 8)).astype(np.float32)
@@ -115,5 +115,5 @@ def test_all_queries_of_a_causal_prompt_give_all_their_weight(monkeypatch):
 @pytest.mark.parametrize("options", [{"rows": "median"}, {"group": "logits"}, {"first": "keys"}])
 def test_unknown_reductions_are_refused_by_name(options):
     ((name, value),) = options.items()
-    with pytest.raises(ValueError, match=f"{name}='{value}'.*accepted"):
+    with pytest.raises(ValueError, match=f"{name}='{value}': expected"):
         Reduction(**options)

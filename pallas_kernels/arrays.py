@@ -1,4 +1,4 @@
-"""Small array helpers that kernels share."""
+"""Small array functions that kernels and their references have in common."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from jaxtyping import Array, Bool, Int
 Fold = Literal["sum", "mean", "max"]
 
 
-def fold(x: Array, how: Fold, axis: int) -> Array:
-    """Reduces one short axis, entry by entry: a reduction of XLA's CPU backend costs ten times as much."""
+def fold(x: Array, kind: Fold, axis: int) -> Array:
+    """Reduces one short axis, entry by entry. A reduction of XLA's CPU backend takes ten times as long."""
     entries = [jax.lax.index_in_dim(x, i, axis, keepdims=False) for i in range(x.shape[axis])]
-    folded = reduce(jnp.maximum if how == "max" else jnp.add, entries)
-    return folded / len(entries) if how == "mean" else folded
+    folded = reduce(jnp.maximum if kind == "max" else jnp.add, entries)
+    return folded / len(entries) if kind == "mean" else folded
 
 
 def after_last(x: Bool[Array, "... n"]) -> Int[Array, "..."]:
-    """The index after the last true entry; 0 where there is none."""
+    """Returns the index after the last true entry, or 0 if no entry is true."""
     return jnp.max(jnp.where(x, jnp.arange(1, x.shape[-1] + 1, dtype=jnp.int32), 0), axis=-1, initial=0)
 
 
