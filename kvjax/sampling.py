@@ -1,8 +1,10 @@
-"""Samplers: how the next token is drawn from the logits. Pure functions of (logits, keys, seen); no state, no model.
+"""Samplers, which draw the next token from the logits.
 
-A sampler is a frozen dataclass, so it is a static argument of `jax.jit`. The order of the steps is transformers':
-repetition penalty, temperature, top-k, top-p, min-p, draw. At least one token always remains, and tokens that tie at a
-threshold share their fate.
+A sampler is a pure function of (logits, keys, seen). It is a frozen dataclass, so it can be a static argument of
+`jax.jit`. The steps have the order of transformers: repetition penalty, temperature, top-k, top-p, min-p, draw. At
+least one token always remains. Tokens that tie at a threshold are all kept or all removed.
+
+Axes: B batch, N tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,14 +22,17 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key
 
 
 def mark_seen(seen: Bool[Array, "B V"], tokens: Int[Array, "B N"], valid: Bool[Array, "B N"]) -> Bool[Array, "B V"]:
-    """Adds each row's valid `tokens` to the set of tokens it has seen."""
+    """Adds the valid tokens of each row to the tokens that the row has seen."""
     vocabulary = seen.shape[-1]
     rows = jnp.arange(seen.shape[0])[:, None]
     return seen.at[rows, jnp.where(valid, tokens, vocabulary)].set(True, mode="drop")
 
 
 def log_probability(logits: Float[Array, "B V"], tokens: Int[Array, "B"]) -> Float32[Array, "B"]:
-    """The natural log-probability of each row's token under the model itself: softmax(logits), before any sampler."""
+    """Returns the natural log-probability of each row's token under softmax(logits).
+
+    `logits` are the model's own, before any sampler.
+    """
     logits = logits.astype(jnp.float32)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
     return chosen - jax.nn.logsumexp(logits, axis=-1)
@@ -36,26 +41,31 @@ def log_probability(logits: Float[Array, "B V"], tokens: Int[Array, "B"]) -> Flo
 def penalize_repetition(
     logits: Float32[Array, "B V"], seen: Bool[Array, "B V"], penalty: float
 ) -> Float32[Array, "B V"]:
-    """CTRL's penalty (arXiv 1909.05858): positive logits of seen tokens are divided by it, negative ones multiplied."""
+    """Applies the repetition penalty of CTRL (arXiv 1909.05858) to seen tokens.
+
+    It divides their positive logits by `penalty`, and multiplies their negative logits by it.
+    """
     penalized = jnp.where(logits < 0, logits * penalty, logits / penalty)
     return jnp.where(seen, penalized, logits)
 
 
 def keep_top_k(logits: Float32[Array, "B V"], k: int) -> Float32[Array, "B V"]:
-    """Keeps the `k` largest logits of a row and what ties with the smallest of them; the others become -inf."""
+    """Keeps the `k` largest logits of each row and those that tie with the k-th; sets the others to -inf."""
     largest, _ = jax.lax.top_k(logits, min(k, logits.shape[-1]))
-    # Their minimum, not the last of them: XLA sorts whole rows on the CPU where it can merge a slice into the top-k.
+    # The minimum of `largest` is its last entry. XLA on the CPU merges a slice of the last entry into the top-k, and
+    # then sorts whole rows.
     return jnp.where(logits >= jnp.min(largest, axis=-1, keepdims=True), logits, -jnp.inf)
 
 
 def keep_top_p(logits: Float32[Array, "B V"], p: float) -> Float32[Array, "B V"]:
-    """Nucleus sampling (arXiv 1904.09751): keeps a token if those more probable than it sum to less than `p`.
+    """Nucleus sampling (arXiv 1904.09751): keeps a token if the more probable tokens sum to less than `p`.
 
-    That is the smallest set of probability at least `p`, with the tokens that tie with its least probable member.
+    The kept set is the smallest set of the most probable tokens that reaches `p`, plus the tokens that tie with its
+    least probable member. The others are set to -inf.
     """
     probabilities = jax.nn.softmax(logits, axis=-1)
-    # The order of non-negative floats is that of their bits, so bisecting on the bits finds the exact threshold in 31
-    # sums. A sort of 128k logits takes 25 times as long on a CPU.
+    # Non-negative floats have the same order as their bits, so a bisection on the bits finds the exact threshold with
+    # 31 sums. A sort of 128k logits takes 25 times as long on a CPU.
     bits = jax.lax.bitcast_convert_type(probabilities, jnp.int32)
 
     def halve(_: int, bounds: tuple[Int32[Array, "B 1"], ...]) -> tuple[Int32[Array, "B 1"], ...]:
@@ -71,7 +81,7 @@ def keep_top_p(logits: Float32[Array, "B V"], p: float) -> Float32[Array, "B V"]
 
 
 def keep_min_p(logits: Float32[Array, "B V"], p: float) -> Float32[Array, "B V"]:
-    """Min-p (arXiv 2407.01082): keeps the tokens at least `p` times as probable as the most probable one."""
+    """Min-p (arXiv 2407.01082): keeps the tokens that are at least `p` times as probable as the most probable one."""
     floor = jnp.max(logits, axis=-1, keepdims=True) + (math.log(p) if p else -math.inf)
     return jnp.where(logits >= floor, logits, -jnp.inf)
 
@@ -80,15 +90,19 @@ def _require(name: str, value: Any, valid: Callable[[Any], bool], accepted: str,
     """Raises ValueError unless `value` is a finite number for which `valid` holds."""
     is_number = isinstance(value, Integral if integral else Real) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or not valid(value):
-        raise ValueError(f"{name}={value!r} is not accepted; it must be {accepted}")
+        raise ValueError(f"{name}={value!r}: expected {accepted}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingMethod(ABC):
-    """What all samplers share.
+    """The base class of samplers.
 
     Attributes:
-        repetition_penalty: > 1 makes tokens of the prompt and the answer less likely, < 1 more. None or 1: no change.
+        repetition_penalty: a number > 0. A value > 1 makes tokens of the prompt and the answer less likely, a value < 1
+            makes them more likely, and None or 1 changes nothing.
+
+    Raises:
+        ValueError: an attribute is out of its range; the message names it.
     """
 
     repetition_penalty: float | None = None
@@ -104,35 +118,36 @@ class SamplingMethod(ABC):
         keys: Key[Array, "B"] | None = None,
         seen: Bool[Array, "B V"] | None = None,
     ) -> Int32[Array, "B"]:
-        """Each row's next token. It depends on the row's own logits, key and `seen`, never on the rows beside it.
+        """Draws the next token of each row. It depends on the row's own logits, key and `seen` only.
 
         Args:
-            logits: of the model, unmodified.
-            keys: one PRNG key a row. No state is kept: fold in the seed, the row and the position.
-            seen: marks the tokens of prompt and answer; required if `needs_seen`.
+            logits: the model's logits, unmodified.
+            keys: one PRNG key per row. The sampler keeps no state, so a key must be a function of the seed, the row and
+                the position.
+            seen: marks the tokens of the prompt and the answer; required if `needs_seen`.
 
         Raises:
-            ValueError: if `keys` or `seen` is needed and missing.
+            ValueError: `keys` or `seen` is required and missing.
         """
 
     @property
     def needs_seen(self) -> bool:
-        """Whether `seen` must be given: tokens already met are to be remembered only if so."""
+        """Whether the sampler requires `seen`. If not, the caller need not track it."""
         return self.repetition_penalty not in (None, 1.0)
 
     def penalized(self, logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None = None) -> Float32[Array, "B V"]:
-        """The logits in float32 after the repetition penalty. Raises ValueError if `seen` is needed and missing."""
+        """Returns float32 logits after the repetition penalty. Raises ValueError if `seen` is required and missing."""
         logits = logits.astype(jnp.float32)
         if self.repetition_penalty is None or not self.needs_seen:
             return logits
         if seen is None:
-            raise ValueError(f"{self} needs `seen`, the mask [batch, vocabulary] of tokens already met")
+            raise ValueError(f"seen=None: {self} requires the mask [B, V] of tokens in the prompt and the answer")
         return penalize_repetition(logits, seen, self.repetition_penalty)
 
 
 @dataclass(frozen=True)
 class Greedy(SamplingMethod):
-    """The most probable token; of equal ones the first. Needs no keys."""
+    """Takes the most probable token, and the first of equal ones. It requires no keys."""
 
     def __call__(
         self,
@@ -145,16 +160,17 @@ class Greedy(SamplingMethod):
 
 @dataclass(frozen=True)
 class Sampler(SamplingMethod):
-    """Draws from the softmax of the logits, reshaped by whichever of these are set, in transformers' order.
+    """Draws from the softmax of the logits after the steps that are set, in the order of transformers.
 
     Attributes:
-        temperature: divides the logits, > 0.
-        top_k: keeps the k most probable tokens, >= 1.
-        top_p: keeps the most probable tokens that together reach this probability, in (0, 1].
-        min_p: keeps tokens at least this many times as probable as the most probable one, in [0, 1].
+        temperature: divides the logits; a number > 0.
+        top_k: keeps the k most probable tokens; an integer >= 1, or None for all.
+        top_p: keeps the most probable tokens that together reach this probability; in (0, 1], or None for all.
+        min_p: keeps tokens at least this many times as probable as the most probable one; in [0, 1], or None for all.
+        repetition_penalty: see `SamplingMethod`.
 
     Raises:
-        ValueError: naming the attribute out of its range.
+        ValueError: an attribute is out of its range; the message names it.
     """
 
     temperature: float = 1.0
@@ -164,7 +180,7 @@ class Sampler(SamplingMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require("temperature", self.temperature, lambda x: x > 0, "a number > 0 (its limit 0 is greedy)")
+        _require("temperature", self.temperature, lambda x: x > 0, "a number > 0 (Greedy is the limit of 0)")
         if self.top_k is not None:
             _require("top_k", self.top_k, lambda x: x >= 1, "an integer >= 1", integral=True)
         if self.top_p is not None:
@@ -173,9 +189,9 @@ class Sampler(SamplingMethod):
             _require("min_p", self.min_p, lambda x: 0 <= x <= 1, "a number in [0, 1]")
 
     def filtered(self, logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None = None) -> Float32[Array, "B V"]:
-        """The logits that a token is drawn from: the row's largest is 0, tokens ruled out are -inf."""
+        """Returns the logits that a token is drawn from. The largest of each row is 0, and removed tokens are -inf."""
         logits = self.penalized(logits, seen)
-        # Shifted first, so that no temperature, however small, overflows.
+        # The shift comes first, so that a small temperature does not overflow.
         logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / self.temperature
         if self.top_k is not None:
             logits = keep_top_k(logits, self.top_k)
@@ -192,14 +208,15 @@ class Sampler(SamplingMethod):
         seen: Bool[Array, "B V"] | None = None,
     ) -> Int32[Array, "B"]:
         if keys is None:
-            raise ValueError(f"{self} needs `keys`, one PRNG key a row")
+            raise ValueError(f"keys=None: {self} requires one PRNG key per row")
         return jax.vmap(jax.random.categorical)(keys, self.filtered(logits, seen)).astype(jnp.int32)
 
 
 def parse(text: str) -> SamplingMethod:
-    """Reads a sampler from its text: `greedy`, or settings as in `temperature=0.7,top_p=0.9`, separated by commas.
+    """Parses a sampler from a text such as `greedy`, `greedy,repetition_penalty=1.1` or `temperature=0.7,top_p=0.9`.
 
-    `greedy` takes settings too: `greedy,repetition_penalty=1.1`. Raises ValueError naming what was not understood.
+    Raises:
+        ValueError: a part of the text is not understood, or a value is out of its range; the message names it.
     """
     items = [item.strip() for item in text.split(",")]
     method: type[SamplingMethod] = Sampler
@@ -217,5 +234,5 @@ def parse(text: str) -> SamplingMethod:
             settings[name] = int(value) if name == "top_k" else float(value)
         except ValueError:
             kind = "an integer" if name == "top_k" else "a number"
-            raise ValueError(f"{name}={value!r} in sampler {text!r} is not {kind}") from None
+            raise ValueError(f"{name}={value!r} in sampler {text!r}: expected {kind}") from None
     return method(**settings)

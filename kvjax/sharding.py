@@ -1,7 +1,8 @@
-"""Many devices: meshes, and where parameters lie on them. Batch over `data`; heads and MLP columns over `model`.
+"""Meshes of several devices, and the shardings of parameters and batches on them.
 
-Where `model` exceeds the kv heads, the devices that share one of them become an axis of their own, `replica`: keys and
-values are then sharded over `model` and replicated over `replica`, query heads and MLP columns sharded over both.
+The batch is sharded over the mesh axis `data`, and heads and MLP columns over `model`. If `model` exceeds the number of
+kv heads, the devices that hold the same kv head form a third axis, `replica`. Keys and values are then sharded over
+`model` and replicated over `replica`, and query heads and MLP columns are sharded over both.
 """
 
 from __future__ import annotations
@@ -23,33 +24,40 @@ DATA, MODEL, REPLICA = "data", "model", "replica"
 
 
 def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh of data x model devices: batches are spread over `data`, heads and MLP columns over `model`.
+    """Makes a mesh of data x model devices, with Auto axes `data` and `model`.
 
     Args:
-        devices: as many as it takes; by default the first ones that there are, in an order that suits their wiring.
+        data: the number of devices that batches are sharded over.
+        model: the number of devices that heads and MLP columns are sharded over.
+        devices: exactly data * model devices. By default the first available ones, in an order that suits their
+            interconnect.
 
     Raises:
-        ValueError: for sizes below 1, or another number of devices than that.
+        ValueError: a size is not an integer >= 1, or the number of devices does not match.
     """
     for name, size in ((DATA, data), (MODEL, model)):
         if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
-            raise ValueError(f"{name}={size!r}; accepted is an integer >= 1")
-    there = jax.device_count() if devices is None else len(devices)
-    if there < data * model or (devices is not None and there > data * model):
-        known = f"there are {there} ({jax.default_backend()})" if devices is None else f"{there} were given"
+            raise ValueError(f"{name}={size!r}: expected an integer >= 1")
+    available = jax.device_count() if devices is None else len(devices)
+    if available < data * model or (devices is not None and available > data * model):
+        known = f"there are {available} ({jax.default_backend()})" if devices is None else f"{available} were given"
         raise ValueError(f"a mesh of data={data} x model={model} takes {data * model} devices; {known}")
     return jax.make_mesh((data, model), (DATA, MODEL), axis_types=(AxisType.Auto,) * 2, devices=devices)
 
 
 def fit_mesh(mesh: Mesh, config: DecoderConfig) -> Mesh:
-    """The mesh as a model's arrays use it: with an axis `replica` where `model` exceeds the kv heads.
+    """Returns the mesh that a model's arrays use. It has an axis `replica` if `model` exceeds the number of kv heads.
+
+    Args:
+        mesh: a mesh of `make_mesh`, or one that this function returned for the same model.
+        config: the model.
 
     Raises:
-        ValueError: if the mesh is not of the kind that `make_mesh` makes, or its `model` does not fit the model; it
-            names the sizes that do.
+        ValueError: the mesh has other axes than those of `make_mesh`, or its `model` does not fit the model. The
+            message lists the sizes that fit.
     """
     if mesh.axis_names not in ((DATA, MODEL), (DATA, MODEL, REPLICA)) or set(mesh.axis_types) != {AxisType.Auto}:
-        raise ValueError(f"{mesh}; accepted is a mesh of kvjax.make_mesh, with Auto axes 'data' and 'model'")
+        raise ValueError(f"{mesh}: expected a mesh of kvjax.make_mesh, with Auto axes 'data' and 'model'")
     data, model = mesh.shape[DATA], mesh.size // mesh.shape[DATA]
     replicas = kv_replicas(model, config)
     axes = {DATA: data, MODEL: model // replicas} | ({REPLICA: replicas} if replicas > 1 else {})
@@ -57,68 +65,95 @@ def fit_mesh(mesh: Mesh, config: DecoderConfig) -> Mesh:
 
 
 def kv_replicas(model: int, config: DecoderConfig) -> int:
-    """Devices that share a kv head on a mesh of so many over `model`; ValueError if that does not fit the model."""
-    legal = [size for size in range(1, config.num_heads + 1) if _divides(size, config)]
-    if model not in legal:
+    """Returns the number of devices that hold each kv head, if heads are sharded over `model` devices.
+
+    Raises:
+        ValueError: `model` does not fit the model. The message lists the sizes that fit.
+    """
+    accepted = [size for size in range(1, config.num_heads + 1) if _divides(size, config)]
+    if model not in accepted:
         raise ValueError(
             f"model={model} does not fit {config.num_heads} query heads, {config.num_kv_heads} kv heads and "
-            f"{config.mlp_size} MLP columns; accepted for this model are {', '.join(map(str, legal))}"
+            f"{config.mlp_size} MLP columns; accepted for this model are {', '.join(map(str, accepted))}"
         )
     return max(1, model // config.num_kv_heads)
 
 
 def _divides(model: int, config: DecoderConfig) -> bool:
-    """Whether devices get equal shares: of the kv heads, or of one kv head's query heads, and of the MLP's columns."""
-    whole = config.num_kv_heads % model == 0
-    shared = model % config.num_kv_heads == 0 and config.num_heads % model == 0
-    return (whole or shared) and config.mlp_size % model == 0
+    """Whether `model` devices get equal numbers of heads and MLP columns.
+
+    Each device gets complete kv heads, or an equal part of the query heads of one kv head.
+    """
+    complete = config.num_kv_heads % model == 0
+    replicated = model % config.num_kv_heads == 0 and config.num_heads % model == 0
+    return (complete or replicated) and config.mlp_size % model == 0
 
 
 def heads_axes(mesh: Mesh) -> str | tuple[str, ...]:
-    """The mesh axes over which query heads are spread; kv heads are over `model` alone."""
+    """Returns the mesh axes that query heads are sharded over. Kv heads are sharded over `model` alone."""
     return (MODEL, REPLICA) if REPLICA in mesh.axis_names else MODEL
 
 
 def logical_sharding(mesh: Mesh, axes: Sequence[str], shape: Sequence[int]) -> NamedSharding:
-    """Where an array lies by what its axes are. A vocabulary that does not divide is replicated.
+    """Returns the sharding of an array from the logical names of its axes.
+
+    A vocabulary axis whose size is not a multiple of the number of devices is replicated.
 
     Args:
-        mesh: as `fit_mesh` gives it for the model.
-        axes: "batch", "vocab", "heads", "kv_heads", "mlp", or names of axes that are never cut.
+        mesh: the mesh from `fit_mesh`.
+        axes: the logical name of each axis: "batch", "vocab", "heads", "kv_heads", "mlp", or any other name for an axis
+            that is never sharded.
+        shape: the size of each axis.
     """
-    everywhere = heads_axes(mesh)
-    rules = {"batch": DATA, "vocab": everywhere, "heads": everywhere, "kv_heads": MODEL, "mlp": everywhere}
+    model_axes = heads_axes(mesh)
+    rules = {"batch": DATA, "vocab": model_axes, "heads": model_axes, "kv_heads": MODEL, "mlp": model_axes}
     devices = mesh.size // mesh.shape[DATA]
-    cut = [
+    spec = [
         None if name == "vocab" and size % devices else rules.get(name) for name, size in zip(axes, shape, strict=True)
     ]
-    return NamedSharding(mesh, PartitionSpec(*cut))
+    return NamedSharding(mesh, PartitionSpec(*spec))
 
 
 def parameter_sharding(mesh: Mesh, parameter: nnx.Variable[Any]) -> NamedSharding:
-    """Where a parameter lies. It may hold an array or a `jax.ShapeDtypeStruct`; for the mesh see `logical_sharding`."""
+    """Returns the sharding of a parameter from its logical axes.
+
+    Args:
+        mesh: the mesh from `fit_mesh`.
+        parameter: a parameter that holds an array or a `jax.ShapeDtypeStruct`.
+    """
     return logical_sharding(mesh, parameter.get_metadata()["out_sharding"], parameter.shape)
 
 
 def shard(params: Decoder, mesh: Mesh) -> Decoder:
-    """The same parameters spread over a mesh of `make_mesh`. Raises ValueError if it does not fit the model."""
+    """Returns the same parameters, sharded over a mesh.
+
+    Args:
+        params: the decoder.
+        mesh: a mesh of `make_mesh`.
+
+    Raises:
+        ValueError: the mesh was not made by `make_mesh`, or does not fit the model.
+    """
     mesh = fit_mesh(mesh, params.config)
     graph, state = nnx.split(params)
-    spread = {
+    sharded = {
         path: parameter.replace(place(parameter[...], parameter_sharding(mesh, parameter)))
         for path, parameter in nnx.to_flat_state(state)
     }
-    return nnx.merge(graph, nnx.from_flat_state(spread))
+    return nnx.merge(graph, nnx.from_flat_state(sharded))
 
 
 def mesh_of(params: Decoder) -> Mesh | None:
-    """The mesh that parameters are spread over, as `fit_mesh` gives it; None if they lie on one device."""
+    """Returns the mesh that parameters are sharded over, in the form of `fit_mesh`; None if they are on one device."""
     mesh = getattr(getattr(jax.tree.leaves(params)[0], "sharding", None), "mesh", None)
     return fit_mesh(mesh, params.config) if isinstance(mesh, Mesh) and mesh.size > 1 else None
 
 
 def place(x: ArrayLike, sharding: NamedSharding) -> Array:
-    """The array on its devices. With several processes each gives the same `x` and keeps its own slices of it."""
+    """Places an array on the devices of a sharding.
+
+    With several processes, each passes the same `x` and keeps the slices of its own devices.
+    """
     if jax.process_count() == 1 or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return jax.device_put(x, sharding)
     host = np.asarray(x)
@@ -126,29 +161,29 @@ def place(x: ArrayLike, sharding: NamedSharding) -> Array:
 
 
 def rows_sharding(mesh: Mesh) -> NamedSharding:
-    """Of arrays with axes [B, ...]."""
+    """Returns the sharding of arrays with axes [B, ...]."""
     return NamedSharding(mesh, PartitionSpec(DATA))
 
 
 def heads_sharding(mesh: Mesh) -> NamedSharding:
-    """Of arrays with axes [B, H, ...], H being kv heads or, in whole groups, query heads."""
+    """Returns the sharding of arrays with axes [B, H, ...], for kv heads, or query heads in complete groups."""
     return NamedSharding(mesh, PartitionSpec(DATA, MODEL))
 
 
 def check_batch(rows: int, mesh: Mesh | None) -> None:
-    """Raises ValueError if a batch does not divide over the mesh's devices."""
+    """Raises ValueError if the number of rows is not a multiple of the size of the mesh axis `data`."""
     if mesh is not None and rows % mesh.shape[DATA]:
         raise ValueError(
-            f"a batch of {rows} rows on a mesh of data={mesh.shape[DATA]}; accepted are multiples of "
+            f"a batch of {rows} rows on a mesh of data={mesh.shape[DATA]}: expected multiples of "
             f"{mesh.shape[DATA]} rows"
         )
 
 
 def fetch(x: Array) -> np.ndarray:
-    """The whole array on the host, on every host of several."""
+    """Returns the complete array on the host. With several processes, all must call it, and each gets the array."""
     if not (x.is_fully_addressable or x.is_fully_replicated):
         return multihost_utils.process_allgather(x, tiled=True)
-    if len(x.sharding.device_set) > 1:  # of another array of the same shards, or `x` would keep what is gathered
+    if len(x.sharding.device_set) > 1:  # gather through a second array, because an array caches its host copy
         x = jax.make_array_from_single_device_arrays(
             x.shape, x.sharding, [shard.data for shard in x.addressable_shards]
         )

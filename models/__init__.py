@@ -1,4 +1,11 @@
-"""Decoders in Flax, and the families of checkpoints they are read from. Import as `kvjax.models`."""
+"""Decoders in Flax, and the checkpoint families that they are read from. Import as `kvjax.models`.
+
+Axis letters, in every shape of `kvjax.models` and `kvjax.checkpoint`:
+
+    B batch, N tokens, E hidden size, F MLP columns, V vocabulary, L layers,
+    H kv heads, Hq query heads, G = Hq / H query heads per kv head (the group), D head size,
+    R rotated channels of a head (R <= D)
+"""
 
 from __future__ import annotations
 
@@ -11,7 +18,7 @@ from .config import DecoderConfig
 from .decoder import Attend, AttentionLayer, Decoder
 from .fields import UnsupportedModelError
 from .rope import Rope, rotate
-from .weights import Rows, Weight, by_tensor, hf_shapes
+from .weights import FusedRows, Layout, Weight, by_tensor, hf_shapes
 
 FAMILIES: dict[str, ModuleType] = {
     "internlm2": internlm2,
@@ -24,7 +31,11 @@ FAMILIES: dict[str, ModuleType] = {
 
 
 def family(model_type: str) -> ModuleType:
-    """The module that maps `model_type`'s config and weight names. Raises UnsupportedModelError for an unknown one."""
+    """Returns the module that maps the config and the weight names of `model_type`.
+
+    Raises:
+        UnsupportedModelError: `model_type` is not a key of FAMILIES.
+    """
     if model_type not in FAMILIES:
         raise UnsupportedModelError(
             f"model_type {model_type!r} is not supported; accepted: {', '.join(sorted(FAMILIES))}"
@@ -33,7 +44,12 @@ def family(model_type: str) -> ModuleType:
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
-    """Maps a Hugging Face `config.json` to a DecoderConfig. Raises UnsupportedModelError, naming the field at fault."""
+    """Maps the content of a Hugging Face `config.json` to a DecoderConfig.
+
+    Raises:
+        UnsupportedModelError: a field asks for a computation that is not implemented, or has an invalid value. The
+            message names the field, its value and what is accepted.
+    """
     return family(str(hf.get("model_type"))).config_from_hf(hf)
 
 
@@ -43,8 +59,9 @@ __all__ = [
     "AttentionLayer",
     "Decoder",
     "DecoderConfig",
+    "FusedRows",
+    "Layout",
     "Rope",
-    "Rows",
     "UnsupportedModelError",
     "Weight",
     "by_tensor",

@@ -1,4 +1,7 @@
-"""What a decoder is: shapes, RoPE and windows, in one hashable record. Families map Hugging Face configs onto it."""
+"""DecoderConfig: the shapes, RoPE and windows of a decoder in one hashable record.
+
+Each family maps Hugging Face configs to it and back, on top of `base_config` and `base_hf_config`.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,30 @@ from .rope_config import rope_from_hf, rope_to_hf
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The static description of a decoder. Axes: V vocabulary, M hidden, F MLP, Hq query heads, H kv heads, D head.
+    """The static description of a decoder. It is hashable, so it can be a static argument of `jax.jit`.
 
     Attributes:
-        family: the Hugging Face `model_type` this decoder is read from and written to.
-        windows: one entry a layer: the sliding window in tokens (itself included), or None for full attention.
-        max_positions: the length the checkpoint was trained for (`max_position_embeddings`).
-        qkv_bias, output_bias, mlp_bias: whether the projections to q, k and v, the one back, and the MLP's have biases.
-        qk_norm: whether each head of q and k is normed before rotation.
+        family: the Hugging Face `model_type` that this decoder is read from and written to.
+        vocab_size: V.
+        hidden_size: E.
+        mlp_size: F.
+        num_heads: Hq, a multiple of H.
+        num_kv_heads: H.
+        head_dim: D.
+        windows: one item per layer: the sliding window in tokens (the query's own token included), or None for full
+            attention.
+        rope: the rotary position embedding.
+        max_positions: the context length that the checkpoint was trained for (`max_position_embeddings`), in tokens.
+        norm_epsilon: the epsilon of all RMS norms.
+        tie_embeddings: whether the output matrix is the embedding matrix.
+        qkv_bias: whether the query, key and value projections have biases.
+        output_bias: whether the attention output projection has a bias.
+        mlp_bias: whether the three MLP projections have biases.
+        qk_norm: whether an RMS norm is applied to each query and key head before rotation.
+
+    Raises:
+        UnsupportedModelError: `num_heads` is not a multiple of `num_kv_heads`, or `rope` cannot rotate heads of size
+            `head_dim`.
     """
 
     family: str
@@ -60,7 +79,7 @@ class DecoderConfig:
         return self.num_heads // self.num_kv_heads
 
     def bytes_per_token(self, dtype: DTypeLike) -> int:
-        """Bytes that one token's keys and values take in an uncompressed cache: 2 L H D times the size of a number."""
+        """Bytes of one token's keys and values in an uncompressed cache: 2 L H D times the item size of `dtype`."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * jnp.dtype(dtype).itemsize
 
     @property
@@ -69,7 +88,7 @@ class DecoderConfig:
         return self.head_dim**-0.5
 
 
-# What other decoders compute and these do not, with the values at which it makes no difference.
+# Fields of computations that this decoder does not implement, with the values that turn the computation off.
 NOT_COMPUTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "quantization_config": (None,),
@@ -99,10 +118,19 @@ NOT_COMPUTED: dict[str, tuple[Any, ...]] = {
 def base_config(
     hf: Mapping[str, Any], architecture: str, windows: tuple[int | None, ...], rope: Rope | None = None
 ) -> DecoderConfig:
-    """The fields that all Llama-like families share, read from a Hugging Face `config.json`.
+    """Reads the fields that all Llama-like families share from a Hugging Face `config.json`.
 
-    Where a field is absent, its value is the one that transformers assumes. A family that knows less than every type of
-    RoPE, or more than whole heads of it, gives its own. Raises UnsupportedModelError.
+    An absent field takes the default of transformers.
+
+    Args:
+        hf: the content of `config.json`.
+        architecture: the only accepted item of `architectures`.
+        windows: the sliding window of each layer.
+        rope: the RoPE of a family that supports fewer types than `rope_from_hf`, or partial rotation. By default
+            `rope_from_hf(hf)`.
+
+    Raises:
+        UnsupportedModelError: a field has an invalid value or asks for a computation that is not implemented.
     """
     if architecture not in (hf.get("architectures") or [architecture]):
         raise UnsupportedModelError(
@@ -133,7 +161,10 @@ def base_config(
 
 
 def base_hf_config(config: DecoderConfig, architecture: str) -> dict[str, Any]:
-    """The inverse of `base_config`; a family adds what is its own. RoPE stands there in both forms, old and new."""
+    """The inverse of `base_config`. Each family adds its own fields.
+
+    RoPE is written twice: as `rope_parameters` (transformers 5), and as `rope_theta` with `rope_scaling` (before).
+    """
     rope = rope_to_hf(config.rope)
     return {
         "architectures": [architecture],

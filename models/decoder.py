@@ -1,7 +1,8 @@
-"""One decoder for all families: pre-norm, rotary grouped-query attention, gated MLP. Knows of no cache and no policy.
+"""The decoder of all families: pre-norm layers, rotary grouped-query attention, gated MLP.
 
-Attention is an argument. A layer computes q, k and v, hands them *before rotation* to `attend` together with the
-opaque cache, and projects what comes back; what a cache is, and which tokens a query sees, is the caller's affair.
+Attention is an argument. A layer computes q, k and v, passes them to `attend` *before rotation* together with the
+opaque cache, and projects the result. The caller of the decoder defines what the cache is and which tokens a query
+sees; this module knows no cache and no policy.
 """
 
 from __future__ import annotations
@@ -19,22 +20,30 @@ from jaxtyping import Array, Float, Int
 from .config import DecoderConfig
 from .rope import Rope
 
-BLOCK = 8192  # tokens of a batch of prompts whose activations in the MLP are held at once
+BLOCK = 8192  # the largest number of tokens, over all rows, in a block of `by_blocks`
 
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """What an attention function may know of the layer that calls it."""
+    """The facts about a layer that its attention function receives.
+
+    Attributes:
+        index: the layer's index, from 0.
+        rope: the rotary position embedding.
+        window: the sliding window in tokens, or None for full attention.
+        scale: the softmax scale.
+        output: the weight of the attention output projection.
+    """
 
     index: int
     rope: Rope
     window: int | None
     scale: float
-    output: Float[Array, "Hq D M"]
+    output: Float[Array, "Hq D E"]
 
 
 class Attend(Protocol):
-    """Attention as an argument: rotates q and k, attends, and returns the context and the updated cache."""
+    """An attention function. It rotates q and k, attends, and returns the context and the updated cache."""
 
     def __call__(
         self,
@@ -48,23 +57,30 @@ class Attend(Protocol):
 
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int, dtype: DTypeLike) -> nnx.Param:
-    """A normal weight of variance 1 / fan_in, marked with its logical axes (sharding maps them onto a mesh)."""
+    """Returns a normal weight of variance 1 / fan_in, tagged with its logical axes.
+
+    `kvjax.sharding` maps the logical axes to mesh axes.
+    """
     value = jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5
     return nnx.Param(value.astype(dtype), out_sharding=axes, eager_sharding=False)
 
 
 def bias(wanted: bool, shape: tuple[int, ...], axes: tuple[str, ...], dtype: DTypeLike) -> nnx.Param | None:
-    """Zeros, or None where a family has no such bias."""
+    """Returns a zero bias, or None if the family has no such bias."""
     return nnx.Param(jnp.zeros(shape, dtype), out_sharding=axes, eager_sharding=False) if wanted else None
 
 
 def linear(x: Float[Array, "... I"], weight: Float[Array, "I O"], bias: nnx.Param | None) -> Float[Array, "... O"]:
+    """Returns `x @ weight`, plus the flattened bias if there is one."""
     product = x @ weight
     return product if bias is None else product + bias[...].reshape(-1)
 
 
 class RMSNorm(nnx.Module):
-    """Over the last axis."""
+    """Root-mean-square norm over the last axis (arXiv 1910.07467).
+
+    The norm is computed in float32, and the scale is applied in the dtype of the input.
+    """
 
     def __init__(self, size: int, axis: str, epsilon: float, dtype: DTypeLike):
         self.epsilon = epsilon
@@ -77,23 +93,26 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Projections to query, key and value heads and back; some families have biases or norms of q and k heads."""
+    """The projections to query, key and value heads and back, without attention itself.
+
+    Some families have biases, or norms on the query and key heads.
+    """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: DTypeLike):
-        M, Hq, H, D = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
-        self.query = weight(rngs, (M, Hq, D), ("embed", "heads", "head_dim"), M, dtype)
-        self.key = weight(rngs, (M, H, D), ("embed", "kv_heads", "head_dim"), M, dtype)
-        self.value = weight(rngs, (M, H, D), ("embed", "kv_heads", "head_dim"), M, dtype)
-        self.output = weight(rngs, (Hq, D, M), ("heads", "head_dim", "embed"), Hq * D, dtype)
+        E, Hq, H, D = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+        self.query = weight(rngs, (E, Hq, D), ("embed", "heads", "head_dim"), E, dtype)
+        self.key = weight(rngs, (E, H, D), ("embed", "kv_heads", "head_dim"), E, dtype)
+        self.value = weight(rngs, (E, H, D), ("embed", "kv_heads", "head_dim"), E, dtype)
+        self.output = weight(rngs, (Hq, D, E), ("heads", "head_dim", "embed"), Hq * D, dtype)
         self.query_bias = bias(config.qkv_bias, (Hq, D), ("heads", "head_dim"), dtype)
         self.key_bias = bias(config.qkv_bias, (H, D), ("kv_heads", "head_dim"), dtype)
         self.value_bias = bias(config.qkv_bias, (H, D), ("kv_heads", "head_dim"), dtype)
-        self.output_bias = bias(config.output_bias, (M,), ("embed",), dtype)
+        self.output_bias = bias(config.output_bias, (E,), ("embed",), dtype)
         self.query_norm = RMSNorm(D, "head_dim", config.norm_epsilon, dtype) if config.qk_norm else None
         self.key_norm = RMSNorm(D, "head_dim", config.norm_epsilon, dtype) if config.qk_norm else None
 
     def __call__(
-        self, x: Float[Array, "B N M"], layer: AttentionLayer, attend: Attend, cache: Any
+        self, x: Float[Array, "B N E"], layer: AttentionLayer, attend: Attend, cache: Any
     ) -> tuple[Float[Array, "B Hq N D"], Any]:
         q = _split_heads(x, self.query[...], self.query_bias)
         k = _split_heads(x, self.key[...], self.key_bias)
@@ -102,40 +121,46 @@ class Attention(nnx.Module):
             q, k = self.query_norm(q), self.key_norm(k)
         return attend(layer, q, k, v, cache)
 
-    def joined(self, context: Float[Array, "B Hq N D"]) -> Float[Array, "B N M"]:
-        """The heads' contexts, projected back."""
+    def project_out(self, context: Float[Array, "B Hq N D"]) -> Float[Array, "B N E"]:
+        """Projects the contexts of all heads back to hidden states."""
         B, Hq, N, D = context.shape
         flat = jnp.swapaxes(context, 1, 2).reshape(B, N, Hq * D)
         return linear(flat, self.output[...].reshape(Hq * D, -1), self.output_bias)
 
 
 def _split_heads(
-    x: Float[Array, "B N M"], projection: Float[Array, "M H D"], bias: nnx.Param | None
+    x: Float[Array, "B N E"], projection: Float[Array, "E H D"], bias: nnx.Param | None
 ) -> Float[Array, "B H N D"]:
-    """x . projection, heads first. A plain product, kept apart: else XLA turns the weights, not the activations."""
-    M, H, D = projection.shape
-    product = jax.lax.optimization_barrier(linear(x, projection.reshape(M, H * D), bias))
+    """Projects `x` to heads, and puts the head axis before the token axis.
+
+    The barrier keeps the matrix product apart from the transpose. Without it XLA transposes the weights instead of the
+    activations.
+    """
+    E, H, D = projection.shape
+    product = jax.lax.optimization_barrier(linear(x, projection.reshape(E, H * D), bias))
     return jnp.swapaxes(product.reshape(*x.shape[:2], H, D), 1, 2)
 
 
 class MLP(nnx.Module):
-    """SwiGLU (arXiv 2002.05202)."""
+    """The gated MLP, SwiGLU (arXiv 2002.05202)."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: DTypeLike):
-        M, F = config.hidden_size, config.mlp_size
-        self.gate = weight(rngs, (M, F), ("embed", "mlp"), M, dtype)
-        self.up = weight(rngs, (M, F), ("embed", "mlp"), M, dtype)
-        self.down = weight(rngs, (F, M), ("mlp", "embed"), F, dtype)
+        E, F = config.hidden_size, config.mlp_size
+        self.gate = weight(rngs, (E, F), ("embed", "mlp"), E, dtype)
+        self.up = weight(rngs, (E, F), ("embed", "mlp"), E, dtype)
+        self.down = weight(rngs, (F, E), ("mlp", "embed"), F, dtype)
         self.gate_bias = bias(config.mlp_bias, (F,), ("mlp",), dtype)
         self.up_bias = bias(config.mlp_bias, (F,), ("mlp",), dtype)
-        self.down_bias = bias(config.mlp_bias, (M,), ("embed",), dtype)
+        self.down_bias = bias(config.mlp_bias, (E,), ("embed",), dtype)
 
-    def __call__(self, x: Float[Array, "B N M"]) -> Float[Array, "B N M"]:
+    def __call__(self, x: Float[Array, "B N E"]) -> Float[Array, "B N E"]:
         gate, up = linear(x, self.gate[...], self.gate_bias), linear(x, self.up[...], self.up_bias)
         return linear(jax.nn.silu(gate) * up, self.down[...], self.down_bias)
 
 
 class Layer(nnx.Module):
+    """One decoder layer: attention and MLP, each after an RMS norm and with a residual connection."""
+
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: DTypeLike):
         self.attention_norm = RMSNorm(config.hidden_size, "embed", config.norm_epsilon, dtype)
         self.attention = Attention(config, rngs, dtype)
@@ -143,26 +168,27 @@ class Layer(nnx.Module):
         self.mlp = MLP(config, rngs, dtype)
 
     def __call__(
-        self, x: Float[Array, "B N M"], layer: AttentionLayer, attend: Attend, cache: Any
-    ) -> tuple[Float[Array, "B N M"], Any]:
+        self, x: Float[Array, "B N E"], layer: AttentionLayer, attend: Attend, cache: Any
+    ) -> tuple[Float[Array, "B N E"], Any]:
         context, cache = self.attention(self.attention_norm(x), layer, attend, cache)
 
-        def rest(x: Float[Array, "B n M"], context: Float[Array, "B Hq n D"]) -> Float[Array, "B n M"]:
-            x = x + self.attention.joined(context)
+        def after_attention(x: Float[Array, "B n E"], context: Float[Array, "B Hq n D"]) -> Float[Array, "B n E"]:
+            x = x + self.attention.project_out(context)
             return x + self.mlp(self.mlp_norm(x))
 
-        return by_blocks(rest, x, context), cache
+        return by_blocks(after_attention, x, context), cache
 
 
 def by_blocks(
-    update: Callable[[Float[Array, "B n M"], Float[Array, "B Hq n D"]], Float[Array, "B n M"]],
-    x: Float[Array, "B N M"],
+    update: Callable[[Float[Array, "B n E"], Float[Array, "B Hq n D"]], Float[Array, "B n E"]],
+    x: Float[Array, "B N E"],
     context: Float[Array, "B Hq N D"],
-) -> Float[Array, "B N M"]:
-    """`update` of all tokens, which looks at each by itself. Of long prompts some at a time, so that what the MLP holds
-    meanwhile, several times the hidden states, is that of a block.
+) -> Float[Array, "B N E"]:
+    """Applies `update`, which treats each token independently, to one block of tokens after another.
 
-    A length that does not divide into blocks of equal size, at least half of BLOCK, is taken at once.
+    The activations of the MLP are several times as large as the hidden states. With blocks, only those of one block are
+    in memory. All blocks have the same size, of at most BLOCK tokens over all rows. There are at most twice as many
+    blocks as BLOCK requires. If no such number divides N, `update` runs on all tokens at once.
     """
     B, N = x.shape[:2]
     least = -(-B * N // BLOCK)
@@ -170,34 +196,52 @@ def by_blocks(
     if blocks == 1:
         return update(x, context)
     size = N // blocks
-    parts = x.reshape(B, blocks, size, -1)
-    seen = context.reshape(*context.shape[:2], blocks, size, -1)
+    x_blocks = x.reshape(B, blocks, size, -1)
+    context_blocks = context.reshape(*context.shape[:2], blocks, size, -1)
 
-    def one(i: Int[Array, ""], parts: Float[Array, "B blocks n M"]) -> Float[Array, "B blocks n M"]:
-        own = jax.lax.dynamic_index_in_dim(parts, i, axis=1, keepdims=False)
-        found = update(own, jax.lax.dynamic_index_in_dim(seen, i, axis=2, keepdims=False))
-        return jax.lax.dynamic_update_index_in_dim(parts, found, i, axis=1)
+    def update_block(i: Int[Array, ""], x_blocks: Float[Array, "B blocks n E"]) -> Float[Array, "B blocks n E"]:
+        x_block = jax.lax.dynamic_index_in_dim(x_blocks, i, axis=1, keepdims=False)
+        context_block = jax.lax.dynamic_index_in_dim(context_blocks, i, axis=2, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(x_blocks, update(x_block, context_block), i, axis=1)
 
-    return jax.lax.fori_loop(0, blocks, one, parts).reshape(x.shape)
+    return jax.lax.fori_loop(0, blocks, update_block, x_blocks).reshape(x.shape)
 
 
 class Decoder(nnx.Module):
-    """The parameters of a decoder, with its config as static data. A pytree: pass it to `jax.jit` as it is."""
+    """The parameters of a decoder, and the functions that run it. Public functions take it as `params`.
+
+    `params` is a Flax `nnx.Module` and a pytree: its leaves are the weights, and its `DecoderConfig` is static data in
+    `params.config`. Pass it to `jax.jit` like any pytree. `params(tokens, attend, cache)` runs the layers, and
+    `params.logits(hidden)` maps hidden states to next-token logits.
+
+    Args:
+        config: the architecture.
+        rngs: the source of the random initial weights.
+        dtype: the dtype of all weights.
+    """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
-        V, M = config.vocab_size, config.hidden_size
+        V, E = config.vocab_size, config.hidden_size
         self.config = config
-        self.embed = weight(rngs, (V, M), ("vocab", "embed"), M, dtype)
+        self.embed = weight(rngs, (V, E), ("vocab", "embed"), E, dtype)
         self.layers = nnx.List([Layer(config, rngs, dtype) for _ in config.windows])
-        self.norm = RMSNorm(M, "embed", config.norm_epsilon, dtype)
-        self.unembed = None if config.tie_embeddings else weight(rngs, (M, V), ("embed", "vocab"), M, dtype)
+        self.norm = RMSNorm(E, "embed", config.norm_epsilon, dtype)
+        self.unembed = None if config.tie_embeddings else weight(rngs, (E, V), ("embed", "vocab"), E, dtype)
 
     def __call__(
         self, tokens: Int[Array, "B N"], attend: Attend, cache: Any = None
-    ) -> tuple[Float[Array, "B N M"], Any]:
-        """Runs the layers, unrolled, and returns the hidden states and the cache that `attend` left.
+    ) -> tuple[Float[Array, "B N E"], Any]:
+        """Runs the layers, unrolled.
 
-        Token positions are not an argument: they matter to rotation and masking only, which are `attend`'s.
+        Token positions are not an argument, because only rotation and masking use them, and `attend` does both.
+
+        Args:
+            tokens: token ids.
+            attend: the attention function. Every layer calls it with the cache that the layer before returned.
+            cache: the first layer's cache; any pytree that `attend` accepts.
+
+        Returns:
+            The hidden states before the last norm, in the dtype of the weights, and the last layer's cache.
         """
         x = self.embed[...][tokens]
         for layer, record in zip(self.layers, self.attention_layers, strict=True):
@@ -206,15 +250,18 @@ class Decoder(nnx.Module):
 
     @property
     def attention_layers(self) -> list[AttentionLayer]:
-        """What each layer tells the attention function of itself."""
+        """The record of each layer that its attention function receives."""
         return [
             AttentionLayer(index, self.config.rope, window, self.config.scale, output=layer.attention.output[...])
             for index, (layer, window) in enumerate(zip(self.layers, self.config.windows, strict=True))
         ]
 
-    def logits(self, hidden: Float[Array, "... M"]) -> Float[Array, "... V"]:
-        """Next-token logits in float32. The last norm is theirs: of a prompt, few hidden states are asked for them."""
+    def logits(self, hidden: Float[Array, "... E"]) -> Float[Array, "... V"]:
+        """Returns next-token logits in float32.
+
+        The last norm is applied here, not in `__call__`, because logits are needed at few positions of a prompt.
+        """
         hidden = self.norm(hidden)
         if self.unembed is None:
-            return jnp.einsum("...M,VM->...V", hidden, self.embed[...], preferred_element_type=jnp.float32)
-        return jnp.einsum("...M,MV->...V", hidden, self.unembed[...], preferred_element_type=jnp.float32)
+            return jnp.einsum("...E,VE->...V", hidden, self.embed[...], preferred_element_type=jnp.float32)
+        return jnp.einsum("...E,EV->...V", hidden, self.unembed[...], preferred_element_type=jnp.float32)

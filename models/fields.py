@@ -1,4 +1,4 @@
-"""Reading fields of a Hugging Face `config.json`: a value that is accepted, or an error that names the field."""
+"""Readers of `config.json` fields. Each returns a valid value or raises an error that names the field."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from typing import Any
 
 
 class UnsupportedModelError(ValueError):
-    """A config asks for an architecture or a computation that this library does not implement."""
+    """Raised if a config asks for an architecture or a computation that kvjax does not implement.
+
+    The message names the field, its value and what is accepted. Users catch it as
+    `kvjax.models.UnsupportedModelError`; it is a ValueError.
+    """
 
 
-def refuse(field: str, value: Any, accepted: str) -> UnsupportedModelError:
+def unsupported(field: str, value: Any, accepted: str) -> UnsupportedModelError:
+    """Returns, for the caller to raise, the error for a field with a value that is not accepted."""
     return UnsupportedModelError(f"config field {field}={value!r} is not supported; accepted: {accepted}")
 
 
 def require(hf: Mapping[str, Any], field: str, *accepted: Any) -> None:
-    """Raises UnsupportedModelError if `field` of a Hugging Face config is present and not one of `accepted`."""
+    """Raises UnsupportedModelError if `field` is present and its value is not one of `accepted`."""
     if field in hf and hf[field] not in accepted:
         raise UnsupportedModelError(
             f"config field {field}={hf[field]!r} is not supported for model_type={hf.get('model_type')!r}; "
@@ -24,32 +29,32 @@ def require(hf: Mapping[str, Any], field: str, *accepted: Any) -> None:
 
 
 def integer(hf: Mapping[str, Any], field: str, default: int | None = None) -> int:
-    """A positive integer; `default` where the field is absent or null. Raises UnsupportedModelError."""
+    """Reads a positive integer; an absent or null field is `default`. Raises UnsupportedModelError."""
     value: Any = default if hf.get(field) is None else hf[field]
     if type(value) is not int or value < 1:
-        raise refuse(field, value, "a positive integer")
+        raise unsupported(field, value, "a positive integer")
     return value
 
 
 def number(hf: Mapping[str, Any], field: str, default: float | None = None) -> float:
-    """A positive number; `default` where the field is absent or null. Raises UnsupportedModelError."""
+    """Reads a positive number; an absent or null field is `default`. Raises UnsupportedModelError."""
     value: Any = default if hf.get(field) is None else hf[field]
     if type(value) not in (int, float) or not value > 0:
-        raise refuse(field, value, "a positive number")
+        raise unsupported(field, value, "a positive number")
     return float(value)
 
 
 def numbers(hf: Mapping[str, Any], field: str) -> tuple[float, ...]:
-    """A list of positive numbers. Raises UnsupportedModelError."""
+    """Reads a list of positive numbers. Raises UnsupportedModelError."""
     value = hf.get(field)
     if not isinstance(value, list) or not all(type(x) in (int, float) and x > 0 for x in value):
-        raise refuse(field, value, "a list of positive numbers")
+        raise unsupported(field, value, "a list of positive numbers")
     return tuple(float(x) for x in value)
 
 
 def flag(hf: Mapping[str, Any], field: str, default: bool = False) -> bool:
-    """True or false; `default` where the field is absent or null. Raises UnsupportedModelError."""
+    """Reads a boolean; an absent or null field is `default`. Raises UnsupportedModelError."""
     value: Any = default if hf.get(field) is None else hf[field]
     if type(value) is not bool:
-        raise refuse(field, value, "true or false")
+        raise unsupported(field, value, "true or false")
     return value

@@ -1,5 +1,7 @@
-"""InternLM2 and InternLM2.5 (arXiv 2403.17297): Llama with names of its own, and q, k and v in one tensor: for each kv
-head its G query heads, its key and its value."""
+"""InternLM2 and InternLM2.5 (arXiv 2403.17297): Llama with its own tensor names, and q, k and v in one tensor.
+
+The rows of that tensor are, for each kv head, its G query heads, its key head and its value head.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,8 @@ from typing import Any
 
 from .config import DecoderConfig, base_config, base_hf_config
 from .fields import flag, integer, require
-from .llama import linear
 from .rope_config import rope_from_hf
-from .weights import Rows, Weight
+from .weights import FusedRows, Weight, linear_weights
 
 ARCHITECTURE = "InternLM2ForCausalLM"
 
@@ -30,7 +31,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    """As the family's own code reads it, which knows neither `rope_parameters` nor another head size."""
+    """Writes the fields that the family's own code reads. It knows neither `rope_parameters` nor `head_dim`."""
     scaling = config.rope.scaling
     hf = base_hf_config(config, ARCHITECTURE)
     del hf["rope_parameters"], hf["head_dim"]
@@ -40,9 +41,12 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
 
 
 def weights(config: DecoderConfig) -> list[Weight]:
-    table = [Weight("embed", "model.tok_embeddings.weight", False), Weight("norm.scale", "model.norm.weight", False)]
+    table = [
+        Weight("embed", "model.tok_embeddings.weight", "embedding"),
+        Weight("norm.scale", "model.norm.weight", "vector"),
+    ]
     if not config.tie_embeddings:
-        table.append(Weight("unembed", "output.weight", True))
+        table.append(Weight("unembed", "output.weight", "linear"))
     keys = config.group * config.head_dim
     values = keys + config.head_dim
     qkv = values + config.head_dim
@@ -50,14 +54,16 @@ def weights(config: DecoderConfig) -> list[Weight]:
         ours, theirs = f"layers.{i}", f"model.layers.{i}"
         fused, bias = f"{theirs}.attention.wqkv", config.qkv_bias
         table += [
-            Weight(f"{ours}.attention_norm.scale", f"{theirs}.attention_norm.weight", False),
-            *linear(f"{ours}.attention.query", fused, bias, Rows(0, keys, qkv)),
-            *linear(f"{ours}.attention.key", fused, bias, Rows(keys, values, qkv)),
-            *linear(f"{ours}.attention.value", fused, bias, Rows(values, qkv, qkv)),
-            *linear(f"{ours}.attention.output", f"{theirs}.attention.wo", config.output_bias),
-            Weight(f"{ours}.mlp_norm.scale", f"{theirs}.ffn_norm.weight", False),
-            *linear(f"{ours}.mlp.gate", f"{theirs}.feed_forward.w1"),
-            *linear(f"{ours}.mlp.up", f"{theirs}.feed_forward.w3"),
-            *linear(f"{ours}.mlp.down", f"{theirs}.feed_forward.w2"),
+            Weight(f"{ours}.attention_norm.scale", f"{theirs}.attention_norm.weight", "vector"),
+            *linear_weights(f"{ours}.attention.query", fused, bias, FusedRows(0, keys, qkv)),
+            *linear_weights(f"{ours}.attention.key", fused, bias, FusedRows(keys, values, qkv)),
+            *linear_weights(f"{ours}.attention.value", fused, bias, FusedRows(values, qkv, qkv)),
+            *linear_weights(
+                f"{ours}.attention.output", f"{theirs}.attention.wo", config.output_bias, layout="linear_from_heads"
+            ),
+            Weight(f"{ours}.mlp_norm.scale", f"{theirs}.ffn_norm.weight", "vector"),
+            *linear_weights(f"{ours}.mlp.gate", f"{theirs}.feed_forward.w1"),
+            *linear_weights(f"{ours}.mlp.up", f"{theirs}.feed_forward.w3"),
+            *linear_weights(f"{ours}.mlp.down", f"{theirs}.feed_forward.w2"),
         ]
     return table

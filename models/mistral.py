@@ -11,7 +11,7 @@ from .llama import weights as weights
 
 ARCHITECTURE = "MistralForCausalLM"
 
-# What transformers assumes where config.json is silent. An explicit null means no window, and a kv head a query head.
+# The defaults of transformers for absent fields. An explicit null means no window, and one kv head per query head.
 DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096}
 
 

@@ -1,5 +1,7 @@
-"""Phi-3, Phi-3.5 and Phi-4 (arXiv 2404.14219, 2412.08905): Llama with q, k and v in one tensor, gate and up in another,
-LongRoPE, and RoPE of a part of each head."""
+"""Phi-3, Phi-3.5 and Phi-4 (arXiv 2404.14219, 2412.08905): Llama with fused tensors, LongRoPE and partial rotation.
+
+One tensor holds q, k and v, another gate and up. RoPE may rotate a part of each head only.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,13 @@ from typing import Any
 
 from .config import DecoderConfig, base_config, base_hf_config
 from .fields import integer, require
-from .llama import linear
 from .rope import LongRopeScaling
 from .rope_config import rope_from_hf
-from .weights import Rows, Weight
+from .weights import FusedRows, Weight, linear_weights
 
 ARCHITECTURE = "Phi3ForCausalLM"
 
-# What transformers assumes where config.json is silent.
+# The defaults of transformers for absent fields.
 DEFAULTS = {
     "max_position_embeddings": 4096,
     "original_max_position_embeddings": 4096,
@@ -44,28 +45,37 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
         "sliding_window": config.windows[0],
         "original_max_position_embeddings": trained,
         "partial_rotary_factor": config.rope.partial_rotary_factor,
-        "pad_token_id": None,  # by default one that small vocabularies lack
+        "pad_token_id": None,  # the default of transformers, 32000, is beyond a small vocabulary
     }
 
 
 def weights(config: DecoderConfig) -> list[Weight]:
-    table = [Weight("embed", "model.embed_tokens.weight", False), Weight("norm.scale", "model.norm.weight", False)]
+    table = [
+        Weight("embed", "model.embed_tokens.weight", "embedding"),
+        Weight("norm.scale", "model.norm.weight", "vector"),
+    ]
     if not config.tie_embeddings:
-        table.append(Weight("unembed", "lm_head.weight", True))
+        table.append(Weight("unembed", "lm_head.weight", "linear"))
     keys = config.num_heads * config.head_dim
     values = keys + config.num_kv_heads * config.head_dim
     qkv, gate_up = values + config.num_kv_heads * config.head_dim, 2 * config.mlp_size
     for i in range(config.num_layers):
         ours, theirs = f"layers.{i}", f"model.layers.{i}"
         table += [
-            Weight(f"{ours}.attention_norm.scale", f"{theirs}.input_layernorm.weight", False),
-            *linear(f"{ours}.attention.query", f"{theirs}.self_attn.qkv_proj", rows=Rows(0, keys, qkv)),
-            *linear(f"{ours}.attention.key", f"{theirs}.self_attn.qkv_proj", rows=Rows(keys, values, qkv)),
-            *linear(f"{ours}.attention.value", f"{theirs}.self_attn.qkv_proj", rows=Rows(values, qkv, qkv)),
-            *linear(f"{ours}.attention.output", f"{theirs}.self_attn.o_proj"),
-            Weight(f"{ours}.mlp_norm.scale", f"{theirs}.post_attention_layernorm.weight", False),
-            *linear(f"{ours}.mlp.gate", f"{theirs}.mlp.gate_up_proj", rows=Rows(0, config.mlp_size, gate_up)),
-            *linear(f"{ours}.mlp.up", f"{theirs}.mlp.gate_up_proj", rows=Rows(config.mlp_size, gate_up, gate_up)),
-            *linear(f"{ours}.mlp.down", f"{theirs}.mlp.down_proj"),
+            Weight(f"{ours}.attention_norm.scale", f"{theirs}.input_layernorm.weight", "vector"),
+            *linear_weights(f"{ours}.attention.query", f"{theirs}.self_attn.qkv_proj", rows=FusedRows(0, keys, qkv)),
+            *linear_weights(f"{ours}.attention.key", f"{theirs}.self_attn.qkv_proj", rows=FusedRows(keys, values, qkv)),
+            *linear_weights(
+                f"{ours}.attention.value", f"{theirs}.self_attn.qkv_proj", rows=FusedRows(values, qkv, qkv)
+            ),
+            *linear_weights(f"{ours}.attention.output", f"{theirs}.self_attn.o_proj", layout="linear_from_heads"),
+            Weight(f"{ours}.mlp_norm.scale", f"{theirs}.post_attention_layernorm.weight", "vector"),
+            *linear_weights(
+                f"{ours}.mlp.gate", f"{theirs}.mlp.gate_up_proj", rows=FusedRows(0, config.mlp_size, gate_up)
+            ),
+            *linear_weights(
+                f"{ours}.mlp.up", f"{theirs}.mlp.gate_up_proj", rows=FusedRows(config.mlp_size, gate_up, gate_up)
+            ),
+            *linear_weights(f"{ours}.mlp.down", f"{theirs}.mlp.down_proj"),
         ]
     return table

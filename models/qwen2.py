@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (arXiv 2407.10671): Llama with biases of q, k and v, and a sliding window in some layers."""
+"""Qwen2 and Qwen2.5 (arXiv 2407.10671): Llama with q, k and v biases, and a sliding window in some layers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from .config import DecoderConfig, base_config, base_hf_config
-from .fields import UnsupportedModelError, flag, integer, refuse, require
+from .fields import UnsupportedModelError, flag, integer, require, unsupported
 from .llama import weights as weights
 
 ARCHITECTURE = "Qwen2ForCausalLM"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-# What transformers assumes where config.json is silent. An explicit null means a kv head a query head, and no window.
+# The defaults of transformers for absent fields. An explicit null means one kv head per query head, and no window.
 DEFAULTS = {
     "num_key_value_heads": 32,
     "max_position_embeddings": 32_768,
@@ -30,7 +30,10 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
 
 
 def layer_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Each layer's window. `layer_types` says which layers have one, or it is those from `max_window_layers` on."""
+    """Reads the sliding window of each layer.
+
+    `layer_types` names the layers that have one. Without it, they are the layers from index `max_window_layers` on.
+    """
     layers = integer(hf, "num_hidden_layers")
     sliding = flag(hf, "use_sliding_window") and hf["sliding_window"] is not None
     window = integer(hf, "sliding_window") if sliding else None
@@ -38,10 +41,10 @@ def layer_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
     if kinds is None:
         first = hf["max_window_layers"]
         if type(first) is not int or first < 0:
-            raise refuse("max_window_layers", first, "an integer >= 0")
+            raise unsupported("max_window_layers", first, "an integer >= 0")
         return tuple(window if layer >= first else None for layer in range(layers))
     if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in (FULL, SLIDING) for kind in kinds):
-        raise refuse("layer_types", kinds, f"{layers} of {FULL!r} and {SLIDING!r}")
+        raise unsupported("layer_types", kinds, f"{layers} of {FULL!r} and {SLIDING!r}")
     if SLIDING in kinds and window is None:
         raise UnsupportedModelError(
             f"config field layer_types names {SLIDING!r}, which needs use_sliding_window and sliding_window"

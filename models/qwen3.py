@@ -1,4 +1,4 @@
-"""Qwen3 (arXiv 2505.09388): Qwen2 with norms of the heads of q and k, whose size is independent of the width."""
+"""Qwen3 (arXiv 2505.09388): Qwen2 with a norm on each q and k head, and a head size independent of the hidden size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEFAULTS = qwen2.DEFAULTS | {"head_dim": 128}
 
 def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     hf = DEFAULTS | dict(hf)
-    integer(hf, "head_dim")  # a null has no meaning here
+    integer(hf, "head_dim")  # transformers gives a null no meaning
     require(hf, "mlp_bias", None, False)
     bias = flag(hf, "attention_bias")
     config = base_config(hf, ARCHITECTURE, qwen2.layer_windows(hf))

@@ -1,8 +1,8 @@
-"""Rotary position embedding (RoFormer, arXiv 2104.09864), half-split layout as in Hugging Face checkpoints.
+"""Rotary position embedding (RoFormer, arXiv 2104.09864), in the half-split layout of Hugging Face checkpoints.
 
-A rotation is a base, the share of each head's channels that rotate, and perhaps a scaling for contexts longer than the
-model was first trained for. Scalings have the names and the fields of Hugging Face configs. Those of `dynamic` and
-`longrope` depend on the length of a text: see `Rope.row_frequencies`.
+A `Rope` consists of a base, the fraction of each head's channels that rotate, and an optional scaling for contexts
+longer than the model was first trained for. The scalings have the names and fields of Hugging Face configs. The
+frequencies of `dynamic` and `longrope` depend on the length of each row's prompt: see `Rope.row_frequencies`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,24 @@ from .fields import UnsupportedModelError
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Position interpolation (arXiv 2306.15595): all positions are divided by `factor`."""
+    """Position interpolation (arXiv 2306.15595): divides all positions by `factor`."""
 
     rope_type: ClassVar[str] = "linear"
     attention_factor: ClassVar[float] = 1.0
     factor: float
 
     def __call__(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+        """Returns the scaled frequencies; `theta` is the base."""
         return frequencies / np.float32(self.factor)
 
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1: wavelengths beyond the original context are stretched by `factor`, short ones kept, a ramp between."""
+    """The scaling of Llama 3.1, by wavelength relative to the original context length.
+
+    Wavelengths above original / `low_freq_factor` are multiplied by `factor`, those below original /
+    `high_freq_factor` are unchanged, and those between are interpolated.
+    """
 
     rope_type: ClassVar[str] = "llama3"
     attention_factor: ClassVar[float] = 1.0
@@ -43,6 +48,7 @@ class Llama3Scaling:
     original_max_position_embeddings: int
 
     def __call__(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+        """Returns the scaled frequencies; `theta` is the base."""
         wavelengths = 2 * math.pi / frequencies
         low, high = self.low_freq_factor, self.high_freq_factor
         smooth = (self.original_max_position_embeddings / wavelengths - low) / (high - low)
@@ -52,9 +58,12 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (arXiv 2309.00071): channels that turn less than `beta_slow` times in the original context are stretched by
-    `factor`, those that turn more than `beta_fast` times are kept, with a ramp between; q and k grow by
-    `attention_factor`. `truncate` rounds the ends of the ramp to whole channels."""
+    """YaRN (arXiv 2309.00071), by the number of turns of a channel pair within the original context.
+
+    The wavelengths of pairs with fewer than `beta_slow` turns are multiplied by `factor`, those of pairs with more than
+    `beta_fast` turns are unchanged, and a linear ramp lies between. q and k are multiplied by `attention_factor`.
+    `truncate` rounds the ends of the ramp to whole channel pairs.
+    """
 
     rope_type: ClassVar[str] = "yarn"
     factor: float
@@ -65,13 +74,14 @@ class YarnScaling:
     original_max_position_embeddings: int
 
     def __call__(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+        """Returns the scaled frequencies; `theta` is the base."""
         channels = 2 * len(frequencies)
 
-        def pair_that_turns(times: float) -> float:
-            context = self.original_max_position_embeddings / (2 * math.pi * times)
-            return channels * math.log(context) / (2 * math.log(theta))
+        def pair_with_turns(turns: float) -> float:
+            inverse_frequency = self.original_max_position_embeddings / (2 * math.pi * turns)
+            return channels * math.log(inverse_frequency) / (2 * math.log(theta))
 
-        low, high = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)
+        low, high = pair_with_turns(self.beta_fast), pair_with_turns(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, channels - 1)
@@ -82,7 +92,7 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class DynamicScaling:
-    """Dynamic NTK: in a text longer than the model was trained for the base grows with its length."""
+    """Dynamic NTK: the base grows with the length of a prompt that exceeds `max_position_embeddings`."""
 
     rope_type: ClassVar[str] = "dynamic"
     attention_factor: ClassVar[float] = 1.0
@@ -90,17 +100,21 @@ class DynamicScaling:
     max_position_embeddings: int
 
     def by_length(self, frequencies: np.ndarray, lengths: Int[Array, "B"]) -> Float[Array, "B R/2"]:
+        """Returns the scaled frequencies of rows with prompts of these lengths."""
         channels = 2 * len(frequencies)
         over = jnp.maximum(lengths / self.max_position_embeddings, 1.0)
-        growth = self.factor * over - (self.factor - 1)  # of base ** ((R - 2) / R)
+        growth = self.factor * over - (self.factor - 1)  # the factor on base ** ((R - 2) / R)
         exponents = np.arange(0, channels, 2, dtype=np.float32) / np.float32(channels - 2)
         return jnp.asarray(frequencies) / growth[:, None] ** exponents
 
 
 @dataclass(frozen=True)
 class LongRopeScaling:
-    """LongRoPE (arXiv 2402.13753): each frequency is divided by a factor of its own, of one list for texts of up to the
-    original context and of another for longer ones; q and k grow by `attention_factor`, whatever the length."""
+    """LongRoPE (arXiv 2402.13753): divides each frequency by its own factor.
+
+    Prompts up to the original context length use `short_factor`, longer ones `long_factor`. q and k are multiplied by
+    `attention_factor` at every length.
+    """
 
     rope_type: ClassVar[str] = "longrope"
     short_factor: tuple[float, ...]
@@ -109,6 +123,7 @@ class LongRopeScaling:
     original_max_position_embeddings: int
 
     def by_length(self, frequencies: np.ndarray, lengths: Int[Array, "B"]) -> Float[Array, "B R/2"]:
+        """Returns the scaled frequencies of rows with prompts of these lengths."""
         short, long = (frequencies / np.array(x, np.float32) for x in (self.short_factor, self.long_factor))
         return jnp.where((lengths > self.original_max_position_embeddings)[:, None], long, short)
 
@@ -123,9 +138,12 @@ Scaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling | LengthScaling
 
 @dataclass(frozen=True)
 class Rope:
-    """A rotation: the base `theta`, how its frequencies are scaled, and the share of a head's channels that rotate.
+    """A rotary position embedding. The first R = int(D * partial_rotary_factor) channels of a head rotate.
 
-    Of a head's D channels the first R = int(D * partial_rotary_factor) rotate and the others pass.
+    Attributes:
+        theta: the base of the frequencies theta ** (-2 i / R), for channel pairs i = 0 .. R / 2 - 1.
+        scaling: how the frequencies are scaled for long contexts; None for no scaling.
+        partial_rotary_factor: the fraction of a head's channels that rotate, in (0, 1].
     """
 
     theta: float
@@ -134,20 +152,20 @@ class Rope:
 
     @property
     def attention_factor(self) -> float:
-        """What rotated channels of q and k are multiplied by."""
+        """The factor that multiplies the rotated channels of q and k."""
         return 1.0 if self.scaling is None else self.scaling.attention_factor
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether a text's length decides its frequencies."""
+        """Whether the frequencies of a row depend on the length of its prompt."""
         return isinstance(self.scaling, LengthScaling)
 
     def channels(self, head_dim: int) -> int:
-        """How many channels of a head rotate, R."""
+        """The number of channels of a head that rotate, R."""
         return int(head_dim * self.partial_rotary_factor)
 
     def check(self, head_dim: int) -> None:
-        """Raises UnsupportedModelError if heads of this size cannot be rotated so."""
+        """Raises UnsupportedModelError if this RoPE cannot rotate heads of size `head_dim`."""
         channels, scaling = self.channels(head_dim), self.scaling
         of = "" if self.partial_rotary_factor == 1 else f" with partial_rotary_factor={self.partial_rotary_factor}"
         if channels < 2 or channels % 2:
@@ -161,21 +179,28 @@ class Rope:
             for name, factors in (("short_factor", scaling.short_factor), ("long_factor", scaling.long_factor)):
                 if len(factors) != channels // 2:
                     raise UnsupportedModelError(
-                        f"config field {name} has {len(factors)} numbers; accepted: {channels // 2}, one for each "
+                        f"config field {name} has {len(factors)} numbers; accepted: {channels // 2}, one per "
                         f"pair of channels of head_dim={head_dim}{of}"
                     )
 
     def frequencies(self, head_dim: int) -> Float[np.ndarray, "R/2"]:
-        """Radians per position of each channel pair, float32. Raises ValueError if they depend on a text's length."""
+        """Returns the rotation of each channel pair in radians per position, in float32.
+
+        Raises:
+            ValueError: the frequencies depend on the length of a prompt; use `row_frequencies`.
+        """
         frequencies = self._unscaled(head_dim)
         if self.scaling is None:
             return frequencies
         if isinstance(self.scaling, LengthScaling):
-            raise ValueError(f"frequencies of rope type {self.scaling.rope_type!r} need the lengths of the texts")
+            raise ValueError(
+                f"the frequencies of rope type {self.scaling.rope_type!r} need the lengths of the prompts: "
+                "call row_frequencies(head_dim, lengths)"
+            )
         return self.scaling(frequencies, self.theta).astype(np.float32)
 
     def row_frequencies(self, head_dim: int, lengths: Int[Array, "B"]) -> Float[Array, "B R/2"] | None:
-        """The same for texts of these lengths, where frequencies depend on them; None where they do not."""
+        """Returns the frequencies of rows with prompts of these lengths; None if they do not depend on the length."""
         if isinstance(self.scaling, LengthScaling):
             return self.scaling.by_length(self._unscaled(head_dim), lengths)
         return None
@@ -200,32 +225,40 @@ def rotate(
     frequencies: Float[np.ndarray | Array, "R/2"] | Float[Array, "B R/2"],
     factor: float = 1.0,
 ) -> Float[Array, "B H N D"]:
-    """Turns channel pair (i, i + R/2) of the vector at position p by p * frequencies[i], and scales it by `factor`.
+    """Rotates channel pair (i, i + R/2) of the vector at position p by p * frequencies[i], and scales it by `factor`.
 
-    Channels from R on pass as they are. Computed in float32.
+    Channels from R on are unchanged. The computation is in float32 and the result has the dtype of `x`.
+
+    Args:
+        x: the vectors to rotate.
+        positions: the position of each token, per row or per head.
+        frequencies: radians per position of each channel pair, for all rows or per row.
+        factor: `Rope.attention_factor`.
     """
     size = 2 * frequencies.shape[-1]
     if frequencies.ndim == 2:
         frequencies = frequencies[:, None, None]
     angles = positions[..., None].astype(jnp.float32) * frequencies
     cos, sin = factor * jnp.cos(angles), factor * jnp.sin(angles)
-    turned = jax.lax.platform_dependent(x[..., :size], cos, sin, tpu=turned_by_product, default=turned_by_halves)
-    return turned if size == x.shape[-1] else jnp.concatenate([turned, x[..., size:]], axis=-1)
+    rotated = jax.lax.platform_dependent(x[..., :size], cos, sin, tpu=rotate_by_product, default=rotate_by_halves)
+    return rotated if size == x.shape[-1] else jnp.concatenate([rotated, x[..., size:]], axis=-1)
 
 
-def turned_by_halves(
+def rotate_by_halves(
     x: Float[Array, "B H N R"], cos: Float[Array, "B #H N R/2"], sin: Float[Array, "B #H N R/2"]
 ) -> Float[Array, "B H N R"]:
+    """Rotates all channels of `x` by splitting them into halves."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def turned_by_product(
+def rotate_by_product(
     x: Float[Array, "B H N R"], cos: Float[Array, "B #H N R/2"], sin: Float[Array, "B #H N R/2"]
 ) -> Float[Array, "B H N R"]:
-    """The same for TPUs, where half of the channels fill half of a register's lanes, and each half would be written.
+    """Rotates all channels of `x` by a matrix product that swaps the halves. This form is faster on TPUs.
 
-    Channels change places in a product with ones, which is exact.
+    On a TPU half of the channels fill half of a register's lanes, and `rotate_by_halves` writes each half to memory.
+    The matrix holds 1, -1 and 0 only, so the product is exact.
     """
     half = x.shape[-1] // 2
     partner = jnp.eye(2 * half, k=half, dtype=x.dtype) - jnp.eye(2 * half, k=-half, dtype=x.dtype)

@@ -1,4 +1,7 @@
-"""RoPE in Hugging Face configs: `rope_parameters` (transformers 5), and `rope_theta` with `rope_scaling` (before)."""
+"""Maps RoPE from and to Hugging Face configs.
+
+transformers 5 writes `rope_parameters`. Earlier versions write `rope_theta` and `rope_scaling`.
+"""
 
 from __future__ import annotations
 
@@ -7,34 +10,37 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from .fields import UnsupportedModelError, flag, integer, number, numbers, refuse, require
+from .fields import UnsupportedModelError, flag, integer, number, numbers, require, unsupported
 from .rope import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, Rope, Scaling, YarnScaling
 
 
-class Context(NamedTuple):
-    """The two lengths of a config: now (`max_position_embeddings`), and before it was extended."""
+class ContextLengths(NamedTuple):
+    """The context lengths of a config, in tokens: `max_position_embeddings`, and the length before extension."""
 
-    length: int
+    extended: int
     original: int
 
 
-def _linear(fields: Mapping[str, Any], context: Context) -> LinearScaling:
+def _linear(fields: Mapping[str, Any], context: ContextLengths) -> LinearScaling:
     return LinearScaling(number(fields, "factor"))
 
 
-def _dynamic(fields: Mapping[str, Any], context: Context) -> DynamicScaling:
-    return DynamicScaling(number(fields, "factor"), context.length)
+def _dynamic(fields: Mapping[str, Any], context: ContextLengths) -> DynamicScaling:
+    return DynamicScaling(number(fields, "factor"), context.extended)
 
 
-def _llama3(fields: Mapping[str, Any], context: Context) -> Llama3Scaling:
+def _llama3(fields: Mapping[str, Any], context: ContextLengths) -> Llama3Scaling:
     low, high = number(fields, "low_freq_factor"), number(fields, "high_freq_factor")
     if not low < high:
-        raise UnsupportedModelError("rope type 'llama3' needs low_freq_factor < high_freq_factor")
+        raise UnsupportedModelError(
+            f"config field low_freq_factor={low!r} is not supported for rope_type='llama3'; accepted: a number below "
+            f"high_freq_factor={high!r}"
+        )
     return Llama3Scaling(number(fields, "factor"), low, high, context.original)
 
 
-def _yarn(fields: Mapping[str, Any], context: Context) -> YarnScaling:
-    factor = number(fields, "factor", context.length / context.original)
+def _yarn(fields: Mapping[str, Any], context: ContextLengths) -> YarnScaling:
+    factor = number(fields, "factor", context.extended / context.original)
 
     def growth(scale: float = 1.0) -> float:
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -53,8 +59,8 @@ def _yarn(fields: Mapping[str, Any], context: Context) -> YarnScaling:
     )
 
 
-def _longrope(fields: Mapping[str, Any], context: Context) -> LongRopeScaling:
-    factor = number(fields, "factor", context.length / context.original)
+def _longrope(fields: Mapping[str, Any], context: ContextLengths) -> LongRopeScaling:
+    factor = number(fields, "factor", context.extended / context.original)
     default = math.sqrt(1 + math.log(factor) / math.log(context.original)) if factor > 1 else 1.0
     return LongRopeScaling(
         numbers(fields, "short_factor"),
@@ -64,65 +70,73 @@ def _longrope(fields: Mapping[str, Any], context: Context) -> LongRopeScaling:
     )
 
 
-class Kind(NamedTuple):
-    """How a rope type is read, and the fields that it may have beside those that all have."""
+class RopeType(NamedTuple):
+    """The reader of a rope type, and the fields that it accepts beyond COMMON."""
 
-    read: Callable[[Mapping[str, Any], Context], Scaling | None]
+    read: Callable[[Mapping[str, Any], ContextLengths], Scaling | None]
     fields: tuple[str, ...] = ()
 
 
 ORIGINAL = "original_max_position_embeddings"
 COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-KINDS = {
-    "default": Kind(lambda fields, context: None),
-    "linear": Kind(_linear, ("factor",)),
-    "dynamic": Kind(_dynamic, ("factor",)),
-    "llama3": Kind(_llama3, ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL)),
-    "yarn": Kind(
+ROPE_TYPES = {
+    "default": RopeType(lambda fields, context: None),
+    "linear": RopeType(_linear, ("factor",)),
+    "dynamic": RopeType(_dynamic, ("factor",)),
+    "llama3": RopeType(_llama3, ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL)),
+    "yarn": RopeType(
         _yarn,
         ("factor", "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate", ORIGINAL),
     ),
-    "longrope": Kind(_longrope, ("factor", "attention_factor", "short_factor", "long_factor", ORIGINAL)),
+    "longrope": RopeType(_longrope, ("factor", "attention_factor", "short_factor", "long_factor", ORIGINAL)),
 }
-ALIASES = {"su": "longrope"}  # as the first Phi-3 files have it
+ALIASES = {"su": "longrope"}  # the name in the first Phi-3 checkpoints
 
 
-def rope_from_hf(hf: Mapping[str, Any], kinds: tuple[str, ...] = tuple(KINDS), *, partial: bool = False) -> Rope:
-    """Reads RoPE, of the types that a family knows, from either form of config.
+def rope_from_hf(hf: Mapping[str, Any], kinds: tuple[str, ...] = tuple(ROPE_TYPES), *, partial: bool = False) -> Rope:
+    """Reads RoPE from either form of config. If a config has both, `rope_scaling` wins, as in transformers.
 
-    Where both forms stand in a file, `rope_scaling` wins, as in transformers. Raises UnsupportedModelError for a type
-    or a field of it that is not implemented; rotating a part of each head is one, unless `partial`.
+    Args:
+        hf: the content of `config.json`.
+        kinds: the rope types that the family supports.
+        partial: whether the family supports `partial_rotary_factor` < 1.
+
+    Raises:
+        UnsupportedModelError: a rope type that is not in `kinds`, an unknown field of one, or an invalid value.
     """
     fields = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(fields, Mapping):
-        raise refuse("rope_scaling", fields, "a mapping")
+        raise unsupported("rope_scaling", fields, "a mapping")
     if not partial:
         require(hf, "partial_rotary_factor", None, 1.0)
         require(fields, "partial_rotary_factor", None, 1.0)
-    share = number(fields, "partial_rotary_factor", number(hf, "partial_rotary_factor", 1.0))
-    if share > 1:
-        raise refuse("partial_rotary_factor", share, "a number of up to 1")
+    fraction = number(fields, "partial_rotary_factor", number(hf, "partial_rotary_factor", 1.0))
+    if fraction > 1:
+        raise unsupported("partial_rotary_factor", fraction, "a number in (0, 1]")
     theta = number(fields, "rope_theta", number(hf, "rope_theta", 10_000.0))
     named = fields.get("rope_type", fields.get("type", "default"))
     kind = ALIASES.get(named, named) if isinstance(named, str) else named
     if kind not in kinds:
-        raise refuse("rope_type", named, ", ".join(map(repr, kinds)))
-    unknown = sorted(set(fields) - COMMON - set(KINDS[kind].fields))
+        raise unsupported("rope_type", named, ", ".join(map(repr, kinds)))
+    unknown = sorted(set(fields) - COMMON - set(ROPE_TYPES[kind].fields))
     if unknown:
-        raise UnsupportedModelError(f"config field(s) {', '.join(unknown)} are not supported for rope_type={named!r}")
-    length = integer(hf, "max_position_embeddings", 2048)
-    original = integer(hf, ORIGINAL, integer(fields, ORIGINAL, length))
-    return Rope(theta, KINDS[kind].read(fields, Context(length, original)), share)
+        accepted = ", ".join(sorted(COMMON | set(ROPE_TYPES[kind].fields)))
+        raise UnsupportedModelError(
+            f"config field(s) {', '.join(unknown)} are not supported for rope_type={named!r}; accepted: {accepted}"
+        )
+    extended = integer(hf, "max_position_embeddings", 2048)
+    original = integer(hf, ORIGINAL, integer(fields, ORIGINAL, extended))
+    return Rope(theta, ROPE_TYPES[kind].read(fields, ContextLengths(extended, original)), fraction)
 
 
 def rope_to_hf(rope: Rope) -> dict[str, Any]:
-    """The inverse of `rope_from_hf`, as transformers 5 writes it."""
+    """The inverse of `rope_from_hf`, in the form of transformers 5."""
     fields: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.theta}
     if rope.partial_rotary_factor != 1:
         fields["partial_rotary_factor"] = rope.partial_rotary_factor
     if rope.scaling is not None:
         fields["rope_type"] = rope.scaling.rope_type
         own = dataclasses.asdict(rope.scaling)
-        own.pop("max_position_embeddings", None)  # stands in the config itself
+        own.pop("max_position_embeddings", None)  # a field of the config itself
         fields |= {name: list(value) if isinstance(value, tuple) else value for name, value in own.items()}
     return fields

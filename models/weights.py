@@ -1,7 +1,7 @@
-"""Names of tensors in Hugging Face checkpoints, and how each is laid out there. Used in both directions.
+"""Names and layouts of tensors in Hugging Face checkpoints, used to read and to write them.
 
-There a tensor has its rows first: the outputs of a linear map, the tokens of an embedding, the entries of a vector.
-A parameter is a tensor or some rows of one, with heads as axes of their own. No files are touched here.
+A checkpoint stores a linear map as [out, in], an embedding as [V, E] and a bias or a norm's scale as a vector. A
+parameter is one tensor, or some rows of a fused one, with heads as axes of their own. Nothing here opens a file.
 """
 
 from __future__ import annotations
@@ -9,28 +9,29 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from jax.typing import DTypeLike
 
 Shape = tuple[int, ...]
-READ = 2**22  # numbers read at a time: what a read holds beside its result
+Layout = Literal["vector", "embedding", "linear", "linear_from_heads"]
+READ = 2**22  # the number of elements per read, which bounds the memory of a read beyond its result
 
 
 class Sliceable(Protocol):
-    """A tensor of a file, of which slices are read: safetensors' `get_slice`, or an array."""
+    """A tensor that is read by slices: the result of safetensors' `get_slice`, or an array."""
 
     def __getitem__(self, index: tuple[slice, ...], /) -> Any: ...
 
 
 @dataclass(frozen=True)
-class Rows:
-    """A part of a fused tensor: rows `start` to `stop` of every block of `of` rows."""
+class FusedRows:
+    """One parameter's part of a fused tensor: rows `start` to `stop` of every block of `block` rows."""
 
     start: int
     stop: int
-    of: int
+    block: int
 
 
 @dataclass(frozen=True)
@@ -38,44 +39,63 @@ class Weight:
     """One parameter and the checkpoint tensor that holds it.
 
     Attributes:
-        path: attributes from the decoder down to the parameter, e.g. `layers.0.attention.query`.
-        name: the tensor's name in the checkpoint. A bias is a vector there.
-        transposed: the checkpoint holds a linear map as [out, in]; ours is [in, out] with heads as axes of their own.
-        rows: the parameter's part of a tensor that others share; None where it has one of its own.
+        path: the attributes from the decoder down to the parameter, such as `layers.0.attention.query`.
+        name: the tensor's name in the checkpoint.
+        layout: how the parameter's axes map to the tensor's:
+
+            | layout              | parameter   | tensor    | used by |
+            |---------------------|-------------|-----------|---------|
+            | `vector`            | [*out]      | [out]     | biases, norm scales |
+            | `embedding`         | [V, E]      | [V, E]    | the embedding |
+            | `linear`            | [in, *out]  | [out, in] | query, key, value, MLP, the output matrix |
+            | `linear_from_heads` | [*in, out]  | [out, in] | the attention output projection |
+
+        rows: the parameter's rows of a fused tensor; None if the tensor holds this parameter alone.
     """
 
     path: str
     name: str
-    transposed: bool
-    rows: Rows | None = None
+    layout: Layout
+    rows: FusedRows | None = None
 
     def hf_shape(self, shape: Shape) -> Shape:
-        """The shape, in the checkpoint, of the tensor that holds this parameter of shape `shape`."""
+        """Returns the shape of the checkpoint tensor that holds this parameter of shape `shape`.
+
+        Raises:
+            ValueError: `rows` does not divide the parameter.
+        """
         _, columns = self._axes(shape)
         blocks, part = self._blocks(shape)
-        return (blocks * part.of, math.prod(shape[columns])) if shape[columns] else (blocks * part.of,)
+        return (blocks * part.block, math.prod(shape[columns])) if shape[columns] else (blocks * part.block,)
 
     def read(self, tensor: Sliceable, shape: Shape, index: tuple[slice, ...], dtype: DTypeLike) -> np.ndarray:
-        """Part `index` of the parameter of shape `shape`, cast to `dtype`.
+        """Reads slice `index` of the parameter of shape `shape`, cast to `dtype`.
 
-        Reads the rows that hold it and no others, of each the shortest range of columns that does, a few at a time.
+        It reads only the tensor rows that the slice needs, and of each row the shortest column range that contains the
+        slice. It reads at most READ elements, or one row, at a time.
 
         Args:
             tensor: the checkpoint's tensor, of shape `hf_shape(shape)`; only slices are taken of it.
+            shape: the shape of the whole parameter.
             index: a slice of step 1 for each axis of the parameter.
+            dtype: the dtype of the result.
+
+        Returns:
+            A C-contiguous array of the shape of the slice.
         """
         rows, columns = self._axes(shape)
         blocks, part = self._blocks(shape)
-        places = np.arange(blocks * part.of).reshape(blocks, part.of)[:, part.start : part.stop]
-        wanted = np.ravel(places.reshape(shape[rows])[index[rows]])
-        across = np.ravel(np.arange(math.prod(shape[columns])).reshape(shape[columns])[index[columns]])
-        first, last = int(across[0]), int(across[-1]) + 1
-        chosen = slice(None) if len(across) == last - first else across - first
-        sides = (len(across), len(wanted)) if self.transposed else (len(wanted), len(across))
+        all_rows = np.arange(blocks * part.block).reshape(blocks, part.block)[:, part.start : part.stop]
+        wanted_rows = np.ravel(all_rows.reshape(shape[rows])[index[rows]])
+        wanted_columns = np.ravel(np.arange(math.prod(shape[columns])).reshape(shape[columns])[index[columns]])
+        first, last = int(wanted_columns[0]), int(wanted_columns[-1]) + 1
+        chosen = slice(None) if len(wanted_columns) == last - first else wanted_columns - first
+        transposed = self._transposed
+        sides = (len(wanted_columns), len(wanted_rows)) if transposed else (len(wanted_rows), len(wanted_columns))
         result = _aligned(sides, dtype)
-        target = result.T if self.transposed else result
+        target = result.T if transposed else result
         done = 0
-        for run in _runs(wanted, max(READ // (last - first), 1)):
+        for run in _runs(wanted_rows, max(READ // (last - first), 1)):
             read = tensor[(run, slice(first, last)) if shape[columns] else (run,)]
             count = run.stop - run.start
             target[done : done + count] = read.reshape(count, -1)[:, chosen]
@@ -83,67 +103,83 @@ class Weight:
         return result.reshape([len(range(size)[taken]) for size, taken in zip(shape, index, strict=True)])
 
     def write(self, parameter: np.ndarray, tensor: np.ndarray) -> None:
-        """Fills in this parameter's part of `tensor`, a contiguous array of shape `hf_shape(parameter.shape)`."""
+        """Writes `parameter` into its rows of `tensor`, a contiguous array of shape `hf_shape(parameter.shape)`."""
         _, columns = self._axes(parameter.shape)
         blocks, part = self._blocks(parameter.shape)
         width = math.prod(parameter.shape[columns])
-        matrix = parameter.reshape(width, -1).T if self.transposed else parameter.reshape(-1, width)
-        tensor.reshape(blocks, part.of, width)[:, part.start : part.stop] = matrix.reshape(blocks, -1, width)
+        matrix = parameter.reshape(width, -1).T if self._transposed else parameter.reshape(-1, width)
+        tensor.reshape(blocks, part.block, width)[:, part.start : part.stop] = matrix.reshape(blocks, -1, width)
+
+    @property
+    def _transposed(self) -> bool:
+        return self.layout in ("linear", "linear_from_heads")
 
     def _axes(self, shape: Shape) -> tuple[slice, slice]:
-        """Which of the parameter's axes are the tensor's rows and which its columns."""
-        if self.transposed:
-            split = len(shape) - 1 if self.path.endswith("output") else 1
-            return slice(split, None), slice(0, split)
-        split = len(shape) if self.name.endswith("bias") else 1
-        return slice(0, split), slice(split, None)
+        """Returns the parameter's axes that form the tensor's rows, and those that form its columns."""
+        split = {"vector": len(shape), "embedding": 1, "linear": 1, "linear_from_heads": len(shape) - 1}[self.layout]
+        leading, trailing = slice(0, split), slice(split, None)
+        return (trailing, leading) if self._transposed else (leading, trailing)
 
-    def _blocks(self, shape: Shape) -> tuple[int, Rows]:
-        """The number of blocks in the tensor's rows, and the parameter's part of each."""
+    def _blocks(self, shape: Shape) -> tuple[int, FusedRows]:
+        """Returns the number of blocks in the tensor's rows, and the parameter's part of each."""
         count = math.prod(shape[self._axes(shape)[0]])
-        part = self.rows or Rows(0, count, count)
+        part = self.rows or FusedRows(0, count, count)
         blocks, rest = divmod(count, part.stop - part.start)
         if rest:
-            raise ValueError(f"{self.path} has {count} rows in {self.name}, which {part} does not divide")
+            raise ValueError(
+                f"{self.path} has {count} rows in {self.name}; expected a multiple of {part.stop - part.start}, the "
+                f"number of rows in {part}"
+            )
         return blocks, part
 
 
+def linear_weights(
+    path: str, name: str, bias: bool = False, rows: FusedRows | None = None, layout: Layout = "linear"
+) -> list[Weight]:
+    """Returns the weights of a linear map: its matrix, and its bias if it has one."""
+    matrix = Weight(path, f"{name}.weight", layout, rows)
+    return [matrix, Weight(f"{path}_bias", f"{name}.bias", "vector", rows)] if bias else [matrix]
+
+
 def _aligned(shape: Shape, dtype: DTypeLike) -> np.ndarray:
-    """An empty array that begins at a multiple of 64 bytes: JAX takes such a one over, on the CPU, without a copy."""
+    """Returns an empty array aligned to 64 bytes, which JAX takes over on the CPU without a copy."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     raw = np.empty(size + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def _runs(places: np.ndarray, longest: int) -> Iterator[slice]:
-    """Ascending places as ranges of neighbours, none longer than `longest`."""
-    for run in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1):
+def _runs(indices: np.ndarray, longest: int) -> Iterator[slice]:
+    """Splits ascending indices into ranges of consecutive ones, of at most `longest` each."""
+    for run in np.split(indices, np.flatnonzero(np.diff(indices) != 1) + 1):
         for start in range(int(run[0]), int(run[-1]) + 1, longest):
             yield slice(start, min(start + longest, int(run[-1]) + 1))
 
 
 def by_tensor(table: Iterable[Weight]) -> dict[str, tuple[Weight, ...]]:
-    """The parameters that each tensor of the checkpoint holds, in the order of their rows."""
-    held: dict[str, tuple[Weight, ...]] = {}
+    """Groups weights by the checkpoint tensor that holds them, in the order of their rows."""
+    grouped: dict[str, tuple[Weight, ...]] = {}
     for weight in table:
-        held[weight.name] = (*held.get(weight.name, ()), weight)
+        grouped[weight.name] = (*grouped.get(weight.name, ()), weight)
     return {
         name: tuple(sorted(weights, key=lambda weight: weight.rows.start if weight.rows else 0))
-        for name, weights in held.items()
+        for name, weights in grouped.items()
     }
 
 
 def hf_shapes(table: Iterable[Weight], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """The shape of each tensor of the checkpoint, from the parameters' shapes by path.
+    """Returns the shape of each checkpoint tensor by name, from the shapes of the parameters by path.
 
-    Raises ValueError if the parameters that share a tensor do not make up a whole one: the table is wrong.
+    Raises:
+        ValueError: the parameters of a tensor do not cover its rows exactly once, so the table is wrong.
     """
     expected = {}
     for name, weights in by_tensor(table).items():
-        whole = {weight.hf_shape(shapes[weight.path]) for weight in weights}
-        parts = [weight.rows or Rows(0, 1, 1) for weight in weights]
-        if len(whole) != 1 or [0, *(part.stop for part in parts)] != [*(part.start for part in parts), parts[-1].of]:
-            raise ValueError(f"{', '.join(weight.path for weight in weights)} do not make up the tensor {name}")
-        expected[name] = whole.pop()
+        tensor_shapes = {weight.hf_shape(shapes[weight.path]) for weight in weights}
+        parts = [weight.rows or FusedRows(0, 1, 1) for weight in weights]
+        starts, stops = [part.start for part in parts], [part.stop for part in parts]
+        if len(tensor_shapes) != 1 or [0, *stops] != [*starts, parts[-1].block]:
+            paths = ", ".join(weight.path for weight in weights)
+            raise ValueError(f"{paths} do not cover the rows of the tensor {name} exactly once")
+        expected[name] = tensor_shapes.pop()
     return expected

@@ -26,8 +26,8 @@ def test_mesh(data: int, model: int) -> None:
     [
         ({"data": 4, "model": 4}, r"data=4 x model=4 takes 16 devices; there are 8 \(cpu\)"),
         ({"data": 2, "devices": jax.devices()[:3]}, r"data=2 x model=1 takes 2 devices; 3 were given"),
-        ({"data": 0}, r"data=0; accepted is an integer >= 1"),
-        ({"model": 2.0}, r"model=2.0; accepted is an integer >= 1"),
+        ({"data": 0}, r"data=0: expected an integer >= 1"),
+        ({"model": 2.0}, r"model=2.0: expected an integer >= 1"),
     ],
 )
 def test_meshes_that_are_none(sizes: dict, message: str) -> None:
@@ -55,7 +55,7 @@ def test_sizes_that_fit(heads: int, kv_heads: int, mlp: int, legal: str) -> None
 
 def test_meshes_of_another_kind(tiny) -> None:
     for mesh in (jax.make_mesh((2, 2), ("data", "model")), jax.make_mesh((4,), ("model",))):
-        with pytest.raises(ValueError, match=r"accepted is a mesh of kvjax.make_mesh, with Auto axes"):
+        with pytest.raises(ValueError, match=r"expected a mesh of kvjax.make_mesh, with Auto axes"):
             kvjax.shard(tiny, mesh)
 
 

@@ -1,7 +1,11 @@
-"""Checkpoints on disk: Hugging Face folders of safetensors, and Orbax. No pickle, no remote code."""
+"""Reads and writes checkpoints: Hugging Face folders of safetensors, and Orbax. It never runs pickle or remote code.
+
+`CheckpointError` is the only exception that this package defines. `kvjax.models` explains the axis letters of shapes.
+"""
 
 from kvjax.checkpoint.convert import Conversion, plan_conversion
-from kvjax.checkpoint.folder import DTYPES, CheckpointError, form_of, locate, read_config
+from kvjax.checkpoint.errors import CheckpointError
+from kvjax.checkpoint.folder import DTYPES, form_of, locate, read_config
 from kvjax.checkpoint.hf import load, read_headers, save_hf
 from kvjax.checkpoint.named import dtype_named, load_named, mesh_sizes
 from kvjax.checkpoint.orbax import restore, save

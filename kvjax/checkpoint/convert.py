@@ -1,4 +1,4 @@
-"""From one form of checkpoint to another, or to another dtype: what it will take, and doing it."""
+"""Converts checkpoints to another form or dtype, and plans the memory of a conversion."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from kvjax.checkpoint.folder import CheckpointError, check_dtype, form_of, locate, read_config
+from kvjax.checkpoint.errors import CheckpointError
+from kvjax.checkpoint.folder import check_dtype, form_of, locate, read_config
 from kvjax.checkpoint.hf import load, read_headers, save_hf
 from kvjax.checkpoint.orbax import restore, save, transfer_bytes
 from kvjax.checkpoint.parameters import Blank, Progress
 from kvjax.checkpoint.tensors import no_weights
 
 Target = Literal["hf", "orbax"]
-PROCESS = 300_000_000  # Python, JAX and a tokenizer
-GENERATION = "generation_config.json"  # of no use to kvjax, but of use to transformers
+PROCESS = 300_000_000  # bytes of Python, JAX and a tokenizer
+GENERATION = "generation_config.json"  # kvjax does not read it, but transformers does
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """A checkpoint that can be converted.
+    """A planned conversion; `run` performs it.
 
     Attributes:
-        source: its folder.
-        form: `hf` or `orbax`.
+        source: the folder of the checkpoint.
+        form: the form of the checkpoint, `hf` or `orbax`.
         out: the folder to write.
         to: the form to write.
-        dtype: the dtype that its weights are to have.
-        parameters: how many there are.
-        parameter_bytes: what they take in that dtype.
-        peak_bytes: about the host memory that converting takes: all parameters, and a few tensors on their way.
+        dtype: the dtype of the weights to write.
+        parameters: the number of parameters.
+        parameter_bytes: the size of the parameters in `dtype`, in bytes.
+        peak_bytes: an estimate of the peak host memory in bytes: all parameters, and a few tensors in transfer.
     """
 
     source: Path
@@ -50,7 +51,16 @@ class Conversion:
     peak_bytes: int
 
     def run(self, reading: Progress | None = None, writing: Progress | None = None) -> None:
-        """Converts, on the CPU. Of its progress Orbax tells nothing. Raises CheckpointError as of `load`, `restore`."""
+        """Converts the checkpoint on the CPU.
+
+        Args:
+            reading: a progress callback, as in `load`. Reading Orbax checkpoints does not call it.
+            writing: a progress callback, as in `save_hf`. Writing Orbax checkpoints does not call it.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be read.
+            OSError: the folder or a file cannot be written.
+        """
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
             if self.form == "hf":
                 params, tokenizer = load(self.source, self.dtype, progress=reading)
@@ -71,47 +81,49 @@ def plan_conversion(
     dtype: DTypeLike | None = None,
     overwrite: bool = False,
 ) -> Conversion:
-    """Looks at a checkpoint's config and headers, and reads no weights.
+    """Plans the conversion of a checkpoint from its config and headers, without reading weights.
 
     Args:
-        path_or_hub_id: a folder of either form, or the name of a repository on the hub.
+        path_or_hub_id: a folder of either form, or a hub id.
         out: the folder to write.
-        dtype: float32, bfloat16 or float16; by default the one that the weights are stored in.
-        overwrite: whether `out` may hold something; its weights will be removed, of either form.
+        to: the form to write, `hf` or `orbax`.
+        dtype: the dtype of the weights to write: float32, bfloat16 or float16. By default the stored dtype.
+        overwrite: whether `out` may hold files. Its weights, in either form, will be removed.
 
     Raises:
-        CheckpointError: there is none, or its config or headers cannot be read.
+        CheckpointError: there is no such checkpoint, or its config or headers cannot be read.
         UnsupportedModelError: config.json asks for a computation that is not implemented.
-        ValueError: another form or dtype than those accepted; `out` is a file, the source, or not empty.
+        ValueError: `to` or `dtype` is not accepted, or `out` is a file, the source, or a folder that is not empty while
+            `overwrite` is False.
     """
     if to not in get_args(Target):
-        raise ValueError(f"{to!r} is no form of checkpoints; accepted: {', '.join(get_args(Target))}")
+        raise ValueError(f"to={to!r}: expected one of {', '.join(get_args(Target))}")
     check_dtype(dtype)
     target = Path(out).expanduser().resolve()
     if target.exists() and not target.is_dir():
-        raise ValueError(f"{out} is a file; accepted is a folder")
+        raise ValueError(f"{out} is a file: expected a folder")
     if not overwrite and target.exists() and any(target.iterdir()):
         raise ValueError(f"{out} is not empty; overwrite=True (--overwrite) replaces the weights that it holds")
     source = locate(path_or_hub_id)
     if target == source.resolve():
-        raise ValueError(f"{out} is what is to be converted; accepted is another folder")
+        raise ValueError(f"{out} is what is to be converted: expected another folder")
     form = form_of(source)
     if form == "cache":
-        raise CheckpointError(source, ["it holds a cache; accepted are folders of weights"])
+        raise CheckpointError(source, ["it holds a cache; expected a folder of weights"])
     config = read_config(source)
     if form is None:
         raise CheckpointError(source, [no_weights(source)])
     parameters, stored = read_headers(source, config)
-    held = jnp.dtype(dtype or jnp.result_type(*stored))
-    sizes = [math.prod(shape) * held.itemsize for shape in Blank.of(config).shapes.values()]
-    beside = {"hf": 2 * max(sizes), "orbax": transfer_bytes(sizes)}
+    converted = jnp.dtype(dtype or jnp.result_type(*stored))
+    sizes = [math.prod(shape) * converted.itemsize for shape in Blank.of(config).shapes.values()]
+    transfer = {"hf": 2 * max(sizes), "orbax": transfer_bytes(sizes)}
     return Conversion(
         source=source,
         form=form,
         out=target,
         to=to,
-        dtype=held,
+        dtype=converted,
         parameters=parameters,
         parameter_bytes=sum(sizes),
-        peak_bytes=PROCESS + sum(sizes) + max(beside[form], beside[to]),
+        peak_bytes=PROCESS + sum(sizes) + max(transfer[form], transfer[to]),
     )

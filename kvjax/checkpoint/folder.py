@@ -1,4 +1,4 @@
-"""Folders of checkpoints: where they are, which form their weights have, their config and tokenizer. No weights."""
+"""Checkpoint folders: their location, the form of their weights, their config and tokenizer. It reads no weights."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 
+from kvjax.checkpoint.errors import CheckpointError
 from kvjax.models import DecoderConfig, config_from_hf, family
 
 if TYPE_CHECKING:
@@ -37,32 +38,28 @@ DOWNLOADED = (
 )
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16": jnp.dtype("float16")}
+DTYPE_NAMES = ", ".join(map(str, DTYPES.values()))
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 Form = Literal["hf", "orbax", "cache"]
 READERS: dict[Form, str] = {"hf": "kvjax.load", "orbax": "kvjax.restore", "cache": "kvjax.restore_cache"}
 
 
-class CheckpointError(ValueError):
-    """A checkpoint cannot be read.
-
-    Attributes:
-        problems: everything that is wrong with it, a sentence each.
-    """
-
-    def __init__(self, source: object, problems: Sequence[str]):
-        self.problems = tuple(problems)
-        listed = problems[0] if len(problems) == 1 else "".join(f"\n  - {problem}" for problem in problems)
-        super().__init__(f"cannot load {source}: {listed}")
-
-
 def locate(path_or_hub_id: str | os.PathLike[str], patterns: Sequence[str] = DOWNLOADED) -> Path:
-    """The checkpoint's folder, downloaded (the files of these patterns) if it is not one. Raises CheckpointError."""
+    """Returns the folder of a checkpoint, and downloads it from the Hugging Face hub if there is no such folder.
+
+    Args:
+        path_or_hub_id: an existing folder, or else a hub id.
+        patterns: the glob patterns of the files to download.
+
+    Raises:
+        CheckpointError: it is a file, or neither a folder nor a repository that the hub provides.
+    """
     folder = Path(path_or_hub_id).expanduser()
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise CheckpointError(folder, ["it is a file; give the folder that holds config.json and the weights"])
+        raise CheckpointError(folder, ["it is a file; expected the folder that holds config.json and the weights"])
     if not isinstance(path_or_hub_id, str) or not HUB_ID.fullmatch(path_or_hub_id):
         raise CheckpointError(folder, ["no such folder"])
     from huggingface_hub import snapshot_download
@@ -75,7 +72,7 @@ def locate(path_or_hub_id: str | os.PathLike[str], patterns: Sequence[str] = DOW
 
 
 def form_of(folder: Path) -> Form | None:
-    """What a folder holds: weights in Hugging Face form or in Orbax's, a saved cache, or none of these."""
+    """Returns the form of a folder's content: Hugging Face weights, Orbax weights, a saved cache, or None."""
     if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
         return "hf"
     if (folder / PARAMS).is_dir():
@@ -84,7 +81,7 @@ def form_of(folder: Path) -> Form | None:
 
 
 def check_form(folder: Path, wanted: Form) -> None:
-    """Raises CheckpointError, naming the function that reads it, if the folder holds something of another form."""
+    """Raises CheckpointError if the folder has another form. The message names the function that reads that form."""
     form = form_of(folder)
     if form is not None and form != wanted:
         content = {"hf": "weights in Hugging Face form", "orbax": "weights that kvjax.save wrote", "cache": "a cache"}
@@ -92,27 +89,33 @@ def check_form(folder: Path, wanted: Form) -> None:
 
 
 def read_config(folder: Path) -> DecoderConfig:
-    """Reads config.json. Raises CheckpointError if there is none to read, UnsupportedModelError for what it asks."""
+    """Reads config.json.
+
+    Raises:
+        CheckpointError: there is no config.json, or it is not a JSON object.
+        UnsupportedModelError: config.json asks for a computation that is not implemented.
+    """
     if not (folder / "config.json").is_file():
         raise CheckpointError(folder, ["it has no config.json"])
     return config_from_hf(read_json(folder / "config.json"))
 
 
 def read_json(file: Path) -> dict[str, Any]:
+    """Reads a file with one JSON object. Raises CheckpointError."""
     try:
         content = json.loads(file.read_bytes())
     except ValueError as error:
         raise CheckpointError(file.parent, [f"{file.name} is not valid JSON: {error}"]) from error
     if not isinstance(content, dict):
-        raise CheckpointError(file.parent, [f"{file.name} holds no JSON object"])
+        raise CheckpointError(file.parent, [f"{file.name} is not a JSON object"])
     return content
 
 
 def read_tokenizer(folder: Path, problems: list[str]) -> PreTrainedTokenizerBase | None:
-    """The folder's tokenizer, None if it has none. What is wrong with it joins the problems."""
+    """Returns the folder's tokenizer, or None if it has none. Appends to `problems` if the tokenizer is unreadable."""
     if not any((folder / name).is_file() for name in VOCABULARIES):
         return None
-    # Without torch, importing transformers advises to install it; tokenizers do not need it.
+    # Importing transformers without torch prints advice to install torch, which tokenizers do not need.
     advice = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS")
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     try:
@@ -123,7 +126,7 @@ def read_tokenizer(folder: Path, problems: list[str]) -> PreTrainedTokenizerBase
             os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = advice
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # parsers raise errors of many kinds, bare Exception among them
+    except Exception as error:  # the parsers raise many exception types, bare Exception among them
         problems.append(f"its tokenizer cannot be read: {first_line(error)}")
         return None
 
@@ -140,7 +143,7 @@ def write_config(
 
 
 def remove_weights(folder: Path) -> None:
-    """Removes weights of either form, so that none of them are read in place of those that are to be written."""
+    """Removes weights of both forms, so that no old weights are read in place of the new ones."""
     for file in folder.iterdir():
         if file.name in (WEIGHTS, INDEX) or SHARD.fullmatch(file.name):
             file.unlink()
@@ -149,17 +152,17 @@ def remove_weights(folder: Path) -> None:
 
 
 def check_dtype(dtype: DTypeLike | None) -> None:
-    """Raises ValueError for a dtype that weights cannot be cast to. None is none."""
+    """Raises ValueError if `dtype` is neither None nor a dtype that weights can be cast to."""
     if dtype is not None and jnp.dtype(dtype) not in DTYPES.values():
-        accepted = ", ".join(map(str, DTYPES.values()))
-        raise ValueError(f"dtype {jnp.dtype(dtype).name} is not supported; accepted: {accepted}")
+        raise ValueError(f"dtype {jnp.dtype(dtype).name} is not supported; accepted: {DTYPE_NAMES}")
 
 
-def together(step: str) -> None:
-    """Waits for the other processes, where there are any."""
+def wait_for_all_processes(step: str) -> None:
+    """Blocks until every process has reached `step`. With one process it does nothing."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(step)
 
 
 def first_line(error: Exception) -> str:
+    """Returns the exception's type and the first line of its message."""
     return f"{type(error).__name__}: {error}".splitlines()[0]

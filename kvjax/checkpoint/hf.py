@@ -1,6 +1,6 @@
-"""Hugging Face checkpoints, read and written: config.json, safetensors, tokenizer.
+"""Reads and writes Hugging Face checkpoints: config.json, safetensors and the tokenizer.
 
-The families of `kvjax.models` say what tensors are called and how they are laid out.
+The families of `kvjax.models` define the names and layouts of the tensors.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from kvjax.checkpoint.errors import CheckpointError
 from kvjax.checkpoint.folder import (
+    DTYPE_NAMES,
     DTYPES,
-    CheckpointError,
     check_dtype,
     check_form,
     form_of,
@@ -29,11 +30,11 @@ from kvjax.checkpoint.folder import (
     read_json,
     read_tokenizer,
     remove_weights,
-    together,
+    wait_for_all_processes,
     write_config,
 )
 from kvjax.checkpoint.parameters import Blank, Progress, by_path, from_slices
-from kvjax.checkpoint.tensors import DERIVED, Tensor, compare, files_of, open_tensors, write_file, write_index
+from kvjax.checkpoint.tensors import DERIVED, TensorSpec, compare, files_of, open_tensors, write_file, write_index
 from kvjax.models import Decoder, DecoderConfig, by_tensor, family, hf_shapes
 from kvjax.sharding import fetch
 
@@ -47,27 +48,27 @@ def load(
     mesh: Mesh | None = None,
     progress: Progress | None = None,
 ) -> tuple[Decoder, PreTrainedTokenizerBase | None]:
-    """Reads a decoder and its tokenizer from a folder in Hugging Face form, or from the Hugging Face hub.
+    """Loads a decoder and its tokenizer from a folder in Hugging Face form, or from the Hugging Face hub.
 
-    Weights are `model.safetensors`, or the files that `model.safetensors.index.json` names. They go to their devices
-    slice by slice: a host holds one slice of one tensor beside the parameters, and reads what its own devices hold.
-    RoPE frequencies in a checkpoint are ignored, since they follow from the config. An `lm_head.weight` beside tied
-    embeddings must equal them.
+    The weights are in `model.safetensors`, or in the files that `model.safetensors.index.json` names. They are placed
+    slice by slice: each host reads the slices of its own devices, and holds one slice of one tensor beyond the
+    parameters. RoPE frequencies in a checkpoint are ignored, because the config determines them. If the embeddings are
+    tied and the checkpoint has an output matrix as well, the two must be equal.
 
     Args:
         path_or_hub_id: an existing folder, or else a hub id such as `mistralai/Mistral-7B-v0.3`.
-        dtype: float32, bfloat16 or float16, which all weights are cast to. By default the one they are stored in;
-            where they are stored in several, the smallest that represents them all.
-        mesh: of `make_mesh`, to spread the parameters over; by default they go to the default device.
-        progress: called after each parameter with the bytes loaded and the bytes of all.
+        dtype: the dtype that all weights are cast to: float32, bfloat16 or float16. By default the stored dtype; if
+            several are stored, the smallest that represents them all.
+        mesh: a mesh of `make_mesh` to shard the parameters over. By default they are placed on the default device.
+        progress: a callback that receives, after each parameter, the number of bytes loaded and the total.
 
     Returns:
-        The decoder, a pytree with its `DecoderConfig` as `params.config`, and the tokenizer, None if there is none.
+        The decoder, a pytree with its `DecoderConfig` in `params.config`, and the tokenizer, or None if there is none.
 
     Raises:
-        CheckpointError: the checkpoint is absent, incomplete, corrupt or not in safetensors; lists all problems.
-        UnsupportedModelError: config.json asks for a computation that is not implemented; names the field.
-        ValueError: `dtype` is not one of those accepted, or `mesh` does not fit the model.
+        CheckpointError: the checkpoint is absent, incomplete, corrupt or not in safetensors. It lists all problems.
+        UnsupportedModelError: config.json asks for a computation that is not implemented. It names the field.
+        ValueError: `dtype` is not accepted, or `mesh` does not fit the model.
     """
     check_dtype(dtype)
     folder = locate(path_or_hub_id)
@@ -77,8 +78,8 @@ def load(
     problems: list[str] = []
     tokenizer = read_tokenizer(folder, problems)
     with ExitStack() as stack:
-        tensors, lost = open_tensors(folder, stack, problems)
-        problems += compare(tensors, lost, config, blank.shapes)
+        tensors, unreadable = open_tensors(folder, stack, problems)
+        problems += compare(tensors, unreadable, config, blank.shapes)
         if problems:
             raise CheckpointError(folder, problems)
         table = family(config.family).weights(config)
@@ -106,74 +107,79 @@ def save_hf(
 ) -> None:
     """Writes config.json, safetensors and the tokenizer's files to a folder that `load` and transformers read.
 
-    The folder is made where it does not exist; weights that it held are removed. Weights keep their dtype, and may be
-    spread over a mesh: they are gathered one tensor at a time. With several processes all take part, and the first one
-    writes.
+    It creates the folder if it does not exist, and removes the weights that the folder held. Other files stay, except
+    those that it overwrites. The weights keep their dtype. Weights that are sharded over a mesh are gathered one tensor
+    at a time. With several processes, all of them must call this function; the first one writes.
 
     Args:
-        max_shard_bytes: weights of more bytes are written as several files with an index, none of which is larger
-            unless by a single tensor.
-        progress: called after each tensor with the bytes written and the bytes of all.
+        params: the decoder.
+        path: the folder to write.
+        tokenizer: the tokenizer to write; None writes none.
+        max_shard_bytes: the largest size of a file in bytes, >= 1. Larger weights are split into several files with an
+            index. A tensor that is larger than this has a file of its own.
+        progress: a callback that receives, after each tensor, the number of bytes written and the total.
+
+    Raises:
+        ValueError: `max_shard_bytes` is below 1.
+        OSError: the folder or a file cannot be written.
     """
     if max_shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes={max_shard_bytes}; accepted is a positive number")
+        raise ValueError(f"max_shard_bytes={max_shard_bytes}: expected an integer >= 1")
     folder, arrays = Path(path).expanduser(), by_path(params)
-    held = by_tensor(family(params.config.family).weights(params.config))
-    shapes = hf_shapes(
-        (weight for weights in held.values() for weight in weights), {p: a.shape for p, a in arrays.items()}
-    )
+    table = family(params.config.family).weights(params.config)
+    shapes = hf_shapes(table, {path: array.shape for path, array in arrays.items()})
+    parts = by_tensor(table)
     tensors = [
-        Tensor(name, shapes[name], jnp.result_type(*(arrays[weight.path].dtype for weight in weights)))
-        for name, weights in held.items()
+        TensorSpec(name, shapes[name], jnp.result_type(*(arrays[weight.path].dtype for weight in weights)))
+        for name, weights in parts.items()
     ]
     total, done = sum(tensor.nbytes for tensor in tensors), 0
 
-    def read(tensor: Tensor) -> np.ndarray:
+    def gather(tensor: TensorSpec) -> np.ndarray:
         nonlocal done
-        whole = np.empty(tensor.shape, tensor.dtype)
-        for weight in held[tensor.name]:
-            weight.write(fetch(arrays[weight.path]), whole)
+        content = np.empty(tensor.shape, tensor.dtype)
+        for weight in parts[tensor.name]:
+            weight.write(fetch(arrays[weight.path]), content)
         done += tensor.nbytes
         if progress is not None:
             progress(done, total)
-        return whole
+        return content
 
     if jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         remove_weights(folder)
         files = files_of(tensors, max_shard_bytes)
         for name, content in files.items():
-            write_file(folder / name, content, read)
+            write_file(folder / name, content, gather)
         write_index(folder, files)
         write_config(folder, params.config, params.embed.dtype, tokenizer)
     else:
         for tensor in tensors:
-            read(tensor)
-    together(f"kvjax.save_hf {folder}")
+            gather(tensor)
+    wait_for_all_processes(f"kvjax.save_hf {folder}")
 
 
 def read_headers(folder: Path, config: DecoderConfig) -> tuple[int, tuple[str, ...]]:
-    """The number of parameters and the dtypes they are stored in, from the safetensors headers alone.
+    """Returns the number of parameters and the names of their stored dtypes, from the safetensors headers alone.
 
-    A folder without safetensors, as one has before downloading them, is taken at its config's word. RoPE frequencies,
-    which follow from the config, do not count. Raises CheckpointError.
+    For a folder without safetensors, such as one before the weights are downloaded, both come from config.json. RoPE
+    frequencies do not count, because the config determines them.
+
+    Raises:
+        CheckpointError: a file is unreadable, or a dtype is not float32, bfloat16 or float16.
     """
     if form_of(folder) != "hf":
         hf = read_json(folder / "config.json")
         named = str(hf.get("dtype") or hf.get("torch_dtype") or "float32")
         if named not in map(str, DTYPES.values()):
-            raise CheckpointError(folder, [f"config.json says dtype {named}; accepted: {_accepted()}"])
+            raise CheckpointError(folder, [f"config.json has dtype={named!r}; accepted: {DTYPE_NAMES}"])
         return sum(map(math.prod, Blank.of(config).shapes.values())), (named,)
     problems: list[str] = []
     with ExitStack() as stack:
         tensors, _ = open_tensors(folder, stack, problems)
         headers = [file.get_slice(name) for name, file in tensors.items() if not DERIVED.search(name)]
         dtypes = sorted({header.get_dtype() for header in headers})
-        problems += [f"tensor(s) of dtype {dtype}; accepted: {_accepted()}" for dtype in dtypes if dtype not in DTYPES]
+        problems += [f"tensor(s) of dtype {dtype}; accepted: {DTYPE_NAMES}" for dtype in dtypes if dtype not in DTYPES]
         if problems:
             raise CheckpointError(folder, problems)
         return sum(math.prod(header.get_shape()) for header in headers), tuple(str(DTYPES[dtype]) for dtype in dtypes)
-
-
-def _accepted() -> str:
-    return ", ".join(map(str, DTYPES.values()))

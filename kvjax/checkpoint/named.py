@@ -1,4 +1,4 @@
-"""Models as commands and grids name them: a folder of either form or a name on the hub, a dtype, a mesh."""
+"""Loads models from the texts that commands and evaluation grids use: a folder or hub id, a dtype, a mesh."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvjax.checkpoint.folder import DTYPES, form_of
+from kvjax.checkpoint.folder import DTYPE_NAMES, DTYPES, form_of
 from kvjax.checkpoint.hf import load
 from kvjax.checkpoint.orbax import restore
 from kvjax.models import Decoder
@@ -19,35 +19,48 @@ if TYPE_CHECKING:
 def load_named(
     model: str, dtype: str | None = None, mesh: tuple[int, int] = (1, 1)
 ) -> tuple[Decoder, PreTrainedTokenizerBase]:
-    """A decoder and its tokenizer, for prompts of text.
+    """Loads a decoder and its tokenizer, for text prompts.
 
     Args:
-        model: a folder in Hugging Face or Orbax form, or a name on the hub.
-        dtype: of the weights, as `dtype_named` takes it.
-        mesh: data x model; (1, 1) is the default device.
+        model: a folder in Hugging Face or Orbax form, or a hub id.
+        dtype: the name of the dtype of the weights: float32, bfloat16 or float16. By default the stored one.
+        mesh: the sizes of a mesh, (data, model); (1, 1) is the default device.
 
     Raises:
-        ValueError: what cannot be loaded, has no tokenizer, or does not fit the mesh; a dtype or mesh that is not.
+        CheckpointError: the checkpoint cannot be read.
+        UnsupportedModelError: config.json asks for a computation that is not implemented.
+        ValueError: the model has no tokenizer or does not fit the mesh, or `dtype` or `mesh` is not accepted. The two
+            errors above are ValueErrors too.
     """
     devices, wanted = None if mesh == (1, 1) else make_mesh(*mesh), dtype_named(dtype)
     read = restore if form_of(Path(model).expanduser()) == "orbax" else load
     params, tokenizer = read(model, wanted, devices)
     if tokenizer is None:
-        raise ValueError(f"{model} has no tokenizer, which prompts of text need")
+        raise ValueError(f"{model} has no tokenizer, which text prompts need")
     return params, tokenizer
 
 
 def dtype_named(name: str | None) -> Any:
-    """The dtype of that name, None for None. Raises ValueError."""
+    """Returns the dtype with this name, or None for None.
+
+    Raises:
+        ValueError: the name is not float32, bfloat16 or float16.
+    """
+    if name is None:
+        return None
     accepted = {str(dtype): dtype for dtype in DTYPES.values()}
-    if name is not None and name not in accepted:
-        raise ValueError(f"dtype {name!r} is not supported; accepted: {', '.join(accepted)}")
-    return name and accepted[name]
+    if name not in accepted:
+        raise ValueError(f"dtype {name!r} is not supported; accepted: {DTYPE_NAMES}")
+    return accepted[name]
 
 
 def mesh_sizes(text: str) -> tuple[int, int]:
-    """The sizes of a mesh, DATAxMODEL. Raises ValueError."""
+    """Parses the sizes of a mesh, (data, model), from a text such as `2x4`.
+
+    Raises:
+        ValueError: the text is not DATAxMODEL with two integers >= 1.
+    """
     sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if sizes is None:
-        raise ValueError(f"mesh {text!r}; accepted is DATAxMODEL, two integers >= 1, such as 2x4")
+        raise ValueError(f"mesh {text!r}: expected DATAxMODEL, two integers >= 1, such as 2x4")
     return int(sizes[1]), int(sizes[2])

@@ -1,4 +1,7 @@
-"""Checkpoints through Orbax: a folder with the arrays in `params/`, beside config.json and the tokenizer's files."""
+"""Reads and writes checkpoints through Orbax.
+
+Such a folder holds the arrays in `params/`, config.json and the tokenizer's files.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,18 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from kvjax.checkpoint.errors import CheckpointError
 from kvjax.checkpoint.folder import (
+    DTYPE_NAMES,
     DTYPES,
     PARAMS,
-    CheckpointError,
     check_dtype,
     check_form,
     first_line,
     read_config,
     read_tokenizer,
     remove_weights,
-    together,
+    wait_for_all_processes,
     write_config,
 )
 from kvjax.checkpoint.parameters import Blank, by_path
@@ -40,47 +44,56 @@ def save(
     tokenizer: PreTrainedTokenizerBase | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Writes parameters, config and tokenizer to a folder that `restore` reads, each process its own devices' parts.
+    """Writes parameters, config and tokenizer to a folder that `restore` reads.
+
+    With several processes, all of them must call this function; each writes the parts that its own devices hold.
 
     Args:
-        path: a folder that is empty or does not exist; with several processes one that all of them reach.
-        overwrite: whether it may hold something; its weights are then removed, of either form.
+        params: the decoder.
+        path: an empty or absent folder. With several processes, all of them must be able to access it.
+        tokenizer: the tokenizer to write; None writes none.
+        overwrite: whether the folder may hold files. Its weights, in either form, are then removed.
 
     Raises:
-        ValueError: the folder is not empty.
+        ValueError: the folder is not empty and `overwrite` is False.
+        OSError: the folder or a file cannot be written.
     """
     folder = Path(path).expanduser().resolve()
     if not overwrite and folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty; accepted is a folder that is, or does not exist, or overwrite=True")
-    together(f"kvjax.save into {folder}")
+        raise ValueError(f"{folder} is not empty: expected an empty or absent folder, or overwrite=True")
+    wait_for_all_processes(f"kvjax.save into {folder}")
     arrays = by_path(params)
     if jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         remove_weights(folder)
-    together(f"kvjax.save may write {folder}")
+    wait_for_all_processes(f"kvjax.save may write {folder}")
     with ocp.Checkpointer(_handler([array.nbytes for array in arrays.values()])) as checkpointer:
         checkpointer.save(folder / PARAMS, args=ocp.args.PyTreeSave(arrays))
     if jax.process_index() == 0:
         write_config(folder, params.config, params.embed.dtype, tokenizer)
-    together(f"kvjax.save wrote {folder}")
+    wait_for_all_processes(f"kvjax.save wrote {folder}")
 
 
 def restore(
     path: str | os.PathLike[str], dtype: DTypeLike | None = None, mesh: Mesh | None = None
 ) -> tuple[Decoder, PreTrainedTokenizerBase | None]:
-    """Reads what `save` wrote, each process its own devices' parts.
+    """Loads a decoder and its tokenizer from a folder that `save` wrote.
+
+    With several processes, each reads the parts that its own devices hold.
 
     Args:
-        dtype: float32, bfloat16 or float16, which all weights are cast to; by default they keep their own.
-        mesh: of `make_mesh`, to spread the parameters over, whatever they were spread over before; by default they go
-            to the default device.
+        path: the folder.
+        dtype: the dtype that all weights are cast to: float32, bfloat16 or float16. By default they keep their own.
+        mesh: a mesh of `make_mesh` to shard the parameters over; it may differ from the mesh that they were saved
+            from. By default they are placed on the default device.
 
     Returns:
-        The decoder and its tokenizer, None if there is none, as of `load`.
+        The decoder and its tokenizer, or None if there is none, as `load` returns them.
 
     Raises:
-        CheckpointError: the folder is absent, incomplete, corrupt or not of `save`; lists all problems.
-        ValueError: `dtype` is not one of those accepted, or `mesh` does not fit the model.
+        CheckpointError: the folder is absent, incomplete, corrupt or not written by `save`. It lists all problems.
+        UnsupportedModelError: config.json asks for a computation that is not implemented. It names the field.
+        ValueError: `dtype` is not accepted, or `mesh` does not fit the model.
     """
     check_dtype(dtype)
     folder = Path(path).expanduser().resolve()
@@ -111,19 +124,27 @@ def restore(
 
 
 def transfer_bytes(sizes: Sequence[int]) -> int:
-    """The most host memory that saving or restoring takes beside the arrays, of these sizes in bytes.
+    """Returns the peak host memory, in bytes, that saving or restoring takes beyond the arrays.
 
-    What has been copied from the devices, and what is being written: either up to the limit that Orbax is given.
+    It consists of the data that has been copied from the devices and the data that is being written. Orbax limits each
+    of the two separately, and to the same number of bytes.
+
+    Args:
+        sizes: the sizes of the arrays in bytes.
     """
     return 2 * min(_gigabytes(sizes) * 10**9, sum(sizes))
 
 
 def _gigabytes(sizes: Sequence[int]) -> int:
-    """One, or what the largest array takes. Orbax's own default is all arrays at once."""
+    """Returns the memory limit for Orbax: the size of the largest array, rounded up to whole GB.
+
+    With its default limit Orbax may hold all arrays at once.
+    """
     return math.ceil(max(sizes) / 10**9)
 
 
 def _handler(sizes: Sequence[int]) -> Any:
+    """Returns an Orbax handler with limited memory, for arrays of these sizes in bytes."""
     gigabytes = _gigabytes(sizes)
     return ocp.PyTreeCheckpointHandler(
         save_concurrent_gb=gigabytes, save_device_host_concurrent_gb=gigabytes, restore_concurrent_gb=gigabytes
@@ -131,7 +152,7 @@ def _handler(sizes: Sequence[int]) -> Any:
 
 
 def _stored(folder: Path, problems: list[str]) -> dict[str, Any]:
-    """Shape and dtype of each array, by path."""
+    """Returns the shape and dtype of each stored array by path. Appends to `problems` if they cannot be read."""
     if not (folder / PARAMS).is_dir():
         problems.append(f"it has no {PARAMS}/, which kvjax.save writes")
         return {}
@@ -142,13 +163,13 @@ def _stored(folder: Path, problems: list[str]) -> dict[str, Any]:
         problems.append(f"{PARAMS}/ is damaged: {first_line(error)}")
         return {}
     if tree is None:
-        problems.append(f"{PARAMS}/ is no complete Orbax checkpoint")
+        problems.append(f"{PARAMS}/ is not a complete Orbax checkpoint")
         return {}
     return dict(tree.tree)
 
 
 def _compare(stored: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> list[str]:
-    """What is wrong with the arrays: missing, unexpected, misshapen, of another dtype."""
+    """Returns the problems of the arrays: missing or unexpected ones, and wrong shapes or dtypes."""
     problems = []
     for kind, names in (("missing", shapes.keys() - stored.keys()), ("unexpected", stored.keys() - shapes.keys())):
         if names:
@@ -158,5 +179,5 @@ def _compare(stored: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> list
         if shape != shapes[path]:
             problems.append(f"{path} has shape {shape}; config.json asks for {shapes[path]}")
         if dtype not in DTYPES.values():
-            problems.append(f"{path} has dtype {dtype}; accepted: {', '.join(map(str, DTYPES.values()))}")
+            problems.append(f"{path} has dtype {dtype}; accepted: {DTYPE_NAMES}")
     return problems

@@ -1,4 +1,4 @@
-"""A decoder's parameters one at a time: what they will be, arrays from slices of them."""
+"""A decoder's parameters before and while they are loaded: shapes, shardings, and arrays that are read by slices."""
 
 from __future__ import annotations
 
@@ -15,13 +15,19 @@ from jaxtyping import Array
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.sharding import fit_mesh, parameter_sharding
 
-# Called with the bytes that are done and those that there are in all, after each tensor.
+# A callback that receives, after each tensor, the number of bytes done and the total number of bytes.
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Blank:
-    """A decoder to be: the shape of each parameter, by its path, and where it will lie (None: the default device)."""
+    """A decoder without values: the shape of each parameter, and where the parameter will be placed.
+
+    Attributes:
+        graph: the structure of the decoder.
+        variables: the abstract parameters by path, such as `layers.0.attention.query`.
+        mesh: the mesh that the parameters are sharded over, from `fit_mesh`; None for the default device.
+    """
 
     graph: nnx.GraphDef[Decoder]
     variables: Mapping[str, nnx.Variable[Any]]
@@ -29,20 +35,26 @@ class Blank:
 
     @classmethod
     def of(cls, config: DecoderConfig, mesh: Mesh | None = None) -> Blank:
-        """Raises ValueError if the mesh does not fit the model."""
+        """Builds the blank decoder of a config. Raises ValueError if the mesh does not fit the model."""
         graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
         variables = {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
         return cls(graph, variables, None if mesh is None else fit_mesh(mesh, config))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each parameter by path."""
         return {path: variable.shape for path, variable in self.variables.items()}
 
     def sharding(self, path: str) -> NamedSharding | None:
+        """Returns the sharding of a parameter, or None for the default device."""
         return None if self.mesh is None else parameter_sharding(self.mesh, self.variables[path])
 
     def filled(self, arrays: Mapping[str, Array | jax.ShapeDtypeStruct]) -> Decoder:
-        """The decoder with these arrays, or shapes of arrays, as parameters."""
+        """Returns the decoder with these arrays, or abstract arrays, as parameters.
+
+        Args:
+            arrays: the value of every parameter by path.
+        """
         flat: Any = {
             tuple(int(part) if part.isdigit() else part for part in path.split(".")): variable.replace(arrays[path])
             for path, variable in self.variables.items()
@@ -51,17 +63,22 @@ class Blank:
 
 
 def by_path(params: Decoder) -> dict[str, Array]:
-    """The parameters' arrays."""
+    """Returns the array of each parameter by path."""
     return {".".join(map(str, path)): parameter[...] for path, parameter in nnx.to_flat_state(nnx.state(params))}
 
 
 def from_slices(
     shape: tuple[int, ...], sharding: NamedSharding | None, read: Callable[[tuple[slice, ...]], np.ndarray]
 ) -> Array:
-    """An array of which this process reads the slices that its devices hold, on the default device without a sharding.
+    """Builds an array from the slices that the devices of this process hold.
 
-    A slice that several devices hold is read once, and dropped before the next one is read:
-    `jax.make_array_from_callback` reads one for each device and holds them all.
+    It reads a slice once even if several devices hold it, and drops it before it reads the next one.
+    `jax.make_array_from_callback` would read one slice per device and keep all of them on the host.
+
+    Args:
+        shape: the shape of the whole array.
+        sharding: the placement of the array; None for the default device.
+        read: returns the slice at an index.
     """
     if sharding is None:
         return jax.device_put(read(tuple(slice(0, size) for size in shape))).block_until_ready()

@@ -1,4 +1,4 @@
-"""Files of safetensors: opened and compared with what a config asks for, and written a tensor at a time."""
+"""Reads, checks and writes safetensors files, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -14,88 +14,114 @@ from pathlib import Path
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from kvjax.checkpoint.folder import DTYPES, INDEX, PICKLES, WEIGHTS, CheckpointError, first_line, read_json
+from kvjax.checkpoint.errors import CheckpointError
+from kvjax.checkpoint.folder import DTYPES, INDEX, PICKLES, WEIGHTS, first_line, read_json
 from kvjax.models import DecoderConfig, family, hf_shapes
 
-# RoPE's frequencies, which old checkpoints carry: they follow from the config.
+# The RoPE frequencies that old checkpoints store. The config determines them.
 DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 
 
 def open_tensors(folder: Path, stack: ExitStack, problems: list[str]) -> tuple[dict[str, safe_open], set[str] | None]:
-    """Opens the checkpoint's files, reading their headers only.
+    """Opens the checkpoint's files and reads their headers. Appends a sentence to `problems` for each fault.
 
-    Returns the open file of each tensor, and the names of those that are known to be lost, in a file that cannot be
-    opened for one: None for all others that there may be. What is wrong joins the problems.
+    Args:
+        folder: the checkpoint.
+        stack: closes the files.
+        problems: the list to append to.
+
+    Returns:
+        The open file of each tensor by the tensor's name, and the names of the unreadable tensors. A tensor is
+        unreadable if the index places it in a file that cannot be opened or does not hold it; `problems` covers these
+        tensors already. None means that any tensor may be unreadable, because no index names them.
     """
-    placed: dict[str, str] | None = None
     if (folder / WEIGHTS).is_file():
-        files = [WEIGHTS]
-    elif (folder / INDEX).is_file():
-        placed = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
-            raise CheckpointError(folder, [f"{INDEX} lacks a weight_map from tensor names to file names"])
-        files = sorted(set(placed.values()))
-    else:
+        file = _open_file(folder, WEIGHTS, stack, problems)
+        return ({}, None) if file is None else (dict.fromkeys(file.keys(), file), set())
+    if not (folder / INDEX).is_file():
         problems.append(no_weights(folder))
         return {}, None
     tensors: dict[str, safe_open] = {}
-    lost: set[str] = set()
-    for name in files:
-        listed = {tensor for tensor, file in (placed or {}).items() if file == name}
-        if Path(name).name != name:
-            problem = f"{INDEX} names {name!r}, which is not a file name of this folder"
-        elif not (folder / name).is_file():
-            problem = f"{INDEX} names {name}, which does not exist"
-        else:
-            try:
-                file = stack.enter_context(safe_open(folder / name, framework="numpy"))
-            except (SafetensorError, OSError) as error:
-                problem = f"{name} is truncated or no safetensors file: {first_line(error)}"
-            else:
-                twice = sorted(tensors.keys() & set(file.keys()))
-                if twice:
-                    problems.append(f"tensor(s) in more than one file: {', '.join(twice)}")
-                tensors |= dict.fromkeys(file.keys(), file)
-                absent = listed - set(file.keys())
-                if absent:
-                    problems.append(f"{INDEX} places in {name} what it does not hold: {', '.join(sorted(absent))}")
-                    lost |= absent
-                continue
-        problems.append(problem)
-        if placed is None:
-            return tensors, None
-        lost |= listed
-    return tensors, lost
+    unreadable: set[str] = set()
+    for name, placed in sorted(_read_index(folder).items()):
+        file = _open_file(folder, name, stack, problems)
+        if file is None:
+            unreadable |= placed
+            continue
+        names = set(file.keys())
+        duplicates, absent = sorted(tensors.keys() & names), sorted(placed - names)
+        if duplicates:
+            problems.append(f"tensor(s) in more than one file: {', '.join(duplicates)}")
+        if absent:
+            problems.append(f"{INDEX} places tensor(s) in {name} that it does not hold: {', '.join(absent)}")
+        tensors |= dict.fromkeys(names, file)
+        unreadable |= set(absent)
+    return tensors, unreadable
+
+
+def _read_index(folder: Path) -> dict[str, set[str]]:
+    """Returns the tensor names that the index places in each file. Raises CheckpointError."""
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(folder, [f"{INDEX} lacks a weight_map from tensor names to file names"])
+    files: dict[str, set[str]] = {}
+    for tensor, file in weight_map.items():
+        files.setdefault(file, set()).add(tensor)
+    return files
+
+
+def _open_file(folder: Path, name: str, stack: ExitStack, problems: list[str]) -> safe_open | None:
+    """Opens one file of the folder; on failure appends the reason to `problems` and returns None."""
+    if Path(name).name != name:
+        problems.append(f"{INDEX} names {name!r}, which is not a file name of this folder")
+    elif not (folder / name).is_file():
+        problems.append(f"{INDEX} names {name}, which does not exist")
+    else:
+        try:
+            return stack.enter_context(safe_open(folder / name, framework="numpy"))
+        except (SafetensorError, OSError) as error:
+            problems.append(f"{name} is truncated or not a safetensors file: {first_line(error)}")
+    return None
 
 
 def no_weights(folder: Path) -> str:
-    """Why a folder has no weights to read."""
+    """Returns the reason why a folder has no weights to read."""
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
     if pickles:
         return (
-            f"its weights are pickled ({', '.join(pickles)}), and unpickling a file runs whatever code it holds; "
-            "only safetensors are read: convert it with transformers' save_pretrained"
+            f"its weights are pickled ({', '.join(pickles)}), and unpickling a file runs any code that it contains; "
+            "kvjax reads safetensors only: convert the weights with transformers' save_pretrained"
         )
     return f"it has neither {WEIGHTS} nor {INDEX}"
 
 
 def compare(
     tensors: Mapping[str, safe_open],
-    lost: set[str] | None,
+    unreadable: set[str] | None,
     config: DecoderConfig,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> list[str]:
-    """What is wrong with the tensors: missing, misshapen, of another dtype, unexpected, untied against the config."""
+    """Compares the tensors with the config, and returns one sentence per problem.
+
+    The problems are missing and unexpected tensors, wrong shapes and dtypes, and an output matrix that differs from the
+    embeddings that it is tied to.
+
+    Args:
+        tensors: the open file of each tensor, from `open_tensors`.
+        unreadable: the tensors that are not reported as missing, from `open_tensors`; None for all.
+        config: the decoder's config.
+        shapes: the shape of each parameter by path.
+    """
     problems = []
-    kind = family(config.family)
-    expected = hf_shapes(kind.weights(config), shapes)
-    missing = [] if lost is None else [name for name in expected if name not in tensors.keys() | lost]
+    weights = family(config.family).weights
+    expected = hf_shapes(weights(config), shapes)
+    missing = [] if unreadable is None else [name for name in expected if name not in tensors.keys() | unreadable]
     if missing:
         problems.append(f"missing tensor(s): {', '.join(missing)}")
-    untied = {weight.path: weight.name for weight in kind.weights(dataclasses.replace(config, tie_embeddings=False))}
+    untied = {weight.path: weight.name for weight in weights(dataclasses.replace(config, tie_embeddings=False))}
     embed, unembed = untied["embed"], untied["unembed"]
-    expected[unembed] = expected[embed]  # may stand beside tied embeddings too
-    sound = set()
+    expected[unembed] = expected[embed]  # a checkpoint may store the output matrix although it is tied
+    valid = set()
     for name in (name for name in expected if name in tensors):
         header = tensors[name].get_slice(name)
         shape, dtype = tuple(header.get_shape()), header.get_dtype()
@@ -104,8 +130,8 @@ def compare(
         if dtype not in DTYPES:
             problems.append(f"{name} has dtype {dtype}; accepted: {', '.join(DTYPES)}")
         if shape == expected[name] and dtype in DTYPES:
-            sound.add(name)
-    if config.tie_embeddings and {embed, unembed} <= sound and not _equal(tensors, embed, unembed):
+            valid.add(name)
+    if config.tie_embeddings and {embed, unembed} <= valid and not _equal(tensors, embed, unembed):
         problems.append(f"{unembed} differs from {embed}, but config.json ties them (tie_word_embeddings)")
     unexpected = sorted(name for name in tensors.keys() - expected.keys() if not DERIVED.search(name))
     if unexpected:
@@ -114,7 +140,7 @@ def compare(
 
 
 def _equal(tensors: Mapping[str, safe_open], first: str, second: str, rows: int = 4096) -> bool:
-    """Whether two tensors of one shape are equal, read a few rows at a time."""
+    """Whether two tensors of the same shape are equal. It reads `rows` rows at a time."""
     one, other = (tensors[name].get_slice(name) for name in (first, second))
     length = one.get_shape()[0]
     blocks = [slice(start, min(start + rows, length)) for start in range(0, length, rows)]
@@ -122,8 +148,8 @@ def _equal(tensors: Mapping[str, safe_open], first: str, second: str, rows: int 
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """A tensor that is to be written."""
+class TensorSpec:
+    """The name, shape and dtype of a tensor to write."""
 
     name: str
     shape: tuple[int, ...]
@@ -134,9 +160,12 @@ class Tensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def files_of(tensors: list[Tensor], max_bytes: int) -> dict[str, list[Tensor]]:
-    """The files, by name, that hold the tensors in their order; none larger than that unless by a single tensor."""
-    files: list[list[Tensor]] = [[]]
+def files_of(tensors: list[TensorSpec], max_bytes: int) -> dict[str, list[TensorSpec]]:
+    """Distributes tensors over files in their order, and returns the tensors of each file by the file's name.
+
+    A file holds at most `max_bytes` bytes of tensors, or a single tensor.
+    """
+    files: list[list[TensorSpec]] = [[]]
     for tensor in tensors:
         if files[-1] and sum(other.nbytes for other in files[-1]) + tensor.nbytes > max_bytes:
             files.append([])
@@ -146,8 +175,8 @@ def files_of(tensors: list[Tensor], max_bytes: int) -> dict[str, list[Tensor]]:
     return {f"model-{i:05}-of-{len(files):05}.safetensors": file for i, file in enumerate(files, 1)}
 
 
-def write_index(folder: Path, files: Mapping[str, list[Tensor]]) -> None:
-    """Writes the index, which a single file does without."""
+def write_index(folder: Path, files: Mapping[str, list[TensorSpec]]) -> None:
+    """Writes the index if there are several files."""
     if len(files) > 1:
         size = sum(tensor.nbytes for tensors in files.values() for tensor in tensors)
         placed = {tensor.name: name for name, tensors in files.items() for tensor in tensors}
@@ -155,13 +184,19 @@ def write_index(folder: Path, files: Mapping[str, list[Tensor]]) -> None:
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def write_file(file: Path, tensors: list[Tensor], read: Callable[[Tensor], np.ndarray]) -> None:
-    """Writes one file, asking for one tensor at a time: safetensors' own `save_file` takes all at once.
+def write_file(file: Path, tensors: list[TensorSpec], read: Callable[[TensorSpec], np.ndarray]) -> None:
+    """Writes one file, and holds one tensor at a time. The `save_file` of safetensors needs all tensors at once.
 
-    The format: the header's length in 8 bytes, the header in JSON, padded with spaces to a multiple of 8, the numbers.
+    The format is: the header's length in 8 bytes, the header in JSON, padded with spaces to a multiple of 8 bytes, and
+    the tensors' bytes.
+
+    Args:
+        file: the file to write.
+        tensors: the tensors in their order in the file.
+        read: returns the content of a tensor.
     """
     names = {dtype: name for name, dtype in DTYPES.items()}
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers wants to be told the layout
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers requires this field
     end = 0
     for tensor in tensors:
         start, end = end, end + tensor.nbytes

@@ -1,4 +1,4 @@
-"""Tiny checkpoints, and what the tests of this folder do with them."""
+"""Tiny checkpoints, and helpers of the tests in this folder."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def assert_equal(ours: Decoder, theirs: Decoder) -> None:
 
 
 def problems(read, folder: Path) -> tuple[str, ...]:
-    """What `load` or `restore` finds wrong with a folder."""
+    """Returns the problems that `load` or `restore` reports for a folder."""
     with pytest.raises(CheckpointError) as caught:
         read(folder)
     assert all(problem in str(caught.value) for problem in caught.value.problems)

@@ -1,4 +1,4 @@
-"""Loading and saving checkpoints: what is read, and what is refused with which words."""
+"""Loading and saving Hugging Face checkpoints, and the errors for those that are refused."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.numpy import load_file, save_file
 
 import kvjax
-from kvjax.attention import causal
+from kvjax.attend.causal import causal
 from kvjax.checkpoint import CheckpointError, load, read_headers, restore, save, save_hf
 from kvjax.models import UnsupportedModelError, config_from_hf
 from tests.checkpoint.folders import EMBED, HEAD, HF, INDEX, QUERY, WEIGHTS, assert_equal, decoder, problems
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def edit(folder: Path, **tensors: np.ndarray | None) -> None:
-    """Replaces, adds and (None) removes tensors, whose names are given with `__` for a dot."""
+    """Replaces or adds tensors, or removes those that are None. `__` in a name stands for a dot."""
     content: dict[str, np.ndarray | None] = dict(load_file(folder / WEIGHTS))
     for name, tensor in tensors.items():
         content[name.replace("__", ".")] = tensor
@@ -38,7 +38,7 @@ def edit(folder: Path, **tensors: np.ndarray | None) -> None:
 
 
 def shard(folder: Path) -> dict[str, str]:
-    """Splits the weights over two files and an index, and returns its map of names to files."""
+    """Splits the weights into two files with an index, and returns the index's map from names to files."""
     content = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
     files = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -113,7 +113,7 @@ def test_no_such_folder(tmp_path):
 
 
 def test_file_instead_of_folder(folder):
-    assert "give the folder" in problems(load, folder / WEIGHTS)[0]
+    assert "expected the folder" in problems(load, folder / WEIGHTS)[0]
 
 
 def test_no_config(folder):
@@ -121,7 +121,7 @@ def test_no_config(folder):
     assert problems(load, folder) == ("it has no config.json",)
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "not valid JSON"), ("[]", "holds no JSON object")])
+@pytest.mark.parametrize(("text", "message"), [("{", "not valid JSON"), ("[]", "is not a JSON object")])
 @pytest.mark.parametrize("file", ["config.json", INDEX])
 def test_json_that_cannot_be_read(folder, file, text, message):
     shard(folder)
@@ -142,7 +142,7 @@ def test_pickled_weights_are_refused_with_the_reason(folder, name):
     (folder / WEIGHTS).rename(folder / name)
     (problem,) = problems(load, folder)
     assert name in problem
-    assert "runs whatever code it holds" in problem
+    assert "runs any code that it contains" in problem
 
 
 def test_no_weights(folder):
@@ -157,15 +157,15 @@ def test_damaged_file(folder, damage):
     file = folder / WEIGHTS
     file.write_bytes(damage(file.read_bytes()))
     (problem,) = problems(load, folder)
-    assert problem.startswith(f"{WEIGHTS} is truncated or no safetensors file")
+    assert problem.startswith(f"{WEIGHTS} is truncated or not a safetensors file")
 
 
 def test_damaged_shard_is_one_problem_and_others_are_still_checked(folder):
     placed = shard(folder)
     file = folder / placed[EMBED]
     file.write_bytes(file.read_bytes()[:-4])
-    whole = folder / next(other for other in placed.values() if other != placed[EMBED])
-    save_file(load_file(whole) | {"stray": np.ones(1, np.float32)}, whole)
+    intact = folder / next(other for other in placed.values() if other != placed[EMBED])
+    save_file(load_file(intact) | {"stray": np.ones(1, np.float32)}, intact)
     first, second = problems(load, folder)
     assert first.startswith(f"{file.name} is truncated")
     assert second == "unexpected tensor(s): stray"
@@ -181,7 +181,7 @@ def test_index_that_places_a_tensor_where_it_is_not(folder):
     placed = shard(folder)
     other = next(file for file in placed.values() if file != placed[EMBED])
     (folder / INDEX).write_text(json.dumps({"weight_map": placed | {EMBED: other, "stray": other}}))
-    assert problems(load, folder) == (f"{INDEX} places in {other} what it does not hold: {EMBED}, stray",)
+    assert problems(load, folder) == (f"{INDEX} places tensor(s) in {other} that it does not hold: {EMBED}, stray",)
 
 
 def test_index_that_leaves_the_folder(folder):
@@ -285,7 +285,7 @@ def test_progress_counts_every_byte(folder, tmp_path):
 
 
 @pytest.mark.parametrize("sizes", [None, (2, 4)])
-def test_files_of_a_size_that_transformers_reads(tmp_path, sizes):
+def test_transformers_reads_files_of_limited_size(tmp_path, sizes):
     params = decoder() if sizes is None else kvjax.shard(decoder(), kvjax.make_mesh(*sizes))
     save_hf(params, tmp_path, max_shard_bytes=8000)
     placed = json.loads((tmp_path / INDEX).read_text())["weight_map"]
@@ -306,7 +306,7 @@ def test_files_of_a_size_that_transformers_reads(tmp_path, sizes):
     np.testing.assert_allclose(decoder().logits(hidden), expected, atol=1e-5)
 
 
-def test_weights_that_a_folder_held_are_not_read_in_place_of_new_ones(folder):
+def test_old_weights_of_a_folder_are_removed(folder):
     other = jax.tree.map(lambda leaf: leaf + 1, decoder())
     for params, size in ((other, 5_000), (decoder(), 9_000), (other, 10**9), (decoder(), 5_000)):
         save_hf(params, folder, max_shard_bytes=size)
@@ -320,8 +320,8 @@ def test_weights_that_a_folder_held_are_not_read_in_place_of_new_ones(folder):
     assert {file.name for file in folder.iterdir()} == {"config.json", "params"}
 
 
-def test_size_of_files_that_is_not_positive(tmp_path):
-    with pytest.raises(ValueError, match="max_shard_bytes=0; accepted is a positive number"):
+def test_file_size_that_is_not_accepted(tmp_path):
+    with pytest.raises(ValueError, match="max_shard_bytes=0: expected an integer >= 1"):
         save_hf(decoder(), tmp_path, max_shard_bytes=0)
 
 

@@ -1,4 +1,4 @@
-"""Saving and restoring through Orbax: from one mesh onto another, and what is refused with which words."""
+"""Saving and restoring through Orbax, also from one mesh to another, and the errors for folders that are refused."""
 
 import json
 
@@ -44,7 +44,7 @@ def test_restored_onto_another_mesh_and_cast(tmp_path, sizes):
 
 
 def test_folder_that_is_not_empty(folder):
-    with pytest.raises(ValueError, match="model is not empty; accepted is a folder that is, or does not exist"):
+    with pytest.raises(ValueError, match="model is not empty: expected an empty or absent folder"):
         save(decoder(), folder)
     other = decoder(num_hidden_layers=1)
     save(other, folder, overwrite=True)

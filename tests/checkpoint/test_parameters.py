@@ -1,4 +1,4 @@
-"""Parameters onto the devices of a mesh, slice by slice, and back to the host."""
+"""Loading parameters onto the devices of a mesh slice by slice, and saving them from there."""
 
 from collections import Counter
 
@@ -22,10 +22,10 @@ def folder(tmp_path):
 @pytest.mark.parametrize("sizes", [(8, 1), (4, 2), (2, 4), (1, 1)])
 def test_slices_go_straight_to_the_devices_of_a_mesh(folder, sizes):
     mesh = kvjax.make_mesh(*sizes)
-    spread = kvjax.shard(decoder(), mesh)
+    sharded = kvjax.shard(decoder(), mesh)
     loaded, _ = load(folder, mesh=mesh)
-    assert_equal(loaded, spread)
-    for ours, theirs in zip(jax.tree.leaves(loaded), jax.tree.leaves(spread), strict=True):
+    assert_equal(loaded, sharded)
+    for ours, theirs in zip(jax.tree.leaves(loaded), jax.tree.leaves(sharded), strict=True):
         assert ours.sharding == theirs.sharding
 
 
@@ -42,20 +42,20 @@ def test_fused_tensors_and_biases_of_every_family_on_a_mesh(tmp_path, fields):
     params = decoder(**fields)
     drawn = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(params))))
     params = jax.tree.map(lambda leaf: jax.random.normal(next(drawn), leaf.shape), params)  # biases and norms too
-    spread = kvjax.shard(params, kvjax.make_mesh(2, 4))
+    sharded = kvjax.shard(params, kvjax.make_mesh(2, 4))
     save_hf(params, tmp_path / "whole")
-    save_hf(spread, tmp_path / "spread")
-    assert (tmp_path / "whole" / WEIGHTS).read_bytes() == (tmp_path / "spread" / WEIGHTS).read_bytes()
+    save_hf(sharded, tmp_path / "sharded")
+    assert (tmp_path / "whole" / WEIGHTS).read_bytes() == (tmp_path / "sharded" / WEIGHTS).read_bytes()
     loaded, _ = load(tmp_path / "whole", mesh=kvjax.make_mesh(2, 4))
     assert_equal(loaded, params)
-    for ours, theirs in zip(jax.tree.leaves(loaded), jax.tree.leaves(spread), strict=True):
+    for ours, theirs in zip(jax.tree.leaves(loaded), jax.tree.leaves(sharded), strict=True):
         assert ours.sharding == theirs.sharding
-    save(spread, tmp_path / "orbax")
+    save(sharded, tmp_path / "orbax")
     assert_equal(restore(tmp_path / "orbax", mesh=kvjax.make_mesh(4, 2))[0], params)
 
 
 def test_each_slice_is_read_once(folder, monkeypatch):
-    """Of 2 x 4 devices a kv head's weights lie on four, and a norm's on eight."""
+    """On 2 x 4 devices, four hold the weights of each kv head, and eight those of a norm."""
     read = []
     monkeypatch.setattr(
         Weight,
@@ -73,7 +73,7 @@ def test_each_slice_is_read_once(folder, monkeypatch):
 
 
 def test_saving_keeps_no_copies_of_weights_on_the_host():
-    spread = kvjax.shard(decoder(), kvjax.make_mesh(2, 4))
-    for leaf in jax.tree.leaves(spread):
+    sharded = kvjax.shard(decoder(), kvjax.make_mesh(2, 4))
+    for leaf in jax.tree.leaves(sharded):
         np.testing.assert_array_equal(fetch(leaf), np.asarray(leaf.copy()))
         assert leaf._npy_value is None

@@ -1,4 +1,4 @@
-"""Random models of transformers, folders they are saved in, and InternLM2 as a Llama with its weights put together."""
+"""Random transformers models and their checkpoints. An InternLM2 is a Llama whose weights are fused on saving."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ VOCAB = 100
 
 
 def reference(model_type: str, fields: dict) -> Any:
-    """A random model whose logits spread over several units: at the usual 0.02 all would be near zero, and alike."""
+    """Returns a random model whose logits range over several units.
+
+    With the usual standard deviation of 0.02 all logits would be close to zero.
+    """
     torch.manual_seed(0)
-    if model_type == "internlm2":  # which transformers does not have
+    if model_type == "internlm2":  # transformers does not implement it
         fields = {"attention_bias" if name == "bias" else name: value for name, value in fields.items()}
         model_type = "llama"
     defaults = {"num_hidden_layers": 1, "max_position_embeddings": 256}
@@ -35,14 +38,15 @@ def reference(model_type: str, fields: dict) -> Any:
     )
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):  # ones at first, which would hide a norm that is left out or swapped
+        if name.endswith("norm.weight"):  # ones by default, which would hide a missing or swapped norm
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
-        if name.endswith("bias"):  # zeros at first
+        if name.endswith("bias"):  # zeros by default
             torch.nn.init.normal_(parameter, std=0.3)
     return model
 
 
 def save(model: Any, model_type: str, path: Path) -> None:
+    """Writes the checkpoint of a model of `reference`."""
     if model_type == "internlm2":
         save_internlm2(model, path)
     else:
@@ -50,7 +54,7 @@ def save(model: Any, model_type: str, path: Path) -> None:
 
 
 def save_internlm2(model: Any, path: Path) -> None:
-    """Writes a Llama of transformers as an InternLM2 checkpoint."""
+    """Writes a transformers Llama as an InternLM2 checkpoint."""
     config, state = model.config, {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     hf = {
         "architectures": ["InternLM2ForCausalLM"],
@@ -103,13 +107,13 @@ def save_internlm2(model: Any, path: Path) -> None:
 
 
 def fix_frequencies(model: Any, length: int) -> Any:
-    """Makes a model rotate by the frequencies of a text of this length, where they depend on it, whatever comes."""
+    """Fixes the RoPE frequencies of a model to those of prompts of this length, for all later calls."""
     rotation = model.model.rotary_emb
     if rotation.rope_type in ("dynamic", "longrope"):
         kind = model.config.rope_parameters["rope_type"]
         compute = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind]
         rotation.inv_freq, rotation.attention_scaling = compute(model.config, "cpu", seq_len=length)
-        rotation.rope_type = "linear"  # of which none is computed anew
+        rotation.rope_type = "linear"  # transformers does not recompute the frequencies of this type
     return model
 
 
@@ -120,6 +124,6 @@ def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
 
 def greedy(model: Any, tokens: np.ndarray, new: int) -> np.ndarray:
     with torch.no_grad():
-        whole = model.generate(torch.from_numpy(tokens), max_new_tokens=new, do_sample=False).numpy()
-    assert whole.shape == (tokens.shape[0], tokens.shape[1] + new)
-    return whole[:, tokens.shape[1] :]
+        sequences = model.generate(torch.from_numpy(tokens), max_new_tokens=new, do_sample=False).numpy()
+    assert sequences.shape == (tokens.shape[0], tokens.shape[1] + new)
+    return sequences[:, tokens.shape[1] :]

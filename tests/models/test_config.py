@@ -1,4 +1,4 @@
-"""Mapping Hugging Face configs, as transformers 5 and its forerunners write them, and refusing what is not computed."""
+"""Mapping Hugging Face configs of transformers 5 and earlier versions, and refusing unsupported computations."""
 
 import math
 
@@ -84,7 +84,7 @@ def test_rope_of_new_and_old_configs(fields, rope):
     assert config_from_hf(LLAMA | fields).rope == rope
 
 
-def test_absent_and_null_fields_mean_what_transformers_takes_them_for():
+def test_absent_and_null_fields_have_the_defaults_of_transformers():
     llama = config_from_hf(LLAMA | {"head_dim": None, "torch_dtype": "bfloat16"})
     assert (llama.num_kv_heads, llama.head_dim, llama.max_positions, llama.tie_embeddings) == (4, 4, 2048, False)
     assert llama.windows == (None, None)
@@ -125,7 +125,7 @@ def test_windows_of_qwen(family, fields, windows):
 
 
 def test_rope_of_phi():
-    """The original length stands beside the scaling, or is 4,096; one inside does not count, as in transformers."""
+    """The original length is a field of the config, by default 4,096. One inside the scaling is ignored."""
     inside = LONGROPE | {"original_max_position_embeddings": 64}
     fields = {"partial_rotary_factor": 0.5, "max_position_embeddings": 131_072, "rope_scaling": inside}
     expected = LongRopeScaling((1.0,), (2.0,), math.sqrt(1 + math.log(32) / math.log(4096)), 4096)
@@ -161,10 +161,10 @@ def test_config_written_is_read_back(hf):
     config = config_from_hf(hf)
     written = family(config.family).config_to_hf(config)
     assert config_from_hf(written) == config
-    if config.family == "internlm2":  # which knows the old form only
+    if config.family == "internlm2":  # which supports the old form only
         assert "rope_parameters" not in written
         return
-    # each form of RoPE must do without the other
+    # Each form of RoPE must suffice without the other.
     assert config_from_hf({k: v for k, v in written.items() if k != "rope_parameters"}) == config
     assert config_from_hf({k: v for k, v in written.items() if k not in ("rope_theta", "rope_scaling")}) == config
 
@@ -212,7 +212,7 @@ def test_config_written_is_read_back(hf):
         ({"rope_theta": -1}, "rope_theta=-1"),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(fields, message):
+def test_unsupported_fields_are_named(fields, message):
     with pytest.raises(UnsupportedModelError) as caught:
         config_from_hf(LLAMA | fields)
     assert message in str(caught.value)
@@ -246,7 +246,7 @@ def test_what_is_not_computed_is_refused_by_name(fields, message):
         (INTERNLM2, {"bias": "no"}, "bias='no'"),
     ],
 )
-def test_what_a_family_does_not_compute(family, fields, message):
+def test_fields_that_a_family_does_not_support(family, fields, message):
     with pytest.raises(UnsupportedModelError) as caught:
         config_from_hf(family | fields)
     assert message in str(caught.value)

@@ -1,11 +1,11 @@
-"""What a layer does token by token, done for some tokens of a long prompt at a time."""
+"""The decoder's blocks of tokens: blocks of a long prompt give the same logits as the complete prompt."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.attention import causal
+from kvjax.attend.causal import causal
 from kvjax.models import decoder as module
 from tests.tiny import VOCAB, decoder
 
@@ -15,8 +15,7 @@ from tests.tiny import VOCAB, decoder
     [(24, 16, 1), (24, 10, 1), (24, 48, 0), (23, 16, 0)],
     ids=["3 x 8", "6 x 4", "all", "none fits"],
 )
-def test_blocks_of_tokens_are_all_tokens(length: int, block: int, loops: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two rows."""
+def test_blocks_give_the_same_logits(length: int, block: int, loops: int, monkeypatch: pytest.MonkeyPatch) -> None:
     params, tokens = decoder(), np.random.default_rng(0).integers(0, VOCAB, (2, length))
     positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
 

@@ -1,4 +1,4 @@
-"""Every family's name table, both ways: parameters written and read again, whole and onto meshes that cut tensors."""
+"""Each family's table of weights: saved parameters load equal, on one device and on meshes that split tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HF = {
     "attention_bias": True,
     "head_dim": 4,
 }
-# What a family does not have its config does not say.
+# The fields that differ from HF. None removes a field that the family does not support.
 OWN = {
     "internlm2": {"head_dim": None, "attention_bias": None, "bias": True},
     "llama": {"mlp_bias": True},
@@ -34,16 +34,16 @@ OWN = {
 
 
 def random(model_type: str) -> Decoder:
-    """No two parameters alike, biases and norms included."""
+    """Returns a decoder in which all parameters differ, biases and norms included."""
     hf = {"model_type": model_type} | HF | OWN[model_type]
     params = Decoder(config_from_hf(hf), nnx.Rngs(0))
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), params)
 
 
-@pytest.mark.parametrize("model", [None, 2, 4], ids=["one device", "heads shared out", "kv heads replicated"])
+@pytest.mark.parametrize("model", [None, 2, 4], ids=["one device", "kv heads sharded", "kv heads replicated"])
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_what_is_written_is_read(model_type, model, tmp_path):
+def test_saved_parameters_load_equal(model_type, model, tmp_path):
     params = random(model_type)
     save_hf(params, tmp_path)
     read, _ = load(tmp_path, mesh=None if model is None else kvjax.make_mesh(data=1, model=model))

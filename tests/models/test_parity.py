@@ -1,4 +1,4 @@
-"""Our decoder and loader against transformers', in both directions, on tiny random checkpoints of every family."""
+"""Decoder and loader against transformers, in both directions, on tiny random checkpoints of every family."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 import kvjax
-from kvjax.attention import causal
+from kvjax.attend.causal import causal
 from kvjax.checkpoint import load, save_hf
 from kvjax.models import Decoder, config_from_hf
 
@@ -26,7 +26,7 @@ from tests.models.reference import VOCAB, fix_frequencies
 pytestmark = pytest.mark.parity
 
 BATCH, LENGTH, NEW = 2, 40, 64
-# width, query heads, kv heads
+# hidden size, query heads, kv heads
 GROUP1 = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
 GROUP4 = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 2}
 GROUP5 = {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 1}
@@ -50,7 +50,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def longrope(pairs: int, original: int, **fields) -> dict:
-    """Lists of factors so far apart that texts of one kind would not pass with those of the other."""
+    """LongRoPE fields. The two lists of factors differ so much that a test with the wrong one fails."""
     factors = {"short_factor": [1 + 0.1 * i for i in range(pairs)], "long_factor": [2.0 + i for i in range(pairs)]}
     return {
         "rope_parameters": {"rope_type": "longrope", "rope_theta": 10_000.0, **factors, **fields},
@@ -58,7 +58,7 @@ def longrope(pairs: int, original: int, **fields) -> dict:
     }
 
 
-# Lengths run from LENGTH to LENGTH + NEW: beyond 32 positions, within 128.
+# The lengths are LENGTH to LENGTH + NEW: above 32 and below 128 positions.
 CASES = {
     "llama-group1": ("llama", GROUP1 | {"num_hidden_layers": 2}),
     "llama-group4-tied": ("llama", GROUP4 | TIED | {"num_hidden_layers": 2}),
@@ -141,7 +141,7 @@ def test_logits_in_float32(model, folder, tokens):
 
 
 def test_greedy_tokens_in_float32(case, folder, tokens):
-    """Where frequencies depend on the length of a text, it is the prompt's, in transformers too."""
+    """If the frequencies depend on the length, both sides use the length of the prompt."""
     params, _ = load(folder)
     expected = reference.greedy(fix_frequencies(reference.reference(*case), LENGTH), tokens, NEW)
     answer = kvjax.generate(params, tokens, max_new_tokens=NEW)
@@ -149,7 +149,7 @@ def test_greedy_tokens_in_float32(case, folder, tokens):
 
 
 def test_logits_in_bfloat16(case, model, folder, tokens):
-    """bfloat16 keeps 8 bits: the error must be of its size, and no larger than transformers' own by much."""
+    """bfloat16 has 8 bits: the error must be small, and less than 1.5 times that of transformers."""
     params, _ = load(folder, dtype=jnp.bfloat16)
     exact = reference.logits(model, tokens)
     rounded = reference.logits(reference.reference(*case).to(torch.bfloat16), tokens)
@@ -160,11 +160,11 @@ def test_logits_in_bfloat16(case, model, folder, tokens):
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "phi3", "qwen2", "qwen3"])
 def test_defaults_are_those_of_transformers(model_type):
-    """A config.json that says only what has no default means what transformers' own config says in full."""
-    whole = transformers.AutoConfig.for_model(model_type).to_dict()
+    """A config.json without optional fields maps to the same config as the complete one of transformers."""
+    complete = transformers.AutoConfig.for_model(model_type).to_dict()
     needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    silent = {"model_type": model_type} | {name: whole[name] for name in needed}
-    assert config_from_hf(silent) == config_from_hf(whole)
+    minimal = {"model_type": model_type} | {name: complete[name] for name in needed}
+    assert config_from_hf(minimal) == config_from_hf(complete)
 
 
 def test_shards(tmp_path, tokens):
@@ -185,7 +185,7 @@ def test_shards(tmp_path, tokens):
     ],
 )
 def test_window_matters(name, changed, tokens):
-    """The window of these cases is shorter than the sequence, so that a decoder without one would not pass."""
+    """The window of these cases is shorter than the prompt, so a decoder without one would fail the parity tests."""
     model_type, fields = CASES[name]
     windowed, full = (reference.reference(model_type, fields | x) for x in ({}, changed))
     difference = np.abs(reference.logits(windowed, tokens) - reference.logits(full, tokens)).max(axis=(0, 2))
@@ -196,7 +196,7 @@ def test_window_matters(name, changed, tokens):
 def test_transformers_reads_back_what_it_wrote(case, model, folder, tmp_path, tokens):
     params, _ = load(folder)
     save_hf(params, tmp_path)
-    if case[0] == "internlm2":  # which only we can read
+    if case[0] == "internlm2":  # which transformers cannot read
         written, read = (load_file(path / "model.safetensors") for path in (tmp_path, folder))
         assert written.keys() == read.keys()
         for name, tensor in written.items():

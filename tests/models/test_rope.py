@@ -1,11 +1,11 @@
-"""Frequencies against transformers' own, for texts of all lengths, and the rotation against complex numbers."""
+"""RoPE frequencies against transformers, for several prompt lengths, and the rotation against complex numbers."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kvjax.models import Rope, config_from_hf, rotate
-from kvjax.models.rope import turned_by_halves, turned_by_product
+from kvjax.models.rope import rotate_by_halves, rotate_by_product
 
 pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -59,30 +59,30 @@ def test_frequencies_are_those_of_transformers(fields):
 
 
 @pytest.mark.parametrize("rows", [False, True])
-@pytest.mark.parametrize("share", [1.0, 0.75])
-def test_the_first_channels_turn_and_the_others_pass(share, rows):
+@pytest.mark.parametrize("fraction", [1.0, 0.75])
+def test_the_first_channels_rotate_and_the_others_are_unchanged(fraction, rows):
     B, H, N = 2, 3, 5
     rng = np.random.default_rng(0)
     x = rng.normal(size=(B, H, N, D)).astype(np.float32)
     positions = rng.integers(0, 100, (B, 1, N))
-    R = int(D * share)
-    frequencies = Rope(100.0, partial_rotary_factor=share).frequencies(D)
+    R = int(D * fraction)
+    frequencies = Rope(100.0, partial_rotary_factor=fraction).frequencies(D)
     assert frequencies.shape == (R // 2,)
     if rows:
         frequencies = np.stack([frequencies, 0.5 * frequencies])
-    turned = np.asarray(rotate(x, positions, frequencies, 1.5))
+    rotated = np.asarray(rotate(x, positions, frequencies, 1.5))
     angles = positions[..., None] * (frequencies[:, None, None] if rows else frequencies)
     expected = (x[..., : R // 2] + 1j * x[..., R // 2 : R]) * 1.5 * np.exp(1j * angles)
-    np.testing.assert_allclose(turned[..., : R // 2], expected.real, atol=1e-4)
-    np.testing.assert_allclose(turned[..., R // 2 : R], expected.imag, atol=1e-4)
-    np.testing.assert_array_equal(turned[..., R:], x[..., R:])
+    np.testing.assert_allclose(rotated[..., : R // 2], expected.real, atol=1e-4)
+    np.testing.assert_allclose(rotated[..., R // 2 : R], expected.imag, atol=1e-4)
+    np.testing.assert_array_equal(rotated[..., R:], x[..., R:])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_tpu_turns_by_a_product_to_the_same_numbers(dtype):
+def test_the_rotation_of_tpus_gives_the_same_numbers(dtype):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(2, 3, 5, D)), dtype)
     angles = rng.uniform(0, 100, (2, 1, 5, D // 2)).astype(np.float32)
-    one, other = (turn(x, np.cos(angles), np.sin(angles)) for turn in (turned_by_halves, turned_by_product))
+    one, other = (rotation(x, np.cos(angles), np.sin(angles)) for rotation in (rotate_by_halves, rotate_by_product))
     assert one.dtype == other.dtype == x.dtype
     np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))

@@ -1,13 +1,13 @@
-"""Parameters as tensors of a checkpoint: shapes, slices read and tensors written, against NumPy on whole tensors."""
+"""Mapping parameters to checkpoint tensors: shapes, reads of slices and writes, against NumPy on complete tensors."""
 
 import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from kvjax.models import Rows, Weight, by_tensor, hf_shapes
+from kvjax.models import FusedRows, Weight, by_tensor, hf_shapes
 
-M, H, G, D, F, V = 6, 3, 2, 4, 5, 7  # width, kv heads, query heads a kv head, channels, MLP columns, vocabulary
+E, H, G, D, F, V = 6, 3, 2, 4, 5, 7  # hidden size, kv heads, group, head size, MLP columns, vocabulary
 RNG = np.random.default_rng(0)
 
 
@@ -15,46 +15,46 @@ def drawn(*shape: int) -> np.ndarray:
     return RNG.standard_normal(shape).astype(np.float32)
 
 
-QUERY, KEY, VALUE, OUT = drawn(H * G * D, M), drawn(H * D, M), drawn(H * D, M), drawn(M, H * G * D)  # as [out, in]
-GATE, UP, EMBED, SCALE, BIAS = drawn(F, M), drawn(F, M), drawn(V, M), drawn(M), drawn(H * D)
+QUERY, KEY, VALUE, OUT = drawn(H * G * D, E), drawn(H * D, E), drawn(H * D, E), drawn(E, H * G * D)  # as [out, in]
+GATE, UP, EMBED, SCALE, BIAS = drawn(F, E), drawn(F, E), drawn(V, E), drawn(E), drawn(H * D)
 QKV = np.concatenate([QUERY, KEY, VALUE])
 GATE_UP = np.concatenate([GATE, UP])
-WQKV = np.concatenate(  # a block a kv head: its query heads, its key, its value
-    [QUERY.reshape(H, G * D, M), KEY.reshape(H, D, M), VALUE.reshape(H, D, M)], axis=1
-).reshape(-1, M)
+WQKV = np.concatenate(  # one block per kv head: its query heads, its key, its value
+    [QUERY.reshape(H, G * D, E), KEY.reshape(H, D, E), VALUE.reshape(H, D, E)], axis=1
+).reshape(-1, E)
 BLOCK, ALL = (G + 2) * D, (H * G + 2 * H) * D
 
-# The parameter, the checkpoint's tensor, and what the parameter must be: [in, out] with heads as axes of their own.
+# The weight, the checkpoint's tensor, and the expected parameter: [in, out] with heads as axes of their own.
 CASES = {
-    "vector": (Weight("norm.scale", "norm.weight", False), SCALE, SCALE),
-    "embedding": (Weight("embed", "embed.weight", False), EMBED, EMBED),
-    "bias": (Weight("attention.key_bias", "k.bias", False), BIAS, BIAS.reshape(H, D)),
-    "linear": (Weight("mlp.up", "up.weight", True), UP, UP.T),
-    "heads": (Weight("attention.query", "q.weight", True), QUERY, QUERY.T.reshape(M, H * G, D)),
-    "output": (Weight("attention.output", "o.weight", True), OUT, OUT.T.reshape(H * G, D, M)),
+    "vector": (Weight("norm.scale", "norm.weight", "vector"), SCALE, SCALE),
+    "embedding": (Weight("embed", "embed.weight", "embedding"), EMBED, EMBED),
+    "bias": (Weight("attention.key_bias", "k.bias", "vector"), BIAS, BIAS.reshape(H, D)),
+    "linear": (Weight("mlp.up", "up.weight", "linear"), UP, UP.T),
+    "heads": (Weight("attention.query", "q.weight", "linear"), QUERY, QUERY.T.reshape(E, H * G, D)),
+    "output": (Weight("attention.output", "o.weight", "linear_from_heads"), OUT, OUT.T.reshape(H * G, D, E)),
     "fused query": (
-        Weight("attention.query", "qkv.weight", True, Rows(0, H * G * D, ALL)),
+        Weight("attention.query", "qkv.weight", "linear", FusedRows(0, H * G * D, ALL)),
         QKV,
-        QUERY.T.reshape(M, H * G, D),
+        QUERY.T.reshape(E, H * G, D),
     ),
     "fused value": (
-        Weight("attention.value", "qkv.weight", True, Rows(ALL - H * D, ALL, ALL)),
+        Weight("attention.value", "qkv.weight", "linear", FusedRows(ALL - H * D, ALL, ALL)),
         QKV,
-        VALUE.T.reshape(M, H, D),
+        VALUE.T.reshape(E, H, D),
     ),
-    "fused up": (Weight("mlp.up", "gate_up.weight", True, Rows(F, 2 * F, 2 * F)), GATE_UP, UP.T),
+    "fused up": (Weight("mlp.up", "gate_up.weight", "linear", FusedRows(F, 2 * F, 2 * F)), GATE_UP, UP.T),
     "interleaved query": (
-        Weight("attention.query", "wqkv.weight", True, Rows(0, G * D, BLOCK)),
+        Weight("attention.query", "wqkv.weight", "linear", FusedRows(0, G * D, BLOCK)),
         WQKV,
-        QUERY.T.reshape(M, H * G, D),
+        QUERY.T.reshape(E, H * G, D),
     ),
     "interleaved key": (
-        Weight("attention.key", "wqkv.weight", True, Rows(G * D, (G + 1) * D, BLOCK)),
+        Weight("attention.key", "wqkv.weight", "linear", FusedRows(G * D, (G + 1) * D, BLOCK)),
         WQKV,
-        KEY.T.reshape(M, H, D),
+        KEY.T.reshape(E, H, D),
     ),
     "interleaved bias": (
-        Weight("attention.key_bias", "wqkv.bias", False, Rows(G * D, (G + 1) * D, BLOCK)),
+        Weight("attention.key_bias", "wqkv.bias", "vector", FusedRows(G * D, (G + 1) * D, BLOCK)),
         WQKV[:, 0].copy(),
         KEY[:, 0].reshape(H, D),
     ),
@@ -63,7 +63,7 @@ cases = pytest.mark.parametrize(("weight", "tensor", "parameter"), CASES.values(
 
 
 class Recorded:
-    """A tensor that counts how often each of its numbers is read."""
+    """A tensor that counts the reads of each element."""
 
     def __init__(self, tensor: np.ndarray):
         self.tensor, self.reads = tensor, np.zeros(tensor.shape, int)
@@ -75,9 +75,11 @@ class Recorded:
 
 
 def indices(shape: tuple[int, ...]) -> list[tuple[slice, ...]]:
-    """The whole, and every axis cut in its middle, alone and with the others."""
-    whole = tuple(slice(0, size, None) for size in shape)
-    alone = [(*whole[:axis], part, *whole[axis + 1 :]) for axis in range(len(shape)) for part in halves(shape[axis])]
+    """Returns the index of the complete array, and of halves of it: along each axis alone, and along all axes."""
+    complete = tuple(slice(0, size, None) for size in shape)
+    alone = [
+        (*complete[:axis], part, *complete[axis + 1 :]) for axis in range(len(shape)) for part in halves(shape[axis])
+    ]
     together = [tuple(halves(size)[half] for size in shape) for half in (0, 1)]
     return [(slice(None),) * len(shape), *alone, *together]
 
@@ -91,18 +93,18 @@ def test_shape_in_the_checkpoint(weight, tensor, parameter):
     assert weight.hf_shape(parameter.shape) == tensor.shape
 
 
-@pytest.mark.parametrize("at_a_time", [2**22, 2 * M])
+@pytest.mark.parametrize("elements_per_read", [2**22, 2 * E])
 @cases
-def test_any_slice_is_read(weight, tensor, parameter, at_a_time, monkeypatch):
-    monkeypatch.setattr("kvjax.models.weights.READ", at_a_time)
+def test_any_slice_is_read(weight, tensor, parameter, elements_per_read, monkeypatch):
+    monkeypatch.setattr("kvjax.models.weights.READ", elements_per_read)
     for index in indices(parameter.shape):
         recorded = Recorded(tensor)
         read = weight.read(recorded, parameter.shape, index, np.float32)
         np.testing.assert_array_equal(read, parameter[index])
         assert read.flags.c_contiguous
         assert recorded.reads.max() == 1
-        split_channels = parameter.ndim == 3 and "output" in weight.path and index[1] in halves(D)
-        if not split_channels:  # the columns between one head's channels and the next one's are read along
+        split_channels = parameter.ndim == 3 and weight.layout == "linear_from_heads" and index[1] in halves(D)
+        if not split_channels:  # a read includes the columns between the channels of two heads
             assert recorded.reads.sum() == parameter[index].size
 
 
@@ -115,35 +117,35 @@ def test_slices_of_a_file_are_cast(tmp_path):
     np.testing.assert_array_equal(read, parameter.astype(np.float16).astype(np.float32)[1:5, 1:3])
 
 
-def linear(path: str, name: str, tensor: np.ndarray, rows: Rows) -> tuple[Weight, np.ndarray]:
+def linear(path: str, name: str, tensor: np.ndarray, rows: FusedRows) -> tuple[Weight, np.ndarray]:
     heads = () if path.startswith("mlp") else (D,)
-    return Weight(path, name, True, rows), tensor.T.reshape(M, -1, *heads)
+    return Weight(path, name, "linear", rows), tensor.T.reshape(E, -1, *heads)
 
 
 FUSED = {
     "qkv": (
         QKV,
-        linear("attention.query", "qkv.weight", QUERY, Rows(0, 24, ALL)),
-        linear("attention.key", "qkv.weight", KEY, Rows(24, 36, ALL)),
-        linear("attention.value", "qkv.weight", VALUE, Rows(36, 48, ALL)),
+        linear("attention.query", "qkv.weight", QUERY, FusedRows(0, 24, ALL)),
+        linear("attention.key", "qkv.weight", KEY, FusedRows(24, 36, ALL)),
+        linear("attention.value", "qkv.weight", VALUE, FusedRows(36, 48, ALL)),
     ),
     "wqkv": (
         WQKV,
-        linear("attention.query", "wqkv.weight", QUERY, Rows(0, 8, BLOCK)),
-        linear("attention.key", "wqkv.weight", KEY, Rows(8, 12, BLOCK)),
-        linear("attention.value", "wqkv.weight", VALUE, Rows(12, 16, BLOCK)),
+        linear("attention.query", "wqkv.weight", QUERY, FusedRows(0, 8, BLOCK)),
+        linear("attention.key", "wqkv.weight", KEY, FusedRows(8, 12, BLOCK)),
+        linear("attention.value", "wqkv.weight", VALUE, FusedRows(12, 16, BLOCK)),
     ),
     "gate_up": (
         GATE_UP,
-        linear("mlp.gate", "gate_up.weight", GATE, Rows(0, F, 2 * F)),
-        linear("mlp.up", "gate_up.weight", UP, Rows(F, 2 * F, 2 * F)),
+        linear("mlp.gate", "gate_up.weight", GATE, FusedRows(0, F, 2 * F)),
+        linear("mlp.up", "gate_up.weight", UP, FusedRows(F, 2 * F, 2 * F)),
     ),
 }
 ALONE = {name: (tensor, (weight, parameter)) for name, (weight, tensor, parameter) in CASES.items() if not weight.rows}
 
 
 @pytest.mark.parametrize("case", (FUSED | ALONE).values(), ids=FUSED | ALONE)
-def test_parameters_are_written_as_the_tensor_they_share(case):
+def test_parameters_of_a_tensor_are_written_into_it(case):
     tensor, *parts = case
     table = [weight for weight, _ in parts]
     assert by_tensor(table[::-1]) == {table[0].name: tuple(table)}
@@ -157,19 +159,19 @@ def test_parameters_are_written_as_the_tensor_they_share(case):
 @pytest.mark.parametrize(
     "rows",
     [
-        (Rows(0, 4, 12), Rows(4, 8, 12)),  # a third is missing
-        (Rows(0, 4, 8), Rows(0, 4, 8)),
-        (Rows(0, 4, 8), Rows(4, 12, 12)),
-        (Rows(0, 4, 8), None),
+        (FusedRows(0, 4, 12), FusedRows(4, 8, 12)),  # the last third is missing
+        (FusedRows(0, 4, 8), FusedRows(0, 4, 8)),
+        (FusedRows(0, 4, 8), FusedRows(4, 12, 12)),
+        (FusedRows(0, 4, 8), None),
         (None, None),
     ],
 )
 def test_parts_that_make_up_no_tensor(rows):
-    table = [Weight(path, "fused.weight", True, part) for path, part in zip(("key", "value"), rows, strict=True)]
-    with pytest.raises(ValueError, match=r"key, value do not make up the tensor fused.weight|value, key do not"):
-        hf_shapes(table, {"key": (M, 8), "value": (M, 8)})
+    table = [Weight(path, "fused.weight", "linear", part) for path, part in zip(("key", "value"), rows, strict=True)]
+    with pytest.raises(ValueError, match=r"(key, value|value, key) do not cover the rows of the tensor fused.weight"):
+        hf_shapes(table, {"key": (E, 8), "value": (E, 8)})
 
 
 def test_rows_that_do_not_divide_the_parameter():
-    with pytest.raises(ValueError, match="key has 8 rows in fused"):
-        Weight("key", "fused.weight", True, Rows(0, 3, 6)).hf_shape((M, 8))
+    with pytest.raises(ValueError, match=r"key has 8 rows in fused\.weight; expected a multiple of 3"):
+        Weight("key", "fused.weight", "linear", FusedRows(0, 3, 6)).hf_shape((E, 8))
