@@ -1,4 +1,4 @@
-"""The kvjax command. What a command computes is the library's affair; here are its options and how it shows things."""
+"""The command kvjax. Its subcommands parse options, call the library and print the results."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _options(
 
 
 def main() -> None:
-    """The entry point `kvjax`."""
+    """Runs the command line. This is the entry point `kvjax`."""
     warnings.showwarning = show_warning
-    logging.getLogger("absl").setLevel(logging.ERROR)  # what Orbax warns of comes as an error of kvjax too
+    logging.getLogger("absl").setLevel(logging.ERROR)  # kvjax raises an error for what Orbax warns about
     app()

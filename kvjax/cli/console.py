@@ -1,4 +1,4 @@
-"""What the commands share: errors in a line, progress on stderr, numbers for people, compiled programs kept on disk."""
+"""Common parts of the commands: one-line errors, progress on stderr, readable numbers, and the compilation cache."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-FAILED = 2  # the exit status of every expected error, as of a wrong option
+FAILED = 2  # the exit status of every expected error; a wrong option has the same status
 
 
 def stderr() -> Console:
+    """A console that prints to stderr."""
     return Console(stderr=True, highlight=False)
 
 
 class Commands(TyperGroup):
-    """Shows expected errors as a line on stderr, with exit status 2; anything else is a bug and keeps its traceback."""
+    """A command group that prints expected errors as one line on stderr and exits with status 2.
+
+    Any other exception is a bug and keeps its traceback.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -35,7 +39,7 @@ class Commands(TyperGroup):
 
 
 def _ours(traceback: TracebackType | None) -> bool:
-    """Whether an error was raised by kvjax itself: others' ValueErrors mean that kvjax called them wrongly."""
+    """Whether kvjax itself raised an error. A ValueError of another library means that kvjax called it wrongly."""
     name = ""
     while traceback is not None:
         name, traceback = traceback.tb_frame.f_globals.get("__name__", ""), traceback.tb_next
@@ -43,36 +47,41 @@ def _ours(traceback: TracebackType | None) -> bool:
 
 
 def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    """A warning in a line, without the place in the code that a user of a command has no use for."""
+    """Prints a warning as one line, without its place in the code, which does not help the user of a command."""
     typer.echo(f"kvjax: warning: {message}", err=True)
 
 
 def working(text: str, *, quiet: bool = False) -> AbstractContextManager[Any]:
-    """A spinner on stderr while something takes long; nothing where stderr is no terminal."""
+    """A spinner on stderr during a long operation. It shows nothing if `quiet` or if stderr is not a terminal."""
     console = stderr()
     return nullcontext() if quiet or not console.is_terminal else console.status(text)
 
 
 def print_json(document: Any) -> None:
+    """Prints a JSON document to stdout."""
     sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
 
 def prompt_text(prompt: str | None, file: Path | None, named: str) -> str:
-    """A prompt that is given as it is, by an argument so named, or in a file. Raises ValueError."""
+    """The prompt, given as the argument that is called `named` or in a file.
+
+    Raises:
+        ValueError: if both or neither are given, if the file is not UTF-8 text, or if the prompt is empty.
+    """
     if (prompt is None) == (file is None):
-        raise ValueError(f"accepted is either {named} or --prompt-file")
+        raise ValueError(f"{named} and --prompt-file: expected exactly one of them")
     if file is not None:
         try:
             prompt = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{file} is not text in UTF-8: {error}") from None
+            raise ValueError(f"{file} is not UTF-8 text: {error}") from None
     if not prompt:
-        raise ValueError("an empty prompt; accepted is a text of at least one token")
+        raise ValueError("an empty prompt: expected a text of at least one token")
     return prompt
 
 
 def bytes_text(count: float) -> str:
-    """12345678 -> '12.3 MB', in powers of 1000."""
+    """A number of bytes as text, in powers of 1000: 12345678 becomes '12.3 MB'."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.0f} B" if unit == "B" else f"{f'{count:#.3g}'.rstrip('.')} {unit}"
@@ -81,9 +90,9 @@ def bytes_text(count: float) -> str:
 
 
 def keep_compiled() -> None:
-    """Keeps compiled programs in the user's cache folder, so that only the first run of a command compiles them.
+    """Stores compiled programs in the user's cache folder, so that only the first run of a command compiles them.
 
-    JAX_COMPILATION_CACHE_DIR, where it is set, names another folder, or none if it is empty.
+    The environment variable JAX_COMPILATION_CACHE_DIR sets another folder. An empty value disables the cache.
     """
     import jax
 

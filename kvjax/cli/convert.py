@@ -1,4 +1,4 @@
-"""`kvjax convert`: from one form of checkpoint to the other, or to another dtype."""
+"""`kvjax convert`: converts a checkpoint to another format or dtype."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from kvjax.cli.console import bytes_text, print_json, stderr, working
 
 
 class Form(StrEnum):
+    """The formats of a checkpoint."""
+
     hf = "hf"
     orbax = "orbax"
 
 
 def convert(
     source: Annotated[
-        str, typer.Argument(metavar="IN", help="A folder in either form, or the name of a repository on the hub.")
+        str,
+        typer.Argument(metavar="IN", help="Checkpoint folder in either format, or a repository on the hub."),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
     to: Annotated[Form, typer.Option(help="hf: config.json and safetensors; orbax: what kvjax.save writes.")],
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; by default what the weights are stored in.")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint that OUT holds.")] = False,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the stored dtype.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint in OUT.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Convert a checkpoint from one form to the other, or to another dtype. Runs on the CPU."""
+    """Convert a checkpoint to another format or dtype, on the CPU."""
     from kvjax.checkpoint import dtype_named, plan_conversion
 
     started = time.perf_counter()
@@ -40,7 +41,7 @@ def convert(
     if not as_json:
         console.print(
             f"{plan.parameters:,} parameters, {bytes_text(plan.parameter_bytes)} in {plan.dtype}; "
-            f"converting takes about {bytes_text(plan.peak_bytes)} of memory",
+            f"the conversion needs about {bytes_text(plan.peak_bytes)} of memory",
             soft_wrap=True,
         )
     bars = Progress(
@@ -79,4 +80,4 @@ def convert(
             }
         )
     else:
-        console.print(f"[dim]{out} written in {seconds:.3g} s[/dim]", soft_wrap=True)
+        console.print(f"[dim]{out} was written in {seconds:.3g} s[/dim]", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`kvjax demo`: the model that ships answers questions about long texts, under six policies at several budgets."""
+"""`kvjax demo`: the model that ships with kvjax answers questions about long texts under six policies."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from rich.table import Table
 from kvjax.cli.console import bytes_text, keep_compiled, print_json, show_warning, stderr, working
 
 if TYPE_CHECKING:
-    from kvjax.evaluation.tasks.demo import Example
+    from kvjax.evaluation.tasks.demo import DemoExample
 
 COMPRESSING = ("streaming_llm", "h2o", "tova", "snapkv", "morphkv")
-SHARES = (4, 8, 16)  # budgets are these parts of the length
-LONGEST = 48  # characters shown of an answer; a model that lost the thread repeats itself for long
+SHARES = (4, 8, 16)  # the default budgets are the length divided by these numbers
+LONGEST = 48  # the largest number of printed characters of an answer; wrong answers can be long repetitions
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One line of the table: a policy at a budget (None: no limit) and what came of it."""
+class Outcome:
+    """One line of the table: the results of a policy at a budget, which is None for the full cache."""
 
     policy: str
     budget: int | None
@@ -39,16 +39,17 @@ class Cell:
 
 
 def demo(
-    length: Annotated[int, typer.Option(min=256, max=2048, help="Tokens of a prompt, question included.")] = 2048,
-    examples: Annotated[int, typer.Option(min=1, help="Prompts, one of each kind in turn, read as one batch.")] = 7,
+    length: Annotated[int, typer.Option(min=256, max=2048, help="Tokens per prompt, including its question.")] = 2048,
+    examples: Annotated[int, typer.Option(min=1, help="Number of prompts, which run as one batch.")] = 7,
     budget: Annotated[
-        list[int] | None, typer.Option(help="Entries a kv head keeps; may be repeated. [default: 1/4, 1/8, 1/16]")
+        list[int] | None,
+        typer.Option(help="Entries per kv head; may be repeated. Default: 1/4, 1/8, 1/16 of the length."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the texts.")] = 0,
-    out: Annotated[Path, typer.Option(help="The folder that the picture goes to.")] = Path("demo_output"),
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random texts.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder of the picture.")] = Path("demo_output"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Let the small model that ships with kvjax answer questions about long texts under six cache policies."""
+    """Answer questions about long texts with the model that ships with kvjax, under six cache policies."""
     import numpy as np
 
     import kvjax
@@ -88,7 +89,7 @@ def demo(
             progress.update(bar, description=name if size is None else f"{name} {size}")
             result = answer(params, drawn, policy, end_token=tokenizer.eos_token_id)
             cells.append(
-                Cell(
+                Outcome(
                     name,
                     size,
                     correct=result.correct.tolist(),
@@ -101,25 +102,25 @@ def demo(
             )
             progress.advance(bar)
     picture = _draw(out / "accuracy_by_budget.png", cells, f"{examples} questions about texts of {length:,} tokens")
-    shown = _most_telling(cells)
+    index = _most_telling(cells)
     document: dict[str, Any] = {
         "length": length,
         "examples": examples,
         "seed": seed,
         "tasks": drawn_of,
         "cells": [asdict(cell) for cell in cells],
-        "example": {"index": shown, "question": decode(drawn[shown].question), "answer": decode(drawn[shown].answer)},
+        "example": {"index": index, "question": decode(drawn[index].question), "answer": decode(drawn[index].answer)},
         "picture": None if picture is None else str(picture),
         "seconds": time.perf_counter() - started,
     }
     if as_json:
         print_json(document)
     else:
-        _show(document, cells, drawn[shown])
+        _show(document, cells, drawn[index])
 
 
-def _draw(path: Path, cells: list[Cell], title: str) -> Path | None:
-    """The picture's path; None, and a line on stderr, without matplotlib."""
+def _draw(path: Path, cells: list[Outcome], title: str) -> Path | None:
+    """Draws the picture and returns its path; without matplotlib, prints a warning and returns None."""
     from kvjax.evaluation.picture import accuracy_by_budget
 
     curves: dict[str, list[tuple[int, float]]] = {}
@@ -129,24 +130,24 @@ def _draw(path: Path, cells: list[Cell], title: str) -> Path | None:
     try:
         accuracy_by_budget(path, curves, full=cells[0].accuracy, title=title)
     except ImportError:
-        show_warning('no picture, because matplotlib is not installed; pip install "kvjax[plot]" brings it')
+        show_warning('there is no picture, because matplotlib is not installed; pip install "kvjax[plot]" installs it')
         return None
     return path
 
 
-def _most_telling(cells: list[Cell]) -> int:
-    """The example whose answers differ most: the full cache knows it, and about half of the others."""
+def _most_telling(cells: list[Outcome]) -> int:
+    """The index of the example whose answers differ most: the full cache and about half of the policies are right."""
     full, *others = cells
     rights = [sum(cell.correct[i] for cell in others) for i in range(len(full.correct))]
     return min(range(len(rights)), key=lambda i: (not full.correct[i], abs(2 * rights[i] - len(others))))
 
 
-def _show(document: dict[str, Any], cells: list[Cell], example: Example) -> None:
+def _show(document: dict[str, Any], cells: list[Outcome], example: DemoExample) -> None:
     console = Console(highlight=False)
     full = cells[0]
     console.print(
-        f"Each of {document['examples']} prompts is a text of {document['length']:,} tokens that ends in a question,\n"
-        "which policies thus see while they compress. An answer counts if it is exact.",
+        f"Each of {document['examples']} prompts is a text of {document['length']:,} tokens that ends in a question.\n"
+        "The policies therefore see the question when they compress. An answer must match exactly.",
     )
     table = Table()
     table.add_column("policy")
@@ -161,17 +162,17 @@ def _show(document: dict[str, Any], cells: list[Cell], example: Example) -> None
             bytes_text(cell.kv_bytes),
             f"{cell.compression:.1f}x",
             f"{cell.tokens_per_second:,.0f}",
-            end_section=cell.budget in (None, cells[-1].budget),  # the smallest budget is a policy's last
+            end_section=cell.budget in (None, cells[-1].budget),  # the smallest budget is the last one of a policy
         )
     console.print(table)
     console.print(_answered(document["example"]["index"], cells, example))
     if document["picture"]:
         console.print(f"Accuracy against budget: {document['picture']}", soft_wrap=True)
-    console.print(f"[dim]{document['seconds']:.0f} s in all, compilation included where it was needed[/dim]")
+    console.print(f"[dim]total time {document['seconds']:.0f} s, including compilation[/dim]")
 
 
-def _answered(index: int, cells: list[Cell], example: Example) -> Panel:
-    """One example in words: what the text says about it, the question, and who answered what."""
+def _answered(index: int, cells: list[Outcome], example: DemoExample) -> Panel:
+    """A panel with one example: its facts, its question and the answer of each policy."""
     from kvjax.evaluation.tasks.vocabulary import FUNCTION, decode
 
     def brief(text: str) -> str:
@@ -191,4 +192,4 @@ def _answered(index: int, cells: list[Cell], example: Example) -> Panel:
         mark, colour = ("+", "green") if cell.correct[index] else ("-", "red")
         name = cell.policy if cell.budget is None else f"{cell.policy} {cell.budget}"
         grid.add_row(name, f"[{colour}]{mark} {brief(cell.answers[index])}[/]")
-    return Panel(grid, title="One of them", title_align="left", expand=False)
+    return Panel(grid, title="One of the questions", title_align="left", expand=False)

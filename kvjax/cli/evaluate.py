@@ -1,4 +1,4 @@
-"""`kvjax eval`: tasks under policies x budgets, from a YAML grid, into a folder of results."""
+"""`kvjax eval`: runs the tasks of a YAML grid under its policies and budgets and writes a folder of results."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from rich.text import Text
 from kvjax.cli.console import bytes_text, keep_compiled, stderr, working
 
 if TYPE_CHECKING:
-    from kvjax.evaluation.planning import Plan
+    from kvjax.evaluation.planning import RunPlan
 
-INCOMPLETE = 1  # the exit status of a run of which something could not be asked or answered
-SHOWN = 10  # errors in the summary; the results have all of them
+INCOMPLETE = 1  # the exit status of a run with errors
+SHOWN = 10  # the largest number of errors in the summary; the results file has all of them
 
 SMALL: dict[str, Any] = {
     "title": "The demo model under six policies",
@@ -49,31 +49,39 @@ SMALL: dict[str, Any] = {
 
 def evaluate(
     grid_file: Annotated[
-        Path | None, typer.Option("--config", help="A YAML grid; without one, a small grid on the model that ships.")
+        Path | None,
+        typer.Option("--config", help="YAML file of the grid. Default: a small grid on the demo model."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="The folder of results. A run that was interrupted goes on there.")] = Path(
+    out: Annotated[Path, typer.Option(help="Folder of the results. An interrupted run continues there.")] = Path(
         "eval_output"
     ),
-    model: Annotated[str | None, typer.Option(help="In place of the grid's: a folder, or a name on the hub.")] = None,
-    data: Annotated[Path | None, typer.Option(help="The folder of real data, in place of the grid's.")] = None,
-    tasks: Annotated[list[str] | None, typer.Option(help="Only these of the grid's tasks, as ruler/*.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Examples of each task and length at most.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Prompts at a time.")] = None,
+    model: Annotated[str | None, typer.Option(help="Checkpoint folder or hub repository; replaces the grid's.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder of data files; replaces the grid's.")] = None,
+    tasks: Annotated[
+        list[str] | None, typer.Option(help="Run only these tasks, such as ruler/*; may be repeated.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Largest number of examples per task and length.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Largest number of prompts per batch.")] = None,
     mesh: Annotated[
-        str | None, typer.Option(metavar="DATAxMODEL", help="Spread the model over devices, such as 2x4.")
+        str | None,
+        typer.Option(metavar="DATAxMODEL", help="Device mesh for rows x heads, such as 2x4."),
     ] = None,
     host: Annotated[
-        str, typer.Option(metavar="I/N", help="Be host I, from 0, of N that share the work and the folder.")
+        str,
+        typer.Option(
+            metavar="I/N",
+            help="Index of this host, from 0, among N hosts that divide the work.",
+        ),
     ] = "0/1",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run, and what memory it takes.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the tasks, batches and memory.")] = False,
 ) -> None:
-    """Run tasks under cache policies and keep every answer; `kvjax report` makes tables and plots of them."""
+    """Run tasks under cache policies and record every answer. `kvjax report` makes tables and plots of the results."""
     from kvjax.checkpoint import mesh_sizes
     from kvjax.evaluation.asking import Asker
     from kvjax.evaluation.grid import Grid
     from kvjax.evaluation.items import Item, Refusal, read_items
     from kvjax.evaluation.model import describe_model, load_model
-    from kvjax.evaluation.planning import Plan
+    from kvjax.evaluation.planning import RunPlan
     from kvjax.evaluation.runner import run
     from kvjax.sampling import parse
 
@@ -91,7 +99,7 @@ def evaluate(
     with working(f"reading {grid.model} and its tasks"):
         config, words, dtype = describe_model(grid)
         found = list(read_items(grid, words, config.max_positions, only=tasks))
-    plan = Plan(
+    plan = RunPlan(
         grid,
         items=tuple(item for item in found if isinstance(item, Item)),
         refusals=tuple(refusal for refusal in found if isinstance(refusal, Refusal)),
@@ -113,30 +121,30 @@ def evaluate(
         soft_wrap=True,
     )
     if summary.errors:
-        stderr().print(f"[red]{len(summary.errors):,} could not be asked, answered or marked:[/]")
+        stderr().print(f"[red]{len(summary.errors):,} errors:[/]")
         for text in summary.errors[:SHOWN]:
             stderr().print(f"  {escape(text)}", soft_wrap=True)
         if len(summary.errors) > SHOWN:
-            stderr().print(f"  ... and {len(summary.errors) - SHOWN:,} more, as lines with an error in the results")
+            stderr().print(f"  ... and {len(summary.errors) - SHOWN:,} more, which the results file lists")
         raise typer.Exit(INCOMPLETE)
 
 
 def _host(text: str) -> tuple[int, int]:
     parts = re.fullmatch(r"(\d+)/([1-9]\d*)", text)
     if parts is None or int(parts[1]) >= int(parts[2]):
-        raise ValueError(f"host {text!r}; accepted is I/N with I from 0 to N - 1, such as 0/2")
+        raise ValueError(f"host {text!r}: expected I/N with I from 0 to N - 1, such as 0/2")
     return int(parts[1]), int(parts[2])
 
 
 class Speed(ProgressColumn):
-    """Answers a second."""
+    """A column with the number of answers per second."""
 
     def render(self, task: Task) -> Text:
         return Text("" if not task.speed else f"{task.speed:.3g}/s")
 
 
 class Bar:
-    """A run's progress on stderr: what is asked, answers a second, time left. Without a terminal, notices only."""
+    """The progress of a run on stderr: cell, answers per second, remaining time. Without a terminal, only notices."""
 
     def __init__(self) -> None:
         console = stderr()
@@ -176,8 +184,8 @@ class Bar:
         typer.echo(f"kvjax: {text}", err=True)
 
 
-def show_plan(plan: Plan) -> None:
-    """What would run: the tasks with the lengths of their prompts, then policies with batches and memory."""
+def show_plan(plan: RunPlan) -> None:
+    """Prints a plan: the tasks with the lengths of their prompts, then the policies with their batches and memory."""
     from kvjax.evaluation.planning import sentence
 
     console = Console(highlight=False)
@@ -198,14 +206,15 @@ def show_plan(plan: Plan) -> None:
             f"{items[0].new_tokens:,}",
             f"{sum(item.cut > 0 for item in items):,}",
         )
-    console.print(table, "prompt tokens: the shortest, the median, the longest", sep="\n")
+    console.print(table, "prompt tokens: minimum, median, maximum", sep="\n")
     table = Table("policy", title="Policies", title_justify="left", title_style="bold")
     for name in ("budget", "question", "batches", "prompts each", "cache of one"):
         table.add_column(name, justify="right")
     total = 0
-    for cell, asked in plan.cells:
+    for planned in plan.cells:
+        cell, asked = planned.cell, planned.batches
         name, budget = escape(cell.label), "" if cell.budget is None else f"{cell.budget:,}"
-        if isinstance(asked, str):
+        if planned.error is not None:
             table.add_row(name, budget, cell.question, "[red]none[/]", "", "")
             continue
         total += sum(len(reading.asks) for batch in asked for reading in batch.readings)
@@ -213,6 +222,6 @@ def show_plan(plan: Plan) -> None:
         most = max((plan.batch_bytes(batch, cell) for batch in asked), default=0)
         each = "-".join(map(str, dict.fromkeys((rows[0], rows[-1])))) if rows else ""
         table.add_row(name, budget, cell.question, f"{len(asked):,}", each, bytes_text(most))
-    console.print(table, f"{total:,} answers in all", sep="\n")
+    console.print(table, f"{total:,} answers in total", sep="\n")
     for line in plan.errors():
         console.print(f"[red]not asked[/]: {escape(sentence(line))}", soft_wrap=True)

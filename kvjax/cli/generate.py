@@ -1,4 +1,4 @@
-"""`kvjax generate`: one prompt, one answer."""
+"""`kvjax generate`: answers one prompt."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from kvjax.cli.console import (
 
 if TYPE_CHECKING:
     from kvjax import Generation
+    from kvjax.prompts import Prompt
 
 
 def generate(
@@ -27,19 +28,25 @@ def generate(
     prompt_file: Annotated[
         Path | None, typer.Option(help="Read the prompt from a file instead; - is standard input.")
     ] = None,
-    policy: Annotated[str, typer.Option(help="What the cache keeps: PRESET or PRESET:OPTION=VALUE,...")] = "full",
-    max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens.")] = 128,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Treat the prompt as a user's message to the model's chat template.")
+    ] = False,
+    system: Annotated[str | None, typer.Option(help="A system message before the user's message, with --chat.")] = None,
+    policy: Annotated[str, typer.Option(help="What the cache retains: PRESET or PRESET:OPTION=VALUE,...")] = "full",
+    max_new_tokens: Annotated[int, typer.Option(help="The most tokens that the answer may have.")] = 128,
     sampler: Annotated[str, typer.Option(help="greedy, or settings as in temperature=0.7,top_p=0.9.")] = "greedy",
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
-    chunk: Annotated[int | None, typer.Option(help="Read the prompt so many tokens at a time, in less memory.")] = None,
+    seed: Annotated[int, typer.Option(help="The seed of the draws.")] = 0,
+    chunk: Annotated[
+        int | None, typer.Option(help="The number of prompt tokens to read at a time, to use less memory.")
+    ] = None,
     mesh: Annotated[
         str, typer.Option(metavar="DATAxMODEL", help="Spread the model over devices, such as 1x4 for four.")
     ] = "1x1",
     dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; by default what the weights are stored in.")
+        str | None, typer.Option(help="float32, bfloat16 or float16; the default is the dtype of the stored weights.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
-    stream: Annotated[bool, typer.Option("--stream", help="Print the answer as it is written.")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print the answer as it is decoded.")] = False,
 ) -> None:
     """Continue a prompt under a cache policy, e.g. --policy morphkv:budget=512,window=32."""
     import kvjax
@@ -47,13 +54,18 @@ def generate(
     from kvjax.checkpoint import load_named, mesh_sizes
 
     if as_json and stream:
-        raise ValueError("--json prints one document at the end and --stream as it goes; give one of them")
-    text = prompt_text(prompt, prompt_file, "PROMPT")
+        raise ValueError("--json with --stream: expected one of them, because --json prints one document at the end")
+    if system is not None and not chat:
+        raise ValueError(f"--system {system!r} without --chat: expected both, because a system message needs a chat")
+    text: Prompt = prompt_text(prompt, prompt_file, "PROMPT")
+    if chat:
+        messages = [{"role": "user", "content": text}]
+        text = messages if system is None else [{"role": "system", "content": system}, *messages]
     chosen, method = kvjax.policies.parse(policy), sampling.parse(sampler)
     keep_compiled()
     with working(f"loading {model}", quiet=as_json):
         params, tokenizer = load_named(model, dtype, mesh_sizes(mesh))
-    request: dict[str, Any] = {
+    options: dict[str, Any] = {
         "policy": chosen,
         "max_new_tokens": max_new_tokens,
         "sampler": method,
@@ -62,14 +74,14 @@ def generate(
         "chunk": chunk,
     }
     if stream:
-        for piece in kvjax.stream(params, text, **request):
+        for piece in kvjax.stream(params, text, **options):
             assert piece.text is not None
             sys.stdout.write(piece.text[0])
             sys.stdout.flush()
         sys.stdout.write("\n")
         return
-    with working("compiling, reading and writing", quiet=as_json):
-        out = kvjax.generate(params, text, **request)
+    with working("compiling, reading and decoding", quiet=as_json):
+        out = kvjax.generate(params, text, **options)
     if as_json:
         print_json(_document(out, model, policy, sampler, seed))
         return
@@ -77,9 +89,9 @@ def generate(
     sys.stdout.write(out.text[0] + "\n")
     stats = out.stats
     stderr().print(
-        f"[dim]{stats.prompt_tokens:,} tokens read in {stats.prefill_seconds:.2g} s, {out.lengths[0]:,} written at "
+        f"[dim]{stats.prompt_tokens:,} tokens read in {stats.prefill_seconds:.2g} s, {out.lengths[0]:,} generated at "
         f"{stats.decode_tokens_per_second:.3g} tokens/s, after {stats.compile_seconds:.2g} s of compiling; the cache "
-        f"holds {bytes_text(stats.cache_bytes)}, of {bytes_text(stats.full_cache_bytes)} uncompressed[/dim]"
+        f"takes {bytes_text(stats.cache_bytes)}, and {bytes_text(stats.full_cache_bytes)} uncompressed[/dim]"
     )
 
 

@@ -1,4 +1,4 @@
-"""`kvjax info`: what a model is, what its cache would take under each policy, and which kernels run here."""
+"""`kvjax info`: prints a model's architecture, the memory of its cache under each policy, and the kernels in use."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from rich.table import Table
 from kvjax.cli.console import bytes_text, print_json, working
 
 if TYPE_CHECKING:
-    from kvjax.cache import KVCache
     from kvjax.models import DecoderConfig
 
 
 def info(
-    path: Annotated[str, typer.Argument(help="A folder in Hugging Face form, or the name of a repository on the hub.")],
+    path: Annotated[str, typer.Argument(help="Checkpoint folder in Hugging Face format, or a repository on the hub.")],
     policy: Annotated[
-        list[str] | None, typer.Option(help="A policy to plan for; may be repeated. By default all, at a quarter.")
+        list[str] | None, typer.Option(help="Policy; may be repeated. Default: all presets with a budget of 1/4.")
     ] = None,
     batch: Annotated[
         list[int] | None,
-        typer.Option(help="Prompts at a time; may be repeated. By default one for each of the mesh's DATA."),
+        typer.Option(help="Number of prompts per batch; may be repeated. Default: DATA."),
     ] = None,
     length: Annotated[
         list[int] | None,
-        typer.Option(help="Tokens of a prompt, by default 8192 or what the model can; may be repeated."),
+        typer.Option(help="Number of tokens of a prompt; may be repeated. Default: 8192 or the model's limit."),
     ] = None,
-    new_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 512,
+    new_tokens: Annotated[int, typer.Option(help="Number of tokens of an answer.")] = 512,
     mesh: Annotated[
-        str, typer.Option(metavar="DATAxMODEL", help="Devices that rows and heads are spread over, such as 2x4.")
+        str,
+        typer.Option(metavar="DATAxMODEL", help="Device mesh for rows x heads, such as 2x4."),
     ] = "1x1",
-    dtype: Annotated[str | None, typer.Option(help="Of the cache; by default what the weights are stored in.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Dtype of the cache. Default: the stored dtype.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Show a model's architecture, the memory its cache would take, and which kernels would run.
+    """Show a model's architecture, the memory of its cache under each policy, and the kernels in use.
 
-    Reads config and headers, no weights.
+    The command reads the config and the headers of the weights, but no weights.
     """
     import jax.numpy as jnp
 
@@ -67,7 +67,7 @@ def info(
                     "policy": text,
                     "batch": rows,
                     "length": size,
-                    "slots": _slots(cache),
+                    "slots": list(cache.entries.mean_slots),
                     "bytes": cache.nbytes,
                     "bytes_per_device": bytes_per_device(cache, config, data=data, model=model),
                     "compression": rows * (size + new_tokens) * per_token / cache.nbytes,
@@ -100,15 +100,8 @@ def info(
         _show(document, config)
 
 
-def _slots(cache: KVCache) -> list[int]:
-    """Of each layer's heads; of a pool, in the mean over all of them."""
-    if cache.pool is None:
-        return [layer.slots for layer in cache.layers]
-    return [cache.pool.positions.size // cache.pool.start.size]
-
-
 def _presets(length: int, config: DecoderConfig) -> list[str]:
-    """Every preset that suits the model, with a quarter of the prompt as budget, on SnapKV where it needs another."""
+    """Every preset that suits the model, with 1/4 of the prompt as budget; presets that wrap a policy wrap SnapKV."""
     from kvjax.policies import PRESETS
 
     budget = max(length // 4, 64)
@@ -120,20 +113,17 @@ def _presets(length: int, config: DecoderConfig) -> list[str]:
     presets = (
         name + next((text for option, text in options.items() if option in inspect.signature(preset).parameters), "")
         for name, preset in PRESETS.items()
-        if "gates" not in inspect.signature(preset).parameters  # which are the model's own
+        if "gates" not in inspect.signature(preset).parameters  # gates belong to one model
     )
     return [text for text in presets if _suits(text, config)]
 
 
 def _suits(text: str, config: DecoderConfig) -> bool:
-    """Whether a policy shares its budget out, if it does, in a way that the model has layers and heads for."""
+    """Whether the model has enough layers and heads for a policy that divides its budget among them."""
     from kvjax.policies import parse
-    from kvjax.protocols import SharedBudget
 
-    budget = parse(text).budget
     try:
-        if isinstance(budget, SharedBudget):
-            budget.check(config.num_layers, config.num_kv_heads)
+        parse(text).budget.check_model(config.num_layers, config.num_kv_heads)
     except ValueError:
         return False
     return True
@@ -154,7 +144,7 @@ def _show(facts: dict[str, Any], config: DecoderConfig) -> None:
         ("rope", str(config.rope)),
         ("window", f"{', '.join(map(str, windows))} in {sliding} of {config.num_layers} layers" if windows else "none"),
         ("max positions", f"{config.max_positions:,}"),
-        ("KV cache", f"{bytes_text(facts['kv_bytes_per_token'])} a token in {facts['cache_dtype']}, uncompressed"),
+        ("KV cache", f"{bytes_text(facts['kv_bytes_per_token'])} per token in {facts['cache_dtype']}, uncompressed"),
     ):
         grid.add_row(name, value)
     console = Console(highlight=False)
@@ -167,7 +157,7 @@ def _show(facts: dict[str, Any], config: DecoderConfig) -> None:
             title_style="bold",
         )
         table.add_column("policy", overflow="fold")
-        for name in ("slots a head", "bytes", *(["a device"] if devices > 1 else []), "smaller"):
+        for name in ("slots per head", "bytes", *(["per device"] if devices > 1 else []), "smaller"):
             table.add_column(name, justify="right", no_wrap=True)
         for plan in plans:
             low, high = min(plan["slots"]), max(plan["slots"])
@@ -179,8 +169,8 @@ def _show(facts: dict[str, Any], config: DecoderConfig) -> None:
         console.print(
             "", f"on {devices} devices, data={facts['mesh']['data']} x model={facts['mesh']['model']}", sep="\n"
         )
-    kernels = Table(title="Kernels here", title_justify="left", title_style="bold")
-    for name in ("operation", "implementation", "because"):
+    kernels = Table(title="Kernels on this machine", title_justify="left", title_style="bold")
+    for name in ("operation", "implementation", "reason"):
         kernels.add_column(name)
     for operation, chosen in facts["kernels"].items():
         kernels.add_row(operation, chosen["name"], chosen["why"])

@@ -1,4 +1,4 @@
-"""`kvjax inspect`: a page that shows what each head keeps of one prompt, and when it lets go of the rest."""
+"""`kvjax inspect`: writes a page that shows which entries each head retains, and when it evicts the others."""
 
 from __future__ import annotations
 
@@ -9,36 +9,37 @@ import typer
 
 from kvjax.cli.console import keep_compiled, prompt_text, stderr, working
 
-TASK, LENGTH, SEED = "needles", 512, 1  # of the text for the model that ships: two facts, of which it forgets one
+TASK, LENGTH, SEED = (
+    "needles",
+    512,
+    1,
+)  # the default prompt asks for two facts; the model forgets one
 
 
 def inspect(
     model: Annotated[
         str | None,
-        typer.Argument(help="A folder with a checkpoint, or a name on the hub; without one, the model that ships."),
+        typer.Argument(help="Checkpoint folder or repository on the hub. Default: the model that ships with kvjax."),
     ] = None,
     prompt: Annotated[
-        str | None, typer.Option(help="The text. [default: of the model that ships, a text and a question about it]")
+        str | None, typer.Option(help="The prompt. Default, without MODEL: a text and a question about it.")
     ] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option(help="Read the prompt from a file instead; - is standard input.")
-    ] = None,
-    policy: Annotated[str, typer.Option(help="What the cache keeps: PRESET or PRESET:OPTION=VALUE,...")] = (
+    prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file; - is standard input.")] = None,
+    policy: Annotated[str, typer.Option(help="Cache policy: PRESET or PRESET:OPTION=VALUE,...")] = (
         "morphkv:budget=128"
     ),
-    new_tokens: Annotated[int, typer.Option(help="At most so many tokens.")] = 32,
-    sampler: Annotated[str, typer.Option(help="greedy, or settings as in temperature=0.7,top_p=0.9.")] = "greedy",
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
-    chunk: Annotated[int | None, typer.Option(help="Read the prompt so many tokens at a time, in less memory.")] = None,
+    new_tokens: Annotated[int, typer.Option(help="Largest number of tokens of the answer.")] = 32,
+    sampler: Annotated[str, typer.Option(help="greedy, or settings such as temperature=0.7,top_p=0.9.")] = "greedy",
+    seed: Annotated[int, typer.Option(help="Seed of the sampler.")] = 0,
+    chunk: Annotated[int | None, typer.Option(help="Tokens that prefill reads at a time; saves memory.")] = None,
     mesh: Annotated[
-        str, typer.Option(metavar="DATAxMODEL", help="Spread the model over devices, such as 1x4 for four.")
+        str,
+        typer.Option(metavar="DATAxMODEL", help="Device mesh for rows x heads, such as 1x4."),
     ] = "1x1",
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; by default what the weights are stored in.")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("inspect.html"),
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the stored dtype.")] = None,
+    out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("inspect.html"),
 ) -> None:
-    """Show in a page of HTML what every layer and head keeps of a prompt, and evicts while it is answered."""
+    """Write an HTML page with the entries that every head retains of a prompt and evicts during the answer."""
     import numpy as np
 
     from kvjax import policies, sampling
@@ -55,12 +56,12 @@ def inspect(
         text = prompt_text(prompt, prompt_file, "--prompt")
     chosen, method = policies.parse(policy), sampling.parse(sampler)
     if not out.parent.is_dir():
-        raise ValueError(f"{out} cannot be written, because {out.parent} is no folder; accepted is a file in one")
+        raise ValueError(f"cannot write {out}: {out.parent} is not a folder; expected a file in an existing folder")
     keep_compiled()
     source = str(DEMO) if model is None else model
     with working(f"loading {source}"):
         params, tokenizer = load_named(source, dtype, mesh_sizes(mesh))
-    with working("compiling, reading and writing"):
+    with working("compiling and generating"):
         recording = record(
             params,
             text,
@@ -74,7 +75,7 @@ def inspect(
         )
         out.write_text(page(recording), encoding="utf-8")
     stderr().print(
-        f"[dim]{recording.prompt:,} tokens read, {len(recording.tokens) - recording.prompt:,} written; {out} opens in "
-        "any browser[/dim]",
+        f"[dim]{recording.prompt:,} prompt tokens, {len(recording.tokens) - recording.prompt:,} generated tokens; open "
+        f"{out} in a browser[/dim]",
         soft_wrap=True,
     )

@@ -1,4 +1,4 @@
-"""`kvjax report`: tables and plots of what `kvjax eval` found."""
+"""`kvjax report`: makes tables and plots of the results of `kvjax eval`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from kvjax.cli.console import show_warning, stderr
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders that kvjax eval wrote.")],
     out: Annotated[
-        Path | None, typer.Option(help="The folder of the report. [default: report in the first RUN]")
+        Path | None, typer.Option(help="Folder of the report. Default: the folder report in the first RUN.")
     ] = None,
     against: Annotated[
-        list[str] | None, typer.Option(help="Compare all policies with this one, by paired bootstrap; may be repeated.")
+        list[str] | None,
+        typer.Option(help="Compare all policies with this one by paired bootstrap; may be repeated."),
     ] = None,
 ) -> None:
-    """Make tables (Markdown, CSV, LaTeX) and plots of results: scores, curves, areas, costs, with error bars."""
+    """Make tables (Markdown, CSV, LaTeX) and plots of results: scores, curves, areas and costs, with intervals."""
     from kvjax.evaluation.report import page
     from kvjax.evaluation.report.results import read_results
 
     folder = runs[0] / "report" if out is None else out
     text = page.write(folder, read_results(runs), against or (), show_warning)
     typer.echo(text, nl=False)
-    stderr().print(f"[dim]all of it is in {folder}[/dim]", soft_wrap=True)
+    stderr().print(f"[dim]the report is in {folder}[/dim]", soft_wrap=True)

@@ -1,1 +1,1 @@
-"""Tasks, and what is measured on them."""
+"""Benchmark tasks, the runs that ask them under cache policies, and the reports of the results."""

@@ -1,4 +1,4 @@
-"""Asking a model and marking what it answers: one policy, one batch of examples, exact match."""
+"""Answers one batch of examples under one policy and marks the answers by exact match."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvjax.models import Decoder
 from kvjax.policy import Policy
 
 
-class Example(Protocol):
-    """A prompt and the answer that must follow, int32 ids."""
+class ExampleWithAnswer(Protocol):
+    """A prompt of P tokens and the expected answer of A tokens, both int32 ids."""
 
     @property
     def prompt(self) -> Int[np.ndarray, "P"]: ...
@@ -25,13 +25,13 @@ class Example(Protocol):
 
 
 @dataclass(frozen=True)
-class Answers:
-    """What a model answered under a policy.
+class MarkedAnswers:
+    """The marked answers of a batch of B examples under one policy.
 
     Attributes:
-        answers: the ids each row wrote before an end token.
-        correct: the rows that wrote exactly the expected answer, and ended it.
-        stats: of the one call of `generate` that answered all rows.
+        answers: the ids that each row generated before its first end token.
+        correct: whether a row generated exactly the expected answer and then an end token.
+        stats: statistics of the one call of `generate` that answered all rows.
     """
 
     answers: list[Int[np.ndarray, "_"]]
@@ -39,8 +39,8 @@ class Answers:
     stats: Stats
 
     @classmethod
-    def marked(cls, examples: Sequence[Example], out: Generation, end_token: int) -> Answers:
-        """What `generate` made of the examples' questions."""
+    def marked(cls, examples: Sequence[ExampleWithAnswer], out: Generation, end_token: int) -> MarkedAnswers:
+        """Marks the tokens that `generate` returned for the examples' prompts."""
         answers, correct = [], []
         for example, tokens in zip(examples, out.tokens, strict=True):
             ends = np.flatnonzero(tokens == end_token)
@@ -50,21 +50,29 @@ class Answers:
 
     @property
     def accuracy(self) -> float:
+        """The share of correct rows, from 0 to 1."""
         return float(self.correct.mean())
 
 
 def answer(
-    params: Decoder, examples: Sequence[Example], policy: Policy, *, end_token: int, new_tokens: int = 32
-) -> Answers:
-    """Answers all examples as one batch, greedily, and marks them by exact match.
+    params: Decoder, examples: Sequence[ExampleWithAnswer], policy: Policy, *, end_token: int, new_tokens: int = 32
+) -> MarkedAnswers:
+    """Answers all examples as one batch with greedy decoding and marks them by exact match.
 
-    Every row decodes `new_tokens` tokens wherever its answer ends, so that the speeds of policies compare.
+    Every row decodes `new_tokens` tokens, even after its end token. The decoding speeds of policies are therefore
+    comparable.
+
+    Args:
+        end_token: the id that ends an answer.
+        new_tokens: the number of tokens that every row decodes.
 
     Raises:
-        ValueError: where an expected answer and its end token do not fit into `new_tokens`; as `generate` otherwise.
+        ValueError: if `new_tokens` is too small for an expected answer and its end token, and as `generate` does.
     """
     longest = max((example.answer.size for example in examples), default=0) + 1
     if longest > new_tokens:
-        raise ValueError(f"new_tokens={new_tokens}; the longest expected answer needs {longest}")
+        raise ValueError(
+            f"new_tokens={new_tokens}: expected an integer >= {longest}, the longest expected answer and its end token"
+        )
     out = generate(params, [example.prompt for example in examples], policy=policy, max_new_tokens=new_tokens, eos=())
-    return Answers.marked(examples, out, end_token)
+    return MarkedAnswers.marked(examples, out, end_token)

@@ -1,4 +1,4 @@
-"""Asking a model: a batch of prompts is read, compressed under each policy, and what is asked of it answered."""
+"""Prefills a batch of prompts, compresses it under each policy and generates the answers to its questions."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kvjax.cache import KVCache
 from kvjax.clock import Clock
-from kvjax.evaluation.batches import Ask, Batch
+from kvjax.evaluation.batches import Ask, ReadingBatch
 from kvjax.generate import Generation, generate, prefill
+from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policy import Policy
+from kvjax.prefill_each import prefill_each
 from kvjax.sampling import Greedy, SamplingMethod
 from kvjax.sharding import fetch
-from kvjax.sweep import prefill_each
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model wrote, and what it wrote it from.
+    """The answer to one question, and the size of the cache that it was generated from.
 
     Attributes:
-        tokens: ids, the end token included.
-        text: without special tokens.
-        kept: entries a kv head kept of the prompt, in the mean over the heads of each layer.
-        kv_bytes: of this row's cache when its prompt was compressed.
-        kv_bytes_end: when the answer had been written, or more was about to be.
+        tokens: the ids of the answer, including the end token.
+        text: the decoded answer without special tokens.
+        kept: the number of prompt entries that a kv head retained, per layer, averaged over the layer's kv heads.
+        kv_bytes: bytes allocated for this row's cache after its prompt was compressed.
+        kv_bytes_end: bytes allocated for this row's cache after its answer was generated.
     """
 
     tokens: list[int]
@@ -44,12 +44,12 @@ class Answer:
 
 
 Answers: TypeAlias = list[list[Answer]]
-"""By reading of a batch, and by question."""
+"""Indexed by the reading within its batch and by the question within the reading."""
 
 
 @dataclass(frozen=True)
 class Took:
-    """Wall-clock seconds of a batch, compilation apart, and the tokens that were decoded in it, of all rows."""
+    """Wall-clock seconds of a batch, with compilation counted separately, and the tokens that all its rows decoded."""
 
     read_seconds: float
     ask_seconds: float
@@ -60,11 +60,14 @@ class Took:
 
 @dataclass(frozen=True)
 class Asker:
-    """A model that is asked.
+    """A callable that answers batches of questions with one model and one sampler.
 
     Attributes:
-        seed: draws depend on it, on the task, the example and the question, and on nothing else.
-        chunk: prompts are read so many tokens at a time.
+        params: the model.
+        tokenizer: the model's tokenizer.
+        sampler: draws the tokens of the answers.
+        seed: the seed of the draws. A draw depends only on the seed, the task, the example and the question.
+        chunk: the number of tokens that prefill reads at a time; None reads the prompt at once.
         ends: whether answers stop at an end token.
     """
 
@@ -75,17 +78,18 @@ class Asker:
     chunk: int | None = None
     ends: bool = True
 
-    def __call__(self, batch: Batch, policies: Sequence[Policy]) -> Iterator[tuple[Answers, Took]]:
-        """The answers to each reading's questions under each policy, and what they took.
+    def __call__(self, batch: ReadingBatch, policies: Sequence[Policy]) -> Iterator[tuple[Answers, Took]]:
+        """Yields, for each policy, the answers to the batch's questions and the time that they took.
 
-        Several policies must read alike, see `kvjax.prefill_each`; what they share is counted once, with the first.
+        Several policies must be able to share one prefill, see `kvjax.prefill_each`. The time of that prefill is
+        counted once, under the first policy.
         """
         filled = [*batch.readings, *[batch.readings[-1]] * (batch.rows - len(batch.readings))]
         prompts, columns = [reading.prompt for reading in filled], list(zip(*(r.asks for r in filled), strict=True))
         clock = Clock()
         options: dict[str, Any] = {"tokenizer": self.tokenizer, "chunk": self.chunk, "clock": clock}
         share: Callable[..., Iterator[KVCache]] = partial(prefill_each, self.params, policies=policies, **options)
-        if columns[0][0].lead.size:  # each question has caches of its own, which begin with the text's
+        if columns[0][0].lead.size:  # each question has caches of its own, which extend the cache of the context
             text = prefill(self.params, prompts, policy=policies[0], compress="never", **options)
             tallies = [Tally(self, batch) for _ in policies]
             for asks in columns:
@@ -94,7 +98,7 @@ class Asker:
                     tally.add(cache, asks, clock)
             yield from ((tally.answers, tally.took) for tally in tallies)
             return
-        one = len(policies) == 1  # then a layer is compressed before the next one reads
+        one = len(policies) == 1  # a single policy compresses each layer before the next layer runs
         for cache in [prefill(self.params, prompts, policy=policies[0], **options)] if one else share(prompts):
             tally = Tally(self, batch)
             for asks in columns:
@@ -102,9 +106,9 @@ class Asker:
             yield tally.answers, tally.took
 
     def answer(self, cache: KVCache, asks: Sequence[Ask], new_tokens: int) -> Generation:
-        """What follows each row's question."""
+        """Generates the answer to each row's question."""
         tails: list[np.ndarray] | None = [ask.tail for ask in asks]
-        if all(ask.tail.size == 1 for ask in asks):  # a decode step, which a turn of one token is not
+        if all(ask.tail.size == 1 for ask in asks):  # a turn of one token would run prefill instead of a decode step
             pending = cache.put_rows(np.array([ask.tail[0] for ask in asks], np.int32))
             cache, tails = replace(cache, pending=jnp.asarray(pending)), None
         seed: int | list[int] = self.seed
@@ -123,15 +127,15 @@ class Asker:
 
 
 class Tally:
-    """The answers of a batch under one policy, and what they took."""
+    """The answers of a batch under one policy and their times, accumulated question by question."""
 
-    def __init__(self, asker: Asker, batch: Batch):
+    def __init__(self, asker: Asker, batch: ReadingBatch):
         self._asker, self._batch = asker, batch
         self.answers: Answers = [[] for _ in batch.readings]
         self.took = Took(0, 0, 0, 0, 0)
 
     def add(self, cache: KVCache, asks: Sequence[Ask], clock: Clock) -> None:
-        """Asks a question of each row. What the clock has counted goes to this policy, and is counted no more."""
+        """Answers one question per row. The times on the clock move to this policy and are removed from the clock."""
         rows, kept = self._batch.rows, fetch(_kept(cache))
         out = self._asker.answer(cache, asks, self._batch.readings[0].new_tokens)
         assert out.text is not None
@@ -161,7 +165,5 @@ def _seed(seed: int, ask: Ask) -> int:
 
 @jax.jit
 def _kept(cache: KVCache) -> Float[Array, "B L"]:
-    """Entries of each row and layer, in the mean over kv heads."""
-    if cache.pool is not None:
-        return jnp.mean(cache.pool.used.astype(jnp.float32), axis=1)
-    return jnp.stack([jnp.mean(layer.occupancy.astype(jnp.float32), axis=1) for layer in cache.layers], axis=1)
+    """The number of retained entries of each of B rows and L layers, averaged over kv heads."""
+    return cache.entries.held()

@@ -1,4 +1,4 @@
-"""What is read together: prompts of a bucket of lengths, so that few programs serve all, in an order that is fixed."""
+"""Groups prompts into batches by bucketed length, in a fixed order, so that few programs are compiled."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from functools import partial
 
 import numpy as np
 
+from kvjax.cache import bucket
 from kvjax.evaluation.grid import Setting
 from kvjax.evaluation.items import Ids, Item
-from kvjax.extend import bucket
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One question of an item.
+    """One question of an item, split at the point where the prompt is compressed.
 
     Attributes:
-        index: of the question among the item's.
-        tail: what follows the compressed prompt: the question, or its last token alone.
-        lead: what is still read before the prompt is compressed: the rest of a question that policies are to see.
+        item: the item that the question belongs to.
+        index: the index of the question within the item.
+        tail: the ids that follow the compressed prompt: the whole question, or only its last token.
+        lead: the ids that are read between the prompt and the compression. A policy sees them when it compresses.
     """
 
     item: Item
@@ -32,35 +33,44 @@ class Ask:
 
 @dataclass(frozen=True)
 class Reading:
-    """A prompt that is read once, and what is asked of its cache."""
+    """A prompt that is prefilled once, and the questions that its cache answers."""
 
     prompt: Ids
     asks: tuple[Ask, ...]
 
     @property
     def new_tokens(self) -> int:
+        """The largest number of tokens of an answer."""
         return self.asks[0].item.new_tokens
 
     @property
     def size(self) -> int:
+        """The length of the prompt, rounded up to its bucket."""
         return bucket(self.prompt.size)
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Readings of equal shape. `rows` of them are run, the last one again where there are fewer."""
+class ReadingBatch:
+    """Readings of equal shape that run together. The last one is repeated if there are fewer than `rows`."""
 
     readings: tuple[Reading, ...]
     rows: int
 
 
 def readings(items: Iterable[Item], question: Setting, whole: bool = False) -> list[Reading]:
-    """What is compressed, and what comes after it, in a setting.
+    """Splits each item into the prompt that is compressed and the tokens that follow it.
 
-    "after": the context is compressed, and each question comes as a later turn. "before": context and question are one
-    prompt, but for its last token. So in both the first token of an answer is decoded from what was kept. A context
-    with several questions is read once in both, unless a `whole` prompt must be read at once: where a policy replays
-    it, or rotations depend on its length.
+    In the setting "after", the context is compressed and each question follows as a later turn. In "before", the
+    context and the question are compressed together, except for the last token of the question. In both settings, the
+    first token of an answer is therefore decoded from the retained entries.
+
+    A context with several questions becomes one reading. In "before" this needs a prompt that can be read in two
+    parts.
+
+    Args:
+        question: the setting.
+        whole: whether each prompt must be read in one part, because a policy replays it or because RoPE depends on its
+            length. Each question then has a reading of its own in "before".
     """
     made = []
     for item in items:
@@ -77,12 +87,14 @@ def readings(items: Iterable[Item], question: Setting, whole: bool = False) -> l
     return made
 
 
-def batches(made: Sequence[Reading], most: Callable[[Reading], int], multiple: int = 1) -> list[Batch]:
-    """The readings in batches, the longest first, which is where memory runs out if it does.
+def batches(made: Sequence[Reading], most: Callable[[Reading], int], multiple: int = 1) -> list[ReadingBatch]:
+    """Groups readings of equal shape into batches, the longest first.
+
+    If a batch does not fit into memory, the run finds out at its start.
 
     Args:
-        most: rows of a batch of readings like this one.
-        multiple: that rows must be a multiple of.
+        most: returns the largest number of rows of a batch that consists of such readings.
+        multiple: the number of rows of a batch is a multiple of this.
     """
     groups: dict[tuple[int, ...], list[Reading]] = {}
     of_size: Counter[int] = Counter()
@@ -96,19 +108,21 @@ def batches(made: Sequence[Reading], most: Callable[[Reading], int], multiple: i
         of_size[reading.size] += 1
     found = []
     for (size, *_), group in sorted(groups.items(), key=lambda pair: pair[0], reverse=True):
-        rows = min(most(group[0]), _power(of_size[size]))  # of all groups of a size, so that they share programs
+        rows = min(
+            most(group[0]), _power(of_size[size])
+        )  # counted over all groups of one size, so that these share programs
         rows = -(-rows // multiple) * multiple
-        found += [Batch(tuple(group[i : i + rows]), rows) for i in range(0, len(group), rows)]
+        found += [ReadingBatch(tuple(group[i : i + rows]), rows) for i in range(0, len(group), rows)]
     return found
 
 
-def halves(batch: Batch, multiple: int = 1) -> tuple[Batch, ...]:
-    """The same readings in batches of half as many, and of half the rows where that is still a multiple."""
+def halves(batch: ReadingBatch, multiple: int = 1) -> tuple[ReadingBatch, ...]:
+    """Splits a batch into batches with half as many readings and half the rows, if that is still a multiple."""
     rows = max(batch.rows // 2 // multiple * multiple, multiple)
     size = min(rows, -(-len(batch.readings) // 2))
-    return tuple(Batch(batch.readings[i : i + size], rows) for i in range(0, len(batch.readings), size))
+    return tuple(ReadingBatch(batch.readings[i : i + size], rows) for i in range(0, len(batch.readings), size))
 
 
 def _power(count: int) -> int:
-    """The smallest power of two that is not below `count`."""
+    """The smallest power of two >= `count`."""
     return 1 << (count - 1).bit_length()

@@ -1,4 +1,4 @@
-"""A run as data: the model, the tasks, policies x budgets and how they are asked. Read from YAML, checked at once."""
+"""The grid of a run: model, tasks, policies x budgets and options. A grid is read from YAML and checked at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvjax.sampling import parse as parse_sampler
 
 Budget: TypeAlias = int | float
 Setting = Literal["after", "before"]
-"""Where the question comes: after the context is compressed, or before, so that a policy sees it while it does that."""
+"""When the question is read: after the context is compressed, or before, so that the policy sees it."""
 
 SETTINGS = get_args(Setting)
 PLACEHOLDERS = ("{budget}", "{removed}", "{entries}")
@@ -23,11 +23,12 @@ PLACEHOLDERS = ("{budget}", "{removed}", "{entries}")
 
 @dataclass(frozen=True)
 class TaskLine:
-    """Tasks by name or pattern.
+    """The tasks of a grid that match a name or pattern.
 
     Attributes:
-        lengths: of generated prompts, in tokens; empty for the tasks' own, and for tasks that are read from files.
-        limit: examples of each task and length at most; the grid's by default.
+        name: a task's name, or a pattern such as "ruler/*".
+        lengths: lengths of generated prompts in tokens. Tasks that are read from files ignore them.
+        limit: the largest number of examples per task and length; the grid's limit by default.
     """
 
     name: str
@@ -37,14 +38,16 @@ class TaskLine:
 
 @dataclass(frozen=True)
 class PolicyLine:
-    """A policy as text, with {budget} where its budget stands.
+    """A policy as text, with a placeholder for its budget.
 
-    {removed} is the share that is not kept, and {entries} a share in entries, for policies that take nothing else.
+    {budget} stands for the budget itself. {removed} stands for the share of entries that is dropped, and {entries} for
+    a share converted to a number of entries; they serve policies whose options have only these forms.
 
     Attributes:
-        name: what tables call it; the text without its budget by default.
-        budgets: its own in place of the grid's.
-        tokens: of a prompt, that {entries} are a share of.
+        policy: the text of the policy.
+        name: the name of the policy in tables; the text without its budget by default.
+        budgets: budgets that replace the grid's.
+        tokens: the length of the prompt that {entries} is a share of.
     """
 
     policy: str
@@ -62,26 +65,32 @@ class PolicyLine:
         return ":".join([preset, ",".join(rest)]).rstrip(":")
 
     def filled(self, budget: Budget | None) -> str:
-        """The text at a budget. Raises ValueError where a share is needed, or the tokens that it is of."""
+        """The text at a budget. Raises ValueError if a placeholder needs a share, or `tokens`, that is not given."""
         text = self.policy
         if budget is None:
             return text
         shares = [placeholder for placeholder in PLACEHOLDERS[1:] if placeholder in text]
         if shares and isinstance(budget, int):
-            raise ValueError(f"{text!r} takes a share of the prompt; budget {budget} is a number of entries")
+            raise ValueError(
+                f"budget {budget} of {text!r}: expected a share of the prompt in (0, 1], because of {shares[0]}"
+            )
         if "{entries}" in shares and self.tokens is None:
-            raise ValueError(f"{text!r} needs tokens, the length of a prompt that {{entries}} are a share of")
+            raise ValueError(
+                f"{text!r} without tokens: expected tokens, the length of the prompt that {{entries}} is a share of"
+            )
         text = text.replace("{budget}", repr(budget)).replace("{removed}", repr(round(1 - budget, 6)))
         return text.replace("{entries}", str(int(budget * (self.tokens or 0))))
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One policy at one budget in one setting: what a batch of questions is answered under.
+    """One policy at one budget in one setting.
 
     Attributes:
-        budget: a share of the prompt or a number of entries, None where the policy has no placeholder.
-        policy: the text that is parsed.
+        label: the name of the policy in tables.
+        budget: a share of the prompt or a number of entries; None if the policy has no placeholder.
+        question: the setting.
+        policy: the text of the policy with its budget filled in.
     """
 
     label: str
@@ -92,29 +101,29 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """A run.
+    """All options of a run.
 
     Attributes:
-        title: what it reproduces.
-        model: a folder, the name of a repository on the hub, or "demo" for the one that ships.
-        dtype: of the weights, and of the cache; by default what they are stored in.
-        data: the folder of real data; None for the hub.
-        tasks: asked under every policy.
-        policies: each at every budget, if its text has a placeholder.
-        budgets: floats are shares of the prompt, integers entries a kv head.
-        question: the settings that it runs.
-        limit: examples of each task and length at most; all by default.
-        new_tokens: tokens of an answer at most, in place of the tasks' own.
-        max_length: tokens of a prompt at most, where the model allows more.
-        sampler: greedy, or settings such as temperature=0.7.
-        seed: of generated tasks and of sampling.
-        mesh: a host's devices, data x model.
-        batch: prompts at a time.
-        memory_gb: what the caches of a batch may take; batches are smaller where `batch` prompts would take more.
-        chunk: read prompts so many tokens at a time.
-        ends: whether answers stop at an end token; otherwise all are as long as they may be.
-        judge: the model that marks what only a model can: the options of `judge.Endpoint`, its url and model at least.
-        chat: whether prompts get the checkpoint's chat template, where the benchmark has one.
+        tasks: the tasks that every policy answers.
+        policies: the policies. One whose text has a placeholder runs at every budget.
+        title: a description of what the run reproduces.
+        model: a folder, the name of a repository on the hub, or "demo" for the model that ships with kvjax.
+        dtype: the dtype of the weights and of the cache; the stored dtype by default.
+        data: the folder of the benchmarks' data files; None downloads them from the hub.
+        budgets: floats are shares of the prompt, integers are entries per kv head.
+        question: the settings to run.
+        limit: the largest number of examples per task and length; no limit by default.
+        new_tokens: the largest number of tokens of an answer; the task's own number by default.
+        max_length: the largest number of tokens of a prompt; the model's limit by default.
+        sampler: "greedy", or settings such as "temperature=0.7".
+        seed: the seed of generated tasks and of sampling.
+        mesh: the shape of a host's device mesh, data x model.
+        batch: the largest number of prompts per batch.
+        memory_gb: the memory in GB (1e9 bytes) that the caches of a batch may take; it can make batches smaller.
+        chunk: the number of tokens that prefill reads at a time; None reads a prompt at once.
+        chat: whether prompts get the checkpoint's chat template, for the tasks whose benchmark uses one.
+        ends: whether answers stop at an end token; otherwise every answer has the largest number of tokens.
+        judge: the options of `judge.Endpoint`, at least url and model, for metrics that ask a judge.
     """
 
     tasks: tuple[TaskLine, ...]
@@ -140,7 +149,7 @@ class Grid:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Grid:
-        """The grid in a YAML file. Raises ValueError, naming the file and what is wrong with it."""
+        """Reads a grid from a YAML file. Raises ValueError, which names the file and the problem."""
         try:
             given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -152,13 +161,13 @@ class Grid:
 
     @classmethod
     def of(cls, given: Any) -> Grid:
-        """The grid that a mapping describes, as YAML has it. Raises ValueError for what is missing or not accepted."""
+        """Builds a grid from a mapping of YAML values. Raises ValueError if a field is missing or not accepted."""
         if not isinstance(given, dict):
-            raise ValueError(f"a run is a mapping of {', '.join(_names(cls))}; this is {given!r}")
-        _known("a run", given, cls)
+            raise ValueError(f"{given!r}: expected a mapping with the fields {', '.join(_names(cls))}")
+        _known("of a run", given, cls)
         for name in ("tasks", "policies"):
             if not given.get(name):
-                raise ValueError(f"{name} is missing; accepted is a list of one or more")
+                raise ValueError(f"{name} is missing: expected a list of at least one entry")
         values = {name: _read(name, value) for name, value in given.items() if value is not None}
         grid = cls(**values)
         parse_sampler(grid.sampler)
@@ -168,7 +177,7 @@ class Grid:
     def cells(self) -> tuple[Cell, ...]:
         """Every policy at every budget in every setting, in this order.
 
-        Raises ValueError for a policy without a budget, or for the same cell twice.
+        Raises ValueError if a policy lacks a budget or if a cell occurs twice.
         """
         cells = []
         for line in self.policies:
@@ -177,26 +186,28 @@ class Grid:
             if free:
                 budgets = self.budgets if line.budgets is None else line.budgets
             if not budgets:
-                raise ValueError(f"{line.policy!r} needs budgets, a list of shares or entries; none are given")
+                raise ValueError(
+                    f"{line.policy!r} without budgets: expected budgets, a list of shares or numbers of entries"
+                )
             for budget in budgets:
                 text = line.filled(budget)
                 cells += [Cell(line.label, budget, setting, text) for setting in self.question]
         keys = [(cell.label, cell.budget, cell.question) for cell in cells]
         if twice := sorted({str(key) for key in keys if keys.count(key) > 1}):
-            raise ValueError(f"the same policy and budget twice: {', '.join(twice)}; give one of them another name")
+            raise ValueError(f"{', '.join(twice)}: the policy and budget occur twice; expected different names")
         return tuple(cells)
 
     def limited(self, limit: int) -> Grid:
-        """The same grid, of whose tasks none has more examples."""
+        """The same grid with at most `limit` examples per task and length."""
         tasks = (replace(line, limit=None if line.limit is None else min(line.limit, limit)) for line in self.tasks)
         return replace(self, limit=limit, tasks=tuple(tasks))
 
     def document(self) -> dict[str, Any]:
-        """The grid as JSON has it."""
+        """The grid as a JSON object."""
         return asdict(self)
 
     def but(self, **changes: Any) -> Grid:
-        """The same grid with the changes that are not None, in the form that YAML has them."""
+        """The same grid with the `changes` that are not None, given as YAML values."""
         return replace(self, **{name: _read(name, value) for name, value in changes.items() if value is not None})
 
 
@@ -206,16 +217,16 @@ def _names(kind: type) -> list[str]:
 
 def _known(what: str, given: Mapping[str, Any], kind: type) -> None:
     if unknown := [str(name) for name in given if name not in _names(kind)]:
-        raise ValueError(f"{what} has no {', '.join(unknown)}; accepted are {', '.join(_names(kind))}")
+        raise ValueError(f"{', '.join(unknown)}: unknown field {what}; expected {', '.join(_names(kind))}")
 
 
 def _line(kind: type, first: str, given: Any) -> Any:
-    """An entry of a list: a text for its first field alone, or a mapping."""
+    """An entry of a list: a string for its `first` field, or a mapping of its fields."""
     if isinstance(given, str):
         return kind(given)
     if not isinstance(given, dict) or first not in given:
-        raise ValueError(f"{given!r}: accepted is a text, or a mapping with {', '.join(_names(kind))}")
-    _known(f"an entry with {first}: {given[first]!r}", given, kind)
+        raise ValueError(f"{given!r}: expected a string, or a mapping with the fields {', '.join(_names(kind))}")
+    _known(f"of the entry with {first}: {given[first]!r}", given, kind)
     return kind(**{name: _read(name, value) for name, value in given.items() if value is not None})
 
 
@@ -225,7 +236,7 @@ def _several(given: Any) -> list[Any]:
 
 def _whole(given: Any, least: int = 1) -> int:
     if isinstance(given, bool) or not isinstance(given, int) or given < least:
-        raise ValueError(f"{given!r}: accepted is an integer >= {least}")
+        raise ValueError(f"{given!r}: expected an integer >= {least}")
     return given
 
 
@@ -234,45 +245,45 @@ def _budget(given: Any) -> Budget:
         return given
     if isinstance(given, int) and not isinstance(given, bool) and given >= 1:
         return given
-    raise ValueError(f"{given!r}: accepted is a share of the prompt in (0, 1], as 0.5, or a number of entries >= 1")
+    raise ValueError(f"{given!r}: expected a share of the prompt in (0, 1], such as 0.5, or a number of entries >= 1")
 
 
 def _setting(given: Any) -> tuple[Setting, ...]:
     asked: tuple[Setting, ...] = SETTINGS if given == "both" else tuple(_several(given))
     if not asked or not set(asked) <= set(SETTINGS):
-        raise ValueError(f"{given!r}: accepted are after, before and both")
+        raise ValueError(f"{given!r}: expected after, before or both")
     return asked
 
 
 def _text(given: Any) -> str:
     if not isinstance(given, str):
-        raise ValueError(f"{given!r}: accepted is a text")
+        raise ValueError(f"{given!r}: expected a string")
     return given
 
 
 def _flag(given: Any) -> bool:
     if not isinstance(given, bool):
-        raise ValueError(f"{given!r}: accepted are true and false")
+        raise ValueError(f"{given!r}: expected true or false")
     return given
 
 
 def _mesh(given: Any) -> tuple[int, int]:
     if not isinstance(given, list | tuple) or len(given) != 2:
-        raise ValueError(f"{given!r}: accepted are two integers >= 1, data and model, as [2, 4]")
+        raise ValueError(f"{given!r}: expected two integers >= 1, data and model, such as [2, 4]")
     return _whole(given[0]), _whole(given[1])
 
 
 def _judge(given: Any) -> Mapping[str, Any]:
     if not isinstance(given, dict) or not {"url", "model"} <= set(given) <= set(_names(Endpoint)):
         raise ValueError(
-            f"{given!r}: accepted is a mapping with url and model, and any of {', '.join(_names(Endpoint))}"
+            f"{given!r}: expected a mapping with url and model; all fields are {', '.join(_names(Endpoint))}"
         )
     return given
 
 
 def _size(given: Any) -> float:
     if isinstance(given, bool) or not isinstance(given, int | float) or given <= 0:
-        raise ValueError(f"{given!r}: accepted is a number above 0")
+        raise ValueError(f"{given!r}: expected a number > 0")
     return float(given)
 
 
@@ -298,7 +309,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _read(name: str, given: Any) -> Any:
-    """A field's value. Raises ValueError, naming the field."""
+    """Checks and converts the value of a field. Raises ValueError, which names the field."""
     try:
         return _READERS.get(name, _text)(given)
     except ValueError as error:

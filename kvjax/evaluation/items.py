@@ -1,4 +1,4 @@
-"""Tasks as token ids: contexts and questions as a model reads them, cut where the benchmark says so, refused or not."""
+"""Tokenizes the examples of tasks. A prompt that is too long is cut if its benchmark cuts it, and refused otherwise."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ from kvjax.evaluation.tasks.task import Example, Fault, Question, Source, Task
 
 Ids = Int[np.ndarray, "_"]
 
-MARK = "\u241e the question follows \u241e"  # stands between context and question while a chat template is applied
+MARK = "\u241e the question follows \u241e"  # separates context and question while a chat template is applied
 
 
 @dataclass(frozen=True)
 class Item:
-    """A context and the questions that are asked of it, each alone.
+    """A tokenized context and its questions, each of which is answered independently.
 
     Attributes:
-        length: of a generated task, as the grid asks for it.
-        context: ids, the text's special tokens included.
-        questions: ids of each; one or more tokens.
-        cut: tokens that were cut out of the context.
+        task: the task that marks the answers.
+        length: the length that the grid requests of a generated task; None for other tasks.
+        example: the example before tokenization.
+        context: the ids of the context, including the special tokens that begin a text.
+        questions: the ids of each question, at least one token each.
+        new_tokens: the largest number of tokens of an answer.
+        cut: the number of tokens that were removed from the context.
     """
 
     task: Task
@@ -42,11 +45,13 @@ class Item:
 
 @dataclass(frozen=True)
 class Refusal:
-    """What cannot be asked, and why. It is reported, and not scored.
+    """An example or task that cannot be asked. It is reported and has no score.
 
     Attributes:
-        task: its name, or the pattern that matched none.
-        id: of the example; None where it is the whole task.
+        task: the name of the task, or the pattern that matched no task.
+        length: the requested length of a generated task.
+        id: the id of the example; None if the task as a whole cannot be asked.
+        reason: the reason, as an error message.
     """
 
     task: str
@@ -58,14 +63,16 @@ class Refusal:
 def read_items(
     grid: Grid, tokenizer: Any, max_positions: int, only: Sequence[str] | None = None
 ) -> Iterator[Item | Refusal]:
-    """All that a grid asks, in its order.
+    """Yields the items and refusals of a grid, in the order of its tasks.
 
     Args:
-        tokenizer: the model's.
-        max_positions: of the model; longer prompts are cut or refused.
-        only: the names or patterns of tasks that are asked; all by default.
+        grid: the grid.
+        tokenizer: the model's tokenizer.
+        max_positions: the number of positions that the model supports. Longer prompts are cut or refused.
+        only: names or patterns that select some of the grid's tasks; all tasks by default.
 
-    Raises ValueError if `only` matches no task at all.
+    Raises:
+        ValueError: if a pattern in `only` matches no task.
     """
     seen: set[tuple[str, int | None]] = set()
     wanted = None if not only else {task.name for task in registry.find(only)}
@@ -115,13 +122,15 @@ def _of_task(
 
 
 def tokenized(example: Example, task: Task, length: int | None, grid: Grid, tokenizer: Any, max_positions: int) -> Item:
-    """An example as token ids. Context and questions are tokenised apart, so that both settings see the same tokens.
+    """Tokenizes an example. Context and questions are tokenized separately, so both settings have the same tokens.
 
-    Raises ValueError for an empty context or question, or a prompt longer than the model.
+    Raises:
+        ValueError: if the context or a question is empty, if the prompt is too long and must not be cut, or if the
+            grid requests a chat template that the tokenizer lacks.
     """
     chat = grid.chat and task.chat
     if chat and not getattr(tokenizer, "chat_template", None):
-        raise ValueError("chat: true needs a chat template, and the model's tokenizer has none")
+        raise ValueError("chat: true, but the model's tokenizer has no chat template; expected chat: false")
 
     def encode(text: str, *, begins: bool = False) -> Ids:
         return np.asarray(tokenizer(text, add_special_tokens=begins)["input_ids"], np.int32)
@@ -134,7 +143,7 @@ def tokenized(example: Example, task: Task, length: int | None, grid: Grid, toke
     ids = encode(context, begins=not chat)
     questions = [encode(text) for text in texts]
     if not example.context.strip() or min(map(len, [ids, *questions])) == 0:
-        raise ValueError("an empty context or question; accepted are texts of at least one token")
+        raise ValueError("an empty context or question: expected texts of at least one token")
     new_tokens = grid.new_tokens or task.new_tokens
     room = max_positions - new_tokens
     room = room if grid.max_length is None else min(room, grid.max_length)
@@ -146,7 +155,7 @@ def tokenized(example: Example, task: Task, length: int | None, grid: Grid, toke
         back = room - front - longest
         if task.truncation == "refuse" or front <= mark.size or back < (task.truncation == "middle"):
             raise ValueError(
-                f"a prompt of {ids.size + longest:,} tokens and an answer of {new_tokens:,}; accepted are prompts of "
+                f"a prompt of {ids.size + longest:,} tokens and an answer of {new_tokens:,}: expected a prompt of "
                 f"{room:,} tokens or fewer"
             )
         front -= mark.size
@@ -155,11 +164,11 @@ def tokenized(example: Example, task: Task, length: int | None, grid: Grid, toke
 
 
 def _in_template(context: str, question: Question, tokenizer: Any) -> tuple[str, str]:
-    """Context and question as the chat template has them; the answer's opening is in the assistant's turn."""
+    """Applies the chat template to context and question; the opening of the answer goes into the assistant's turn."""
     asked = question.text.removesuffix(question.opening)
     turn = [{"role": "user", "content": f"{context}{MARK}{asked}"}]
     text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
     before, found, after = text.partition(MARK)
     if not found:
-        raise ValueError("the chat template does not show a user's turn as it is; accepted is chat: false")
+        raise ValueError("the chat template changes the text of a user's turn: expected chat: false")
     return before, after + question.opening

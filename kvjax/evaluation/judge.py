@@ -1,4 +1,4 @@
-"""Answers that a model must judge: any callable from a prompt to a reply, or an OpenAI-compatible endpoint."""
+"""Judges for answers that only a model can mark: any callable from prompt to reply, or a chat endpoint."""
 
 from __future__ import annotations
 
@@ -11,24 +11,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 Judge = Callable[[str], str]
-"""A prompt -> the judge's reply. A judge that cannot answer raises JudgeError."""
+"""Maps a prompt to the judge's reply. A judge that cannot answer raises JudgeError."""
 
 KEY = "KVJAX_JUDGE_KEY"
 
 
 class JudgeError(RuntimeError):
-    """No usable reply was to be had; what it should have judged is not scored."""
+    """The judge gave no usable reply; the answer that it should have marked has no score."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A judge behind POST {url}/chat/completions; its key, if it needs one, is in the variable KVJAX_JUDGE_KEY.
+    """A judge behind an OpenAI-compatible endpoint, POST {url}/chat/completions.
+
+    The environment variable KVJAX_JUDGE_KEY holds the key, if the endpoint needs one.
 
     Attributes:
-        url: up to and with the version: "http://localhost:8000/v1".
-        model: its name there.
-        tries: so often a request is made until one succeeds, with growing pauses.
-        timeout: of a request, in seconds.
+        url: the address up to and including the version, such as "http://localhost:8000/v1".
+        model: the name of the model at the endpoint.
+        temperature: the sampling temperature of the judge.
+        max_tokens: the largest number of tokens of a reply.
+        tries: the largest number of requests per prompt.
+        timeout: the time limit of a request in seconds.
+        pause: the pause before the second request in seconds. The pause doubles before each further request.
     """
 
     url: str
@@ -50,7 +55,7 @@ class Endpoint:
         if key := os.environ.get(KEY):
             headers["Authorization"] = f"Bearer {key}"
         address = f"{self.url.rstrip('/')}/chat/completions"
-        reason: object = "it was not asked"
+        reason: object = "no request was made"
         for i in range(self.tries):
             if i:
                 time.sleep(self.pause * 2 ** (i - 1))
@@ -60,10 +65,10 @@ class Endpoint:
                     content = json.loads(reply.read())["choices"][0]["message"]["content"]
                 if isinstance(content, str):
                     return content
-                reason = f"its reply has {content!r} for a text"
+                reason = f"its reply has the content {content!r}: expected a string"
             except urllib.error.HTTPError as error:
                 reason = f"HTTP {error.code}: {error.read(300).decode('utf-8', 'replace')}"
-                if error.code not in (408, 409, 425, 429) and error.code < 500:  # it would say the same again
+                if error.code not in (408, 409, 425, 429) and error.code < 500:  # the same request would fail again
                     break
             except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
                 reason = f"{type(error).__name__}: {error}"

@@ -1,9 +1,9 @@
-"""lm-evaluation-harness on kvjax: every task that it has, under a cache policy. Needs the extra `lm-eval`.
+"""A model class for lm-evaluation-harness, which runs its tasks under a cache policy. Needs the extra `lm-eval`.
 
     lm_eval --model kvjax --model_args pretrained=PATH,policy=snapkv:budget=1024;window=32 --tasks gsm8k
 
-An lm_eval from before it knew plugins does not find the model by itself; `python -m kvjax.evaluation.lm_eval_model`
-takes the same arguments.
+A version of lm_eval without plugin support (0.4.13 and older) does not find the model. With these versions, call
+`python -m kvjax.evaluation.lm_eval_model`, which takes the same arguments.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 import kvjax
 from kvjax import sampling
-from kvjax.cache import KVCache
+from kvjax.cache import bucket
 from kvjax.checkpoint import load_named, mesh_sizes
-from kvjax.extend import bucket, extend, read_prompt, with_room
+from kvjax.evaluation.continuations import marks, score
+from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
-from kvjax.session import Session
+from kvjax.request import Request, read_request
+from kvjax.room import with_room
 from kvjax.sharding import fetch
 
 try:
@@ -37,7 +38,7 @@ try:
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
     from tqdm import tqdm
 except ModuleNotFoundError as error:
-    raise ImportError(f'this needs {error.name}; pip install "kvjax[lm-eval]" brings it') from error
+    raise ImportError(f'this module needs {error.name}; pip install "kvjax[lm-eval]" installs it') from error
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -51,22 +52,29 @@ log = logging.getLogger(__name__)
 
 @register_model("kvjax")
 class KVJaxLM(TemplateLM):
-    """A checkpoint under a policy.
+    """A checkpoint under a policy, as a model of lm-evaluation-harness.
 
-    A prompt but for its last token is read and compressed; that token is decoded from what was kept, and the answer
-    after it. Continuations are scored so too, token by token; a policy that evicts while decoding does so there.
+    All tokens of a prompt except the last are prefilled and compressed. The last token and the answer are decoded from
+    the retained entries. Continuations are scored in the same way, token by token, so a policy that evicts entries
+    while decoding also does so there.
 
     Args:
-        pretrained: a folder in Hugging Face or Orbax form, or a name on the hub.
-        policy: as in `kvjax generate`, with semicolons for commas, at which lm_eval splits its arguments.
-        dtype: float32, bfloat16 or float16; by default what the weights are stored in.
-        mesh: DATAxMODEL.
-        batch_size: prompts at a time.
-        max_length: longer prompts lose their beginning, with a warning; by default what the model was trained for.
-        max_gen_toks: of tasks that do not say how long their answers are.
-        chunk: read prompts so many tokens at a time.
-        seed: of sampling; with it an answer depends on its request's number and on nothing else.
-        device: has no meaning here, but the harness names one, "cuda:0", unasked. JAX chooses its own devices.
+        pretrained: a folder in Hugging Face or Orbax form, or the name of a repository on the hub.
+        policy: a policy as in `kvjax generate`, with semicolons in place of commas, because lm_eval splits its
+            arguments at commas.
+        dtype: float32, bfloat16 or float16; the stored dtype by default.
+        mesh: the shape of the device mesh, DATAxMODEL.
+        batch_size: the number of prompts per batch.
+        max_length: the largest number of tokens of a prompt and its answer; the model's limit by default. A longer
+            prompt loses its beginning, with a warning.
+        max_gen_toks: the largest number of tokens of an answer, for tasks that do not define it.
+        chunk: the number of tokens that prefill reads at a time; None reads a prompt at once.
+        seed: the seed of sampling. A sampled answer depends on the seed and on the number of its request.
+        max_batch_size: not accepted; the harness may pass it.
+        device: ignored. The harness passes "cuda:0" by default, and JAX chooses its own devices.
+
+    Raises:
+        ValueError: if an argument is not accepted or the checkpoint cannot be loaded.
     """
 
     def __init__(
@@ -85,9 +93,11 @@ class KVJaxLM(TemplateLM):
     ):
         super().__init__()
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
-            raise ValueError(f"batch_size={batch_size!r}; accepted is an integer >= 1")
+            raise ValueError(f"batch_size={batch_size!r}: expected an integer >= 1")
         if max_batch_size is not None:
-            raise ValueError("max_batch_size is not accepted: batch_size says how many prompts are read at a time")
+            raise ValueError(
+                f"max_batch_size={max_batch_size!r}: expected None; batch_size is the number of prompts per batch"
+            )
         self.policy = kvjax.policies.parse(policy.replace(";", ","))
         self.params, tokenizer = load_named(pretrained, dtype, mesh_sizes(mesh))
         self.tokenizer: Any = tokenizer
@@ -116,7 +126,7 @@ class KVJaxLM(TemplateLM):
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> Ids:
-        if add_special_tokens is None:  # a chat template has begun the text already
+        if add_special_tokens is None:  # a chat template may have added the first special token
             begun = self.tokenizer.bos_token is not None and string.startswith(self.tokenizer.bos_token)
             add_special_tokens = not begun
         return self.tokenizer(string, add_special_tokens=add_special_tokens, verbose=False).input_ids
@@ -131,11 +141,13 @@ class KVJaxLM(TemplateLM):
                 wanted: dict[str, Any] = dict(normalize_gen_kwargs(json.loads(key), self.max_gen_toks))
                 room = self.max_length - wanted["max_gen_toks"]
                 if room < 1:
-                    raise ValueError(f"answers of {wanted['max_gen_toks']} tokens, and max_length={self.max_length}")
+                    raise ValueError(
+                        f"max_gen_toks={wanted['max_gen_toks']}: expected less than max_length={self.max_length}"
+                    )
                 sampler = _sampler(wanted)
                 for batch in self._batches(self._cut(group, [room] * len(group))):
                     answers = self._answers([context for context, _ in batch], sampler, wanted, [i for _, i in batch])
-                    for (_, i), answer in zip(batch, answers, strict=False):  # the last batch is filled up
+                    for (_, i), answer in zip(batch, answers, strict=False):  # the last batch has filler rows
                         texts[i] = postprocess_generated_text(answer, wanted["until"], None)
                         self.cache_hook.add_partial("generate_until", requests[i].args, texts[i])
                     bar.update(len(batch))
@@ -158,7 +170,7 @@ class KVJaxLM(TemplateLM):
             _, cache, _ = self._context(contexts)
             last = cache.put_rows(np.array([context[-1] for context in contexts], np.int32))
             asked |= {"prompt": None, "cache": replace(cache, pending=jnp.asarray(last))}
-        if wanted["until"]:  # most answers end long before they are as long as they may be
+        if wanted["until"]:  # most answers end long before max_gen_toks
             return ["".join(texts) for texts in zip(*_texts(self.params, wanted["until"], asked), strict=True)]
         out = kvjax.generate(self.params, **asked)
         assert out.text is not None
@@ -170,11 +182,14 @@ class KVJaxLM(TemplateLM):
         scores = [(0.0, True)] * len(requests)
         of: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for i, (_, context, _) in enumerate(requests):
-            # A context with several continuations is read once; one of a token, of rolling windows, fills batches.
+            # A context with several continuations is read once. A context of one token, as in rolling windows, is a row
+            # for each request, so that batches are full.
             of[(*context, -1 - i) if len(context) == 1 else tuple(context)].append(i)
         groups = list(of.values())
         longest = [max(len(requests[i][2]) for i in asked) for asked in groups]
-        rooms = [self.max_length - max(size - 1, 0) for size in longest]  # the last token of all is not read
+        rooms = [
+            self.max_length - max(size - 1, 0) for size in longest
+        ]  # the last token of a continuation is not an input
         rows = self._cut([(requests[asked[0]][1], asked) for asked in groups], rooms)
         with tqdm(total=len(requests), disable=disable_tqdm, desc="kvjax: loglikelihood") as bar:
             for batch in self._batches(rows):
@@ -192,7 +207,11 @@ class KVJaxLM(TemplateLM):
         return scores
 
     def _context(self, contexts: list[Ids]) -> tuple[Float[Array, "B V"], KVCache, bool]:
-        """All but the last token of each, read; the one token of contexts that have no more, and that this is so."""
+        """Prefills all tokens of each context except the last, or the one token of contexts that have only one.
+
+        Returns:
+            The logits of the next token, the cache, and whether the contexts have one token only.
+        """
         single = len(contexts[0]) == 1
         logits, cache = self._read([c if single else c[:-1] for c in self._filled(contexts)])
         return logits, cache, single
@@ -200,11 +219,13 @@ class KVJaxLM(TemplateLM):
     def _scores(
         self, last: Ids, said: list[Ids], logits: Float[Array, "B V"] | None, cache: KVCache
     ) -> list[tuple[float, bool]]:
-        """The log-probability of each continuation, and whether greedy decoding writes it.
+        """The log-probability of each continuation, and whether greedy decoding generates it.
 
         Args:
-            last: the last token of each context, to be decoded before its continuation.
-            logits: what follows it, where it has been read already.
+            last: the last token of each context, which is decoded before the continuation.
+            said: the continuations; an empty one scores 0.
+            logits: the logits after the last token, if it has been read already; None otherwise.
+            cache: the cache of the contexts.
         """
         last, said = self._filled(last), self._filled(said)
         steps = bucket(max(map(len, said)))
@@ -214,7 +235,7 @@ class KVJaxLM(TemplateLM):
             inputs[row, : len(tokens)] = [before, *tokens][: len(tokens)]
         lengths = np.array(list(map(len, said)), np.int32)
         said_any, first = lengths > 0, None
-        if logits is not None:  # from the second token on, tokens are decoded
+        if logits is not None:  # decoding starts at the second token
             first = map(fetch, marks(logits, cache.put_rows(targets[:, 0])))
             inputs, targets, lengths = np.roll(inputs, -1, 1), np.roll(targets, -1, 1), np.maximum(lengths - 1, 0)
         arrays = map(cache.put_rows, (inputs, targets, lengths))
@@ -240,23 +261,15 @@ class KVJaxLM(TemplateLM):
         return sums.tolist()
 
     def _read(self, prompts: list[Ids]) -> tuple[Float[Array, "B V"], KVCache]:
-        session = Session.open(self.params, prompts, policy=self.policy, tokenizer=self.tokenizer, chunk=self.chunk)
-        tokens, lengths = session.batch.tokens, session.batch.lengths
-        return read_prompt(
-            self.params,
-            session.cache,
-            tokens,
-            lengths,
-            room=0,
-            chunk=self.chunk,
-            compress="auto",
-            texts=session.texts,
-        )
+        request = Request.of(self.params, prompts, policy=self.policy, tokenizer=self.tokenizer, chunk=self.chunk)
+        return read_request(self.params, request)
 
     def _cut(self, rows: list[tuple[Ids, T]], rooms: list[int]) -> list[tuple[Ids, T]]:
-        """Contexts of at most so many tokens each: what is too much is left out at their beginning."""
+        """Limits each context to the number of tokens in `rooms` by removing its beginning."""
         if any(room < 1 for room in rooms):
-            raise ValueError(f"a continuation of more than max_length={self.max_length} tokens")
+            raise ValueError(
+                f"a continuation is longer than max_length={self.max_length} tokens: expected a shorter one"
+            )
         kept = [(context[-room:], asked) for (context, asked), room in zip(rows, rooms, strict=True)]
         cut = sum(len(new) < len(old) for (new, _), (old, _) in zip(kept, rows, strict=True))
         if cut:
@@ -264,46 +277,15 @@ class KVJaxLM(TemplateLM):
         return kept
 
     def _batches(self, rows: list[tuple[Ids, T]]) -> Iterable[list[tuple[Ids, T]]]:
-        """The longest contexts first, those of one token in batches of their own."""
+        """Batches with the longest contexts first. Contexts of one token have batches of their own."""
         for single in (False, True):
             some = sorted((row for row in rows if (len(row[0]) == 1) is single), key=lambda row: -len(row[0]))
             for start in range(0, len(some), self.batch_size):
                 yield some[start : start + self.batch_size]
 
     def _filled(self, rows: list[T]) -> list[T]:
-        """As many rows as a batch has, so that few programs are compiled."""
+        """Repeats the last row up to `batch_size` rows, so that few programs are compiled."""
         return rows + rows[-1:] * (self.batch_size - len(rows))
-
-
-def marks(logits: Float[Array, "B V"], targets: Int[Array, "B"]) -> tuple[Float[Array, "B"], Bool[Array, "B"]]:
-    """The log-probability of each target, and whether it is the likeliest token."""
-    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], 1)[:, 0]
-    return chosen, jnp.argmax(logits, 1) == targets
-
-
-@jax.jit
-def score(
-    params: Decoder, cache: KVCache, inputs: Int[Array, "B T"], targets: Int[Array, "B T"], lengths: Int[Array, "B"]
-) -> tuple[Float[Array, "B"], Bool[Array, "B"]]:
-    """Decodes `inputs` and marks what follows: the sum of the targets' log-probabilities, and whether all are greedy.
-
-    Args:
-        cache: with room for them; it stays as it is.
-        lengths: of each row; 0 leaves it as it is, with a sum of 0.
-    """
-
-    def step(
-        state: tuple[KVCache, Float[Array, "B"], Bool[Array, "B"]], t: Int[Array, ""]
-    ) -> tuple[tuple[KVCache, Float[Array, "B"], Bool[Array, "B"]], None]:
-        cache, total, greedy = state
-        live = t < lengths
-        logits, cache = extend(params, cache, inputs[:, t][:, None], live.astype(jnp.int32))
-        one, same = marks(logits, targets[:, t])
-        return (cache, total + jnp.where(live, one, 0), greedy & (same | ~live)), None
-
-    start = (cache, jnp.zeros(inputs.shape[0]), jnp.ones(inputs.shape[0], bool))
-    (_, total, greedy), _ = jax.lax.scan(step, start, jnp.arange(inputs.shape[1]))
-    return total, greedy
 
 
 def _texts(params: Decoder, stops: list[str], asked: dict[str, Any]) -> Iterator[list[str]]:
@@ -316,7 +298,7 @@ def _sampler(wanted: dict[str, Any]) -> sampling.SamplingMethod:
     unknown = set(wanted) - {*SAMPLING, "until", "max_gen_toks", "do_sample"}
     if unknown:
         raise ValueError(
-            f"generation arguments {sorted(unknown)}; accepted are {', '.join(SAMPLING)}, until, do_sample"
+            f"generation arguments {sorted(unknown)}: expected only {', '.join(SAMPLING)}, until, do_sample"
         )
     if not wanted.get("do_sample") or not wanted.get("temperature"):
         return sampling.Greedy()
@@ -324,7 +306,7 @@ def _sampler(wanted: dict[str, Any]) -> sampling.SamplingMethod:
 
 
 def main() -> None:
-    """lm_eval's own command line, where this model is known."""
+    """Runs the command line of lm_eval with this model registered."""
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()

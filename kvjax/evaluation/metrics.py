@@ -1,7 +1,7 @@
-"""How benchmarks mark answers: each function is one official definition, of a prediction and a reference, in [0, 1].
+"""The metrics of the benchmarks. Each function scores a prediction against a reference in [0, 1], as defined there.
 
 Sources: RULER (NVIDIA, Apache-2.0), LongBench and LongWriter (THUDM, MIT and Apache-2.0), SCROLLS and ZeroSCROLLS
-(tau-nlp, MIT). The libraries that they use come with the extra `eval` and are imported where they are needed.
+(tau-nlp, MIT). The extra `eval` installs the libraries that they use, which are imported on first use.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ CHINESE_PUNCTUATION = (
 
 
 def printable(prediction: str) -> str:
-    """RULER's clean-up: control characters become line ends, and the ends are stripped."""
+    """RULER's clean-up: replaces control characters by line ends and strips both ends."""
     return re.sub(r"[\x00-\x1f]", "\n", prediction.strip()).strip()
 
 
 def contained_all(prediction: str, references: Sequence[str]) -> float:
-    """The share of the references that the prediction contains, in any case."""
+    """The share of the references that the prediction contains, ignoring case."""
     return sum(reference.lower() in prediction.lower() for reference in references) / len(references)
 
 
 def contained_any(prediction: str, references: Sequence[str]) -> float:
-    """1 if the prediction contains any of the references, in any case."""
+    """1 if the prediction contains any of the references, ignoring case."""
     return float(any(reference.lower() in prediction.lower() for reference in references))
 
 
@@ -44,7 +44,7 @@ def normalized(text: str) -> str:
 
 
 def f1(prediction: Sequence[Hashable], reference: Sequence[Hashable]) -> float:
-    """The harmonic mean of precision and recall of tokens, each counted as often as it comes."""
+    """The harmonic mean of the precision and recall of tokens; repeated tokens count each time."""
     common = sum((Counter(prediction) & Counter(reference)).values())
     return 2 * common / (len(prediction) + len(reference)) if common else 0.0
 
@@ -55,7 +55,7 @@ def qa_f1(prediction: str, reference: str) -> float:
 
 
 def qa_f1_zh(prediction: str, reference: str) -> float:
-    """`f1` of Chinese words as jieba cuts them, without punctuation."""
+    """`f1` of Chinese words as segmented by jieba, without punctuation."""
     return f1(_chinese(prediction), _chinese(reference))
 
 
@@ -66,16 +66,17 @@ def _chinese(text: str) -> list[str]:
 
 
 def cut(text: str) -> list[str]:
-    """Chinese words."""
+    """The Chinese words of a text, segmented by jieba."""
     jieba = _library("jieba")
-    jieba.setLogLevel(60)  # it reports its start on stderr
+    jieba.setLogLevel(60)  # jieba reports its start on stderr
     return jieba.lcut(text, cut_all=False)
 
 
 def rouge_l(prediction: str, reference: str) -> float:
-    """ROUGE-L F1 of the library `rouge`, 0 where nothing is left of a text without its full stops.
+    """ROUGE-L F1 of the library `rouge`; 0 if a text consists of full stops and spaces only.
 
-    The library recurses once a word; LongBench marks a text where it meets Python's limit 0, here it is marked as is.
+    The library recurses once per word. LongBench gives 0 to a text that exceeds Python's recursion limit; this
+    function raises the limit and scores the text.
     """
     if not all(text.replace(".", " ").strip() for text in (prediction, reference)):
         return 0.0
@@ -94,29 +95,29 @@ def rouge_l_zh(prediction: str, reference: str) -> float:
 
 
 def classification(prediction: str, reference: str, classes: Sequence[str]) -> float:
-    """1 over the number of classes that the prediction names, if the right one is among them."""
+    """1 / (the number of classes that the prediction names) if the correct class is among them, else 0."""
     named = [name for name in classes if name in prediction]
-    for name in named:  # LongBench shortens the list that it goes through, and so passes over some names
+    for name in named:  # like LongBench, removes from the list while iterating and therefore skips some names
         if name in reference and name != reference:
             named.remove(name)
     return 1 / len(named) if reference in named else 0.0
 
 
 def numbers_right(prediction: str, number: str) -> float:
-    """The share of the numbers in the prediction that are `number`."""
+    """The share of the numbers in the prediction that equal `number`."""
     numbers = re.findall(r"\d+", prediction)
     return numbers.count(number) / len(numbers) if numbers else 0.0
 
 
 def code_similarity(prediction: str, reference: str) -> float:
-    """The edit similarity, in whole percent, of the first line that is neither a comment nor a code fence."""
+    """The edit similarity, rounded to percent, of the first line that is neither a comment nor a code fence."""
     lines = prediction.lstrip("\n").split("\n")
     first = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
     return round(_library("rapidfuzz.fuzz").ratio(first, reference)) / 100
 
 
 def rouge(prediction: str, references: Sequence[str]) -> dict[str, float]:
-    """SCROLLS' ROUGE-1, -2 and -L: F1 of the library `rouge-score` without stemming, each the best over references."""
+    """SCROLLS' ROUGE-1, -2 and -L: the best F1 over references, by the library `rouge-score` without stemming."""
     found = [_scorer().score(reference, prediction) for reference in references]
     return {name: max(one[name].fmeasure for one in found) for name in ("rouge1", "rouge2", "rougeL")}
 
@@ -127,7 +128,7 @@ def _scorer() -> Any:
 
 
 def unaccented_f1(prediction: str, reference: str) -> float:
-    """`qa_f1` of texts without accents, as SCROLLS has it."""
+    """`qa_f1` of texts without accents, as SCROLLS defines it."""
 
     def words(text: str) -> list[str]:
         return unicodedata.normalize("NFKD", normalized(text)).encode("ascii", "ignore").decode().split()
@@ -136,13 +137,13 @@ def unaccented_f1(prediction: str, reference: str) -> float:
 
 
 def letter(text: str) -> str | None:
-    """The first of A, B, C and D that stands alone."""
+    """The first A, B, C or D that is a word of its own."""
     found = re.search(r"\b[A-D]\b", text)
     return found.group() if found else None
 
 
 def percentage_similarity(prediction: str, reference: str) -> float:
-    """Half as much for each ten points between the first percentages of both; 0 without one."""
+    """0.5 ** (d / 10), where d is the difference of the first percentages of both texts; 0 if one has none."""
     said, right = _percentage(prediction), _percentage(reference)
     return 0.0 if said is None or right is None else 0.5 ** (abs(said - right) / 10)
 
@@ -153,7 +154,7 @@ def _percentage(text: str) -> float | None:
 
 
 def concordance(prediction: str, reference: str) -> float:
-    """The share of pairs that two orders agree on; 0 if the prediction is not an order of the same numbers."""
+    """The share of pairs that both orders agree on; 0 if the prediction does not order the same numbers."""
     said, right = (integers(text) for text in (prediction, reference))
     if sorted(said) != sorted(right):
         return 0.0
@@ -163,26 +164,26 @@ def concordance(prediction: str, reference: str) -> float:
 
 
 def integers(text: str) -> list[int]:
-    """The numbers that spaces and commas separate, once everything else is taken out."""
+    """The integers in a text, separated by spaces and commas, after all other characters are removed."""
     return [int(number) for number in re.sub(r"[^0-9\s,]", "", text).replace(",", " ").split()]
 
 
 def count_words(text: str) -> int:
-    """LongWriter's length: Chinese characters and English words."""
+    """LongWriter's length of a text: the number of Chinese characters and English words."""
     return len(re.findall(r"[\u4e00-\u9fff]", text)) + len(re.findall(r"\b[a-zA-Z]+\b", text))
 
 
 def length_score(written: int, required: int) -> float:
-    """LongWriter's S_l: 1 at the required length, 0 at four times and at a third of it."""
+    """LongWriter's S_l: 1 at the required length, 0 at four times and at one third of that length."""
     if written > required:
         return max(0.0, 1 - (written / required - 1) / 3)
     return max(0.0, 1 - (required / written - 1) / 2) if written else 0.0
 
 
 def repetition(text: str, n: int = 10) -> float | None:
-    """The share of the n-grams of words that came before; None for a text that has none.
+    """The share of word n-grams that repeat an earlier one; None for a text of fewer than n words.
 
-    MorphKV's Table 5 reports such a rate for n = 10 without a definition; this is the common one.
+    MorphKV's Table 5 reports such a rate for n = 10 without a definition; this is the common definition.
     """
     words = text.split()
     grams = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
@@ -196,4 +197,4 @@ def _library(name: str) -> Any:
         return import_module(name)
     except ModuleNotFoundError as error:
         package = name.split(".")[0].replace("_", "-")
-        raise ImportError(f'this metric needs {package}; pip install "kvjax[eval]" brings it') from error
+        raise ImportError(f'this metric needs {package}; pip install "kvjax[eval]" installs it') from error

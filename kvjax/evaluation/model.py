@@ -1,4 +1,4 @@
-"""The model that a grid names: loaded, or only what is known of it without its weights."""
+"""Loads the model that a grid names, or only its config and tokenizer."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ DEMO = Path(kvjax.__file__).parent / "demo_model"
 
 
 def load_model(grid: Grid) -> tuple[Decoder, Any]:
-    """Parameters on the grid's mesh, and the tokenizer.
+    """Loads the parameters onto the grid's mesh, and the tokenizer.
 
-    Raises ValueError for a model that cannot be loaded or has no tokenizer, a dtype that there is not, or a mesh that
-    does not fit.
+    Raises:
+        ValueError: if the model cannot be loaded or has no tokenizer, if the dtype is unknown, or if the mesh does not
+            fit the model.
     """
     return load_named(_path(grid), grid.dtype, grid.mesh)
 
 
 def describe_model(grid: Grid) -> tuple[DecoderConfig, Any, Any]:
-    """The config, the tokenizer and the dtype; no weights are read, or downloaded. Raises as `load_model`."""
+    """The config, the tokenizer and the dtype, without reading or downloading weights. Raises as `load_model` does."""
     path, dtype = _path(grid), dtype_named(grid.dtype)
     folder = locate(path, [name for name in DOWNLOADED if "safetensors" not in name])
     config = read_config(folder)
@@ -35,7 +36,7 @@ def describe_model(grid: Grid) -> tuple[DecoderConfig, Any, Any]:
     if problems:
         raise CheckpointError(path, problems)
     if tokenizer is None:
-        raise ValueError(f"{path} has no tokenizer, which tasks of text need")
+        raise ValueError(f"{path} has no tokenizer: expected a checkpoint with a tokenizer")
     return config, tokenizer, dtype or jnp.result_type(*read_headers(folder, config)[1])
 
 

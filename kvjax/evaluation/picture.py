@@ -1,11 +1,19 @@
-"""Accuracy against budget as a picture. Needs matplotlib, the extra `plot`."""
+"""Draws accuracy against budget. Needs matplotlib, which the extra `plot` installs."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
 
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")  # told apart by everyone
+COLOURS = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#D55E00",
+    "#56B4E9",
+    "#000000",
+)  # distinguishable with colour blindness
 MARKERS = "osD^vPX"
 
 
@@ -16,9 +24,16 @@ def accuracy_by_budget(
     full: float,
     title: str,
 ) -> None:
-    """Writes a PNG: for each policy its (budget, accuracy in 0..1) points, and the full cache as a line.
+    """Writes a PNG with a curve for each policy and a horizontal line for the full cache.
 
-    Raises ImportError without matplotlib.
+    Args:
+        path: the file to write.
+        curves: the (budget, accuracy from 0 to 1) points of each policy; budgets are entries per kv head.
+        full: the accuracy of the full cache, from 0 to 1.
+        title: the title of the picture.
+
+    Raises:
+        ImportError: if matplotlib is not installed.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, and no global state
     from matplotlib.figure import Figure
@@ -51,7 +66,7 @@ def accuracy_by_budget(
     axes.grid(axis="y", color="0.9")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel("budget: entries that each kv head keeps")
+    axes.set_xlabel("budget (entries per kv head)")
     axes.set_ylabel("exact match")
     axes.set_title(title, loc="left", fontsize=11)
     figure.legend(loc="outside right center", frameon=False)

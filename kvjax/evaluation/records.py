@@ -1,8 +1,8 @@
-"""The results of a run on disk: one JSON line an answer, as soon as there is one.
+"""The results file of a run: one JSON line per answer, appended as soon as the answer exists.
 
-A run that was killed goes on where it stopped. When it has ended, `results.jsonl` has each planned line once and in the
-planned order, and so is the same file byte by byte as that of a run that was never interrupted. What differs from run
-to run, times and dates, is in `timings.jsonl` beside it.
+A run that was killed continues where it stopped. At its end, `results.jsonl` has each planned line once, in the planned
+order. The file is therefore identical, byte by byte, to that of an uninterrupted run. Times and dates differ from run
+to run and are in `timings.jsonl`.
 """
 
 from __future__ import annotations
@@ -19,24 +19,26 @@ KEY = ("policy", "budget", "question", "task", "length", "id", "asked")
 
 
 def key_of(line: Mapping[str, Any]) -> Key:
-    """What a line is about; no two lines of a run are about the same."""
+    """The fields that identify a line; they are unique within a run."""
     return tuple(line[name] for name in KEY)
 
 
 def encoded(line: Mapping[str, Any]) -> bytes:
+    """A line as JSON in UTF-8, with its line end."""
     return (json.dumps(line, ensure_ascii=False) + "\n").encode()
 
 
 class Records:
-    """A file of lines that is added to. Use it as a context; one process at a time may.
+    """A context manager for the results file. Only one process at a time can open the file.
 
-    Lines with an `error` count as missing when the file is opened again, so that what failed is tried again.
+    A line with an `error` counts as missing when the file is opened again, so that its question is asked again.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None]):
-        """Opens the file, or begins it. What is no JSON line, as after a kill, is dropped with a notice to `say`.
+        """Opens or creates the file. Drops lines that are incomplete, as after a kill, with a notice to `say`.
 
-        Raises ValueError if another process has it open.
+        Raises:
+            ValueError: if another process has the file open.
         """
         self._path = path
         self._lock = path.with_name(f".{path.name}.lock").open("w")
@@ -44,7 +46,7 @@ class Records:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._lock.close()
-            raise ValueError(f"{path} is being written by another run; accepted is one at a time") from None
+            raise ValueError(f"another run is writing {path}: expected one run at a time") from None
         self._file = path.open("a+b")
         self._at: dict[Key, tuple[int, int]] = {}
         self._failed: set[Key] = set()
@@ -62,7 +64,7 @@ class Records:
         return key in self._at and key not in self._failed
 
     def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Adds the lines that are not there yet, in one write."""
+        """Appends the lines that the file lacks, in one write."""
         new = [line for line in lines if key_of(line) not in self]
         at = self._file.seek(0, os.SEEK_END)
         written = [encoded(line) for line in new]
@@ -73,7 +75,7 @@ class Records:
             at += len(data)
 
     def finish(self, order: Iterable[Key]) -> None:
-        """Puts the lines in order, each once; those of a former, larger run come after them."""
+        """Sorts the file so that it has each line once. Lines of an earlier, larger run follow at the end."""
         planned = [key for key in order if key in self._at]
         known = set(planned)
         wanted = planned + [key for key in self._at if key not in known]
@@ -93,7 +95,7 @@ class Records:
         (self._failed.add if "error" in line else self._failed.discard)(key)
 
     def _rewrite(self, lines: Iterable[bytes]) -> None:
-        """Replaces the file by one with these lines, at once."""
+        """Replaces the file atomically by one with these lines."""
         new = self._path.with_name(f".{self._path.name}.new")
         with new.open("wb") as file:
             file.writelines(lines)
@@ -110,7 +112,7 @@ class Records:
         for number, data in enumerate(found, 1):
             line = read_line(data)
             if line is None:
-                say(f"{self._path}: line {number} of {len(found)} is not whole; it is dropped and asked again")
+                say(f"{self._path}: line {number} of {len(found)} is incomplete; its question is asked again")
             else:
                 good.append((line, data))
         if len(good) < len(found):
@@ -122,7 +124,7 @@ class Records:
 
 
 def read_line(data: bytes) -> dict[str, Any] | None:
-    """A line of results, None if it is not whole."""
+    """Parses a line of the results file; None if the line is incomplete."""
     try:
         line = json.loads(data)
         key_of(line)

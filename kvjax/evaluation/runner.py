@@ -1,4 +1,4 @@
-"""A run: every batch is asked under all budgets of a policy, and each answer recorded as soon as there is one."""
+"""Runs a plan: answers every batch under all budgets of a policy and records each answer immediately."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import Any, Protocol, TypeAlias
 import jax
 
 from kvjax.evaluation.asking import Answer, Answers, Took
-from kvjax.evaluation.batches import Ask, Batch, Reading, halves
+from kvjax.evaluation.batches import Ask, Reading, ReadingBatch, halves
 from kvjax.evaluation.grid import Cell
-from kvjax.evaluation.planning import Plan, about, keys_of, name_of, sentence
+from kvjax.evaluation.planning import RunPlan, about, cell_fields, keys_of, name_of, sentence
 from kvjax.evaluation.records import Records, encoded, key_of
 from kvjax.policies import parse
 from kvjax.policy import Policy
 
-Answering: TypeAlias = Callable[[Batch, Sequence[Policy]], Iterator[tuple[Answers, Took]]]
+Answering: TypeAlias = Callable[[ReadingBatch, Sequence[Policy]], Iterator[tuple[Answers, Took]]]
 
-PROGRAMS = 16  # policies whose compiled programs are kept; each takes memory, and some hundred memory maps
+PROGRAMS = 16  # policies whose compiled programs stay in memory; each needs memory and several hundred memory maps
 FIXED = (
     "model",
     "dtype",
@@ -35,41 +35,42 @@ FIXED = (
     "chat",
     "ends",
     "judge",
-)  # of all lines of a file
+)  # the fields of a grid that must be equal for all lines of a file
 
 
 class Watch(Protocol):
-    """What a run tells as it goes."""
+    """Receives the progress of a run."""
 
     def begin(self, answers: int) -> None:
-        """So many answers are missing."""
+        """The run starts; `answers` answers are missing."""
         return None
 
     def cell(self, cell: Cell) -> None:
-        """This one is next."""
+        """The answers that follow belong to `cell`."""
         return None
 
     def advance(self, answers: int) -> None:
-        """So many more are there."""
+        """`answers` more answers are recorded."""
         return None
 
     def say(self, text: str) -> None:
-        """Something happened that one should know."""
+        """Reports an event that the user should know about."""
         return None
 
 
 class Silent(Watch):
-    """Keeps it to itself."""
+    """Ignores the progress."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What came of a run.
+    """The outcome of a run.
 
     Attributes:
-        answers: in the file, of all planned ones.
-        new: of them, those of this run.
-        errors: what could not be asked or answered, a line each.
+        answers: the number of planned answers that are in the results file.
+        planned: the number of planned answers.
+        new: the number of answers that this run added.
+        errors: one line of text for each example, cell or answer that failed.
     """
 
     answers: int
@@ -78,25 +79,26 @@ class Summary:
     errors: tuple[str, ...]
 
 
-def run(plan: Plan, ask: Answering, out: Path, watch: Watch | None = None) -> Summary:
-    """Asks what is not in the folder `out` yet, and puts its file in order.
+def run(plan: RunPlan, ask: Answering, out: Path, watch: Watch | None = None) -> Summary:
+    """Answers the questions of a plan that the folder `out` lacks, and sorts its results file.
 
-    Raises ValueError if the folder holds results of another model, other data or another seed, or is in use.
+    Raises:
+        ValueError: if the folder holds results of another model, other data or another seed, or if another run uses it.
     """
     watch = watch or Silent()
     out.mkdir(parents=True, exist_ok=True)
     _write_header(plan, out)
     with Records(out / plan.path, watch.say) as records, (out / plan.timings).open("ab") as timings:
-        cells = [(cell, asked) for cell, asked in plan.cells if not isinstance(asked, str)]
+        cells = [planned for planned in plan.cells if planned.error is None]
         errors = plan.errors()
         records.append(errors)
-        planned = [key for cell, asked in cells for key in keys_of(cell, asked)]
+        planned = [key for one in cells for key in keys_of(one.cell, one.batches)]
         before = sum(key in records for key in planned)
         watch.begin(len(planned) - before)
         used: set[str] = set()
-        sweeps: dict[tuple[str, str], dict[Cell, list[Batch]]] = {}
-        for cell, asked in cells:
-            sweeps.setdefault((cell.label, cell.question), {})[cell] = asked
+        sweeps: dict[tuple[str, str], dict[Cell, tuple[ReadingBatch, ...]]] = {}
+        for one in cells:
+            sweeps.setdefault((one.cell.label, one.cell.question), {})[one.cell] = one.batches
         for sweep in sweeps.values():
             missing = [
                 (batch, those)
@@ -122,16 +124,16 @@ def run(plan: Plan, ask: Answering, out: Path, watch: Watch | None = None) -> Su
 
 
 class _Sweep:
-    """Cells that differ in their budget only. Batches too large for memory are halved, and so are all that follow."""
+    """Runs cells that differ in their budget only. A batch that exceeds the memory and all later ones are halved."""
 
-    def __init__(self, plan: Plan, ask: Answering, watch: Watch):
+    def __init__(self, plan: RunPlan, ask: Answering, watch: Watch):
         self.plan, self.ask, self.watch = plan, ask, watch
         self.most: int | None = None
 
     def answers(
-        self, asked: Sequence[tuple[Batch, list[Cell]]]
+        self, asked: Sequence[tuple[ReadingBatch, list[Cell]]]
     ) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
-        """The lines of each batch in each of its cells, in order, and what they took."""
+        """Yields the lines and the timing of each batch in each of its cells, in order."""
         waiting = list(reversed(asked))
         multiple = self.plan.grid.mesh[0]
         while waiting:
@@ -146,17 +148,21 @@ class _Sweep:
                     self.watch.cell(cell)
                     yield self._lines(cell, batch, answers), self._timing(cell, batch, took)
                     left.remove(cell)
-            except Exception as error:  # whatever a policy may raise; a bug is reported for each example it hits
+            except (
+                Exception
+            ) as error:  # a policy may raise anything; the error is reported for each example that it affects
                 problem, full = f"{type(error).__name__}: {error}", out_of_memory(error)
             else:
                 continue
             if full and parts[0].rows < batch.rows:
                 self.most = parts[0].rows
                 self.watch.say(
-                    f"{name_of(left[0])}: out of memory with {batch.rows} prompts; going on with {self.most}"
+                    f"{name_of(left[0])}: out of memory with {batch.rows} prompts; the run continues with {self.most}"
                 )
                 waiting += [(part, left) for part in reversed(parts)]
-            elif len(left) > 1:  # alone they are read layer by layer, and one that fails does not stop the others
+            elif (
+                len(left) > 1
+            ):  # a single budget is compressed layer by layer, and its failure does not affect the others
                 waiting += [(batch, [cell]) for cell in reversed(left)]
             elif not full and len(batch.readings) > 1:
                 waiting += [(part, left) for part in reversed(parts)]
@@ -164,7 +170,7 @@ class _Sweep:
                 lines = [line | {"error": problem} for line in about(left[0], batch.readings)]
                 yield lines, self._timing(left[0], batch, None)
 
-    def _lines(self, cell: Cell, batch: Batch, answers: Answers) -> list[dict[str, Any]]:
+    def _lines(self, cell: Cell, batch: ReadingBatch, answers: Answers) -> list[dict[str, Any]]:
         common = {"text": cell.policy, "seed": self.plan.grid.seed, "versions": versions()}
         heads = iter(about(cell, batch.readings))
         return [
@@ -173,13 +179,10 @@ class _Sweep:
             for ask, answer in zip(reading.asks, mine, strict=True)
         ]
 
-    def _timing(self, cell: Cell, batch: Batch, took: Took | None) -> dict[str, Any]:
+    def _timing(self, cell: Cell, batch: ReadingBatch, took: Took | None) -> dict[str, Any]:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         answers = sum(len(reading.asks) for reading in batch.readings)
-        facts = {
-            "policy": cell.label,
-            "budget": cell.budget,
-            "question": cell.question,
+        facts = cell_fields(cell) | {
             "rows": batch.rows,
             "prompts": len(batch.readings),
             "answers": answers,
@@ -191,7 +194,7 @@ class _Sweep:
 
 
 def _marked(reading: Reading, ask: Ask, answer: Answer) -> dict[str, Any]:
-    """What a line says of an answer; an error if it cannot be marked."""
+    """The fields of an answer: its scores, or an error if it cannot be marked."""
     question = ask.item.example.questions[ask.index]
     facts = {
         "prediction": answer.text,
@@ -212,7 +215,7 @@ def _marked(reading: Reading, ask: Ask, answer: Answer) -> dict[str, Any]:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether a host or a device had no memory left."""
+    """Whether the error says that the host or a device is out of memory."""
     return isinstance(error, MemoryError) or (
         isinstance(error, jax.errors.JaxRuntimeError)
         and any(word in str(error) for word in ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory"))
@@ -220,7 +223,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def versions() -> dict[str, str]:
-    """Of what answers depend on."""
+    """The versions of the libraries that answers depend on."""
     found = {"jax": jax.__version__}
     try:
         found["kvjax"] = importlib.metadata.version("kvjax")
@@ -229,16 +232,16 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _write_header(plan: Plan, out: Path) -> None:
-    """`run.json`: the grid and the model. Raises ValueError if there is one of a run whose answers are others."""
+def _write_header(plan: RunPlan, out: Path) -> None:
+    """Writes the grid and the model to `run.json`. Raises ValueError if the file is of a run with other answers."""
     path, grid = out / "run.json", plan.grid.document()
     if path.exists():
         there = json.loads(path.read_text(encoding="utf-8"))["grid"]
         for name in FIXED:
             if there[name] != grid[name]:
                 raise ValueError(
-                    f"{out} holds results with {name}={there[name]!r}, and this run has {name}={grid[name]!r}; "
-                    "accepted is the same, or another folder"
+                    f"{name}={grid[name]!r}, but {out} holds results with {name}={there[name]!r}: "
+                    "expected the same value or another folder"
                 )
     config = plan.config
     model = {

@@ -1,4 +1,4 @@
-"""Seeing what a policy does: which entries each head holds of a text, and when it lets go of the others, as a page."""
+"""Records which entries each head retains and when it evicts the others, and shows the recording as a page."""
 
 from .merging import NOWHERE, SEVERAL
 from .page import page

@@ -1,7 +1,8 @@
-"""Which entry another one went into, where a policy merges. A cache does not remember it, but what it does tells.
+"""Which entry another one went into, where a policy merges.
 
-A merged value is a weighted sum of values, with weights that do not depend on them. So the derivative of what an entry
-becomes, by the value of another one, is what it took of that one: one backward pass tells it for all of them.
+The cache does not record it. But a merged value is a weighted sum of values, with weights that do not depend on them.
+The derivative of a retained value by a value before the merge is therefore the weight of that value in it, and one
+backward pass gives the weights of all entries.
 """
 
 from __future__ import annotations
@@ -13,101 +14,82 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from kvjax.attention import expire
-from kvjax.cache import KVCache
-from kvjax.extend import plan_slots
+from kvjax.allocate import allocate, pool_rows
+from kvjax.attend import RoomMaker
+from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
-from kvjax.policy import Policy
-from kvjax.protocols import AS_THEY_ARE, Merge, Moment
-from kvjax.segments import make_room
-from kvjax.sharing import pool_rows, share_out
-from kvjax.sweep import compressed
+from kvjax.policy import PLAIN, Moment, Policy
+from kvjax.prefill_each import compressed
+from kvjax.room import plan_read
 
 NOWHERE, SEVERAL = -1, -2  # in place of a position
 
 
 def merges(policy: Policy) -> bool:
-    """Whether anything goes into other entries under a policy."""
-    hooks = ("condense", "absorb_rest", "absorb")
-    return any(getattr(type(policy.merge), hook) is not getattr(Merge, hook) for hook in hooks)
+    """Whether entries go into other entries under a policy."""
+    effects = policy.merge.effects
+    return effects.at_prompt or effects.at_steps
 
 
-def into_at_prompt(params: Decoder, whole: KVCache) -> tuple[Int[Array, "B H S"], ...]:
+def into_at_prompt(params: Decoder, full: KVCache) -> Any:
     """For each entry of a prompt that has been read and not yet compressed, the position that it will be part of.
 
-    An entry that is kept as it is goes into itself, NOWHERE is one that will be dropped, SEVERAL of one that is shared.
+    An entry that is retained as it is goes into itself. NOWHERE stands for a dropped one, SEVERAL for one whose value
+    goes into several others. The result is a pytree like `full.entries.position_arrays`.
     """
-    policy = whole.policy
-    if policy.shares:
-        rows = pool_rows(policy, whole.kept, params.config.num_kv_heads, room=0)
-        return _at_prompt(params, whole, rows=rows, slots=())
-    slots = plan_slots(whole, [layer.slots for layer in whole.layers], new=0, room=0, compress=True)
-    return _at_prompt(params, whole, rows=0, slots=slots)
+    policy = full.policy
+    if policy.allocates:
+        rows = pool_rows(policy, full.kept, params.config.num_kv_heads, room=0)
+        return _at_prompt(params, full, rows=rows, slots=())
+    plan = plan_read(full, full.entries.bounds, new=0, room=0, compress=True, final=True)
+    return _at_prompt(params, full, rows=0, slots=plan.slots)
 
 
 @partial(jax.jit, static_argnames=("rows", "slots"))
-def _at_prompt(params: Decoder, whole: KVCache, *, rows: int, slots: tuple[int, ...]) -> tuple[Array, ...]:
-    cache = _plain(whole)
-    if cache.policy.shares:
-        return _followed(partial(share_out, params, rows=rows, room=0), cache)
+def _at_prompt(params: Decoder, full: KVCache, *, rows: int, slots: tuple[int, ...]) -> Any:
+    cache = _plain(full)
+    if cache.policy.allocates:
+        return _followed(partial(allocate, params, rows=rows, room=0), cache)
     return _followed(partial(compressed, params, slots=slots), cache)
 
 
 @jax.jit
-def into_at_step(params: Decoder, cache: KVCache) -> tuple[Int[Array, "B H S"], ...] | Int[Array, "B P T"]:
-    """The same of the entries before a decode step of every row, which may make room."""
+def into_at_step(params: Decoder, cache: KVCache) -> Any:
+    """The same for the entries before a decode step of every row, which may make room."""
     return _followed(partial(_made_room, params), _plain(cache))
 
 
 def _made_room(params: Decoder, cache: KVCache) -> KVCache:
-    policy, layers, pool = cache.policy, list(cache.layers), cache.pool
-    incoming: Bool[Array, "B"] = jnp.ones(cache.length.shape, bool)
+    entries, incoming = cache.entries, jnp.ones(cache.length.shape, bool)
     for i, record in enumerate(params.attention_layers):
-        moment = Moment(cache.length, record, cache.rope)
-        if pool is None and not policy.grows(i):
-            layers[i] = policy.make_room(expire(layers[i], moment, incoming), moment, incoming)
-        elif pool is not None and policy.evicts(i, len(params.attention_layers)):
-            pool, _ = make_room(policy, pool, moment, incoming)
-    return replace(cache, layers=tuple(layers), pool=pool)
+        room = RoomMaker.of(cache.policy, Moment(cache.length, record, cache.rope), incoming, len(entries))
+        entries, _ = entries.make_room(i, incoming, room)
+    return replace(cache, entries=entries)
 
 
 def _plain(cache: KVCache) -> KVCache:
-    """The same with values in float32, and nothing packed."""
-
-    def widen(entries: Any) -> Any:
-        return replace(entries, values=entries.values.astype(jnp.float32))
-
-    policy = replace(cache.policy, storage=AS_THEY_ARE)
-    if cache.pool is not None:
-        return replace(cache, policy=policy, pool=widen(cache.pool))
-    return replace(cache, policy=policy, layers=tuple(widen(layer.plain()) for layer in cache.layers))
+    """The same cache with keys and values as arrays, values in float32."""
+    entries = cache.entries.plain()
+    entries = entries.with_values(jax.tree.map(lambda x: x.astype(jnp.float32), entries.value_arrays))
+    return replace(cache, policy=replace(cache.policy, storage=PLAIN), entries=entries)
 
 
 def _followed(change: Callable[[KVCache], KVCache], cache: KVCache) -> Any:
-    """Where each entry of a cache is after a change of it."""
+    """Where each entry of a cache is after a change."""
 
-    def values(cache: KVCache) -> Any:
-        return cache.pool.values if cache.pool is not None else tuple(layer.values for layer in cache.layers)
+    def changed(values: Any) -> tuple[Any, Any]:
+        after = change(replace(cache, entries=cache.entries.with_values(values))).entries
+        return after.value_arrays, after.position_arrays
 
-    def changed(before: Any) -> tuple[Any, Any]:
-        if cache.pool is not None:
-            after = change(replace(cache, pool=replace(cache.pool, values=before)))
-        else:
-            pairs = zip(cache.layers, before, strict=True)
-            after = change(replace(cache, layers=tuple(replace(layer, values=x) for layer, x in pairs)))
-        if after.pool is not None:
-            return after.pool.values, after.pool.positions
-        return values(after), tuple(layer.positions for layer in after.layers)
-
-    after, back, positions = jax.vjp(changed, values(cache), has_aux=True)
+    after, back, positions = jax.vjp(changed, cache.entries.value_arrays, has_aux=True)
     (taken,) = back(jax.tree.map(_marked, after, positions))
     return jax.tree.map(_position, taken)
 
 
 def _marked(values: Float[Array, "*B S D"], positions: Int[Array, "*B S"]) -> Float[Array, "*B S D"]:
-    """In three channels, what a backward pass sums by weight: 1, the position, and a hash of it."""
+    """Three channels that a backward pass sums by weight: 1, the position, and a hash of the position."""
     marks = jnp.stack([jnp.ones(positions.shape), positions, jnp.cos(positions)], axis=-1)
     marks = jnp.where((positions >= 0)[..., None], marks, 0)
     return jnp.zeros_like(values).at[..., :3].set(marks)

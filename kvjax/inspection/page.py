@@ -1,4 +1,4 @@
-"""A recording as one HTML file that needs nothing else: the recording as JSON within a page that is always the same."""
+"""Renders a recording as one self-contained HTML file: a fixed page with the recording as JSON."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ PLACE = "RECORDING_AS_JSON"
 
 
 def page(recording: Recording) -> str:
-    """An HTML document that opens from disk, without a network, and shows each step."""
-    # In a script element "</script" and "<!--" have a meaning of their own, in JSON strings "\u003c" is the same "<".
+    """Returns an HTML document that shows each step of a recording. It opens from disk and needs no network."""
+    # "</script" and "<!--" are special in a script element. In a JSON string, "\u003c" equals "<".
     document = json.dumps(_document(recording), ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     assert template.count(PLACE) == 1

@@ -1,4 +1,4 @@
-"""Files of the benchmarks' forms, made here."""
+"""Synthetic data files in the formats of the benchmarks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Marking answers, and the picture made of the marks."""
+"""Answers are marked by exact match, and the accuracies are drawn as a picture."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_an_answer_is_right_if_it_is_whole_and_ends() -> None:
     written = kvjax.generate(params, prompt, max_new_tokens=16).tokens[0]
     firsts = [i for i in range(1, 16) if written[i] not in written[:i]]
     assert firsts, "the model repeats one token; another seed is needed"
-    length = firsts[-1]  # the answer ends where this token comes for the first time
+    length = firsts[-1]  # the answer ends at the first occurrence of this token
     right = Example(prompt, written[:length])
     wrong = replace(right, answer=np.where(np.arange(length) == 0, -1, written[:length]))
     short, long = replace(right, answer=written[: length - 1]), replace(right, answer=written[: length + 1])
@@ -40,7 +40,7 @@ def test_an_answer_is_right_if_it_is_whole_and_ends() -> None:
     assert out.stats.decoded_tokens == 4 * 19
     never = next(i for i in range(64) if i not in written)
     assert not answer(params, [right], kvjax.policies.full(), end_token=never, new_tokens=16).correct.any()
-    with pytest.raises(ValueError, match=f"new_tokens=3; the longest expected answer needs {length + 2}"):
+    with pytest.raises(ValueError, match=f"new_tokens=3: expected an integer >= {length + 2}"):
         answer(params, examples, kvjax.policies.full(), end_token=end, new_tokens=3)
 
 

@@ -1,4 +1,4 @@
-"""A real, tiny model is asked: the answers are those of each question asked alone, and programs are shared."""
+"""Asks a real, tiny model: answers equal those of each question alone, and few programs are compiled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flax import nnx
 
 import kvjax
 from kvjax.evaluation.asking import Answers, Asker
-from kvjax.evaluation.batches import Batch, batches, readings
+from kvjax.evaluation.batches import ReadingBatch, batches, readings
 from kvjax.evaluation.grid import Setting
 from kvjax.evaluation.items import Item
 from kvjax.evaluation.tasks.task import Example, Question
@@ -34,7 +34,7 @@ def params() -> Decoder:
 
 
 def item(name: str, context: int, *questions: int, new_tokens: int = 6) -> Item:
-    """Random words; the questions have these lengths."""
+    """An item of random words; `context` and `questions` are lengths in tokens."""
     rng = np.random.default_rng(len(name) + context)
     draw = lambda n: rng.integers(3, len(WORDS), n).astype(np.int32)  # noqa: E731
     example = Example(name, "its words are drawn", tuple(Question(f"{i}", ("it",)) for i in range(len(questions))))
@@ -44,14 +44,14 @@ def item(name: str, context: int, *questions: int, new_tokens: int = 6) -> Item:
 ITEMS = [item("a", 41, 5, 9), item("b", 47, 7, 3), item("c", 33, 4, 4), item("d", 20, 2), item("e", 46, 1, 6)]
 
 
-def answered(ask: Asker, batch: Batch, policy: kvjax.Policy) -> Answers:
-    """Under one policy."""
+def answered(ask: Asker, batch: ReadingBatch, policy: kvjax.Policy) -> Answers:
+    """The answers under one policy."""
     ((answers, _),) = ask(batch, [policy])
     return answers
 
 
 def alone(params: Decoder, one: Item, index: int, question: Setting, text: str) -> list[int]:
-    """The same by `extend` alone: read, compressed, and then token by token, in a cache of its own."""
+    """The answer by `extend` alone, in a cache of its own: prefill, compression, then token by token."""
     prompt = np.concatenate([one.context, one.questions[index]])
     first = one.context.size if question == "after" else prompt.size - 1
 
@@ -107,7 +107,7 @@ def test_answers_are_those_of_each_question_alone(params: Decoder, question: Set
 
 
 def test_a_question_of_one_token_is_decoded(params: Decoder) -> None:
-    """Beside longer ones it is a turn, alone a decode step: what comes of it is the same where nothing is evicted."""
+    """In a batch with longer questions it is a turn, alone it is a decode step. Both give the same answer."""
     ask = Asker(params, tokenizer(), Greedy())
     policy = parse("snapkv:budget=0.5,window=4")
     (both,) = batches(readings([ITEMS[4], replace(ITEMS[0], questions=ITEMS[0].questions[:2])], "after"), lambda _: 2)
@@ -130,7 +130,7 @@ def test_draws_depend_on_the_example_and_not_on_its_batch(params: Decoder) -> No
 
 @pytest.mark.parametrize("question", ["after", "before"])
 def test_a_mesh_answers_the_same(params: Decoder, question: Setting) -> None:
-    """Rows over data, heads over model; a batch is filled up to a multiple of data."""
+    """Rows are split over data and heads over model; the rows of a batch are a multiple of data."""
     spread = kvjax.shard(params, kvjax.make_mesh(data=2, model=2))
     policy = parse("tova:budget=12")
     found = []
@@ -144,7 +144,7 @@ def test_a_mesh_answers_the_same(params: Decoder, question: Setting) -> None:
 
 
 def test_nothing_is_compiled_per_example(compiled: list[str]) -> None:
-    """A second set of as many examples, of other lengths in the same buckets, finds all programs compiled."""
+    """A second set of examples, with other lengths in the same buckets, compiles no program."""
     params = Decoder(replace(decoder(vocab=len(WORDS)).config, mlp_size=40), nnx.Rngs(0))
     ask = Asker(params, tokenizer(), Greedy())
 
@@ -157,7 +157,7 @@ def test_nothing_is_compiled_per_example(compiled: list[str]) -> None:
                 answered(ask, batch, parse("h2o:budget=12"))
         return Counter(name for name in compiled if name in ("jit(read)", "jit(decode)", "jit(step)"))
 
-    # prompts of 33..48 tokens, to be compressed at once and later; the question as a turn, and as the prompt's end; one
-    # token as a step
+    # prefill of prompts of 33 to 48 tokens, with and without compression, and of the question as a turn and as the end
+    # of the prompt; the last token of the question as a step
     assert work(33) == {"jit(read)": 4, "jit(step)": 1, "jit(decode)": 1}
     assert work(34) == {}

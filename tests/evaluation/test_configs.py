@@ -1,4 +1,4 @@
-"""The grids of configs/: each names tasks and policies that there are, and runs on stand-in data."""
+"""The grids of configs/: each names existing tasks and policies and runs on stand-in data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvjax.evaluation.asking import Asker
 from kvjax.evaluation.grid import Grid
 from kvjax.evaluation.items import Item, read_items
 from kvjax.evaluation.model import load_model
-from kvjax.evaluation.planning import Plan
+from kvjax.evaluation.planning import RunPlan
 from kvjax.evaluation.report.results import read_results
 from kvjax.evaluation.report.tables import scores
 from kvjax.evaluation.runner import run
@@ -34,7 +34,7 @@ PAPERS = ("morphkv", "kvmerger", "dynamickv", "kvcrush", "kvcompose")
 
 @pytest.fixture(scope="module")
 def stand_ins(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two rows or so of every file that the grids' tasks read."""
+    """A folder with about two rows of every file that the grids' tasks read."""
     folder = tmp_path_factory.mktemp("stand_ins")
     shutil.copytree(data, folder, dirs_exist_ok=True)
 
@@ -102,7 +102,7 @@ def test_all_of_the_papers_tables_are_there() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("paper", PAPERS)
 def test_the_demo_model_runs_them(paper: str, stand_ins: Path, tmp_path: Path) -> None:
-    """Every kind of policy in a paper's grids once, whatever its numbers, on one example of the first task."""
+    """Runs every kind of policy in a paper's grids once, at one budget, on one example of the first task."""
     seen: set[str] = set()
     params, tokenizer = load_model(Grid.of({"tasks": "demo/*", "policies": "full"}))
 
@@ -120,7 +120,7 @@ def test_the_demo_model_runs_them(paper: str, stand_ins: Path, tmp_path: Path) -
         task = replace(grid.tasks[0], name=first)
         grid = replace(grid, tasks=(task,), policies=policies, question=grid.question[:1])
         items = [item for item in read_items(grid, tokenizer, 2560) if isinstance(item, Item)]
-        ready = Plan(grid, tuple(items), (), params.config, params.embed.dtype)
+        ready = RunPlan(grid, tuple(items), (), params.config, params.embed.dtype)
         summary = run(ready, Asker(params, tokenizer, Greedy(), ends=grid.ends), tmp_path / path.stem)
         assert summary.errors == ()
         assert summary.answers == summary.planned > 0

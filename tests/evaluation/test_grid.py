@@ -1,4 +1,4 @@
-"""YAML to cells, and what is wrong with a YAML."""
+"""A grid becomes cells, and a wrong grid is refused with an error that names the problem."""
 
 from __future__ import annotations
 
@@ -53,23 +53,32 @@ def test_a_file_and_changes_to_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": 3}, "model: 3: accepted is a text"),
-        ({"polices": ["full"]}, "a run has no polices; accepted are tasks, policies"),
+        ({"model": 3}, "model: 3: expected a string"),
+        ({"polices": ["full"]}, "polices: unknown field of a run; expected tasks, policies"),
         ({"tasks": []}, "tasks is missing"),
-        ({"tasks": [{"length": 3}]}, "accepted is a text, or a mapping with name, lengths, limit"),
-        ({"tasks": [{"name": "demo/*", "size": 3}]}, "tasks: an entry with name: 'demo/.' has no size"),
-        ({"tasks": [{"name": "demo/*", "limit": 0}]}, "tasks: limit: 0: accepted is an integer >= 1"),
-        ({"policies": ["snapkv:budget={budget}"]}, "needs budgets, a list of shares or entries; none are given"),
-        ({"budgets": [1.5]}, r"budgets: 1.5: accepted is a share of the prompt in \(0, 1\], as 0.5"),
-        ({"policies": [{"policy": "duo_attention:sparsity={removed}", "budgets": 64}]}, "takes a share of the prompt"),
-        ({"policies": ["scissorhands:budget={entries}"], "budgets": 0.5}, "needs tokens, the length of a prompt that"),
-        ({"policies": ["full", "full"]}, "the same policy and budget twice"),
-        ({"question": "during"}, "question: 'during': accepted are after, before and both"),
+        ({"tasks": [{"length": 3}]}, "expected a string, or a mapping with the fields name, lengths, limit"),
+        ({"tasks": [{"name": "demo/*", "size": 3}]}, "tasks: size: unknown field of the entry with name: 'demo/.'"),
+        ({"tasks": [{"name": "demo/*", "limit": 0}]}, "tasks: limit: 0: expected an integer >= 1"),
+        (
+            {"policies": ["snapkv:budget={budget}"]},
+            "without budgets: expected budgets, a list of shares or numbers of entries",
+        ),
+        ({"budgets": [1.5]}, r"budgets: 1.5: expected a share of the prompt in \(0, 1\], such as 0.5"),
+        (
+            {"policies": [{"policy": "duo_attention:sparsity={removed}", "budgets": 64}]},
+            "expected a share of the prompt",
+        ),
+        (
+            {"policies": ["scissorhands:budget={entries}"], "budgets": 0.5},
+            "without tokens: expected tokens, the length of the prompt that",
+        ),
+        ({"policies": ["full", "full"]}, "the policy and budget occur twice"),
+        ({"question": "during"}, "question: 'during': expected after, before or both"),
         ({"sampler": "hot"}, "'hot' in sampler 'hot' is not understood"),
-        ({"mesh": "2x4"}, r"mesh: '2x4': accepted are two integers >= 1, data and model, as \[2, 4\]"),
-        ({"memory_gb": 0}, "memory_gb: 0: accepted is a number above 0"),
-        ({"judge": {"url": "http://localhost"}}, "judge: .* accepted is a mapping with url and model, and any of url"),
-        ({"chat": "yes"}, "chat: 'yes': accepted are true and false"),
+        ({"mesh": "2x4"}, r"mesh: '2x4': expected two integers >= 1, data and model, such as \[2, 4\]"),
+        ({"memory_gb": 0}, "memory_gb: 0: expected a number > 0"),
+        ({"judge": {"url": "http://localhost"}}, "judge: .* expected a mapping with url and model; all fields are url"),
+        ({"chat": "yes"}, "chat: 'yes': expected true or false"),
     ],
 )
 def test_what_is_wrong_is_named(changes: dict[str, Any], message: str) -> None:
@@ -79,7 +88,10 @@ def test_what_is_wrong_is_named(changes: dict[str, Any], message: str) -> None:
 
 def test_files_that_are_no_grid(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    for text, message in (("tasks: [", "is not YAML"), ("- 3", r"run.yaml: a run is a mapping of tasks, .*\[3\]")):
+    for text, message in (
+        ("tasks: [", "is not YAML"),
+        ("- 3", r"run.yaml: \[3\]: expected a mapping with the fields tasks, "),
+    ):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             Grid.read(path)

@@ -1,4 +1,4 @@
-"""Examples as token ids: where they are cut, and what is refused."""
+"""Examples are tokenized, cut or refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_special_tokens_begin_the_context_alone(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize(("max_length", "max_positions"), [(12, 64), (None, 16)])
 def test_middle_is_cut(monkeypatch: pytest.MonkeyPatch, max_length: int | None, max_positions: int) -> None:
-    """Of a prompt that may have 12 tokens, its first and last 6 remain, the question whole among the last."""
+    """With a limit of 12 tokens, the first 6 and the last 6 remain; the last 6 include the complete question."""
     grid = GRID.but(max_length=max_length)
     given = [example("a", NAMES, " what is adam :")]
     item = one(items(monkeypatch, grid, tokenizer(), given, truncation="middle", max_positions=max_positions))
@@ -51,7 +51,7 @@ def test_middle_is_cut(monkeypatch: pytest.MonkeyPatch, max_length: int | None, 
 
 @pytest.mark.parametrize(("omitted", "kept"), [("", 8), ("the rest is omitted", 4)])
 def test_the_end_of_the_context_is_cut(monkeypatch: pytest.MonkeyPatch, omitted: str, kept: int) -> None:
-    """Of a prompt that may have 12 tokens, the first of the context remain, what says so, and the question."""
+    """With a limit of 12 tokens, the beginning of the context, the notice of the omission and the question remain."""
     given = [replace(example("a", NAMES, " what is adam :"), omitted=omitted)]
     item = one(items(monkeypatch, GRID.but(max_length=12), tokenizer(), given, truncation="end"))
     words = tokenizer()
@@ -94,11 +94,11 @@ def test_what_cannot_be_asked_is_reported_and_the_rest_asked(monkeypatch: pytest
     for name in ("empty", "mute"):
         assert "an empty context or question" in refused["test/words", name]
     assert refused["test/words", "long"] == (
-        "a prompt of 68 tokens and an answer of 4; accepted are prompts of 60 tokens or fewer"
+        "a prompt of 68 tokens and an answer of 4: expected a prompt of 60 tokens or fewer"
     )
-    assert "prompts of 48 tokens or fewer" in refused["demo/keys", "1024-0"]
-    assert "needs a length" in refused["demo/needle", None]
+    assert "a prompt of 48 tokens or fewer" in refused["demo/keys", "1024-0"]
+    assert "expected a length in tokens" in refused["demo/needle", None]
     with_chat = items(monkeypatch, GRID.but(chat=True), tokenizer(), given[2:3])
     assert [r.reason for r in with_chat if isinstance(r, Refusal)] == [
-        "chat: true needs a chat template, and the model's tokenizer has none"
+        "chat: true, but the model's tokenizer has no chat template; expected chat: false"
     ]

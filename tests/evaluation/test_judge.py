@@ -1,4 +1,4 @@
-"""A judge behind an endpoint, which is a small server here."""
+"""Tests `Endpoint` against a small local server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OK = {"choices": [{"message": {"role": "assistant", "content": "yes"}}]}
 
 
 class Server(ThreadingHTTPServer):
-    """Gives the replies (status, JSON) in turn, and keeps what it was asked."""
+    """Gives its replies (status, JSON) in turn and records the requests."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -78,7 +78,10 @@ def test_what_may_pass_is_tried_again(server: Server, monkeypatch: pytest.Monkey
     [
         ([(401, {"error": "no key"})], r'gave no reply: HTTP 401: \{"error": "no key"\}'),
         ([(500, {})] * 2, r"HTTP 500: \{\}"),
-        ([(200, {"choices": [{"message": {"content": None}}]})] * 2, "its reply has None for a text"),
+        (
+            [(200, {"choices": [{"message": {"content": None}}]})] * 2,
+            "its reply has the content None: expected a string",
+        ),
         ([(200, [])] * 2, "TypeError"),
     ],
 )

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness's model class: its scores against the whole text's logits, and a task that the harness runs."""
+"""The model class for lm-evaluation-harness: its scores against logits of whole texts, and a task of the harness."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import KVCache
 from kvjax.evaluation.tasks import registry
 from kvjax.evaluation.tasks.task import Source
+from kvjax.kv_cache import KVCache
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (the extra `lm-eval`)")
 
@@ -36,7 +36,7 @@ def requests(*arguments: tuple) -> list[SimpleNamespace]:
 
 
 def expected(lm: KVJaxLM, context: list[int], said: list[int]) -> tuple[float, bool]:
-    """From the logits of each prefix, read as a whole."""
+    """The expected score, from the logits of each prefix, which is prefilled at once."""
     prefixes = [[*context, *said[:n]] for n in range(len(said))]
     tokens = np.zeros((len(said), 64), np.int32)
     for row, prefix in zip(tokens, prefixes, strict=True):
@@ -56,7 +56,7 @@ def test_continuations_are_scored_as_the_whole_text_is(full: KVJaxLM) -> None:
     pairs = [
         (CONTEXT, " anna is kettle"),
         (CONTEXT, " anna is ladder"),
-        ("anna", " equals kettle . the"),  # one token, of which nothing can be compressed
+        ("anna", " equals kettle . the"),  # a context of one token cannot be compressed
         (CONTEXT, " ladder"),
         ("", "the river"),  # follows the end of another text
         ("anna", " is"),
@@ -128,15 +128,15 @@ def test_prompts_that_are_too_long_lose_their_beginning(full: KVJaxLM, caplog: p
     assert "1 of 1 prompts are too long for the model and lost their beginning" in caplog.text
     ids = full.tok_encode(CONTEXT)
     assert found[0] == pytest.approx(expected(full, ids[-15:], full.tok_encode("anna is"))[0], abs=1e-4)
-    with pytest.raises(ValueError, match="answers of 16 tokens, and max_length=16"):
+    with pytest.raises(ValueError, match="max_gen_toks=16: expected less than max_length=16"):
         short.generate_until(requests((CONTEXT, {"max_gen_toks": 16})), disable_tqdm=True)
 
 
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ({"batch_size": "auto"}, "batch_size='auto'; accepted is an integer >= 1"),
-        ({"max_batch_size": 8}, "max_batch_size is not accepted"),
+        ({"batch_size": "auto"}, "batch_size='auto': expected an integer >= 1"),
+        ({"max_batch_size": 8}, "max_batch_size=8: expected None"),
         ({"policy": "snapkw"}, "snapkw"),
     ],
 )
@@ -146,7 +146,7 @@ def test_arguments_that_are_not_accepted(arguments: dict[str, object], error: st
 
 
 def test_generation_arguments_that_are_not_known(full: KVJaxLM) -> None:
-    with pytest.raises(ValueError, match=r"generation arguments \['num_beams'\]; accepted are temperature, "):
+    with pytest.raises(ValueError, match=r"generation arguments \['num_beams'\]: expected only temperature, "):
         full.generate_until(requests((CONTEXT, {"num_beams": 4})), disable_tqdm=True)
 
 

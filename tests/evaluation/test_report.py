@@ -1,4 +1,4 @@
-"""Tables, statistics and plots of results that are made up."""
+"""Tables, statistics and plots of synthetic results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvjax.evaluation.report.tables import Table
 KEYS, NEEDLE = ("demo/keys", 512), ("demo/needle", 512)
 Marks = Mapping[tuple[str, float | None], Mapping[tuple[str, int], Sequence[Sequence[float]]]]
 
-# policy and budget -> task -> for each example the scores of its questions
+# policy and budget -> task -> the scores of the questions of each example
 MARKS: Marks = {
     ("full", None): {KEYS: [[1, 1], [1, 1], [1, 1]], NEEDLE: [[1], [1]]},
     ("snapkv", 0.5): {KEYS: [[1, 1], [1, 1], [1, 0]], NEEDLE: [[1], [1]]},
@@ -83,7 +83,7 @@ def test_scores_are_means_of_answers_and_averages_means_of_tasks(results: Result
         ("snapkv", "100.0", "83.3", "91.7"),
         ("h2o", "50.0", "50.0", "50.0"),
     )
-    assert half.bold() == {(1, 1), (1, 2), (1, 3)}  # the full cache is apart
+    assert half.bold() == {(1, 1), (1, 2), (1, 3)}  # the full cache is excluded
     assert tenth.rows[1:] == (("snapkv", "50.0", "33.3", "41.7"), ("h2o", "0.0", "0.0", "0.0"))
 
 
@@ -132,7 +132,7 @@ def test_compression_at_a_tolerance_is_where_the_loss_first_exceeds_it(results: 
 
 
 def test_intervals_are_those_of_scipy(tmp_path: Path) -> None:
-    """Of one question each, a bootstrap of clusters is an ordinary one."""
+    """With one question per example, the bootstrap of clusters equals the ordinary bootstrap."""
     scores = (np.random.default_rng(0).random(60) < 0.6).astype(float)
     (found,) = read_results([write(tmp_path / "run", {("full", None): {KEYS: [[x] for x in scores]}})])
     ours = interval(found.cells[CellName("full", None, "after")], (KEYS,))
@@ -143,7 +143,7 @@ def test_intervals_are_those_of_scipy(tmp_path: Path) -> None:
 
 
 def test_answers_to_one_text_are_drawn_together() -> None:
-    """Twenty texts with ten equal answers each are as sure as twenty answers, and not as two hundred."""
+    """Twenty texts with ten equal answers each are as certain as twenty answers, not as two hundred."""
     texts = (np.arange(20) % 2).astype(float)
     together = bootstrap([np.stack([10 * texts, np.full(20, 10.0)], axis=1)])
     single = bootstrap([np.stack([texts, np.ones(20)], axis=1)])
@@ -166,7 +166,7 @@ def test_differences_are_paired(results: Results, tmp_path: Path) -> None:
 
 def test_costs(results: Results) -> None:
     rows = {row[:2]: row[2:] for row in tables.costs(results, "after").rows}
-    assert rows["snapkv", "50 % kept"] == ("50.0", "0.025", "0.500", "", "20")  # read once for both of its budgets
+    assert rows["snapkv", "50 % kept"] == ("50.0", "0.025", "0.500", "", "20")  # one prefill serves both budgets
     assert rows["full", "no budget"] == ("100.0", "0.05", "1.000", "2.5", "20")
 
 
@@ -207,14 +207,14 @@ def test_the_command_writes_a_page_tables_and_plots(tmp_path: Path) -> None:
         (
             lambda folder: (folder / "run.json").unlink(),
             [],
-            "has no run.json; accepted are folders that kvjax eval wrote",
+            "has no run.json: expected a folder that kvjax eval wrote",
         ),
-        (lambda folder: (folder / "results.jsonl").write_text('{"a": '), [], "results.jsonl, line 1 is not whole"),
-        (lambda folder: (folder / "results.jsonl").write_text(""), [], "no answer of demo has been marked"),
+        (lambda folder: (folder / "results.jsonl").write_text('{"a": '), [], "results.jsonl, line 1 is incomplete"),
+        (lambda folder: (folder / "results.jsonl").write_text(""), [], "no answer of demo has a score"),
         (
             lambda folder: None,
             ["--against", "tova"],
-            "no policy 'tova' in these results; accepted are full, snapkv, h2o",
+            "policy 'tova' is not in the results: expected one of full, snapkv, h2o",
         ),
     ],
 )

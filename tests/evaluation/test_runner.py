@@ -1,4 +1,4 @@
-"""Runs, with a function in the place of the model: what is recorded, and what becomes of runs that are cut short."""
+"""Tests runs with a function in place of the model: their records, errors and interruptions."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ import jax
 import pytest
 
 from kvjax.evaluation.asking import Answer, Answers, Took
-from kvjax.evaluation.batches import Ask, Batch
+from kvjax.evaluation.batches import Ask, ReadingBatch
 from kvjax.evaluation.grid import Grid
 from kvjax.evaluation.items import Item, Refusal, read_items
-from kvjax.evaluation.planning import Plan
+from kvjax.evaluation.planning import RunPlan
 from kvjax.evaluation.runner import Silent, Summary, run
 from kvjax.evaluation.tasks.task import Example, Fault
 from kvjax.evaluation.tasks.vocabulary import tokenizer
@@ -42,9 +42,9 @@ GRID = Grid.of(
 )
 
 
-def plan(grid: Grid = GRID, found: Sequence[Item | Refusal] | None = None, host: tuple[int, int] = (0, 1)) -> Plan:
+def plan(grid: Grid = GRID, found: Sequence[Item | Refusal] | None = None, host: tuple[int, int] = (0, 1)) -> RunPlan:
     found = list(read_items(grid, tokenizer(), 4096)) if found is None else found
-    return Plan(
+    return RunPlan(
         grid,
         tuple(item for item in found if isinstance(item, Item)),
         tuple(refusal for refusal in found if isinstance(refusal, Refusal)),
@@ -55,12 +55,12 @@ def plan(grid: Grid = GRID, found: Sequence[Item | Refusal] | None = None, host:
 
 
 def known(ask: Ask) -> str:
-    """The answer; any text where there are no references."""
+    """The first reference; any text if there is none."""
     return next(iter(ask.item.example.questions[ask.index].answers), "a text of a few words")
 
 
-def right(batch: Batch, policies: Sequence[Policy]) -> Iterator[tuple[Answers, Took]]:
-    """Knows every answer."""
+def right(batch: ReadingBatch, policies: Sequence[Policy]) -> Iterator[tuple[Answers, Took]]:
+    """Answers every question correctly."""
     for _ in policies:
         answers = [
             [Answer([len(ask.tail)], known(ask), [1.5, 2.0], 10, 20) for ask in reading.asks]
@@ -92,7 +92,7 @@ def test_every_question_has_a_line_with_what_it_was_and_came_to(tmp_path: Path) 
     notes = Notes()
     summary = run(plan(), right, tmp_path, notes)
     found = lines(tmp_path)
-    per_cell = 5 * 4 + 5  # of keys four questions each, of needle one
+    per_cell = 5 * 4 + 5  # keys has four questions per example, needle has one
     assert summary == Summary(answers=6 * per_cell, planned=6 * per_cell, new=6 * per_cell, errors=())
     assert (notes.total, notes.done, notes.said) == (6 * per_cell, 6 * per_cell, [])
     assert Counter((line["policy"], line["budget"], line["question"]) for line in found) == {
@@ -118,7 +118,7 @@ def test_a_finished_run_asks_nothing_again(tmp_path: Path) -> None:
     run(plan(), right, tmp_path)
     before = (tmp_path / "results.jsonl").read_bytes()
 
-    def never(batch: Batch, policies: Sequence[Policy]) -> Any:
+    def never(batch: ReadingBatch, policies: Sequence[Policy]) -> Any:
         raise AssertionError("asked again")
 
     assert run(plan(), never, tmp_path).new == 0
@@ -134,7 +134,7 @@ def test_a_corrupt_end_is_repaired(tmp_path: Path, cut: int) -> None:
     notes = Notes()
     summary = run(plan(), right, tmp_path / "cut", notes)
     assert len(notes.said) == 1
-    assert "is not whole; it is dropped and asked again" in notes.said[0]
+    assert "is incomplete; its question is asked again" in notes.said[0]
     assert 0 < summary.new < summary.planned
     assert path.read_bytes() == (tmp_path / "whole" / "results.jsonl").read_bytes()
 
@@ -146,25 +146,25 @@ def test_a_larger_grid_goes_on_from_a_smaller_one(tmp_path: Path) -> None:
     assert second.new == second.planned - first.planned
     run(plan(), right, tmp_path / "at_once")
     assert (tmp_path / "results.jsonl").read_bytes() == (tmp_path / "at_once" / "results.jsonl").read_bytes()
-    again = run(plan(small), right, tmp_path)  # and nothing is lost where less is asked
+    again = run(plan(small), right, tmp_path)  # a smaller grid loses no lines
     assert (again.new, len(lines(tmp_path))) == (0, second.planned)
 
 
 def test_results_of_another_seed_are_not_mixed(tmp_path: Path) -> None:
     run(plan(), right, tmp_path)
-    with pytest.raises(ValueError, match="holds results with seed=0, and this run has seed=1"):
+    with pytest.raises(ValueError, match=r"seed=1, but .* holds results with seed=0: expected the same value"):
         run(plan(GRID.but(seed=1)), right, tmp_path)
 
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:
     ready = plan(GRID.but(policies=["full"]))
 
-    def second(batch: Batch, policies: Sequence[Policy]) -> Any:
+    def second(batch: ReadingBatch, policies: Sequence[Policy]) -> Any:
         run(ready, right, tmp_path)
 
     summary = run(ready, second, tmp_path)
     assert summary.answers == 0
-    assert all("is being written by another run" in error for error in summary.errors)
+    assert all("another run is writing" in error for error in summary.errors)
 
 
 @pytest.mark.parametrize("policies", [GRID.policies, [f"snapkv:budget={n}" for n in range(40, 50)]])
@@ -184,8 +184,8 @@ def test_hosts_share_the_work(tmp_path: Path, policies: Any) -> None:
     assert (not own[0] & own[1]) == isinstance(policies, list)
 
 
-def fails(hit: Callable[[Batch], bool], error: BaseException) -> Callable[[Batch, Sequence[Policy]], Any]:
-    def ask(batch: Batch, policies: Sequence[Policy]) -> Any:
+def fails(hit: Callable[[ReadingBatch], bool], error: BaseException) -> Callable[[ReadingBatch, Sequence[Policy]], Any]:
+    def ask(batch: ReadingBatch, policies: Sequence[Policy]) -> Any:
         if hit(batch):
             raise error
         return right(batch, policies)
@@ -194,7 +194,7 @@ def fails(hit: Callable[[Batch], bool], error: BaseException) -> Callable[[Batch
 
 
 def test_what_fails_on_one_example_is_reported_and_the_rest_answered(tmp_path: Path) -> None:
-    def unlucky(batch: Batch) -> bool:
+    def unlucky(batch: ReadingBatch) -> bool:
         return any(ask.item.example.id == "1024-3" for reading in batch.readings for ask in reading.asks)
 
     summary = run(plan(), fails(unlucky, RuntimeError("the policy is at a loss")), tmp_path)
@@ -215,16 +215,16 @@ def test_what_fails_on_one_example_is_reported_and_the_rest_answered(tmp_path: P
 def test_out_of_memory_halves_the_batch(tmp_path: Path, error: BaseException) -> None:
     rows: list[int] = []
 
-    def too_many(batch: Batch) -> bool:
+    def too_many(batch: ReadingBatch) -> bool:
         rows.append(batch.rows)
         return batch.rows > 2
 
     notes = Notes()
     summary = run(plan(), fails(too_many, error), tmp_path / "small", notes)
     assert summary.errors == ()
-    assert notes.said[0] == "full: out of memory with 4 prompts; going on with 2"
+    assert notes.said[0] == "full: out of memory with 4 prompts; the run continues with 2"
     sweeps = {(cell.label, cell.question) for cell in GRID.cells()}
-    assert len(notes.said) == len(sweeps) == rows.count(4)  # not once a batch
+    assert len(notes.said) == len(sweeps) == rows.count(4)  # not once per batch
     run(plan(), right, tmp_path / "large")
     assert (tmp_path / "small" / "results.jsonl").read_bytes() == (tmp_path / "large" / "results.jsonl").read_bytes()
     hopeless = run(plan(), fails(lambda _: True, error), tmp_path / "none")
@@ -233,9 +233,9 @@ def test_out_of_memory_halves_the_batch(tmp_path: Path, error: BaseException) ->
 
 
 def test_one_budget_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
-    """After it has failed beside the others, as alone."""
+    """It fails together with the others and fails again on its own."""
 
-    def ask(batch: Batch, policies: Sequence[Policy]) -> Any:
+    def ask(batch: ReadingBatch, policies: Sequence[Policy]) -> Any:
         for policy in policies:
             if policy == parse("snapkv:budget=0.25"):
                 raise RuntimeError("too small")

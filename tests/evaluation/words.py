@@ -1,4 +1,4 @@
-"""Tasks of a few words for tests, and how they become items."""
+"""Small tasks for tests, and their items."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def exact(prediction: str, question: Question) -> Scores:
 
 @dataclass(frozen=True)
 class Words(Task):
-    """Gives the examples that it is made with."""
+    """A task with the given examples."""
 
     given: tuple[Example | Fault, ...] = ()
 

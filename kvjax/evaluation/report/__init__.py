@@ -1,1 +1,1 @@
-"""From the results of runs to tables and plots. No model and no device is needed."""
+"""Reports: tables and plots of the results of runs. They need no model and no device."""

@@ -1,4 +1,4 @@
-"""The report of runs as files: a page in Markdown, each table as CSV and LaTeX, the plots."""
+"""Writes the report of runs: a Markdown page, each table as CSV and LaTeX, and the plots."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from kvjax.evaluation.report.tables import MEANING, Table
 
 
 def write(out: Path, several: Sequence[Results], against: Sequence[str], say: Callable[[str], None]) -> str:
-    """Writes a folder and returns its page, `report.md`.
+    """Writes the report into a folder and returns the text of its page, `report.md`.
 
     Args:
+        out: the folder.
         several: the results of each model.
-        against: policies that all others are compared with.
-        say: is told what is left out.
+        against: the policies that all others are compared with.
+        say: receives a notice if plots are left out.
 
-    Raises ValueError for a policy to compare with that there is not.
+    Raises:
+        ValueError: if the results lack a policy in `against`.
     """
     known = list(dict.fromkeys(policy for results in several for policy in results.policies))
     for policy in against:
         if policy not in known:
-            raise ValueError(f"no policy {policy!r} in these results; accepted are {', '.join(known)}")
+            raise ValueError(f"policy {policy!r} is not in the results: expected one of {', '.join(known)}")
     out.mkdir(parents=True, exist_ok=True)
     parts: list[str] = []
     for i, results in enumerate(several):
@@ -47,11 +49,9 @@ def _counted(results: Results) -> list[str]:
         f"{answers:,} answers of {results.model} under {len(results.policies)} policies, {len(results.columns)} tasks."
     )
     if results.errors:
-        text += f" **{results.errors:,} are missing because something failed**; the results say what."
+        text += f" **{results.errors:,} answers are missing because of errors**, which the results file lists."
     settings = "; ".join(f"`{setting}`: {MEANING[setting]}" for setting in results.settings)
-    return [
-        f"{text} {settings}. In both, answers are decoded from the compressed cache alone, the prompt's last token too."
-    ]
+    return [f"{text} {settings}. In both settings, all tokens of an answer are decoded from the compressed cache."]
 
 
 def _tables(results: Results, question: str, against: Sequence[str]) -> list[Table]:
@@ -67,7 +67,7 @@ def _saved(folder: Path, table: Table) -> str:
 
 
 def _plots(out: Path, folder: Path, results: Results, say: Callable[[str], None]) -> list[str]:
-    """Markdown of the plots that there was something to draw for."""
+    """Draws the plots that have data and returns their Markdown."""
     found = []
     try:
         if plots.curves(folder / "curves.png", results):
@@ -78,5 +78,5 @@ def _plots(out: Path, folder: Path, results: Results, say: Callable[[str], None]
                 if draw(path, results, question):
                     found.append((f"{title}, {MEANING[question]}", path))
     except ImportError:
-        say('no plots, because matplotlib is not installed; pip install "kvjax[plot]" brings it')
+        say('there are no plots, because matplotlib is not installed; pip install "kvjax[plot]" installs it')
     return [f"![{title}]({path.relative_to(out)})" for title, path in found]

@@ -1,4 +1,4 @@
-"""Plots of results as PNG. They need matplotlib, the extra `plot`."""
+"""Plots of results as PNG files. They need matplotlib, which the extra `plot` installs."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 
 from kvjax.evaluation.picture import COLOURS, MARKERS
-from kvjax.evaluation.report.results import Cell, Results
+from kvjax.evaluation.report.results import CellResults, Results
 from kvjax.evaluation.report.statistics import area, curve
 from kvjax.evaluation.report.tables import MEANING, budget_text
 
-SHOWN = len(COLOURS) - 1  # policies that get a colour; the others are grey, and the full cache is black
-PANELS = 6
+SHOWN = len(COLOURS) - 1  # the number of policies with a colour; the others are light grey
+PANELS = 6  # the largest number of policies in the plot of layers
 
 
 def curves(path: Path, results: Results) -> bool:
-    """Accuracy against compression, a panel for each setting, with 95 % intervals; the best policies in colour.
+    """Draws accuracy against compression with 95 % intervals, in one panel per setting; the best policies have colours.
 
-    Returns whether there was anything to draw.
+    Returns whether there was anything to draw, as all plots do.
     """
     found = {
         question: {
@@ -56,7 +56,7 @@ def curves(path: Path, results: Results) -> bool:
         if full is not None and (mean := full.mean(results.columns)) is not None:
             axes.axhline(100 * mean, color="0.35", linestyle="--", linewidth=1.5, label="full cache", zorder=1)
         axes.set_title(MEANING[question], loc="left", fontsize=10)
-        axes.set_xlabel("entries of the prompt that are not kept, %")
+        axes.set_xlabel("dropped entries of the prompt, %")
         axes.set_xlim(0, 100)
         axes.set_ylim(-4, 104)
     panels[0].set_ylabel(f"mean score of {len(results.columns)} tasks, %")
@@ -69,9 +69,9 @@ def curves(path: Path, results: Results) -> bool:
 
 
 def needles(path: Path, results: Results, question: str) -> bool:
-    """Where needles are found: a heat map over length and depth for each policy and budget."""
+    """Draws the recall of needles as a heat map over length and depth, for each policy and budget."""
 
-    def grid(cell: Cell) -> dict[tuple[float, float], list[float]]:
+    def grid(cell: CellResults) -> dict[tuple[float, float], list[float]]:
         places: dict[tuple[float, float], list[float]] = {}
         for line in cell.lines:
             if line["task"].startswith("needle/") and line["scores"]:
@@ -102,9 +102,12 @@ def needles(path: Path, results: Results, question: str) -> bool:
 
 
 def layers(path: Path, results: Results, question: str) -> bool:
-    """What each layer keeps, by task, for policies that treat layers or prompts differently: mean and 5 to 95 %."""
+    """Draws the retained share per layer and task: the mean and the range from 5 to 95 %.
 
-    def shares(cell: Cell) -> dict[str, np.ndarray]:
+    Only policies that give layers different budgets are drawn.
+    """
+
+    def shares(cell: CellResults) -> dict[str, np.ndarray]:
         by_task: dict[str, list[np.ndarray]] = {}
         for line in cell.lines:
             by_task.setdefault(line["task"], []).append(np.array(line["kept"]) / line["compressed_tokens"])
@@ -127,7 +130,7 @@ def layers(path: Path, results: Results, question: str) -> bool:
         axes.set_title(f"{cell.name.policy}, {budget_text(cell.name.budget)}", fontsize=9)
         axes.set_xlabel("layer", fontsize=8)
         axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.set_ylabel("kept of the prompt, %", fontsize=8)
+        axes.set_ylabel("retained entries of the prompt, %", fontsize=8)
         axes.set_ylim(bottom=0)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=7)
@@ -136,8 +139,8 @@ def layers(path: Path, results: Results, question: str) -> bool:
 
 
 def _figure(count: int, width: float, height: float) -> tuple[Any, Sequence[Any]]:
-    """A figure with so many panels, up to three in a row. Raises ImportError without matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, and no global state
+    """A figure with `count` panels, up to three per row. Raises ImportError if matplotlib is not installed."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # needs no display and no global state
     from matplotlib.figure import Figure
 
     across = min(count, 3)
@@ -156,6 +159,6 @@ def _figure(count: int, width: float, height: float) -> tuple[Any, Sequence[Any]
 
 Draw = Callable[[Path, Results, str], bool]
 BY_SETTING: dict[str, tuple[Draw, str]] = {
-    "needles": (needles, "Where needles are found"),
-    "layers": (layers, "What each layer keeps"),
+    "needles": (needles, "Recall of needles"),
+    "layers": (layers, "Retained entries per layer"),
 }

@@ -1,4 +1,4 @@
-"""What runs have left on disk, read back: answers by cell and task, times by cell."""
+"""Reads the results of runs from disk: answers by cell and task, times by cell."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from jaxtyping import Float
 from kvjax.evaluation.grid import SETTINGS, Budget, PolicyLine
 from kvjax.evaluation.records import key_of, read_line
 from kvjax.evaluation.tasks import registry
+from kvjax.evaluation.tasks.task import mean_scores
 
 
 class CellName(NamedTuple):
-    """A policy at a budget in a setting."""
+    """The name of a cell: a policy at a budget in a setting."""
 
     policy: str
     budget: Budget | None
@@ -27,12 +28,12 @@ class CellName(NamedTuple):
 
 
 Column: TypeAlias = tuple[str, int | None]
-"""A task, and the length of its prompts where they are generated."""
+"""A task and the length of its prompts; the length is None if the prompts are not generated."""
 
 
 @dataclass(frozen=True, eq=False)
-class Cell:
-    """The marked answers of a policy at a budget in a setting, and the seconds of its batches."""
+class CellResults:
+    """The marked answers of a cell and the times of its batches."""
 
     name: CellName
     lines: tuple[Mapping[str, Any], ...]
@@ -40,13 +41,14 @@ class Cell:
 
     @cached_property
     def by_column(self) -> dict[Column, list[Mapping[str, Any]]]:
+        """The lines of each task and length."""
         found: dict[Column, list[Mapping[str, Any]]] = {}
         for line in self.lines:
             found.setdefault((line["task"], line["length"]), []).append(line)
         return found
 
     def scores(self, column: Column) -> dict[str, float]:
-        """The task's scores of all answers, the headline first; empty if there are none."""
+        """The scores of a task over all its answers, with the headline score first; empty without answers."""
         lines = self.by_column.get(column, [])
         if not lines:
             return {}
@@ -54,24 +56,27 @@ class Cell:
         task = registry.TASKS.get(column[0])
         if task is not None:
             return task.overall(given)
-        names = dict.fromkeys(name for one in given for name in one)
-        return {name: float(np.mean([one[name] for one in given if name in one])) for name in names}
+        return mean_scores(given)
 
     def headline(self, column: Column) -> float | None:
+        """The first score of a task; None without answers."""
         return next(iter(self.scores(column).values()), None)
 
     def mean(self, columns: Sequence[Column]) -> float | None:
-        """Of the headlines of all columns; None if one is missing."""
+        """The mean of the headline scores of the columns; None if one is missing."""
         found = [self.headline(column) for column in columns]
         return None if not found or None in found else float(np.mean([x for x in found if x is not None]))
 
     @cached_property
     def compression(self) -> float:
-        """The share of the prompts' entries that was not kept, in the mean over answers, layers and heads."""
+        """The share of the prompts' entries that was dropped, averaged over answers, layers and heads."""
         return float(np.mean([1 - np.mean(line["kept"]) / line["compressed_tokens"] for line in self.lines]))
 
     def clusters(self, column: Column) -> dict[str, Float[np.ndarray, "2"]]:
-        """For each example the sum of its answers' headlines, and their number: answers to one text go together."""
+        """The sum and the number of the headline scores of each example, by its id.
+
+        Answers to the questions of one example are not independent, so the bootstrap draws them together.
+        """
         found: dict[str, Float[np.ndarray, "2"]] = {}
         for line in self.by_column.get(column, []):
             if line["scores"]:
@@ -85,55 +90,59 @@ class Results:
     """The results of one model.
 
     Attributes:
-        model: as the grids name it.
-        header: the model's facts: bytes_per_token, layers.
-        cells: by name, in the order of the runs' policies.
-        errors: answers that are missing because something failed.
+        model: the name of the model in the grids.
+        title: the title of the first run.
+        header: facts about the model, such as bytes_per_token and layers.
+        cells: the cells by name, in the order of the runs' policies.
+        errors: the number of answers that are missing because of errors.
     """
 
     model: str
     title: str
     header: Mapping[str, Any]
-    cells: Mapping[CellName, Cell]
+    cells: Mapping[CellName, CellResults]
     errors: int
 
     @cached_property
     def columns(self) -> tuple[Column, ...]:
-        """In the order of the benchmarks."""
+        """All tasks and lengths, in the order of the registry."""
         place = {name: i for i, name in enumerate(registry.TASKS)}
         found = {column for cell in self.cells.values() for column in cell.by_column}
         return tuple(sorted(found, key=lambda column: (place.get(column[0], len(place)), column[0], column[1] or 0)))
 
     @property
     def policies(self) -> tuple[str, ...]:
+        """The names of all policies, in the order of the runs."""
         return tuple(dict.fromkeys(name.policy for name in self.cells))
 
     @property
     def settings(self) -> tuple[str, ...]:
+        """The settings that have answers."""
         return tuple(setting for setting in SETTINGS if any(name.question == setting for name in self.cells))
 
     def budgets(self) -> tuple[Budget, ...]:
-        """From the largest to the smallest."""
+        """All budgets, from the largest to the smallest."""
         return tuple(sorted({name.budget for name in self.cells if name.budget is not None}, reverse=True))
 
-    def full(self, question: str) -> Cell | None:
-        """The full cache's cell, where there is one."""
+    def full(self, question: str) -> CellResults | None:
+        """The cell of the full cache in a setting; None if it was not measured."""
         return next((cell for name, cell in self.cells.items() if name.question == question and _is_full(cell)), None)
 
-    def of(self, policy: str, question: str) -> list[Cell]:
-        """The cells of a policy in a setting, the least compressed first."""
+    def of(self, policy: str, question: str) -> list[CellResults]:
+        """The cells of a policy in a setting, in order of increasing compression."""
         cells = [cell for name, cell in self.cells.items() if (name.policy, name.question) == (policy, question)]
         return sorted(cells, key=lambda cell: cell.compression)
 
 
-def _is_full(cell: Cell) -> bool:
+def _is_full(cell: CellResults) -> bool:
     return cell.lines[0]["text"].strip() == "full"
 
 
 def read_results(folders: Iterable[str | os.PathLike[str]]) -> list[Results]:
-    """The results in the folders of runs, those of one model together.
+    """Reads the folders of runs and combines the results of each model.
 
-    Raises ValueError for a folder without results, or results with no marked answer.
+    Raises:
+        ValueError: if a folder has no results, if a line is incomplete, or if no answer of a model has a score.
     """
     lines: dict[str, dict[Any, dict[str, Any]]] = {}
     timings: dict[str, list[dict[str, Any]]] = {}
@@ -141,7 +150,7 @@ def read_results(folders: Iterable[str | os.PathLike[str]]) -> list[Results]:
     places: dict[str, dict[str, int]] = {}
     for folder in map(Path, folders):
         if not (folder / "run.json").exists():
-            raise ValueError(f"{folder} has no run.json; accepted are folders that kvjax eval wrote")
+            raise ValueError(f"{folder} has no run.json: expected a folder that kvjax eval wrote")
         run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
         model = run["grid"]["model"]
         headers.setdefault(model, run)
@@ -152,7 +161,7 @@ def read_results(folders: Iterable[str | os.PathLike[str]]) -> list[Results]:
             for number, data in enumerate(path.read_bytes().splitlines(keepends=True), 1):
                 line = read_line(data)
                 if line is None:
-                    raise ValueError(f"{path}, line {number} is not whole; running kvjax eval again repairs it")
+                    raise ValueError(f"{path}, line {number} is incomplete: run kvjax eval again to repair it")
                 lines.setdefault(model, {})[key_of(line)] = line
         for path in sorted(folder.glob("timings*.jsonl")):
             timings.setdefault(model, []).extend(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
@@ -174,12 +183,12 @@ def _of_model(
         if "scores" in line:
             by_cell.setdefault(_name(line), ([], []))[0].append(line)
     if not by_cell:
-        raise ValueError(f"no answer of {model} has been marked; there is nothing to report")
+        raise ValueError(f"no answer of {model} has a score: expected results with at least one scored answer")
     for took in timings:
         if "read_seconds" in took and _name(took) in by_cell:
             by_cell[_name(took)][1].append(took)
-    names = sorted(by_cell, key=lambda name: place[name.policy])  # hosts have policies of their own
-    cells = {name: Cell(name, *map(tuple, by_cell[name])) for name in names}
+    names = sorted(by_cell, key=lambda name: place[name.policy])  # the files of several hosts may have other orders
+    cells = {name: CellResults(name, *map(tuple, by_cell[name])) for name in names}
     return Results(model, run["grid"]["title"], run["model"], cells, sum("error" in line for line in lines.values()))
 
 

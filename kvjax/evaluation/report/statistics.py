@@ -1,4 +1,4 @@
-"""How sure a mean is, and what a curve comes to: bootstrap over examples, areas, compression at a tolerance."""
+"""Statistics of results: bootstrap intervals, areas under curves, and the largest compression at a tolerance."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.evaluation.report.results import Cell, Column, Results
+from kvjax.evaluation.report.results import CellResults, Column, Results
 
 DRAWS = 2000
 
 
 class Interval(NamedTuple):
-    """A mean and the interval that holds it with 95 % confidence."""
+    """A mean and its 95 % confidence interval."""
 
     mean: float
     low: float
@@ -23,7 +23,7 @@ class Interval(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """A mean difference, its interval, and how often chance alone would be as far from 0 (two-sided)."""
+    """A mean difference, its 95 % confidence interval and its two-sided p-value."""
 
     mean: float
     low: float
@@ -32,7 +32,7 @@ class Difference(NamedTuple):
 
 
 class Point(NamedTuple):
-    """A point of an accuracy-against-compression curve."""
+    """A point of a curve of accuracy against compression, the share of dropped entries."""
 
     compression: float
     accuracy: Interval
@@ -41,10 +41,12 @@ class Point(NamedTuple):
 def bootstrap(
     clusters: Sequence[Float[np.ndarray, "N 2"]], draws: int = DRAWS, seed: int = 0
 ) -> Float[np.ndarray, "R"]:
-    """Means of redrawn samples: of each task, examples are drawn with replacement; the tasks' means are averaged.
+    """Means of R resampled data sets. Examples of each task are drawn with replacement; task means are averaged.
 
     Args:
-        clusters: for each task, a row for each example: the sum of its answers' scores, and their number.
+        clusters: for each task, one row per example with the sum and the number of its answers' scores.
+        draws: the number R of resampled data sets.
+        seed: the seed of the draws.
     """
     rng = np.random.default_rng(seed)
     means = np.zeros(draws)
@@ -55,8 +57,8 @@ def bootstrap(
 
 
 @cache
-def interval(cell: Cell, columns: tuple[Column, ...]) -> Interval | None:
-    """The mean of a cell's tasks with its bootstrap interval; None if one of the tasks is missing."""
+def interval(cell: CellResults, columns: tuple[Column, ...]) -> Interval | None:
+    """The mean of a cell's tasks with its bootstrap interval; None if a task is missing."""
     clusters = [np.array(list(cell.clusters(column).values())) for column in columns]
     mean = cell.mean(columns)
     if mean is None or not all(map(len, clusters)):
@@ -65,8 +67,8 @@ def interval(cell: Cell, columns: tuple[Column, ...]) -> Interval | None:
     return Interval(mean, float(low), float(high))
 
 
-def difference(one: Cell, other: Cell, columns: Sequence[Column]) -> Difference | None:
-    """The mean of `one` less that of `other` on the examples that both answered: paired bootstrap."""
+def difference(one: CellResults, other: CellResults, columns: Sequence[Column]) -> Difference | None:
+    """The mean of `one` minus that of `other` on the examples that both answered, by paired bootstrap."""
     pairs = []
     for column in columns:
         ours, theirs = one.clusters(column), other.clusters(column)
@@ -82,7 +84,7 @@ def difference(one: Cell, other: Cell, columns: Sequence[Column]) -> Difference 
 
 
 def curve(results: Results, policy: str, question: str) -> list[Point]:
-    """Accuracy against the share of entries that were not kept, with the full cache at 0 where it was measured."""
+    """The points of accuracy against compression, including the full cache at 0 if it was measured."""
     cells = results.of(policy, question)
     full = results.full(question)
     if full is not None and all(cell is not full for cell in cells):
@@ -92,7 +94,10 @@ def curve(results: Results, policy: str, question: str) -> list[Point]:
 
 
 def area(points: Sequence[Point]) -> float | None:
-    """The mean accuracy between the smallest and the largest compression, by trapezoids; None for a single point."""
+    """The mean accuracy between the smallest and the largest compression, by the trapezoidal rule.
+
+    None if the points have fewer than two different compressions.
+    """
     x, y = np.array([point.compression for point in points]), np.array([point.accuracy.mean for point in points])
     if len(points) < 2 or np.ptp(x) == 0:
         return None
@@ -100,11 +105,11 @@ def area(points: Sequence[Point]) -> float | None:
 
 
 def largest_compression(results: Results, policy: str, question: str, tolerance: float) -> float | None:
-    """How far a policy compresses while it loses at most `tolerance` of the full cache's scores, averaged over tasks.
+    """The largest compression with a loss of at most `tolerance` of the full cache's scores (KVCompose, eq. 10).
 
-    KVCompose's eq. 10: the loss of a task is (full - this) / full; tasks at which the full cache scores 0 do not count.
-    Between measured points the loss is taken to be linear; what counts is the first crossing, so that everything below
-    holds too. None without a full cache.
+    The loss of a task is (full - this) / full, averaged over the tasks at which the full cache scores above 0. Losses
+    between measured points are interpolated linearly. The result is the first crossing of the tolerance, so that all
+    smaller compressions are within it as well. None if the full cache was not measured.
     """
     full = results.full(question)
     if full is None:

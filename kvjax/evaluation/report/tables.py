@@ -1,4 +1,4 @@
-"""Tables as data, and as Markdown, CSV and LaTeX. Scores are in percent."""
+"""Tables of results, which can be written as Markdown, CSV and LaTeX. Scores are in percent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from statistics import fmean
 import numpy as np
 
 from kvjax.evaluation.grid import Budget
-from kvjax.evaluation.report.results import Cell, Column, Results
+from kvjax.evaluation.report.results import CellResults, Column, Results
 from kvjax.evaluation.report.statistics import area, curve, difference, interval, largest_compression
 
 TOLERANCES = (0.2, 0.1)
@@ -23,9 +23,12 @@ class Table:
     """Rows of text under headings.
 
     Attributes:
-        name: a file's.
-        best: columns of which the highest number is set in bold.
-        apart: so many rows come first, and take no part in being best.
+        name: the name of the table's files, without extension.
+        title: the title or caption.
+        headings: the headings of the columns.
+        rows: the cells of each row.
+        best: the indices of the columns whose highest number is set in bold.
+        apart: the number of leading rows that are excluded from the comparison.
     """
 
     name: str
@@ -36,7 +39,7 @@ class Table:
     apart: int = 0
 
     def bold(self) -> set[tuple[int, int]]:
-        """The cells (row, column) that are the best of their column."""
+        """The cells (row, column) that have the highest number of their column."""
         found = set()
         for column in self.best:
             values = {row: _number(cells[column]) for row, cells in enumerate(self.rows) if row >= self.apart}
@@ -46,6 +49,7 @@ class Table:
         return found
 
     def markdown(self) -> str:
+        """The table in Markdown, with its title."""
         bold = self.bold()
         lines = ["| " + " | ".join(self.headings) + " |", "|---|" + "---:|" * (len(self.headings) - 1)]
         for i, row in enumerate(self.rows):
@@ -54,11 +58,13 @@ class Table:
         return "\n".join([f"**{self.title}**", "", *lines])
 
     def csv(self) -> str:
+        """The table as CSV, without its title."""
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([self.headings, *self.rows])
         return text.getvalue()
 
     def latex(self) -> str:
+        """The table as a LaTeX table environment, which needs the package booktabs."""
         bold = self.bold()
         body = []
         for i, row in enumerate(self.rows):
@@ -85,9 +91,10 @@ class Table:
 
 
 def scores(results: Results, question: str) -> list[Table]:
-    """Policies by tasks, a table for each budget, the full cache on top: the layout of LongBench's tables in papers.
+    """One table per budget with policies as rows and tasks as columns, as papers present LongBench.
 
-    Where there is one task only, its scores are the columns, as in LongGenBench's.
+    The full cache is the first row. If there is only one task, its scores are the columns, as papers present
+    LongGenBench.
     """
     columns = results.columns
     made = []
@@ -120,7 +127,7 @@ def scores(results: Results, question: str) -> list[Table]:
 
 
 def averages(results: Results, question: str) -> Table:
-    """Policies by budgets, the mean of all tasks with half the width of its interval."""
+    """Policies by budgets: the mean of all tasks and half the width of its interval."""
     budgets = results.budgets()
     rows = []
     for policy in results.policies:
@@ -137,7 +144,7 @@ def averages(results: Results, question: str) -> Table:
 
 
 def robustness(several: Sequence[Results]) -> list[Table]:
-    """KVCompose's Tables 2 and 3: the largest compression at a tolerance, and the area under the curve."""
+    """The largest compression at a tolerance, and the area under the curve, as in KVCompose's Tables 2 and 3."""
     places = [(results, question) for question in MEANING for results in several if question in results.settings]
     policies = dict.fromkeys(p for results in several for p in results.policies if results.budgets())
     headings = ("policy", *(f"{question}, {results.model}" for results, question in places), "avg.")
@@ -146,7 +153,7 @@ def robustness(several: Sequence[Results]) -> list[Table]:
         *(
             (
                 f"compression_at_{tolerance:.0%}".replace("%", ""),
-                f"Largest compression in percent at which at most {tolerance:.0%} are lost",
+                f"Largest compression in percent with a loss of at most {tolerance:.0%}",
                 lambda r, p, q, t=tolerance: largest_compression(r, p, q, t),
             )
             for tolerance in TOLERANCES
@@ -170,7 +177,7 @@ def _area(results: Results, policy: str, question: str) -> float | None:
 
 
 def comparison(results: Results, question: str, policy: str) -> Table | None:
-    """Every other policy less this one at the same budget, by paired bootstrap over the examples."""
+    """The difference of every other policy to `policy` at the same budget, by paired bootstrap over examples."""
     rows = []
     for name, cell in results.cells.items():
         other = next((c for c in results.of(policy, question) if c.name.budget in (name.budget, None)), None)
@@ -185,16 +192,17 @@ def comparison(results: Results, question: str, policy: str) -> Table | None:
         return None
     return Table(
         f"against_{_file(policy)}_{question}",
-        f"{results.model}: points above {policy}, paired bootstrap, {MEANING[question]}",
+        f"{results.model}: difference to {policy} in points, paired bootstrap, {MEANING[question]}",
         ("policy", "budget", "difference", "95 % interval", "p"),
         tuple(rows),
     )
 
 
 def costs(results: Results, question: str) -> Table:
-    """What cells take: bytes of a cache, seconds to the first token, tokens a second.
+    """The costs of cells: bytes of the cache, seconds to the first token, and decoded tokens per second.
 
-    There are no seconds where several answers come from one reading: of several budgets, or of questions that are seen.
+    The seconds to the first token are left out if several budgets, or several questions that the policy sees, use one
+    prefill.
     """
     token = results.header["bytes_per_token"]
     rows = []
@@ -222,28 +230,31 @@ def costs(results: Results, question: str) -> Table:
                 f"{speed:.4g}" if speed else "",
             )
         )
-    headings = ("policy", "budget", "kept %", "MB a row", "of full", "s to first token", "decoded tokens/s")
-    title = f"{results.model}: what caches take at the end of an answer, and batches in the median, {MEANING[question]}"
+    headings = ("policy", "budget", "kept %", "MB per row", "of full", "s to first token", "decoded tokens/s")
+    title = f"{results.model}: cache size at the end of an answer, and median times, {MEANING[question]}"
     return Table(f"costs_{question}", title, headings, tuple(rows))
 
 
 def percent(value: float | None) -> str:
+    """A share as text in percent; empty for None."""
     return "" if value is None else f"{100 * value:.1f}"
 
 
 def budget_text(budget: Budget | None) -> str:
+    """A budget as text: a number of entries, or the retained share in percent."""
     if budget is None:
         return "no budget"
     return f"{budget:,} entries" if isinstance(budget, int) else f"{100 * budget:g} % kept"
 
 
 def column_name(column: Column) -> str:
+    """The heading of a column."""
     task, length = column
     return task if length is None else f"{task} {length:,}"
 
 
 def _named(columns: Sequence[Column]) -> list[Column]:
-    """Columns without what all have in common: the family, and the length where there is one only."""
+    """Columns without the family if all have the same one, and without the length if all have the same one."""
     families, lengths = {task.split("/")[0] for task, _ in columns}, {length for _, length in columns}
     return [
         (task.split("/", 1)[-1] if len(families) == 1 else task, None if len(lengths) == 1 else length)
@@ -251,7 +262,7 @@ def _named(columns: Sequence[Column]) -> list[Column]:
     ]
 
 
-def _with_interval(cell: Cell | None, columns: tuple[Column, ...]) -> str:
+def _with_interval(cell: CellResults | None, columns: tuple[Column, ...]) -> str:
     found = None if cell is None else interval(cell, columns)
     return "" if found is None else f"{percent(found.mean)} ± {100 * (found.high - found.low) / 2:.1f}"
 

@@ -1,1 +1,1 @@
-"""Where prompts with known answers come from."""
+"""Benchmark tasks: prompts with reference answers, and the metrics that mark answers."""

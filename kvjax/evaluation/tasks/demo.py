@@ -1,9 +1,10 @@
-"""Synthetic tasks in plain words: facts strewn over a text, and a question about them at its end.
+"""Synthetic tasks in plain words: facts are scattered over a text, and a question at its end asks about them.
 
-What is asked is not known while the text is read, and the facts lie anywhere in it, so a small cache answers only if
-it kept the right tokens. An answer opens by repeating what is asked: so the fact is fetched while decoding, from what a
-policy kept of the prompt, and not by the prompt's last token, which still saw all of it.
-Every task can be of any length; a text can be read once and asked all of its questions.
+The question is unknown while the text is read, and the facts may be anywhere in it. A small cache therefore gives the
+right answer only if it retained the right tokens. An answer begins by repeating words of the question, so the fact is
+retrieved during decoding, from the retained entries. The last token of the prompt, which attends to the whole prompt
+during prefill, does not retrieve it.
+Every task supports any length that holds its facts. A text can be read once and asked all its questions.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ SHORTEST_FILLER, LONGEST_FILLER = 4, 8
 
 
 @dataclass(frozen=True)
-class Question:
-    """The words that ask, and the words that must follow."""
+class DemoQuestion:
+    """A question and its expected answer, in words."""
 
     text: str
     answer: str
@@ -29,14 +30,14 @@ class Question:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a text states, in order, and every question that it answers."""
+    """The statements of a text, in order, and all questions that they answer."""
 
     statements: list[str]
-    questions: list[Question]
+    questions: list[DemoQuestion]
 
 
 class Deck:
-    """Names and things, dealt without repetition, so that facts of one text never contradict each other."""
+    """Deals names and things without repetition, so that the facts of one text never contradict each other."""
 
     def __init__(self, rng: np.random.Generator):
         self._cards = {"names": list(rng.permutation(NAMES)), "things": list(rng.permutation(THINGS))}
@@ -44,42 +45,43 @@ class Deck:
     def _deal(self, kind: str, count: int) -> list[str]:
         cards = self._cards[kind]
         if count > len(cards):
-            raise ValueError(f"a text asks for {count} more {kind} where {len(cards)} are left; combine fewer tasks")
+            raise ValueError(f"{count} {kind} requested, but {len(cards)} are left: expected fewer tasks per text")
         self._cards[kind] = cards[count:]
         return cards[:count]
 
     def names(self, count: int) -> list[str]:
+        """Deals `count` names. Raises ValueError if fewer are left."""
         return self._deal("names", count)
 
     def things(self, count: int) -> list[str]:
+        """Deals `count` things. Raises ValueError if fewer are left."""
         return self._deal("things", count)
 
 
 @dataclass(frozen=True)
-class Task:
-    """A kind of text and question.
+class TextKind:
+    """A kind of text with its questions.
 
     Attributes:
-        summary: what it takes to answer, in one line.
+        name: the name of the task.
         facts: draws the facts of a text of `length` tokens.
     """
 
     name: str
-    summary: str
     facts: Callable[[int, np.random.Generator, Deck], Facts]
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text, int32 ids, and the questions that it answers: (question ids, answer ids), each to be asked alone."""
+    """A text of N tokens and its (question, answer) pairs, all int32 ids; each question is asked on its own."""
 
     context: Int[np.ndarray, "N"]
     questions: tuple[tuple[Int[np.ndarray, "Q"], Int[np.ndarray, "A"]], ...]
 
 
 @dataclass(frozen=True)
-class Example:
-    """One prompt, `context` and then `question`, and the answer that must follow, all int32 ids."""
+class DemoExample:
+    """A prompt, which is `context` followed by `question`, and its expected answer, all int32 ids."""
 
     context: Int[np.ndarray, "N"]
     question: Int[np.ndarray, "Q"]
@@ -87,23 +89,27 @@ class Example:
 
     @property
     def prompt(self) -> Int[np.ndarray, "P"]:
+        """The context and the question as one array."""
         return np.concatenate([self.context, self.question])
 
 
 def codes(count: int, deck: Deck) -> tuple[list[str], list[str], list[str]]:
+    """Draws `count` names, a code for each name, and the statements that give the codes."""
     names, things = deck.names(count), deck.things(count)
     return names, things, [f"the code of {name} is {thing} ." for name, thing in zip(names, things, strict=True)]
 
 
 def needle(length: int, rng: np.random.Generator, deck: Deck) -> Facts:
+    """The text has one fact, and the question asks for it."""
     (name,), (thing,), statements = codes(1, deck)
-    return Facts(statements, [Question(f"recall what the code of {name} is :", f"{name} is {thing}")])
+    return Facts(statements, [DemoQuestion(f"recall what the code of {name} is :", f"{name} is {thing}")])
 
 
 def needles(length: int, rng: np.random.Generator, deck: Deck) -> Facts:
+    """The text has four facts, and a question asks for two of them."""
     names, things, statements = codes(4, deck)
     questions = [
-        Question(
+        DemoQuestion(
             f"recall what the codes of {names[i]} and {names[j]} are :",
             f"{names[i]} is {things[i]} and {names[j]} is {things[j]}",
         )
@@ -115,15 +121,17 @@ def needles(length: int, rng: np.random.Generator, deck: Deck) -> Facts:
 
 
 def keys(length: int, rng: np.random.Generator, deck: Deck) -> Facts:
+    """The text has one fact per 32 tokens, 48 at most, and a question asks for one of them."""
     names, things, statements = codes(min(max(length // 32, 3), 48), deck)
     questions = [
-        Question(f"recall what the code of {name} is :", f"{name} is {thing}")
+        DemoQuestion(f"recall what the code of {name} is :", f"{name} is {thing}")
         for name, thing in zip(names, things, strict=True)
     ]
     return Facts(statements, questions)
 
 
 def variables(length: int, rng: np.random.Generator, deck: Deck) -> Facts:
+    """The text has chains of three assignments, and the answer follows one chain to its value."""
     chains = min(max(length // 128, 2), 8)
     names, things = deck.names(3 * chains), deck.things(chains)
     statements: list[list[str]] = []
@@ -134,22 +142,25 @@ def variables(length: int, rng: np.random.Generator, deck: Deck) -> Facts:
             [f"{first} equals {things[chain]} .", f"{second} equals {first} .", f"{third} equals {second} ."]
         )
         questions.append(
-            Question(f"recall what {third} equals :", f"{third} equals {second} equals {first} equals {things[chain]}")
+            DemoQuestion(
+                f"recall what {third} equals :", f"{third} equals {second} equals {first} equals {things[chain]}"
+            )
         )
     turns = rng.permutation(np.repeat(np.arange(chains), 3))
     return Facts([statements[chain].pop(0) for chain in turns], questions)
 
 
 def labels(length: int, rng: np.random.Generator, deck: Deck) -> Facts:
-    shown = min(max(length // 32, 8), 48)
+    """The text labels classes of words by examples, and the answer labels a word, which may be new."""
+    examples = min(max(length // 32, 8), 48)
     names_of = dict(zip(CLASSES, rng.permutation(LABELS)[: len(CLASSES)], strict=True))
-    order = rng.permutation(np.arange(shown) % len(CLASSES))
+    order = rng.permutation(np.arange(examples) % len(CLASSES))
     kinds = list(CLASSES)
     statements = [
         f"{rng.choice(CLASSES[kinds[k]])} means {names_of[kinds[k]]} ." for k in order
-    ]  # every class is shown at least twice
+    ]  # every class occurs at least twice
     questions = [
-        Question(f"recall what {word} means :", f"{word} means {names_of[kind]}")
+        DemoQuestion(f"recall what {word} means :", f"{word} means {names_of[kind]}")
         for kind, words in CLASSES.items()
         for word in words
     ]
@@ -157,49 +168,41 @@ def labels(length: int, rng: np.random.Generator, deck: Deck) -> Facts:
 
 
 def copying(length: int, rng: np.random.Generator, deck: Deck) -> Facts:
+    """The text has lines of four words, and the answer repeats one line."""
     lines = min(max(length // 128, 2), 12)
     names = deck.names(lines)
     said = [" ".join(deck.things(4)) for _ in names]
     return Facts(
         [f"{name} says {words} ." for name, words in zip(names, said, strict=True)],
         [
-            Question(f"recall what {name} says :", f"{name} says {words}")
+            DemoQuestion(f"recall what {name} says :", f"{name} says {words}")
             for name, words in zip(names, said, strict=True)
         ],
     )
 
 
 def frequent(length: int, rng: np.random.Generator, deck: Deck) -> Facts:
+    """The text has votes for three things. The answer is the one with three times as many votes as the others."""
     most = min(max(length // 128, 3), 12)
     winner, *others = deck.things(3)
     votes = [winner] * most + [other for other in others for _ in range(most // 3)]
     statements = [f"one vote for {thing} ." for thing in rng.permutation(votes)]
-    return Facts(statements, [Question("recall what most votes are for :", f"for {winner}")])
+    return Facts(statements, [DemoQuestion("recall what most votes are for :", f"for {winner}")])
 
 
-TASKS: dict[str, Task] = {
-    task.name: task
-    for task in (
-        Task("needle", "one fact in the text, and it is asked for", needle),
-        Task("needles", "four facts, of which two are asked for", needles),
-        Task("keys", "one fact in every 32 tokens (48 at most), of which one is asked for", keys),
-        Task("variables", "chains of three assignments; the asked one is followed to its value", variables),
-        Task("labels", "classes of words get labels by example; a word, seen or not, is to be labelled", labels),
-        Task("copying", "lines of four words; one line is to be repeated", copying),
-        Task(
-            "frequent", "votes for three things; the one with the most votes, thrice the next, is asked for", frequent
-        ),
-    )
+TASKS: dict[str, TextKind] = {
+    kind.__name__: TextKind(kind.__name__, kind)
+    for kind in (needle, needles, keys, variables, labels, copying, frequent)
 }
 
 
 def filler(length: int, rng: np.random.Generator) -> list[str]:
-    """Sentences about nothing that is asked, `length` words in all; `length` is 0 or at least SHORTEST_FILLER."""
+    """Sentences without facts that have `length` words in total; `length` is 0 or at least SHORTEST_FILLER."""
     sentences = []
     while length:
         longest = min(LONGEST_FILLER, length)
         size = int(rng.integers(SHORTEST_FILLER, longest + 1))
-        if 0 < length - size < SHORTEST_FILLER:  # what is left must fit a sentence, or none
+        if 0 < length - size < SHORTEST_FILLER:  # the rest must be empty or long enough for a sentence
             size = length if length <= LONGEST_FILLER else length - SHORTEST_FILLER
             size = min(size, LONGEST_FILLER)
         sentences.append(sentence(size, rng))
@@ -208,7 +211,7 @@ def filler(length: int, rng: np.random.Generator) -> list[str]:
 
 
 def sentence(size: int, rng: np.random.Generator) -> str:
-    """A sentence of 4 to 8 words, the full stop included."""
+    """A random sentence of `size` words, 4 to 8, including the full stop."""
 
     def pick(words: Sequence[str]) -> str:
         return words[int(rng.integers(len(words)))]
@@ -221,13 +224,14 @@ def sentence(size: int, rng: np.random.Generator) -> str:
 
 
 def weave(statements: Sequence[str], length: int, rng: np.random.Generator) -> Int[np.ndarray, "N"]:
-    """A text of exactly `length` tokens: the statements, in order, at random places among filler sentences.
+    """A text of exactly `length` tokens with the statements, in order, at random places among filler sentences.
 
-    Raises ValueError if there is no room for the statements and at least one filler sentence.
+    Raises:
+        ValueError: if the statements and one filler sentence do not fit.
     """
     stated = sum(len(statement.split()) for statement in statements)
     if length - stated < SHORTEST_FILLER:
-        raise ValueError(f"a text of {length} tokens is too short for these facts: at least {stated + SHORTEST_FILLER}")
+        raise ValueError(f"a text of {length} tokens: expected at least {stated + SHORTEST_FILLER} for these facts")
     around = filler(length - stated, rng)
     places = rng.permutation(np.arange(len(around) + len(statements)) < len(statements))
     facts, rest = iter(statements), iter(around)
@@ -235,21 +239,21 @@ def weave(statements: Sequence[str], length: int, rng: np.random.Generator) -> I
 
 
 def document(task: str, length: int, rng: np.random.Generator) -> Document:
-    """A text and all of its questions: the context and any one question are exactly `length` tokens together.
+    """A text and all its questions. The context and any one question have exactly `length` tokens together.
 
     Raises:
-        ValueError: an unknown task, or a length that cannot hold the task's facts.
+        ValueError: if the task is unknown or if its facts do not fit into `length` tokens.
     """
     if task not in TASKS:
-        raise ValueError(f"unknown task {task!r}; accepted: {', '.join(TASKS)}")
+        raise ValueError(f"unknown task {task!r}: expected one of {', '.join(TASKS)}")
     facts = TASKS[task].facts(length, rng, Deck(rng))
     questions = [(encode(question.text), encode(question.answer)) for question in facts.questions]
-    context = weave(facts.statements, length - len(questions[0][0]), rng)  # a task's questions are equally long
+    context = weave(facts.statements, length - len(questions[0][0]), rng)  # a task's questions have one length
     return Document(context, tuple(questions))
 
 
-def example(task: str, length: int, rng: np.random.Generator) -> Example:
-    """A prompt of exactly `length` tokens with one of its text's questions. Raises as `document`."""
+def example(task: str, length: int, rng: np.random.Generator) -> DemoExample:
+    """A prompt of exactly `length` tokens with one random question of its text. Raises as `document` does."""
     text = document(task, length, rng)
     question, answer = text.questions[int(rng.integers(len(text.questions)))]
-    return Example(text.context, question, answer)
+    return DemoExample(text.context, question, answer)

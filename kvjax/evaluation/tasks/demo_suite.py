@@ -1,4 +1,4 @@
-"""The demo model's own tasks (`demo`) as a family: texts of exactly `Source.length` tokens, several questions each."""
+"""The family `demo/`: the tasks of `demo` as texts of exactly `Source.length` tokens with several questions each."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .vocabulary import decode
 
 
 def exact(prediction: str, question: Question) -> Scores:
-    """1 if the answer is the reference word for word. One that does not end is longer, and therefore wrong."""
+    """1 if the words of the answer equal those of the reference. An answer without an end token is longer."""
     return {"exact_match": float(prediction.split() == question.answers[0].split())}
 
 
 @dataclass(frozen=True)
 class DemoTask(Task):
-    """A kind of text of the demo.
+    """A task of the demo model.
 
     Attributes:
-        questions: at most so many of a text's questions, drawn at random.
+        questions: the largest number of questions per text, which are drawn at random.
     """
 
     questions: int = 4

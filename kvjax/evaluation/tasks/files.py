@@ -1,4 +1,4 @@
-"""Reading the benchmarks' files, from a folder or the hub, field by field: a bad line is reported and the rest read."""
+"""Reads the benchmarks' files from a folder or the hub. A line that cannot be used is reported, the others are read."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from .task import DataError, Example, Fault, Source
 
 @dataclass(frozen=True)
 class Record:
-    """A JSON object, and where it stands: "longbench/qasper.jsonl, line 3"."""
+    """A JSON object and its location, such as "longbench/qasper.jsonl, line 3"."""
 
     where: str
     fields: dict[str, Any]
 
     @classmethod
     def of(cls, where: str, value: Any) -> Record:
+        """A record of a JSON value. Raises DataError if the value is not an object."""
         if not isinstance(value, dict):
-            raise DataError(f"{where}: {_kind(value)} where a JSON object is expected")
+            raise DataError(f"{where} is {_kind(value)}; expected a JSON object")
         return cls(where, value)
 
     def _get(self, name: str, expected: str) -> Any:
@@ -31,38 +32,41 @@ class Record:
         return self.fields[name]
 
     def text(self, name: str, *, empty: bool = False) -> str:
-        """A string; an empty one only if `empty`."""
+        """The field as a string, which may be blank only if `empty`. Raises DataError."""
         value = self._get(name, "a string")
         if not isinstance(value, str):
             raise DataError(f"{self.where}: field {name!r} is {_kind(value)}; expected a string")
         if not value.strip() and not empty:
-            raise DataError(f"{self.where}: field {name!r} is empty")
+            raise DataError(f"{self.where}: field {name!r} is empty; expected a text")
         return value
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """A list of one string or more."""
+        """The field as a list of at least one string. Raises DataError."""
         value = self._get(name, "a list of strings")
         if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
-            raise DataError(f"{self.where}: field {name!r} is {_kind(value)}; expected a list of one string or more")
+            raise DataError(f"{self.where}: field {name!r} is {_kind(value)}; expected a list of at least one string")
         return tuple(value)
 
     def integer(self, name: str) -> int:
+        """The field as an integer. Raises DataError."""
         value = self._get(name, "an integer")
         if not isinstance(value, int) or isinstance(value, bool):
             raise DataError(f"{self.where}: field {name!r} is {_kind(value)}; expected an integer")
         return value
 
     def items(self, name: str) -> list[Any]:
+        """The field as a list. Raises DataError."""
         value = self._get(name, "a list")
         if not isinstance(value, list):
             raise DataError(f"{self.where}: field {name!r} is {_kind(value)}; expected a list")
         return value
 
     def object(self, name: str) -> Record:
+        """The field as a record. Raises DataError."""
         return Record.of(f"{self.where}, {name}", self._get(name, "an object"))
 
     def records(self, name: str) -> list[Record]:
-        """A list of objects."""
+        """The field as a list of records. Raises DataError."""
         return [Record.of(f"{self.where}, {name}[{i}]", value) for i, value in enumerate(self.items(name))]
 
 
@@ -74,21 +78,21 @@ def _kind(value: Any) -> str:
 
 
 def parse(where: str, raw: bytes) -> Any:
-    """The JSON in `raw`; raises DataError."""
+    """The JSON value in `raw`. Raises DataError if it is not JSON in UTF-8."""
     try:
         return json.loads(raw)
     except ValueError as error:  # not UTF-8, or not JSON
-        raise DataError(f"{where}: not JSON ({error})") from None
+        raise DataError(f"{where} is not JSON: {error}") from None
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """A benchmark's file.
+    """A data file of a benchmark.
 
     Attributes:
-        path: below the data folder.
-        repository: a data set on the hub that has it; empty if none does.
-        archive: the zip file there that has one of this name, in whatever folder.
+        path: the path below the data folder.
+        repository: the data set on the hub that has the file; empty if none has it.
+        archive: the zip file in this data set that contains a file of this name, in any folder.
     """
 
     path: str
@@ -96,11 +100,11 @@ class DataFile:
     archive: str = ""
 
     def read(self, source: Source) -> bytes:
-        """Its bytes; raises DataError where it is not to be had, saying what was looked for."""
+        """The bytes of the file. Raises DataError, which names the file, if it cannot be read."""
         if source.folder is not None:
             return read(Path(source.folder) / self.path)
         if not self.repository:
-            raise DataError(f"{self.path} is on no hub: name the folder that holds it (--data)")
+            raise DataError(f"{self.path} is not on the hub: expected a folder that holds it (--data)")
         from huggingface_hub import hf_hub_download
 
         try:
@@ -110,50 +114,50 @@ class DataFile:
                 found = [one for one in files.namelist() if one.split("/")[-1] == name]
                 if len(found) == 1:
                     return files.read(found[0])
-                raise ValueError(f"it has {len(found)} files of this name")
+                raise ValueError(f"{len(found)} files have this name; expected one")
         except (OSError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
             raise DataError(
-                f"{Path(self.path).name} in {self.archive} of the data set {self.repository} cannot be read ({error}); "
-                f"a folder (--data) with {self.path} does as well"
+                f"cannot read {Path(self.path).name} in {self.archive} of the data set {self.repository}: {error}. A "
+                f"folder (--data) with {self.path} is accepted as well"
             ) from error
 
     def lines(self, source: Source) -> list[tuple[str, bytes]]:
-        """(where, line) for each line that is not blank."""
+        """The location and the bytes of each line that is not blank."""
         lines = self.read(source).splitlines()
         return [(f"{self.path}, line {i}", line) for i, line in enumerate(lines, 1) if line.strip()]
 
     def items(self, source: Source) -> list[tuple[str, Any]]:
-        """(where, item) for each item of a JSON list."""
+        """The location and the value of each item of a JSON list. Raises DataError if the file is no JSON list."""
         value = parse(self.path, self.read(source))
         if not isinstance(value, list):
-            raise DataError(f"{self.path}: {_kind(value)} where a list of objects is expected")
+            raise DataError(f"{self.path} is {_kind(value)}; expected a list of objects")
         return [(f"{self.path}, [{i}]", item) for i, item in enumerate(value)]
 
 
 def read(path: Path) -> bytes:
-    """A file's bytes; raises DataError."""
+    """The bytes of a file. Raises DataError if it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+        raise DataError(f"cannot read {path}: {error.strerror}") from None
 
 
 def read_text(path: Path) -> str:
-    """A text file; raises DataError."""
+    """The text of a file. Raises DataError if it cannot be read or is not UTF-8."""
     try:
         return read(path).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not text in UTF-8: {error}") from None
+        raise DataError(f"{path} is not UTF-8 text: {error}") from None
 
 
 def examples(found: Iterable[tuple[str, Any]], make: Callable[[Record], Example]) -> Iterator[Example | Fault]:
-    """One example of each line or item; a Fault where `make` or the JSON fails, or an id comes twice."""
+    """Makes an example of each line or item, or a Fault if the JSON or `make` fails or an id occurs twice."""
     seen: dict[str, str] = {}
     for where, value in found:
         try:
             example = make(Record.of(where, parse(where, value) if isinstance(value, bytes) else value))
             if example.id in seen:
-                raise DataError(f"{where}: its id {example.id!r} is that of {seen[example.id]}")
+                raise DataError(f"{where}: id {example.id!r} is also the id of {seen[example.id]}; expected another")
         except DataError as error:
             yield Fault(where, str(error))
             continue

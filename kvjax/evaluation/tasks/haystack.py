@@ -1,6 +1,6 @@
-"""What needles lie in: Paul Graham's essays, from the user's own files, and the word lists of wonderwords.
+"""Sources of haystacks: Paul Graham's essays, from the user's own files, and the word lists of wonderwords.
 
-The essays may not be passed on, so they do not come with kvjax.
+The licence of the essays does not allow kvjax to distribute them.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ SENTENCE_END = re.compile(r"""(?<=[.!?])\s+|(?<=[.!?]["')])\s+""")
 
 
 def essays(source: Source) -> str:
-    """The text of the essays: `essays.txt`, `PaulGrahamEssays.json` ({"text": ...}) or a folder of .txt files.
+    """The text of the essays, from `essays.txt`, `PaulGrahamEssays.json` ({"text": ...}) or a folder of .txt files.
 
-    Raises DataError if the data folder has none of them, or an empty one.
+    Raises:
+        DataError: if the data folder has none of them or if they are empty.
     """
     if source.folder is None:
-        where = "no folder was given"
+        where = "no folder is given"
     else:
         found = [path for name in ESSAYS if (path := Path(source.folder) / name).exists()]
         if found:
             return _essays(found[0])
-        where = f"{source.folder} has none"
+        where = f"{source.folder} has none of them"
     raise DataError(
-        "the haystack is made of essays, which do not come with kvjax: the data folder (--data) needs one of "
+        "the haystack consists of essays, which kvjax does not include: expected a data folder (--data) with one of "
         f"{', '.join(ESSAYS[:2])} and {ESSAYS[2]}/*.txt; {where}"
     )
 
@@ -44,21 +45,21 @@ def _essays(path: Path) -> str:
     else:
         text = read_text(path)
     if not text.strip():
-        raise DataError(f"{path} has no text")
+        raise DataError(f"{path} is empty: expected a text")
     return text
 
 
 def sentences(text: str) -> list[str]:
-    """Sentences by their full stops; a simple rule, so that nothing has to be downloaded."""
+    """The sentences of a text, which end at `.`, `!` or `?`. This simple rule needs no downloaded model."""
     return SENTENCE_END.split(text.strip())
 
 
 @cache
 def words(kind: str) -> tuple[str, ...]:
-    """wonderwords' list of "noun", "adjective" or "verb"; raises ImportError, saying what to install."""
+    """wonderwords' list of "noun", "adjective" or "verb". Raises ImportError if wonderwords is not installed."""
     try:
         folder = files("wonderwords.assets")
     except ModuleNotFoundError:
-        raise ImportError('the words of RULER come from wonderwords; pip install "kvjax[eval]" brings it') from None
+        raise ImportError('the words of RULER come from wonderwords; pip install "kvjax[eval]" installs it') from None
     lines = (folder / f"{kind}list.txt").read_text("utf-8").splitlines()
     return tuple(dict.fromkeys(line.strip() for line in lines if line.strip()))

@@ -1,6 +1,6 @@
-"""LongBench and LongBench-E (arXiv 2308.14508) as THUDM/LongBench, MIT, has them; its prompts are in longbench.yaml.
+"""LongBench and LongBench-E (arXiv 2308.14508), as in THUDM/LongBench (MIT); the prompts are in longbench.yaml.
 
-The official script also stops SAMSum's answers at a line end; only their first line is marked, so scores are the same.
+The official script also ends SAMSum's answers at a line end. Only the first line is marked, so scores are the same.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from .task import DataError, Example, Fault, Question, Scores, Source, Task
 
 
 def retrieval(prediction: str, reference: str) -> float:
+    """The share of the numbers in the prediction that equal the paragraph of the reference."""
     return metrics.numbers_right(prediction, paragraph(reference))
 
 
 def paragraph(reference: str) -> str:
-    """The number in "Paragraph 3" or "段落3"; raises DataError where there is none."""
+    """The number in "Paragraph 3" or "段落3". Raises DataError if there is none."""
     if found := re.search(r"(?:Paragraph |段落)(\d+)", reference):
         return found.group(1)
-    raise DataError(f"the reference {reference!r} names no paragraph")
+    raise DataError(f"reference {reference!r}: expected 'Paragraph' or '段落' and a number")
 
 
 METRICS: dict[str, Callable[..., float]] = {
@@ -44,12 +45,12 @@ METRICS: dict[str, Callable[..., float]] = {
 
 @dataclass(frozen=True)
 class Marked:
-    """The best score over the references.
+    """A metric of LongBench: the best score over the references.
 
     Attributes:
-        name: of the metric.
-        first_line: only the first line of an answer counts.
-        by_length: the score is also given under the length of its context, as LongBench-E reports it.
+        name: the name of the metric in METRICS.
+        first_line: whether only the first line of an answer counts.
+        by_length: whether the score is repeated under the length class of the context, as LongBench-E reports it.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Marked:
 
 
 def length_class(words: int) -> str:
+    """LongBench-E's class of a context of `words` words."""
     return "0-4k" if words < 4000 else "4-8k" if words < 8000 else "8k+"
 
 
@@ -73,10 +75,13 @@ class LongBenchTask(Task):
     """One data set of LongBench.
 
     Attributes:
-        before, after: of the context in the prompt; `after` has a place for {input}.
-        file: of its examples.
+        metric: one of LongBench's metrics.
+        before: the text of the prompt before the context.
+        after: the text of the prompt after the context, with the placeholder {input}.
+        file: the file of the examples.
     """
 
+    metric: Marked
     before: str
     after: str
     file: DataFile
@@ -85,7 +90,6 @@ class LongBenchTask(Task):
         return examples(self.file.lines(source), self._example)
 
     def _example(self, record: Record) -> Example:
-        assert isinstance(self.metric, Marked)
         length, answers = record.integer("length"), record.texts("answers")
         needed: dict[str, Any] = {"length": length}
         if self.metric.name == "classification":

@@ -1,7 +1,7 @@
-"""LongGenBench (arXiv 2409.02076): diaries, menus, skyscrapers and cities, unit by unit, with events to be placed.
+"""LongGenBench (arXiv 2409.02076): plans of diaries, menus, skyscrapers and cities, unit by unit, with given events.
 
-Data, prompts and marks as mozhu621/LongGenBench has them. How many of the units were written is counted; whether they
-have what was asked for is for a judge, Llama-3.1-8B-Instruct there.
+Data, prompts and metrics are those of mozhu621/LongGenBench. The completion rate counts the units that were written. A
+judge, Llama-3.1-8B-Instruct in the benchmark, decides whether a unit contains its event.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KINDS = ("once", "range", "periodic")
 
 
 def units(text: str, kind: str) -> dict[int, str]:
-    """The parts between #*#, by the number after `kind` in each; the first of those with the same number."""
+    """The parts between #*#, by the number that follows `kind`. The first part with a number counts."""
     found: dict[int, str] = {}
     for part in text.split("#*#"):
         if number := re.search(rf"{re.escape(kind)} (\d+)", part):
@@ -33,7 +33,7 @@ def units(text: str, kind: str) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class Checked:
-    """The completion rate, and with a judge the accuracy of each kind of event, over the units that were written."""
+    """The completion rate and, with a judge, the accuracy of each kind of event over the written units."""
 
     judge: Judge | None = None
 
@@ -63,7 +63,7 @@ class Checked:
 
 @dataclass(frozen=True, kw_only=True)
 class LongGenBenchTask(Task):
-    """One of the two lengths. The four scenarios take turns, so that any number of examples has as many of each."""
+    """LongGenBench at one of its two lengths. The four scenarios take turns, so a limit selects each equally often."""
 
     file: DataFile
 
@@ -81,17 +81,17 @@ class LongGenBenchTask(Task):
     def _example(self, record: Record) -> Example:
         prompt, prefix = record.text("prompt"), record.text("prefix")
         if not prompt.endswith(prefix):
-            raise DataError(f"{record.where}: field 'prompt' does not end with field 'prefix', {prefix!r}")
+            raise DataError(f"{record.where}: field 'prompt' does not end with {prefix!r}, which is field 'prefix'")
         before = prompt.removesuffix(prefix).removesuffix(STARTED).rstrip()
         meta: dict[str, Any] = {"type": record.text("type"), "number": record.integer("number")}
         if meta["number"] < 1:
-            raise DataError(f"{record.where}: field 'number' is {meta['number']}; expected is 1 or more")
+            raise DataError(f"{record.where}: field 'number' is {meta['number']}; expected an integer >= 1")
         checks = {f"checks_{kind}": _checks(record, f"checks_{kind}") for kind in KINDS}
         question = Question(prompt.removeprefix(before), (), prefix, meta | checks)
         return Example(record.where.split(", ")[1].strip("[]"), before, (question,), meta)
 
     def overall(self, scores: Sequence[Scores]) -> dict[str, float]:
-        """Accuracies are over all checks of a kind, as the benchmark counts them, and their average over the kinds."""
+        """The accuracies over all checks of a kind, as in the benchmark, and their mean over the kinds."""
         means = {"completion_rate": super().overall(scores)["completion_rate"]} if scores else {}
         for kind in KINDS:
             judged = [one for one in scores if f"accuracy_{kind}" in one]
@@ -103,11 +103,11 @@ class LongGenBenchTask(Task):
 
 
 def _checks(record: Record, name: str) -> Mapping[str, str]:
-    """{"19": "an event", ...}"""
+    """The events of the units, such as {"19": "an event"}. Raises DataError."""
     checks = record.object(name).fields
     for unit, event in checks.items():
         if not unit.isdecimal() or not isinstance(event, str):
-            raise DataError(f"{record.where}: field {name!r} has {unit!r}: {event!r}; expected a number and a text")
+            raise DataError(f"{record.where}: field {name!r} has {unit!r}: {event!r}; expected a number and a string")
     return checks
 
 

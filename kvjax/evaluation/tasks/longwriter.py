@@ -1,7 +1,7 @@
-"""LongWriter's LongBench-Write (arXiv 2408.07055), texts of a required length, as THUDM/LongWriter, Apache-2.0, has it.
+"""LongBench-Write (LongWriter, arXiv 2408.07055): texts of a required length, as in THUDM/LongWriter (Apache-2.0).
 
-The length score is counted. Quality is for a judge, GPT-4o there, which gets the benchmark's own prompt. Beside them
-stands the repetition of ten words in a row, which MorphKV reports.
+The length score is computed. A judge, GPT-4o in the benchmark, marks the quality with the benchmark's own prompt. The
+repetition rate of ten consecutive words, which MorphKV reports, is an additional score.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TRIES = 5
 
 @dataclass(frozen=True)
 class Written:
-    """S_l, and with a judge S_q: its marks from 1 to 5 as 0 to 1, the mean of the six dimensions."""
+    """S_l and, with a judge, S_q: the mean of six marks, which are scaled from 1 to 5 to the range 0 to 1."""
 
     judge: Judge | None = None
 
@@ -40,7 +40,7 @@ class Written:
 
 
 def judged(judge: Judge, prompt: str, response: str) -> dict[str, float]:
-    """The judge's mark of each dimension in [0, 1]; raises JudgeError if five replies have none."""
+    """The judge's mark of each dimension in [0, 1]. Raises JudgeError if five replies have no valid marks."""
     asked = _template().replace("$INST$", prompt).replace("$RESPONSE$", response)
     reply = ""
     for _ in range(TRIES):
@@ -53,7 +53,7 @@ def judged(judge: Judge, prompt: str, response: str) -> dict[str, float]:
             continue
         if all(0 <= mark <= 1 for mark in found.values()):
             return found
-    raise JudgeError(f"no marks from 1 to 5 in {TRIES} replies of the judge; the last one: {reply[:200]!r}")
+    raise JudgeError(f"{TRIES} replies of the judge, the last one {reply[:200]!r}: expected marks from 1 to 5")
 
 
 @cache
@@ -63,7 +63,7 @@ def _template() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class LongWriterTask(Task):
-    """Requests to write; the last word of each is its question, as a prompt has to end in one."""
+    """Requests to write a text. The last word of each is its question, because every example needs a question."""
 
     file: DataFile
 
@@ -76,9 +76,12 @@ class LongWriterTask(Task):
     def _example(self, record: Record) -> Example:
         prompt, required = record.text("prompt"), record.integer("length")
         if required < 1 or len(prompt) < 2:
-            raise DataError(f"{record.where}: fields 'prompt' and 'length' must be a text and a number of words")
+            raise DataError(
+                f"{record.where}: fields 'prompt' and 'length' are {prompt[:40]!r} and {required}; "
+                "expected a text and a length >= 1"
+            )
         end = max(prompt.rstrip().rfind(" "), prompt.rstrip().rfind("\n"))
-        end = end if end > 0 else len(prompt) - 1  # Chinese has no spaces
+        end = end if end > 0 else len(prompt) - 1  # Chinese text has no spaces
         meta = {"length": required, "type": record.text("type")}
         question = Question(prompt[end:], (), meta={"length": required, "prompt": prompt})
         return Example(record.where.rsplit(" ", 1)[1], prompt[:end], (question,), meta)

@@ -1,7 +1,7 @@
-"""Needle in a haystack: one sentence at a depth of the essays, a grid over lengths and depths.
+"""Needle in a haystack: one sentence hidden at a depth of the essays, over a grid of lengths and depths.
 
-Needle, question and prompt are those of gkamradt/LLMTest_NeedleInAHaystack, MIT. A judge marks answers there; here the
-share of the expected words is the headline, beside the ROUGE-1 F1 that papers on KV caches report in its place.
+Needle, question and prompt are those of gkamradt/LLMTest_NeedleInAHaystack (MIT), where a judge marks the answers. Here
+the headline score is the recall of the expected words. ROUGE-1 F1, which papers on KV caches report, is the second.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ BEFORE = (
 AFTER = f"\n</context>\n\n{QUESTION} Don't give information outside the document or repeat your findings"
 OPENING = "\n\nHere is the most relevant sentence in the context:"
 BUFFER = 200
-"""Tokens of the length that are left to the question and the answer."""
+"""The number of tokens of the length that are reserved for the question and the answer."""
 
 
 def found(prediction: str, question: Question) -> Scores:
+    """The recall of the expected words, and ROUGE-1 F1."""
     said, expected = metrics.normalized(prediction).split(), metrics.normalized(ANSWER).split()
     recall = sum(word in said for word in expected) / len(expected)
     return {"recall": recall, "rouge1": metrics.rouge(prediction, [NEEDLE.strip()])["rouge1"]}
@@ -36,9 +37,10 @@ def found(prediction: str, question: Question) -> Scores:
 
 @dataclass(frozen=True)
 class Needle(Task):
-    """One length, `depths` depths from 0 to 100 percent; more examples than depths start at other places of the essays.
+    """Needles at `depths` depths from 0 to 100 percent of one length.
 
-    Haystack and needle have `length - 200` tokens; the needle goes in after the last full stop before its depth.
+    Haystack and needle have `length - 200` tokens together. The needle follows the last full stop before its depth. If
+    there are more examples than depths, further examples use other parts of the essays.
     """
 
     generated: bool = True
@@ -49,9 +51,7 @@ class Needle(Task):
         needle, stops = source.ids(NEEDLE), set(source.ids("."))
         size = length - BUFFER - len(needle)
         if size < 1:
-            raise ValueError(
-                f"{self.name} needs a length of {BUFFER + len(needle) + 1} tokens or more; length={length}"
-            )
+            raise ValueError(f"length={length} of {self.name}: expected at least {BUFFER + len(needle) + 1} tokens")
         hay = source.ids(essays(source))
         percents = np.linspace(0, 100, self.depths)
         for i in range(source.count):

@@ -1,4 +1,4 @@
-"""All tasks by name."""
+"""The registry of all tasks by name."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ TASKS: dict[str, Task] = {task.name: task for family in FAMILIES for task in fam
 
 
 def find(patterns: str | Sequence[str]) -> tuple[Task, ...]:
-    """The tasks that match any of `patterns`, such as "ruler/*", each once, in the order of the patterns.
+    """The tasks that match one or more patterns, such as "ruler/*", without repetition, in the order of the patterns.
 
-    Raises ValueError for a pattern that matches none, with the nearest names.
+    Raises:
+        ValueError: if a pattern matches no task. The message has the nearest names.
     """
     found: dict[str, Task] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:

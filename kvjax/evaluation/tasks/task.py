@@ -1,6 +1,6 @@
-"""What a task is: contexts, the questions asked of each, and how an answer is marked. Not how a model is asked.
+"""The interface of tasks: contexts, the questions of each context, and the metric that marks the answers.
 
-A prompt is `context + question.text`, the benchmark's own strings: the context is what a policy compresses.
+A prompt is `context + question.text`, in the benchmark's own words. A policy compresses the context.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from kvjax.evaluation.judge import Judge
 
 
 class DataError(ValueError):
-    """A data file that cannot be used: the message names the file and, where there is one, the line and the field."""
+    """A data file that cannot be used. The message names the file and, if they are known, the line and the field."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question to a context.
+    """One question about a context.
 
     Attributes:
-        text: what follows the context, up to where the model goes on.
-        answers: the references.
-        opening: the end of `text` that already belongs to the answer, if any; a chat template puts it into the
-            assistant's turn.
-        meta: what results keep of it.
+        text: the text between the context and the answer.
+        answers: the reference answers.
+        opening: the end of `text` that already belongs to the answer; empty if there is none. A chat template puts it
+            into the assistant's turn.
+        meta: facts about the question, which are recorded in the results.
     """
 
     text: str
@@ -37,19 +37,21 @@ class Question:
 
     def __post_init__(self) -> None:
         if not self.text:
-            raise ValueError("a question is empty; it must have something for the model to read after the context")
+            raise ValueError("an empty question: expected a text of at least one character")
         if not self.text.endswith(self.opening):
-            raise ValueError(f"the question must end with its opening {self.opening!r}; it is {self.text!r}")
+            raise ValueError(f"question {self.text!r}: expected a text that ends with its opening {self.opening!r}")
 
 
 @dataclass(frozen=True)
 class Example:
-    """A context and its questions, each asked alone.
+    """A context and its questions, each of which is answered independently.
 
     Attributes:
-        id: stable, and unique within its task.
-        meta: length, depth, language and the like, for results.
-        omitted: stands where a part of the context is cut out because it is too long.
+        id: an id that is stable and unique within the task.
+        context: the text that a policy compresses.
+        questions: the questions, at least one.
+        meta: facts such as length, depth and language, which are recorded in the results.
+        omitted: a notice that replaces the part of the context that is cut out of a prompt that is too long.
     """
 
     id: str
@@ -60,12 +62,12 @@ class Example:
 
     def __post_init__(self) -> None:
         if not self.context or not self.questions:
-            raise ValueError(f"example {self.id}: it has no {'questions' if self.context else 'context'}")
+            raise ValueError(f"example {self.id} has no {'questions' if self.context else 'context'}: expected both")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Stands where an example would: it cannot be asked. It is reported, and not scored."""
+    """Replaces an example that cannot be asked. It is reported and has no score."""
 
     id: str
     reason: str
@@ -73,19 +75,28 @@ class Fault:
 
 Scores = Mapping[str, float]
 Metric = Callable[[str, Question], Scores]
-"""(prediction, question) -> scores in [0, 1], the first one the headline; one that does not apply is left out."""
+"""Maps (prediction, question) to scores in [0, 1]. The first score is the headline; scores may be missing."""
+
+
+def mean_scores(scores: Sequence[Scores]) -> dict[str, float]:
+    """The mean of each score, over the answers that have this score."""
+    names = dict.fromkeys(name for one in scores for name in one)
+    having = {name: [one[name] for one in scores if name in one] for name in names}
+    return {name: sum(values) / len(values) for name, values in having.items()}
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where examples come from.
+    """The source of a task's examples.
 
     Attributes:
-        tokenizer: of the model (transformers); generated texts are measured with it.
-        length: tokens of a generated prompt, in the benchmark's own sense; tasks that are read from files have theirs.
-        seed: of generated tasks. Example i depends on the seed, the task and i alone.
-        count: examples of a generated task.
-        folder: real data, as docs/evaluation.md lists them; None for the hub, where a benchmark is there.
+        tokenizer: the model's tokenizer (transformers), which measures generated texts.
+        length: the number of tokens of a generated prompt, as the benchmark defines it. Tasks that are read from files
+            ignore it.
+        seed: the seed of generated tasks. Example i depends only on the seed, the task, the length and i.
+        count: the number of examples of a generated task.
+        folder: the folder of data files, as docs/evaluation.md lists them; None downloads a benchmark that is on the
+            hub.
     """
 
     tokenizer: Any = None
@@ -95,34 +106,34 @@ class Source:
     folder: Path | None = None
 
     def needed_length(self, task: str) -> int:
-        """`length`; raises ValueError without one."""
+        """The length in tokens; raises ValueError if it is None."""
         if self.length is None:
-            raise ValueError(f"{task} is generated and needs a length in tokens")
+            raise ValueError(f"length=None of the generated task {task}: expected a length in tokens")
         return self.length
 
     def ids(self, text: str) -> list[int]:
-        """The tokens of `text`, without special ones; raises ValueError without a tokenizer."""
+        """The ids of `text`, without special tokens; raises ValueError if there is no tokenizer."""
         if self.tokenizer is None:
-            raise ValueError("the task measures texts in tokens and needs the model's tokenizer")
+            raise ValueError("tokenizer=None of a task that counts tokens: expected the model's tokenizer")
         return self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
 
     def tokens(self, text: str) -> int:
-        """How many tokens `text` has, as `ids`."""
+        """The number of tokens of `text`, without special tokens."""
         return len(self.ids(text))
 
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """Examples and their marking.
+    """A task: its examples and its metric.
 
     Attributes:
         name: family/task.
-        new_tokens: the benchmark's generation length.
+        new_tokens: the largest number of tokens of an answer in the benchmark.
         metric: marks one answer.
-        generated: made at any `Source.length`, `Source.count` of them; other tasks are read from files.
-        truncation: what becomes of a prompt longer than the model: "refuse" it, or cut tokens out of its "middle" or at
-            the "end" of its context.
-        chat: whether a chat template is applied where one is asked for; some benchmarks leave it out for some tasks.
+        generated: whether the examples are generated, `Source.count` of them at `Source.length`, or read from files.
+        truncation: the treatment of a prompt that is too long: "refuse" refuses it, "middle" cuts tokens out of the
+            middle of the prompt, and "end" cuts them off the end of the context.
+        chat: whether a run with chat templates applies one; some benchmarks exclude some tasks.
     """
 
     name: str
@@ -134,19 +145,17 @@ class Task(ABC):
 
     @abstractmethod
     def examples(self, source: Source) -> Iterator[Example | Fault]:
-        """All examples, in a fixed order.
+        """All examples, in a fixed order. A line of a file that cannot be used becomes a Fault.
 
         Raises:
-            DataError: files that are missing or cannot be read at all; a bad line in one is a Fault.
-            ValueError: a source that lacks what this task needs.
+            DataError: if a file is missing or cannot be read.
+            ValueError: if the source lacks a length or tokenizer that this task needs.
         """
 
     def judged_by(self, judge: Judge) -> Task:
-        """This task with a metric that asks a judge too, where the benchmark has one do the marking."""
+        """This task with a metric that asks a judge, if the benchmark uses one; otherwise the task itself."""
         return self
 
     def overall(self, scores: Sequence[Scores]) -> dict[str, float]:
-        """The task's scores from those of all its answers: the mean of each, over the answers that have it."""
-        names = dict.fromkeys(name for one in scores for name in one)
-        having = {name: [one[name] for one in scores if name in one] for name in names}
-        return {name: sum(values) / len(values) for name, values in having.items()}
+        """The scores of the task, from the scores of all its answers."""
+        return mean_scores(scores)

@@ -1,4 +1,4 @@
-"""The 512 plain words of the demo model, by the part they play in a text, and the tokenizer made of them."""
+"""The vocabulary of the demo model, 512 plain words grouped by their role in a text, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ IDS: dict[str, int] = {word: i for i, word in enumerate(WORDS)}
 
 
 def encode(text: str) -> Int[np.ndarray, "N"]:
-    """Ids of whitespace-separated words, int32. Raises ValueError, naming the words that are not in the vocabulary."""
+    """The int32 ids of the whitespace-separated words of a text. Raises ValueError if a word is unknown."""
     words = text.split()
     if unknown := sorted({word for word in words if word not in IDS}):
-        raise ValueError(f"not in the demo vocabulary of {len(WORDS)} words: {', '.join(unknown)}")
+        raise ValueError(f"{', '.join(unknown)}: expected words of the demo vocabulary of {len(WORDS)} words")
     return np.array([IDS[word] for word in words], np.int32)
 
 
@@ -98,11 +98,12 @@ def decode(ids: Iterable[int]) -> str:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A word-level tokenizer over WORDS whose ids are `encode`'s. Other words become `<unk>`; a full stop ends answers.
+    """A word-level tokenizer over WORDS with the ids of `encode`.
 
-    Special tokens, the full stop among them, are left out of texts decoded with `skip_special_tokens=True`.
+    Unknown words become `<unk>`. The full stop is the end token. Decoding with `skip_special_tokens=True` drops the
+    special tokens, including the full stop.
     """
-    from transformers import PreTrainedTokenizerFast  # slow to import, and needed here alone
+    from transformers import PreTrainedTokenizerFast  # slow to import, and only this function needs it
 
     words = Tokenizer(WordLevel(IDS, unk_token=UNKNOWN))
     words.pre_tokenizer = Whitespace()

@@ -1,6 +1,6 @@
-"""ZeroSCROLLS (arXiv 2305.14196): its ten tasks, whose data files hold the whole prompts (tau-nlp/zero_scrolls, MIT).
+"""ZeroSCROLLS (arXiv 2305.14196): ten tasks whose data files hold the complete prompts (tau-nlp/zero_scrolls, MIT).
 
-References are public for the validation sets only, some twenty examples a task, and these are what is asked.
+Only the validation sets, about twenty examples per task, have public references. The tasks therefore use these sets.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
 def rouge(prediction: str, question: Question) -> Scores:
+    """The geometric mean of ROUGE-1, -2 and -L, and each of them."""
     scores = metrics.rouge(prediction, question.answers)
     return {"rouge": prod(scores[name] for name in ROUGE) ** (1 / 3), **scores}
 
 
 def best(score: Callable[[str, str], float], name: str) -> Callable[[str, Question], Scores]:
-    """A metric: the best `score` over the references."""
+    """A metric that returns the best `score` over the references, under `name`."""
     return lambda prediction, question: {name: max(score(prediction, reference) for reference in question.answers)}
 
 
 def accuracy(prediction: str, reference: str) -> float:
+    """1 if the prediction and the reference name the same letter."""
     return float(metrics.letter(prediction) == metrics.letter(reference))
 
 
@@ -47,7 +49,7 @@ METRICS = {
 
 @dataclass(frozen=True)
 class ZeroScrollsTask(Task):
-    """One task. Rows of one id are one example with several references, as the benchmark reads them."""
+    """A task of ZeroSCROLLS. Rows with the same id form one example with several references, as in the benchmark."""
 
     def examples(self, source: Source) -> Iterator[Example | Fault]:
         task = self.name.removeprefix("zero_scrolls/")
@@ -72,16 +74,16 @@ class ZeroScrollsTask(Task):
         if not 0 < document < query <= len(text):
             raise DataError(
                 f"{record.where}: fields 'document_end_index' and 'query_end_index' are {document} and {query}; "
-                f"expected is 0 < document_end_index < query_end_index <= {len(text)}, the length of 'input'"
+                f"expected 0 < document_end_index < query_end_index <= {len(text)}, the length of 'input'"
             )
         if self.name == "zero_scrolls/quality" and metrics.letter(answer) is None:
-            raise DataError(f"{record.where}: field 'output' has none of the letters A to D")
+            raise DataError(f"{record.where}: field 'output' is {answer[:40]!r}; expected one of the letters A to D")
         question = Question(text[document:], (answer,), text[query:])
-        omitted = record.text("truncation_seperator", empty=True)  # spelled so
+        omitted = record.text("truncation_seperator", empty=True)  # the data file has this spelling
         return Example(record.text("id"), text[:document], (question,), omitted=omitted)
 
     def overall(self, scores: Sequence[Scores]) -> dict[str, float]:
-        """ROUGE is the geometric mean of the three means, not the mean of the geometric means."""
+        """The scores of the task. ROUGE is the geometric mean of the three means, as in the benchmark."""
         means = super().overall(scores)
         return means | {"rouge": prod(means[name] for name in ROUGE) ** (1 / 3)} if "rouge" in means else means
 

@@ -1,4 +1,4 @@
-"""LongGenBench and LongWriter: what is counted, and what a judge marks."""
+"""LongGenBench and LongWriter: computed scores and the marks of a judge."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_completion_and_accuracy(tmp_path: Path) -> None:
     (question,) = one.questions
     answer = " a hall #*# Floor 2: a gym #*# Floor 3: a bar #*# Floor 9: a pool *** finished #*# Floor 4: late"
     assert task.metric(answer, question) == {"completion_rate": 3 / 4}  # floors 1 to 3 of 4
-    assert task.metric("", question) == {"completion_rate": 1 / 4}  # the prompt has the first one's heading
+    assert task.metric("", question) == {"completion_rate": 1 / 4}  # the prompt has the heading of the first unit
     asked = []
 
     def judge(prompt: str) -> str:
@@ -91,11 +91,11 @@ def test_plans_that_cannot_be_asked(tmp_path: Path) -> None:
         tmp_path, city(prefix="#*# Week 1:"), 7, city(checks_once=None), city(checks_range={"a": "b"}), city(number=0)
     )
     assert [one.reason.removeprefix("longgenbench/Dataset_short.json, ") for one in found] == [
-        "[0]: field 'prompt' does not end with field 'prefix', '#*# Week 1:'",
-        "[1]: a number where a JSON object is expected",
-        "[2], checks_once: null where a JSON object is expected",
-        "[3]: field 'checks_range' has 'a': 'b'; expected a number and a text",
-        "[4]: field 'number' is 0; expected is 1 or more",
+        "[0]: field 'prompt' does not end with '#*# Week 1:', which is field 'prefix'",
+        "[1] is a number; expected a JSON object",
+        "[2], checks_once is null; expected a JSON object",
+        "[3]: field 'checks_range' has 'a': 'b'; expected a number and a string",
+        "[4]: field 'number' is 0; expected an integer >= 1",
     ]
 
 
@@ -140,14 +140,14 @@ def test_lengths_and_quality(tmp_path: Path) -> None:
     }  # fmt: skip
     assert len(asked) == 3
     assert f"<User Request>\n\nWrite it.\n\n</User Request>\n\n<Response>\n\n{answer}\n\n</Response>" in asked[0]
-    with pytest.raises(JudgeError, match=r"no marks from 1 to 5 in 5 replies of the judge; the last one: 'no'"):
+    with pytest.raises(JudgeError, match=r"5 replies of the judge, the last one 'no': expected marks from 1 to 5"):
         task.judged_by(lambda prompt: "no").metric(answer, question)
 
 
 def test_requests_that_cannot_be_asked(tmp_path: Path) -> None:
     found = letters(tmp_path, {"prompt": "Write.", "type": "Letter", "length": 0}, {"prompt": "Write.", "length": 10})
     assert [one.reason.split(", line ")[1] for one in found] == [
-        "1: fields 'prompt' and 'length' must be a text and a number of words",
+        "1: fields 'prompt' and 'length' are 'Write.' and 0; expected a text and a length >= 1",
         "2: field 'type' is missing; expected a string",
     ]
 

@@ -1,4 +1,4 @@
-"""The needle grid: where the needle lies, and how long the text is."""
+"""The needle tasks: the position of the needle and the length of the text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NEEDLE = "The best thing to do in San Francisco is eat a sandwich and sit in Dol
 
 
 class Characters:
-    """A tokenizer that loses nothing: a token a character."""
+    """A lossless tokenizer with one token per character."""
 
     def __call__(self, text: str, **options: object) -> Characters:
         self.input_ids = [ord(character) for character in text]
@@ -42,7 +42,7 @@ def test_the_needle_lies_at_its_depth(data: Path, depths: int) -> None:
         assert not before or i == depths - 1 or before.endswith(".")
         size = len(before + after)
         asked = one.meta["depth"] * size
-        assert asked - 120 <= len(before) <= asked + 1  # back to the end of a sentence of at most fourteen words
+        assert asked - 120 <= len(before) <= asked + 1  # the end of a sentence of at most fourteen words
         if i < depths:
             assert before + after == essay[:size]
         else:
@@ -73,7 +73,7 @@ def test_answers_are_marked_by_the_words_expected(data: Path) -> None:
 
 def test_what_is_missing(data: Path, tmp_path: Path) -> None:
     (task,) = registry.find("needle/11")
-    with pytest.raises(ValueError, match=r"needle/11 needs a length of \d+ tokens or more; length=210"):
+    with pytest.raises(ValueError, match=r"length=210 of needle/11: expected at least \d+ tokens"):
         next(task.examples(Source(TOKENIZER, 210, folder=data)))
-    with pytest.raises(DataError, match=r"needs one of essays\.txt"):
+    with pytest.raises(DataError, match=r"with one of essays\.txt"):
         next(task.examples(Source(TOKENIZER, 1000, folder=tmp_path)))

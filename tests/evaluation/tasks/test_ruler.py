@@ -1,4 +1,4 @@
-"""RULER: what its texts say is what is asked, they have the length, and prompts are the benchmark's own."""
+"""RULER: texts contain the references and have the requested length, and prompts equal the benchmark's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENIZER = tokenizer()  # splits at spaces and punctuation, so that tokens can 
 NEEDLE = re.compile(r"One of the special magic (numbers|uuids) for (\S+) is: (\S+)\.")
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
-# The templates as the benchmark has them, to be compared with.
+# The benchmark's own templates, for comparison.
 NIAH = (
     "Some special magic {type_needle_v} are hidden within the following text. Make sure to memorize it. I will quiz "
     "you about the {type_needle_v} afterwards.\n{context}\nWhat are all the special magic {type_needle_v} for {query} "
@@ -81,7 +81,7 @@ def test_prompts_fill_their_length_and_depend_on_nothing_else(task, data: Path, 
     for example in three:
         tokens = len(TOKENIZER(prompt(example)).input_ids) + task.new_tokens
         assert example.meta["tokens"] == tokens
-        assert length - 90 <= tokens <= length  # a unit of haystack is at most a document of some 80 tokens
+        assert length - 90 <= tokens <= length  # the largest unit of haystack is a document of about 80 tokens
     assert asked(task.name, data, length, 2) == three[:2]
     other = asked(task.name, data, length, 1, seed=1)[0]
     assert prompt(other) != prompt(three[0])
@@ -130,7 +130,7 @@ def test_needles(data: Path, name: str, needles: int | None, hay: str, values: s
             assert not rest.strip()
         else:
             assert rest.split()[:40] == (data / "essays.txt").read_text().split()[:40]
-        # the benchmark's template, which it puts into the singular by replacing words
+        # the benchmark derives the singular of its template by replacing words
         template, kind = NIAH, values
         if len(question.answers) == 1:
             template = template.replace("Some", "A").replace("are all", "is").replace("are", "is")
@@ -158,7 +158,7 @@ def test_variables_are_followed_to_their_value() -> None:
         assert {value_of(name) for name in told} == {value}
         assert question.answers == tuple(told)  # in the order in which they appear
         assert {line for line in context.split("\n") if not line.startswith("VAR")} <= {NOISE}
-        # the worked example: another chain of three letters, solved
+        # the worked example is a solved chain with names of three letters
         told = dict(re.findall(r"VAR ([A-Z]{3}) = (?:VAR )?(\w+)", worked))
         assert worked.endswith(f"they are:  {' '.join(told)}")
         assert len(TOKENIZER(worked).input_ids) <= 500 + 5
@@ -187,14 +187,16 @@ def test_common_words_are_the_most_common(length: int, often: int, rarely: int) 
 def test_common_words_beyond_the_word_lists(data: Path, tmp_path: Path) -> None:
     pytest.importorskip("wonderwords", reason="RULER's words need wonderwords (the extra `eval`)")
     (task,) = registry.find("ruler/cwe")
-    with pytest.raises(DataError, match=r"needs RULER's english_words\.json; no folder was given"):
+    with pytest.raises(
+        DataError, match=r"expected RULER's english_words\.json in the data folder .*; no folder is given"
+    ):
         next(task.examples(Source(TOKENIZER, 200_000)))
     (tmp_path / "english_words.json").write_text(json.dumps({str(i): f"word{i}" for i in range(30_000)}))
     found = next(task.examples(Source(TOKENIZER, 200_000, count=1, folder=tmp_path)))
     assert found.questions[0].answers[0].startswith("word")
     (tmp_path / "short").mkdir()
     (tmp_path / "short" / "english_words.json").write_text(json.dumps({"1": "one"}))
-    with pytest.raises(DataError, match=r"english_words\.json has 1 different words; a list of \d+ is needed"):
+    with pytest.raises(DataError, match=r"english_words\.json has 1 different words; expected at least \d+"):
         next(task.examples(Source(TOKENIZER, 200_000, folder=tmp_path / "short")))
 
 
@@ -228,14 +230,14 @@ def test_documents(data: Path, name: str, needed: int) -> None:
             assert question.answers == (f"answer{i}",)
         query = question.text.split("Question: ")[1].removesuffix(" Answer:")
         assert prompt(example) == QA.format(context=context, query=query)
-    assert len(asked(f"ruler/{name}", data, count=500)) == (45 if name == "qa_1" else 6)  # all there are
+    assert len(asked(f"ruler/{name}", data, count=500)) == (45 if name == "qa_1" else 6)  # all available questions
 
 
 def test_more_room_than_documents(data: Path) -> None:
     (example,) = asked("ruler/qa_2", data, 4096, 1)
     counts = Counter(re.findall(r"Title \d \d", example.context))
     assert len(counts) == 60
-    assert max(counts.values()) > 1  # all, over and over
+    assert max(counts.values()) > 1  # all documents repeat
 
 
 def test_metrics() -> None:
@@ -250,9 +252,9 @@ def test_metrics() -> None:
 @pytest.mark.parametrize(
     ("name", "length", "error"),
     [
-        ("ruler/vt", 300, r"ruler/vt needs a length of about \d+ tokens at least; length=300"),
-        ("ruler/fwe", 100, r"ruler/fwe needs a length of about \d+ tokens at least; length=100"),
-        ("ruler/vt", None, "ruler/vt is generated and needs a length in tokens"),
+        ("ruler/vt", 300, r"length=300 of ruler/vt: expected at least about \d+ tokens"),
+        ("ruler/fwe", 100, r"length=100 of ruler/fwe: expected at least about \d+ tokens"),
+        ("ruler/vt", None, "length=None of the generated task ruler/vt: expected a length in tokens"),
     ],
 )
 def test_lengths_that_do_not_do(name: str, length: int | None, error: str) -> None:
@@ -263,7 +265,7 @@ def test_lengths_that_do_not_do(name: str, length: int | None, error: str) -> No
 
 def test_a_tokenizer_is_needed() -> None:
     (task,) = registry.find("ruler/vt")
-    with pytest.raises(ValueError, match="needs the model's tokenizer"):
+    with pytest.raises(ValueError, match="expected the model's tokenizer"):
         next(task.examples(Source(None, 1024)))
 
 
@@ -274,19 +276,23 @@ def test_files_that_are_missing_or_wrong(tmp_path: Path) -> None:
             next(task.examples(Source(TOKENIZER, 1024, folder=folder)))
 
     fails(
-        "ruler/niah_single_2", r"needs one of essays\.txt, PaulGrahamEssays\.json and PaulGrahamEssays/\*\.txt.* none"
+        "ruler/niah_single_2",
+        r"one of essays\.txt, PaulGrahamEssays\.json and PaulGrahamEssays/\*\.txt.* has none",
     )
-    fails("ruler/niah_single_2", "no folder was given", None)
+    fails("ruler/niah_single_2", "no folder is given", None)
     (tmp_path / "essays.txt").write_text(" \n")
-    fails("ruler/niah_single_2", r"essays\.txt has no text")
-    fails("ruler/qa_1", r"squad\.json cannot be read: No such file")
-    fails("ruler/qa_1", r"name the folder that holds it", None)
+    fails("ruler/niah_single_2", r"essays\.txt is empty: expected a text")
+    fails("ruler/qa_1", r"cannot read .*squad\.json: No such file")
+    fails("ruler/qa_1", r"expected a folder that holds it", None)
     (tmp_path / "essays.txt").write_bytes(b"caf\xe9 ")
-    fails("ruler/niah_single_2", r"essays\.txt is not text in UTF-8")
+    fails("ruler/niah_single_2", r"essays\.txt is not UTF-8 text")
     (tmp_path / "squad.json").write_text('{"data": [{"paragraphs": [{"qas": []}]}]}')
     fails("ruler/qa_1", r"squad\.json, data\[0\], paragraphs\[0\]: field 'context' is missing; expected a string")
     (tmp_path / "hotpotqa.json").write_text('[{"question": "q", "answer": "a", "context": [["title", "no list"]]}]')
-    fails("ruler/qa_2", r"hotpotqa\.json, \[0\]: field 'context' must list \[title, \[sentence, \.\.\.\]\]")
+    fails(
+        "ruler/qa_2",
+        r"hotpotqa\.json, \[0\]: field 'context' has another form; expected a list of \[title, ",
+    )
 
 
 def test_other_forms_of_the_essays(data: Path, tmp_path: Path) -> None:
@@ -311,7 +317,7 @@ def test_an_example_that_does_not_fit_is_a_fault(tmp_path: Path) -> None:
     first, second = task.examples(Source(TOKENIZER, 1024, folder=tmp_path))
     assert isinstance(first, Example)
     assert isinstance(second, Fault)
-    assert re.fullmatch(r"ruler/qa_1: the shortest text has \d+ tokens, where 992 fit", second.reason)
+    assert re.fullmatch(r"ruler/qa_1: the shortest text has \d+ tokens; expected at most 992", second.reason)
 
 
 @pytest.mark.parametrize("room", [7, 10, 11, 1000, 5003])
@@ -324,7 +330,7 @@ def test_the_most_that_fits(room: int) -> None:
         return 5 + 3 * units
 
     most(tokens, room, 1)
-    assert max(seen) <= max(1.1 * (room - 5) / 3, 5)  # no text is made that is much longer than needed
+    assert max(seen) <= max(1.1 * (room - 5) / 3, 5)  # no generated text is much longer than needed
 
 
 def test_tasks_are_values() -> None:

@@ -1,4 +1,4 @@
-"""What every task is: found by name, made of examples that can be asked; and files read line by line."""
+"""The registry, the checks of examples, and the reader of data files."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def test_overall_is_the_mean_over_the_answers_that_have_a_score() -> None:
 
 
 def test_what_cannot_be_asked_cannot_be_made() -> None:
-    with pytest.raises(ValueError, match="must end with its opening 'A:'; it is 'Q'"):
+    with pytest.raises(ValueError, match="question 'Q': expected a text that ends with its opening 'A:'"):
         Question("Q", ("x",), "A:")
-    with pytest.raises(ValueError, match="a question is empty"):
+    with pytest.raises(ValueError, match="an empty question"):
         Question("", ("x",))
-    with pytest.raises(ValueError, match="example 3: it has no context"):
+    with pytest.raises(ValueError, match="example 3 has no context"):
         Example("3", "", (Question("Q", ("x",)),))
-    with pytest.raises(ValueError, match="example 3: it has no questions"):
+    with pytest.raises(ValueError, match="example 3 has no questions"):
         Example("3", "text", ())
 
 
@@ -69,18 +69,18 @@ def make(record: Record) -> Example:
 def test_a_bad_line_is_reported_and_the_rest_is_read(tmp_path: Path) -> None:
     good = {"id": "1", "context": "c", "question": "q", "answers": ["a"], "n": 1}
     bad = [
-        ('{"id": ', "not JSON"),
-        ("[1]", "a list where a JSON object is expected"),
+        ('{"id": ', "is not JSON"),
+        ("[1]", "is a list; expected a JSON object"),
         (
             json.dumps({k: v for k, v in good.items() if k != "context"}),
-            "field 'context' is missing; expected a string",
+            ": field 'context' is missing; expected a string",
         ),
-        (json.dumps(good | {"context": " "}), "field 'context' is empty"),
-        (json.dumps(good | {"context": None}), "field 'context' is null; expected a string"),
-        (json.dumps(good | {"answers": []}), "field 'answers' is empty; expected a list of one string or more"),
-        (json.dumps(good | {"answers": "a"}), "field 'answers' is a string; expected a list of one string or more"),
-        (json.dumps(good | {"n": True}), "field 'n' is a boolean; expected an integer"),
-        (json.dumps(good), "its id '1' is that of one/two.jsonl, line 1"),
+        (json.dumps(good | {"context": " "}), ": field 'context' is empty"),
+        (json.dumps(good | {"context": None}), ": field 'context' is null; expected a string"),
+        (json.dumps(good | {"answers": []}), ": field 'answers' is empty; expected a list of at least one string"),
+        (json.dumps(good | {"answers": "a"}), ": field 'answers' is a string; expected a list of at least one string"),
+        (json.dumps(good | {"n": True}), ": field 'n' is a boolean; expected an integer"),
+        (json.dumps(good), ": id '1' is also the id of one/two.jsonl, line 1"),
     ]
     (tmp_path / "one").mkdir()
     lines = [json.dumps(good), "", *(line for line, _ in bad), json.dumps(good | {"id": "2"})]
@@ -92,13 +92,13 @@ def test_a_bad_line_is_reported_and_the_rest_is_read(tmp_path: Path) -> None:
     for i, (fault, (_, reason)) in enumerate(zip(faults, bad, strict=True), 3):
         assert isinstance(fault, Fault)
         assert fault.id == f"one/two.jsonl, line {i}"
-        assert fault.reason.startswith(f"one/two.jsonl, line {i}: {reason}")
+        assert fault.reason.startswith(f"one/two.jsonl, line {i}{reason if reason[0] == ':' else f' {reason}'}")
 
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"id": "\xff"}\n')
     (fault,) = examples(DataFile("a.jsonl").lines(Source(folder=tmp_path)), make)
-    assert fault.reason.startswith("a.jsonl, line 1: not JSON ('utf-8' codec can't decode")
+    assert fault.reason.startswith("a.jsonl, line 1 is not JSON: 'utf-8' codec can't decode")
 
 
 def test_files_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,10 +117,10 @@ def test_files_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     missing = DataFile("what/y.jsonl", "who/what", "data.zip")
     with pytest.raises(
         DataError,
-        match=r"y\.jsonl in data\.zip of the data set who/what cannot be read \(it has 0 files of this name\);.*--data",
+        match=r"cannot read y\.jsonl in data\.zip of the data set who/what: 0 files have this name.*--data",
     ):
         missing.read(Source())
-    with pytest.raises(DataError, match=r"what/x\.jsonl cannot be read: No such file"):
+    with pytest.raises(DataError, match=r"cannot read .*what/x\.jsonl: No such file"):
         file.read(Source(folder=tmp_path))
-    with pytest.raises(DataError, match=r"z\.json is on no hub: name the folder"):
+    with pytest.raises(DataError, match=r"z\.json is not on the hub: expected a folder"):
         DataFile("z.json").read(Source())

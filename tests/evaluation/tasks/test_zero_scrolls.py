@@ -1,4 +1,4 @@
-"""ZeroSCROLLS: prompts are cut where the data say, and marked as each task is."""
+"""ZeroSCROLLS: prompts are split at the indices in the data, and each task has its metric."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_each_is_asked_and_marked(task, tmp_path: Path) -> None:
     name = task.name.split("/")[1]
     output = OUTPUTS.get(name, "long before our days")
     other = "D" if name == "quality" else "10%" if name == "space_digest" else "3, 2, 1"
-    (example,) = read(tmp_path, name, row(output), row(other))  # rows of one id are references of one example
+    (example,) = read(tmp_path, name, row(output), row(other))  # rows with the same id are references of one example
     (question,) = example.questions
     assert example.context + question.text == START + QUERY + END
     assert (example.context, question.opening) == (START, END)
@@ -68,7 +68,7 @@ def test_rouge_is_the_geometric_mean_of_means() -> None:
     references = [("exact match example",), ("hello", "hi there"), ("commander kenobi",)]
     predictions = ["exact match example", "hello there", "general kenobi"]
     scores = [task.metric(p, Question("?", r)) for p, r in zip(predictions, references, strict=True)]
-    # as the documentation of SCROLLS' metric has it
+    # the values in the documentation of SCROLLS' metric
     assert task.overall(scores) == pytest.approx(
         {"rouge": 0.558136, "rouge1": 0.722222, "rouge2": 0.333333, "rougeL": 0.722222}, abs=1e-6
     )
@@ -86,7 +86,7 @@ def test_rows_that_cannot_be_asked(tmp_path: Path) -> None:
     )
     assert isinstance(good, Example)
     reasons = [fault.reason.removeprefix("zero_scrolls/quality/validation.jsonl, line ") for fault in faults]
-    assert reasons[0] == "1: field 'output' has none of the letters A to D"
+    assert reasons[0] == "1: field 'output' is 'none of them'; expected one of the letters A to D"
     assert reasons[1].startswith("2: fields 'document_end_index' and 'query_end_index' are 10000 and ")
     assert reasons[2].endswith(f"<= {len(START + QUERY + END)}, the length of 'input'")
     assert reasons[3] == "4: field 'output' is missing; expected a string"

@@ -1,7 +1,7 @@
-"""RULER (arXiv 2404.06654): thirteen tasks, generated at any length; prompts and settings of NVIDIA/RULER, Apache-2.0.
+"""RULER (arXiv 2404.06654): thirteen tasks at any length, with the prompts and settings of NVIDIA/RULER (Apache-2.0).
 
-A length counts the prompt and the tokens to be generated, without special tokens. Texts are made as RULER makes them;
-random draws are kvjax's own, so that an example depends on nothing but the seed, the task, the length and its number.
+A length counts the prompt and the generated tokens, without special tokens. The generators follow RULER, but kvjax has
+its own random draws: an example depends only on the seed, the task, the length and the index of the example.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .words import CommonWords, FrequentWords
 
 
 def all_of(prediction: str, question: Question) -> Scores:
-    """RULER's string_match_all: the share of the references that the answer contains, in any case."""
+    """RULER's string_match_all: the share of the references that the answer contains, ignoring case."""
     return {"string_match": contained_all(printable(prediction), question.answers)}
 
 
 def part_of(prediction: str, question: Question) -> Scores:
-    """RULER's string_match_part: 1 if the answer contains any of the references."""
+    """RULER's string_match_part: 1 if the answer contains any of the references, ignoring case."""
     return {"string_match": contained_any(printable(prediction), question.answers)}
 
 

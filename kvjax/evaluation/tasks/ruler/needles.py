@@ -1,4 +1,4 @@
-"""RULER's needles: words or uuids with values, hidden in repeated sentences, in essays or among more needles."""
+"""RULER's needle tasks: keys with values, hidden in repeated sentences, in essays or among other needles."""
 
 from __future__ import annotations
 
@@ -31,9 +31,12 @@ class Needles(RulerTask):
     """One of the eight needle tasks.
 
     Attributes:
-        haystack: one sentence over and over, essays, or other needles.
-        keys, values: what they are.
-        keys_hidden, values_of_each, keys_asked: how many.
+        haystack: repeated noise sentences, essays, or other needles.
+        keys: the kind of the keys.
+        values: the kind of the values.
+        keys_hidden: the number of keys in the text.
+        values_of_each: the number of values of each key.
+        keys_asked: the number of keys in the question.
     """
 
     haystack: Literal["noise", "essay", "needle"] = "noise"
@@ -86,11 +89,12 @@ class Needles(RulerTask):
 
 
 def singular(part: str) -> str:
-    """A template about one value, as RULER derives it."""
+    """The singular form of a template, as RULER derives it."""
     return part.replace("Some", "A").replace("are all", "is").replace("are", "is")
 
 
 def draw(kind: Kind, rng: random.Random) -> str:
+    """A random key or value."""
     if kind == "numbers":
         return str(rng.randint(10**6, 10**7 - 1))
     if kind == "uuids":
@@ -99,13 +103,14 @@ def draw(kind: Kind, rng: random.Random) -> str:
 
 
 def among_lines(needles: list[str], lines: list[str], rng: random.Random) -> str:
+    """The lines with the needles inserted at random places. Changes `lines`."""
     for at, needle in zip(sorted(rng.sample(range(len(lines)), len(needles)), reverse=True), needles, strict=True):
         lines.insert(at, needle)
     return "\n".join(lines)
 
 
 def among_sentences(needles: list[str], essay: list[str], units: int, rng: random.Random) -> str:
-    """Needles between the sentences of the first `units` words, which begin again where they end."""
+    """The first `units` words of the repeated essays, with the needles between their sentences."""
     hay = sentences(" ".join((essay * -(-units // len(essay)))[:units]))
     depths = sorted(rng.sample(DEPTHS, len(needles)))
     places = [0, *(len(hay) * depth // 100 for depth in depths), len(hay)]

@@ -1,4 +1,4 @@
-"""RULER's question answering: SQuAD or HotpotQA, whose documents lie among others."""
+"""RULER's question answering: questions of SQuAD or HotpotQA whose documents are among other documents."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ OPENING = " Answer:"
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A question, its references, the documents that it needs and the ones nearest to them."""
+class LibraryQuestion:
+    """A question, its references, and the indices of the documents that it needs and of related documents."""
 
     query: str
     answers: tuple[str, ...]
@@ -30,15 +30,15 @@ class Asked:
 
 @dataclass(frozen=True)
 class Library:
-    """All documents, and the questions about them."""
+    """All documents and the questions about them."""
 
     documents: tuple[str, ...]
-    questions: tuple[Asked, ...]
+    questions: tuple[LibraryQuestion, ...]
 
 
 @dataclass(frozen=True)
 class DocumentQuestions(RulerTask):
-    """Example i asks the i-th question of `squad.json` (dev-v2.0) or `hotpotqa.json` (dev_distractor_v1)."""
+    """A task whose example i is question i of `squad.json` (dev-v2.0) or `hotpotqa.json` (dev_distractor_v1)."""
 
     data: Literal["squad", "hotpotqa"] = "squad"
 
@@ -52,7 +52,7 @@ class DocumentQuestions(RulerTask):
     def _library(self, source: Source) -> Library:
         name = f"{self.data}.json"
         if source.folder is None:
-            raise DataError(f"{self.name} is made of {name}: name the folder that holds it (--data)")
+            raise DataError(f"{self.name} needs {name}: expected a folder that holds it (--data)")
         return _library(Path(source.folder) / name, self.data)
 
     def maker(self, source: Source, length: int) -> Maker:
@@ -82,7 +82,7 @@ def _library(path: Path, data: str) -> Library:
     value = parse(path.name, read(path))
     library = _squad(Record.of(path.name, value)) if data == "squad" else _hotpotqa(path.name, value)
     if not library.questions:
-        raise DataError(f"{path.name}: there is no question in it")
+        raise DataError(f"{path.name} has no question: expected at least one")
     return library
 
 
@@ -105,13 +105,13 @@ def _squad(file: Record) -> Library:
                 if not answers:
                     raise DataError(f"{asked.where}: field 'answers' is empty")
                 near = tuple(n for n in of_article if n != here)
-                questions.append(Asked(asked.text("question"), answers, (here,), near))
+                questions.append(LibraryQuestion(asked.text("question"), answers, (here,), near))
     return Library(tuple(number), tuple(questions))
 
 
 def _hotpotqa(name: str, value: object) -> Library:
     if not isinstance(value, list):
-        raise DataError(f"{name}: expected a list of questions")
+        raise DataError(f"{name} is not a list; expected a list of questions")
     rows = []
     for i, one in enumerate(value):
         row = Record.of(f"{name}, [{i}]", one)
@@ -121,8 +121,12 @@ def _hotpotqa(name: str, value: object) -> Library:
                 case [str(title), [*paragraph]] if all(isinstance(sentence, str) for sentence in paragraph):
                     documents.append(f"{title}\n{''.join(paragraph)}")
                 case _:
-                    raise DataError(f"{row.where}: field 'context' must list [title, [sentence, ...]]")
+                    raise DataError(
+                        f"{row.where}: field 'context' has another form; expected a list of [title, [sentence, ...]]"
+                    )
         rows.append((row.text("question"), row.text("answer"), documents))
     number = _numbered([document for _, _, documents in rows for document in documents])
-    questions = [Asked(q, (a,), tuple(dict.fromkeys(number[d] for d in documents))) for q, a, documents in rows]
+    questions = [
+        LibraryQuestion(q, (a,), tuple(dict.fromkeys(number[d] for d in documents))) for q, a, documents in rows
+    ]
     return Library(tuple(number), tuple(questions))

@@ -1,4 +1,4 @@
-"""Making a text of a length: as much haystack as fits."""
+"""Generates a text with as much haystack as fits into a length."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..task import Example, Fault, Question, Source, Task
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt in its parts: `context + question + opening`."""
+    """The parts of a prompt, which is `context + question + opening`, and its references."""
 
     context: str
     question: str
@@ -23,11 +23,12 @@ class Text:
 
     @property
     def prompt(self) -> str:
+        """The complete prompt."""
         return self.context + self.question + self.opening
 
 
 Maker = Callable[[int, random.Random, int], Text]
-"""(number of the example, its random numbers, units of haystack) -> its text."""
+"""Maps (index of the example, its random generator, number of haystack units) to the text."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +39,15 @@ class RulerTask(Task):
 
     @abstractmethod
     def maker(self, source: Source, length: int) -> Maker:
-        """What makes texts for prompts of `length` tokens; reads the files it needs."""
+        """Returns the function that makes texts for prompts of `length` tokens, after reading the files it needs."""
 
     @property
     @abstractmethod
     def smallest(self) -> int:
-        """The fewest units of haystack that make sense."""
+        """The smallest valid number of haystack units."""
 
     def available(self, source: Source) -> int:
-        """How many examples there are."""
+        """The number of examples that the task can make."""
         return source.count
 
     def examples(self, source: Source) -> Iterator[Example | Fault]:
@@ -61,17 +62,17 @@ class RulerTask(Task):
         start = most(lambda units: text(0, units)[1], room, self.smallest)
         if start is None:
             shortest = text(0, self.smallest)[1] + self.new_tokens
-            raise ValueError(f"{self.name} needs a length of about {shortest} tokens at least; length={length}")
+            raise ValueError(f"length={length} of {self.name}: expected at least about {shortest} tokens")
         for i in range(min(source.count, self.available(source))):
             units = start
             made, tokens = text(i, units)
             while tokens > room and units > self.smallest:
-                excess = -(-(tokens - room) * units // tokens)  # were all tokens haystack; in units, rounded up
+                excess = -(-(tokens - room) * units // tokens)  # in units, rounded up, as if all tokens were haystack
                 units = max(self.smallest, units - excess)
                 made, tokens = text(i, units)
             name = f"{length}-{i}"
             if tokens > room:
-                yield Fault(name, f"{self.name}: the shortest text has {tokens} tokens, where {room} fit")
+                yield Fault(name, f"{self.name}: the shortest text has {tokens} tokens; expected at most {room}")
                 continue
             question = Question(made.question + made.opening, made.answers, made.opening)
             meta = {"length": length, "tokens": tokens + self.new_tokens, **made.meta}
@@ -79,10 +80,11 @@ class RulerTask(Task):
 
 
 def most(tokens: Callable[[int], int], room: int, smallest: int) -> int | None:
-    """The most units, `smallest` or more, whose text has at most `room` tokens; None if there are none.
+    """The largest number of units, at least `smallest`, whose text has at most `room` tokens; None if none fits.
 
-    `tokens` may waver a little as units grow: found is a number that fits while the next one does not. As haystack is
-    not all of a text, growing in proportion hardly overshoots; so no text much longer than needed is made.
+    `tokens` need not be monotonic: the result fits, and the next number does not. The search first grows the number in
+    proportion to the room. A text is not all haystack, so this hardly overshoots, and no text that is much longer than
+    needed is made.
     """
     fits, used = smallest, tokens(smallest)
     if used > room:

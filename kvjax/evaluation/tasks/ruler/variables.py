@@ -1,4 +1,4 @@
-"""RULER's variable tracking: a chain of assignments in noise, after one worked example."""
+"""RULER's variable tracking: a chain of assignments in noise, preceded by one worked example."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ OPENING = (
     "value {value}, they are: "
 )
 EXAMPLE_TOKENS = 500
-"""How long the worked example may be."""
+"""The largest number of tokens of the worked example."""
 
 
 @dataclass(frozen=True)
 class VariableTracking(RulerTask):
-    """`chains` chains of `hops` assignments each; the variables of the first are asked for."""
+    """A text with `chains` chains of `hops` assignments. The question asks for the variables of the first chain."""
 
     chains: int = 1
     hops: int = 4
@@ -36,16 +36,16 @@ class VariableTracking(RulerTask):
         def example(units: int) -> Text:
             return self._text(random.Random(f"{source.seed} {self.name} example"), units, letters=3, value="12345")
 
-        def solved(shown: Text) -> str:
-            return f"{shown.prompt} {' '.join(shown.answers)}\n"
+        def solved(sample: Text) -> str:
+            return f"{sample.prompt} {' '.join(sample.answers)}\n"
 
         units = most(lambda units: source.tokens(example(units).prompt), EXAMPLE_TOKENS, self.smallest)
-        shown = example(units or self.smallest)
+        sample = example(units or self.smallest)
 
         def make(i: int, rng: random.Random, units: int) -> Text:
             text = self._text(rng, units, letters=5, value=str(rng.randrange(10000, 99999)))
-            worked = solved(shown)
-            for name in shown.answers:  # each prompt has other names and another value in its example
+            worked = solved(sample)
+            for name in sample.answers:  # each prompt has its own names and value in the worked example
                 worked = worked.replace(name, letters_of(rng, len(name)))
             worked = worked.replace("12345", str(rng.randrange(10000, 99999)))
             return Text(f"{worked}\n{text.context}", text.question, text.opening, text.answers)
@@ -74,4 +74,5 @@ class VariableTracking(RulerTask):
 
 
 def letters_of(rng: random.Random, count: int) -> str:
+    """`count` random capital letters."""
     return "".join(rng.choices(string.ascii_uppercase, k=count))

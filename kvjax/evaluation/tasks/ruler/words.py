@@ -1,4 +1,4 @@
-"""RULER's aggregation tasks: the most common words of a list, and the most frequent ones of a coded text."""
+"""RULER's aggregation tasks: the most common words of a list and the most frequent words of a coded text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FREQUENT_OPENING = " Answer: According to the coded text above, the three most f
 
 @dataclass(frozen=True)
 class CommonWords(RulerTask):
-    """Ten words come thirty times each, the others three times; below 4,096 tokens six times and once."""
+    """A list with ten words thirty times each and the others three times; below 4,096 tokens, six times and once."""
 
     common: int = 10
 
@@ -54,9 +54,9 @@ class CommonWords(RulerTask):
             return " ".join(f"{i}. {word}" for i, word in enumerate(order, 1)), common
 
         def make(i: int, rng: random.Random, units: int) -> Text:
-            shown, solution = listed(rng, *((20, 3, 1) if short else (40, 10, 3)))
+            listing, solution = listed(rng, *((20, 3, 1) if short else (40, 10, 3)))
             answer = " ".join(f"{n}. {word}" for n, word in enumerate(solution, 1))
-            example = f"{COMMON.format(context=shown)}{COMMON_QUESTION}{COMMON_OPENING} {answer}"
+            example = f"{COMMON.format(context=listing)}{COMMON_QUESTION}{COMMON_OPENING} {answer}"
             context, common = listed(rng, units, *((6, 1) if short else (30, 3)))
             return Text(f"{example}\n{COMMON.format(context=context)}", COMMON_QUESTION, COMMON_OPENING, tuple(common))
 
@@ -64,35 +64,36 @@ class CommonWords(RulerTask):
 
 
 def english_words(folder: Path | None, needed: int) -> list[str]:
-    """RULER's longer list, for which its file is needed. Raises DataError without it, or if it is too short too."""
+    """RULER's longer list of words, from its file. Raises DataError if the file is missing or has too few words."""
     path = None if folder is None else Path(folder) / "english_words.json"
     if path is None or not path.exists():
+        where = "no folder is given" if path is None else f"{folder} has none"
         raise DataError(
-            f"a list of {needed} different words is longer than wonderwords' lists: the data folder (--data) needs "
-            f"RULER's english_words.json; {'no folder was given' if path is None else f'{folder} has none'}"
+            f"a list of {needed} different words is longer than wonderwords' lists: expected RULER's "
+            f"english_words.json in the data folder (--data); {where}"
         )
     found = _english_words(path)
     if len(found) < needed:
-        raise DataError(f"{path} has {len(found)} different words; a list of {needed} is needed")
+        raise DataError(f"{path} has {len(found)} different words; expected at least {needed}")
     return found
 
 
 @cache
 def _english_words(path: Path) -> list[str]:
-    """The values of {"1": "a word", ...}, each once."""
+    """The values of {"1": "a word", ...}, without repetition."""
     fields = Record.of(path.name, parse(path.name, read(path))).fields
     return list(dict.fromkeys(str(word) for word in fields.values()))
 
 
 @dataclass(frozen=True)
 class FrequentWords(RulerTask):
-    """Made-up words, the k-th of which is 1 / (zeta(2) k^2) of a text, zeta(2) = pi^2 / 6; the first one is dots."""
+    """A text of invented words. Word k is a share of 1 / (zeta(2) k^2), zeta(2) = pi^2 / 6, and word 1 is dots."""
 
     letters: int = 6
 
     @property
     def smallest(self) -> int:
-        return 100  # below, the third and the fourth word come equally often
+        return 100  # with fewer units, the third and the fourth word have equal counts
 
     def maker(self, source: Source, length: int) -> Maker:
         size = max((length - self.new_tokens) // 50, 5)
