@@ -1,30 +1,42 @@
 """kvjax keeps the key-value cache of a decoder small, while it reads long prompts and writes long answers."""
 
-from kvjax import policies
-from kvjax.cache import KVCache
-from kvjax.cache_io import restore_cache, save_cache
-from kvjax.checkpoint import load, restore, save, save_hf
-from kvjax.extend import extend, with_room
+from kvjax import parts, policies
+from kvjax.checkpoint import CheckpointError, load, restore, save, save_hf
+from kvjax.disk import restore_cache, save_cache
+from kvjax.extend import extend
 from kvjax.generate import Generation, Stats, generate, prefill
+from kvjax.kv_cache import KVCache, empty_cache
 from kvjax.plan import plan_cache
-from kvjax.policy import Policy
-from kvjax.sampling import Greedy, Sampler
+from kvjax.policy import AllocatedBudget, Budget, Merge, Policy, Protect, Score, Select, Storage
+from kvjax.prefill_each import prefill_each
+from kvjax.room import with_room
+from kvjax.sampling import Greedy, Sampler, SamplingMethod
 from kvjax.sharding import make_mesh, shard
 from kvjax.stream import Piece, stream
-from kvjax.sweep import prefill_each
 
 __all__ = [
+    "AllocatedBudget",
+    "Budget",
+    "CheckpointError",
     "Generation",
     "Greedy",
     "KVCache",
+    "Merge",
     "Piece",
     "Policy",
+    "Protect",
     "Sampler",
+    "SamplingMethod",
+    "Score",
+    "Select",
     "Stats",
+    "Storage",
+    "empty_cache",
     "extend",
     "generate",
     "load",
     "make_mesh",
+    "parts",
     "plan_cache",
     "policies",
     "prefill",

@@ -1,4 +1,4 @@
-"""Wall-clock time of jitted programs, with compilation counted apart."""
+"""Measures the wall-clock time of jitted programs and counts compilation apart."""
 
 from __future__ import annotations
 
@@ -10,13 +10,22 @@ import jax
 
 
 class Clock:
-    """Runs programs to their end and adds up, by name, the seconds they ran; `compile` has those of compiling them."""
+    """Runs jitted programs to their end and adds up their times.
+
+    Attributes:
+        seconds: the seconds that programs ran, by name. "compile" is the time for tracing and compiling them.
+    """
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def run(self, name: str, program: Any, *args: Any, **kwargs: Any) -> Any:
-        """`program(*args, **kwargs)`, for a program made by `jax.jit`. What it compiles, the call itself then finds."""
+        """Returns `program(*args, **kwargs)` and adds its time to `seconds[name]`.
+
+        Args:
+            name: any name but "compile".
+            program: a function made by `jax.jit`. It is compiled first, and the timed call finds it compiled.
+        """
         started = time.perf_counter()
         program.lower(*args, **kwargs).compile()
         compiled = time.perf_counter()

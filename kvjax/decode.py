@@ -1,73 +1,79 @@
-"""The decoding loop: one state, one step, run in a jitted loop or one at a time."""
+"""The decoding loop: one state, one step, run inside a jitted loop or one step at a time."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
-from kvjax.cache import KVCache
+from kvjax.attend import over_rows
 from kvjax.extend import step
+from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
+from kvjax.request import Request, Sampling
 from kvjax.sampling import SamplingMethod, log_probability, mark_seen
-from kvjax.session import Session
-from kvjax.spread import over_rows
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Decoding:
-    """Answers under way.
+class Answers:
+    """The answers of a batch while they are decoded. All arrays are small and have the batch as their first axis.
 
     Attributes:
-        active: rows that go on.
-        tokens: of the answers, -1 where there is none yet. T bounds their length.
-        lengths: of the answers.
-        log_probs: of the tokens under the unmodified model, if asked for.
-        seen: tokens of prompt and answer, if the sampler penalises repetition.
-        keys: a PRNG key a row; a token's draw folds in its position.
-        ends: end tokens of each row, -1 for none.
+        active: rows whose answer has not ended.
+        tokens: int32 ids of the answers, -1 where there is no token yet. T bounds their length.
+        lengths: int32, the number of tokens of each answer.
+        log_probs: float32 log-probabilities of the tokens under the unmodified model, or None.
+        seen: marks the tokens of prompt and answer if the sampler penalises repetition, else None.
+        keys: one PRNG key per row. The draw of a token folds in its position.
+        ends: int32 end tokens of each row, padded with -1.
+        sampler: draws the tokens; static.
     """
 
-    cache: KVCache
     active: Bool[Array, "B"]
     tokens: Int[Array, "B T"]
     lengths: Int[Array, "B"]
     log_probs: Float[Array, "B T"] | None
     seen: Bool[Array, "B V"] | None
-    keys: Array
+    keys: Key[Array, "B"]
     ends: Int[Array, "B E"]
+    sampler: SamplingMethod = field(metadata={"static": True})
 
     @classmethod
-    def begin(cls, session: Session, cache: KVCache, *, size: int, log_probs: bool) -> Decoding:
-        batch, put = cache.batch_size, jax.device_put if cache.mesh is None else cache.put_rows
+    def begin(
+        cls, sampling: Sampling, *, size: int, log_probs: bool, put: Callable[[Any], Any] = jax.device_put
+    ) -> Answers:
+        """Returns answers without tokens.
+
+        Args:
+            size: the most tokens that an answer can have.
+            log_probs: whether to record the log-probability of each token.
+            put: places an array with the axes [B, ...] on the devices of these rows.
+        """
+        batch = len(sampling.ends)
+        data, impl = jax.random.key_data(sampling.keys), jax.random.key_impl(sampling.keys)
         return cls(
-            cache,
             active=put(np.ones(batch, bool)),
             tokens=put(np.full((batch, size), -1, np.int32)),
             lengths=put(np.zeros(batch, np.int32)),
             log_probs=put(np.zeros((batch, size), np.float32)) if log_probs else None,
-            seen=None if session.seen is None else put(session.seen),
-            keys=session.keys
-            if cache.mesh is None
-            else jax.random.wrap_key_data(put(jax.random.key_data(session.keys))),
-            ends=put(session.ends),
+            seen=None if sampling.seen is None else put(sampling.seen),
+            keys=jax.random.wrap_key_data(put(data), impl=impl),
+            ends=put(sampling.ends),
+            sampler=sampling.sampler,
         )
 
-    def take(self, logits: Float[Array, "B V"], sampler: SamplingMethod) -> Decoding:
-        """Samples each active row's next token, which is then pending."""
-        rows = replace(self, cache=replace(self.cache, layers=(), pool=None))
-        taken = over_rows(self.cache.mesh, partial(Decoding._take, sampler=sampler), rows, logits)
-        return replace(taken, cache=replace(taken.cache, layers=self.cache.layers, pool=self.cache.pool))
-
-    def _take(self, logits: Float[Array, "B V"], sampler: SamplingMethod) -> Decoding:
-        """`take`, of a state whose cache's layers are left out."""
-        cache = self.cache
-        token = sampler(logits, jax.vmap(jax.random.fold_in)(self.keys, cache.length), self.seen)
+    def take(
+        self, pending: Int[Array, "B"], logits: Float[Array, "B V"], positions: Int[Array, "B"]
+    ) -> tuple[Answers, Int[Array, "B"]]:
+        """Samples the token at `positions` for each active row, and returns the new answers and pending tokens."""
+        token = self.sampler(logits, jax.vmap(jax.random.fold_in)(self.keys, positions), self.seen)
         rows = jnp.arange(token.shape[0])
         column = jnp.where(self.active, self.lengths, self.tokens.shape[1])
         log_probs, seen = self.log_probs, self.seen
@@ -75,30 +81,70 @@ class Decoding:
             log_probs = log_probs.at[rows, column].set(log_probability(logits, token), mode="drop")
         if seen is not None:
             seen = mark_seen(seen, token[:, None], self.active[:, None])
-        return replace(
+        taken = replace(
             self,
-            cache=replace(cache, pending=jnp.where(self.active, token, cache.pending)),
             active=self.active & ~jnp.any(token[:, None] == self.ends, axis=1),
             tokens=self.tokens.at[rows, column].set(token, mode="drop"),
             lengths=self.lengths + self.active,
             log_probs=log_probs,
             seen=seen,
         )
+        return taken, jnp.where(self.active, token, pending)
 
-    def advance(self, params: Decoder, sampler: SamplingMethod) -> Decoding:
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Decoding:
+    """The state of the decoding loop: the cache, and the answers so far."""
+
+    cache: KVCache
+    answers: Answers
+
+    @classmethod
+    def begin(cls, request: Request, cache: KVCache, *, size: int, log_probs: bool) -> Decoding:
+        """Returns the state after the request's prompt has been read into the cache, before the first token."""
+        assert request.sampling is not None, "the request asks for no answer"
+        put = jax.device_put if cache.mesh is None else cache.put_rows
+        return cls(cache, Answers.begin(request.sampling, size=size, log_probs=log_probs, put=put))
+
+    @property
+    def active(self) -> Bool[Array, "B"]:
+        return self.answers.active
+
+    def with_active(self, active: Bool[Array, "B"]) -> Decoding:
+        """Returns the same state with other active rows."""
+        return replace(self, answers=replace(self.answers, active=active))
+
+    def take(self, logits: Float[Array, "B V"]) -> Decoding:
+        """Samples the next token of each active row, which becomes its pending token."""
+        state, given = (self.answers, self.cache.pending), (logits, self.cache.length)
+        answers, pending = over_rows(self.cache.mesh, _take, state, given)
+        return Decoding(replace(self.cache, pending=pending), answers)
+
+    def advance(self, params: Decoder) -> Decoding:
         """Decodes the pending token of each active row and samples the next one."""
         logits, cache = step(params, self.cache, self.cache.pending, self.active)
-        return replace(self, cache=cache).take(logits, sampler)
+        return replace(self, cache=cache).take(logits)
 
 
-take = jax.jit(Decoding.take, static_argnames="sampler", donate_argnums=0)
+def _take(state: tuple[Answers, Array], given: tuple[Array, Array]) -> tuple[Answers, Array]:
+    """Calls `Answers.take`. A device of a mesh calls it on its own rows."""
+    answers, pending = state
+    return answers.take(pending, *given)
 
 
-@partial(jax.jit, static_argnames="sampler", donate_argnames="state")
+take = jax.jit(Decoding.take, donate_argnums=0)
+
+
+@partial(jax.jit, donate_argnames="state")
 def decode(
-    params: Decoder, state: Decoding, logits: Float[Array, "B V"], limit: Int[Array, ""], sampler: SamplingMethod
+    params: Decoder, state: Decoding, logits: Float[Array, "B V"], limit: Int[Array, ""]
 ) -> tuple[Decoding, Int[Array, ""]]:
-    """Answers of up to `limit` tokens, the first from the prompt's logits, and the steps it took to decode the rest."""
+    """Decodes answers of up to `limit` tokens, the first of which is sampled from the prompt's logits.
+
+    Returns:
+        The final state, and the number of decode steps after the first token.
+    """
 
     def goes_on(carry: tuple[Decoding, Array]) -> Array:
         state, steps = carry
@@ -106,6 +152,6 @@ def decode(
 
     def body(carry: tuple[Decoding, Array]) -> tuple[Decoding, Array]:
         state, steps = carry
-        return state.advance(params, sampler), steps + 1
+        return state.advance(params), steps + 1
 
-    return jax.lax.while_loop(goes_on, body, (state.take(logits, sampler), jnp.int32(0)))
+    return jax.lax.while_loop(goes_on, body, (state.take(logits), jnp.int32(0)))

@@ -1,34 +1,39 @@
-"""Generating: a prompt is read once, then one jitted loop decodes until every row has ended."""
+"""`generate` and `prefill`: a prompt is read once, and one jitted loop then decodes until every row has ended."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from kvjax.cache import KVCache
 from kvjax.clock import Clock
 from kvjax.decode import Decoding, decode
-from kvjax.extend import Compress, read_prompt
+from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policy import Policy
 from kvjax.prompts import Prompt
+from kvjax.request import AnswerOptions, EndTokens, Request, Seed, read_request
+from kvjax.room import Compress
 from kvjax.sampling import SamplingMethod
-from kvjax.session import EndTokens, Session, room_for
 from kvjax.sharding import fetch
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What a call took, in wall-clock seconds; compilation is counted apart from the rest.
+    """What one call of `generate` took. Times are wall-clock seconds; compilation is counted apart from the rest.
 
     Attributes:
-        decoded_tokens: of all rows, those of the prompt's own logits excepted.
-        cache_bytes: held at the end: keys, values, positions and the policy's state.
-        full_cache_bytes: keys and values of every token seen, once a kv head: an uncompressed GQA cache.
+        prompt_tokens: tokens that were read, summed over the rows. A pending token of the cache is one of them.
+        decoded_tokens: tokens that took a decode step, summed over the rows. The first token of each row is sampled
+            from the prompt's logits and is not counted.
+        prefill_seconds: time in the programs that read and compress the prompt.
+        decode_seconds: time in the decoding loop.
+        compile_seconds: time for tracing and compiling these programs.
+        cache_bytes: size of the final cache: keys, values, positions and the policy's state.
+        full_cache_bytes: size of the keys and values of every token seen, stored once per kv head. This is an
+            uncompressed GQA cache.
     """
 
     prompt_tokens: int
@@ -41,25 +46,28 @@ class Stats:
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """Of all rows together; 0 if nothing was decoded."""
+        """Decoded tokens of all rows per second; 0 if nothing was decoded."""
         return self.decoded_tokens / self.decode_seconds if self.decoded_tokens else 0.0
 
     @property
     def compression_ratio(self) -> float:
-        """How many times smaller the cache is than an uncompressed one."""
+        """The size of an uncompressed cache, divided by the size of this one."""
         return self.full_cache_bytes / self.cache_bytes
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Answers, and what they leave behind.
+    """The answers of one call of `generate`, the cache after them, and what the call took.
 
     Attributes:
-        tokens: int32 ids, -1 after the end of a row. An end token is part of its row.
-        lengths: of each row.
-        text: the rows decoded without special tokens, if there was a tokenizer.
-        log_probs: of each token under the unmodified model, 0 after the end of a row, if asked for.
-        cache: to go on with. The last token of each row has no entry in it yet: it is `cache.pending`.
+        tokens: int32 ids, -1 after the end of a row. An end token belongs to its row. T is the longest answer's length.
+        lengths: int32, the number of tokens of each answer.
+        text: each answer as text without special tokens; None without a tokenizer.
+        log_probs: float32 natural log-probability of each token under the unmodified model, 0 after the end of a row;
+            None unless asked for.
+        cache: continues the dialogue as the `cache=` of a later call. The last token of each row has no entry in it
+            yet: it is `cache.pending`.
+        stats: times, counts and sizes.
     """
 
     tokens: Int[np.ndarray, "B T"]
@@ -74,10 +82,10 @@ def generate(
     params: Decoder,
     prompt: Prompt | None,
     *,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     max_new_tokens: int = 128,
     sampler: SamplingMethod | None = None,
-    seed: int | Sequence[int] = 0,
+    seed: Seed = 0,
     eos: EndTokens = None,
     tokenizer: Any = None,
     cache: KVCache | None = None,
@@ -87,60 +95,77 @@ def generate(
 ) -> Generation:
     """Answers a batch of prompts under a cache policy.
 
-    Rows of different lengths give the same tokens as each alone. Programs are compiled once a bucket of lengths.
+    Rows of different lengths get the same tokens as each row alone. Programs are compiled once per bucket of lengths.
+
+    A prompt of chat messages is rendered by the tokenizer's chat template with the generation prompt at its end. The
+    template writes all special tokens, so the tokenizer adds none. With `cache=`, the template is applied to the new
+    messages alone, and the result is appended to what the cache has seen. Three things follow:
+
+    * A BOS token at the beginning of the result is dropped.
+    * Whatever else the template writes at the beginning of every conversation, such as a default system message, is
+      written again.
+    * The previous answer ends as the model ended it. If `max_new_tokens` cut it off, no end token follows it. Text that
+      the template puts after an end token, such as ChatML's line break, is missing.
 
     Args:
-        params: the decoder, as `load` returns it.
-        prompt: a string, a list of strings, an integer array [N] or [B, N], or ragged lists of ids; None continues
-            `cache` from its pending tokens.
-        policy: what the cache keeps; `policies.full()` by default, or the cache's own.
-        max_new_tokens: at most so many tokens a row.
-        sampler: `Greedy()` by default.
-        seed: row b's draws depend on (seed, b, position) and nothing else; with one seed a row, on that and position.
-        eos: an end token, several, or several for each row; by default the tokenizer's. `()` for none.
-        tokenizer: for prompts of text, and to return text. Its special tokens are added where a text begins.
-        cache: an earlier `Generation.cache`, or the result of `prefill`. It is extended as a copy and stays as it is.
-        log_probs: return the log-probability of each token.
-        chunk: read the prompt so many tokens at a time, in less memory. The result is that of one call.
-        compress: when to compress: "auto" when the prompt has been read, and after later turns if the policy evicts
-            while decoding; "end" and "never" whatever the policy; "chunk" after each chunk too, so that a prompt of any
-            length is read in constant memory.
+        params: the decoder, an nnx module `Decoder` that `load` returns.
+        prompt: one of these. None continues `cache` from its pending tokens.
+
+            | one row | a batch |
+            |---|---|
+            | a string | a list of strings |
+            | a list of token ids | a list of such lists, whose lengths may differ |
+            | an integer array [N] | an integer array [B, N] |
+            | a list of chat messages: dicts with strings "role" and "content" | a list of such lists |
+        policy: what the cache retains: a policy, or a text that `policies.parse` reads, such as "morphkv:budget=512".
+            The default is the policy of `cache`, or `policies.full()`.
+        max_new_tokens: the most tokens that a row's answer may have.
+        sampler: draws the tokens. The default is `Greedy()`.
+        seed: determines the draws, by one of these. A sequence of integers may be a NumPy array.
+
+            | seed | the draws of row b depend on |
+            |---|---|
+            | an integer s of 64 bits | s, b and the token's position; `jax.random.key(s)` gives the same draws |
+            | a JAX key | the key, b and the position |
+            | one integer per row | the row's integer and the position |
+            | a JAX array of one key per row, shape [B] | the row's key and the position |
+
+            A JAX key is a typed key of `jax.random.key`, or a legacy uint32 key of `jax.random.PRNGKey`. With a PRNG
+            other than the default "threefry2x32", the draws may depend on the other rows too.
+        eos: an end token, a list of end tokens, or a list of them per row. `()` means that no token ends a row. The
+            default is the tokenizer's end token, if there is a tokenizer.
+        tokenizer: a transformers tokenizer. It encodes text and messages and decodes the answers. Text gets the
+            tokenizer's special tokens, unless it continues a cache.
+        cache: the `Generation.cache` of an earlier call, or the result of `prefill`. The call extends a copy and leaves
+            the given cache as it is.
+        log_probs: whether to return the log-probability of each token.
+        chunk: the number of prompt tokens to read at a time, which takes less memory. The result is the same as in one
+            piece, unless `compress` is "chunk".
+        compress: when to compress the cache to its budget:
+
+            | compress | when |
+            |---|---|
+            | "auto" | after the first prompt, and after later prompts if the policy evicts while decoding |
+            | "end" | after every prompt, whatever the policy |
+            | "never" | not after this prompt, whatever the policy |
+            | "chunk" | after each chunk, so that the memory for a prompt does not grow with its length |
 
     Raises:
-        ValueError: before anything is compiled, for any argument that is not accepted, saying what is.
+        ValueError: for any argument that is not accepted, before anything is compiled. The message says what is
+            expected.
     """
-    session = Session.open(
-        params,
-        prompt,
-        policy=policy,
-        max_new_tokens=max_new_tokens,
-        sampler=sampler,
-        seed=seed,
-        eos=eos,
-        tokenizer=tokenizer,
-        cache=cache,
-        chunk=chunk,
-        compress=compress,
+    answer = AnswerOptions(max_new_tokens, sampler, seed, eos)
+    request = Request.of(
+        params, prompt, policy=policy, tokenizer=tokenizer, cache=cache, chunk=chunk, compress=compress, answer=answer
     )
-    room = room_for(max_new_tokens)
     clock = Clock()
-    logits, filled = read_prompt(
-        params,
-        session.cache,
-        session.batch.tokens,
-        session.batch.lengths,
-        room=room,
-        chunk=chunk,
-        compress=compress,
-        texts=session.texts,
-        clock=clock,
-    )
-    state = Decoding.begin(session, filled, size=room, log_probs=log_probs)
-    limit = np.int32(max_new_tokens)
-    state, _ = clock.run("decode", decode, params, state, logits, limit, sampler=session.sampler)
-    lengths = fetch(state.lengths)
+    logits, filled = read_request(params, request, clock)
+    state = Decoding.begin(request, filled, size=request.room, log_probs=log_probs)
+    state, _ = clock.run("decode", decode, params, state, logits, np.int32(max_new_tokens))
+    answers, cache = state.answers, state.cache
+    lengths = fetch(answers.lengths)
     longest = int(lengths.max())
-    tokens = fetch(state.tokens)[:, :longest]
+    tokens = fetch(answers.tokens)[:, :longest]
     text = None
     if tokenizer is not None:
         text = [tokenizer.decode(row[:n], skip_special_tokens=True) for row, n in zip(tokens, lengths, strict=True)]
@@ -148,16 +173,16 @@ def generate(
         tokens=tokens,
         lengths=lengths,
         text=text,
-        log_probs=None if state.log_probs is None else fetch(state.log_probs)[:, :longest],
-        cache=state.cache,
+        log_probs=None if answers.log_probs is None else fetch(answers.log_probs)[:, :longest],
+        cache=cache,
         stats=Stats(
-            prompt_tokens=int(session.batch.lengths.sum()),
+            prompt_tokens=int(request.batch.lengths.sum()),
             decoded_tokens=int((lengths - 1).sum()),
             prefill_seconds=clock.seconds["prefill"],
             decode_seconds=clock.seconds["decode"],
             compile_seconds=clock.seconds["compile"],
-            cache_bytes=state.cache.nbytes,
-            full_cache_bytes=int(fetch(state.cache.length).sum()) * params.config.bytes_per_token(filled.dtype),
+            cache_bytes=cache.nbytes,
+            full_cache_bytes=int(fetch(cache.length).sum()) * params.config.bytes_per_token(cache.dtype),
         ),
     )
 
@@ -166,30 +191,28 @@ def prefill(
     params: Decoder,
     prompt: Prompt,
     *,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     tokenizer: Any = None,
     cache: KVCache | None = None,
     chunk: int | None = None,
     compress: Compress = "auto",
     clock: Clock | None = None,
 ) -> KVCache:
-    """Reads a document into a cache, to ask several questions of it: `generate(params, question, cache=cache)`.
+    """Reads a prompt into a cache, without an answer.
 
-    The arguments are those of `generate`. A cache that was read with `compress="never"` counts as unfinished: what is
-    read into it next continues the prompt. A clock counts the programs run as "prefill".
+    Several questions can then be asked of one document: `generate(params, question, cache=document)`. A cache that was
+    read with `compress="never"` counts as unfinished: the next prompt that is read into it continues this one.
+
+    Args:
+        params: the decoder, an nnx module `Decoder` that `load` returns.
+        prompt, policy, tokenizer, cache, chunk, compress: as `generate` takes them. Chat messages end without the
+            generation prompt, because the next messages follow them.
+        clock: adds up the seconds of the programs under "prefill" and "compile".
+
+    Raises:
+        ValueError: for any argument that is not accepted, before anything is compiled.
     """
-    session = Session.open(
+    request = Request.of(
         params, prompt, policy=policy, tokenizer=tokenizer, cache=cache, chunk=chunk, compress=compress
     )
-    _, cache = read_prompt(
-        params,
-        session.cache,
-        session.batch.tokens,
-        session.batch.lengths,
-        room=0,
-        chunk=chunk,
-        compress=compress,
-        texts=session.texts,
-        clock=clock,
-    )
-    return cache
+    return read_request(params, request, clock)[1]

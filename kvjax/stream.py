@@ -1,9 +1,9 @@
-"""Generating token by token: the same steps as `generate`, one program call each, with what they add as it comes."""
+"""`stream`: the steps of `generate`, one program call per token, whose tokens and text are yielded as they come."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,14 +12,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 from tokenizers.decoders import DecodeStream
 
-from kvjax.cache import KVCache
 from kvjax.decode import Decoding, take
-from kvjax.extend import Compress, read_prompt
+from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policy import Policy
 from kvjax.prompts import Prompt
+from kvjax.request import AnswerOptions, EndTokens, Request, Seed, read_request
+from kvjax.room import Compress
 from kvjax.sampling import SamplingMethod
-from kvjax.session import EndTokens, Session, room_for
 from kvjax.sharding import fetch
 
 
@@ -28,11 +28,11 @@ class Piece:
     """What one step adds to each row.
 
     Attributes:
-        tokens: one id a row, -1 where the row has ended before.
-        text: what can be said of it already, if there was a tokenizer: a text that may turn out to be the beginning of
-            a character or of a stop string is held back until it is known not to be.
-        active: rows that go on after this step.
-        cache: to go on with, in the last piece; None before.
+        tokens: int32, one id per row, -1 where the row ended in an earlier step.
+        text: the text that each row gains; None without a tokenizer. Text that may be the beginning of an incomplete
+            character or of a stop string is held back until that is decided.
+        active: rows that continue after this step.
+        cache: in the last piece, the cache after the answers, as `Generation.cache`. None in the pieces before it.
     """
 
     tokens: Int[np.ndarray, "B"]
@@ -45,10 +45,10 @@ def stream(
     params: Decoder,
     prompt: Prompt | None,
     *,
-    policy: Policy | None = None,
+    policy: Policy | str | None = None,
     max_new_tokens: int = 128,
     sampler: SamplingMethod | None = None,
-    seed: int | Sequence[int] = 0,
+    seed: Seed = 0,
     eos: EndTokens = None,
     stop: str | Sequence[str] = (),
     tokenizer: Any = None,
@@ -56,60 +56,37 @@ def stream(
     chunk: int | None = None,
     compress: Compress = "auto",
 ) -> Iterator[Piece]:
-    """Yields the answers of `generate` piece by piece; the arguments are the same, but for one.
+    """Yields the answers of `generate` piece by piece. The arguments are those of `generate`, and `stop`.
 
     Args:
-        stop: strings that end a row. They are not part of its text, though their tokens are in the cache. They need a
-            tokenizer.
+        params: the decoder, an nnx module `Decoder` that `load` returns.
+        stop: a string that ends a row, or a list of such strings. Stop strings need a tokenizer. A row's text ends
+            before its stop string, while the tokens of the stop string are in the cache.
 
     Raises:
-        ValueError: at the call, before anything is compiled.
+        ValueError: at the call and before anything is compiled, for any argument that is not accepted.
     """
     stops = [stop] if isinstance(stop, str) else list(stop)
     if stops and tokenizer is None:
-        raise ValueError("stop strings are compared with text and need tokenizer=")
+        raise ValueError(f"stop={stop!r} and there is no tokenizer: expected tokenizer=, because stop strings are text")
     if not all(isinstance(s, str) and s for s in stops):
-        raise ValueError(f"stop={stop!r}; accepted are strings of a character or more")
-    session = Session.open(
-        params,
-        prompt,
-        policy=policy,
-        max_new_tokens=max_new_tokens,
-        sampler=sampler,
-        seed=seed,
-        eos=eos,
-        tokenizer=tokenizer,
-        cache=cache,
-        chunk=chunk,
-        compress=compress,
+        raise ValueError(f"stop={stop!r}: expected strings of at least one character")
+    answer = AnswerOptions(max_new_tokens, sampler, seed, eos)
+    request = Request.of(
+        params, prompt, policy=policy, tokenizer=tokenizer, cache=cache, chunk=chunk, compress=compress, answer=answer
     )
-    return _pieces(params, session, max_new_tokens, stops, tokenizer, chunk, compress)
+    return _pieces(params, request, max_new_tokens, stops, tokenizer)
 
 
 def _pieces(
-    params: Decoder,
-    session: Session,
-    max_new_tokens: int,
-    stops: list[str],
-    tokenizer: Any,
-    chunk: int | None,
-    compress: Compress,
+    params: Decoder, request: Request, max_new_tokens: int, stops: list[str], tokenizer: Any
 ) -> Iterator[Piece]:
-    logits, filled = read_prompt(
-        params,
-        session.cache,
-        session.batch.tokens,
-        session.batch.lengths,
-        room=room_for(max_new_tokens),
-        chunk=chunk,
-        compress=compress,
-        texts=session.texts,
-    )
-    state = take(Decoding.begin(session, filled, size=0, log_probs=False), logits, sampler=session.sampler)
-    batch = len(session.batch.lengths)
+    logits, filled = read_request(params, request)
+    state = take(Decoding.begin(request, filled, size=0, log_probs=False), logits)
+    batch = len(request.batch.lengths)
     texts = None if tokenizer is None else [RowText(tokenizer, stops) for _ in range(batch)]
     active = np.ones(batch, bool)
-    # A call with a list of arrays takes a fraction of the time of one with a module: it matters at every token.
+    # A call with a list of arrays takes a fraction of the time of a call with a module, which matters at every token.
     leaves, tree = jax.tree.flatten(params)
     for count in range(1, max_new_tokens + 1):
         tokens = np.where(active, fetch(state.cache.pending), -1)
@@ -125,16 +102,16 @@ def _pieces(
             yield Piece(tokens, pieces, active, state.cache)
             return
         yield Piece(tokens, pieces, active)
-        state = _advance(leaves, state, state.cache.put_rows(active), tree=tree, sampler=session.sampler)
+        state = _advance(leaves, state, state.cache.put_rows(active), tree=tree)
 
 
-@partial(jax.jit, static_argnames=("tree", "sampler"), donate_argnames="state")
-def _advance(leaves: list[Array], state: Decoding, active: Array, tree: Any, sampler: SamplingMethod) -> Decoding:
-    return replace(state, active=active).advance(jax.tree.unflatten(tree, leaves), sampler)
+@partial(jax.jit, static_argnames="tree", donate_argnames="state")
+def _advance(leaves: list[Array], state: Decoding, active: Array, tree: Any) -> Decoding:
+    return state.with_active(active).advance(jax.tree.unflatten(tree, leaves))
 
 
 class RowText:
-    """The text of one row as it grows, cut before the first stop string."""
+    """Decodes the text of one row token by token and cuts it before the first stop string."""
 
     def __init__(self, tokenizer: Any, stops: list[str]) -> None:
         self._tokenizer = tokenizer.backend_tokenizer
@@ -146,15 +123,18 @@ class RowText:
         self.stopped = False
 
     def add(self, token: int, *, last: bool) -> str:
-        """The text that is certain after another token (-1: none), all of what was held back if it is the last."""
+        """Returns the text that is certain after one more token (-1 for none).
+
+        After the last token of a row that is all text that was held back.
+        """
         if token < 0 or self.stopped:
             return ""
         self._tokens.append(token)
         text = self._decoder.step(self._tokenizer, token) or ""
         self._decoded += text
-        if last:  # bytes that did not become a character show as the tokenizer shows them
-            whole = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-            text += whole[len(self._decoded) :] if whole.startswith(self._decoded) else ""
+        if last:  # the tokenizer has a text for bytes that do not form a character
+            full = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+            text += full[len(self._decoded) :] if full.startswith(self._decoded) else ""
         self._held += text
         found = [at for at in map(self._held.find, self._stops) if at >= 0]
         if found:
@@ -165,5 +145,5 @@ class RowText:
         return certain
 
     def _overlap(self, stop: str) -> int:
-        """How many characters at the end of what is held may be the beginning of a stop string."""
+        """Returns the number of last characters of the held text that may be the beginning of a stop string."""
         return next((n for n in range(len(stop) - 1, 0, -1) if self._held.endswith(stop[:n])), 0)

@@ -1,14 +1,14 @@
-"""Speed on a CPU: kvjax against transformers, and against kvpress's SnapKV, on the same random weights.
+"""Measures the speed on a CPU of kvjax, of transformers, and of kvpress's SnapKV, with the same random weights.
 
     python scripts/bench_cpu.py --peer-python .venv-kvpress/bin/python > bench_cpu.jsonl
 
-scripts/bench_gpu.py is the same on a GPU, with another model.
+scripts/bench_gpu.py does the same on a GPU, with another model.
 
-Each side is one process that loads the model once and then serves one measurement at a time, in turns with the other
-side's, so that both meet the same weather. scripts/make_goldens.py says how to make the peer's environment; without
-`--peer-python` kvjax is measured alone. Standard output is JSON lines: every measurement, then medians and ratios.
-`first` marks the first call of a program, left out of the medians; what it took beyond the later ones, for kvjax mostly
-compilation, is `cold_seconds`. Tokens per second are those of all rows together; the first token is the prompt's.
+Each side is one process that loads the model once and serves one measurement at a time. The sides take turns, so that
+other work on the machine affects both. scripts/make_goldens.py describes the environment of the peer; without
+`--peer-python`, kvjax is measured alone. The output is JSON lines: every measurement, then medians and ratios. `first`
+marks the first call of a program, which the medians leave out. `cold_seconds` is its time beyond that of later calls,
+for kvjax mostly compilation. Tokens per second are those of all rows together. The first token comes from the prompt.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def kvjax_side(folder: Path, machine: Machine) -> Measure:
     import kvjax
 
     if jax.devices()[0].platform != machine.platform:
-        raise SystemExit(f"JAX has a {jax.devices()[0].platform} here; accepted is a {machine.platform}")
+        raise SystemExit(f"JAX has a {jax.devices()[0].platform} here: expected a {machine.platform}")
     params, _ = kvjax.load(folder, dtype=machine.dtype)
     prompts = np.load(folder / "prompts.npy").astype(np.int32)
 

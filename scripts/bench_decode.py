@@ -1,18 +1,18 @@
-"""What policies cost and save end to end, on a decoder of Llama-3.1-8B's shape with random weights.
+"""Measures what policies cost and save end to end, on a decoder of Llama-3.1-8B's shape with random weights.
 
     python scripts/bench_decode.py > bench_decode.jsonl            # on a GPU or TPU, in bfloat16
-    python scripts/bench_decode.py --small                         # anywhere, to see that it runs
+    python scripts/bench_decode.py --small                         # anywhere, as a check that it runs
 
-Two sides of a comparison take turns in one process, each once before to compile. Standard output is JSON lines: every
-measurement, then the medians' ratio and its goal. The cases:
+Two sides of a comparison take turns in one process, after one call each that compiles. The output is JSON lines: every
+measurement, then the ratio of the medians and its goal. The cases, each divided by its reference:
 
-    roofline    a step of one row on 2,048 slots, over reading all weights and entries once at the rate of a copy
-    morphkv     a step that evicts, with windows of 32 and 200 and at every 8th step, over one on the same 2,048 slots
-    dynamickv   tokens/s after a long prompt, 128 entries a layer kept, over a full cache; and the time to the first
-    batch       tokens/s in all of MorphKV (600 entries) over SnapKV (1,024), each with the rows that memory holds
-    flat        a step after a long answer under MorphKV over one after a short answer
-    kvcrush     reading a prompt, over its base, which is SnapKV
-    prefill     the most memory that reading a long prompt takes, beyond weights and what is kept
+    roofline    a step of one row on 2,048 slots; reference: one read of all weights and entries at the rate of a copy
+    morphkv     a step that evicts, with windows of 32 and 200 and at every 8th step; reference: the same 2,048 slots
+    dynamickv   tokens/s after a long prompt with 128 entries per layer, and time to the first; reference: full cache
+    batch       tokens/s of all rows of MorphKV (600 entries); reference: SnapKV (1,024), each with the rows that fit
+    flat        a step after a long answer under MorphKV; reference: a step after a short answer
+    kvcrush     reading a prompt; reference: its base, SnapKV
+    prefill     the peak memory that reading a long prompt takes, beyond weights and the retained cache
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Answers a second of `kvjax eval` on the demo model, beside a loop that asks one question at a time.
+"""Measures the answers per second of `kvjax eval` on the demo model, and of a loop that asks one question at a time.
 
     python scripts/bench_eval.py --length 512 --examples 8 --budgets 0.5 0.25 0.1
 
-Both give the same answers (that is checked), and nothing is compiled while they are timed. The loop reads the context
-anew for each question and budget, in a batch of one. Prints one JSON line for each setting.
+The script checks that both give the same answers, and it compiles all programs before it starts the clock. The loop
+prefills the context again for each question and budget, in a batch of one. The output is one JSON line per setting.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Answers = dict[tuple[Policy, str, str, int], list[int]]
 
 
 def timed(runs: Sequence[Callable[[], Answers]], repeats: int) -> list[tuple[Answers, float]]:
-    """What each answers, and the fewest seconds that it takes; in turns, after each has run once to compile."""
+    """The answers and the shortest time of each run, in seconds. The runs take turns, after one run each to compile."""
     answers = [run() for run in runs]
     best = [float("inf")] * len(runs)
     for _ in range(repeats):
@@ -41,12 +41,14 @@ def timed(runs: Sequence[Callable[[], Answers]], repeats: int) -> list[tuple[Ans
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--length", type=int, default=512, help="tokens of a prompt")
-    parser.add_argument("--examples", type=int, default=4, help="texts of each of the seven tasks")
+    parser.add_argument("--length", type=int, default=512, help="tokens per prompt")
+    parser.add_argument("--examples", type=int, default=4, help="texts per task; there are seven tasks")
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=3, help="the best of so many")
+    parser.add_argument("--repeats", type=int, default=3, help="number of timed runs, of which the fastest counts")
     parser.add_argument("--policy", default="snapkv:budget={budget}")
-    parser.add_argument("--budgets", type=float, nargs="+", default=[0.25], help="eval reads a prompt once for all")
+    parser.add_argument(
+        "--budgets", type=float, nargs="+", default=[0.25], help="budgets, for which eval prefills a prompt once"
+    )
     args = parser.parse_args()
     tasks = [{"name": "demo/*", "lengths": [args.length]}]
     grid = Grid.of({"tasks": tasks, "limit": args.examples, "policies": [args.policy], "budgets": args.budgets})

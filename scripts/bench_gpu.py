@@ -1,9 +1,9 @@
-"""Speed on a GPU: kvjax against transformers, and against kvpress's SnapKV, on the same card and random weights.
+"""Measures the speed on a GPU of kvjax, of transformers, and of kvpress's SnapKV, with the same random weights.
 
     python scripts/bench_gpu.py --peer-python .venv-kvpress/bin/python > bench_gpu.jsonl
 
-It is scripts/bench_cpu.py with a model of Llama-3.1-8B's shape in bfloat16, 16 GB that are written to `--folder` first,
-and held by either side. The peer's environment needs a torch for GPUs.
+It is scripts/bench_cpu.py with a model of Llama-3.1-8B's shape in bfloat16. The script first writes the 16 GB of
+weights to `--folder`, and each side loads them. The environment of the peer needs a torch for GPUs.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What the kernels reach of a device's bandwidth and matrix units: checked against the references, then timed.
+"""Checks the kernels against the references, and measures their share of a device's bandwidth and matrix units.
 
     python scripts/bench_kernels.py > bench_kernels.jsonl          # on a GPU or TPU, production shapes in bfloat16
-    python scripts/bench_kernels.py --small                        # anywhere, to see that it runs
+    python scripts/bench_kernels.py --small                        # anywhere, as a check that it runs
 
-First the device's own rates are measured: bytes of a copy, read and written, and operations of a product of matrices.
-Each case then runs on several sets of arrays in turn, so that no cache holds them, `--calls` calls in a row for one
-measurement. Standard output is JSON lines: the rates, then for each case the median of `--repeats`, the bytes or
-operations that it cannot do without over that time, and what share of the device's rate this is, with a goal where
-there is one. A result that is not the reference's ends the program with an error.
+The script first measures the device's own rates: bytes of a copy, read and written, and operations of a matrix product.
+Each case then runs on several sets of arrays in turn, so that no cache holds them, `--calls` calls per measurement.
+The output is JSON lines: the rates, and for each case the median of `--repeats`, the necessary bytes or operations
+divided by that time, and their share of the device's rate, with a goal where there is one. A result that differs from
+the reference's ends the program with an error.
 """
 
 from __future__ import annotations

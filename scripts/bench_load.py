@@ -1,12 +1,12 @@
-"""Host memory that loading and saving take beside the parameters, on a random checkpoint and 8 devices of a CPU.
+"""Measures the host memory that loading and saving take beyond the parameters, with 8 CPU devices. Linux only.
 
     python scripts/bench_load.py > bench_load.jsonl
 
-The checkpoint (2 GB, bfloat16, a file for every layer) is made in a temporary folder. Each measurement is a fresh
-process, which this one watches: it samples `RssAnon` in /proc/PID/status, memory that is the process's own; pages of
-mapped files, which the kernel may drop at any time, are not in it. `beyond` is the highest sample while at work, less
-the memory before it and the parameters' own bytes; a slice that several devices of one CPU hold counts once.
-Standard output is JSON lines. Linux only.
+The script writes a random checkpoint (2 GB, bfloat16, one file per layer) to a temporary folder. Each measurement runs
+in a new process, and this process samples its `RssAnon` in /proc/PID/status: the memory of the process without pages of
+mapped files, which the kernel can drop at any time. `beyond` is the highest sample during the work, minus the memory
+before it and minus the parameters' bytes. A slice that several CPU devices hold counts once. Standard output is JSON
+lines, with sizes in bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HF = {
 
 
 def make(folder: Path, layers: int) -> None:
-    """Writes the checkpoint, without holding more than a layer of it."""
+    """Writes the checkpoint. It holds at most one layer in memory."""
     import jax.numpy as jnp
     import numpy as np
     from safetensors.numpy import save_file
@@ -51,15 +51,15 @@ def make(folder: Path, layers: int) -> None:
         number = name.split(".")[2] if ".layers." in name else "x"
         files.setdefault(f"model-{number}.safetensors", {})[name] = shape
     for file, shapes in files.items():
-        drawn = {name: rng.random(shape, np.float32).astype(jnp.bfloat16) for name, shape in shapes.items()}
-        save_file(drawn, folder / file)
+        tensors = {name: rng.random(shape, np.float32).astype(jnp.bfloat16) for name, shape in shapes.items()}
+        save_file(tensors, folder / file)
     placed = {name: file for file, shapes in files.items() for name in shapes}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
     (folder / "config.json").write_text(json.dumps(hf))
 
 
 def work(action: str, source: str, mesh_text: str, out: str) -> None:
-    """One measurement, in a process of its own, which says when it begins and what it was about."""
+    """Runs one measured action in this process. It prints `begin` before the action, and its facts as JSON after it."""
     import jax
     import jax.numpy as jnp
 
@@ -108,6 +108,7 @@ def work(action: str, source: str, mesh_text: str, out: str) -> None:
 
 
 def measure(action: str, source: Path, mesh: str, out: Path) -> dict[str, Any]:
+    """Runs `work` in a new process, and returns its facts with its peak memory."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     command = [sys.executable, __file__, "--work", action, str(source), mesh, str(out)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -125,6 +126,7 @@ def measure(action: str, source: Path, mesh: str, out: Path) -> dict[str, Any]:
 
 
 def _anonymous(pid: int) -> int:
+    """Returns the `RssAnon` of a process in bytes."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) * 1024
@@ -133,8 +135,10 @@ def _anonymous(pid: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--layers", type=int, default=LAYERS, help="fewer make a smaller checkpoint")
-    parser.add_argument("--folder", type=Path, help="where to make it; by default a temporary folder")
+    parser.add_argument(
+        "--layers", type=int, default=LAYERS, help="the number of layers of the checkpoint (default: %(default)s)"
+    )
+    parser.add_argument("--folder", type=Path, help="the parent of the temporary folder")
     parser.add_argument("--work", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work:

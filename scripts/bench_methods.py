@@ -1,24 +1,24 @@
-"""What each method costs on a CPU: over full attention in reading, over the same slots without a policy in decoding.
+"""Measures what each method costs on a CPU, while reading a prompt and while decoding.
 
     python scripts/bench_methods.py --case prefill --preset kvmerger h2o > bench_methods.jsonl
 
-Two sides are measured in turns in one process, a reference and what is compared with it, each once before to compile.
-Standard output is JSON lines: every measurement, then the ratios of the two sides' medians, with a goal where there is
-one. Beside the time that passes there is the CPU time of the process, which says more where the machine has other work.
-The cases:
+Two sides take turns in one process, a method and its reference, after one call each that compiles. The output is JSON
+lines: every measurement, then the ratios of the two sides' medians, with a goal where there is one. Elapsed time is
+reported beside the CPU time of the process, which is more reliable on a busy machine. The cases:
 
-    prefill     reading a prompt under each preset, over reading it with full attention
-    replay      the same of methods that score by a second pass, over reading the prompt and then, behind it, once more
-    crush       the same of `kvcrush` over its base, which is SnapKV
-    decode      a decode step under each preset, over one with as many slots and no policy
-    budgets     a decode step on pools of segments, whose heads keep different numbers of a prompt, over one with a full
-                cache: budgets of a quarter, a sixteenth and a sixty-fourth of the prompt, equal over heads and not, and
-                SnapKV's equal ones in layers of slots
-    clustering  KVMerger's sets, theta being solved for, over the scores of all queries on the same keys; and four times
-                the keys over these
+    prefill     reading a prompt under each preset; reference: reading it with full attention
+    replay      the same for methods that score by a second pass; reference: reading the prompt, and then once more
+                behind itself
+    crush       the same for `kvcrush`; reference: its base, SnapKV
+    decode      a decode step under each preset; reference: the same number of slots without a policy
+    budgets     a decode step on pools of segments with budgets of a quarter, a sixteenth and a sixty-fourth of the
+                prompt, equal over heads and not, and on SnapKV's layers of slots; reference: a full cache
+    clustering  KVMerger's sets with `theta=None`; reference: the scores of all queries on the same keys; and with four
+                times the keys; reference: the sets of the first
 
-A preset that has a budget keeps a quarter of the prompt (`prefill`), or 512 entries of 1,024 (`decode`); a preset that
-needs another policy has SnapKV. The model is that of scripts/bench_cpu.py with two layers: random weights, float32.
+A preset with a budget retains a quarter of the prompt (`prefill`), or 512 entries of 1,024 (`decode`). A preset that
+needs another policy has SnapKV. The model is that of scripts/bench_cpu.py with two layers, with random weights in
+float32.
 """
 
 from __future__ import annotations
@@ -103,15 +103,15 @@ def main() -> None:
     from flax import nnx
 
     import kvjax
+    from kvjax.methods.kvmerger.cluster import set_ends, solve_theta
     from kvjax.models import Decoder, DecoderConfig, Rope
     from kvjax.pallas_kernels import Reduction, window_scores
-    from kvjax.parts.cluster import set_ends, solve_theta
     from kvjax.policies import PRESETS, parse
 
     # DuoAttention's gates are a model's own, and of another one.
     presets = arguments.preset or [name for name in PRESETS if name not in ("full", "duo_attention")]
     if unknown := set(presets) - set(PRESETS):
-        parser.error(f"unknown presets {sorted(unknown)}; accepted are {', '.join(PRESETS)}")
+        parser.error(f"unknown presets {sorted(unknown)}: expected {', '.join(PRESETS)}")
     rng = np.random.default_rng(0)
     windows, rope = (None,) * LAYERS, Rope(10_000.0)
     config = DecoderConfig("llama", 32_000, 512, 1536, HEADS, KV_HEADS, HEAD_DIM, windows, rope, 32_768)
@@ -155,7 +155,7 @@ def main() -> None:
                 grows = parse(text).every is None  # then the answer comes on top, here as in the reference
                 length = SLOTS if grows else SLOTS // 2  # which is given 512 slots to go on in
                 sides = {"slots": decodes("full", length), text: decodes(text, 2 * SLOTS if limited else length)}
-                slots = [[layer.slots for layer in run().cache.layers] for run in sides.values()]
+                slots = [list(run().cache.entries.bounds) for run in sides.values()]
                 compare(sides, arguments.repeats, {"case": "decode", "tokens": arguments.new, "slots": slots})
     if "budgets" in arguments.case:
         sides = {"full": decodes("full", arguments.prompt)}

@@ -1,13 +1,13 @@
-"""Compiles programs of a large model for accelerators that need not be here, and says what they take and do.
+"""Compiles programs of a large model for accelerators that need not be present, and reports their costs.
 
     pip install -e '.[tpu,cuda13]'
     python scripts/compile_ahead.py > compile_ahead.jsonl                                  # a 70B's decode loop
     python scripts/compile_ahead.py h200:1 v6e:2x2 --program prefill --shape 8b --model 1  # an 8B reads a prompt
 
-The model has the shape of a Llama 3 in bfloat16, and no weights: only shapes are given to the compiler. Standard output
-is a JSON line a target. Bytes are a device's; collectives, and arrays of the size of a layer's keys (or of 1 MB) that
-are written whole, are those of one decode step; of a pool of segments, keys are those of all layers. Temporaries are
-beside arguments and outputs; what of the outputs is aliased takes no memory of its own.
+The model has the shape of a Llama 3 in bfloat16 and no weights: the compiler gets shapes only. The output is one JSON
+line per target. Bytes are per device. Collectives, and arrays of the size of a layer's keys (or of 1 MB) that are
+written in full, are counted per decode step; for a pool of segments, keys are those of all layers. Temporaries do not
+include arguments and outputs. Outputs that are aliased take no memory of their own.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # what is here is not asked
 import jax
 
 import kvjax
-from kvjax.ahead import lower_decode, lower_prefill, plan_params
-from kvjax.hlo import Loop
+from kvjax.aot.hlo import Loop
+from kvjax.aot.lower import lower_decode, lower_prefill, plan_params
+from kvjax.aot.targets import target
 from kvjax.models import DecoderConfig, Rope
-from kvjax.targets import target
 
 MB = 1_000_000
 
@@ -69,7 +69,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     memory, hlo = compiled.memory_analysis(), compiled.as_text() or ""
     assert memory is not None
     cache = kvjax.plan_cache(config, policy, dtype="bfloat16", mesh=mesh, **sizes)
-    keys = held(cache.layers[0].keys) if cache.pool is None else held(cache.pool.keys)
+    keys = held(cache.entries.stored[0])
     facts = {}
     if arguments.program == "decode":
         loop = Loop.of(hlo)

@@ -1,14 +1,13 @@
-"""Why some methods score as they do on the model that ships: each beside itself with one part exchanged.
+"""Explains the scores of some methods on the model that ships: compares each method with one part exchanged.
 
     python scripts/demo_checks.py > demo_checks.jsonl
 
-Texts of 1,024 tokens, 25 of each task. Standard output is JSON lines: the share of their questions that are answered
-right. The checks:
+The script asks 25 texts of 1,024 tokens per task. It prints JSON lines with the share of correct answers. The checks:
 
-    question    methods that protect nothing recent, on prompts that end with the question, and with their last 32
-                tokens protected; facts
-    norm        `knorm`, and its opposite, which keeps the largest keys; facts
-    merge       `d2o`, and the same without merging; labels and votes
+    question    methods that protect no recent tokens, and the same methods with the last 32 tokens protected, on
+                prompts that end with the question; tasks with facts
+    norm        `knorm`, and its opposite, which retains the largest keys; tasks with facts
+    merge       `d2o`, and the same policy without merging; tasks with labels and votes
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any, Literal
 
 from jaxtyping import Array
 
-from kvjax.cache import LayerCache
+from kvjax.cache import Slots
 from kvjax.evaluation.asking import Asker
 from kvjax.evaluation.batches import batches, readings
 from kvjax.evaluation.grid import Grid
@@ -29,8 +28,7 @@ from kvjax.evaluation.items import Item, read_items
 from kvjax.evaluation.model import load_model
 from kvjax.parts import Drop, KeyNorm
 from kvjax.policies import parse
-from kvjax.policy import Policy
-from kvjax.protocols import Moment
+from kvjax.policy import Moment, Policy
 from kvjax.sampling import Greedy
 
 FACTS, COUNTS = ("needles", "keys", "variables"), ("labels", "frequent")
@@ -45,16 +43,16 @@ Question = Literal["after", "before"]
 class LargeKeyNorm(KeyNorm):
     """The Euclidean norm of the key."""
 
-    def __call__(self, entries: LayerCache, moment: Moment) -> Array:
+    def __call__(self, entries: Slots, moment: Moment) -> Array:
         return -super().__call__(entries, moment)
 
 
 def sides(check: str) -> Iterator[tuple[str, Policy, Question]]:
-    """A name, a policy and when it sees the question, of each side of a check."""
+    """The name, the policy and the setting of each side of a check."""
     if check == "question":
         for text in (
             "kvcompose:budget=0.1",
-            "kvzip:budget=0.1,instruction='',starting='',suffix=''",  # the model knows no instructions
+            "kvzip:budget=0.1,instruction='',starting='',suffix=''",  # the model does not follow instructions
             "expected_attention:budget=0.1",
             "keydiff:budget=0.1",
             "random:budget=0.1",
@@ -76,9 +74,9 @@ def sides(check: str) -> Iterator[tuple[str, Policy, Question]]:
 
 
 def answered(ask: Asker, items: Sequence[Item], policy: Policy, question: Question) -> float:
-    """The share of questions that are answered right."""
+    """The share of questions with a correct answer."""
     scores: list[float] = []
-    for batch in batches(readings(items, question, policy.score.repeats_prompt), lambda reading: BATCH):
+    for batch in batches(readings(items, question, policy.score.needs.whole_prompt), lambda reading: BATCH):
         ((answers, _),) = ask(batch, [policy])
         for reading, mine in zip(batch.readings, answers, strict=True):
             for one, answer in zip(reading.asks, mine, strict=True):
@@ -91,7 +89,7 @@ def answered(ask: Asker, items: Sequence[Item], policy: Policy, question: Questi
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", nargs="+", choices=CHECKS, default=list(CHECKS))
-    parser.add_argument("--limit", type=int, default=25, help="texts of each task")
+    parser.add_argument("--limit", type=int, default=25, help="texts per task")
     arguments = parser.parse_args()
     for check in arguments.check:
         tasks = [{"name": f"demo/{name}", "lengths": [1024]} for name in CHECKS[check]]

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# A grid of configs/demo on the model that ships: answers in a folder, their report in docs/results.
-# Two processes share the work on two cores; one that was stopped goes on where it was.
+# Runs a grid of configs/demo on the model that ships with kvjax and copies its report to docs/results.
+# Two processes divide the work on two cores. A run that was stopped continues where it stopped.
 #     bash scripts/demo_results.sh policies [FOLDER]   # every preset at eight ratios, 512 tokens
-#     bash scripts/demo_results.sh methods [FOLDER]    # every method at four, 1,024 tokens, 100 questions a task: hours
-#     bash scripts/demo_results.sh kvcrush [FOLDER]    # what KVCrush's representatives add
+#     bash scripts/demo_results.sh methods [FOLDER]    # every method at four ratios, 1,024 tokens, 100 questions per task; takes hours
+#     bash scripts/demo_results.sh kvcrush [FOLDER]    # the effect of KVCrush's representatives
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup_venv.sh plot

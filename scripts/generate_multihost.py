@@ -1,9 +1,9 @@
-"""Generates on the devices of several hosts: the same command on each. docs/multihost.md shows it at work.
+"""Generates on the devices of several hosts. Run the same command on each host; docs/multihost.md has examples.
 
     python scripts/generate_multihost.py MODEL PROMPT [PROMPT ...] --data 2 --model 4
-        --coordinator HOST:PORT --processes 2 --process 0     where nothing (Slurm, a TPU pod) tells JAX by itself
+        --coordinator HOST:PORT --processes 2 --process 0     where neither Slurm nor a TPU pod configures JAX
 
-Every process prints the answers, as one line of JSON.
+Every process prints the answers as one line of JSON.
 """
 
 from __future__ import annotations
@@ -19,21 +19,25 @@ import kvjax
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", metavar="MODEL", help="a folder or the name of a repository on the hub")
-    parser.add_argument("prompts", metavar="PROMPT", nargs="+", help="as many as a multiple of --data")
-    parser.add_argument("--data", type=int, default=1, help="devices over which prompts are spread")
-    parser.add_argument("--model", type=int, default=1, help="devices over which heads and MLP columns are spread")
+    parser.add_argument("checkpoint", metavar="MODEL", help="a folder or a hub id")
+    parser.add_argument(
+        "prompts", metavar="PROMPT", nargs="+", help="the number of prompts must be a multiple of --data"
+    )
+    parser.add_argument("--data", type=int, default=1, help="the number of devices that prompts are sharded over")
+    parser.add_argument(
+        "--model", type=int, default=1, help="the number of devices that heads and MLP columns are sharded over"
+    )
     parser.add_argument("--policy", default="full")
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, where it is free to listen")
-    parser.add_argument("--processes", type=int, help="how many there are")
-    parser.add_argument("--process", type=int, help="which one this is, from 0")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="the host of process 0 and a free port on it")
+    parser.add_argument("--processes", type=int, help="the number of processes")
+    parser.add_argument("--process", type=int, help="the index of this process, from 0")
     return parser.parse_args()
 
 
 def main() -> None:
     args = arguments()
-    # Before anything asks what devices there are.
+    # JAX must be initialized before the first use of its devices.
     jax.distributed.initialize(args.coordinator, num_processes=args.processes, process_id=args.process)
     mesh = kvjax.make_mesh(data=args.data, model=args.model)
     params, tokenizer = kvjax.load(args.checkpoint, mesh=mesh)

@@ -1,13 +1,14 @@
-"""Makes tests/golden: tiny random models, and what kvpress retains of a prompt on them. The format: its README.md.
+"""Makes tests/golden: tiny random models, and the entries that kvpress retains of a prompt on them.
 
-Runs in an environment of its own, because kvpress pins an older transformers than this project may have installed:
+tests/golden/README.md describes the format. The script needs its own environment, because kvpress pins an older
+transformers than this project may have installed:
 
     python3.11 -m venv .venv-kvpress
     .venv-kvpress/bin/pip install torch==2.13.0 transformers==5.2.0 kvpress==0.5.5 safetensors==0.8.0 tokenizers==0.22.2
     .venv-kvpress/bin/python scripts/make_goldens.py
 
-Everything is drawn from fixed seeds on the CPU. A model whose selections or tokens differ between float32 and float64,
-or hang on nearly equal scores, is refused: no golden rests on a rounding error.
+Everything is drawn from fixed seeds on the CPU. The script refuses a model whose selections or tokens differ between
+float32 and float64, or depend on nearly equal scores, so no golden depends on a rounding error.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-# What kvpress masks it gives a key that points away from all queries, of which one that is nearly orthogonal to it
-# would still see a little: here it is a thousand times as long.
-hidden_key = kvpress.attention_patch.search_hyperplane
-kvpress.attention_patch.search_hyperplane = lambda queries: 1000 * hidden_key(queries)
+# kvpress masks an entry by a key that points away from all queries. A query that is nearly orthogonal to it would still
+# give the entry some weight, so this script makes the key a thousand times longer.
+masking_key = kvpress.attention_patch.search_hyperplane
+kvpress.attention_patch.search_hyperplane = lambda queries: 1000 * masking_key(queries)
 
 PROMPT_LENGTH, STEPS, VOCABULARY = 160, 16, 256
-LEAST_MARGIN = 5e-5
+LEAST_MARGIN = 5e-5  # of `margin`
 PACKAGES = ("torch", "transformers", "kvpress", "safetensors", "tokenizers", "numpy")
 
 
@@ -58,7 +59,10 @@ class TinyModel:
     tied: bool = False
 
     def build(self) -> PreTrainedModel:
-        """Weights wide enough that scores do not nearly tie (transformers' own 0.02 makes attention almost uniform)."""
+        """Returns a model with weights of standard deviation 0.16, so that scores do not nearly tie.
+
+        The 0.02 of transformers makes attention almost uniform.
+        """
         shape = {
             "vocab_size": VOCABULARY,
             "hidden_size": 64,
@@ -94,14 +98,17 @@ MODELS = {
 
 
 def finch(ratio: float, window: int, normalised: bool = True) -> kvpress.FinchPress:
-    """With a question of so many tokens, which the press would find by a delimiter; keys are left as they are."""
+    """Returns FINCH for a question of `window` tokens. The press itself would find the question by a delimiter.
+
+    The keys are not re-rotated.
+    """
     press = kvpress.FinchPress(ratio, normalize_scores=normalised, rerotate_keys=False)
     press.delimiter_token_id, press.window_size = -1, window
     return press
 
 
 class DrawnGates(kvpress.DuoAttentionPress):
-    """DuoAttention with gates from a fixed seed, where the press would download those of a large model."""
+    """DuoAttention with gates from a fixed seed. The press itself would download those of a large model."""
 
     def load_attention_pattern(self, model: PreTrainedModel) -> tuple[int, int, np.ndarray]:
         shape = model.config.num_hidden_layers, model.config.num_key_value_heads
@@ -109,8 +116,8 @@ class DrawnGates(kvpress.DuoAttentionPress):
         return 4, 28, self.gates
 
 
-# The share removed leaves whole numbers (80 and 40 of 160), and never fewer tokens than the window: kvpress truncates
-# the former in floating point and keeps an arbitrary part of the latter.
+# The ratios retain an integral number of tokens (such as 80 or 40 of 160), because kvpress truncates the number in
+# floating point. They retain at least the window, because kvpress retains an arbitrary part of a window that is larger.
 PRESSES: dict[str, kvpress.BasePress] = {
     "snapkv_w8_k5_r50": kvpress.SnapKVPress(0.5, window_size=8, kernel_size=5),
     "snapkv_w16_k5_r75": kvpress.SnapKVPress(0.75, window_size=16, kernel_size=5),
@@ -124,13 +131,13 @@ PRESSES: dict[str, kvpress.BasePress] = {
     "knorm_r50": kvpress.KnormPress(0.5),
     "keydiff_r50": kvpress.KeyDiffPress(0.5),
     "pyramidkv_w8_k5_b4_r75": kvpress.PyramidKVPress(0.75, window_size=8, kernel_size=5, beta=4),
-    "pyramidkv_w8_k5_b20_r40": kvpress.PyramidKVPress(0.4, window_size=8, kernel_size=5),  # the longest layer is all
+    "pyramidkv_w8_k5_b20_r40": kvpress.PyramidKVPress(0.4, window_size=8, kernel_size=5),  # one layer retains all
     "pyramidkv_w8_k5_b20_r75": kvpress.PyramidKVPress(0.75, window_size=8, kernel_size=5),  # falls back to SnapKV
     "expected_attention_r75": kvpress.ExpectedAttentionPress(0.75),
     "expected_attention_e01_f64_r40": kvpress.ExpectedAttentionPress(
         0.4, n_future_positions=64, n_sink=2, epsilon=0.01
     ),
-    "lagkv_l26_r75": kvpress.LagKVPress(0.75, lag_size=26),  # equal shares of partitions: no ranks tie
+    "lagkv_l26_r75": kvpress.LagKVPress(0.75, lag_size=26),  # all partitions have the same size, so no ranks tie
     "lagkv_l32_r45": kvpress.LagKVPress(0.45, lag_size=32),
     "chunkkv_knorm_l20_r50": kvpress.ChunkKVPress(kvpress.KnormPress(0.5), chunk_length=20),
     "chunkkv_snapkv_l16_r50": kvpress.ChunkKVPress(kvpress.SnapKVPress(0.5, window_size=16, kernel_size=5), 16),
@@ -138,7 +145,7 @@ PRESSES: dict[str, kvpress.BasePress] = {
     "criticalkv_expected_r75": kvpress.CriticalKVPress(kvpress.ExpectedAttentionPress(0.75, use_vnorm=False)),
     "finch_w16_r50": finch(0.5, 16),
     "finch_w24_r75": finch(0.75, 24, normalised=False),
-    # The ratios are such that no two composites tie; with add_v_norm the press fails.
+    # With these ratios no two composites tie. With add_v_norm the press fails.
     "kvcompose_r45": kvpress.KVComposePress(compression_ratio=0.45),
     "kvcompose_r85": kvpress.KVComposePress(compression_ratio=0.85),
     "kvcompose_mean_r25": kvpress.KVComposePress(compression_ratio=0.25, agg_task="mean"),
@@ -152,29 +159,30 @@ PRESSES: dict[str, kvpress.BasePress] = {
 
 
 def described(press: kvpress.BasePress) -> dict[str, Any]:
-    """Its class and arguments, those of a press inside it as well."""
+    """Returns the class and the arguments of a press, and recursively those of a press inside it."""
     kwargs = {key: described(x) if isinstance(x, kvpress.BasePress) else x for key, x in vars(press).items()}
     return {"press": type(press).__name__, "kwargs": kwargs}
 
 
-DESCRIPTIONS = {label: described(press) for label, press in PRESSES.items()}  # some presses keep what they have seen
+# The descriptions are made before any press runs, because some presses store state in their attributes.
+DESCRIPTIONS = {label: described(press) for label, press in PRESSES.items()}
 
 
 def chunk_means(scores: np.ndarray, length: int) -> np.ndarray:
-    """What ChunkKV chooses by: for every token the mean over its chunk of the sum over heads."""
+    """Returns the scores that ChunkKV selects by: for every token, the mean over its chunk of the sum over heads."""
     chunks = np.arange(scores.shape[-1]) // length
     means = [scores[..., chunks == chunk].sum(1).mean(-1) for chunk in range(chunks[-1] + 1)]
     return np.broadcast_to(np.stack(means, axis=-1)[:, None, chunks], scores.shape)
 
 
 def attention_of(press: kvpress.BasePress) -> str:
-    """Observed attention needs the whole matrix of weights, which only the eager implementation returns."""
+    """Returns the attention implementation. Observed attention needs all weights, which only `eager` returns."""
     return "eager" if isinstance(press, kvpress.ObservedAttentionPress) else "sdpa"
 
 
 @contextmanager
 def recording(press: kvpress.BasePress, scores: list[torch.Tensor]) -> Iterator[None]:
-    """Adds the scores [1, H, N] of each layer that a press chooses by."""
+    """Appends the scores [1, H, N] that a press selects by to `scores`, one item per layer."""
     if isinstance(press, DrawnGates):
         yield
         return
@@ -196,11 +204,11 @@ def recording(press: kvpress.BasePress, scores: list[torch.Tensor]) -> Iterator[
 
     setattr(scorer, name, recorded)
     yield
-    delattr(scorer, name)  # the class's own again
+    delattr(scorer, name)  # restores the method of the class
 
 
 def characters(folder: str) -> str:
-    """A folder with a tokenizer of single characters, which KVzip's instructions are encoded with."""
+    """Writes a tokenizer of single characters to a folder. KVzip encodes its instructions with it."""
     backend = Tokenizer(models.WordLevel({chr(i): i for i in range(128)}, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?").save_pretrained(folder)
@@ -211,9 +219,9 @@ def characters(folder: str) -> str:
 def run(
     model: PreTrainedModel, prompt: torch.Tensor, attention: str, press: kvpress.BasePress | None = None
 ) -> dict[str, Any]:
-    """Reads the prompt, compressing with `press`, then decodes greedily at the positions that follow the prompt."""
+    """Reads the prompt, compresses it with `press`, and decodes greedily at the positions after the prompt."""
     model.set_attn_implementation(attention)
-    torch.set_default_dtype(model.dtype)  # which KVzip makes its mask of
+    torch.set_default_dtype(model.dtype)  # KVzip creates its mask in the default dtype
     cache = DynamicCache()
     scores: list[torch.Tensor] = []
     if press is None:
@@ -222,7 +230,7 @@ def run(
         with recording(press, scores), press(model):
             logits = model(prompt[None], past_key_values=cache).logits[0]
         if isinstance(press, kvpress.KVComposePress) and not press.structured:
-            cache.crop(PROMPT_LENGTH)  # the press leaves the copy of the prompt behind that it scored with
+            cache.crop(PROMPT_LENGTH)  # the press does not remove the copy of the prompt that it scored with
     kept = [torch.cat([layer.keys[0], layer.values[0]], dim=-1) for layer in cache.layers]
     hidden = [getattr(layer.self_attn, "masked_key_indices", None) for layer in model.model.layers]
 
@@ -245,7 +253,10 @@ def run(
 
 
 def positions(kept: list[torch.Tensor], full: list[torch.Tensor]) -> np.ndarray:
-    """Original positions [L, H, n], ascending, of the rows kept, found as the equal rows of the full cache; -1 pads."""
+    """Returns the original positions [L, H, n] of the retained rows, ascending and padded with -1.
+
+    Each row is found as the only equal row of the full cache.
+    """
     layers = []
     for some, every in zip(kept, full, strict=True):
         equal = (some[:, :, None] == every[:, None]).all(-1)  # [H, n, N]
@@ -256,7 +267,7 @@ def positions(kept: list[torch.Tensor], full: list[torch.Tensor]) -> np.ndarray:
 
 
 def unhidden(hidden: list[tuple[torch.Tensor, ...]], heads: int) -> np.ndarray:
-    """The same of a press that masks entries of single heads instead of dropping them."""
+    """Returns the same as `positions`, for a press that masks entries of single heads instead of removing them."""
     kept = np.ones((len(hidden), heads, PROMPT_LENGTH), bool)
     for layer, (_, head, position) in zip(kept, hidden, strict=True):
         layer[head.numpy(), position.numpy()] = False
@@ -266,7 +277,7 @@ def unhidden(hidden: list[tuple[torch.Tensor, ...]], heads: int) -> np.ndarray:
 
 
 def competing(press: kvpress.BasePress, scores: np.ndarray, pos: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scores and positions of heads that compete, of a layer or of all, as if they were one head."""
+    """Returns scores and positions, with the heads that share a budget (of a layer or of all layers) as one head."""
     if not isinstance(press, kvpress.AdaKVPress | kvpress.KVzipPress):
         return scores, pos
     layers, heads, size = scores.shape
@@ -278,7 +289,7 @@ def competing(press: kvpress.BasePress, scores: np.ndarray, pos: np.ndarray) -> 
 
 
 def layers_margin(press: kvpress.KVComposePress, scores: np.ndarray) -> float:
-    """The least gap between what is counted as kept of all layers, or heads, and what is not."""
+    """Returns the smallest relative gap between retained and evicted composites, over all layers or heads."""
     ranked = -np.sort(-scores, axis=-1)
     if press.structured:
         ranked = ranked.mean(axis=1)
@@ -289,8 +300,9 @@ def layers_margin(press: kvpress.KVComposePress, scores: np.ndarray) -> float:
 
 
 def margin(scores: np.ndarray, pos: np.ndarray) -> float:
-    """The least gap in a head between the last score kept and the first evicted, relative to the larger of the two."""
-    kept = np.zeros((*scores.shape[:-1], scores.shape[-1] + 1), bool)  # padding marks what is cut off again
+    """Returns the smallest gap in a head between the retained and the evicted scores, relative to the larger one."""
+    # The padding of `pos`, -1, marks an additional last column, which is then removed.
+    kept = np.zeros((*scores.shape[:-1], scores.shape[-1] + 1), bool)
     np.put_along_axis(kept, pos, True, axis=-1)
     kept = kept[..., :-1]
     last, first = np.where(kept, scores, np.inf).min(-1), np.where(kept, -np.inf, scores).max(-1)
@@ -298,6 +310,7 @@ def margin(scores: np.ndarray, pos: np.ndarray) -> float:
 
 
 def make(name: str, tiny: TinyModel, folder: Path) -> None:
+    """Writes a model and its goldens."""
     model = tiny.build()
     model.save_pretrained(folder / name)
     (folder / name / "generation_config.json").unlink(missing_ok=True)
@@ -308,7 +321,8 @@ def make(name: str, tiny: TinyModel, folder: Path) -> None:
 
 
 def record(name: str, tiny: TinyModel, folder: Path, model: PreTrainedModel, wide: PreTrainedModel) -> None:
-    # Distinct tokens: equal ones have equal key norms and would tie.
+    """Runs all presses on a model in float32 and float64 (`wide`), and writes the archive."""
+    # The tokens are distinct, because equal tokens have equal key norms and would tie.
     prompt = np.random.default_rng(tiny.seed).permutation(VOCABULARY)[:PROMPT_LENGTH]
     ids = torch.from_numpy(prompt)
 
@@ -323,7 +337,7 @@ def record(name: str, tiny: TinyModel, folder: Path, model: PreTrainedModel, wid
         if any(out["hidden"]):
             pos, pos_wide = (unhidden(x["hidden"], tiny.kv_heads) for x in (out, out_wide))
         else:
-            # KVCompose needs it as well, and asks for it itself while the prompt is read.
+            # KVCompose needs `eager` as well, and selects it itself during prefill.
             reading = "eager" if isinstance(press, kvpress.KVComposePress) else attention
             pos = positions(out["kept"], full[reading]["kept"])
             pos_wide = positions(out_wide["kept"], full_wide[reading]["kept"])
@@ -340,7 +354,9 @@ def record(name: str, tiny: TinyModel, folder: Path, model: PreTrainedModel, wid
             gap = min(gap, layers_margin(press, out["scores"]))
         stable = np.array_equal(pos, pos_wide) and np.array_equal(out["tokens"], out_wide["tokens"])
         if not stable or gap < LEAST_MARGIN:
-            raise SystemExit(f"{name}/{label}: float64 disagrees or the margin {gap:.1e} is small; choose another seed")
+            raise SystemExit(
+                f"{name}/{label}: float64 differs, or margin={gap:.1e} is below {LEAST_MARGIN:.0e}; choose another seed"
+            )
         arrays[f"{label}/pos"] = pos.astype(np.int16)
         arrays |= {f"{label}/{key}": out[key] for key in ("tokens", "step_logits")}
         presses[label] = {
@@ -358,13 +374,13 @@ def record(name: str, tiny: TinyModel, folder: Path, model: PreTrainedModel, wid
     }
     np.savez_compressed(folder / f"{name}.npz", meta=json.dumps(meta), **arrays)
     smallest = min(press["margin"] for press in presses.values())
-    print(f"{name}: {len(presses)} presses, smallest margin between kept and evicted scores {smallest:.1e}")
+    print(f"{name}: {len(presses)} presses, smallest margin between retained and evicted scores {smallest:.1e}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path(__file__).parents[1] / "tests" / "golden")
-    parser.add_argument("--model", choices=MODELS, nargs="+", default=list(MODELS), help="all by default")
+    parser.add_argument("--model", choices=MODELS, nargs="+", default=list(MODELS), help="default: all")
     arguments = parser.parse_args()
     torch.set_num_threads(2)
     for name in arguments.model:

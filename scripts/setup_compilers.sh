@@ -1,6 +1,6 @@
-# Sourced after setup_venv.sh: the compilers for GPUs and TPUs that are not here, of the version of the environment's
-# JAX, and NVIDIA's assembler; some 1.2 GB. They lie in a folder of their own, which only what follows looks into: in
-# the environment itself they would have JAX search for the devices, with complaints, each time it starts.
+# Source this after setup_venv.sh. It installs the compilers for GPUs and TPUs that match the environment's JAX, and
+# NVIDIA's assembler: about 1.2 GB. They have a folder of their own, because in the environment itself JAX would look
+# for the devices, and complain, each time it starts.
 
 setup_compilers() {
     local folder=$PWD/.venv/compilers wanted

@@ -1,6 +1,6 @@
-# Sourced from the root of a checkout: `source scripts/setup_venv.sh EXTRA...` makes .venv, or reuses it, with kvjax
-# installed editable with these extras, and puts it first on the path. Where pyproject.toml has not changed since, it
-# installs nothing. PYTHON names the interpreter to make .venv with.
+# Source this at the root of a checkout: `source scripts/setup_venv.sh EXTRA...` makes .venv, or reuses it, with kvjax
+# installed editable with these extras, and puts it first on the path. It installs nothing if pyproject.toml has not
+# changed since. PYTHON names the interpreter that .venv is made with.
 
 find_python() {
     local candidate candidates=(python3 python python3.13 python3.12 python3.11)

@@ -21,4 +21,4 @@ export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 python -m ruff format --check .
 python -m ruff check .
 python -m mypy
-exec python -m pytest -n 2 --dist worksteal "$@"
+exec python -m pytest -n 2 --dist worksteal --durations=20 "$@"

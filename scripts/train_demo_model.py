@@ -1,9 +1,9 @@
-"""Trains the model that ships in kvjax/demo_model: a small Llama that answers questions about long texts.
+"""Trains the model in kvjax/demo_model: a small Llama that answers questions about long texts.
 
-    python scripts/train_demo_model.py --folder build/demo_model             # trains; again, to resume
-    python scripts/train_demo_model.py --folder build/demo_model --evaluate  # the accuracy table, 200 examples a cell
+    python scripts/train_demo_model.py --folder build/demo_model             # trains or resumes
+    python scripts/train_demo_model.py --folder build/demo_model --evaluate  # prints accuracies
 
-Two CPU cores and some 20 minutes. The run is a function of the seed: every step's batch is drawn from (seed, step).
+The training takes about 20 minutes on two CPU cores. It depends only on the seed: (seed, step) determines each batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flax import nnx
 from jaxtyping import Array, Int
 from optax.contrib import MuonDimensionNumbers, muon
 
-from kvjax.attention import causal
+from kvjax.attend.causal import causal
 from kvjax.checkpoint import save_hf
 from kvjax.evaluation.tasks.demo import TASKS, Deck, Facts, example, weave
 from kvjax.evaluation.tasks.vocabulary import IDS, PAD, STOP, WORDS, encode, tokenizer
@@ -43,7 +43,7 @@ CONFIG = DecoderConfig(
 )
 TOKENS_A_STEP = 4096
 LENGTHS = (64, 128, 256, 512, 1024, 2048)
-STAGES = (  # (the share of the run at which it begins, how often each length is drawn): lengths are mixed throughout
+STAGES = (  # (the share of the run at which the stage begins, the probability of each length)
     (0.0, (0.60, 0.25, 0.15, 0.00, 0.00, 0.00)),
     (0.06, (0.15, 0.25, 0.25, 0.20, 0.10, 0.05)),
     (0.2, (0.05, 0.10, 0.15, 0.25, 0.25, 0.20)),
@@ -52,18 +52,18 @@ EVALUATED = (128, 256, 512, 1024, 2048)
 LONGEST_ANSWER = 7
 LANGUAGE_WEIGHT = 0.2
 
-# The starting circuit.
-FAST_PAIRS = 12  # rotary pairs, from the fastest, by which layer 0 tells neighbours apart
-SLOW_PAIRS = 13  # rotary pairs, from the slowest, that hardly turn over a text: layer 1 compares contents on them
-NEIGHBOUR_LOGIT, MATCH_LOGIT = 10.0, 14.0  # a pair's part in attending to a neighbour; a full match of codes
+# Constants of the initial circuit.
+FAST_PAIRS = 12  # the fastest rotary pairs, with which layer 0 distinguishes neighbours
+SLOW_PAIRS = 13  # the slowest rotary pairs, which hardly rotate over a text; layer 1 compares codes on them
+NEIGHBOUR_LOGIT, MATCH_LOGIT = 10.0, 14.0  # per pair, for the attention to a neighbour; for a full match of codes
 OUTPUT_GAIN = 2.0
-QUIET = 0.1  # what the circuit does not use starts this small in what it writes, so as not to drown it
+QUIET = 0.1  # the scale of outputs that the circuit does not use, so that they do not mask it
 
-Params = dict[str, Array]  # by the dotted path of a parameter, as in the family's table of weights
+Params = dict[str, Array]  # keyed by the dotted path of a parameter, as in the family's table of weights
 
 
 class Recipe(NamedTuple):
-    """What a run depends on."""
+    """The options that determine a training run."""
 
     seed: int
     steps: int
@@ -71,13 +71,15 @@ class Recipe(NamedTuple):
 
 
 class Batch(NamedTuple):
+    """B texts with N tokens each."""
+
     tokens: Int[Array, "B N"]
     positions: Int[Array, "B N"]
     answers: Int[Array, "B N"]  # 1 where a token belongs to an answer or ends it
 
 
 def lesson(length: int, rng: np.random.Generator) -> tuple[Int[np.ndarray, "N"], Int[np.ndarray, "N"]]:
-    """A text that states the facts of one to three tasks, then as many questions and answers as its share of room."""
+    """A text with the facts of one to three tasks and some questions and answers, and the mask of its answers."""
     names = list(rng.permutation(list(TASKS))[: 1 + int(rng.integers(3))])
     deck, share = Deck(rng), rng.uniform(0.1, 0.4)
     drawn: list[Facts] = []
@@ -108,7 +110,7 @@ def lesson(length: int, rng: np.random.Generator) -> tuple[Int[np.ndarray, "N"],
 
 
 def stretched(tokens: Int[np.ndarray, "N"], rng: np.random.Generator) -> Int[np.ndarray, "N"]:
-    """Positions that leap ahead after some sentences (as in PoSE, arXiv 2309.10400): long distances in short texts."""
+    """Positions with jumps after some sentences (PoSE, arXiv 2309.10400), which train long distances on short texts."""
     positions = np.arange(len(tokens))
     if rng.random() < 0.5:
         starts = np.flatnonzero(tokens[:-1] == IDS[STOP]) + 1
@@ -130,13 +132,13 @@ def batch(recipe: Recipe, step: int) -> Batch:
 
 
 def induction_circuit(params: dict[str, np.ndarray], config: DecoderConfig, seed: int) -> dict[str, np.ndarray]:
-    """`params` by dotted path, with embeddings and the first two layers' attention replaced by the circuit.
+    """Replaces the embeddings and the attention of the first two layers by an induction circuit.
 
-    Needs tied embeddings and two kv heads with a group of two, as the demo model has.
+    The model needs tied embeddings and two kv heads with two query heads each, as the demo model has.
 
-    Induction (find where the present word stood before, say what followed) takes a small model long to discover and
-    little to perfect. Layer 0 copies to each token the codes of the two tokens before it; layer 1 finds the tokens
-    whose code matches the one that the query carries, and predicts what it finds there.
+    Induction means to find an earlier occurrence of the current word and to predict the word that followed it. A small
+    model takes long to discover induction and little time to refine it. Layer 0 copies the codes of the two preceding
+    tokens to each token. Layer 1 attends to the tokens whose code matches the code of the query and predicts them.
     """
     rng = np.random.default_rng(seed)
     params = {path: np.array(value) for path, value in params.items()}
@@ -146,12 +148,12 @@ def induction_circuit(params: dict[str, np.ndarray], config: DecoderConfig, seed
     M, D = config.hidden_size, config.head_dim
     code = 2 * SLOW_PAIRS
     basis = np.linalg.qr(rng.normal(size=(M, M)))[0].T
-    # The residual stream: a constant direction, the token's own part, and a code for each of two tokens before.
+    # Parts of the residual stream: a constant direction, the token itself, a code for each of the two preceding tokens.
     constant, before, own = basis[0], np.split(basis[1 : 1 + 2 * code], 2), basis[1 + 2 * code :]
     words = rng.normal(size=(config.vocab_size, len(own))) @ own
     params["embed"] = words / np.linalg.norm(words, axis=1, keepdims=True) + constant
 
-    # RMSNorm brings a stream of squared length s to M: what a unit vector becomes before each of the two layers.
+    # RMSNorm scales squared length s to M. These are the lengths of a unit vector after the norm of each layer.
     unit0, unit1 = (M / 2) ** 0.5, (M / 4) ** 0.5
     encode = own[:code] * (len(own) / code) ** 0.5  # a code has about unit length
     query, key, value, output = (params[f"layers.0.attention.{name}"] for name in ("query", "key", "value", "output"))
@@ -171,7 +173,7 @@ def induction_circuit(params: dict[str, np.ndarray], config: DecoderConfig, seed
     slow = np.concatenate([np.arange(D // 2 - SLOW_PAIRS, D // 2), np.arange(D - SLOW_PAIRS, D)])
     gain = (MATCH_LOGIT / config.scale) ** 0.5 / unit1
     key[:] *= QUIET
-    # Query head 0 at "ann is" finds what stood two after "ann"; query head 2 finds what stood right after its own word.
+    # Query head 0 at "ann is" finds the token two places after "ann"; query head 2 finds the token after its own word.
     for head, carried in ((0, before[0]), (2, encode)):
         query[:, head] *= QUIET
         query[:, head, slow] = gain * carried.T
@@ -186,7 +188,7 @@ def induction_circuit(params: dict[str, np.ndarray], config: DecoderConfig, seed
 
 
 class Trainer:
-    """The decoder's structure, the optimizer and the jitted step."""
+    """Holds the structure of the decoder, the optimizer and the jitted training step."""
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
@@ -229,14 +231,14 @@ class Trainer:
         return optax.apply_updates(params, updates), state, metrics
 
     def _predict(self, params: Params, tokens: Int[Array, "B N"]) -> Int[Array, "B A"]:
-        """The most likely token at each of the last LONGEST_ANSWER places, given all before it."""
+        """The most probable token at each of the last LONGEST_ANSWER places, given all tokens before it."""
         decoder = self.decoder(params)
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         hidden, _ = decoder(tokens, causal(positions))
         return decoder.logits(hidden[:, -LONGEST_ANSWER - 1 : -1]).argmax(-1)
 
     def correct(self, params: Params, task: str, length: int, count: int, seed: int) -> int:
-        """Of `count` fresh examples, how many get the exact answer (teacher forcing: equal to greedy decoding)."""
+        """The number of exact answers to `count` new examples; teacher forcing equals greedy decoding here."""
         rng = np.random.default_rng([seed, length, list(TASKS).index(task)])
         examples = [example(task, length, rng) for _ in range(count)]
         answers = np.stack([each.answer for each in examples])
@@ -245,7 +247,8 @@ class Trainer:
         rows = max(2, TOKENS_A_STEP // length)
         hits = 0
         for first in range(0, count, rows):
-            part = np.resize(tokens[first : first + rows], (rows, tokens.shape[1]))  # the last rows repeat: one shape
+            # All parts have one shape, so the last part repeats rows.
+            part = np.resize(tokens[first : first + rows], (rows, tokens.shape[1]))
             truth = answers[first : first + rows]
             guesses = np.asarray(self.predict(params, jnp.asarray(part)))[: len(truth), : truth.shape[1]]
             hits += int((guesses == truth).all(axis=1).sum())
@@ -256,7 +259,7 @@ class Trainer:
 
 
 def matrix_axes(path: str) -> MuonDimensionNumbers | None:
-    """Which axes of a parameter are a linear map's in and out, for Muon; None for what Adam trains."""
+    """The input and output axes of a linear map, for Muon; None if Adam trains the parameter."""
     name = path.rsplit(".", 1)[-1]
     if name in ("query", "key", "value"):
         return MuonDimensionNumbers(reduction_axis=(0,), output_axis=(1, 2))
@@ -269,7 +272,7 @@ def save(path: Path, recipe: Recipe, step: int, seconds: float, params: Params, 
     leaves: dict[str, Any] = {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves((params, state)))}
     partial = path.with_suffix(".partial.npz")
     np.savez(partial, recipe=np.array(recipe), step=step, seconds=seconds, **leaves)
-    partial.replace(path)  # a run that is stopped while writing keeps its last checkpoint
+    partial.replace(path)  # a run that stops while writing keeps the previous checkpoint
 
 
 def restore(
@@ -277,7 +280,7 @@ def restore(
 ) -> tuple[int, float, Params, optax.OptState]:
     with np.load(path) as saved:
         if tuple(saved["recipe"]) != recipe:
-            raise SystemExit(f"{path} is of another run, {Recipe(*saved['recipe'])}; give another --folder")
+            raise SystemExit(f"{path} is of {Recipe(*saved['recipe'])}: expected {recipe} or another --folder")
         leaves, structure = jax.tree.flatten((params, state))
         params, state = jax.tree.unflatten(structure, [jnp.asarray(saved[str(i)]) for i in range(len(leaves))])
         return int(saved["step"]), float(saved["seconds"]), params, state
@@ -294,13 +297,13 @@ def report(table: dict[str, dict[int, int]], count: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="where weights and the checkpoint go")
+    parser.add_argument("--folder", type=Path, required=True, help="folder of the weights and the checkpoint")
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--stop", type=int, help="stop after this step of the schedule (a probe)")
+    parser.add_argument("--stop", type=int, help="stop after this step of the schedule")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=int, default=200, help="steps between checkpoints")
-    parser.add_argument("--evaluate", type=int, nargs="?", const=200, help="only measure, on so many examples a cell")
+    parser.add_argument("--evaluate", type=int, nargs="?", const=200, help="only measure, on this number of examples")
     options = parser.parse_args()
 
     recipe = Recipe(options.seed, options.steps, options.learning_rate)

@@ -1,12 +1,13 @@
-"""Trains DuoAttention's gates (arXiv 2410.10819, section 2.2): how much a model's answers need each kv head to see all.
+"""Trains DuoAttention's gates (arXiv 2410.10819, section 2.2), which say how much answers need each kv head.
 
     python scripts/train_duo_gates.py CHECKPOINT --output duo_gates.json       # any checkpoint that kvjax reads
     python scripts/train_duo_gates.py kvjax/demo_model --output kvjax/demo_model/duo_gates.json --texts demo \\
         --steps 200 --lengths 256 512 --sinks 16 --recent 64 --batch 2
 
-A head's output is alpha * full + (1 - alpha) * streaming attention, with one alpha in [0, 1] for each kv head, begun
-at 1. The loss is the mean squared difference of the last hidden states from those of the model as it is, where it
-answers, + 0.05 * mean(alpha). Texts state ten pass keys among filler and then recite them. Weights stay as they are.
+A head's output is alpha * full + (1 - alpha) * streaming attention, with one alpha in [0, 1] per kv head that starts at
+1. The loss is the mean squared difference between the last hidden states and those of the unchanged model, at the
+tokens of the answer, + 0.05 * mean(alpha). Texts state ten pass keys among filler and then recite them. The weights of
+the model do not change.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Finds how the Triton kernels are best cut on this GPU, and writes it into the table that they look into.
+"""Finds the best tile sizes of the Triton kernels on this GPU, and writes them into the kernels' table.
 
     python scripts/tune_kernels.py > tune_kernels.jsonl            # on a GPU
-    python scripts/tune_kernels.py --small                         # anywhere, to see that it runs; nothing is written
+    python scripts/tune_kernels.py --small                         # anywhere, as a check; it writes nothing
 
-Every kind of work is timed as scripts/bench_kernels.py does it, in each cut of a grid of rows, slots, warps and stages,
-and first as the kernel's rule has it. A cut that the compiler refuses is passed over; one whose result is not the
-reference's ends the program with an error. The best goes into pallas_kernels/blocks.json if it takes less time than the
-rule's by `--gain`, so that noise changes nothing. Standard output is JSON lines: every measurement, then the best.
+Each kind of work is timed as in scripts/bench_kernels.py, first with the tile sizes of the kernel's rule, and then with
+each combination of a grid of rows, slots, warps and stages. A combination that the compiler refuses is skipped. A
+result that differs from the reference's ends the program with an error. The best combination goes into
+pallas_kernels/blocks.json if it is faster than the rule's by at least `--gain`, so that noise changes nothing. The
+output is JSON lines: every measurement, then the best.
 """
 
 from __future__ import annotations

@@ -27,18 +27,7 @@ PROMPT = "the code of adam is sword . recall what the code of adam is :"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with a tiny random model that speaks the demo's words."""
-    config = DecoderConfig(
-        family="llama",
-        vocab_size=len(WORDS),
-        hidden_size=16,
-        mlp_size=16,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        windows=(None, None),
-        rope=Rope(1e4),
-        max_positions=128,
-    )
+    config = DecoderConfig("llama", len(WORDS), 16, 16, 4, 2, 8, (None, None), Rope(1e4), 128)
     folder = tmp_path_factory.mktemp("model")
     kvjax.save_hf(Decoder(config, nnx.Rngs(0)), folder, tokenizer())
     return str(folder)
@@ -75,6 +64,35 @@ def test_generate_prints_what_the_library_answers(model: str) -> None:
     assert document["tokens"] == expected.tokens[0, : expected.lengths[0]].tolist()
     assert document["cache_bytes"] == expected.cache.nbytes
     assert document["prompt_tokens"] == 15
+
+
+def test_generate_chats(model: str, tmp_path: Path) -> None:
+    """The prompt is a user's message, which the checkpoint's template renders."""
+    folder = tmp_path / "chat"
+    shutil.copytree(model, folder)
+    template = (
+        "{% for message in messages %}{{ message.content }} : {% endfor %}{% if add_generation_prompt %}the{% endif %}"
+    )
+    (folder / "chat_template.jinja").write_text(template)
+    options = ("--max-new-tokens", 4, "--json")
+
+    def tokens(*arguments: object) -> list[int]:
+        status, stdout, stderr = kv("generate", *arguments, *options)
+        assert status == 0, stderr
+        return json.loads(stdout)["tokens"]
+
+    question = "what is the code of adam"
+    assert tokens(folder, question, "--chat") == tokens(model, f"{question} : the")
+    assert tokens(folder, question, "--chat", "--system", "recall") == tokens(model, f"recall : {question} : the")
+    status, _, stderr = kv("generate", model, question, "--chat")
+    assert (status, stderr.count("\n")) == (2, 1)
+    assert "the tokenizer has no chat template" in stderr
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no users') }}")
+    status, _, stderr = kv("generate", folder, question, "--chat")
+    assert (status, stderr) == (2, "kvjax: error: the tokenizer's chat template failed with TemplateError: no users\n")
+    status, _, stderr = kv("generate", model, question, "--system", "recall")
+    assert status == 2
+    assert "--system 'recall' without --chat" in stderr
 
 
 def test_generate_on_a_mesh(model: str) -> None:
@@ -125,7 +143,7 @@ def test_info_of_several_sizes_on_a_mesh(model: str) -> None:
     prompts, policy = np.ones((4, 30), np.int32), kvjax.policies.morphkv(budget=24, window=4)
     cache = kvjax.generate(params, prompts, policy=policy, max_new_tokens=5).cache
     held = [0] * jax.device_count()
-    for array in jax.tree.leaves(cache.layers):
+    for array in jax.tree.leaves(cache.entries):
         for shard in array.addressable_shards:
             held[shard.device.id] += shard.data.nbytes
     assert held == [plans[2]["bytes_per_device"]] * 8
@@ -151,7 +169,7 @@ def test_inspect_writes_a_page(model: str, tmp_path: Path) -> None:
     options = ("--policy", "tova:budget=12", "--new-tokens", 4, "--out", out)
     status, stdout, stderr = kv("inspect", model, "--prompt-file", file, *options)
     assert (status, stdout) == (0, "")
-    assert f"15 tokens read, 4 written; {out} opens in any browser" in stderr
+    assert f"15 prompt tokens, 4 generated tokens; open {out} in a browser" in stderr
     assert '"policy":"tova:budget=12","prompt":15,"steps":3,' in out.read_text()
 
 
@@ -173,7 +191,7 @@ def test_info_prints_a_table_that_fits(model: str, columns: int, monkeypatch: py
     status, stdout, _ = kv("info", model, "--dtype", "bfloat16")
     assert status == 0
     assert max(map(len, stdout.splitlines())) <= columns
-    for text in ("4 query, 2 kv, of 8 channels", "128 B a token in bfloat16", "streaming_llm", "morphkv"):
+    for text in ("4 query, 2 kv, of 8 channels", "128 B per token in bfloat16", "streaming_llm", "morphkv"):
         assert text in stdout
 
 
@@ -209,7 +227,7 @@ def test_convert_to_orbax_and_back(model: str, tmp_path: Path) -> None:
     params, _ = kvjax.load(model, "bfloat16")
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     assert (status, stdout) == (0, "")
-    assert f"{bytes_text(size)} in bfloat16; converting takes about" in stderr
+    assert f"{bytes_text(size)} in bfloat16; the conversion needs about" in stderr
     status, stdout, stderr = kv("convert", saved, again, "--to", "hf", "--json")
     document = json.loads(stdout)
     assert (status, stderr) == (0, "")
@@ -240,7 +258,7 @@ def test_convert_replaces_what_it_is_told_to(model: str, tmp_path: Path) -> None
     kvjax.load(out)
     status, _, stderr = kv("convert", out, out, "--to", "orbax", "--overwrite")
     assert status == 2
-    assert "out is what is to be converted; accepted is another folder" in stderr
+    assert "out is what is to be converted: expected another folder" in stderr
 
 
 def test_convert_reads_no_weights_that_are_pickled(model: str, tmp_path: Path) -> None:
@@ -257,44 +275,47 @@ def test_convert_reads_no_weights_that_are_pickled(model: str, tmp_path: Path) -
     [
         (["info", "/no/such/folder"], "no such folder"),
         (["generate", "/no/such/folder", PROMPT], "no such folder"),
-        (["generate", "MODEL", PROMPT, "--policy", "lru"], "unknown policy 'lru'; accepted are full, streaming_llm"),
+        (["generate", "MODEL", PROMPT, "--policy", "lru"], "unknown policy 'lru': expected adakv, cam"),
         (["generate", "MODEL", PROMPT, "--policy", "snapkv:size=3"], "snapkv has no option 'size'"),
-        (["generate", "MODEL", PROMPT, "--policy", "snapkv:pool=sum"], "pool='sum': accepted are"),
-        (["generate", "MODEL", PROMPT, "--policy", "morphkv:budget=32"], "accepted is a budget of 33 or more"),
-        (["info", "MODEL", "--policy", "morphkv:budget=32"], "accepted is a budget of 33 or more"),
-        (["info", "MODEL", "--batch", "0"], "batch=0; accepted is an integer >= 1"),
-        (["info", "MODEL", "--mesh", "2"], "mesh '2'; accepted is DATAxMODEL"),
+        (["generate", "MODEL", PROMPT, "--policy", "snapkv:pool=sum"], "pool='sum': expected 'max' or 'avg'"),
+        (["generate", "MODEL", PROMPT, "--policy", "morphkv:budget=32"], "expected a budget of 33 or more"),
+        (["info", "MODEL", "--policy", "morphkv:budget=32"], "expected a budget of 33 or more"),
+        (["info", "MODEL", "--batch", "0"], "batch=0: expected an integer >= 1"),
+        (["info", "MODEL", "--mesh", "2"], "mesh '2': expected DATAxMODEL"),
         (["info", "MODEL", "--mesh", "1x3"], "model=3 does not fit 4 query heads, 2 kv heads"),
-        (["info", "MODEL", "--mesh", "2x2", "--batch", "3"], "data=2 for a batch of 3; accepted is a divisor"),
+        (["info", "MODEL", "--mesh", "2x2", "--batch", "3"], "data=2 for a batch of 3: expected a divisor"),
         (["generate", "MODEL", PROMPT, "--sampler", "heat=1"], "'heat=1' in sampler"),
         (["generate", "MODEL", PROMPT, "--dtype", "int8"], "dtype 'int8' is not supported; accepted: float32"),
         (["info", "MODEL", "--dtype", "int8"], "dtype 'int8' is not supported; accepted: float32"),
-        (["generate", "MODEL", PROMPT, "--max-new-tokens", "0"], "max_new_tokens=0; accepted is an integer >= 1"),
+        (["generate", "MODEL", PROMPT, "--max-new-tokens", "0"], "max_new_tokens=0: expected an integer in 1"),
         (["generate", "MODEL", PROMPT, "--max-new-tokens", "some"], "Invalid value for '--max-new-tokens'"),
-        (["generate", "MODEL", PROMPT, "--chunk", "0"], "chunk=0; accepted is a number of tokens >= 1"),
-        (["generate", "MODEL", PROMPT, "--json", "--stream"], "give one of them"),
+        (["generate", "MODEL", PROMPT, "--chunk", "0"], "chunk=0: expected a number of tokens >= 1"),
+        (["generate", "MODEL", PROMPT, "--json", "--stream"], "expected one of them"),
         (["generate", "MODEL", ""], "an empty prompt"),
-        (["generate", "MODEL"], "either PROMPT or --prompt-file"),
+        (["generate", "MODEL"], "PROMPT and --prompt-file: expected exactly one of them"),
         (["generate", "MODEL", "--prompt-file", "/no/such/file"], "No such file or directory: '/no/such/file'"),
         (["convert", "/no/such/folder", "/no/such/place", "--to", "hf"], "no such folder"),
         (["convert", "MODEL", "/no/such/place", "--to", "gguf"], "Invalid value for '--to'"),
         (["convert", "MODEL", "/no/such/place", "--to", "hf", "--dtype", "int8"], "dtype 'int8' is not supported"),
-        (["convert", "MODEL", "/dev/null", "--to", "hf"], "/dev/null is a file; accepted is a folder"),
+        (["convert", "MODEL", "/dev/null", "--to", "hf"], "/dev/null is a file: expected a folder"),
         (["eval", "--config", "/no/such.yaml"], "No such file or directory: '/no/such.yaml'"),
         (["eval", "--model", "/no/such/folder"], "no such folder"),
         (["eval", "--model", "MODEL", "--tasks", "ruler/nothing"], "no task matches 'ruler/nothing'"),
-        (["eval", "--model", "MODEL", "--host", "2/2"], "host '2/2'; accepted is I/N"),
-        (["inspect", "MODEL"], "either --prompt or --prompt-file"),
+        (["eval", "--model", "MODEL", "--host", "2/2"], "host '2/2': expected I/N"),
+        (["inspect", "MODEL"], "--prompt and --prompt-file: expected exactly one of them"),
         (["inspect", "--prompt", ""], "an empty prompt"),
         (["inspect", "MODEL", "--prompt", PROMPT, "--policy", "lru"], "unknown policy 'lru'"),
         (
             ["inspect", "MODEL", "--prompt", PROMPT, "--new-tokens", "0"],
-            "max_new_tokens=0; accepted is an integer >= 1",
+            "max_new_tokens=0: expected an integer in 1",
         ),
-        (["inspect", "--out", "/no/such/place/page.html"], "/no/such/place is no folder; accepted is a file in one"),
+        (
+            ["inspect", "--out", "/no/such/place/page.html"],
+            "/no/such/place is not a folder; expected a file in an existing folder",
+        ),
         (["inspect", "/no/such/folder", "--prompt", PROMPT], "no such folder"),
         (["demo", "--length", "12"], "Invalid value for '--length'"),
-        (["demo", "--budget", "20"], "accepted is a budget of 33 or more"),
+        (["demo", "--budget", "20"], "expected a budget of 33 or more"),
     ],
 )
 def test_errors_are_a_line_on_stderr_and_status_2(model: str, arguments: list[str], message: str) -> None:
@@ -316,7 +337,7 @@ def test_positions_beyond_the_model_are_a_warning_in_a_line(model: str) -> None:
     command = [sys.executable, "-c", code, "generate", model, "the " * 150, "--max-new-tokens", "1"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert "kvjax: warning: positions up to 151" in result.stderr
+    assert "kvjax: warning: the request reaches position 151" in result.stderr
     assert "UserWarning" not in result.stderr
 
 
@@ -370,7 +391,7 @@ def test_eval_says_what_it_would_do_does_it_and_goes_on(model: str, tmp_path: Pa
         "demo/needles",
         "64 - 64 - 64",
         "│ tova ",
-        "10 answers in all",
+        "10 answers in total",
         "lru after: unknown policy",
     ):
         assert text in stdout
@@ -381,7 +402,7 @@ def test_eval_says_what_it_would_do_does_it_and_goes_on(model: str, tmp_path: Pa
     status, stdout, stderr = kv(*options, "--limit", 1)
     assert (status, stdout) == (1, "")
     assert f"10 of 10 answers are in {out / 'results.jsonl'}, 10 of them new" in stderr
-    assert "1 could not be asked, answered or marked:\n  lru after: unknown policy 'lru'; accepted are full" in stderr
+    assert "1 errors:\n  lru after: unknown policy 'lru': expected adakv" in stderr
     status, _, stderr = kv(*options)
     assert "20 of 20 answers are in" in stderr
     assert "10 of them new" in stderr

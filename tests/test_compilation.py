@@ -1,4 +1,4 @@
-"""What is compiled, and how often: programs are for buckets of lengths, and decoding goes on without any new one."""
+"""Compilation: prompts of a bucket of lengths share programs, and longer answers need no new ones."""
 
 import gc
 from collections import Counter
@@ -25,7 +25,7 @@ def smaller(tiny: Decoder, vocab_size: int) -> Decoder:
 
 @pytest.mark.parametrize("text", ["full", "snapkv:budget=0.5,window=4"])
 def test_prompts_of_all_lengths_share_programs(tiny: Decoder, compiled: list[str], text: str) -> None:
-    """Of policies whose slots follow from the prompt; with a fixed budget even the decoding program is one."""
+    """The number of slots follows from the prompt here; with a fixed budget all prompts share one decode program."""
     params = smaller(tiny, vocab_size=50)
     kvjax.generate(params, [1], policy=parse(text), max_new_tokens=4)
     once = Counter(compiled)  # the small programs around the two, of which every one is needed
@@ -85,7 +85,7 @@ def test_limits_of_tokens_share_programs(tiny: Decoder, compiled: list[str]) -> 
     ["streaming_llm:budget=16", "h2o:budget=16", "tova:budget=16", "morphkv:budget=16,window=4,every=4"],
 )
 def test_ten_thousand_tokens_need_nothing_new(tiny: Decoder, compiled: list[str], text: str) -> None:
-    """After warm-up nothing is compiled, and what is alive on the device neither grows nor changes in number."""
+    """After warm-up nothing is compiled, and the arrays on the device keep their number and their bytes."""
     params = smaller(tiny, vocab_size=54)
     answer = kvjax.generate(params, list(range(20)), policy=parse(text), max_new_tokens=512)
     answer = kvjax.generate(params, None, cache=answer.cache, max_new_tokens=512)

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import kvjax
-from kvjax.attention import causal
+from kvjax.attend.causal import causal
 from kvjax.checkpoint import load
 from kvjax.evaluation.tasks.demo import TASKS, example
 from kvjax.evaluation.tasks.vocabulary import IDS, STOP, decode, tokenizer

@@ -121,13 +121,13 @@ def test_filler_has_any_length_and_states_nothing():
 
 def test_errors_name_what_is_wrong_and_what_is_accepted():
     rng = np.random.default_rng(0)
-    with pytest.raises(ValueError, match=r"unknown task 'riddle'; accepted: needle, "):
+    with pytest.raises(ValueError, match=r"unknown task 'riddle': expected one of needle, "):
         document("riddle", 128, rng)
-    with pytest.raises(ValueError, match=r"a text of 8 tokens is too short for these facts: at least 11"):
+    with pytest.raises(ValueError, match=r"a text of 8 tokens: expected at least 11"):
         example("needle", 16, rng)
-    with pytest.raises(ValueError, match=r"not in the demo vocabulary of 512 words: dragon, unicorn"):
+    with pytest.raises(ValueError, match=r"dragon, unicorn: expected words of the demo vocabulary"):
         encode("the unicorn meets the dragon .")
-    with pytest.raises(ValueError, match=r"asks for 113 more names where 112 are left"):
+    with pytest.raises(ValueError, match=r"113 names requested, but 112 are left"):
         Deck(rng).names(113)
     assert len(weave(["one vote for lamp ."], 9, rng)) == 9
 

@@ -1,4 +1,4 @@
-"""The code that documents show, run as a reader would."""
+"""The code in documents, run as a reader would run it."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,9 @@ import pytest
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
-@pytest.mark.parametrize("page", ["methods.md", "your_own_policy.md", "kernels.md"])
+@pytest.mark.parametrize(
+    "page", ["methods.md", "your_own_policy.md", "kernels.md", pytest.param("caches.md", marks=pytest.mark.slow)]
+)
 def test_code_runs_from_top_to_bottom(page: str) -> None:
     text = (DOCS / page).read_text()
     names: dict[str, object] = {"__name__": "docs"}

@@ -1,4 +1,4 @@
-"""The one verb: reading in one go, in chunks, in turns, token by token; and what it leaves as it was."""
+"""`extend` and `read_prompt`: a prompt in one call, in chunks, in turns and token by token give the same caches."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import pytest
 from flax import nnx
 
 from kvjax import policies
-from kvjax.cache import KVCache
-from kvjax.extend import bucket, extend, plan_slots, read, read_prompt, with_room
+from kvjax.cache import bucket
+from kvjax.extend import extend, read
+from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder, DecoderConfig, Rope
+from kvjax.prefill import read_prompt
+from kvjax.room import plan_read, with_room
 from tests import tiny
 
 SPECS = [
@@ -42,7 +45,7 @@ def decode(params, cache, steps=STEPS):
 
 
 def assert_same(mine, other, batch=3):
-    """(logits, cache) pairs: the same logits to float32's accuracy and the very same entries."""
+    """Asserts that two pairs (logits, cache) have the same logits up to rounding, and the same entries."""
     np.testing.assert_allclose(mine[0], other[0], atol=2e-5)
     for row in range(batch):
         assert tiny.held(mine[1], row) == tiny.held(other[1], row)
@@ -51,7 +54,7 @@ def assert_same(mine, other, batch=3):
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_prompt_in_chunks_is_a_prompt_in_one_go(spec):
-    """Chunks of 5: out of step with the rows, longer than one of them, shorter than some windows."""
+    """Chunks of 5 tokens divide no row evenly, are longer than one row, and are shorter than some windows."""
     params = tiny.decoder(windows=(None, None) if "dense_layers" in spec else (None,))
     whole = tiny.prefill(params, spec, ROWS, SIZE)
     chunked = tiny.prefill(params, spec, ROWS, SIZE, chunk=5)
@@ -68,12 +71,12 @@ def test_chunks_shorter_than_the_window_and_nearly_the_prompt(spec, chunk):
 
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if "budget=12" in spec and "dense" not in spec])
 def test_compressing_after_every_chunk_never_holds_more_than_the_budget(spec):
-    """However long the prompt: no more slots, before the last chunk's own room, than the budget."""
+    """The number of slots is the budget, whatever the length of the prompt, plus room where the cache grows."""
     params, policy = tiny.decoder(), policies.parse(spec)
     rows = [np.random.default_rng(n).integers(0, tiny.VOCAB, n) for n in (96, 11, 50)]
     logits, cache = tiny.prefill(params, policy, rows, 96, room=4, chunk=8, compress="chunk")
-    slots = 12 + 4 * policy.grows(0)
-    assert {layer.slots for layer in cache.layers} == {slots}
+    slots = 12 + 4 * (policy.every is None)
+    assert {layer.slots for layer in cache.entries} == {slots}
     assert np.isfinite(logits).all()
     for row, n in enumerate((12, 11, 12)):
         assert [len(head) for heads in tiny.held(cache, row) for head in heads] == [n] * 2
@@ -82,7 +85,7 @@ def test_compressing_after_every_chunk_never_holds_more_than_the_budget(spec):
 
 
 def test_sinks_and_the_newest_are_the_same_however_the_prompt_is_cut():
-    """StreamingLLM needs no scores, so what it keeps does not depend on when it compresses."""
+    """StreamingLLM needs no scores, so the time of compression does not change which entries it retains."""
     params, spec = tiny.decoder(), "streaming_llm:budget=12,sinks=2"
     _, whole = tiny.prefill(params, spec, ROWS, SIZE)
     _, cut = tiny.prefill(params, spec, ROWS, SIZE, chunk=5, compress="chunk")
@@ -102,7 +105,7 @@ def test_extending_leaves_the_given_cache_as_it_was(spec):
 
 
 def test_several_tokens_at_once_are_one_at_a_time():
-    """Into a filled full cache, as many in each row as it has: against the question read token by token."""
+    """A question that extends a full cache in one call equals the question read token by token."""
     params = tiny.decoder()
     _, cache = tiny.prefill(params, "full", ROWS, SIZE)
     at_once = extend(params, cache, STEPS.T)
@@ -111,8 +114,7 @@ def test_several_tokens_at_once_are_one_at_a_time():
 
 
 def test_a_question_of_one_token_and_of_two_behave_alike():
-    """A prompt that was compressed once is not compressed again by its question, and an evicting policy's budget
-    holds after every call."""
+    """A question does not compress a prompt again. The budget of an evicting policy holds after every call."""
     params = tiny.decoder()
     for spec, sizes in (("snapkv:budget=12,window=4", (13, 14)), ("morphkv:budget=12,window=4", (12, 12))):
         _, cache = tiny.prefill(params, spec, ROWS, SIZE)
@@ -123,7 +125,7 @@ def test_a_question_of_one_token_and_of_two_behave_alike():
 
 @pytest.mark.parametrize("spec", ["h2o:budget=12", "snapkv:budget=12,window=4", "morphkv:budget=12,window=4"])
 def test_rows_take_as_many_tokens_as_they_have(spec):
-    """A turn of 4, 0 and 2 tokens is each row's own turn; a row without any is as it was."""
+    """Rows take 4, 0 and 2 tokens in one call, each as if it were alone. A row without tokens stays as it is."""
     params = tiny.decoder()
     _, cache = tiny.prefill(params, spec, ROWS, SIZE)
     logits, turn = extend(params, cache, STEPS.T, np.array([4, 0, 2]))
@@ -141,7 +143,7 @@ def test_rows_take_as_many_tokens_as_they_have(spec):
 
 @pytest.mark.parametrize("spec", ["streaming_llm:budget=12,positions=in_cache", "morphkv:budget=12,window=4"])
 def test_twenty_turns_in_constant_memory(spec):
-    """A dialogue: a turn of 5 tokens, an answer of 3, again and again."""
+    """A dialogue of 20 turns of 5 tokens with answers of 3 tokens takes constant memory."""
     params = tiny.decoder()
     _, cache = tiny.prefill(params, spec, ROWS, SIZE)
     size = cache.nbytes
@@ -171,13 +173,13 @@ def test_a_sliding_window_is_attention_with_that_window_and_needs_no_more_slots(
     for i, got in enumerate([np.asarray(logits), *decoded]):
         for b, row in enumerate(ROWS):
             np.testing.assert_allclose(got[b], expected[b][len(row) - 1 + i], atol=2e-5)
-    assert {layer.slots for c in (cache, after) for layer in c.layers} == {8}
+    assert {layer.slots for c in (cache, after) for layer in c.entries} == {8}
     assert tiny.held(after, 0)[0][0] == list(range(SIZE + 12 - 8, SIZE + 12))
 
 
 @pytest.mark.parametrize("spec", ["full", "h2o:budget=6", "morphkv:budget=6,window=4"])
 def test_finished_rows_of_a_sliding_window_stay_bit_for_bit(spec):
-    """After a step that moved the window on, so that the next one would empty another slot."""
+    """The window has moved on by one token, so that the next step would empty another slot of the finished row."""
     params = tiny.decoder(windows=WINDOWED)
     _, cache = tiny.prefill(params, spec, ROWS, SIZE)
     _, before = tiny.step(params, cache, STEPS[0], np.ones(3, bool))
@@ -189,7 +191,7 @@ def test_finished_rows_of_a_sliding_window_stay_bit_for_bit(spec):
 def test_a_window_larger_than_the_text_and_a_layer_without_one():
     params = tiny.decoder(windows=(None, 100))
     _, cache = tiny.prefill(params, "full", ROWS, SIZE, room=4)
-    assert [layer.slots for layer in cache.layers] == [SIZE + 4] * 2
+    assert [layer.slots for layer in cache.entries] == [SIZE + 4] * 2
     logits, _ = decode(params, cache)
     expected = tiny.full_logits(params, [np.append(r, t) for r, t in zip(ROWS, STEPS.T, strict=True)], SIZE + 4)
     np.testing.assert_allclose(logits[-1], [row[-1] for row in expected], atol=2e-5)
@@ -201,7 +203,7 @@ def test_with_room_adds_empty_slots_where_the_cache_grows_and_nowhere_else():
     with pytest.raises(ValueError, match=r"layer 0 holds 24 tokens in 24 slots.*no room for 1.*with_room"):
         extend(params, full, STEPS[:1].T)
     roomy = with_room(full, 4)
-    assert all(layer.slots >= SIZE + 4 for layer in roomy.layers)
+    assert all(layer.slots >= SIZE + 4 for layer in roomy.entries)
     assert tiny.held(roomy, 0) == tiny.held(full, 0)
     assert with_room(roomy, 2) is roomy
     expected = tiny.full_logits(params, [np.append(ROWS[0], STEPS[:, 0])], SIZE + 4)
@@ -219,7 +221,7 @@ def test_extend_is_usable_inside_jit():
 
 @pytest.mark.parametrize("compress", ["end", "never"])
 def test_compress_is_explicit(compress):
-    """A question's cache that is compressed although its policy never evicts, or is not although it does."""
+    """`compress` decides against the default: "end" for a policy that never evicts, "never" for one that does."""
     params = tiny.decoder()
     _, cache = tiny.prefill(params, "snapkv:budget=12,window=4" if compress == "end" else "h2o:budget=12", ROWS, SIZE)
     _, longer = extend(params, cache, STEPS.T, compress=compress)
@@ -233,12 +235,12 @@ def test_errors_name_what_is_accepted():
         extend(params, cache, STEPS.T, policy=policies.full())
     extend(params, cache, STEPS.T, policy=policies.h2o(budget=12))
     for tokens in (STEPS.T[0], STEPS.T[:2], STEPS.T[:, :0]):
-        with pytest.raises(ValueError, match=r"tokens have shape .*accepted is \[3, N\]"):
+        with pytest.raises(ValueError, match=r"tokens have shape .*expected \[3, N\]"):
             extend(params, cache, tokens)
     with pytest.raises(ValueError, match=r"compress='always'.*'auto', 'never', 'end'"):
         extend(params, cache, STEPS.T, compress="always")
     for lengths in ([1, 2], [5, 1, 1], [1, -1, 1]):
-        with pytest.raises(ValueError, match=r"lengths=.*accepted are 3 in 0 \.\. 4"):
+        with pytest.raises(ValueError, match=r"lengths=.*expected 3 integers in 0 \.\. 4"):
             extend(params, cache, STEPS.T, np.array(lengths))
 
 
@@ -253,14 +255,14 @@ def test_buckets_are_few_and_tight():
     "spec", ["full", "streaming_llm:positions=in_cache", "h2o", "tova", "snapkv:budget=512", "morphkv:budget=512"]
 )
 def test_a_prompt_of_32k_tokens_never_holds_its_scores(spec):
-    """Compiled, not run: all temporaries together are far below one head's N x N weights, even in bytes."""
+    """The program is compiled, not run. All its temporaries take fewer bytes than one head has N x N weights."""
     size = 32_768
     config = DecoderConfig("llama", 8, 16, 16, 2, 1, 8, (None,), Rope(1e4), size)
     params = jax.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
     policy = policies.parse(spec)
     cache = jax.eval_shape(lambda: KVCache.empty(config, policy, jnp.array([size]), size, jnp.float32))
-    slots = plan_slots(cache, [0], new=size, room=16, compress=True)
-    lowered = jax.jit(partial(read, slots=slots, compress=True, final=True)).lower(
+    plan = plan_read(cache, [0], new=size, room=16, compress=True, final=True)
+    lowered = jax.jit(partial(read, plan=plan)).lower(
         params, cache, jax.ShapeDtypeStruct((1, size), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
     )
     assert lowered.compile().memory_analysis().temp_size_in_bytes < size * 2048 < size * size // 8

@@ -1,4 +1,4 @@
-"""`generate`: tokens against attention without a cache, rows in company, prompts, ends, seeds, and what it reports."""
+"""`generate` against attention without a cache: batches, forms of prompts, end tokens, seeds and statistics."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -11,8 +11,9 @@ from flax import nnx
 from transformers import PreTrainedTokenizerFast
 
 import kvjax
-from kvjax.attention import causal
+from kvjax.attend.causal import causal
 from kvjax.models import Decoder, DecoderConfig, Rope
+from tests.test_prompts import chatting
 
 RNG = np.random.default_rng(0)
 ROWS = [RNG.integers(0, 99, n).tolist() for n in (44, 33, 5)]  # in buckets of 48, 48 and 16
@@ -26,7 +27,7 @@ def causal_logits(params: Decoder, tokens: jax.Array, size: int) -> jax.Array:
 
 
 def logits_of(params: Decoder, row: Sequence[int], size: int = 72) -> np.ndarray:
-    """Logits [N, V] of a row of up to `size` tokens, without any cache. Padding is on the right, where nobody looks."""
+    """Logits [N, V] of a row of up to `size` tokens without a cache. Causal attention ignores padding on the right."""
     padded = np.zeros((1, size), np.int32)
     padded[0, : len(row)] = row
     return np.asarray(causal_logits(params, padded, size))[0, : len(row)]
@@ -61,7 +62,7 @@ def test_rows_in_company_are_as_alone(tiny: Decoder, policy: kvjax.Policy) -> No
 
 
 def test_policies_differ(tiny: Decoder) -> None:
-    """Else the test above and those of the cache would say little."""
+    """If policies gave equal answers, the test above and those of caches would show nothing."""
     texts = ("full", "streaming_llm:budget=24", "h2o:budget=24", "snapkv:budget=24,window=4")
     answers = [kvjax.generate(tiny, ROWS, policy=kvjax.policies.parse(text), max_new_tokens=NEW) for text in texts]
     assert len({answer.tokens.tobytes() for answer in answers}) == len(texts)
@@ -142,7 +143,7 @@ def test_rows_end_by_themselves(tiny: Decoder) -> None:
 
 @pytest.mark.parametrize("form", [int, np.int64, lambda end: [end], lambda end: (end, 100), lambda end: [[end]] * 2])
 def test_forms_of_end_tokens(tiny: Decoder, form) -> None:
-    """All rows end with the last, and what is returned is no longer than the longest."""
+    """Generation stops with the last row, and the returned tokens are as long as the longest answer."""
     prompts = [ROWS[0], ROWS[0]]
     free = kvjax.generate(tiny, prompts, max_new_tokens=NEW).tokens
     end = free[0, 3]
@@ -187,8 +188,67 @@ def test_seeds(tiny: Decoder) -> None:
     assert draw(ROWS[1], [4]) == [by_row[1]]
 
 
+def test_keys_as_seeds(tiny: Decoder) -> None:
+    """A key acts like the integer that made it, for the batch or for a row, and can be used again."""
+    sampler = kvjax.Sampler(temperature=1.5)
+
+    def draw(seed) -> list[list[int]]:
+        return kvjax.generate(tiny, ROWS, sampler=sampler, seed=seed, max_new_tokens=4).tokens.tolist()
+
+    assert draw(7) == draw(jax.random.key(7)) == draw(jax.random.PRNGKey(7))
+    typed, legacy = jax.random.split(jax.random.key(7), 3), jax.random.split(jax.random.PRNGKey(7), 3)
+    assert draw(7) == draw(typed) == draw(typed) == draw(legacy) == draw(legacy)
+    seeds = [3, 4, 3]
+    expected = draw(seeds)
+    assert expected != draw(7)
+    assert expected == draw(np.array(seeds)) == draw(np.array(seeds, np.uint32))
+    assert expected == draw(jnp.stack([jax.random.key(seed) for seed in seeds]))
+    assert expected == draw(jnp.stack([jax.random.PRNGKey(seed) for seed in seeds]))
+    other = draw(jax.random.key(7, impl="unsafe_rbg"))
+    assert other != draw(7)
+
+
+def test_policies_as_text(tiny: Decoder) -> None:
+    text, ask = "morphkv:budget=24,window=4", {"max_new_tokens": NEW}
+    policy = kvjax.policies.parse(text)
+    expected = kvjax.generate(tiny, ROWS, policy=policy, **ask)
+    answer = kvjax.generate(tiny, ROWS, policy=text, **ask)
+    np.testing.assert_array_equal(answer.tokens, expected.tokens)
+    pieces = list(kvjax.stream(tiny, ROWS, policy=text, **ask))
+    np.testing.assert_array_equal(np.stack([piece.tokens for piece in pieces], axis=1), expected.tokens)
+    assert answer.cache.policy == kvjax.prefill(tiny, ROWS, policy=text).policy == policy
+    kvjax.generate(tiny, None, cache=answer.cache, policy=text, max_new_tokens=1)
+    with pytest.raises(ValueError, match="cannot be extended with Policy"):
+        kvjax.generate(tiny, None, cache=answer.cache, policy="full")
+
+
+def test_chat(tiny: Decoder, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Messages give the answers of the rendered template's ids, also in a later turn and about a document."""
+    tokenizer = chatting(tokenizer)
+    turns = [{"role": "user", "content": "ba ce"}], [{"role": "user", "content": "di"}]
+    first, second = [99, 90, 5, 11, 100, 91], [90, 17, 100, 91]
+    options = {"max_new_tokens": 4, "eos": tokenizer.eos_token_id}
+
+    def ask(messages, cache=None) -> kvjax.Generation:
+        return kvjax.generate(tiny, messages, cache=cache, tokenizer=tokenizer, max_new_tokens=4)
+
+    answer, expected = ask(turns[0]), kvjax.generate(tiny, first, **options)
+    np.testing.assert_array_equal(answer.tokens, expected.tokens)
+    np.testing.assert_array_equal(
+        ask(turns[1], answer.cache).tokens, kvjax.generate(tiny, second, cache=expected.cache, **options).tokens
+    )
+    both = kvjax.generate(tiny, [first, [99, *second]], **options)
+    np.testing.assert_array_equal(ask(list(turns)).tokens, both.tokens)
+    pieces = list(kvjax.stream(tiny, turns[0], tokenizer=tokenizer, max_new_tokens=4))
+    assert [int(piece.tokens[0]) for piece in pieces] == expected.tokens[0].tolist()
+    document = kvjax.prefill(tiny, turns[0], tokenizer=tokenizer)
+    assert int(document.length[0]) == len(first) - 1  # no generation prompt before the next message
+    in_one = kvjax.generate(tiny, [*first[:-1], *second], **options)
+    np.testing.assert_array_equal(ask(turns[1], document).tokens, in_one.tokens)
+
+
 def test_repetition_penalty_covers_prompt_and_answer(tiny: Decoder) -> None:
-    """A penalty so large that a token is repeated only when none is left: here none of 49 may appear twice."""
+    """With so large a penalty a token is repeated only when no other is left: here none of 49 may appear twice."""
     prompts = [list(range(10, 40)), list(range(20, 26))]
     answer = kvjax.generate(tiny, prompts, sampler=kvjax.Greedy(repetition_penalty=1e9), max_new_tokens=NEW)
     for prompt, tokens in zip(prompts, answer.tokens, strict=True):
@@ -221,6 +281,6 @@ def test_stats(tiny: Decoder, policy: kvjax.Policy) -> None:
     assert stats.prefill_seconds > 0
     assert stats.decode_seconds > 0
     assert stats.decode_tokens_per_second == stats.decoded_tokens / stats.decode_seconds
-    if policy.every and answer.cache.pool is None:
-        slots = {layer.slots for layer in answer.cache.layers}
+    if policy.every and not policy.allocates:
+        slots = {layer.slots for layer in answer.cache.entries}
         assert slots == {24}

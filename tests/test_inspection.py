@@ -1,4 +1,4 @@
-"""Recordings of what heads hold, against caches of `generate`; the page made of one, in a browser if there is one."""
+"""Compares recordings with the caches of `generate`, and tests the page, in a browser if one is installed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from kvjax.inspection import Recording, page, record
 from kvjax.models import Decoder
 from tests.tiny import held
 
-PROMPT = np.random.default_rng(7).permutation(99)[:44].tolist()  # of equal values a merge would change none
+PROMPT = (
+    np.random.default_rng(7).permutation(99)[:44].tolist()
+)  # tokens must differ, because a merge of equal values changes nothing
 NEW = 6
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -29,7 +31,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
     "text", ["full", "morphkv:budget=24,window=4", "snapkv:budget=24,window=4", "dynamickv:budget=24,window=4"]
 )
 def test_recordings_are_what_caches_hold(tiny: Decoder, text: str) -> None:
-    """After each step, of as many calls of `generate` as there are steps."""
+    """Compares the recording after each step with a call of `generate` of that length."""
     policy = kvjax.policies.parse(text)
     recording = record(tiny, PROMPT, policy=policy, max_new_tokens=NEW)
     assert (recording.prompt, recording.steps, recording.left.shape) == (44, NEW - 1, (2, 2, 44 + NEW - 1))
@@ -58,8 +60,7 @@ def test_recordings_draw_what_generate_draws(tiny: Decoder, sampler: kvjax.Sampl
 
 def entries(cache: kvjax.KVCache) -> list[list[dict[int, np.ndarray]]]:
     """The value at each position that a cache holds, by layer and kv head."""
-    pool = cache.pool
-    layers = cache.layers if pool is None else [pool.view(i, 0, pool.positions.shape[2]) for i in range(pool.layers)]
+    layers = [cache.entries.layer(i, slots) for i, slots in enumerate(cache.entries.bounds)]
     held = [zip(np.asarray(layer.positions[0]), np.asarray(layer.values[0]), strict=True) for layer in layers]
     return [[{int(p): x for p, x in zip(*head, strict=True) if p >= 0} for head in layer] for layer in held]
 
@@ -74,7 +75,7 @@ def entries(cache: kvjax.KVCache) -> list[list[dict[int, np.ndarray]]]:
     ],
 )
 def test_merged_entries_are_made_of_what_went_into_them(tiny: Decoder, text: str) -> None:
-    """And no other entry has changed. Values have 8 channels, so that those of fewer entries are told apart."""
+    """No other entry changes. Values have 8 channels, so the sum of fewer than 8 entries has unique weights."""
     policy = kvjax.policies.parse(text)
     recording = record(tiny, PROMPT, policy=policy, max_new_tokens=NEW)
     assert recording.into is not None
@@ -119,17 +120,17 @@ def test_texts_and_ends(tiny: Decoder, tokenizer: PreTrainedTokenizerFast) -> No
 
 
 def test_several_rows_are_refused(tiny: Decoder) -> None:
-    with pytest.raises(ValueError, match="a prompt of 2 rows; accepted is one"):
+    with pytest.raises(ValueError, match="the prompt has 2 rows: expected one"):
         record(tiny, [PROMPT, PROMPT])
 
 
 @pytest.fixture
 def recording() -> Recording:
-    """Two layers of three heads, random; the texts of some tokens are markup."""
+    """A random recording of two layers with three heads; the texts of some tokens are markup."""
     rng = np.random.default_rng(1)
     left = rng.integers(0, 6, (2, 3, 14))
     left[..., 10:] = rng.integers(2, 6, (2, 3, 4))
-    left = np.maximum(left, np.maximum(np.arange(14) - 9, 0))  # nothing leaves before it comes
+    left = np.maximum(left, np.maximum(np.arange(14) - 9, 0))  # no entry leaves before it exists
     texts = ("a", " </script>", "<!--", " <b>&amp;", "\n", ' "', "é\u2028", *(f" w{i}" for i in range(8)))
     into = np.where(left < 5, rng.integers(-2, 14, left.shape), -1)
     return Recording(np.arange(15) + 100, texts, 10, "some:policy=1", left, into)
@@ -154,7 +155,7 @@ def test_a_page_holds_the_recording_and_nothing_from_elsewhere(recording: Record
     assert not re.search(r"https?:|src=|href=|@import|url\(", html)
 
 
-# What a reader does, and what the page then shows.
+# Simulates a reader and collects what the page shows.
 VISIT = """
 <script>
 const failures = [], shown = [];
@@ -201,7 +202,7 @@ setTimeout(() => {
 
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on PATH")
 def test_a_page_in_a_browser(recording: Recording, tmp_path: Path) -> None:
-    """Open, choose a layer, choose a head, step, point at a token, play: as `Recording.held` has it."""
+    """Opens the page, chooses a layer and a head, steps, points at a token, plays, and compares with the recording."""
     assert BROWSER is not None
     assert recording.into is not None
     file = tmp_path / "page.html"
@@ -224,13 +225,14 @@ def test_a_page_in_a_browser(recording: Recording, tmp_path: Path) -> None:
         assert seen["gone"] == [*(before & ~now)[chosen].any((0, 1)).tolist(), False]
         assert seen["later"] == [position > 10 + step for position in range(15)]
         np.testing.assert_allclose(seen["bars"], now[:, heads].sum((1, 2)) / len(heads), atol=0.051)
-        assert f"a chosen head holds {round(now[chosen].sum(2).mean(), 1):g} of them in the mean" in seen["said"]
+        assert f"a chosen head holds {round(now[chosen].sum(2).mean(), 1):g} entries on average" in seen["said"]
         if step:
-            assert f"; {(before & ~now)[chosen].sum()} entries of the chosen heads evicted" in seen["said"]
+            assert f"; this step evicted {(before & ~now)[chosen].sum()} entries of the chosen heads" in seen["said"]
     left = recording.left[:, :, 3]
     assert result["token"]["text"] == " <b>&amp;"
-    assert result["token"]["kept"] == f"kept in {(left > 4).sum()} of 6 heads"
+    assert result["token"]["kept"] == f"held by {(left > 4).sum()} of 6 heads"
     assert result["token"]["cells"] == (left > 4).ravel().tolist()
+    with_prompt = " when the prompt was compressed"
     said: Counter[str] = Counter()
     kin: set[int] = set()
     for layer, head in np.ndindex(2, 3):
@@ -238,8 +240,8 @@ def test_a_page_in_a_browser(recording: Recording, tmp_path: Path) -> None:
         if until <= 4:
             when = f" in step {until}" if until else ""
             where = "several entries" if target < 0 else f"{json.dumps(recording.texts[target])} at {target}"
-            merging = f"merged{when} into {where}{'' if until else ' when the prompt was read'}"
-            dropped = f"evicted in step {until}" if until else "not kept of the prompt"
+            merging = f"merged{when} into {where}{'' if until else with_prompt}"
+            dropped = f"evicted in step {until}" if until else f"dropped{with_prompt}"
             said[dropped if target == -1 else merging] += 1
             kin |= {target} - {-1, -2}
         kin |= set(np.flatnonzero((recording.into[layer, head] == 3) & (recording.left[layer, head] <= 4)).tolist())

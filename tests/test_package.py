@@ -1,4 +1,4 @@
-"""The package as others get it: what a wheel holds, what imports what, and that nothing optional is needed."""
+"""The package as it is installed: the files of a wheel, imports without optional packages, and linked folders."""
 
 import ast
 import os

@@ -1,6 +1,6 @@
-"""RoPE that depends on a text's length: each row's frequencies are those of its prompt, and stay so in its cache.
+"""RoPE that depends on a text's length: the length of a row's prompt fixes the frequencies of its cache.
 
-Against transformers made to rotate by the frequencies of one length, whatever the text grows to.
+The reference is transformers with the frequencies of one length, whatever the length of the text becomes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.attention import causal
+from kvjax.attend.causal import causal
 from kvjax.checkpoint import load
 from kvjax.models import Decoder
 
@@ -59,7 +59,7 @@ def rows() -> list[np.ndarray]:
 
 @pytest.fixture(scope="module")
 def answer(params, rows) -> kvjax.Generation:
-    """Both rows at once; the first grows past the original length while it is written."""
+    """The answer to both rows; the first one passes the original length while it is decoded."""
     return kvjax.generate(params, rows, max_new_tokens=NEW)
 
 
@@ -108,12 +108,12 @@ def test_a_cache_of_another_rotation(params, answer, tmp_path: Path):
     model = reference.reference("llama", WIDTH)
     model.save_pretrained(tmp_path)
     other = load(tmp_path)[0]
-    with pytest.raises(ValueError, match="another rotation; this one's is base 10,000"):
+    with pytest.raises(ValueError, match="another RoPE: this model's is base 10,000"):
         kvjax.generate(other, None, cache=answer.cache)
 
 
 def test_training_takes_each_sequences_own_length(case, params, rows):
-    """Two rows of one size whose positions end apart."""
+    """Two rows have the same number of tokens, and their last positions differ."""
     positions = np.stack([np.arange(24), np.arange(16, 40)])
     hidden, _ = params(np.stack([rows[0], rows[1][16:]]), causal(positions))
     short = reference.fix_frequencies(reference.reference(*case), 24)

@@ -1,9 +1,8 @@
-"""A small decoder and the few moves that tests make with it."""
+"""A small decoder, and the calls of it that tests have in common."""
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +10,12 @@ import numpy as np
 from flax import nnx
 
 from kvjax import policies
-from kvjax.attention import causal
-from kvjax.cache import KVCache
-from kvjax.extend import read_prompt
+from kvjax.attend.causal import causal
 from kvjax.extend import step as one_step
+from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder, DecoderConfig, Rope
 from kvjax.policy import Policy
+from kvjax.prefill import read_prompt
 
 VOCAB = 64
 
@@ -25,13 +24,13 @@ VOCAB = 64
 def decoder(
     heads: int = 4, kv_heads: int = 2, windows: tuple[int | None, ...] = (None,), vocab: int = VOCAB
 ) -> Decoder:
-    """Random weights: a layer for each window, of width 32, with heads of 8. One layer compiles faster than two."""
+    """A decoder with random weights: one layer per window, of width 32, with heads of 8 channels."""
     config = DecoderConfig("llama", vocab, 32, 48, heads, kv_heads, 8, windows, Rope(1e4), 4096)
     return Decoder(config, nnx.Rngs(0))
 
 
 def left_pad(rows: list[np.ndarray], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [B, size], each row's at the right, and lengths [B]."""
+    """Tokens [B, size], padded on the left, and lengths [B]."""
     tokens = np.zeros((len(rows), size), np.int32)
     for padded, row in zip(tokens, rows, strict=True):
         padded[size - len(row) :] = row
@@ -56,7 +55,7 @@ _causal_logits = jax.jit(lambda params, x: params.logits(params(x, causal(jnp.ar
 
 
 def full_logits(params: Decoder, rows: list[np.ndarray], size: int) -> list[np.ndarray]:
-    """Logits [n, V] at every position of each row under plain causal attention; padding is on the right, unseen."""
+    """Logits [n, V] at every position of each row under plain causal attention; padding is on the right."""
     padded = np.zeros((len(rows), size), np.int32)
     for line, row in zip(padded, rows, strict=True):
         line[: len(row)] = row
@@ -66,15 +65,5 @@ def full_logits(params: Decoder, rows: list[np.ndarray], size: int) -> list[np.n
 
 def held(cache: KVCache, row: int) -> list[list[list[int]]]:
     """The positions that a row holds, ascending, by layer and head."""
-    layers: list[Any]
-    if cache.pool is None:
-        layers = [np.asarray(layer.positions[row]) for layer in cache.layers]
-    else:
-        pool, positions = cache.pool, np.asarray(cache.pool.positions[row])
-        start, size = np.asarray(pool.start[row]), np.asarray(pool.size[row])
-        lane = np.arange(len(start)) * pool.lanes // len(start)
-        layers = [
-            [positions[lane[h], start[h, i] : start[h, i] + size[h, i]] for h in range(len(start))]
-            for i in range(pool.layers)
-        ]
+    layers = cache.entries.by_head(cache.entries.position_arrays, row)
     return [[sorted(head[head >= 0].tolist()) for head in layer] for layer in layers]

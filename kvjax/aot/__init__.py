@@ -1,0 +1,1 @@
+"""Compiling ahead: lowering for devices that are absent, their facts, and counts in compiled programs."""

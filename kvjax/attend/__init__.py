@@ -1,0 +1,25 @@
+"""Where queries meet a cache: attention functions that the decoder's layers call, one for each kind of call.
+
+Each returns an `attend(layer, q, k, v, entries) -> (context, entries)`. The decoder threads the entries through its
+layers; every layer's part is replaced once that layer has attended.
+"""
+
+from .mesh import over_heads, over_layers, over_rows
+from .prompt import ReadPlan, finished, reading
+from .replay import replaying
+from .rotation import expired, rotated
+from .step import RoomMaker, stepping
+
+__all__ = [
+    "ReadPlan",
+    "RoomMaker",
+    "expired",
+    "finished",
+    "over_heads",
+    "over_layers",
+    "over_rows",
+    "reading",
+    "replaying",
+    "rotated",
+    "stepping",
+]

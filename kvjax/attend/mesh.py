@@ -1,0 +1,99 @@
+"""Attention and sampling on a mesh: each device works on its own rows and heads.
+
+XLA's partitioner handles projections and MLP. It would move whole caches for a scatter or a top-k that it cannot prove
+local, so attention and sampling run inside `jax.shard_map`, where they are local by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array
+
+from kvjax.cache import Entries
+from kvjax.heads import ALL_HEADS, Heads
+from kvjax.models import Attend, AttentionLayer
+from kvjax.sharding import DATA, MODEL, REPLICA, heads_axes
+
+Rows = TypeVar("Rows")
+Changed = TypeVar("Changed", bound=Entries)
+
+
+def over_heads(mesh: Mesh | None, make: Callable[..., Attend], **rows: Any) -> Attend:
+    """The attention function `make(**rows)`, on a mesh.
+
+    Args:
+        make: takes the rows, and as `heads=` the heads that a device holds.
+        rows: arrays with axes [B, ...], or None.
+    """
+    if mesh is None:
+        return make(**rows)
+    heads = heads_of(mesh)
+    row, kv_head, query_head = (
+        PartitionSpec(DATA),
+        PartitionSpec(DATA, MODEL),
+        PartitionSpec(DATA, heads_axes(mesh)),
+    )
+    output_head = PartitionSpec(heads_axes(mesh))
+
+    def attend(layer: AttentionLayer, q: Array, k: Array, v: Array, entries: Entries) -> tuple[Array, Entries]:
+        @partial(
+            jax.shard_map,
+            mesh=mesh,
+            in_specs=(row, output_head, query_head, kv_head, kv_head, kv_head),
+            out_specs=(query_head, kv_head),
+            check_vma=False,  # that replicas are equal is not for the compiler to prove
+        )
+        def local(rows: Any, output: Array, q: Array, k: Array, v: Array, part: Entries) -> tuple[Array, Entries]:
+            return make(**rows, heads=heads)(replace(layer, output=output), q, k, v, part)
+
+        context, part = local(rows, layer.output, q, k, v, entries.local(layer.index))
+        return context, entries.with_local(layer.index, part)
+
+    return attend
+
+
+def over_layers(
+    mesh: Mesh | None,
+    change: Callable[..., Changed],
+    records: Sequence[AttentionLayer],
+    layers: Entries,
+    **rows: Any,
+) -> Changed:
+    """`change(records, layers, **rows, heads=...)`, which looks at all layers at once, on a mesh."""
+    if mesh is None:
+        return change(records, layers, **rows, heads=ALL_HEADS)
+    row, kv_head = PartitionSpec(DATA), PartitionSpec(DATA, MODEL)
+
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(PartitionSpec(heads_axes(mesh)), kv_head, row),
+        out_specs=kv_head,
+        check_vma=False,
+    )
+    def local(outputs: list[Array], layers: Entries, rows: Any) -> Changed:
+        own = [replace(record, output=output) for record, output in zip(records, outputs, strict=True)]
+        return change(own, layers, **rows, heads=heads_of(mesh))
+
+    return local([record.output for record in records], layers, rows)
+
+
+def heads_of(mesh: Mesh) -> Heads:
+    """The heads that a device of a mesh holds."""
+    return Heads(
+        kv_axis=MODEL if mesh.shape[MODEL] > 1 else None, group_axis=REPLICA if REPLICA in mesh.axis_names else None
+    )
+
+
+def over_rows(mesh: Mesh | None, change: Callable[[Rows, Any], Rows], state: Rows, *others: Any) -> Rows:
+    """`change(state, *others)` on a mesh. All arrays have axes [B, ...], and no row looks at another."""
+    if mesh is None:
+        return change(state, *others)
+    row = PartitionSpec(DATA)
+    return jax.shard_map(change, mesh=mesh, in_specs=row, out_specs=row, check_vma=False)(state, *others)

@@ -1,0 +1,149 @@
+"""Attention for several new tokens: over the cached entries and, causally, over themselves; then compression."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache import Entries, Slots
+from kvjax.heads import ALL_HEADS, Heads
+from kvjax.models import Attend, AttentionLayer
+from kvjax.pallas_kernels import compact, prompt_attention
+from kvjax.policy import Attended, LayerShape, Moment, Policy, Received
+
+from .rotation import expired, places, rotated
+
+
+@dataclass(frozen=True)
+class ReadPlan:
+    """The static choices of one call that reads several tokens.
+
+    Attributes:
+        slots: of each layer after the call.
+        kept: the number of entries that the compression of each layer leaves at most; None where the layer is not
+            compressed in this call.
+        final: whether the prompt ends with this call, so that a policy that never evicts again can forget its state.
+    """
+
+    slots: tuple[int, ...]
+    kept: tuple[int | None, ...]
+    final: bool
+
+
+def reading(
+    policy: Policy,
+    positions: Int[Array, "B N"],
+    lengths: Int[Array, "B"],
+    next_position: Int[Array, "B"],
+    *,
+    rope: Float[Array, "B R/2"] | None = None,
+    plan: ReadPlan,
+    heads: Heads = ALL_HEADS,
+) -> Attend:
+    """Attention for several new tokens per row; the layer is compressed as soon as it has attended.
+
+    Args:
+        positions: of the new tokens, -1 for padding, which is on the left.
+        lengths: the number of new tokens in each row.
+        next_position: each row's position after this call.
+        rope: the frequencies of each row, where they depend on its length.
+        plan: the static choices of the call.
+        heads: those that this device holds, on a mesh; q, k, v and the entries are then its own.
+    """
+
+    def attend(
+        layer: AttentionLayer,
+        q: Float[Array, "B Hq N D"],
+        k: Float[Array, "B H N D"],
+        v: Float[Array, "B H N D"],
+        entries: Entries,
+    ) -> tuple[Float[Array, "B Hq N D"], Entries]:
+        i = layer.index
+        needs, kept = policy.score.needs, plan.kept[i]
+        moment = Moment(next_position, layer, rope, heads)
+        unrotated = q
+        observes = policy.limited(i) and (kept is not None or not plan.final or policy.every is not None)
+        old = entries.layer(i, plan.slots[i])
+        shape = LayerShape(q.shape[0], heads.whole_groups_of(q.shape[1]), k.shape[1], k.shape[3], k.dtype)
+        if observes and not old.has_state:  # it was forgotten when the prompt had been read
+            old = policy.with_state(i, old, shape)
+        if policy.positions == "original":
+            q, k = (rotated(layer, x, positions[:, None], rope) for x in (q, k))
+        at = jnp.broadcast_to(positions[:, None], k.shape[:3])
+        new = Slots(policy.storage.store(k), policy.storage.store(v), at, old.capacity)
+        if observes:
+            new = policy.with_state(i, new, shape)
+        held = old.append(new)
+        seen = held.plain()  # an array of its own only if something looks at it
+        keys = seen.keys
+        if policy.positions == "in_cache":
+            at = places(held.positions)
+            keys = rotated(layer, keys, at, rope)
+            q = rotated(layer, q, jnp.repeat(at[..., -q.shape[2] :], q.shape[1] // k.shape[1], axis=1), rope)
+        context, lse = prompt_attention(
+            q,
+            keys,
+            seen.values,
+            positions,
+            held.positions,
+            scale=layer.scale,
+            window=layer.window,
+            bias=held.bias,
+        )
+        if observes:
+            attended = Attended(
+                queries=unrotated if needs.queries == "unrotated" else q,
+                positions=positions,
+                lse=lse,
+                received=received(needs.received, layer, heads, q, lse, replace(seen, keys=keys), positions),
+                lengths=lengths,
+                layer=layer,
+                heads=heads,
+            )
+            per_slot, per_row = policy.score.observe(seen, attended)
+            held = replace(held, per_slot=per_slot, per_row=per_row)
+        held = expired(held, moment, lengths > 0)
+        held = finished(policy, held, moment, kept=kept, slots=plan.slots[i], final=plan.final)
+        # Without the barrier XLA may compress all layers at the end, and hold their full keys and values until then.
+        context, held = jax.lax.optimization_barrier((context, held))
+        return context, entries.with_layer(i, held)
+
+    return attend
+
+
+def finished(policy: Policy, entries: Slots, moment: Moment, *, kept: int | None, slots: int, final: bool) -> Slots:
+    """A layer at the end of a call: compressed to at most `kept` entries unless that is None, in `slots` slots."""
+    if kept is not None:
+        entries = policy.compress(entries, moment, min(kept, slots))
+    else:
+        entries = entries.gather(compact(entries.positions >= 0, min(slots, entries.slots)))
+    if final and policy.every is None:
+        entries = entries.without_state()
+    return entries.grow(slots)
+
+
+def received(
+    wish: Received | None,
+    layer: AttentionLayer,
+    heads: Heads,
+    q: Float[Array, "B Hq N D"],
+    lse: Float[Array, "B Hq N"],
+    entries: Slots,
+    positions: Int[Array, "B N"],
+) -> Float[Array, "B H M"] | None:
+    """The attention that entries received from the queries of a call, as the score asks for it."""
+    if wish is None or wish.stepwise:
+        return None
+    last = slice(-wish.last if wish.last else None, None)
+    q, lse = (heads.whole_groups(x[:, :, last]) for x in (q, lse))
+    return entries.received(
+        q=q,
+        lse=lse,
+        query_positions=positions[:, last],
+        scale=layer.scale,
+        window=layer.window,
+        reduction=wish.reduction,
+    )

@@ -1,0 +1,69 @@
+"""Attention for tokens that follow a prompt and leave nothing but what a score has observed of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache import Entries, Slots
+from kvjax.heads import ALL_HEADS, Heads
+from kvjax.models import Attend, AttentionLayer
+from kvjax.pallas_kernels import prompt_attention
+from kvjax.policy import Attended, Policy
+
+from .prompt import received
+from .rotation import rotated
+
+
+def replaying(
+    policy: Policy,
+    positions: Int[Array, "B W"],
+    lengths: Int[Array, "B"],
+    first: Int[Array, "B"],
+    last: Int[Array, "B"],
+    *,
+    rope: Float[Array, "B R/2"] | None = None,
+    heads: Heads = ALL_HEADS,
+) -> Attend:
+    """Attention for the tokens of a `kvjax.policy.Pass`, over a prompt's whole cache and causally over themselves.
+
+    Args:
+        positions, lengths, rope, heads: as `reading` takes them.
+        first, last: of the pass.
+    """
+
+    def attend(
+        layer: AttentionLayer,
+        q: Float[Array, "B Hq W D"],
+        k: Float[Array, "B H W D"],
+        v: Float[Array, "B H W D"],
+        entries: Entries,
+    ) -> tuple[Float[Array, "B Hq W D"], Entries]:
+        i, needs = layer.index, policy.score.needs
+        old, unrotated = entries.layer(i, 0), q
+        q, k = (rotated(layer, x, positions[:, None], rope) for x in (q, k))
+        state = jax.tree.map(lambda x: jnp.zeros((*x.shape[:-1], k.shape[2]), x.dtype), old.per_slot)
+        at = jnp.broadcast_to(positions[:, None], k.shape[:3])
+        own = Slots(policy.storage.store(k), policy.storage.store(v), at, old.capacity, state)
+        held = old.append(own).plain()
+        context, lse = prompt_attention(
+            q, held.keys, held.values, positions, held.positions, scale=layer.scale, window=layer.window, bias=held.bias
+        )
+        attended = Attended(
+            queries=unrotated if needs.queries == "unrotated" else q,
+            positions=positions,
+            lse=lse,
+            received=received(needs.received, layer, heads, q, lse, held, positions),
+            lengths=lengths,
+            layer=layer,
+            heads=heads,
+            replay=(first, last),
+        )
+        per_slot, per_row = policy.score.observe(held, attended)
+        per_slot = jax.tree.map(lambda x: x[..., : old.slots], per_slot)
+        return context, entries.with_layer(i, replace(old, per_slot=per_slot, per_row=per_row))
+
+    return attend

@@ -1,0 +1,38 @@
+"""Rotation of queries and keys, and which cached entries a sliding window still sees."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache import Slots
+from kvjax.models import AttentionLayer, rotate
+from kvjax.policy import Moment
+
+
+def rotated(
+    layer: AttentionLayer,
+    x: Float[Array, "B H N D"],
+    positions: Int[Array, "B #H N"],
+    rope: Float[Array, "B R/2"] | None,
+) -> Float[Array, "B H N D"]:
+    """Queries or keys after RoPE; `rope` has each row's frequencies where they depend on the row's length."""
+    frequencies = layer.rope.frequencies(x.shape[-1]) if rope is None else rope
+    return rotate(x, positions, frequencies, layer.rope.attention_factor)
+
+
+def places(positions: Int[Array, "B H M"]) -> Int[Array, "B H M"]:
+    """The place of each token among the entries that are there, by position; past the last one for empty slots."""
+    last = jnp.iinfo(jnp.int32).max
+    return jnp.argsort(jnp.argsort(jnp.where(positions < 0, last, positions), axis=-1), axis=-1)
+
+
+def expired(entries: Slots, moment: Moment, incoming: Bool[Array, "B"]) -> Slots:
+    """Empties the slots of a sliding-window layer whose token no later query can see, in rows that go on."""
+    if moment.window is None:
+        return entries
+    gone = entries.positions <= moment.next_position[:, None, None] - moment.window
+    gone &= incoming[:, None, None]
+    return replace(entries, positions=jnp.where(gone, -1, entries.positions))

@@ -1,0 +1,137 @@
+"""Attention for one new token per row, always in this order: make room, write, attend, observe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache import Entries, Slots
+from kvjax.heads import ALL_HEADS, Heads
+from kvjax.models import Attend, AttentionLayer
+from kvjax.policy import Attended, Moment, Policy
+
+from .rotation import expired, places, rotated
+
+
+@dataclass(frozen=True)
+class RoomMaker:
+    """A policy's decisions while a layer makes room for one token per row: a `kvjax.cache.MakeRoom`.
+
+    Attributes:
+        incoming: the rows with a token.
+        count: the number of entries that a full head evicts; 0 in a layer that grows.
+    """
+
+    policy: Policy
+    moment: Moment
+    incoming: Bool[Array, "B"]
+    count: int
+
+    @classmethod
+    def of(cls, policy: Policy, moment: Moment, incoming: Bool[Array, "B"], layers: int) -> RoomMaker:
+        """For the layer of a moment, one of `layers`."""
+        evicts = policy.evicts(moment.layer.index, layers)
+        return cls(policy, moment, incoming, (policy.every or 0) if evicts else 0)
+
+    @property
+    def piecewise(self) -> bool:
+        return self.policy.piecewise
+
+    @property
+    def absorbs(self) -> bool:
+        return self.policy.merge.effects.at_steps
+
+    def expire(self, entries: Slots) -> Slots:
+        return expired(entries, self.moment, self.incoming)
+
+    def judge(self, entries: Slots) -> Float[Array, "B H M"]:
+        return self.policy.expendable(entries, self.moment)
+
+    def victims(self, scores: Float[Array, "B H M"], positions: Int[Array, "B H M"]) -> Int[Array, "B H count"]:
+        return self.policy.select.victims(scores, positions, self.count)
+
+    def release(self, entries: Slots, lost: Bool[Array, "B H S"]) -> Slots:
+        return self.policy.release(entries, self.moment, lost, self.count)
+
+
+def stepping(
+    policy: Policy,
+    positions: Int[Array, "B"],
+    incoming: Bool[Array, "B"],
+    *,
+    rope: Float[Array, "B R/2"] | None = None,
+    heads: Heads = ALL_HEADS,
+) -> Attend:
+    """Attention for one new token per row.
+
+    Args:
+        positions: of the new tokens.
+        incoming: the rows that have one. The others stay as they are.
+        rope: the frequencies of each row, where they depend on its length.
+        heads: those that this device holds, on a mesh; q, k, v and the entries are then its own.
+    """
+    query_positions = jnp.where(incoming, positions, -1)[:, None]
+
+    def attend(
+        layer: AttentionLayer,
+        q: Float[Array, "B Hq 1 D"],
+        k: Float[Array, "B H 1 D"],
+        v: Float[Array, "B H 1 D"],
+        entries: Entries,
+    ) -> tuple[Float[Array, "B Hq 1 D"], Entries]:
+        i, score = layer.index, policy.score
+        room = RoomMaker.of(policy, Moment(positions, layer, rope, heads), incoming, len(entries))
+        unrotated, seen = q, None
+        if policy.positions == "original":
+            q, k = (rotated(layer, x, positions[:, None, None], rope) for x in (q, k))
+        entries, slot = entries.make_room(i, incoming, room)
+        at = jnp.broadcast_to(positions[:, None], k.shape[:2])
+        entries = entries.write(i, slot, policy.storage.store(k[:, :, 0]), policy.storage.store(v[:, :, 0]), at)
+        if policy.positions == "in_cache":
+            q, seen = _by_place(layer, q, entries.layer(i, 0), rope)
+        wish = score.needs.received if room.count else None
+        asked = score.asks(entries.rows(i), query_positions[:, 0]) if room.count else None
+        groups = wish is not None or asked is not None  # the score looks at all query heads of a kv head
+        found = entries.attend(
+            i,
+            heads.whole_groups(q) if groups else q,
+            query_positions,
+            scale=layer.scale,
+            window=layer.window,
+            reduction=None if wish is None else wish.reduction,
+            asked=asked,
+            seen=seen,
+        )
+        context, lse = (heads.own_queries(x) if groups else x for x in (found.context, found.lse))
+        if not room.count:
+            return context, entries
+
+        def show(held: Slots) -> tuple[Array, Array]:
+            attended = Attended(
+                queries=unrotated if score.needs.queries == "unrotated" else q,
+                positions=query_positions,
+                lse=lse,
+                received=None if found.received is None else found.received(held),
+                lengths=incoming.astype(jnp.int32),
+                layer=layer,
+                heads=heads,
+                decoding=True,
+                asked=found.asked,
+            )
+            return score.observe(held, attended)
+
+        return context, entries.observe(i, show, room)
+
+    return attend
+
+
+def _by_place(
+    layer: AttentionLayer, q: Float[Array, "B Hq 1 D"], entries: Slots, rope: Float[Array, "B R/2"] | None
+) -> tuple[Float[Array, "B Hq 1 D"], Slots]:
+    """The query and the keys rotated to their places in the cache, the newest entry being the query's own."""
+    entries = entries.plain()
+    keys = rotated(layer, entries.keys, places(entries.positions), rope)
+    own = jnp.repeat(entries.occupancy - 1, q.shape[1] // keys.shape[1], axis=1)
+    return rotated(layer, q, own[..., None], rope), replace(entries, keys=keys)

@@ -1,0 +1,27 @@
+"""The entries that a cache holds: fixed shapes, pytrees, no policies and no models.
+
+Axis letters: B rows of the batch, H kv heads, S slots of a layer, D head size, L layers; of a pool, P lanes and T rows.
+"""
+
+from .entries import Entries, MakeRoom, StepAttention, Usage
+from .layers import Layers
+from .overwrite import mark
+from .paging import whole_pages
+from .segments import Segments
+from .sizes import UNLIMITED, bucket, room_for
+from .slots import Slots
+
+__all__ = [
+    "UNLIMITED",
+    "Entries",
+    "Layers",
+    "MakeRoom",
+    "Segments",
+    "Slots",
+    "StepAttention",
+    "Usage",
+    "bucket",
+    "mark",
+    "room_for",
+    "whole_pages",
+]

@@ -1,0 +1,289 @@
+"""What core code may ask of the entries of all layers, whichever way they are laid out. No policies."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.pallas_kernels import Asked, Reduction, Stored
+
+from .slots import Slots
+
+
+class Usage(NamedTuple):
+    """How full the layers are, as arrays [L] or as integers on the host.
+
+    Attributes:
+        occupied: the largest number of slots that any row and head occupies, or will once it is full.
+        free: the smallest number of empty slots of any head that grows; UNLIMITED where none does.
+    """
+
+    occupied: Sequence[int] | Int[Array, "L"]
+    free: Sequence[int] | Int[Array, "L"]
+
+
+class StepAttention(NamedTuple):
+    """What one decoded token per row found in a layer.
+
+    Attributes:
+        context: the weighted mean of the values.
+        lse: the log-sum-exp of each query's scaled logits.
+        received: gives the attention that entries received from the query, reduced as asked for. Its argument is the
+            part of the layer that `Entries.observe` shows. None if no reduction was asked for.
+        asked: the attention that entries received from the extra query rows; None if there were none, or the layout
+            cannot serve them in the same pass.
+    """
+
+    context: Float[Array, "B Hq 1 D"]
+    lse: Float[Array, "B Hq 1"]
+    received: Callable[[Slots], Float[Array, "B H M"]] | None
+    asked: Float[Array, "B H M"] | None
+
+
+class MakeRoom(Protocol):
+    """The decisions of a policy that makes room for one token per row. Layouts only find and empty slots."""
+
+    @property
+    def count(self) -> int:
+        """The number of entries that leave a full head together; 0 in a layer that grows instead."""
+        ...
+
+    @property
+    def piecewise(self) -> bool:
+        """Whether entries can be judged a piece of each head at a time."""
+        ...
+
+    @property
+    def absorbs(self) -> bool:
+        """Whether `release` changes the entries that stay."""
+        ...
+
+    def expire(self, entries: Slots) -> Slots:
+        """The entries without those that no later query can see."""
+        ...
+
+    def judge(self, entries: Slots) -> Float[Array, "B H M"]:
+        """Scores; the lowest leave first, and +inf stays."""
+        ...
+
+    def victims(self, scores: Float[Array, "B H M"], positions: Int[Array, "B H M"]) -> Int[Array, "B H count"]:
+        """The indices of the `count` entries of each head that leave first, M where there is none."""
+        ...
+
+    def release(self, entries: Slots, lost: Bool[Array, "B H S"]) -> Slots:
+        """The entries without those that are lost. Only called with all entries of a head."""
+        ...
+
+
+class Entries(ABC):
+    """The entries of all layers: `Layers`, each with its own slots, or `Segments` of one pool.
+
+    Attributes:
+        preallocates: whether slots for tokens to come must be there before the tokens are read. If not, reading
+            appends them.
+    """
+
+    preallocates: ClassVar[bool]
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """L, the number of layers."""
+
+    @property
+    @abstractmethod
+    def stored(self) -> tuple[Stored, Stored]:
+        """Keys and values of some entries in their stored form: for head size, dtype and the like."""
+
+    @property
+    @abstractmethod
+    def kv_heads(self) -> int:
+        """H."""
+
+    @property
+    @abstractmethod
+    def bounds(self) -> tuple[int, ...]:
+        """The static upper bound of the slots that any head of each layer occupies."""
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return self.stored[0].shape[-1]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of keys and values in computations."""
+        return self.stored[0].dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all arrays: keys, values, positions and state. It is exact for planned shapes too."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+    # One layer.
+
+    def __getitem__(self, i: int) -> Slots:
+        """Layer i as slots, as many as any of its heads may occupy."""
+        return self.layer(i, self.bounds[i])
+
+    def __iter__(self) -> Iterator[Slots]:
+        return (self[i] for i in range(len(self)))
+
+    @abstractmethod
+    def layer(self, i: int, slots: int) -> Slots:
+        """Layer i as slots; a layout without slots of its own uses `slots` of them, which must suffice."""
+
+    @abstractmethod
+    def with_layer(self, i: int, layer: Slots) -> Self:
+        """The same entries, those of layer i replaced."""
+
+    @abstractmethod
+    def rows(self, i: int) -> Any:
+        """The score's state per row in layer i."""
+
+    @abstractmethod
+    def local(self, i: int) -> Self:
+        """What the attention of layer i reads and writes, with all other layers left out where that is possible."""
+
+    @abstractmethod
+    def with_local(self, i: int, part: Self) -> Self:
+        """The same entries, with what became of `local(i)`."""
+
+    # A decode step of one layer: make room, write, attend, observe.
+
+    @abstractmethod
+    def make_room(self, i: int, incoming: Bool[Array, "B"], room: MakeRoom) -> tuple[Self, Int[Array, "B H"]]:
+        """An empty slot for each row's token in layer i, after evicting where heads are full.
+
+        Rows without an incoming token get a slot beyond the last one, where writes are dropped.
+        """
+
+    @abstractmethod
+    def write(self, i: int, slot: Int[Array, "B H"], key: Stored, value: Stored, position: Int[Array, "B H"]) -> Self:
+        """Overwrites one slot per row and head of layer i and clears its state; beyond the last one nothing."""
+
+    @abstractmethod
+    def attend(
+        self,
+        i: int,
+        q: Float[Array, "B Hq 1 D"],
+        positions: Int[Array, "B 1"],
+        *,
+        scale: float,
+        window: int | None,
+        reduction: Reduction | None = None,
+        asked: Asked | None = None,
+        seen: Slots | None = None,
+    ) -> StepAttention:
+        """One query per row over the entries of layer i.
+
+        Args:
+            positions: of the queries, -1 in rows without one.
+            scale: of the logits.
+            window: of a sliding-window layer.
+            reduction: how to reduce what entries received; None if nobody looks at it.
+            asked: extra query rows to score in the same pass over the keys.
+            seen: the layer as the query meets it, where that differs from what is stored (rotation by place).
+        """
+
+    @abstractmethod
+    def observe(self, i: int, show: Callable[[Slots], tuple[Any, Any]], room: MakeRoom) -> Self:
+        """The entries with the state (per_slot, per_row) that `show` returns for layer i, or for each piece of it.
+
+        Args:
+            show: is given keys and values as arrays.
+            room: by which room was made in this step.
+        """
+
+    # Sizes.
+
+    @abstractmethod
+    def usage(self) -> Usage:
+        """How full the layers are, as arrays."""
+
+    @abstractmethod
+    def slots_after(
+        self,
+        occupied: Sequence[int],
+        *,
+        new: int,
+        room: Sequence[int],
+        kept: Sequence[int | None],
+        windows: Sequence[int | None],
+    ) -> tuple[int, ...]:
+        """The slots that each layer needs to read `new` tokens.
+
+        Args:
+            occupied: of each layer now.
+            room: slots for tokens to come after these.
+            kept: the number of entries that compression leaves at most; None where the layer is not compressed.
+            windows: sliding windows, which bound what a layer needs.
+        """
+
+    @abstractmethod
+    def growth(
+        self, usage: Usage, room: int, *, grows: Sequence[bool], windows: Sequence[int | None]
+    ) -> tuple[int, ...] | None:
+        """What `grow` takes so that every head that grows has `room` empty slots; None if that is so already."""
+
+    @abstractmethod
+    def grow(self, size: tuple[int, ...]) -> Self:
+        """The same entries with more slots, as `growth` counted them."""
+
+    @abstractmethod
+    def shortage(self, usage: Usage, new: int, *, grows: Sequence[bool], windows: Sequence[int | None]) -> str | None:
+        """Says which head cannot take `new` more tokens; None if all can."""
+
+    @property
+    @abstractmethod
+    def mean_slots(self) -> tuple[int, ...]:
+        """The number of slots that each layer has for a kv head, in the mean; one number for a pool."""
+
+    @abstractmethod
+    def held(self) -> Float[Array, "B L"]:
+        """The number of entries of each row and layer, in the mean over kv heads."""
+
+    # Whole caches.
+
+    @abstractmethod
+    def private(self) -> Self:
+        """The same with copies of the small arrays that a program may hand through and a later one donates."""
+
+    def bounded(self, layers: tuple[int, ...]) -> Self:
+        """The same with a static bound of what heads of these layers hold, found on the host; where it is needed."""
+        return self
+
+    @abstractmethod
+    def without_state(self) -> Self:
+        """The same without the state of score and merge."""
+
+    @property
+    @abstractmethod
+    def statics(self) -> dict[str, int | None]:
+        """The static facts of the layout, for saved caches."""
+
+    @abstractmethod
+    def plain(self) -> Self:
+        """The same with keys and values as arrays, whatever their stored form."""
+
+    @property
+    @abstractmethod
+    def position_arrays(self) -> Any:
+        """All position arrays, as a pytree."""
+
+    @property
+    @abstractmethod
+    def value_arrays(self) -> Any:
+        """All values, as a pytree like `position_arrays`."""
+
+    @abstractmethod
+    def with_values(self, values: Any) -> Self:
+        """The same entries with other values, a pytree like `value_arrays`."""
+
+    @abstractmethod
+    def by_head(self, arrays: Any, row: int) -> list[list[Any]]:
+        """What each head of each layer has, in one row of the batch, of arrays like `position_arrays`; on the host."""

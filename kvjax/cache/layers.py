@@ -1,0 +1,204 @@
+"""Entries laid out layer by layer, each layer with slots of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.pallas_kernels import Asked, Reduction, Stored, slot_attention
+from kvjax.sharding import fetch
+
+from .entries import Entries, MakeRoom, StepAttention, Usage
+from .overwrite import mark
+from .sizes import bucket
+from .slots import Slots
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Layers(Entries):
+    """One `Slots` per layer. Layers may differ in their number of slots, heads of a layer may not."""
+
+    each: tuple[Slots, ...]
+
+    preallocates: ClassVar[bool] = False
+
+    def __len__(self) -> int:
+        return len(self.each)
+
+    @property
+    def stored(self) -> tuple[Stored, Stored]:
+        return self.each[0].keys, self.each[0].values
+
+    @property
+    def kv_heads(self) -> int:
+        return self.each[0].positions.shape[1]
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        return tuple(layer.slots for layer in self.each)
+
+    def layer(self, i: int, slots: int) -> Slots:
+        return self.each[i]
+
+    def with_layer(self, i: int, layer: Slots) -> Layers:
+        return Layers((*self.each[:i], layer, *self.each[i + 1 :]))
+
+    def rows(self, i: int) -> Any:
+        return self.each[i].per_row
+
+    def local(self, i: int) -> Layers:
+        nothing: Any = None  # an empty pytree: the other layers do not pass through the program of this one
+        return Layers(tuple(layer if j == i else nothing for j, layer in enumerate(self.each)))
+
+    def with_local(self, i: int, part: Layers) -> Layers:
+        return self.with_layer(i, part.each[i])
+
+    def make_room(self, i: int, incoming: Bool[Array, "B"], room: MakeRoom) -> tuple[Layers, Int[Array, "B H"]]:
+        entries = room.expire(self.each[i])
+        if room.count:
+            entries = _evicted(entries, incoming, room)
+        empty = (entries.positions < 0) & incoming[:, None, None]
+        slot = jnp.where(empty, jnp.arange(entries.slots), entries.slots)
+        return self.with_layer(i, entries), jnp.min(slot, axis=-1, initial=entries.slots)
+
+    def write(self, i: int, slot: Int[Array, "B H"], key: Stored, value: Stored, position: Int[Array, "B H"]) -> Layers:
+        return self.with_layer(i, self.each[i].write(slot, key, value, position))
+
+    def attend(
+        self,
+        i: int,
+        q: Float[Array, "B Hq 1 D"],
+        positions: Int[Array, "B 1"],
+        *,
+        scale: float,
+        window: int | None,
+        reduction: Reduction | None = None,
+        asked: Asked | None = None,
+        seen: Slots | None = None,
+    ) -> StepAttention:
+        entries = self.each[i] if seen is None else seen
+        found = slot_attention(
+            q,
+            entries.keys,
+            entries.values,
+            positions,
+            entries.positions,
+            scale=scale,
+            window=window,
+            bias=entries.bias,
+            received=None if reduction is None else reduction.group,
+            asked=asked,
+        )
+        received = None if reduction is None else lambda _: found.received
+        return StepAttention(found.context, found.lse, received, found.scores)
+
+    def observe(self, i: int, show: Callable[[Slots], tuple[Any, Any]], room: MakeRoom) -> Layers:
+        per_slot, per_row = show(self.each[i].plain())
+        return self.with_layer(i, replace(self.each[i], per_slot=per_slot, per_row=per_row))
+
+    def usage(self) -> Usage:
+        occupied = jnp.stack([jnp.max(layer.occupancy, initial=0) for layer in self.each])
+        return Usage(occupied, jnp.array(self.bounds) - occupied)
+
+    @property
+    def mean_slots(self) -> tuple[int, ...]:
+        return self.bounds
+
+    def held(self) -> Float[Array, "B L"]:
+        return jnp.stack([jnp.mean(layer.occupancy.astype(jnp.float32), axis=1) for layer in self.each], axis=1)
+
+    def slots_after(
+        self,
+        occupied: Sequence[int],
+        *,
+        new: int,
+        room: Sequence[int],
+        kept: Sequence[int | None],
+        windows: Sequence[int | None],
+    ) -> tuple[int, ...]:
+        slots = []
+        for now, there, more, most, window in zip(self.bounds, occupied, room, kept, windows, strict=True):
+            if most is not None:
+                needed = most + more
+            else:
+                needed = there + new + more
+                if needed <= now:
+                    needed = now
+                elif there:
+                    needed = bucket(needed)
+            slots.append(needed if window is None else min(needed, window))
+        return tuple(slots)
+
+    def growth(
+        self, usage: Usage, room: int, *, grows: Sequence[bool], windows: Sequence[int | None]
+    ) -> tuple[int, ...] | None:
+        slots = self.slots_after(
+            [int(n) for n in usage.occupied],
+            new=0,
+            room=[room if one else 0 for one in grows],
+            kept=[None] * len(self),
+            windows=windows,
+        )
+        return None if slots == self.bounds else slots
+
+    def grow(self, size: tuple[int, ...]) -> Layers:
+        return Layers(tuple(layer.grow(slots) for layer, slots in zip(self.each, size, strict=True)))
+
+    def shortage(self, usage: Usage, new: int, *, grows: Sequence[bool], windows: Sequence[int | None]) -> str | None:
+        for i, (slots, free) in enumerate(zip(self.bounds, usage.free, strict=True)):
+            if grows[i] and slots != windows[i] and free < new:
+                return f"layer {i} holds {slots - free} tokens in {slots} slots and has no room for {new} more"
+        return None
+
+    def private(self) -> Layers:
+        def own(layer: Slots) -> Slots:
+            small = (layer.capacity, layer.per_row, layer.merging)
+            capacity, per_row, merging = jax.tree.map(jnp.array, small)
+            return replace(layer, capacity=capacity, per_row=per_row, merging=merging)
+
+        return Layers(tuple(map(own, self.each)))
+
+    def without_state(self) -> Layers:
+        return Layers(tuple(layer.without_state() for layer in self.each))
+
+    @property
+    def statics(self) -> dict[str, int | None]:
+        return {}
+
+    def plain(self) -> Layers:
+        return Layers(tuple(layer.plain() for layer in self.each))
+
+    @property
+    def position_arrays(self) -> tuple[Int[Array, "B H S"], ...]:
+        return tuple(layer.positions for layer in self.each)
+
+    @property
+    def value_arrays(self) -> tuple[Any, ...]:
+        return tuple(layer.values for layer in self.each)
+
+    def with_values(self, values: Any) -> Layers:
+        return Layers(tuple(replace(layer, values=new) for layer, new in zip(self.each, values, strict=True)))
+
+    def by_head(self, arrays: Any, row: int) -> list[list[Any]]:
+        return [list(fetch(layer)[row]) for layer in arrays]
+
+
+def _evicted(entries: Slots, incoming: Bool[Array, "B"], room: MakeRoom) -> Slots:
+    """A layer after its full heads, in rows with an incoming token, have evicted `room.count` entries each."""
+    full = (entries.occupancy >= entries.capacity) & incoming[:, None]
+
+    def judge() -> Bool[Array, "B H S"]:
+        victims = room.victims(room.judge(entries), entries.positions)
+        return full[..., None] & mark(victims, entries.slots)
+
+    if room.count == 1:
+        return room.release(entries, judge())
+    # Nothing of the cache's size may leave a cond: XLA would copy the keys and values.
+    lost = jax.lax.cond(jnp.any(full), judge, lambda: jnp.zeros(entries.positions.shape, bool))
+    return room.release(entries, lost)

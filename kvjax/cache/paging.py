@@ -1,0 +1,107 @@
+"""Pages of a pool: where segments begin, and how their rows are written and moved. Arrays only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from kvjax.pallas_kernels import PAGE, pages
+
+
+def whole_pages(rows: Any) -> Any:
+    """The number of rows, an integer or an array, rounded up to whole pages."""
+    return (rows + PAGE - 1) // PAGE * PAGE
+
+
+@partial(jax.jit, static_argnames="layers")
+def longest_segment(size: Int[Array, "B H L"], layers: tuple[int, ...]) -> Int[Array, ""]:
+    """The number of rows of the longest segment of these layers."""
+    return jnp.max(size[..., list(layers)], initial=0)
+
+
+def starts(size: Int[Array, "B H L"], lanes: int) -> Int[Array, "B H L"]:
+    """The first row of each segment, where segments follow one another in each lane: by layer, then by head."""
+    in_order = _in_order(size, lanes)
+    B, H, L = size.shape
+    start = (jnp.cumsum(in_order, axis=-1) - in_order).reshape(B, lanes, L, H // lanes)
+    return jnp.swapaxes(start, 2, 3).reshape(B, H, L)
+
+
+def _in_order(x: Int[Array, "B H L"], lanes: int) -> Int[Array, "B P n"]:
+    """The segments of each lane in their order."""
+    B, H, L = x.shape
+    return jnp.swapaxes(x.reshape(B, lanes, H // lanes, L), 2, 3).reshape(B, lanes, -1)
+
+
+@dataclass(frozen=True)
+class PutPages:
+    """Writes the pages of one layer's segments into an array [B, P, T, ...] of a pool.
+
+    Attributes:
+        lane: of each head, [H, 1].
+        page: to write to, [B, H, n].
+        inside: whether it belongs to the head's segment, [B, H, n]. Others are dropped.
+    """
+
+    lane: Array
+    page: Array
+    inside: Array
+
+    def __call__(self, x: Array, new: Array) -> Array:
+        B, P, T = x.shape[:3]
+        n = self.page.shape[-1]
+        page = jnp.where(self.inside, self.page, T // PAGE)
+        paged = x.reshape(B, P, T // PAGE, PAGE, *x.shape[3:])
+        new = new.reshape(*new.shape[:2], n, PAGE, *new.shape[3:])
+        row = jnp.arange(B)[:, None, None]
+        return paged.at[row, self.lane, page].set(new, mode="drop", unique_indices=True).reshape(x.shape)
+
+
+@dataclass(frozen=True)
+class MovePages:
+    """Moves every segment of an array [B, P, T, ...] to a new start; rows that no segment had are filled.
+
+    Attributes:
+        source: the page that each new page comes from, [B, P, n].
+        kept: whether there is one, [B, P, n].
+    """
+
+    source: Array
+    kept: Array
+
+    @classmethod
+    def of(
+        cls,
+        old: Int[Array, "B H L"],
+        new: Int[Array, "B H L"],
+        size: Int[Array, "B H L"],
+        shape: tuple[int, ...],
+        added: int,
+    ) -> MovePages:
+        """From old starts to new ones.
+
+        Args:
+            size: of the segments before.
+            shape: [B, P, T] of the pool before.
+            added: rows per lane.
+        """
+        _, P, T = shape
+        page = jnp.arange((T + added) // PAGE)
+        old, new, rows = (_in_order(x, P) // PAGE for x in (old, new, size))
+        segment = jnp.sum(page[:, None] >= new[:, :, None], axis=-1) - 1
+        offset = page - jnp.take_along_axis(new, segment, axis=-1)
+        return cls(
+            source=jnp.take_along_axis(old, segment, axis=-1) + offset,
+            kept=offset < jnp.take_along_axis(rows, segment, axis=-1),
+        )
+
+    def __call__(self, x: Array, fill: int = 0) -> Array:
+        B, P = x.shape[:2]
+        moved = pages(x, jnp.arange(P)[:, None], self.source)
+        kept = self.kept.reshape(*self.kept.shape, *(1,) * (moved.ndim - 3))
+        return jnp.where(kept, moved, jnp.asarray(fill, x.dtype)).reshape(B, P, -1, *x.shape[3:])

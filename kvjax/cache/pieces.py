@@ -1,0 +1,124 @@
+"""Walks over segments a piece at a time: to find what leaves, and to show a score what happened.
+
+Every loop reads what the longest segment holds and no more. Whoever cannot judge pieces is shown all of each segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from kvjax.pallas_kernels import PAGE
+
+from .entries import MakeRoom
+from .overwrite import mark
+from .slots import Slots
+
+PIECE = 16 * PAGE  # the rows of each segment that are judged or shown at once
+
+
+class Paged(Protocol):
+    """What a walk needs of a pool: the attributes and methods of `Segments`."""
+
+    @property
+    def positions(self) -> Int[Array, "B P T"]: ...
+    @property
+    def size(self) -> Int[Array, "B H L"]: ...
+    @property
+    def used(self) -> Int[Array, "B H L"]: ...
+    @property
+    def capacity(self) -> Int[Array, "B H L"]: ...
+    @property
+    def per_slot(self) -> Any: ...
+    @property
+    def longest(self) -> int | None: ...
+
+    def view(self, layer: int, first: Int[Array, ""] | int, slots: int) -> Slots: ...
+    def drop(self, layer: int, slots: Int[Array, "B H K"]) -> Self: ...
+    def with_layer(self, i: int, layer: Slots) -> Self: ...
+    def with_state(self, layer: int, first: Int[Array, ""] | int, entries: Slots) -> Self: ...
+    def rows(self, i: int) -> Any: ...
+
+
+Pool = TypeVar("Pool", bound=Paged)
+
+
+def evicted(pool: Pool, i: int, incoming: Bool[Array, "B"], room: MakeRoom) -> tuple[Pool, Int[Array, "B H"]]:
+    """The pool after the full heads of layer i have evicted `room.count` entries each, and an empty row per segment."""
+    count, beyond = room.count, pool.positions.shape[2]
+    length = _length(pool, room)
+    pieces = (jnp.max(pool.size[..., i]) + length - 1) // length
+    none = jnp.full(pool.used.shape[:2], beyond)
+
+    def survey(j: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+        """Counts entries and finds the first empty row."""
+        occupancy, first = found
+        entries, slots = _piece(pool, i, j, length, room)
+        empty = (entries.positions < 0) & (slots < pool.size[..., i, None])
+        return (
+            occupancy + entries.occupancy,
+            jnp.minimum(first, jnp.min(jnp.where(empty, slots, none[..., None]), axis=-1)),
+        )
+
+    occupancy, first = jax.lax.fori_loop(0, pieces, survey, (jnp.zeros_like(none), none))
+    full = (occupancy >= pool.capacity[..., i]) & incoming[:, None]
+
+    def judge(j: Array, worst: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        """Keeps the lowest scores of the pieces so far."""
+        entries, slots = _piece(pool, i, j, length, room)
+        new = (room.judge(entries), entries.positions, jnp.broadcast_to(slots, entries.positions.shape))
+        scores, positions, slots = (jnp.concatenate(pair, axis=-1) for pair in zip(worst, new, strict=True))
+        victims = room.victims(scores, positions)
+
+        def pick(x: Array, missing: float | int) -> Array:
+            return jnp.take_along_axis(x, victims, axis=-1, mode="fill", fill_value=missing)
+
+        return pick(scores, jnp.inf), pick(positions, -1), pick(slots, beyond)
+
+    begin = (
+        jnp.full((*none.shape, count), jnp.inf),
+        jnp.full((*none.shape, count), -1, jnp.int32),
+        jnp.full((*none.shape, count), beyond, jnp.int32),
+    )
+    _, _, victims = jax.lax.fori_loop(0, jnp.where(jnp.any(full), pieces, 0), judge, begin)
+    victims = jnp.where(full[..., None], victims, none[..., None])
+    if not room.absorbs:
+        return pool.drop(i, victims), jnp.minimum(first, jnp.min(victims, axis=-1))
+    entries, slots = _piece(pool, i, jnp.int32(0), length, room)
+    entries = room.release(entries, mark(victims, length))  # other entries than the victims may leave
+    empty = (entries.positions < 0) & (slots < pool.size[..., i, None])
+    return pool.with_layer(i, entries), jnp.min(jnp.where(empty, slots, none[..., None]), axis=-1)
+
+
+def observed(pool: Pool, i: int, show: Callable[[Slots], tuple[Any, Any]], room: MakeRoom) -> Pool:
+    """The pool with the state that `show` returns for each piece of layer i. State per row is the same for each."""
+    before, length = pool.rows(i), _length(pool, room)
+
+    def show_piece(j: Array, pool: Pool) -> Pool:
+        entries, _ = _piece(pool, i, j, length, room)
+        entries = replace(entries.plain(), per_row=before)
+        per_slot, per_row = show(entries)
+        return pool.with_state(i, j * (length // PAGE), replace(entries, per_slot=per_slot, per_row=per_row))
+
+    if not jax.tree.leaves(pool.per_slot):
+        return show_piece(jnp.int32(0), pool)
+    pieces = (jnp.max(pool.used[..., i]) + length - 1) // length
+    return jax.lax.fori_loop(0, jnp.maximum(pieces, 1), show_piece, pool)
+
+
+def _length(pool: Paged, room: MakeRoom) -> int:
+    """The rows of a piece: all of the longest segment where entries cannot be judged in pieces."""
+    if room.piecewise:
+        return PIECE
+    return pool.positions.shape[2] if pool.longest is None else pool.longest
+
+
+def _piece(pool: Paged, i: int, j: Array, length: int, room: MakeRoom) -> tuple[Slots, Int[Array, "length"]]:
+    """The j-th piece of every segment of layer i, without what no later query can see; and the numbers of its rows."""
+    entries = pool.view(i, j * (length // PAGE), length)
+    return room.expire(entries), j * length + jnp.arange(length)

@@ -1,0 +1,349 @@
+"""Entries laid out in segments of one pool: each head of each layer has as many rows as its own budget needs.
+
+Shapes depend on the total alone, so prompts that share a budget differently run the same programs. A decode step reads
+what segments hold and no more. Policies that judge each entry by itself are shown one piece of every segment at a time;
+all others are shown segments laid out as long as the longest one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.pallas_kernels import PAGE, Asked, Reduction, Stored, after_last, pages, plain, segment_attention
+from kvjax.sharding import fetch
+
+from .entries import Entries, MakeRoom, StepAttention, Usage
+from .overwrite import set_slots
+from .paging import MovePages, PutPages, longest_segment, starts, whole_pages
+from .pieces import evicted, observed
+from .sizes import UNLIMITED, bucket
+from .slots import Slots
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Segments(Entries):
+    """One pool of rows. Each of P lanes holds H / P consecutive kv heads: layer after layer, head after head.
+
+    Attributes:
+        keys: T rows per lane. Starts and sizes of segments, and T, are multiples of PAGE. With other storage, a pytree
+            whose leaves have axes [B, P, T, ...].
+        values: in the same form.
+        positions: the token position in each row, int32, -1 if the row is empty.
+        start: the first row of each segment in its lane.
+        size: the number of rows of each segment, in whole pages.
+        used: the number of rows, from the first, beyond which a segment holds nothing.
+        capacity: the number of entries that a head may hold before it must evict; UNLIMITED where nothing is ever
+            evicted.
+        per_slot: the score's state with axes [B, P, T, ...].
+        per_row: the score's state with axes [B, H, ...] or [B, Hq, ...], for each layer.
+        merging: the merge's state with axes [B, H, ...], for each layer.
+        bias: float32, added to the logits of each row; None unless the policy's merge weighs entries.
+        growing: the number of segments per lane that grow while decoding.
+        longest: an upper bound of the segments that decoding evicts from, for policies that must be shown all of a
+            segment; None where it is not known.
+    """
+
+    keys: Float[Array, "B P T D"] | Any
+    values: Float[Array, "B P T D"] | Any
+    positions: Int[Array, "B P T"]
+    start: Int[Array, "B H L"]
+    size: Int[Array, "B H L"]
+    used: Int[Array, "B H L"]
+    capacity: Int[Array, "B H L"]
+    per_slot: Any
+    per_row: tuple[Any, ...]
+    merging: tuple[Any, ...]
+    bias: Float[Array, "B P T"] | None = None
+    growing: int = field(default=0, metadata={"static": True})
+    longest: int | None = field(default=None, metadata={"static": True})
+
+    preallocates: ClassVar[bool] = True
+
+    @classmethod
+    def pack(cls, layers: Sequence[Slots], *, lanes: int, rows: int, room: int, growing: int) -> Segments:
+        """The entries of all layers in a pool.
+
+        Args:
+            layers: each head's entries are in its first slots. A head that can grow has an UNLIMITED capacity.
+            lanes: P.
+            rows: the number of rows per lane, which must suffice. It is rounded up to whole pages.
+            room: the number of slots for tokens to come in each segment that can grow.
+            growing: the number of segments per lane that can grow.
+        """
+        first, T = layers[0], whole_pages(rows)
+        capacity = jnp.stack([layer.capacity for layer in layers], axis=-1)
+        used = jnp.stack([layer.occupancy for layer in layers], axis=-1)
+        size = whole_pages(jnp.where(capacity < UNLIMITED, jnp.maximum(capacity, used), used + room))
+
+        def empty(x: Array, fill: int = 0) -> Array:
+            return jnp.full((len(x), lanes, T, *x.shape[3:]), fill, x.dtype)
+
+        pool = cls(
+            keys=jax.tree.map(empty, first.keys),
+            values=jax.tree.map(empty, first.values),
+            positions=empty(first.positions, -1),
+            start=starts(size, lanes),
+            size=size,
+            used=used,
+            capacity=capacity,
+            per_slot=jax.tree.map(lambda x: empty(jnp.moveaxis(x, -1, 2)), first.per_slot),
+            per_row=tuple(layer.per_row for layer in layers),
+            merging=tuple(layer.merging for layer in layers),
+            bias=jax.tree.map(empty, first.bias),
+            growing=growing,
+        )
+        for i, layer in enumerate(layers):
+            pool = pool.with_layer(i, layer)
+        return pool
+
+    def __len__(self) -> int:
+        return self.start.shape[-1]
+
+    @property
+    def stored(self) -> tuple[Stored, Stored]:
+        return self.keys, self.values
+
+    @property
+    def kv_heads(self) -> int:
+        return self.start.shape[1]
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        return (self.positions.shape[2],) * len(self)
+
+    @property
+    def lanes(self) -> int:
+        """P."""
+        return self.positions.shape[1]
+
+    def layer(self, i: int, slots: int) -> Slots:
+        return self.view(i, 0, slots)
+
+    def rows(self, i: int) -> Any:
+        return self.per_row[i]
+
+    def local(self, i: int) -> Segments:
+        return self
+
+    def with_local(self, i: int, part: Segments) -> Segments:
+        return part
+
+    def view(self, layer: int, first: Int[Array, ""] | int, slots: int) -> Slots:
+        """`slots` rows of each head's segment in a layer, from page `first` on; rows beyond its end are empty slots."""
+        lane, page, inside = self._pages(layer, first, slots)
+
+        def take(x: Array) -> Array:
+            taken = pages(x, lane, page)
+            return taken.reshape(*taken.shape[:2], slots, *taken.shape[4:])
+
+        positions = jnp.where(jnp.repeat(inside, PAGE, axis=-1), take(self.positions), -1)
+        return Slots(
+            keys=jax.tree.map(take, self.keys),
+            values=jax.tree.map(take, self.values),
+            positions=positions,
+            capacity=self.capacity[..., layer],
+            per_slot=jax.tree.map(lambda x: jnp.moveaxis(take(x), 2, -1), self.per_slot),
+            per_row=self.per_row[layer],
+            merging=self.merging[layer],
+            bias=jax.tree.map(take, self.bias),
+        )
+
+    def with_layer(self, i: int, layer: Slots) -> Segments:
+        entries = layer.grow(whole_pages(layer.slots))
+        put = PutPages(*self._pages(i, 0, entries.slots))
+        return replace(
+            self.with_state(i, 0, entries),
+            merging=(*self.merging[:i], entries.merging, *self.merging[i + 1 :]),
+            keys=jax.tree.map(put, self.keys, entries.keys),
+            values=jax.tree.map(put, self.values, entries.values),
+            positions=put(self.positions, entries.positions),
+            bias=jax.tree.map(put, self.bias, entries.bias),
+            used=self.used.at[..., i].set(after_last(entries.positions >= 0)),
+        )
+
+    def with_state(self, layer: int, first: Int[Array, ""] | int, entries: Slots) -> Segments:
+        """The same entries with the score's state of a view that begins at page `first`."""
+        put = PutPages(*self._pages(layer, first, entries.slots))
+        per_slot = jax.tree.map(lambda x, new: put(x, jnp.moveaxis(new, -1, 2)), self.per_slot, entries.per_slot)
+        per_row = (*self.per_row[:layer], entries.per_row, *self.per_row[layer + 1 :])
+        return replace(self, per_slot=per_slot, per_row=per_row)
+
+    def make_room(self, i: int, incoming: Bool[Array, "B"], room: MakeRoom) -> tuple[Segments, Int[Array, "B H"]]:
+        pool, slot = (self, self.used[..., i]) if not room.count else evicted(self, i, incoming, room)
+        return pool, jnp.where(incoming[:, None], slot, pool.size[..., i])
+
+    def write(
+        self, i: int, slot: Int[Array, "B H"], key: Stored, value: Stored, position: Int[Array, "B H"]
+    ) -> Segments:
+        at = self._rows(i, slot)
+
+        def put(x: Array, new: Array | int) -> Array:
+            return set_slots(x, at, new)
+
+        used = self.used[..., i]
+        used = jnp.where(slot < self.size[..., i], jnp.maximum(used, slot + 1), used)
+        return replace(
+            self,
+            keys=jax.tree.map(put, self.keys, key),
+            values=jax.tree.map(put, self.values, value),
+            positions=put(self.positions, position),
+            used=self.used.at[..., i].set(used),
+            per_slot=jax.tree.map(lambda x: put(x, 0), self.per_slot),
+            bias=jax.tree.map(lambda x: put(x, 0), self.bias),
+        )
+
+    def attend(
+        self,
+        i: int,
+        q: Float[Array, "B Hq 1 D"],
+        positions: Int[Array, "B 1"],
+        *,
+        scale: float,
+        window: int | None,
+        reduction: Reduction | None = None,
+        asked: Asked | None = None,
+        seen: Slots | None = None,
+    ) -> StepAttention:
+        context, lse = segment_attention(
+            q,
+            self.keys,
+            self.values,
+            positions,
+            self.positions,
+            self.start[..., i],
+            self.used[..., i],
+            scale=scale,
+            window=window,
+            bias=self.bias,
+        )
+        received = None
+        if reduction is not None:
+            received = partial(
+                Slots.received, q=q, lse=lse, query_positions=positions, scale=scale, window=window, reduction=reduction
+            )
+        return StepAttention(context, lse, received, None)
+
+    def observe(self, i: int, show: Callable[[Slots], tuple[Any, Any]], room: MakeRoom) -> Segments:
+        return observed(self, i, show, room)
+
+    def drop(self, layer: int, slots: Int[Array, "B H K"]) -> Segments:
+        """Empties slots of each head's segment in a layer. Slots beyond the segment's end are ignored."""
+        positions = self.positions
+        for k in range(slots.shape[-1]):
+            b, lane, row = self._rows(layer, slots[..., k])
+            positions = positions.at[b, lane, row].set(-1, mode="drop", unique_indices=True)
+        return replace(self, positions=positions)
+
+    def usage(self) -> Usage:
+        grows = self.capacity >= UNLIMITED
+        occupied = jnp.maximum(self.used, jnp.where(grows, 0, self.capacity))
+        free = jnp.where(grows, self.size - self.used, UNLIMITED)
+        return Usage(jnp.max(occupied, axis=(0, 1)), jnp.min(free, axis=(0, 1)))
+
+    @property
+    def mean_slots(self) -> tuple[int, ...]:
+        return (self.positions.size // self.start.size,)
+
+    def held(self) -> Float[Array, "B L"]:
+        return jnp.mean(self.used.astype(jnp.float32), axis=1)
+
+    def slots_after(
+        self,
+        occupied: Sequence[int],
+        *,
+        new: int,
+        room: Sequence[int],
+        kept: Sequence[int | None],
+        windows: Sequence[int | None],
+    ) -> tuple[int, ...]:
+        return (whole_pages(bucket(max(occupied) + new)),) * len(self)
+
+    def growth(
+        self, usage: Usage, room: int, *, grows: Sequence[bool], windows: Sequence[int | None]
+    ) -> tuple[int, ...] | None:
+        lack = room - min(int(free) for free in usage.free)
+        return None if lack <= 0 else (bucket(lack),)
+
+    def shortage(self, usage: Usage, new: int, *, grows: Sequence[bool], windows: Sequence[int | None]) -> str | None:
+        free = min(int(free) for free in usage.free)
+        return f"the fullest segment has room for {free} tokens, not {new}" if free < new else None
+
+    def private(self) -> Segments:
+        small = (self.start, self.size, self.used, self.capacity, self.per_row, self.merging)
+        start, size, used, capacity, per_row, merging = jax.tree.map(jnp.array, small)
+        return replace(self, start=start, size=size, used=used, capacity=capacity, per_row=per_row, merging=merging)
+
+    def bounded(self, layers: tuple[int, ...]) -> Segments:
+        return replace(self, longest=whole_pages(bucket(int(fetch(longest_segment(self.size, layers))))))
+
+    def without_state(self) -> Segments:
+        nothing = (None,) * len(self)
+        return replace(self, per_slot=None, per_row=nothing, merging=nothing)
+
+    @property
+    def statics(self) -> dict[str, int | None]:
+        return {"growing": self.growing, "longest": self.longest}
+
+    def plain(self) -> Segments:
+        return replace(self, keys=plain(self.keys), values=plain(self.values))
+
+    @property
+    def position_arrays(self) -> Int[Array, "B P T"]:
+        return self.positions
+
+    @property
+    def value_arrays(self) -> Any:
+        return self.values
+
+    def with_values(self, values: Any) -> Segments:
+        return replace(self, values=values)
+
+    def by_head(self, arrays: Any, row: int) -> list[list[Any]]:
+        start, size = (fetch(x)[row] for x in (self.start, self.size))
+        arrays = fetch(arrays)[row]
+        heads, layers = start.shape
+
+        def segment(layer: int, head: int) -> Any:
+            lane, first = head // (heads // self.lanes), start[head, layer]
+            return arrays[lane, first : first + size[head, layer]]
+
+        return [[segment(layer, head) for head in range(heads)] for layer in range(layers)]
+
+    def grow(self, size: tuple[int, ...]) -> Segments:
+        """The same entries with `size[0]` more rows, in whole pages, in every segment that can grow."""
+        room = whole_pages(size[0])
+        sizes = self.size + jnp.where(self.capacity < UNLIMITED, 0, room)
+        start = starts(sizes, self.lanes)
+        move = MovePages.of(self.start, start, self.size, self.positions.shape, self.growing * room)
+        return replace(
+            self,
+            longest=None if self.longest is None else self.longest + room,
+            keys=jax.tree.map(move, self.keys),
+            values=jax.tree.map(move, self.values),
+            positions=move(self.positions, -1),
+            start=start,
+            size=sizes,
+            per_slot=jax.tree.map(move, self.per_slot),
+            bias=jax.tree.map(move, self.bias),
+        )
+
+    def _pages(self, layer: int, first: Int[Array, ""] | int, slots: int) -> tuple[Array, Array, Array]:
+        """(lane [H, 1], page [B, H, n], whether it is within the segment [B, H, n]) of `slots` slots."""
+        H = self.start.shape[1]
+        offset = first + jnp.arange(slots // PAGE)
+        page = self.start[..., layer, None] // PAGE + offset
+        return jnp.arange(H)[:, None] // (H // self.lanes), page, offset < self.size[..., layer, None] // PAGE
+
+    def _rows(self, layer: int, slot: Int[Array, "B H"]) -> tuple[Array, Array, Array]:
+        """(row of the batch, lane, row of the pool) of a slot; past the pool's end if past the segment's."""
+        B, H = slot.shape
+        row = jnp.where(slot < self.size[..., layer], self.start[..., layer] + slot, self.positions.shape[2])
+        return jnp.arange(B)[:, None], jnp.arange(H) // (H // self.lanes), row

@@ -1,0 +1,181 @@
+"""The entries of one layer in slots: a value of fixed shapes. It knows no policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.pallas_kernels import Reduction, Stored, plain, updated, window_scores
+
+from .overwrite import clear_slot, set_slots
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Slots:
+    """The entries of one layer. The order of slots is free: `positions` says which token a slot holds.
+
+    Attributes:
+        keys: rotated by RoPE to their original position, or not rotated if the policy rotates them by their place in
+            the cache. The policy's storage fixes the form: an array [B, H, S, D], or a pytree whose leaves have axes
+            [B, H, S, ...].
+        values: in the same form.
+        positions: the token position in each slot, int32, -1 if the slot is empty.
+        capacity: the number of entries that each row and head may hold before it must evict, int32; UNLIMITED where
+            nothing is ever evicted.
+        per_slot: the score's state with axes [B, H, ..., S]. It moves with its slot and is cleared with it.
+        per_row: the score's state with axes [B, H, ...] or [B, Hq, ...].
+        merging: the merge's state with axes [B, H, ...].
+        bias: float32, added to the attention logits of each slot, 0 for an entry of one token. None unless the policy's
+            merge weighs entries.
+    """
+
+    keys: Float[Array, "B H S D"] | Any
+    values: Float[Array, "B H S D"] | Any
+    positions: Int[Array, "B H S"]
+    capacity: Int[Array, "B H"]
+    per_slot: Any = None
+    per_row: Any = None
+    merging: Any = None
+    bias: Float[Array, "B H S"] | None = None
+
+    @property
+    def slots(self) -> int:
+        """S, the number of slots."""
+        return self.positions.shape[-1]
+
+    @property
+    def occupancy(self) -> Int[Array, "B H"]:
+        """The number of slots that hold a token."""
+        return jnp.sum(self.positions >= 0, axis=-1)
+
+    def plain(self) -> Slots:
+        """The same entries with keys and values as arrays, as policies and attention see them."""
+        return replace(self, keys=plain(self.keys), values=plain(self.values))
+
+    def updated(self, before: Slots, after: Slots) -> Slots:
+        """Applies the edits that made `after` of `before`, which is `plain()` of these entries.
+
+        Slots with another key or value are stored anew; all others keep their stored bits.
+        """
+        return replace(
+            after,
+            keys=updated(self.keys, before.keys, after.keys),
+            values=updated(self.values, before.values, after.values),
+        )
+
+    def received(
+        self,
+        *,
+        q: Float[Array, "B Hq W D"],
+        lse: Float[Array, "B Hq W"],
+        query_positions: Int[Array, "B W"],
+        scale: float,
+        window: int | None,
+        reduction: Reduction,
+    ) -> Float[Array, "B H S"]:
+        """The attention that each entry received from queries that attended with this log-sum-exp, reduced. float32."""
+        return window_scores(
+            q,
+            self.keys,
+            query_positions,
+            self.positions,
+            lse=lse,
+            scale=scale,
+            window=window,
+            bias=self.bias,
+            reduction=reduction,
+        )
+
+    @property
+    def has_state(self) -> bool:
+        """Whether there is any state of score or merge."""
+        return not (self.per_slot is None and self.per_row is None and self.merging is None)
+
+    def without_state(self) -> Slots:
+        """The same entries without the state of score and merge, which nothing needs once nothing is evicted."""
+        return replace(self, per_slot=None, per_row=None, merging=None)
+
+    def gather(self, index: Int[Array, "B H K"]) -> Slots:
+        """The entries at `index`, in K slots; -1 makes an empty slot."""
+
+        def take(x: Array, axis: int = -1, empty: int = 0) -> Array:
+            B, H, K = index.shape
+            shape = [B, H] + [1] * (x.ndim - 2)
+            shape[axis] = K
+            at = index.reshape(shape)
+            return jnp.where(at >= 0, jnp.take_along_axis(x, jnp.maximum(at, 0), axis), jnp.asarray(empty, x.dtype))
+
+        return replace(
+            self,
+            keys=jax.tree.map(partial(take, axis=2), self.keys),
+            values=jax.tree.map(partial(take, axis=2), self.values),
+            positions=take(self.positions, empty=-1),
+            per_slot=jax.tree.map(take, self.per_slot),
+            bias=jax.tree.map(take, self.bias),
+        )
+
+    def append(self, other: Slots) -> Slots:
+        """The slots of both, those of `other` last. Capacity and state per row are this one's."""
+
+        def join(x: Array, y: Array, axis: int = -1) -> Array:
+            return jnp.concatenate([x, y], axis) if self.slots else y
+
+        bias = self.bias
+        if bias is not None:
+            bias = join(bias, jnp.zeros(other.positions.shape, bias.dtype) if other.bias is None else other.bias)
+        return replace(
+            self,
+            keys=jax.tree.map(partial(join, axis=2), self.keys, other.keys),
+            values=jax.tree.map(partial(join, axis=2), self.values, other.values),
+            positions=join(self.positions, other.positions),
+            per_slot=jax.tree.map(join, self.per_slot, other.per_slot),
+            bias=bias,
+        )
+
+    def write(self, slot: Int[Array, "B H"], key: Stored, value: Stored, position: Int[Array, "B H"]) -> Slots:
+        """Overwrites one slot per row and head, and clears its state. A slot beyond the last one writes nothing.
+
+        Args:
+            key: [B, H, D], in the form in which the other keys are stored.
+            value: likewise.
+        """
+        b, h = jnp.arange(slot.shape[0])[:, None], jnp.arange(slot.shape[1])
+
+        def put(x: Array, new: Array) -> Array:
+            return set_slots(x, (b, h, slot), new)
+
+        clear = partial(clear_slot, slot=slot)
+        return replace(
+            self,
+            keys=jax.tree.map(put, self.keys, key),
+            values=jax.tree.map(put, self.values, value),
+            positions=put(self.positions, position),
+            per_slot=jax.tree.map(clear, self.per_slot),
+            bias=jax.tree.map(clear, self.bias),
+        )
+
+    def grow(self, slots: int) -> Slots:
+        """The same entries in `slots` slots, the added ones empty; unchanged if there are as many already."""
+        extra = slots - self.slots
+
+        def widen(x: Array, axis: int = -1, empty: int = 0) -> Array:
+            widths = [(0, 0)] * x.ndim
+            widths[axis] = (0, extra)
+            return jnp.pad(x, widths, constant_values=empty)
+
+        if extra <= 0:
+            return self
+        return replace(
+            self,
+            keys=jax.tree.map(partial(widen, axis=2), self.keys),
+            values=jax.tree.map(partial(widen, axis=2), self.values),
+            positions=widen(self.positions, empty=-1),
+            per_slot=jax.tree.map(widen, self.per_slot),
+            bias=jax.tree.map(widen, self.bias),
+        )

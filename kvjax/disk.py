@@ -1,0 +1,119 @@
+"""Caches on disk, through Orbax: the arrays, the policy as text, and a fingerprint of the model."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+from jaxtyping import Array, UInt32
+
+from kvjax.cache import Entries, Layers, Segments, Slots
+from kvjax.kv_cache import KVCache
+from kvjax.models import Decoder
+from kvjax.policies import parse
+from kvjax.policy import Policy
+from kvjax.sharding import check_batch, fetch, mesh_of
+
+
+def save_cache(path: str | Path, cache: KVCache, params: Decoder) -> None:
+    """Writes a cache of `params` to a new folder.
+
+    With several processes all of them call it, with a path to storage that they share.
+
+    Raises:
+        ValueError: if the folder exists.
+    """
+    path = Path(path).resolve()
+    exists = path.exists()
+    if jax.process_count() > 1:  # no process writes before all have looked
+        exists = bool(multihost_utils.process_allgather(np.array(exists)).any())
+    if exists:
+        raise ValueError(f"{path} exists: expected a folder that does not")
+    arrays = _named(cache)
+    facts = {
+        "policy": repr(cache.policy),
+        "model": fingerprint(params),
+        "kept": list(cache.kept),
+        "filled": cache.filled,
+        "stateless": [not layer.has_state for layer in _layers(cache)],
+        "segments": cache.entries.statics,
+        "arrays": {name: [list(array.shape), str(array.dtype)] for name, array in arrays.items()},
+    }
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        checkpointer.save(
+            path, args=ocp.args.Composite(facts=ocp.args.JsonSave(facts), arrays=ocp.args.StandardSave(arrays))
+        )
+
+
+def restore_cache(path: str | Path, params: Decoder, policy: Policy | None = None) -> KVCache:
+    """Reads a cache that `save_cache` wrote onto the devices of the parameters.
+
+    Args:
+        params: the model that the cache was made with, on one device or on any mesh.
+        policy: a check; it must be the policy that made the cache.
+
+    Raises:
+        ValueError: if there is no saved cache, if it belongs to another model or policy, or if its rows do not divide
+            over the parameters' mesh.
+    """
+    path = Path(path).resolve()
+    if not (path / "facts").is_dir():
+        raise ValueError(f"{path} holds no saved cache: expected a folder written by save_cache")
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+        facts: dict[str, Any] = checkpointer.restore(path, args=ocp.args.Composite(facts=ocp.args.JsonRestore())).facts
+        if facts["model"] != fingerprint(params):
+            raise ValueError(f"the cache in {path} was made with another model (or other weights) than the one given")
+        saved = parse(facts["policy"])
+        if policy is not None and policy != saved:
+            raise ValueError(f"the cache in {path} was made by {saved}, not by {policy}")
+        mesh = mesh_of(params)
+        check_batch(facts["arrays"]["length"][0][0], mesh)
+        like = KVCache.empty(params.config, saved, jnp.zeros(1, jnp.int32), 1, params.embed.dtype)
+        pairs = zip(_layers(like), facts["stateless"], strict=True)
+        layers = tuple(layer.without_state() if stateless else layer for layer, stateless in pairs)
+        entries: Entries = Layers(layers)
+        if facts["segments"]:
+            pack = partial(Segments.pack, lanes=1, rows=1, room=0, growing=0)
+            entries = replace(jax.eval_shape(pack, layers), **facts["segments"])
+        like = replace(like, entries=entries, kept=tuple(facts["kept"]), filled=facts["filled"], mesh=mesh)
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        shardings = dict.fromkeys(facts["arrays"], device) if mesh is None else _named(like.shardings)
+        wanted = {
+            name: jax.ShapeDtypeStruct(shape, dtype, sharding=shardings[name])
+            for name, (shape, dtype) in facts["arrays"].items()
+        }
+        restored = checkpointer.restore(path, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(wanted)))
+    return jax.tree.unflatten(jax.tree.structure(like), [restored.arrays[name] for name in _named(like)])
+
+
+def fingerprint(params: Decoder) -> str:
+    """A hash of a model's config and of every weight's bits."""
+    sums = np.stack([fetch(_checksum(leaf)) for leaf in jax.tree.leaves(params)])
+    return hashlib.sha256(repr(params.config).encode() + sums.tobytes()).hexdigest()
+
+
+@jax.jit
+def _checksum(x: Array) -> UInt32[Array, "2"]:
+    """Sums of an array's bits, plain and weighted by place. They are integers, so the order does not matter."""
+    bits = jax.lax.bitcast_convert_type(x, {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]).astype(jnp.uint32).ravel()
+    place = jax.lax.iota(jnp.uint32, bits.size) * jnp.uint32(2654435761) + jnp.uint32(1)
+    return jnp.stack([jnp.sum(bits), jnp.sum(bits * place)])
+
+
+def _layers(cache: KVCache) -> list[Slots]:
+    """The shapes of each layer, to see which state it has."""
+    return jax.eval_shape(list, cache.entries)
+
+
+def _named(cache: KVCache) -> dict[str, Array]:
+    """The arrays of a cache by their paths."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(cache)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

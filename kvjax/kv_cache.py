@@ -1,0 +1,181 @@
+"""The cache of a batch: its entries, what each row has seen, and the policy that made it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache import Entries, Layers, Slots
+from kvjax.models import Decoder, DecoderConfig
+from kvjax.policy import Budget, LayerShape, Policy
+from kvjax.sharding import MODEL, check_batch, fit_mesh, heads_sharding, mesh_of, place, rows_sharding
+
+STATIC = {"static": True}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVCache:
+    """What a model remembers of a batch of texts: an immutable pytree. Extending it makes another one.
+
+    Attributes:
+        entries: keys, values, positions and the policy's state. `Layers` of slots; `Segments` of one pool once a budget
+            has been allocated across layers and heads.
+        length: the number of tokens that each row has seen, retained or not: the position of the next one. int32.
+        rope: RoPE's frequencies of each row, float32, where they depend on its length (dynamic, longrope). The length
+            of the prompt fixes them. None where they do not depend on it.
+        pending: each row's last sampled token, int32. It has no entry yet and is read first in the next call; -1 if
+            there is none.
+        policy: the policy that made this cache and may extend it.
+        kept: the number of entries that each layer retains at most when it is compressed (of an allocated budget: the
+            mean kv head); None where it retains everything.
+        windows: each layer's sliding window, the most slots it ever needs.
+        filled: whether the prompt has been read to its end and compressed.
+        mesh: the devices that hold the cache, rows over `data` and kv heads over `model`; None for one device.
+    """
+
+    entries: Entries
+    length: Int[Array, "B"]
+    rope: Float[Array, "B R/2"] | None
+    pending: Int[Array, "B"]
+    policy: Policy = field(metadata=STATIC)
+    kept: tuple[int | None, ...] = field(metadata=STATIC)
+    windows: tuple[int | None, ...] = field(metadata=STATIC)
+    filled: bool = field(default=False, metadata=STATIC)
+    mesh: Mesh | None = field(default=None, metadata=STATIC)
+
+    @classmethod
+    def empty(
+        cls,
+        config: DecoderConfig,
+        policy: Policy,
+        prompt_lengths: Int[Array, "B"],
+        prompt_size: int,
+        dtype: Any,
+        mesh: Mesh | None = None,
+    ) -> KVCache:
+        """A cache without entries; `empty_cache` makes one for given parameters.
+
+        Args:
+            prompt_lengths: of the prompts to come. Budgets that are a share of the prompt depend on them, and RoPE
+                where its frequencies do.
+            prompt_size: an upper bound of the lengths. It fixes the number of slots that follows from a budget.
+            dtype: of keys and values.
+            mesh: the parameters' mesh.
+
+        Raises:
+            ValueError: if the batch does not divide over the mesh's `data`, or if the mesh or the policy does not fit
+                the model.
+        """
+        batch, layers = prompt_lengths.shape[0], config.num_layers
+        if mesh is not None:
+            mesh = fit_mesh(mesh, config)
+        check_batch(batch, mesh)
+        policy.budget.check_model(layers, config.num_kv_heads)
+        check_groups(policy.budget, config.num_kv_heads, 1 if mesh is None else mesh.shape[MODEL])
+        shape = LayerShape(batch, config.num_heads, config.num_kv_heads, config.head_dim, jnp.dtype(dtype))
+
+        def layer(i: int) -> Slots:
+            stored = policy.storage.store(jnp.zeros((batch, shape.kv_heads, 0, shape.head_dim), dtype))
+            capacity = policy.capacity(i, prompt_lengths, layers)
+            biased = policy.merge.effects.bias and policy.limited(i)
+            entries = Slots(
+                keys=stored,
+                values=stored,
+                positions=jnp.zeros(stored.shape[:3], jnp.int32),
+                capacity=jnp.broadcast_to(capacity[:, None], stored.shape[:2]),
+                bias=jnp.zeros(stored.shape[:3], jnp.float32) if biased else None,
+            )
+            return policy.with_state(i, entries, shape)
+
+        cache = cls(
+            Layers(tuple(layer(i) for i in range(layers))),
+            length=jnp.zeros(batch, jnp.int32),
+            rope=config.rope.row_frequencies(config.head_dim, prompt_lengths),
+            pending=jnp.full(batch, -1, jnp.int32),
+            policy=policy,
+            kept=tuple(policy.slots(i, prompt_size, layers) for i in range(layers)),
+            windows=config.windows,
+            mesh=mesh,
+        )
+        return cache if mesh is None else jax.tree.map(place, cache, cache.shardings)
+
+    @property
+    def batch_size(self) -> int:
+        """B."""
+        return self.length.shape[0]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of keys and values in computations."""
+        return self.entries.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of keys, values, positions and the policy's state. It is exact for a planned cache too."""
+        return self.entries.nbytes
+
+    @property
+    def grows(self) -> tuple[bool, ...]:
+        """Whether decoding adds to each layer for as long as it goes on."""
+        layers = len(self.entries)
+        return tuple(not self.policy.evicts(i, layers) for i in range(layers))
+
+    @property
+    def shardings(self) -> KVCache:
+        """Where each array lies, in the form of the cache; only for a cache on a mesh."""
+        assert self.mesh is not None
+        heads, rows = heads_sharding(self.mesh), rows_sharding(self.mesh)
+        return replace(jax.tree.map(lambda _: rows, self), entries=jax.tree.map(lambda _: heads, self.entries))
+
+    def in_place(self) -> KVCache:
+        """The same cache, with its shardings stated to XLA; for use inside `jax.jit`."""
+        return self if self.mesh is None else jax.lax.with_sharding_constraint(self, self.shardings)
+
+    def put_rows(self, x: Any) -> Any:
+        """An array with axes [B, ...] from the host on the devices that hold these rows; unchanged without a mesh."""
+        return x if self.mesh is None else place(x, rows_sharding(self.mesh))
+
+    def private(self) -> KVCache:
+        """The same cache with copies of the small arrays that a program may hand through and a later one donates."""
+        length, rope, pending = jax.tree.map(jnp.array, (self.length, self.rope, self.pending))
+        return replace(self, entries=self.entries.private(), length=length, rope=rope, pending=pending)
+
+
+def empty_cache(params: Decoder, policy: Policy, prompt_lengths: Int[Array, "B"]) -> KVCache:
+    """An empty cache, to be extended by `kvjax.extend`.
+
+    Args:
+        params: the decoder, as `load` returns it. The cache lies on the same devices.
+        policy: what the cache retains.
+        prompt_lengths: the number of tokens of each row's prompt. They fix the capacities that a share of the prompt
+            gives, and the number of slots.
+
+    Raises:
+        ValueError: for lengths that are not integers [B] of at least 1, a batch that does not divide over the mesh, and
+            a policy that does not fit the model.
+    """
+    lengths = jnp.asarray(prompt_lengths)
+    if lengths.ndim != 1 or lengths.size == 0 or lengths.dtype.kind not in "iu" or int(lengths.min()) < 1:
+        raise ValueError(f"prompt_lengths={prompt_lengths}: expected integers [B], each at least 1")
+    size = int(lengths.max())
+    return KVCache.empty(params.config, policy, lengths.astype(jnp.int32), size, params.embed.dtype, mesh_of(params))
+
+
+def check_groups(budget: Budget, kv_heads: int, devices: int) -> None:
+    """Raises ValueError unless the heads that compete lie in groups of equal size, each on one of the devices."""
+    groups = None if budget.layout is None else budget.layout.groups
+    if groups is None:
+        return
+    if kv_heads % groups:
+        raise ValueError(f"groups={groups} of {kv_heads} kv heads: expected a divisor of {kv_heads}")
+    if groups % devices:
+        raise ValueError(
+            f"{type(budget).__name__} with groups={groups} on a mesh with {devices} devices over kv heads would cut a "
+            f"group: expected a multiple of {devices}, with which one device retains the same"
+        )

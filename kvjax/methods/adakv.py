@@ -1,0 +1,201 @@
+"""AdaKV (Feng et al., arXiv 2407.11550): the heads of a layer compete for the entries that they have together.
+
+Difference from the paper. The heads that compete are kv heads, since entries are stored per kv head. The paper's counts
+are rounded so that each layer retains its exact total; `formula="code"` rounds each head for itself, as released.
+"""
+
+from __future__ import annotations
+
+import fractions
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, cast
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.heads import Heads
+from kvjax.pallas_kernels import top_counts
+from kvjax.policy import AllocatedBudget, Budget, Layout, Policy, check_choice, check_integer
+
+from .common.allocation import check_limited, check_share, raise_best
+from .registry import preset
+from .snapkv import snapkv
+
+SNAPKV = snapkv()
+
+
+@dataclass(frozen=True)
+class AdaptiveShares(AllocatedBudget):
+    """Each layer retains its own total, of which each head gets a fixed part and the part that it wins by its scores.
+
+    With n entries for the mean head of a layer, s of them protected, b = n - s, and c_h the number of head h's entries
+    among the H b best unprotected ones of a group of H heads, head h retains s and
+
+        "paper":    alpha b + (1 - alpha) c_h, rounded down; entries then missing to H b go to the largest remainders
+        "code":     round(floor(alpha b) + (1 - alpha) c_h) as released; the sum may miss H b, or exceed it by H / 2
+        "kvpress":  its part of the H n best of all, once each head's floor(alpha n) best are raised above all others,
+                    at least one unless alpha is 0
+
+    n is what `budget` gives each layer. If that budget is allocated itself, such as DynamicKV's, it is allocated first,
+    by scores that are not normalised. On a mesh the heads' competition communicates nothing, because a group of heads
+    lies on one device.
+
+    Attributes:
+        budget: entries of the mean kv head of each layer: a budget that limits every layer, or an allocated one for
+            which all heads of a layer retain the same number.
+        alpha: the part of the budget for which heads do not compete.
+        normalise: whether a head's scores are first multiplied by the part of their sum that its b best make up, so
+            that a head whose attention is spread over many tokens asks for less. The scores must not be negative.
+        formula: see above. "kvpress" compares scores as they are, with `normalise=False`.
+        groups: the number of groups of consecutive kv heads that compete, each for its own total. The number of devices
+            that kv heads are divided over must divide it. 1: all heads of a layer compete.
+
+    Raises:
+        ValueError: for a value or a budget that is not accepted.
+    """
+
+    alpha: float = 0.2
+    normalise: bool = True
+    formula: Literal["paper", "code", "kvpress"] = "paper"
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        check_integer("groups", self.groups, least=1)
+        check_share("alpha", self.alpha)
+        check_choice("formula", self.formula, "paper", "code", "kvpress")
+        if self.normalise and self.formula == "kvpress":
+            raise ValueError(
+                "normalise=True with formula='kvpress', which compares scores as they are: expected normalise=False"
+            )
+        _check_heads_alike(self.budget)
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(groups=self.groups)
+
+    @property
+    def allocated(self) -> AllocatedBudget | None:
+        """The budget, if it is allocated itself."""
+        return None if self.budget.layout is None else cast(AllocatedBudget, self.budget)
+
+    def check_model(self, layers: int, kv_heads: int) -> None:
+        if self.allocated is not None:
+            self.allocated.check_model(layers, kv_heads)
+
+    def entries(self, slots: Sequence[int], heads: int) -> int:
+        total = super().entries(slots, heads) if self.allocated is None else self.allocated.entries(slots, heads)
+        rounded_up = heads // 2 if self.formula == "code" else 0
+        return total + rounded_up * len(slots)
+
+    def allocate(
+        self, scores: Float[Array, "L B H M"], means: Int[Array, "L B"], least: int, heads: Heads
+    ) -> Int[Array, "L B H"]:
+        L, B, H, M = scores.shape
+        if self.allocated is not None:
+            means = self.allocated.allocate(scores, means, least, heads)[..., 0]
+        groups = self.groups // heads.kv_devices()
+        competing = scores.reshape(L * B * groups, H // groups, M)
+        n = jnp.repeat(means.reshape(-1), groups)[:, None]
+        protected = jnp.isposinf(competing)
+        s = jnp.sum(protected, axis=-1)
+        b = jnp.maximum(n - s, 0)
+        if self.normalise:
+            competing = competing * _mass_of_best(jnp.where(protected, -jnp.inf, competing), b)[..., None]
+        alpha = fractions.Fraction(self.alpha).limit_denominator(1000)
+        if self.formula == "kvpress":
+            safe = jnp.maximum(n[:, 0] * alpha.numerator // alpha.denominator, alpha > 0)
+            competing = raise_best(competing, jnp.maximum(safe, least)[:, None])
+            counts = top_counts(competing, jnp.sum(jnp.broadcast_to(n, s.shape), axis=-1))
+        else:
+            free = jnp.where(protected, -jnp.inf, competing)
+            c = top_counts(raise_best(free, jnp.maximum(least - s, 0)) if least else free, jnp.sum(b, axis=-1))
+            mixed = _released if self.formula == "code" else _exact
+            counts = s + mixed(b, c, alpha)
+        return counts.reshape(L, B, H)
+
+
+def _check_heads_alike(budget: Budget) -> None:
+    """Raises ValueError unless a budget gives the heads of each layer the same number, for which they can compete."""
+    layout = budget.layout
+    if layout is None:
+        check_limited(budget, "AdaptiveShares")
+    elif layout.groups is not None:
+        raise ValueError(
+            f"{budget} in AdaptiveShares: expected a budget for which all heads of a layer retain the same number; "
+            f"under {type(budget).__name__} each head has a number of its own already"
+        )
+    elif layout.dense_first or layout.dense_last or layout.compares_protected:
+        raise ValueError(
+            f"{budget} in AdaptiveShares: expected a budget that limits every layer and compares unprotected entries "
+            f"only; {type(budget).__name__} has layers that retain everything, or compares protected entries too"
+        )
+
+
+def _mass_of_best(scores: Float[Array, "R H M"], count: Int[Array, "R H"]) -> Float[Array, "R H"]:
+    """The part of each head's sum of scores that its `count` best make up; 1 where that sum is 0."""
+    ordered = jnp.flip(jnp.sort(scores, axis=-1), axis=-1)
+    ordered = jnp.where(ordered > -jnp.inf, ordered, 0.0)
+    best = jnp.sum(jnp.where(jnp.arange(ordered.shape[-1]) < count[..., None], ordered, 0.0), axis=-1)
+    total = jnp.sum(ordered, axis=-1)
+    return jnp.where(total > 0, best / jnp.where(total > 0, total, 1.0), 1.0)
+
+
+def _exact(b: Int[Array, "R H"], c: Int[Array, "R H"], alpha: fractions.Fraction) -> Int[Array, "R H"]:
+    """alpha b + (1 - alpha) c in integers that have the same sum; the largest remainders are rounded up."""
+    part, unit = alpha.numerator, alpha.denominator
+    scaled = b * part + c * (unit - part)
+    floor, remainder = scaled // unit, scaled % unit
+    missing = jnp.sum(remainder, axis=-1, keepdims=True) // unit
+    rank = jnp.argsort(jnp.argsort(-remainder, axis=-1, stable=True), axis=-1)
+    return floor + (rank < missing)
+
+
+def _released(b: Int[Array, "R H"], c: Int[Array, "R H"], alpha: fractions.Fraction) -> Int[Array, "R H"]:
+    """floor(alpha b) + (1 - alpha) c, each head rounded for itself, half to even."""
+    part, unit = alpha.numerator, alpha.denominator
+    scaled = c * (unit - part)
+    floor, twice = b * part // unit + scaled // unit, 2 * (scaled % unit)
+    return floor + ((twice > unit) | ((twice == unit) & (floor % 2 == 1)))
+
+
+@preset
+def adakv(
+    base: Policy = SNAPKV,
+    alpha: float = 0.2,
+    normalise: bool | None = None,
+    formula: Literal["paper", "code", "kvpress"] = "paper",
+    groups: int = 1,
+) -> Policy:
+    """Lets the kv heads of each layer compete for the base's budget by the base's scores, once a prompt has been read.
+
+    Of the b unprotected entries of the mean head of a layer with H heads, head h has c_h among the layer's H b best and
+    retains alpha b + (1 - alpha) c_h (Algorithm 1 and its safeguard). Each layer retains its exact total under the
+    paper's formula; the released code rounds heads one by one and may miss it. Decoding is the base's own: the answer
+    is added, or each head evicts within its number. Ada-PyramidKV is `adakv(pyramidkv())`, CriticalAdaKV is
+    `adakv(criticalkv())`.
+
+    Args:
+        base: the policy that scores and protects. Its budget is that of the mean head of each layer: an integer, a
+            float, PyramidKV's, or an allocated one for which the heads of a layer retain equally many (DynamicKV's).
+        alpha: the part of the budget that no head loses, from 0 to 1 (the released default; the paper's tables: 0.2).
+        normalise: whether a head's scores are multiplied by the part of their sum that its b best make up, as released.
+            The scores must not be negative. None: True, and False for formula="kvpress".
+        formula: "paper", "code" (as released) or "kvpress", which raises each head's floor(alpha n) best of n above all
+            others and then retains the best of all.
+        groups: the number of groups of consecutive kv heads that compete among themselves. On a mesh that divides kv
+            heads over D devices it must be a multiple of D; one device with that number of groups retains the same.
+
+    Raises:
+        ValueError: for a value that is not accepted, for normalise=True with formula="kvpress" or with scores that may
+            be negative, and for a base whose heads have different numbers of entries already or must retain the same
+            tokens, or whose layers retain everything.
+    """
+    if normalise is None:
+        normalise = formula != "kvpress"
+    if normalise and base.score.needs.signed:
+        raise ValueError(
+            f"normalise=True takes parts of the sum of a head's scores, and those of {type(base.score).__name__} may "
+            "be negative: expected normalise=False"
+        )
+    return replace(base, budget=AdaptiveShares(base.budget, alpha, normalise, formula, groups))

@@ -1,0 +1,43 @@
+"""What budgets that are allocated by score have in common: checks, and scores that are raised above all others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.policy import Budget, check_alike
+
+
+def check_share(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is a number from 0 to 1."""
+    if isinstance(value, str | bool) or not 0 <= value <= 1:
+        raise ValueError(f"{name}={value!r}: expected a number from 0 to 1")
+
+
+def check_limited(budget: Budget, where: str) -> None:
+    """Raises ValueError if a budget lets the first layer retain everything. `where` names the part that divides it."""
+    if budget.slots(0, 1, 1) is None:
+        raise ValueError(
+            f"{budget} in {where}: expected a budget that limits every layer, since a layer that retains everything "
+            "has nothing to allocate"
+        )
+
+
+def check_mean(budget: Budget, where: str) -> None:
+    """Raises ValueError unless a budget gives the same number of entries to all layers."""
+    check_limited(budget, where)
+    check_alike(budget, where)
+
+
+def raise_best(scores: Float[Array, "B X M"], least: int | Int[Array, "#B #X"]) -> Float[Array, "B X M"]:
+    """The scores of each X in any order, with +inf in place of exactly the `least` best, as far as it has them.
+
+    For counts of the best scores, which do not depend on the order.
+    """
+    if isinstance(least, int) and least == 0:
+        return scores
+    ordered = jnp.flip(jnp.sort(scores, axis=-1), axis=-1)
+    raised = jnp.arange(scores.shape[-1]) < jnp.asarray(least)[..., None]
+    return jnp.where(raised & (ordered > -jnp.inf), jnp.inf, ordered)

@@ -1,0 +1,88 @@
+"""Budgets that are known before a prompt is read: everything, a number of entries, or a share of the prompt."""
+
+from __future__ import annotations
+
+import fractions
+import math
+from dataclasses import dataclass
+
+from jaxtyping import Array, Int
+
+from kvjax.policy import Budget, check_integer
+
+
+@dataclass(frozen=True)
+class Everything(Budget):
+    """No limit: the cache grows with the text."""
+
+    @property
+    def alike(self) -> bool:
+        return True
+
+    def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> None:
+        return None
+
+    def slots(self, layer: int, prompt_size: int, layers: int) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class Fixed(Budget):
+    """The same number of entries for every kv head of every layer."""
+
+    entries: int
+
+    def __post_init__(self) -> None:
+        check_integer("budget", self.entries, least=1)
+
+    @property
+    def smallest(self) -> int:
+        return self.entries
+
+    @property
+    def alike(self) -> bool:
+        return True
+
+    def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> Int[Array, "B"]:
+        return prompt_lengths * 0 + self.entries
+
+    def slots(self, layer: int, prompt_size: int, layers: int) -> int:
+        return self.entries
+
+
+@dataclass(frozen=True)
+class Fraction(Budget):
+    """A share of each row's own prompt, rounded down. It is counted in integers, so that 0.1 of 10 is 1."""
+
+    share: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(f"budget={self.share}: expected a share of the prompt above 0 and at most 1")
+
+    @property
+    def alike(self) -> bool:
+        return True
+
+    @property
+    def ratio(self) -> fractions.Fraction:
+        """The share as a rational number: 0.1 is exactly one tenth."""
+        return fractions.Fraction(self.share).limit_denominator(10_000)
+
+    def of(self, total: Int[Array, "..."]) -> Int[Array, "..."]:
+        """The share of an integer, rounded down. The intermediate products stay far below 2^31."""
+        numerator, denominator = self.ratio.numerator, self.ratio.denominator
+        return total // denominator * numerator + total % denominator * numerator // denominator
+
+    def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> Int[Array, "B"]:
+        return self.of(prompt_lengths)
+
+    def slots(self, layer: int, prompt_size: int, layers: int) -> int:
+        return max(1, math.floor(prompt_size * self.ratio))
+
+
+def budget_of(budget: int | float) -> Fixed | Fraction:
+    """A preset's `budget`: an integer is entries per kv head, a float in (0, 1] a share of each row's prompt."""
+    if isinstance(budget, bool) or not isinstance(budget, int | float):
+        raise ValueError(f"budget={budget!r}: expected an integer >= 1 or a float in (0, 1]")
+    return Fixed(budget) if isinstance(budget, int) else Fraction(budget)

@@ -1,0 +1,49 @@
+"""Pooling of scores along a prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from kvjax.pallas_kernels import compact
+from kvjax.policy import Part, check_choice
+
+
+@dataclass(frozen=True)
+class Pooling(Part):
+    """1-D pooling along the prompt with stride 1, centred, so that neighbours of an important token score high too.
+
+    Attributes:
+        kind: "avg" divides by `size` at the borders as well (zero padding); "max" ignores what lies beyond a border.
+        size: the number of neighbouring entries that are pooled, odd.
+    """
+
+    kind: Literal["avg", "max"] = "max"
+    size: int = 7
+
+    def __post_init__(self) -> None:
+        check_choice("pooling", self.kind, "avg", "max")
+        if not isinstance(self.size, int) or self.size < 1 or self.size % 2 == 0:
+            raise ValueError(f"pooling size={self.size!r}: expected an odd integer >= 1")
+
+    def __call__(self, scores: Float[Array, "B H M"], eligible: Bool[Array, "B H M"]) -> Float[Array, "B H M"]:
+        """Pools the eligible entries, which are in order of position; gaps between them do not separate neighbours."""
+        start, combine = (0.0, jax.lax.add) if self.kind == "avg" else (-jnp.inf, jax.lax.max)
+        packed = compact(eligible, scores.shape[-1])
+        together = jnp.where(packed >= 0, jnp.take_along_axis(scores, packed, axis=-1), start)
+        side = self.size // 2
+        pooled = jax.lax.reduce_window(
+            together,
+            jnp.float32(start),
+            combine,
+            window_dimensions=(1, 1, self.size),
+            window_strides=(1, 1, 1),
+            padding=((0, 0), (0, 0), (side, side)),
+        )
+        if self.kind == "avg":
+            pooled = pooled / self.size
+        return jnp.take_along_axis(pooled, jnp.maximum(jnp.cumsum(eligible, axis=-1) - 1, 0), axis=-1)

@@ -1,0 +1,34 @@
+"""The norms of values behind the output projection: what a value can add to the output of its layer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+BLOCK = 64  # values that are projected at a time
+
+
+def projected_norms(
+    values: Float[Array, "B H M D"], output: Float[Array, "Hq D E"], *, order: Literal[1, 2]
+) -> Float[Array, "B H G M"]:
+    """|W_O[g] v|, float32: the norm of each value behind the output projection of each query head of its group.
+
+    Args:
+        values: of this device's kv heads.
+        output: the output projection of this device's query heads, of which each kv head has G.
+        order: 1 for the L1 norm, 2 for the L2 norm.
+    """
+    B, H, M, D = values.shape
+    output = output.reshape(H, -1, D, output.shape[-1])
+    blocks = -(-M // BLOCK)
+    values = jnp.pad(values, ((0, 0), (0, 0), (0, blocks * BLOCK - M), (0, 0)))
+    values = jnp.moveaxis(values.reshape(B, H, blocks, BLOCK, D), 2, 0)
+
+    def of_block(values: Float[Array, "B H K D"]) -> Float[Array, "B H G K"]:
+        projected = jnp.einsum("BHKD,HGDE->BHGKE", values, output, preferred_element_type=jnp.float32)
+        return jnp.linalg.norm(projected, ord=order, axis=-1)
+
+    return jnp.moveaxis(jax.lax.map(of_block, values), 0, 3).reshape(B, H, -1, blocks * BLOCK)[..., :M]

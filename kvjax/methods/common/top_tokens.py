@@ -1,0 +1,51 @@
+"""The selection of the highest scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.heads import ALL_HEADS, Heads
+from kvjax.pallas_kernels import top_tokens
+from kvjax.policy import ByQueryHead, Select
+
+
+@dataclass(frozen=True)
+class TopTokens(Select):
+    """Each head retains its own highest scores; of equal scores the earlier position."""
+
+    @property
+    def compares(self) -> Literal["scores", "means", "other"]:
+        return "scores"
+
+    def keep(
+        self,
+        scores: Float[Array, "B H M"],
+        positions: Int[Array, "B H M"],
+        counts: Int[Array, "B H"],
+        size: int,
+        heads: Heads = ALL_HEADS,
+        by_query_head: ByQueryHead | None = None,
+    ) -> Int[Array, "B H size"]:
+        return top_tokens(scores, positions, counts, size=size)
+
+    def victims(
+        self, scores: Float[Array, "B H S"], positions: Int[Array, "B H S"], count: int
+    ) -> Int[Array, "B H count"]:
+        """The lowest scores; of equal scores the later position, so that victims are the complement of `keep`."""
+        slots = jnp.arange(scores.shape[-1])
+
+        def next_victim(scores: Array, _: None) -> tuple[Array, Array]:
+            lowest = jnp.min(scores, axis=-1, keepdims=True)
+            tied = (scores == lowest) & (scores < jnp.inf)
+            latest = jnp.max(jnp.where(tied, positions, -1), axis=-1, keepdims=True)
+            victim = tied & (positions == latest)
+            index = jnp.min(jnp.where(victim, slots, scores.shape[-1]), axis=-1)  # an argmax takes a CPU far longer
+            return jnp.where(victim, jnp.inf, scores), index.astype(jnp.int32)
+
+        _, victims = jax.lax.scan(next_victim, scores, length=count)
+        return jnp.moveaxis(victims, 0, -1)

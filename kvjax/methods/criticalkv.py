@@ -1,0 +1,111 @@
+"""CriticalKV (Feng et al., arXiv 2502.03805): another policy's scores, weighed by what values add to the output.
+
+Differences from the paper. Scores and norms are means over the query group, since entries are stored per kv head. Under
+a budget that is allocated by score (CriticalAdaKV is `adakv(criticalkv(...))`) the base's scores decide how many
+entries each head retains, and both stages then fill that number. kvpress's CriticalAdaKVPress also retains each head's
+`alpha` safe entries by the base's scores alone; the result is the same for every head whose first stage is as large.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.cache import Slots, mark
+from kvjax.pallas_kernels import top_tokens
+from kvjax.policy import Moment, Needs, Policy, ScoreWrapper
+
+from .common.projected_norms import projected_norms
+from .registry import preset
+from .snapkv import snapkv
+
+SNAPKV = snapkv()
+
+
+@dataclass(frozen=True)
+class ProjectedValues(ScoreWrapper):
+    """The base's score times the L1 norm of the projected value, once a first share of each head is filled by the base.
+
+    While an allocated budget compares scores (`Moment.counts` is None), the score is the base's. On a mesh where
+    devices share a kv head, they exchange one number per entry.
+
+    Attributes:
+        base: the score whose state and needs these are.
+        first: the share of the entries that a head retains for which the base's score decides alone, in [0, 1). It is
+            rounded down. Protected entries are the first of them.
+        epsilon: added to the base's score, >= 0.
+
+    Raises:
+        ValueError: for a value that is not accepted.
+    """
+
+    first: float = 0.5
+    epsilon: float = 1e-4
+
+    def __post_init__(self) -> None:
+        for name, accepted in (("first", "a float in [0, 1)"), ("epsilon", "a float >= 0")):
+            value = getattr(self, name)
+            if not isinstance(value, float) or not value >= 0 or (name == "first" and value >= 1):
+                raise ValueError(f"{name}={value!r}: expected {accepted}")
+
+    @property
+    def needs(self) -> Needs:
+        return replace(self.base.needs, slotwise=False, weighs_values=True, by_count=True)
+
+    def check(self, policy: Policy) -> None:
+        super().check(policy)
+        name = type(self.base).__name__
+        if self.base.needs.weighs_values:
+            raise ValueError(
+                f"ProjectedValues of {name}, which weighs values itself, would count them twice; expected a base that "
+                "does not weigh values, such as one with value_norm=False"
+            )
+        if self.base.needs.heads_alike:
+            raise ValueError(
+                f"{name} has all heads of a layer retain the same tokens, and ProjectedValues gives each head its own; "
+                "they cannot be combined"
+            )
+
+        if policy.select.compares == "means":
+            raise ValueError(
+                "ProjectedValues scores the entries of its first stage above all others, and "
+                f"{type(policy.select).__name__} compares means of scores; they cannot be combined"
+            )
+
+    def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
+        scores, held = self.base(entries, moment), entries.positions >= 0
+        if moment.counts is None:
+            return scores
+        ranked = scores if moment.protected is None else jnp.where(moment.protected, jnp.inf, scores)
+        number = jnp.floor(moment.counts * self.first + 1e-4).astype(jnp.int32)
+        chosen = top_tokens(jnp.where(held, ranked, -jnp.inf), entries.positions, number, size=entries.slots)
+        weighed = (scores + self.epsilon) * self._norms(entries.values, moment)
+        above = 2 * jnp.max(jnp.where(held, jnp.abs(weighed), 0), axis=-1, keepdims=True) + 1
+        return jnp.where(mark(chosen, entries.slots), weighed + above, weighed)
+
+    def _norms(self, values: Float[Array, "B H M D"], moment: Moment) -> Float[Array, "B H M"]:
+        own = jnp.mean(projected_norms(values, moment.layer.output, order=1), axis=2)
+        B, H, M = own.shape
+        return jnp.mean(moment.heads.whole_groups(own).reshape(B, H, -1, M), axis=2)
+
+
+@preset
+def criticalkv(base: Policy = SNAPKV, first: float = 0.5, epsilon: float = 1e-4) -> Policy:
+    """Fills a share of each head by the base's scores, and the rest by their product with the projected value's norm.
+
+    score[h, c] = (base[h, c] + epsilon) * mean over the group g of |W_O[g] v_c|_1, with W_O[g] the rows of the output
+    projection that belong to query head g. What the base protects is part of the first share. Where the base evicts
+    while decoding, these scores decide as well, at the cost of an output projection of all cached values.
+
+    Args:
+        base: the policy that gives scores, budget and protected tokens.
+        first: the share of a head's entries, in [0, 1), for which the base's scores decide alone (the paper's alpha).
+        epsilon: added to the base's scores, >= 0, so that a token without attention is judged by its value.
+
+    Raises:
+        ValueError: for a value that is not accepted, and for a base whose score weighs values itself, whose heads of a
+            layer must retain the same tokens, or whose selection compares chunks or pages by their mean scores.
+    """
+    return replace(base, score=ProjectedValues(base.score, first, epsilon))

@@ -1,0 +1,96 @@
+"""D2O's layer budgets: the more evenly a layer's attention lies on a prompt, the more of it the layer retains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache import UNLIMITED
+from kvjax.heads import Heads
+from kvjax.policy import AllocatedBudget, Layout, check_alike, check_integer
+
+
+@dataclass(frozen=True)
+class VarianceShares(AllocatedBudget):
+    """Allocates a budget to layers by the variance of their scores over a prompt; outer layers retain everything.
+
+    v is the variance of a head's scores over all tokens of the prompt, protected ones included. x is the mean of
+    (v - min v) / (max v - min v) over the heads of a layer, 0 if all are equal. A layer retains the share
+
+        clamp(softmax(-x) * L * rho, 0.01, 1)
+
+    of a prompt, where rho is the budget's share of the prompt and L the number of compressed layers. All heads of a
+    layer retain the same number. What the lower bound adds is taken from the other layers, and what the upper bound
+    cuts is left unused. The largest remainders are rounded up: together the layers never retain more than L times the
+    budget. With fewer than three kv heads x is the same for all layers, and so are their counts.
+
+    On a mesh that distributes kv heads, v is gathered once per prompt.
+
+    Attributes:
+        budget: entries of the mean of the compressed layers, the same for all layers.
+        first: the number of first layers that retain everything, prompt and answer.
+        last: the same for the last layers.
+    """
+
+    first: int = 2
+    last: int = 1
+
+    def __post_init__(self) -> None:
+        check_integer("first", self.first, least=0)
+        check_integer("last", self.last, least=0)
+        check_alike(self.budget, type(self).__name__)
+        if self.budget.slots(0, 1, 1) is None:
+            raise ValueError(f"{self.budget} in VarianceShares: expected a budget with a limit, such as Fixed")
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(dense_first=self.first, dense_last=self.last, compares_protected=True)
+
+    def check_model(self, layers: int, kv_heads: int) -> None:
+        if self.first + self.last >= layers:
+            raise ValueError(
+                f"the first {self.first} and the last {self.last} of {layers} layers retain everything, which leaves "
+                f"none to compress; expected fewer than {layers} together"
+            )
+
+    def slots(self, layer: int, prompt_size: int, layers: int) -> int | None:
+        return prompt_size if self.layout.dense(layer, layers) else self.budget.slots(layer, prompt_size, layers)
+
+    def allocate(
+        self, scores: Float[Array, "L B H M"], means: Int[Array, "L B"], least: int, heads: Heads
+    ) -> Int[Array, "L B H"]:
+        L, B, H = scores.shape[:3]
+        compressed = jnp.array([layer for layer in range(L) if not self.layout.dense(layer, L)])
+        mean = means[self.first]  # of the first compressed layer, as of all others
+        there = scores > -jnp.inf
+        held = jnp.sum(there, axis=-1)
+        average = jnp.sum(jnp.where(there, scores, 0.0), axis=-1) / jnp.maximum(held, 1)
+        square = jnp.where(there, (scores - average[..., None]) ** 2, 0.0)
+        variance = heads.whole_layer(jnp.moveaxis(jnp.sum(square, axis=-1) / jnp.maximum(held, 1), 0, 2))
+        low, high = jnp.min(variance, axis=1, keepdims=True), jnp.max(variance, axis=1, keepdims=True)
+        x = jnp.mean((variance - low) / jnp.where(high > low, high - low, 1.0), axis=1)[:, compressed]
+        total = mean * x.shape[1]
+        lengths = jnp.max(held, axis=2).T
+        floor = jnp.minimum(jnp.maximum(least, (lengths + 99) // 100), mean[:, None])[:, compressed]
+        wanted = jax.nn.softmax(-x, axis=-1) * total[:, None]
+        counts = _apportion(jnp.clip(wanted, floor, jnp.maximum(lengths[:, compressed], floor)), total, floor)
+        fits = jnp.max(lengths, axis=1) <= mean
+        counts = jnp.where(fits[:, None], mean[:, None], counts)
+        every_layer = jnp.full((L, B), UNLIMITED, jnp.int32).at[compressed].set(counts.T)
+        return jnp.broadcast_to(every_layer[..., None], (L, B, H))
+
+
+def _apportion(wanted: Float[Array, "B X"], total: Int[Array, "B"], floor: Int[Array, "B X"]) -> Int[Array, "B X"]:
+    """Integers whose sum is that of `wanted`, or the total if that is less; none is below its floor."""
+    beyond = wanted - floor
+    excess = jnp.maximum(jnp.sum(wanted, axis=-1) - total, 0.0) / jnp.maximum(jnp.sum(beyond, axis=-1), 1e-30)
+    exact = wanted - beyond * excess[:, None]
+    rounded = jnp.floor(exact + 1e-4).astype(jnp.int32)
+    missing = jnp.minimum(jnp.round(jnp.sum(exact, axis=-1)).astype(jnp.int32), total) - jnp.sum(rounded, axis=-1)
+    rank = jnp.argsort(jnp.argsort(rounded - exact, axis=-1), axis=-1)
+    counts = rounded + (rank < missing[:, None])
+    most = jnp.arange(counts.shape[1]) == jnp.argmax(counts - floor, axis=-1)[:, None]
+    return counts - most * jnp.maximum(jnp.sum(counts, axis=-1) - total, 0)[:, None]  # float32 may be off by a few

@@ -1,0 +1,188 @@
+"""DuoAttention (Xiao et al., arXiv 2410.10819): retrieval heads retain everything, streaming heads a window.
+
+Differences from the paper. Streaming heads store exactly their sinks and recent tokens, and full heads are not put
+first: a pool of segments stores heads of different lengths as they are. Gates are ranked instead of compared with a
+quantile, so that ties need no noise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache import UNLIMITED
+from kvjax.heads import Heads
+from kvjax.policy import AllocatedBudget, Layout, Policy, Protect, check_integer
+
+from .common.allocation import check_mean, check_share
+from .common.budgets import Fixed
+from .common.drop import Drop
+from .common.recency import Recency
+from .common.top_tokens import TopTokens
+from .registry import preset
+
+Gates: TypeAlias = tuple[tuple[float, ...], ...]  # by layer and kv head
+
+DEMO = Path(__file__).parents[1] / "demo_model" / "duo_gates.json"
+
+
+@dataclass(frozen=True)
+class GatedShares(AllocatedBudget):
+    """Full heads retain everything and grow, also under a policy that evicts while decoding; the others have a budget.
+
+    Shapes follow from the gates and the prompt's padded size. Each lane of the pool is as large as the largest, so that
+    the groups with fewer full heads hold empty rows. On a mesh nothing is communicated.
+
+    Attributes:
+        budget: entries of a head that is not full, the same for all layers.
+        full: whether each kv head is full, by layer.
+        groups: the number of lanes of consecutive kv heads. The number of devices that kv heads are divided over must
+            divide it.
+
+    Raises:
+        ValueError: for a value that is not accepted.
+    """
+
+    full: tuple[tuple[bool, ...], ...]
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        check_integer("groups", self.groups, least=1)
+        check_mean(self.budget, "GatedShares")
+        if not self.full or not self.full[0] or len({len(layer) for layer in self.full}) > 1:
+            raise ValueError(f"full={self.full!r}: expected a tuple per layer of equally many truth values")
+        _check_groups(self.groups, len(self.full[0]))
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(groups=self.groups, growing=int(max(np.sum(self._by_group, axis=(0, 2)))))
+
+    def check_model(self, layers: int, kv_heads: int) -> None:
+        ours = len(self.full), len(self.full[0])
+        if ours != (layers, kv_heads):
+            raise ValueError(
+                f"gates of {ours[0]} layers with {ours[1]} kv heads for a model of {layers} with {kv_heads}: expected "
+                "gates that were trained on this model, see scripts/train_duo_gates.py"
+            )
+
+    def entries(self, slots: Sequence[int], heads: int) -> int:
+        full = np.sum(self._by_group, axis=2)
+        streaming = [self.budget.slots(i, size, len(slots)) for i, size in enumerate(slots)]
+        lanes = np.array(slots)[:, None] * full + np.array(streaming)[:, None] * (heads - full)
+        return int(max(np.sum(lanes, axis=0)))
+
+    def slots(self, layer: int, prompt_size: int, layers: int) -> int:
+        """Of a full head."""
+        return prompt_size
+
+    def allocate(
+        self, scores: Float[Array, "L B H M"], means: Int[Array, "L B"], least: int, heads: Heads
+    ) -> Int[Array, "L B H"]:
+        own = jnp.array(self.full)[:, None, heads.kv_indices(scores.shape[2])]
+        return jnp.where(own, UNLIMITED, means[..., None])
+
+    @property
+    def _by_group(self) -> np.ndarray:
+        """Whether heads are full, [L, groups, heads of a group]."""
+        return np.array(self.full).reshape(len(self.full), self.groups, -1)
+
+
+def full_heads(gates: Gates, sparsity: float, groups: int) -> tuple[tuple[bool, ...], ...]:
+    """Whether each kv head is full, by layer: in each group of consecutive heads, the share `sparsity` is not.
+
+    The heads with the smallest gates of all layers stream. Of equal gates the earlier layer's and head's is the
+    smaller.
+    """
+    values = np.asarray(gates, float)
+    layers, heads = values.shape
+    _check_groups(groups, heads)
+    by_group = np.moveaxis(values.reshape(layers, groups, -1), 1, 0).reshape(groups, -1)
+    rank = np.argsort(np.argsort(by_group, axis=1, kind="stable"), axis=1)
+    full = rank >= round(by_group.shape[1] * sparsity)
+    full = np.moveaxis(full.reshape(groups, layers, -1), 0, 1).reshape(layers, heads)
+    return tuple(map(tuple, full.tolist()))
+
+
+def read_gates(path: str | Path) -> Gates:
+    """A gate for each layer and kv head. Raises ValueError for a file that has none."""
+    path = Path(path)
+    try:
+        if path.suffix == ".json":
+            rows = json.loads(path.read_text())["gates"]
+        elif path.suffix == ".npz":
+            with np.load(path) as arrays:
+                rows = arrays["gates"].tolist()
+        elif path.suffix == ".tsv":
+            rows = np.loadtxt(path, delimiter="\t", ndmin=2).tolist()
+        else:
+            raise ValueError("unknown ending")
+        return tuple(tuple(float(gate) for gate in row) for row in rows)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"gates={str(path)!r} cannot be read ({error}): expected a .json or .npz file with 'gates', or a .tsv "
+            "file, with a row per layer"
+        ) from error
+
+
+@preset
+def duo_attention(
+    gates: str | Gates = "demo",
+    sparsity: float = 0.5,
+    sinks: int = 128,
+    recent: int = 256,
+    every: int | None = 1,
+    groups: int = 1,
+) -> Policy:
+    """Retrieval heads retain everything; streaming heads retain the first tokens and the most recent ones.
+
+    The model decides which kv head is which, not the prompt: a gate for each kv head was trained to tell how much the
+    model's answers need it to see everything (section 2.2), and the heads with the smallest gates stream.
+
+    Args:
+        gates: a file (.json or .npz as `scripts/train_duo_gates.py` writes, .tsv as the authors released), a tuple of
+            numbers per layer, or "demo" for the model that comes with kvjax. Gates for another number of layers or kv
+            heads than the model has are refused when a cache is made; another model of the same sizes is not noticed.
+        sparsity: the share of all kv heads that stream, from 0 to 1 (the paper: 0.5 for models with query groups, 0.75
+            without).
+        sinks: the number of first tokens, which are always retained.
+        recent: the number of most recent tokens that a streaming head retains, among which a query counts itself.
+        every: the number of tokens that a streaming head evicts at a time while decoding; None compresses the prompt
+            only.
+        groups: the number of groups of consecutive kv heads. The share `sparsity` streams in each, so that groups hold
+            equally much. On a mesh that divides kv heads over D devices it must be a multiple of D.
+
+    Raises:
+        ValueError: for a value or a file that is not accepted.
+    """
+    check_integer("sinks", sinks, least=0)
+    check_integer("recent", recent, least=1)
+    check_integer("groups", groups, least=1)
+    check_share("sparsity", sparsity)
+    values = read_gates(DEMO if gates == "demo" else gates) if isinstance(gates, str) else gates
+    return Policy(
+        score=Recency(),
+        budget=GatedShares(Fixed(sinks + recent), full_heads(_checked(values), sparsity, groups), groups),
+        select=TopTokens(),
+        merge=Drop(),
+        protect=Protect(sinks=sinks),
+        every=every,
+    )
+
+
+def _checked(gates: Gates) -> Gates:
+    rows = {len(layer) if isinstance(layer, tuple) else 0 for layer in gates} if isinstance(gates, tuple) else {0}
+    if len(rows) != 1 or 0 in rows or not np.isfinite(np.array(gates, float)).all():
+        raise ValueError(f"gates={gates!r}: expected the name of a file, or a tuple per layer of equally many numbers")
+    return gates
+
+
+def _check_groups(groups: int, heads: int) -> None:
+    if heads % groups:
+        raise ValueError(f"groups={groups} of {heads} kv heads: expected a divisor of {heads}")

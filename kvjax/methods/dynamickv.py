@@ -1,0 +1,167 @@
+"""DynamicKV (Zhou et al., EMNLP 2025, arXiv 2412.14838): SnapKV with budgets by layer that follow the prompt.
+
+Differences from the paper. Entries are stored per kv head, with scores reduced over the query group; the released code
+stores them per query head. Entries are apportioned by largest remainders, so that they add up; `code_rounding=True`
+rounds as released. The paper fixes no pooling: the released code pools by "avg" for Llama and InternLM and by "max" for
+Mistral and Qwen2. The paper states r_max = 10 for all models; the released script for Qwen2 comes to 5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.heads import Heads
+from kvjax.pallas_kernels import top_counts
+from kvjax.policy import AllocatedBudget, Layout, Policy, check_integer
+
+from .common.allocation import check_mean
+from .common.budgets import budget_of
+from .registry import preset
+from .snapkv import snapkv
+
+
+@dataclass(frozen=True)
+class DynamicShares(AllocatedBudget):
+    """After every few layers, the layers read by then are given L * b entries in proportion to their best scores.
+
+    Of the scores of n layers' H heads the b * H * n largest are counted, cnt_i of them layer i's, and layer i is given
+    Z_i = b * L * cnt_i / sum(cnt), b being the budget without the protected entries. A layer retains the least that it
+    was ever given, and at most r_max * b, in each head (Algorithm 1). L * b is therefore an upper bound of what all
+    layers retain together, and a layer may retain nothing but its protected entries. A prompt within the budget is
+    retained in full.
+
+    The scores of all layers are known at once here, so all updates are made at once, with the same result. On a mesh
+    the scores of all heads are gathered once per prompt.
+
+    Attributes:
+        budget: entries of the mean layer, protected ones included, the same for all layers.
+        interval: the number of layers between updates; the last update is at the last layer.
+        r_max: no layer retains more than r_max * b unprotected entries; at least 1.
+        code_rounding: whether Z is rounded down twice, and the last layer given the remainder, as in the released code;
+            if not, it is rounded by largest remainders, so that the parts add up.
+
+    Raises:
+        ValueError: for a value that is not accepted, or a budget that is not the same for all layers.
+    """
+
+    interval: int = 4
+    r_max: float = 10.0
+    code_rounding: bool = False
+
+    def __post_init__(self) -> None:
+        check_integer("interval", self.interval, least=1)
+        if isinstance(self.r_max, str | bool) or not self.r_max >= 1:
+            raise ValueError(f"r_max={self.r_max!r}: expected a number >= 1")
+        check_mean(self.budget, "DynamicShares")
+
+    @property
+    def layout(self) -> Layout:
+        return Layout()
+
+    def allocate(
+        self, scores: Float[Array, "L B H M"], means: Int[Array, "L B"], least: int, heads: Heads
+    ) -> Int[Array, "L B H"]:
+        L, B, _, M = scores.shape
+        protected = jnp.sum(jnp.isposinf(scores), axis=-1)
+        most_protected = jnp.max(protected, axis=(0, 2))
+        distant = jnp.where(jnp.isposinf(scores), -jnp.inf, scores)
+        held = jnp.sum(distant > -jnp.inf, axis=-1)
+        longest = jnp.max(held, axis=(0, 2))
+        room = jnp.clip(means[0] - most_protected, 0, M)
+        floor = jnp.clip(least - most_protected, 0, room)  # each layer's first entries, for which none competes
+        base = room - floor
+        cap = jnp.minimum(jnp.floor(base * self.r_max + 1e-4).astype(jnp.int32), longest)
+        of_all_heads = heads.whole_layer(jnp.moveaxis(distant, 0, 2))
+        H = of_all_heads.shape[1]
+        by_layer = jnp.moveaxis(of_all_heads, 2, 1).reshape(B, L, -1)
+        retained = jnp.broadcast_to(cap[:, None], (B, L))
+        for done in sorted({*range(self.interval, L, self.interval), L}):
+            counts = top_counts(by_layer[:, :done], base * (H * done))
+            given = (_as_released if self.code_rounding else _exactly)(counts, base, cap, L, H)
+            retained = retained.at[:, :done].min(given)
+        retained = jnp.where((longest <= room)[:, None], M, floor[:, None] + retained)
+        return protected + jnp.minimum(held, retained.T[..., None])
+
+
+def _exactly(
+    counts: Int[Array, "B n"], base: Int[Array, "B"], cap: Int[Array, "B"], layers: int, heads: int
+) -> Int[Array, "B n"]:
+    """base * layers entries in proportion to the counts, which add up to base * heads * n; the largest remainders up.
+
+    Where the layers have fewer entries than that to count, all were counted, and each layer is given all that it has or
+    more.
+    """
+    quotient, rest = jnp.divmod(counts * layers, heads * counts.shape[1])
+    order = jnp.argsort(-rest, axis=-1, stable=True)
+    left = jnp.sum(rest, axis=-1, keepdims=True) // (heads * counts.shape[1])
+    return quotient + (jnp.argsort(order, axis=-1) < left)
+
+
+def _as_released(
+    counts: Int[Array, "B n"], base: Int[Array, "B"], cap: Int[Array, "B"], layers: int, heads: int
+) -> Int[Array, "B n"]:
+    """The same with the released rounding: counts by layer, and then shares of the cap, are rounded down."""
+    n = counts.shape[1]
+    counts = counts // n
+    if n == layers:
+        counts = counts.at[:, -1].add(base * heads - jnp.sum(counts, axis=-1))
+    shares = _scaled(cap[:, None], counts, jnp.sum(counts, axis=-1, keepdims=True))
+    given = _scaled(shares, (base * layers)[:, None], jnp.sum(shares, axis=-1, keepdims=True))
+    return given.at[:, -1].add(base * layers - jnp.sum(given, axis=-1))
+
+
+def _scaled(a: Int[Array, "..."], b: Int[Array, "..."], c: Int[Array, "..."]) -> Int[Array, "..."]:
+    """floor(a * b / c), 0 if c is 0, by long multiplication, because the product may exceed 32 bits."""
+    c = jnp.maximum(c, 1)
+    quotient_of_b, part = jnp.divmod(b, c)
+
+    def add_bit(i: Array, sum_and_rest: tuple[Array, Array]) -> tuple[Array, Array]:
+        quotient, rest = sum_and_rest
+        rest = 2 * rest + jnp.where((a >> (30 - i)) & 1, part, 0)
+        return 2 * quotient + rest // c, rest % c
+
+    zeros = jnp.zeros(jnp.broadcast_shapes(a.shape, b.shape, c.shape), jnp.int32)
+    quotient, _ = jax.lax.fori_loop(0, 31, add_bit, (zeros, zeros))
+    return a * quotient_of_b + quotient
+
+
+@preset
+def dynamickv(
+    budget: int | float = 1024,
+    window: int = 8,
+    kernel: int = 7,
+    pool: Literal["max", "avg", "none"] = "avg",
+    group: Literal["mean", "max"] = "mean",
+    interval: int = 4,
+    r_max: float = 10.0,
+    code_rounding: bool = False,
+) -> Policy:
+    """Compresses the prompt once by SnapKV's scores; layers with more of the best scores retain more entries.
+
+    With b = budget - window: after every m layers the b * H * n best scores of the n layers so far are counted, and
+    layer i is given Z_i = b * L * cnt_i / sum(cnt). It retains the least that it was ever given, at most r_max * b, and
+    the window, in every head (Algorithm 1). The paper's normalisations of the counts cancel in Z. The answer is added
+    to that.
+
+    Args:
+        budget: entries of the mean layer per kv head, window included (the paper's wt). A float is a share of each
+            row's prompt. Layers may retain fewer together, never more.
+        window: ws, the number of most recent tokens whose queries score, and which are always retained.
+        kernel: the odd size of the pooling along the prompt, in tokens.
+        pool: "avg" (released for Llama and InternLM), "max" (for Mistral and Qwen2) or "none".
+        group: how scores are reduced over the query heads of a kv head, before pooling; the released code stores each
+            query head's own.
+        interval: m, the number of layers between updates.
+        r_max: no layer retains more than r_max * b and the window. The released script for Qwen2 comes to 5.
+        code_rounding: whether to round as released, which adds up to less; if not, by largest remainders.
+
+    Raises:
+        ValueError: for a value that is not accepted, or a budget of no more than the window.
+    """
+    policy = snapkv(budget, window=window, kernel=kernel, pool=pool, group=group)
+    return replace(policy, budget=DynamicShares(budget_of(budget), interval, r_max, code_rounding))

@@ -1,0 +1,188 @@
+"""Expected attention (Devoto et al., arXiv 2510.00636): the attention that future queries are expected to give.
+
+Differences from kvpress, which has the authors' code: statistics are kept per row, so that rows of different lengths do
+not mix, and a prompt may be read in chunks. The rotation is averaged over the positions that follow each row's own end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.cache import Slots
+from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_integer
+
+from .common.budgets import budget_of
+from .common.drop import Drop
+from .common.top_tokens import TopTokens
+from .registry import preset
+
+
+class QueryStatistics(NamedTuple):
+    """Of the queries of each row before rotation: their number, their mean, the sum of outer products about it."""
+
+    number: Float[Array, "B Hq"]
+    mean: Float[Array, "B Hq D"]
+    scatter: Float[Array, "B Hq D D"]
+
+    @classmethod
+    def of(cls, queries: Float[Array, "B Hq W D"], counted: Float[Array, "B 1 W"]) -> QueryStatistics:
+        """The statistics of the queries that are counted, which have 1 in `counted`; the others have 0."""
+        wide = queries.astype(jnp.float32)
+        count = jnp.broadcast_to(jnp.sum(counted, axis=-1), wide.shape[:2])
+        mean = jnp.sum(wide * counted[..., None], axis=2) / jnp.maximum(count, 1)[..., None]
+        centred = (wide - mean[:, :, None]) * counted[..., None]
+        return cls(count, mean, jnp.einsum("BHWD,BHWE->BHDE", centred, centred, precision="highest"))
+
+    def joined(self, other: QueryStatistics) -> QueryStatistics:
+        """The statistics of both sets of queries (Chan et al.). No large number is subtracted from another one."""
+        count = self.number + other.number
+        share = other.number / jnp.maximum(count, 1)
+        apart = other.mean - self.mean
+        between = (self.number * share)[..., None, None] * apart[..., :, None] * apart[..., None, :]
+        return QueryStatistics(count, self.mean + share[..., None] * apart, self.scatter + other.scatter + between)
+
+
+@dataclass(frozen=True)
+class ExpectedAttention(Score):
+    """The attention that a Gaussian query at one of the next positions would give, times the norm of the value.
+
+    The state is the mean and the covariance of queries before rotation, one matrix per query head. On a mesh where
+    devices hold the same kv head these are gathered once per call.
+
+    Attributes:
+        sinks: the number of first tokens whose queries and keys do not count.
+        future: the number of next positions over which the rotation is averaged.
+        covariance: whether the covariance of queries counts, besides their mean.
+        value_norm: whether attention is multiplied by the norm of the value.
+        epsilon: added to the attention before that.
+    """
+
+    sinks: int = 4
+    future: int = 512
+    covariance: bool = True
+    value_norm: bool = True
+    epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_integer("sinks", self.sinks, least=0)
+        check_integer("future", self.future, least=1)
+        if isinstance(self.epsilon, str | bool) or not self.epsilon >= 0:
+            raise ValueError(f"epsilon={self.epsilon!r}: expected a number >= 0")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(queries="unrotated", weighs_values=self.value_norm)
+
+    def check(self, policy: Policy) -> None:
+        if policy.protect.sinks < self.sinks:
+            raise ValueError(
+                f"ExpectedAttention does not score the first {self.sinks} tokens, and {policy.protect} does not "
+                f"protect them; expected sinks={self.sinks} or more"
+            )
+        if policy.positions == "in_cache":
+            raise ValueError(
+                "ExpectedAttention compares keys with queries at the next positions, so keys must be rotated to their "
+                "own; it cannot be combined with positions='in_cache'"
+            )
+
+    def init(self, shape: LayerShape, slots: int) -> tuple[None, QueryStatistics]:
+        B, Hq, D = shape.batch, shape.heads, shape.head_dim
+        return None, QueryStatistics(*(jnp.zeros(s, jnp.float32) for s in ((B, Hq), (B, Hq, D), (B, Hq, D, D))))
+
+    def observe(self, entries: Slots, attended: Attended) -> tuple[None, QueryStatistics]:
+        counted = (attended.positions >= self.sinks)[:, None].astype(jnp.float32)
+        new = QueryStatistics.of(attended.queries, counted)
+        return None, entries.per_row.joined(QueryStatistics(*map(attended.heads.whole_groups, new)))
+
+    def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
+        statistics: QueryStatistics = entries.per_row
+        B, H, M, D = entries.keys.shape
+        keys = entries.keys.astype(jnp.float32)
+        turn = self._mean_rotation(moment, D)
+        mean = turn(statistics.mean[:, :, None])[:, :, 0]
+        covariance = statistics.scatter / jnp.maximum(statistics.number, 1)[..., None, None]
+        covariance = turn(jnp.swapaxes(turn(covariance), -1, -2))  # R C R', because C is symmetric
+        scored = entries.positions >= self.sinks
+
+        def attention(total: Array, head: tuple[Array, Array]) -> tuple[Array, None]:
+            """One query head of every group, so that keys are not multiplied by all covariances at once."""
+            mean, covariance = head
+            logits = moment.scale * jnp.einsum("BHMD,BHD->BHM", keys, mean, precision="highest")
+            if self.covariance:
+                turned = jnp.einsum("BHMD,BHDE->BHME", keys, covariance, precision="highest")
+                logits += moment.scale**2 / 2 * jnp.sum(turned * keys, axis=-1)
+            if entries.bias is not None:
+                logits += entries.bias
+            weights = jax.nn.softmax(jnp.where(scored, logits, -jnp.inf), axis=-1)
+            return total + jnp.where(scored, weights, 0), None
+
+        def by_group(x: Array) -> Array:
+            return jnp.moveaxis(x.reshape(B, H, -1, *x.shape[2:]), 2, 0)
+
+        scores, _ = jax.lax.scan(attention, jnp.zeros((B, H, M)), (by_group(mean), by_group(covariance)))
+        scores /= mean.shape[1] // H
+        if self.value_norm:
+            scores = (scores + self.epsilon) * jnp.linalg.norm(entries.values.astype(jnp.float32), axis=-1)
+        return scores
+
+    def _mean_rotation(self, moment: Moment, dim: int) -> Callable[[Float[Array, "B H N D"]], Float[Array, "B H N D"]]:
+        """The mean RoPE matrix over the next positions of each row. It is linear, but no longer a rotation."""
+        rope = moment.layer.rope
+        frequencies = jnp.asarray(rope.frequencies(dim) if moment.rope is None else moment.rope)
+        positions = moment.next_position[:, None] + jnp.arange(self.future)
+        angles = positions[..., None].astype(jnp.float32) * jnp.expand_dims(frequencies, -2)
+        cos, sin = (rope.attention_factor * jnp.mean(f(angles), axis=1)[:, None, None] for f in (jnp.cos, jnp.sin))
+        half = frequencies.shape[-1]
+
+        def turn(x: Float[Array, "B H N D"]) -> Float[Array, "B H N D"]:
+            first, second, rest = jnp.split(x, [half, 2 * half], axis=-1)
+            return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+
+        return turn
+
+
+@preset
+def expected_attention(
+    budget: int | float = 1024,
+    sinks: int = 4,
+    future: int = 512,
+    covariance: bool = True,
+    value_norm: bool = True,
+    epsilon: float = 0.0,
+) -> Policy:
+    """Compresses the prompt once, by the attention that is expected of queries that do not exist yet.
+
+    Queries before rotation are modelled as Gaussian, with the mean m and the covariance C of the prompt's own queries.
+    With R the mean RoPE matrix of the next `future` positions, the expected logit of a future query on token c is
+
+        z_c = scale * k_c . R m + scale^2 / 2 * k_c . R C R' k_c,    score[h, c] = (mean_g softmax_c(z) + epsilon) |v_c|
+
+    where the softmax is over all tokens but the sinks, and the mean over the query group. It needs no attention
+    weights. The answer is added to the retained entries.
+
+    Args:
+        budget: the number of entries retained of the prompt, sinks included. An integer >= 1, or a float in (0, 1] for
+            that share of each row's prompt.
+        sinks: the number of first tokens. They are always retained; neither their queries nor their keys count.
+        future: the number of next positions over which rotations are averaged.
+        covariance: whether the second term of the logit counts.
+        value_norm: whether attention is multiplied by the norm of the value.
+        epsilon: added to the attention first; kvpress's registry has 0.01 (its class, and this preset, 0). It has no
+            effect without `value_norm`.
+
+    Raises:
+        ValueError: for a value that is not accepted, or an integer budget smaller than `sinks` + 1.
+    """
+    return Policy(
+        score=ExpectedAttention(sinks, future, covariance, value_norm, epsilon),
+        budget=budget_of(budget),
+        select=TopTokens(),
+        merge=Drop(),
+        protect=Protect(sinks=sinks),
+    )

@@ -1,0 +1,65 @@
+"""KeyDiff (Park et al., NeurIPS 2025, arXiv 2504.15364): entries whose keys are unlike the others are retained.
+
+Difference from the paper: it reads prompts in blocks and compresses after each block, which is `chunk=` with
+`compress="chunk"` here. The default compresses once after the prompt, as kvpress does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.cache import Slots
+from kvjax.policy import Moment, Needs, Policy, Protect, Score
+
+from .common.budgets import budget_of
+from .common.drop import Drop
+from .common.top_tokens import TopTokens
+from .registry import preset
+
+
+@dataclass(frozen=True)
+class KeyDifference(Score):
+    """The negative cosine between a key and the anchor, which is the mean of all keys scaled to length 1."""
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(signed=True)
+
+    def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
+        keys = entries.keys.astype(jnp.float32)
+        # Sums of products avoid an array of unit keys, which XLA would write out in float32 at the size of the keys.
+        length = jnp.maximum(jnp.sqrt(jnp.sum(keys * keys, axis=-1)), 1e-12)
+        share = jnp.where(entries.positions >= 0, 1 / length, 0)
+        anchor = jnp.sum(keys * share[..., None], axis=2)  # its length does not change the order
+        anchor /= jnp.maximum(jnp.linalg.norm(anchor, axis=-1, keepdims=True), 1e-12)
+        return -jnp.sum(keys * anchor[:, :, None], axis=-1) / length
+
+
+@preset
+def keydiff(budget: int | float = 1024, sinks: int = 0, recent: int = 0, every: int | None = None) -> Policy:
+    """Retains the entries whose keys are least similar to the anchor.
+
+    score[h, c] = -cos(k_c, mean over cached j of k_j / |k_j|), with keys as they are cached, after RoPE.
+
+    Args:
+        budget: the number of entries retained of the prompt per kv head. An integer >= 1, or a float in (0, 1] for
+            that share of each row's prompt.
+        sinks: the number of first tokens that are always retained.
+        recent: the number of most recent tokens that are always retained.
+        every: the number of entries that a full head evicts at a time while decoding; the budget then bounds what a
+            query sees. None compresses the prompt only.
+
+    Raises:
+        ValueError: for a value that is not accepted, or a budget smaller than sinks + recent + `every`.
+    """
+    return Policy(
+        score=KeyDifference(),
+        budget=budget_of(budget),
+        select=TopTokens(),
+        merge=Drop(),
+        protect=Protect(sinks=sinks, recent=recent),
+        every=every,
+    )

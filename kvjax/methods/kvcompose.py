@@ -1,0 +1,294 @@
+"""KVCompose (arXiv 2509.05165): heads choose their own tokens, and layers compete for the number of tokens.
+
+Differences from the paper. Attention and means are float32, and the total is counted in integers, where the released
+code multiplies in floating point. The released code also raises the first layer's composites to the largest of their
+rank in any layer (`first_layer=True`). With `structured=False` heads really store different numbers of entries, where
+kvpress masks them. Several task prompts run on their own; the released code would run them one behind the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache import Slots
+from kvjax.heads import Heads
+from kvjax.pallas_kernels import Reduction, fold, top_counts, window_scores
+from kvjax.policy import (
+    AllocatedBudget,
+    Attended,
+    LayerShape,
+    Layout,
+    Moment,
+    Needs,
+    Pass,
+    Policy,
+    Score,
+    Texts,
+    check_choice,
+    check_integer,
+)
+
+from .common.allocation import check_mean, raise_best
+from .common.budgets import budget_of
+from .common.drop import Drop
+from .common.global_shares import GlobalShares
+from .common.projected_norms import projected_norms
+from .common.top_tokens import TopTokens
+from .registry import preset
+
+
+class TaskWeights(NamedTuple):
+    """What each slot received from the task's queries so far: softmax weights, reduced, and how many saw it."""
+
+    weights: Float[Array, "B H G S"]
+    queries: Int[Array, "B H S"]
+
+
+@dataclass(frozen=True)
+class TaskAttention(Score):
+    """Attention from the tokens of a task, reduced over these, then over the query group (eq. 14 to 16).
+
+    A row's softmax is over all entries that it sees, those of the task's own tokens included; only the prompt's entries
+    are scored. On a mesh the mean over heads is taken once per prompt and layer. Where devices share a kv head, its
+    queries are gathered once per pass, and projected norms once per prompt and layer.
+
+    Attributes:
+        source: whose tokens. "replay": the prompt's, run a second time behind itself; "self": the prompt's as it is
+            read; "prompt": those of `prompts`.
+        prompts: texts or token ids, each of which runs on its own behind the prompt.
+        rows: the reduction over the task's queries, Agg_task; "mean" is over those that see the entry.
+        group: the reduction over the query group, Agg_group, after rows.
+        head_mean: whether the mean of all kv heads' scores is added to each (equation 16), at the prompt's end, when
+            the heads of a layer hold the same tokens in the same slots.
+        value_norm: weighs attention by the L2 norm of the value, "v", or of the value behind the query head's output
+            projection, "vo" (equations 26 and 27).
+
+    Raises:
+        ValueError: for a value that is not accepted, and for prompts with a source that does not use them.
+    """
+
+    source: Literal["replay", "self", "prompt"] = "replay"
+    prompts: tuple[str | tuple[int, ...], ...] = ()
+    rows: Literal["max", "mean", "sum"] = "max"
+    group: Literal["mean", "max"] = "mean"
+    head_mean: bool = True
+    value_norm: Literal["none", "v", "vo"] = "none"
+
+    def __post_init__(self) -> None:
+        check_choice("source", self.source, "replay", "self", "prompt")
+        check_choice("rows", self.rows, "max", "mean", "sum")
+        check_choice("group", self.group, "mean", "max")
+        check_choice("value_norm", self.value_norm, "none", "v", "vo")
+        if (self.source == "prompt") != bool(self.prompts):
+            raise ValueError(
+                f"source={self.source!r} with prompts={self.prompts!r}: expected prompts where the source is 'prompt', "
+                "and none otherwise"
+            )
+        if not all(isinstance(prompt, str | tuple) and len(prompt) for prompt in self.prompts):
+            raise ValueError(f"prompts={self.prompts!r}: expected strings and tuples of token ids, none of them empty")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(
+            queries="rotated",
+            whole_prompt=self.source == "replay",
+            texts=self.prompts,
+            weighs_values=self.value_norm != "none",
+        )
+
+    def check(self, policy: Policy) -> None:
+        if policy.every is not None:
+            raise ValueError(
+                f"TaskAttention scores a prompt, and nothing that is decoded; with every={policy.every} it cannot be "
+                "combined"
+            )
+        if self.source != "self" and not policy.allocates:
+            raise ValueError(
+                f"TaskAttention with source={self.source!r} runs tokens over the complete prompt, and under "
+                f"{type(policy.budget).__name__} each layer is compressed before the next one reads it: expected a "
+                "budget that is allocated, such as CompositeShares, or source='self'"
+            )
+
+    def init(self, shape: LayerShape, slots: int) -> tuple[TaskWeights, None]:
+        B, H, G = shape.batch, shape.kv_heads, shape.heads // shape.kv_heads
+        return TaskWeights(jnp.zeros((B, H, G, slots), jnp.float32), jnp.zeros((B, H, slots), jnp.int32)), None
+
+    def passes(self, tokens: Int[Array, "B N"], lengths: Int[Array, "B"], texts: Texts) -> Sequence[Pass]:
+        zeros = jnp.zeros_like(lengths)
+        if self.source == "replay":
+            return [Pass(tokens, lengths, zeros, lengths)]
+        given = [jnp.array(ids, jnp.int32) for ids in texts]
+        return [
+            Pass(jnp.tile(ids, (len(lengths), 1)), jnp.full_like(lengths, len(ids)), zeros, lengths) for ids in given
+        ]
+
+    def observe(self, entries: Slots, attended: Attended) -> tuple[TaskWeights, None]:
+        """Adds the weights of these queries, if they are the task's, to those of the queries before."""
+        old: TaskWeights = entries.per_slot
+        if (attended.replay is None) != (self.source == "self"):
+            return old, None
+        q, lse = (attended.heads.whole_groups(x) for x in (attended.queries, attended.lse))
+        B, _, W, D = q.shape
+        H, G = old.weights.shape[1:3]
+
+        def of_head(head: tuple[Array, Array]) -> Float[Array, "B H S"]:
+            """From one query head of each group."""
+            q, lse = head
+            return window_scores(
+                q,
+                entries.keys,
+                attended.positions,
+                entries.positions,
+                lse=lse,
+                scale=attended.scale,
+                window=attended.window,
+                bias=entries.bias,
+                reduction=Reduction(rows="max" if self.rows == "max" else "sum"),
+            )
+
+        heads = (jnp.moveaxis(q.reshape(B, H, G, W, D), 2, 0), jnp.moveaxis(lse.reshape(B, H, G, W), 2, 0))
+        new = jnp.moveaxis(jax.lax.map(of_head, heads), 0, 2)
+        weights = jnp.maximum(old.weights, new) if self.rows == "max" else old.weights + new
+        return TaskWeights(weights, old.queries + _viewers(entries.positions, attended)), None
+
+    def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
+        weights, queries = entries.per_slot
+        if self.rows == "mean":
+            weights = weights / jnp.maximum(queries, 1)[:, :, None]
+        if self.value_norm == "v":
+            weights = weights * jnp.linalg.norm(entries.values.astype(jnp.float32), axis=-1)[:, :, None]
+        elif self.value_norm == "vo":
+            B, H, G, M = weights.shape
+            own = projected_norms(entries.values, moment.layer.output, order=2).reshape(B, -1, M)
+            weights = weights * moment.heads.whole_groups(own).reshape(B, H, G, M)
+        scores = fold(weights, self.group, axis=2)
+        return scores + moment.heads.mean(scores) if self.head_mean else scores
+
+
+def _viewers(positions: Int[Array, "B H S"], attended: Attended) -> Int[Array, "B H S"]:
+    """The number of the queries, which are of consecutive tokens, that see each entry."""
+    last = attended.positions[:, -1, None, None]
+    first = last - attended.lengths[:, None, None] + 1
+    newest = last if attended.window is None else jnp.minimum(last, positions + attended.window - 1)
+    return jnp.where(positions >= 0, jnp.maximum(newest - jnp.maximum(first, positions) + 1, 0), 0)
+
+
+@dataclass(frozen=True)
+class CompositeShares(AllocatedBudget):
+    """The k-th best entries of all kv heads form composite k of a layer, and layers compete with their composites.
+
+    A composite's importance is the mean or the maximum of its entries' scores. The best L * mean composites of all
+    layers are retained, so that each layer retains the same number of entries in all of its heads (eq. 17 to 24). On a
+    mesh the heads exchange the mean, or for the maximum all their scores, once per prompt.
+
+    Attributes:
+        budget: entries of the mean layer, the same for all layers.
+        min_tokens: no layer retains fewer, as far as it has them; out of the same total. 0 may leave a layer empty.
+        first_layer: whether the composites of the first layer are raised to the largest of the same rank in any layer,
+            as in the released code.
+        heads: the reduction over the kv heads, Agg_head of equation 19.
+
+    Raises:
+        ValueError: for a value that is not accepted, or a budget that is not the same for all layers.
+    """
+
+    min_tokens: int = 0
+    first_layer: bool = False
+    heads: Literal["mean", "max"] = "mean"
+
+    def __post_init__(self) -> None:
+        check_integer("min_tokens", self.min_tokens, least=0)
+        check_choice("heads", self.heads, "mean", "max")
+        check_mean(self.budget, "CompositeShares")
+        if (smallest := self.budget.smallest) is not None and smallest < self.min_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} of a mean of {smallest}: expected at most that mean")
+
+    @property
+    def layout(self) -> Layout:
+        return Layout()
+
+    def allocate(
+        self, scores: Float[Array, "L B H M"], means: Int[Array, "L B"], least: int, heads: Heads
+    ) -> Int[Array, "L B H"]:
+        ranked = jnp.moveaxis(jnp.flip(jnp.sort(scores, axis=-1), axis=-1), 0, 2)
+        maximum = self.heads == "max"
+        composites = jnp.max(heads.whole_layer(ranked), axis=1) if maximum else heads.mean(ranked)[:, 0]
+        if self.first_layer:
+            composites = composites.at[:, 0].max(jnp.max(composites, axis=1))
+        counts = top_counts(raise_best(composites, max(least, self.min_tokens)), jnp.sum(means, axis=0))
+        return jnp.broadcast_to(counts.T[..., None], scores.shape[:3])
+
+
+@preset
+def kvcompose(
+    budget: int | float = 1024,
+    source: Literal["replay", "self", "prompt"] = "replay",
+    prompts: str | tuple[str | tuple[int, ...], ...] = "",
+    rows: Literal["max", "mean", "sum"] = "max",
+    group: Literal["mean", "max"] = "mean",
+    heads: Literal["mean", "max"] = "mean",
+    head_mean: bool = True,
+    value_norm: Literal["none", "v", "vo"] = "none",
+    structured: bool = True,
+    groups: int = 1,
+    min_tokens: int = 0,
+    first_layer: bool = False,
+) -> Policy:
+    """Compresses the prompt once, after all layers have read it, by the attention of a task; the answer is added to it.
+
+    Without a task the prompt is its own task: it runs a second time behind itself, at positions N .. 2N - 1, and
+
+        S1[q, c] = max over its rows m of softmax(q_m . k)_c   (over all it sees; only the N entries c count; eq. 14)
+        S2[h, c] = mean over the query group of S1, and S[h, c] = S2[h, c] + mean over kv heads of S2[., c]  (15, 16)
+
+    Each head sorts its own S; the k-th best of a layer's heads are its composite k, whose importance is their mean, and
+    the L * budget best composites of all layers are retained (eq. 17 to 24). A layer may be left without entries, and a
+    later token then attends to itself alone there.
+
+    Args:
+        budget: entries of the mean kv head. A float is a share of each row's prompt, 1 - r of the paper, rounded down
+            before it is multiplied by the number of layers.
+        source: "replay" is the paper's task-agnostic form as released. "self" takes the attention of the first pass,
+            which needs no second one. "prompt" runs the given task prompts (task-aware), each on its own behind the
+            prompt.
+        prompts: for source="prompt": a text, or several texts or tuples of token ids. Texts need `tokenizer=`.
+        rows: Agg_task, over the task's rows: "max" (the paper's setting), "mean" of those that see the entry, or "sum".
+        group: Agg_group, over the query group, after rows: "mean" (the paper's setting) or "max".
+        heads: Agg_head, over the kv heads of a composite (eq. 19): "mean" (the paper's setting) or "max".
+        head_mean: whether equation 16 adds the mean over heads; without it S = S2.
+        value_norm: multiplies S1 by the norm of the value, "v", or of the value behind the query head's output
+            projection, "vo" (A.1.3).
+        structured: whether all heads of a layer retain the same number. False: (layer, head) pairs compete with their
+            S, and each stores the entries that it retains.
+        groups: for structured=False on a mesh: the number of groups of kv heads that compete, a multiple of the number
+            of devices over which kv heads are divided.
+        min_tokens: no layer (no head, if not structured) retains fewer; out of the same total.
+        first_layer: whether composites of the first layer count as the largest of their rank in any layer, as released.
+
+    Raises:
+        ValueError: for a value that is not accepted, and for options that mean nothing with or without `structured`.
+    """
+    allocated: AllocatedBudget
+    if structured:
+        if groups != 1:
+            raise ValueError(f"groups={groups} with structured=True, where heads do not compete: expected groups=1")
+        allocated = CompositeShares(budget_of(budget), min_tokens, first_layer, heads)
+    else:
+        if first_layer:
+            raise ValueError("first_layer=True with structured=False, where no composites exist: expected False")
+        if heads != "mean":
+            raise ValueError(f"heads={heads!r} with structured=False, where no composites exist: expected 'mean'")
+        allocated = GlobalShares(budget_of(budget), groups, min_tokens)
+    given = ((prompts,) if prompts else ()) if isinstance(prompts, str) else tuple(prompts)
+    return Policy(
+        score=TaskAttention(source, given, rows, group, head_mean, value_norm),
+        budget=allocated,
+        select=TopTokens(),
+        merge=Drop(),
+    )

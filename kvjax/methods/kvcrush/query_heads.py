@@ -1,0 +1,105 @@
+"""The attention that entries received from each query head, for bits per query head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.cache import Slots
+from kvjax.pallas_kernels import Reduction
+from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, ScoreWrapper
+
+
+class Watched(NamedTuple):
+    """State per slot.
+
+    Attributes:
+        received: the attention that the entry received from each of the G query heads of its kv head, float32.
+        base: the base's state per slot.
+    """
+
+    received: Float[Array, "B H G S"]
+    base: Any
+
+
+@dataclass(frozen=True)
+class QueryHeadAttention(ScoreWrapper):
+    """The scores of its base; beside them, the attention that entries received from each query head (Algorithm 1).
+
+    `by_query_head` is w_h(t), the mean of the softmax weights on t over all queries so far that could see t. It takes 4
+    bytes per slot and query head while a prompt is read, and one more pass over the keys of each call and step.
+
+    Attributes:
+        base: the score that says which entries matter.
+    """
+
+    def __post_init__(self) -> None:
+        if self.base.needs.queries == "unrotated":
+            raise ValueError(
+                f"QueryHeadAttention observes queries after RoPE, and {type(self.base).__name__} observes them before "
+                "RoPE; they cannot be combined"
+            )
+
+    @property
+    def needs(self) -> Needs:
+        return replace(self.base.needs, queries="rotated", by_query_head=True)
+
+    def check(self, policy: Policy) -> None:
+        if policy.positions == "in_cache":
+            raise ValueError(
+                "QueryHeadAttention compares queries with cached keys, and positions='in_cache' caches keys before "
+                "RoPE; they cannot be combined"
+            )
+        self.base.check(policy)
+
+    def init(self, shape: LayerShape, slots: int) -> tuple[Watched, Any]:
+        per_slot, per_row = self.base.init(shape, slots)
+        group = shape.heads // shape.kv_heads
+        return Watched(jnp.zeros((shape.batch, shape.kv_heads, group, slots), jnp.float32), per_slot), per_row
+
+    def observe(self, entries: Slots, attended: Attended) -> tuple[Watched, Any]:
+        received = entries.per_slot.received
+        per_slot, per_row = self.base.observe(_of_base(entries), attended)
+        if attended.replay is None:
+            received = received + _received(entries, attended)
+        return Watched(received, per_slot), per_row
+
+    def by_query_head(self, entries: Slots, moment: Moment) -> Float[Array, "B Hq M"]:
+        queries = jnp.maximum(moment.next_position[:, None, None] - entries.positions, 1)
+        mean = entries.per_slot.received / queries[:, :, None]
+        return mean.reshape(mean.shape[0], -1, mean.shape[-1])
+
+    def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
+        return self.base(_of_base(entries), moment)
+
+
+def _of_base(entries: Slots) -> Slots:
+    """The entries with the base's state."""
+    return replace(entries, per_slot=entries.per_slot.base)
+
+
+def _received(entries: Slots, attended: Attended) -> Float[Array, "B H G M"]:
+    """The attention of this call's queries, query head by query head, so that no group is reduced."""
+    H = entries.positions.shape[1]
+
+    def split(x: Array) -> Array:
+        """One query head of each group at a time: [G, B, H, ...]."""
+        x = attended.heads.whole_groups(x)
+        return jnp.moveaxis(x.reshape(x.shape[0], H, -1, *x.shape[2:]), 2, 0)
+
+    def of_head(queries: tuple[Array, Array]) -> Float[Array, "B H M"]:
+        q, lse = queries
+        return entries.received(
+            q=q,
+            lse=lse,
+            query_positions=attended.positions,
+            scale=attended.scale,
+            window=attended.window,
+            reduction=Reduction(rows="sum"),
+        )
+
+    return jnp.moveaxis(jax.lax.map(of_head, (split(attended.queries), split(attended.lse))), 0, 2)

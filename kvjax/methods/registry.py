@@ -1,0 +1,46 @@
+"""The one list of methods: presets by name, filled by a decorator, and the parts that methods define."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable
+from types import ModuleType
+from typing import TypeVar
+
+from kvjax.policy import Part, Policy
+
+Preset = TypeVar("Preset", bound=Callable[..., Policy])
+
+_presets: dict[str, Callable[..., Policy]] = {}
+
+
+def preset(build: Preset) -> Preset:
+    """Registers a preset under the name of its function."""
+    _presets[build.__name__] = build
+    return build
+
+
+def presets() -> dict[str, Callable[..., Policy]]:
+    """All presets by name, in alphabetical order."""
+    _modules()
+    return dict(sorted(_presets.items()))
+
+
+def parts() -> dict[str, type[Part]]:
+    """All parts that methods define, by class name, in alphabetical order."""
+    found = {
+        name: value
+        for module in _modules()
+        for name, value in vars(module).items()
+        if inspect.isclass(value) and issubclass(value, Part) and value.__module__ == module.__name__
+    }
+    return dict(sorted(found.items()))
+
+
+def _modules() -> list[ModuleType]:
+    """Every module of this package."""
+    package = importlib.import_module(__package__)
+    names = (module.name for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."))
+    return [importlib.import_module(name) for name in names]

@@ -1,0 +1,135 @@
+"""Scissorhands (Liu et al., NeurIPS 2023, arXiv 2305.17118): tokens that mattered go on to matter.
+
+Differences from the paper: the paper may give layers budgets of their own; here all layers have the same. No code of
+its authors is known, so the constants are those of ports. The weights of a query group are averaged; the paper's models
+have one query head per kv head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from kvjax.cache import Slots
+from kvjax.pallas_kernels import Reduction, window_scores
+from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Received, Score, check_integer
+
+from .common.budgets import budget_of
+from .common.drop import Drop
+from .common.top_tokens import TopTokens
+from .registry import preset
+
+WORD = 32  # bits of state per number
+MEAN = Reduction(rows="sum", group="mean")
+
+
+@dataclass(frozen=True)
+class Neglect(Score):
+    """The negative number of the last `window` queries that gave a token less than the mean of all that they saw.
+
+    A slot holds one bit for each query of the window, that of position p at bit p mod `window`. The bit says whether
+    the weight that the slot received from this query, averaged over the query group, was below 1 / (the number of
+    tokens that the query saw). Queries older than a token, or that attended before it was cached, do not count. On a
+    mesh where devices hold the same kv head, they exchange the group's queries.
+
+    Attributes:
+        window: the number of queries. The state is ceil(window / 32) uint32 numbers per slot.
+    """
+
+    window: int
+
+    def __post_init__(self) -> None:
+        check_integer("window", self.window, least=1)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(received=Received(MEAN, stepwise=True), queries="rotated", signed=True)
+
+    def check(self, policy: Policy) -> None:
+        if policy.positions != "original":
+            raise ValueError(
+                "Neglect scores the prompt's keys as they were rotated when they came in; it cannot be combined with "
+                f"positions={policy.positions!r}"
+            )
+
+    def init(self, shape: LayerShape, slots: int) -> tuple[UInt32[Array, "B H window/32 S"], None]:
+        return jnp.zeros((shape.batch, shape.kv_heads, -(-self.window // WORD), slots), jnp.uint32), None
+
+    def observe(self, entries: Slots, attended: Attended) -> tuple[UInt32[Array, "B H window/32 M"], None]:
+        if attended.received is not None:
+            return self._note(entries, attended, entries.per_slot, attended.received, attended.positions[:, 0]), None
+        last = slice(-self.window, None)
+        queries, lse = (attended.heads.whole_groups(x[:, :, last]) for x in (attended.queries, attended.lse))
+
+        def note(bits: Array, row: tuple[Array, Array, Array]) -> tuple[Array, None]:
+            query, sums, position = row
+            weights = window_scores(
+                query[:, :, None],
+                entries.keys,
+                position[:, None],
+                entries.positions,
+                scale=attended.scale,
+                bias=entries.bias,
+                lse=sums[:, :, None],
+                window=attended.window,
+                reduction=MEAN,
+            )
+            return self._note(entries, attended, bits, weights, position), None
+
+        rows = jnp.moveaxis(queries, 2, 0), jnp.moveaxis(lse, 2, 0), attended.positions[:, last].T
+        return jax.lax.scan(note, entries.per_slot, rows)[0], None
+
+    def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
+        return -jnp.sum(jax.lax.population_count(entries.per_slot), axis=2).astype(jnp.float32)
+
+    def _note(
+        self,
+        entries: Slots,
+        attended: Attended,
+        bits: UInt32[Array, "B H window/32 M"],
+        weights: Float[Array, "B H M"],
+        position: Int[Array, "B"],
+    ) -> UInt32[Array, "B H window/32 M"]:
+        """The bits with those of one query in each row, which saw the entries that are not newer than it."""
+        at = position[:, None, None]
+        seen: Bool[Array, "B H M"] = (entries.positions >= 0) & (entries.positions <= at)
+        if attended.window is not None:
+            seen &= entries.positions > at - attended.window
+        low = seen & (weights * jnp.sum(seen, axis=-1, keepdims=True) < 1)
+        index = (position % self.window)[:, None, None, None]
+        own = (jnp.arange(bits.shape[2])[:, None] == index // WORD) & (at >= 0)[..., None]
+        bit = jnp.where(own, jnp.uint32(1) << (index % WORD).astype(jnp.uint32), jnp.uint32(0))
+        return (bits & ~bit) | jnp.where(low[:, :, None], bit, jnp.uint32(0))
+
+
+@preset
+def scissorhands(budget: int = 1024, window: int = 400, recent: int = 10, drop: float = 0.5) -> Policy:
+    """Evicts half of a full cache at once: the tokens that most of the recent queries gave less than the mean.
+
+    I[h, c] = the number of the last `window` queries r whose weight on c, averaged over the query group of h, is below
+    1 / (the number of tokens that r saw). The tokens with the largest I are evicted, of equal ones the later, but never
+    the `recent` newest.
+
+    Args:
+        budget: the most entries that a query sees, itself included. An integer >= 1.
+        window: the number of queries whose weights count, the paper's w.
+        recent: the number of most recent tokens, which are always retained, the paper's r.
+        drop: the share of the budget that is evicted at once, the paper's m / B, above 0 and below 1.
+
+    Raises:
+        ValueError: for a value that is not accepted, or a budget smaller than recent + max(1, int(budget * drop)).
+    """
+    check_integer("budget", budget, least=1)
+    if isinstance(drop, bool) or not isinstance(drop, int | float) or not 0 < drop < 1:
+        raise ValueError(f"drop={drop!r}: expected a share of the budget above 0 and below 1")
+    return Policy(
+        score=Neglect(window),
+        budget=budget_of(budget),
+        select=TopTokens(),
+        merge=Drop(),
+        protect=Protect(recent=recent),
+        every=max(1, int(budget * drop)),
+    )

@@ -1,0 +1,45 @@
+"""StreamingLLM (Xiao et al., arXiv 2309.17453): attention sinks and the most recent tokens."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from kvjax.policy import Policy, Protect
+
+from .common.budgets import budget_of
+from .common.drop import Drop
+from .common.recency import Recency
+from .common.top_tokens import TopTokens
+from .registry import preset
+
+
+@preset
+def streaming_llm(
+    budget: int | float = 1024,
+    sinks: int = 4,
+    positions: Literal["original", "in_cache"] = "original",
+    every: int | None = 1,
+) -> Policy:
+    """Retains the first `sinks` tokens and the most recent tokens, after the prompt and at every decode step.
+
+    Args:
+        budget: the entries that a query sees, sinks and itself included (the paper's start size + recent size). An
+            integer >= 1, or a float in (0, 1] for that share of each row's prompt.
+        sinks: the number of first tokens, which are always retained.
+        positions: "in_cache" is the paper's form: keys are cached before RoPE and rotated to their place in the cache,
+            so that no distance exceeds the budget however long the text is. "original" keeps each token at its own
+            position, as ports for long prompts do.
+        every: the number of tokens that are evicted at a time; None compresses the prompt only.
+
+    Raises:
+        ValueError: for a value that is not accepted, or a budget smaller than sinks + `every`.
+    """
+    return Policy(
+        score=Recency(),
+        budget=budget_of(budget),
+        select=TopTokens(),
+        merge=Drop(),
+        protect=Protect(sinks=sinks),
+        every=every,
+        positions=positions,
+    )

@@ -1,0 +1,38 @@
+"""The presets: each method with the defaults of its paper. `PRESETS` lists them by name.
+
+A preset is a function that returns a `Policy`, such as `kvjax.policies.snapkv(budget=1024)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from kvjax.methods import registry
+from kvjax.policy import Policy, text
+
+PRESETS: Mapping[str, Callable[..., Policy]] = MappingProxyType(registry.presets())
+_PARTS = registry.parts()
+
+
+def parse(description: str) -> Policy:
+    """The policy that a text describes: `preset`, `preset:option=value,...`, or the repr of any policy.
+
+    The options of an option that is itself a policy follow under its name: `kvcrush:base=h2o,base.budget=512`.
+
+    Raises:
+        ValueError: for an unknown preset or option, or a value that it does not accept; the message names those that
+            are accepted.
+    """
+    return text.parse(description, PRESETS, _PARTS)
+
+
+def __getattr__(name: str) -> Callable[..., Policy]:
+    try:
+        return PRESETS[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no preset {name!r}; there are {', '.join(PRESETS)}") from None
+
+
+def __dir__() -> list[str]:
+    return ["PRESETS", "parse", *PRESETS]

@@ -1,0 +1,37 @@
+"""The language of policies: what parts are shown and asked, and how a policy puts them together. It knows no method."""
+
+from .budget import AllocatedBudget, Budget, Layout, check_alike
+from .merge import Effects, Keep, Merge
+from .part import Part, check_choice, check_integer
+from .policy import Policy, Protect
+from .score import Attended, LayerShape, Moment, Needs, Pass, Received, Score, ScoreWrapper, Texts
+from .select import ByQueryHead, Select
+from .storage import PLAIN, Storage
+
+__all__ = [
+    "PLAIN",
+    "AllocatedBudget",
+    "Attended",
+    "Budget",
+    "ByQueryHead",
+    "Effects",
+    "Keep",
+    "LayerShape",
+    "Layout",
+    "Merge",
+    "Moment",
+    "Needs",
+    "Part",
+    "Pass",
+    "Policy",
+    "Protect",
+    "Received",
+    "Score",
+    "ScoreWrapper",
+    "Select",
+    "Storage",
+    "Texts",
+    "check_alike",
+    "check_choice",
+    "check_integer",
+]

@@ -1,0 +1,138 @@
+"""Budgets: how many entries each layer and head retains of a prompt. No budget of a method is here."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxtyping import Array, Float, Int
+
+from kvjax.heads import Heads
+
+from .part import Part
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What an allocated budget asks of the pool that its entries are stored in.
+
+    Attributes:
+        groups: heads compete in this many groups of consecutive kv heads, and each group retains its own total. A mesh
+            may not cut a group, so that what is retained depends on the number of groups and not on the mesh. None
+            where all heads of a layer retain the same number.
+        dense_first: the number of first layers whose heads retain everything, prompt and answer.
+        dense_last: the same for the last layers.
+        growing: the number of segments per lane that grow although the policy evicts while decoding; None: those of the
+            dense layers.
+        compares_protected: whether `allocate` is shown the scores of protected entries instead of +inf.
+    """
+
+    groups: int | None = None
+    dense_first: int = 0
+    dense_last: int = 0
+    growing: int | None = None
+    compares_protected: bool = False
+
+    def dense(self, layer: int, layers: int) -> bool:
+        """Whether all heads of a layer retain everything."""
+        return layer < self.dense_first or layer >= layers - self.dense_last
+
+    def growing_segments(self, layers: int, heads: int) -> int:
+        """The number of segments of a lane with `heads` heads that grow although the policy evicts while decoding."""
+        return heads * (self.dense_first + self.dense_last) if self.growing is None else self.growing
+
+    def lanes(self, kv_heads: int) -> int:
+        """Heads that compete lie in one lane; heads that retain equally many have lanes of their own."""
+        return kv_heads if self.groups is None else self.groups
+
+
+class Budget(Part):
+    """The number of entries that each layer retains of a prompt."""
+
+    @property
+    def layout(self) -> Layout | None:
+        """How entries are stored if the budget is allocated by score once all layers have read the prompt.
+
+        None: every layer has its budget beforehand, and is compressed as soon as it has been read.
+        """
+        return None
+
+    @property
+    def smallest(self) -> int | None:
+        """The smallest capacity that any layer is given; None if it depends on the prompt."""
+        return None
+
+    @property
+    def alike(self) -> bool:
+        """Whether all layers have the same capacity."""
+        return False
+
+    def check_model(self, layers: int, kv_heads: int) -> None:
+        """Raises ValueError if this is no budget for a model with that many layers and kv heads."""
+        return
+
+    @abstractmethod
+    def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> Int[Array, "B"] | None:
+        """Entries that a kv head of each row retains in one of the model's `layers`; None if it retains everything.
+
+        Lengths may be NumPy or JAX arrays; the result is of the same kind.
+        """
+
+    @abstractmethod
+    def slots(self, layer: int, prompt_size: int, layers: int) -> int | None:
+        """The largest capacity for prompts of up to `prompt_size` tokens; None if the layer retains everything."""
+
+
+@dataclass(frozen=True)
+class AllocatedBudget(Budget):
+    """A budget that is allocated to layers and heads by their scores, to each prompt in its own way.
+
+    The total of a row is what another budget, that of the mean kv head, gives to all layers and heads together. All
+    layers of a prompt are read before anything is dropped. The cache is then a pool of segments, `Segments`.
+
+    Attributes:
+        budget: entries of the mean kv head.
+    """
+
+    budget: Budget
+
+    @property
+    @abstractmethod
+    def layout(self) -> Layout:
+        """How entries are stored."""
+
+    @property
+    def smallest(self) -> int | None:
+        return self.budget.smallest
+
+    def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> Int[Array, "B"] | None:
+        """Of the mean kv head."""
+        return self.budget.capacity(layer, prompt_lengths, layers)
+
+    def slots(self, layer: int, prompt_size: int, layers: int) -> int | None:
+        """Of the mean kv head."""
+        return self.budget.slots(layer, prompt_size, layers)
+
+    def entries(self, slots: Sequence[int], heads: int) -> int:
+        """The most entries that a lane of `heads` heads retains of a prompt, given the mean head's slots by layer."""
+        return heads * sum(slots)
+
+    @abstractmethod
+    def allocate(
+        self, scores: Float[Array, "L B H M"], means: Int[Array, "L B"], least: int, heads: Heads
+    ) -> Int[Array, "L B H"]:
+        """Entries that each head retains: in each group of heads, over all layers, the sum of their means or fewer.
+
+        Args:
+            scores: +inf for protected entries (but see `Layout.compares_protected`), -inf for empty slots.
+            means: entries of the mean kv head of each layer and row.
+            least: no head retains fewer, as far as it has them.
+            heads: the heads that the scores belong to.
+        """
+
+
+def check_alike(budget: Budget, where: str) -> None:
+    """Raises ValueError unless a budget gives all layers the same. `where` names the part that needs it."""
+    if not budget.alike:
+        raise ValueError(f"{budget} in {where}: expected a budget that is the same for all layers, such as Fixed")

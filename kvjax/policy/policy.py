@@ -1,0 +1,224 @@
+"""A policy: four parts, what they protect, and how often decoding evicts. All of it is static data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache import UNLIMITED, Slots
+
+from .budget import Budget
+from .merge import Merge
+from .part import Part, check_choice, check_integer
+from .score import LayerShape, Moment, Score
+from .select import Select
+from .storage import PLAIN, Storage
+
+
+@dataclass(frozen=True)
+class Protect(Part):
+    """Entries that are never evicted: the first `sinks` positions and the most recent ones.
+
+    Attributes:
+        sinks: the number of first positions.
+        recent: the number of most recent tokens, or a float in [0, 1) for that share of the head's capacity.
+    """
+
+    sinks: int = 0
+    recent: int | float = 0
+
+    def __post_init__(self) -> None:
+        check_integer("sinks", self.sinks, least=0)
+        if not isinstance(self.recent, float):
+            check_integer("recent", self.recent, least=0)
+        elif not 0 <= self.recent < 1:
+            raise ValueError(
+                f"recent={self.recent}: expected an integer >= 0, or a float in [0, 1) for a share of the budget"
+            )
+
+    def minimum(self, room: int) -> int:
+        """The smallest capacity that leaves `room` entries unprotected."""
+        if isinstance(self.recent, float):
+            return math.ceil((self.sinks + room) / (1 - self.recent) - 1e-9)
+        return self.sinks + self.recent + room
+
+    def mask(
+        self, positions: Int[Array, "B H M"], next_position: Int[Array, "B"], capacity: Int[Array, "B H"]
+    ) -> Bool[Array, "B H M"]:
+        """True for the entries that must stay when the token at `next_position` comes in next."""
+        recent = jnp.asarray(
+            jnp.floor(capacity * self.recent + 1e-4).astype(jnp.int32)
+            if isinstance(self.recent, float)
+            else self.recent
+        )
+        oldest = next_position[:, None] - recent
+        return (positions >= 0) & ((positions < self.sinks) | (positions >= oldest[..., None]))
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a cache retains.
+
+    Attributes:
+        score: how much each entry matters.
+        budget: the number of entries that each layer retains.
+        select: which entries fill the budget.
+        merge: what becomes of the others.
+        protect: the entries that are never evicted.
+        every: the number of entries that a full head evicts at a time while decoding; its occupancy then moves between
+            the budget and `every` - 1 below it. None: only the prompt is compressed, and the answer is added to it.
+        positions: "original" keeps RoPE at each token's own position. "in_cache" rotates keys to their place among the
+            retained entries (StreamingLLM), for which they are cached before rotation.
+        storage: the form in which keys and values are held. Parts always see arrays.
+    """
+
+    score: Score
+    budget: Budget
+    select: Select
+    merge: Merge
+    protect: Protect = Protect()
+    every: int | None = None
+    positions: Literal["original", "in_cache"] = "original"
+    storage: Storage = PLAIN
+
+    def __post_init__(self) -> None:
+        for name, kind in (("score", Score), ("budget", Budget), ("select", Select), ("merge", Merge)):
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected a {kind.__name__}")
+        if self.every is not None:
+            check_integer("every", self.every, least=1)
+        check_choice("positions", self.positions, "original", "in_cache")
+        needs = self.score.needs
+        if self.positions == "in_cache" and needs.keeps_queries:
+            raise ValueError(
+                f"{_name(self.score)} keeps rotated queries, whose scores are exact only while keys keep their "
+                "rotation; it cannot be combined with positions='in_cache'"
+            )
+        if self.allocates and self.positions == "in_cache":
+            raise ValueError(
+                f"{_name(self.budget)} stores heads in segments of different lengths, which have no places to rotate "
+                "to; it cannot be combined with positions='in_cache'"
+            )
+        if needs.heads_alike and self.budget.layout is not None and self.budget.layout.groups is not None:
+            raise ValueError(
+                f"{_name(self.score)} has all heads of a layer retain the same tokens, and {_name(self.budget)} gives "
+                "heads different numbers of entries; they cannot be combined"
+            )
+        if self.merge.effects.keys and self.every is not None and needs.keeps_queries:
+            raise ValueError(
+                f"{_name(self.score)} keeps rotated queries, whose scores are exact only while keys do not change, and "
+                f"{_name(self.merge)} changes them; with every={self.every} they cannot be combined"
+            )
+        for part in (self.score, self.budget, self.select, self.merge):
+            part.check(self)
+        smallest = self.budget.smallest
+        if smallest is not None and smallest < self.minimum:
+            raise ValueError(
+                f"a budget of {smallest} entries is smaller than sinks + recent + {self.every or 1} = {self.minimum} "
+                f"({self.protect}); expected a budget of {self.minimum} or more"
+            )
+
+    @property
+    def allocates(self) -> bool:
+        """Whether the budget is allocated to layers and heads by their scores, once all layers have read a prompt."""
+        return self.budget.layout is not None
+
+    @property
+    def piecewise(self) -> bool:
+        """Whether a decode step can look at each head's entries a piece at a time."""
+        return self.score.needs.slotwise and not self.merge.effects.at_steps
+
+    @property
+    def minimum(self) -> int:
+        """The smallest capacity a row may have: the protected entries and those that a step evicts."""
+        return self.protect.minimum(self.every or 1)
+
+    def limited(self, layer: int) -> bool:
+        """Whether a layer has a budget at all."""
+        return self.budget.slots(layer, 1, layer + 1) is not None
+
+    def evicts(self, layer: int, layers: int) -> bool:
+        """Whether decoding evicts from one of the model's `layers`. If not, the layer grows with the answer."""
+        layout = self.budget.layout
+        dense = layout is not None and layout.dense(layer, layers)
+        return self.every is not None and self.limited(layer) and not dense
+
+    def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> Int[Array, "B"]:
+        """Entries that a kv head of each row retains in one of the model's `layers`, at least `minimum`."""
+        capacity = self.budget.capacity(layer, prompt_lengths, layers)
+        if capacity is None:
+            return jnp.full(prompt_lengths.shape, UNLIMITED, jnp.int32)
+        return jnp.maximum(capacity, self.minimum)
+
+    def slots(self, layer: int, prompt_size: int, layers: int) -> int | None:
+        """The most entries that a compressed layer retains of prompts up to a static size; None if it retains all."""
+        slots = self.budget.slots(layer, prompt_size, layers)
+        return None if slots is None else max(slots, self.minimum)
+
+    def with_state(self, layer: int, entries: Slots, shape: LayerShape) -> Slots:
+        """The entries of a layer with the initial state of score and merge, if the layer has a budget."""
+        if not self.limited(layer):
+            return entries
+        per_slot, per_row = self.score.init(shape, entries.slots)
+        return replace(entries, per_slot=per_slot, per_row=per_row, merging=self.merge.init(shape))
+
+    def rank(
+        self, entries: Slots, moment: Moment, counts: Int[Array, "B H"] | None, *, raised: bool = True
+    ) -> Float[Array, "B H M"]:
+        """Scores, -inf for empty slots.
+
+        Args:
+            counts: the number of entries that each head retains; None while that is still to be allocated.
+            raised: whether protected entries score +inf.
+        """
+        protected = self._protected(entries, moment)
+        scores = self.score(entries.plain(), moment._replace(protected=protected, counts=counts))
+        if raised:
+            scores = jnp.where(protected, jnp.inf, scores)
+        return jnp.where(entries.positions >= 0, scores, -jnp.inf)
+
+    def compress(self, entries: Slots, moment: Moment, size: int) -> Slots:
+        """Retains the budget of each head, at most `size` entries, in order of position if the entries are."""
+        counts = jnp.minimum(entries.capacity, size)
+        return self.retain(entries, moment, self.rank(entries, moment, counts), size)
+
+    def retain(self, entries: Slots, moment: Moment, scores: Float[Array, "B H M"], size: int) -> Slots:
+        """Retains the best entries of each head by `rank`: as many as its capacity, and at most `size`."""
+        counts = jnp.minimum(entries.capacity, size)
+
+        def keep(scores: Float[Array, "B H M"], positions: Int[Array, "B H M"]) -> Int[Array, "B H size"]:
+            scores = jnp.where(positions >= 0, scores, -jnp.inf)
+            return self.select.keep(scores, positions, counts, size, moment.heads, by_query_head)
+
+        before = entries.plain()
+        by_query_head = None
+        if self.score.needs.by_query_head:
+            by_query_head = partial(self.score.by_query_head, before, moment)
+        after, kept = self.merge.compress(before, moment, scores, counts, size, keep)
+        return entries.updated(before, after).gather(kept)
+
+    def expendable(self, entries: Slots, moment: Moment) -> Float[Array, "B H S"]:
+        """Scores for eviction while decoding: +inf for protected entries and for empty slots."""
+        scores = self.rank(entries, moment, jnp.minimum(entries.capacity, entries.slots))
+        return jnp.where(entries.positions < 0, jnp.inf, scores)
+
+    def release(self, entries: Slots, moment: Moment, lost: Bool[Array, "B H S"], count: int) -> Slots:
+        """The entries without those that are lost, `count` of a head or none, after the merge has seen them."""
+        if self.merge.effects.at_steps:
+            before, moment = entries.plain(), moment._replace(protected=self._protected(entries, moment))
+            scores = self.rank(entries, moment, jnp.minimum(entries.capacity, entries.slots), raised=False)
+            after, lost = self.merge.absorb(before, moment, scores, lost, count)
+            entries = entries.updated(before, after)
+        return replace(entries, positions=jnp.where(lost, -1, entries.positions))
+
+    def _protected(self, entries: Slots, moment: Moment) -> Bool[Array, "B H M"]:
+        return self.protect.mask(entries.positions, moment.next_position, entries.capacity)
+
+
+def _name(part: Any) -> str:
+    return type(part).__name__

@@ -1,0 +1,266 @@
+"""Scores: how much each entry of a cache matters. Here is what a score is shown and asked; no method is here."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache import Slots
+from kvjax.heads import ALL_HEADS, Heads
+from kvjax.models import AttentionLayer
+from kvjax.pallas_kernels import Asked, Reduction
+
+from .part import Part
+
+if TYPE_CHECKING:
+    from .policy import Policy
+
+Texts: TypeAlias = tuple[tuple[int, ...], ...]
+
+
+class LayerShape(NamedTuple):
+    """The sizes of a layer, from which a part lays out its state."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: jnp.dtype
+
+
+class Received(NamedTuple):
+    """The attention that a score asks to be shown.
+
+    Attributes:
+        reduction: over the queries of a call and over the query group.
+        last: the number of queries that count, from the last; None for all.
+        stepwise: whether it is shown in decode steps only, where a call has one query per row.
+    """
+
+    reduction: Reduction
+    last: int | None = None
+    stepwise: bool = False
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The facts of a score. Core code and other parts look at nothing else.
+
+    Attributes:
+        received: the attention it is shown, None for none.
+        queries: which queries it is shown: "none", as they met the keys ("rotated"), or before RoPE ("unrotated").
+        keeps_queries: whether its state holds rotated queries, which score exactly only while keys do not change.
+        whole_prompt: whether it replays the prompt's own tokens, so that the prompt must be read in one call.
+        texts: texts, or token ids, that its passes are made of.
+        slotwise: whether, in a step, the score and the state of an entry follow from that entry and the queries alone.
+        signed: whether scores may be negative, so that shares of their sum make no sense.
+        accumulates: whether scores are sums over all queries so far, so that older entries have larger ones.
+        heads_alike: whether all heads of a layer must hold the same tokens in the same slots.
+        weighs_values: whether scores are already multiplied by a norm of the value.
+        by_count: whether scores depend on how many entries a head retains (`Moment.counts`).
+        by_query_head: whether `Score.by_query_head` is defined.
+    """
+
+    received: Received | None = None
+    queries: Literal["none", "rotated", "unrotated"] = "none"
+    keeps_queries: bool = False
+    whole_prompt: bool = False
+    texts: tuple[str | tuple[int, ...], ...] = ()
+    slotwise: bool = False
+    signed: bool = False
+    accumulates: bool = False
+    heads_alike: bool = False
+    weighs_values: bool = False
+    by_count: bool = False
+    by_query_head: bool = False
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Pass:
+    """Tokens that run after a prompt, over its whole cache, and leave no entries.
+
+    Attributes:
+        tokens: right-aligned.
+        lengths: tokens of each row; a row of length 0 takes no part.
+        first: the first position of the part of the prompt that these tokens ask for.
+        last: the position after that part.
+    """
+
+    tokens: Int[Array, "B W"]
+    lengths: Int[Array, "B"]
+    first: Int[Array, "B"]
+    last: Int[Array, "B"]
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What a score observes: W queries per row have just attended to M entries.
+
+    Attributes:
+        queries: in the form that `Needs.queries` names.
+        positions: of the queries, ascending, -1 for padding, which is on the left.
+        lse: the log-sum-exp of each query's scaled logits.
+        received: the attention that entries received, reduced as `Needs.received` asks; None if it does not ask, or not
+            in this call.
+        lengths: the number of real queries in each row.
+        layer: the layer's constants and its output projection.
+        heads: the heads that queries and entries belong to. A score reaches other devices of a mesh through them.
+        decoding: whether the queries belong to a decode step, not to a text that is read.
+        asked: the attention that entries received from the extra query rows of `Score.asks`; None if nothing was asked.
+        replay: (first, last) of the `Pass` that these queries belong to, whose own entries are the last W of the M;
+            None for the text itself.
+    """
+
+    queries: Float[Array, "B Hq W D"]
+    positions: Int[Array, "B W"]
+    lse: Float[Array, "B Hq W"]
+    received: Float[Array, "B H M"] | None
+    lengths: Int[Array, "B"]
+    layer: AttentionLayer
+    heads: Heads = ALL_HEADS
+    decoding: bool = False
+    asked: Float[Array, "B H M"] | None = None
+    replay: tuple[Int[Array, "B"], Int[Array, "B"]] | None = None
+
+    @property
+    def scale(self) -> float:
+        """Of the logits."""
+        return self.layer.scale
+
+    @property
+    def window(self) -> int | None:
+        """The layer's sliding window."""
+        return self.layer.window
+
+
+class Moment(NamedTuple):
+    """When and where entries are scored.
+
+    Attributes:
+        next_position: the position of each row's next token.
+        layer: the layer's constants and its output projection.
+        rope: RoPE's frequencies of each row, where they depend on the row's length.
+        heads: the heads that the entries belong to. A part reaches other devices of a mesh through them, provided that
+            all devices ask alike.
+        protected: the entries that stay whatever they score.
+        counts: the number of entries that each head retains. None while a budget that is allocated across heads and
+            layers compares scores: these must then be on the scale on which the method defines them.
+    """
+
+    next_position: Int[Array, "B"]
+    layer: AttentionLayer
+    rope: Float[Array, "B R/2"] | None = None
+    heads: Heads = ALL_HEADS
+    protected: Bool[Array, "B H M"] | None = None
+    counts: Int[Array, "B H"] | None = None
+
+    @property
+    def scale(self) -> float:
+        """Of the logits."""
+        return self.layer.scale
+
+    @property
+    def window(self) -> int | None:
+        """The layer's sliding window."""
+        return self.layer.window
+
+
+@dataclass(frozen=True)
+class Score(Part):
+    """How much each cached entry matters; entries with larger scores are retained.
+
+    A subclass declares its facts in `needs` and defines `__call__`. All other methods have defaults for a score without
+    state.
+    """
+
+    @property
+    def needs(self) -> Needs:
+        """The facts of this score."""
+        return Needs()
+
+    def init(self, shape: LayerShape, slots: int) -> tuple[Any, Any]:
+        """The state (per_slot, per_row) of a layer.
+
+        State per slot has axes [B, H, ..., slots] and is zero, as it is when a token enters a slot. State per row has
+        axes [B, H, ...] or, for all query heads of the kv heads, [B, Hq, ...].
+        """
+        return None, None
+
+    def asks(self, per_row: Any, positions: Int[Array, "B"]) -> Asked | None:
+        """Extra query rows to score in a step's pass over the keys, or None.
+
+        The result is `Attended.asked`. It saves a score from reading the keys again. It is None on pools.
+
+        Args:
+            per_row: the score's state.
+            positions: of the incoming tokens, -1 in rows without one.
+        """
+        return None
+
+    def observe(self, entries: Slots, attended: Attended) -> tuple[Any, Any]:
+        """The new state (per_slot, per_row) after queries attended to `entries`, which hold the old state."""
+        return entries.per_slot, entries.per_row
+
+    def passes(self, tokens: Int[Array, "B N"], lengths: Int[Array, "B"], texts: Texts) -> Sequence[Pass]:
+        """What to run after a prompt. The number of passes and their sizes follow from shapes alone.
+
+        Args:
+            tokens: of the prompt, right-aligned.
+            lengths: of each row.
+            texts: the token ids of `Needs.texts`.
+        """
+        return ()
+
+    @abstractmethod
+    def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
+        """Float32 scores of all entries. Scores of empty slots are ignored."""
+
+    def by_query_head(self, entries: Slots, moment: Moment) -> Float[Array, "B Hq M"]:
+        """How much each entry matters to each query head of its kv head, on any scale that a query head has in common.
+
+        Only a score with `Needs.by_query_head` defines it. A selection that compares query heads is shown it.
+        """
+        raise NotImplementedError(type(self).__name__)
+
+
+@dataclass(frozen=True)
+class ScoreWrapper(Score):
+    """A score that changes the result of another one. It forwards everything: a subclass overrides `__call__` only.
+
+    Attributes:
+        base: the score whose state, needs and passes these are.
+    """
+
+    base: Score
+
+    @property
+    def needs(self) -> Needs:
+        return self.base.needs
+
+    def check(self, policy: Policy) -> None:
+        self.base.check(policy)
+
+    def init(self, shape: LayerShape, slots: int) -> tuple[Any, Any]:
+        return self.base.init(shape, slots)
+
+    def asks(self, per_row: Any, positions: Int[Array, "B"]) -> Asked | None:
+        return self.base.asks(per_row, positions)
+
+    def observe(self, entries: Slots, attended: Attended) -> tuple[Any, Any]:
+        return self.base.observe(entries, attended)
+
+    def passes(self, tokens: Int[Array, "B N"], lengths: Int[Array, "B"], texts: Texts) -> Sequence[Pass]:
+        return self.base.passes(tokens, lengths, texts)
+
+    def by_query_head(self, entries: Slots, moment: Moment) -> Float[Array, "B Hq M"]:
+        return self.base.by_query_head(entries, moment)
+
+    def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
+        return self.base(entries, moment)

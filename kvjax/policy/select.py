@@ -1,0 +1,52 @@
+"""Selections: which entries fill a budget, given their scores."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Literal, TypeAlias
+
+from jaxtyping import Array, Float, Int
+
+from kvjax.heads import ALL_HEADS, Heads
+
+from .part import Part
+
+ByQueryHead: TypeAlias = Callable[[], Float[Array, "B Hq M"]]
+
+
+class Select(Part):
+    """Chooses entries by scores that are +inf for protected entries and -inf for empty slots."""
+
+    @property
+    def compares(self) -> Literal["scores", "means", "other"]:
+        """What decides. "scores": the highest scores are retained one by one, whatever an entry stands for.
+
+        "means": means of the scores of several entries, which must be on the scale on which the method defines them.
+        "other": anything else.
+        """
+        return "other"
+
+    @abstractmethod
+    def keep(
+        self,
+        scores: Float[Array, "B H M"],
+        positions: Int[Array, "B H M"],
+        counts: Int[Array, "B H"],
+        size: int,
+        heads: Heads = ALL_HEADS,
+        by_query_head: ByQueryHead | None = None,
+    ) -> Int[Array, "B H size"]:
+        """The indices of the entries to retain, `counts` of each head, ascending, -1 after the last.
+
+        Args:
+            size: the largest count.
+            heads: the heads that the entries belong to.
+            by_query_head: returns what the score's `by_query_head` does; None if the score does not define it.
+        """
+
+    @abstractmethod
+    def victims(
+        self, scores: Float[Array, "B H S"], positions: Int[Array, "B H S"], count: int
+    ) -> Int[Array, "B H count"]:
+        """The indices of `count` entries to evict while decoding, S where there is none. Scores of +inf stay."""

@@ -1,0 +1,75 @@
+"""Reading a prompt into a cache: in one piece or in chunks, then replays and the allocation of a budget."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.allocate import allocated, check_one_call, replayed
+from kvjax.clock import Clock
+from kvjax.extend import jitted_read, jitted_step, read
+from kvjax.kv_cache import KVCache
+from kvjax.models import Decoder
+from kvjax.policy import Texts
+from kvjax.room import Compress, ending, grown, occupied_slots, plan_read, with_room
+
+_read_on = jax.jit(read, static_argnames="plan", donate_argnames="cache")
+
+
+def read_prompt(
+    params: Decoder,
+    cache: KVCache,
+    tokens: Int[np.ndarray, "B N"],
+    lengths: Int[np.ndarray, "B"],
+    *,
+    room: int,
+    chunk: int | None,
+    compress: Compress,
+    texts: Texts | None = None,
+    clock: Clock | None = None,
+) -> tuple[Float[Array, "B V"], KVCache]:
+    """Extends a cache by a prompt, in chunks if asked, and leaves room for `room` tokens to be decoded.
+
+    All rows end in the last chunk. Nothing is compressed between chunks, so that the result is that of one call, unless
+    `compress` is "chunk". A turn into a pool of segments is read in one piece.
+
+    Args:
+        texts: token ids of the texts that the policy's score replays, from `encoded_texts`.
+        clock: counts the programs run as "prefill".
+    """
+    run, put = partial((clock or Clock()).run, "prefill"), cache.put_rows
+    if tokens.shape[1] == 1 and cache.filled and compress == "auto":
+        return run(jitted_step, params, with_room(cache, room), put(tokens[:, 0]), put(lengths > 0))
+    end, prompt = ending(cache, compress), (tokens, lengths)
+    occupied = occupied_slots(cache)
+    begins = not any(occupied)
+    if end.allocate:
+        check_one_call(cache.policy, begins)
+    if cache.entries.preallocates:
+        cache, chunk = with_room(cache, tokens.shape[1] + room), None
+    chunk = min(chunk or tokens.shape[1], tokens.shape[1])
+    chunks = -(-tokens.shape[1] // chunk)
+    tokens = np.pad(tokens, ((0, 0), (chunks * chunk - tokens.shape[1], 0)))
+    if chunks > 1:
+        between = plan_read(
+            cache, occupied, new=(chunks - 1) * chunk, room=0, compress=compress == "chunk", final=False
+        )
+        cache = grown(cache, size=between.slots)
+    for i in range(chunks):
+        rest = (chunks - 1 - i) * chunk
+        part, part_lengths = put(tokens[:, i * chunk : (i + 1) * chunk]), put(np.clip(lengths - rest, 0, chunk))
+        if rest:
+            go = _read_on if i else jitted_read  # the first cache is the caller's
+            _, cache = run(go, params, cache, part, part_lengths, plan=between)
+            occupied = occupied_slots(cache)
+    last = plan_read(
+        cache, occupied, new=chunk, room=0 if end.allocate else room, compress=end.compress, final=end.final
+    )
+    logits, cache = run(jitted_read, params, cache, part, part_lengths, plan=last)
+    if end.allocate:
+        cache = replayed(params, cache, put(prompt[0]), put(prompt[1]), texts, run)
+        cache = allocated(params, cache, room, begins, run)
+    return logits, cache

@@ -1,0 +1,113 @@
+"""The number of slots that a cache needs, to read a prompt and for tokens to come: choices on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import numpy as np
+
+from kvjax.attend import ReadPlan
+from kvjax.cache import Entries, Usage
+from kvjax.kv_cache import KVCache
+from kvjax.sharding import fetch
+
+Compress = Literal["auto", "never", "end", "chunk"]
+
+
+class Ending(NamedTuple):
+    """What happens at the end of a call that reads several tokens.
+
+    Attributes:
+        compress: whether each layer is compressed to its budget once it has attended.
+        allocate: whether the budget is allocated to layers and heads after the call.
+        final: whether the prompt ends, so that state that is not needed any more can be forgotten.
+    """
+
+    compress: bool
+    allocate: bool
+    final: bool
+
+
+def ending(cache: KVCache, compress: Compress) -> Ending:
+    """How a call with this `compress` ends.
+
+    Raises ValueError where an allocated budget would be allocated a second time.
+    """
+    policy = cache.policy
+    if policy.allocates and (compress == "chunk" or (compress == "end" and cache.filled)):
+        raise ValueError(
+            f"compress={compress!r} would allocate {type(policy.budget).__name__} more than once: expected 'auto' or "
+            "'never'"
+        )
+    if compress == "auto":
+        compresses, final = not cache.filled or policy.every is not None, True
+    else:
+        compresses, final = compress != "never", compress != "never" or cache.filled
+    if compresses and policy.allocates and not cache.filled:
+        return Ending(compress=False, allocate=True, final=False)
+    if cache.entries.preallocates and policy.every is not None:  # heads that evict have slots for their capacity only
+        compresses = True
+    return Ending(compresses, allocate=False, final=final)
+
+
+def plan_read(cache: KVCache, occupied: Sequence[int], *, new: int, room: int, compress: bool, final: bool) -> ReadPlan:
+    """The plan of a call that reads `new` tokens, with `room` slots for tokens to come where a layer grows."""
+    kept = cache.kept if compress else (None,) * len(cache.kept)
+    slots = cache.entries.slots_after(
+        occupied, new=new, room=[room if grows else 0 for grows in cache.grows], kept=kept, windows=cache.windows
+    )
+    return ReadPlan(slots, kept, final)
+
+
+@jax.jit
+def _usage(entries: Entries) -> Usage:
+    return entries.usage()
+
+
+def usage(cache: KVCache) -> Usage:
+    """How full each layer is, as integers on the host."""
+    if not any(cache.entries.bounds):  # no program is needed for that
+        return Usage([0] * len(cache.entries), [0] * len(cache.entries))
+    occupied, free = _usage(cache.entries)
+    return Usage(fetch(occupied).tolist(), fetch(free).tolist())
+
+
+def occupied_slots(cache: KVCache) -> list[int]:
+    """The most slots that any row and head of each layer occupies, or will once it is full."""
+    return list(usage(cache).occupied)
+
+
+@partial(jax.jit, static_argnames="size")
+def grown(cache: KVCache, size: tuple[int, ...]) -> KVCache:
+    """The same cache with more slots, as `Entries.growth` counts them."""
+    return replace(cache, entries=cache.entries.grow(size)).in_place()
+
+
+def with_room(cache: KVCache, room: int) -> KVCache:
+    """The same cache with at least `room` empty slots in every layer or head that grows, for that many decode steps.
+
+    It copies keys and values if there are fewer.
+    """
+    size = cache.entries.growth(usage(cache), room, grows=cache.grows, windows=cache.windows)
+    return cache if size is None else grown(cache, size=size)
+
+
+def check_room(cache: KVCache, new: int) -> None:
+    """Raises ValueError if a layer or head that grows cannot take `new` more tokens."""
+    shortage = cache.entries.shortage(usage(cache), new, grows=cache.grows, windows=cache.windows)
+    if shortage is not None:
+        raise ValueError(f"{shortage}; call kvjax.with_room(cache, n) first")
+
+
+def check_reading(chunk: int | None, compress: Compress) -> None:
+    """Raises ValueError for a `chunk` or `compress` that is not accepted."""
+    if compress not in get_args(Compress):
+        raise ValueError(f"compress={compress!r}: expected one of {', '.join(map(repr, get_args(Compress)))}")
+    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int | np.integer) or chunk < 1):
+        raise ValueError(f"chunk={chunk!r}: expected a number of tokens >= 1, or None for the prompt in one piece")
+    if compress == "chunk" and chunk is None:
+        raise ValueError("compress='chunk' needs chunk=, the number of tokens to read at a time")

@@ -1,0 +1,172 @@
+"""Programs on a mesh of 8 devices communicate what is declared, and nothing else."""
+
+import re
+from collections import Counter
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.allocate import allocate, pool_rows
+from kvjax.cache import Segments
+from kvjax.decode import Decoding, decode
+from kvjax.extend import read, step
+from kvjax.policies import parse
+from kvjax.request import AnswerOptions, Request
+from kvjax.room import plan_read
+from tests.attend.meshes import HEADS, NEW, QUANTIZED, ROWS, Communication, mesh, policy_for, sharded
+from tests.conftest import POLICY_PARAMS
+from tests.tiny import VOCAB, decoder
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+
+# Per layer beyond the two all-reduces of tensor parallelism: (all-reduces, all-gathers where devices share a kv head).
+DECLARED = {
+    "full": (0, 0),
+    "streaming_llm:budget=24": (0, 0),
+    "streaming_llm:budget=24,positions=in_cache": (0, 0),
+    "h2o:budget=24": (0, 1),  # the group's queries
+    "tova:budget=24": (1, 1),  # the mean over heads; the group's queries
+    "snapkv:budget=24,window=4": (0, 0),  # nothing once the prompt is read
+    "morphkv:budget=24,window=4": (0, 2),  # the group's queries, and their log-sum-exp
+    "morphkv:budget=24,window=4,every=4": (0, 2),
+    "kvcrush:base=snapkv,base.budget=24,base.window=4,share=0.5": (0, 0),  # as snapkv
+    "cam:budget=24,tokens=4": (0, 1),  # as h2o
+    "d2o:budget=24,layer_budgets=False": (1, 1),  # the mean over heads of a merge; as h2o
+    "kvmerger:budget=24,recent=8,heavy=4,theta=None": (0, 0),
+    "keyformer:budget=24,recent=8": (0, 1),  # the group's queries
+    "scissorhands:budget=24,window=8,drop=0.25": (0, 1),
+    QUANTIZED: (0, 2),  # as morphkv
+    "pyramidkv:budget=24,window=4,beta=2": (0, 0),  # as snapkv
+    "finch:budget=24,window=4,chunk=8": (0, 0),
+    "expected_attention:budget=24,future=16": (0, 0),  # the statistics of queries only while a prompt is read
+    "knorm:budget=24": (0, 0),
+    "keydiff:budget=24,every=1": (0, 0),
+    "random:budget=24,every=1": (0, 0),
+    "lagkv:budget=24,sinks=2,lag=4,every=4": (0, 0),
+    "chunkkv:base=h2o,base.budget=24,length=5": (0, 1),  # as h2o
+    "criticalkv:base=h2o,base.budget=24": (0, 2),  # as h2o; the norms of projected values
+    "dynamickv:budget=24,window=4": (0, 0),  # nothing once the budget is allocated
+    "kvcompose:budget=24": (0, 0),
+    "adakv:base=h2o,base.budget=24,groups=2": (0, 1),  # as h2o
+    "kvzip:budget=24,chunk=16,instruction='',starting='',suffix='',groups=2": (0, 0),
+}
+
+
+@pytest.mark.parametrize("text", [*POLICY_PARAMS, QUANTIZED])
+@pytest.mark.parametrize(("data", "model", "kv_heads"), [(2, 4, 4), pytest.param(2, 4, 2, marks=pytest.mark.slow)])
+def test_a_step_communicates_what_is_declared(text: str, data: int, model: int, kv_heads: int) -> None:
+    layers = 2
+    params = sharded(data, model, kv_heads, layers)
+    shape = {"batch": len(ROWS), "length": 64, "new_tokens": NEW, "dtype": np.float32}
+    filled = kvjax.plan_cache(params.config, policy_for(text, kv_heads), **shape, mesh=mesh(data, model))
+    active = jax.ShapeDtypeStruct((len(ROWS),), bool, sharding=filled.length.sharding)
+    hlo = jax.jit(step, donate_argnums=1).lower(params, filled, filled.pending, active).compile().as_text()
+    found = Communication.of(hlo)
+    reduces, gathers = DECLARED[text]
+    gathers = gathers if model > kv_heads else 0
+    # Once a step: the embedding is summed over the devices that hold the vocabulary, and logits are gathered from them.
+    assert found.counts == Counter({"all-reduce": layers * (2 + reduces) + 1, "all-gather": layers * gathers + 1})
+    assert found.largest <= len(ROWS) // data * VOCAB
+    keys = jax.tree.leaves(filled.entries.stored[0])[0].size
+    assert found.largest < keys // (layers if isinstance(filled.entries, Segments) else 1) // (
+        data * min(model, kv_heads)
+    )
+
+
+def test_full_heads_communicate_nothing() -> None:
+    """Each device has one kv head, which retains everything in one of the two layers."""
+    params = sharded(2, 4, 4, layers=2)
+    policy = kvjax.policies.duo_attention(((0.9, 0.1, 0.8, 0.2), (0.1, 0.7, 0.2, 0.6)), 0.5, 2, 10, groups=4)
+    one_device = kvjax.generate(decoder(HEADS, 4, (None, None)), ROWS, policy=policy, max_new_tokens=NEW)
+    answer = kvjax.generate(params, ROWS, policy=policy, max_new_tokens=NEW)
+    np.testing.assert_array_equal(answer.tokens, one_device.tokens)
+    active = answer.cache.put_rows(np.ones(len(ROWS), bool))
+    arguments = params, answer.cache, answer.cache.pending, active
+    assert Communication.of(jax.jit(step).lower(*arguments).compile().as_text()).counts == Counter(
+        {"all-reduce": 2 * 2 + 1, "all-gather": 1}
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("kvcompose:budget=24", {"all-reduce": 2 + 1}),  # the mean score of each layer's heads; composites
+        ("kvcompose:budget=24,structured=False,groups=4,head_mean=False", {}),
+        ("dynamickv:budget=24,window=4", {"all-gather": 1}),  # all scores
+        (
+            "d2o:budget=24,dense_first=0,dense_last=0",
+            {"all-gather": 1, "all-reduce": 2},
+        ),  # variances; each layer's merge
+    ],
+)
+def test_an_allocation_communicates_what_is_declared(text: str, expected: dict[str, int]) -> None:
+    params = sharded(2, 4, 4, layers=2)
+    policy = parse(text)
+    cache = kvjax.prefill(params, ROWS, policy=policy, compress="never")
+    rows = pool_rows(policy, cache.kept, 4, room=0)
+    hlo = jax.jit(allocate, static_argnames=("rows", "room")).lower(params, cache, rows=rows, room=0)
+    assert Communication.of(hlo.compile().as_text()).counts == Counter(expected)
+
+
+# While a prompt is read and compressed, per layer and beyond what "full" does: (all-reduces, all-gathers over kv heads,
+# all-gathers where devices share one).
+READING = {
+    "snapkv:budget=24,window=4": (0, 0, 2),  # the window's queries and their log-sum-exp
+    "kvcrush:base=snapkv,base.budget=24,base.window=4,share=0.5": (1, 2, 2),  # the anchor; ranks and positions
+    "chunkkv:base=snapkv,base.budget=24,base.window=4": (0, 2, 2),  # scores and positions
+    "criticalkv:base=snapkv,base.budget=24,base.window=4": (0, 0, 3),  # the norms of projected values
+    "d2o:budget=24,layer_budgets=False": (1, 0, 2),  # the mean over heads of a merge; the group's queries and lse
+    "expected_attention:budget=24,future=16": (0, 0, 3),  # number, mean and scatter of the group's queries
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "kv_heads"),
+    [
+        pytest.param(text, kv_heads, marks=[] if gathers and kv_heads == 4 else pytest.mark.slow)
+        for text, (_, gathers, _) in READING.items()
+        for kv_heads in (4, 2)
+    ],
+)
+def test_a_prompt_communicates_what_is_declared(text: str, kv_heads: int) -> None:
+    params = sharded(2, 4, kv_heads)
+    lengths, tokens = np.full(len(ROWS), 40), np.zeros((len(ROWS), 40), int)
+
+    def found(text: str) -> Counter:
+        empty = kvjax.KVCache.empty(params.config, parse(text), lengths, 40, np.float32, mesh(2, 4))
+        plan = plan_read(empty, [0], new=40, room=0, compress=True, final=True)
+        reading = jax.jit(partial(read, plan=plan))
+        rows = map(empty.put_rows, (tokens, lengths))
+        return Communication.of(reading.lower(params, empty, *rows).compile().as_text()).counts
+
+    reduces, gathers, shared = READING[text]
+    gathers += shared if kv_heads < 4 else 0
+    assert found(text) - found("full") == +Counter({"all-reduce": reduces, "all-gather": gathers})
+
+
+def test_the_loop_communicates_one_bit_more() -> None:
+    """Sampling and the arrays of answers communicate nothing. One bit per step says whether any row continues."""
+    params = sharded(2, 4, 2)
+    answer = AnswerOptions(NEW, kvjax.Sampler(temperature=0.7, top_p=0.9))
+    request = Request.of(params, ROWS, policy=parse("tova:budget=24"), answer=answer)
+    batch = map(request.cache.put_rows, (request.batch.tokens, request.batch.lengths))
+    logits, filled = kvjax.extend(params, request.cache, *batch)
+    state = Decoding.begin(request, filled, size=64, log_probs=True)
+    found = Communication.of(decode.lower(params, state, logits, np.int32(NEW)).compile().as_text())
+    assert found.counts == Counter({"all-reduce": 3 + 1 + 1, "all-gather": 1 + 1})
+
+
+def test_rows_alone_communicate_nothing() -> None:
+    params = sharded(8, 1, 2)
+    cache = kvjax.prefill(params, ROWS, policy=parse("tova:budget=24"))
+    active = cache.put_rows(np.ones(len(ROWS), bool))
+    assert not Communication.of(jax.jit(step).lower(params, cache, cache.pending, active).compile().as_text()).counts
+
+
+def test_one_device_pays_nothing() -> None:
+    cache = kvjax.prefill(decoder(HEADS, 2), ROWS, policy=parse("tova:budget=24"))
+    program = str(jax.make_jaxpr(step)(decoder(HEADS, 2), cache, cache.pending, np.ones(len(ROWS), bool)))
+    assert not re.search("shard_map|sharding_constraint|psum|all_gather|axis_index", program)

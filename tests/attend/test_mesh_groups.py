@@ -1,0 +1,67 @@
+"""Budgets for which heads compete, on a mesh: groups retain the same as on one device."""
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.allocate import allocate, pool_rows
+from kvjax.policies import adakv, duo_attention, kvzip, snapkv
+from tests.attend.meshes import NEW, ROWS, Communication, assert_equal, mesh, sharded
+from tests.tiny import decoder
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+
+KV_HEADS, LAYERS, GROUPS = 8, 2, 4  # two kv heads to a group
+GATES = tuple(map(tuple, np.random.default_rng(1).random((LAYERS, KV_HEADS)).tolist()))
+
+
+def kvzip_of(groups: int) -> kvjax.Policy:
+    return kvzip(12, 2, chunk=20, instruction=(3, 1), starting=(5,), suffix=(2,), groups=groups)
+
+
+POLICIES = {
+    "kvzip": kvzip_of(GROUPS),
+    "adakv": adakv(snapkv(12, window=4), groups=GROUPS),
+    "duo_attention": duo_attention(GATES, sinks=2, recent=10, groups=GROUPS),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["kvzip", *(pytest.param(name, marks=pytest.mark.slow) for name in ("adakv", "duo_attention"))]
+)
+def test_groups_on_devices_of_their_own_keep_the_same(name: str, compiled: list[str]) -> None:
+    """Bytes are those of the plan. Another text, with other counts of entries, compiles nothing."""
+    policy, answers = POLICIES[name], []
+    for params in (decoder(8, KV_HEADS, (None,) * LAYERS), sharded(2, 4, KV_HEADS, LAYERS)):
+        answers.append(kvjax.generate(params, ROWS, policy=policy, max_new_tokens=NEW, log_probs=True))
+    assert_equal(answers[1], answers[0])
+    pools = [answer.cache.entries for answer in answers]
+    np.testing.assert_array_equal(pools[1].capacity, pools[0].capacity)
+    np.testing.assert_array_equal(pools[1].used, pools[0].used)
+    assert pools[1].lanes == GROUPS
+    assert {shard.data.shape[1] for shard in pools[1].keys.addressable_shards} == {GROUPS // 4}
+    shape = {"batch": len(ROWS), "length": 44, "new_tokens": NEW, "dtype": np.float32}
+    planned = kvjax.plan_cache(params.config, policy, **shape, mesh=mesh(2, 4))
+    assert planned.nbytes == answers[1].cache.nbytes == answers[0].cache.nbytes
+    compiled.clear()
+    others = kvjax.generate(params, [row[::-1] for row in ROWS], policy=policy, max_new_tokens=NEW, log_probs=True)
+    assert compiled == []
+    assert name == "duo_attention" or (np.asarray(others.cache.entries.used) != pools[1].used).any()
+
+
+@pytest.mark.parametrize("name", ["kvzip", "adakv"])
+def test_the_allocation_communicates_nothing(name: str) -> None:
+    params, policy = sharded(2, 4, KV_HEADS, LAYERS), POLICIES[name]
+    cache = kvjax.prefill(params, ROWS, policy=policy, compress="never")
+    rows = pool_rows(policy, cache.kept, KV_HEADS, room=0)
+    hlo = jax.jit(allocate, static_argnames=("rows", "room")).lower(params, cache, rows=rows, room=0)
+    assert not Communication.of(hlo.compile().as_text()).counts
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_mesh_that_cuts_a_group_is_refused(groups: int) -> None:
+    params = sharded(2, 4, KV_HEADS, LAYERS)
+    for policy in (kvzip_of(groups), adakv(snapkv(12, window=4), groups=groups), duo_attention(GATES, groups=groups)):
+        with pytest.raises(ValueError, match=rf"groups={groups} on a mesh with 4 devices .*expected a multiple of 4"):
+            kvjax.generate(params, ROWS, policy=policy)

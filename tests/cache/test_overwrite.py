@@ -1,0 +1,74 @@
+"""Overwriting by a pass and by a scatter against NumPy; the HLO shows which of them a device is given."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.cache.overwrite import (
+    change_block,
+    change_by_pass,
+    change_by_scatter,
+    clear_by_pass,
+    clear_by_scatter,
+    clear_slot,
+    set_by_head,
+    set_by_row,
+    set_entries,
+    set_slots,
+)
+
+RNG = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize("clear", [clear_slot, clear_by_pass, clear_by_scatter])
+@pytest.mark.parametrize("state", [(), (3,), (2, 3)])
+def test_clears_a_slot_of_each_head(clear, state: tuple[int, ...]) -> None:
+    x = RNG.normal(size=(3, 2, *state, 5)).astype(np.float32)
+    slot = np.array([[0, 4], [5, 2], [5, 5]])
+    expected = x.copy()
+    for b, h in np.argwhere(slot < 5):
+        expected[b, h, ..., slot[b, h]] = 0
+    np.testing.assert_array_equal(clear(jnp.asarray(x), jnp.asarray(slot)), expected)
+
+
+@pytest.mark.parametrize("numbers", [(), (4,), (32,)])
+def test_sets_slots_whatever_they_hold(numbers: tuple[int, ...]) -> None:
+    x, new = (RNG.normal(size=(3, *size, *numbers)).astype(np.float32) for size in ((2, 5), (4,)))
+    at = np.arange(3)[:, None], np.array([0, 0, 1, 1]), np.array([[0, 4, 1, 5], [5, 2, 3, 0], [5, 5, 5, 5]])
+    expected = x.copy()
+    for b, i in np.argwhere(at[2] < 5):
+        expected[b, at[1][i], at[2][b, i]] = new[b, i]
+    np.testing.assert_array_equal(set_slots(jnp.asarray(x), tuple(map(jnp.asarray, at)), jnp.asarray(new)), expected)
+
+
+@pytest.mark.parametrize("write", [set_entries, set_by_row, set_by_head])
+@pytest.mark.parametrize("numbers", [(), (3,)])
+def test_sets_entries_of_all_heads(write, numbers: tuple[int, ...]) -> None:
+    x, new = (RNG.normal(size=(3, 2, n, *numbers)).astype(np.float32) for n in (5, 2))
+    index = np.array([[0, 4], [5, 2], [5, 5]])
+    expected = x.copy()
+    for b, i in np.argwhere(index < 5):
+        expected[b, :, index[b, i]] = new[b, :, i]
+    np.testing.assert_array_equal(write(jnp.asarray(x), jnp.asarray(index), jnp.asarray(new)), expected)
+
+
+@pytest.mark.parametrize("write", [change_block, change_by_pass, change_by_scatter])
+def test_changes_a_block_of_each_row(write) -> None:
+    x = RNG.normal(size=(3, 2, 4, 5)).astype(np.float32)
+    add = RNG.normal(size=(3, 2, 5)).astype(np.float32)
+    expected = x.copy()
+    for b, block in enumerate([3, 4, 0]):
+        if block < 4:
+            expected[b, :, block] += add[b]
+    changed = write(jnp.asarray(x), jnp.array([3, 4, 0]), change=lambda part: part + jnp.asarray(add)[:, :, None])
+    np.testing.assert_array_equal(changed, expected)
+
+
+@pytest.mark.parametrize(("platform", "scatters"), [("cpu", False), ("cuda", True), ("tpu", True)])
+def test_only_accelerators_scatter(platform: str, scatters: bool) -> None:
+    args = jnp.zeros((3, 2, 4, 5)), jnp.zeros((3, 2), int)
+    text = jax.jit(clear_slot).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+    assert ("stablehlo.scatter" in text) == scatters

@@ -1,0 +1,43 @@
+"""What allocated budgets share: a number of entries that each head retains before heads compete."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.heads import ALL_HEADS
+from kvjax.methods.common.allocation import raise_best
+from kvjax.parts import AdaptiveShares, Everything, Fixed, GlobalShares, UniformShares
+
+
+@pytest.mark.parametrize("least", [0, 2, 9, np.array([2, 2]), np.array([[1, 2], [3, 0]])], ids=str)
+def test_exactly_the_best_are_raised(least):
+    """Of equal scores as many as it takes, and no empty slot."""
+    scores = np.array([[[3, 1, 1, 1, -np.inf], [2, 2, 2, 0, 0]], [[-1, -1, -5, -1, -1], [7, 8, 9, -np.inf, 1]]])
+    raised = np.asarray(raise_best(jnp.asarray(scores, jnp.float32), least))
+    for b, x in np.ndindex(2, 2):
+        own = np.sort(scores[b, x])[::-1].copy()
+        count = np.broadcast_to(np.asarray(least).reshape(-1, 1) if np.ndim(least) == 1 else least, (2, 2))[b, x]
+        own[:count] = np.where(own[:count] > -np.inf, np.inf, -np.inf)
+        np.testing.assert_array_equal(np.sort(raised[b, x])[::-1], own)
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [
+        GlobalShares(Fixed(3), min_tokens=2),
+        AdaptiveShares(Fixed(3), alpha=0.7, normalise=False, formula="kvpress"),
+    ],
+    ids=["kvzip", "kvpress"],
+)
+def test_ties_beyond_what_a_head_is_safe_to_retain_compete(budget):
+    """A head of equal scores is given the two that are safe, and not all that score as the second."""
+    scores = jnp.array([[[1.0] * 6, [6.0, 5.0, 4.0, 3.0, 2.0, 0.0]]])[None]
+    assert budget.allocate(scores, jnp.array([[3]]), 0, ALL_HEADS).tolist() == [[[2, 4]]]
+
+
+def test_a_budget_without_a_limit_is_refused():
+    for part in (GlobalShares, UniformShares, AdaptiveShares):
+        with pytest.raises(ValueError, match=rf"Everything\(\) in {part.__name__}: expected a budget that limits"):
+            part(Everything())

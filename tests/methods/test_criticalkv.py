@@ -1,0 +1,220 @@
+"""CriticalKV against its two stages in NumPy: the score, and the positions retained, also where heads compete."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from kvjax.cache import Slots
+from kvjax.heads import ALL_HEADS, Heads
+from kvjax.models import AttentionLayer, Rope
+from kvjax.parts import ProjectedValues, Protect, Recency
+from kvjax.policies import adakv, criticalkv, dynamickv, h2o, parse, snapkv
+from kvjax.policy import Moment
+from tests import tiny
+from tests.methods.literal_budgets import adaptive, algorithm_1, best, projected, two_stages
+from tests.methods.literal_budgets import snapkv as snapkv_scores
+from tests.methods.reference import Reader
+
+B, H, G, M, D, E = 3, 2, 3, 80, 4, 12
+
+
+def drawn(group=G):
+    """Rows of different lengths with capacities of their own, in any order of slots, and an output projection."""
+    rng = np.random.default_rng(0)
+    keys, values = (rng.normal(size=(B, H, M, D)).astype(np.float32) for _ in range(2))
+    positions = np.full((B, H, M), -1)
+    for b, length in enumerate((80, 50, 9)):
+        for h in range(H):
+            positions[b, h, rng.permutation(M)[:length]] = rng.permutation(length)
+    capacity = np.array([[30, 31], [20, 12], [12, 40]])
+    output = rng.normal(size=(H * group, D, E)).astype(np.float32)
+    return Slots(*map(jnp.asarray, (keys, values, positions, capacity))), jnp.asarray(output)
+
+
+def moment(output, counts, protected=None, heads=ALL_HEADS):
+    layer = AttentionLayer(0, Rope(1e4), None, 1.0, output)
+    return Moment(jnp.full(B, M), layer, heads=heads, protected=protected, counts=counts)
+
+
+@pytest.mark.parametrize("group", [1, G])
+@pytest.mark.parametrize("first", [0.0, 0.5, 0.9])
+def test_two_stages(first, group):
+    entries, output = drawn(group)
+    protected = Protect(recent=4).mask(entries.positions, jnp.array([80, 50, 9]), entries.capacity)
+    part = ProjectedValues(Recency(), first, 0.01)
+    scores = np.asarray(part(entries, moment(output, entries.capacity, protected)))
+    base = np.asarray(Recency()(entries, moment(output, None)))
+    np.testing.assert_array_equal(part(entries, moment(output, None, protected)), base, "while heads are compared")
+    for b, h in np.ndindex(B, H):
+        there = np.flatnonzero(entries.positions[b, h] >= 0)
+        value, weights = np.asarray(entries.values[b, h, there], np.float64), np.asarray(output, np.float64)
+        norms = np.mean([np.abs(value @ weights[h * group + g]).sum(axis=-1) for g in range(group)], axis=0)
+        weighed = (base[b, h, there] + 0.01) * norms
+        order = np.argsort(-np.where(protected[b, h, there], np.inf, base[b, h, there]), kind="stable")
+        chosen = order[: min(int(first * entries.capacity[b, h] + 1e-4), len(there))]
+        rest = np.setdiff1d(np.arange(len(there)), chosen)
+        got = scores[b, h, there]
+        np.testing.assert_allclose(got[rest], weighed[rest], rtol=1e-5)
+        if len(chosen) and len(rest):
+            assert got[chosen].min() > got[rest].max()
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+def test_devices_that_share_a_kv_head_score_alike():
+    entries, output = drawn(group=4)
+    mesh = jax.make_mesh((2, 4), ("model", "replica"), axis_types=(AxisType.Auto,) * 2)
+    by_kv, by_query = PartitionSpec(None, "model"), PartitionSpec(("model", "replica"))
+
+    @jax.jit
+    @partial(jax.shard_map, mesh=mesh, in_specs=(by_kv, by_query), out_specs=by_kv, check_vma=False)
+    def score(entries, output):
+        heads = Heads("model", "replica")
+        return ProjectedValues(Recency())(entries, moment(output, entries.capacity, heads=heads))
+
+    expected = ProjectedValues(Recency())(entries, moment(output, entries.capacity))
+    np.testing.assert_allclose(score(entries, output), expected, rtol=1e-5)
+
+
+ROWS = [np.random.default_rng(9).integers(0, tiny.VOCAB, n) for n in (30, 10, 21)]
+PARAMS = tiny.decoder(8, 4, (None,) * 3)
+BUDGET, WINDOW = 12, 4
+BASE = snapkv(BUDGET, window=WINDOW, kernel=3, pool="avg")
+
+
+@cache
+def of_row(b):
+    """SnapKV's scores [L, H, N] of a row, +inf for the window, and the mean norms of its projected values."""
+    text = Reader(PARAMS)
+    text.read(ROWS[b])
+    return snapkv_scores(text, WINDOW, "avg", 3), projected(PARAMS, text.values(), order=1).mean(axis=2)
+
+
+def counts_of(policy, scores):
+    """How many entries each head retains by the base's scores."""
+    if policy == "each":
+        return np.full(scores.shape[:2], BUDGET)
+    if policy == "dynamickv":
+        if scores.shape[2] <= BUDGET:
+            return np.full(scores.shape[:2], BUDGET)
+        buffers = algorithm_1(scores[..., :-WINDOW], BUDGET - WINDOW, 4, 10)
+        return np.array([[WINDOW + len(own) for own in layer] for layer in buffers])
+    return np.array([adaptive(own, BUDGET) for own in scores])
+
+
+@pytest.mark.parametrize("first", [0.0, 0.5, 0.8])
+@pytest.mark.parametrize("policy", ["each", "dynamickv", "adakv"])
+def test_heads_retain_both_stages_of_what_the_base_gives_them(policy, first):
+    """Layers and heads compete by the base's scores; the second stage changes which entries stay, and not how many."""
+    made = criticalkv(BASE, first)
+    if policy == "dynamickv":
+        made = criticalkv(dynamickv(BUDGET, window=WINDOW, kernel=3), first)
+    elif policy == "adakv":
+        made = adakv(made)
+        assert made == criticalkv(adakv(BASE), first), "in whichever order they are named"
+    _, filled = tiny.prefill(PARAMS, made, ROWS, 32)
+    for b in range(len(ROWS)):
+        scores, norms = of_row(b)
+        counts = counts_of(policy, scores)
+        expected = two_stages(scores, norms, counts, first)
+        assert tiny.held(filled, b) == expected
+    scores, norms = of_row(0)
+    assert two_stages(scores, norms, counts_of(policy, scores), first) != best(scores, counts_of(policy, scores))
+
+
+def critical_ada_kv_press(scores, norms, kept, alpha, first, epsilon):
+    """The positions [H] that kvpress 0.5.5's CriticalAdaKVPress does not mask, of scores [H, N] in which the window is
+    the largest; `kept` is of the mean head.
+    """
+    H, N = scores.shape
+    scores, most = scores.astype(np.float64), np.finfo(np.float64).max
+
+    def top(x, count):
+        return np.argsort(-x, axis=-1, kind="stable")[..., :count]
+
+    np.put_along_axis(scores, top(scores, max(1, int(kept * alpha))), most, axis=-1)
+    budgets = np.bincount(top(scores.reshape(-1), kept * H) // N, minlength=H)
+    for h, budget in enumerate(budgets):
+        scores[h, top(scores[h], int(budget * first))] = most
+    with np.errstate(over="ignore"):
+        scores = (scores + epsilon) * norms
+    for h, budget in enumerate(budgets):
+        scores[h, top(scores[h], budget)] = most
+    masked = top(-scores.reshape(-1), H * (N - kept))
+    return [sorted(set(range(N)) - set((masked[masked // N == h] % N).tolist())) for h in range(H)]
+
+
+def test_critical_ada_kv_is_kvpress_s():
+    """With safe entries that each head's first stage covers, as all are here: see the module's differences."""
+    alpha, first = 0.1, 0.5
+    policy = adakv(criticalkv(BASE, first), alpha, formula="kvpress")
+    for b in (0, 2):
+        _, filled = tiny.prefill(PARAMS, policy, [ROWS[b]], 32)
+        scores, norms = of_row(b)
+        largest = np.where(np.isinf(scores), scores[np.isfinite(scores)].max() + 1, scores)
+        expected = [
+            critical_ada_kv_press(own, norm, BUDGET, alpha, first, 1e-4)
+            for own, norm in zip(largest, norms, strict=True)
+        ]
+        sizes = [[len(head) for head in layer] for layer in expected]
+        assert min(map(min, sizes)) * first >= max(1, int(BUDGET * alpha))
+        assert len({size for layer in sizes for size in layer}) > 2, "or heads did not compete"
+        assert tiny.held(filled, 0) == expected
+
+
+def test_a_base_that_evicts_while_decoding():
+    """Each step drops the entry that neither stage retains, by the base's scores of that step."""
+    base = h2o(10, recent=2)
+    params = tiny.decoder(4, 2)
+    _, filled = tiny.prefill(params, criticalkv(base), [ROWS[0]], 32)
+    for token in (3, 9, 27, 14):
+        layer = filled.entries.layer(0, 10)
+        scores, positions = np.asarray(layer.per_slot[0], np.float64), np.asarray(layer.positions[0])
+        order = np.argsort(positions, axis=-1)
+        scores, positions = (np.take_along_axis(x, order, axis=-1) for x in (scores, positions))
+        values = np.take_along_axis(np.asarray(layer.values[0], np.float64), order[..., None], axis=1)
+        norms = projected(params, values[None], order=1).mean(axis=2)
+        next_position = positions.max() + 1
+        scores[positions >= next_position - 2] = np.inf
+        kept = two_stages(scores[None], norms, np.full((1, 2), 10))[0]
+        victims = [two_stages(scores[None], norms, np.full((1, 2), 9), 5 / 9)[0][h] for h in range(2)]
+        assert [len(own) for own in kept] == [10, 10]
+        expected = [[sorted([*positions[h, own].tolist(), next_position]) for h, own in enumerate(victims)]]
+        _, filled = tiny.step(params, filled, np.array([token]), np.ones(1, bool))
+        assert tiny.held(filled, 0) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("first=1.0", r"first=1.0: expected a float in \[0, 1\)"),
+        ("first=1", "first=1: expected a float"),
+        ("first=-0.1", "first=-0.1"),
+        ("epsilon=-1.0", "epsilon=-1.0: expected a float >= 0"),
+        ("base=criticalkv", "ProjectedValues of ProjectedValues, which weighs values.*expected a base"),
+        ("base=expected_attention", "ProjectedValues of ExpectedAttention.*value_norm=False"),
+        ("base=kvcompose,base.value_norm=v", "ProjectedValues of TaskAttention.*does not weigh values"),
+        ("base=tova", "LastAttention.*ProjectedValues.*cannot be combined"),
+        ("base=chunkkv", "ProjectedValues.*Chunks compares means of scores; they cannot be combined"),
+    ],
+)
+def test_what_makes_no_sense(text, says):
+    with pytest.raises(ValueError, match=says):
+        parse(f"criticalkv:{text}")
+
+
+def test_what_the_base_refuses_is_refused():
+    policy = criticalkv()
+    for change, says in (
+        ({"every": 1}, r"Pooling\(.*every=1"),
+        ({"protect": Protect()}, "scores the entries older than its window of 32"),
+        ({"positions": "in_cache"}, "ProjectedValues keeps rotated queries"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            replace(policy, **change)

@@ -1,0 +1,143 @@
+"""DuoAttention: which heads stream, and that decoding is attention with a mask for each head."""
+
+from __future__ import annotations
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.evaluation.tasks.demo import example
+from kvjax.methods.duo_attention import DEMO, full_heads, read_gates
+from kvjax.policies import duo_attention, parse
+from tests import tiny
+from tests.dense import assert_close
+
+GATES = ((1.0, 0.5, 0.3, 0.4), (0.2, 0.9, 0.1, 0.7))
+PARAMS = tiny.decoder(8, 4, (None, None))
+RNG = np.random.default_rng(8)
+ROWS = [RNG.integers(0, tiny.VOCAB, n) for n in (30, 5, 11)]
+SINKS, RECENT = 2, 6
+
+
+@pytest.mark.parametrize(
+    ("sparsity", "groups", "full"),
+    [
+        (0.5, 1, ["1100", "0101"]),
+        (0.5, 2, ["1001", "0101"]),  # two of four in each half of a layer's heads
+        (0.5, 4, ["1001", "0110"]),
+        (0.75, 1, ["1000", "0100"]),
+        (0.0, 1, ["1111", "1111"]),
+        (1.0, 4, ["0000", "0000"]),
+    ],
+)
+def test_the_smallest_gates_stream(sparsity, groups, full):
+    gates = ((1.0, 0.5, 0.1, 0.7), (0.2, 0.9, 0.3, 0.4)) if groups == 4 else GATES
+    assert ["".join(map(str, map(int, layer))) for layer in full_heads(gates, sparsity, groups)] == full
+
+
+def test_of_equal_gates_the_earlier_streams():
+    assert full_heads(((1.0, 1.0), (1.0, 1.0)), 0.5, 1) == ((False, False), (True, True))
+
+
+def dense_logits(full: np.ndarray, text: np.ndarray, prompt: int) -> np.ndarray:
+    """Logits [N, V] of a text whose first `prompt` tokens see all before them; later ones do so in full heads only."""
+    at = np.arange(len(text))
+    near = (at < SINKS) | (at[:, None] - at < RECENT)
+    causal = at <= at[:, None]
+
+    def attend(layer, q, k, v, cache):
+        frequencies = layer.rope.frequencies(q.shape[-1])
+        q, k = (kvjax.models.rotate(x, jnp.asarray(at)[None, None], frequencies, 1.0) for x in (q, k))
+        group = q.shape[1] // k.shape[1]
+        k, v = (jnp.repeat(x, group, axis=1) for x in (k, v))
+        streams = ~np.repeat(full[layer.index], group)[:, None, None]
+        masked = streams & (at[:, None] >= prompt) & ~near
+        logits = jnp.where(causal & ~masked, q @ jnp.swapaxes(k, -1, -2) * layer.scale, -jnp.inf)
+        weights = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
+        return weights / weights.sum(axis=-1, keepdims=True) @ v, cache
+
+    hidden, _ = PARAMS(text[None], attend)
+    return np.asarray(PARAMS.logits(hidden))[0]
+
+
+@pytest.mark.parametrize("groups", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_decoding_is_attention_with_a_mask_for_each_head(groups):
+    """Streaming heads see the sinks and the last tokens; what they no longer see is gone, in a cache of their size."""
+    policy = duo_attention(GATES, 0.5, SINKS, RECENT, groups=groups)
+    full = np.array(policy.budget.full)
+    answer = RNG.integers(0, tiny.VOCAB, (8, len(ROWS)))
+    logits, cache = tiny.prefill(PARAMS, policy, ROWS, 32, room=8)
+    expected = [dense_logits(full, np.append(row, answer[:, b]), len(row)) for b, row in enumerate(ROWS)]
+    for i, token in enumerate([None, *answer]):
+        if token is not None:
+            logits, cache = tiny.step(PARAMS, cache, token, np.ones(len(ROWS), bool))
+        for b, row in enumerate(ROWS):
+            seen = len(row) + i
+            assert_close(logits[b], expected[b][seen - 1])
+            stream = [p for p in range(seen) if p < SINKS or p >= seen - RECENT]
+            assert tiny.held(cache, b) == [[list(range(seen)) if own else stream for own in layer] for layer in full]
+    pages = 4 * 32 + 4 * 8 + 8 * 15 + 4 * 8  # full heads, streaming ones, what segments may waste, and the answer
+    rows = -(-(pages // groups) // 16) * 16 * groups
+    numbers = 3 * (rows * (2 * 8 + 1) + 4 * 4 * 2)  # keys, values, positions; start, size, used, capacity of 8 heads
+    assert cache.nbytes == 4 * numbers
+
+
+def test_full_heads_hold_what_was_read_in_two_parts():
+    """Of which the cache was made for the first."""
+    policy, text = duo_attention(GATES, 0.5, SINKS, RECENT), RNG.integers(0, tiny.VOCAB, 44 + 25).tolist()
+    begun = kvjax.prefill(PARAMS, text[:44], policy=policy, compress="never")
+    in_two = kvjax.generate(PARAMS, text[44:], cache=begun, max_new_tokens=6)
+    at_once = kvjax.generate(PARAMS, text, policy=policy, max_new_tokens=6)
+    np.testing.assert_array_equal(in_two.tokens, at_once.tokens)
+    assert tiny.held(in_two.cache, 0) == tiny.held(at_once.cache, 0)
+
+
+def test_files_of_gates(tmp_path):
+    (tmp_path / "gates.json").write_text(json.dumps({"gates": GATES}))
+    np.savez(tmp_path / "gates.npz", gates=np.array(GATES))
+    np.savetxt(tmp_path / "full_attention_heads.tsv", GATES, delimiter="\t")
+    for name in ("gates.json", "gates.npz", "full_attention_heads.tsv"):
+        text = f"duo_attention:gates={tmp_path / name},sinks=2,recent=6"
+        assert parse(text) == duo_attention(GATES, sinks=2, recent=6)
+
+
+def test_gates_of_another_model_are_refused():
+    with pytest.raises(ValueError, match="gates of 4 layers with 2 kv heads for a model of 2 with 4: expected"):
+        kvjax.generate(PARAMS, ROWS[0], policy=duo_attention())
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"gates": "nowhere.json"}, "gates='nowhere.json' cannot be read .*expected a .json"),
+        ({"gates": "gates.txt"}, "gates='gates.txt' cannot be read"),
+        ({"gates": ((1.0, 0.5), (1.0,))}, "expected the name of a file, or a tuple per layer of equally many numbers"),
+        ({"gates": ((1.0, float("nan")),)}, "expected the name of a file, or a tuple"),
+        ({"gates": GATES, "sparsity": 2}, "sparsity=2: expected a number from 0 to 1"),
+        ({"gates": GATES, "groups": 3}, "groups=3 of 4 kv heads: expected a divisor of 4"),
+        ({"gates": GATES, "recent": 0}, "recent=0: expected an integer >= 1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options, says):
+    with pytest.raises(ValueError, match=says):
+        duo_attention(**options)
+
+
+@pytest.mark.slow
+def test_gates_of_the_demo_model_tell_which_heads_fetch_facts():
+    """With half of its heads streaming it answers as before; not so if it is the other half."""
+    params, tokenizer = kvjax.load(DEMO.parent)
+    examples = [example("keys", 512, rng) for rng in map(np.random.default_rng, range(8))]
+    gates = read_gates(DEMO)
+    others = tuple(tuple(1 - gate for gate in layer) for layer in gates)
+    hits = []
+    for each in (gates, others):
+        policy = duo_attention(each, 0.5, sinks=16, recent=64)
+        prompts, answers = [e.prompt for e in examples], np.stack([e.answer for e in examples])
+        answer = kvjax.generate(params, prompts, policy=policy, max_new_tokens=answers.shape[1], tokenizer=tokenizer)
+        hits.append(int((np.asarray(answer.tokens) == answers).all(axis=1).sum()))
+    assert hits[0] >= 7
+    assert hits[1] <= 1

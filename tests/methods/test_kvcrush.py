@@ -1,0 +1,436 @@
+"""KVCrush against its Algorithms 1 and 2 in plain Python, with the worked examples."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.heads import ALL_HEADS
+from kvjax.methods.kvcrush.signatures import Signatures
+from kvjax.parts import Fixed, Pages, Representatives, TopTokens
+from kvjax.policies import cam, d2o, h2o, kvcrush, parse, snapkv, streaming_llm
+from kvjax.policy import Policy
+from tests import tiny
+from tests.methods.reference import Reader, attended
+
+BITS = np.array([[bit == "1" for bit in token] for token in ["1100", "0000", "1111", "1000", "0110", "1110", "0001"]])
+
+
+def picked(bits, anchor, wanted, pick):
+    """The representatives of one head's tokens, given their bits."""
+    part = Representatives(TopTokens(), 0.5, pick=pick)
+    n = len(bits)
+    marked = part.representatives(
+        Signatures(jnp.asarray(bits)[None, None]),
+        jnp.array(anchor, bool)[None, None, None],
+        jnp.ones((1, 1, n), bool),
+        jnp.arange(n)[None, None],
+        jnp.array([[wanted]]),
+        wanted,
+    )
+    return np.flatnonzero(marked[0, 0]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("anchor", "centroid", "grid"),
+    [
+        ([1, 1, 0, 0], [0, 1, 2], [0, 1, 6]),
+        ([0, 1, 0, 1], [0, 1, 5], [2, 5, 6]),
+        ([0, 0, 0, 0], [0, 1, 5], [0, 1, 2]),
+    ],
+)
+def test_g7(anchor, centroid, grid):
+    assert picked(BITS, anchor, 3, "centroid") == centroid
+    assert picked(BITS, anchor, 3, "grid") == grid
+
+
+def test_g7_mean_anchor():
+    anchor = Representatives(TopTokens(), 0.5)._anchor(
+        Signatures(jnp.asarray(BITS)[None, None]), jnp.ones((1, 1, 7), bool), ALL_HEADS
+    )
+    assert anchor[0, 0, 0].tolist() == [True, True, False, False]
+
+
+def test_k_means_finds_clusters_that_are_apart():
+    """Runs of three do not separate four tokens from two, clusters do: the middle of four, the earlier of two."""
+    tokens = ["111100", "111000", "110000", "111010", "000111", "000011"]
+    bits = np.array([[bit == "1" for bit in token] for token in tokens])
+    assert picked(bits, [1, 1, 1, 0, 0, 0], 2, "kmeans") == [1, 4]
+    assert picked(bits, [1, 1, 1, 0, 0, 0], 2, "centroid") == [1, 5]
+
+
+def cut(held, protected, page):
+    """{name: its tokens} of a head's pages, protected tokens left out."""
+    pages = {}
+    for p in sorted(set(held) - protected):
+        pages.setdefault(p // page, []).append(p)
+    return pages
+
+
+def lloyd(vectors, runs):
+    """The tokens nearest to the centres of k-means on {token: bits}, which starts from the runs; exact rationals.
+
+    None if a token is equally near to two different centres: float32 may then choose either.
+    """
+    own = {token: i for i, run in enumerate(runs) for token in run}
+    centres = [()] * len(runs)
+
+    def move():
+        for i in set(own.values()):
+            points = [vectors[token] for token in own if own[token] == i]
+            centres[i] = tuple(Fraction(int(sum(bits)), len(points)) for bits in zip(*points, strict=True))
+
+    def distance(token, centre):
+        return sum((int(bit) - c) ** 2 for bit, c in zip(vectors[token], centre, strict=True))
+
+    for _ in range(10):
+        move()
+        for token in list(own):
+            off = [distance(token, centre) for centre in centres]
+            if len({centre for centre, d in zip(centres, off, strict=True) if d == min(off)}) > 1:
+                return None
+            own[token] = off.index(min(off))
+    move()
+    return {min((t for t in own if own[t] == i), key=lambda t: (distance(t, centres[i]), t)) for i in set(own.values())}
+
+
+def literal(
+    heads,
+    counts,
+    share,
+    anchor="mean",
+    pick="centroid",
+    upper=0.5,
+    protected=(),
+    page=1,
+    side_by_side=False,
+    ages=None,
+    newest=False,
+    queries=None,
+):
+    """Algorithms 1 and 2 on one row, of tokens or of pages: the positions retained by each of `heads`.
+
+    Args:
+        heads: {position: score} of each kv head.
+        anchor: "mean", or the bits.
+        side_by_side: the bits of a page are those of its tokens; otherwise a page has one per head by its mean score.
+        ages: what scores are divided by before they are compared for bits.
+        newest: the base retains the newest tokens, not those with the highest scores.
+        queries: for each kv head, {position: score} of each of its query heads, which then have the bits.
+    """
+    protected, compared = set(protected), [dict(held) for held in heads]
+    if ages is not None:
+        compared = [{p: score / np.float32(ages[p]) for p, score in held.items()} for held in heads]
+    pages = [cut(held, protected, page) for held in heads]
+
+    def ranked(scores, names):
+        mean = {name: np.float32(sum(scores[p] for p in names[name])) / np.float32(len(names[name])) for name in names}
+        return sorted(names, key=lambda name: (-mean[name], name))
+
+    free = [count - len(protected & set(held)) for held, count in zip(heads, counts, strict=True)]
+    wanted = [min(int(count * share), max(f, 0)) // page for count, f in zip(counts, free, strict=True)]
+    order = [sorted(p, reverse=True) if newest else ranked(h, p) for h, p in zip(heads, pages, strict=True)]
+    kept = [own[: max(0, max(f, 0) // page - w)] for own, f, w in zip(order, free, wanted, strict=True)]
+    left = [{name: p[name] for name in p if name not in k} for p, k in zip(pages, kept, strict=True)]
+    ones = []  # for each head with a bit, the tokens or pages that have it
+    for h, (scores, held, p, k, out) in enumerate(zip(compared, heads, pages, kept, left, strict=True)):
+        if side_by_side:
+            names = {q: [q] for name in out for q in out[name]}
+            own = {q for name in k for q in p[name]}
+        else:
+            names, own = out, set(k)
+        always = protected & set(held) if page == 1 or side_by_side else set()
+        n = int(len(names) * upper)
+        if queries is None:
+            ones.append(always | own | set(ranked(scores, names)[:n]))
+        for scores in () if queries is None else queries[h]:
+            competing = names | ({q: [q] for q in own} if side_by_side else {name: p[name] for name in own})
+            ones.append(always | set(ranked(scores, competing)[: n + len(own)]))
+
+    def bits(name, tokens):
+        if not side_by_side:
+            return np.array([name in one for one in ones])
+        vector = np.zeros((page, len(ones)), bool)
+        for q in tokens:
+            vector[q % page] = [q in one for one in ones]
+        return vector.ravel()
+
+    vectors = [{name: bits(name, out[name]) for name in out} for out in left]
+    width = len(ones) * (page if side_by_side else 1)
+    everyone = np.array([vector for own in vectors for vector in own.values()]).reshape(-1, width)
+    if isinstance(anchor, str):
+        anchor = 2 * everyone.sum(axis=0) > len(everyone) if anchor == "mean" else np.arange(width) % 2 == 1
+    result = []
+    for held, count, p, k, out, own, ranks, w in zip(
+        heads, counts, pages, kept, left, vectors, order, wanted, strict=True
+    ):
+        by_distance = sorted(out, key=lambda name, own=own: ((own[name] != anchor).sum(), name))
+        w = min(w, len(by_distance))
+        runs = [by_distance[i * len(by_distance) // w : (i + 1) * len(by_distance) // w] for i in range(w)]
+        chosen = set()
+        if pick == "grid":
+            chosen = {by_distance[i * (len(by_distance) - 1) // max(w - 1, 1)] for i in range(w)}
+        elif pick == "kmeans":
+            chosen = lloyd(own, runs)
+            if chosen is None:
+                result.append(None)
+                continue
+            chosen |= set([name for name in ranks if name in out and name not in chosen][: w - len(chosen)])
+        for run in runs if pick == "centroid" else ():
+            mean = np.mean([own[name] for name in run], axis=0)
+            off = {name: round(float(np.abs(own[name] - mean).sum()), 9) for name in run}
+            chosen.add(min(run, key=lambda name, off=off: (off[name], name)))
+        tokens = {q for name in {*k, *chosen} for q in p[name]} | (protected & set(held))
+        result.append(sorted(held if page > 1 and len(held) <= count else tokens))
+    return result
+
+
+UNITS = {"token": {}, "chunk": {"page": 3}, "page": {"page": 3, "side_by_side": True}}
+
+
+def drawn(aligned, heads=5):
+    """Scores, positions and counts of three rows; two tokens are protected, and budgets differ by head."""
+    rng = np.random.default_rng(3)
+    rows, size, slots = 3, 20, 40
+    positions = np.full((rows, heads, slots), -1)
+    for row, length in enumerate((40, 23, 9)):
+        held = np.arange(length)
+        for head in range(heads):
+            if not aligned:
+                held = np.sort(rng.choice(60, length, replace=False))
+            positions[row, head, slots - length :] = rng.permutation(held) if not aligned else held
+    scores = rng.integers(0, 12, positions.shape).astype(np.float32)  # with ties
+    protected = (positions >= 0) & (positions < 2)
+    scores[protected], scores[positions < 0] = np.inf, -np.inf
+    return scores, positions, rng.integers(8, size + 1, (rows, heads)), size
+
+
+def texts_of(scores, positions, row):
+    """{position: score} of each head of a row."""
+    return [
+        {int(p): float(s) for p, s in zip(*head, strict=True) if p >= 0}
+        for head in zip(positions[row], scores[row], strict=True)
+    ]
+
+
+def retained(index, positions, row):
+    """The positions that each head of a row retains."""
+    pairs = zip(positions[row], np.asarray(index)[row], strict=True)
+    return [sorted(own[index[index >= 0]].tolist()) for own, index in pairs]
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize(
+    ("anchor", "share", "upper", "pick", "granularity"),
+    [
+        ("mean", 0.25, 0.5, "centroid", "token"),
+        ("mean", 0.25, 0.5, "grid", "token"),
+        ("alternate", 0.6, 0.3, "centroid", "token"),
+        ("mean", 0.25, 0.0, "centroid", "token"),
+        ("mean", 0.4, 0.5, "kmeans", "token"),
+        ("random", 0.4, 0.5, "centroid", "token"),
+        ("mean", 0.4, 0.5, "centroid", "chunk"),
+        ("alternate", 0.6, 0.5, "kmeans", "chunk"),
+        ("mean", 0.4, 0.5, "centroid", "page"),
+        ("alternate", 0.6, 0.3, "centroid", "page"),
+        ("random", 0.6, 0.0, "centroid", "page"),
+        ("mean", 0.6, 0.3, "grid", "page"),
+    ],
+)
+def test_is_the_literal_algorithm(anchor, share, upper, pick, granularity, aligned):
+    """Three rows of different lengths, five heads with budgets of their own, slots with different tokens."""
+    scores, positions, counts, size = drawn(aligned)
+    part = Representatives(
+        TopTokens(), share, anchor=anchor, pick=pick, upper=upper, granularity=granularity, page=3, seed=7
+    )
+    index = jax.jit(part.keep, static_argnums=3)(scores, positions, counts, size)
+    if anchor == "random":
+        width = 5 * (3 if granularity == "page" else 1)
+        anchor = np.asarray(jax.random.bernoulli(jax.random.key(7), shape=(width,)))
+        assert 0 < anchor.sum() < width
+    compared = 0
+    for row in range(3):
+        texts, own = texts_of(scores, positions, row), counts[row].tolist()
+        expected = literal(texts, own, share, anchor, pick, upper, {0, 1}, **UNITS[granularity])
+        for got, wanted in zip(retained(index, positions, row), expected, strict=True):
+            compared += wanted is not None
+            assert wanted is None or got == wanted
+    assert compared >= (7 if pick == "kmeans" else 15)
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize(("upper", "granularity"), [(0.5, "token"), (0.0, "token"), (0.5, "chunk"), (0.3, "page")])
+def test_bits_of_query_heads(upper, granularity, aligned):
+    """Three query heads to each kv head, with scores of their own for the tokens of their kv head."""
+    scores, positions, counts, size = drawn(aligned)
+    own = np.random.default_rng(4).gamma(1, size=(3, 15, 40)).astype(np.float32)
+    part = Representatives(TopTokens(), 0.4, upper=upper, granularity=granularity, page=3, bits="query")
+    keep = jax.jit(lambda *args: part.keep(*args, size, by_query_head=lambda: own))
+    index = keep(scores, positions, counts)
+    for row in range(3):
+        queries = [[texts_of(own[:, g::3], positions, row)[h] for g in range(3)] for h in range(5)]
+        expected = literal(
+            texts_of(scores, positions, row),
+            counts[row].tolist(),
+            0.4,
+            upper=upper,
+            protected={0, 1},
+            queries=queries,
+            **UNITS[granularity],
+        )
+        assert retained(index, positions, row) == expected
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_pages_without_representatives(aligned):
+    """The baseline of Figures 5 and 6: protected tokens, and the whole pages with the highest mean scores."""
+    scores, positions, counts, size = drawn(aligned)
+    index = jax.jit(Pages(TopTokens(), 3).keep, static_argnums=3)(scores, positions, counts, size)
+    for row in range(3):
+        for held, count, got in zip(
+            texts_of(scores, positions, row), counts[row], retained(index, positions, row), strict=True
+        ):
+            pages = cut(held, {0, 1}, 3)
+            mean = {name: np.mean([np.float32(held[p]) for p in pages[name]]) for name in pages}
+            own = [p for p in held if p < 2]
+            best = sorted(pages, key=lambda name: (-mean[name], name))[: (count - len(own)) // 3]
+            assert got == sorted(held if len(held) <= count else [*own, *(p for name in best for p in pages[name])])
+    assert kvcrush(h2o(96), share=0.0, granularity="page").select == Pages(TopTokens(), 32)
+    assert kvcrush(h2o(96), share=0.0, granularity="chunk", page=16).select == Pages(TopTokens(), 16)
+
+
+def test_figure_6_by_hand():
+    """672 entries: 32 initial and 128 recent tokens, and the 16 pages of 32 with the highest mean scores."""
+    rng, n = np.random.default_rng(5), 1024
+    policy = parse("kvcrush:base=h2o,base.budget=672,base.recent=128,base.sinks=32,share=0.0,granularity=page,page=32")
+    scores = rng.gamma(1, size=(1, 1, n)).astype(np.float32)
+    positions = np.arange(n)[None, None]
+    raised = np.where((positions < 32) | (positions >= n - 128), np.inf, scores)
+    index = policy.select.keep(raised, positions, np.array([[672]]), 672)
+    best = 1 + np.argsort(-scores[0, 0, 32 : n - 128].reshape(-1, 32).mean(axis=1))[:16]
+    expected = [p for p in range(n) if p < 32 or p >= n - 128 or p // 32 in best]
+    assert np.asarray(index)[0, 0].tolist() == expected
+    assert len(expected) == 672
+
+
+@pytest.mark.parametrize(("heads", "granularity"), [(2, "page"), (8, "chunk"), (14, "page")])
+def test_a_prompt_is_compressed_as_algorithms_1_and_2_say(heads, granularity):
+    """Groups of 1, 4 and 7, and three lengths; the shortest is within the budget. H2O's sums, and bits by age."""
+    params, rng = tiny.decoder(heads, 2), np.random.default_rng(heads)
+    rows = [rng.integers(0, tiny.VOCAB, n) for n in (44, 31, 12)]
+    policy = kvcrush(h2o(20, recent=5), share=0.4, granularity=granularity, page=4)
+    _, cache = tiny.prefill(params, policy, rows, 48)
+    for b, row in enumerate(rows):
+        n = len(row)
+        texts = [dict(enumerate(scores)) for scores in attended(params, row)[2]]
+        units = UNITS[granularity] | {"page": 4}
+        ages = n - np.arange(n)
+        assert tiny.held(cache, b)[0] == literal(texts, [20, 20], 0.4, protected=range(n - 5, n), ages=ages, **units)
+        assert n == 12 or sum(map(len, tiny.held(cache, b)[0])) < 40, "slots that hold no page"
+
+
+def test_g7_of_pages():
+    """The seven signatures as pages of two tokens with bits of two heads: the bits of tokens lie side by side."""
+    bits = np.array(BITS).reshape(14, 2)
+    part = Representatives(TopTokens(), 0.5, granularity="page", page=2)
+    slots = jnp.arange(14)[None, None]
+    left = jnp.arange(14)[None, None] < 7
+    signatures = Signatures(jnp.asarray(bits)[None, None], slots // 2, slots % 2, width=2)
+    anchor = part._anchor(signatures, left, ALL_HEADS)
+    assert anchor[0, 0].ravel().tolist() == [True, True, False, False]
+    marked = part.representatives(signatures, anchor, left, slots, jnp.array([[3]]), 3)
+    assert np.flatnonzero(marked[0, 0]).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("config", "representatives"), [("table2_gsm8k", 384), ("figure3_kmeans", 128), ("figure6_pages", 128)]
+)
+def test_the_split_of_the_lm_eval_settings(config, representatives):
+    """Table 1: 672 entries are 32 initial, 512 middle and 128 recent ones; Table 2 splits the middle 128 to 384."""
+    script = (Path(__file__).parents[2] / "configs" / "kvcrush" / f"{config}.sh").read_text()
+    base = re.search(r'^base="(.*)"$', script, re.MULTILINE)[1]
+    texts = [
+        text.replace("$base", base).replace(";", ",") for text in re.findall(r'^    "(.*?)"', script, re.MULTILINE)
+    ]
+    crushed = [policy for policy in map(parse, texts) if isinstance(policy.select, Representatives)]
+    for policy in crushed:
+        assert policy.budget == Fixed(672)
+        assert (policy.protect.sinks, policy.protect.recent) == (32, 128)
+        assert int(Fraction(str(policy.select.share)) * 672) == representatives
+        assert policy.select.by_age
+    pages = [policy.select for policy in map(parse, texts) if isinstance(policy.select, Pages)]
+    assert pages == ([Pages(TopTokens(), 32)] if config == "figure6_pages" else [])
+    assert len(crushed) == {"table2_gsm8k": 3, "figure3_kmeans": 2, "figure6_pages": 1}[config]
+
+
+def window_scores_of(params, row, window, group):
+    """What SnapKV's window gives to the tokens before it, in the mean over its queries: [H, G, N - W]."""
+    reader, n = Reader(params), len(row)
+    reader.read(row)
+    return reader.weights(range(n - window, n), range(n - window))[0].mean(axis=2)
+
+
+def test_on_snapkv_a_prompt_is_compressed_as_algorithms_1_and_2_say():
+    """The window is protected; bits are by the window's scores, not by age."""
+    params, rng = tiny.decoder(8, 4), np.random.default_rng(11)
+    rows = [rng.integers(0, tiny.VOCAB, n) for n in (44, 31)]
+    policy = kvcrush(snapkv(20, window=4, pool="none"), share=0.4)
+    _, cache = tiny.prefill(params, policy, rows, 48)
+    for b, row in enumerate(rows):
+        n = len(row)
+        scores = window_scores_of(params, row, 4, 2).mean(axis=1)
+        texts = [dict(enumerate(own)) | dict.fromkeys(range(n - 4, n), np.inf) for own in scores]
+        assert tiny.held(cache, b)[0] == literal(texts, [20] * 4, 0.4, protected=range(n - 4, n))
+
+
+@pytest.mark.parametrize("base", [h2o(64), cam(64), d2o(64, layer_budgets=False)], ids=["h2o", "cam", "d2o"])
+def test_scores_that_accumulate_are_compared_by_age(base):
+    assert kvcrush(base).select.by_age
+    assert not kvcrush(snapkv(64)).select.by_age
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("share=0.0", "share=0.0: expected a float above 0 and below 1"),
+        ("share=1.0", "share=1.0: expected a float above 0 and below 1"),
+        ("share=1", "share=1: expected a float"),
+        ("upper=1.5", r"upper=1.5: expected a float in \[0, 1\)"),
+        ("anchor=median", "anchor='median': expected .*'alternate'"),
+        ("pick=first", "pick='first': expected .*'kmeans'"),
+        ("bits=head", "bits='head': expected 'kv' or 'query'"),
+        ("seed=-1", "seed=-1"),
+        ("base=snapkv,base.budget=40,share=0.02", "share=0.02 of a budget of 40 entries is less than one token"),
+        ("base=kvcrush", "Representatives leave out: expected another base"),
+        ("granularity=line", "granularity='line': expected 'token' or 'chunk' or 'page'"),
+        ("granularity=page,page=0", "page=0"),
+        ("granularity=page,pick=kmeans", "pick='kmeans': expected another one with granularity='page'"),
+        ("base=snapkv,base.budget=100,granularity=page", "less than one page: expected a share of 32 entries or more"),
+        ("base=cam,granularity=chunk", "Representatives with granularity='chunk' ranks pages .* and Newest does not"),
+        ("base=cam,granularity=page,share=0.0", "Pages ranks pages .* and Newest does not retain"),
+        ("base=expected_attention,bits=query", "QueryHeadAttention observes queries after RoPE, and ExpectedAttention"),
+        ("base=streaming_llm,base.positions=in_cache,bits=query", "QueryHeadAttention .* positions='in_cache'"),
+    ],
+)
+def test_refusals(options, says):
+    with pytest.raises(ValueError, match=says):
+        parse(f"kvcrush:{options}")
+
+
+def test_nothing_beyond_a_budget_that_covers_the_prompt():
+    policy = kvcrush(snapkv(24, window=4), share=0.5)
+    _, cache = tiny.prefill(tiny.decoder(), policy, [np.arange(20)], 24)
+    assert tiny.held(cache, 0)[0][0] == list(range(20))
+
+
+def test_a_score_without_query_heads_is_refused():
+    base = streaming_llm(64)
+    select = Representatives(TopTokens(), 0.25, bits="query")
+    with pytest.raises(ValueError, match="compares query heads, and Recency has no scores of single query heads"):
+        Policy(base.score, Fixed(64), select, base.merge)

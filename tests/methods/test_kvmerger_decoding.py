@@ -1,0 +1,85 @@
+"""KVMerger while decoding: a full head merges its entries, against the same algorithms in NumPy, step by step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvjax.policies import kvmerger
+from tests import tiny
+from tests.methods.reference import _unrotated, attended, rotated, softmax
+from tests.methods.test_kvmerger import RNG, check, merge_down
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "options"),
+    [
+        (4, 2, {"theta": 0.5, "every": 1}),
+        (7, 1, {"theta": None, "every": 3}),
+        (4, 4, {"theta": 0.2, "every": 2, "straddle": True, "rule": "chain", "sigma": "rms"}),
+        (4, 1, {"theta": 0.3, "every": 4, "count_bias": True}),
+    ],
+)
+def test_full_heads_merge_while_decoding(heads, kv_heads, options):
+    """Three prompts, the second within the budget, and 16 steps: every key, value and score, in a constant cache."""
+    rng, budget, recent, heavy = np.random.default_rng(3), 14, 4, 3
+    every, bias = options["every"], options.get("count_bias", False)
+    rules = {k: v for k, v in options.items() if k not in ("every", "count_bias")} | {"recent": recent, "heavy": heavy}
+    params = tiny.decoder(heads, kv_heads)
+    rows = [np.repeat(rng.integers(0, tiny.VOCAB, n), 2)[:n] for n in (40, 9, 23)]
+    more = np.repeat(rng.integers(0, tiny.VOCAB, (8, 3)), 2, axis=0)
+    _, cache = tiny.prefill(params, kvmerger(budget, recent=recent, heavy=heavy, **options), rows, 48)
+    texts = [np.append(row, tokens) for row, tokens in zip(rows, more.T, strict=True)]
+    projected = []
+    for text in texts:
+        qkv = _unrotated(params, np.pad(text, (0, 64 - len(text)))[None])
+        q, k, v = (np.asarray(x[0, :, : len(text)], np.float64) for x in qkv)
+        projected.append((q.reshape(kv_heads, -1, *q.shape[1:]), k, v))
+    held = [
+        [
+            merge_down({p: (*entry, 1) for p, entry in enumerate(zip(*head, strict=True))}, len(row), budget, **rules)
+            for head in zip(*attended(params, row), strict=True)
+        ]
+        for row in rows
+    ]
+    merges = 0
+    for step in range(len(more) + 1):
+        for b, h in np.ndindex(3, kv_heads):
+            slot = check(cache.entries[0], b, h, held[b][h])
+            scores = np.asarray(cache.entries[0].per_slot[b, h])
+            for position, entry in held[b][h].items():
+                np.testing.assert_allclose(scores[slot[position]], entry[2], atol=1e-4)
+        assert cache.entries[0].slots == budget
+        if step == len(more):
+            break
+        _, cache = tiny.step(params, cache, more[step], np.ones(3, bool))
+        for b, h in np.ndindex(3, kv_heads):
+            t, (q, k, v) = len(rows[b]) + step, projected[b]
+            own = held[b][h]
+            if len(own) >= budget:
+                own = merge_down(own, t, budget - every, **rules)
+                merges += len(own) < budget - every or any(entry[3] > 1 for entry in own.values())
+            own[t] = (rotated(k[h, t], t, 1e4), v[h, t], 0.0, 1)
+            tokens = np.array([own[p][3] for p in own])
+            logits = rotated(q[h, :, t], t, 1e4) @ np.stack([own[p][0] for p in own]).T / np.sqrt(k.shape[-1])
+            weights = softmax(logits + (np.log(tokens) if bias else 0)).mean(axis=0)
+            held[b][h] = {
+                p: (key, value, score + weight, n)
+                for (p, (key, value, score, n)), weight in zip(own.items(), weights, strict=True)
+            }
+    assert merges > 10
+
+
+def test_rows_that_are_not_full_are_left_as_they_are():
+    """One row merges in a step and the other has room: its keys and values stay bit by bit."""
+    rows = [RNG.integers(0, tiny.VOCAB, n) for n in (30, 9)]
+    params = tiny.decoder()
+    _, cache = tiny.prefill(params, kvmerger(16, recent=4, heavy=3, theta=0.0, every=2, count_bias=True), rows, 32)
+    _, after = tiny.step(params, cache, np.array([5, 6]), np.ones(2, bool))
+    before, after = cache.entries[0], after.entries[0]
+    same = np.asarray(before.positions[1] == after.positions[1])
+    assert (same.sum(axis=-1) == 15).all()
+    for name in ("keys", "values", "bias"):
+        x, y = (np.asarray(getattr(entries, name)) for entries in (before, after))
+        np.testing.assert_array_equal(x[1][same], y[1][same])
+        assert name == "bias" or (x[0] != y[0]).any(axis=-1).sum() > 2

@@ -1,0 +1,204 @@
+"""Policies against kvpress, on the models and prompts of tests/golden. The README there describes the arrays."""
+
+import functools
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.attend.causal import causal
+from kvjax.models import Decoder
+from tests.tiny import held
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests" / "golden"
+MODELS = ("llama_group1", "llama_group4", "llama_group7", "mistral")
+FAST = "llama_group4"  # the others are compared in full runs only
+EVERY = [pytest.param(model, marks=[pytest.mark.slow] * (model != FAST)) for model in MODELS]
+PRESSES = (
+    "snapkv_w8_k5_r50",
+    "snapkv_w16_k5_r75",
+    "snapkv_w16_k7_r50",
+    "snapkv_w32_k7_r75",
+    "tova_r50",
+    "tova_r75",
+    "streaming_llm_r50",
+    "streaming_llm_r75",
+    "knorm_r50",
+    "keydiff_r50",
+    "pyramidkv_w8_k5_b4_r75",
+    "pyramidkv_w8_k5_b20_r40",
+    "pyramidkv_w8_k5_b20_r75",
+    "expected_attention_r75",
+    "expected_attention_e01_f64_r40",
+    "lagkv_l26_r75",
+    "lagkv_l32_r45",
+    "chunkkv_knorm_l20_r50",
+    "chunkkv_snapkv_l16_r50",
+    "criticalkv_snapkv_r50",
+    "criticalkv_expected_r75",
+    "finch_w16_r50",
+    "finch_w24_r75",
+    "kvcompose_r45",
+    "kvcompose_r85",
+    "kvcompose_mean_r25",
+    "kvcompose_heads_r75",
+    "adakv_snapkv_r50",
+    "adakv_expected_a50_r75",
+    "kvzip_c64_r50",
+    "kvzip_layerwise_r75",
+    "duo_attention_r50",
+)
+PYTHON = "KVJAX_KVPRESS_PYTHON"
+
+
+class Golden(NamedTuple):
+    params: Decoder
+    arrays: dict[str, np.ndarray]
+    meta: dict[str, Any]
+
+    @property
+    def prompt(self) -> np.ndarray:
+        return self.arrays["prompt"]
+
+    def policy(self, press: str) -> kvjax.Policy:
+        """The policy of a press, which compresses the prompt and evicts nothing while decoding."""
+        if f"{press}/gates" in self.arrays:
+            gates = tuple(map(tuple, self.arrays[f"{press}/gates"].tolist()))
+            sparsity = self.meta["presses"][press]["kwargs"]["head_compression_ratio"]
+            return kvjax.policies.duo_attention(gates, sparsity, sinks=4, recent=28, every=None)
+        return self.described(self.meta["presses"][press])
+
+    def described(self, press: dict[str, Any]) -> kvjax.Policy:
+        kwargs = press["kwargs"]
+        if "press" in kwargs:
+            base = self.described(kwargs["press"])
+            match press["press"]:
+                case "ChunkKVPress":
+                    return kvjax.policies.chunkkv(base, kwargs["chunk_length"])
+                case "CriticalKVPress":
+                    return kvjax.policies.criticalkv(base, kwargs["first_stage_ratio"], kwargs["epsilon"])
+                case "AdaKVPress":
+                    return kvjax.policies.adakv(base, kwargs["alpha_safeguard"], normalise=False, formula="kvpress")
+        budget = int(len(self.prompt) * (1 - kwargs["compression_ratio"]))
+        match press["press"]:
+            case "SnapKVPress":
+                window, kernel = kwargs["window_size"], kwargs["kernel_size"]
+                return kvjax.policies.snapkv(budget, window=window, kernel=kernel, pool="avg")
+            case "TOVAPress":
+                return kvjax.policies.tova(budget, recent=1, every=None)
+            case "StreamingLLMPress":
+                return kvjax.policies.streaming_llm(budget, sinks=kwargs["n_sink"], every=None)
+            case "KnormPress":
+                return kvjax.policies.knorm(budget)
+            case "KeyDiffPress":
+                return kvjax.policies.keydiff(budget)
+            case "ExpectedAttentionPress":
+                sinks, future, epsilon = (kwargs[name] for name in ("n_sink", "n_future_positions", "epsilon"))
+                covariance, value_norm = kwargs["use_covariance"], kwargs["use_vnorm"]
+                return kvjax.policies.expected_attention(budget, sinks, future, covariance, value_norm, epsilon)
+            case "LagKVPress":
+                return kvjax.policies.lagkv(budget, kwargs["n_sink"], kwargs["lag_size"], kwargs["cross_scoring"])
+            case "FinchPress":
+                window, chunk = kwargs["window_size"], kwargs["chunk_length"]
+                return kvjax.policies.finch(budget, window, chunk, kwargs["normalize_scores"])
+            case "KVComposePress":
+                rows, structured = kwargs["agg_task"], kwargs["structured"]
+                return kvjax.policies.kvcompose(budget, rows=rows, structured=structured, first_layer=structured)
+            case "KVzipPress":
+                level, chunk = "layer" if kwargs["layerwise"] else "global", kwargs["chunk_size"]
+                score = kvjax.parts.Reconstruction()
+                instructions = (tuple(map(ord, text)) for text in (score.instruction, score.starting, score.suffix))
+                return kvjax.policies.kvzip(budget, kwargs["n_sink"], level, chunk, *instructions)
+            case "PyramidKVPress":
+                window, kernel, beta = kwargs["window_size"], kwargs["kernel_size"], kwargs["beta"]
+                return kvjax.policies.pyramidkv(budget, window, kernel, "avg", beta=beta, formula="kvpress")
+        raise AssertionError(press["press"])
+
+
+@functools.cache
+def golden(model: str) -> Golden:
+    params, tokenizer = kvjax.load(GOLDEN / model)
+    assert tokenizer is None
+    with np.load(GOLDEN / f"{model}.npz") as archive:
+        arrays = dict(archive)
+    return Golden(params, arrays, json.loads(str(arrays["meta"])))
+
+
+@jax.jit
+def replay(params: Decoder, cache: kvjax.KVCache, tokens: jax.Array) -> jax.Array:
+    """Logits [N, V] of decoding the tokens one by one."""
+
+    def step(cache: kvjax.KVCache, token: jax.Array) -> tuple[kvjax.KVCache, jax.Array]:
+        logits, cache = kvjax.extend(params, cache, token[None, None])
+        return cache, logits[0]
+
+    return jax.lax.scan(step, cache, tokens)[1]
+
+
+def check_answer(case: Golden, cache: kvjax.KVCache, label: str) -> None:
+    """Compares the logits of each greedy step after the prompt, and the tokens."""
+    tokens, expected = case.arrays[f"{label}/tokens"], case.arrays[f"{label}/step_logits"]
+    logits = replay(case.params, kvjax.with_room(cache, len(expected)), jnp.asarray(tokens[:-1]))
+    np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)
+    np.testing.assert_array_equal(np.argmax(logits, axis=-1), tokens[1:])
+
+
+@pytest.mark.parametrize("press", PRESSES)
+@pytest.mark.parametrize("model", EVERY)
+def test_policy_retains_and_answers_as_kvpress(model: str, press: str) -> None:
+    case = golden(model)
+    cache = kvjax.prefill(case.params, case.prompt, policy=case.policy(press))
+    expected = [[head[head >= 0].tolist() for head in layer] for layer in case.arrays[f"{press}/pos"]]
+    assert held(cache, 0) == expected
+    check_answer(case, cache, press)
+
+
+@pytest.mark.parametrize("press", ["snapkv_w16_k5_r75", "tova_r50", "streaming_llm_r75"])
+def test_generate_answers_as_kvpress(press: str) -> None:
+    case = golden(FAST)
+    expected = case.arrays[f"{press}/tokens"]
+    answer = kvjax.generate(case.params, case.prompt, policy=case.policy(press), max_new_tokens=len(expected))
+    np.testing.assert_array_equal(answer.tokens[0], expected)
+
+
+@pytest.mark.parametrize("model", EVERY)
+def test_uncompressed_answers_as_transformers(model: str) -> None:
+    case = golden(model)
+    positions = jnp.arange(len(case.prompt))[None]
+    hidden, _ = jax.jit(lambda params, tokens: params(tokens, causal(positions)))(case.params, case.prompt[None])
+    np.testing.assert_allclose(case.params.logits(hidden)[0], case.arrays["logits"], atol=1e-4, rtol=0)
+    cache = kvjax.prefill(case.params, case.prompt)
+    check_answer(case, cache, "full")
+
+
+def test_goldens_are_all_compared() -> None:
+    """All presses in the archives are compared but the one without a policy here."""
+    labels = set.intersection(*(set(golden(model).meta["presses"]) for model in MODELS))
+    assert labels - set(PRESSES) == {"observed_attention_r50"}
+    assert set(PRESSES) <= labels
+
+
+@pytest.mark.parity
+@pytest.mark.skipif(
+    PYTHON not in os.environ, reason=f"{PYTHON} names no interpreter with kvpress; see golden/README.md"
+)
+def test_goldens_can_be_made_again(tmp_path: Path) -> None:
+    script = ROOT / "scripts" / "make_goldens.py"
+    command = [os.environ[PYTHON], str(script), "--folder", str(tmp_path), "--model", "llama_group7"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    expected = golden("llama_group7").arrays
+    with np.load(tmp_path / "llama_group7.npz") as made:
+        assert set(made) == set(expected)
+        for name in set(expected) - {"meta"}:
+            np.testing.assert_allclose(made[name], expected[name], atol=1e-4, rtol=0, err_msg=name)
+    weights = "llama_group7/model.safetensors"
+    assert (tmp_path / weights).read_bytes() == (GOLDEN / weights).read_bytes()

@@ -1,0 +1,169 @@
+"""KVzip against its definition in NumPy, on the attention rows of a decoder that repeats its text chunk by chunk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.allocate import encoded_texts, replayed
+from kvjax.heads import ALL_HEADS
+from kvjax.parts import Fixed, GlobalShares, Pyramid, UniformShares
+from kvjax.policies import adakv, criticalkv, kvzip
+from tests import tiny
+from tests.dense import assert_close
+from tests.methods.literal_budgets import adaptive, best, projected, two_stages
+from tests.methods.reference import Reader, softmax
+
+SIZE, CHUNK, SINKS = 32, 12, 3
+WORDS = {"instruction": (7, 60, 2), "starting": (9, 4), "suffix": (33,)}
+ROWS = [np.random.default_rng(4).integers(0, tiny.VOCAB, n) for n in (30, 9, 13, 24)]  # of 3, 1, 2 and 2 chunks
+PARAMS = tiny.decoder(4, 2, (None, None))
+
+
+def repetition(row: np.ndarray, first: int) -> list[int]:
+    """What follows the prompt to have a chunk of it repeated."""
+    lead = (*WORDS["starting"], *row[first - 8 : first]) if first else WORDS["instruction"]
+    return [*lead, *WORDS["suffix"], *row[first : first + CHUNK]]
+
+
+@cache
+def literal(b: int) -> np.ndarray:
+    """Scores [L, H, N] of a row."""
+    row, text = ROWS[b], Reader(PARAMS)
+    n = len(row)
+    text.read(row)
+    scores = np.zeros((len(text.heads), len(text.heads[0]), n))
+    for first in range(0, n, CHUNK):
+        last = min(first + CHUNK, n)
+        tokens = repetition(row, first)
+        text.read(np.array(tokens))
+        for layer, head in np.ndindex(scores.shape[:2]):
+            for query in range(n, n + len(tokens)):
+                seen = text.heads[layer][head].rows[query]
+                keys = sorted({*range(min(SINKS, n)), *range(first, last), *range(n, query + 1)})
+                weights = softmax(np.stack([seen[key][0] for key in keys], axis=-1)).max(axis=0)
+                for key, weight in zip(keys, weights, strict=True):
+                    if first <= key < last:
+                        scores[layer, head, key] = max(scores[layer, head, key], weight)
+        text.forget(n)
+    return scores
+
+
+def keep(scores: np.ndarray, mean: int, level: str) -> list[list[list[int]]]:
+    """Positions kept, by layer and head."""
+    L, H, N = scores.shape
+    scores = scores.copy()
+    scores[..., :SINKS] = np.inf
+    groups = {"global": 1, "layer": L, "head": L * H}[level]
+    kept = np.zeros((groups, L * H * N // groups), bool)
+    best = np.argsort(-scores.reshape(groups, -1), axis=-1, kind="stable")[:, : mean * L * H // groups]
+    np.put_along_axis(kept, best, True, axis=-1)
+    return [[np.flatnonzero(head).tolist() for head in layer] for layer in kept.reshape(L, H, N)]
+
+
+def test_scores_are_the_definition():
+    """Chunks that not all rows have, a last one that is short, a prompt within one chunk; sinks are only looked at."""
+    policy = kvzip(8, SINKS, chunk=CHUNK, **WORDS)
+    _, filled = tiny.prefill(PARAMS, policy, ROWS, SIZE, compress="never")
+    tokens, lengths = map(jnp.asarray, tiny.left_pad(ROWS, SIZE))
+    for i, part in enumerate(policy.score.passes(tokens, lengths, policy.score.needs.texts)):
+        for b, row in enumerate(ROWS):
+            expected = repetition(row, i * CHUNK) if i * CHUNK < len(row) else []
+            assert part.tokens[b, len(part.tokens[b]) - int(part.lengths[b]) :].tolist() == expected
+    filled = replayed(PARAMS, filled, tokens, lengths, None)
+    for layer, entries in enumerate(filled.entries):
+        for b, row in enumerate(ROWS):
+            ours, positions = np.asarray(entries.per_slot[b]), np.asarray(entries.positions[b])
+            for head in range(2):
+                held = positions[head] >= 0
+                assert positions[head][held].tolist() == list(range(len(row)))
+                assert_close(ours[head][held], literal(b)[layer, head])
+
+
+@pytest.mark.parametrize("level", ["global", "layer", "head"])
+def test_keeps_the_best_of_those_who_compete(level):
+    _, filled = tiny.prefill(PARAMS, kvzip(0.5, SINKS, level, CHUNK, **WORDS), ROWS, SIZE)
+    for b, row in enumerate(ROWS):
+        assert tiny.held(filled, b) == keep(literal(b), len(row) // 2, level)
+    sizes = {len(head) for layer in tiny.held(filled, 0) for head in layer}
+    assert (len(sizes) == 1) == (level == "head")
+
+
+def protected(b):
+    """Scores [L, H, N] of a row, +inf for the sinks, and the mean L1 norms of its projected values."""
+    text = Reader(PARAMS)
+    text.read(ROWS[b])
+    scores = literal(b).copy()
+    scores[..., :SINKS] = np.inf
+    return scores, projected(PARAMS, text.values(), order=1).mean(axis=2)
+
+
+@pytest.mark.parametrize("level", ["global", "layer", "head"])
+def test_criticalkv_replays_too(level):
+    """A wrapped score is replayed as it would be alone; what is competed for is decided by its own scores."""
+    policy = criticalkv(kvzip(0.5, SINKS, level, CHUNK, **WORDS))
+    _, filled = tiny.prefill(PARAMS, policy, ROWS, SIZE)
+    for b, row in enumerate(ROWS):
+        scores, norms = protected(b)
+        counts = [[len(head) for head in layer] for layer in keep(literal(b), len(row) // 2, level)]
+        assert tiny.held(filled, b) == two_stages(scores, norms, counts)
+
+
+def test_adakv_of_uniform_heads_replays_too():
+    _, filled = tiny.prefill(PARAMS, adakv(kvzip(0.5, SINKS, "head", CHUNK, **WORDS)), ROWS, SIZE)
+    for b, row in enumerate(ROWS):
+        scores, _ = protected(b)
+        assert tiny.held(filled, b) == best(scores, [adaptive(own, len(row) // 2) for own in scores])
+
+
+def test_uniform_heads_of_a_layer_retain_what_the_layer_has():
+    means = jnp.array([[9, 6], [3, 2]])
+    counts = UniformShares(Pyramid(Fixed(8), window=0)).allocate(jnp.zeros((2, 2, 3, 9)), means, 0, ALL_HEADS)
+    assert counts.tolist() == [[[9] * 3, [6] * 3], [[3] * 3, [2] * 3]]
+
+
+def test_e4():
+    """The threshold at index 3 of 10 has to be exceeded: three stay."""
+    scores = jnp.arange(10.0)[None, None, None]
+    for strict, count in ((True, 3), (False, 4)):
+        assert GlobalShares(Fixed(4), strict=strict).allocate(scores, jnp.array([[4]]), 0, ALL_HEADS).item() == count
+
+
+def test_strict_keeps_the_protected_and_all_that_fits():
+    strict = GlobalShares(Fixed(4), strict=True)
+    scores = jnp.array([[[[jnp.inf, jnp.inf, 1, 1, 1, 1]]], [[[jnp.inf, jnp.inf, 3, 2, -jnp.inf, -jnp.inf]]]])
+    both = jnp.swapaxes(scores, 0, 1)  # of one layer, two rows
+    assert strict.allocate(both, jnp.array([[4, 4]]), 0, ALL_HEADS)[0, :, 0].tolist() == [2, 4]
+    assert strict.allocate(both, jnp.array([[2, 1]]), 0, ALL_HEADS)[0, :, 0].tolist() == [2, 2]
+
+
+def test_instructions_as_text(tokenizer, tiny):
+    policy = kvzip(8, instruction="ba be", starting=(7, 8), suffix="")
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    assert encoded_texts(policy, encode) == (tuple(encode("ba be")), (7, 8), ())
+    with pytest.raises(ValueError, match="replays the text 'ba be' and there is no tokenizer"):
+        kvjax.generate(tiny, [1, 2, 3], policy=policy)
+    with pytest.raises(ValueError, match=r"replays .*500.*expected ids in 0 .. 100"):
+        kvjax.generate(tiny, [1, 2, 3], policy=kvzip(8, instruction=(500,), starting="", suffix=""))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: kvzip(8, level="token"), "level='token': expected 'global' or 'layer' or 'head'"),
+        (lambda: kvzip(8, strict=True, level="head"), "strict=True with level='head'"),
+        (lambda: kvzip(8, level="head", groups=2), "groups=2 with level='head'"),
+        (lambda: kvzip(8, chunk=0), "chunk=0: expected an integer >= 1"),
+        (lambda: kvzip(8, suffix=[1]), r"suffix=\[1\]: expected a text or a tuple"),
+        (lambda: replace(kvzip(8), budget=Fixed(8)), "Reconstruction .* Fixed.*expected a budget that is allocated"),
+        (lambda: replace(kvzip(8), every=1), "Reconstruction scores a prompt.*every=1 it cannot be combined"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make, says):
+    with pytest.raises(ValueError, match=says):
+        make()

@@ -1,0 +1,262 @@
+"""Everything that can be composed, on one layer's random queries and keys.
+
+The score of a composition is evaluated by itself, once for each prompt that has been read and once before each
+eviction. `Policy.compress`, `Policy.retain` and `Layers.make_room` then run with these numbers as the score, so that a
+program serves all scores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.attend import ReadPlan, RoomMaker, reading
+from kvjax.cache import Layers, Slots
+from kvjax.models import AttentionLayer, Rope
+from kvjax.pallas_kernels import Reduction
+from kvjax.parts import (
+    AccumulatedAttention,
+    AdaptiveShares,
+    Chunks,
+    CompositeShares,
+    DenseLayers,
+    Drop,
+    DynamicShares,
+    EvenChunks,
+    Everything,
+    ExpectedAttention,
+    Fixed,
+    FoldedWindow,
+    Fraction,
+    GatedShares,
+    GaussianMerge,
+    GlobalShares,
+    JointImportance,
+    KeyDifference,
+    KeyNorm,
+    LagDifference,
+    LastAttention,
+    LeverageScore,
+    Neglect,
+    Newest,
+    NoisyAttention,
+    Pages,
+    Pooling,
+    ProjectedValues,
+    Pyramid,
+    QueryHeadAttention,
+    RandomDraw,
+    Recency,
+    Reconstruction,
+    Representatives,
+    SimilarityMerge,
+    TaskAttention,
+    TopTokens,
+    UniformShares,
+    ValueMerge,
+    VarianceShares,
+    WindowAttention,
+)
+from kvjax.policy import LayerShape, Merge, Moment, Needs, Policy, Protect, Score
+from tests.policy.literal_allocation import RECENT, SINKS
+
+L, H, G, D, SIZE = 2, 4, 2, 8, 24
+LENGTHS = (24, 15, 6)  # the last within every budget
+PROTECT = Protect(sinks=SINKS, recent=RECENT)
+MEAN = Reduction(rows="sum", group="mean")
+
+SCORES: tuple[Score, ...] = (
+    Recency(),
+    RandomDraw(),
+    KeyNorm(),
+    KeyDifference(),
+    LeverageScore(),
+    LagDifference(sinks=2, lag=4),
+    ExpectedAttention(sinks=2, future=4),
+    AccumulatedAttention(),
+    QueryHeadAttention(AccumulatedAttention()),
+    NoisyAttention(),
+    Neglect(window=8),
+    LastAttention(),
+    WindowAttention(4, MEAN),
+    WindowAttention(4, MEAN, Pooling("max", 3)),
+    FoldedWindow(4, 2, MEAN, ahead=True),
+    JointImportance(4, Pooling("max", 3), 0.07, 0.5),
+    ProjectedValues(AccumulatedAttention()),
+    TaskAttention("self"),
+    Reconstruction(),
+)
+BUDGETS = {  # and what each gives two layers, before that is raised to the minimum; None for all entries
+    Fixed(12): lambda length: (12, 12),
+    Fraction(0.5): lambda length: (length // 2, length // 2),
+    DenseLayers(Fixed(12), 1): lambda length: (None, 12),
+    Pyramid(Fixed(12), window=4, beta=2): lambda length: (16, 8),  # 4 and 12, 4 and 4
+}
+ALLOCATED = (
+    CompositeShares(Fixed(12)),
+    DynamicShares(Fixed(12)),
+    AdaptiveShares(Fixed(12), normalise=False),
+    GlobalShares(Fraction(0.5), groups=2),
+    GlobalShares(Fixed(12)),
+    VarianceShares(Fixed(12), first=0, last=0),
+    UniformShares(Fixed(12)),
+    GatedShares(Fixed(12), full=((True, False, False, False), (False, True, False, True))),
+)
+QUERY_BITS = Representatives(TopTokens(), 0.5, bits="query")
+SELECTS = (
+    TopTokens(),
+    Newest(),
+    Representatives(TopTokens(), 0.5),
+    QUERY_BITS,
+    Chunks(TopTokens(), 5),
+    EvenChunks(length=5),
+    Pages(TopTokens(), 3),
+)
+MERGES: tuple[Merge, ...] = (Drop(), ValueMerge(tokens=3), GaussianMerge(heavy=1), SimilarityMerge())
+RHYTHMS = (None, 1, 4)
+
+ROWS = len(ALLOCATED) * len(LENGTHS)
+lengths = np.tile(LENGTHS, len(ALLOCATED))  # of the rows of each layer
+both = np.tile(lengths, L)  # of the rows of both layers, one layer after the other
+INCOMING = np.arange(L * ROWS) % ROWS != 3
+
+RNG = np.random.default_rng(0)
+LAYER = AttentionLayer(1, Rope(1e4), None, D**-0.5, jnp.asarray(RNG.normal(size=(H * G, D, 16)), jnp.float32))
+QUERIES, KEYS, VALUES = (jnp.asarray(RNG.normal(size=(L * ROWS, n, SIZE, D)), jnp.float32) for n in (H * G, H, H))
+
+
+def refused(score: Score, budget: Any, select: Any, merge: Merge, every: int | None) -> bool:
+    """What makes no sense, and nothing else."""
+    accumulates = isinstance(score, AccumulatedAttention | NoisyAttention | QueryHeadAttention)
+    window = isinstance(score, WindowAttention | FoldedWindow | JointImportance)
+    return (
+        (isinstance(score, LastAttention) and isinstance(budget, GlobalShares | AdaptiveShares | GatedShares))
+        or (isinstance(score, Reconstruction | TaskAttention) and every is not None)
+        or (isinstance(score, Reconstruction) and budget not in ALLOCATED)
+        or (isinstance(merge, ValueMerge) and (every is None or not accumulates))
+        or (isinstance(merge, GaussianMerge | SimilarityMerge) and every is not None and window)
+        or (isinstance(score, WindowAttention) and score.pooling is not None and every is not None)
+        or (isinstance(score, ProjectedValues) and isinstance(select, Chunks | Pages))
+        or (select == QUERY_BITS and not isinstance(score, QueryHeadAttention))
+    )
+
+
+@cache
+def compositions() -> dict[tuple, dict[Any, Policy]]:
+    """The policies by (score, select, merge, every), then by budget; all others are refused by name."""
+    sound: dict[tuple, dict[Any, Policy]] = {}
+    for score, select, merge, every in product(SCORES, SELECTS, MERGES, RHYTHMS):
+        for budget in (*BUDGETS, *ALLOCATED, Everything()):
+            given = (score, budget, select, merge)
+            try:
+                policy, error = Policy(*given, PROTECT, every), ""
+            except ValueError as found:
+                policy, error = None, str(found)
+            assert refused(*given, every) == bool(error), f"{given}, every={every}: {error}"
+            if policy is not None:
+                sound.setdefault((score, select, merge, every), {})[budget] = policy
+                continue
+            within = (getattr(score, "pooling", None), getattr(score, "base", None))
+            names = {type(part).__name__ for part in (*given, *within)} | {f"every={every}"}
+            assert sum(name in error for name in names) >= 2, f"{given}, every={every}: {error}"
+    return sound
+
+
+class Shown(NamedTuple):
+    """State per slot: the score of each entry, to each query head too, and the slot in which the prompt had it."""
+
+    scores: Any
+    queries: Any
+    origin: Any
+
+
+@dataclass(frozen=True)
+class Given(Score):
+    """Scores that are known."""
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(accumulates=True, by_query_head=True)
+
+    def __call__(self, entries: Slots, moment: Moment):
+        return entries.per_slot.scores
+
+    def by_query_head(self, entries: Slots, moment: Moment):
+        queries = entries.per_slot.queries
+        return queries.reshape(queries.shape[0], -1, queries.shape[-1])
+
+
+@cache
+def given(select: Any, merge: Merge, every: int) -> Policy:
+    """A policy that is shown its scores. Its budgets are the capacities of the entries."""
+    return Policy(Given(), Fixed(12), select, merge, PROTECT, every)
+
+
+@partial(jax.jit, static_argnums=0)
+def observed(score: Score) -> Slots:
+    """The complete prompt, packed in order of position, after the score has seen it."""
+    behind = jnp.arange(SIZE - 1, -1, -1)
+    positions = jnp.where(behind < both[:, None], both[:, None] - 1 - behind, -1)
+    budget = UniformShares(Fixed(12)) if isinstance(score, Reconstruction) else Fixed(12)
+    policy = Policy(score, budget, TopTokens(), Drop(), PROTECT)
+    nothing = jnp.zeros((L * ROWS, H, 0), int)
+    empty = Slots(KEYS[:, :, :0], VALUES[:, :, :0], nothing, jnp.full((L * ROWS, H), 12, jnp.int32))
+    plan = ReadPlan((SIZE,) * 2, (None,) * 2, final=False)
+    attend = reading(policy, positions, jnp.asarray(both), jnp.asarray(both), plan=plan)
+    _, layers = attend(LAYER, QUERIES, KEYS, VALUES, Layers((empty, empty)))
+    return layers[1]
+
+
+@partial(jax.jit, static_argnums=0)
+def judged(score: Score, entries: Slots, counts: Any) -> tuple[Any, Any]:
+    """The scores of all entries, -inf for empty slots; and those to query heads, 0 where the score has none."""
+    budget = UniformShares(Fixed(12)) if isinstance(score, Reconstruction) else Fixed(12)
+    policy, moment = Policy(score, budget, TopTokens(), Drop(), PROTECT), Moment(jnp.asarray(both), LAYER)
+    queries = jnp.zeros((*entries.positions.shape[:2], G, entries.slots))
+    if score.needs.by_query_head:
+        queries = score.by_query_head(entries, moment).reshape(queries.shape)
+    return policy.rank(entries, moment, counts, raised=False), queries
+
+
+@partial(jax.jit, static_argnums=0)
+def compressed(policy: Policy, entries: Slots, shown: Shown) -> Slots:
+    """The prompt after its compression to the capacities of its heads, with `shown` for state."""
+    shape = LayerShape(L * ROWS, H * G, H, D, jnp.dtype(jnp.float32))
+    entries = replace(entries, per_slot=shown, per_row=None, merging=policy.merge.init(shape))
+    return policy.compress(entries, Moment(jnp.asarray(both), LAYER), SIZE)
+
+
+@partial(jax.jit, static_argnums=0)
+def with_room(policy: Policy, entries: Slots, scores: Any) -> tuple[Slots, Any]:
+    """The entries once full heads have made room for a token, and the slot that is free for it."""
+    entries = replace(entries, per_slot=entries.per_slot._replace(scores=scores))
+    room = RoomMaker.of(policy, Moment(jnp.asarray(both), LAYER), jnp.asarray(INCOMING), L)
+    layers, slot = Layers((entries, entries)).make_room(1, jnp.asarray(INCOMING), room)
+    return layers[1], slot
+
+
+def after(score: Score, select: Any, merge: Merge, every: int | None, capacity: np.ndarray, whole: Slots):
+    """A composition on a prompt: its scores, the retained entries, and what its next token finds.
+
+    Returns:
+        (scores and query heads' scores of the prompt, retained entries with the score's state, scores before the
+        eviction, entries after the eviction and the slot that is free); the last two are None without a rhythm.
+    """
+    policy = given(select, merge, every or 1)
+    entries = replace(whole, capacity=jnp.asarray(capacity))
+    scores, queries = judged(score, entries, jnp.minimum(entries.capacity, SIZE))
+    origin = jnp.broadcast_to(jnp.arange(SIZE), entries.positions.shape)
+    left = compressed(policy, entries, Shown(scores, queries, origin))
+    there = left.positions >= 0
+    state = entries.gather(jnp.where(there, left.per_slot.origin, -1))
+    kept = replace(left, per_slot=state.per_slot, per_row=state.per_row)
+    if every is None:
+        return (scores, queries), kept, None, None
+    before = judged(score, kept, jnp.minimum(entries.capacity, SIZE))[0]
+    return (scores, queries), kept, before, with_room(policy, left, before)

@@ -1,0 +1,99 @@
+"""The entries that allocated budgets give the heads of one row, in slow Python."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from kvjax.parts import (
+    AdaptiveShares,
+    CompositeShares,
+    DynamicShares,
+    GatedShares,
+    GlobalShares,
+    UniformShares,
+    VarianceShares,
+)
+from kvjax.policy import AllocatedBudget
+from tests.methods.literal_budgets import adaptive, algorithm_1
+
+SINKS, RECENT = 2, 4  # protected in all tests of compositions
+
+
+def allocated(budget: AllocatedBudget, scores: np.ndarray, mean: int, least: int) -> np.ndarray:
+    """The number of entries [L, H] that each head retains of a row.
+
+    Args:
+        scores: [L, H, N] of the row's N tokens, in order of position.
+        mean: entries of the mean head.
+        least: no head retains fewer, as far as it has them.
+    """
+    L, H, N = scores.shape
+    raised = scores.copy()
+    raised[..., :SINKS] = raised[..., max(0, N - RECENT) :] = np.inf
+    if isinstance(budget, UniformShares):
+        counts = np.full((L, H), mean)
+    elif isinstance(budget, GatedShares):
+        counts = np.where(budget.full, N, mean)
+    elif isinstance(budget, GlobalShares):
+        counts = competing(raised.reshape(L, budget.groups, H // budget.groups, N), mean, least).reshape(L, H)
+    elif isinstance(budget, CompositeShares):
+        ranked = np.flip(np.sort(raised, axis=-1), axis=-1).mean(axis=1, dtype=np.float32)
+        counts = np.repeat(competing(ranked[:, None, None], mean, least).reshape(L, 1), H, axis=1)
+    elif isinstance(budget, AdaptiveShares):
+        options = {"alpha": budget.alpha, "normalise": budget.normalise, "formula": budget.formula}
+        counts = np.array([adaptive(own, mean, least, **options) for own in raised])
+    elif isinstance(budget, VarianceShares):
+        counts = np.repeat(by_variance(scores.astype(np.float64), mean, least)[:, None], H, axis=1)
+    else:
+        assert isinstance(budget, DynamicShares)
+        counts = np.repeat(dynamic(budget, raised, mean, least)[:, None], H, axis=1)
+    return np.minimum(counts, N)
+
+
+def competing(scores: np.ndarray, mean: int, least: int) -> np.ndarray:
+    """The counts [L, groups, heads] of the best scores [L, groups, heads, N]: each group has its own total."""
+    L, groups, heads, N = scores.shape
+    counts = np.zeros(scores.shape[:3], int)
+    for g in range(groups):
+        entries = []
+        for layer, head in np.ndindex(L, heads):
+            own = scores[layer, g, head]
+            floor = np.sort(own)[::-1][min(least, N) - 1] if least else np.inf
+            entries += [(np.inf if x >= floor else x, layer, head) for x in own]
+        top = sorted(entries, key=lambda entry: (-entry[0], *entry[1:]))[: L * mean * heads]
+        for _, layer, head in top:
+            counts[layer, g, head] += 1
+    return counts
+
+
+def dynamic(budget: DynamicShares, scores: np.ndarray, mean: int, least: int) -> np.ndarray:
+    """DynamicKV: the counts of the layers."""
+    L, _, N = scores.shape
+    if mean >= N:
+        return np.full(L, N)
+    window = SINKS + RECENT
+    floor = max(0, least - window)
+    own = scores[..., SINKS : N - RECENT]
+    kept = algorithm_1(own, mean - window - floor, budget.interval, budget.r_max, budget.code_rounding)
+    return np.array([window + min(floor + len(layer[0]), N - window) for layer in kept])
+
+
+def by_variance(scores: np.ndarray, mean: int, least: int) -> np.ndarray:
+    """D2O: the counts of the layers, none of which is dense."""
+    L, _, N = scores.shape
+    if mean >= N:
+        return np.full(L, N)
+    v = scores.var(axis=2)
+    v -= v.min(axis=1, keepdims=True)
+    widest = v.max(axis=1, keepdims=True)
+    e = np.exp(-(v / np.where(widest > 0, widest, 1)).mean(axis=1))
+    floor = min(mean, max(least, math.ceil(N / 100)))
+    wanted = np.clip(e / e.sum() * L * mean, floor, N)
+    beyond = wanted - floor
+    wanted -= max(0, wanted.sum() - L * mean) * beyond / max(beyond.sum(), 1e-30)
+    counts = np.floor(wanted + 1e-4).astype(int)
+    left = round(wanted.sum()) - counts.sum()
+    counts[np.argsort(-(wanted - counts), kind="stable")[:left]] += 1
+    return counts

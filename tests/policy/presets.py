@@ -1,0 +1,123 @@
+"""Every preset with options for small prompts, and what tests of all of them run."""
+
+from __future__ import annotations
+
+import importlib
+
+import numpy as np
+import pytest
+
+from kvjax import policies
+from kvjax.kv_cache import KVCache
+from kvjax.models import Decoder
+from kvjax.policy import PLAIN, Policy
+from tests import tiny
+
+SIZE, BUDGET, ROOM, STEPS = 24, 12, 8, 6
+
+SPECS = {
+    "full": ("",),
+    "streaming_llm": (
+        "budget=12,sinks=2",
+        "budget=12,positions=in_cache,every=3",
+        "budget=0.5,sinks=1,every=None",
+    ),
+    "h2o": ("budget=12", "budget=12,recent=3,every=3,sinks=1", "budget=0.5,recent=0.25,group=max"),
+    "tova": ("budget=12", "budget=12,every=3", "budget=0.4,recent=2,every=None"),
+    "snapkv": ("budget=12,window=4,kernel=3", "budget=0.5,window=3,pool=avg,kernel=5,group=max"),
+    "morphkv": (
+        "budget=12,window=4",
+        "budget=12,window=4,fusion=max,every=3,dense_layers=1",
+        "budget=12,window=3,normalise=distant,group=logits",
+        "budget=0.5,window=3,normalise=distant,group=max",
+    ),
+    "cam": ("budget=12,sinks=2,tokens=4,form=expected", "budget=12,tokens=3,every=3"),
+    "d2o": ("budget=12,recent=0.25,layer_budgets=False", "budget=12,recent=2,layer_budgets=False,weights=code,every=3"),
+    "kvmerger": (
+        "budget=12,recent=4,heavy=2,theta=None",
+        "budget=0.5,theta=0.2,rule=chain,straddle=True,count_bias=True",
+        "budget=12,recent=4,heavy=2,theta=0.3,every=2",
+    ),
+    "pyramidkv": ("budget=12,window=4,kernel=3,beta=2", "budget=0.5,window=3,kernel=3,beta=2,formula=code"),
+    "expected_attention": ("budget=12,sinks=2,future=8,epsilon=0.01", "budget=0.5,sinks=0,value_norm=False"),
+    "finch": ("budget=0.5,window=3,chunk=6",),
+    "knorm": ("budget=12,sinks=1,recent=2",),
+    "keydiff": ("budget=12,every=1",),
+    "lagkv": ("budget=12,sinks=1,lag=3,every=2",),
+    "random": ("budget=0.5,recent=2", "budget=12,seed=3,every=2"),
+    "keyformer": ("budget=12,recent=4",),
+    "scissorhands": ("budget=12,window=8,recent=4,drop=0.25",),
+    "dynamickv": ("budget=12,window=4,kernel=3,interval=1", "budget=0.5,window=3,kernel=3,code_rounding=True"),
+    "kvcompose": ("budget=12", "budget=0.5,source=self,rows=mean,structured=False,min_tokens=1,value_norm=vo"),
+    "kvcrush": (
+        "base=snapkv,base.budget=12,base.window=4,base.kernel=3,share=0.5",
+        "base=h2o,base.budget=12,base.recent=3,pick=kmeans,anchor=alternate",
+        "base=h2o,base.budget=12,base.recent=2,share=0.5,granularity=page,page=3",
+        "base=h2o,base.budget=12,base.recent=3,share=0.5,bits=query",
+    ),
+    "chunkkv": ("base=snapkv,base.budget=12,base.window=4,base.kernel=3,length=5",),
+    "adakv": (
+        "base=snapkv,base.budget=12,base.window=4,base.kernel=3",
+        "base=h2o,base.budget=12,base.recent=3,alpha=0.5,formula=kvpress",
+    ),
+    "kvzip": ("budget=0.5,sinks=2,chunk=10,instruction='',starting='',suffix=''",),
+    "duo_attention": ("sinks=2,recent=10,groups=2",),
+    "criticalkv": ("base=h2o,base.budget=12,base.recent=3,first=0.4",),
+    "quantize": (
+        "policy=morphkv,policy.budget=12,policy.window=4",
+        "policy=cam,policy.budget=12,policy.tokens=4,policy.form=expected,bits=4,group=4",
+    ),
+}
+
+# A method states its options in its own test, tests/methods/test_NAME.py. Those above are of methods that share a file.
+SPECS |= {
+    name: importlib.import_module(f"tests.methods.test_{name}").OPTIONS
+    for name in policies.PRESETS
+    if name not in SPECS
+}
+ALL = [f"{name}:{options}".rstrip(":") for name, specs in SPECS.items() for options in specs]
+
+every_policy = pytest.mark.parametrize("spec", ALL)
+
+
+def decoder(spec: str) -> Decoder:
+    """One layer suffices for policies that treat all layers alike."""
+    if "duo_attention" in spec:
+        return tiny.decoder(windows=(None,) * 4)  # the gates that kvjax contains are for four layers and two kv heads
+    layers_differ = policies.parse(spec).allocates or "dense_layers" in spec or "pyramid" in spec
+    return tiny.decoder(windows=(None, None) if layers_differ else (None,))
+
+
+def draw(seed: int, lengths: tuple[int, ...], steps: int = STEPS) -> tuple[list[np.ndarray], np.ndarray]:
+    """The rows of a prompt, and the tokens [steps, B] to decode after it."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, tiny.VOCAB, n) for n in lengths], rng.integers(0, tiny.VOCAB, (steps, len(lengths)))
+
+
+def decode(params: Decoder, cache: KVCache, tokens: np.ndarray) -> list[tuple[np.ndarray, KVCache]]:
+    """Logits and cache after each of the tokens [steps, B]."""
+    steps = []
+    for token in tokens:
+        logits, cache = tiny.step(params, cache, token, np.ones(len(token), bool))
+        steps.append((np.asarray(logits), cache))
+    return steps
+
+
+def run(
+    params: Decoder, spec: Policy | str, rows: list[np.ndarray], tokens: np.ndarray, size: int = SIZE
+) -> list[tuple[np.ndarray, KVCache]]:
+    """Logits and cache after the prompt and after each decoded token."""
+    logits, cache = tiny.prefill(params, spec, rows, size, room=ROOM)
+    return [(np.asarray(logits), cache), *decode(params, cache, tokens)]
+
+
+def tolerance(policy: Policy) -> float:
+    """The accuracy of float32, or that of codes of which a few are rounded the other way."""
+    return 2e-5 if policy.storage == PLAIN else 5e-3
+
+
+def assert_same_rows(mine, others, row: int = 0, other: int = 0) -> None:
+    """Asserts that two runs have the same logits up to rounding, and the same entries, at every step."""
+    for (logits, cache), (other_logits, other_cache) in zip(mine, others, strict=True):
+        np.testing.assert_allclose(logits[row], other_logits[other], atol=tolerance(cache.policy))
+        assert tiny.held(cache, row) == tiny.held(other_cache, other)

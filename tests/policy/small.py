@@ -1,0 +1,47 @@
+"""Every preset with options that suit prompts of some twenty tokens, for tests of all that there are."""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+
+from kvjax import policies
+from kvjax.policy import Policy
+
+BUDGET = 12
+GATES = tuple((1.0, 0.1, 0.7, 0.2) if layer % 2 else (0.3, 0.9, 0.4, 0.8) for layer in range(2))
+OPTIONS = {  # for each preset that has the option
+    "budget": BUDGET,
+    "window": 4,
+    "kernel": 3,
+    "recent": 4,
+    "sinks": 2,
+    "lag": 2,
+    "length": 5,
+    "heavy": 2,
+    "future": 8,
+    "drop": 0.25,
+    "block": 2,
+    "dense_first": 1,
+    "dense_last": 0,
+    "interval": 1,
+    "chunk": 8,
+    "instruction": (7, 60),
+    "starting": (9, 4),
+    "suffix": (33,),
+    "gates": GATES,
+}
+
+
+@cache
+def small(name: str) -> Policy:
+    """The preset of that name; one that builds on another policy builds on a small SnapKV."""
+    make = policies.PRESETS[name]
+    parameters = inspect.signature(make).parameters
+    options = {option: value for option, value in OPTIONS.items() if option in parameters}
+    if "every" in parameters and (parameters["every"].default or 1) > 1:
+        options["every"] = 4
+    options |= {option: small("snapkv") for option in ("base", "policy") if option in parameters}
+    if "every" in parameters and (parameters["every"].default or 0) > BUDGET:
+        options["every"] = 2
+    return make(**options)

@@ -1,0 +1,129 @@
+"""Memory: the bytes of a cache are a closed form (U6), and decoding adds nothing to them (U7)."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from kvjax import policies
+from kvjax.extend import step as one_step
+from kvjax.models import Decoder
+from kvjax.pallas_kernels import PAGE
+from kvjax.parts import (
+    AccumulatedAttention,
+    FoldedWindow,
+    GatedShares,
+    JointImportance,
+    LastAttention,
+    Neglect,
+    NoisyAttention,
+    ProjectedValues,
+    Quantized,
+    QueryHeadAttention,
+    SimilarityMerge,
+    WindowAttention,
+)
+from kvjax.policy import Policy
+from tests import tiny
+from tests.policy.expected_budgets import budget_of
+from tests.policy.presets import ROOM, SIZE, decode, decoder, draw, every_policy
+
+
+def expected_bytes(policy: Policy, batch: int, params: Decoder) -> int:
+    """Keys, values and positions of every slot, a capacity for every head, and the policy's state; float32."""
+    config = params.config
+    if policy.allocates:
+        return batch * pool_bytes(policy, config)
+    heads, dim, total = config.num_kv_heads, config.head_dim, 0
+    for layer in range(config.num_layers):
+        slots = budget_of(policy, layer, SIZE) or SIZE
+        if not policy.evicts(layer, config.num_layers):
+            slots += ROOM
+        if isinstance(policy.storage, Quantized):
+            bits, group = policy.storage.bits, policy.storage.group or dim
+            entry = 2 * (dim * bits // 8 + dim // group * 2)
+        else:
+            entry = 2 * dim * 4
+        total += heads * (slots * (entry + 4) + 4)
+        if policy.merge.effects.bias and policy.limited(layer):
+            total += heads * slots * 4
+        if policy.evicts(layer, config.num_layers):
+            per_slot, per_row = state_numbers(policy, config)
+            total += 4 * (heads * slots * per_slot + per_row)
+    return batch * total
+
+
+def state_numbers(policy: Policy, config) -> tuple[int, int]:
+    """The 32-bit numbers that an evicting layer of a row has per slot of a kv head, and beside these."""
+    score, heads = policy.score, config.num_kv_heads
+    per_slot = per_row = 0
+    if isinstance(score, QueryHeadAttention):
+        per_slot, score = config.num_heads // heads, score.base
+    if isinstance(score, ProjectedValues):
+        score = score.base
+    if isinstance(score, AccumulatedAttention | LastAttention | NoisyAttention):
+        per_slot += 1
+    if isinstance(score, NoisyAttention):
+        per_row += heads
+    if isinstance(score, Neglect):
+        per_slot += -(-score.window // 32)
+    if isinstance(score, FoldedWindow):
+        per_slot += score.columns + score.ahead
+    if isinstance(
+        score, FoldedWindow | WindowAttention | JointImportance
+    ):  # the window's queries, their log-sum-exp and positions
+        per_row += score.window * (config.num_heads * (config.head_dim + 1) + heads)
+    if isinstance(policy.merge, SimilarityMerge):  # a threshold per head
+        per_row += heads
+    return per_slot, per_row
+
+
+def pool_bytes(policy: Policy, config) -> int:
+    """Pages of rows for the retained entries, for the page that each segment begins, and for the answer."""
+    heads, layers, layout = config.num_kv_heads, config.num_layers, policy.budget.layout
+    lanes, mean = layout.groups or heads, budget_of(policy, 0, SIZE)
+    segments = layers * heads
+    assert mean is not None
+    kept, growing = segments // lanes * mean, segments // lanes if policy.every is None else 0
+    if isinstance(policy.budget, GatedShares):  # of the lane with most full heads
+        growing = np.array(policy.budget.full).reshape(layers, lanes, -1).sum(axis=(0, 2)).max()
+        kept += growing * (SIZE - mean)
+    rows = kept + segments // lanes * (PAGE - 1) + growing * ROOM
+    per_slot, per_row = state_numbers(policy, config) if policy.every is not None else (0, 0)
+    numbers = 2 * config.head_dim + 1 + per_slot
+    return 4 * (lanes * -(-rows // PAGE) * PAGE * numbers + 4 * segments + layers * per_row)
+
+
+@every_policy
+def test_bytes_are_the_closed_form_and_stay_so(spec):
+    """U6 and U7, for answers of 40 tokens, or of 8 where they are added to the cache."""
+    params, policy = decoder(spec), policies.parse(spec)
+    steps = 40 if policy.evicts(0, params.config.num_layers) else 8
+    rows, tokens = draw(0, (SIZE, 7, 15), steps=steps)
+    _, cache = tiny.prefill(params, spec, rows, SIZE, room=ROOM)
+    assert cache.nbytes == expected_bytes(policy, 3, params)
+    _, cache = decode(params, cache, tokens[:1])[-1]
+    programs = tiny.step._cache_size()
+    _, cache = decode(params, cache, tokens[1:])[-1]
+    assert cache.nbytes == expected_bytes(policy, 3, params)
+    assert tiny.step._cache_size() == programs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["morphkv:budget=12,window=4", "h2o:budget=12", "streaming_llm:budget=12"])
+def test_ten_thousand_tokens_compile_and_allocate_nothing_new(spec):
+    """U7."""
+    params = decoder(spec)
+    step = jax.jit(one_step, donate_argnames="cache")
+    rows, tokens = draw(7, (SIZE, 5, 17), steps=10_000)
+    _, cache = tiny.prefill(params, spec, rows, SIZE)
+    incoming = np.ones(3, bool)
+    for i, token in enumerate(tokens):
+        logits, cache = step(params, cache, token, incoming)
+        if i == 10:
+            alive, programs, size = len(jax.live_arrays()), step._cache_size(), cache.nbytes
+    assert np.isfinite(logits).all()
+    assert (len(jax.live_arrays()), step._cache_size(), cache.nbytes) == (alive, programs, size)
+    assert cache.length.tolist() == [10_024, 10_005, 10_017]
+    assert max(tiny.held(cache, 0)[0][0]) == 10_023

@@ -1,0 +1,244 @@
+"""Every score with every budget, selection, merge and rhythm: refused by name, or as a literal composition.
+
+The literal composition is NumPy and plain Python (`literal_selection.py`, `literal_allocation.py`), given the numbers
+of the score. What a part does by itself is tested elsewhere.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import parts
+from kvjax.heads import ALL_HEADS
+from kvjax.parts import (
+    AccumulatedAttention,
+    Everything,
+    ExpectedAttention,
+    FoldedWindow,
+    GatedShares,
+    GaussianMerge,
+    JointImportance,
+    KeyNorm,
+    LastAttention,
+    Neglect,
+    NoisyAttention,
+    Pooling,
+    ProjectedValues,
+    QueryHeadAttention,
+    Reconstruction,
+    SimilarityMerge,
+    TaskAttention,
+    ValueMerge,
+    WindowAttention,
+)
+from kvjax.policy import Part, Storage
+from tests.policy.compositions import (
+    ALLOCATED,
+    BUDGETS,
+    INCOMING,
+    LENGTHS,
+    MERGES,
+    RHYTHMS,
+    ROWS,
+    SCORES,
+    SELECTS,
+    SIZE,
+    D,
+    G,
+    H,
+    L,
+    after,
+    both,
+    compositions,
+    judged,
+    lengths,
+    observed,
+)
+from tests.policy.literal_allocation import RECENT, SINKS, allocated
+from tests.policy.literal_selection import after_eviction, after_prompt
+
+# Numbers of 32 bits that a score keeps for each slot of a kv head, and for each row.
+RING = 4 * (H * G * (D + 1) + H)
+STATE = {
+    AccumulatedAttention: (1, 0),
+    QueryHeadAttention: (1 + G, 0),
+    NoisyAttention: (1, H),
+    Neglect: (1, 0),
+    LastAttention: (1, 0),
+    WindowAttention: (0, RING),
+    FoldedWindow: (3, RING),
+    JointImportance: (0, RING),
+    ExpectedAttention: (0, H * G * (1 + D + D * D)),
+    ProjectedValues: (1, 0),
+    TaskAttention: (G + 1, 0),
+    Reconstruction: (1, 0),
+}
+
+
+def test_what_makes_no_sense_is_refused_by_name():
+    assert 300 < len(compositions()) < len(SCORES) * len(SELECTS) * len(MERGES) * len(RHYTHMS)
+
+
+def test_every_part_is_here():
+    """Storages are left out, since other parts do not see them."""
+    here = {type(part) for part in (*SCORES, *BUDGETS, *ALLOCATED, *SELECTS, *MERGES, Everything(), Pooling())}
+    found = (getattr(parts, name) for name in dir(parts) if name not in parts.__all__)
+    classes = {part for part in found if isinstance(part, type) and issubclass(part, Part)}
+    assert {part for part in classes if not issubclass(part, Storage)} == here
+
+
+def test_without_a_budget_everything_is_retained():
+    """U1 follows: a layer without a limit is never compressed and never evicts."""
+    for (score, *_), policies in compositions().items():
+        if isinstance(score, Reconstruction):  # it needs an allocated budget
+            continue
+        policy = policies[Everything()]
+        assert not policy.limited(1)
+        assert not policy.evicts(1, L)
+        assert policy.slots(1, SIZE, L) is None
+
+
+def must_stay(length: int) -> set[int]:
+    return set(range(min(SINKS, length))) | set(range(max(0, length - RECENT), length))
+
+
+def by_position(entries, row: int, x) -> list[dict]:
+    """{position: x} of each head of a row, [B, H, S, ...]; all positions of a head are different."""
+    heads = []
+    for positions, own in zip(np.asarray(entries.positions[row]), np.asarray(x[row]), strict=True):
+        heads.append({int(p): own[i] for i, p in enumerate(positions) if p >= 0})
+        assert len(heads[-1]) == (positions >= 0).sum()
+    return heads
+
+
+def of_score(score):
+    return [given for given in compositions() if given[0] == score]
+
+
+def check(composition, capacity: np.ndarray, memo: dict) -> None:
+    """Compares a composition with the literal one, after the prompt and after an eviction, on rows [L * ROWS]."""
+    score, select, merge, every = composition
+    whole = observed(score)
+    (scores, queries), kept, before, stepped = after(score, select, merge, every, capacity, whole)
+    per_slot, per_row = STATE.get(type(score), (0, 0))
+    state = jax.tree.leaves((kept.per_slot, kept.per_row))
+    assert sum(leaf.nbytes for leaf in state) == 4 * L * ROWS * (H * SIZE * per_slot + per_row)
+    host = jax.tree.map(np.asarray, (whole, kept, scores, queries))
+    whole, kept, scores, queries = host
+    compares = isinstance(merge, GaussianMerge), select, score
+    for row, length in enumerate(both):
+        counts = np.minimum(capacity[row], SIZE).tolist()
+        key = (*compares, row, *counts)
+        if key not in memo:
+            own = by_position(whole, row, scores)
+            asked = np.moveaxis(queries, 2, 0)
+            by_query = list(zip(*(by_position(whole, row, x) for x in asked), strict=True))
+            keys = by_position(whole, row, whole.keys)
+            memo[key] = after_prompt(select, merge, keys, own, must_stay(length), counts, by_query)
+        found = [set(head) for head in by_position(kept, row, scores)]
+        assert found == memo[key], f"{composition}, row {row}: of {length} tokens {counts} are retained"
+    check_contents(merge, whole, kept, capacity)
+    if every is not None:
+        check_eviction(composition, kept, before, stepped, capacity)
+
+
+def check_contents(merge, whole, kept, capacity) -> None:
+    """Entries keep their keys and values, except in rows in which a merge had something to merge."""
+    at = np.maximum(kept.positions[..., None], 0)  # in the prompt, slot i holds token i
+    for mine, theirs in ((kept.keys, whole.keys), (kept.values, whole.values)):
+        assert np.isfinite(mine).all()
+        expected = np.take_along_axis(theirs, at, axis=2)
+        expected = np.where(kept.positions[..., None] >= 0, expected, 0)
+        same = both[:, None] <= capacity if merge.effects.at_prompt else np.ones(capacity.shape, bool)
+        np.testing.assert_array_equal(mine[same], expected[same])
+
+
+def check_eviction(composition, kept, before, stepped, capacity) -> None:
+    """Full heads in rows with a token make room for it. All others stay as they are."""
+    _, select, merge, every = composition
+    entries, slot = jax.tree.map(np.asarray, stepped)
+    assert entries.positions.shape == kept.positions.shape
+    scores = np.asarray(before)
+    for row, length in enumerate(both):
+        was = zip(by_position(kept, row, scores), by_position(kept, row, kept.keys), strict=True)
+        now = by_position(entries, row, entries.values)
+        for head, (own, keys) in enumerate(was):
+            expected = set(own)
+            full = INCOMING[row] and len(own) >= capacity[row, head]
+            if full:
+                count = min(capacity[row, head], SIZE)
+                expected = after_eviction(select, merge, keys, own, must_stay(length), count, every)
+                assert len(expected) == count - every or isinstance(merge, GaussianMerge)
+            assert set(now[head]) == expected, f"{composition}, row {row}, head {head}"
+            assert not INCOMING[row] or len(expected) == SIZE or entries.positions[row, head, slot[row, head]] < 0
+            if not (full and isinstance(merge, GaussianMerge | SimilarityMerge)):
+                np.testing.assert_array_equal(entries.keys[row, head], kept.keys[row, head])
+            if not (full and isinstance(merge, GaussianMerge | SimilarityMerge | ValueMerge)):
+                np.testing.assert_array_equal(entries.values[row, head], kept.values[row, head])
+    assert np.isfinite(entries.values).all()
+
+
+@pytest.mark.parametrize("score", SCORES[:-1], ids=lambda score: type(score).__name__)
+def test_compositions_are_the_literal_ones(score):
+    """U1, U2, U3 and U6 when a prompt has been read, and when a token comes in after it."""
+    memo: dict = {}
+    for composition in of_score(score):
+        policies, every = compositions()[composition], composition[3]
+        least = SINKS + RECENT + (every or 1)
+        capacity = np.zeros((L, ROWS), np.int32)
+        for i, (budget, entries) in enumerate([*BUDGETS.items(), *BUDGETS.items()]):
+            for layer, rows in enumerate(capacity):
+                own = rows[i * len(LENGTHS) : (i + 1) * len(LENGTHS)]
+                own[:] = policies[budget].capacity(layer, jnp.array(LENGTHS), L)
+                given = [entries(n)[layer] for n in LENGTHS]
+                assert [None if n > SIZE else n for n in own.tolist()] == [n and max(n, least) for n in given]
+                slots = policies[budget].slots(layer, SIZE, L)
+                assert slots == (None if None in given else max(own))
+        check(composition, np.repeat(capacity.reshape(-1, 1), H, axis=1), memo)
+
+
+@pytest.mark.parametrize(
+    "score",
+    [pytest.param(x, marks=[] if isinstance(x, KeyNorm | LastAttention) else pytest.mark.slow) for x in SCORES],
+    ids=lambda score: type(score).__name__,
+)
+def test_compositions_on_allocated_budgets_are_the_literal_ones(score):
+    """The same for heads that retain as many entries as their scores deserve; three rows for each budget."""
+    memo: dict = {}
+    for composition in of_score(score):
+        policies, every = compositions()[composition], composition[3]
+        counts = counts_of(score, tuple(budget for budget in ALLOCATED if budget in policies), every)
+        check(composition, counts, memo)
+
+
+@cache
+def counts_of(score, budgets, every) -> np.ndarray:
+    """The capacities [L * ROWS, H] under allocated budgets, three rows each, after a comparison with the literal ones.
+
+    Rows of budgets that the score refuses have those of the first one.
+    """
+    whole = observed(score)
+    scores = np.asarray(judged(score, whole, None)[0]).reshape(L, ROWS, H, SIZE)
+    least = 0 if every is None else SINKS + RECENT + every
+    result = np.zeros((L, ROWS, H), np.int64)
+    for i, budget in enumerate(ALLOCATED):
+        budget = budget if budget in budgets else budgets[0]
+        rows = slice(i * len(LENGTHS), (i + 1) * len(LENGTHS))
+        mean = np.maximum(np.asarray(budget.capacity(0, lengths[rows], L)), SINKS + RECENT + (every or 1))
+        own = scores[:, rows]
+        protected = np.array([[p in must_stay(n) for p in range(SIZE)] for n in LENGTHS])
+        raised = np.where(protected[:, None] & ~np.bool_(budget.layout.compares_protected), np.inf, own)
+        counts = np.asarray(budget.allocate(jnp.asarray(raised), jnp.tile(mean, (L, 1)), least, ALL_HEADS))
+        for row, length in enumerate(LENGTHS):
+            expected = allocated(budget, own[:, row, :, :length], int(mean[row]), least)
+            got = np.minimum(counts[:, row], length)
+            assert got.tolist() == expected.tolist(), f"{score}, {budget}, every={every}: a prompt of {length} tokens"
+            assert got.sum() <= L * H * min(length, mean[row]) or isinstance(budget, GatedShares)
+        within = (np.array(LENGTHS) <= mean)[None, :, None] & (counts <= SIZE)
+        result[:, rows] = np.where(within, mean[None, :, None], counts)  # room that a short prompt leaves
+    return result.reshape(L * ROWS, H).astype(np.int32)

@@ -1,0 +1,132 @@
+"""Policies as text and back, and errors that name the value that was given and what is accepted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvjax import policies
+from kvjax.parts import Fixed
+from kvjax.policies import PRESETS, h2o, morphkv, parse, snapkv, streaming_llm, tova
+from kvjax.policy import Policy, Protect
+from tests.policy.presets import ALL
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_by_name_is_its_defaults(name):
+    assert parse(name) == parse(f" {name}: ") == PRESETS[name]()
+
+
+@pytest.mark.parametrize("spec", ALL)
+def test_a_repr_is_the_policy_again(spec):
+    policy = parse(spec)
+    assert parse(repr(policy)) == policy
+    assert hash(parse(repr(policy))) == hash(policy)
+
+
+@given(
+    budget=st.one_of(st.integers(70, 10**6), st.floats(0.01, 1)),
+    window=st.integers(1, 60),
+    fusion=st.sampled_from(["sum", "max"]),
+    every=st.integers(1, 10),
+)
+def test_text_means_what_the_call_means(budget, window, fusion, every):
+    policy = morphkv(budget=budget, window=window, fusion=fusion, every=every)
+    assert parse(f"morphkv:budget={budget!r}, window={window},fusion={fusion},every={every}") == policy
+    assert parse(repr(policy)) == policy
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("tova:budget=9,every=None", tova(budget=9, every=None)),
+        ("streaming_llm:positions=in_cache", streaming_llm(positions="in_cache")),
+        ("snapkv:pool='none'", snapkv(pool="none")),
+        ("h2o:recent=0.25,group=max", h2o(recent=0.25, group="max")),
+    ],
+)
+def test_words_numbers_and_none(text, policy):
+    assert parse(text) == policy
+
+
+def doubled(base: Policy = snapkv(64), times: int = 2, recent: bool = False) -> Policy:  # noqa: B008
+    """Another policy with a multiple of its budget."""
+    protect = Protect(recent=base.protect.recent + 1) if recent else base.protect
+    return replace(base, budget=Fixed(times * base.budget.entries), protect=protect)
+
+
+@pytest.fixture
+def nested(monkeypatch):
+    monkeypatch.setattr(policies, "PRESETS", {**PRESETS, "doubled": doubled})
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("doubled", snapkv(128)),
+        ("doubled:base=h2o,base.budget=9", h2o(18, recent=0.5)),
+        ("doubled:base.window=4, base=snapkv,times=3,base.budget=9", snapkv(27, window=4)),
+        ("doubled:base=doubled,base.times=5,base.base=tova,base.base.budget=3,recent=True", tova(30, recent=1)),
+    ],
+)
+def test_options_of_a_policy_within_a_policy(nested, text, policy):
+    assert parse(text) == policy
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("doubled:base.budget=3", "options of base without base itself"),
+        ("doubled:base=3", "base=3 is not a word"),
+        ("doubled:base=h3o", "base='h3o'.*adakv.*h2o"),
+        ("doubled:base=h2o,base.size=3", "h2o has no option 'size'"),
+        ("doubled:base=h2o,times.size=3", "times is no policy.*'size'"),
+        ("doubled:recent=1", "recent=1 is not True or False"),
+        ("doubled:times=True", "times=True is not a number"),
+        ("doubled:base=h2o,base.budget=3,base.budget=4", "base.budget twice"),
+    ],
+)
+def test_unusable_options_of_a_policy_within_a_policy(nested, text, says):
+    with pytest.raises(ValueError, match=says):
+        parse(text)
+
+
+def test_policies_that_differ_are_told_apart():
+    specs = [parse(spec) for spec in ALL]
+    assert len(set(specs)) == len(specs)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "unknown policy ''.*morphkv"),
+        ("morph", "unknown policy 'morph'.*full.*morphkv"),
+        ("Morphkv", "unknown policy"),
+        ("full:budget=3", "full has no option 'budget'.*none"),
+        ("morphkv:size=3", "no option 'size'.*budget, window"),
+        ("morphkv:budget", "'budget'.*option=value"),
+        ("morphkv:budget=", "option=value"),
+        ("morphkv:budget=many", "budget='many' is not a number"),
+        ("morphkv:budget=True", "budget=True is not a number"),
+        ("morphkv:fusion=3", "fusion=3 is not a word"),
+        ("morphkv:fusion=product", "'product': expected 'sum' or 'max'"),
+        ("morphkv:group=mean", "group='mean': expected 'sum' or 'max' or 'logits'"),
+        ("morphkv:normalise=none", "normalise='none': expected 'full' or 'distant'"),
+        ("snapkv:kernel=4", "4.*odd"),
+        ("snapkv:pool=min", "pool='min': expected"),
+        ("streaming_llm:positions=new", "positions='new'.*in_cache"),
+        ("morphkv:budget=1,budget=2048", "budget.*twice"),
+        ("Policy(", "describes no policy"),
+        ("Policy()", "describes no policy"),
+        ("Policy(score=Unknown())", "describes no policy"),
+        ("Policy(score=__import__('os').getcwd())", "describes no policy"),
+        (repr(policies.full()) + ".every", "describes no policy"),
+        (repr(policies.full()).replace("Recency()", "3"), "describes no policy"),
+    ],
+)
+def test_unusable_text_is_refused_by_name(text, says):
+    with pytest.raises(ValueError, match=f"(?s){says}"):
+        parse(text)

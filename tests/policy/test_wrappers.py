@@ -1,0 +1,214 @@
+"""Wrappers and budgets that take another policy, over every preset: what the base sees, and which entries stay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import policies
+from kvjax.methods import registry
+from kvjax.parts import TopTokens
+from kvjax.policy import Moment, ScoreWrapper
+from tests import tiny
+from tests.methods.literal_budgets import adaptive, best, projected, two_stages
+from tests.policy.recording import Recording, notes
+from tests.policy.small import small
+
+WRAPPERS = {name: part for name, part in registry.parts().items() if issubclass(part, ScoreWrapper)}
+STATES = {  # the needs that a wrapper says it changes; any other one may change none
+    "ProjectedValues": {"slotwise", "weighs_values", "by_count"},
+    "QueryHeadAttention": {"queries", "by_query_head"},
+}
+FAST = ("h2o", "morphkv", "kvzip", "expected_attention")  # the others are tried in full runs only
+ONE = tiny.decoder(4, 2)
+TWO = tiny.decoder(8, 4, (None, None))
+RNG = np.random.default_rng(7)
+ROWS = [RNG.integers(0, tiny.VOCAB, n) for n in (22, 7)]
+SIZE = 24
+ANSWER = RNG.integers(0, tiny.VOCAB, (3, len(ROWS)))
+
+
+def each(names, fast=FAST):
+    return [pytest.param(name, marks=[] if name in fast else pytest.mark.slow) for name in names]
+
+
+def distinct():
+    """One preset for each score, one of `FAST` if it has that score."""
+    return list({small(name).score: name for name in (*policies.PRESETS, *FAST)}.values())
+
+
+def unless_refused(build, name):
+    """The policy that `build` makes; None where it is refused with a reason that names that part."""
+    try:
+        return build()
+    except ValueError as refusal:
+        if name not in str(refusal):
+            raise
+        return None
+
+
+def run(policy, name):
+    """The notes of a prompt that a model of one layer reads, and of three tokens of an answer."""
+    notes(name)
+    _, filled = tiny.prefill(ONE, policy, ROWS, SIZE)
+    prompt = notes(name)
+    for token in ANSWER:
+        _, filled = tiny.step(ONE, filled, token, np.ones(len(ROWS), bool))
+    return prompt, notes(name)
+
+
+@cache
+def alone(preset):
+    """Of a preset's score without a wrapper."""
+    policy = small(preset)
+    return run(replace(policy, score=Recording(policy.score, "alone")), "alone")
+
+
+def comparable(found):
+    """The notes that must not depend on a wrapper: all but the scores, which come once more if they depend on counts.
+
+    By the time of decoding other entries may have stayed, so that only the form and the queries are the same.
+    """
+    for what, shown in found:
+        if not what.startswith("scores"):
+            form = jax.tree.structure(shown), [np.shape(x) for x in jax.tree.leaves(shown)]
+            alike = {"queries", "positions", "lengths"} if "decoding=True" in what else set(shown or ())
+            yield what, form, [x for name in sorted(alike) for x in jax.tree.leaves(shown[name])]
+
+
+@pytest.mark.parametrize("preset", each(distinct()))
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_base_sees_what_it_sees_alone(wrapper, preset):
+    """It observes, replays, asks and lays out the same; of what it needs, only what the wrapper says is different."""
+    policy = small(preset)
+    wrapped = unless_refused(
+        lambda: replace(policy, score=WRAPPERS[wrapper](Recording(policy.score, "wrapped"))), wrapper
+    )
+    if wrapped is None:
+        return
+    needs, base = vars(wrapped.score.needs), vars(policy.score.needs)
+    assert {name for name in needs if needs[name] != base[name]} <= STATES.get(wrapper, set())
+    for before, after in zip(alone(preset), run(wrapped, "wrapped"), strict=True):
+        expected, got = list(comparable(before)), list(comparable(after))
+        assert [(what, form) for what, form, _ in got] == [(what, form) for what, form, _ in expected]
+        for (what, _, ours), (_, _, theirs) in zip(got, expected, strict=True):
+            for x, y in zip(ours, theirs, strict=True):
+                np.testing.assert_allclose(x, y, atol=1e-5, rtol=1e-5, err_msg=what)
+
+
+@cache
+def retained_alone(preset):
+    """The number of entries [L, H] that each row's heads retain under a preset."""
+    _, filled = tiny.prefill(TWO, small(preset), ROWS, SIZE)
+    return [np.array([[len(head) for head in layer] for layer in tiny.held(filled, b)]) for b in range(len(ROWS))]
+
+
+def compared(policy):
+    """A cache, and by layer what a score named "base" was shown and gave: while heads were compared, and at last."""
+    notes("base")
+    _, filled = tiny.prefill(TWO, policy, ROWS, SIZE)
+    layers = [{}, {}]
+    for what, shown in notes("base"):
+        if what.startswith("scores"):
+            layers[int(what[-1])][shown["counts"] is None] = shown
+    return filled, [(found.get(True), found.get(False, found.get(True))) for found in layers if found]
+
+
+def raised(shown):
+    """The base's scores [B, H, M], +inf for protected entries and -inf for empty slots."""
+    scores = np.where(shown["protected"], np.inf, shown["scores"]).astype(np.float64)
+    return np.where(np.asarray(shown["entries"].positions) >= 0, scores, -np.inf)
+
+
+def in_order(x, shown, b):
+    """An array [B, H, M, ...] of a row's entries in order of position, without empty slots: [1, H, N, ...]."""
+    held = np.asarray(shown["entries"].positions[b])
+    return np.stack([np.asarray(x[b])[h][np.argsort(own)[np.sum(own < 0) :]] for h, own in enumerate(held)])[None]
+
+
+def by_the_parts(policy, layer, shown, scores, counts):
+    """The positions [B][H] that the policy's own selection and merge leave, given scores [B, H, M] and counts."""
+    entries = replace(jax.tree.map(jnp.asarray, shown["entries"]), capacity=jnp.asarray(counts))
+    record = TWO.attention_layers[layer]
+    moment = Moment(shown["next_position"], record, protected=jnp.asarray(shown["protected"]), counts=entries.capacity)
+    left = policy.retain(entries, moment, jnp.asarray(scores, jnp.float32), SIZE)
+    return [[sorted(head[head >= 0].tolist()) for head in row] for row in np.asarray(left.positions)]
+
+
+def entrywise(policy):
+    """Whether the best scores stay; if not, the policy's own selection and merge tell what does."""
+    return policy.select == TopTokens() and not policy.merge.effects.at_prompt
+
+
+@pytest.mark.parametrize("preset", each(policies.PRESETS, ("h2o", "dynamickv", "chunkkv", "knorm")))
+def test_adakv_over_every_preset(preset):
+    """Heads of a layer compete for the entries that the preset gives the layer, or the combination is refused."""
+    base = small(preset)
+    policy = unless_refused(lambda: policies.adakv(base, normalise=not base.score.needs.signed), "AdaptiveShares")
+    if policy is None:
+        return
+    filled, layers = compared(replace(policy, score=Recording(base.score, "base")))
+    least = 0 if base.every is None else base.minimum
+    for layer, (first, last) in enumerate(layers):
+        counts = np.zeros((len(ROWS), 4), int)
+        for b, row in enumerate(ROWS):
+            mean = int(base.capacity(layer, np.array([len(row)]), 2)[0])
+            if base.allocates:
+                mean = retained_alone(preset)[b][layer, 0]
+            counts[b] = adaptive(in_order(raised(first), first, b)[0], mean, least, normalise=policy.budget.normalise)
+        counts = np.minimum(counts, [[len(row)] for row in ROWS])
+        if entrywise(policy):
+            stay = [best(in_order(raised(last), last, b), counts[b : b + 1])[0] for b in range(len(ROWS))]
+        else:
+            stay = by_the_parts(policy, layer, last, raised(last), counts)
+        assert [tiny.held(filled, b)[layer] for b in range(len(ROWS))] == stay
+    assert len(layers) == 2
+
+
+def staged(shown, layer, counts):
+    """Scores [B, H, M] by which heads retain both stages: the entries of the first above all others."""
+    scores, protected = np.asarray(shown["scores"], np.float64), np.asarray(shown["protected"])
+    norms = projected_layer(layer, np.asarray(shown["entries"].values, np.float64))
+    scores = np.where(protected, np.inf, (scores + 1e-4) * norms)
+    for b, h in np.ndindex(counts.shape):
+        order = np.argsort(-raised(shown)[b, h], kind="stable")
+        scores[b, h, order[: int(counts[b, h] * 0.5 + 1e-4)]] += (
+            2 * np.abs(scores[b, h][np.isfinite(scores[b, h])]).max()
+        )
+    return np.where(np.asarray(shown["entries"].positions) >= 0, scores, -np.inf)
+
+
+def projected_layer(layer, values):
+    """The mean L1 norms [B, H, M] of a layer's values [B, H, M, D] behind the output projection."""
+    rows = [projected(TWO, np.stack([own] * 2), order=1)[layer].mean(axis=1) for own in values]
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize("preset", each(policies.PRESETS, ("h2o", "dynamickv", "kvzip", "kvmerger")))
+def test_criticalkv_over_every_preset(preset):
+    """Each head retains as many entries as without it, in two stages, or the combination is refused."""
+    base = small(preset)
+    policy = unless_refused(lambda: policies.criticalkv(base), "ProjectedValues")
+    if policy is None:
+        return
+    filled, layers = compared(replace(policy, score=replace(policy.score, base=Recording(base.score, "base"))))
+    for layer, (_, shown) in enumerate(layers):
+        positions = np.asarray(shown["entries"].positions)
+        assert base.score.needs.signed or shown["scores"][positions >= 0].min() >= 0, "signed, and not declared so"
+        counts = np.stack([x[layer] for x in retained_alone(preset)])
+        if entrywise(policy):
+            norms = projected_layer(layer, np.asarray(shown["entries"].values, np.float64))
+            stay = [
+                two_stages(in_order(raised(shown), shown, b), in_order(norms, shown, b), counts[b : b + 1])[0]
+                for b in range(len(ROWS))
+            ]
+        else:
+            counts = np.asarray(shown["counts"])
+            stay = by_the_parts(policy, layer, shown, staged(shown, layer, counts), counts)
+        assert [tiny.held(filled, b)[layer] for b in range(len(ROWS))] == stay
+    assert len(layers) == (0 if base.budget.slots(0, 1, 1) is None else 2)

@@ -1,0 +1,245 @@
+"""The order of the house: which module imports which, how long files are, and that parts are not told apart by type."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from kvjax import policy
+from kvjax.methods import registry
+from kvjax.policy import Part
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = {"kvjax": ROOT / "kvjax", "kvjax.models": ROOT / "models", "kvjax.pallas_kernels": ROOT / "pallas_kernels"}
+LONGEST = 350
+PROTOCOLS = (
+    policy.Part,
+    policy.Score,
+    policy.Budget,
+    policy.AllocatedBudget,
+    policy.Select,
+    policy.Merge,
+    policy.Storage,
+)
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """The files of the library by module name, each once: the links in kvjax/ are not followed."""
+    found = {}
+    for package, folder in FOLDERS.items():
+        for path in sorted(folder.rglob("*.py")):
+            inside = path.relative_to(folder)
+            if inside.parts[0] in ("models", "pallas_kernels"):
+                continue
+            parts = inside.with_suffix("").parts
+            found[".".join((package, *(parts[:-1] if parts[-1] == "__init__" else parts)))] = path
+    return found
+
+
+def at_run_time(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that run when a module is imported or one of its functions is called: not those for type checkers."""
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        for statement in node.orelse:
+            yield from at_run_time(statement)
+        return
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from at_run_time(child)
+
+
+def imports(name: str, source: str, known: set[str], is_package: bool) -> set[str]:
+    """The modules of `known` that a module imports at run time, anywhere in it."""
+    found = set()
+    package = name if is_package else name.rpartition(".")[0]
+    for node in at_run_time(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            targets = [f"{base}.{alias.name}" if f"{base}.{alias.name}" in known else base for alias in node.names]
+        else:
+            continue
+        found |= {target for target in targets if target in known}
+    return found - {name}
+
+
+@cache
+def graph() -> dict[str, set[str]]:
+    """What each module of the library imports at run time."""
+    known = set(modules())
+    return {
+        name: imports(name, path.read_text(), known, path.name == "__init__.py") for name, path in modules().items()
+    }
+
+
+def circle(edges: dict[str, set[str]]) -> list[str]:
+    """A path of imports that ends where it begins; empty if there is none."""
+    done: set[str] = set()
+
+    def follow(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name not in done:
+            for target in sorted(edges[name]):
+                if found := follow(target, [*path, name]):
+                    return found
+            done.add(name)
+        return []
+
+    return next(filter(None, (follow(name, []) for name in sorted(edges))), [])
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+@pytest.mark.parametrize(
+    ("source", "is_package", "expected"),
+    [
+        ("import kvjax.b", False, {"kvjax.b"}),
+        ("from kvjax import b", False, {"kvjax.b"}),
+        ("from .b import x", False, {"kvjax.b"}),
+        ("from . import b", False, {"kvjax.b"}),
+        ("from .b import x", True, {"kvjax.a.b"}),
+        ("from .. import b", True, {"kvjax.b"}),
+        ("def f():\n    from .b import x", False, {"kvjax.b"}),
+        ("if TYPE_CHECKING:\n    from .b import x", False, set()),
+        ("if TYPE_CHECKING:\n    pass\nelse:\n    from .b import x", False, {"kvjax.b"}),
+        ("import numpy", False, set()),
+    ],
+)
+def test_imports_are_found(source: str, is_package: bool, expected: set[str]) -> None:
+    known = {"kvjax", "kvjax.a", "kvjax.b", "kvjax.a.b"}
+    assert imports("kvjax.a", source, known, is_package) == expected
+
+
+def test_circles_are_found() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_no_circle_of_imports() -> None:
+    assert len(graph()) > 100
+    assert circle(graph()) == []
+
+
+@pytest.mark.parametrize(
+    ("package", "forbidden"),
+    [
+        ("kvjax.cache", ("kvjax.policy", "kvjax.policies", "kvjax.parts", "kvjax.methods", "kvjax.attend")),
+        ("kvjax.policy", ("kvjax.policies", "kvjax.parts", "kvjax.methods", "kvjax.attend")),
+        ("kvjax.attend", ("kvjax.policies", "kvjax.parts", "kvjax.methods")),
+        ("kvjax.methods", ("kvjax.policies", "kvjax.parts", "kvjax.attend", "kvjax.kv_cache")),
+        ("kvjax.models", ("kvjax",)),
+        ("kvjax.pallas_kernels", ("kvjax",)),
+    ],
+)
+def test_packages_import_nothing_above_them(package: str, forbidden: tuple[str, ...]) -> None:
+    found = [
+        (name, target)
+        for name, targets in graph().items()
+        for target in targets
+        if within(name, package) and not within(target, package) and any(within(target, other) for other in forbidden)
+    ]
+    assert not found
+
+
+def test_methods_are_imported_by_policies_and_parts_only() -> None:
+    users = {name for name, targets in graph().items() if any(within(target, "kvjax.methods") for target in targets)}
+    assert {name for name in users if not within(name, "kvjax.methods")} == {"kvjax.policies", "kvjax.parts"}
+
+
+def test_files_are_short() -> None:
+    lengths = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
+    assert not {name: length for name, length in lengths.items() if length > LONGEST}
+
+
+def part_names() -> set[str]:
+    """The names of all classes of parts, those of the language and those of methods."""
+    language = {name for name, kind in vars(policy).items() if inspect.isclass(kind) and issubclass(kind, Part)}
+    return language | set(registry.parts())
+
+
+def tells_parts_apart(source: str) -> list[str]:
+    """The expressions that ask for the type of a part: isinstance or issubclass of a part's class, or a compared type.
+
+    `type(part).__name__` in an error message is no such expression.
+    """
+    names, found = part_names(), []
+    for node in ast.walk(ast.parse(source)):
+        called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None
+        if called in ("isinstance", "issubclass"):
+            kinds = {
+                n.id if isinstance(n, ast.Name) else n.attr
+                for n in ast.walk(node.args[1])
+                if hasattr(n, "ctx") and not isinstance(n, ast.Tuple)
+            }
+            if kinds & names:
+                found.append(ast.unparse(node))
+        elif isinstance(node, ast.Compare | ast.Match):
+            asked = [node.left, *node.comparators] if isinstance(node, ast.Compare) else [node.subject]
+            if any(isinstance(x, ast.Call) and ast.unparse(x.func) == "type" for x in asked):
+                found.append(ast.unparse(node).splitlines()[0])
+        if isinstance(node, ast.MatchClass) and ast.unparse(node.cls).rpartition(".")[2] in names:
+            found.append(ast.unparse(node))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("isinstance(part, Fixed)", 1),
+        ("isinstance(part, (int, parts.Fixed))", 1),
+        ("isinstance(part, Fixed | Fraction)", 1),
+        ("type(part) is Fixed", 1),
+        ("match part:\n    case Fixed(): pass", 1),
+        ("match type(part):\n    case other: pass", 1),
+        ("isinstance(budget, int | float)", 0),
+        ("f'{type(part).__name__}'", 0),
+        ("part.needs.slotwise", 0),
+    ],
+)
+def test_types_that_are_asked_for_are_found(source: str, found: int) -> None:
+    assert len(tells_parts_apart(source)) == found
+
+
+ALLOWED = {
+    "isinstance(self.base, Representatives)",  # an option that is not accepted
+    "issubclass(value, Part)",  # the registry finds the parts of all methods
+}
+
+
+def test_parts_are_not_told_apart_by_their_types() -> None:
+    """Core code and other parts look at what a part declares: `needs`, `layout`, `compares` and `effects`."""
+    core = {name: path for name, path in modules().items() if name.count(".") == 1 and path.name != "__init__.py"}
+    for package in ("attend", "cache", "methods", "policy"):
+        core |= {name: path for name, path in modules().items() if within(name, f"kvjax.{package}")}
+    found = {(name, text) for name, path in core.items() for text in tells_parts_apart(path.read_text())}
+    assert {text for _, text in found} <= ALLOWED, found
+
+
+def hooks(protocol: type) -> set[tuple[str, str]]:
+    """The public members that a protocol of parts defines, with their signatures; its dataclass fields left out."""
+    found = set()
+    for name, member in vars(protocol).items():
+        if name == "__call__" or not name.startswith("_"):
+            if isinstance(member, property):
+                found.add((name, protocol.__name__))
+            elif callable(member):
+                found.add((name, str(inspect.signature(member))))
+    return found
+
+
+def test_protocols_of_parts_are_small() -> None:
+    """A hook counts once where protocols share it, such as `check(policy)`, and what a subclass defines anew."""
+    found = {protocol.__name__: hooks(protocol) for protocol in PROTOCOLS}
+    names = {name for name, _ in found["Budget"]}
+    found["AllocatedBudget"] = {hook for hook in found["AllocatedBudget"] if hook[0] not in names}
+    assert len(set().union(*found.values())) <= 25, found
