@@ -1,0 +1,183 @@
+"""R-KV (Cai et al., arXiv 2505.24133): importance minus redundancy, for the long answers of reasoning models.
+
+Differences from the paper and its code:
+
+* The budget counts the entries that a query sees: the paper's B_budget + B_buffer. With every=128 a full head evicts
+  128 entries at once, which leaves B_budget.
+* lambda is `mix`, 0.07 as in the released code. Of several keys that are similar to a key, the most recent one is not
+  counted as redundant, the released code's rule "last".
+* Where no key is similar to a key, the released code exempts the first cached entry from that key's row; here nothing
+  is exempt.
+* Each row of a batch has its own similarities; the released code takes those of the first row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from kvjax.cache import Slots
+from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_integer
+
+from .common.budgets import budget_of
+from .common.drop import Drop
+from .common.pooling import Pooling
+from .common.top_tokens import TopTokens
+from .common.window_attention import QueryRing, check_window
+from .registry import preset
+
+BLOCK = 128  # keys that are compared with all keys at once
+
+
+@dataclass(frozen=True)
+class JointImportance(Score):
+    """mix * importance - (1 - mix) * redundancy.
+
+    Importance is the attention from the last `window` queries: the largest logit of the query group, the softmax over
+    the entries older than the window, the mean over the queries, then pooling along the text. Redundancy is the softmax
+    over all entries of the mean cosine of an entry's key with the keys of the others; see `redundancy`. The state is
+    the last `window` queries.
+
+    Attributes:
+        window: the number of queries.
+        pooling: along the text, of importance.
+        mix: the weight of importance, in [0, 1].
+        threshold: the cosine above which two keys are similar.
+    """
+
+    window: int
+    pooling: Pooling
+    mix: float
+    threshold: float
+
+    def __post_init__(self) -> None:
+        check_integer("window", self.window, least=1)
+        for name, least in (("mix", 0), ("threshold", -1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= 1:
+                raise ValueError(f"{name}={value!r}: expected a number in [{least}, 1]")
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(queries="rotated", keeps_queries=True, signed=True)
+
+    def check(self, policy: Policy) -> None:
+        check_window(self.window, policy)
+
+    def init(self, shape: LayerShape, slots: int) -> tuple[None, QueryRing]:
+        return None, QueryRing.empty(shape, self.window)
+
+    def observe(self, entries: Slots, attended: Attended) -> tuple[None, QueryRing]:
+        return None, entries.per_row.push(attended)
+
+    def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
+        importance = self._importance(entries, moment)
+        return self.mix * importance - (1 - self.mix) * redundancy(entries, self.threshold)
+
+    def _importance(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
+        ring: QueryRing = entries.per_row
+        held = entries.positions
+        B, H, M, D = entries.keys.shape
+
+        def largest(logits: Array, queries: Array) -> tuple[Array, None]:
+            """One query head of every group, so that the logits of one head are in memory and not of all."""
+            new = jnp.einsum("BHRD,BHMD->BHRM", queries, entries.keys, preferred_element_type=jnp.float32)
+            return jnp.maximum(logits, new * moment.scale), None
+
+        heads = jnp.moveaxis(ring.queries.reshape(B, H, -1, self.window, D), 2, 0)
+        logits, _ = jax.lax.scan(largest, jnp.full((B, H, self.window, M), -jnp.inf), heads)
+        if entries.bias is not None:
+            logits = logits + entries.bias[:, :, None]
+        distant = (held >= 0) & (held < moment.next_position[:, None, None] - self.window)
+        at = ring.positions[..., None]
+        visible = distant[:, :, None] & (at >= 0)
+        if moment.window is not None:
+            visible &= held[:, :, None] > at - moment.window
+        weights = _softmax(logits, visible)
+        importance = jnp.sum(weights, axis=2) / jnp.maximum(jnp.sum(at >= 0, axis=2), 1)
+        return self._pooled(importance, held, distant)
+
+    def _pooled(self, scores: Array, positions: Array, eligible: Array) -> Float[Array, "B H M"]:
+        """Pools along the text, whatever the order of slots."""
+        order = jnp.argsort(positions, axis=-1)
+        in_order = (jnp.take_along_axis(x, order, axis=-1) for x in (scores, eligible))
+        return jnp.take_along_axis(self.pooling(*in_order), jnp.argsort(order, axis=-1), axis=-1)
+
+
+def redundancy(entries: Slots, threshold: float) -> Float[Array, "B H M"]:
+    """The softmax over all entries c of a head of the mean over its entries i of s(i, c), float32.
+
+    s(i, c) is the cosine of the keys of i and c, and 0 for c = i. It is also 0 if c is the most recent of the entries
+    whose cosine with i exceeds the threshold: of several similar keys the latest is not redundant. Keys are compared in
+    blocks, so that no array of size M x M exists.
+    """
+    keys = entries.keys.astype(jnp.float32)
+    unit = keys / (jnp.linalg.norm(keys, axis=-1, keepdims=True) + 1e-8)
+    positions, held = entries.positions, entries.positions >= 0
+    M = positions.shape[-1]
+    block = min(BLOCK, M)
+    rows = jnp.pad(unit, [(0, 0), (0, 0), (0, -M % block), (0, 0)])
+    places = jnp.pad(positions, [(0, 0), (0, 0), (0, -M % block)], constant_values=-1)
+
+    def add(total: Array, start: Array) -> tuple[Array, None]:
+        some = jax.lax.dynamic_slice_in_dim(rows, start, block, axis=2)
+        own = jax.lax.dynamic_slice_in_dim(places, start, block, axis=2)[..., None]
+        others = held[:, :, None] & (own >= 0) & (own != positions[:, :, None])
+        cosines = jnp.where(others, jnp.einsum("BHRD,BHMD->BHRM", some, unit), 0)
+        similar = others & (cosines > threshold)
+        latest = jnp.max(jnp.where(similar, positions[:, :, None], -1), axis=-1, keepdims=True)
+        return total + jnp.sum(jnp.where(similar & (positions[:, :, None] == latest), 0, cosines), axis=2), None
+
+    total, _ = jax.lax.scan(add, jnp.zeros(positions.shape, jnp.float32), jnp.arange(0, rows.shape[2], block))
+    return _softmax(total / jnp.maximum(jnp.sum(held, axis=-1, keepdims=True), 1), held)
+
+
+def _softmax(x: Float[Array, "*B M"], counted: Bool[Array, "*B M"]) -> Float[Array, "*B M"]:
+    """The softmax over the entries that are counted, 0 for the others."""
+    top = jnp.max(jnp.where(counted, x, -jnp.inf), axis=-1, keepdims=True)
+    weights = jnp.where(counted, jnp.exp(x - jnp.where(jnp.isneginf(top), 0, top)), 0)
+    return weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-30)
+
+
+@preset
+def rkv(
+    budget: int | float = 1024,
+    window: int = 8,
+    kernel: int = 7,
+    mix: float = 0.07,
+    threshold: float = 0.5,
+    every: int | None = 128,
+) -> Policy:
+    """Retains the tokens that are important to the newest queries and whose keys are unlike those of others.
+
+    Z[h, c] = mix * I[h, c] - (1 - mix) * R[h, c] for the entries older than the window, with
+
+        I[h, c] = pool over c (mean over the last `window` queries r of softmax_c(max over the query group q_r . k_c))
+        R[h, c] = softmax_c(mean over entries i of s(i, c)),    s(i, c) = cosine of k_i and k_c
+
+    where s(i, i) = 0, and s(i, c) = 0 if c is the most recent entry with s(i, c) > threshold.
+
+    Args:
+        budget: the most entries that a query sees, itself and the buffer included: the paper's B_budget + B_buffer. An
+            integer >= 1, or a float in (0, 1] for that share of each row's prompt.
+        window: the number of most recent tokens, which are always retained and whose queries score the others (the
+            paper's alpha).
+        kernel: the size of the max pooling along the text, odd.
+        mix: the weight of importance, the paper's lambda.
+        threshold: the cosine above which two keys are similar.
+        every: the number of tokens that are evicted at a time, the paper's B_buffer. None compresses the prompt only.
+
+    Raises:
+        ValueError: for a value that is not accepted, or an integer budget smaller than `window` + `every`.
+    """
+    return Policy(
+        score=JointImportance(window, Pooling("max", kernel), mix, threshold),
+        budget=budget_of(budget),
+        select=TopTokens(),
+        merge=Drop(),
+        protect=Protect(recent=window),
+        every=every,
+    )

@@ -1,0 +1,152 @@
+"""R-KV against its equations in float64 NumPy, one head of one text at a time."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.cache import Slots
+from kvjax.methods.rkv import redundancy
+from kvjax.policies import parse
+from tests import tiny
+from tests.methods import one_layer
+from tests.methods.reference import rotated, softmax
+
+# What the tests of all presets run (tests/policy/presets.py).
+OPTIONS = ("budget=12,window=4,kernel=3,every=3", "budget=0.5,window=4,kernel=3,every=None")
+
+WINDOW, KERNEL, MIX, THRESHOLD = 4, 3, 0.4, 0.35
+
+
+class Head:
+    """One kv head with its query heads: the keys it holds and every query so far, by position."""
+
+    def __init__(self, budget, every):
+        self.budget, self.every = budget, every
+        self.keys, self.queries = {}, {}
+        self.closest = np.inf
+
+    def see(self, position, q, k):
+        self.keys[position], self.queries[position] = rotated(k, position, 1e4), rotated(q, position, 1e4)
+
+    def scores(self, now):
+        """Z by position, for the tokens older than the window."""
+        held = sorted(self.keys)
+        distant = [p for p in held if p < now - WINDOW]
+        keys = np.stack([self.keys[p] for p in distant])
+        window = [self.queries[p] for p in range(max(0, now - WINDOW), now)]
+        weights = [softmax((q @ keys.T / np.sqrt(keys.shape[-1])).max(axis=0)) for q in window]
+        importance = np.mean(weights, axis=0)
+        side = KERNEL // 2
+        pooled = [importance[max(0, i - side) : i + side + 1].max() for i in range(len(distant))]
+        redundant = dict(zip(held, repeated(np.stack([self.keys[p] for p in held]), THRESHOLD), strict=True))
+        return {p: MIX * i - (1 - MIX) * redundant[p] for p, i in zip(distant, pooled, strict=True)}
+
+    def evict(self, now, count):
+        if count > 0:
+            scores = self.scores(now)
+            ranked = sorted(scores, key=lambda p: scores[p])
+            if count < len(ranked):
+                self.closest = min(self.closest, scores[ranked[count]] - scores[ranked[count - 1]])
+            for p in ranked[:count]:
+                del self.keys[p]
+
+
+def repeated(keys, threshold):
+    """R of keys in order of position: of the keys similar to a key, the latest is exempt."""
+    unit = keys / np.linalg.norm(keys, axis=1, keepdims=True)
+    cosines = unit @ unit.T
+    np.fill_diagonal(cosines, 0)
+    for row in cosines:
+        similar = np.flatnonzero(row > threshold)
+        if len(similar):
+            row[similar[-1]] = 0
+    return softmax(cosines.mean(axis=0))
+
+
+@pytest.mark.parametrize(("group", "every"), [(1, 1), (3, 5)])
+def test_retains_what_the_equations_retain(group, every):
+    """Prompts longer and shorter than the budget, shorter than the window; 14 steps with slots in any order."""
+    heads, size, steps, lengths = 2, 30, 14, np.array([30, 17, 3])
+    options = f"window={WINDOW},kernel={KERNEL},mix={MIX},threshold={THRESHOLD},every={every}"
+    policy = parse(f"rkv:budget=16,{options}")
+    q, k, v = one_layer.random_streams(group, 3, heads, group, size + steps)
+    k = np.round(k)  # keys that resemble each other
+    literal = [[Head(16, every) for _ in range(heads)] for _ in lengths]
+    _, entries = one_layer.read(policy, lengths, size, q, k, v)
+
+    def assert_same():
+        for row, own in enumerate(literal):
+            assert one_layer.held(entries, row) == [sorted(head.keys) for head in own]
+
+    def see(row, h, position, at):
+        literal[row][h].see(position, q[row, h * group : (h + 1) * group, at], k[row, h, at])
+
+    for row, h in np.ndindex(len(lengths), heads):
+        for p in range(lengths[row]):
+            see(row, h, p, size - lengths[row] + p)
+        literal[row][h].evict(lengths[row], lengths[row] - 16)
+    assert_same()
+    for t in range(steps):
+        for row, h in np.ndindex(len(lengths), heads):
+            if len(literal[row][h].keys) >= 16:
+                literal[row][h].evict(lengths[row] + t, every)
+            see(row, h, lengths[row] + t, size + t)
+        at = slice(size + t, size + t + 1)
+        _, entries = one_layer.step(policy, lengths + t, entries, q[:, :, at], k[:, :, at], v[:, :, at])
+        assert_same()
+    assert min(head.closest for own in literal for head in own) > 1e-6
+
+
+def test_redundancy_is_the_equation_in_any_order_of_slots_and_in_blocks():
+    """More keys than a block has, empty slots among them, in two heads."""
+    rng = np.random.default_rng(0)
+    keys = rng.normal(size=(1, 2, 300, 4)).astype(np.float32)
+    positions = np.full((1, 2, 300), -1)
+    for head in range(2):
+        positions[0, head, rng.permutation(300)[:260]] = rng.permutation(400)[:260]
+    entries = Slots(jnp.asarray(keys), jnp.asarray(keys), jnp.asarray(positions), jnp.full((1, 2), 300))
+    ours = np.asarray(jax.jit(redundancy, static_argnums=1)(entries, 0.8))
+    for head in range(2):
+        order = np.argsort(positions[0, head])[40:]
+        expected = repeated(keys[0, head, order].astype(np.float64), 0.8)
+        np.testing.assert_allclose(ours[0, head, order], expected, rtol=1e-4)
+        assert (ours[0, head][positions[0, head] < 0] == 0).all()
+
+
+def test_of_equal_keys_the_latest_stays():
+    """Three tokens share a key and two have keys of their own: with mix=0 the shared key's early copies leave first."""
+    keys = np.eye(8, dtype=np.float32)[[0, 0, 1, 0, 2]][None, None]
+    entries = Slots(keys, keys, np.arange(5)[None, None], np.full((1, 1), 5))
+    scores = np.asarray(redundancy(entries, 0.5))[0, 0]
+    # s(i, c) is 1 for the pairs of tokens 0, 1 and 3; the latest similar one of 0 and of 1 is 3, of 3 it is 1.
+    means = np.array([2, 1, 0, 0, 0]) / 5
+    np.testing.assert_allclose(scores, np.exp(means) / np.exp(means).sum(), rtol=1e-6)
+
+
+def test_a_step_leaves_the_buffer_s_room():
+    """The paper's B_budget is the budget less `every`: a full head evicts that many at once."""
+    params = tiny.decoder()
+    _, cache = tiny.prefill(params, "rkv:budget=20,window=2,every=8", [np.arange(20)], 24)
+    sizes = []
+    for i in range(9):
+        _, cache = tiny.step(params, cache, np.array([i]), np.array([True]))
+        sizes.append({len(head) for head in tiny.held(cache, 0)[0]})
+    assert sizes == [{n} for n in (13, 14, 15, 16, 17, 18, 19, 20, 13)]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("mix=1.5", r"mix=1.5: expected a number in \[0, 1\]"),
+        ("threshold=-2", r"threshold=-2: expected a number in \[-1, 1\]"),
+        ("window=0", "window=0: expected an integer >= 1"),
+        ("kernel=4", "size=4: expected an odd integer"),
+        ("budget=128", "a budget of 128 entries is smaller"),
+    ],
+)
+def test_refusals(options, says):
+    with pytest.raises(ValueError, match=says):
+        parse(f"rkv:{options}")
