@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports jax
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # each program runs a few times, on a few numbers
 # Without these, three quarters of a run's CPU time compile CPU programs. XLA's fusion emitters set up MLIR for every
 # fusion; the older emitter writes LLVM code directly and takes 40 % of the time. One module per program saves another
 # fifth. The flags touch the CPU only: programs for GPUs and TPUs compile as they do for users. Flags of the caller
@@ -29,9 +28,13 @@ from transformers import PreTrainedTokenizerFast
 
 import kvjax
 from kvjax.models import Decoder
+from tests.products import part
 from tests.tiny import decoder
 
 jax.config.update("jax_num_cpu_devices", 8)  # for the tests of many devices; the others use the first
+if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
+    jax.config.update("jax_disable_most_optimizations", True)  # each program runs a few times, on a few numbers
+gc.set_threshold(100_000, 50, 100)  # tracing makes many objects; collecting them as they come takes 5 % of the time
 
 # Compiling inside an example has no bounded time, so there is no deadline. `ci` draws the same examples in every run;
 # HYPOTHESIS_PROFILE=explore draws new ones, and more.
@@ -39,29 +42,29 @@ settings.register_profile("ci", deadline=None, derandomize=True, database=None, 
 settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-# Every preset, with room for a few tokens, so that prompts of the tests below are compressed and answers evict. What
-# those of the second tuple keep from step to step is like that of the first; they are tried in full runs only.
+# Policies with room for a few tokens, so that prompts of the tests below are compressed and answers evict. Those of
+# the first tuple differ in what a cache carries from step to step; the others carry the same with other scores.
 DISTINCT = (
     "full",
-    "streaming_llm:budget=24",
     "streaming_llm:budget=24,positions=in_cache",
-    "h2o:budget=24",
-    "tova:budget=24",
-    "snapkv:budget=24,window=4",
-    "morphkv:budget=24,window=4",
     "morphkv:budget=24,window=4,every=4",
-    "kvcrush:base=snapkv,base.budget=24,base.window=4,share=0.5",
-    "cam:budget=24,tokens=4",
     "d2o:budget=24,layer_budgets=False",
-    "kvmerger:budget=24,recent=8,heavy=4,theta=None",
     "keyformer:budget=24,recent=8",
-    "scissorhands:budget=24,window=8,drop=0.25",
-    "dynamickv:budget=24,window=4",
-    "kvcompose:budget=24",
     "adakv:base=h2o,base.budget=24,groups=2",
     "kvzip:budget=24,chunk=16,instruction='',starting='',suffix='',groups=2",
 )
 ALIKE = (
+    "streaming_llm:budget=24",
+    "h2o:budget=24",
+    "tova:budget=24",
+    "snapkv:budget=24,window=4",
+    "morphkv:budget=24,window=4",
+    "kvcrush:base=snapkv,base.budget=24,base.window=4,share=0.5",
+    "cam:budget=24,tokens=4",
+    "kvmerger:budget=24,recent=8,heavy=4,theta=None",
+    "scissorhands:budget=24,window=8,drop=0.25",
+    "dynamickv:budget=24,window=4",
+    "kvcompose:budget=24",
     "pyramidkv:budget=24,window=4,beta=2",
     "finch:budget=24,window=4,chunk=8",
     "expected_attention:budget=24,future=16",
@@ -73,7 +76,7 @@ ALIKE = (
     "criticalkv:base=h2o,base.budget=24",
 )
 POLICIES = (*DISTINCT, *ALIKE)
-POLICY_PARAMS = (*DISTINCT, *(pytest.param(text, marks=pytest.mark.slow) for text in ALIKE))
+POLICY_PARAMS = part(POLICIES, DISTINCT)
 
 
 MEMORY, MAPS = 3 << 29, 30_000  # of a process, beyond which it forgets its compiled programs
@@ -98,7 +101,7 @@ def room_for_programs() -> Iterator[None]:
             library.malloc_trim(0)
 
 
-@pytest.fixture(params=POLICY_PARAMS)
+@pytest.fixture(params=POLICY_PARAMS, scope="session")  # tests of one policy run together, and share its programs
 def policy(request: pytest.FixtureRequest) -> kvjax.Policy:
     return kvjax.policies.parse(request.param)
 

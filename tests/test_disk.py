@@ -11,6 +11,8 @@ from flax import nnx
 
 import kvjax
 from kvjax.models import Decoder
+from tests.test_generate import NEW as GENERATE_NEW  # its programs serve here
+from tests.test_generate import ROWS as GENERATE_ROWS
 from tests.tiny import decoder
 
 RNG = np.random.default_rng(4)
@@ -25,12 +27,13 @@ def assert_equal(ours: kvjax.KVCache, theirs: kvjax.KVCache) -> None:
 
 
 def test_round_trip_of_an_answer(tiny: Decoder, policy: kvjax.Policy, tmp_path: Path) -> None:
-    cache = kvjax.generate(tiny, ROWS, policy=policy, max_new_tokens=8).cache
+    options = {"max_new_tokens": GENERATE_NEW, "log_probs": True}
+    cache = kvjax.generate(tiny, GENERATE_ROWS, policy=policy, **options).cache
     kvjax.save_cache(tmp_path / "cache", cache, tiny)
     restored = kvjax.restore_cache(str(tmp_path / "cache"), tiny, policy=policy)
     assert_equal(restored, cache)
-    expected = kvjax.generate(tiny, None, cache=cache, max_new_tokens=8).tokens
-    np.testing.assert_array_equal(kvjax.generate(tiny, None, cache=restored, max_new_tokens=8).tokens, expected)
+    expected = kvjax.generate(tiny, None, cache=cache, **options).tokens
+    np.testing.assert_array_equal(kvjax.generate(tiny, None, cache=restored, **options).tokens, expected)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -13,7 +13,7 @@ from flax import nnx
 
 import kvjax
 from kvjax.models import Decoder
-from kvjax.policies import h2o, morphkv, snapkv, streaming_llm, tova
+from kvjax.policies import h2o, morphkv, snapkv, streaming_llm
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,6 @@ def document(fresh: Decoder) -> kvjax.KVCache:
         (lambda: streaming_llm(5, sinks=4, every=2), 6),
         (lambda: h2o(8, recent=8), 9),
         (lambda: h2o(1, recent=0.5), 2),
-        (lambda: tova(0), 1),
         (lambda: snapkv(32, window=32), 33),
         (lambda: morphkv(32, window=32), 33),
         (lambda: morphkv(39, window=32, every=8), 40),

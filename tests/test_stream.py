@@ -12,6 +12,7 @@ from kvjax.stream import RowText
 
 RNG = np.random.default_rng(3)
 ROWS = [RNG.integers(0, 99, n).tolist() for n in (44, 5)]
+THREE = [*ROWS, RNG.integers(0, 99, 33).tolist()]  # as in test_generate.py, whose program reads them
 NEW = 24
 
 
@@ -27,8 +28,8 @@ def texts_of(pieces: list[kvjax.Piece]) -> list[str]:
 
 def test_tokens_are_those_of_generate(tiny: Decoder, policy: kvjax.Policy) -> None:
     options = {"policy": policy, "max_new_tokens": NEW, "sampler": kvjax.Sampler(temperature=0.9), "seed": 5}
-    expected = kvjax.generate(tiny, ROWS, **options)
-    pieces = list(kvjax.stream(tiny, ROWS, **options))
+    expected = kvjax.generate(tiny, THREE, **options)
+    pieces = list(kvjax.stream(tiny, THREE, **options))
     np.testing.assert_array_equal(tokens_of(pieces), expected.tokens)
     assert [piece.active.any() for piece in pieces] == [True] * (NEW - 1) + [False]
     assert [piece.cache is None for piece in pieces] == [True] * (NEW - 1) + [False]

@@ -16,6 +16,7 @@ from kvjax.models.rope import DynamicScaling
 from kvjax.policies import parse
 from tests.attend.meshes import HEADS, NEW, QUANTIZED, ROWS, assert_equal, layers_for, mesh, policy_for, sharded
 from tests.conftest import POLICIES
+from tests.products import part
 from tests.tiny import decoder
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
@@ -29,13 +30,18 @@ def expected(text: str, kv_heads: int) -> tuple[kvjax.Generation, kvjax.Generati
     return answer, kvjax.generate(params, None, cache=answer.cache, max_new_tokens=NEW, log_probs=True)
 
 
-FAST = {
+KVZIP = "kvzip:budget=24,chunk=16,instruction='',starting='',suffix='',groups=2"
+CHOSEN = {
     (2, 4, 2, "tova:budget=24"),
     (2, 4, 2, "morphkv:budget=24,window=4"),
     (2, 4, 2, "d2o:budget=24,layer_budgets=False"),
     (2, 4, 2, "kvcrush:base=snapkv,base.budget=24,base.window=4,share=0.5"),
     (4, 2, 2, "full"),
     (2, 4, 2, "kvcompose:budget=24"),
+    (1, 8, 4, "h2o:budget=24,group=max"),
+    (1, 8, 4, "keyformer:budget=24,recent=8"),
+    (8, 1, 2, "adakv:base=h2o,base.budget=24,groups=2"),
+    (2, 4, 2, KVZIP),
 }
 ON_SHARED_HEADS = ("h2o:budget=24,group=max", "morphkv:budget=24,window=4,block=2")
 SIZES = [(8, 1, 2), (4, 2, 2), (2, 4, 2), (1, 8, 4)]  # data, model, kv heads; the last two share each kv head
@@ -43,11 +49,7 @@ SIZES = [(8, 1, 2), (4, 2, 2), (2, 4, 2), (1, 8, 4)]  # data, model, kv heads; t
 
 @pytest.mark.parametrize(
     ("data", "model", "kv_heads", "text"),
-    [
-        pytest.param(*size, text, marks=[] if (*size, text) in FAST else pytest.mark.slow)
-        for size in SIZES
-        for text in (*POLICIES, *(ON_SHARED_HEADS if size == SIZES[-1] else ()))
-    ],
+    part([(*size, text) for size in SIZES for text in (*POLICIES, *(ON_SHARED_HEADS * (size == SIZES[-1])))], CHOSEN),
 )
 def test_tokens_are_those_of_one_device(data: int, model: int, kv_heads: int, text: str) -> None:
     params = sharded(data, model, kv_heads, layers_for(text))
@@ -156,7 +158,7 @@ def test_what_does_not_fit() -> None:
         lambda: kvjax.extend(params, document, np.zeros((8, 3), int)),
         lambda: kvjax.generate(one_device, ROWS, cache=kvjax.prefill(params, ROWS)),
     ):
-        with pytest.raises(ValueError, match=r"the cache lies on .*, the parameters on .*; expected the same for both"):
+        with pytest.raises(ValueError, match=r"the cache lies on .*, the parameters on .*: expected the same for both"):
             act()
     elsewhere = NamedSharding(jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,)), PartitionSpec())
     with pytest.raises(ValueError, match=r"'x': 8.*: expected a mesh of kvjax.make_mesh"):

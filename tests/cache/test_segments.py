@@ -13,12 +13,15 @@ from kvjax import policies
 from kvjax.pallas_kernels import PAGE, top_counts
 from kvjax.parts import CompositeShares, Fixed, Fraction, GlobalShares
 from kvjax.policy import AllocatedBudget, Budget, Layout, Moment, Policy
+from tests.products import part
 from tests.tiny import decoder, full_logits, held, prefill, step
 
 RNG = np.random.default_rng(2)
 ROWS = [RNG.integers(0, 64, n).tolist() for n in (40, 61, 7)]
 NEW = 14
 HEADS, LAYERS = 4, 2
+SNAPKV, MORPHKV = "snapkv:budget=24,window=4", "morphkv:budget=24,window=4"
+QUANTIZED = "quantize:policy=morphkv,policy.budget=24,policy.window=4,bits=8"
 
 
 @dataclass(frozen=True)
@@ -63,16 +66,16 @@ def on(budget: AllocatedBudget, text: str) -> Policy:
     ("text", "groups"),
     [
         ("snapkv:budget=24,window=4", 1),
-        ("morphkv:budget=24,window=4", None),
         ("morphkv:budget=24,window=4,every=4", 2),
         ("cam:budget=24,tokens=4", 1),
-        pytest.param("tova:budget=24", None, marks=pytest.mark.slow),
-        pytest.param("keyformer:budget=24,recent=8", 2, marks=pytest.mark.slow),
-        ("quantize:policy=morphkv,policy.budget=24,policy.window=4,bits=8", 2),
-        pytest.param("morphkv:budget=24,window=4", 1, marks=pytest.mark.slow),
-        pytest.param("h2o:budget=24", 2, marks=pytest.mark.slow),
-        pytest.param("streaming_llm:budget=24", None, marks=pytest.mark.slow),
-        pytest.param("random:budget=24,every=2", 1, marks=pytest.mark.slow),
+        pytest.param("keyformer:budget=24,recent=8", None, marks=pytest.mark.slow),
+        pytest.param(QUANTIZED, 2, marks=pytest.mark.slow),
+        pytest.param("morphkv:budget=24,window=4", None, marks=pytest.mark.exhaustive),
+        pytest.param("tova:budget=24", None, marks=pytest.mark.exhaustive),
+        pytest.param("morphkv:budget=24,window=4", 1, marks=pytest.mark.exhaustive),
+        pytest.param("h2o:budget=24", 2, marks=pytest.mark.exhaustive),
+        pytest.param("streaming_llm:budget=24", None, marks=pytest.mark.exhaustive),
+        pytest.param("random:budget=24,every=2", 1, marks=pytest.mark.exhaustive),
     ],
 )
 def test_segments_retain_what_layers_retain(text, groups):
@@ -201,7 +204,7 @@ def test_other_budgets_compile_nothing(compiled):
     assert not np.array_equal(one.cache.entries.size, other.cache.entries.size)
 
 
-@pytest.mark.parametrize("text", ["snapkv:budget=24,window=4", "morphkv:budget=24,window=4"])
+@pytest.mark.parametrize("text", part([SNAPKV, MORPHKV], [MORPHKV]))
 def test_turns_and_continuations(text):
     """A question of several tokens and a continued answer give what they give in layers of slots."""
     answers = []
@@ -227,12 +230,12 @@ def test_a_prompt_in_chunks_is_the_same():
     assert segments(chunked.cache) == segments(whole.cache)
 
 
-@pytest.mark.parametrize("text", ["snapkv:budget=20,window=4", "morphkv:budget=20,window=4"])
+@pytest.mark.parametrize("text", part([SNAPKV, MORPHKV], [MORPHKV]))
 def test_sliding_windows(text):
     model = params((None, 16))
     plain = policies.parse(text)
     expected = kvjax.generate(model, ROWS, policy=plain, max_new_tokens=30, log_probs=True)
-    answer = kvjax.generate(model, ROWS, policy=on(Even(Fixed(20)), text), max_new_tokens=30, log_probs=True)
+    answer = kvjax.generate(model, ROWS, policy=on(Even(Fixed(24)), text), max_new_tokens=30, log_probs=True)
     np.testing.assert_array_equal(answer.tokens, expected.tokens)
     np.testing.assert_allclose(answer.log_probs, expected.log_probs, atol=1e-5, rtol=0)
 

@@ -26,6 +26,7 @@ from tests.evaluation.tasks.test_longbench import NAMES
 from tests.evaluation.tasks.test_longbench import row as longbench_row
 from tests.evaluation.tasks.test_zero_scrolls import row as scrolls_row
 from tests.evaluation.test_runner import plan, right
+from tests.products import part
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 ALL = sorted(CONFIGS.rglob("*.yaml"))
@@ -100,7 +101,7 @@ def test_all_of_the_papers_tables_are_there() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("paper", PAPERS)
+@pytest.mark.parametrize("paper", part(PAPERS, ["dynamickv"]))
 def test_the_demo_model_runs_them(paper: str, stand_ins: Path, tmp_path: Path) -> None:
     """Runs every kind of policy in a paper's grids once, at one budget, on one example of the first task."""
     seen: set[str] = set()

@@ -18,6 +18,7 @@ from kvjax.parts import FoldedWindow
 from tests import tiny
 from tests.dense import assert_close
 from tests.methods.literal_heads import Generation, SlidingHead
+from tests.products import part
 
 reading = jax.jit(extend)
 
@@ -59,11 +60,15 @@ def texts():
     return [rng.integers(0, tiny.VOCAB, n) for n in LENGTHS], rng.integers(0, tiny.VOCAB, (STEPS, 3))
 
 
-@pytest.mark.parametrize("fusion", ["sum", "max"])
+BLOCKS = [(1, False, None), (3, True, 5), (3, False, None), (6, True, None)]
+CHOSEN = [*((*block, "sum") for block in BLOCKS), (*BLOCKS[1], "max")]
+
+
 @pytest.mark.parametrize(
-    ("block", "ahead", "chunk"), [(1, False, None), (3, True, 5), (3, False, None), (6, True, None)]
+    ("block", "ahead", "chunk", "fusion"),
+    part([(*block, fusion) for block in BLOCKS for fusion in ("sum", "max")], CHOSEN),
 )
-def test_every_block_is_algorithm_1(fusion, block, ahead, chunk):
+def test_every_block_is_algorithm_1(block, ahead, chunk, fusion):
     """Of prompts longer and shorter than budget and window, with idle rows, before and after a turn."""
     params, (rows, tokens) = tiny.decoder(windows=WINDOWS), texts()
     policy = policies.morphkv(budget=16, window=6, fusion=fusion, block=block)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -12,6 +13,7 @@ from kvjax.pallas_kernels import QuantizedArray, Reduction
 
 TOLERANCE = {"float32": (1e-5, 1e-4), "bfloat16": (1e-2, 2e-2), "float16": (1e-3, 2e-3)}  # by the dtype of the result
 DEFAULT_REDUCTION = Reduction()
+quantized = jax.jit(QuantizedArray.of, static_argnums=(1, 2))
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class Case:
     def stored(self, x: Any) -> Any:
         """Keys or values as the kernel takes them: plain or quantised."""
         x = jnp.asarray(x)
-        return x if self.bits is None else QuantizedArray.of(x, self.bits, self.per_scale)
+        return x if self.bits is None else quantized(x, self.bits, self.per_scale)
 
     @property
     def scale(self) -> float:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -21,6 +23,16 @@ LENGTHS = np.array([[0, 5, 300, 16], [130, 0, 0, 1], [40, 41, 42, 43]])  # entri
 def reference_of(operation: str) -> Callable[..., Any]:
     """The reference of an operation, which dispatch would hide behind a kernel."""
     return getattr(importlib.import_module(f"kvjax.pallas_kernels.{operation}.reference"), operation)
+
+
+def jitted(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """A function under a jit of its own. Arguments by keyword are static, except for arrays."""
+
+    def call(*arrays: Any, bias: Any = None, lse: Any = None, asked: Any = None, **static: Any) -> Any:
+        extra = {name: x for name, x in (("bias", bias), ("lse", lse), ("asked", asked)) if x is not None}
+        return jax.jit(partial(function, **static, **options))(*arrays, **extra)
+
+    return call
 
 
 def received(weights, heads, kind):
@@ -71,7 +83,7 @@ def check_slots(kernel: Callable[..., Any], case: Case, rounded: bool = True) ->
     assert_close(out, context(weights, v), *case.typical(out))
     assert_close(lse, expected_lse, *case.typical(lse))
     full = [x.astype(np.float32) for x in (q, k, v)]
-    expected = reference_of("slot_attention")(*full, t, p, bias=bias, **options)
+    expected = jitted(reference_of("slot_attention"))(*full, t, p, bias=bias, **options)
     assert_close(out, expected[0], *case.typical(out))
     assert_close(lse, expected[1], *case.typical(lse))
     if case.received is None:
@@ -113,7 +125,7 @@ def check_extra(kernel: Callable[..., Any], case: Case, count: int, reduction: R
     assert_close(scores, reduced(weights, seen, reduction), *case.typical(scores))
     wide = (x.astype(np.float32) for x in (q, k, v))
     asked = replace(asked, queries=asked.queries.astype(jnp.float32))
-    reference = reference_of("slot_attention")(*wide, t, p, bias=bias, asked=asked, **options)
+    reference = jitted(reference_of("slot_attention"))(*wide, t, p, bias=bias, asked=asked, **options)
     assert_close(scores, reference.scores, *case.typical(scores))
     assert not np.any(scores[3])
     assert np.any(scores[2]) == (case.bias != "none")
@@ -131,7 +143,7 @@ def check_window(kernel: Callable[..., Any], case: Case) -> None:
     got = kernel(*map(jnp.asarray, (q, k, t, scored)), **options)
     assert got.dtype == jnp.float32
     assert_close(got, expected, *case.typical(got))
-    by_reference = reference_of("window_scores")(*(x.astype(np.float32) for x in (q, k)), t, scored, **options)
+    by_reference = jitted(reference_of("window_scores"))(*(x.astype(np.float32) for x in (q, k)), t, scored, **options)
     assert_close(got, by_reference, *case.typical(got))
     assert not np.any(got[2]), "a row without queries scores 0"
 

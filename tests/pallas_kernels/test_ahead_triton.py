@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from functools import partial
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from kvjax.aot.targets import Gpu, Target
 from kvjax.pallas_kernels import Asked, QuantizedArray, Reduction
 from tests.pallas_kernels.ptx import accelerator, assembler, compile_for
+from tests.products import part
 
 pytestmark = [
     pytest.mark.aot,
@@ -164,8 +166,15 @@ def no_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_module("kvjax.pallas_kernels.prompt_attention.triton"), "by_cudnn", missing)
 
 
-@pytest.mark.parametrize("name", ["a100", "h200", "b200"])
-@pytest.mark.parametrize("problem", PROBLEMS)
+# Of each operation, a problem that is compiled for all GPUs. The others are compiled for one.
+GPUS = ("a100", "h200", "b200")
+EVERYWHERE = ("decode-8b-2k-extra-25", "segments-8b-8-bits", "prompt-8b-32k", "window-8b-mean-of-32k", "top-2k-of-128k")
+
+
+@pytest.mark.parametrize(
+    ("problem", "name"),
+    part(product(PROBLEMS, GPUS), {*product(PROBLEMS, ["h200"]), *product(EVERYWHERE, GPUS)}),
+)
 def test_compiles(problem: str, name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """No register is spilled. Products run on tensor cores, except in float32, which keeps its precision."""
     if (problem, name) == ("window-8b-mean-of-32k", "b200") and jax.__version_info__ >= (0, 12):

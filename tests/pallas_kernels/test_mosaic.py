@@ -33,6 +33,7 @@ from tests.pallas_kernels.checks import (
     check_segments,
     check_slots,
     check_window,
+    jitted,
 )
 from tests.tiny import VOCAB, decoder
 
@@ -43,14 +44,7 @@ prompt, slot, segment, window, top = (
 by_position = import_module("kvjax.pallas_kernels.prompt_attention.mosaic_by_position")
 
 
-def jitted(kernel, **options):
-    """Returns the interpreted kernel under jit. Arguments by keyword are static, except for arrays."""
-
-    def call(*arrays, bias=None, lse=None, asked=None, **static):
-        extra = {name: x for name, x in (("bias", bias), ("lse", lse), ("asked", asked)) if x is not None}
-        return jax.jit(partial(kernel, interpret=True, **static, **options))(*arrays, **extra)
-
-    return call
+interpreted = partial(jitted, interpret=True)
 
 
 @pytest.fixture
@@ -67,31 +61,35 @@ def without_float16(case, check, kernel):
     if case.dtype != "float16":
         return case
     with pytest.raises(NotImplementedError, match="dtypes float16"):
-        check(jitted(kernel), case)
+        check(interpreted(kernel), case)
     return replace(case, dtype="float32")
 
 
 @pytest.mark.parametrize("case", SLOT_CASES + QUANTIZED_CASES, ids=str)
 def test_slot_attention(case, small_tiles):
-    check_slots(jitted(slot.slot_attention), without_float16(case, check_slots, slot.slot_attention), rounded=False)
+    check_slots(
+        interpreted(slot.slot_attention), without_float16(case, check_slots, slot.slot_attention), rounded=False
+    )
 
 
 @pytest.mark.parametrize(("case", "count", "reduction"), EXTRA_CASES + QUANTIZED_EXTRA_CASES)
 def test_extra_query_rows(case, count, reduction, small_tiles):
-    check_extra(jitted(slot.slot_attention), case, count, reduction)
+    check_extra(interpreted(slot.slot_attention), case, count, reduction)
 
 
 @pytest.mark.parametrize(("case", "lanes"), SEGMENT_CASES, ids=str)
 def test_segment_attention(case, lanes, small_tiles):
     if case.head_dim % 128:
         with pytest.raises(NotImplementedError, match=f"heads of {case.head_dim} channels: expected a multiple of 128"):
-            check_segments(jitted(segment.segment_attention), case, lanes)
-    check_segments(jitted(segment.segment_attention), replace(case, head_dim=128 if case.group < 5 else 256), lanes)
+            check_segments(interpreted(segment.segment_attention), case, lanes)
+    check_segments(
+        interpreted(segment.segment_attention), replace(case, head_dim=128 if case.group < 5 else 256), lanes
+    )
 
 
 @pytest.mark.parametrize(("case", "lanes"), QUANTIZED_SEGMENT_CASES, ids=str)
 def test_quantized_segments(case, lanes, small_tiles):
-    check_segments(jitted(segment.segment_attention), case, lanes, rounded=False)
+    check_segments(interpreted(segment.segment_attention), case, lanes, rounded=False)
 
 
 def test_keys_and_values_of_different_storage_are_refused():
@@ -106,7 +104,7 @@ def test_keys_and_values_of_different_storage_are_refused():
 
 @pytest.mark.parametrize("case", WINDOW_CASES, ids=str)
 def test_window_scores(case, small_tiles):
-    check_window(jitted(window.window_scores), without_float16(case, check_window, window.window_scores))
+    check_window(interpreted(window.window_scores), without_float16(case, check_window, window.window_scores))
 
 
 def test_slots_beyond_the_last_visible_tile_are_not_read(small_tiles):
@@ -214,7 +212,7 @@ def test_prompt_attention(dtype, group, window):
     p = np.broadcast_to(t[:, None], (3, 2, N))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prompt, "BLOCK", 128)
-        out, lse = jitted(prompt.prompt_attention, scale=0.25, window=window)(*map(jnp.asarray, (q, k, v, t, p)))
+        out, lse = interpreted(prompt.prompt_attention, scale=0.25, window=window)(*map(jnp.asarray, (q, k, v, t, p)))
     weights, expected_lse, _ = attention(q, k, t, p, 0.25, window)
     assert (out.dtype, lse.dtype) == (q.dtype, jnp.float32)
     assert_close(out, context(weights, v), *TOLERANCE[dtype])
@@ -227,7 +225,7 @@ def test_prompts_over_cached_slots(case, slots, monkeypatch):
     """Cached slots and biases, with several blocks of queries and tiles of keys."""
     monkeypatch.setattr(by_position, "BLOCK_ROWS", 1)
     monkeypatch.setattr(by_position, "MOST_TILE_KEYS", 128)
-    check_prompt(jitted(prompt.prompt_attention), case, slots)
+    check_prompt(interpreted(prompt.prompt_attention), case, slots)
 
 
 @pytest.mark.filterwarnings("error::UserWarning")  # dispatch would warn of a fallback

@@ -7,7 +7,7 @@ import pytest
 from kvjax.pallas_kernels import QuantizedArray, slot_attention
 from tests.dense import assert_close, attention, context, entries
 from tests.pallas_kernels.cases import EXTRA_CASES
-from tests.pallas_kernels.checks import FOLDS, check_extra, received
+from tests.pallas_kernels.checks import FOLDS, check_extra, jitted, received
 
 
 @pytest.mark.parametrize("window", [None, 6])
@@ -21,7 +21,7 @@ def test_attends_to_slots_in_any_order(group, queries, window):
     q = rng.normal(size=(3, 2 * group, queries, 8)).astype(np.float32)
     weights, expected_lse, _ = attention(q, k, t, p, 0.5, window)
     for kind in FOLDS:
-        out, lse, got, _ = slot_attention(q, k, v, t, p, scale=0.5, window=window, received=kind)
+        out, lse, got, _ = jitted(slot_attention)(q, k, v, t, p, scale=0.5, window=window, received=kind)
         assert_close(out, context(weights, v))
         assert_close(lse, expected_lse)
         assert_close(got, received(weights, 2, kind))
@@ -44,7 +44,7 @@ def test_a_bias_is_added_to_the_logits_of_its_slot():
 
 @pytest.mark.parametrize(("case", "count", "reduction"), [case for case in EXTRA_CASES if case[0].dtype == "float32"])
 def test_extra_query_rows(case, count, reduction):
-    check_extra(slot_attention, case, count, reduction)
+    check_extra(jitted(slot_attention), case, count, reduction)
 
 
 @pytest.mark.parametrize(("bits", "per_scale"), [(8, 8), (8, 2), (4, 4), (4, 8)])

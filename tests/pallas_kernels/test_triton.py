@@ -28,6 +28,7 @@ from tests.pallas_kernels.checks import (
     check_segments,
     check_slots,
     check_window,
+    jitted,
     reference_of,
 )
 
@@ -44,29 +45,22 @@ attention, slot, segment, window, top, prompt = (
 )
 
 
-def jitted(kernel, **options):
-    """Returns the interpreted kernel under jit. Arguments by keyword are static, except for arrays."""
-
-    def call(*arrays, bias=None, lse=None, asked=None, **static):
-        extra = {name: x for name, x in (("bias", bias), ("lse", lse), ("asked", asked)) if x is not None}
-        return jax.jit(partial(kernel, interpret=True, **static, **options))(*arrays, **extra)
-
-    return call
+interpreted = partial(jitted, interpret=True)
 
 
 @pytest.mark.parametrize("case", SLOT_CASES + QUANTIZED_CASES, ids=str)
 def test_slot_attention(case):
-    check_slots(jitted(slot.slot_attention), case)
+    check_slots(interpreted(slot.slot_attention), case)
 
 
 @pytest.mark.parametrize(("case", "count", "reduction"), EXTRA_CASES + QUANTIZED_EXTRA_CASES)
 def test_extra_query_rows(case, count, reduction):
-    check_extra(jitted(slot.slot_attention), case, count, reduction)
+    check_extra(interpreted(slot.slot_attention), case, count, reduction)
 
 
 @pytest.mark.parametrize(("case", "lanes"), SEGMENT_CASES + QUANTIZED_SEGMENT_CASES, ids=str)
 def test_segment_attention(case, lanes):
-    check_segments(jitted(segment.segment_attention), case, lanes)
+    check_segments(interpreted(segment.segment_attention), case, lanes)
 
 
 @pytest.mark.parametrize("case", WINDOW_CASES, ids=str)
@@ -74,7 +68,7 @@ def test_window_scores(case, monkeypatch):
     """Few queries use the tile sizes of a GPU. Many queries use small tiles, so that there are several."""
     if case.queries >= 20:
         monkeypatch.setattr(window, "score_blocks", lambda rows, k: Blocks(16, 16, warps=1, stages=1))
-    check_window(jitted(window.window_scores), case)
+    check_window(interpreted(window.window_scores), case)
 
 
 SPECIAL = [-np.inf, np.inf, -0.0, 0.0, 1.0, -1.0, 1e-30, 3.4e38, -3.4e38]
@@ -98,7 +92,7 @@ def test_top_tokens_equals_the_reference(tile, size, monkeypatch):
 
 @pytest.mark.parametrize(("case", "slots"), PROMPT_CASES, ids=str)
 def test_prompt_attention(case, slots):
-    check_prompt(jitted(prompt.prompt_attention), case, slots)
+    check_prompt(interpreted(prompt.prompt_attention), case, slots)
 
 
 @pytest.mark.parametrize("window", [None, 9])

@@ -54,14 +54,13 @@ def allocated(budget: AllocatedBudget, scores: np.ndarray, mean: int, least: int
 
 def competing(scores: np.ndarray, mean: int, least: int) -> np.ndarray:
     """The counts [L, groups, heads] of the best scores [L, groups, heads, N]: each group has its own total."""
-    L, groups, heads, N = scores.shape
+    L, groups, heads, _ = scores.shape
     counts = np.zeros(scores.shape[:3], int)
     for g in range(groups):
         entries = []
         for layer, head in np.ndindex(L, heads):
-            own = scores[layer, g, head]
-            floor = np.sort(own)[::-1][min(least, N) - 1] if least else np.inf
-            entries += [(np.inf if x >= floor else x, layer, head) for x in own]
+            best = sorted(scores[layer, g, head], reverse=True)
+            entries += [(np.inf if i < least else x, layer, head) for i, x in enumerate(best)]
         top = sorted(entries, key=lambda entry: (-entry[0], *entry[1:]))[: L * mean * heads]
         for _, layer, head in top:
             counts[layer, g, head] += 1

@@ -12,6 +12,7 @@ from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policy import PLAIN, Policy
 from tests import tiny
+from tests.products import part
 
 SIZE, BUDGET, ROOM, STEPS = 24, 12, 8, 6
 
@@ -77,7 +78,33 @@ SPECS |= {
 }
 ALL = [f"{name}:{options}".rstrip(":") for name, specs in SPECS.items() for options in specs]
 
-every_policy = pytest.mark.parametrize("spec", ALL)
+# One of each way to read, write, merge and evict entries; the others of `ALL` rank entries by other numbers.
+DISTINCT = (
+    "streaming_llm:budget=12,positions=in_cache,every=3",
+    "h2o:budget=12,recent=3,every=3,sinks=1",
+    "tova:budget=12,every=3",
+    "morphkv:budget=12,window=4,fusion=max,every=3,dense_layers=1",
+    "morphkv:budget=12,window=3,normalise=distant,group=logits",
+    "cam:budget=12,tokens=3,every=3",
+    "d2o:budget=12,recent=2,layer_budgets=False,weights=code,every=3",
+    "kvmerger:budget=0.5,theta=0.2,rule=chain,straddle=True,count_bias=True",
+    "kvmerger:budget=12,recent=4,heavy=2,theta=0.3,every=2",
+    "lagkv:budget=12,sinks=1,lag=3,every=2",
+    "random:budget=12,seed=3,every=2",
+    "keyformer:budget=12,recent=4",
+    "scissorhands:budget=12,window=8,recent=4,drop=0.25",
+    "kvcompose:budget=0.5,source=self,rows=mean,structured=False,min_tokens=1,value_norm=vo",
+    "kvcrush:base=h2o,base.budget=12,base.recent=2,share=0.5,granularity=page,page=3",
+    "adakv:base=h2o,base.budget=12,base.recent=3,alpha=0.5,formula=kvpress",
+    "kvzip:budget=0.5,sinks=2,chunk=10,instruction='',starting='',suffix=''",
+    "duo_attention:sinks=2,recent=10,groups=2",
+    "quantize:policy=morphkv,policy.budget=12,policy.window=4",
+    "rkv:budget=12,window=4,kernel=3,every=3",
+)
+
+# The tests of one policy run together, and so share its compiled programs.
+every_policy = pytest.mark.parametrize("spec", ALL, scope="session")
+each_kind_of_policy = pytest.mark.parametrize("spec", part(ALL, DISTINCT), scope="session")
 
 
 def decoder(spec: str) -> Decoder:

@@ -6,7 +6,8 @@ of the score. What a part does by itself is tested elsewhere.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,6 @@ from kvjax.parts import (
     GatedShares,
     GaussianMerge,
     JointImportance,
-    KeyNorm,
     LastAttention,
     Neglect,
     NoisyAttention,
@@ -61,6 +61,7 @@ from tests.policy.compositions import (
 )
 from tests.policy.literal_allocation import RECENT, SINKS, allocated
 from tests.policy.literal_selection import after_eviction, after_prompt
+from tests.products import part
 
 # Numbers of 32 bits that a score keeps for each slot of a kv head, and for each row.
 RING = 4 * (H * G * (D + 1) + H)
@@ -78,6 +79,9 @@ STATE = {
     TaskAttention: (G + 1, 0),
     Reconstruction: (1, 0),
 }
+
+
+TURNS = 7  # among which the compositions of a score are divided
 
 
 def test_what_makes_no_sense_is_refused_by_name():
@@ -118,6 +122,16 @@ def by_position(entries, row: int, x) -> list[dict]:
 
 def of_score(score):
     return [given for given in compositions() if given[0] == score]
+
+
+def turns(first: int):
+    """Each score with a share of its compositions. A program serves all scores, so that a few try each composition."""
+    chosen = [(score, (first + i) % TURNS) for i, score in enumerate(SCORES)]
+    return part(product(SCORES, range(TURNS)), chosen)
+
+
+def name_of(value) -> str:
+    return str(value) if isinstance(value, int) else type(value).__name__
 
 
 def check(composition, capacity: np.ndarray, memo: dict) -> None:
@@ -183,11 +197,13 @@ def check_eviction(composition, kept, before, stepped, capacity) -> None:
     assert np.isfinite(entries.values).all()
 
 
-@pytest.mark.parametrize("score", SCORES[:-1], ids=lambda score: type(score).__name__)
-def test_compositions_are_the_literal_ones(score):
+@pytest.mark.parametrize(("score", "turn"), turns(0), ids=name_of)
+def test_compositions_are_the_literal_ones(score, turn):
     """U1, U2, U3 and U6 when a prompt has been read, and when a token comes in after it."""
     memo: dict = {}
-    for composition in of_score(score):
+    for composition in of_score(score)[turn::TURNS]:
+        if set(compositions()[composition]) <= {*ALLOCATED, Everything()}:
+            continue  # the score needs an allocated budget
         policies, every = compositions()[composition], composition[3]
         least = SINKS + RECENT + (every or 1)
         capacity = np.zeros((L, ROWS), np.int32)
@@ -202,18 +218,19 @@ def test_compositions_are_the_literal_ones(score):
         check(composition, np.repeat(capacity.reshape(-1, 1), H, axis=1), memo)
 
 
-@pytest.mark.parametrize(
-    "score",
-    [pytest.param(x, marks=[] if isinstance(x, KeyNorm | LastAttention) else pytest.mark.slow) for x in SCORES],
-    ids=lambda score: type(score).__name__,
-)
-def test_compositions_on_allocated_budgets_are_the_literal_ones(score):
+@pytest.mark.parametrize(("score", "turn"), turns(2), ids=name_of)
+def test_compositions_on_allocated_budgets_are_the_literal_ones(score, turn):
     """The same for heads that retain as many entries as their scores deserve; three rows for each budget."""
     memo: dict = {}
-    for composition in of_score(score):
+    for composition in of_score(score)[turn::TURNS]:
         policies, every = compositions()[composition], composition[3]
         counts = counts_of(score, tuple(budget for budget in ALLOCATED if budget in policies), every)
         check(composition, counts, memo)
+
+
+@partial(jax.jit, static_argnums=(0, 3))
+def allocate(budget, scores, means, least):
+    return budget.allocate(scores, means, least, ALL_HEADS)
 
 
 @cache
@@ -233,7 +250,7 @@ def counts_of(score, budgets, every) -> np.ndarray:
         own = scores[:, rows]
         protected = np.array([[p in must_stay(n) for p in range(SIZE)] for n in LENGTHS])
         raised = np.where(protected[:, None] & ~np.bool_(budget.layout.compares_protected), np.inf, own)
-        counts = np.asarray(budget.allocate(jnp.asarray(raised), jnp.tile(mean, (L, 1)), least, ALL_HEADS))
+        counts = np.asarray(allocate(budget, jnp.asarray(raised), jnp.tile(mean, (L, 1)), least))
         for row, length in enumerate(LENGTHS):
             expected = allocated(budget, own[:, row, :, :length], int(mean[row]), least)
             got = np.minimum(counts[:, row], length)

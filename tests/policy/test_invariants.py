@@ -41,6 +41,7 @@ from tests.policy.presets import (
     decode,
     decoder,
     draw,
+    each_kind_of_policy,
     every_policy,
     run,
     tolerance,
@@ -161,7 +162,7 @@ def check_allocation(policy: Policy, layers: list[list[list[int]]], length: int,
     assert kept <= most
 
 
-@every_policy
+@each_kind_of_policy
 @few
 @given(seed=st.integers(0, 2**32 - 1), lengths=st.tuples(*[st.integers(1, BUDGET - 4)] * 3))
 def test_within_the_budget_it_is_full_attention(spec, seed, lengths):
@@ -201,7 +202,7 @@ def shuffled(cache, seed, alike):
     return replace(cache, entries=replace(pool, **jax.tree.map(lambda x: x[b, lane, rows], moved)))
 
 
-@every_policy
+@each_kind_of_policy
 @few
 @given(text=texts)
 def test_the_order_of_slots_is_free(spec, text):
@@ -215,7 +216,7 @@ def test_the_order_of_slots_is_free(spec, text):
         assert_same_rows(mine, others, row, row)
 
 
-@every_policy
+@each_kind_of_policy
 @few
 @given(text=texts, others=texts)
 def test_a_row_is_the_same_in_any_company_and_alone(spec, text, others):
@@ -292,7 +293,7 @@ def test_heads_that_share_keys_are_heads_with_equal_keys(spec):
                 assert [head for head in heads for _ in range(2)] == other_heads
 
 
-@every_policy
+@each_kind_of_policy
 @few
 @given(text=texts, finished=st.integers(0, 2))
 def test_a_finished_row_is_left_alone_bit_for_bit(spec, text, finished):

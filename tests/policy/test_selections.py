@@ -114,11 +114,20 @@ CASES = [
     *(("of pages", preset) for preset in ("tova", "keyformer")),
     *(("pages", preset) for preset in ("h2o", "adakv")),
 ]
-FAST = {("chunks", "h2o"), ("representatives", "dynamickv"), ("of query heads", "keydiff"), ("pages", "adakv")}
+CHOSEN = {
+    ("chunks", "h2o"),
+    ("chunks", "dynamickv"),
+    ("representatives", "dynamickv"),
+    ("representatives", "d2o"),
+    ("of query heads", "keydiff"),
+    ("of chunks", "knorm"),
+    ("of pages", "keyformer"),
+    ("pages", "adakv"),
+}
 
 
 @pytest.mark.parametrize(
-    ("over", "preset"), [pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow) for case in CASES]
+    ("over", "preset"), [pytest.param(*case, marks=[] if case in CHOSEN else pytest.mark.exhaustive) for case in CASES]
 )
 def test_which_entries_stay(over, preset):
     """Against plain Python, given the scores of the base's score; heads have the counts that the base gives them."""
@@ -141,11 +150,14 @@ def test_which_entries_stay(over, preset):
             assert tiny.held(filled, b)[layer] == stay
 
 
+TRIED = ("h2o", "d2o", "kvmerger", "keyformer", "kvcompose", "adakv", "kvzip")
+
+
 def sample():
     """Each preset under one of the wrappers that accept it, in turn; the others are built above."""
     for turn, preset in enumerate(policies.PRESETS):
         accepted = [over for over in OVER if not refused(over, small(preset))]
-        marks = [] if preset in ("kvzip", "kvmerger") else pytest.mark.slow
+        marks = [] if preset in TRIED else pytest.mark.exhaustive
         yield pytest.param(accepted[turn % len(accepted)], preset, marks=marks)
 
 

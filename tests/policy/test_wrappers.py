@@ -18,13 +18,14 @@ from tests import tiny
 from tests.methods.literal_budgets import adaptive, best, projected, two_stages
 from tests.policy.recording import Recording, notes
 from tests.policy.small import small
+from tests.products import part
 
 WRAPPERS = {name: part for name, part in registry.parts().items() if issubclass(part, ScoreWrapper)}
 STATES = {  # the needs that a wrapper says it changes; any other one may change none
     "ProjectedValues": {"slotwise", "weighs_values", "by_count"},
     "QueryHeadAttention": {"queries", "by_query_head"},
 }
-FAST = ("h2o", "morphkv", "kvzip", "expected_attention")  # the others are tried in full runs only
+FAST = ("h2o", "morphkv", "kvzip", "expected_attention")
 ONE = tiny.decoder(4, 2)
 TWO = tiny.decoder(8, 4, (None, None))
 RNG = np.random.default_rng(7)
@@ -33,7 +34,7 @@ SIZE = 24
 ANSWER = RNG.integers(0, tiny.VOCAB, (3, len(ROWS)))
 
 
-def each(names, fast=FAST):
+def each(names, fast):
     return [pytest.param(name, marks=[] if name in fast else pytest.mark.slow) for name in names]
 
 
@@ -81,7 +82,7 @@ def comparable(found):
             yield what, form, [x for name in sorted(alike) for x in jax.tree.leaves(shown[name])]
 
 
-@pytest.mark.parametrize("preset", each(distinct()))
+@pytest.mark.parametrize("preset", each(distinct(), FAST))
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_base_sees_what_it_sees_alone(wrapper, preset):
     """It observes, replays, asks and lays out the same; of what it needs, only what the wrapper says is different."""
@@ -145,7 +146,10 @@ def entrywise(policy):
     return policy.select == TopTokens() and not policy.merge.effects.at_prompt
 
 
-@pytest.mark.parametrize("preset", each(policies.PRESETS, ("h2o", "dynamickv", "chunkkv", "knorm")))
+BASES = ("h2o", "d2o", "kvzip", "kvmerger", "dynamickv", "pyramidkv", "chunkkv", "kvcrush", "kvcompose", "knorm", "rkv")
+
+
+@pytest.mark.parametrize("preset", part(policies.PRESETS, BASES))
 def test_adakv_over_every_preset(preset):
     """Heads of a layer compete for the entries that the preset gives the layer, or the combination is refused."""
     base = small(preset)
@@ -189,7 +193,7 @@ def projected_layer(layer, values):
     return np.stack(rows)
 
 
-@pytest.mark.parametrize("preset", each(policies.PRESETS, ("h2o", "dynamickv", "kvzip", "kvmerger")))
+@pytest.mark.parametrize("preset", part(policies.PRESETS, BASES))
 def test_criticalkv_over_every_preset(preset):
     """Each head retains as many entries as without it, in two stages, or the combination is refused."""
     base = small(preset)

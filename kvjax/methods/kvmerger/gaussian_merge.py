@@ -221,7 +221,7 @@ class Packing(NamedTuple):
     Attributes:
         slot: the slot of each packed entry, -1 after the last.
         place: where each slot's entry is packed, or the place of the last packed entry before it.
-        order: all slots in order of position, empty ones last.
+        order: all slots in order of position, empty ones first.
     """
 
     slot: Int[Array, "B H M"]
@@ -231,11 +231,13 @@ class Packing(NamedTuple):
     @classmethod
     def of(cls, positions: Int[Array, "B H M"], members: Bool[Array, "B H M"]) -> Packing:
         """Packs the members, which must not be empty slots."""
-        order = jnp.argsort(jnp.where(positions >= 0, positions, jnp.iinfo(jnp.int32).max), axis=-1)
-        in_order = jnp.take_along_axis(members, order, axis=-1)
-        packed = compact(in_order, members.shape[-1])
+        slots = jnp.broadcast_to(jnp.arange(positions.shape[-1]), positions.shape)
+        in_order = jnp.all(positions[..., 1:] >= positions[..., :-1])  # as after a prompt, which need not be sorted
+        order = jax.lax.cond(in_order, lambda: slots, lambda: jnp.argsort(positions, axis=-1))
+        members = jnp.take_along_axis(members, order, axis=-1)
+        packed = compact(members, members.shape[-1])
         index = jnp.where(packed >= 0, jnp.take_along_axis(order, jnp.maximum(packed, 0), axis=-1), -1)
-        place = _to_slots(jnp.maximum(jnp.cumsum(in_order, axis=-1) - 1, 0), order)
+        place = _to_slots(jnp.maximum(jnp.cumsum(members, axis=-1) - 1, 0), order)
         return cls(index, place, order)
 
     @property
