@@ -18,7 +18,9 @@ _PARTS = registry.parts()
 def parse(description: str) -> Policy:
     """The policy that a text describes: `preset`, `preset:option=value,...`, or the repr of any policy.
 
-    The options of an option that is itself a policy follow under its name: `kvcrush:base=h2o,base.budget=512`.
+    The options of an option that is itself a policy follow under its name: `kvcrush:base=h2o,base.budget=512`. The same
+    holds for an option that is a part, such as a merge or a score, whose default they change:
+    `kvmerger:budget=0.5,merge.theta=0.3`, `kvcrush:base=kvmerger,base.merge.theta=None`.
 
     Raises:
         ValueError: for an unknown preset or option, or a value that it does not accept; the message names those that

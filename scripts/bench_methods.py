@@ -13,8 +13,8 @@ reported beside the CPU time of the process, which is more reliable on a busy ma
     decode      a decode step under each preset; reference: the same number of slots without a policy
     budgets     a decode step on pools of segments with budgets of a quarter, a sixteenth and a sixty-fourth of the
                 prompt, equal over heads and not, and on SnapKV's layers of slots; reference: a full cache
-    clustering  KVMerger's sets with `theta=None`; reference: the scores of all queries on the same keys; and with four
-                times the keys; reference: the sets of the first
+    clustering  KVMerger's sets with `merge.theta=None`; reference: the scores of all queries on the same keys; and with
+                four times the keys; reference: the sets of the first
 
 A preset with a budget retains a quarter of the prompt (`prefill`), or 512 entries of 1,024 (`decode`). A preset that
 needs another policy has SnapKV. The model is that of scripts/bench_cpu.py with two layers, with random weights in
@@ -37,9 +37,9 @@ LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 8, 2, 64
 SLOTS = 512
 VARIANTS = {
     "d2o": ("layer_budgets=False", "dense_first=1,dense_last=0"),
-    "kvmerger": ("", "theta=None"),
+    "kvmerger": ("", "merge.theta=None"),
     "morphkv": ("", "every=8"),
-    "kvzip": ("instruction='',starting='',suffix=''",),  # there is no tokenizer
+    "kvzip": ("score.instruction='',score.starting='',score.suffix=''",),  # there is no tokenizer
 }
 # Prefill over full attention, at most.
 GOALS = {"snapkv": 1.03, "pyramidkv": 1.03, "morphkv": 1.03, "tova": 1.03, "h2o": 1.6, "kvmerger": 1.6}
@@ -161,7 +161,7 @@ def main() -> None:
         sides = {"full": decodes("full", arguments.prompt)}
         for share in (4, 16, 64):
             budget = arguments.prompt // share
-            for text in ("snapkv:", "kvcompose:source=self,", "kvcompose:source=self,structured=False,"):
+            for text in ("snapkv:", "kvcompose:score.source=self,", "kvcompose:score.source=self,structured=False,"):
                 sides[f"{text}budget={budget}"] = decodes(f"{text}budget={budget}", arguments.prompt)
         compare(sides, arguments.repeats, {"case": "budgets", "prompt": arguments.prompt, "tokens": arguments.new})
     if "clustering" in arguments.case:

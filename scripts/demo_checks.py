@@ -52,7 +52,8 @@ def sides(check: str) -> Iterator[tuple[str, Policy, Question]]:
     if check == "question":
         for text in (
             "kvcompose:budget=0.1",
-            "kvzip:budget=0.1,instruction='',starting='',suffix=''",  # the model does not follow instructions
+            # The model does not follow instructions.
+            "kvzip:budget=0.1,score.instruction='',score.starting='',score.suffix=''",
             "expected_attention:budget=0.1",
             "keydiff:budget=0.1",
             "random:budget=0.1",

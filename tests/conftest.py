@@ -51,7 +51,7 @@ DISTINCT = (
     "d2o:budget=24,layer_budgets=False",
     "keyformer:budget=24,recent=8",
     "adakv:base=h2o,base.budget=24,groups=2",
-    "kvzip:budget=24,chunk=16,instruction='',starting='',suffix='',groups=2",
+    "kvzip:budget=24,score.chunk=16,score.instruction='',score.starting='',score.suffix='',groups=2",
 )
 ALIKE = (
     "streaming_llm:budget=24",
@@ -61,7 +61,7 @@ ALIKE = (
     "morphkv:budget=24,window=4",
     "kvcrush:base=snapkv,base.budget=24,base.window=4,share=0.5",
     "cam:budget=24,tokens=4",
-    "kvmerger:budget=24,recent=8,heavy=4,theta=None",
+    "kvmerger:budget=24,recent=8,merge.heavy=4,merge.theta=None",
     "scissorhands:budget=24,window=8,drop=0.25",
     "dynamickv:budget=24,window=4",
     "kvcompose:budget=24",

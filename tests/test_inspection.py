@@ -68,7 +68,7 @@ def entries(cache: kvjax.KVCache) -> list[list[dict[int, np.ndarray]]]:
 @pytest.mark.parametrize(
     "text",
     [
-        "kvmerger:budget=24,recent=8,heavy=4,theta=None",
+        "kvmerger:budget=24,recent=8,merge.heavy=4,merge.theta=None",
         "d2o:budget=24,layer_budgets=False",
         "d2o:budget=24,dense_first=1,dense_last=0",
         "cam:budget=24,tokens=4",

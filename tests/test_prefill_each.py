@@ -17,10 +17,13 @@ SWEEPS = (
     ("h2o:budget=8", "h2o:budget=0.5,recent=2", "h2o:budget=64"),
     ("snapkv:budget=8,window=4", "snapkv:budget=0.6,window=4", "pyramidkv:budget=12,window=4,beta=2"),
     ("morphkv:budget=12,window=4", "morphkv:budget=20,window=4"),
-    ("kvmerger:budget=12,recent=4,heavy=2,theta=None", "kvmerger:budget=0.5,theta=0.3"),
+    ("kvmerger:budget=12,recent=4,merge.heavy=2,merge.theta=None", "kvmerger:budget=0.5,merge.theta=0.3"),
     ("dynamickv:budget=8,window=4", "dynamickv:budget=16,window=4"),
     ("kvcompose:budget=8", "kvcompose:budget=0.5,structured=False", "kvcompose:budget=0.25"),
-    ("kvzip:budget=0.5,instruction='',starting='',suffix=''", "kvzip:budget=0.2,instruction='',starting='',suffix=''"),
+    (
+        "kvzip:budget=0.5,score.instruction='',score.starting='',score.suffix=''",
+        "kvzip:budget=0.2,score.instruction='',score.starting='',score.suffix=''",
+    ),
     ("criticalkv:base=snapkv,base.budget=8,base.window=4", "criticalkv:base=snapkv,base.budget=16,base.window=4"),
     (
         "quantize:policy=snapkv,policy.budget=8,policy.window=4",

@@ -11,7 +11,7 @@ shift
 base="base=h2o;base.budget=672;base.sinks=32;base.recent=128"
 for policy in \
     "h2o:budget=672;sinks=32;recent=128" \
-    "kvcrush:$base;share=0.5715;bits=query;anchor=random" \
+    "kvcrush:$base;share=0.5715;bits=query;anchor=0" \
     "kvcrush:$base;share=0.5715;bits=query;anchor=mean" \
     "kvcrush:$base;share=0.5715;bits=query;anchor=alternate"; do
     python -m kvjax.evaluation.lm_eval_model --model kvjax --model_args "pretrained=$model,policy=$policy" \

@@ -59,22 +59,25 @@ class TaskAttention(Score):
     queries are gathered once per pass, and projected norms once per prompt and layer.
 
     Attributes:
-        source: whose tokens. "replay": the prompt's, run a second time behind itself; "self": the prompt's as it is
-            read; "prompt": those of `prompts`.
-        prompts: texts or token ids, each of which runs on its own behind the prompt.
-        rows: the reduction over the task's queries, Agg_task; "mean" is over those that see the entry.
-        group: the reduction over the query group, Agg_group, after rows.
+        source: whose tokens. "replay": the prompt's, run a second time behind itself, which is the paper's
+            task-agnostic form as released; "self": the prompt's as it is read, which needs no second pass; "prompt":
+            those of `prompts` (task-aware).
+        prompts: for source="prompt": a text, or several texts or tuples of token ids, each of which runs on its own
+            behind the prompt. Texts need `tokenizer=`.
+        rows: the reduction over the task's queries, Agg_task: "max" (the paper's setting), "mean" of those that see the
+            entry, or "sum".
+        group: the reduction over the query group, Agg_group, after rows: "mean" (the paper's setting) or "max".
         head_mean: whether the mean of all kv heads' scores is added to each (equation 16), at the prompt's end, when
-            the heads of a layer hold the same tokens in the same slots.
-        value_norm: weighs attention by the L2 norm of the value, "v", or of the value behind the query head's output
-            projection, "vo" (equations 26 and 27).
+            the heads of a layer hold the same tokens in the same slots. False leaves the sum out: S = S2.
+        value_norm: multiplies attention (S1 of equation 14) by the L2 norm of the value, "v", or of the value behind
+            the query head's output projection, "vo" (A.1.3, equations 26 and 27).
 
     Raises:
         ValueError: for a value that is not accepted, and for prompts with a source that does not use them.
     """
 
     source: Literal["replay", "self", "prompt"] = "replay"
-    prompts: tuple[str | tuple[int, ...], ...] = ()
+    prompts: str | tuple[str | tuple[int, ...], ...] = ""
     rows: Literal["max", "mean", "sum"] = "max"
     group: Literal["mean", "max"] = "mean"
     head_mean: bool = True
@@ -90,15 +93,28 @@ class TaskAttention(Score):
                 f"source={self.source!r} with prompts={self.prompts!r}: expected prompts where the source is 'prompt', "
                 "and none otherwise"
             )
-        if not all(isinstance(prompt, str | tuple) and len(prompt) for prompt in self.prompts):
-            raise ValueError(f"prompts={self.prompts!r}: expected strings and tuples of token ids, none of them empty")
+        usable = isinstance(self.prompts, str | tuple) and all(
+            isinstance(prompt, str | tuple) and len(prompt) for prompt in self._texts
+        )
+        if not usable:
+            raise ValueError(
+                f"prompts={self.prompts!r}: expected a text, or a tuple of texts and tuples of token ids, none of them "
+                "empty"
+            )
+
+    @property
+    def _texts(self) -> tuple[str | tuple[int, ...], ...]:
+        """The prompts one by one."""
+        if isinstance(self.prompts, str):
+            return (self.prompts,) if self.prompts else ()
+        return self.prompts
 
     @property
     def needs(self) -> Needs:
         return Needs(
             queries="rotated",
             whole_prompt=self.source == "replay",
-            texts=self.prompts,
+            texts=self._texts,
             weighs_values=self.value_norm != "none",
         )
 
@@ -225,20 +241,18 @@ class CompositeShares(AllocatedBudget):
         return jnp.broadcast_to(counts.T[..., None], scores.shape[:3])
 
 
+SCORE = TaskAttention()
+
+
 @preset
 def kvcompose(
     budget: int | float = 1024,
-    source: Literal["replay", "self", "prompt"] = "replay",
-    prompts: str | tuple[str | tuple[int, ...], ...] = "",
-    rows: Literal["max", "mean", "sum"] = "max",
-    group: Literal["mean", "max"] = "mean",
     heads: Literal["mean", "max"] = "mean",
-    head_mean: bool = True,
-    value_norm: Literal["none", "v", "vo"] = "none",
     structured: bool = True,
     groups: int = 1,
     min_tokens: int = 0,
     first_layer: bool = False,
+    score: TaskAttention = SCORE,
 ) -> Policy:
     """Compresses the prompt once, after all layers have read it, by the attention of a task; the answer is added to it.
 
@@ -254,22 +268,15 @@ def kvcompose(
     Args:
         budget: entries of the mean kv head. A float is a share of each row's prompt, 1 - r of the paper, rounded down
             before it is multiplied by the number of layers.
-        source: "replay" is the paper's task-agnostic form as released. "self" takes the attention of the first pass,
-            which needs no second one. "prompt" runs the given task prompts (task-aware), each on its own behind the
-            prompt.
-        prompts: for source="prompt": a text, or several texts or tuples of token ids. Texts need `tokenizer=`.
-        rows: Agg_task, over the task's rows: "max" (the paper's setting), "mean" of those that see the entry, or "sum".
-        group: Agg_group, over the query group, after rows: "mean" (the paper's setting) or "max".
         heads: Agg_head, over the kv heads of a composite (eq. 19): "mean" (the paper's setting) or "max".
-        head_mean: whether equation 16 adds the mean over heads; without it S = S2.
-        value_norm: multiplies S1 by the norm of the value, "v", or of the value behind the query head's output
-            projection, "vo" (A.1.3).
         structured: whether all heads of a layer retain the same number. False: (layer, head) pairs compete with their
             S, and each stores the entries that it retains.
         groups: for structured=False on a mesh: the number of groups of kv heads that compete, a multiple of the number
             of devices over which kv heads are divided.
         min_tokens: no layer (no head, if not structured) retains fewer; out of the same total.
         first_layer: whether composites of the first layer count as the largest of their rank in any layer, as released.
+        score: the task, whose attention counts, and how S reduces it. Its options are those of `TaskAttention`, as text
+            `score.source`, `score.rows` and so on.
 
     Raises:
         ValueError: for a value that is not accepted, and for options that mean nothing with or without `structured`.
@@ -285,10 +292,4 @@ def kvcompose(
         if heads != "mean":
             raise ValueError(f"heads={heads!r} with structured=False, where no composites exist: expected 'mean'")
         allocated = GlobalShares(budget_of(budget), groups, min_tokens)
-    given = ((prompts,) if prompts else ()) if isinstance(prompts, str) else tuple(prompts)
-    return Policy(
-        score=TaskAttention(source, given, rows, group, head_mean, value_norm),
-        budget=allocated,
-        select=TopTokens(),
-        merge=Drop(),
-    )
+    return Policy(score=score, budget=allocated, select=TopTokens(), merge=Drop())

@@ -2,13 +2,13 @@
 
 Differences from the paper. `sinks` first tokens are always retained, where the released code retains the system prompt.
 The total is exact; `strict=True` retains only what exceeds a threshold, as released. Instructions are text without a
-chat template, unless `suffix` gives one. The context-independent variant with head-level scores is not here.
+chat template, unless `score.suffix` gives one. The context-independent variant with head-level scores is not here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax.numpy as jnp
@@ -56,10 +56,10 @@ class Reconstruction(Score):
 
     Attributes:
         sinks: the number of first entries that every chunk's softmax covers.
-        chunk: the number of tokens per chunk.
-        instruction: before the first chunk: token ids, or text, which needs a tokenizer.
-        starting: before the other chunks, followed by the last tokens of the chunk before.
-        suffix: between the instruction and the chunk, such as what a chat template puts before an answer.
+        chunk: the number of tokens that are repeated at a time.
+        instruction: before the first chunk: text, which needs a tokenizer, or token ids. '' is nothing.
+        starting: before the other chunks, followed by the 8 tokens that precede the chunk.
+        suffix: between the instruction and the chunk, such as what the model's chat template puts before an answer.
 
     Raises:
         ValueError: for a value that is not accepted.
@@ -187,17 +187,17 @@ class UniformShares(AllocatedBudget):
         return jnp.broadcast_to(means[..., None], scores.shape[:3])
 
 
+SCORE = Reconstruction()
+
+
 @preset
 def kvzip(
     budget: int | float = 0.3,
     sinks: int = 4,
     level: Literal["global", "layer", "head"] = "global",
-    chunk: int = 2048,
-    instruction: str | tuple[int, ...] = Reconstruction.instruction,
-    starting: str | tuple[int, ...] = Reconstruction.starting,
-    suffix: str | tuple[int, ...] = Reconstruction.suffix,
     strict: bool = False,
     groups: int = 1,
+    score: Reconstruction = SCORE,
 ) -> Policy:
     """Compresses the prompt by what the model attends to when it repeats the prompt, whatever is asked later.
 
@@ -211,23 +211,26 @@ def kvzip(
         sinks: the number of first tokens, which are always retained (the released code: the system prompt).
         level: which heads compete: those of all layers ("global"), those of each layer ("layer", kvpress's layerwise),
             or none, so that each head retains its budget ("head", uniform as released).
-        chunk: the number of tokens that are repeated at a time.
-        instruction: before the first chunk: text, which needs a tokenizer, or token ids. '' is nothing.
-        starting: before the others, followed by the 8 tokens that precede the chunk.
-        suffix: behind them, such as what the model's chat template puts before an answer.
         strict: whether the score of the last entry that would fit is a threshold that must be exceeded, as released:
             one entry less is retained. Only with level="global".
         groups: the number of groups of consecutive kv heads that compete among themselves. On a mesh that divides kv
             heads over D devices it must be a multiple of D; one device with that number of groups retains the same.
+        score: the length of chunks and the instructions. Its options are those of `Reconstruction`, as text
+            `score.chunk`, `score.instruction` and so on; its sinks are those of the policy.
 
     Raises:
-        ValueError: for a value that is not accepted, and for `strict` or `groups` at a level where they mean nothing.
+        ValueError: for a value that is not accepted, for `strict` or `groups` at a level where they mean nothing, and
+            for a score with other sinks than `sinks`.
     """
     check_choice("level", level, "global", "layer", "head")
     if strict and level != "global":
         raise ValueError(f"strict=True with level={level!r}: expected level='global'")
     if groups != 1 and level == "head":
         raise ValueError(f"groups={groups} with level='head', where no heads compete: expected groups=1")
+    if score.sinks not in (SCORE.sinks, sinks):
+        raise ValueError(
+            f"score.sinks={score.sinks} with sinks={sinks}: expected sinks={score.sinks}, or no score.sinks"
+        )
     entries = budget_of(budget)
     allocated: AllocatedBudget = UniformShares(entries)
     if level == "global":
@@ -235,7 +238,7 @@ def kvzip(
     elif level == "layer":
         allocated = AdaptiveShares(entries, alpha=0.0, normalise=False, groups=groups)
     return Policy(
-        score=Reconstruction(sinks, chunk, instruction, starting, suffix),
+        score=replace(score, sinks=sinks),
         budget=allocated,
         select=TopTokens(),
         merge=Drop(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -14,6 +15,7 @@ from .policy import Policy, Protect
 from .storage import Storage
 
 Presets: TypeAlias = Mapping[str, Callable[..., Policy]]
+Options: TypeAlias = Mapping[str, inspect.Parameter]
 
 _OTHERS = {part.__name__: part for part in (Policy, Protect, Reduction, Storage)}
 
@@ -38,33 +40,78 @@ def parse(text: str, presets: Presets, parts: Mapping[str, type[Part]]) -> Polic
 
 
 def _preset(name: str, given: Mapping[str, str], presets: Presets) -> Policy:
-    """The preset with its options as text. Options of a policy within it have dotted names."""
-    accepted = inspect.signature(presets[name]).parameters
-    options: dict[str, Any] = {}
+    """The preset with its options as text. Options of a policy or a part within it have dotted names."""
+    return presets[name](**_values(name, "", given, inspect.signature(presets[name]).parameters, presets))
+
+
+def _values(name: str, prefix: str, given: Mapping[str, str], accepted: Options, presets: Presets) -> dict[str, Any]:
+    """The values of the options that are given as text.
+
+    Args:
+        name: the preset.
+        prefix: what precedes the names of these options: "" for those of the preset itself, "merge." for those of its
+            option `merge`.
+        given: the text of each option.
+        accepted: all options with their defaults.
+        presets: all presets by name.
+    """
+    own: dict[str, str] = {}
     inner: dict[str, dict[str, str]] = {}
-    for option, value in given.items():
-        option, dot, rest = option.partition(".")
+    for dotted, text in given.items():
+        option, dot, rest = dotted.partition(".")
         if option not in accepted:
-            raise ValueError(f"{name} has no option {option!r}: expected {', '.join(accepted) or 'none'}")
+            raise ValueError(f"{name} has no option {prefix + option!r}: expected {_names(prefix, accepted) or 'none'}")
         if dot:
-            inner.setdefault(option, {})[rest] = value
-            continue
-        try:
-            options[option] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            options[option] = value
-        _check_kind(name, option, options[option], accepted[option])
-    for option in inner:
-        if not isinstance(accepted[option].default, Policy):
-            raise ValueError(f"{name}: {option} is no policy, so it has no option {next(iter(inner[option]))!r}")
-        if option not in options:
-            raise ValueError(f"{name}: options of {option} without {option} itself: expected {option}=PRESET first")
+            inner.setdefault(option, {})[rest] = text
+        else:
+            own[option] = text
+    values: dict[str, Any] = {}
+    for option in {**own, **inner}:
+        parameter, full, rest_of = accepted[option], prefix + option, inner.get(option, {})
+        if (fields := _fields(parameter.default)) is not None:
+            if option in own:
+                raise ValueError(
+                    f"{name}: {full}={own[option]}: expected its own options, {_names(f'{full}.', fields) or 'none'}"
+                )
+            inside = _values(name, f"{full}.", rest_of, fields, presets)
+            values[option] = dataclasses.replace(parameter.default, **inside)
+        elif option not in own and isinstance(parameter.default, Policy):
+            raise ValueError(f"{name}: options of {full} without {full} itself: expected {full}=PRESET first")
+        elif rest_of and not isinstance(parameter.default, Policy):
+            raise ValueError(f"{name}: {full} is no policy and no part, so it has no option {next(iter(rest_of))!r}")
+        else:
+            values[option] = _literal(own[option])
+            _check_kind(name, full, values[option], parameter)
+            if isinstance(parameter.default, Policy):
+                if values[option] not in presets:
+                    raise ValueError(f"{name}: {full}={values[option]!r}: expected {', '.join(presets)}")
+                values[option] = _preset(values[option], rest_of, presets)
+    return values
+
+
+def _fields(default: Any) -> Options | None:
+    """The options of a part, with the values that they have in it as defaults; None for anything else."""
+    if not isinstance(default, Part):
+        return None
+    fields = inspect.signature(type(default)).parameters
+    return {option: field.replace(default=getattr(default, option)) for option, field in fields.items()}
+
+
+def _names(prefix: str, accepted: Options) -> str:
+    """The names of all options, those of parts dotted."""
+    names = []
     for option, parameter in accepted.items():
-        if option in options and isinstance(parameter.default, Policy):
-            if options[option] not in presets:
-                raise ValueError(f"{name}: {option}={options[option]!r}: expected {', '.join(presets)}")
-            options[option] = _preset(options[option], inner.get(option, {}), presets)
-    return presets[name](**options)
+        fields = _fields(parameter.default)
+        names.append(prefix + option if fields is None else _names(f"{prefix}{option}.", fields))
+    return ", ".join(filter(None, names))
+
+
+def _literal(text: str) -> Any:
+    """The literal that a text spells, or the text itself."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def _check_kind(name: str, option: str, value: Any, parameter: inspect.Parameter) -> None:
@@ -75,7 +122,7 @@ def _check_kind(name: str, option: str, value: Any, parameter: inspect.Parameter
     boolean = isinstance(default, bool) or "bool" in annotation
     wants = bool if boolean else str if isinstance(default, str | Policy) else None
     given = next((kind for kind in (bool, str) if isinstance(value, kind)), None)
-    word_or_number = wants is str and given is None and "float" in annotation
+    word_or_number = wants is str and given is None and not {"int", "float"}.isdisjoint(annotation.split(" | "))
     if given is not wants and not word_or_number:
         kind = {bool: "True or False", str: "a word", None: "a number"}[wants]
         raise ValueError(f"{name}: {option}={value!r} is not {kind} (the default is {default!r})")

@@ -157,7 +157,7 @@ def test_presets_on_one_device(text: str, name: str) -> None:
         ("h200:1", 18, "full"),
         ("h200:1", 18, "h2o:budget=24"),
         ("h200:1", 18, "snapkv:budget=24,window=4"),
-        ("h200:1", 18, "kvmerger:budget=24,recent=8,heavy=4,theta=None"),
+        ("h200:1", 18, "kvmerger:budget=24,recent=8,merge.heavy=4,merge.theta=None"),
         pytest.param("v6e:2x2", 24, "snapkv:budget=24,window=4", marks=pytest.mark.slow),
     ],
 )

@@ -35,7 +35,7 @@ DECLARED = {
     "kvcrush:base=snapkv,base.budget=24,base.window=4,share=0.5": (0, 0),  # as snapkv
     "cam:budget=24,tokens=4": (0, 1),  # as h2o
     "d2o:budget=24,layer_budgets=False": (1, 1),  # the mean over heads of a merge; as h2o
-    "kvmerger:budget=24,recent=8,heavy=4,theta=None": (0, 0),
+    "kvmerger:budget=24,recent=8,merge.heavy=4,merge.theta=None": (0, 0),
     "keyformer:budget=24,recent=8": (0, 1),  # the group's queries
     "scissorhands:budget=24,window=8,drop=0.25": (0, 1),
     QUANTIZED: (0, 2),  # as morphkv
@@ -51,7 +51,7 @@ DECLARED = {
     "dynamickv:budget=24,window=4": (0, 0),  # nothing once the budget is allocated
     "kvcompose:budget=24": (0, 0),
     "adakv:base=h2o,base.budget=24,groups=2": (0, 1),  # as h2o
-    "kvzip:budget=24,chunk=16,instruction='',starting='',suffix='',groups=2": (0, 0),
+    "kvzip:budget=24,score.chunk=16,score.instruction='',score.starting='',score.suffix='',groups=2": (0, 0),
 }
 
 
@@ -94,7 +94,7 @@ def test_full_heads_communicate_nothing() -> None:
     ("text", "expected"),
     [
         ("kvcompose:budget=24", {"all-reduce": 2 + 1}),  # the mean score of each layer's heads; composites
-        ("kvcompose:budget=24,structured=False,groups=4,head_mean=False", {}),
+        ("kvcompose:budget=24,structured=False,groups=4,score.head_mean=False", {}),
         ("dynamickv:budget=24,window=4", {"all-gather": 1}),  # all scores
         (
             "d2o:budget=24,dense_first=0,dense_last=0",

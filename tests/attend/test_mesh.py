@@ -30,7 +30,7 @@ def expected(text: str, kv_heads: int) -> tuple[kvjax.Generation, kvjax.Generati
     return answer, kvjax.generate(params, None, cache=answer.cache, max_new_tokens=NEW, log_probs=True)
 
 
-KVZIP = "kvzip:budget=24,chunk=16,instruction='',starting='',suffix='',groups=2"
+KVZIP = "kvzip:budget=24,score.chunk=16,score.instruction='',score.starting='',score.suffix='',groups=2"
 CHOSEN = {
     (2, 4, 2, "tova:budget=24"),
     (2, 4, 2, "morphkv:budget=24,window=4"),

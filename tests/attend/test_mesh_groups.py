@@ -6,6 +6,7 @@ import pytest
 
 import kvjax
 from kvjax.allocate import allocate, pool_rows
+from kvjax.parts import Reconstruction
 from kvjax.policies import adakv, duo_attention, kvzip, snapkv
 from tests.attend.meshes import NEW, ROWS, Communication, assert_equal, mesh, sharded
 from tests.tiny import decoder
@@ -17,7 +18,7 @@ GATES = tuple(map(tuple, np.random.default_rng(1).random((LAYERS, KV_HEADS)).tol
 
 
 def kvzip_of(groups: int) -> kvjax.Policy:
-    return kvzip(12, 2, chunk=20, instruction=(3, 1), starting=(5,), suffix=(2,), groups=groups)
+    return kvzip(12, 2, groups=groups, score=Reconstruction(2, 20, instruction=(3, 1), starting=(5,), suffix=(2,)))
 
 
 POLICIES = {

@@ -199,7 +199,7 @@ def test_a_base_that_evicts_while_decoding():
         ("epsilon=-1.0", "epsilon=-1.0: expected a float >= 0"),
         ("base=criticalkv", "ProjectedValues of ProjectedValues, which weighs values.*expected a base"),
         ("base=expected_attention", "ProjectedValues of ExpectedAttention.*value_norm=False"),
-        ("base=kvcompose,base.value_norm=v", "ProjectedValues of TaskAttention.*does not weigh values"),
+        ("base=kvcompose,base.score.value_norm=v", "ProjectedValues of TaskAttention.*does not weigh values"),
         ("base=tova", "LastAttention.*ProjectedValues.*cannot be combined"),
         ("base=chunkkv", "ProjectedValues.*Chunks compares means of scores; they cannot be combined"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvjax.parts import GaussianMerge
 from kvjax.policies import cam, kvcrush, kvmerger
 from tests import tiny
 from tests.methods.reference import attended
@@ -16,8 +17,9 @@ def test_merged_entries_that_do_not_fit_are_represented():
     rng, budget = np.random.default_rng(5), 18
     rows = [np.repeat(rng.integers(0, tiny.VOCAB, n), 2)[:n] for n in (44, 31, 12)]
     params, options = tiny.decoder(8, 2), {"recent": 5, "heavy": 3, "theta": 0.5}
-    _, cache = tiny.prefill(params, kvcrush(kvmerger(budget, **options), share=0.4), rows, 48)
-    _, alone = tiny.prefill(params, kvmerger(budget, **options), rows, 48)
+    base = kvmerger(budget, recent=5, merge=GaussianMerge(heavy=3, theta=0.5))
+    _, cache = tiny.prefill(params, kvcrush(base, share=0.4), rows, 48)
+    _, alone = tiny.prefill(params, base, rows, 48)
     entries, merged = cache.entries[0], 0
     for b, row in enumerate(rows):
         n, heads = len(row), list(zip(*attended(params, row), strict=True))

@@ -78,15 +78,15 @@ class Layer:
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "options"),
-    [(4, 4, {"recent": 6}), (8, 2, {"recent": 3, "weights": "code", "every": 3})],
+    ("heads", "kv_heads", "weights", "options"),
+    [(4, 4, "paper", {"recent": 6}), (8, 2, "code", {"recent": 3, "every": 3})],
 )
-def test_against_the_equations(heads, kv_heads, options):
+def test_against_the_equations(heads, kv_heads, weights, options):
     """Prompts of different lengths, one within the budget, and a few steps: every key, value, score and threshold."""
     rng = np.random.default_rng(8)
     rows, more = [rng.integers(0, tiny.VOCAB, n) for n in (40, 11, 23)], rng.integers(0, tiny.VOCAB, (9, 3))
     params = tiny.decoder(heads, kv_heads)
-    policy = policies.d2o(budget=14, sinks=2, layer_budgets=False, **options)
+    policy = policies.d2o(budget=14, sinks=2, layer_budgets=False, merge=SimilarityMerge(weights), **options)
     _, cache = tiny.prefill(params, policy, rows, 48)
     texts = [np.append(row, tokens) for row, tokens in zip(rows, more.T, strict=True)]
     projected = []
@@ -96,7 +96,7 @@ def test_against_the_equations(heads, kv_heads, options):
             for x in _unrotated(params, np.pad(text, (0, 56 - len(text)))[None])
         )
         projected.append((q.reshape(kv_heads, -1, *q.shape[1:]), k, v))
-    layers = [Layer(kv_heads, budget=14, sinks=2, **options) for _ in rows]
+    layers = [Layer(kv_heads, budget=14, sinks=2, weights=weights, **options) for _ in rows]
     for layer, row in zip(layers, rows, strict=True):
         layer.read(*attended(params, row))
     check(cache, layers)
@@ -284,9 +284,9 @@ def test_layer_budgets_on_a_mesh():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("weights=mean", "weights='mean': expected 'paper' or 'code'"),
-        ("alpha=1.5", r"alpha=1.5: expected a number in \[0, 1\]"),
-        ("beta=-1", "beta=-1: expected a number"),
+        ("merge.weights=mean", "weights='mean': expected 'paper' or 'code'"),
+        ("merge.alpha=1.5", r"alpha=1.5: expected a number in \[0, 1\]"),
+        ("merge.beta=-1", "beta=-1: expected a number"),
         ("dense_first=-1", "first=-1: expected an integer >= 0"),
         ("dense_last=0.5", "last=0.5: expected an integer"),
         ("budget=8", "a budget of 8 entries is smaller than sinks"),

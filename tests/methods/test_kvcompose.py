@@ -116,7 +116,7 @@ def test_retains_what_the_equations_keep(group: int, options: dict) -> None:
 def test_scores(source: str, rows: str) -> None:
     """Reductions of every source, with and without the mean over heads and the norms of values (26 and 27)."""
     params, group = decoder(4), 4
-    policy = kvcompose(8, source, PROMPTS if source == "prompt" else "", rows)
+    policy = kvcompose(8, score=TaskAttention(source, PROMPTS if source == "prompt" else "", rows))
     score = policy.score
     _, cache = tiny.prefill(params, policy, ROWS, SIZE, compress="never")
     if source != "self":
@@ -287,19 +287,23 @@ def test_devices_with_some_of_the_heads_allocate_as_one_device(budget):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: kvcompose(8, "prefill"), "source='prefill': expected 'replay' or"),
-        (lambda: kvcompose(8, "prompt"), "source='prompt' with prompts=()"),
-        (lambda: kvcompose(8, prompts="Why?"), "source='replay' with prompts="),
-        (lambda: kvcompose(8, "prompt", ((), (1,))), "none of them empty"),
-        (lambda: kvcompose(8, rows="median"), "rows='median'"),
-        (lambda: kvcompose(8, group="sum"), "group='sum': expected 'mean' or 'max'"),
-        (lambda: kvcompose(8, value_norm=True), "value_norm=True: expected 'none' or 'v' or 'vo'"),
+        (lambda: kvcompose(score=TaskAttention("prefill")), "source='prefill': expected 'replay' or"),
+        (lambda: kvcompose(score=TaskAttention("prompt")), "source='prompt' with prompts=''"),
+        (lambda: kvcompose(score=TaskAttention(prompts="Why?")), "source='replay' with prompts="),
+        (lambda: kvcompose(score=TaskAttention("prompt", ((), (1,)))), "none of them empty"),
+        (lambda: kvcompose(score=TaskAttention("prompt", [(1,)])), r"prompts=\[\(1,\)\]: expected a text, or a tuple"),
+        (lambda: kvcompose(score=TaskAttention(rows="median")), "rows='median'"),
+        (lambda: kvcompose(score=TaskAttention(group="sum")), "group='sum': expected 'mean' or 'max'"),
+        (lambda: kvcompose(score=TaskAttention(value_norm=True)), "value_norm=True: expected 'none' or 'v' or 'vo'"),
         (lambda: kvcompose(8, groups=2), "groups=2 with structured=True"),
         (lambda: kvcompose(8, heads="sum"), "heads='sum': expected 'mean' or 'max'"),
         (lambda: kvcompose(8, heads="max", structured=False), "heads='max' with structured=False"),
         (lambda: kvcompose(8, structured=False, first_layer=True), "first_layer=True with structured=False"),
         (lambda: replace(kvcompose(8), budget=Fixed(8)), "TaskAttention with source='replay' .* Fixed"),
-        (lambda: replace(kvcompose(8, "self"), budget=Fixed(8), every=1), "TaskAttention scores a prompt"),
+        (
+            lambda: replace(kvcompose(8, score=TaskAttention("self")), budget=Fixed(8), every=1),
+            "TaskAttention scores a prompt",
+        ),
         (lambda: kvcompose(8, min_tokens=9), "min_tokens=9 of a mean of 8"),
     ],
 )
@@ -310,13 +314,14 @@ def test_what_makes_no_sense_is_refused(make, says: str) -> None:
 
 def test_prompts_as_text(tokenizer, tiny) -> None:
     """Texts need a tokenizer, whose special tokens they do without."""
-    policy = parse("kvcompose:budget=8,source=prompt,prompts=ba be bi")
-    assert policy.score.prompts == ("ba be bi",)
+    policy = parse("kvcompose:budget=8,score.source=prompt,score.prompts=ba be bi")
+    assert policy == kvcompose(8, score=TaskAttention("prompt", "ba be bi"))
+    assert policy.score.needs.texts == ("ba be bi",)
     text = " ".join(["ba", "ce", "di"] * 5)
     ids = tuple(tokenizer.encode("ba be bi", add_special_tokens=False))
     options = {"tokenizer": tokenizer, "max_new_tokens": 4}
     answer = kvjax.generate(tiny, text, policy=policy, **options)
-    same = kvjax.generate(tiny, text, policy=kvcompose(8, "prompt", (ids,)), **options)
+    same = kvjax.generate(tiny, text, policy=kvcompose(8, score=TaskAttention("prompt", (ids,))), **options)
     np.testing.assert_array_equal(answer.tokens, same.tokens)
     with pytest.raises(ValueError, match="replays the text 'ba be bi' and there is no tokenizer"):
         kvjax.generate(tiny, [1, 2, 3], policy=policy, max_new_tokens=1)

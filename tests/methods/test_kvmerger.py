@@ -179,7 +179,7 @@ def merged_entry(keys, values, scores, **options):
     """The one entry that all tokens of a head are merged into."""
     n = len(keys)
     entries = layer(np.reshape(keys, (1, 1, n, -1)), np.reshape(values, (1, 1, n, -1)))
-    merge = GaussianMerge(theta=-1.0, **options)
+    merge = GaussianMerge(heavy=0, theta=-1.0, **options)
     out = condensed(merge, entries, jnp.asarray(scores, jnp.float32)[None, None], size=1)
     (slot,) = np.flatnonzero(out.positions[0, 0] >= 0)
     assert out.positions[0, 0, slot] == slot
@@ -214,7 +214,7 @@ def test_e5_a_merged_entry_weighs_as_one_token():
     """Two equal keys and another: a third each, and half each when the two have become one."""
     entries = layer(np.ones((1, 1, 3, 2)))
     scores = jnp.array([[[1.0, 0.5, jnp.inf]]])
-    out = condensed(GaussianMerge(theta=0.5), entries, scores, size=2)
+    out = condensed(GaussianMerge(heavy=0, theta=0.5), entries, scores, size=2)
     np.testing.assert_array_equal(out.positions, [[[0, -1, 2]]])
     logits = np.asarray(out.keys[0, 0])[[0, 2]] @ np.ones(2)
     np.testing.assert_allclose(softmax(logits), [0.5, 0.5], rtol=1e-6)
@@ -223,13 +223,12 @@ def test_e5_a_merged_entry_weighs_as_one_token():
 def test_e5_a_merged_entry_weighs_as_its_tokens():
     """With ln 2 added to their logit the two have two thirds, as they had apart; merged again, all of it."""
     entries = replace(layer(np.ones((1, 1, 3, 2))), bias=jnp.zeros((1, 1, 3)))
-    out = condensed(GaussianMerge(theta=0.5, count_bias=True), entries, jnp.array([[[1.0, 0.5, jnp.inf]]]), size=2)
+    merge = GaussianMerge(heavy=0, theta=0.5, count_bias=True)
+    out = condensed(merge, entries, jnp.array([[[1.0, 0.5, jnp.inf]]]), size=2)
     np.testing.assert_allclose(out.bias[0, 0, [0, 2]], [np.log(2), 0], rtol=1e-6)
     logits = np.asarray(out.keys[0, 0, [0, 2]] @ np.ones(2)) + out.bias[0, 0, [0, 2]]
     np.testing.assert_allclose(softmax(logits), [2 / 3, 1 / 3], rtol=1e-6)
-    again = condensed(
-        GaussianMerge(theta=0.5, count_bias=True), out.gather(jnp.array([[[0, 2]]])), jnp.ones((1, 1, 2)), size=1
-    )
+    again = condensed(merge, out.gather(jnp.array([[[0, 2]]])), jnp.ones((1, 1, 2)), size=1)
     np.testing.assert_allclose(again.bias[0, 0, 0], np.log(3), rtol=1e-6)
 
 
@@ -240,7 +239,7 @@ def test_merging_equal_keys_with_their_count_changes_no_attention():
     q = RNG.normal(size=(1, 4, 1, 8)).astype(np.float32)
     entries = replace(layer(keys, values), bias=jnp.zeros((1, 2, 12)))
     scores = jnp.full((1, 2, 12), jnp.inf).at[:, :, 4:6].set(1.0)
-    merged = condensed(GaussianMerge(theta=0.99, count_bias=True), entries, scores, size=11)
+    merged = condensed(GaussianMerge(heavy=0, theta=0.99, count_bias=True), entries, scores, size=11)
     assert merged.positions[0].tolist() == [[0, 1, 2, 3, 4, -1, *range(6, 12)]] * 2
     unbiased = replace(merged, bias=None)
     for other, same in ((merged, True), (unbiased, False)):
@@ -262,14 +261,11 @@ def test_counts_stay_with_their_entries_and_cost_nothing_where_they_are_off():
     """A prompt and a step; without counts a decode step is the very program of a policy that drops."""
     rows = [np.repeat(RNG.integers(0, tiny.VOCAB, n), 3)[:n] for n in (44, 31, 12)]
     params, token, rest = tiny.decoder(), np.arange(3), np.ones(3, bool)
-    options = {"budget": 18, "recent": 5, "heavy": 3, "theta": 0.3}
+    plain = GaussianMerge(heavy=3, theta=0.3)
+    policy = kvmerger(18, recent=5, merge=plain)
     programs = {}
-    for name, policy in {
-        "counts": kvmerger(**options, count_bias=True),
-        "none": kvmerger(**options),
-        "drop": replace(kvmerger(**options), merge=Drop()),
-    }.items():
-        _, cache = tiny.prefill(params, policy, rows, 48)
+    for name, merge in {"counts": replace(plain, count_bias=True), "none": plain, "drop": Drop()}.items():
+        _, cache = tiny.prefill(params, replace(policy, merge=merge), rows, 48)
         programs[name] = str(jax.make_jaxpr(tiny.step)(params, cache, token, rest))
         if name != "counts":
             assert cache.entries[0].bias is None
@@ -318,7 +314,7 @@ def test_a_prompt_is_merged_as_algorithms_1_and_2_say(heads, kv_heads, name):
     """A batch of three lengths, groups of 1, 4 and 7; the shortest is within the budget."""
     params, options = tiny.decoder(heads, kv_heads), OPTIONS[name]
     rows = [np.repeat(RNG.integers(0, tiny.VOCAB, n), 3)[:n] for n in (44, 31, 12)]
-    policy = kvmerger(budget=18, recent=5, heavy=3, **options)
+    policy = kvmerger(budget=18, recent=5, merge=GaussianMerge(heavy=3, **options))
     _, cache = tiny.prefill(params, policy, rows, 48)
     entries = cache.entries[0]
     assert entries.slots == 18 + 8
@@ -366,7 +362,7 @@ def test_a_pool_of_segments_merges_as_layers_do():
     """Under AdaKV with alpha = 1 all heads have the same budget. A merge frees other slots than the lowest scores'."""
     rows = [np.repeat(RNG.integers(0, tiny.VOCAB, n), 2)[:n] for n in (40, 23)]
     more = np.repeat(RNG.integers(0, tiny.VOCAB, (5, 2)), 2, axis=0)
-    policy = kvmerger(14, recent=4, heavy=3, theta=0.3, every=2)
+    policy = kvmerger(14, recent=4, every=2, merge=GaussianMerge(heavy=3, theta=0.3))
     params, logits = tiny.decoder(), []
     for own in (policy, adakv(policy, alpha=1.0)):
         _, cache = tiny.prefill(params, own, rows, 48)
@@ -381,7 +377,7 @@ def test_theta_that_meets_the_budget_fills_it():
     keys, lengths = wandering(3, 2, 64), [64, 50, 20]
     scores = jnp.asarray(RNG.random((3, 2, 64)), jnp.float32)
     entries = layer(keys, lengths=lengths)
-    out = condensed(GaussianMerge(heavy=4), entries, scores, size=24)
+    out = condensed(GaussianMerge(heavy=4, theta=None), entries, scores, size=24)
     occupancy = np.asarray(out.occupancy)
     assert (occupancy <= 24).all()
     assert (occupancy[:2] >= 20).all()
@@ -394,7 +390,7 @@ def test_a_random_pivot_is_drawn_by_position_and_seed():
     other = np.concatenate([keys[1:], wandering(1, 1, 40)])
     scores, pivots = jnp.zeros((2, 1, 40)), {}
     for seed in (0, 1):
-        merge = GaussianMerge(theta=0.7, pivot="random", seed=seed)
+        merge = GaussianMerge(heavy=0, theta=0.7, pivot="random", seed=seed)
         pivots[seed] = np.asarray(condensed(merge, layer(keys, lengths=[40, 30]), scores, size=6).positions)
         moved = condensed(merge, layer(other, lengths=[30, 9]), scores, size=6)
         np.testing.assert_array_equal(moved.positions[0], pivots[seed][1])
@@ -405,22 +401,22 @@ def test_a_random_pivot_is_drawn_by_position_and_seed():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("theta=1.5", r"theta=1.5: expected a cosine in \[-1, 1\], or None"),
-        ("theta=True", "is not a number"),
-        ("sigma=0", "sigma=0: expected 'mean', 'rms', 'eq7' or a number above 0"),
-        ("sigma=median", "sigma='median': expected"),
-        ("rule=ring", "rule='ring': expected 'anchor' or 'chain'"),
-        ("weights=max", "weights='max': expected 'gauss' or 'average'"),
-        ("pivot=first", "pivot='first': expected 'score' or 'random'"),
-        ("heavy=1.0", "heavy=1.0: expected an integer"),
-        ("heavy=-1", "heavy=-1: expected an integer >= 0"),
-        ("seed=-1", "seed=-1"),
-        ("recent=0.6,heavy=0.5", "leave nothing to merge into"),
+        ("merge.theta=1.5", r"theta=1.5: expected a cosine in \[-1, 1\], or None"),
+        ("merge.theta=True", "is not a number"),
+        ("merge.sigma=0", "sigma=0: expected 'mean', 'rms', 'eq7' or a number above 0"),
+        ("merge.sigma=median", "sigma='median': expected"),
+        ("merge.rule=ring", "rule='ring': expected 'anchor' or 'chain'"),
+        ("merge.weights=max", "weights='max': expected 'gauss' or 'average'"),
+        ("merge.pivot=first", "pivot='first': expected 'score' or 'random'"),
+        ("merge.heavy=1.0", "heavy=1.0: expected an integer"),
+        ("merge.heavy=-1", "heavy=-1: expected an integer >= 0"),
+        ("merge.seed=-1", "seed=-1"),
+        ("recent=0.6,merge.heavy=0.5", "leave nothing to merge into"),
         (
-            "budget=8,recent=4,heavy=4",
+            "budget=8,recent=4,merge.heavy=4",
             r"heavy=4 and Protect\(sinks=0, recent=4\) with every=None leave nothing to merge",
         ),
-        ("budget=8,recent=3,heavy=3,every=2", r"recent=3\) with every=2 leave nothing to merge into"),
+        ("budget=8,recent=3,merge.heavy=3,every=2", r"recent=3\) with every=2 leave nothing to merge into"),
         ("budget=0.5,every=0", "every=0: expected an integer >= 1"),
     ],
 )
@@ -430,13 +426,15 @@ def test_bad_options(options, message):
 
 
 def test_options_as_text():
-    assert parse("kvmerger:budget=64,sigma=3.0,theta=None") == kvmerger(64, sigma=3.0, theta=None)
-    assert parse(repr(kvmerger(64, rule="chain", straddle=True))) == kvmerger(64, rule="chain", straddle=True)
+    merge = GaussianMerge(sigma=3.0, theta=None)
+    assert parse("kvmerger:budget=64,merge.sigma=3.0,merge.theta=None") == kvmerger(64, merge=merge)
+    chained = kvmerger(64, merge=GaussianMerge(rule="chain", straddle=True))
+    assert parse(repr(chained)) == chained
 
 
 def test_stored_queries_need_keys_that_do_not_change():
     window = WindowAttention(4, Reduction(rows="mean", group="mean"))
-    policy = Policy(window, Fixed(16), TopTokens(), GaussianMerge(), Protect(recent=4))
+    policy = Policy(window, Fixed(16), TopTokens(), GaussianMerge(heavy=0, theta=None), Protect(recent=4))
     assert replace(policy, merge=Drop()).merge == Drop()
     with pytest.raises(ValueError, match=r"WindowAttention keeps rotated queries.*GaussianMerge changes them"):
         replace(policy, every=1)

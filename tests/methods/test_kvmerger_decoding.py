@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvjax.parts import GaussianMerge
 from kvjax.policies import kvmerger
 from tests import tiny
 from tests.methods.reference import _unrotated, attended, rotated, softmax
@@ -28,7 +29,8 @@ def test_full_heads_merge_while_decoding(heads, kv_heads, options):
     params = tiny.decoder(heads, kv_heads)
     rows = [np.repeat(rng.integers(0, tiny.VOCAB, n), 2)[:n] for n in (40, 9, 23)]
     more = np.repeat(rng.integers(0, tiny.VOCAB, (8, 3)), 2, axis=0)
-    _, cache = tiny.prefill(params, kvmerger(budget, recent=recent, heavy=heavy, **options), rows, 48)
+    merge = GaussianMerge(heavy, **{k: v for k, v in options.items() if k != "every"})
+    _, cache = tiny.prefill(params, kvmerger(budget, recent, every=every, merge=merge), rows, 48)
     texts = [np.append(row, tokens) for row, tokens in zip(rows, more.T, strict=True)]
     projected = []
     for text in texts:
@@ -74,7 +76,8 @@ def test_rows_that_are_not_full_are_left_as_they_are():
     """One row merges in a step and the other has room: its keys and values stay bit by bit."""
     rows = [RNG.integers(0, tiny.VOCAB, n) for n in (30, 9)]
     params = tiny.decoder()
-    _, cache = tiny.prefill(params, kvmerger(16, recent=4, heavy=3, theta=0.0, every=2, count_bias=True), rows, 32)
+    merge = GaussianMerge(heavy=3, theta=0.0, count_bias=True)
+    _, cache = tiny.prefill(params, kvmerger(16, recent=4, every=2, merge=merge), rows, 32)
     _, after = tiny.step(params, cache, np.array([5, 6]), np.ones(2, bool))
     before, after = cache.entries[0], after.entries[0]
     same = np.asarray(before.positions[1] == after.positions[1])

@@ -123,12 +123,14 @@ class Golden(NamedTuple):
                 return kvjax.policies.finch(budget, window, chunk, kwargs["normalize_scores"])
             case "KVComposePress":
                 rows, structured = kwargs["agg_task"], kwargs["structured"]
-                return kvjax.policies.kvcompose(budget, rows=rows, structured=structured, first_layer=structured)
+                score = kvjax.parts.TaskAttention(rows=rows)
+                return kvjax.policies.kvcompose(budget, structured=structured, first_layer=structured, score=score)
             case "KVzipPress":
                 level, chunk = "layer" if kwargs["layerwise"] else "global", kwargs["chunk_size"]
                 score = kvjax.parts.Reconstruction()
                 instructions = (tuple(map(ord, text)) for text in (score.instruction, score.starting, score.suffix))
-                return kvjax.policies.kvzip(budget, kwargs["n_sink"], level, chunk, *instructions)
+                score = kvjax.parts.Reconstruction(kwargs["n_sink"], chunk, *instructions)
+                return kvjax.policies.kvzip(budget, kwargs["n_sink"], level, score=score)
             case "PyramidKVPress":
                 window, kernel, beta = kwargs["window_size"], kwargs["kernel_size"], kwargs["beta"]
                 return kvjax.policies.pyramidkv(budget, window, kernel, "avg", beta=beta, formula="kvpress")

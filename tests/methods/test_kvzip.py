@@ -12,7 +12,7 @@ import pytest
 import kvjax
 from kvjax.allocate import encoded_texts, replayed
 from kvjax.heads import ALL_HEADS
-from kvjax.parts import Fixed, GlobalShares, Pyramid, UniformShares
+from kvjax.parts import Fixed, GlobalShares, Pyramid, Reconstruction, UniformShares
 from kvjax.policies import adakv, criticalkv, kvzip
 from tests import tiny
 from tests.dense import assert_close
@@ -21,6 +21,7 @@ from tests.methods.reference import Reader, softmax
 
 SIZE, CHUNK, SINKS = 32, 12, 3
 WORDS = {"instruction": (7, 60, 2), "starting": (9, 4), "suffix": (33,)}
+SCORE = Reconstruction(chunk=CHUNK, **WORDS)
 ROWS = [np.random.default_rng(4).integers(0, tiny.VOCAB, n) for n in (30, 9, 13, 24)]  # of 3, 1, 2 and 2 chunks
 PARAMS = tiny.decoder(4, 2, (None, None))
 
@@ -68,7 +69,7 @@ def keep(scores: np.ndarray, mean: int, level: str) -> list[list[list[int]]]:
 
 def test_scores_are_the_definition():
     """Chunks that not all rows have, a last one that is short, a prompt within one chunk; sinks are only looked at."""
-    policy = kvzip(8, SINKS, chunk=CHUNK, **WORDS)
+    policy = kvzip(8, SINKS, score=SCORE)
     _, filled = tiny.prefill(PARAMS, policy, ROWS, SIZE, compress="never")
     tokens, lengths = map(jnp.asarray, tiny.left_pad(ROWS, SIZE))
     for i, part in enumerate(policy.score.passes(tokens, lengths, policy.score.needs.texts)):
@@ -87,7 +88,7 @@ def test_scores_are_the_definition():
 
 @pytest.mark.parametrize("level", ["global", "layer", "head"])
 def test_keeps_the_best_of_those_who_compete(level):
-    _, filled = tiny.prefill(PARAMS, kvzip(0.5, SINKS, level, CHUNK, **WORDS), ROWS, SIZE)
+    _, filled = tiny.prefill(PARAMS, kvzip(0.5, SINKS, level, score=SCORE), ROWS, SIZE)
     for b, row in enumerate(ROWS):
         assert tiny.held(filled, b) == keep(literal(b), len(row) // 2, level)
     sizes = {len(head) for layer in tiny.held(filled, 0) for head in layer}
@@ -106,7 +107,7 @@ def protected(b):
 @pytest.mark.parametrize("level", ["global", "layer", "head"])
 def test_criticalkv_replays_too(level):
     """A wrapped score is replayed as it would be alone; what is competed for is decided by its own scores."""
-    policy = criticalkv(kvzip(0.5, SINKS, level, CHUNK, **WORDS))
+    policy = criticalkv(kvzip(0.5, SINKS, level, score=SCORE))
     _, filled = tiny.prefill(PARAMS, policy, ROWS, SIZE)
     for b, row in enumerate(ROWS):
         scores, norms = protected(b)
@@ -115,7 +116,7 @@ def test_criticalkv_replays_too(level):
 
 
 def test_adakv_of_uniform_heads_replays_too():
-    _, filled = tiny.prefill(PARAMS, adakv(kvzip(0.5, SINKS, "head", CHUNK, **WORDS)), ROWS, SIZE)
+    _, filled = tiny.prefill(PARAMS, adakv(kvzip(0.5, SINKS, "head", score=SCORE)), ROWS, SIZE)
     for b, row in enumerate(ROWS):
         scores, _ = protected(b)
         assert tiny.held(filled, b) == best(scores, [adaptive(own, len(row) // 2) for own in scores])
@@ -143,13 +144,14 @@ def test_strict_keeps_the_protected_and_all_that_fits():
 
 
 def test_instructions_as_text(tokenizer, tiny):
-    policy = kvzip(8, instruction="ba be", starting=(7, 8), suffix="")
+    policy = kvzip(8, score=Reconstruction(instruction="ba be", starting=(7, 8), suffix=""))
     encode = partial(tokenizer.encode, add_special_tokens=False)
     assert encoded_texts(policy, encode) == (tuple(encode("ba be")), (7, 8), ())
     with pytest.raises(ValueError, match="replays the text 'ba be' and there is no tokenizer"):
         kvjax.generate(tiny, [1, 2, 3], policy=policy)
+    policy = kvzip(8, score=Reconstruction(instruction=(500,), starting="", suffix=""))
     with pytest.raises(ValueError, match=r"replays .*500.*expected ids in 0 .. 100"):
-        kvjax.generate(tiny, [1, 2, 3], policy=kvzip(8, instruction=(500,), starting="", suffix=""))
+        kvjax.generate(tiny, [1, 2, 3], policy=policy)
 
 
 @pytest.mark.parametrize(
@@ -158,8 +160,9 @@ def test_instructions_as_text(tokenizer, tiny):
         (lambda: kvzip(8, level="token"), "level='token': expected 'global' or 'layer' or 'head'"),
         (lambda: kvzip(8, strict=True, level="head"), "strict=True with level='head'"),
         (lambda: kvzip(8, level="head", groups=2), "groups=2 with level='head'"),
-        (lambda: kvzip(8, chunk=0), "chunk=0: expected an integer >= 1"),
-        (lambda: kvzip(8, suffix=[1]), r"suffix=\[1\]: expected a text or a tuple"),
+        (lambda: kvzip(8, score=Reconstruction(chunk=0)), "chunk=0: expected an integer >= 1"),
+        (lambda: kvzip(8, sinks=3, score=Reconstruction(2)), "score.sinks=2 with sinks=3: expected sinks=2"),
+        (lambda: kvzip(8, score=Reconstruction(suffix=[1])), r"suffix=\[1\]: expected a text or a tuple"),
         (lambda: replace(kvzip(8), budget=Fixed(8)), "Reconstruction .* Fixed.*expected a budget that is allocated"),
         (lambda: replace(kvzip(8), every=1), "Reconstruction scores a prompt.*every=1 it cannot be combined"),
     ],

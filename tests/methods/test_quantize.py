@@ -16,7 +16,7 @@ from kvjax.evaluation.tasks.vocabulary import IDS, STOP
 from kvjax.extend import step as one_step
 from kvjax.models import Decoder
 from kvjax.pallas_kernels import QuantizedArray
-from kvjax.parts import Fixed, GlobalShares, Quantized
+from kvjax.parts import Fixed, GaussianMerge, GlobalShares, Quantized
 from kvjax.policies import full, kvcrush, kvmerger, morphkv, parse, quantize, snapkv, streaming_llm
 from tests.methods.reference import rotated, softmax
 from tests.policy.presets import ALL
@@ -195,7 +195,7 @@ def test_a_merge_leaves_the_codes_of_unmerged_entries() -> None:
     """KVMerger's recent and heavy entries have the codes of a full cache; its pivots have others."""
     params = decoder(vocab=101)
     _, whole = prefill(params, quantize(full()), ROWS, 48)
-    _, merged = prefill(params, quantize(kvmerger(24, recent=8, heavy=4, theta=None)), ROWS, 48)
+    _, merged = prefill(params, quantize(kvmerger(24, recent=8, merge=GaussianMerge(4, None))), ROWS, 48)
     own, other = (np.asarray(x.entries[0].positions) for x in (merged, whole))
     for row, head in np.ndindex(2, 2):  # rows that are longer than the budget
         at = {int(p): i for i, p in enumerate(other[row, head]) if p >= 0}

@@ -18,7 +18,7 @@ POLICIES = (
     "snapkv:budget=16,window=4",
     "h2o:budget=16",
     "morphkv:budget=16,window=10",
-    "kvmerger:budget=16,recent=4,heavy=2,theta=None,count_bias=True",
+    "kvmerger:budget=16,recent=4,merge.heavy=2,merge.theta=None,merge.count_bias=True",
     "dynamickv:budget=16,window=4",
     "tova:budget=16",
 )

@@ -118,7 +118,7 @@ SELECTS = (
     EvenChunks(length=5),
     Pages(TopTokens(), 3),
 )
-MERGES: tuple[Merge, ...] = (Drop(), ValueMerge(tokens=3), GaussianMerge(heavy=1), SimilarityMerge())
+MERGES: tuple[Merge, ...] = (Drop(), ValueMerge(tokens=3), GaussianMerge(heavy=1, theta=None), SimilarityMerge())
 RHYTHMS = (None, 1, 4)
 
 ROWS = len(ALLOCATED) * len(LENGTHS)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import fields, replace
 from functools import cache
+from typing import Any
 
 from kvjax import policies
-from kvjax.policy import Policy
+from kvjax.policy import Part, Policy
 
 BUDGET = 12
 GATES = tuple((1.0, 0.1, 0.7, 0.2) if layer % 2 else (0.3, 0.9, 0.4, 0.8) for layer in range(2))
-OPTIONS = {  # for each preset that has the option
+OPTIONS = {  # for each preset that has the option, itself or in one of its parts
     "budget": BUDGET,
     "window": 4,
     "kernel": 3,
@@ -44,4 +46,8 @@ def small(name: str) -> Policy:
     options |= {option: small("snapkv") for option in ("base", "policy") if option in parameters}
     if "every" in parameters and (parameters["every"].default or 0) > BUDGET:
         options["every"] = 2
+    defaults: dict[str, Any] = {name: parameter.default for name, parameter in parameters.items()}
+    for option in [name for name, default in defaults.items() if isinstance(default, Part)]:
+        own = {field.name for field in fields(defaults[option])}
+        options[option] = replace(defaults[option], **{key: value for key, value in OPTIONS.items() if key in own})
     return make(**options)

@@ -45,7 +45,7 @@ SAMPLES = {
         WindowAttention(4, MEAN, Pooling("max", 3)), PYRAMID, Representatives(TopTokens(), 0.5), Drop(), PROTECT
     ),
     "kvmerger behind pyramidkv": Policy(
-        ExpectedAttention(sinks=2, future=4), PYRAMID, EvenChunks(length=5), GaussianMerge(heavy=1), PROTECT
+        ExpectedAttention(sinks=2, future=4), PYRAMID, EvenChunks(length=5), GaussianMerge(heavy=1, theta=None), PROTECT
     ),
     "even chunks under morphkv": Policy(
         FoldedWindow(4, 2, MEAN, ahead=True),
@@ -56,7 +56,7 @@ SAMPLES = {
         4,
     ),
     "kvmerger with the newest tokens": Policy(
-        AccumulatedAttention(), Fixed(12), Newest(), GaussianMerge(heavy=1), PROTECT, 2
+        AccumulatedAttention(), Fixed(12), Newest(), GaussianMerge(heavy=1, theta=None), PROTECT, 2
     ),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvjax import policies
-from kvjax.parts import Fixed
-from kvjax.policies import PRESETS, h2o, morphkv, parse, snapkv, streaming_llm, tova
+from kvjax.parts import Fixed, GaussianMerge, Reconstruction, SimilarityMerge, TaskAttention
+from kvjax.policies import (
+    PRESETS,
+    d2o,
+    h2o,
+    kvcompose,
+    kvcrush,
+    kvmerger,
+    kvzip,
+    morphkv,
+    parse,
+    snapkv,
+    streaming_llm,
+    tova,
+)
 from kvjax.policy import Policy, Protect
 from tests.policy.presets import ALL
 
@@ -92,6 +106,67 @@ def test_options_of_a_policy_within_a_policy(nested, text, policy):
 def test_unusable_options_of_a_policy_within_a_policy(nested, text, says):
     with pytest.raises(ValueError, match=says):
         parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        (
+            "kvmerger:budget=0.5,merge.theta=0.3,merge.rule=chain",
+            kvmerger(0.5, merge=GaussianMerge(theta=0.3, rule="chain")),
+        ),
+        ("kvmerger:merge.sigma=3.0", kvmerger(merge=GaussianMerge(sigma=3.0))),
+        ("kvmerger:merge.straddle=True, every=2", kvmerger(every=2, merge=GaussianMerge(straddle=True))),
+        (
+            "kvcrush:base.merge.theta=None,base=kvmerger,anchor=3",
+            kvcrush(kvmerger(merge=GaussianMerge(theta=None)), anchor=3),
+        ),
+        (
+            "quantize:policy=kvcrush,policy.base=d2o,policy.base.merge.alpha=1",
+            policies.quantize(kvcrush(d2o(merge=SimilarityMerge(alpha=1)))),
+        ),
+        ("kvcompose:score.source=prompt,score.prompts=Why?", kvcompose(score=TaskAttention("prompt", "Why?"))),
+        ("kvzip:score.chunk=16,sinks=2,score.suffix=''", kvzip(sinks=2, score=Reconstruction(2, 16, suffix=""))),
+    ],
+)
+def test_options_of_a_part_of_a_policy(text, policy):
+    assert parse(text) == policy
+    assert parse(repr(policy)) == policy
+    assert hash(parse(text)) == hash(policy)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("kvmerger:theta=0.3", r"kvmerger has no option 'theta': expected budget, .* merge\.heavy, merge\.theta, "),
+        ("kvmerger:merge.size=3", r"kvmerger has no option 'merge\.size': expected merge\.heavy, merge\.theta, "),
+        ("kvmerger:merge.=3", r"kvmerger has no option 'merge\.': expected merge\.heavy, "),
+        ("kvmerger:merge.theta.size=3", r"merge\.theta is no policy and no part.*'size'"),
+        ("kvmerger:merge.theta=large", r"merge\.theta='large' is not a number \(the default is 0\.75\)"),
+        ("kvmerger:merge.rule=3", r"merge\.rule=3 is not a word \(the default is 'anchor'\)"),
+        ("kvmerger:merge.straddle=1", r"merge\.straddle=1 is not True or False"),
+        ("kvmerger:merge.theta=2", r"theta=2: expected a cosine"),
+        ("kvmerger:merge=x", r"kvmerger: merge=x: expected its own options, merge\.heavy, merge\.theta, "),
+        ("kvmerger:merge=x,merge.theta=0.3", r"merge=x: expected its own options, merge\.heavy"),
+        ("kvmerger:merge.theta=0.3,merge.theta=0.4", r"merge\.theta twice"),
+        ("kvcrush:base=kvmerger,base.merge.size=3", r"kvmerger has no option 'merge\.size'"),
+        ("kvcrush:base=kvmerger,base.merge=3", r"kvmerger: merge=3: expected its own options"),
+        ("kvcrush:base=h2o,base.merge.theta=0.3", "h2o has no option 'merge'"),
+        ("kvcrush:base.merge.theta=0.3", "options of base without base itself"),
+        ("kvzip:score.instruction=3", r"score\.instruction=3 is not a word"),
+        ("kvzip:score.sinks=6", r"score\.sinks=6 with sinks=4: expected sinks=6, or no score\.sinks"),
+        ("kvcrush:anchor=True", "anchor=True is not a word"),
+    ],
+)
+def test_unusable_options_of_a_part_of_a_policy(text, says):
+    with pytest.raises(ValueError, match=says):
+        parse(text)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_at_most_eight_options(name):
+    """More are grouped into the part that they configure, as `merge.theta` of `kvmerger`."""
+    assert len(inspect.signature(PRESETS[name]).parameters) <= 8
 
 
 def test_policies_that_differ_are_told_apart():

@@ -1,15 +1,13 @@
 """D2O, dynamic discriminative operations (Wan et al., arXiv 2406.13035): heavy hitters that take in evicted entries.
 
-The score and the protected tokens are those of H2O. `variance_shares.py` has the budgets of the layers,
-`similarity_merge.py` the merge.
+The score, a mean over the query heads of a kv head, and the protected tokens are those of H2O. `variance_shares.py` has
+the budgets of the layers, `similarity_merge.py` the merge.
 
 Differences from the released code: it compresses a prompt after one more token, merges with weights that shrink keys
-and values (`weights="code"`), and stores keys and values per query head.
+and values (`merge.weights="code"`), and stores keys and values per query head.
 """
 
 from __future__ import annotations
-
-from typing import Literal
 
 from kvjax.policy import Policy, Protect
 
@@ -20,20 +18,19 @@ from ..registry import preset
 from .similarity_merge import SimilarityMerge
 from .variance_shares import VarianceShares
 
+MERGE = SimilarityMerge()
+
 
 @preset
 def d2o(
     budget: int | float = 0.2,
     sinks: int = 4,
     recent: int | float = 0.5,
-    weights: Literal["paper", "code"] = "paper",
-    alpha: float = 0.5,
-    beta: float = 0.5,
     layer_budgets: bool = True,
     dense_first: int = 2,
     dense_last: int = 1,
-    group: Literal["mean", "sum", "max"] = "mean",
     every: int | None = 1,
+    merge: SimilarityMerge = MERGE,
 ) -> Policy:
     """Retains what `h2o` does, with budgets by layer, and merges evicted entries into the most similar retained ones.
 
@@ -52,26 +49,23 @@ def d2o(
         sinks: the number of first tokens, which are always retained.
         recent: the number of most recent tokens that are retained, or a float in [0, 1) for that share of what a layer
             retains (the released code: half).
-        weights: "code" is the released (k_c + sum u_i k_i) / (1 + n), which shrinks keys and values.
-        alpha: the weight of the old threshold, a number in [0, 1].
-        beta: the weight of the mean of u, a number in [0, 1].
         layer_budgets: False gives all layers the same budget and compresses all of them.
         dense_first: with layer budgets, the number of first layers that retain everything, prompt and answer.
         dense_last: the same for the last layers.
-        group: the reduction over the query heads of a kv head.
         every: the number of entries that a full head evicts at a time; None compresses the prompt only.
+        merge: the weights of merged entries and the threshold. Its options are those of `SimilarityMerge`, as text
+            `merge.weights`, `merge.alpha` and `merge.beta`.
 
     Raises:
         ValueError: for a value that is not accepted, a budget smaller than sinks + recent + `every`, or, once a model
-        is
-            known, fewer than `dense_first` + `dense_last` + 1 layers.
+            is known, fewer than `dense_first` + `dense_last` + 1 layers.
     """
     entries = budget_of(budget)
     return Policy(
-        score=AccumulatedAttention(group),
+        score=AccumulatedAttention(),
         budget=VarianceShares(entries, dense_first, dense_last) if layer_budgets else entries,
         select=TopTokens(),
-        merge=SimilarityMerge(weights, alpha, beta),
+        merge=merge,
         protect=Protect(sinks=sinks, recent=recent),
         every=every,
     )

@@ -41,7 +41,7 @@ class SimilarityMerge(Merge):
     after a prompt and at every step that evicts.
 
     Attributes:
-        weights: "paper" or "code".
+        weights: "paper", or "code", the released form, which shrinks keys and values.
         alpha: the weight of the old threshold, a number in [0, 1].
         beta: the weight of the mean of u, a number in [0, 1].
     """

@@ -35,10 +35,9 @@ SNAPKV = snapkv(budget=2048)
 def kvcrush(
     base: Policy = SNAPKV,
     share: float = 0.25,
-    anchor: Literal["mean", "alternate", "random"] = "mean",
+    anchor: Literal["mean", "alternate"] | int = "mean",
     pick: Literal["centroid", "grid", "kmeans"] = "centroid",
     upper: float = 0.5,
-    seed: int = 0,
     granularity: Literal["token", "chunk", "page"] = "token",
     page: int = 32,
     bits: Literal["kv", "query"] = "kv",
@@ -58,19 +57,19 @@ def kvcrush(
 
     Decoding is the base's own: the answer is added to the cache, or the base's scores evict token by token, so that
     under a base that retains the most recent tokens, representatives are the first to leave. With `kvmerger` as the
-    base, representatives stand for the merged entries that do not fit; with its theta=None all fit, and nothing is
-    represented. With `cam` as the base, a representative that leaves hands its value on.
+    base, representatives stand for the merged entries that do not fit; with its `merge.theta=None` all fit, and nothing
+    is represented. With `cam` as the base, a representative that leaves hands its value on.
 
     Args:
         base: the policy that decides which tokens are important. Its budget is the total.
         share: the share of the budget for representatives, a float in (0, 1). The paper's setting is 0.25; 0.2 to 0.5
             are best. 0.0 with chunks or pages retains the best of them without representatives (the baselines of
             Figures 5 and 6).
-        anchor: "mean" (the majority of each bit), "alternate" (0101...) or "random" (drawn by the seed).
+        anchor: "mean" (the majority of each bit), "alternate" (0101...), or an integer >= 0: random bits, drawn with
+            this seed.
         pick: "centroid" is the paper's; "grid" takes tokens at even steps of the sorted order, first and last included;
             "kmeans" clusters the bits (Figure 3) in time proportional to tokens x representatives.
         upper: the part of the tokens left out that gets the bit 1, a float in [0, 1).
-        seed: the seed of the random anchor, an integer >= 0.
         granularity: "token", "chunk" or "page". Pages accept any pick but "kmeans". Both need a base that retains the
             highest scores one by one.
         page: the number of tokens in a chunk or page (the paper's pages: 32).
@@ -91,7 +90,6 @@ def kvcrush(
         pick=pick,
         upper=upper,
         by_age=base.score.needs.accumulates,
-        seed=seed,
         granularity=granularity,
         page=page,
         bits=bits,

@@ -45,15 +45,14 @@ class Representatives(Select):
     Attributes:
         base: decides which tokens are important.
         share: the share of each head's budget for representatives. Protected tokens come before them.
-        anchor: the bits that most of the tokens left out have ("mean"), 0101... ("alternate"), or bits drawn by the
-            seed, the same for all rows and layers ("random").
+        anchor: the bits that most of the tokens left out have ("mean"), 0101... ("alternate"), or an integer >= 0, the
+            seed of random bits, the same for all rows and layers.
         pick: of a run the token nearest to its mean ("centroid"); or tokens at even steps along the sorted order, from
             its first to its last ("grid"); or, of the clusters that k-means makes of the bits, starting from the runs,
             the tokens nearest to the centres ("kmeans"; an empty cluster gives its place to the highest score left).
         upper: the part of the tokens left out that gets the bit 1; 0.0 gives it to retained tokens only.
         by_age: whether scores are sums over all queries so far, and are divided by the number of queries that could see
             the token before they are compared for bits.
-        seed: the seed of the random anchor.
         granularity: "token"; "chunk": a page is treated as a token is, with one bit per head, by its mean score;
             "page": the bits of a page are those of its tokens side by side, 0 for a token that the page lacks.
         page: the number of tokens in a chunk or page.
@@ -63,11 +62,10 @@ class Representatives(Select):
 
     base: Select
     share: float
-    anchor: Literal["mean", "alternate", "random"] = "mean"
+    anchor: Literal["mean", "alternate"] | int = "mean"
     pick: Literal["centroid", "grid", "kmeans"] = "centroid"
     upper: float = 0.5
     by_age: bool = False
-    seed: int = 0
     granularity: Granularity = "token"
     page: int = 32
     bits: Literal["kv", "query"] = "kv"
@@ -75,12 +73,15 @@ class Representatives(Select):
     def __post_init__(self) -> None:
         _check_part("share", self.share, "above 0 and below 1", self.share > 0)
         _check_part("upper", self.upper, "in [0, 1)", self.upper >= 0)
-        check_choice("anchor", self.anchor, "mean", "alternate", "random")
+        seed = isinstance(self.anchor, int) and not isinstance(self.anchor, bool) and self.anchor >= 0
+        if not seed and self.anchor not in ("mean", "alternate"):
+            raise ValueError(
+                f"anchor={self.anchor!r}: expected 'mean', 'alternate' or an integer >= 0, the seed of a random anchor"
+            )
         check_choice("pick", self.pick, "centroid", "grid", "kmeans")
         check_choice("granularity", self.granularity, *get_args(Granularity))
         check_choice("bits", self.bits, "kv", "query")
         check_integer("page", self.page, least=1)
-        check_integer("seed", self.seed, least=0)
         if isinstance(self.base, Representatives):
             raise ValueError("Representatives of the tokens that Representatives leave out: expected another base")
         if self.granularity != "token":
@@ -238,10 +239,10 @@ class Representatives(Select):
         if self.anchor == "mean":
             # A majority by one, averaged over the heads, is far above 1e-3; an error of rounding is not.
             return heads.mean(signatures.excess(left)) > 1e-3
-        if self.anchor == "alternate":
-            anchor = jnp.arange(W * F) % 2 == 1
+        if isinstance(self.anchor, int):
+            anchor = jax.random.bernoulli(jax.random.key(self.anchor), shape=(W * F,))
         else:
-            anchor = jax.random.bernoulli(jax.random.key(self.seed), shape=(W * F,))
+            anchor = jnp.arange(W * F) % 2 == 1
         return jnp.broadcast_to(anchor.reshape(W, F), (B, 1, W, F))
 
 

@@ -6,7 +6,7 @@ Differences from the paper, whose statements contradict each other in places:
 
 - Equation 6 sums a row of the attention matrix, which is 1 for every token. Here importance is the column sum.
 - Algorithm 1 never closes the last set. Here that set counts too.
-- Sigma is the mean distance of section 6.3. Equation 7, which depends on the scale of keys, is `sigma="eq7"`.
+- Sigma is the mean distance of section 6.3. Equation 7, which depends on the scale of keys, is `merge.sigma="eq7"`.
 - Budgets of "0.17 %" recent and "0.12 %" heavy tokens are read as 17 % and 12 %.
 - The paper does not say when it merges while decoding; its Table 2 gives a cache of constant size. Here `every=None`
   merges the prompt only, and `every=n` merges whenever a head is full, so that its size never exceeds the budget.
@@ -24,22 +24,16 @@ from ..common.top_tokens import TopTokens
 from ..registry import preset
 from .gaussian_merge import GaussianMerge
 
+MERGE = GaussianMerge()
+
 
 @preset
 def kvmerger(
     budget: int | float = 0.5,
     recent: int | float = 0.34,
-    heavy: int | float = 0.24,
-    theta: float | None = 0.75,
-    rule: Literal["anchor", "chain"] = "anchor",
-    straddle: bool = False,
-    sigma: Literal["mean", "rms", "eq7"] | float = "mean",
-    weights: Literal["gauss", "average"] = "gauss",
-    pivot: Literal["score", "random"] = "score",
     group: Literal["mean", "sum", "max"] = "mean",
-    seed: int = 0,
-    count_bias: bool = False,
     every: int | None = None,
+    merge: GaussianMerge = MERGE,
 ) -> Policy:
     """Retains recent tokens and heavy hitters unmerged, and merges runs of similar keys among the others.
 
@@ -51,40 +45,28 @@ def kvmerger(
         k* = sum g_i k_i / sum g_i        v* = sum g_i v_i / sum g_i        (equations 7 to 9)
 
     A prompt within the budget is left as it is. A merged entry keeps the position and the score of its pivot and weighs
-    as one token (but see `count_bias`). Later merges count it as one token.
+    as one token (but see `merge.count_bias`). Later merges count it as one token.
 
     Args:
         budget: the number of entries retained of the prompt per kv head, all included. An integer >= 1, or a float in
             (0, 1] for that share of each row's prompt. The paper's are 0.5 and 0.35.
         recent: the number of most recent tokens that are retained unmerged, or a float in [0, 1) for that share of the
             budget. The paper's 17 % and 8 % of the prompt are 0.34 of a budget of 0.5 and 0.229 of 0.35.
-        heavy: the number of tokens with the highest a that are retained unmerged, or a share of the budget. The paper's
-            12 % and 2 % are 0.24 and 0.057.
-        theta: the threshold, a cosine in [-1, 1]. It does not guarantee the budget: if there are more sets than fit,
-            those with the lowest pivots in a are dropped; if there are fewer, slots stay empty. None finds for each
-            head the largest theta that fits.
-        rule: "anchor" is Algorithm 1; "chain" compares neighbours, as section 4.2 reads.
-        straddle: lets sets reach across tokens that are retained unmerged (Algorithm 1's compacted list), instead of
-            ending them there (Definition 5.1, "consecutive").
-        sigma: "mean" is the mean distance between the pivot and the others of a set (section 6.3); "eq7" the sum of
-            square distances / (sqrt 2 |S|); "rms" 2 sigma^2 = the mean square distance; or a number (Table 5: 1, 3, 6).
-        weights: "average" is the ablation of Table 4.
-        pivot: "random" is the ablation of Table 3, drawn from `seed`.
         group: the reduction over the query heads of a kv head.
-        seed: the seed of random pivots, an integer >= 0.
-        count_bias: adds ln n to the logits of an entry of n tokens, which the paper does not, so that merging equal
-            keys does not change what others receive. It takes 4 bytes per slot.
         every: merges while decoding as well: a full head merges its entries down to `every` fewer than its budget, or
             further if more sets are similar. The budget then bounds what a query sees. None merges the prompt only.
+        merge: the number of heavy hitters, how sets are found and how they are merged. Its options are those of
+            `GaussianMerge`, as text `merge.heavy`, `merge.theta` and so on; its defaults are the paper's.
 
     Raises:
-        ValueError: for a value that is not accepted, or if heavy + recent + `every` leave nothing to merge into.
+        ValueError: for a value that is not accepted, or if `merge.heavy` + `recent` + `every` leave nothing to merge
+            into.
     """
     return Policy(
         score=AccumulatedAttention(group),
         budget=budget_of(budget),
         select=TopTokens(),
-        merge=GaussianMerge(heavy, theta, rule, straddle, sigma, weights, pivot, seed, count_bias),
+        merge=merge,
         protect=Protect(recent=recent),
         every=every,
     )

@@ -34,22 +34,31 @@ class GaussianMerge(Merge):
 
     Attributes:
         heavy: the number of highest scores that are retained unmerged; a float in [0, 1) is that share of the capacity.
-        theta: neighbours with a cosine above it are merged. None gives each head its own, the largest that meets the
-            budget. With a fixed one, sets beyond the budget are dropped by the scores of their pivots.
-        rule: which cosine counts: that with the last token of the set ("anchor"), or that of neighbours ("chain").
-        straddle: whether sets reach across tokens that are retained unmerged.
-        sigma: "mean" is the mean distance between the pivot and the others of the set; "rms" the root of their mean
-            square distance / sqrt 2; "eq7" the sum of square distances / (sqrt 2 * size of the set); or a number > 0.
-            Sets of equal keys are averaged.
-        weights: "gauss", or "average", which is g = 1.
-        pivot: "score", or "random", which is RandomDraw of the `seed`.
+            The paper's 12 % and 2 % of the prompt are 0.24 of a budget of 0.5 and 0.057 of 0.35.
+        theta: the threshold, a cosine in [-1, 1]. Neighbours with a cosine above it are merged. It does not guarantee
+            the budget: if there are more sets than fit, those with the lowest scores at their pivots are dropped; if
+            there are fewer, slots stay empty. None gives each head its own, the largest theta that meets the budget.
+        rule: which cosine counts: that with the last token of the set ("anchor", Algorithm 1), or that of neighbours
+            ("chain", as section 4.2 reads).
+        straddle: whether sets reach across tokens that are retained unmerged (Algorithm 1's compacted list), instead of
+            ending there (Definition 5.1, "consecutive").
+        sigma: "mean" is the mean distance between the pivot and the others of the set (section 6.3); "rms" the root of
+            their mean square distance / sqrt 2, so that 2 sigma^2 is the mean square distance; "eq7" the sum of square
+            distances / (sqrt 2 * size of the set) (equation 7); or a number > 0 (Table 5: 1, 3, 6). Sets of equal keys
+            are averaged.
+        weights: "gauss", or "average", which is g = 1 (the ablation of Table 4).
+        pivot: "score", or "random", which is RandomDraw of the `seed` (the ablation of Table 3).
         seed: the seed of random pivots, an integer >= 0.
-        count_bias: whether ln n is added to the logits of an entry of n tokens, so that it receives what they received
-            together, if their keys were equal. Without it, the entry weighs as one token.
+        count_bias: whether ln n is added to the logits of an entry of n tokens, which the paper does not do, so that it
+            receives what they received together, if their keys were equal. It takes 4 bytes per slot. Without it, the
+            entry weighs as one token.
+
+    Raises:
+        ValueError: for a value that is not accepted.
     """
 
-    heavy: int | float = 0
-    theta: float | None = None
+    heavy: int | float = 0.24
+    theta: float | None = 0.75
     rule: Rule = "anchor"
     straddle: bool = False
     sigma: Literal["mean", "rms", "eq7"] | float = "mean"
