@@ -5,9 +5,9 @@
 
 cosmic-ray lists the mutations of the files below `kvjax/methods`, `cache`, `attend` and `policy`. Each drawn mutant
 changes one place, such as `<` to `<=`, `and` to `or` or 1 to 2, in a copy of the checkout, where the tests of the file
-run until one fails. Annotations, text and decorators that hold no logic are not mutated. The tests of a file are those
-that name what it defines most often, and then the invariants of all policies. The output is a JSON line for each
-mutant: its place, its line before and after, and the test that killed it, or null if it survived.
+run until one fails. Annotations and text are not mutated. The tests of a file are those of its own name and those that
+name what it defines most often; where no test has its name, the invariants of all policies as well. The output is a
+JSON line for each mutant: its place, its line before and after, and the test that found it, or null if it survived.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("methods", "cache", "attend", "policy")
 INVARIANTS = "tests/policy/test_invariants.py"
 CORE = (*PACKAGES, "common", "tests")  # folders of tests
-FILES = 4  # of tests that run for a mutant, besides the invariants
-LIMIT = 1200  # seconds; a mutant that takes longer does not end, and is found
+FILES = 3  # of tests that run for a mutant
+OWN = 1000  # mentions that a test file of a file's own name counts as
+LIMIT = 900  # seconds; a mutant that takes longer does not end, and is found
 EXPECTED = "core/RemoveDecorator", "core/ExceptionReplacer"  # dataclasses without their decorator do not even import
 
 
@@ -96,16 +97,16 @@ def draw(count: int, seed: int) -> list[Mutant]:
 
 
 def tests_of(path: str) -> list[str]:
-    """The tests of a file's own name, those that name its classes and functions most often, and the invariants."""
+    """The tests of a file's own name and those that name what it defines most often; the invariants, if it has none."""
     tree = ast.parse((ROOT / path).read_text())
     names = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     word = re.compile(rf"\b(?:{'|'.join(re.escape(name) for name in names if not name.startswith('_')) or 'a^'})\b")
     own = Path(path).parent.name if path.count("/") > 2 else Path(path).stem
     tests = [x for x in (ROOT / "tests").rglob("test_*.py") if x.parent.name in CORE]
-    rated = {x: len(word.findall(x.read_text())) + 1000 * x.stem.startswith(f"test_{own}") for x in tests}
+    rated = {x: len(word.findall(x.read_text())) + OWN * x.stem.startswith(f"test_{own}") for x in tests}
     most = sorted((x for x in tests if rated[x]), key=lambda x: (-rated[x], x))[:FILES]
     chosen = [str(x.relative_to(ROOT)) for x in most]
-    return [*(x for x in chosen if x != INVARIANTS), INVARIANTS]
+    return chosen if most and rated[most[0]] >= OWN else [*(x for x in chosen if x != INVARIANTS), INVARIANTS]
 
 
 def copy(folder: Path) -> Path:

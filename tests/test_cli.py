@@ -46,6 +46,7 @@ def kv(*arguments: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
+@pytest.mark.slow
 def test_generate_prints_what_the_library_answers(model: str) -> None:
     params, words = kvjax.load(model)
     policy = kvjax.policies.parse("morphkv:budget=12,window=4")
@@ -66,6 +67,7 @@ def test_generate_prints_what_the_library_answers(model: str) -> None:
     assert document["prompt_tokens"] == 15
 
 
+@pytest.mark.slow
 def test_generate_chats(model: str, tmp_path: Path) -> None:
     """The prompt is a user's message, which the checkpoint's template renders."""
     folder = tmp_path / "chat"
@@ -95,6 +97,7 @@ def test_generate_chats(model: str, tmp_path: Path) -> None:
     assert "--system 'recall' without --chat" in stderr
 
 
+@pytest.mark.slow
 def test_generate_on_a_mesh(model: str) -> None:
     options = ("generate", model, PROMPT, "--policy", "tova:budget=12", "--max-new-tokens", 4, "--json")
     one, several = (json.loads(kv(*options, *more)[1]) for more in ((), ("--mesh", "1x2")))
@@ -104,6 +107,7 @@ def test_generate_on_a_mesh(model: str) -> None:
     assert "a batch of 1 rows on a mesh of data=2" in stderr
 
 
+@pytest.mark.slow
 def test_generate_reads_a_file_samples_and_casts(model: str, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPT)
@@ -132,6 +136,7 @@ def test_info_agrees_with_the_model_and_the_plan(model: str) -> None:
     assert document["plans"][1]["slots"] == [104, 104]
 
 
+@pytest.mark.slow
 def test_info_of_several_sizes_on_a_mesh(model: str) -> None:
     """The cache's own shards, on the devices of a mesh that is there, are what is planned for one that is not."""
     options = ("--batch", 2, "--batch", 4, "--length", 30, "--length", 90, "--new-tokens", 5, "--mesh", "2x4")
@@ -173,6 +178,7 @@ def test_inspect_writes_a_page(model: str, tmp_path: Path) -> None:
     assert '"policy":"tova:budget=12","prompt":15,"steps":3,' in out.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["d2o:budget=12,layer_budgets=False", "dynamickv:budget=12,window=4"])
 def test_inspect_on_a_mesh(model: str, tmp_path: Path, policy: str) -> None:
     pages = []
@@ -220,6 +226,7 @@ def test_info_downloads_the_config_only(model: str, tmp_path: Path, monkeypatch:
     assert json.loads(stdout)["parameters"] > 0
 
 
+@pytest.mark.slow
 def test_convert_to_orbax_and_back(model: str, tmp_path: Path) -> None:
     (Path(model) / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
     saved, again = tmp_path / "saved", tmp_path / "again"
@@ -378,6 +385,7 @@ def test_bytes_in_words(count: float, text: str) -> None:
     assert bytes_text(count) == text
 
 
+@pytest.mark.slow
 def test_eval_says_what_it_would_do_does_it_and_goes_on(model: str, tmp_path: Path) -> None:
     config, out = tmp_path / "run.yaml", tmp_path / "out"
     config.write_text(

@@ -57,6 +57,7 @@ def test_transformers_loads_the_tokenizer_and_it_is_the_vocabularys():
     assert loaded.eos_token_id == IDS[STOP]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_it_answers_from_a_full_cache_and_ends_its_answers(decoder, task):
     """Teacher forcing, which for exact matches is greedy decoding. The card has the full table."""
@@ -72,6 +73,7 @@ def test_nothing_can_be_answered_without_the_text(decoder):
     assert (guesses == answers[:, 2]).mean() <= 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parity
 def test_transformers_computes_the_same_logits_and_answers(decoder):
     torch = pytest.importorskip("torch", reason="comparing with transformers needs torch (the extra `parity`)")

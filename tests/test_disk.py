@@ -26,6 +26,7 @@ def assert_equal(ours: kvjax.KVCache, theirs: kvjax.KVCache) -> None:
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_round_trip_of_an_answer(tiny: Decoder, policy: kvjax.Policy, tmp_path: Path) -> None:
     options = {"max_new_tokens": GENERATE_NEW, "log_probs": True}
     cache = kvjax.generate(tiny, GENERATE_ROWS, policy=policy, **options).cache
@@ -36,6 +37,7 @@ def test_round_trip_of_an_answer(tiny: Decoder, policy: kvjax.Policy, tmp_path: 
     np.testing.assert_array_equal(kvjax.generate(tiny, None, cache=restored, **options).tokens, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_round_trip_of_half_a_document(tiny: Decoder, tmp_path: Path, dtype) -> None:
     params = jax.tree.map(lambda x: x.astype(dtype), tiny)
@@ -54,11 +56,13 @@ def saved(tiny: Decoder, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_another_policy(tiny: Decoder, saved: Path) -> None:
     with pytest.raises(ValueError, match=r"was made by Policy\(.*entries=24.*, not by Policy\(.*entries=25"):
         kvjax.restore_cache(saved, tiny, policy=kvjax.policies.h2o(25))
 
 
+@pytest.mark.slow
 def test_another_model(tiny: Decoder, saved: Path) -> None:
     """A model with one other weight, or with another configuration around the same weights, is refused."""
     one_number = jax.tree.map(lambda x: x, tiny)
@@ -85,6 +89,7 @@ def test_nothing_is_overwritten(tiny: Decoder, saved: Path) -> None:
     kvjax.restore_cache(saved, tiny)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 def test_onto_another_mesh(tmp_path: Path) -> None:
     """A cache moves from a mesh with two devices per kv head to one with one, and to a single device."""

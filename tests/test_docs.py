@@ -8,9 +8,8 @@ import pytest
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
-@pytest.mark.parametrize(
-    "page", ["methods.md", "your_own_policy.md", "kernels.md", pytest.param("caches.md", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["methods.md", "your_own_policy.md", "kernels.md", "caches.md"])
 def test_code_runs_from_top_to_bottom(page: str) -> None:
     text = (DOCS / page).read_text()
     names: dict[str, object] = {"__name__": "docs"}

@@ -52,6 +52,7 @@ def assert_same(mine, other, batch=3):
     assert mine[1].length.tolist() == other[1].length.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_prompt_in_chunks_is_a_prompt_in_one_go(spec):
     """Chunks of 5 tokens divide no row evenly, are longer than one row, and are shorter than some windows."""
@@ -62,6 +63,7 @@ def test_a_prompt_in_chunks_is_a_prompt_in_one_go(spec):
     assert_same(decode(params, whole[1]), decode(params, chunked[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 23])
 @pytest.mark.parametrize("spec", ["snapkv:budget=12,window=4,kernel=3"])
 def test_chunks_shorter_than_the_window_and_nearly_the_prompt(spec, chunk):
@@ -69,6 +71,7 @@ def test_chunks_shorter_than_the_window_and_nearly_the_prompt(spec, chunk):
     assert_same(tiny.prefill(params, spec, ROWS, SIZE), tiny.prefill(params, spec, ROWS, SIZE, chunk=chunk))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if "budget=12" in spec and "dense" not in spec])
 def test_compressing_after_every_chunk_never_holds_more_than_the_budget(spec):
     """The number of slots is the budget, whatever the length of the prompt, plus room where the cache grows."""
@@ -84,6 +87,7 @@ def test_compressing_after_every_chunk_never_holds_more_than_the_budget(spec):
     np.testing.assert_allclose(logits[1], short[0][1], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_sinks_and_the_newest_are_the_same_however_the_prompt_is_cut():
     """StreamingLLM needs no scores, so the time of compression does not change which entries it retains."""
     params, spec = tiny.decoder(), "streaming_llm:budget=12,sinks=2"
@@ -92,6 +96,7 @@ def test_sinks_and_the_newest_are_the_same_however_the_prompt_is_cut():
     assert [tiny.held(cut, row) for row in range(3)] == [tiny.held(whole, row) for row in range(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["full", "morphkv:budget=12,window=4,every=3"])
 def test_extending_leaves_the_given_cache_as_it_was(spec):
     params = tiny.decoder()
@@ -104,6 +109,7 @@ def test_extending_leaves_the_given_cache_as_it_was(spec):
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.array, cache))
 
 
+@pytest.mark.slow
 def test_several_tokens_at_once_are_one_at_a_time():
     """A question that extends a full cache in one call equals the question read token by token."""
     params = tiny.decoder()
@@ -113,6 +119,7 @@ def test_several_tokens_at_once_are_one_at_a_time():
     assert_same(at_once, (logits[-1], one_by_one))
 
 
+@pytest.mark.slow
 def test_a_question_of_one_token_and_of_two_behave_alike():
     """A question does not compress a prompt again. The budget of an evicting policy holds after every call."""
     params = tiny.decoder()
@@ -123,6 +130,7 @@ def test_a_question_of_one_token_and_of_two_behave_alike():
             assert [len(head) for heads in tiny.held(longer, 0) for head in heads] == [size] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["h2o:budget=12", "snapkv:budget=12,window=4", "morphkv:budget=12,window=4"])
 def test_rows_take_as_many_tokens_as_they_have(spec):
     """Rows take 4, 0 and 2 tokens in one call, each as if it were alone. A row without tokens stays as it is."""
@@ -141,6 +149,7 @@ def test_rows_take_as_many_tokens_as_they_have(spec):
     np.testing.assert_allclose(following[0][1], direct[0][1], atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["streaming_llm:budget=12,positions=in_cache", "morphkv:budget=12,window=4"])
 def test_twenty_turns_in_constant_memory(spec):
     """A dialogue of 20 turns of 5 tokens with answers of 3 tokens takes constant memory."""
@@ -162,6 +171,7 @@ def test_twenty_turns_in_constant_memory(spec):
 WINDOWED = (8,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["full", "h2o:budget=30", "snapkv:budget=30,window=4", "streaming_llm:budget=30"])
 @pytest.mark.parametrize("chunk", [None, 5])
 def test_a_sliding_window_is_attention_with_that_window_and_needs_no_more_slots(spec, chunk):
@@ -177,6 +187,7 @@ def test_a_sliding_window_is_attention_with_that_window_and_needs_no_more_slots(
     assert tiny.held(after, 0)[0][0] == list(range(SIZE + 12 - 8, SIZE + 12))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["full", "h2o:budget=6", "morphkv:budget=6,window=4"])
 def test_finished_rows_of_a_sliding_window_stay_bit_for_bit(spec):
     """The window has moved on by one token, so that the next step would empty another slot of the finished row."""
@@ -188,6 +199,7 @@ def test_finished_rows_of_a_sliding_window_stay_bit_for_bit(spec):
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[2], y[2]), before, after)
 
 
+@pytest.mark.slow
 def test_a_window_larger_than_the_text_and_a_layer_without_one():
     params = tiny.decoder(windows=(None, 100))
     _, cache = tiny.prefill(params, "full", ROWS, SIZE, room=4)
@@ -197,6 +209,7 @@ def test_a_window_larger_than_the_text_and_a_layer_without_one():
     np.testing.assert_allclose(logits[-1], [row[-1] for row in expected], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_with_room_adds_empty_slots_where_the_cache_grows_and_nowhere_else():
     params = tiny.decoder()
     _, full = tiny.prefill(params, "full", ROWS, SIZE, room=0)
@@ -212,6 +225,7 @@ def test_with_room_adds_empty_slots_where_the_cache_grows_and_nowhere_else():
     assert with_room(evicting, 1000) is evicting
 
 
+@pytest.mark.slow
 def test_extend_is_usable_inside_jit():
     params = tiny.decoder()
     _, cache = tiny.prefill(params, "morphkv:budget=12,window=4", ROWS, SIZE)
@@ -219,6 +233,7 @@ def test_extend_is_usable_inside_jit():
     assert_same(inside, extend(params, cache, STEPS.T, compress="end"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compress", ["end", "never"])
 def test_compress_is_explicit(compress):
     """`compress` decides against the default: "end" for a policy that never evicts, "never" for one that does."""
@@ -228,6 +243,7 @@ def test_compress_is_explicit(compress):
     assert [len(head) for heads in tiny.held(longer, 0) for head in heads] == [12 if compress == "end" else 16] * 2
 
 
+@pytest.mark.slow
 def test_errors_name_what_is_accepted():
     params = tiny.decoder()
     _, cache = tiny.prefill(params, "h2o:budget=12", ROWS, SIZE)

@@ -40,6 +40,7 @@ def greedy(params: Decoder, prompt: list[int], new: int) -> list[int]:
     return row[len(prompt) :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (14, 2)])
 def test_greedy_equals_recomputing_everything(heads: int, kv_heads: int) -> None:
     config = DecoderConfig("llama", 101, 32, 48, heads, kv_heads, 8, (None, 20), Rope(1e4), 4096)
@@ -49,6 +50,7 @@ def test_greedy_equals_recomputing_everything(heads: int, kv_heads: int) -> None
     assert len(set(answer.tokens[0].tolist())) > 3
 
 
+@pytest.mark.slow
 def test_rows_in_company_are_as_alone(tiny: Decoder, policy: kvjax.Policy) -> None:
     together = kvjax.generate(tiny, ROWS, policy=policy, max_new_tokens=NEW, log_probs=True)
     assert together.tokens.dtype == np.int32
@@ -61,6 +63,7 @@ def test_rows_in_company_are_as_alone(tiny: Decoder, policy: kvjax.Policy) -> No
         np.testing.assert_allclose(alone.log_probs[0], together.log_probs[row], atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_policies_differ(tiny: Decoder) -> None:
     """If policies gave equal answers, the test above and those of caches would show nothing."""
     texts = ("full", "streaming_llm:budget=24", "h2o:budget=24", "snapkv:budget=24,window=4")
@@ -68,12 +71,14 @@ def test_policies_differ(tiny: Decoder) -> None:
     assert len({answer.tokens.tobytes() for answer in answers}) == len(texts)
 
 
+@pytest.mark.slow
 def test_chunks_give_what_one_call_gives(tiny: Decoder, policy: kvjax.Policy) -> None:
     whole = kvjax.generate(tiny, ROWS, policy=policy, max_new_tokens=NEW, log_probs=True)
     chunked = kvjax.generate(tiny, ROWS, policy=policy, max_new_tokens=NEW, log_probs=True, chunk=20)
     np.testing.assert_array_equal(chunked.tokens, whole.tokens)
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_those_of_the_model(tiny: Decoder) -> None:
     sampler = kvjax.Sampler(temperature=0.5, top_k=20, repetition_penalty=1.3)
     answer = kvjax.generate(tiny, ROWS[:2], max_new_tokens=NEW, sampler=sampler, log_probs=True)
@@ -105,6 +110,7 @@ def test_forms_of_a_prompt(tiny: Decoder, form) -> None:
     np.testing.assert_array_equal(kvjax.generate(tiny, prompt, max_new_tokens=3).tokens, expected.tokens)
 
 
+@pytest.mark.slow
 def test_text(tiny: Decoder, tokenizer: PreTrainedTokenizerFast) -> None:
     """The text begins with the tokenizer's special tokens, and ends with its end token, which is not shown."""
     answer = kvjax.generate(tiny, "ba ce di", tokenizer=tokenizer, max_new_tokens=6)
@@ -123,6 +129,7 @@ def test_text(tiny: Decoder, tokenizer: PreTrainedTokenizerFast) -> None:
     np.testing.assert_array_equal(asked.tokens, expected.tokens)
 
 
+@pytest.mark.slow
 def test_rows_end_by_themselves(tiny: Decoder) -> None:
     free = kvjax.generate(tiny, ROWS, max_new_tokens=NEW, log_probs=True)
     assert free.log_probs is not None
@@ -153,6 +160,7 @@ def test_forms_of_end_tokens(tiny: Decoder, form) -> None:
     np.testing.assert_array_equal(answer.tokens, free[:, :length])
 
 
+@pytest.mark.slow
 def test_end_token_of_the_tokenizer(tiny: Decoder, tokenizer: PreTrainedTokenizerFast) -> None:
     free = kvjax.generate(tiny, ROWS[0], max_new_tokens=NEW, tokenizer=tokenizer, eos=())
     assert free.lengths.tolist() == [NEW]
@@ -172,6 +180,7 @@ def test_one_token(tiny: Decoder, policy: kvjax.Policy) -> None:
     assert one.stats.decode_tokens_per_second == 0
 
 
+@pytest.mark.slow
 def test_seeds(tiny: Decoder) -> None:
     prompts, sampler = [ROWS[1]] * 3, kvjax.Sampler(temperature=1.5)
 
@@ -188,6 +197,7 @@ def test_seeds(tiny: Decoder) -> None:
     assert draw(ROWS[1], [4]) == [by_row[1]]
 
 
+@pytest.mark.slow
 def test_keys_as_seeds(tiny: Decoder) -> None:
     """A key acts like the integer that made it, for the batch or for a row, and can be used again."""
     sampler = kvjax.Sampler(temperature=1.5)
@@ -208,6 +218,7 @@ def test_keys_as_seeds(tiny: Decoder) -> None:
     assert other != draw(7)
 
 
+@pytest.mark.slow
 def test_policies_as_text(tiny: Decoder) -> None:
     text, ask = "morphkv:budget=24,window=4", {"max_new_tokens": NEW}
     policy = kvjax.policies.parse(text)
@@ -222,6 +233,7 @@ def test_policies_as_text(tiny: Decoder) -> None:
         kvjax.generate(tiny, None, cache=answer.cache, policy="full")
 
 
+@pytest.mark.slow
 def test_chat(tiny: Decoder, tokenizer: PreTrainedTokenizerFast) -> None:
     """Messages give the answers of the rendered template's ids, also in a later turn and about a document."""
     tokenizer = chatting(tokenizer)
@@ -247,6 +259,7 @@ def test_chat(tiny: Decoder, tokenizer: PreTrainedTokenizerFast) -> None:
     np.testing.assert_array_equal(ask(turns[1], document).tokens, in_one.tokens)
 
 
+@pytest.mark.slow
 def test_repetition_penalty_covers_prompt_and_answer(tiny: Decoder) -> None:
     """With so large a penalty a token is repeated only when no other is left: here none of 49 may appear twice."""
     prompts = [list(range(10, 40)), list(range(20, 26))]
@@ -256,6 +269,7 @@ def test_repetition_penalty_covers_prompt_and_answer(tiny: Decoder) -> None:
         assert len(set(together)) == len(together)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["full", "h2o:budget=24", "morphkv:budget=24,window=4"])
 def test_bfloat16(tiny: Decoder, text: str) -> None:
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny)

@@ -27,6 +27,7 @@ NEW = 6
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text", ["full", "morphkv:budget=24,window=4", "snapkv:budget=24,window=4", "dynamickv:budget=24,window=4"]
 )
@@ -44,6 +45,7 @@ def test_recordings_are_what_caches_hold(tiny: Decoder, text: str) -> None:
     assert evicted == ([] if text == "full" else [0, 1, 2, 3, 4, 5] if text.startswith("morphkv") else [0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", [kvjax.Sampler(temperature=1.2), kvjax.Sampler(repetition_penalty=1.5)])
 def test_recordings_draw_what_generate_draws(tiny: Decoder, sampler: kvjax.Sampler) -> None:
     options: dict[str, Any] = {
@@ -65,6 +67,7 @@ def entries(cache: kvjax.KVCache) -> list[list[dict[int, np.ndarray]]]:
     return [[{int(p): x for p, x in zip(*head, strict=True) if p >= 0} for head in layer] for layer in held]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
@@ -108,6 +111,7 @@ def test_merged_entries_are_made_of_what_went_into_them(tiny: Decoder, text: str
     assert set(recording.into[still]) == {-1}
 
 
+@pytest.mark.slow
 def test_texts_and_ends(tiny: Decoder, tokenizer: PreTrainedTokenizerFast) -> None:
     free = record(tiny, "ba ce di", max_new_tokens=NEW, tokenizer=tokenizer)
     assert "".join(free.texts) == tokenizer.decode(free.tokens)

@@ -21,6 +21,7 @@ def ask(params: Decoder, question, cache: kvjax.KVCache, **options) -> list[list
     return kvjax.generate(params, question, cache=cache, max_new_tokens=NEW, log_probs=True, **options).tokens.tolist()
 
 
+@pytest.mark.slow
 def test_document_answers_any_question_at_any_time(tiny: Decoder, policy: kvjax.Policy) -> None:
     document = kvjax.prefill(tiny, DOCUMENTS[0], policy=policy)
     before = arrays(document)
@@ -32,6 +33,7 @@ def test_document_answers_any_question_at_any_time(tiny: Decoder, policy: kvjax.
         np.testing.assert_array_equal(old, new)
 
 
+@pytest.mark.slow
 def test_questions_in_company_are_as_alone(tiny: Decoder, policy: kvjax.Policy) -> None:
     """Questions of 7, 1 and 2 tokens, each about another document."""
     together = ask(tiny, QUESTIONS, kvjax.prefill(tiny, DOCUMENTS, policy=policy))
@@ -39,6 +41,7 @@ def test_questions_in_company_are_as_alone(tiny: Decoder, policy: kvjax.Policy) 
         assert ask(tiny, QUESTIONS[row], kvjax.prefill(tiny, DOCUMENTS[row], policy=policy)) == [together[row]]
 
 
+@pytest.mark.slow
 def test_document_and_question_are_one_prompt_until_compressed(tiny: Decoder, policy: kvjax.Policy) -> None:
     document = kvjax.prefill(tiny, DOCUMENTS[0], policy=policy, compress="never")
     assert all(layer.occupancy.tolist() == [[41, 41]] for layer in document.entries)
@@ -50,6 +53,7 @@ def test_document_and_question_are_one_prompt_until_compressed(tiny: Decoder, po
     assert ask(tiny, QUESTIONS[0], document) == whole.tokens.tolist()
 
 
+@pytest.mark.slow
 def test_going_on_equals_one_longer_answer(tiny: Decoder, policy: kvjax.Policy) -> None:
     def answer(prompt, new: int, **options) -> kvjax.Generation:
         return kvjax.generate(tiny, prompt, max_new_tokens=new, log_probs=True, **options)
@@ -64,6 +68,7 @@ def test_going_on_equals_one_longer_answer(tiny: Decoder, policy: kvjax.Policy) 
     assert third.cache.length.tolist() == whole.cache.length.tolist()
 
 
+@pytest.mark.slow
 def test_draws_go_on_too(tiny: Decoder) -> None:
     options = {"sampler": kvjax.Sampler(temperature=2.0), "seed": 3}
     whole = kvjax.generate(tiny, DOCUMENTS, max_new_tokens=20, **options)
@@ -72,6 +77,7 @@ def test_draws_go_on_too(tiny: Decoder) -> None:
     np.testing.assert_array_equal(np.concatenate([first.tokens, second.tokens], axis=1), whole.tokens)
 
 
+@pytest.mark.slow
 def test_pending_token_goes_before_the_next_turn(tiny: Decoder) -> None:
     answer = kvjax.generate(tiny, DOCUMENTS[0], max_new_tokens=NEW, log_probs=True)
     assert answer.cache.pending.tolist() == [answer.tokens[0, -1]]
@@ -81,6 +87,7 @@ def test_pending_token_goes_before_the_next_turn(tiny: Decoder) -> None:
     assert ask(tiny, QUESTIONS[0], answer.cache, chunk=3) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text", ["streaming_llm:budget=24,positions=in_cache", "h2o:budget=24", "morphkv:budget=24,window=4"]
 )
@@ -99,6 +106,7 @@ def test_dialogue_in_constant_memory(tiny: Decoder, text: str, compiled: list[st
     assert compiled == []
 
 
+@pytest.mark.slow
 def test_prompt_of_any_length_in_constant_memory(tiny: Decoder, policy: kvjax.Policy, compiled: list[str]) -> None:
     """A prompt that is compressed after each chunk runs the same programs when it is ten times as long."""
     if not policy.limited(0):

@@ -29,6 +29,7 @@ def params() -> Decoder:
     return Decoder(CONFIG, nnx.Rngs(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [

@@ -48,6 +48,7 @@ def assert_same(params, ours: kvjax.KVCache, theirs: kvjax.KVCache) -> None:
 CHOSEN = (0, 4, 5, 6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "texts", [pytest.param(x, marks=[] if i in CHOSEN else pytest.mark.exhaustive) for i, x in enumerate(SWEEPS)]
 )
@@ -57,6 +58,7 @@ def test_each_is_what_prefill_gives(texts: tuple[str, ...]) -> None:
         assert_same(params, ours, kvjax.prefill(params, ROWS, policy=policy))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("texts", [SWEEPS[0], pytest.param(SWEEPS[4], marks=pytest.mark.exhaustive)])
 def test_a_prompt_that_was_begun(texts: tuple[str, ...]) -> None:
     """A document is read once, and each of two questions is read after it under several policies."""
@@ -72,6 +74,7 @@ def test_a_prompt_that_was_begun(texts: tuple[str, ...]) -> None:
                 assert held(ours, row) == held(theirs, row)
 
 
+@pytest.mark.slow
 def test_caches_that_cannot_be_gone_on_from() -> None:
     params, policy = decoder(), parse("h2o:budget=8")
     with pytest.raises(ValueError, match='expected one that was read with compress="never"'):
@@ -82,6 +85,7 @@ def test_caches_that_cannot_be_gone_on_from() -> None:
         list(kvjax.prefill_each(params, ROWS, cache=begun, policies=[replays]))
 
 
+@pytest.mark.slow
 def test_the_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     reads = []
     module = importlib.import_module("kvjax.prefill_each")  # the attribute of that name is the function
@@ -98,6 +102,7 @@ def test_the_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(kvjax.prefill_each(decoder(), ROWS, policies=[])) == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 @pytest.mark.parametrize("name", ["h2o", "kvcompose"])
 def test_on_a_mesh(name: str) -> None:

@@ -68,11 +68,13 @@ def expected(case, row: np.ndarray, length: int, new: int = NEW) -> np.ndarray:
     return reference.greedy(model, row[None], new)[0]
 
 
+@pytest.mark.slow
 def test_rows_have_the_frequencies_of_their_own_prompts(case, answer, rows):
     for tokens, row in zip(answer.tokens, rows, strict=True):
         np.testing.assert_array_equal(tokens, expected(case, row, len(row)))
 
 
+@pytest.mark.slow
 def test_they_stay_in_later_turns(case, params, answer, rows):
     question = np.arange(5)
     later = kvjax.generate(params, [question, question], cache=answer.cache, max_new_tokens=NEW)
@@ -82,6 +84,7 @@ def test_they_stay_in_later_turns(case, params, answer, rows):
         np.testing.assert_array_equal(tokens, expected(case, text, len(row)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"chunk": 16}, {"policy": kvjax.policies.streaming_llm(budget=64, positions="in_cache")}],
@@ -112,6 +115,7 @@ def test_a_cache_of_another_rotation(params, answer, tmp_path: Path):
         kvjax.generate(other, None, cache=answer.cache)
 
 
+@pytest.mark.slow
 def test_training_takes_each_sequences_own_length(case, params, rows):
     """Two rows have the same number of tokens, and their last positions differ."""
     positions = np.stack([np.arange(24), np.arange(16, 40)])

@@ -26,6 +26,7 @@ def texts_of(pieces: list[kvjax.Piece]) -> list[str]:
     return ["".join(row) for row in zip(*parts, strict=True)]
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_generate(tiny: Decoder, policy: kvjax.Policy) -> None:
     options = {"policy": policy, "max_new_tokens": NEW, "sampler": kvjax.Sampler(temperature=0.9), "seed": 5}
     expected = kvjax.generate(tiny, THREE, **options)
@@ -45,6 +46,7 @@ def test_tokens_are_those_of_generate(tiny: Decoder, policy: kvjax.Policy) -> No
     )
 
 
+@pytest.mark.slow
 def test_ends_and_repetition_penalty(tiny: Decoder) -> None:
     """What the state of the loop carries beside the cache. A piece after a row's end is -1 there."""
     sampler = kvjax.Greedy(repetition_penalty=1.5)
@@ -57,6 +59,7 @@ def test_ends_and_repetition_penalty(tiny: Decoder) -> None:
     np.testing.assert_array_equal(np.sum([piece.tokens >= 0 for piece in pieces], axis=0), expected.lengths)
 
 
+@pytest.mark.slow
 def test_text_comes_in_pieces(tiny: Decoder, tokenizer: PreTrainedTokenizerFast) -> None:
     expected = kvjax.generate(tiny, ["ba ce di", "fo"], tokenizer=tokenizer, max_new_tokens=NEW)
     pieces = list(kvjax.stream(tiny, ["ba ce di", "fo"], tokenizer=tokenizer, max_new_tokens=NEW))
@@ -64,6 +67,7 @@ def test_text_comes_in_pieces(tiny: Decoder, tokenizer: PreTrainedTokenizerFast)
     assert len([piece for piece in pieces if piece.text and piece.text[0]]) > NEW // 2
 
 
+@pytest.mark.slow
 def test_stop_strings_end_rows(tiny: Decoder, tokenizer: PreTrainedTokenizerFast) -> None:
     """One string in the middle of two tokens of a row; the other row goes on."""
     options = {"tokenizer": tokenizer, "sampler": kvjax.Sampler(temperature=3.0), "max_new_tokens": NEW, "eos": ()}
@@ -87,6 +91,7 @@ def test_stop_strings_end_rows(tiny: Decoder, tokenizer: PreTrainedTokenizerFast
     assert texts_of(alone) == [free.text[0][:7]]
 
 
+@pytest.mark.slow
 def test_pieces_can_be_left(tiny: Decoder) -> None:
     """Closing early frees what the stream held, and the cache it began with serves on."""
     document = kvjax.prefill(tiny, ROWS)

@@ -26,6 +26,7 @@ def script(monkeypatch) -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fastest", "chosen"), [(0.5, [16, 32, 4, 2]), (0.99, None)])
 def test_the_best_cut_is_kept_if_it_gains(
     script, monkeypatch, capsys, fastest: float, chosen: list[int] | None
@@ -53,6 +54,7 @@ def test_the_best_cut_is_kept_if_it_gains(
     assert lines[-1]["best"] == list(found)
 
 
+@pytest.mark.slow
 def test_a_wrong_result_ends_it(script, monkeypatch) -> None:
     work, case = script.attend(64, 4, 32, small=True)
 
@@ -64,6 +66,7 @@ def test_a_wrong_result_ends_it(script, monkeypatch) -> None:
         dict(script.measure(work, case, []))
 
 
+@pytest.mark.slow
 def test_every_small_work_has_cuts_and_a_name_of_its_own(script) -> None:
     works = [work for work, _ in script.works(small=True)]
     assert len({work.name for work in works}) == len(works)

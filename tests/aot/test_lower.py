@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,8 @@ from kvjax.models import DecoderConfig
 from kvjax.parts import KeyDifference, LagDifference, ProjectedValues, SimilarityMerge
 from kvjax.policies import parse
 from kvjax.request import AnswerOptions, Request, read_request
-from tests.conftest import POLICY_PARAMS
+from tests.conftest import DISTINCT, POLICIES
+from tests.products import part
 from tests.tiny import VOCAB, decoder
 
 LAYERS, BATCH, SLOTS = 2, 4, 2048
@@ -117,6 +119,9 @@ REWRITING = (LagDifference, ProjectedValues)
 # of them is overwritten, and write them back meanwhile.
 READING_KEYS = (KeyDifference, SimilarityMerge)
 
+SNAPKV, DYNAMICKV = "snapkv,policy.budget=1024,policy.window=32", "dynamickv,policy.budget=1024"
+TPU_CODES = ("v6e:2x2", SNAPKV, 4)
+KVMERGER = "kvmerger:budget=24,recent=8,merge.heavy=4,merge.theta=None"
 KERNELS = {"h200:1": "triton", "v6e:2x2": "tpu_custom_call"}  # as a program calls them
 
 
@@ -127,9 +132,14 @@ def sized(text: str) -> kvjax.Policy:
 
 @pytest.mark.aot
 @pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")  # of devices that are not here
-@pytest.mark.parametrize("name", ["h200:1", "v6e:2x2"])
-@pytest.mark.parametrize("text", POLICY_PARAMS)
-def test_presets_on_one_device(text: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "text"),
+    part(
+        product(["h200:1", "v6e:2x2"], POLICIES),
+        [*product(["h200:1"], DISTINCT), *(("v6e:2x2", text) for text in DISTINCT if "d2o" in text or "every" in text)],
+    ),
+)
+def test_presets_on_one_device(name: str, text: str) -> None:
     """The kernels attend, no layer's keys are copied, and temporaries take less than 1 % of the arguments."""
     config, sizes = llama(1, 4096, 14_336, 32), {"batch": 8, "length": 4096, "new_tokens": 1024}
     mesh = kvjax.make_mesh(devices=accelerators(name)[:1])
@@ -157,8 +167,8 @@ def test_presets_on_one_device(text: str, name: str) -> None:
         ("h200:1", 18, "full"),
         ("h200:1", 18, "h2o:budget=24"),
         ("h200:1", 18, "snapkv:budget=24,window=4"),
-        ("h200:1", 18, "kvmerger:budget=24,recent=8,merge.heavy=4,merge.theta=None"),
-        pytest.param("v6e:2x2", 24, "snapkv:budget=24,window=4", marks=pytest.mark.slow),
+        pytest.param("h200:1", 18, KVMERGER, marks=pytest.mark.exhaustive),
+        pytest.param("v6e:2x2", 24, "snapkv:budget=24,window=4", marks=pytest.mark.exhaustive),  # three minutes
     ],
 )
 def test_a_prompt_is_held_a_layer_at_a_time(name: str, layers: int, text: str) -> None:
@@ -170,9 +180,10 @@ def test_a_prompt_is_held_a_layer_at_a_time(name: str, layers: int, text: str) -
 
 @pytest.mark.aot
 @pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("text", ["snapkv,policy.budget=1024,policy.window=32", "dynamickv,policy.budget=1024"])
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    ("name", "text", "bits"),
+    part(product(KERNELS, [SNAPKV, DYNAMICKV], [8, 4]), [*product(["h200:1"], [SNAPKV, DYNAMICKV], [8, 4]), TPU_CODES]),
+)
 def test_codes_are_read_as_such(name: str, text: str, bits: int) -> None:
     """No array is written in a step that could be a layer's keys, dequantised or, if they fill a TPU's lanes, codes."""
     config, sizes = llama(LAYERS, 4096, 14_336, 32), {"batch": 8, "length": 4096, "new_tokens": 1024}
@@ -188,6 +199,8 @@ def test_codes_are_read_as_such(name: str, text: str, bits: int) -> None:
 
 
 # From jax 0.12 on, MorphKV's state goes through a TPU's fast memory, and comes back beside where it was: 1.6 %.
+LLAMA_8B, LLAMA_70B = llama(32, 4096, 14_336, 32), llama(80, 8192, 28_672, 64)
+MORPHKV = "morphkv:budget=2048,window=32"
 MOVED = 0.01 if jax.__version_info__ < (0, 12) else 0.02
 
 
@@ -197,13 +210,12 @@ MOVED = 0.01 if jax.__version_info__ < (0, 12) else 0.02
 @pytest.mark.parametrize(
     ("name", "model", "config", "text", "temporaries"),
     [
-        ("h200:1", 1, llama(32, 4096, 14_336, 32), "morphkv:budget=2048,window=32", 0.01),
-        ("v6e:2x2", 1, llama(32, 4096, 14_336, 32), "snapkv:budget=2048,window=32", 0.01),
-        ("v6e:2x2", 1, llama(32, 4096, 14_336, 32), "morphkv:budget=2048,window=32", MOVED),
-        ("h200:8", 8, llama(80, 8192, 28_672, 64), "morphkv:budget=2048,window=32", 0.01),
-        ("v5p:2x2x2", 8, llama(80, 8192, 28_672, 64), "morphkv:budget=2048,window=32", 0.02),
+        pytest.param("h200:1", 1, LLAMA_8B, MORPHKV, 0.01, id="8B-h200:1"),
+        pytest.param("v6e:2x2", 1, LLAMA_8B, "snapkv:budget=2048,window=32", 0.01, id="8B-v6e-snapkv"),
+        pytest.param("v6e:2x2", 1, LLAMA_8B, MORPHKV, MOVED, id="8B-v6e", marks=pytest.mark.exhaustive),
+        pytest.param("h200:8", 8, LLAMA_70B, MORPHKV, 0.01, id="70B-h200:8", marks=pytest.mark.exhaustive),
+        pytest.param("v5p:2x2x2", 8, LLAMA_70B, MORPHKV, 0.02, id="70B-v5p:2x2x2", marks=pytest.mark.exhaustive),
     ],
-    ids=["8B-h200:1", "8B-v6e-snapkv", "8B-v6e", "70B-h200:8", "70B-v5p:2x2x2"],
 )
 def test_whole_models(name: str, model: int, config: DecoderConfig, text: str, temporaries: float) -> None:
     """All layers: they fit, and the model alone communicates, twice a layer."""

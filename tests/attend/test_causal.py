@@ -11,6 +11,7 @@ from kvjax.attend.causal import causal
 from kvjax.models import AttentionLayer, Rope, rotate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 5, 40])
 @pytest.mark.parametrize("length", [1, 37])
 def test_blocks_equal_the_whole_and_so_do_gradients(length, window):

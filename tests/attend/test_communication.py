@@ -55,8 +55,9 @@ DECLARED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [*POLICY_PARAMS, QUANTIZED])
-@pytest.mark.parametrize(("data", "model", "kv_heads"), [(2, 4, 4), pytest.param(2, 4, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("data", "model", "kv_heads"), [(2, 4, 4), (2, 4, 2)])
 def test_a_step_communicates_what_is_declared(text: str, data: int, model: int, kv_heads: int) -> None:
     layers = 2
     params = sharded(data, model, kv_heads, layers)
@@ -76,6 +77,7 @@ def test_a_step_communicates_what_is_declared(text: str, data: int, model: int, 
     )
 
 
+@pytest.mark.slow
 def test_full_heads_communicate_nothing() -> None:
     """Each device has one kv head, which retains everything in one of the two layers."""
     params = sharded(2, 4, 4, layers=2)
@@ -90,6 +92,7 @@ def test_full_heads_communicate_nothing() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -123,14 +126,8 @@ READING = {
 }
 
 
-@pytest.mark.parametrize(
-    ("text", "kv_heads"),
-    [
-        pytest.param(text, kv_heads, marks=[] if gathers and kv_heads == 4 else pytest.mark.slow)
-        for text, (_, gathers, _) in READING.items()
-        for kv_heads in (4, 2)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("text", "kv_heads"), [(text, kv_heads) for text in READING for kv_heads in (4, 2)])
 def test_a_prompt_communicates_what_is_declared(text: str, kv_heads: int) -> None:
     params = sharded(2, 4, kv_heads)
     lengths, tokens = np.full(len(ROWS), 40), np.zeros((len(ROWS), 40), int)
@@ -147,6 +144,7 @@ def test_a_prompt_communicates_what_is_declared(text: str, kv_heads: int) -> Non
     assert found(text) - found("full") == +Counter({"all-reduce": reduces, "all-gather": gathers})
 
 
+@pytest.mark.slow
 def test_the_loop_communicates_one_bit_more() -> None:
     """Sampling and the arrays of answers communicate nothing. One bit per step says whether any row continues."""
     params = sharded(2, 4, 2)
@@ -159,6 +157,7 @@ def test_the_loop_communicates_one_bit_more() -> None:
     assert found.counts == Counter({"all-reduce": 3 + 1 + 1, "all-gather": 1 + 1})
 
 
+@pytest.mark.slow
 def test_rows_alone_communicate_nothing() -> None:
     params = sharded(8, 1, 2)
     cache = kvjax.prefill(params, ROWS, policy=parse("tova:budget=24"))
@@ -166,6 +165,7 @@ def test_rows_alone_communicate_nothing() -> None:
     assert not Communication.of(jax.jit(step).lower(params, cache, cache.pending, active).compile().as_text()).counts
 
 
+@pytest.mark.slow
 def test_one_device_pays_nothing() -> None:
     cache = kvjax.prefill(decoder(HEADS, 2), ROWS, policy=parse("tova:budget=24"))
     program = str(jax.make_jaxpr(step)(decoder(HEADS, 2), cache, cache.pending, np.ones(len(ROWS), bool)))

@@ -47,6 +47,7 @@ ON_SHARED_HEADS = ("h2o:budget=24,group=max", "morphkv:budget=24,window=4,block=
 SIZES = [(8, 1, 2), (4, 2, 2), (2, 4, 2), (1, 8, 4)]  # data, model, kv heads; the last two share each kv head
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "model", "kv_heads", "text"),
     part([(*size, text) for size in SIZES for text in (*POLICIES, *(ON_SHARED_HEADS * (size == SIZES[-1])))], CHOSEN),
@@ -74,7 +75,8 @@ def test_tokens_are_those_of_one_device(data: int, model: int, kv_heads: int, te
     assert (copies > 0) == (model > kv_heads)
 
 
-@pytest.mark.parametrize("text", [QUANTIZED, pytest.param("quantize:bits=4,group=4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("text", [QUANTIZED, pytest.param("quantize:bits=4,group=4", marks=pytest.mark.exhaustive)])
 def test_quantized_caches(text: str) -> None:
     """Codes and scales lie where keys and values would. A few codes are rounded the other way."""
     params = sharded(2, 4, 2)
@@ -84,14 +86,16 @@ def test_quantized_caches(text: str) -> None:
         assert {shard.data.shape[:2] for shard in array.addressable_shards} == {(4, 1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "text", ["h2o:budget=24", pytest.param("morphkv:budget=24,window=4,every=4", marks=pytest.mark.slow)]
+    "text", ["h2o:budget=24", pytest.param("morphkv:budget=24,window=4,every=4", marks=pytest.mark.exhaustive)]
 )
 def test_a_prompt_in_chunks(text: str) -> None:
     answer = kvjax.generate(sharded(2, 4, 2), ROWS, policy=parse(text), max_new_tokens=NEW, log_probs=True, chunk=20)
     assert_equal(answer, expected(text, 2)[0])
 
 
+@pytest.mark.slow
 def test_windows_biases_and_frequencies_by_row() -> None:
     """Everything that a family may add to a layer, with RoPE that depends on each row's length."""
     config = replace(decoder(HEADS, 2).config, windows=(None, 16), rope=Rope(1e4, DynamicScaling(2.0, 16)))
@@ -106,6 +110,7 @@ def test_windows_biases_and_frequencies_by_row() -> None:
     assert answer.cache.entries[1].slots == 16
 
 
+@pytest.mark.slow
 def test_stream_and_sampler(compiled: list[str]) -> None:
     """Draws, penalties and ends of rows are those of one device, and later steps compile nothing."""
     options = {
@@ -126,6 +131,7 @@ def test_stream_and_sampler(compiled: list[str]) -> None:
     np.testing.assert_array_equal(np.stack([piece.tokens for piece in pieces], axis=1), one_device.tokens)
 
 
+@pytest.mark.slow
 def test_a_question_to_a_document() -> None:
     """`prefill` and a turn of several tokens on the mesh; `extend` and `with_room` from outside."""
     policy, question = parse("snapkv:budget=24,window=4"), [row[:3] for row in ROWS]

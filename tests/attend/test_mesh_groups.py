@@ -28,9 +28,8 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["kvzip", *(pytest.param(name, marks=pytest.mark.slow) for name in ("adakv", "duo_attention"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["kvzip", "adakv", "duo_attention"])
 def test_groups_on_devices_of_their_own_keep_the_same(name: str, compiled: list[str]) -> None:
     """Bytes are those of the plan. Another text, with other counts of entries, compiles nothing."""
     policy, answers = POLICIES[name], []
@@ -51,6 +50,7 @@ def test_groups_on_devices_of_their_own_keep_the_same(name: str, compiled: list[
     assert name == "duo_attention" or (np.asarray(others.cache.entries.used) != pools[1].used).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["kvzip", "adakv"])
 def test_the_allocation_communicates_nothing(name: str) -> None:
     params, policy = sharded(2, 4, KV_HEADS, LAYERS), POLICIES[name]

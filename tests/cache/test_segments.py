@@ -62,14 +62,15 @@ def on(budget: AllocatedBudget, text: str) -> Policy:
     return replace(policies.parse(text), budget=budget)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "groups"),
     [
         ("snapkv:budget=24,window=4", 1),
         ("morphkv:budget=24,window=4,every=4", 2),
         ("cam:budget=24,tokens=4", 1),
-        pytest.param("keyformer:budget=24,recent=8", None, marks=pytest.mark.slow),
-        pytest.param(QUANTIZED, 2, marks=pytest.mark.slow),
+        ("keyformer:budget=24,recent=8", None),
+        (QUANTIZED, 2),
         pytest.param("morphkv:budget=24,window=4", None, marks=pytest.mark.exhaustive),
         pytest.param("tova:budget=24", None, marks=pytest.mark.exhaustive),
         pytest.param("morphkv:budget=24,window=4", 1, marks=pytest.mark.exhaustive),
@@ -91,6 +92,7 @@ def test_segments_retain_what_layers_retain(text, groups):
     assert segments(answer.cache) == [held(expected.cache, row) for row in range(len(ROWS))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("budget", "text"),
     [
@@ -121,6 +123,7 @@ def scores_of(policy: Policy) -> list[np.ndarray]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_global_budget_is_the_best_of_all(groups):
     policy = on(GlobalShares(Fixed(16), groups=groups), "snapkv:budget=16,window=4,pool=none")
@@ -137,6 +140,7 @@ def test_a_global_budget_is_the_best_of_all(groups):
         assert got == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first_layer", [False, True])
 def test_composites_compete_by_their_mean(first_layer):
     policy = on(CompositeShares(Fixed(16), first_layer=first_layer), "snapkv:budget=16,window=4,pool=none")
@@ -152,6 +156,7 @@ def test_composites_compete_by_their_mean(first_layer):
             assert positions == sorted(np.argsort(-scores[i, h], kind="stable")[: counts[i]].tolist())
 
 
+@pytest.mark.slow
 def test_floors_come_out_of_the_total():
     policy = on(GlobalShares(Fixed(16), min_tokens=9), "random:budget=16,sinks=0")
     policy = replace(policy, score=policies.parse("knorm:budget=16").score)
@@ -173,6 +178,7 @@ def test_top_counts_against_a_sort():
         assert got.tolist() == np.bincount(np.array(order[:total], int) // 7, minlength=3).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("groups", "text"), [(1, "snapkv:budget=24,window=4"), (2, "morphkv:budget=24,window=4")])
 def test_bytes_follow_from_the_total(text, groups):
     """Bytes are a closed form, whatever the prompt. With 1,024 slots per head, alignment adds at most 5 %."""
@@ -195,6 +201,7 @@ def test_bytes_follow_from_the_total(text, groups):
     assert (PAGE - 1) / 1024 <= 0.05
 
 
+@pytest.mark.slow
 def test_other_budgets_compile_nothing(compiled):
     policy = on(GlobalShares(Fixed(24)), "snapkv:budget=24,window=4")
     one = kvjax.generate(params(), ROWS, policy=policy, max_new_tokens=NEW)
@@ -204,6 +211,7 @@ def test_other_budgets_compile_nothing(compiled):
     assert not np.array_equal(one.cache.entries.size, other.cache.entries.size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", part([SNAPKV, MORPHKV], [MORPHKV]))
 def test_turns_and_continuations(text):
     """A question of several tokens and a continued answer give what they give in layers of slots."""
@@ -222,6 +230,7 @@ def test_turns_and_continuations(text):
     np.testing.assert_allclose(answers[0][1].log_probs, answers[1][1].log_probs, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_prompt_in_chunks_is_the_same():
     policy = on(GlobalShares(Fixed(24)), "snapkv:budget=24,window=4")
     whole = kvjax.generate(params(), ROWS, policy=policy, max_new_tokens=NEW)
@@ -230,6 +239,7 @@ def test_a_prompt_in_chunks_is_the_same():
     assert segments(chunked.cache) == segments(whole.cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", part([SNAPKV, MORPHKV], [MORPHKV]))
 def test_sliding_windows(text):
     model = params((None, 16))
@@ -240,6 +250,7 @@ def test_sliding_windows(text):
     np.testing.assert_allclose(answer.log_probs, expected.log_probs, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_an_empty_layer_works():
     """One layer has the complete budget. The other sees generated tokens and nothing of the prompt."""
 
@@ -258,6 +269,7 @@ def test_an_empty_layer_works():
     assert np.asarray(cache.entries.used)[:, :, 1].tolist() == [[1] * HEADS] * 3
 
 
+@pytest.mark.slow
 def test_steps_from_outside():
     """`extend` and `with_room`, eagerly and under jit, give full attention while all entries fit the budget."""
     policy = on(GlobalShares(Fixed(99)), "snapkv:budget=99,window=4")
@@ -277,6 +289,7 @@ def test_steps_from_outside():
     np.testing.assert_allclose(logits[0], expected[done + 7], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_what_makes_no_sense():
     shared = GlobalShares(Fixed(24))
     with pytest.raises(ValueError, match=r"GlobalShares stores heads in segments.*positions='in_cache'"):

@@ -207,6 +207,7 @@ def test_tensor_in_two_shards(folder):
     assert problems(load, folder) == (f"tensor(s) in more than one file: {EMBED}",)
 
 
+@pytest.mark.slow
 def test_all_problems_with_tensors_are_listed_together(folder):
     edit(
         folder,
@@ -284,6 +285,7 @@ def test_progress_counts_every_byte(folder, tmp_path):
         assert len(calls) == len(jax.tree.leaves(params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [None, (2, 4)])
 def test_transformers_reads_files_of_limited_size(tmp_path, sizes):
     params = decoder() if sizes is None else kvjax.shard(decoder(), kvjax.make_mesh(*sizes))
@@ -306,6 +308,7 @@ def test_transformers_reads_files_of_limited_size(tmp_path, sizes):
     np.testing.assert_allclose(decoder().logits(hidden), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_old_weights_of_a_folder_are_removed(folder):
     other = jax.tree.map(lambda leaf: leaf + 1, decoder())
     for params, size in ((other, 5_000), (decoder(), 9_000), (other, 10**9), (decoder(), 5_000)):

@@ -69,6 +69,7 @@ def alone(params: Decoder, one: Item, index: int, question: Setting, text: str) 
     return written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("question", ["after", "before"])
 def test_budgets_that_share_a_reading_answer_as_each_does(params: Decoder, question: Setting) -> None:
     ask, policies = Asker(params, tokenizer(), Greedy()), [parse(f"h2o:budget={n}") for n in (0.3, 12)]
@@ -82,6 +83,7 @@ def test_budgets_that_share_a_reading_answer_as_each_does(params: Decoder, quest
             assert took.decoded_tokens > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("question", ["after", "before"])
 @pytest.mark.parametrize("text", ["snapkv:budget=0.5,window=4", "tova:budget=12"])
 def test_answers_are_those_of_each_question_alone(params: Decoder, question: Setting, text: str) -> None:
@@ -106,6 +108,7 @@ def test_answers_are_those_of_each_question_alone(params: Decoder, question: Set
         assert kept == {name: [float(12 if "tova" in text else size // 2)] for name, size in sizes.items()}
 
 
+@pytest.mark.slow
 def test_a_question_of_one_token_is_decoded(params: Decoder) -> None:
     """In a batch with longer questions it is a turn, alone it is a decode step. Both give the same answer."""
     ask = Asker(params, tokenizer(), Greedy())
@@ -117,6 +120,7 @@ def test_a_question_of_one_token_is_decoded(params: Decoder) -> None:
     assert together["e"][0].tokens == answered(ask, single, policy)[0][0].tokens
 
 
+@pytest.mark.slow
 def test_draws_depend_on_the_example_and_not_on_its_batch(params: Decoder) -> None:
     def drawn(ask: Asker, *given: Item) -> list[list[int]]:
         (batch,) = batches(readings(given, "after"), lambda _: 4)
@@ -128,6 +132,7 @@ def test_draws_depend_on_the_example_and_not_on_its_batch(params: Decoder) -> No
     assert together != drawn(replace(ask, seed=2), ITEMS[0], ITEMS[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("question", ["after", "before"])
 def test_a_mesh_answers_the_same(params: Decoder, question: Setting) -> None:
     """Rows are split over data and heads over model; the rows of a batch are a multiple of data."""
@@ -143,6 +148,7 @@ def test_a_mesh_answers_the_same(params: Decoder, question: Setting) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_per_example(compiled: list[str]) -> None:
     """A second set of examples, with other lengths in the same buckets, compiles no program."""
     params = Decoder(replace(decoder(vocab=len(WORDS)).config, mlp_size=40), nnx.Rngs(0))

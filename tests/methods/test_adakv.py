@@ -78,6 +78,7 @@ def test_counts_are_the_formula(formula, alpha, normalise, least, groups):
     assert len(np.unique(counts[:, 0])) > 2, "or heads did not compete"
 
 
+@pytest.mark.slow
 def test_rounded_up_in_every_head_there_is_room():
     """As released, three heads of four may each get half an entry more than their share."""
     budget = AdaptiveShares(Fixed(15), 0.2, False, "code")
@@ -89,6 +90,7 @@ def test_rounded_up_in_every_head_there_is_room():
     assert budget.entries([15], heads=4) >= sum(counts.tolist()) == 61
 
 
+@pytest.mark.slow
 def test_heads_keep_their_own_best():
     """What heads of an evicting base hold stays with them: the layer's total is that of equal shares, at every step."""
     params, rng = tiny.decoder(8, 4, (None, None)), np.random.default_rng(2)
@@ -113,6 +115,7 @@ def reader(row):
 BASE = snapkv(12, window=4, kernel=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -138,11 +141,13 @@ def test_retains_what_the_formula_keeps(options):
     assert len(sizes) > 2, "or heads did not compete"
 
 
+@pytest.mark.slow
 def test_normalising_changes_what_is_retained():
     (_, by_mass), (_, as_it_is) = (tiny.prefill(PARAMS, adakv(BASE, normalise=x), ROWS, SIZE) for x in (True, False))
     assert tiny.held(by_mass, 0) != tiny.held(as_it_is, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("formula", ["paper", "code", "kvpress"])
 def test_ada_pyramidkv(formula):
     """Heads compete for the entries of their own layer: 4 and 14, 8 and 2 of the others, in the mean 8."""
@@ -162,6 +167,7 @@ def test_ada_pyramidkv(formula):
     assert len({len(head) for head in tiny.held(filled, 0)[0]}) > 1, "or heads did not compete"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("formula", ["paper", "kvpress"])
 def test_heads_compete_for_what_dynamickv_gives_a_layer(formula):
     base = dynamickv(12, window=4, kernel=3, interval=2)
@@ -181,6 +187,7 @@ def test_heads_compete_for_what_dynamickv_gives_a_layer(formula):
         assert len(set(given)) > 1, "or layers did not compete"
 
 
+@pytest.mark.slow
 def test_heads_that_evict_hold_their_layer_s_own_number():
     """Under a pyramid the upper layers' heads hold fewer, at every step."""
     pyramid = Pyramid(Fixed(12), window=4, beta=4)
@@ -193,6 +200,7 @@ def test_heads_that_evict_hold_their_layer_s_own_number():
     assert [[len(head) for head in layer] for layer in tiny.held(filled, 1)][1:] == [[12] * 4, [6] * 4]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
 @pytest.mark.parametrize(
     "budget",

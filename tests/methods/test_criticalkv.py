@@ -43,6 +43,7 @@ def moment(output, counts, protected=None, heads=ALL_HEADS):
     return Moment(jnp.full(B, M), layer, heads=heads, protected=protected, counts=counts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [1, G])
 @pytest.mark.parametrize("first", [0.0, 0.5, 0.9])
 def test_two_stages(first, group):
@@ -66,6 +67,7 @@ def test_two_stages(first, group):
             assert got[chosen].min() > got[rest].max()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 def test_devices_that_share_a_kv_head_score_alike():
     entries, output = drawn(group=4)
@@ -108,6 +110,7 @@ def counts_of(policy, scores):
     return np.array([adaptive(own, BUDGET) for own in scores])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0.0, 0.5, 0.8])
 @pytest.mark.parametrize("policy", ["each", "dynamickv", "adakv"])
 def test_heads_retain_both_stages_of_what_the_base_gives_them(policy, first):
@@ -150,6 +153,7 @@ def critical_ada_kv_press(scores, norms, kept, alpha, first, epsilon):
     return [sorted(set(range(N)) - set((masked[masked // N == h] % N).tolist())) for h in range(H)]
 
 
+@pytest.mark.slow
 def test_critical_ada_kv_is_kvpress_s():
     """With safe entries that each head's first stage covers, as all are here: see the module's differences."""
     alpha, first = 0.1, 0.5
@@ -168,6 +172,7 @@ def test_critical_ada_kv_is_kvpress_s():
         assert tiny.held(filled, 0) == expected
 
 
+@pytest.mark.slow
 def test_a_base_that_evicts_while_decoding():
     """Each step drops the entry that neither stage retains, by the base's scores of that step."""
     base = h2o(10, recent=2)

@@ -63,7 +63,8 @@ def dense_logits(full: np.ndarray, text: np.ndarray, prompt: int) -> np.ndarray:
     return np.asarray(PARAMS.logits(hidden))[0]
 
 
-@pytest.mark.parametrize("groups", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", [1, 2])
 def test_decoding_is_attention_with_a_mask_for_each_head(groups):
     """Streaming heads see the sinks and the last tokens; what they no longer see is gone, in a cache of their size."""
     policy = duo_attention(GATES, 0.5, SINKS, RECENT, groups=groups)
@@ -85,6 +86,7 @@ def test_decoding_is_attention_with_a_mask_for_each_head(groups):
     assert cache.nbytes == 4 * numbers
 
 
+@pytest.mark.slow
 def test_full_heads_hold_what_was_read_in_two_parts():
     """Of which the cache was made for the first."""
     policy, text = duo_attention(GATES, 0.5, SINKS, RECENT), RNG.integers(0, tiny.VOCAB, 44 + 25).tolist()

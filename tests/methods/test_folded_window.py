@@ -64,6 +64,7 @@ BLOCKS = [(1, False, None), (3, True, 5), (3, False, None), (6, True, None)]
 CHOSEN = [*((*block, "sum") for block in BLOCKS), (*BLOCKS[1], "max")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "ahead", "chunk", "fusion"),
     part([(*block, fusion) for block in BLOCKS for fusion in ("sum", "max")], CHOSEN),
@@ -90,6 +91,7 @@ def test_every_block_is_algorithm_1(block, ahead, chunk, fusion):
     assert len(tiny.held(cache, 0)[1][0]) == 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fusion", ["sum", "max"])
 def test_asking_ahead_changes_nothing_on_quantised_keys(fusion):
     params, (rows, tokens) = tiny.decoder(windows=WINDOWS), texts()
@@ -108,6 +110,7 @@ def test_asking_ahead_changes_nothing_on_quantised_keys(fusion):
         assert_close(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("every", "given"), [(1, ["keys and values"]), (2, ["keys", "keys and values"])])
 def test_where_each_step_evicts_it_reads_keys_once(every, given):
     """By the products and kernels of a step that are given all keys."""
@@ -131,6 +134,7 @@ def equations(jaxpr) -> Iterator:
                     yield from equations(inner)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2])
 def test_bytes_of_the_state(every):
     """R / block floats a slot, one more where each step evicts; R queries with a log-sum-exp each, their positions."""

@@ -19,6 +19,7 @@ from tests.methods.literal_heads import AccumulatingHead, Generation
 from tests.methods.reference import softmax
 
 
+@pytest.mark.slow
 def test_noise_is_gumbel_and_a_pair_s_own():
     keys = jax.random.key_data(jax.random.split(jax.random.key(0), 2))[:, None, None]
     pairs = np.asarray(gumbel(keys, jnp.arange(400)[:, None], jnp.arange(400)))
@@ -31,6 +32,7 @@ def test_noise_is_gumbel_and_a_pair_s_own():
     assert len(np.unique(flat)) > 0.98 * flat.size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("window", [None, 5])
 def test_is_the_literal_sum_over_rows(group, window):
@@ -75,6 +77,7 @@ def drawn(layer, head, group):
     return lambda query, positions: table[:, query, positions]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "options"),
     [

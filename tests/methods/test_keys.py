@@ -68,6 +68,7 @@ def test_draws_are_uniform():
     assert np.max(np.abs(draws - np.arange(4000) / 4000)) < 1.63 / np.sqrt(4000), "Kolmogorov and Smirnov at 1 %"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 def test_draws_are_those_of_one_device():
     entries = entries_of(np.random.default_rng(2))

@@ -90,6 +90,7 @@ def compose(scores, mean, structured=True, min_tokens=0, first_layer=False, head
     return best(scores, np.broadcast_to(counts, (L, H)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "options"),
     [
@@ -112,6 +113,7 @@ def test_retains_what_the_equations_keep(group: int, options: dict) -> None:
     assert len({len(layer[0]) for layer in tiny.held(cache, 0)}) == LAYERS, "or layers would not have competed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "rows"), [("replay", "sum"), ("self", "mean"), ("prompt", "max")])
 def test_scores(source: str, rows: str) -> None:
     """Reductions of every source, with and without the mean over heads and the norms of values (26 and 27)."""
@@ -137,6 +139,7 @@ def test_scores(source: str, rows: str) -> None:
                 assert_close(by_position, expected)
 
 
+@pytest.mark.slow
 def test_a_layer_without_entries() -> None:
     """A token to come attends to itself alone in it; the answer and later turns go on, whatever the lengths."""
     params = nnx.clone(decoder(4))
@@ -189,6 +192,7 @@ def kept(scores: np.ndarray, budget: CompositeShares | GlobalShares) -> list[lis
     ]
 
 
+@pytest.mark.slow
 def test_g8_composite_tokens() -> None:
     scores = augmented(S2)
     expected = [
@@ -208,6 +212,7 @@ def test_composites_by_their_mean_or_their_maximum(heads: str, sizes: list[int])
     assert [len(own[0]) for own in kept(scores, CompositeShares(Fixed(2), heads=heads))] == sizes
 
 
+@pytest.mark.slow
 def test_heads_of_a_layer_may_compete_for_its_composites() -> None:
     """AdaKV on top: the layers' numbers are KVCompose's, and heads of a layer divide them by their scores."""
     _, cache = tiny.prefill(decoder(4), adakv(kvcompose(8)), ROWS, SIZE)
@@ -231,6 +236,7 @@ def test_g8c_a_layer_may_lose_everything_unless_there_is_a_floor() -> None:
     assert [len(heads[0]) for heads in kept(scores, CompositeShares(Fixed(2), min_tokens=1))] == [3, 1]
 
 
+@pytest.mark.slow
 def test_g8d_rows_before_group() -> None:
     weights = np.array([[[0.1, 0.6, 0.2, 0.1], [0.3, 0.3, 0.2, 0.2]], [[0.5, 0.1, 0.2, 0.2], [0.1, 0.1, 0.7, 0.1]]])
     score = TaskAttention(head_mean=False)  # a group of two heads, two rows, four tokens
@@ -253,6 +259,7 @@ def test_g8d_rows_before_group() -> None:
     np.testing.assert_allclose(scores[0, 0], [0.40, 0.35, 0.45, 0.20], rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
 @pytest.mark.parametrize(
     "budget",
@@ -312,6 +319,7 @@ def test_what_makes_no_sense_is_refused(make, says: str) -> None:
         make()
 
 
+@pytest.mark.slow
 def test_prompts_as_text(tokenizer, tiny) -> None:
     """Texts need a tokenizer, whose special tokens they do without."""
     policy = parse("kvcompose:budget=8,score.source=prompt,score.prompts=ba be bi")

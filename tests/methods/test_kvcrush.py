@@ -37,6 +37,7 @@ def picked(bits, anchor, wanted, pick):
     return np.flatnonzero(marked[0, 0]).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("anchor", "centroid", "grid"),
     [
@@ -57,6 +58,7 @@ def test_g7_mean_anchor():
     assert anchor[0, 0, 0].tolist() == [True, True, False, False]
 
 
+@pytest.mark.slow
 def test_k_means_finds_clusters_that_are_apart():
     """Runs of three do not separate four tokens from two, clusters do: the middle of four, the earlier of two."""
     tokens = ["111100", "111000", "110000", "111010", "000111", "000011"]
@@ -225,6 +227,7 @@ def retained(index, positions, row):
     return [sorted(own[index[index >= 0]].tolist()) for own, index in pairs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize(
     ("anchor", "share", "upper", "pick", "granularity"),
@@ -262,6 +265,7 @@ def test_is_the_literal_algorithm(anchor, share, upper, pick, granularity, align
     assert compared >= (7 if pick == "kmeans" else 15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize(("upper", "granularity"), [(0.5, "token"), (0.0, "token"), (0.5, "chunk"), (0.3, "page")])
 def test_bits_of_query_heads(upper, granularity, aligned):
@@ -303,6 +307,7 @@ def test_pages_without_representatives(aligned):
     assert kvcrush(h2o(96), share=0.0, granularity="chunk", page=16).select == Pages(TopTokens(), 16)
 
 
+@pytest.mark.slow
 def test_figure_6_by_hand():
     """672 entries: 32 initial and 128 recent tokens, and the 16 pages of 32 with the highest mean scores."""
     rng, n = np.random.default_rng(5), 1024
@@ -317,6 +322,7 @@ def test_figure_6_by_hand():
     assert len(expected) == 672
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "granularity"), [(2, "page"), (8, "chunk"), (14, "page")])
 def test_a_prompt_is_compressed_as_algorithms_1_and_2_say(heads, granularity):
     """Groups of 1, 4 and 7, and three lengths; the shortest is within the budget. H2O's sums, and bits by age."""
@@ -333,6 +339,7 @@ def test_a_prompt_is_compressed_as_algorithms_1_and_2_say(heads, granularity):
         assert n == 12 or sum(map(len, tiny.held(cache, b)[0])) < 40, "slots that hold no page"
 
 
+@pytest.mark.slow
 def test_g7_of_pages():
     """The seven signatures as pages of two tokens with bits of two heads: the bits of tokens lie side by side."""
     bits = np.array(BITS).reshape(14, 2)
@@ -374,6 +381,7 @@ def window_scores_of(params, row, window, group):
     return reader.weights(range(n - window, n), range(n - window))[0].mean(axis=2)
 
 
+@pytest.mark.slow
 def test_on_snapkv_a_prompt_is_compressed_as_algorithms_1_and_2_say():
     """The window is protected; bits are by the window's scores, not by age."""
     params, rng = tiny.decoder(8, 4), np.random.default_rng(11)
@@ -422,6 +430,7 @@ def test_refusals(options, says):
         parse(f"kvcrush:{options}")
 
 
+@pytest.mark.slow
 def test_nothing_beyond_a_budget_that_covers_the_prompt():
     policy = kvcrush(snapkv(24, window=4), share=0.5)
     _, cache = tiny.prefill(tiny.decoder(), policy, [np.arange(20)], 24)

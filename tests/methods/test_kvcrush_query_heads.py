@@ -12,6 +12,7 @@ from tests.methods.reference import Reader
 from tests.methods.test_kvcrush import literal, window_scores_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", ["h2o", "snapkv"])
 def test_bits_per_query_head_follow_the_attention_of_each(base):
     """Eight query heads on two kv heads: 8 bits per token, by what every prompt query gave, by the tokens' ages."""
@@ -35,6 +36,7 @@ def test_bits_per_query_head_follow_the_attention_of_each(base):
         assert tiny.held(cache, b)[0] == ([list(range(n))] * 2 if n <= 20 else expected)
 
 
+@pytest.mark.slow
 def test_bits_per_query_head_while_the_base_evicts():
     """Chunks of a prompt and a second turn see the attention of all queries; decoding is the base's own."""
     params, rng = tiny.decoder(8, 2), np.random.default_rng(13)

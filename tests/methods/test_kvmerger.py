@@ -186,6 +186,7 @@ def merged_entry(keys, values, scores, **options):
     return slot, np.asarray(out.keys[0, 0, slot]), np.asarray(out.values[0, 0, slot])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sigma", "weights"),
     [
@@ -210,6 +211,7 @@ def test_g5_weights(sigma, weights):
             np.testing.assert_allclose(scaled, weights, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_e5_a_merged_entry_weighs_as_one_token():
     """Two equal keys and another: a third each, and half each when the two have become one."""
     entries = layer(np.ones((1, 1, 3, 2)))
@@ -220,6 +222,7 @@ def test_e5_a_merged_entry_weighs_as_one_token():
     np.testing.assert_allclose(softmax(logits), [0.5, 0.5], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_e5_a_merged_entry_weighs_as_its_tokens():
     """With ln 2 added to their logit the two have two thirds, as they had apart; merged again, all of it."""
     entries = replace(layer(np.ones((1, 1, 3, 2))), bias=jnp.zeros((1, 1, 3)))
@@ -232,6 +235,7 @@ def test_e5_a_merged_entry_weighs_as_its_tokens():
     np.testing.assert_allclose(again.bias[0, 0, 0], np.log(3), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_merging_equal_keys_with_their_count_changes_no_attention():
     """Two equal keys among others: the context, and what the rest receives, before and after."""
     keys, values = RNG.normal(size=(2, 1, 2, 12, 8)).astype(np.float32)
@@ -257,6 +261,7 @@ def test_merging_equal_keys_with_their_count_changes_no_attention():
         assert all(np.allclose(x, y, atol=1e-5) for x, y in zip(*results, strict=True)) == same
 
 
+@pytest.mark.slow
 def test_counts_stay_with_their_entries_and_cost_nothing_where_they_are_off():
     """A prompt and a step; without counts a decode step is the very program of a policy that drops."""
     rows = [np.repeat(RNG.integers(0, tiny.VOCAB, n), 3)[:n] for n in (44, 31, 12)]
@@ -283,6 +288,7 @@ def test_counts_stay_with_their_entries_and_cost_nothing_where_they_are_off():
     assert programs["none"] == programs["drop"] != programs["counts"]
 
 
+@pytest.mark.slow
 def test_e6_neighbours_of_the_same_content_after_rope():
     keys = np.stack([rotated(np.array([1.0, 0.0]), position, 1e4) for position in range(2)])
     _, merged, _ = merged_entry(keys, keys, [1, 1], weights="average")
@@ -306,6 +312,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "name"),
     [(2, 2, "chain"), (4, 1, "anchor"), (4, 1, "average"), (7, 1, "straddle")],
@@ -332,6 +339,7 @@ def test_a_prompt_is_merged_as_algorithms_1_and_2_say(heads, kv_heads, name):
     assert merged > 3
 
 
+@pytest.mark.slow
 def test_default_shares_of_a_prompt():
     """Half of each prompt: 34 % of it recent tokens, 24 % heavy hitters, sets at theta = 0.75, each rounded down."""
     params = tiny.decoder(4, 2)
@@ -358,6 +366,7 @@ def check(entries, b, h, expected):
     return slot
 
 
+@pytest.mark.slow
 def test_a_pool_of_segments_merges_as_layers_do():
     """Under AdaKV with alpha = 1 all heads have the same budget. A merge frees other slots than the lowest scores'."""
     rows = [np.repeat(RNG.integers(0, tiny.VOCAB, n), 2)[:n] for n in (40, 23)]
@@ -373,6 +382,7 @@ def test_a_pool_of_segments_merges_as_layers_do():
     np.testing.assert_allclose(logits[0][0], logits[1][0], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_theta_that_meets_the_budget_fills_it():
     keys, lengths = wandering(3, 2, 64), [64, 50, 20]
     scores = jnp.asarray(RNG.random((3, 2, 64)), jnp.float32)
@@ -385,6 +395,7 @@ def test_theta_that_meets_the_budget_fills_it():
     np.testing.assert_array_equal(out.keys[2], entries.keys[2])  # within the budget
 
 
+@pytest.mark.slow
 def test_a_random_pivot_is_drawn_by_position_and_seed():
     keys = wandering(2, 1, 40)
     other = np.concatenate([keys[1:], wandering(1, 1, 40)])

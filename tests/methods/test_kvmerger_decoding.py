@@ -12,6 +12,7 @@ from tests.methods.reference import _unrotated, attended, rotated, softmax
 from tests.methods.test_kvmerger import RNG, check, merge_down
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "options"),
     [
@@ -72,6 +73,7 @@ def test_full_heads_merge_while_decoding(heads, kv_heads, options):
     assert merges > 10
 
 
+@pytest.mark.slow
 def test_rows_that_are_not_full_are_left_as_they_are():
     """One row merges in a step and the other has room: its keys and values stay bit by bit."""
     rows = [RNG.integers(0, tiny.VOCAB, n) for n in (30, 9)]

@@ -22,8 +22,7 @@ from tests.tiny import held
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden"
 MODELS = ("llama_group1", "llama_group4", "llama_group7", "mistral")
-FAST = "llama_group4"  # the others are compared in full runs only
-EVERY = [pytest.param(model, marks=[pytest.mark.slow] * (model != FAST)) for model in MODELS]
+ONE = "llama_group4"
 DISTINCT = ("snapkv_w16_k5_r75", "kvcompose_r45", "adakv_snapkv_r50")  # the scores whose sums a group's heads share
 PRESSES = (
     "snapkv_w8_k5_r50",
@@ -169,7 +168,7 @@ def check_answer(case: Golden, cache: kvjax.KVCache, label: str) -> None:
     ("model", "press"),
     part(
         product(MODELS, PRESSES),
-        [*((FAST, press) for press in PRESSES), *product(MODELS[:1] + MODELS[2:], DISTINCT)],
+        [*((ONE, press) for press in PRESSES), *product(MODELS[:1] + MODELS[2:], DISTINCT)],
     ),
 )
 def test_policy_retains_what_kvpress_does(model: str, press: str) -> None:
@@ -179,21 +178,23 @@ def test_policy_retains_what_kvpress_does(model: str, press: str) -> None:
     assert held(cache, 0) == expected
 
 
-@pytest.mark.parametrize(("model", "press"), part(product(MODELS, PRESSES), product([FAST], ANSWERED)))
+@pytest.mark.parametrize(("model", "press"), part(product(MODELS, PRESSES), product([ONE], ANSWERED)))
 def test_policy_answers_as_kvpress(model: str, press: str) -> None:
     case = golden(model)
     check_answer(case, kvjax.prefill(case.params, case.prompt, policy=case.policy(press)), press)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("press", ["snapkv_w16_k5_r75", "tova_r50", "streaming_llm_r75"])
 def test_generate_answers_as_kvpress(press: str) -> None:
-    case = golden(FAST)
+    case = golden(ONE)
     expected = case.arrays[f"{press}/tokens"]
     answer = kvjax.generate(case.params, case.prompt, policy=case.policy(press), max_new_tokens=len(expected))
     np.testing.assert_array_equal(answer.tokens[0], expected)
 
 
-@pytest.mark.parametrize("model", EVERY)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
 def test_uncompressed_answers_as_transformers(model: str) -> None:
     case = golden(model)
     positions = jnp.arange(len(case.prompt))[None]

@@ -67,6 +67,7 @@ def keep(scores: np.ndarray, mean: int, level: str) -> list[list[list[int]]]:
     return [[np.flatnonzero(head).tolist() for head in layer] for layer in kept.reshape(L, H, N)]
 
 
+@pytest.mark.slow
 def test_scores_are_the_definition():
     """Chunks that not all rows have, a last one that is short, a prompt within one chunk; sinks are only looked at."""
     policy = kvzip(8, SINKS, score=SCORE)
@@ -86,6 +87,7 @@ def test_scores_are_the_definition():
                 assert_close(ours[head][held], literal(b)[layer, head])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["global", "layer", "head"])
 def test_keeps_the_best_of_those_who_compete(level):
     _, filled = tiny.prefill(PARAMS, kvzip(0.5, SINKS, level, score=SCORE), ROWS, SIZE)
@@ -104,6 +106,7 @@ def protected(b):
     return scores, projected(PARAMS, text.values(), order=1).mean(axis=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["global", "layer", "head"])
 def test_criticalkv_replays_too(level):
     """A wrapped score is replayed as it would be alone; what is competed for is decided by its own scores."""
@@ -115,6 +118,7 @@ def test_criticalkv_replays_too(level):
         assert tiny.held(filled, b) == two_stages(scores, norms, counts)
 
 
+@pytest.mark.slow
 def test_adakv_of_uniform_heads_replays_too():
     _, filled = tiny.prefill(PARAMS, adakv(kvzip(0.5, SINKS, "head", score=SCORE)), ROWS, SIZE)
     for b, row in enumerate(ROWS):
@@ -128,6 +132,7 @@ def test_uniform_heads_of_a_layer_retain_what_the_layer_has():
     assert counts.tolist() == [[[9] * 3, [6] * 3], [[3] * 3, [2] * 3]]
 
 
+@pytest.mark.slow
 def test_e4():
     """The threshold at index 3 of 10 has to be exceeded: three stay."""
     scores = jnp.arange(10.0)[None, None, None]
@@ -135,6 +140,7 @@ def test_e4():
         assert GlobalShares(Fixed(4), strict=strict).allocate(scores, jnp.array([[4]]), 0, ALL_HEADS).item() == count
 
 
+@pytest.mark.slow
 def test_strict_keeps_the_protected_and_all_that_fits():
     strict = GlobalShares(Fixed(4), strict=True)
     scores = jnp.array([[[[jnp.inf, jnp.inf, 1, 1, 1, 1]]], [[[jnp.inf, jnp.inf, 3, 2, -jnp.inf, -jnp.inf]]]])

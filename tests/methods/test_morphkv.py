@@ -61,6 +61,7 @@ def compare(queries_per_head, steps, block=None, **options):
     assert closest > 1e-6, "these random numbers leave a decision to rounding; take others"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 8])
 @pytest.mark.parametrize("fusion", ["sum", "max"])
 @pytest.mark.parametrize("group", [1, 4, 7])
@@ -69,11 +70,13 @@ def test_retains_what_algorithm_1_retains(group, fusion, every):
     compare(group, 300, block=3, budget=24, window=6, fusion=fusion, every=every)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"group": "max"}, {"group": "logits"}, {"group": "max", "fusion": "max"}])
 def test_released_normalisation_and_group_rules(options):
     compare(4, 100, budget=20, window=5, normalise="distant", **options)
 
 
+@pytest.mark.slow
 def test_dense_layers_keep_everything():
     params = tiny.decoder(windows=(None, None))
     rows = [np.arange(20), np.arange(7)]

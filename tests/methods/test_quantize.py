@@ -68,6 +68,7 @@ def test_refusals(ask, says: str) -> None:
         ask()
 
 
+@pytest.mark.slow
 def test_groups_that_do_not_fit_the_model() -> None:
     params, policy = decoder(), quantize(full(), group=3)
     for ask in (
@@ -106,6 +107,7 @@ def test_errors_are_those_of_rounding(bits: int, group: int) -> None:
     assert abs(12 * np.mean(below**2) - 1) < 5 * deviation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [8, 4])
 def test_logits_are_those_of_rounded_keys_and_values(bits: int) -> None:
     """Against attention in NumPy over rotated keys, and values, that are rounded before anything attends to them."""
@@ -128,7 +130,8 @@ def test_logits_are_those_of_rounded_keys_and_values(bits: int) -> None:
     assert np.abs(whole - logits).max() > 1e-3
 
 
-@pytest.mark.parametrize("bits", [8, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [8, 4])
 def test_the_demo_model_answers(bits: int) -> None:
     """Facts looked up in 512 tokens."""
     params, _ = kvjax.load(Path(kvjax.__file__).parent / "demo_model")
@@ -139,6 +142,7 @@ def test_the_demo_model_answers(bits: int) -> None:
     assert (out.tokens == answers).all(axis=1).sum() >= 11
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [MORPHKV, IN_CACHE], ids=["morphkv", "in_cache"])
 def test_a_prompt_in_chunks_has_the_codes_of_one_call(tiny: Decoder, policy: kvjax.Policy) -> None:
     """All codes but the few that float32 rounds the other way."""
@@ -155,6 +159,7 @@ def test_a_prompt_in_chunks_has_the_codes_of_one_call(tiny: Decoder, policy: kvj
             assert off.max() <= 1 or policy.storage.bits == 4  # there are two codes in these
 
 
+@pytest.mark.slow
 def test_streamed_and_saved_it_answers_as_at_once(tmp_path: Path) -> None:
     params = decoder(vocab=101)
     whole = kvjax.generate(params, ROWS, policy=MORPHKV, max_new_tokens=NEW)
@@ -191,6 +196,7 @@ def test_every_policy_can_be_quantised(spec: str) -> None:
         assert (x.codes.dtype, x.codes.shape[-1], x.scales.shape[-1]) == (jnp.int8, 4, 2)
 
 
+@pytest.mark.slow
 def test_a_merge_leaves_the_codes_of_unmerged_entries() -> None:
     """KVMerger's recent and heavy entries have the codes of a full cache; its pivots have others."""
     params = decoder(vocab=101)
@@ -206,6 +212,7 @@ def test_a_merge_leaves_the_codes_of_unmerged_entries() -> None:
         assert 12 <= sum(equal) < len(equal)
 
 
+@pytest.mark.slow
 def test_decoding_overwrites_the_evicted_slot_and_no_other(tiny: Decoder) -> None:
     _, cache = prefill(tiny, MORPHKV, ROWS, 48)
     for token in RNG.integers(0, 101, (6, 3)):
@@ -220,6 +227,7 @@ def test_decoding_overwrites_the_evicted_slot_and_no_other(tiny: Decoder) -> Non
         cache = after
 
 
+@pytest.mark.slow
 def test_room_is_made_for_codes_and_scales() -> None:
     params, tokens, incoming = decoder(vocab=101), np.array([3, 4, 5]), np.ones(3, bool)
     _, cache = prefill(params, quantize(full(), bits=4), ROWS, 48)
@@ -254,6 +262,7 @@ def test_a_pool_of_segments_holds_codes() -> None:
     assert whole.nbytes - planned.nbytes == rows * 2 * (8 * 4 - (8 // 2 + 8 // 4 * 2))
 
 
+@pytest.mark.slow
 def test_a_step_dequantises_one_layer_at_a_time() -> None:
     """The temporaries beside the codes are less than three layers of eight."""
     params = decoder(windows=(None,) * 8)

@@ -87,11 +87,13 @@ def test_segment_attention(case, lanes, small_tiles):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "lanes"), QUANTIZED_SEGMENT_CASES, ids=str)
 def test_quantized_segments(case, lanes, small_tiles):
     check_segments(interpreted(segment.segment_attention), case, lanes, rounded=False)
 
 
+@pytest.mark.slow
 def test_keys_and_values_of_different_storage_are_refused():
     q, t = jnp.zeros((1, 1, 1, 128)), jnp.zeros((1, 1), jnp.int32)
     k, v = (QuantizedArray.of(q, 8, group) for group in (32, 64))
@@ -107,6 +109,7 @@ def test_window_scores(case, small_tiles):
     check_window(interpreted(window.window_scores), without_float16(case, check_window, window.window_scores))
 
 
+@pytest.mark.slow
 def test_slots_beyond_the_last_visible_tile_are_not_read(small_tiles):
     """Each head has 5 tiles. NaN in the tiles after the last visible one does not change the result."""
     rng = np.random.default_rng(0)
@@ -150,6 +153,7 @@ def fetched(monkeypatch):
     return counts
 
 
+@pytest.mark.slow
 def test_only_visible_tiles_are_fetched(fetched, small_tiles, monkeypatch):
     """Kernels fetch the tiles up to the last visible one, of keys and of values, and one tile of an empty head."""
     bounds = np.array([[0, 1, 128, 129], [600, 300, 0, 512]])
@@ -199,6 +203,7 @@ def test_top_tokens_equal_a_stable_sort(tokens, size):
         np.testing.assert_array_equal(got[b, h], np.pad(expected, (0, size - expected.size), constant_values=-1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "group", "window"), [("float32", 4, None), ("float32", 1, 30), ("bfloat16", 7, None)]
 )
@@ -228,6 +233,7 @@ def test_prompts_over_cached_slots(case, slots, monkeypatch):
     check_prompt(interpreted(prompt.prompt_attention), case, slots)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error::UserWarning")  # dispatch would warn of a fallback
 def test_a_policy_of_segments_uses_every_kernel():
     """With heads that fill vector lanes, every kernel serves, and tokens are the same as without kernels."""

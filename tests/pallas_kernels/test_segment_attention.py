@@ -31,6 +31,7 @@ def pool(rng, lanes, dtype=np.float32):
     return k, v, positions, start, dense
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("group", "queries", "lanes"), [(1, 1, 4), (4, 3, 1), (7, 1, 2), (2, 2, 1)])
 @pytest.mark.parametrize("window", [None, 60])
 def test_each_head_attends_to_its_own_segment(group, queries, lanes, window):
@@ -48,6 +49,7 @@ def test_each_head_attends_to_its_own_segment(group, queries, lanes, window):
     assert np.all(np.isneginf(lse[0, :group]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantised_entries_give_the_results_of_their_numbers(bits):
     rng = np.random.default_rng(bits)

@@ -48,6 +48,7 @@ attention, slot, segment, window, top, prompt = (
 interpreted = partial(jitted, interpret=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SLOT_CASES + QUANTIZED_CASES, ids=str)
 def test_slot_attention(case):
     check_slots(interpreted(slot.slot_attention), case)

@@ -95,6 +95,7 @@ def pool_bytes(policy: Policy, config) -> int:
     return 4 * (lanes * -(-rows // PAGE) * PAGE * numbers + 4 * segments + layers * per_row)
 
 
+@pytest.mark.slow
 @every_policy
 def test_bytes_are_the_closed_form_and_stay_so(spec):
     """U6 and U7, for answers of 40 tokens, or of 8 where they are added to the cache."""

@@ -197,6 +197,7 @@ def check_eviction(composition, kept, before, stepped, capacity) -> None:
     assert np.isfinite(entries.values).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("score", "turn"), turns(0), ids=name_of)
 def test_compositions_are_the_literal_ones(score, turn):
     """U1, U2, U3 and U6 when a prompt has been read, and when a token comes in after it."""
@@ -218,6 +219,7 @@ def test_compositions_are_the_literal_ones(score, turn):
         check(composition, np.repeat(capacity.reshape(-1, 1), H, axis=1), memo)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("score", "turn"), turns(2), ids=name_of)
 def test_compositions_on_allocated_budgets_are_the_literal_ones(score, turn):
     """The same for heads that retain as many entries as their scores deserve; three rows for each budget."""

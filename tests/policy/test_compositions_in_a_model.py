@@ -104,9 +104,8 @@ def after_step(policy, params, cache, layer: int, row: int) -> list[set[int]]:
     return heads
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if i else []) for i, name in enumerate(SAMPLES)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLES)
 def test_a_few_run_through_a_model(name):
     """A prompt within the budget gives full attention; every row retains what the literal composition does."""
     policy, rng, steps = SAMPLES[name], np.random.default_rng(1), 3

@@ -55,6 +55,7 @@ def test_every_preset_is_here():
     assert set(SPECS) == set(policies.PRESETS)
 
 
+@pytest.mark.slow
 @every_policy
 @few
 @given(text=texts)
@@ -216,6 +217,7 @@ def test_the_order_of_slots_is_free(spec, text):
         assert_same_rows(mine, others, row, row)
 
 
+@pytest.mark.slow
 @each_kind_of_policy
 @few
 @given(text=texts, others=texts)
@@ -253,6 +255,7 @@ def twice_the_keys(gqa):
 
 
 # MorphKV's group="logits" is not here: the softmax of a group's summed logits depends on the number of heads.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec",
     [
@@ -262,10 +265,10 @@ def twice_the_keys(gqa):
         "morphkv:budget=12,window=4,fusion=max",
         "lagkv:budget=12,sinks=2,lag=4",
         "criticalkv:base=h2o,base.budget=12",
-        pytest.param("finch:budget=12,window=4", marks=pytest.mark.slow),
-        pytest.param("d2o:budget=12,layer_budgets=False", marks=pytest.mark.slow),
-        pytest.param("chunkkv:base=h2o,base.budget=12,length=5", marks=pytest.mark.slow),
-        pytest.param("expected_attention:budget=12,sinks=2,future=8", marks=pytest.mark.slow),
+        "finch:budget=12,window=4",
+        "d2o:budget=12,layer_budgets=False",
+        "chunkkv:base=h2o,base.budget=12,length=5",
+        "expected_attention:budget=12,sinks=2,future=8",
     ],
 )
 def test_a_group_of_equal_heads_is_one_head(spec):
@@ -280,6 +283,7 @@ def test_a_group_of_equal_heads_is_one_head(spec):
 CHUNKS = "chunkkv:base=snapkv,base.budget=12,base.window=4,base.pool=none,length=5"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["full", "streaming_llm:budget=12,sinks=2", "tova:budget=12", CHUNKS])
 def test_heads_that_share_keys_are_heads_with_equal_keys(spec):
     """U8 for the policies that retain the same tokens in all heads."""

@@ -126,6 +126,7 @@ CHOSEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("over", "preset"), [pytest.param(*case, marks=[] if case in CHOSEN else pytest.mark.exhaustive) for case in CASES]
 )
@@ -161,6 +162,7 @@ def sample():
         yield pytest.param(accepted[turn % len(accepted)], preset, marks=marks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("over", "preset"), list(sample()))
 def test_combinations_read_and_decode(over, preset):
     """A prompt and a few tokens: finite logits and values, and no more entries of the prompt than under the base."""

@@ -82,6 +82,7 @@ def comparable(found):
             yield what, form, [x for name in sorted(alike) for x in jax.tree.leaves(shown[name])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", each(distinct(), FAST))
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_base_sees_what_it_sees_alone(wrapper, preset):
@@ -149,6 +150,7 @@ def entrywise(policy):
 BASES = ("h2o", "d2o", "kvzip", "kvmerger", "dynamickv", "pyramidkv", "chunkkv", "kvcrush", "kvcompose", "knorm", "rkv")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", part(policies.PRESETS, BASES))
 def test_adakv_over_every_preset(preset):
     """Heads of a layer compete for the entries that the preset gives the layer, or the combination is refused."""
@@ -193,6 +195,7 @@ def projected_layer(layer, values):
     return np.stack(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", part(policies.PRESETS, BASES))
 def test_criticalkv_over_every_preset(preset):
     """Each head retains as many entries as without it, in two stages, or the combination is refused."""
