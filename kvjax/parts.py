@@ -24,6 +24,7 @@ from kvjax.policy import (
     Protect,
     Received,
     ScoreWrapper,
+    SelectWrapper,
     check_choice,
     check_integer,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "Received",
     "Reduction",
     "ScoreWrapper",
+    "SelectWrapper",
     "Slots",
     "budget_of",
     "check_choice",

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.heads import ALL_HEADS, Heads
-from kvjax.policy import ByQueryHead, Policy, Select, check_integer
+from kvjax.policy import ByQueryHead, Policy, SelectWrapper, check_integer
 
 from .registry import preset
 from .snapkv import snapkv
@@ -37,7 +37,7 @@ SNAPKV = snapkv()
 
 
 @dataclass(frozen=True)
-class Chunks(Select):
+class Chunks(SelectWrapper):
     """Retains the tokens of a chunk together, in all heads: each token is given the mean score of its chunk.
 
     A chunk is `length` consecutive positions of a row. Its score is the mean over the unprotected entries that the kv
@@ -51,7 +51,6 @@ class Chunks(Select):
         length: the number of positions in a chunk.
     """
 
-    base: Select
     length: int = 20
 
     def __post_init__(self) -> None:
@@ -65,11 +64,6 @@ class Chunks(Select):
     @property
     def compares(self) -> Literal["scores", "means", "other"]:
         return "means"
-
-    def victims(
-        self, scores: Float[Array, "B H S"], positions: Int[Array, "B H S"], count: int
-    ) -> Int[Array, "B H count"]:
-        return self.base.victims(scores, positions, count)
 
     def keep(
         self,

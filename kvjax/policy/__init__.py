@@ -5,7 +5,7 @@ from .merge import Effects, Keep, Merge
 from .part import Part, check_choice, check_integer
 from .policy import Policy, Protect
 from .score import Attended, LayerShape, Moment, Needs, Pass, Received, Score, ScoreWrapper, Texts
-from .select import ByQueryHead, Select
+from .select import ByQueryHead, Select, SelectWrapper
 from .storage import PLAIN, Storage
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "Score",
     "ScoreWrapper",
     "Select",
+    "SelectWrapper",
     "Storage",
     "Texts",
     "check_alike",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from jaxtyping import Array, Float, Int
@@ -50,3 +51,19 @@ class Select(Part):
         self, scores: Float[Array, "B H S"], positions: Int[Array, "B H S"], count: int
     ) -> Int[Array, "B H count"]:
         """The indices of `count` entries to evict while decoding, S where there is none. Scores of +inf stay."""
+
+
+@dataclass(frozen=True)
+class SelectWrapper(Select):
+    """A selection that compresses prompts in its own way and leaves evictions while decoding to another one.
+
+    Attributes:
+        base: the selection that evicts.
+    """
+
+    base: Select
+
+    def victims(
+        self, scores: Float[Array, "B H S"], positions: Int[Array, "B H S"], count: int
+    ) -> Int[Array, "B H count"]:
+        return self.base.victims(scores, positions, count)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import mark
 from kvjax.heads import ALL_HEADS, Heads
 from kvjax.pallas_kernels import compact
-from kvjax.policy import ByQueryHead, Select, check_integer
+from kvjax.policy import ByQueryHead, Select, SelectWrapper, check_integer
 
 FAR = jnp.iinfo(jnp.int32).max
 
@@ -70,7 +70,7 @@ def fill(
 
 
 @dataclass(frozen=True)
-class Pages(Select):
+class Pages(SelectWrapper):
     """Retains whole pages of tokens, those with the highest mean scores.
 
     A page is `page` consecutive positions of a row. Protected tokens stay by themselves; the other tokens of their page
@@ -83,7 +83,6 @@ class Pages(Select):
         page: the number of positions in a page.
     """
 
-    base: Select
     page: int = 32
 
     def __post_init__(self) -> None:
@@ -93,11 +92,6 @@ class Pages(Select):
     @property
     def compares(self) -> Literal["scores", "means", "other"]:
         return "means"
-
-    def victims(
-        self, scores: Float[Array, "B H S"], positions: Int[Array, "B H S"], count: int
-    ) -> Int[Array, "B H count"]:
-        return self.base.victims(scores, positions, count)
 
     def keep(
         self,

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import mark
 from kvjax.heads import ALL_HEADS, Heads
 from kvjax.pallas_kernels import compact, top_tokens
-from kvjax.policy import ByQueryHead, Policy, Select, check_choice, check_integer
+from kvjax.policy import ByQueryHead, Policy, SelectWrapper, check_choice, check_integer
 
 from ..common.budgets import Fraction
 from .pages import PageMap, check_entrywise, fill
@@ -25,7 +25,7 @@ ITERATIONS = 10  # of k-means
 
 
 @dataclass(frozen=True)
-class Representatives(Select):
+class Representatives(SelectWrapper):
     """Gives a share of the budget to tokens that represent those that the base leaves out (KVCrush, Algorithms 1, 2).
 
     A token has one bit per head of the layer: 1 if the head retains it, or ranks it in the upper part of the tokens
@@ -60,7 +60,6 @@ class Representatives(Select):
             `by_query_head`. A query head's ones are the tokens that it ranks highest, as many as its kv head has.
     """
 
-    base: Select
     share: float
     anchor: Literal["mean", "alternate"] | int = "mean"
     pick: Literal["centroid", "grid", "kmeans"] = "centroid"
@@ -101,11 +100,6 @@ class Representatives(Select):
                 f"Representatives with bits='query' compares query heads, and {type(policy.score).__name__} has no "
                 "scores of single query heads: expected QueryHeadAttention of it"
             )
-
-    def victims(
-        self, scores: Float[Array, "B H S"], positions: Int[Array, "B H S"], count: int
-    ) -> Int[Array, "B H count"]:
-        return self.base.victims(scores, positions, count)
 
     def keep(
         self,
