@@ -1,0 +1,190 @@
+"""The options of all presets and parts: their defaults, which are the papers', and numbers below their range."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from kvjax import policies
+from kvjax.policy import Part, Policy
+from tests.policy.compositions import ALLOCATED, BUDGETS, MERGES, SCORES, SELECTS
+
+DEFAULTS = {
+    "adakv": {"alpha": 0.2, "normalise": None, "formula": "paper", "groups": 1},
+    "cam": {"budget": 1024, "sinks": 4, "tokens": 32, "form": "bernoulli", "group": "mean", "every": 1, "seed": 0},
+    "chunkkv": {"length": 20},
+    "criticalkv": {"first": 0.5, "epsilon": 0.0001},
+    "d2o": {
+        "budget": 0.2,
+        "sinks": 4,
+        "recent": 0.5,
+        "layer_budgets": True,
+        "dense_first": 2,
+        "dense_last": 1,
+        "every": 1,
+        "merge.weights": "paper",
+        "merge.alpha": 0.5,
+        "merge.beta": 0.5,
+    },
+    "duo_attention": {"gates": "demo", "sparsity": 0.5, "sinks": 128, "recent": 256, "every": 1, "groups": 1},
+    "dynamickv": {
+        "budget": 1024,
+        "window": 8,
+        "kernel": 7,
+        "pool": "avg",
+        "group": "mean",
+        "interval": 4,
+        "r_max": 10.0,
+        "code_rounding": False,
+    },
+    "expected_attention": {
+        "budget": 1024,
+        "sinks": 4,
+        "future": 512,
+        "covariance": True,
+        "value_norm": True,
+        "epsilon": 0.0,
+    },
+    "finch": {"budget": 1024, "window": 32, "chunk": None, "rescale": True},
+    "full": {},
+    "h2o": {"budget": 1024, "recent": 0.5, "group": "mean", "every": 1, "sinks": 0},
+    "keydiff": {"budget": 1024, "sinks": 0, "recent": 0, "every": None},
+    "keyformer": {
+        "budget": 0.6,
+        "recent": 0.3,
+        "temperature": 1.0,
+        "growth": 0.01,
+        "noise": "gumbel",
+        "seed": 0,
+        "every": 1,
+    },
+    "knorm": {"budget": 1024, "sinks": 0, "recent": 0, "every": None},
+    "kvcompose": {
+        "budget": 1024,
+        "heads": "mean",
+        "structured": True,
+        "groups": 1,
+        "min_tokens": 0,
+        "first_layer": False,
+        "score.source": "replay",
+        "score.prompts": "",
+        "score.rows": "max",
+        "score.group": "mean",
+        "score.head_mean": True,
+        "score.value_norm": "none",
+    },
+    "kvcrush": {
+        "share": 0.25,
+        "anchor": "mean",
+        "pick": "centroid",
+        "upper": 0.5,
+        "granularity": "token",
+        "page": 32,
+        "bits": "kv",
+    },
+    "kvmerger": {
+        "budget": 0.5,
+        "recent": 0.34,
+        "group": "mean",
+        "every": None,
+        "merge.heavy": 0.24,
+        "merge.theta": 0.75,
+        "merge.rule": "anchor",
+        "merge.straddle": False,
+        "merge.sigma": "mean",
+        "merge.weights": "gauss",
+        "merge.pivot": "score",
+        "merge.seed": 0,
+        "merge.count_bias": False,
+    },
+    "kvzip": {
+        "budget": 0.3,
+        "sinks": 4,
+        "level": "global",
+        "strict": False,
+        "groups": 1,
+        "score.sinks": 4,
+        "score.chunk": 2048,
+        "score.instruction": "\n\nRepeat the previous context exactly.",
+        "score.starting": "\n\nRepeat the part of the previous context exactly, starting with",
+        "score.suffix": "\n",
+    },
+    "lagkv": {"budget": 1024, "sinks": 4, "lag": 128, "cross": False, "every": None},
+    "leverage_score": {"budget": 1024, "sketch": 48, "seed": 0, "sinks": 0, "recent": 0},
+    "morphkv": {
+        "budget": 2048,
+        "window": 32,
+        "fusion": "sum",
+        "every": 1,
+        "dense_layers": 0,
+        "normalise": "full",
+        "group": "sum",
+        "block": None,
+    },
+    "pyramidkv": {
+        "budget": 1024,
+        "window": 8,
+        "kernel": 7,
+        "pool": "max",
+        "group": "mean",
+        "beta": 20,
+        "formula": "paper",
+    },
+    "quantize": {"bits": 8, "group": None},
+    "random": {"budget": 1024, "seed": 0, "sinks": 0, "recent": 0, "every": None},
+    "rkv": {"budget": 1024, "window": 8, "kernel": 7, "mix": 0.07, "threshold": 0.5, "every": 128},
+    "scissorhands": {"budget": 1024, "window": 400, "recent": 10, "drop": 0.5},
+    "snapkv": {"budget": 1024, "window": 32, "kernel": 7, "pool": "max", "group": "mean"},
+    "streaming_llm": {"budget": 1024, "sinks": 4, "positions": "original", "every": 1},
+    "tova": {"budget": 1024, "recent": 0, "every": 1},
+}
+COSINES = {"merge.theta", "threshold"}  # -1 is one
+
+
+def options(accepted: Mapping[str, inspect.Parameter], prefix: str = "") -> Iterator[tuple[str, Any, bool]]:
+    """The name of each option, those of parts dotted, its default, and whether it takes a number."""
+    for name, parameter in accepted.items():
+        default = parameter.default
+        if isinstance(default, Policy):
+            continue
+        if isinstance(default, Part):
+            own = inspect.signature(type(default)).parameters
+            inner = {field: own[field].replace(default=getattr(default, field)) for field in own}
+            yield from options(inner, f"{prefix}{name}.")
+        else:
+            yield prefix + name, default, not {"int", "float"}.isdisjoint(str(parameter.annotation).split(" | "))
+
+
+def options_of(preset: str) -> list[tuple[str, Any, bool]]:
+    return list(options(inspect.signature(policies.PRESETS[preset]).parameters))
+
+
+@pytest.mark.parametrize("preset", DEFAULTS)
+def test_defaults(preset):
+    assert {name: default for name, default, _ in options_of(preset)} == DEFAULTS[preset]
+
+
+NUMBERS = [(preset, name) for preset in policies.PRESETS for name, _, number in options_of(preset) if number]
+
+
+@pytest.mark.parametrize(("preset", "name"), [case for case in NUMBERS if case[1] not in COSINES])
+def test_a_preset_refuses_numbers_below_their_range(preset, name):
+    with pytest.raises(ValueError, match="-1"):
+        policies.parse(f"{preset}:{name}=-1")
+
+
+PARTS = {type(part).__name__: part for part in (*SCORES, *BUDGETS, *ALLOCATED, *SELECTS, *MERGES)}
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS.keys())
+def test_a_part_refuses_numbers_below_their_range(part):
+    """Parts of their own check what presets would refuse for another part's sake."""
+    for field in fields(part):
+        number = getattr(part, field.name)
+        if isinstance(number, int | float) and not isinstance(number, bool) and field.name not in COSINES:
+            with pytest.raises(ValueError, match="-1"):
+                replace(part, **{field.name: -1})
