@@ -79,26 +79,45 @@ POLICIES = (*DISTINCT, *ALIKE)
 POLICY_PARAMS = part(POLICIES, DISTINCT)
 
 
-MEMORY, MAPS = 3 << 29, 30_000  # of a process, beyond which it forgets its compiled programs
+MAPS = 30_000  # memory maps of a process; Linux gives it 65,530
+LEAST, GROWTH = 3 << 29, 3 << 28  # bytes of a process that are left to it, and what it may take beyond its other needs
 
 
-@pytest.fixture(autouse=True)
-def room_for_programs() -> Iterator[None]:
-    """Forgets compiled programs when a process takes 1.5 GB, or half the memory maps that Linux gives it (65,530).
+class Memory:
+    """Forgets compiled programs when they take 0.75 GB, or half of the memory maps that Linux gives a process.
 
     A small program holds some 8 MB and 60 maps. Tests that need a forgotten program trace it again; the cache on disk
-    serves the compiled code. The C library keeps freed memory until malloc_trim returns it to the system.
+    serves the compiled code. The C library keeps freed memory until malloc_trim returns it to the system. What is still
+    resident then, such as compilers for accelerators, is not of programs, so the next limit lies beyond it.
     """
-    yield
-    process = Path("/proc/self")
-    if not process.exists():
-        return
-    resident = int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    if resident > MEMORY or (process / "maps").read_bytes().count(b"\n") > MAPS:
+
+    limit = LEAST
+
+    def check(self) -> None:
+        if not Path("/proc/self").exists():
+            return
+        maps = Path("/proc/self/maps").read_bytes().count(b"\n")
+        if self.resident() < self.limit and maps < MAPS:
+            return
         jax.clear_caches()
         gc.collect()
         if hasattr(library := ctypes.CDLL(None), "malloc_trim"):
             library.malloc_trim(0)
+        self.limit = max(LEAST, self.resident() + GROWTH)
+
+    def resident(self) -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.fixture(scope="session")
+def memory() -> Memory:
+    return Memory()
+
+
+@pytest.fixture(autouse=True)
+def room_for_programs(memory: Memory) -> Iterator[None]:
+    yield
+    memory.check()
 
 
 @pytest.fixture(params=POLICY_PARAMS, scope="session")  # tests of one policy run together, and share its programs
