@@ -15,7 +15,7 @@ from kvjax.methods.kvmerger.cluster import BLOCK, set_ends, solve_theta
 from kvjax.models import AttentionLayer, Rope
 from kvjax.pallas_kernels import Reduction, slot_attention, window_scores
 from kvjax.parts import AccumulatedAttention, Drop, Fixed, GaussianMerge, TopTokens, WindowAttention
-from kvjax.policies import adakv, kvmerger, parse
+from kvjax.policies import kvmerger, parse
 from kvjax.policy import Moment, Policy, Protect
 from tests import tiny
 from tests.methods.reference import attended, rotated, softmax
@@ -364,22 +364,6 @@ def check(entries, b, h, expected):
         np.testing.assert_allclose(entries.keys[b, h, slot[position]], key, atol=1e-5)
         np.testing.assert_allclose(entries.values[b, h, slot[position]], value, atol=1e-5)
     return slot
-
-
-@pytest.mark.slow
-def test_a_pool_of_segments_merges_as_layers_do():
-    """Under AdaKV with alpha = 1 all heads have the same budget. A merge frees other slots than the lowest scores'."""
-    rows = [np.repeat(RNG.integers(0, tiny.VOCAB, n), 2)[:n] for n in (40, 23)]
-    more = np.repeat(RNG.integers(0, tiny.VOCAB, (5, 2)), 2, axis=0)
-    policy = kvmerger(14, recent=4, every=2, merge=GaussianMerge(heavy=3, theta=0.3))
-    params, logits = tiny.decoder(), []
-    for own in (policy, adakv(policy, alpha=1.0)):
-        _, cache = tiny.prefill(params, own, rows, 48)
-        for token in more:
-            out, cache = tiny.step(params, cache, token, np.ones(2, bool))
-        logits.append((out, [tiny.held(cache, b) for b in range(2)]))
-    assert logits[0][1] == logits[1][1]
-    np.testing.assert_allclose(logits[0][0], logits[1][0], atol=1e-5)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax.parts import GaussianMerge
-from kvjax.policies import kvmerger
+from kvjax.policies import adakv, kvmerger
 from tests import tiny
 from tests.methods.reference import _unrotated, attended, rotated, softmax
 from tests.methods.test_kvmerger import RNG, check, merge_down
@@ -88,3 +88,20 @@ def test_rows_that_are_not_full_are_left_as_they_are():
         x, y = (np.asarray(getattr(entries, name)) for entries in (before, after))
         np.testing.assert_array_equal(x[1][same], y[1][same])
         assert name == "bias" or (x[0] != y[0]).any(axis=-1).sum() > 2
+
+
+@pytest.mark.slow
+def test_a_pool_of_segments_merges_as_layers_do():
+    """Under AdaKV with alpha = 1 all heads have the same budget. A merge frees other slots than the lowest scores'."""
+    rng = np.random.default_rng(2)
+    rows = [np.repeat(rng.integers(0, tiny.VOCAB, n), 2)[:n] for n in (40, 23)]
+    more = np.repeat(rng.integers(0, tiny.VOCAB, (5, 2)), 2, axis=0)
+    policy = kvmerger(14, recent=4, every=2, merge=GaussianMerge(heavy=3, theta=0.3))
+    params, logits = tiny.decoder(), []
+    for own in (policy, adakv(policy, alpha=1.0)):
+        _, cache = tiny.prefill(params, own, rows, 48)
+        for token in more:
+            out, cache = tiny.step(params, cache, token, np.ones(2, bool))
+        logits.append((out, [tiny.held(cache, b) for b in range(2)]))
+    assert logits[0][1] == logits[1][1]
+    np.testing.assert_allclose(logits[0][0], logits[1][0], atol=1e-5)
