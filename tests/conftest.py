@@ -80,11 +80,12 @@ POLICY_PARAMS = part(POLICIES, DISTINCT)
 
 
 MAPS = 30_000  # memory maps of a process; Linux gives it 65,530
-LEAST, GROWTH = 3 << 29, 3 << 28  # bytes of a process that are left to it, and what it may take beyond its other needs
+LEAST = 3 << 29  # bytes; a smaller process forgets nothing
+GROWTH = 3 << 28  # bytes that a process may take after it has forgotten its programs
 
 
 class Memory:
-    """Forgets compiled programs when they take 0.75 GB, or half of the memory maps that Linux gives a process.
+    """Forgets compiled programs when a process grows by GROWTH beyond what it needs without them, or has MAPS maps.
 
     A small program holds some 8 MB and 60 maps. Tests that need a forgotten program trace it again; the cache on disk
     serves the compiled code. The C library keeps freed memory until malloc_trim returns it to the system. What is still

@@ -198,9 +198,9 @@ def test_codes_are_read_as_such(name: str, text: str, bits: int) -> None:
     assert hlo.count(KERNELS[name]) >= LAYERS
 
 
-# From jax 0.12 on, MorphKV's state goes through a TPU's fast memory, and comes back beside where it was: 1.6 %.
 LLAMA_8B, LLAMA_70B = llama(32, 4096, 14_336, 32), llama(80, 8192, 28_672, 64)
 MORPHKV = "morphkv:budget=2048,window=32"
+# From jax 0.12 on, MorphKV's state goes through a TPU's fast memory, and comes back beside where it was: 1.6 %.
 MOVED = 0.01 if jax.__version_info__ < (0, 12) else 0.02
 
 
