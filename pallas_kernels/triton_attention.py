@@ -23,6 +23,8 @@ from .triton_attention_kernel import ExtraReduction, ExtraRows, attend_kernel
 from .triton_join import join
 
 MOST_SPLITS = 64  # programs that share the tiles of one block of rows
+SEGMENT_PROGRAMS = 4 * PROGRAMS  # for segments, whose lengths differ: programs that end early make room for others
+LEAST_TILES = 2  # tiles per program, if programs share them
 
 
 class AttendOutput(NamedTuple):
@@ -103,7 +105,8 @@ def attend(
     Dp = power_of_two(D)
     blocks = blocks or attend_blocks(R, k, 0 if extra is None else extra.lse.shape[2])
     row_blocks = pl.cdiv(R, blocks.rows)
-    splits = max(1, min(PROGRAMS // (B * H * row_blocks), pl.cdiv(T, 4 * blocks.slots), MOST_SPLITS))
+    programs = PROGRAMS if start is None else SEGMENT_PROGRAMS
+    splits = max(1, min(programs // (B * H * row_blocks), pl.cdiv(T, LEAST_TILES * blocks.slots), MOST_SPLITS))
     ragged = start is not None or T % blocks.slots != 0 or blocks.slots > T
 
     def head(*shape: int) -> pl.BlockSpec:

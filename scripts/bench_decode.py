@@ -6,11 +6,12 @@
 Two sides of a comparison take turns in one process, after one call each that compiles. The output is JSON lines: every
 measurement, then the ratio of the medians and its goal. The cases, each divided by its reference:
 
+    kernels     the kernels of a step, by their launches and time; GPUs only
     roofline    a step of one row on 2,048 slots; reference: one read of all weights and entries at the rate of a copy
     morphkv     a step that evicts, with windows of 32 and 200 and at every 8th step; reference: the same 2,048 slots
     dynamickv   tokens/s after a long prompt with 128 entries per layer, and time to the first; reference: full cache
     batch       tokens/s of all rows of MorphKV (600 entries); reference: SnapKV (1,024), each with the rows that fit
-    flat        a step after a long answer under MorphKV; reference: a step after a short answer
+    flat        a step after an answer of 8,192 tokens under MorphKV; reference: a step after the prompt
     kvcrush     reading a prompt; reference: its base, SnapKV
     prefill     the peak memory that reading a long prompt takes, beyond weights and the retained cache
 """
@@ -18,22 +19,28 @@ measurement, then the ratio of the medians and its goal. The cases, each divided
 from __future__ import annotations
 
 import argparse
+import inspect
+import itertools
 import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from device_time import Kernel, has_cupti, kernels
 
 import kvjax
+from kvjax.aot.lower import plan_params
+from kvjax.clock import Clock
+from kvjax.decode import Decoding, decode
 from kvjax.models import Decoder, DecoderConfig, Rope
 from kvjax.policies import parse
+from kvjax.request import AnswerOptions, Request, read_request
 
 LLAMA_8B = DecoderConfig("llama", 128_256, 4096, 14_336, 32, 8, 128, (None,) * 32, Rope(500_000.0), 131_072)
 SMALL = DecoderConfig("llama", 1000, 64, 128, 4, 2, 16, (None,) * 2, Rope(500_000.0), 131_072)
@@ -66,16 +73,28 @@ class Bench:
 
     small: bool
     repeats: int
+    layers: int | None
 
     @cached_property
     def config(self) -> DecoderConfig:
-        return SMALL if self.small else LLAMA_8B
+        config = SMALL if self.small else LLAMA_8B
+        return config if self.layers is None else replace(config, windows=config.windows[: self.layers])
 
     @cached_property
     def params(self) -> Decoder:
-        """Drawn on the device, in one program."""
+        """Drawn on the device, by one program per shape."""
         dtype = jnp.float32 if self.small else jnp.bfloat16
-        return jax.jit(lambda: Decoder(self.config, nnx.Rngs(0), dtype))()
+        draw = jax.jit(
+            lambda key, shape: (jax.random.normal(key, shape) * self.config.hidden_size**-0.5).astype(dtype),
+            static_argnums=1,
+        )
+        shapes, tree = jax.tree.flatten(plan_params(self.config, dtype, kvjax.make_mesh(devices=jax.devices()[:1])))
+        keys = jax.random.split(jax.random.key(0), len(shapes))
+        leaves = [
+            jnp.ones(x.shape, dtype) if len(x.shape) == 1 else draw(key, x.shape)
+            for key, x in zip(keys, shapes, strict=True)
+        ]
+        return jax.tree.unflatten(tree, leaves)
 
     def size(self, tokens: int) -> int:
         """So many tokens, or a sixteenth where all is small."""
@@ -85,7 +104,7 @@ class Bench:
         return np.random.default_rng(0).integers(0, self.config.vocab_size, (batch, tokens)).astype(np.int32)
 
     def document(self, text: str, batch: int, tokens: int) -> kvjax.KVCache:
-        chunk = min(tokens, 4096)
+        chunk = 4096 if tokens > 4096 else None
         return kvjax.prefill(self.params, self.prompt(batch, tokens), policy=parse(text), chunk=chunk)
 
     def step(self, text: str, batch: int, tokens: int, new: int) -> Run:
@@ -98,6 +117,36 @@ class Bench:
             return out.stats.decode_seconds / (new - 1)
 
         return run
+
+    def kernels(self) -> None:
+        """The difference of two loops is what one step launches, without what comes before and after."""
+        if not has_cupti():
+            show(case="kernels", skipped="no GPU of NVIDIA is here")
+            return
+        slots, new = self.size(2048), 8
+        loop = jax.jit(inspect.unwrap(decode))  # donates nothing, so it can run twice
+        for batch, text in itertools.product(
+            (1, 8), ("full", f"snapkv:budget={slots}", f"morphkv:budget={slots},window={self.size(32)}")
+        ):
+            length = slots if text != "full" else slots - 2 * new
+            answer = AnswerOptions(2 * new, None, 0, ())
+            request = Request.of(self.params, self.prompt(batch, length), policy=text, answer=answer)
+            logits, cache = read_request(self.params, request, Clock())
+            state = Decoding.begin(request, cache, size=request.room, log_probs=False)
+            short, long = (
+                {kernel.name: kernel for kernel in kernels(loop, self.params, state, logits, np.int32(limit))}
+                for limit in (new, 2 * new)
+            )
+            zero = Kernel("", 0, 0.0)
+            counts = {name: (kernel.launches - short.get(name, zero).launches) / new for name, kernel in long.items()}
+            micros = {
+                name: 1e6 * (kernel.seconds - short.get(name, zero).seconds) / new for name, kernel in long.items()
+            }
+            total = {"launches": sum(counts.values()), "microseconds": sum(micros.values())}
+            slowest = [
+                (name, counts[name], round(micros[name], 1)) for name in sorted(micros, key=lambda n: -micros[n])
+            ]
+            show(case="kernels", policy=text, batch=batch, **total, slowest=slowest[:30])
 
     def roofline(self) -> None:
         slots, new = self.size(2048), self.size(128)
@@ -131,7 +180,7 @@ class Bench:
             compare("morphkv", sides, self.repeats, "<= 1.03, 1.10, 1.01", batch=batch)
 
     def dynamickv(self) -> None:
-        tokens, new, batch = self.size(32_768), self.size(8192), 2 if self.small else 8
+        tokens, new, batch = self.size(32_768), self.size(512), 2 if self.small else 8
         texts = ("full", f"dynamickv:budget={self.size(128)},window={self.size(32)}")
         prompt, firsts, rates = self.prompt(batch, tokens), {}, {}
         for text in texts:  # not both in memory at once
@@ -146,7 +195,7 @@ class Bench:
         return kvjax.generate(self.params, prompt, policy=parse(text), **options).stats
 
     def batch(self) -> None:
-        tokens, new = self.size(1024), self.size(8192)
+        tokens, new = self.size(1024), self.size(256)
         stats = jax.devices()[0].memory_stats() or {"bytes_limit": 1 << 30}
         free = 0.85 * stats["bytes_limit"] - sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
         rates = {}
@@ -164,17 +213,17 @@ class Bench:
         show(case="batch", ratio=morphkv / snapkv, goal=">= 4.7")
 
     def flat(self) -> None:
-        text, new = f"morphkv:budget={self.size(2048)},window={self.size(32)}", self.size(512)
-        document = self.document(text, 1, self.size(2048))
-        options: dict[str, Any] = {"max_new_tokens": new, "eos": ()}
-        out = kvjax.generate(self.params, self.prompt(1, 1), cache=document, **options)
-        steps = []
-        for _ in range(self.size(32_768) // new):
-            out = kvjax.generate(self.params, None, cache=out.cache, **options)
-            steps.append(out.stats.decode_seconds / new)
-        begin, end = statistics.median(steps[:4]), statistics.median(steps[-4:])
-        tokens = [4 * new, len(steps) * new]
-        show(case="flat", tokens=tokens, steps=[begin, end], ratio=end / begin, goal="1 as the answer grows")
+        text, new = f"morphkv:budget={self.size(2048)},window={self.size(32)}", self.size(256)
+        cache = self.document(text, 1, self.size(2048))
+        answered, steps = self.size(8192), []
+        longer = kvjax.generate(self.params, self.prompt(1, 1), cache=cache, max_new_tokens=answered, eos=()).cache
+        for document in (cache, longer):
+            taken = []
+            for _ in range(self.repeats + 1):  # the first compiles
+                out = kvjax.generate(self.params, self.prompt(1, 1), cache=document, max_new_tokens=new, eos=())
+                taken.append(out.stats.decode_seconds / (new - 1))
+            steps.append(statistics.median(taken[1:]))
+        show(case="flat", tokens=[0, answered], steps=steps, ratio=steps[1] / steps[0], goal="1 as the answer grows")
 
     def kvcrush(self) -> None:
         tokens, budget = self.size(8192), self.size(1024)
@@ -193,6 +242,7 @@ class Bench:
 
     def prefill(self) -> None:
         tokens, device = self.size(131_072), jax.devices()[0]
+        jax.block_until_ready(self.params)
         before = (device.memory_stats() or {}).get("bytes_in_use")
         policy = parse(f"snapkv:budget={self.size(2048)},window={self.size(64)}")
         document = kvjax.prefill(self.params, self.prompt(1, tokens), policy=policy)  # in one piece, layer by layer
@@ -203,17 +253,27 @@ class Bench:
         show(case="prefill", beyond=beyond, layers=None if beyond is None else beyond / layer, **facts)
 
 
-CASES = ("prefill", "roofline", "morphkv", "kvcrush", "dynamickv", "batch", "flat")  # the peak of memory comes first
+CASES = (
+    "prefill",
+    "kernels",
+    "roofline",
+    "morphkv",
+    "kvcrush",
+    "dynamickv",
+    "batch",
+    "flat",
+)  # the peak of memory comes first
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--small", action="store_true", help="a small model and a sixteenth of all sizes, in float32")
+    parser.add_argument("--layers", type=int, help="all of the model's by default")
     parser.add_argument("--repeats", type=int, default=5)
     given = parser.parse_args()
-    bench = Bench(given.small, given.repeats)
-    show(device=jax.devices()[0].device_kind, jax=jax.__version__, small=given.small)
+    bench = Bench(given.small, given.repeats, given.layers)
+    show(device=jax.devices()[0].device_kind, jax=jax.__version__, small=given.small, layers=bench.config.num_layers)
     for case in CASES:
         if case in given.case:
             getattr(bench, case)()

@@ -4,10 +4,10 @@
     python scripts/bench_kernels.py --small                        # anywhere, as a check that it runs
 
 The script first measures the device's own rates: bytes of a copy, read and written, and operations of a matrix product.
-Each case then runs on several sets of arrays in turn, so that no cache holds them, `--calls` calls per measurement.
-The output is JSON lines: the rates, and for each case the median of `--repeats`, the necessary bytes or operations
-divided by that time, and their share of the device's rate, with a goal where there is one. A result that differs from
-the reference's ends the program with an error.
+Times are those of scripts/device_time.py: of kernels alone on GPUs, of calls in a row elsewhere. The output is JSON
+lines: the rates, and for each case the median of `--repeats`, the necessary bytes or operations divided by that time,
+and their share of the device's rate, with a goal where there is one. A case whose result differs from the reference's
+is not timed, and the program ends with an error after the other cases.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
-import time
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from device_time import has_cupti, seconds
 
 from kvjax import pallas_kernels
 from kvjax.pallas_kernels import PAGE, Asked, QuantizedArray, Reduction
@@ -32,6 +32,10 @@ from kvjax.pallas_kernels import PAGE, Asked, QuantizedArray, Reduction
 HEADS, DIM = 8, 128  # kv heads, and their channels
 PER_SCALE = 32  # channels, where keys and values are quantised
 ROTATED = 1 << 28  # bytes of all sets of arrays together, at least
+PEAK = 8  # standard deviation of the logits, so that few entries have most of the weight
+NEAR_LSE = 4.0 * PEAK  # a log-sum-exp of such logits
+RELATIVE = {"bfloat16": 1e-2, "float32": 1e-3}  # the largest relative error of a result, by the dtype of the arrays
+ABSOLUTE = {"lse": 2e-3, "indices": 0.0}  # the largest difference of results that must be close one by one
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Case:
     """A call to be timed.
 
     Attributes:
-        call: of the arrays that `draw` makes from a key.
+        call: of the arrays that `draw` makes from a key. It returns its results by name; "lse" is a log-sum-exp.
         work: bytes that it must move, or operations, and which of these: "bytes" or "operations".
         goal: the least share of the device's rate.
         rival: what else is timed, on the same arrays; `goal` is then how many times longer that must take.
@@ -47,34 +51,23 @@ class Case:
 
     name: str
     facts: dict[str, Any]
-    call: Callable[..., Any]
+    call: Callable[..., dict[str, Any]]
     draw: Callable[[Any], Sequence[Any]]
     work: tuple[int, str]
     goal: float | None = None
     rival: Callable[..., Any] | None = None
 
 
-def seconds(call: Callable[..., Any], sets: Sequence[Sequence[Any]], calls: int, repeats: int) -> float:
-    """Of one call, the median."""
-    for arrays in sets:
-        jax.block_until_ready(call(*arrays))
-    taken = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        results = [call(*sets[i % len(sets)]) for i in range(calls)]
-        jax.block_until_ready(results)
-        taken.append((time.perf_counter() - started) / calls)
-    return statistics.median(taken)
-
-
 def several(draw: Callable[[Any], Sequence[Any]]) -> list[Sequence[Any]]:
-    """Sets of arrays, as many as no cache holds, but 16 at most."""
+    """Sets of arrays, as many as no cache holds, but 16 at most. One is enough if kernels are timed one by one."""
     first = draw(jax.random.key(0))
+    if has_cupti():
+        return [first]
     count = -(-ROTATED // sum(x.nbytes for x in jax.tree.leaves(first)))
     return [first, *(draw(jax.random.key(i)) for i in range(1, min(max(count, 2), 16)))]
 
 
-def rates(small: bool, calls: int, repeats: int) -> dict[str, float]:
+def rates(small: bool, repeats: int) -> dict[str, float]:
     """Bytes/s of a copy and operations/s of a product of matrices."""
     size, side = (1 << 22, 512) if small else (1 << 29, 8192)
 
@@ -84,8 +77,8 @@ def rates(small: bool, calls: int, repeats: int) -> dict[str, float]:
     def matrices(key: Any) -> Sequence[Any]:
         return [jax.random.normal(k, (side, side), jnp.bfloat16) for k in jax.random.split(key)]
 
-    copy = seconds(jax.jit(lambda x: x + 1), [block(jax.random.key(i)) for i in range(2)], calls, repeats)
-    product = seconds(jax.jit(jnp.dot), [matrices(jax.random.key(i)) for i in range(2)], calls, repeats)
+    copy = seconds(lambda x: x + 1, [block(jax.random.key(i)) for i in range(2)], repeats)
+    product = seconds(jnp.dot, [matrices(jax.random.key(i)) for i in range(2)], repeats)
     return {"bytes": 2 * 2 * size / copy, "operations": 2 * side**3 / product}
 
 
@@ -94,7 +87,7 @@ def slots_of(
 ) -> list[Any]:
     """q, k, v, the positions of the queries and of full slots."""
     kq, kk, kv = jax.random.split(key, 3)
-    q = jax.random.normal(kq, (batch, heads * group, rows, head_dim), dtype)
+    q = PEAK * jax.random.normal(kq, (batch, heads * group, rows, head_dim), dtype)
     k, v = (jax.random.normal(x, (batch, heads, slots, head_dim), dtype) for x in (kk, kv))
     at = jnp.broadcast_to(jnp.arange(slots - rows, slots), (batch, rows))
     return [q, k, v, at, jnp.broadcast_to(jnp.arange(slots), (batch, heads, slots))]
@@ -106,17 +99,35 @@ def codes_of(key: Any, bits: int, **sizes: Any) -> list[Any]:
     return [q, *(QuantizedArray.of(x, bits, PER_SCALE) for x in (k, v)), t, p]
 
 
+def attention(q: Any, k: Any, v: Any, t: Any, p: Any, scale: float) -> dict[str, Any]:
+    """Attention over slots."""
+    context, lse, *_ = pallas_kernels.slot_attention(q, k, v, t, p, scale=scale)
+    return {"context": context, "lse": lse}
+
+
+def prompt(q: Any, k: Any, v: Any, t: Any, p: Any, scale: float) -> dict[str, Any]:
+    """Attention of a prompt over itself."""
+    context, lse = pallas_kernels.prompt_attention(q, k, v, t, p, scale=scale)
+    return {"context": context, "lse": lse}
+
+
+def scores(q: Any, k: Any, v: Any, t: Any, p: Any, scale: float) -> dict[str, Any]:
+    """Scores of keys by queries whose log-sum-exp is known."""
+    lse = jnp.full(q.shape[:3], NEAR_LSE)
+    return {"scores": pallas_kernels.window_scores(q, k, t, p, scale=scale, lse=lse, reduction=Reduction())}
+
+
 def asking(draw: Callable[..., list[Any]], facts: dict[str, int], asked: int, scale: float, nbytes: int) -> Case:
     """Attention that asks a block of MorphKV's window in its pass over the keys, beside the same in a pass each."""
     reduction = Reduction("sum", "sum", "group")
 
     def split(q: Any, t: Any) -> tuple[Any, Any, Asked]:
-        lse = jnp.full((*q.shape[:2], asked), 8.0)
+        lse = jnp.full((*q.shape[:2], asked), NEAR_LSE)
         return q[:, :, asked:], t[:, asked:], Asked(q[:, :, :asked], lse, t[:, :asked], reduction)
 
     def together(q: Any, k: Any, v: Any, t: Any, p: Any) -> Any:
         q, t, others = split(q, t)
-        return pallas_kernels.slot_attention(q, k, v, t, p, scale=scale, received="sum", asked=others)
+        return pallas_kernels.slot_attention(q, k, v, t, p, scale=scale, received="sum", asked=others)._asdict()
 
     def apart(q: Any, k: Any, v: Any, t: Any, p: Any) -> Any:
         q, t, others = split(q, t)
@@ -139,7 +150,7 @@ def cases(small: bool) -> Iterator[Case]:
         yield Case(
             "slot_attention",
             {"batch": batch, "group": group, "slots": slots},
-            lambda q, k, v, t, p: pallas_kernels.slot_attention(q, k, v, t, p, scale=scale)[:2],
+            partial(attention, scale=scale),
             partial(of, batch=batch, slots=slots, rows=1, group=group),
             (2 * batch * HEADS * slots * DIM * width, "bytes"),
             goal,
@@ -149,7 +160,7 @@ def cases(small: bool) -> Iterator[Case]:
         yield Case(
             "slot_attention",
             {"batch": batch, "group": group, "slots": slots, "bits": bits},
-            lambda q, k, v, t, p: pallas_kernels.slot_attention(q, k, v, t, p, scale=scale)[:2],
+            partial(attention, scale=scale),
             partial(codes_of, bits=bits, batch=batch, heads=HEADS, slots=slots, rows=1, group=group, dtype=dtype),
             (2 * batch * HEADS * slots * (DIM * bits // 8 + 2 * DIM // PER_SCALE), "bytes"),
         )
@@ -168,7 +179,11 @@ def cases(small: bool) -> Iterator[Case]:
     yield Case(
         "segment_attention",
         {"batch": batch, "group": 4, "segments": used.tolist()},
-        lambda q, k, v, t, p: pallas_kernels.segment_attention(q, k, v, t, p, *segments, scale=scale),
+        lambda q, k, v, t, p: dict(
+            zip(
+                ("context", "lse"), pallas_kernels.segment_attention(q, k, v, t, p, *segments, scale=scale), strict=True
+            )
+        ),
         pool,
         (2 * batch * int(used.sum()) * DIM * width, "bytes"),
         0.85,
@@ -177,30 +192,17 @@ def cases(small: bool) -> Iterator[Case]:
         yield Case(
             "window_scores",
             {"batch": 1, "group": 4, "rows": rows, "keys": keys},
-            lambda q, k, v, t, p: pallas_kernels.window_scores(
-                q, k, t, p, scale=scale, lse=jnp.full(q.shape[:3], 8.0), reduction=Reduction()
-            ),
+            partial(scores, scale=scale),
             partial(of, batch=1, slots=keys, rows=rows, group=4),
             (HEADS * keys * DIM * width, "bytes"),
             0.80 if rows == 32 else None,
         )
     for size in [256] if small else [8192, 32_768]:
-        for name, operations in (("window_scores", 2), ("prompt_attention", 4)):
-            call: Callable[..., Any]
-            if name == "window_scores":
-
-                def call(q: Any, k: Any, v: Any, t: Any, p: Any) -> Any:
-                    lse = jnp.full(q.shape[:3], 8.0)
-                    return pallas_kernels.window_scores(q, k, t, p, scale=scale, lse=lse, reduction=Reduction())
-            else:
-
-                def call(q: Any, k: Any, v: Any, t: Any, p: Any) -> Any:
-                    return pallas_kernels.prompt_attention(q, k, v, t, p, scale=scale)
-
+        for name, call, operations in (("window_scores", scores, 2), ("prompt_attention", prompt, 4)):
             yield Case(
                 name,
                 {"batch": 1, "group": 4, "tokens": size},
-                call,
+                partial(call, scale=scale),
                 partial(of, batch=1, slots=size, rows=size, group=4),
                 (operations * HEADS * 4 * size * size // 2 * DIM, "operations"),
             )
@@ -209,7 +211,7 @@ def cases(small: bool) -> Iterator[Case]:
     yield Case(
         "top_tokens",
         {"batch": 1, "keys": keys, "k": count},
-        lambda x: pallas_kernels.top_tokens(x, at, counts, size=count),
+        lambda x: {"indices": pallas_kernels.top_tokens(x, at, counts, size=count)},
         lambda key: [jax.random.normal(key, (1, HEADS, keys))],
         (HEADS * keys * 4, "bytes"),
         10.0,
@@ -217,46 +219,61 @@ def cases(small: bool) -> Iterator[Case]:
     )
 
 
-def check(case: Case, arrays: Sequence[Any]) -> float:
-    """The largest difference from the reference. Raises SystemExit if it is more than rounding."""
-    ours = jax.jit(case.call)(*arrays)
-    with pallas_kernels.use("reference"):
-        theirs = jax.jit(case.call)(*arrays)
-    worst, loose = 0.0, 3e-2 if arrays[0].dtype == jnp.bfloat16 else 1e-3
-    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        mine, other = np.asarray(x, np.float64), np.asarray(y, np.float64)
-        with np.errstate(invalid="ignore"):
-            apart = np.where(mine == other, 0.0, np.abs(mine - other) / np.maximum(np.abs(other), 1.0))
-        allowed = 0.0 if jnp.issubdtype(x.dtype, jnp.integer) else loose
-        if not np.max(apart) <= allowed:  # nor is what is no number
-            raise SystemExit(f"{case.name} {case.facts}: {np.max(apart):.2e} from the reference")
-        worst = max(worst, float(np.max(apart)))
-    return worst
+def reference(case: Case, arrays: Sequence[Any]) -> dict[str, Any]:
+    """The results of the reference in float32."""
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, arrays)
+    with pallas_kernels.use("reference"), jax.default_matmul_precision("highest"):
+        return jax.jit(case.call)(*wide)
+
+
+def check(case: Case, arrays: Sequence[Any], expected: dict[str, Any]) -> dict[str, float]:
+    """Returns the error of each result: the largest difference of "lse" and "indices", the relative error of others.
+
+    The relative error is ||x - expected|| / ||expected||. A result that is no number has the error infinity.
+
+    Raises:
+        ValueError: if an error is more than rounding.
+    """
+    found, relative = {}, RELATIVE[jnp.dtype(arrays[0].dtype).name]
+    for name, result in jax.jit(case.call)(*arrays).items():
+        x, y = np.asarray(result, np.float64), np.asarray(expected[name], np.float64)
+        error = np.linalg.norm(x - y) / np.linalg.norm(y) if name not in ABSOLUTE else np.max(np.abs(x - y))
+        found[name] = float(error) if np.isfinite(error) else float("inf")
+        allowed = ABSOLUTE.get(name, relative)
+        if found[name] > allowed:
+            raise ValueError(f"{case.name} {case.facts}: the error of {name} is {error:.2e}; allowed is {allowed:.2e}")
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", nargs="+", help="operations; all by default")
     parser.add_argument("--small", action="store_true", help="sizes for any machine, in float32")
-    parser.add_argument("--calls", type=int, default=20, help="in a row, for a measurement")
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
     device = jax.devices()[0]
-    rate = rates(arguments.small, arguments.calls, arguments.repeats)
+    rate = rates(arguments.small, arguments.repeats)
     facts = {"device": device.device_kind, "jax": jax.__version__}
     print(json.dumps(facts | {f"{kind}_per_second": value for kind, value in rate.items()}), flush=True)
+    failed = False
     for case in cases(arguments.small):
         if arguments.case and case.name not in arguments.case:
             continue
         sets = several(case.draw)
-        chosen = pallas_kernels.implementations()[case.name].name
-        line = {"case": case.name, **case.facts, "by": chosen, "apart": check(case, sets[0])}
-        taken = seconds(jax.jit(case.call), sets, arguments.calls, arguments.repeats)
+        line = {"case": case.name, **case.facts, "by": pallas_kernels.implementations()[case.name].name}
+        try:
+            line |= {"errors": check(case, sets[0], reference(case, sets[0]))}
+        except ValueError as error:
+            print(json.dumps(line | {"failed": str(error)}), flush=True)
+            failed = True
+            continue
+        taken = seconds(case.call, sets, arguments.repeats)
         amount, kind = case.work
         line |= {"seconds": taken, f"{kind}_per_second": amount / taken, "of_device": amount / taken / rate[kind]}
         if case.rival is not None:
-            line["rival_over_ours"] = seconds(jax.jit(case.rival), sets, arguments.calls, arguments.repeats) / taken
+            line["rival_over_ours"] = seconds(case.rival, sets, arguments.repeats) / taken
         print(json.dumps(line | {"goal": case.goal}), flush=True)
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

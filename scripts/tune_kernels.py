@@ -4,10 +4,10 @@
     python scripts/tune_kernels.py --small                         # anywhere, as a check; it writes nothing
 
 Each kind of work is timed as in scripts/bench_kernels.py, first with the tile sizes of the kernel's rule, and then with
-each combination of a grid of rows, slots, warps and stages. A combination that the compiler refuses is skipped. A
-result that differs from the reference's ends the program with an error. The best combination goes into
-pallas_kernels/blocks.json if it is faster than the rule's by at least `--gain`, so that noise changes nothing. The
-output is JSON lines: every measurement, then the best.
+each combination of a grid of rows, slots, warps and stages that fits into shared memory. A combination that the
+compiler refuses is skipped. A result that differs from the reference's ends the program with an error. The best
+combination goes into pallas_kernels/blocks.json if it is faster than the rule's by at least `--gain`, so that noise
+changes nothing. The output is JSON lines: every measurement, then the best.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from bench_kernels import HEADS, Case, check, seconds, several, slots_of
+from bench_kernels import HEADS, Case, attention, check, reference, scores, several, slots_of
+from device_time import seconds
 
 from kvjax import pallas_kernels
-from kvjax.pallas_kernels import QuantizedArray, Reduction
+from kvjax.pallas_kernels import QuantizedArray
 from kvjax.pallas_kernels.blocks import TABLE, Blocks, Work, power_of_two, table
 
+SHARED = 224 << 10  # bytes of shared memory per core of an H100
 WRITTEN = Path(__file__).resolve().parents[1] / "pallas_kernels" / TABLE.name
 
 
@@ -46,7 +48,7 @@ def attend(head_dim: int, rows: int, bits: int, small: bool) -> tuple[Work, Case
     case = Case(
         "slot_attention",
         {"head_dim": head_dim, "rows": rows, "bits": bits},
-        lambda *arrays: pallas_kernels.slot_attention(*arrays, scale=head_dim**-0.5)[:2],
+        partial(attention, scale=head_dim**-0.5),
         draw,
         (2 * batch * HEADS * slots * head_dim * bits // 8, "bytes"),
     )
@@ -69,9 +71,7 @@ def window_scores(head_dim: int, rows: int, small: bool) -> tuple[Work, Case]:
     case = Case(
         "window_scores",
         {"head_dim": head_dim, "rows": rows},
-        lambda q, k, v, t, p: pallas_kernels.window_scores(
-            q, k, t, p, scale=head_dim**-0.5, lse=jnp.full(q.shape[:3], 8.0), reduction=Reduction()
-        ),
+        partial(scores, scale=head_dim**-0.5),
         draw,
         (HEADS * keys * head_dim * jnp.dtype(dtype).itemsize, "bytes"),
     )
@@ -84,7 +84,7 @@ def works(small: bool) -> Iterator[tuple[Work, Case]]:
         yield attend(64, 4, 8, small)
         yield window_scores(64, 32, small)
         return
-    for head_dim in (64, 128, 256):
+    for head_dim in (128, 64):
         for rows in (8, 32, 64, 256):
             yield attend(head_dim, rows, 16, small)
         for bits in (8, 4):
@@ -94,14 +94,21 @@ def works(small: bool) -> Iterator[tuple[Work, Case]]:
 
 
 def cuts(work: Work, small: bool) -> Iterator[Blocks]:
-    rows = [power_of_two(work.rows)] if work.rows <= 64 else [32, 64, 128]
-    slots, warps, stages = ((16, 32), (4,), (2,)) if small else ((32, 64, 128, 256), (2, 4, 8), (2, 3, 4))
-    yield from itertools.starmap(Blocks, itertools.product(rows, slots, warps, stages))
+    if small:
+        yield from (Blocks(power_of_two(work.rows), slots, 4, 2) for slots in (16, 32))
+        return
+    rows = [power_of_two(work.rows)] if work.rows <= 64 else [64, 128]
+    warps = (2, 4) if work.rows <= 32 else (4, 8)
+    for cut in itertools.starmap(Blocks, itertools.product(rows, (32, 64, 128, 256), warps, (2, 3, 4))):
+        tiles = (2 if work.operation == "attend" else 1) * cut.slots * cut.stages  # of keys and values
+        if (tiles * work.bits // 8 + cut.rows * 2) * work.head_dim <= SHARED:
+            yield cut
 
 
-def measure(work: Work, case: Case, tried: Sequence[Blocks], **timed: int) -> Iterator[tuple[Blocks | None, float]]:
+def measure(work: Work, case: Case, tried: Sequence[Blocks], repeats: int) -> Iterator[tuple[Blocks | None, float]]:
     """Each cut that the compiler takes, the rule's as None, with its seconds; it stays in the kernels' table after."""
     kind, sets = jax.devices()[0].device_kind, several(case.draw)
+    expected = reference(case, sets[0])
     for cut in (None, *tried):
         table().setdefault(kind, {}).pop(work.name, None)
         if cut is not None:
@@ -109,9 +116,9 @@ def measure(work: Work, case: Case, tried: Sequence[Blocks], **timed: int) -> It
         jax.clear_caches()  # of programs with another cut
         line = {"device": kind, "work": work.name, "cut": cut}
         try:
-            check(case, sets[0])
-            taken = seconds(jax.jit(case.call), sets, **timed)
-        except Exception as error:  # too much shared memory, or whatever else a compiler may say
+            check(case, sets[0], expected)
+            taken = seconds(case.call, sets, repeats)
+        except RuntimeError as error:  # too much shared memory, or whatever else a compiler may say
             print(json.dumps(line | {"refused": str(error).splitlines()[0]}), flush=True)
         else:
             print(json.dumps(line | {"seconds": taken}), flush=True)
@@ -132,17 +139,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", nargs="+", default=[""], help="only work whose name begins so")
     parser.add_argument("--small", action="store_true", help="a few cuts, interpreted, at sizes for any machine")
-    parser.add_argument("--calls", type=int, default=20, help="in a row, for a measurement")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--gain", type=float, default=0.03, help="the least that a cut must win over the rule's")
     arguments = parser.parse_args()
-    small, timed = arguments.small, {"calls": arguments.calls, "repeats": arguments.repeats}
+    small = arguments.small
     if not small and pallas_kernels.implementations()["slot_attention"].name != "triton":
         parser.error("there is no GPU here, or KVJAX_KERNELS asks for something else; accepted anywhere is --small")
     with pallas_kernels.use("triton-interpret" if small else "default"):
         for work, case in works(small):
             if work.name.startswith(tuple(arguments.work)):
-                choose(work, dict(measure(work, case, list(cuts(work, small)), **timed)), arguments.gain)
+                choose(work, dict(measure(work, case, list(cuts(work, small)), arguments.repeats)), arguments.gain)
                 if not small:
                     WRITTEN.write_text(json.dumps(table(), indent=1) + "\n", encoding="utf-8")
 

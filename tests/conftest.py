@@ -5,16 +5,18 @@ import gc
 import os
 import string
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports jax
 # Without these, three quarters of a run's CPU time compile CPU programs. XLA's fusion emitters set up MLIR for every
-# fusion; the older emitter writes LLVM code directly and takes 40 % of the time. One module per program saves another
-# fifth. The flags touch the CPU only: programs for GPUs and TPUs compile as they do for users. Flags of the caller
-# come last and win.
+# fusion; the older emitter, which jaxlib 0.10 still has, writes LLVM code directly and takes 40 % of the time. One
+# module per program saves another fifth. The flags touch the CPU only: programs for GPUs and TPUs compile as they do
+# for users. Flags of the caller come last and win.
 os.environ["XLA_FLAGS"] = " ".join(
     [
-        "--xla_cpu_use_fusion_emitters=false",
+        # XLA ends the process at a flag that it does not know.
+        "--xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else "",
         "--xla_cpu_parallel_codegen_split_count=1",
         os.environ.get("XLA_FLAGS", ""),
     ]

@@ -38,14 +38,14 @@ def test_the_best_cut_is_kept_if_it_gains(
     def current() -> list[int] | None:
         return script.table()[kind].get(work.name)
 
-    def check(case, arrays) -> float:
+    def check(case, arrays, expected) -> dict[str, float]:
         if current() == list(refused):
             raise RuntimeError("too much shared memory\nand where")
-        return 0.0
+        return {}
 
     monkeypatch.setattr(script, "check", check)
-    monkeypatch.setattr(script, "seconds", lambda *args, **timed: fastest if current() == list(found) else 1.0)
-    taken = dict(script.measure(work, case, [wrong, refused, found]))
+    monkeypatch.setattr(script, "seconds", lambda *arguments: fastest if current() == list(found) else 1.0)
+    taken = dict(script.measure(work, case, [wrong, refused, found], 1))
     assert taken == {None: 1.0, wrong: 1.0, found: fastest}
     script.choose(work, taken, gain=0.03)
     assert current() == chosen
@@ -58,12 +58,12 @@ def test_the_best_cut_is_kept_if_it_gains(
 def test_a_wrong_result_ends_it(script, monkeypatch) -> None:
     work, case = script.attend(64, 4, 32, small=True)
 
-    def check(case, arrays) -> float:
-        raise SystemExit("apart")
+    def check(case, arrays, expected) -> dict[str, float]:
+        raise ValueError("apart")
 
     monkeypatch.setattr(script, "check", check)
-    with pytest.raises(SystemExit, match="apart"):
-        dict(script.measure(work, case, []))
+    with pytest.raises(ValueError, match="apart"):
+        dict(script.measure(work, case, [], 1))
 
 
 @pytest.mark.slow

@@ -73,6 +73,8 @@ gpu_device_info {{
   l2_cache_size: {self.l2_cache}
   clock_rate_ghz: {self.clock}
   device_memory_size: {self.memory}
+  runtime_version: "13.0.0"
+  driver_version: "13.0.0"
   cuda_compute_capability {{
     major: {major} minor: {minor} feature_extension: {"ACCELERATED_FEATURES" if major >= 9 else "NONE"}
   }}

@@ -1,7 +1,8 @@
 """Writes of a few numbers into a large state at every step, in the form that each device runs fast.
 
 A scatter touches nothing else, and a GPU or TPU runs all of it at once. A CPU runs a scatter as a loop over its
-indices, so that a pass over the whole state is cheaper there.
+indices, so that a pass over the whole state is cheaper there. On a GPU a scatter is a kernel of its own, and a pass
+becomes a part of another kernel, so that a pass over a small state is cheaper there too.
 """
 
 from __future__ import annotations
@@ -14,11 +15,26 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
 SINGLY = 16
+SMALL = 1 << 19  # numbers; reading and writing them takes a GPU of 3 TB/s about as long as launching a kernel
 
 
 def clear_slot(x: Shaped[Array, "B H *state S"], slot: Int[Array, "B H"]) -> Shaped[Array, "B H *state S"]:
     """Clears one slot of each row and head; none where `slot` is S."""
-    return jax.lax.platform_dependent(x, slot, cpu=clear_by_pass, default=clear_by_scatter)
+    small = clear_by_pass if x.size <= SMALL else clear_by_scatter
+    return jax.lax.platform_dependent(x, slot, cpu=clear_by_pass, cuda=small, default=clear_by_scatter)
+
+
+def set_slot(x: Shaped[Array, "B H S"], slot: Int[Array, "B H"], new: Shaped[Array, "B H"]) -> Shaped[Array, "B H S"]:
+    """Writes one slot of each row and head; none where `slot` is S."""
+
+    def by_pass(x: Array, slot: Array, new: Array) -> Array:
+        return jnp.where(jnp.arange(x.shape[-1]) == slot[..., None], new[..., None], x)
+
+    def by_scatter(x: Array, slot: Array, new: Array) -> Array:
+        return set_slots(x, (jnp.arange(x.shape[0])[:, None], jnp.arange(x.shape[1]), slot), new)
+
+    small = by_pass if x.size <= SMALL else by_scatter
+    return jax.lax.platform_dependent(x, slot, new, cuda=small, default=by_scatter)
 
 
 def set_slots(
@@ -38,7 +54,9 @@ def set_entries(
     x: Shaped[Array, "B H N *D"], index: Int[Array, "B n"], new: Shaped[Array, "B H n *D"]
 ) -> Shaped[Array, "B H N *D"]:
     """Writes `new` to the same n of N entries in all heads of a row. An index of N is dropped."""
-    return jax.lax.platform_dependent(x, index, new, cpu=set_by_row, default=set_by_head)
+    one = new.shape[2] == 1 and x.size <= SMALL
+    small = set_by_pass if one else set_by_head
+    return jax.lax.platform_dependent(x, index, new, cpu=set_by_row, cuda=small, default=set_by_head)
 
 
 def change_block(
@@ -46,7 +64,8 @@ def change_block(
 ) -> Shaped[Array, "B H N S"]:
     """Applies `change`, which works elementwise on [B, H, n, S], to one of N blocks of each row; to none if it is N."""
     by_pass, by_scatter = (partial(f, change=change) for f in (change_by_pass, change_by_scatter))
-    return jax.lax.platform_dependent(x, block, cpu=by_pass, default=by_scatter)
+    small = by_pass if x.size <= SMALL else by_scatter
+    return jax.lax.platform_dependent(x, block, cpu=by_pass, cuda=small, default=by_scatter)
 
 
 def clear_by_pass(x: Array, slot: Array) -> Array:
@@ -65,6 +84,11 @@ def clear_by_scatter(x: Array, slot: Array) -> Array:
 def set_by_row(x: Array, index: Array, new: Array) -> Array:
     b = jnp.arange(x.shape[0])[:, None]
     return x.at[b, :, index].set(jnp.swapaxes(new, 1, 2), mode="drop", unique_indices=True)
+
+
+def set_by_pass(x: Array, index: Array, new: Array) -> Array:
+    own = jnp.arange(x.shape[2]) == index
+    return jnp.where(own.reshape(own.shape[0], 1, -1, *(1,) * (x.ndim - 3)), new, x)
 
 
 def set_by_head(x: Array, index: Array, new: Array) -> Array:
@@ -87,6 +111,8 @@ def change_by_scatter(x: Array, block: Array, change: Callable[[Array], Array]) 
 
 def mark(index: Int[Array, "B H K"], size: int) -> Bool[Array, "B H size"]:
     """True at the given indices; an index outside of 0 .. size - 1 is dropped."""
+    if index.shape[2] == 1:  # a comparison, which other passes include
+        return jnp.arange(size) == index
     b, h = jnp.arange(index.shape[0])[:, None, None], jnp.arange(index.shape[1])[:, None]
     unmarked = jnp.zeros((*index.shape[:2], size), bool)
     return unmarked.at[b, h, jnp.where(index < 0, size, index)].set(True, mode="drop")

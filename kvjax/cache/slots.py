@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.pallas_kernels import Reduction, Stored, plain, updated, window_scores
 
-from .overwrite import clear_slot, set_slots
+from .overwrite import clear_slot, set_slot, set_slots
 
 
 @jax.tree_util.register_dataclass
@@ -155,7 +155,7 @@ class Slots:
             self,
             keys=jax.tree.map(put, self.keys, key),
             values=jax.tree.map(put, self.values, value),
-            positions=put(self.positions, position),
+            positions=set_slot(self.positions, slot, position),
             per_slot=jax.tree.map(clear, self.per_slot),
             bias=jax.tree.map(clear, self.bias),
         )

@@ -102,6 +102,20 @@ def test_on_one_device(name: str) -> None:
     assert loop.rewrites(SLOTS * CONFIG.num_kv_heads * CONFIG.head_dim * 2) == []
 
 
+SINGLE_ROWS = [("8b", 1), ("70b", 1), ("8b", 2), ("8b", 8)]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("shape", "batch"), part(SINGLE_ROWS, SINGLE_ROWS[:2]))
+def test_no_product_of_a_gpu_writes_a_weight(shape: str, batch: int) -> None:
+    """Query, key and value projections read their weights, and write nothing of a weight's size."""
+    hidden, mlp, heads = {"8b": (4096, 14_336, 32), "70b": (8192, 28_672, 64)}[shape]
+    config = replace(llama(1, hidden, mlp, heads), vocab_size=VOCAB)
+    mesh = kvjax.make_mesh(devices=accelerators("h100:1"))
+    lowered = lower_decode(config, parse("full"), mesh=mesh, batch=batch, length=64, new_tokens=64)
+    assert Loop.of(lowered.compile().as_text()).rewrites(hidden * config.num_kv_heads * config.head_dim) == []
+
+
 def llama(layers: int, hidden: int, mlp: int, heads: int) -> DecoderConfig:
     """Llama 3's shapes, of 8 kv heads."""
     return replace(

@@ -8,15 +8,19 @@ import numpy as np
 import pytest
 
 from kvjax.cache.overwrite import (
+    SMALL,
     change_block,
     change_by_pass,
     change_by_scatter,
     clear_by_pass,
     clear_by_scatter,
     clear_slot,
+    mark,
     set_by_head,
+    set_by_pass,
     set_by_row,
     set_entries,
+    set_slot,
     set_slots,
 )
 
@@ -67,8 +71,35 @@ def test_changes_a_block_of_each_row(write) -> None:
     np.testing.assert_array_equal(changed, expected)
 
 
-@pytest.mark.parametrize(("platform", "scatters"), [("cpu", False), ("cuda", True), ("tpu", True)])
-def test_only_accelerators_scatter(platform: str, scatters: bool) -> None:
-    args = jnp.zeros((3, 2, 4, 5)), jnp.zeros((3, 2), int)
-    text = jax.jit(clear_slot).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+@pytest.mark.parametrize("size", [5, SMALL])
+def test_sets_a_slot_of_each_head(size: int) -> None:
+    """By a pass and by a scatter on a GPU, whose choice depends on the size."""
+    x, new = RNG.integers(0, 9, (3, 2, size)), RNG.integers(9, 18, (3, 2))
+    slot = np.array([[0, size - 1], [size, 2], [size, size]])
+    expected = x.copy()
+    for b, h in np.argwhere(slot < size):
+        expected[b, h, slot[b, h]] = new[b, h]
+    np.testing.assert_array_equal(set_slot(*map(jnp.asarray, (x, slot, new))), expected)
+
+
+def test_a_pass_sets_one_entry_of_all_heads() -> None:
+    x, new, index = RNG.normal(size=(3, 2, 5, 4)), RNG.normal(size=(3, 2, 1, 4)), np.array([[0], [4], [5]])
+    arrays = [jnp.asarray(a, jnp.float32 if a.dtype == float else jnp.int32) for a in (x, index, new)]
+    np.testing.assert_array_equal(set_by_pass(*arrays), set_by_head(*arrays))
+
+
+@pytest.mark.parametrize("index", [[[0]], [[4]], [[5]], [[-1]]])
+def test_one_mark_is_what_several_would_be(index: list[list[int]]) -> None:
+    one = jnp.array([index])
+    none = jnp.full_like(one, -1)
+    np.testing.assert_array_equal(mark(one, 5), mark(jnp.concatenate([one, none], axis=-1), 5))
+
+
+@pytest.mark.parametrize(
+    ("platform", "slots", "scatters"),
+    [("cpu", 5, False), ("cpu", SMALL, False), ("cuda", 5, False), ("cuda", SMALL, True), ("tpu", 5, True)],
+)
+def test_accelerators_scatter_into_large_states(platform: str, slots: int, scatters: bool) -> None:
+    shapes = jax.ShapeDtypeStruct((3, 2, 4, slots), jnp.float32), jax.ShapeDtypeStruct((3, 2), jnp.int32)
+    text = jax.jit(clear_slot).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
     assert ("stablehlo.scatter" in text) == scatters

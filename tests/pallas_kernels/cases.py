@@ -130,6 +130,7 @@ SLOT_CASES = [
     Case(64, 4, 1, 40, huge=True, received="max"),
     Case(8, 2, 1, 5),
     Case(80, 3, 2, 129, bias="some", window=40),
+    *(Case(64, 4, 1, 128 * splits) for splits in (8, 16, 44)),  # the most splits of six heads
 ]
 
 QUANTIZED_CASES = [
@@ -204,5 +205,6 @@ PROMPT_CASES = [
     (Case(64, 4, 40, 0), 0),
     (Case(96, 5, 21, 0, window=9), 50),
     (Case(128, 2, 150, 0, "bfloat16"), 70),
+    (Case(128, 4, 150, 0, "bfloat16"), 0),
     (Case(64, 1, 13, 0, bias="some"), 37),
 ]

@@ -20,6 +20,11 @@ FOLDS = {"sum": np.sum, "mean": np.mean, "max": np.max}
 LENGTHS = np.array([[0, 5, 300, 16], [130, 0, 0, 1], [40, 41, 42, 43]])  # entries per segment: 3 batch rows, 4 kv heads
 
 
+def on_gpu() -> bool:
+    """Whether kernels for GPUs can run compiled here."""
+    return jax.default_backend() == "gpu"
+
+
 def reference_of(operation: str) -> Callable[..., Any]:
     """The reference of an operation, which dispatch would hide behind a kernel."""
     return getattr(importlib.import_module(f"kvjax.pallas_kernels.{operation}.reference"), operation)
@@ -163,7 +168,8 @@ def check_prompt(kernel: Callable[..., Any], case: Case, slots: int) -> None:
     k, v = np.concatenate([cached_k, k], axis=2), np.concatenate([cached_v, v], axis=2)
     p = np.concatenate([cached, np.broadcast_to(t[:, None], (3, 2, new))], axis=2).astype(np.int32)
     bias = None if case.bias is None else jnp.asarray(rng.normal(size=p.shape), jnp.float32)
-    out, lse = kernel(*map(jnp.asarray, (q, k, v, t, p)), scale=case.scale, window=case.window, bias=bias)
+    options = {} if bias is None else {"bias": bias}
+    out, lse = kernel(*map(jnp.asarray, (q, k, v, t, p)), scale=case.scale, window=case.window, **options)
     weights, expected_lse, _ = attention(q, k, t, p, case.scale, case.window, bias=bias)
     assert (out.dtype, lse.dtype) == (dtype, jnp.float32)
     assert_close(out, context(weights, v), *case.typical(out))

@@ -1,4 +1,4 @@
-"""Policies with the kernels of a backend, interpreted on a CPU, against policies without kernels: the same tokens."""
+"""Policies with kernels give the same tokens as without: compiled on a GPU, interpreted elsewhere."""
 
 from dataclasses import replace
 
@@ -12,6 +12,8 @@ import kvjax
 from kvjax.aot.hlo import COLLECTIVES
 from kvjax.models import Decoder
 from kvjax.pallas_kernels import slot_attention, top_tokens, use, window_scores
+from tests.conftest import POLICIES as ALL_POLICIES
+from tests.pallas_kernels.checks import on_gpu
 from tests.tiny import VOCAB, decoder
 
 POLICIES = (
@@ -22,13 +24,13 @@ POLICIES = (
     "dynamickv:budget=16,window=4",
     "tova:budget=16",
 )
-INTERPRETED = ("triton-interpret", "mosaic_tpu-interpret")
+KERNELS = ("default",) if on_gpu() else ("triton-interpret", "mosaic_tpu-interpret")
 
 
-@pytest.mark.parametrize("kernels", INTERPRETED)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("policy", ALL_POLICIES if on_gpu() else POLICIES)
 def test_the_same_tokens(policy: str, kernels: str) -> None:
-    prompts = np.random.default_rng(0).integers(0, VOCAB, (2, 24))
+    prompts = np.random.default_rng(0).integers(0, VOCAB, (2, 30))
     options = {"policy": kvjax.policies.parse(policy), "max_new_tokens": 6}
     with use("reference"):
         expected = kvjax.generate(decoder(), prompts, **options)
@@ -38,7 +40,7 @@ def test_the_same_tokens(policy: str, kernels: str) -> None:
 
 
 @pytest.mark.filterwarnings("error::UserWarning")  # dispatch would warn of a fallback
-@pytest.mark.parametrize("kernels", INTERPRETED)
+@pytest.mark.parametrize("kernels", KERNELS)
 def test_the_same_tokens_after_chunks_and_turns(kernels: str) -> None:
     options = {"policy": kvjax.policies.parse("snapkv:budget=16,window=4"), "chunk": 10, "max_new_tokens": 4}
     prompts = np.random.default_rng(0).integers(0, VOCAB, (2, 24))
@@ -52,7 +54,7 @@ def test_the_same_tokens_after_chunks_and_turns(kernels: str) -> None:
 
 
 @pytest.mark.filterwarnings("error::UserWarning")  # dispatch would warn of a fallback
-@pytest.mark.parametrize("kernels", INTERPRETED)
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(
     "policy", ["snapkv,policy.budget=48,policy.window=4,bits=8", "dynamickv,policy.budget=48,bits=4"]
 )
@@ -69,7 +71,7 @@ def test_the_same_tokens_of_quantised_caches(policy: str, kernels: str) -> None:
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
-@pytest.mark.parametrize("kernels", INTERPRETED)
+@pytest.mark.parametrize("kernels", KERNELS)
 def test_kernels_on_a_mesh(kernels: str) -> None:
     """Kernels in `shard_map` give the same results and communicate nothing."""
     rng = np.random.default_rng(1)

@@ -1,4 +1,4 @@
-"""The Triton kernels, interpreted on a CPU, against float64 and against their references."""
+"""The Triton kernels against float64 and against their references: compiled on a GPU, interpreted elsewhere."""
 
 from functools import partial
 from importlib import import_module
@@ -29,6 +29,7 @@ from tests.pallas_kernels.checks import (
     check_slots,
     check_window,
     jitted,
+    on_gpu,
     reference_of,
 )
 
@@ -44,24 +45,24 @@ attention, slot, segment, window, top, prompt = (
     )
 )
 
-
-interpreted = partial(jitted, interpret=True)
+INTERPRET = not on_gpu()
+here = partial(jitted, interpret=INTERPRET)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SLOT_CASES + QUANTIZED_CASES, ids=str)
 def test_slot_attention(case):
-    check_slots(interpreted(slot.slot_attention), case)
+    check_slots(here(slot.slot_attention), case)
 
 
 @pytest.mark.parametrize(("case", "count", "reduction"), EXTRA_CASES + QUANTIZED_EXTRA_CASES)
 def test_extra_query_rows(case, count, reduction):
-    check_extra(interpreted(slot.slot_attention), case, count, reduction)
+    check_extra(here(slot.slot_attention), case, count, reduction)
 
 
 @pytest.mark.parametrize(("case", "lanes"), SEGMENT_CASES + QUANTIZED_SEGMENT_CASES, ids=str)
 def test_segment_attention(case, lanes):
-    check_segments(interpreted(segment.segment_attention), case, lanes)
+    check_segments(here(segment.segment_attention), case, lanes)
 
 
 @pytest.mark.parametrize("case", WINDOW_CASES, ids=str)
@@ -69,7 +70,7 @@ def test_window_scores(case, monkeypatch):
     """Few queries use the tile sizes of a GPU. Many queries use small tiles, so that there are several."""
     if case.queries >= 20:
         monkeypatch.setattr(window, "score_blocks", lambda rows, k: Blocks(16, 16, warps=1, stages=1))
-    check_window(interpreted(window.window_scores), case)
+    check_window(here(window.window_scores), case)
 
 
 SPECIAL = [-np.inf, np.inf, -0.0, 0.0, 1.0, -1.0, 1e-30, 3.4e38, -3.4e38]
@@ -79,7 +80,7 @@ SPECIAL = [-np.inf, np.inf, -0.0, 0.0, 1.0, -1.0, 1e-30, 3.4e38, -3.4e38]
 def test_top_tokens_equals_the_reference(tile, size, monkeypatch):
     """One tile and several. Scores have ties, signed zeros and infinities; some heads have none that may be chosen."""
     monkeypatch.setattr(top, "TILE", tile)
-    kernel = jax.jit(partial(top.top_tokens, size=size, interpret=True))
+    kernel = jax.jit(partial(top.top_tokens, size=size, interpret=INTERPRET))
     reference = jax.jit(partial(reference_of("top_tokens"), size=size))
     rng = np.random.default_rng(tile + size)
     for _ in range(20):
@@ -93,7 +94,18 @@ def test_top_tokens_equals_the_reference(tile, size, monkeypatch):
 
 @pytest.mark.parametrize(("case", "slots"), PROMPT_CASES, ids=str)
 def test_prompt_attention(case, slots):
-    check_prompt(interpreted(prompt.prompt_attention), case, slots)
+    check_prompt(here(prompt.prompt_attention), case, slots)
+
+
+@pytest.mark.skipif(INTERPRET, reason="cuDNN needs a GPU")
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("group", [1, 4, 7])
+def test_cudnn(head_dim, window, group):
+    def by_cudnn(q, k, v, t, p, **options):
+        return prompt.by_cudnn(q, k, v, t, **options)
+
+    check_prompt(jitted(by_cudnn), Case(head_dim, group, 300, 0, "bfloat16", window=window), 0)
 
 
 @pytest.mark.parametrize("window", [None, 9])
@@ -139,7 +151,7 @@ def test_tiles_beyond_the_last_occupied_slot_are_not_read(bound):
     p = np.where(np.arange(slots) < bound, np.arange(slots), -1)[None, None]
     read = -(-bound // tile) * tile
     assert attention.attend_blocks(2, k).slots == tile
-    kernel = jax.jit(partial(slot.slot_attention, scale=0.1, interpret=True))
+    kernel = jax.jit(partial(slot.slot_attention, scale=0.1, interpret=INTERPRET))
     for first, is_nan in ((read, False), (read - 1, True)):
         values = np.where(np.arange(slots)[:, None] < first, v, np.nan)
         out, *_ = kernel(q, k, values, np.full((1, 1), slots), p)
