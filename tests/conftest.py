@@ -82,8 +82,10 @@ POLICY_PARAMS = part(POLICIES, DISTINCT)
 
 
 MAPS = 30_000  # memory maps of a process; Linux gives it 65,530
-LEAST = 3 << 29  # bytes; a smaller process forgets nothing
-GROWTH = 3 << 28  # bytes that a process may take after it has forgotten its programs
+PAGE = os.sysconf("SC_PAGE_SIZE")
+# Bytes; a smaller process forgets nothing. Two workers leave half of the machine to compilers for accelerators.
+LEAST = min(max(3 << 29, os.sysconf("SC_PHYS_PAGES") * PAGE // 5), 3 << 30)
+GROWTH = LEAST // 2  # bytes that a process may take after it has forgotten its programs
 
 
 class Memory:
@@ -109,7 +111,7 @@ class Memory:
         self.limit = max(LEAST, self.resident() + GROWTH)
 
     def resident(self) -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 
 @pytest.fixture(scope="session")

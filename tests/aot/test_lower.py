@@ -173,21 +173,25 @@ def test_presets_on_one_device(name: str, text: str) -> None:
     assert KERNELS[name] in hlo
 
 
+# All have the kv heads of Llama 3 8B. A narrow model has smaller activations, which fewer layers exceed.
+NARROW, WIDE, WIDER = llama(5, 1024, 14_336, 8), llama(18, 4096, 14_336, 32), llama(24, 4096, 14_336, 32)
+READ = ("full", "h2o:budget=24", "snapkv:budget=24,window=4")
+
+
 @pytest.mark.aot
 @pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
 @pytest.mark.parametrize(
-    ("name", "layers", "text"),
+    ("name", "config", "tokens", "text"),
     [
-        ("h200:1", 18, "full"),
-        ("h200:1", 18, "h2o:budget=24"),
-        ("h200:1", 18, "snapkv:budget=24,window=4"),
-        pytest.param("h200:1", 18, KVMERGER, marks=pytest.mark.exhaustive),
-        pytest.param("v6e:2x2", 24, "snapkv:budget=24,window=4", marks=pytest.mark.exhaustive),  # three minutes
+        *(("h200:1", NARROW, 65_536, text) for text in READ),
+        *(pytest.param("h200:1", WIDE, 16_384, text, marks=pytest.mark.exhaustive) for text in (*READ, KVMERGER)),
+        pytest.param("v6e:2x2", WIDER, 16_384, READ[2], marks=pytest.mark.exhaustive),  # three minutes
     ],
+    ids=lambda value: {NARROW: "5", WIDE: "18", WIDER: "24"}.get(value) if isinstance(value, DecoderConfig) else None,
 )
-def test_a_prompt_is_held_a_layer_at_a_time(name: str, layers: int, text: str) -> None:
+def test_a_prompt_is_held_a_layer_at_a_time(name: str, config: DecoderConfig, tokens: int, text: str) -> None:
     """Less is held beside weights and cache than the keys and values of all layers, or the MLP for all tokens."""
-    tokens, config, mesh = 16_384, llama(layers, 4096, 14_336, 32), kvjax.make_mesh(devices=accelerators(name)[:1])
+    mesh = kvjax.make_mesh(devices=accelerators(name)[:1])
     program = lower_prefill(config, sized(text), mesh=mesh, batch=1, length=tokens, new_tokens=64).compile()
     assert program.memory_analysis().temp_size_in_bytes < tokens * config.bytes_per_token("bfloat16")
 
@@ -200,7 +204,8 @@ def test_a_prompt_is_held_a_layer_at_a_time(name: str, layers: int, text: str) -
 )
 def test_codes_are_read_as_such(name: str, text: str, bits: int) -> None:
     """No array is written in a step that could be a layer's keys, dequantised or, if they fill a TPU's lanes, codes."""
-    config, sizes = llama(LAYERS, 4096, 14_336, 32), {"batch": 8, "length": 4096, "new_tokens": 1024}
+    layers = LAYERS if "dynamickv" in text else 1  # whose layers compete
+    config, sizes = llama(layers, 4096, 14_336, 32), {"batch": 8, "length": 4096, "new_tokens": 1024}
     policy, mesh = parse(f"quantize:policy={text},bits={bits}"), kvjax.make_mesh(devices=accelerators(name)[:1])
     compiled = lower_decode(config, policy, mesh=mesh, **sizes).compile()
     hlo, memory = compiled.as_text(), compiled.memory_analysis()
@@ -209,11 +214,12 @@ def test_codes_are_read_as_such(name: str, text: str, bits: int) -> None:
     padded = name == "v6e:2x2" and bits == 4
     assert Loop.of(hlo).rewrites(min(2 * math.prod(x.shape) if padded else x.codes.size for x in keys)) == []
     assert memory.temp_size_in_bytes < (0.04 if padded else 0.01) * memory.argument_size_in_bytes
-    assert hlo.count(KERNELS[name]) >= LAYERS
+    assert hlo.count(KERNELS[name]) >= layers
 
 
-LLAMA_8B, LLAMA_70B = llama(32, 4096, 14_336, 32), llama(80, 8192, 28_672, 64)
-MORPHKV = "morphkv:budget=2048,window=32"
+FOUR_LAYERS, LLAMA_8B = llama(4, 4096, 14_336, 32), llama(32, 4096, 14_336, 32)
+LLAMA_70B = llama(80, 8192, 28_672, 64)
+MORPHKV, SNAPKV_8B = "morphkv:budget=2048,window=32", "snapkv:budget=2048,window=32"
 # From jax 0.12 on, MorphKV's state goes through a TPU's fast memory, and comes back beside where it was: 1.6 %.
 MOVED = 0.01 if jax.__version_info__ < (0, 12) else 0.02
 
@@ -224,8 +230,10 @@ MOVED = 0.01 if jax.__version_info__ < (0, 12) else 0.02
 @pytest.mark.parametrize(
     ("name", "model", "config", "text", "temporaries"),
     [
-        pytest.param("h200:1", 1, LLAMA_8B, MORPHKV, 0.01, id="8B-h200:1"),
-        pytest.param("v6e:2x2", 1, LLAMA_8B, "snapkv:budget=2048,window=32", 0.01, id="8B-v6e-snapkv"),
+        pytest.param("h200:1", 1, FOUR_LAYERS, MORPHKV, 0.01, id="4-layers-h200:1"),
+        pytest.param("v6e:2x2", 1, FOUR_LAYERS, SNAPKV_8B, 0.01, id="4-layers-v6e-snapkv"),
+        pytest.param("h200:1", 1, LLAMA_8B, MORPHKV, 0.01, id="8B-h200:1", marks=pytest.mark.exhaustive),
+        pytest.param("v6e:2x2", 1, LLAMA_8B, SNAPKV_8B, 0.01, id="8B-v6e-snapkv", marks=pytest.mark.exhaustive),
         pytest.param("v6e:2x2", 1, LLAMA_8B, MORPHKV, MOVED, id="8B-v6e", marks=pytest.mark.exhaustive),
         pytest.param("h200:8", 8, LLAMA_70B, MORPHKV, 0.01, id="70B-h200:8", marks=pytest.mark.exhaustive),
         pytest.param("v5p:2x2x2", 8, LLAMA_70B, MORPHKV, 0.02, id="70B-v5p:2x2x2", marks=pytest.mark.exhaustive),

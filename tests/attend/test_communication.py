@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from functools import partial
+from functools import cache, partial
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from kvjax.extend import read, step
 from kvjax.policies import parse
 from kvjax.request import AnswerOptions, Request
 from kvjax.room import plan_read
-from tests.attend.meshes import HEADS, NEW, QUANTIZED, ROWS, Communication, mesh, policy_for, sharded
+from tests.attend.meshes import HEADS, NEW, QUANTIZED, ROWS, Communication, layers_for, mesh, policy_for, sharded
 from tests.conftest import POLICY_PARAMS
 from tests.tiny import VOCAB, decoder
 
@@ -59,7 +59,7 @@ DECLARED = {
 @pytest.mark.parametrize("text", [*POLICY_PARAMS, QUANTIZED])
 @pytest.mark.parametrize(("data", "model", "kv_heads"), [(2, 4, 4), (2, 4, 2)])
 def test_a_step_communicates_what_is_declared(text: str, data: int, model: int, kv_heads: int) -> None:
-    layers = 2
+    layers = layers_for(text)
     params = sharded(data, model, kv_heads, layers)
     shape = {"batch": len(ROWS), "length": 64, "new_tokens": NEW, "dtype": np.float32}
     filled = kvjax.plan_cache(params.config, policy_for(text, kv_heads), **shape, mesh=mesh(data, model))
@@ -126,22 +126,26 @@ READING = {
 }
 
 
+@cache
+def of_prompt(text: str, kv_heads: int) -> Counter:
+    """What the program communicates that reads and compresses a prompt."""
+    params = sharded(2, 4, kv_heads)
+    lengths, tokens = np.full(len(ROWS), 40), np.zeros((len(ROWS), 40), int)
+    empty = kvjax.KVCache.empty(params.config, parse(text), lengths, 40, np.float32, mesh(2, 4))
+    plan = plan_read(empty, [0], new=40, room=0, compress=True, final=True)
+    rows = map(empty.put_rows, (tokens, lengths))
+    hlo = jax.jit(partial(read, plan=plan)).lower(params, empty, *rows).compile().as_text()
+    return Communication.of(hlo).counts
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("text", "kv_heads"), [(text, kv_heads) for text in READING for kv_heads in (4, 2)])
 def test_a_prompt_communicates_what_is_declared(text: str, kv_heads: int) -> None:
-    params = sharded(2, 4, kv_heads)
-    lengths, tokens = np.full(len(ROWS), 40), np.zeros((len(ROWS), 40), int)
-
-    def found(text: str) -> Counter:
-        empty = kvjax.KVCache.empty(params.config, parse(text), lengths, 40, np.float32, mesh(2, 4))
-        plan = plan_read(empty, [0], new=40, room=0, compress=True, final=True)
-        reading = jax.jit(partial(read, plan=plan))
-        rows = map(empty.put_rows, (tokens, lengths))
-        return Communication.of(reading.lower(params, empty, *rows).compile().as_text()).counts
-
     reduces, gathers, shared = READING[text]
     gathers += shared if kv_heads < 4 else 0
-    assert found(text) - found("full") == +Counter({"all-reduce": reduces, "all-gather": gathers})
+    assert of_prompt(text, kv_heads) - of_prompt("full", kv_heads) == +Counter(
+        {"all-reduce": reduces, "all-gather": gathers}
+    )
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import io_callback
 
 
 def rotated(x: np.ndarray, position: int, theta: float) -> np.ndarray:
@@ -111,6 +112,19 @@ class Head:
         return self.see(t, q, k, v)
 
 
+@jax.jit
+def _logits(params, tokens):
+    """Logits [1, N, V]; `Reader.attend` attends on the host. One program for all readers of a decoder."""
+
+    def attend(layer, q, k, v, cache):
+        def host(q, k, v):
+            return Reader.attend(layer.index, q, k, v)
+
+        return io_callback(host, jax.ShapeDtypeStruct(q.shape, jnp.float32), q, k, v, ordered=True), cache
+
+    return params.logits(params(tokens, attend)[0])
+
+
 class Reader:
     """A decoder that reads one text with a Head for each kv head of each layer, and stores every attention row."""
 
@@ -121,21 +135,24 @@ class Reader:
 
     def read(self, tokens, evict=False):
         """Logits after the last of the tokens; with `evict` each head makes room before it takes a token in."""
+        new = len(tokens)
 
-        def attend(layer, q, k, v, cache):
-            heads = self.heads[layer.index]
+        def attend(index, q, k, v):
+            heads = self.heads[index]
             q, k, v = (np.asarray(x[0], np.float64) for x in (q, k, v))
             q = q.reshape(len(heads), -1, *q.shape[1:])
-            out = np.empty(q.shape)
-            for i in range(len(tokens)):
+            out = np.zeros(q.shape)
+            for i in range(new):
                 for h, head in enumerate(heads):
                     see = head.decode if evict else head.see
                     out[h, :, i] = see(self.length + i, q[h, :, i], k[h, i], v[h, i])
-            return jnp.asarray(out.reshape(1, -1, *out.shape[2:]), jnp.float32), cache
+            return out.reshape(1, -1, *out.shape[2:]).astype(np.float32)
 
-        hidden, _ = self.params(np.asarray(tokens)[None], attend)
-        self.length += len(tokens)
-        return np.asarray(self.params.logits(hidden[0, -1]))
+        Reader.attend = staticmethod(attend)
+        padded = np.pad(np.asarray(tokens, np.int32), (0, -new % 16))
+        logits = np.asarray(_logits(self.params, padded[None]))[0, new - 1]
+        self.length += new
+        return logits
 
     def weights(self, queries, keys):
         """[L, H, G, queries, keys] of the softmax rows of these positions; 0 where nothing was seen."""

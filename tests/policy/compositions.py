@@ -228,7 +228,7 @@ def judged(score: Score, entries: Slots, counts: Any) -> tuple[Any, Any]:
 def compressed(policy: Policy, entries: Slots, shown: Shown) -> Slots:
     """The prompt after its compression to the capacities of its heads, with `shown` for state."""
     shape = LayerShape(L * ROWS, H * G, H, D, jnp.dtype(jnp.float32))
-    entries = replace(entries, per_slot=shown, per_row=None, merging=policy.merge.init(shape))
+    entries = replace(entries, per_slot=shown, merging=policy.merge.init(shape))
     return policy.compress(entries, Moment(jnp.asarray(both), LAYER), SIZE)
 
 
@@ -252,7 +252,8 @@ def after(score: Score, select: Any, merge: Merge, every: int | None, capacity: 
     entries = replace(whole, capacity=jnp.asarray(capacity))
     scores, queries = judged(score, entries, jnp.minimum(entries.capacity, SIZE))
     origin = jnp.broadcast_to(jnp.arange(SIZE), entries.positions.shape)
-    left = compressed(policy, entries, Shown(scores, queries, origin))
+    # Without the state of the score, whose form would make it a program of its own.
+    left = compressed(policy, replace(entries, per_slot=None, per_row=None), Shown(scores, queries, origin))
     there = left.positions >= 0
     state = entries.gather(jnp.where(there, left.per_slot.origin, -1))
     kept = replace(left, per_slot=state.per_slot, per_row=state.per_row)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ STATES = {  # the needs that a wrapper says it changes; any other one may change
     "ProjectedValues": {"slotwise", "weighs_values", "by_count"},
     "QueryHeadAttention": {"queries", "by_query_head"},
 }
-FAST = ("h2o", "morphkv", "kvzip", "expected_attention")
+FEW = ("h2o", "morphkv", "kvzip", "expected_attention")
 ONE = tiny.decoder(4, 2)
 TWO = tiny.decoder(8, 4, (None, None))
 RNG = np.random.default_rng(7)
@@ -34,13 +35,12 @@ SIZE = 24
 ANSWER = RNG.integers(0, tiny.VOCAB, (3, len(ROWS)))
 
 
-def each(names, fast):
-    return [pytest.param(name, marks=[] if name in fast else pytest.mark.slow) for name in names]
-
-
-def distinct():
-    """One preset for each score, one of `FAST` if it has that score."""
-    return list({small(name).score: name for name in (*policies.PRESETS, *FAST)}.values())
+def over_scores():
+    """Wrappers over one preset for each score: all wrappers over `FEW`, and over every other one of them in turn."""
+    presets = list({small(name).score: name for name in (*policies.PRESETS, *FEW)}.values())
+    wrappers = list(WRAPPERS)
+    turns = [(wrappers[i % len(wrappers)], preset) for i, preset in enumerate(presets)]
+    return part(product(wrappers, presets), [*turns, *product(wrappers, FEW)])
 
 
 def unless_refused(build, name):
@@ -83,8 +83,7 @@ def comparable(found):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", each(distinct(), FAST))
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(("wrapper", "preset"), over_scores())
 def test_a_base_sees_what_it_sees_alone(wrapper, preset):
     """It observes, replays, asks and lays out the same; of what it needs, only what the wrapper says is different."""
     policy = small(preset)
