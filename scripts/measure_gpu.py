@@ -57,6 +57,7 @@ STAGES = {
     "prefill": Stage(("scripts/bench_decode.py", "--case", "prefill", "kvcrush")),
     "tuning": Stage(("scripts/tune_kernels.py",)),
     "policies": Stage(("scripts/bench_decode.py", "--case", "dynamickv", "batch", "flat", "--repeats", "3")),
+    "transformers": Stage(("scripts/bench_transformers.py",), ("--help",)),
     "peers": Stage(
         ("scripts/bench_gpu.py", "--repeats", "3", "--case", "full", "snapkv", "--peer-python", "{peer}"), ("--help",)
     ),
