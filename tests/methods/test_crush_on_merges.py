@@ -8,9 +8,9 @@ import pytest
 from kvjax.parts import GaussianMerge
 from kvjax.policies import cam, kvcrush, kvmerger
 from tests import tiny
+from tests.methods.literal_crush import literal
+from tests.methods.literal_merging import condense
 from tests.methods.reference import attended
-from tests.methods.test_kvcrush import literal
-from tests.methods.test_kvmerger import condense
 
 
 @pytest.mark.slow

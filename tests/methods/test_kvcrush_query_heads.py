@@ -8,8 +8,9 @@ import pytest
 from kvjax.policies import h2o, kvcrush, snapkv
 from kvjax.policy import Moment
 from tests import tiny
+from tests.methods.literal_crush import literal
 from tests.methods.reference import Reader
-from tests.methods.test_kvcrush import literal, window_scores_of
+from tests.methods.test_kvcrush import window_scores_of
 
 
 @pytest.mark.slow

@@ -14,87 +14,14 @@ from kvjax.cache import Slots
 from kvjax.methods.kvmerger.cluster import BLOCK, set_ends, solve_theta
 from kvjax.models import AttentionLayer, Rope
 from kvjax.pallas_kernels import Reduction, slot_attention, window_scores
-from kvjax.parts import AccumulatedAttention, Drop, Fixed, GaussianMerge, TopTokens, WindowAttention
-from kvjax.policies import kvmerger, parse
-from kvjax.policy import Moment, Policy, Protect
+from kvjax.parts import Drop, GaussianMerge
+from kvjax.policies import kvmerger
+from kvjax.policy import Moment
 from tests import tiny
+from tests.methods.literal_merging import condense, cosine, merging_sets
 from tests.methods.reference import attended, rotated, softmax
 
 RNG = np.random.default_rng(8)
-
-
-def cosine(x, y):
-    return x @ y / np.linalg.norm(x) / np.linalg.norm(y)
-
-
-def merging_sets(keys, sections, theta, rule="anchor"):
-    """Algorithm 1 with the last open set, as lists of indices, each from its last to its first token."""
-    if len(keys) == 0:
-        return []
-    sets, current = [], [len(keys) - 1]
-    for i in range(len(keys) - 2, -1, -1):
-        j = current[0] if rule == "anchor" else current[-1]
-        if cosine(keys[i], keys[j]) > theta and sections[i] == sections[j]:
-            current.append(i)
-        else:
-            sets.append(current)
-            current = [i]
-    return [*sets, current]
-
-
-def gaussian(keys, values, scores, members, sigma="mean", weights="gauss"):
-    """Algorithm 2 for one set: the pivot's index, and the merged key and value."""
-    members = sorted(members)
-    pivot = members[int(np.argmax(scores[members]))]
-    distance = np.linalg.norm(keys[members] - keys[pivot], axis=-1)
-    others = max(len(members) - 1, 1)
-    width = {
-        "mean": distance.sum() / others,
-        "rms": np.sqrt((distance**2).sum() / others / 2),
-        "eq7": (distance**2).sum() / (np.sqrt(2) * len(members)),
-    }.get(sigma, sigma)
-    g = np.ones(len(members)) if weights == "average" else np.exp(-(distance**2) / (2 * max(width, 1e-6) ** 2))
-    w = g / g.sum()
-    return pivot, w @ keys[members], w @ values[members]
-
-
-def largest_theta(keys, sections, room, rule):
-    """The threshold that 12 halvings of [-1, 1] find: the largest with no more sets than room."""
-    low, high = -1 - 1e-5, 1.0
-    for _ in range(12):
-        middle = (low + high) / 2
-        low, high = (middle, high) if len(merging_sets(keys, sections, middle, rule)) <= room else (low, middle)
-    return low
-
-
-def merge_down(held, now, room, *, recent, heavy, theta, rule="anchor", straddle=False, fits=None, **options):
-    """What becomes of a head's {position: (key, value, score, tokens)} when it may hold `room` entries.
-
-    Pivots beyond `fits`, by default the room, are dropped by their scores.
-    """
-    positions = sorted(held)
-    if len(held) <= room:
-        return dict(held)
-    protected = [p for p in positions if p >= now - recent]
-    ranked = sorted(set(positions) - set(protected), key=lambda p: (-held[p][2], p))
-    kept = sorted([*ranked[: max(0, min(heavy, room - len(protected)))], *protected])
-    rest = [p for p in positions if p not in kept]
-    keys, values, scores = (np.stack([np.asarray(held[p][i]) for p in rest]) for i in range(3))
-    sections = [0 if straddle else sum(k < p for k in kept) for p in rest]
-    if theta is None:
-        theta = largest_theta(keys, sections, room - len(kept), rule)
-    merged = []
-    for members in merging_sets(keys, sections, theta, rule):
-        pivot, key, value = gaussian(keys, values, scores, members, **options)
-        merged.append((rest[pivot], (key, value, scores[pivot], sum(held[rest[i]][3] for i in members))))
-    merged = sorted(merged, key=lambda entry: (-entry[1][2], entry[0]))[: max(0, (fits or room) - len(kept))]
-    return {p: held[p] for p in kept} | dict(merged)
-
-
-def condense(keys, values, scores, *, budget, **options):
-    """{position: (key, value)} of one head after a prompt."""
-    held = {p: (*entry, 1) for p, entry in enumerate(zip(keys, values, scores, strict=True))}
-    return {p: entry[:2] for p, entry in merge_down(held, len(keys), budget, **options).items()}
 
 
 def wandering(B, H, N, D=16, step=0.15):
@@ -391,46 +318,3 @@ def test_a_random_pivot_is_drawn_by_position_and_seed():
         np.testing.assert_array_equal(moved.positions[0], pivots[seed][1])
     assert (pivots[0] != pivots[1]).any()
     assert ((pivots[0] >= 0).sum(axis=-1) == (pivots[1] >= 0).sum(axis=-1)).all()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("merge.theta=1.5", r"theta=1.5: expected a cosine in \[-1, 1\], or None"),
-        ("merge.theta=True", "is not a number"),
-        ("merge.sigma=0", "sigma=0: expected 'mean', 'rms', 'eq7' or a number above 0"),
-        ("merge.sigma=median", "sigma='median': expected"),
-        ("merge.rule=ring", "rule='ring': expected 'anchor' or 'chain'"),
-        ("merge.weights=max", "weights='max': expected 'gauss' or 'average'"),
-        ("merge.pivot=first", "pivot='first': expected 'score' or 'random'"),
-        ("merge.heavy=1.0", "heavy=1.0: expected an integer"),
-        ("merge.heavy=-1", "heavy=-1: expected an integer >= 0"),
-        ("merge.seed=-1", "seed=-1"),
-        ("recent=0.6,merge.heavy=0.5", "leave nothing to merge into"),
-        (
-            "budget=8,recent=4,merge.heavy=4",
-            r"heavy=4 and Protect\(sinks=0, recent=4\) with every=None leave nothing to merge",
-        ),
-        ("budget=8,recent=3,merge.heavy=3,every=2", r"recent=3\) with every=2 leave nothing to merge into"),
-        ("budget=0.5,every=0", "every=0: expected an integer >= 1"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        parse(f"kvmerger:{options}")
-
-
-def test_options_as_text():
-    merge = GaussianMerge(sigma=3.0, theta=None)
-    assert parse("kvmerger:budget=64,merge.sigma=3.0,merge.theta=None") == kvmerger(64, merge=merge)
-    chained = kvmerger(64, merge=GaussianMerge(rule="chain", straddle=True))
-    assert parse(repr(chained)) == chained
-
-
-def test_stored_queries_need_keys_that_do_not_change():
-    window = WindowAttention(4, Reduction(rows="mean", group="mean"))
-    policy = Policy(window, Fixed(16), TopTokens(), GaussianMerge(heavy=0, theta=None), Protect(recent=4))
-    assert replace(policy, merge=Drop()).merge == Drop()
-    with pytest.raises(ValueError, match=r"WindowAttention keeps rotated queries.*GaussianMerge changes them"):
-        replace(policy, every=1)
-    assert replace(policy, score=AccumulatedAttention(), every=2).every == 2

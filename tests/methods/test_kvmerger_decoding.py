@@ -8,8 +8,9 @@ import pytest
 from kvjax.parts import GaussianMerge
 from kvjax.policies import adakv, kvmerger
 from tests import tiny
+from tests.methods.literal_merging import merge_down
 from tests.methods.reference import _unrotated, attended, rotated, softmax
-from tests.methods.test_kvmerger import RNG, check, merge_down
+from tests.methods.test_kvmerger import RNG, check
 
 
 @pytest.mark.slow

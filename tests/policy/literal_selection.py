@@ -6,9 +6,9 @@ import numpy as np
 
 from kvjax.parts import Chunks, EvenChunks, GaussianMerge, Newest, Pages, Representatives
 from kvjax.policy import Merge, Select
-from tests.methods.test_kvcrush import cut
-from tests.methods.test_kvcrush import literal as crushed
-from tests.methods.test_kvmerger import gaussian, largest_theta, merging_sets
+from tests.methods.literal_crush import cut
+from tests.methods.literal_crush import literal as crushed
+from tests.methods.literal_merging import gaussian, largest_theta, merging_sets
 
 Scores = dict[int, np.float32]  # by position
 

@@ -29,8 +29,8 @@ from kvjax.cache import Layers
 from kvjax.parts import DynamicShares, GatedShares, GaussianMerge
 from kvjax.policy import PLAIN, Moment, Policy
 from tests import tiny
-from tests.methods.test_kvcrush import literal as crushed
-from tests.methods.test_kvmerger import merge_down
+from tests.methods.literal_crush import literal as crushed
+from tests.methods.literal_merging import merge_down
 from tests.policy.expected_budgets import budget_of
 from tests.policy.presets import (
     BUDGET,

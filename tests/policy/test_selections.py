@@ -12,8 +12,8 @@ from kvjax import policies
 from kvjax.methods import registry
 from kvjax.policy import PLAIN
 from tests import tiny
+from tests.methods.literal_crush import literal
 from tests.methods.reference import Reader
-from tests.methods.test_kvcrush import literal
 from tests.policy.recording import Recording
 from tests.policy.small import small
 from tests.policy.test_wrappers import ROWS, TWO, compared, retained_alone

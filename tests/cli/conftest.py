@@ -1,0 +1,24 @@
+"""What all tests of commands share: a model, and no compilation cache of the user."""
+
+from __future__ import annotations
+
+import pytest
+from flax import nnx
+
+import kvjax
+from kvjax.evaluation.tasks.vocabulary import WORDS, tokenizer
+from kvjax.models import Decoder, DecoderConfig, Rope
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a tiny random model that speaks the demo's words."""
+    config = DecoderConfig("llama", len(WORDS), 16, 16, 4, 2, 8, (None, None), Rope(1e4), 128)
+    folder = tmp_path_factory.mktemp("model")
+    kvjax.save_hf(Decoder(config, nnx.Rngs(0)), folder, tokenizer())
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def _no_cache_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")

@@ -1,0 +1,189 @@
+"""The command line: what commands print, and how they fail."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cli.console import bytes_text
+from tests.cli.commands import PROMPT, kv
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["info", "/no/such/folder"], "no such folder"),
+        (["generate", "/no/such/folder", PROMPT], "no such folder"),
+        (["generate", "MODEL", PROMPT, "--policy", "lru"], "unknown policy 'lru': expected adakv, cam"),
+        (["generate", "MODEL", PROMPT, "--policy", "snapkv:size=3"], "snapkv has no option 'size'"),
+        (["generate", "MODEL", PROMPT, "--policy", "snapkv:pool=sum"], "pool='sum': expected 'max' or 'avg'"),
+        (["generate", "MODEL", PROMPT, "--policy", "morphkv:budget=32"], "expected a budget of 33 or more"),
+        (["info", "MODEL", "--policy", "morphkv:budget=32"], "expected a budget of 33 or more"),
+        (["info", "MODEL", "--batch", "0"], "batch=0: expected an integer >= 1"),
+        (["info", "MODEL", "--mesh", "2"], "mesh '2': expected DATAxMODEL"),
+        (["info", "MODEL", "--mesh", "1x3"], "model=3 does not fit 4 query heads, 2 kv heads"),
+        (["info", "MODEL", "--mesh", "2x2", "--batch", "3"], "data=2 for a batch of 3: expected a divisor"),
+        (["generate", "MODEL", PROMPT, "--sampler", "heat=1"], "'heat=1' in sampler"),
+        (["generate", "MODEL", PROMPT, "--dtype", "int8"], "dtype 'int8' is not supported; accepted: float32"),
+        (["info", "MODEL", "--dtype", "int8"], "dtype 'int8' is not supported; accepted: float32"),
+        (["generate", "MODEL", PROMPT, "--max-new-tokens", "0"], "max_new_tokens=0: expected an integer in 1"),
+        (["generate", "MODEL", PROMPT, "--max-new-tokens", "some"], "Invalid value for '--max-new-tokens'"),
+        (["generate", "MODEL", PROMPT, "--chunk", "0"], "chunk=0: expected a number of tokens >= 1"),
+        (["generate", "MODEL", PROMPT, "--json", "--stream"], "expected one of them"),
+        (["generate", "MODEL", ""], "an empty prompt"),
+        (["generate", "MODEL"], "PROMPT and --prompt-file: expected exactly one of them"),
+        (["generate", "MODEL", "--prompt-file", "/no/such/file"], "No such file or directory: '/no/such/file'"),
+        (["convert", "/no/such/folder", "/no/such/place", "--to", "hf"], "no such folder"),
+        (["convert", "MODEL", "/no/such/place", "--to", "gguf"], "Invalid value for '--to'"),
+        (["convert", "MODEL", "/no/such/place", "--to", "hf", "--dtype", "int8"], "dtype 'int8' is not supported"),
+        (["convert", "MODEL", "/dev/null", "--to", "hf"], "/dev/null is a file: expected a folder"),
+        (["eval", "--config", "/no/such.yaml"], "No such file or directory: '/no/such.yaml'"),
+        (["eval", "--model", "/no/such/folder"], "no such folder"),
+        (["eval", "--model", "MODEL", "--tasks", "ruler/nothing"], "no task matches 'ruler/nothing'"),
+        (["eval", "--model", "MODEL", "--host", "2/2"], "host '2/2': expected I/N"),
+        (["inspect", "MODEL"], "--prompt and --prompt-file: expected exactly one of them"),
+        (["inspect", "--prompt", ""], "an empty prompt"),
+        (["inspect", "MODEL", "--prompt", PROMPT, "--policy", "lru"], "unknown policy 'lru'"),
+        (
+            ["inspect", "MODEL", "--prompt", PROMPT, "--new-tokens", "0"],
+            "max_new_tokens=0: expected an integer in 1",
+        ),
+        (
+            ["inspect", "--out", "/no/such/place/page.html"],
+            "/no/such/place is not a folder; expected a file in an existing folder",
+        ),
+        (["inspect", "/no/such/folder", "--prompt", PROMPT], "no such folder"),
+        (["demo", "--length", "12"], "Invalid value for '--length'"),
+        (["demo", "--budget", "20"], "expected a budget of 33 or more"),
+    ],
+)
+def test_errors_are_a_line_on_stderr_and_status_2(model: str, arguments: list[str], message: str) -> None:
+    status, stdout, stderr = kv(*(model if argument == "MODEL" else argument for argument in arguments))
+    assert status == 2
+    assert stdout == ""
+    assert message in " ".join(stderr.replace("│", " ").split())
+    assert "Traceback" not in stderr
+
+
+def test_an_error_that_is_a_bug_is_not_hidden(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvjax, "generate", lambda *_, **__: np.zeros(2).reshape(3))
+    with pytest.raises(ValueError, match="cannot reshape"):
+        kv("generate", model, PROMPT)
+
+
+def test_positions_beyond_the_model_are_a_warning_in_a_line(model: str) -> None:
+    code = "from kvjax.cli import main; main()"
+    command = [sys.executable, "-c", code, "generate", model, "the " * 150, "--max-new-tokens", "1"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "kvjax: warning: the request reaches position 151" in result.stderr
+    assert "UserWarning" not in result.stderr
+
+
+def test_the_process_exits_with_status_2_and_no_traceback() -> None:
+    command = [sys.executable, "-c", "from kvjax.cli import main; main()", "info", "/no/such/folder"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "kvjax: error: cannot load /no/such/folder: no such folder\n"
+
+
+def test_version() -> None:
+    try:
+        expected = version("kvjax")
+    except PackageNotFoundError:
+        pytest.skip("kvjax is not installed, only on the path")
+    assert kv("--version") == (0, f"kvjax {expected}\n", "")
+
+
+def test_help() -> None:
+    status, stdout, _ = kv("--help")
+    assert status == 0
+    assert all(command in stdout for command in ("generate", "info", "convert", "demo", "eval", "inspect"))
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (4096, "4.10 kB"),
+        (29.6e6, "29.6 MB"),
+        (122e6, "122 MB"),
+        (999.9e6, "1.00 GB"),
+        (4e12, "4.0 TB"),
+    ],
+)
+def test_bytes_in_words(count: float, text: str) -> None:
+    assert bytes_text(count) == text
+
+
+@pytest.mark.slow
+def test_eval_says_what_it_would_do_does_it_and_goes_on(model: str, tmp_path: Path) -> None:
+    config, out = tmp_path / "run.yaml", tmp_path / "out"
+    config.write_text(
+        "tasks: [{name: demo/*, lengths: [64]}]\nlimit: 2\npolicies: [full, 'tova:budget={budget}', 'lru']\n"
+        "budgets: [0.5]\nbatch: 2\n"
+    )
+    options = ("eval", "--config", config, "--model", model, "--out", out, "--tasks", "demo/n*")
+    status, stdout, stderr = kv(*options, "--limit", 1, "--dry-run")
+    assert (status, stderr, out.exists()) == (1, "", False)
+    for text in (
+        "demo/needles",
+        "64 - 64 - 64",
+        "│ tova ",
+        "10 answers in total",
+        "lru after: unknown policy",
+    ):
+        assert text in stdout
+    assert "demo/keys" not in stdout
+    bare = tmp_path / "bare"  # a dry run needs no weights
+    shutil.copytree(model, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    assert kv(*options, "--limit", 1, "--dry-run", "--model", bare) == (status, stdout, stderr)
+    status, stdout, stderr = kv(*options, "--limit", 1)
+    assert (status, stdout) == (1, "")
+    assert f"10 of 10 answers are in {out / 'results.jsonl'}, 10 of them new" in stderr
+    assert "1 errors:\n  lru after: unknown policy 'lru': expected adakv" in stderr
+    status, _, stderr = kv(*options)
+    assert "20 of 20 answers are in" in stderr
+    assert "10 of them new" in stderr
+    assert json.loads((out / "run.json").read_text())["model"]["bytes_per_token"] == 2 * 2 * 2 * 8 * 4
+
+
+@pytest.mark.slow
+def test_demo_answers_draws_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("demo", "--length", 256, "--examples", 4, "--budget", 64, "--out", tmp_path / "new")
+    status, stdout, stderr = kv(*options, "--json")
+    assert (status, stderr) == (0, "")
+    document = json.loads(stdout)
+    full, *others = document["cells"]
+    assert [cell["policy"] for cell in others] == ["streaming_llm", "h2o", "tova", "snapkv", "morphkv"]
+    assert full["accuracy"] >= 0.75
+    assert all(cell["budget"] == 64 and cell["kv_bytes"] < full["kv_bytes"] for cell in others)
+    assert all(len(cell["correct"]) == 4 for cell in document["cells"])
+    assert all(
+        right == (answer == document["example"]["answer"])
+        for cell in document["cells"]
+        for right, answer in [(cell["correct"][i], cell["answers"][i]) for i in [document["example"]["index"]]]
+    )
+    assert Path(document["picture"]).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+    monkeypatch.setenv("COLUMNS", "80")
+    for module in ("matplotlib.figure", "matplotlib.backends.backend_agg"):
+        monkeypatch.setitem(sys.modules, module, None)
+    Path(document["picture"]).unlink()
+    status, stdout, stderr = kv(*options)
+    assert status == 0
+    assert max(map(len, stdout.splitlines())) <= 80
+    assert "ends in a question" in stdout
+    assert document["example"]["question"] in stdout
+    assert stderr.count("\n") == 1
+    assert "matplotlib is not installed" in stderr
+    assert not Path(document["picture"]).exists()

@@ -1,0 +1,120 @@
+"""`kvjax info` and `kvjax inspect`: sizes, kernels, pages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import kvjax
+from tests.cli.commands import PROMPT, kv
+
+
+def test_info_agrees_with_the_model_and_the_plan(model: str) -> None:
+    options = ("info", model, "--policy", "full", "--policy", "snapkv:budget=40", "--batch", 3, "--length", 96)
+    status, stdout, _ = kv(*options, "--new-tokens", 20, "--json")
+    document = json.loads(stdout)
+    params, _ = kvjax.load(model)
+    assert status == 0
+    assert document["parameters"] == sum(leaf.size for leaf in nnx.to_flat_state(nnx.state(params)).leaves)
+    assert document["stored"] == ["float32"]
+    assert document["kv_bytes_per_token"] == 2 * 2 * 2 * 8 * 4
+    assert [plan["policy"] for plan in document["plans"]] == ["full", "snapkv:budget=40"]
+    policy = kvjax.policies.snapkv(budget=40)
+    planned = kvjax.plan_cache(params.config, policy, batch=3, length=96, new_tokens=20, dtype="float32")
+    assert document["plans"][1]["bytes"] == planned.nbytes
+    assert document["plans"][1]["slots"] == [104, 104]
+
+
+@pytest.mark.slow
+def test_info_of_several_sizes_on_a_mesh(model: str) -> None:
+    """The cache's own shards, on the devices of a mesh that is there, are what is planned for one that is not."""
+    options = ("--batch", 2, "--batch", 4, "--length", 30, "--length", 90, "--new-tokens", 5, "--mesh", "2x4")
+    status, stdout, _ = kv("info", model, *options, "--policy", "morphkv:budget=24,window=4", "--json")
+    plans = json.loads(stdout)["plans"]
+    assert status == 0
+    assert [(plan["batch"], plan["length"]) for plan in plans] == [(2, 30), (2, 90), (4, 30), (4, 90)]
+    params, _ = kvjax.load(model, mesh=kvjax.make_mesh(data=2, model=4))
+    prompts, policy = np.ones((4, 30), np.int32), kvjax.policies.morphkv(budget=24, window=4)
+    cache = kvjax.generate(params, prompts, policy=policy, max_new_tokens=5).cache
+    held = [0] * jax.device_count()
+    for array in jax.tree.leaves(cache.entries):
+        for shard in array.addressable_shards:
+            held[shard.device.id] += shard.data.nbytes
+    assert held == [plans[2]["bytes_per_device"]] * 8
+    status, stdout, _ = kv("info", model, "--mesh", "2x4", "--policy", "full")
+    assert status == 0
+    assert "on 8 devices, data=2 x model=4" in stdout
+
+
+def test_info_says_which_kernels_run_and_why(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    operations = {"prompt_attention", "segment_attention", "slot_attention", "top_tokens", "window_scores"}
+    kernels = json.loads(kv("info", model, "--policy", "full", "--json")[1])["kernels"]
+    assert kernels.keys() == operations
+    assert {kernel["name"] for kernel in kernels.values()} == {"reference"}
+    monkeypatch.setenv("KVJAX_KERNELS", "reference")
+    status, stdout, _ = kv("info", model, "--policy", "full")
+    assert status == 0
+    assert stdout.count("KVJAX_KERNELS asks for it") == len(operations)
+
+
+def test_inspect_writes_a_page(model: str, tmp_path: Path) -> None:
+    file, out = tmp_path / "prompt.txt", tmp_path / "page.html"
+    file.write_text(PROMPT)
+    options = ("--policy", "tova:budget=12", "--new-tokens", 4, "--out", out)
+    status, stdout, stderr = kv("inspect", model, "--prompt-file", file, *options)
+    assert (status, stdout) == (0, "")
+    assert f"15 prompt tokens, 4 generated tokens; open {out} in a browser" in stderr
+    assert '"policy":"tova:budget=12","prompt":15,"steps":3,' in out.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["d2o:budget=12,layer_budgets=False", "dynamickv:budget=12,window=4"])
+def test_inspect_on_a_mesh(model: str, tmp_path: Path, policy: str) -> None:
+    pages = []
+    for mesh in ("1x1", "1x2"):
+        out = tmp_path / f"{mesh}.html"
+        options = ("--policy", policy, "--new-tokens", 6, "--sampler", "temperature=0.8", "--seed", 3, "--mesh", mesh)
+        status, _, stderr = kv("inspect", model, "--prompt", PROMPT, *options, "--out", out)
+        assert status == 0, stderr
+        pages.append(out.read_text())
+    assert pages[0] == pages[1]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_info_prints_a_table_that_fits(model: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    status, stdout, _ = kv("info", model, "--dtype", "bfloat16")
+    assert status == 0
+    assert max(map(len, stdout.splitlines())) <= columns
+    for text in ("4 query, 2 kv, of 8 channels", "128 B per token in bfloat16", "streaming_llm", "morphkv"):
+        assert text in stdout
+
+
+def test_info_reads_no_weights(model: str, tmp_path: Path) -> None:
+    """A folder with nothing but a config has the same parameters, and truncated weights are noticed by their header."""
+    (tmp_path / "config.json").write_bytes((Path(model) / "config.json").read_bytes())
+    with_weights, without = (json.loads(kv("info", folder, "--json")[1]) for folder in (model, tmp_path))
+    assert with_weights | {"path": ""} == without | {"path": ""}
+    (tmp_path / "model.safetensors").write_bytes(b"too short")
+    status, _, stderr = kv("info", tmp_path)
+    assert status == 2
+    assert "truncated" in stderr
+
+
+def test_info_downloads_the_config_only(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_bytes((Path(model) / "config.json").read_bytes())
+    asked: list[object] = []
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    status, stdout, _ = kv("info", "some/model", "--json")
+    assert (status, asked) == (0, [("some/model", ["config.json"])])
+    assert json.loads(stdout)["parameters"] > 0
