@@ -150,7 +150,7 @@ def _allocate(
     records: Sequence[AttentionLayer],
     layers: Layers,
     next_position: Int[Array, "B"],
-    rope: Float[Array, "B R/2"] | None,
+    rope: Float[Array, "B C/2"] | None,
     heads: Heads,
     *,
     rows: int,

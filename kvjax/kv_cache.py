@@ -41,7 +41,7 @@ class KVCache:
 
     entries: Entries
     length: Int[Array, "B"]
-    rope: Float[Array, "B R/2"] | None
+    rope: Float[Array, "B C/2"] | None
     pending: Int[Array, "B"]
     policy: Policy = field(metadata=STATIC)
     kept: tuple[int | None, ...] = field(metadata=STATIC)

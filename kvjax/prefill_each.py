@@ -116,7 +116,7 @@ def _compressed(
     records: Sequence[AttentionLayer],
     layers: Layers,
     next_position: Int[Array, "B"],
-    rope: Float[Array, "B R/2"] | None,
+    rope: Float[Array, "B C/2"] | None,
     heads: Heads,
     *,
     kept: Sequence[int | None],

@@ -4,7 +4,7 @@ Axis letters, in every shape of `kvjax.models` and `kvjax.checkpoint`:
 
     B batch, N tokens, E hidden size, F MLP columns, V vocabulary, L layers,
     H kv heads, Hq query heads, G = Hq / H query heads per kv head (the group), D head size,
-    R rotated channels of a head (R <= D)
+    C rotated channels of a head (C <= D)
 """
 
 from __future__ import annotations

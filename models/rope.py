@@ -99,11 +99,11 @@ class DynamicScaling:
     factor: float
     max_position_embeddings: int
 
-    def by_length(self, frequencies: np.ndarray, lengths: Int[Array, "B"]) -> Float[Array, "B R/2"]:
+    def by_length(self, frequencies: np.ndarray, lengths: Int[Array, "B"]) -> Float[Array, "B C/2"]:
         """Returns the scaled frequencies of rows with prompts of these lengths."""
         channels = 2 * len(frequencies)
         over = jnp.maximum(lengths / self.max_position_embeddings, 1.0)
-        growth = self.factor * over - (self.factor - 1)  # the factor on base ** ((R - 2) / R)
+        growth = self.factor * over - (self.factor - 1)  # the factor on base ** ((C - 2) / C)
         exponents = np.arange(0, channels, 2, dtype=np.float32) / np.float32(channels - 2)
         return jnp.asarray(frequencies) / growth[:, None] ** exponents
 
@@ -122,7 +122,7 @@ class LongRopeScaling:
     attention_factor: float
     original_max_position_embeddings: int
 
-    def by_length(self, frequencies: np.ndarray, lengths: Int[Array, "B"]) -> Float[Array, "B R/2"]:
+    def by_length(self, frequencies: np.ndarray, lengths: Int[Array, "B"]) -> Float[Array, "B C/2"]:
         """Returns the scaled frequencies of rows with prompts of these lengths."""
         short, long = (frequencies / np.array(x, np.float32) for x in (self.short_factor, self.long_factor))
         return jnp.where((lengths > self.original_max_position_embeddings)[:, None], long, short)
@@ -138,10 +138,10 @@ Scaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling | LengthScaling
 
 @dataclass(frozen=True)
 class Rope:
-    """A rotary position embedding. The first R = int(D * partial_rotary_factor) channels of a head rotate.
+    """A rotary position embedding. The first C = int(D * partial_rotary_factor) channels of a head rotate.
 
     Attributes:
-        theta: the base of the frequencies theta ** (-2 i / R), for channel pairs i = 0 .. R / 2 - 1.
+        theta: the base of the frequencies theta ** (-2 i / C), for channel pairs i = 0 .. C / 2 - 1.
         scaling: how the frequencies are scaled for long contexts; None for no scaling.
         partial_rotary_factor: the fraction of a head's channels that rotate, in (0, 1].
     """
@@ -161,7 +161,7 @@ class Rope:
         return isinstance(self.scaling, LengthScaling)
 
     def channels(self, head_dim: int) -> int:
-        """The number of channels of a head that rotate, R."""
+        """The number of channels of a head that rotate, C."""
         return int(head_dim * self.partial_rotary_factor)
 
     def check(self, head_dim: int) -> None:
@@ -183,7 +183,7 @@ class Rope:
                         f"pair of channels of head_dim={head_dim}{of}"
                     )
 
-    def frequencies(self, head_dim: int) -> Float[np.ndarray, "R/2"]:
+    def frequencies(self, head_dim: int) -> Float[np.ndarray, "C/2"]:
         """Returns the rotation of each channel pair in radians per position, in float32.
 
         Raises:
@@ -199,13 +199,13 @@ class Rope:
             )
         return self.scaling(frequencies, self.theta).astype(np.float32)
 
-    def row_frequencies(self, head_dim: int, lengths: Int[Array, "B"]) -> Float[Array, "B R/2"] | None:
+    def row_frequencies(self, head_dim: int, lengths: Int[Array, "B"]) -> Float[Array, "B C/2"] | None:
         """Returns the frequencies of rows with prompts of these lengths; None if they do not depend on the length."""
         if isinstance(self.scaling, LengthScaling):
             return self.scaling.by_length(self._unscaled(head_dim), lengths)
         return None
 
-    def _unscaled(self, head_dim: int) -> Float[np.ndarray, "R/2"]:
+    def _unscaled(self, head_dim: int) -> Float[np.ndarray, "C/2"]:
         channels = self.channels(head_dim)
         exponents = np.arange(0, channels, 2, dtype=np.float32) / np.float32(channels)
         return (1.0 / np.float32(self.theta) ** exponents).astype(np.float32)
@@ -222,12 +222,12 @@ class Rope:
 def rotate(
     x: Float[Array, "B H N D"],
     positions: Int[Array, "B #H N"],
-    frequencies: Float[np.ndarray | Array, "R/2"] | Float[Array, "B R/2"],
+    frequencies: Float[np.ndarray | Array, "C/2"] | Float[Array, "B C/2"],
     factor: float = 1.0,
 ) -> Float[Array, "B H N D"]:
-    """Rotates channel pair (i, i + R/2) of the vector at position p by p * frequencies[i], and scales it by `factor`.
+    """Rotates channel pair (i, i + C/2) of the vector at position p by p * frequencies[i], and scales it by `factor`.
 
-    Channels from R on are unchanged. The computation is in float32 and the result has the dtype of `x`.
+    Channels from C on are unchanged. The computation is in float32 and the result has the dtype of `x`.
 
     Args:
         x: the vectors to rotate.
@@ -245,16 +245,16 @@ def rotate(
 
 
 def rotate_by_halves(
-    x: Float[Array, "B H N R"], cos: Float[Array, "B #H N R/2"], sin: Float[Array, "B #H N R/2"]
-) -> Float[Array, "B H N R"]:
+    x: Float[Array, "B H N C"], cos: Float[Array, "B #H N C/2"], sin: Float[Array, "B #H N C/2"]
+) -> Float[Array, "B H N C"]:
     """Rotates all channels of `x` by splitting them into halves."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def rotate_by_product(
-    x: Float[Array, "B H N R"], cos: Float[Array, "B #H N R/2"], sin: Float[Array, "B #H N R/2"]
-) -> Float[Array, "B H N R"]:
+    x: Float[Array, "B H N C"], cos: Float[Array, "B #H N C/2"], sin: Float[Array, "B #H N C/2"]
+) -> Float[Array, "B H N C"]:
     """Rotates all channels of `x` by a matrix product that swaps the halves. This form is faster on TPUs.
 
     On a TPU half of the channels fill half of a register's lanes, and `rotate_by_halves` writes each half to memory.

@@ -39,7 +39,7 @@ def reading(
     lengths: Int[Array, "B"],
     next_position: Int[Array, "B"],
     *,
-    rope: Float[Array, "B R/2"] | None = None,
+    rope: Float[Array, "B C/2"] | None = None,
     plan: ReadPlan,
     heads: Heads = ALL_HEADS,
 ) -> Attend:

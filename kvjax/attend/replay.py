@@ -25,7 +25,7 @@ def replaying(
     first: Int[Array, "B"],
     last: Int[Array, "B"],
     *,
-    rope: Float[Array, "B R/2"] | None = None,
+    rope: Float[Array, "B C/2"] | None = None,
     heads: Heads = ALL_HEADS,
 ) -> Attend:
     """Attention for the tokens of a `kvjax.policy.Pass`, over a prompt's whole cache and causally over themselves.

@@ -16,7 +16,7 @@ def rotated(
     layer: AttentionLayer,
     x: Float[Array, "B H N D"],
     positions: Int[Array, "B #H N"],
-    rope: Float[Array, "B R/2"] | None,
+    rope: Float[Array, "B C/2"] | None,
 ) -> Float[Array, "B H N D"]:
     """Queries or keys after RoPE; `rope` has each row's frequencies where they depend on the row's length."""
     frequencies = layer.rope.frequencies(x.shape[-1]) if rope is None else rope

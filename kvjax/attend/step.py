@@ -61,7 +61,7 @@ def stepping(
     positions: Int[Array, "B"],
     incoming: Bool[Array, "B"],
     *,
-    rope: Float[Array, "B R/2"] | None = None,
+    rope: Float[Array, "B C/2"] | None = None,
     heads: Heads = ALL_HEADS,
 ) -> Attend:
     """Attention for one new token per row.
@@ -128,7 +128,7 @@ def stepping(
 
 
 def _by_place(
-    layer: AttentionLayer, q: Float[Array, "B Hq 1 D"], entries: Slots, rope: Float[Array, "B R/2"] | None
+    layer: AttentionLayer, q: Float[Array, "B Hq 1 D"], entries: Slots, rope: Float[Array, "B C/2"] | None
 ) -> tuple[Float[Array, "B Hq 1 D"], Slots]:
     """The query and the keys rotated to their places in the cache, the newest entry being the query's own."""
     entries = entries.plain()

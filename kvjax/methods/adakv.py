@@ -132,7 +132,7 @@ def _check_heads_alike(budget: Budget) -> None:
         )
 
 
-def _mass_of_best(scores: Float[Array, "R H M"], count: Int[Array, "R H"]) -> Float[Array, "R H"]:
+def _mass_of_best(scores: Float[Array, "B H M"], count: Int[Array, "B H"]) -> Float[Array, "B H"]:
     """The part of each head's sum of scores that its `count` best make up; 1 where that sum is 0."""
     ordered = jnp.flip(jnp.sort(scores, axis=-1), axis=-1)
     ordered = jnp.where(ordered > -jnp.inf, ordered, 0.0)
@@ -141,7 +141,7 @@ def _mass_of_best(scores: Float[Array, "R H M"], count: Int[Array, "R H"]) -> Fl
     return jnp.where(total > 0, best / jnp.where(total > 0, total, 1.0), 1.0)
 
 
-def _exact(b: Int[Array, "R H"], c: Int[Array, "R H"], alpha: fractions.Fraction) -> Int[Array, "R H"]:
+def _exact(b: Int[Array, "B H"], c: Int[Array, "B H"], alpha: fractions.Fraction) -> Int[Array, "B H"]:
     """alpha b + (1 - alpha) c in integers that have the same sum; the largest remainders are rounded up."""
     part, unit = alpha.numerator, alpha.denominator
     scaled = b * part + c * (unit - part)
@@ -151,7 +151,7 @@ def _exact(b: Int[Array, "R H"], c: Int[Array, "R H"], alpha: fractions.Fraction
     return floor + (rank < missing)
 
 
-def _released(b: Int[Array, "R H"], c: Int[Array, "R H"], alpha: fractions.Fraction) -> Int[Array, "R H"]:
+def _released(b: Int[Array, "B H"], c: Int[Array, "B H"], alpha: fractions.Fraction) -> Int[Array, "B H"]:
     """floor(alpha b) + (1 - alpha) c, each head rounded for itself, half to even."""
     part, unit = alpha.numerator, alpha.denominator
     scaled = c * (unit - part)

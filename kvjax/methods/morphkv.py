@@ -55,7 +55,7 @@ class Folds(NamedTuple):
         leaving: from the queries of that block that are still in the window; None unless `FoldedWindow.ahead`.
     """
 
-    blocks: Float[Array, "B H R/block S"]
+    blocks: Float[Array, "B H blocks S"]
     leaving: Float[Array, "B H S"] | None
 
 

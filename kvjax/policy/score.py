@@ -156,7 +156,7 @@ class Moment(NamedTuple):
 
     next_position: Int[Array, "B"]
     layer: AttentionLayer
-    rope: Float[Array, "B R/2"] | None = None
+    rope: Float[Array, "B C/2"] | None = None
     heads: Heads = ALL_HEADS
     protected: Bool[Array, "B H M"] | None = None
     counts: Int[Array, "B H"] | None = None

@@ -18,11 +18,11 @@ from .pooling import Pooling
 
 
 class QueryRing(NamedTuple):
-    """The last R queries of each row, that of position p at index p mod R. Positions are the same for all heads."""
+    """The last W queries of each row, that of position p at index p mod W. Positions are the same for all heads."""
 
-    queries: Float[Array, "B Hq R D"]
-    lse: Float[Array, "B Hq R"]
-    positions: Int[Array, "B H R"]
+    queries: Float[Array, "B Hq W D"]
+    lse: Float[Array, "B Hq W"]
+    positions: Int[Array, "B H W"]
 
     @classmethod
     def empty(cls, shape: LayerShape, size: int) -> QueryRing:
@@ -35,7 +35,7 @@ class QueryRing(NamedTuple):
         )
 
     def push(self, attended: Attended) -> QueryRing:
-        """The ring with the last R of the queries that have just attended."""
+        """The ring with the last W of the queries that have just attended."""
         size = self.positions.shape[-1]
         queries, lse = (attended.heads.whole_groups(x[:, :, -size:]) for x in (attended.queries, attended.lse))
         positions = attended.positions[:, -size:]
@@ -115,8 +115,8 @@ class WindowAttention(Score):
         ring: QueryRing = entries.per_row
         queries = ring.queries
         if self.sum_logits:
-            B, Hq, R, D = queries.shape
-            queries = jnp.sum(queries.reshape(B, -1, Hq // entries.keys.shape[1], R, D), axis=2)
+            B, Hq, W, D = queries.shape
+            queries = jnp.sum(queries.reshape(B, -1, Hq // entries.keys.shape[1], W, D), axis=2)
         distant = entries.positions < moment.next_position[:, None, None] - self.window
         distant = distant & (entries.positions >= 0)
         lse = ring.lse
