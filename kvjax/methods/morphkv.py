@@ -98,7 +98,7 @@ class FoldedWindow(Score):
         return Needs(received=received, queries="rotated", keeps_queries=True, slotwise=True)
 
     def check(self, policy: Policy) -> None:
-        check_window(self.window, policy)
+        check_window(type(self).__name__, self.window, policy)
 
     @property
     def columns(self) -> int:

@@ -65,7 +65,7 @@ class JointImportance(Score):
         return Needs(queries="rotated", keeps_queries=True, signed=True)
 
     def check(self, policy: Policy) -> None:
-        check_window(self.window, policy)
+        check_window(type(self).__name__, self.window, policy)
 
     def init(self, shape: LayerShape, slots: int) -> tuple[None, QueryRing]:
         return None, QueryRing.empty(shape, self.window)

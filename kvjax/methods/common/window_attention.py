@@ -98,7 +98,7 @@ class WindowAttention(Score):
         return Needs(queries="rotated", keeps_queries=True, slotwise=self.normalise == "full")
 
     def check(self, policy: Policy) -> None:
-        check_window(self.window, policy)
+        check_window(type(self).__name__, self.window, policy)
         if self.pooling is not None and policy.every is not None:
             raise ValueError(
                 f"{self.pooling} needs entries in order of position, and every={policy.every} overwrites slots in any "
@@ -137,10 +137,14 @@ class WindowAttention(Score):
         return scores if self.pooling is None else self.pooling(scores, distant)
 
 
-def check_window(window: int, policy: Policy) -> None:
-    """Raises ValueError unless a policy protects the window whose queries score the entries before it."""
+def check_window(name: str, window: int, policy: Policy) -> None:
+    """Raises ValueError unless a policy protects the window whose queries score the entries before it.
+
+    Args:
+        name: of the score, which may be in a wrapper.
+    """
     if isinstance(policy.protect.recent, float) or policy.protect.recent < window:
         raise ValueError(
-            f"{type(policy.score).__name__} scores the entries older than its window of {window}, and "
+            f"{name} scores the entries older than its window of {window}, and "
             f"{policy.protect} does not protect that window; expected recent={window} or more"
         )
