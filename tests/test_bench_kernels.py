@@ -1,5 +1,6 @@
 """The benchmark of kernels runs anywhere, and times nothing that is wrong."""
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -70,3 +71,9 @@ def test_dropped_slots_fail_the_check(script: ModuleType) -> None:
     arrays = case.draw(jax.random.key(0))
     with pytest.raises(ValueError, match=r"slot_attention .*: the error of \w+ is"):
         script.check(replace(case, call=without), arrays, script.reference(case, arrays))
+
+
+def test_kernels_are_timed_on_gpus_only(script: ModuleType) -> None:
+    device_time = importlib.import_module("device_time")
+    with pytest.raises(RuntimeError, match="timed by CUPTI on NVIDIA's GPUs; this is cpu"):
+        device_time.kernels(jax.jit(lambda x: x + 1), 1)
