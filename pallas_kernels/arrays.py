@@ -7,6 +7,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
 Fold = Literal["sum", "mean", "max"]
@@ -21,7 +22,8 @@ def fold(x: Array, kind: Fold, axis: int) -> Array:
 
 def after_last(x: Bool[Array, "... n"]) -> Int[Array, "..."]:
     """Returns the index after the last true entry, or 0 if no entry is true."""
-    return jnp.max(jnp.where(x, jnp.arange(1, x.shape[-1] + 1, dtype=jnp.int32), 0), axis=-1, initial=0)
+    index = jnp.where(x, jnp.arange(1, x.shape[-1] + 1, dtype=jnp.int32), 0)
+    return jax.lax.reduce(index, np.int32(0), jax.lax.max, [x.ndim - 1])  # `initial=` of jnp.max is one more kernel
 
 
 def pad(x: Array, amount: int, axis: int, value: float = 0) -> Array:
