@@ -146,10 +146,13 @@ def _split_heads(
     """Projects `x` to heads, and puts the head axis before the token axis.
 
     The barrier keeps the matrix product apart from the transpose. Without it XLA transposes the weights instead of the
-    activations.
+    activations. A single token is not transposed on a GPU, where the barrier would add a kernel.
     """
     E, H, D = projection.shape
-    product = jax.lax.optimization_barrier(linear(x, projection.reshape(E, H * D), bias))
+    barrier = jax.lax.optimization_barrier
+    product = linear(x, projection.reshape(E, H * D), bias)
+    on_gpu = (lambda product: product) if x.shape[1] == 1 else barrier
+    product = jax.lax.platform_dependent(product, cuda=on_gpu, default=barrier)
     return jnp.swapaxes(product.reshape(*x.shape[:2], H, D), 1, 2)
 
 
