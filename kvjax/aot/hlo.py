@@ -19,9 +19,9 @@ COLLECTIVES = {
 }
 
 # Instructions that write no new array: names of other arrays, and updates. XLA puts a copy before an update that is not
-# in place.
+# in place. Those that are no updates launch no kernel either, apart from the computations that they run.
 UPDATES = {"scatter", "dynamic-update-slice"}
-NO_WRITES = UPDATES | {
+NO_LAUNCHES = {
     "get-tuple-element",
     "tuple",
     "parameter",
@@ -32,6 +32,7 @@ NO_WRITES = UPDATES | {
     "conditional",
     "call",
 }
+NO_WRITES = UPDATES | NO_LAUNCHES
 PRODUCTS = {"dot", "convolution", "custom-call"}  # their results are new numbers, not copies
 
 
@@ -128,6 +129,11 @@ class Loop:
                 if kind in COLLECTIVES:
                     counts[kind] += part.operands
         return counts
+
+    @property
+    def kernels(self) -> int:
+        """The number of kernels that a round launches on a GPU, those of all branches included."""
+        return sum(instruction.kind not in NO_LAUNCHES for instruction, _ in self.instructions)
 
     def rewrites(self, nbytes: int) -> list[str]:
         """Lists the arrays of at least `nbytes` that a round writes to main memory in full.

@@ -116,6 +116,32 @@ def test_no_product_of_a_gpu_writes_a_weight(shape: str, batch: int) -> None:
     assert Loop.of(lowered.compile().as_text()).rewrites(hidden * config.num_kv_heads * config.head_dim) == []
 
 
+KERNELS = [  # of a layer and step, for jax 0.10; later versions launch fewer
+    ("full", 1, 20),
+    ("full", 8, 16),
+    ("morphkv:budget=2048,window=32", 1, 30),
+    ("morphkv:budget=2048,window=32", 8, 22),
+    ("snapkv:budget=2048", 1, 20),
+    ("h2o:budget=2048", 1, 23),
+    ("streaming_llm:budget=2048", 1, 22),
+    ("kvcompose:budget=0.25", 1, 28),
+    ("quantize:policy=snapkv,bits=8", 1, 26),
+]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("policy", "batch", "most"), part(KERNELS, KERNELS[1:3]))
+def test_kernels_of_a_step_on_a_gpu(policy: str, batch: int, most: int) -> None:
+    """The difference of two layers and one."""
+    mesh = kvjax.make_mesh(devices=accelerators("h100:1"))
+    sizes = {"batch": batch, "length": SLOTS, "new_tokens": 128}
+    one, two = (
+        Loop.of(lower_decode(config, parse(policy), mesh=mesh, **sizes).compile().as_text()).kernels
+        for config in (replace(llama(layers, 4096, 14_336, 32), vocab_size=VOCAB) for layers in (1, 2))
+    )
+    assert 10 < two - one <= most  # attention, MLP and norms take 10 at least
+
+
 def llama(layers: int, hidden: int, mlp: int, heads: int) -> DecoderConfig:
     """Llama 3's shapes, of 8 kv heads."""
     return replace(
