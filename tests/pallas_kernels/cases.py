@@ -205,6 +205,5 @@ PROMPT_CASES = [
     (Case(64, 4, 40, 0), 0),
     (Case(96, 5, 21, 0, window=9), 50),
     (Case(128, 2, 150, 0, "bfloat16"), 70),
-    (Case(128, 4, 150, 0, "bfloat16"), 0),
     (Case(64, 1, 13, 0, bias="some"), 37),
 ]
