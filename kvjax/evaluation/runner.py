@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from kvjax.evaluation.planning import RunPlan, about, cell_fields, keys_of, name
 from kvjax.evaluation.records import Records, encoded, key_of
 from kvjax.policies import parse
 from kvjax.policy import Policy
+from kvjax.writing import write_file
 
 Answering: TypeAlias = Callable[[ReadingBatch, Sequence[Policy]], Iterator[tuple[Answers, Took]]]
 
@@ -250,6 +250,4 @@ def _write_header(plan: RunPlan, out: Path) -> None:
         "bytes_per_token": config.bytes_per_token(plan.dtype),
         "dtype": str(plan.dtype),
     }
-    new = path.with_name(f".{path.name}.{plan.host[0]}")
-    new.write_text(json.dumps({"grid": grid, "model": model}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(new, path)
+    write_file(path, json.dumps({"grid": grid, "model": model}, indent=2, ensure_ascii=False) + "\n")
