@@ -248,3 +248,19 @@ def test_two_writers_of_one_folder(tmp_path: Path) -> None:
         new.mkdir()
         (new / "last").write_text("first")
     assert content(tmp_path) == {"last": b"first"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("save", [kvjax.save, kvjax.save_hf])
+def test_a_write_that_the_system_refuses_is_one_line(save: Callable[..., None], tmp_path: Path) -> None:
+    """TensorStore writes in C++, where no audit hook is asked: here the system refuses files of more than 100 kB."""
+    resource = pytest.importorskip("resource", reason="limits of a process are POSIX")
+    params, before = decoder(vocab_size=4000), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{tmp_path / 'out'}'") as caught:
+            save(params, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert len(str(caught.value).splitlines()) == 1
+    assert not (tmp_path / "out").exists()

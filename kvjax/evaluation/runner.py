@@ -87,8 +87,9 @@ def run(plan: RunPlan, ask: Answering, out: Path, watch: Watch | None = None) ->
     """
     watch = watch or Silent()
     out.mkdir(parents=True, exist_ok=True)
-    _write_header(plan, out)
+    _check_results(plan, out)
     with Records(out / plan.path, watch.say) as records, (out / plan.timings).open("ab") as timings:
+        _write_header(plan, out)
         cells = [planned for planned in plan.cells if planned.error is None]
         errors = plan.errors()
         records.append(errors)
@@ -230,6 +231,13 @@ def versions() -> dict[str, str]:
     except importlib.metadata.PackageNotFoundError:  # on the path, not installed
         found["kvjax"] = "unknown"
     return found
+
+
+def _check_results(plan: RunPlan, out: Path) -> None:
+    """Raises ValueError if the results file is not of a run: opening it would drop its lines as incomplete ones."""
+    path = out / plan.path
+    if path.exists() and path.stat().st_size and not (out / "run.json").exists():
+        raise ValueError(f"{out} holds {path.name} without run.json: expected a folder of kvjax eval, or another one")
 
 
 def _write_header(plan: RunPlan, out: Path) -> None:

@@ -231,3 +231,15 @@ def test_what_cannot_be_reported_is_one_error(tmp_path: Path, spoil: Any, option
     result = CliRunner().invoke(app, ["report", str(folder), *options])
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_policies_that_the_grid_no_longer_has_come_last_and_are_named(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run")
+    run = json.loads((folder / "run.json").read_text())
+    run["grid"]["policies"] = [policy for policy in run["grid"]["policies"] if policy != {"policy": "snapkv"}]
+    (folder / "run.json").write_text(json.dumps(run))
+    (found,) = read_results([folder])
+    assert (found.policies, found.dropped) == (("full", "h2o", "snapkv"), ("snapkv",))
+    result = CliRunner().invoke(app, ["report", str(folder)])
+    assert result.exit_code == 0, result.output
+    assert "The grid no longer asks snapkv; the report has their earlier answers." in result.stdout

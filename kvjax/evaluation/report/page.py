@@ -75,6 +75,8 @@ def _counted(results: Results) -> list[str]:
     )
     if results.errors:
         text += f" **{results.errors:,} answers are missing because of errors**, which the results file lists."
+    if results.dropped:
+        text += f" The grid no longer asks {', '.join(results.dropped)}; the report has their earlier answers."
     settings = "; ".join(f"`{setting}`: {MEANING[setting]}" for setting in results.settings)
     return [f"{text} {settings}. In both settings, all tokens of an answer are decoded from the compressed cache."]
 
