@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,31 +13,38 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 from jaxtyping import Array, UInt32
 
 from kvjax.cache import Entries, Layers, Segments, Slots
+from kvjax.checkpoint.errors import orbax_writes
+from kvjax.checkpoint.folder import ORBAX
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policies import parse
 from kvjax.policy import Policy
 from kvjax.sharding import check_batch, fetch, mesh_of
+from kvjax.writing import finish, new_folder
+
+OWNED = re.compile(rf"_CHECKPOINT_METADATA|commit_success\.txt|facts/(metadata|commit_success\.txt)|arrays/{ORBAX}")
 
 
-def save_cache(path: str | Path, cache: KVCache, params: Decoder) -> None:
-    """Writes a cache of `params` to a new folder.
+def save_cache(path: str | Path, cache: KVCache, params: Decoder, overwrite: bool = False) -> None:
+    """Writes a cache of `params` to a folder that `restore_cache` reads.
 
-    With several processes all of them call it, with a path to storage that they share.
+    The folder changes only when everything is written, so that an error or a kill leaves it as it was. With several
+    processes all of them call it, with a path to storage that they share.
+
+    Args:
+        path: an empty or absent folder.
+        cache: the cache.
+        params: the model that the cache was made with.
+        overwrite: whether the folder may hold files. A saved cache is then replaced, and all other files stay.
 
     Raises:
-        ValueError: if the folder exists.
+        ValueError: if the folder is not empty and `overwrite` is False, if a folder has the name of a file to write, or
+            if another process is writing the folder.
+        OSError: if the folder or a file cannot be written.
     """
-    path = Path(path).resolve()
-    exists = path.exists()
-    if jax.process_count() > 1:  # no process writes before all have looked
-        exists = bool(multihost_utils.process_allgather(np.array(exists)).any())
-    if exists:
-        raise ValueError(f"{path} exists: expected a folder that does not")
     arrays = _named(cache)
     facts = {
         "policy": repr(cache.policy),
@@ -47,10 +55,13 @@ def save_cache(path: str | Path, cache: KVCache, params: Decoder) -> None:
         "segments": cache.entries.statics,
         "arrays": {name: [list(array.shape), str(array.dtype)] for name, array in arrays.items()},
     }
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-        checkpointer.save(
-            path, args=ocp.args.Composite(facts=ocp.args.JsonSave(facts), arrays=ocp.args.StandardSave(arrays))
-        )
+    saved = ocp.args.Composite(facts=ocp.args.JsonSave(facts), arrays=ocp.args.StandardSave(arrays))
+    with (
+        new_folder(path, OWNED, "facts/metadata", overwrite=overwrite) as folder,
+        orbax_writes(),
+        ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer,
+    ):
+        checkpointer.save(folder, args=saved)
 
 
 def restore_cache(path: str | Path, params: Decoder, policy: Policy | None = None) -> KVCache:
@@ -64,7 +75,8 @@ def restore_cache(path: str | Path, params: Decoder, policy: Policy | None = Non
         ValueError: if there is no saved cache, if it belongs to another model or policy, or if its rows do not divide
             over the parameters' mesh.
     """
-    path = Path(path).resolve()
+    path = Path(path).expanduser().resolve()
+    finish(path)
     if not (path / "facts").is_dir():
         raise ValueError(f"{path} holds no saved cache: expected a folder written by save_cache")
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:

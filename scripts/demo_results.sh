@@ -14,6 +14,6 @@ kvjax eval --config "configs/demo/$grid.yaml" --out "$out" --host 0/2 &
 first=$!
 kvjax eval --config "configs/demo/$grid.yaml" --out "$out" --host 1/2
 wait "$first"
-kvjax report "$out" --out "$out/report" --against snapkv >/dev/null
+kvjax report "$out" --out "$out/report" --against snapkv --overwrite >/dev/null
 mkdir -p "docs/results/$grid"
 cp "$out"/report/report.md "$out"/report/*.png "docs/results/$grid/"

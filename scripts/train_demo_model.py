@@ -335,7 +335,7 @@ def main() -> None:
                 seen = {}
             if step % options.every == 0 or step == last:
                 save(checkpoint, recipe, step, time.monotonic() - began, params, state)
-                save_hf(trainer.decoder(params), options.folder, tokenizer())
+                save_hf(trainer.decoder(params), options.folder, tokenizer(), overwrite=True)
             if step % (2 * options.every) == 0:
                 print(report(trainer.table(params, 12, seed=step), 12), flush=True)
 

@@ -84,7 +84,7 @@ def test_no_cache(tiny: Decoder, tmp_path: Path) -> None:
 
 
 def test_nothing_is_overwritten(tiny: Decoder, saved: Path) -> None:
-    with pytest.raises(ValueError, match="exists: expected a folder that does not"):
+    with pytest.raises(ValueError, match=r"cache is not empty, it holds .* overwrite=True"):
         kvjax.save_cache(saved, kvjax.prefill(tiny, [1, 2]), tiny)
     kvjax.restore_cache(saved, tiny)
 

@@ -15,15 +15,16 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from kvjax.checkpoint.errors import CheckpointError
-from kvjax.checkpoint.folder import check_dtype, form_of, locate, read_config
-from kvjax.checkpoint.hf import load, read_headers, save_hf
-from kvjax.checkpoint.orbax import restore, save, transfer_bytes
+from kvjax.checkpoint.folder import GENERATION, check_dtype, form_of, locate, owned, read_config
+from kvjax.checkpoint.hf import load, read_headers, write_hf
+from kvjax.checkpoint.orbax import restore, transfer_bytes, write_orbax
 from kvjax.checkpoint.parameters import Blank, Progress
 from kvjax.checkpoint.tensors import no_weights
+from kvjax.writing import check_folder, new_folder
 
 Target = Literal["hf", "orbax"]
 PROCESS = 300_000_000  # bytes of Python, JAX and a tokenizer
-GENERATION = "generation_config.json"  # kvjax does not read it, but transformers does
+ARGUMENT = "overwrite=True (--overwrite)"
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Conversion:
         parameters: the number of parameters.
         parameter_bytes: the size of the parameters in `dtype`, in bytes.
         peak_bytes: an estimate of the peak host memory in bytes: all parameters, and a few tensors in transfer.
+        overwrite: whether `out` may hold files.
     """
 
     source: Path
@@ -49,9 +51,10 @@ class Conversion:
     parameters: int
     parameter_bytes: int
     peak_bytes: int
+    overwrite: bool = False
 
     def run(self, reading: Progress | None = None, writing: Progress | None = None) -> None:
-        """Converts the checkpoint on the CPU.
+        """Converts the checkpoint on the CPU. `out` changes only when everything is written.
 
         Args:
             reading: a progress callback, as in `load`. Reading Orbax checkpoints does not call it.
@@ -59,6 +62,8 @@ class Conversion:
 
         Raises:
             CheckpointError: the checkpoint cannot be read.
+            ValueError: `out` is not empty any more and `overwrite` is False, a folder has the name of a file to write,
+                or another process is writing `out`.
             OSError: the folder or a file cannot be written.
         """
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
@@ -66,12 +71,14 @@ class Conversion:
                 params, tokenizer = load(self.source, self.dtype, progress=reading)
             else:
                 params, tokenizer = restore(self.source, self.dtype)
-            if self.to == "hf":
-                save_hf(params, self.out, tokenizer, progress=writing)
-            else:
-                save(params, self.out, tokenizer, overwrite=True)
-        if (self.source / GENERATION).is_file():
-            shutil.copy(self.source / GENERATION, self.out)
+            files = owned(tokenizer=True, generation=True)
+            with new_folder(self.out, files, "config.json", overwrite=self.overwrite, argument=ARGUMENT) as folder:
+                if self.to == "hf":
+                    write_hf(params, folder, tokenizer, progress=writing)
+                else:
+                    write_orbax(params, folder, tokenizer)
+                if (self.source / GENERATION).is_file():
+                    shutil.copyfile(self.source / GENERATION, folder / GENERATION)
 
 
 def plan_conversion(
@@ -88,7 +95,8 @@ def plan_conversion(
         out: the folder to write.
         to: the form to write, `hf` or `orbax`.
         dtype: the dtype of the weights to write: float32, bfloat16 or float16. By default the stored dtype.
-        overwrite: whether `out` may hold files. Its weights, in either form, will be removed.
+        overwrite: whether `out` may hold files. The files of its checkpoint, in either form, will be replaced or
+            removed; all other files stay.
 
     Raises:
         CheckpointError: there is no such checkpoint, or its config or headers cannot be read.
@@ -100,10 +108,7 @@ def plan_conversion(
         raise ValueError(f"to={to!r}: expected one of {', '.join(get_args(Target))}")
     check_dtype(dtype)
     target = Path(out).expanduser().resolve()
-    if target.exists() and not target.is_dir():
-        raise ValueError(f"{out} is a file: expected a folder")
-    if not overwrite and target.exists() and any(target.iterdir()):
-        raise ValueError(f"{out} is not empty; overwrite=True (--overwrite) replaces the weights that it holds")
+    check_folder(target, overwrite, ARGUMENT)
     source = locate(path_or_hub_id)
     if target == source.resolve():
         raise ValueError(f"{out} is what is to be converted: expected another folder")
@@ -126,4 +131,5 @@ def plan_conversion(
         parameters=parameters,
         parameter_bytes=sum(sizes),
         peak_bytes=PROCESS + sum(sizes) + max(transfer[form], transfer[to]),
+        overwrite=overwrite,
     )

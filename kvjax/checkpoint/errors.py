@@ -1,8 +1,11 @@
-"""The exception that `kvjax.checkpoint` defines."""
+"""The exception that `kvjax.checkpoint` defines, and the errors of Orbax in one line."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 
 class CheckpointError(ValueError):
@@ -24,3 +27,25 @@ class CheckpointError(ValueError):
         self.problems = tuple(problems)
         listed = problems[0] if len(problems) == 1 else "".join(f"\n  - {problem}" for problem in problems)
         super().__init__(f"cannot load {source}: {listed}")
+
+
+def short(error: BaseException) -> str:
+    """Returns the exception's type and the first line of its message, without the specification of TensorStore."""
+    text = f"{type(error).__name__}: {error}".splitlines()[0]
+    return text.partition(" [tensorstore_spec=")[0].partition(" [source locations=")[0]
+
+
+@contextmanager
+def orbax_writes() -> Iterator[None]:
+    """Turns the errors of TensorStore, such as a full disk, into OSErrors of one line.
+
+    Raises:
+        OSError: a file cannot be written. It names no file; `new_folder` adds the folder.
+    """
+    try:
+        yield
+    except ValueError as error:
+        code = re.search(r"os_error_code='(\d+)'", str(error))
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1]))) from error

@@ -5,28 +5,36 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import jax
 import jax.numpy as jnp
-from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 
 from kvjax.checkpoint.errors import CheckpointError
 from kvjax.models import DecoderConfig, config_from_hf, family
+from kvjax.writing import finish
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 WEIGHTS, INDEX, PARAMS = "model.safetensors", "model.safetensors.index.json", "params"
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+GENERATION = "generation_config.json"  # kvjax does not read it, but transformers does
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+ORBAX = (  # what Orbax writes into the folder of a pytree
+    r"(_METADATA|_CHECKPOINT_METADATA|_sharding|commit_success\.txt|array_metadatas/process_\d+"
+    r"|(ocdbt\.process_\d+/)?(manifest\.ocdbt|d/[0-9a-f]{32}))"
+)
+OWNED = re.compile(rf"config\.json|model\.safetensors(\.index\.json)?|{SHARD.pattern}|{PARAMS}/{ORBAX}")
+TOKENIZER = re.compile(
+    r"tokenizer\.(json|model)|(tokenizer_config|special_tokens_map|added_tokens|vocab)\.json|merges\.txt"
+    r"|chat_template\.(jinja|json)|additional_chat_templates/[^/]+\.jinja"
+)
 DOWNLOADED = (
     "config.json",
-    "generation_config.json",
+    GENERATION,
     "model*.safetensors",
     INDEX,
     "tokenizer*",
@@ -53,10 +61,12 @@ def locate(path_or_hub_id: str | os.PathLike[str], patterns: Sequence[str] = DOW
         patterns: the glob patterns of the files to download.
 
     Raises:
-        CheckpointError: it is a file, or neither a folder nor a repository that the hub provides.
+        CheckpointError: it is a file, or neither a folder nor a repository that the hub provides, or its writing was
+            interrupted and cannot be finished.
     """
     folder = Path(path_or_hub_id).expanduser()
     if folder.is_dir():
+        finish_writing(folder)
         return folder
     if folder.exists():
         raise CheckpointError(folder, ["it is a file; expected the folder that holds config.json and the weights"])
@@ -72,12 +82,26 @@ def locate(path_or_hub_id: str | os.PathLike[str], patterns: Sequence[str] = DOW
 
 
 def form_of(folder: Path) -> Form | None:
-    """Returns the form of a folder's content: Hugging Face weights, Orbax weights, a saved cache, or None."""
+    """Returns the form of a folder's content: Hugging Face weights, Orbax weights, a saved cache, or None.
+
+    Raises:
+        CheckpointError: the folder's writing was interrupted and cannot be finished.
+    """
+    finish_writing(folder)
     if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
         return "hf"
     if (folder / PARAMS).is_dir():
         return "orbax"
     return "cache" if (folder / "facts").is_dir() else None
+
+
+def finish_writing(folder: Path) -> None:
+    """Puts a checkpoint in place whose writing was interrupted when it was whole. Raises CheckpointError."""
+    try:
+        finish(folder)
+    except OSError as error:
+        reason = f"its writing was interrupted and cannot be finished: {first_line(error)}"
+        raise CheckpointError(folder, [reason]) from error
 
 
 def check_form(folder: Path, wanted: Form) -> None:
@@ -142,25 +166,21 @@ def write_config(
     (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
 
 
-def remove_weights(folder: Path) -> None:
-    """Removes weights of both forms, so that no old weights are read in place of the new ones."""
-    for file in folder.iterdir():
-        if file.name in (WEIGHTS, INDEX) or SHARD.fullmatch(file.name):
-            file.unlink()
-    if (folder / PARAMS).is_dir():
-        shutil.rmtree(folder / PARAMS)
+def owned(tokenizer: bool, generation: bool = False) -> re.Pattern[str]:
+    """Returns a pattern of the files that a checkpoint owns: those that writing it may replace and remove.
+
+    Args:
+        tokenizer: whether the tokenizer's files are among them.
+        generation: whether generation_config.json is among them.
+    """
+    patterns = [OWNED.pattern, *([TOKENIZER.pattern] if tokenizer else []), *([re.escape(GENERATION)] * generation)]
+    return re.compile("|".join(patterns))
 
 
 def check_dtype(dtype: DTypeLike | None) -> None:
     """Raises ValueError if `dtype` is neither None nor a dtype that weights can be cast to."""
     if dtype is not None and jnp.dtype(dtype) not in DTYPES.values():
         raise ValueError(f"dtype {jnp.dtype(dtype).name} is not supported; accepted: {DTYPE_NAMES}")
-
-
-def wait_for_all_processes(step: str) -> None:
-    """Blocks until every process has reached `step`. With one process it does nothing."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(step)
 
 
 def first_line(error: Exception) -> str:

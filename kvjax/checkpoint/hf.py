@@ -26,20 +26,22 @@ from kvjax.checkpoint.folder import (
     check_form,
     form_of,
     locate,
+    owned,
     read_config,
     read_json,
     read_tokenizer,
-    remove_weights,
-    wait_for_all_processes,
     write_config,
 )
 from kvjax.checkpoint.parameters import Blank, Progress, by_path, from_slices
 from kvjax.checkpoint.tensors import DERIVED, TensorSpec, compare, files_of, open_tensors, write_file, write_index
 from kvjax.models import Decoder, DecoderConfig, by_tensor, family, hf_shapes
 from kvjax.sharding import fetch
+from kvjax.writing import new_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+SHARD_BYTES = 5_000_000_000  # the largest size of a file
 
 
 def load(
@@ -102,30 +104,46 @@ def save_hf(
     params: Decoder,
     path: str | os.PathLike[str],
     tokenizer: PreTrainedTokenizerBase | None = None,
-    max_shard_bytes: int = 5_000_000_000,
+    max_shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Writes config.json, safetensors and the tokenizer's files to a folder that `load` and transformers read.
 
-    It creates the folder if it does not exist, and removes the weights that the folder held. Other files stay, except
-    those that it overwrites. The weights keep their dtype. Weights that are sharded over a mesh are gathered one tensor
-    at a time. With several processes, all of them must call this function; the first one writes.
+    The folder changes only when everything is written, so that an error or a kill leaves it as it was. The weights keep
+    their dtype. Weights that are sharded over a mesh are gathered one tensor at a time. With several processes, all of
+    them must call this function; the first one writes.
 
     Args:
         params: the decoder.
-        path: the folder to write.
+        path: an empty or absent folder.
         tokenizer: the tokenizer to write; None writes none.
         max_shard_bytes: the largest size of a file in bytes, >= 1. Larger weights are split into several files with an
             index. A tensor that is larger than this has a file of its own.
         progress: a callback that receives, after each tensor, the number of bytes written and the total.
+        overwrite: whether the folder may hold files. Its weights, in either form, and its config are then replaced, and
+            so is its tokenizer if one is given. All other files stay.
 
     Raises:
-        ValueError: `max_shard_bytes` is below 1.
+        ValueError: `max_shard_bytes` is below 1, the folder is not empty and `overwrite` is False, a folder has the
+            name of a file to write, or another process is writing the folder.
         OSError: the folder or a file cannot be written.
     """
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes={max_shard_bytes}: expected an integer >= 1")
-    folder, arrays = Path(path).expanduser(), by_path(params)
+    with new_folder(path, owned(tokenizer is not None), "config.json", overwrite=overwrite) as folder:
+        write_hf(params, folder, tokenizer, max_shard_bytes, progress)
+
+
+def write_hf(
+    params: Decoder,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    max_shard_bytes: int = SHARD_BYTES,
+    progress: Progress | None = None,
+) -> None:
+    """Creates a folder and writes a checkpoint into it. The arguments are those of `save_hf`."""
+    arrays = by_path(params)
     table = family(params.config.family).weights(params.config)
     shapes = hf_shapes(table, {path: array.shape for path, array in arrays.items()})
     parts = by_tensor(table)
@@ -146,8 +164,7 @@ def save_hf(
         return content
 
     if jax.process_index() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        remove_weights(folder)
+        folder.mkdir()
         files = files_of(tensors, max_shard_bytes)
         for name, content in files.items():
             write_file(folder / name, content, gather)
@@ -156,7 +173,6 @@ def save_hf(
     else:
         for tensor in tensors:
             gather(tensor)
-    wait_for_all_processes(f"kvjax.save_hf {folder}")
 
 
 def read_headers(folder: Path, config: DecoderConfig) -> tuple[int, tuple[str, ...]]:

@@ -17,22 +17,21 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from kvjax.checkpoint.errors import CheckpointError
+from kvjax.checkpoint.errors import CheckpointError, orbax_writes, short
 from kvjax.checkpoint.folder import (
     DTYPE_NAMES,
     DTYPES,
     PARAMS,
     check_dtype,
     check_form,
-    first_line,
+    owned,
     read_config,
     read_tokenizer,
-    remove_weights,
-    wait_for_all_processes,
     write_config,
 )
 from kvjax.checkpoint.parameters import Blank, by_path
 from kvjax.models import Decoder
+from kvjax.writing import new_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,32 +45,33 @@ def save(
 ) -> None:
     """Writes parameters, config and tokenizer to a folder that `restore` reads.
 
-    With several processes, all of them must call this function; each writes the parts that its own devices hold.
+    The folder changes only when everything is written, so that an error or a kill leaves it as it was. With several
+    processes, all of them must call this function; each writes the parts that its own devices hold.
 
     Args:
         params: the decoder.
         path: an empty or absent folder. With several processes, all of them must be able to access it.
         tokenizer: the tokenizer to write; None writes none.
-        overwrite: whether the folder may hold files. Its weights, in either form, are then removed.
+        overwrite: whether the folder may hold files. Its weights, in either form, and its config are then replaced, and
+            so is its tokenizer if one is given. All other files stay.
 
     Raises:
-        ValueError: the folder is not empty and `overwrite` is False.
+        ValueError: the folder is not empty and `overwrite` is False, a folder has the name of a file to write, or
+            another process is writing the folder.
         OSError: the folder or a file cannot be written.
     """
-    folder = Path(path).expanduser().resolve()
-    if not overwrite and folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty: expected an empty or absent folder, or overwrite=True")
-    wait_for_all_processes(f"kvjax.save into {folder}")
+    with new_folder(path, owned(tokenizer is not None), "config.json", overwrite=overwrite) as folder:
+        write_orbax(params, folder, tokenizer)
+
+
+def write_orbax(params: Decoder, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Creates a folder and writes a checkpoint into it. The arguments are those of `save`."""
     arrays = by_path(params)
-    if jax.process_index() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        remove_weights(folder)
-    wait_for_all_processes(f"kvjax.save may write {folder}")
-    with ocp.Checkpointer(_handler([array.nbytes for array in arrays.values()])) as checkpointer:
+    handler = _handler([array.nbytes for array in arrays.values()])
+    with orbax_writes(), ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save(folder / PARAMS, args=ocp.args.PyTreeSave(arrays))
     if jax.process_index() == 0:
         write_config(folder, params.config, params.embed.dtype, tokenizer)
-    wait_for_all_processes(f"kvjax.save wrote {folder}")
 
 
 def restore(
@@ -119,7 +119,7 @@ def restore(
         with ocp.Checkpointer(_handler(sizes)) as checkpointer:
             arrays = checkpointer.restore(folder / PARAMS, args=arguments)
     except (ValueError, OSError) as error:
-        raise CheckpointError(folder, [f"its arrays in {PARAMS}/ cannot be read: {first_line(error)}"]) from error
+        raise CheckpointError(folder, [f"its arrays in {PARAMS}/ cannot be read: {short(error)}"]) from error
     return blank.filled(arrays), tokenizer
 
 
@@ -160,7 +160,7 @@ def _stored(folder: Path, problems: list[str]) -> dict[str, Any]:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             tree = checkpointer.metadata(folder / PARAMS).item_metadata
     except (ValueError, OSError) as error:
-        problems.append(f"{PARAMS}/ is damaged: {first_line(error)}")
+        problems.append(f"{PARAMS}/ is damaged: {short(error)}")
         return {}
     if tree is None:
         problems.append(f"{PARAMS}/ is not a complete Orbax checkpoint")

@@ -38,6 +38,7 @@ def inspect(
     ] = "1x1",
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the stored dtype.")] = None,
     out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("inspect.html"),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
 ) -> None:
     """Write an HTML page with the entries that every head retains of a prompt and evicts during the answer."""
     import numpy as np
@@ -48,6 +49,7 @@ def inspect(
     from kvjax.evaluation.tasks import demo
     from kvjax.inspection import page, record
     from kvjax.prompts import Prompt
+    from kvjax.writing import check_file, write_file
 
     text: Prompt
     if model is None and prompt is None and prompt_file is None:
@@ -57,6 +59,7 @@ def inspect(
     chosen, method = policies.parse(policy), sampling.parse(sampler)
     if not out.parent.is_dir():
         raise ValueError(f"cannot write {out}: {out.parent} is not a folder; expected a file in an existing folder")
+    check_file(out, overwrite, "--overwrite")
     keep_compiled()
     source = str(DEMO) if model is None else model
     with working(f"loading {source}"):
@@ -73,7 +76,7 @@ def inspect(
             chunk=chunk,
             name=policy,
         )
-        out.write_text(page(recording), encoding="utf-8")
+        write_file(out, page(recording))
     stderr().print(
         f"[dim]{recording.prompt:,} prompt tokens, {len(recording.tokens) - recording.prompt:,} generated tokens; open "
         f"{out} in a browser[/dim]",

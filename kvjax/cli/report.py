@@ -19,12 +19,13 @@ def report(
         list[str] | None,
         typer.Option(help="Compare all policies with this one by paired bootstrap; may be repeated."),
     ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the report in the folder.")] = False,
 ) -> None:
     """Make tables (Markdown, CSV, LaTeX) and plots of results: scores, curves, areas and costs, with intervals."""
     from kvjax.evaluation.report import page
     from kvjax.evaluation.report.results import read_results
 
     folder = runs[0] / "report" if out is None else out
-    text = page.write(folder, read_results(runs), against or (), show_warning)
+    text = page.write(folder, read_results(runs), against or (), show_warning, overwrite)
     typer.echo(text, nl=False)
     stderr().print(f"[dim]the report is in {folder}[/dim]", soft_wrap=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
+from kvjax.writing import new_file
+
 COLOURS = (
     "#0072B2",
     "#E69F00",
@@ -34,6 +36,7 @@ def accuracy_by_budget(
 
     Raises:
         ImportError: if matplotlib is not installed.
+        OSError: if the file cannot be written. It is then as it was.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, and no global state
     from matplotlib.figure import Figure
@@ -70,4 +73,5 @@ def accuracy_by_budget(
     axes.set_ylabel("exact match")
     axes.set_title(title, loc="left", fontsize=11)
     figure.legend(loc="outside right center", frameon=False)
-    figure.savefig(path)
+    with new_file(path) as new:
+        figure.savefig(new)

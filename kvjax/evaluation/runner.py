@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from kvjax.evaluation.planning import RunPlan, about, cell_fields, keys_of, name
 from kvjax.evaluation.records import Records, encoded, key_of
 from kvjax.policies import parse
 from kvjax.policy import Policy
+from kvjax.writing import write_file
 
 Answering: TypeAlias = Callable[[ReadingBatch, Sequence[Policy]], Iterator[tuple[Answers, Took]]]
 
@@ -87,8 +87,9 @@ def run(plan: RunPlan, ask: Answering, out: Path, watch: Watch | None = None) ->
     """
     watch = watch or Silent()
     out.mkdir(parents=True, exist_ok=True)
-    _write_header(plan, out)
+    _check_results(plan, out)
     with Records(out / plan.path, watch.say) as records, (out / plan.timings).open("ab") as timings:
+        _write_header(plan, out)
         cells = [planned for planned in plan.cells if planned.error is None]
         errors = plan.errors()
         records.append(errors)
@@ -232,6 +233,13 @@ def versions() -> dict[str, str]:
     return found
 
 
+def _check_results(plan: RunPlan, out: Path) -> None:
+    """Raises ValueError if the results file is not of a run: opening it would drop its lines as incomplete ones."""
+    path = out / plan.path
+    if path.exists() and path.stat().st_size and not (out / "run.json").exists():
+        raise ValueError(f"{out} holds {path.name} without run.json: expected a folder of kvjax eval, or another one")
+
+
 def _write_header(plan: RunPlan, out: Path) -> None:
     """Writes the grid and the model to `run.json`. Raises ValueError if the file is of a run with other answers."""
     path, grid = out / "run.json", plan.grid.document()
@@ -250,6 +258,4 @@ def _write_header(plan: RunPlan, out: Path) -> None:
         "bytes_per_token": config.bytes_per_token(plan.dtype),
         "dtype": str(plan.dtype),
     }
-    new = path.with_name(f".{path.name}.{plan.host[0]}")
-    new.write_text(json.dumps({"grid": grid, "model": model}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(new, path)
+    write_file(path, json.dumps({"grid": grid, "model": model}, indent=2, ensure_ascii=False) + "\n")

@@ -44,7 +44,7 @@ def test_old_weights_of_a_folder_are_removed(tmp_path):
     folder = tmp_path / "model"
     other = jax.tree.map(lambda leaf: leaf + 1, decoder())
     for params, size in ((other, 5_000), (decoder(), 9_000), (other, 10**9), (decoder(), 5_000)):
-        save_hf(params, folder, max_shard_bytes=size)
+        save_hf(params, folder, max_shard_bytes=size, overwrite=True)
         assert_equal(load(folder)[0], params)
         files = {file.name for file in folder.iterdir()} - {"config.json", INDEX}
         assert files == (

@@ -70,6 +70,12 @@ def test_inspect_writes_a_page(model: str, tmp_path: Path) -> None:
     assert (status, stdout) == (0, "")
     assert f"15 prompt tokens, 4 generated tokens; open {out} in a browser" in stderr
     assert '"policy":"tova:budget=12","prompt":15,"steps":3,' in out.read_text()
+    status, stdout, stderr = kv("inspect", model, "--prompt-file", file, *options)
+    assert (status, stdout) == (2, "")
+    assert stderr == f"kvjax: error: {out} exists: expected a file that does not, or --overwrite\n"
+    out.write_text("old")
+    assert kv("inspect", model, "--prompt-file", file, *options, "--overwrite")[0] == 0
+    assert '"policy":"tova:budget=12"' in out.read_text()
 
 
 @pytest.mark.slow

@@ -195,6 +195,13 @@ def test_the_command_writes_a_page_tables_and_plots(tmp_path: Path) -> None:
     for name in ("curves.png", "layers_after.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
     assert "needles_after.png" not in names
+    again = CliRunner().invoke(app, ["report", str(one)])
+    assert again.exit_code == 2
+    assert "report is not empty, it holds" in again.stderr
+    assert "or overwrite=True (--overwrite)" in again.stderr
+    (out / "notes.csv").write_text("mine")
+    assert CliRunner().invoke(app, ["report", str(one), "--overwrite"]).exit_code == 0
+    assert {path.name for path in out.iterdir()} < {*names, "notes.csv"}  # no table of the first report is left
     marks: Marks = {("full", None): {("needle/11", length): [[1], [0.5]] for length in (1000, 2000)}}
     needles = write(tmp_path / "needles", marks, meta={"depth": 50, "length": 900})
     assert CliRunner().invoke(app, ["report", str(needles), "--out", str(tmp_path / "map")]).exit_code == 0
@@ -224,3 +231,15 @@ def test_what_cannot_be_reported_is_one_error(tmp_path: Path, spoil: Any, option
     result = CliRunner().invoke(app, ["report", str(folder), *options])
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_policies_that_the_grid_no_longer_has_come_last_and_are_named(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run")
+    run = json.loads((folder / "run.json").read_text())
+    run["grid"]["policies"] = [policy for policy in run["grid"]["policies"] if policy != {"policy": "snapkv"}]
+    (folder / "run.json").write_text(json.dumps(run))
+    (found,) = read_results([folder])
+    assert (found.policies, found.dropped) == (("full", "h2o", "snapkv"), ("snapkv",))
+    result = CliRunner().invoke(app, ["report", str(folder)])
+    assert result.exit_code == 0, result.output
+    assert "The grid no longer asks snapkv; the report has their earlier answers." in result.stdout

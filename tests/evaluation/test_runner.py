@@ -22,6 +22,7 @@ from kvjax.evaluation.batches import Ask, ReadingBatch
 from kvjax.evaluation.grid import Grid
 from kvjax.evaluation.items import Item, Refusal, read_items
 from kvjax.evaluation.planning import RunPlan
+from kvjax.evaluation.records import Records
 from kvjax.evaluation.runner import Silent, Summary, run
 from kvjax.evaluation.tasks.task import Example, Fault
 from kvjax.evaluation.tasks.vocabulary import tokenizer
@@ -329,3 +330,21 @@ def test_killed_at_any_moment_it_ends_with_the_same_file(tmp_path: Path) -> None
         process.stdin.close()
     run(plan(), right, killed)
     assert (killed / "results.jsonl").read_bytes() == expected
+
+
+def test_a_run_that_is_refused_writes_nothing(tmp_path: Path) -> None:
+    run(plan(), right, tmp_path)
+    header = (tmp_path / "run.json").read_bytes()
+    with (
+        Records(tmp_path / "results.jsonl", pytest.fail),
+        pytest.raises(ValueError, match="another run is writing"),
+    ):
+        run(plan(GRID.but(limit=1).limited(1)), right, tmp_path)
+    assert (tmp_path / "run.json").read_bytes() == header
+
+
+def test_results_that_are_not_of_a_run_stay(tmp_path: Path) -> None:
+    (tmp_path / "results.jsonl").write_text("mine\n")
+    with pytest.raises(ValueError, match=r"holds results\.jsonl without run\.json"):
+        run(plan(), right, tmp_path)
+    assert (tmp_path / "results.jsonl").read_text() == "mine\n"

@@ -2,31 +2,56 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvjax.evaluation.report import plots, tables
 from kvjax.evaluation.report.results import Results
 from kvjax.evaluation.report.tables import MEANING, Table
+from kvjax.writing import new_folder
+
+PAGE = "report.md"
+OWNED = re.compile(
+    rf"{re.escape(PAGE)}|(model\d+/)?"
+    r"((scores|averages|costs|against|compression_at|area)(_[^/]*)?\.(csv|tex)|(curves|(needles|layers)_[^/]*)\.png)"
+)
+ARGUMENT = "overwrite=True (--overwrite)"
 
 
-def write(out: Path, several: Sequence[Results], against: Sequence[str], say: Callable[[str], None]) -> str:
+def write(
+    out: Path,
+    several: Sequence[Results],
+    against: Sequence[str],
+    say: Callable[[str], None],
+    overwrite: bool = False,
+) -> str:
     """Writes the report into a folder and returns the text of its page, `report.md`.
 
+    The folder changes only when everything is written, so that an error or a kill leaves it as it was.
+
     Args:
-        out: the folder.
+        out: an empty or absent folder.
         several: the results of each model.
         against: the policies that all others are compared with.
         say: receives a notice if plots are left out.
+        overwrite: whether the folder may hold files. An earlier report is then replaced, and all other files stay.
 
     Raises:
-        ValueError: if the results lack a policy in `against`.
+        ValueError: if the results lack a policy in `against`, if the folder is not empty and `overwrite` is False, if a
+            folder has the name of a file to write, or if another process is writing the folder.
+        OSError: if the folder or a file cannot be written.
     """
     known = list(dict.fromkeys(policy for results in several for policy in results.policies))
     for policy in against:
         if policy not in known:
             raise ValueError(f"policy {policy!r} is not in the results: expected one of {', '.join(known)}")
-    out.mkdir(parents=True, exist_ok=True)
+    with new_folder(out, OWNED, PAGE, overwrite=overwrite, argument=ARGUMENT) as folder:
+        folder.mkdir()
+        return _write(folder, several, against, say)
+
+
+def _write(out: Path, several: Sequence[Results], against: Sequence[str], say: Callable[[str], None]) -> str:
     parts: list[str] = []
     for i, results in enumerate(several):
         folder = out if len(several) == 1 else out / f"model{i + 1}"
@@ -39,7 +64,7 @@ def write(out: Path, several: Sequence[Results], against: Sequence[str], say: Ca
     if overall:
         parts += ["# Over all budgets", *(_saved(out, table) for table in overall)]
     page = "\n\n".join(parts) + "\n"
-    (out / "report.md").write_text(page, encoding="utf-8")
+    (out / PAGE).write_text(page, encoding="utf-8")
     return page
 
 
@@ -50,6 +75,8 @@ def _counted(results: Results) -> list[str]:
     )
     if results.errors:
         text += f" **{results.errors:,} answers are missing because of errors**, which the results file lists."
+    if results.dropped:
+        text += f" The grid no longer asks {', '.join(results.dropped)}; the report has their earlier answers."
     settings = "; ".join(f"`{setting}`: {MEANING[setting]}" for setting in results.settings)
     return [f"{text} {settings}. In both settings, all tokens of an answer are decoded from the compressed cache."]
 

@@ -95,6 +95,7 @@ class Results:
         header: facts about the model, such as bytes_per_token and layers.
         cells: the cells by name, in the order of the runs' policies.
         errors: the number of answers that are missing because of errors.
+        dropped: the policies that have answers, but are in no grid of the runs any more.
     """
 
     model: str
@@ -102,6 +103,7 @@ class Results:
     header: Mapping[str, Any]
     cells: Mapping[CellName, CellResults]
     errors: int
+    dropped: tuple[str, ...] = ()
 
     @cached_property
     def columns(self) -> tuple[Column, ...]:
@@ -187,9 +189,13 @@ def _of_model(
     for took in timings:
         if "read_seconds" in took and _name(took) in by_cell:
             by_cell[_name(took)][1].append(took)
-    names = sorted(by_cell, key=lambda name: place[name.policy])  # the files of several hosts may have other orders
+    dropped = tuple(dict.fromkeys(name.policy for name in by_cell if name.policy not in place))
+    # The files of several hosts may have other orders.
+    names = sorted(by_cell, key=lambda name: place.get(name.policy, len(place)))
     cells = {name: CellResults(name, *map(tuple, by_cell[name])) for name in names}
-    return Results(model, run["grid"]["title"], run["model"], cells, sum("error" in line for line in lines.values()))
+    return Results(
+        model, run["grid"]["title"], run["model"], cells, sum("error" in line for line in lines.values()), dropped
+    )
 
 
 def _name(line: Mapping[str, Any]) -> CellName:
