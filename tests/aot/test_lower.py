@@ -116,7 +116,7 @@ def test_no_product_of_a_gpu_writes_a_weight(shape: str, batch: int) -> None:
     assert Loop.of(lowered.compile().as_text()).rewrites(hidden * config.num_kv_heads * config.head_dim) == []
 
 
-KERNELS = [  # of a layer and step, for jax 0.10; later versions launch fewer
+STEP_KERNELS = [  # of a layer and step, for jax 0.10; later versions launch fewer
     ("full", 1, 20),
     ("full", 8, 16),
     ("morphkv:budget=2048,window=32", 1, 30),
@@ -130,7 +130,7 @@ KERNELS = [  # of a layer and step, for jax 0.10; later versions launch fewer
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize(("policy", "batch", "most"), part(KERNELS, KERNELS[1:3]))
+@pytest.mark.parametrize(("policy", "batch", "most"), part(STEP_KERNELS, STEP_KERNELS[1:3]))
 def test_kernels_of_a_step_on_a_gpu(policy: str, batch: int, most: int) -> None:
     """The difference of two layers and one."""
     mesh = kvjax.make_mesh(devices=accelerators("h100:1"))
