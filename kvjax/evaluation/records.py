@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from kvjax.writing import new_file
+
 Key: TypeAlias = tuple[Any, ...]
 KEY = ("policy", "budget", "question", "task", "length", "id", "asked")
 
@@ -96,12 +98,8 @@ class Records:
 
     def _rewrite(self, lines: Iterable[bytes]) -> None:
         """Replaces the file atomically by one with these lines."""
-        new = self._path.with_name(f".{self._path.name}.new")
-        with new.open("wb") as file:
+        with new_file(self._path) as new, new.open("wb") as file:
             file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, self._path)
         self._file.close()
         self._file = self._path.open("a+b")
 
