@@ -22,6 +22,7 @@ from kvjax.models import Decoder
 from kvjax.policies import parse
 from kvjax.sampling import Greedy, Sampler
 from tests.evaluation.words import Words, exact
+from tests.products import part
 from tests.tiny import decoder, left_pad
 
 END = 2
@@ -83,9 +84,13 @@ def test_budgets_that_share_a_reading_answer_as_each_does(params: Decoder, quest
             assert took.decoded_tokens > 0
 
 
+EACH = [
+    (text, question) for text in ("snapkv:budget=0.5,window=4", "tova:budget=12") for question in ("after", "before")
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("question", ["after", "before"])
-@pytest.mark.parametrize("text", ["snapkv:budget=0.5,window=4", "tova:budget=12"])
+@pytest.mark.parametrize(("text", "question"), part(EACH, [EACH[0], EACH[3]]))
 def test_answers_are_those_of_each_question_alone(params: Decoder, question: Setting, text: str) -> None:
     ask = Asker(params, tokenizer(), Greedy())
     found: dict[tuple[str, int], list[int]] = {}
