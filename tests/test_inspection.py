@@ -11,11 +11,13 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 import kvjax
+from kvjax.cache import Entries, Slots
 from kvjax.inspection import Recording, page, record
 from kvjax.models import Decoder
 from tests.products import part
@@ -59,9 +61,14 @@ def test_recordings_draw_what_generate_draws(tiny: Decoder) -> None:
     assert ended.tokens.tolist() == PROMPT + expected[: expected.index(expected[2]) + 1]
 
 
+@jax.jit
+def layers_of(entries: Entries) -> list[Slots]:
+    return [entries.layer(i, slots) for i, slots in enumerate(entries.bounds)]
+
+
 def entries(cache: kvjax.KVCache) -> list[list[dict[int, np.ndarray]]]:
     """The value at each position that a cache holds, by layer and kv head."""
-    layers = [cache.entries.layer(i, slots) for i, slots in enumerate(cache.entries.bounds)]
+    layers = layers_of(cache.entries)
     held = [zip(np.asarray(layer.positions[0]), np.asarray(layer.values[0]), strict=True) for layer in layers]
     return [[{int(p): x for p, x in zip(*head, strict=True) if p >= 0} for head in layer] for layer in held]
 
