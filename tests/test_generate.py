@@ -45,9 +45,11 @@ def greedy(params: Decoder, prompt: list[int], new: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (14, 2)])
-def test_greedy_equals_recomputing_everything(heads: int, kv_heads: int) -> None:
-    config = DecoderConfig("llama", 101, 32, 48, heads, kv_heads, 8, (None, 20), Rope(1e4), 4096)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "windows"), [(4, 4, (None,)), (8, 2, (None, 20)), (14, 2, (20,))], ids=str
+)
+def test_greedy_equals_recomputing_everything(heads: int, kv_heads: int, windows: tuple[int | None, ...]) -> None:
+    config = DecoderConfig("llama", 101, 32, 48, heads, kv_heads, 8, windows, Rope(1e4), 4096)
     params = Decoder(config, nnx.Rngs(1))
     answer = kvjax.generate(params, ROWS[0], max_new_tokens=NEW)
     assert answer.tokens.tolist() == [greedy(params, ROWS[0], NEW)]

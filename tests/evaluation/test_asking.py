@@ -118,7 +118,7 @@ def test_a_question_of_one_token_is_decoded(params: Decoder) -> None:
     """In a batch with longer questions it is a turn, alone it is a decode step. Both give the same answer."""
     ask = Asker(params, tokenizer(), Greedy())
     policy = parse("snapkv:budget=0.5,window=4")
-    (both,) = batches(readings([ITEMS[4], replace(ITEMS[0], questions=ITEMS[0].questions[:2])], "after"), lambda _: 2)
+    (both,) = batches(readings([ITEMS[4], *ITEMS[:2]], "after"), lambda _: 4)
     alone = replace(ITEMS[4], questions=ITEMS[4].questions[:1])
     (single,) = batches(readings([alone], "after"), lambda _: 2)
     together = {r.asks[0].item.example.id: a for r, a in zip(both.readings, answered(ask, both, policy), strict=True)}

@@ -61,13 +61,13 @@ def stand_ins(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small(path: Path, data: Path) -> Grid:
-    """The grid on the demo model, with short prompts and answers."""
+    """The grid on the demo model, with one example per task, short prompts and short answers."""
     grid = Grid.read(path)
     tasks = tuple(replace(line, lengths=(1024,) if line.lengths else ()) for line in grid.tasks)
     grid = replace(
         grid, model="demo", dtype=None, data=str(data), tasks=tasks, new_tokens=4, chat=False, memory_gb=None
     )
-    return replace(grid, max_length=None).limited(2)
+    return replace(grid, max_length=None).limited(1)
 
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: f"{path.parent.name}/{path.stem}")
@@ -115,7 +115,7 @@ def test_a_model_runs_them(paper: str, stand_ins: Path, tmp_path: Path) -> None:
         return re.sub(r"[\w.]+=(\d[^,]*|{\w+}),?", "", text).rstrip(":,")
 
     for path in (path for path in ALL if path.parent.name == paper):
-        grid = small(path, stand_ins).limited(1)
+        grid = small(path, stand_ins)
         first = registry.find(grid.tasks[0].name)[0].name
         policies = tuple({kind(line.policy): line for line in grid.policies if kind(line.policy) not in seen}.values())
         seen |= {kind(line.policy) for line in policies}
