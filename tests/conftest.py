@@ -30,6 +30,7 @@ from transformers import PreTrainedTokenizerFast
 
 import kvjax
 from kvjax.models import Decoder
+from kvjax.parts import AdaptiveShares, Everything, Fixed
 from tests.products import part
 from tests.tiny import decoder
 
@@ -134,6 +135,18 @@ def policy(request: pytest.FixtureRequest) -> kvjax.Policy:
 def tiny() -> Decoder:
     """A decoder of two layers and 101 tokens. One for all tests, which so share what is compiled for it."""
     return decoder(windows=(None, None), vocab=101)
+
+
+@pytest.fixture(scope="session")
+def shallow() -> Decoder:
+    """The same with one layer, for what does not depend on the number of layers."""
+    return decoder(vocab=101)
+
+
+@pytest.fixture(scope="session")
+def subject(policy: kvjax.Policy, tiny: Decoder, shallow: Decoder) -> Decoder:
+    """The decoder that tests of a policy run: of one layer where each layer has the same budget for itself."""
+    return shallow if isinstance(policy.budget, Everything | Fixed | AdaptiveShares) else tiny
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def test_every_operation_has_a_case_that_is_checked(script: ModuleType) -> None:
     cases = list(script.cases(small=True))
     assert {case.name for case in cases} == set(pallas_kernels.implementations())
     for case in cases:
-        arrays = case.draw(jax.random.key(0))
+        arrays = jax.jit(case.draw)(jax.random.key(0))
         assert not any(
             script.check(case, arrays, script.reference(case, arrays)).values()
         )  # kernels are references here
@@ -55,7 +55,7 @@ def swapped_heads(results: dict[str, jax.Array]) -> dict[str, jax.Array]:
 def test_a_wrong_result_fails_the_check(script: ModuleType, fault: Callable[..., dict[str, jax.Array]]) -> None:
     case = next(case for case in script.cases(small=True) if case.name == "slot_attention")
 
-    arrays = case.draw(jax.random.key(0))
+    arrays = jax.jit(case.draw)(jax.random.key(0))
     wrong = replace(case, call=lambda *arrays: fault(case.call(*arrays)))
     with pytest.raises(ValueError, match=r"slot_attention .*: the error of \w+ is .*; allowed is"):
         script.check(wrong, arrays, script.reference(case, arrays))
@@ -68,7 +68,7 @@ def test_dropped_slots_fail_the_check(script: ModuleType) -> None:
     def without(q: jax.Array, k: jax.Array, v: jax.Array, t: jax.Array, p: jax.Array) -> dict[str, jax.Array]:
         return case.call(q, k, v, t, p.at[..., 100].set(-1))
 
-    arrays = case.draw(jax.random.key(0))
+    arrays = jax.jit(case.draw)(jax.random.key(0))
     with pytest.raises(ValueError, match=r"slot_attention .*: the error of \w+ is"):
         script.check(replace(case, call=without), arrays, script.reference(case, arrays))
 

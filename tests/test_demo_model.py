@@ -18,6 +18,7 @@ from kvjax.evaluation.tasks.demo import TASKS, example
 from kvjax.evaluation.tasks.vocabulary import IDS, STOP, decode, tokenizer
 
 FOLDER = Path(kvjax.__file__).parent / "demo_model"
+LENGTH = 256  # of prompts
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +32,13 @@ def logits(decoder, tokens):
     return decoder.logits(decoder(tokens, causal(positions))[0])
 
 
-def draw(task: str, count: int, length: int = 512) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts with the answer and padding behind them [B, length + 8], and the answers with their end [B, A]."""
+def draw(task: str, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts with the answer and padding behind them [B, LENGTH + 8], and the answers with their end [B, A]."""
     rng = np.random.default_rng([99, list(TASKS).index(task)])
-    examples = [example(task, length, rng) for _ in range(count)]
+    examples = [example(task, LENGTH, rng) for _ in range(count)]
     answers = np.stack([np.append(each.answer, IDS[STOP]) for each in examples])
     tokens = np.concatenate([np.stack([each.prompt for each in examples]), answers], axis=1)
-    return np.pad(tokens, ((0, 0), (0, length + 8 - tokens.shape[1]))), answers
+    return np.pad(tokens, ((0, 0), (0, LENGTH + 8 - tokens.shape[1]))), answers
 
 
 def test_the_weights_are_small_and_the_config_says_where_an_answer_ends():
@@ -62,14 +63,15 @@ def test_transformers_loads_the_tokenizer_and_it_is_the_vocabularys():
 def test_it_answers_from_a_full_cache_and_ends_its_answers(decoder, task):
     """Teacher forcing, which for exact matches is greedy decoding. The card has the full table."""
     tokens, answers = draw(task, 20)
-    guesses = np.asarray(logits(decoder, tokens)[:, 511 : 511 + answers.shape[1]].argmax(-1))
+    first = LENGTH - 1
+    guesses = np.asarray(logits(decoder, tokens))[:, first : first + answers.shape[1]].argmax(-1)
     assert (guesses == answers).all(axis=1).mean() >= 0.9
 
 
 def test_nothing_can_be_answered_without_the_text(decoder):
     tokens, answers = draw("keys", 20)
-    question = tokens[:, 512 - 8 : 512 + 2]  # "recall what the code of NAME is : NAME is"
-    guesses = np.asarray(logits(decoder, question)[:, -1].argmax(-1))
+    question = tokens[:, LENGTH - 8 : LENGTH + 2]  # "recall what the code of NAME is : NAME is"
+    guesses = np.asarray(logits(decoder, question))[:, -1].argmax(-1)
     assert (guesses == answers[:, 2]).mean() <= 0.1
 
 
@@ -83,7 +85,7 @@ def test_transformers_computes_the_same_logits_and_answers(decoder):
     tokens, answers = draw("copying", 2)
     with torch.no_grad():
         expected = theirs(torch.from_numpy(tokens).long()).logits.numpy()
-        prompt = torch.from_numpy(tokens[:, :512]).long()
+        prompt = torch.from_numpy(tokens[:, :LENGTH]).long()
         written = theirs.generate(prompt, max_new_tokens=10, attention_mask=torch.ones_like(prompt)).numpy()
     np.testing.assert_allclose(np.asarray(logits(decoder, tokens)), expected, atol=1e-3, rtol=1e-4)
-    np.testing.assert_array_equal(written[:, 512 : 512 + answers.shape[1]], answers)
+    np.testing.assert_array_equal(written[:, LENGTH : LENGTH + answers.shape[1]], answers)

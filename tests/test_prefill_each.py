@@ -33,16 +33,12 @@ SWEEPS = (
 )
 
 
-def assert_same(params, ours: kvjax.KVCache, theirs: kvjax.KVCache) -> None:
-    """Asserts that two caches have the same form and the same entries, and give the same answers."""
+def assert_same(ours: kvjax.KVCache, theirs: kvjax.KVCache) -> None:
+    """Asserts that two caches have the same form and in each slot the same entry, with the same state."""
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    assert jax.tree.map(np.shape, ours) == jax.tree.map(np.shape, theirs)
-    for row in range(len(ROWS)):
-        assert held(ours, row) == held(theirs, row)
-    question, options = [[5, 6]] * len(ROWS), {"max_new_tokens": 3, "log_probs": True}
-    one, other = (kvjax.generate(params, question, cache=cache, **options) for cache in (ours, theirs))
-    np.testing.assert_array_equal(one.tokens, other.tokens)
-    np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        np.testing.assert_allclose(one, other, atol=1e-5)
 
 
 CHOSEN = (0, 4, 5, 6)
@@ -55,11 +51,11 @@ CHOSEN = (0, 4, 5, 6)
 def test_each_is_what_prefill_gives(texts: tuple[str, ...]) -> None:
     params, policies = decoder(windows=(None, 16)), [parse(text) for text in texts]
     for policy, ours in zip(policies, kvjax.prefill_each(params, ROWS, policies=policies), strict=True):
-        assert_same(params, ours, kvjax.prefill(params, ROWS, policy=policy))
+        assert_same(ours, kvjax.prefill(params, ROWS, policy=policy))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("texts", [SWEEPS[0], pytest.param(SWEEPS[4], marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("texts", [SWEEPS[0][:2], pytest.param(SWEEPS[4], marks=pytest.mark.exhaustive)])
 def test_a_prompt_that_was_begun(texts: tuple[str, ...]) -> None:
     """A document is read once, and each of two questions is read after it under several policies."""
     params, policies = decoder(), [parse(text) for text in texts]
@@ -106,7 +102,7 @@ def test_the_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 @pytest.mark.parametrize("name", ["h2o", "kvcompose"])
 def test_on_a_mesh(name: str) -> None:
-    rows, policies = [*ROWS, ROWS[0]], [parse(f"{name}:budget={n}") for n in (8, 16)]
+    rows, policies = [*ROWS, ROWS[0]], [parse(f"{name}:budget=8")]
     params = decoder(8, 4)
     sharded = kvjax.shard(params, kvjax.make_mesh(2, 4))
     for ours, theirs in zip(

@@ -17,9 +17,9 @@ from kvjax.policies import h2o, morphkv, snapkv, streaming_llm
 
 
 @pytest.fixture(scope="module")
-def fresh(tiny: Decoder) -> Decoder:
+def fresh(shallow: Decoder) -> Decoder:
     """A decoder that nothing has been compiled for."""
-    return Decoder(replace(tiny.config, vocab_size=60), nnx.Rngs(0))
+    return Decoder(replace(shallow.config, vocab_size=60), nnx.Rngs(0))
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,7 @@ def test_chat_messages(fresh: Decoder, tokenizer: Any, compiled: list[str]) -> N
 
 
 @pytest.mark.slow
-def test_caches(fresh: Decoder, tiny: Decoder, document: kvjax.KVCache, compiled: list[str]) -> None:
+def test_caches(fresh: Decoder, document: kvjax.KVCache, compiled: list[str]) -> None:
     wider = Decoder(replace(fresh.config, head_dim=12), nnx.Rngs(0))
     unfinished = replace(document, filled=False)
     compiled.clear()
@@ -169,7 +169,7 @@ def test_caches(fresh: Decoder, tiny: Decoder, document: kvjax.KVCache, compiled
             wider,
             [[1], [2]],
             {},
-            r"the cache has \(layers, kv heads, head size\) \(2, 2, 8\): the model needs \(2, 2, 12\)",
+            r"the cache has \(layers, kv heads, head size\) \(1, 2, 8\): the model needs \(1, 2, 12\)",
         ),
         (fresh, [1, 2], {}, "the prompt has 1 rows: expected 2, the number of rows of the cache"),
         (fresh, [[1], [2], [3]], {}, "the prompt has 3 rows: expected 2"),
@@ -184,8 +184,8 @@ def test_caches(fresh: Decoder, tiny: Decoder, document: kvjax.KVCache, compiled
 
 
 @pytest.mark.slow
-def test_positions_beyond_the_models(tiny: Decoder) -> None:
-    params = Decoder(replace(tiny.config, max_positions=20), nnx.Rngs(0))
+def test_positions_beyond_the_models(shallow: Decoder) -> None:
+    params = Decoder(replace(shallow.config, max_positions=20), nnx.Rngs(0))
     with pytest.warns(UserWarning, match=r"reaches position 21 .* trained for 20 \(base 10,000\)") as caught:
         answer = kvjax.generate(params, list(range(16)), max_new_tokens=5)
     assert caught[0].filename == __file__  # it points at the caller

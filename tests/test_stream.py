@@ -11,8 +11,7 @@ from kvjax.models import Decoder
 from kvjax.stream import RowText
 
 RNG = np.random.default_rng(3)
-ROWS = [RNG.integers(0, 99, n).tolist() for n in (44, 5)]
-THREE = [*ROWS, RNG.integers(0, 99, 33).tolist()]  # as in test_generate.py, whose program reads them
+ROWS = [RNG.integers(0, 99, n).tolist() for n in (44, 5, 33)]  # as in test_generate.py, whose program reads them
 NEW = 24
 
 
@@ -27,10 +26,11 @@ def texts_of(pieces: list[kvjax.Piece]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_tokens_are_those_of_generate(tiny: Decoder, policy: kvjax.Policy) -> None:
-    options = {"policy": policy, "max_new_tokens": NEW, "sampler": kvjax.Sampler(temperature=0.9), "seed": 5}
-    expected = kvjax.generate(tiny, THREE, **options)
-    pieces = list(kvjax.stream(tiny, THREE, **options))
+def test_tokens_are_those_of_generate(subject: Decoder, policy: kvjax.Policy) -> None:
+    """Log-probabilities are asked for because the program of other tests returns them."""
+    options = {"policy": policy, "max_new_tokens": NEW}
+    expected = kvjax.generate(subject, ROWS, **options, log_probs=True)
+    pieces = list(kvjax.stream(subject, ROWS, **options))
     np.testing.assert_array_equal(tokens_of(pieces), expected.tokens)
     assert [piece.active.any() for piece in pieces] == [True] * (NEW - 1) + [False]
     assert [piece.cache is None for piece in pieces] == [True] * (NEW - 1) + [False]
@@ -40,64 +40,70 @@ def test_tokens_are_those_of_generate(tiny: Decoder, policy: kvjax.Policy) -> No
     for ours, theirs in zip(jax.tree.leaves(cache.entries), jax.tree.leaves(expected.cache.entries), strict=True):
         if ours.dtype == np.int32:  # positions, and where they are
             np.testing.assert_array_equal(ours, theirs)
-    going_on = kvjax.generate(tiny, None, cache=cache, max_new_tokens=4)
-    np.testing.assert_array_equal(
-        going_on.tokens, kvjax.generate(tiny, None, cache=expected.cache, max_new_tokens=4).tokens
+    ours, theirs = (
+        kvjax.generate(subject, None, cache=one, max_new_tokens=4, log_probs=True) for one in (cache, expected.cache)
     )
+    np.testing.assert_array_equal(ours.tokens, theirs.tokens)
 
 
 @pytest.mark.slow
-def test_ends_and_repetition_penalty(tiny: Decoder) -> None:
+def test_ends_and_repetition_penalty(shallow: Decoder) -> None:
     """What the state of the loop carries beside the cache. A piece after a row's end is -1 there."""
-    sampler = kvjax.Greedy(repetition_penalty=1.5)
-    free = kvjax.generate(tiny, ROWS, max_new_tokens=NEW, sampler=sampler).tokens
-    options = {"max_new_tokens": NEW, "sampler": sampler, "eos": [[int(free[0, 3])], [int(free[1, 7])]]}
-    expected = kvjax.generate(tiny, ROWS, **options)
-    assert expected.lengths[0] != expected.lengths[1]
-    pieces = list(kvjax.stream(tiny, ROWS, **options))
+    options = {"max_new_tokens": NEW, "sampler": kvjax.Greedy(repetition_penalty=1.5)}
+    never = 101  # behind the vocabulary
+    free = kvjax.generate(shallow, ROWS, **options, eos=[[never]] * 3).tokens
+    options["eos"] = [[int(free[0, 3])], [int(free[1, 7])], [never]]
+    expected = kvjax.generate(shallow, ROWS, **options)
+    assert len(set(expected.lengths.tolist())) == 3
+    pieces = list(kvjax.stream(shallow, ROWS, **options))
     np.testing.assert_array_equal(tokens_of(pieces), expected.tokens)
     np.testing.assert_array_equal(np.sum([piece.tokens >= 0 for piece in pieces], axis=0), expected.lengths)
 
 
 @pytest.mark.slow
-def test_text_comes_in_pieces(tiny: Decoder, tokenizer: PreTrainedTokenizerFast) -> None:
-    expected = kvjax.generate(tiny, ["ba ce di", "fo"], tokenizer=tokenizer, max_new_tokens=NEW)
-    pieces = list(kvjax.stream(tiny, ["ba ce di", "fo"], tokenizer=tokenizer, max_new_tokens=NEW))
+def test_text_comes_in_pieces(shallow: Decoder, tokenizer: PreTrainedTokenizerFast) -> None:
+    expected = kvjax.generate(shallow, ["ba ce di", "fo"], tokenizer=tokenizer, max_new_tokens=NEW)
+    pieces = list(kvjax.stream(shallow, ["ba ce di", "fo"], tokenizer=tokenizer, max_new_tokens=NEW))
     assert texts_of(pieces) == expected.text
     assert len([piece for piece in pieces if piece.text and piece.text[0]]) > NEW // 2
 
 
 @pytest.mark.slow
-def test_stop_strings_end_rows(tiny: Decoder, tokenizer: PreTrainedTokenizerFast) -> None:
-    """One string in the middle of two tokens of a row; the other row goes on."""
-    options = {"tokenizer": tokenizer, "sampler": kvjax.Sampler(temperature=3.0), "max_new_tokens": NEW, "eos": ()}
-    free = kvjax.generate(tiny, ROWS, **options)
+def test_stop_strings_end_rows(shallow: Decoder, tokenizer: PreTrainedTokenizerFast) -> None:
+    """One string in the middle of two tokens of a row; the other rows go on. The draws are those of `generate`."""
+    options = {"tokenizer": tokenizer, "sampler": kvjax.Sampler(temperature=1.5), "max_new_tokens": NEW, "eos": ()}
+    seeds = [7, 8, 9]
+    free = kvjax.generate(shallow, ROWS, seed=seeds, **options)
     assert free.text is not None
     stop = free.text[0][7:9]  # of the fourth and the fifth token
-    assert stop not in free.text[1]
+    assert stop not in free.text[1] + free.text[2]
     assert free.text[0].index(stop) == 7
-    pieces = list(kvjax.stream(tiny, ROWS, stop=["never", stop], **options))
-    assert texts_of(pieces) == [free.text[0][:7], free.text[1]]
+    pieces = list(kvjax.stream(shallow, ROWS, stop=["never", stop], seed=seeds, **options))
+    assert texts_of(pieces) == [free.text[0][:7], *free.text[1:]]
     tokens = tokens_of(pieces)
     assert tokens[0].tolist() == free.tokens[0, :5].tolist() + [-1] * (NEW - 5)
-    np.testing.assert_array_equal(tokens[1], free.tokens[1])
+    np.testing.assert_array_equal(tokens[1:], free.tokens[1:])
     assert [bool(piece.active[0]) for piece in pieces] == [True] * 4 + [False] * (NEW - 4)
     cache = pieces[-1].cache
     assert cache is not None
-    assert cache.length.tolist() == [44 + 4, 5 + NEW - 1]  # its last token is pending
-    assert cache.pending.tolist() == [free.tokens[0, 4], free.tokens[1, -1]]
-    alone = list(kvjax.stream(tiny, ROWS[0], stop=stop, **options))
-    assert len(alone) == 5
-    assert texts_of(alone) == [free.text[0][:7]]
+    assert cache.length.tolist() == [44 + 4, 5 + NEW - 1, 33 + NEW - 1]  # its last token is pending
+    assert cache.pending.tolist() == [free.tokens[0, 4], *free.tokens[1:, -1]]
+    alike = list(kvjax.stream(shallow, [ROWS[0]] * 3, stop=stop, seed=seeds[:1] * 3, **options))
+    assert len(alike) == 5
+    assert texts_of(alike) == [free.text[0][:7]] * 3
 
 
 @pytest.mark.slow
-def test_pieces_can_be_left(tiny: Decoder) -> None:
+def test_pieces_can_be_left(shallow: Decoder) -> None:
     """Closing early frees what the stream held, and the cache it began with serves on."""
-    document = kvjax.prefill(tiny, ROWS)
-    expected = kvjax.generate(tiny, [[1], [2]], cache=document, max_new_tokens=4).tokens
+    document = kvjax.generate(shallow, ROWS, max_new_tokens=NEW, log_probs=True).cache
+
+    def going_on() -> np.ndarray:
+        return kvjax.generate(shallow, None, cache=document, max_new_tokens=4, log_probs=True).tokens
+
+    expected = going_on()
     before = len(jax.live_arrays())
-    pieces = kvjax.stream(tiny, [[1], [2]], cache=document, max_new_tokens=NEW)
+    pieces = kvjax.stream(shallow, None, cache=document, max_new_tokens=NEW)
     first = next(pieces)
     pieces.close()
     with pytest.raises(StopIteration):
@@ -105,7 +111,7 @@ def test_pieces_can_be_left(tiny: Decoder) -> None:
     np.testing.assert_array_equal(first.tokens, expected[:, 0])
     del pieces, first
     assert len(jax.live_arrays()) == before
-    np.testing.assert_array_equal(kvjax.generate(tiny, [[1], [2]], cache=document, max_new_tokens=4).tokens, expected)
+    np.testing.assert_array_equal(going_on(), expected)
 
 
 @pytest.fixture(scope="module")

@@ -167,7 +167,7 @@ def test_a_fault_leaves_the_old_or_the_new(name: str, fault: Callable[[str], Non
         writer.write(folder, 1, overwrite=True)
     total = steps()
     outcomes = []
-    for step in range(0, total, 1 if name == "plain" else total // 5):
+    for step in range(0, total, 1 if name == "plain" else total // 3):
         shutil.rmtree(folder)
         shutil.copytree(tmp_path / "before", folder)
         message = failure(step, fault, folder, lambda: writer.write(folder, 1, overwrite=True))

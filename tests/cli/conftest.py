@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from flax import nnx
 
@@ -13,8 +15,17 @@ from kvjax.models import Decoder, DecoderConfig, Rope
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with a tiny random model that speaks the demo's words."""
-    config = DecoderConfig("llama", len(WORDS), 16, 16, 4, 2, 8, (None, None), Rope(1e4), 128)
-    folder = tmp_path_factory.mktemp("model")
+    return saved(tmp_path_factory.mktemp("model"), layers=2)
+
+
+@pytest.fixture(scope="session")
+def shallow_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same with one layer, for commands that run it."""
+    return saved(tmp_path_factory.mktemp("shallow_model"), layers=1)
+
+
+def saved(folder: Path, layers: int) -> str:
+    config = DecoderConfig("llama", len(WORDS), 16, 16, 4, 2, 8, (None,) * layers, Rope(1e4), 128)
     kvjax.save_hf(Decoder(config, nnx.Rngs(0)), folder, tokenizer())
     return str(folder)
 

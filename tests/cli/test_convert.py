@@ -15,11 +15,11 @@ from tests.cli.commands import PROMPT, kv
 
 
 @pytest.mark.slow
-def test_convert_to_orbax_and_back(model: str, tmp_path: Path) -> None:
-    (Path(model) / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+def test_convert_to_orbax_and_back(shallow_model: str, tmp_path: Path) -> None:
+    (Path(shallow_model) / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
     saved, again = tmp_path / "saved", tmp_path / "again"
-    status, stdout, stderr = kv("convert", model, saved, "--to", "orbax", "--dtype", "bfloat16")
-    params, _ = kvjax.load(model, "bfloat16")
+    status, stdout, stderr = kv("convert", shallow_model, saved, "--to", "orbax", "--dtype", "bfloat16")
+    params, _ = kvjax.load(shallow_model, "bfloat16")
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     assert (status, stdout) == (0, "")
     assert f"{bytes_text(size)} in bfloat16; the conversion needs about" in stderr

@@ -13,12 +13,12 @@ from tests.cli.commands import PROMPT, kv
 
 
 @pytest.mark.slow
-def test_generate_prints_what_the_library_answers(model: str) -> None:
-    params, words = kvjax.load(model)
+def test_generate_prints_what_the_library_answers(shallow_model: str) -> None:
+    params, words = kvjax.load(shallow_model)
     policy = kvjax.policies.parse("morphkv:budget=12,window=4")
     expected = kvjax.generate(params, PROMPT, policy=policy, max_new_tokens=6, tokenizer=words)
     assert expected.text is not None
-    options = ("generate", model, PROMPT, "--policy", "morphkv:budget=12,window=4", "--max-new-tokens", 6)
+    options = ("generate", shallow_model, PROMPT, "--policy", "morphkv:budget=12,window=4", "--max-new-tokens", 6)
     status, stdout, stderr = kv(*options)
     assert (status, stdout) == (0, expected.text[0] + "\n")
     assert "15 tokens read" in stderr
@@ -34,10 +34,10 @@ def test_generate_prints_what_the_library_answers(model: str) -> None:
 
 
 @pytest.mark.slow
-def test_generate_chats(model: str, tmp_path: Path) -> None:
+def test_generate_chats(shallow_model: str, tmp_path: Path) -> None:
     """The prompt is a user's message, which the checkpoint's template renders."""
     folder = tmp_path / "chat"
-    shutil.copytree(model, folder)
+    shutil.copytree(shallow_model, folder)
     template = (
         "{% for message in messages %}{{ message.content }} : {% endfor %}{% if add_generation_prompt %}the{% endif %}"
     )
@@ -50,22 +50,24 @@ def test_generate_chats(model: str, tmp_path: Path) -> None:
         return json.loads(stdout)["tokens"]
 
     question = "what is the code of adam"
-    assert tokens(folder, question, "--chat") == tokens(model, f"{question} : the")
-    assert tokens(folder, question, "--chat", "--system", "recall") == tokens(model, f"recall : {question} : the")
-    status, _, stderr = kv("generate", model, question, "--chat")
+    assert tokens(folder, question, "--chat") == tokens(shallow_model, f"{question} : the")
+    assert tokens(folder, question, "--chat", "--system", "recall") == tokens(
+        shallow_model, f"recall : {question} : the"
+    )
+    status, _, stderr = kv("generate", shallow_model, question, "--chat")
     assert (status, stderr.count("\n")) == (2, 1)
     assert "the tokenizer has no chat template" in stderr
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no users') }}")
     status, _, stderr = kv("generate", folder, question, "--chat")
     assert (status, stderr) == (2, "kvjax: error: the tokenizer's chat template failed with TemplateError: no users\n")
-    status, _, stderr = kv("generate", model, question, "--system", "recall")
+    status, _, stderr = kv("generate", shallow_model, question, "--system", "recall")
     assert status == 2
     assert "--system 'recall' without --chat" in stderr
 
 
 @pytest.mark.slow
-def test_generate_on_a_mesh(model: str) -> None:
-    options = ("generate", model, PROMPT, "--policy", "tova:budget=12", "--max-new-tokens", 4, "--json")
+def test_generate_on_a_mesh(shallow_model: str) -> None:
+    options = ("generate", shallow_model, PROMPT, "--policy", "tova:budget=12", "--max-new-tokens", 4, "--json")
     one, several = (json.loads(kv(*options, *more)[1]) for more in ((), ("--mesh", "1x2")))
     assert one["tokens"] == several["tokens"]
     status, _, stderr = kv(*options, "--mesh", "2x1")
@@ -74,13 +76,13 @@ def test_generate_on_a_mesh(model: str) -> None:
 
 
 @pytest.mark.slow
-def test_generate_reads_a_file_samples_and_casts(model: str, tmp_path: Path) -> None:
+def test_generate_reads_a_file_samples_and_casts(shallow_model: str, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPT)
     options = ("--sampler", "temperature=0.7,top_p=0.9", "--seed", 3, "--dtype", "bfloat16", "--chunk", 8, "--json")
-    status, stdout, _ = kv("generate", model, "--prompt-file", file, "--max-new-tokens", 4, *options)
+    status, stdout, _ = kv("generate", shallow_model, "--prompt-file", file, "--max-new-tokens", 4, *options)
     assert status == 0
-    params, words = kvjax.load(model, "bfloat16")
+    params, words = kvjax.load(shallow_model, "bfloat16")
     sampler = kvjax.Sampler(temperature=0.7, top_p=0.9)
     expected = kvjax.generate(params, PROMPT, max_new_tokens=4, sampler=sampler, seed=3, chunk=8, tokenizer=words)
     assert json.loads(stdout)["tokens"] == expected.tokens[0, : expected.lengths[0]].tolist()

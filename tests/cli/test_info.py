@@ -31,14 +31,14 @@ def test_info_agrees_with_the_model_and_the_plan(model: str) -> None:
 
 
 @pytest.mark.slow
-def test_info_of_several_sizes_on_a_mesh(model: str) -> None:
+def test_info_of_several_sizes_on_a_mesh(shallow_model: str) -> None:
     """The cache's own shards, on the devices of a mesh that is there, are what is planned for one that is not."""
     options = ("--batch", 2, "--batch", 4, "--length", 30, "--length", 90, "--new-tokens", 5, "--mesh", "2x4")
-    status, stdout, _ = kv("info", model, *options, "--policy", "morphkv:budget=24,window=4", "--json")
+    status, stdout, _ = kv("info", shallow_model, *options, "--policy", "morphkv:budget=24,window=4", "--json")
     plans = json.loads(stdout)["plans"]
     assert status == 0
     assert [(plan["batch"], plan["length"]) for plan in plans] == [(2, 30), (2, 90), (4, 30), (4, 90)]
-    params, _ = kvjax.load(model, mesh=kvjax.make_mesh(data=2, model=4))
+    params, _ = kvjax.load(shallow_model, mesh=kvjax.make_mesh(data=2, model=4))
     prompts, policy = np.ones((4, 30), np.int32), kvjax.policies.morphkv(budget=24, window=4)
     cache = kvjax.generate(params, prompts, policy=policy, max_new_tokens=5).cache
     held = [0] * jax.device_count()
@@ -46,7 +46,7 @@ def test_info_of_several_sizes_on_a_mesh(model: str) -> None:
         for shard in array.addressable_shards:
             held[shard.device.id] += shard.data.nbytes
     assert held == [plans[2]["bytes_per_device"]] * 8
-    status, stdout, _ = kv("info", model, "--mesh", "2x4", "--policy", "full")
+    status, stdout, _ = kv("info", shallow_model, "--mesh", "2x4", "--policy", "full")
     assert status == 0
     assert "on 8 devices, data=2 x model=4" in stdout
 
@@ -62,30 +62,30 @@ def test_info_says_which_kernels_run_and_why(model: str, monkeypatch: pytest.Mon
     assert stdout.count("KVJAX_KERNELS asks for it") == len(operations)
 
 
-def test_inspect_writes_a_page(model: str, tmp_path: Path) -> None:
+def test_inspect_writes_a_page(shallow_model: str, tmp_path: Path) -> None:
     file, out = tmp_path / "prompt.txt", tmp_path / "page.html"
     file.write_text(PROMPT)
     options = ("--policy", "tova:budget=12", "--new-tokens", 4, "--out", out)
-    status, stdout, stderr = kv("inspect", model, "--prompt-file", file, *options)
+    status, stdout, stderr = kv("inspect", shallow_model, "--prompt-file", file, *options)
     assert (status, stdout) == (0, "")
     assert f"15 prompt tokens, 4 generated tokens; open {out} in a browser" in stderr
     assert '"policy":"tova:budget=12","prompt":15,"steps":3,' in out.read_text()
-    status, stdout, stderr = kv("inspect", model, "--prompt-file", file, *options)
+    status, stdout, stderr = kv("inspect", shallow_model, "--prompt-file", file, *options)
     assert (status, stdout) == (2, "")
     assert stderr == f"kvjax: error: {out} exists: expected a file that does not, or --overwrite\n"
     out.write_text("old")
-    assert kv("inspect", model, "--prompt-file", file, *options, "--overwrite")[0] == 0
+    assert kv("inspect", shallow_model, "--prompt-file", file, *options, "--overwrite")[0] == 0
     assert '"policy":"tova:budget=12"' in out.read_text()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["d2o:budget=12,layer_budgets=False", "dynamickv:budget=12,window=4"])
-def test_inspect_on_a_mesh(model: str, tmp_path: Path, policy: str) -> None:
+def test_inspect_on_a_mesh(shallow_model: str, tmp_path: Path, policy: str) -> None:
     pages = []
     for mesh in ("1x1", "1x2"):
         out = tmp_path / f"{mesh}.html"
         options = ("--policy", policy, "--new-tokens", 6, "--sampler", "temperature=0.8", "--seed", 3, "--mesh", mesh)
-        status, _, stderr = kv("inspect", model, "--prompt", PROMPT, *options, "--out", out)
+        status, _, stderr = kv("inspect", shallow_model, "--prompt", PROMPT, *options, "--out", out)
         assert status == 0, stderr
         pages.append(out.read_text())
     assert pages[0] == pages[1]

@@ -13,12 +13,12 @@ import pytest
 from kvjax.evaluation.asking import Asker
 from kvjax.evaluation.grid import Grid
 from kvjax.evaluation.items import Item, read_items
-from kvjax.evaluation.model import load_model
 from kvjax.evaluation.planning import RunPlan
 from kvjax.evaluation.report.results import read_results
 from kvjax.evaluation.report.tables import scores
 from kvjax.evaluation.runner import run
 from kvjax.evaluation.tasks import registry
+from kvjax.evaluation.tasks.vocabulary import WORDS, tokenizer
 from kvjax.policies import parse
 from kvjax.sampling import Greedy
 from tests.evaluation.tasks.test_long_answers import city
@@ -27,6 +27,7 @@ from tests.evaluation.tasks.test_longbench import row as longbench_row
 from tests.evaluation.tasks.test_zero_scrolls import row as scrolls_row
 from tests.evaluation.test_runner import plan, right
 from tests.products import part
+from tests.tiny import decoder
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 ALL = sorted(CONFIGS.rglob("*.yaml"))
@@ -60,13 +61,13 @@ def stand_ins(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small(path: Path, data: Path) -> Grid:
-    """The grid on the demo model, with short prompts and answers."""
+    """The grid on the demo model, with one example per task, short prompts and short answers."""
     grid = Grid.read(path)
     tasks = tuple(replace(line, lengths=(1024,) if line.lengths else ()) for line in grid.tasks)
     grid = replace(
         grid, model="demo", dtype=None, data=str(data), tasks=tasks, new_tokens=4, chat=False, memory_gb=None
     )
-    return replace(grid, max_length=None).limited(2)
+    return replace(grid, max_length=None).limited(1)
 
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: f"{path.parent.name}/{path.stem}")
@@ -102,16 +103,19 @@ def test_all_of_the_papers_tables_are_there() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("paper", part(PAPERS, ["dynamickv"]))
-def test_the_demo_model_runs_them(paper: str, stand_ins: Path, tmp_path: Path) -> None:
-    """Runs every kind of policy in a paper's grids once, at one budget, on one example of the first task."""
+def test_a_model_runs_them(paper: str, stand_ins: Path, tmp_path: Path) -> None:
+    """Runs every kind of policy in a paper's grids once, at one budget, on one example of the first task.
+
+    The model has random weights. Two policies are of one kind if they differ in numbers only, given or not.
+    """
     seen: set[str] = set()
-    params, tokenizer = load_model(Grid.of({"tasks": "demo/*", "policies": "full"}))
+    params = decoder(windows=(None, None), vocab=len(WORDS))
 
     def kind(text: str) -> str:
-        return re.sub(r"=(\d[^,]*|{\w+})", "=", text)
+        return re.sub(r"[\w.]+=(\d[^,]*|{\w+}),?", "", text).rstrip(":,")
 
     for path in (path for path in ALL if path.parent.name == paper):
-        grid = small(path, stand_ins).limited(1)
+        grid = small(path, stand_ins)
         first = registry.find(grid.tasks[0].name)[0].name
         policies = tuple({kind(line.policy): line for line in grid.policies if kind(line.policy) not in seen}.values())
         seen |= {kind(line.policy) for line in policies}
@@ -120,8 +124,8 @@ def test_the_demo_model_runs_them(paper: str, stand_ins: Path, tmp_path: Path) -
         policies = tuple(replace(line, budgets=(line.budgets or grid.budgets)[-1:]) for line in policies)
         task = replace(grid.tasks[0], name=first)
         grid = replace(grid, tasks=(task,), policies=policies, question=grid.question[:1])
-        items = [item for item in read_items(grid, tokenizer, 2560) if isinstance(item, Item)]
+        items = [item for item in read_items(grid, tokenizer(), 2560) if isinstance(item, Item)]
         ready = RunPlan(grid, tuple(items), (), params.config, params.embed.dtype)
-        summary = run(ready, Asker(params, tokenizer, Greedy(), ends=grid.ends), tmp_path / path.stem)
+        summary = run(ready, Asker(params, tokenizer(), Greedy(), ends=grid.ends), tmp_path / path.stem)
         assert summary.errors == ()
         assert summary.answers == summary.planned > 0

@@ -9,15 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
 from kvjax.evaluation.tasks import registry
 from kvjax.evaluation.tasks.task import Source
-from kvjax.kv_cache import KVCache
+from tests.tiny import full_logits
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (the extra `lm-eval`)")
 
@@ -36,17 +34,11 @@ def requests(*arguments: tuple) -> list[SimpleNamespace]:
 
 
 def expected(lm: KVJaxLM, context: list[int], said: list[int]) -> tuple[float, bool]:
-    """The expected score, from the logits of each prefix, which is prefilled at once."""
-    prefixes = [[*context, *said[:n]] for n in range(len(said))]
-    tokens = np.zeros((len(said), 64), np.int32)
-    for row, prefix in zip(tokens, prefixes, strict=True):
-        row[64 - len(prefix) :] = prefix
-    lengths = jnp.array(list(map(len, prefixes)))
-    cache = KVCache.empty(lm.params.config, kvjax.policies.full(), lengths, 64, jnp.float32)
-    logits, _ = kvjax.extend(lm.params, cache, jnp.asarray(tokens), lengths)
-    log_probs = jax.nn.log_softmax(logits)
-    total = sum(float(row[token]) for row, token in zip(log_probs, said, strict=True))
-    return total, bool((jnp.argmax(logits, 1) == jnp.array(said)).all())
+    """The expected score, from the logits of the whole text without a cache."""
+    (logits,) = full_logits(lm.params, [np.array(context + said)], 32)
+    logits = logits[len(context) - 1 : -1]
+    log_probs = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+    return float(log_probs[np.arange(len(said)), said].sum()), bool((logits.argmax(1) == said).all())
 
 
 CONTEXT = "the code of anna is kettle . the river follows the old garden . recall what the code of anna is :"
@@ -89,10 +81,9 @@ def test_answers_are_those_of_generate(full: KVJaxLM) -> None:
     wanted = {"until": ["."], "max_gen_toks": 16, "do_sample": False, "temperature": 0.0}
     contexts = [CONTEXT, "the code of anna is kettle . recall what the code of anna is :", "anna"]
     texts = full.generate_until(requests(*((context, wanted) for context in contexts)), disable_tqdm=True)
-    for context, text in zip(contexts, texts, strict=True):
-        out = kvjax.generate(full.params, context, max_new_tokens=16, tokenizer=full.tokenizer)
-        assert out.text is not None
-        assert text == out.text[0].split(".")[0]
+    out = kvjax.generate(full.params, contexts, max_new_tokens=16, tokenizer=full.tokenizer)
+    assert out.text is not None
+    assert texts == [text.split(".")[0] for text in out.text]
     (cut,) = full.generate_until(requests((CONTEXT, wanted | {"until": [" is"]})), disable_tqdm=True)
     assert cut == "anna"
 
@@ -152,6 +143,7 @@ def test_generation_arguments_that_are_not_known(full: KVJaxLM) -> None:
 
 def test_a_task_of_the_harness(tmp_path: Path) -> None:
     import lm_eval
+    from lm_eval.tasks import TaskManager
 
     (task,) = registry.find("demo/needle")
     rows = [
@@ -171,7 +163,11 @@ def test_a_task_of_the_harness(tmp_path: Path) -> None:
         "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
     }
     results = lm_eval.simple_evaluate(
-        model="kvjax", model_args=f"pretrained={DEMO},policy=snapkv:budget=128;window=16", tasks=[stub], batch_size=2
+        model="kvjax",
+        model_args=f"pretrained={DEMO},policy=snapkv:budget=128;window=16",
+        tasks=[stub],
+        batch_size=2,
+        task_manager=TaskManager(include_defaults=False),  # reading the harness's thousands of tasks takes long
     )
     found = [
         sample["filtered_resps"][0] == row["a"] for sample, row in zip(results["samples"]["stub"], rows, strict=True)
