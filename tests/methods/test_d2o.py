@@ -262,22 +262,22 @@ def test_which_prompt_tokens_are_retained():
 
 @pytest.mark.slow
 def test_after_a_turn_layers_hold_what_they_may():
-    cache = kvjax.prefill(params(), [row[:5] for row in ROWS], cache=answered().cache)
-    for _ in range(2):
+    turn = kvjax.prefill(params(), [row[:5] for row in ROWS], cache=answered().cache)
+    _, after = tiny.step(params(), kvjax.with_room(turn, 1), np.arange(len(ROWS)), np.ones(len(ROWS), bool))
+    for cache in (turn, after):
         used, capacity = np.asarray(cache.entries.used), np.asarray(cache.entries.capacity)
         seen = np.asarray(cache.length)[:, None, None]
         assert (used == np.where(capacity == UNLIMITED, seen, capacity)).all()
-        _, cache = tiny.step(params(), kvjax.with_room(cache, 1), np.arange(len(ROWS)), np.ones(len(ROWS), bool))
 
 
 @pytest.mark.slow
 def test_a_budget_beyond_the_text_is_full_attention():
     """U1, for the prompts and a token after each."""
-    token = np.arange(len(ROWS))
+    params, token = tiny.decoder(8, 4, (None, None)), np.arange(len(ROWS))
     texts = [np.append(row, own) for row, own in zip(ROWS, token, strict=True)]
-    whole = tiny.full_logits(params(), texts, 64)
-    logits, filled = tiny.prefill(params(), "d2o:budget=99,dense_first=1,dense_last=0", ROWS, 64)
-    after, _ = tiny.step(params(), filled, token, np.ones(len(ROWS), bool))
+    whole = tiny.full_logits(params, texts, 64)
+    logits, filled = tiny.prefill(params, "d2o:budget=99,dense_first=0,dense_last=0", ROWS, 64)
+    after, _ = tiny.step(params, filled, token, np.ones(len(ROWS), bool))
     for b, row in enumerate(ROWS):
         np.testing.assert_allclose([logits[b], after[b]], whole[b][len(row) - 1 :], atol=1e-5)
 
