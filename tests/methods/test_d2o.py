@@ -264,9 +264,9 @@ def test_which_prompt_tokens_are_retained():
 def test_after_a_turn_layers_hold_what_they_may():
     turn = kvjax.prefill(params(), [row[:5] for row in ROWS], cache=answered().cache)
     _, after = tiny.step(params(), kvjax.with_room(turn, 1), np.arange(len(ROWS)), np.ones(len(ROWS), bool))
-    for cache in (turn, after):
-        used, capacity = np.asarray(cache.entries.used), np.asarray(cache.entries.capacity)
-        seen = np.asarray(cache.length)[:, None, None]
+    for filled in (turn, after):
+        used, capacity = np.asarray(filled.entries.used), np.asarray(filled.entries.capacity)
+        seen = np.asarray(filled.length)[:, None, None]
         assert (used == np.where(capacity == UNLIMITED, seen, capacity)).all()
 
 
