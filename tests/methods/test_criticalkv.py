@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from tests import tiny
 from tests.methods.literal_budgets import adaptive, algorithm_1, best, projected, two_stages
 from tests.methods.literal_budgets import snapkv as snapkv_scores
 from tests.methods.reference import Reader
+from tests.products import part
 
 B, H, G, M, D, E = 3, 2, 3, 80, 4, 12
 
@@ -43,16 +45,23 @@ def moment(output, counts, protected=None, heads=ALL_HEADS):
     return Moment(jnp.full(B, M), layer, heads=heads, protected=protected, counts=counts)
 
 
+@partial(jax.jit, static_argnames="score")
+def scored(score, entries, output, protected):
+    """With counts, without them, and what the base alone says."""
+    compared = moment(output, None, protected)
+    base = Recency()(entries, moment(output, None))
+    return score(entries, moment(output, entries.capacity, protected)), score(entries, compared), base
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("group", [1, G])
 @pytest.mark.parametrize("first", [0.0, 0.5, 0.9])
 def test_two_stages(first, group):
     entries, output = drawn(group)
     protected = Protect(recent=4).mask(entries.positions, jnp.array([80, 50, 9]), entries.capacity)
-    part = ProjectedValues(Recency(), first, 0.01)
-    scores = np.asarray(part(entries, moment(output, entries.capacity, protected)))
-    base = np.asarray(Recency()(entries, moment(output, None)))
-    np.testing.assert_array_equal(part(entries, moment(output, None, protected)), base, "while heads are compared")
+    score = ProjectedValues(Recency(), first, 0.01)
+    scores, compared, base = map(np.asarray, scored(score, entries, output, protected))
+    np.testing.assert_array_equal(compared, base, "while heads are compared")
     for b, h in np.ndindex(B, H):
         there = np.flatnonzero(entries.positions[b, h] >= 0)
         value, weights = np.asarray(entries.values[b, h, there], np.float64), np.asarray(output, np.float64)
@@ -85,7 +94,7 @@ def test_devices_that_share_a_kv_head_score_alike():
 
 
 ROWS = [np.random.default_rng(9).integers(0, tiny.VOCAB, n) for n in (30, 10, 21)]
-PARAMS = tiny.decoder(8, 4, (None,) * 3)
+PARAMS = tiny.decoder(8, 4, (None,) * 2)
 BUDGET, WINDOW = 12, 4
 BASE = snapkv(BUDGET, window=WINDOW, kernel=3, pool="avg")
 
@@ -111,8 +120,10 @@ def counts_of(policy, scores):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [0.0, 0.5, 0.8])
-@pytest.mark.parametrize("policy", ["each", "dynamickv", "adakv"])
+@pytest.mark.parametrize(
+    ("policy", "first"),
+    part(product(["each", "dynamickv", "adakv"], [0.0, 0.5, 0.8]), [("each", 0.8), ("dynamickv", 0.0), ("adakv", 0.5)]),
+)
 def test_heads_retain_both_stages_of_what_the_base_gives_them(policy, first):
     """Layers and heads compete by the base's scores; the second stage changes which entries stay, and not how many."""
     made = criticalkv(BASE, first)

@@ -201,7 +201,7 @@ def test_shares_follow_the_variance(mean, least):
 
 LAYERS, NEW = 3, 14
 RNG = np.random.default_rng(2)
-ROWS = [RNG.integers(0, tiny.VOCAB, n).tolist() for n in (40, 61, 7)]
+ROWS = [RNG.integers(0, tiny.VOCAB, n).tolist() for n in (40, 61, 7, 23)]
 TEXT = "d2o:budget=16,dense_first=1,dense_last=0"
 
 
@@ -209,17 +209,21 @@ def params():
     return tiny.decoder(8, 4, (None,) * LAYERS)
 
 
+@cache
+def answered():
+    return kvjax.generate(params(), ROWS, policy=TEXT, max_new_tokens=NEW, log_probs=True)
+
+
 @pytest.mark.slow
 def test_layers_retain_their_shares():
     """After the prompt and to the end of an answer. Dense layers retain everything; bytes are those planned."""
-    policy = policies.parse(TEXT)
-    answer = kvjax.generate(params(), ROWS, policy=policy, max_new_tokens=NEW)
-    plan = kvjax.plan_cache(params().config, policy, batch=3, length=61, new_tokens=NEW, dtype=jnp.float32)
+    policy, answer = policies.parse(TEXT), answered()
+    plan = kvjax.plan_cache(params().config, policy, batch=4, length=61, new_tokens=NEW, dtype=jnp.float32)
     shapes = [[leaf.shape for leaf in jax.tree.leaves(cache.entries)] for cache in (plan, answer.cache)]
     assert shapes[0] == shapes[1]
     rows = 2 * (16 + PAGE - 1) + 64 + PAGE - 1 + 64  # two layers of 16, and one of the prompt's bucket and the room's
     rows = -(-rows // PAGE) * PAGE
-    assert plan.nbytes == answer.cache.nbytes == 4 * 3 * 4 * (rows * (2 * 8 + 1 + 1) + LAYERS * (4 + 1))
+    assert plan.nbytes == answer.cache.nbytes == 4 * 4 * 4 * (rows * (2 * 8 + 1 + 1) + LAYERS * (4 + 1))
 
     pool = answer.cache.entries
     capacity, used = np.asarray(pool.capacity), np.asarray(pool.used)
@@ -257,28 +261,32 @@ def test_which_prompt_tokens_are_retained():
 
 
 @pytest.mark.slow
-def test_a_turn_and_a_budget_beyond_the_text():
-    """After several more tokens layers hold what they may; a budget that keeps all is full attention (U1)."""
-    answer = kvjax.generate(params(), ROWS, policy=policies.parse(TEXT), max_new_tokens=NEW)
-    turn = kvjax.generate(params(), [row[:5] for row in ROWS], cache=answer.cache, max_new_tokens=NEW)
-    used, capacity = np.asarray(turn.cache.entries.used), np.asarray(turn.cache.entries.capacity)
-    seen = np.asarray(turn.cache.length)[:, None, None]
-    assert (used == np.where(capacity == UNLIMITED, seen, capacity)).all()
-    options = {"max_new_tokens": NEW, "log_probs": True}
-    whole = kvjax.generate(params(), ROWS, policy=policies.d2o(99, dense_first=1, dense_last=0), **options)
-    full = kvjax.generate(params(), ROWS, **options)
-    np.testing.assert_array_equal(whole.tokens, full.tokens)
-    np.testing.assert_allclose(whole.log_probs, full.log_probs, atol=1e-5, rtol=0)
+def test_after_a_turn_layers_hold_what_they_may():
+    turn = kvjax.prefill(params(), [row[:5] for row in ROWS], cache=answered().cache)
+    _, after = tiny.step(params(), kvjax.with_room(turn, 1), np.arange(len(ROWS)), np.ones(len(ROWS), bool))
+    for filled in (turn, after):
+        used, capacity = np.asarray(filled.entries.used), np.asarray(filled.entries.capacity)
+        seen = np.asarray(filled.length)[:, None, None]
+        assert (used == np.where(capacity == UNLIMITED, seen, capacity)).all()
+
+
+@pytest.mark.slow
+def test_a_budget_beyond_the_text_is_full_attention():
+    """U1, for the prompts and a token after each."""
+    params, token = tiny.decoder(8, 4, (None, None)), np.arange(len(ROWS))
+    texts = [np.append(row, own) for row, own in zip(ROWS, token, strict=True)]
+    whole = tiny.full_logits(params, texts, 64)
+    logits, filled = tiny.prefill(params, "d2o:budget=99,dense_first=0,dense_last=0", ROWS, 64)
+    after, _ = tiny.step(params, filled, token, np.ones(len(ROWS), bool))
+    for b, row in enumerate(ROWS):
+        np.testing.assert_allclose([logits[b], after[b]], whole[b][len(row) - 1 :], atol=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 def test_layer_budgets_on_a_mesh():
-    rows = [RNG.integers(0, tiny.VOCAB, n).tolist() for n in (44, 33, 5, 20)]
-    policy = policies.parse(TEXT)
-    expected = kvjax.generate(params(), rows, policy=policy, max_new_tokens=NEW, log_probs=True)
-    spread = kvjax.shard(params(), kvjax.make_mesh(2, 4))
-    answer = kvjax.generate(spread, rows, policy=policy, max_new_tokens=NEW, log_probs=True)
+    spread, expected = kvjax.shard(params(), kvjax.make_mesh(2, 4)), answered()
+    answer = kvjax.generate(spread, ROWS, policy=TEXT, max_new_tokens=NEW, log_probs=True)
     np.testing.assert_array_equal(answer.tokens, expected.tokens)
     np.testing.assert_allclose(answer.log_probs, expected.log_probs, atol=1e-5, rtol=0)
     np.testing.assert_array_equal(answer.cache.entries.capacity, expected.cache.entries.capacity)

@@ -29,7 +29,6 @@ ROWS = [RNG.integers(0, tiny.VOCAB, n) for n in (29, 9, 20)]  # longer than the 
     ("group", "options"),
     [
         (1, {"pool": "max"}),
-        (4, {"pool": "avg"}),
         (4, {"pool": "none", "group": "max", "code_rounding": True}),
         (7, {"pool": "avg", "r_max": 1.25}),
     ],

@@ -7,13 +7,15 @@ weights whose logarithms they are.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kvjax.attend import reading, stepping
-from kvjax.cache import Layers
+from kvjax.cache import Layers, Slots
 from kvjax.kv_cache import KVCache
 from kvjax.models import AttentionLayer, DecoderConfig, Rope
 from kvjax.pallas_kernels import Reduction, window_scores
@@ -44,29 +46,47 @@ def key(position: int) -> np.ndarray:
     return np.eye(DIM, dtype=np.float32)[position]
 
 
+@partial(jax.jit, static_argnames=("policy", "compress"))
+def read(policy: Policy, compress: bool, q, k) -> Slots:
+    """The entries of a layer after a prompt, q [Hq, N, DIM] and k [N, DIM]."""
+    heads, n = q.shape[:2]
+    config = DecoderConfig("llama", 1, 1, 1, heads, 1, DIM, (None,), Rope(1e4), DIM)
+    lengths = jnp.array([n])
+    cache = KVCache.empty(config, policy, lengths, n, jnp.float32)
+    plan = plan_read(cache, [0], new=n, room=0, compress=compress, final=False)
+    attend = reading(policy, jnp.arange(n)[None], lengths, lengths, plan=plan)
+    return attend(layer(heads), q[None], k[None, None], k[None, None], cache.entries)[1][0]
+
+
+@partial(jax.jit, static_argnames="policy")
+def step(policy: Policy, position, entries: Slots, q, k) -> Slots:
+    """The entries after one more token, q [Hq, DIM] and k [DIM]."""
+    attend = stepping(policy, position[None], jnp.array([True]))
+    k = k[None, None, None]
+    return attend(layer(len(q)), q[None, :, None], k, k, Layers((entries,)))[1][0]
+
+
+@partial(jax.jit, static_argnames=("policy", "heads"))
+def scored(policy: Policy, heads: int, position, entries: Slots):
+    return policy.score(entries, Moment(position[None], layer(heads)))[0, 0]
+
+
+def layer(heads: int) -> AttentionLayer:
+    return AttentionLayer(0, Unrotated(), None, 1.0, jnp.zeros((heads, DIM, 1)))
+
+
 class Text:
     """One layer with one kv head that reads a prompt and decodes. `rows[t]` has token t's attention weights."""
 
     def __init__(self, policy: Policy, rows, *, heads: int = 1, compress: bool = True, logits: bool = False):
         self.policy, self.heads = policy, heads
-        output = jnp.zeros((heads, DIM, 1))
-        self.layer = AttentionLayer(0, Unrotated(), None, 1.0, output)
-        n = len(rows)
         q = np.stack([np.stack(row) if logits else np.stack([query(row)] * heads) for row in rows], axis=1)
-        k = np.stack([key(p) for p in range(n)])
-        lengths = jnp.array([n])
-        config = DecoderConfig("llama", 1, 1, 1, heads, 1, DIM, (None,), Rope(1e4), DIM)
-        cache = KVCache.empty(config, policy, lengths, n, jnp.float32)
-        plan = plan_read(cache, [0], new=n, room=0, compress=compress, final=False)
-        attend = reading(policy, jnp.arange(n)[None], lengths, lengths, plan=plan)
-        _, (self.entries,) = attend(self.layer, q[None], k[None, None], k[None, None], cache.entries)
-        self.next = n
+        self.entries = read(policy, compress, q, np.stack([key(p) for p in range(len(rows))]))
+        self.next = len(rows)
 
     def decode(self, row) -> None:
-        k = key(self.next)[None, None, None]
-        q = np.broadcast_to(query(row), (1, self.heads, 1, DIM))
-        attend = stepping(self.policy, jnp.array([self.next]), jnp.array([True]))
-        _, (self.entries,) = attend(self.layer, q, k, k, Layers((self.entries,)))
+        q = np.stack([query(row)] * self.heads)
+        self.entries = step(self.policy, np.int32(self.next), self.entries, q, key(self.next))
         self.next += 1
 
     @property
@@ -76,7 +96,7 @@ class Text:
     @property
     def scores(self) -> np.ndarray:
         """The scores by slot before the next token comes in."""
-        return np.asarray(self.policy.score(self.entries, Moment(jnp.array([self.next]), self.layer)))[0, 0]
+        return np.asarray(scored(self.policy, self.heads, np.int32(self.next), self.entries))
 
 
 ANY = [1.0]  # a row that no policy asks about
@@ -166,6 +186,11 @@ def test_g3c_normalisation_flips_the_victim(normalise, importance, kept):
     assert sorted(text.positions) == [kept, 2, 3, 4]
 
 
+@partial(jax.jit, static_argnums=0)
+def pooled(pooling: Pooling, scores, eligible):
+    return pooling(scores, eligible)
+
+
 SCORES = np.array([[[0, 0, 0.9, 0, 0, 0, 0.3, 0.3, 0.3, 0]]], np.float32)
 
 
@@ -177,6 +202,7 @@ def test_g9_importance_is_what_a_column_receives():
     at = np.arange(4)[None]
     q, k = (np.stack(list(map(make, what)))[None, None] for make, what in ((query, rows), (key, range(4))))
 
+    @partial(jax.jit, static_argnums=0)
     def received(how):
         lse = np.zeros((1, 1, 4), np.float32)
         return window_scores(q, k, at, at[:, None], scale=1.0, lse=lse, reduction=Reduction(rows=how))[0, 0]
@@ -186,22 +212,22 @@ def test_g9_importance_is_what_a_column_receives():
 
 
 @pytest.mark.parametrize(
-    ("kind", "pooled", "top"),
+    ("kind", "expected", "top"),
     [
         ("avg", [0, 0.3, 0.3, 0.3, 0, 0.1, 0.2, 0.3, 0.2, 0.1], [1, 2, 3, 7]),
         ("max", [0, 0.9, 0.9, 0.9, 0, 0.3, 0.3, 0.3, 0.3, 0.3], [1, 2, 3, 5]),
     ],
 )
-def test_g10_pooling(kind, pooled, top):
-    got = Pooling(kind, 3)(SCORES, np.ones_like(SCORES, bool))
-    np.testing.assert_allclose(got[0, 0], pooled, atol=1e-7)
-    kept = TopTokens().keep(jnp.round(got, 4), np.arange(10)[None, None], np.array([[4]]), 4)
+def test_g10_pooling(kind, expected, top):
+    got = pooled(Pooling(kind, 3), SCORES, np.ones_like(SCORES, bool))
+    np.testing.assert_allclose(got[0, 0], expected, atol=1e-7)
+    kept = TopTokens().keep(np.round(got, 4), np.arange(10)[None, None], np.array([[4]]), 4)
     assert kept.tolist() == [[top]]
 
 
 def test_g10_pooling_at_the_edge():
     one = np.eye(1, 5, dtype=np.float32)[None]
-    got = Pooling("avg", 5)(one, np.ones_like(one, bool))
+    got = pooled(Pooling("avg", 5), one, np.ones_like(one, bool))
     np.testing.assert_allclose(got[0, 0], [0.2, 0.2, 0.2, 0, 0], atol=1e-7)
 
 
@@ -210,8 +236,8 @@ def test_g10_padding_and_the_window_are_no_neighbours():
     padded = np.pad(SCORES, ((0, 0), (0, 0), (4, 3)), constant_values=7.0)
     eligible = np.pad(np.ones_like(SCORES, bool), ((0, 0), (0, 0), (4, 3)))
     for pool in (Pooling("avg", 3), Pooling("max", 5)):
-        alone = pool(SCORES, np.ones_like(SCORES, bool))
-        np.testing.assert_array_equal(np.asarray(pool(padded, eligible))[..., 4:-3], alone)
+        alone = pooled(pool, SCORES, np.ones_like(SCORES, bool))
+        np.testing.assert_array_equal(pooled(pool, padded, eligible)[..., 4:-3], alone)
 
 
 G12 = [[1], [0.6, 0.4], [0.5, 0.1, 0.4], [0.1, 0.1, 0.6, 0.2], [0.1, 0.05, 0.15, 0.4, 0.3]]

@@ -13,7 +13,6 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 import kvjax
-from kvjax.allocate import replayed
 from kvjax.cache import Slots
 from kvjax.heads import ALL_HEADS, Heads
 from kvjax.methods.kvcompose import TaskWeights
@@ -22,6 +21,7 @@ from kvjax.policies import adakv, kvcompose, parse
 from kvjax.policy import Attended, Moment
 from tests import tiny
 from tests.dense import assert_close
+from tests.methods import allocating
 from tests.methods.literal_budgets import adaptive, best, projected
 from tests.methods.reference import Reader
 
@@ -90,6 +90,14 @@ def compose(scores, mean, structured=True, min_tokens=0, first_layer=False, head
     return best(scores, np.broadcast_to(counts, (L, H)))
 
 
+def filled_by(params, policy) -> kvjax.KVCache:
+    """What a policy retains of the rows. Only what is allocated by the scores differs from `kvcompose(8)`."""
+    if policy == kvcompose(8):
+        return tiny.prefill(params, policy, ROWS, SIZE)[1]
+    all_tokens = allocating.read(params, kvcompose(8), ROWS, SIZE)
+    return allocating.reallocated(params, all_tokens, policy, SIZE)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "options"),
@@ -103,7 +111,7 @@ def compose(scores, mean, structured=True, min_tokens=0, first_layer=False, head
     ],
 )
 def test_retains_what_the_equations_keep(group: int, options: dict) -> None:
-    _, cache = tiny.prefill(decoder(group), kvcompose(**options), ROWS, SIZE)
+    cache = filled_by(decoder(group), kvcompose(**options))
     budget, others = options["budget"], {name: value for name, value in options.items() if name != "budget"}
     for b, row in enumerate(ROWS):
         mean = int(len(row) * budget) if isinstance(budget, float) else budget
@@ -120,9 +128,7 @@ def test_scores(source: str, rows: str) -> None:
     params, group = decoder(4), 4
     policy = kvcompose(8, score=TaskAttention(source, PROMPTS if source == "prompt" else "", rows))
     score = policy.score
-    _, cache = tiny.prefill(params, policy, ROWS, SIZE, compress="never")
-    if source != "self":
-        cache = replayed(params, cache, *map(jnp.asarray, tiny.left_pad(ROWS, SIZE)), None)
+    cache = allocating.read(params, policy, ROWS, SIZE)
     variants = (("mean", True, "none"), ("max", True, "v"), ("max", False, "vo"), ("mean", False, "vo"))
     for fold, head_mean, value_norm in variants:
         variant = replace(score, group=fold, head_mean=head_mean, value_norm=value_norm)
@@ -146,7 +152,7 @@ def test_a_layer_without_entries() -> None:
     attention = params.layers[1].attention
     attention.query = nnx.Param(jnp.zeros_like(attention.query[...]))  # which spreads attention as evenly as can be
     answer = np.random.default_rng(1).integers(0, tiny.VOCAB, (6, len(ROWS)))
-    logits, cache = tiny.prefill(params, kvcompose(2), ROWS, SIZE)
+    cache = filled_by(params, kvcompose(2))
     texts = []
     for b, row in enumerate(ROWS):
         texts.append(Reader(params))
@@ -215,7 +221,7 @@ def test_composites_by_their_mean_or_their_maximum(heads: str, sizes: list[int])
 @pytest.mark.slow
 def test_heads_of_a_layer_may_compete_for_its_composites() -> None:
     """AdaKV on top: the layers' numbers are KVCompose's, and heads of a layer divide them by their scores."""
-    _, cache = tiny.prefill(decoder(4), adakv(kvcompose(8)), ROWS, SIZE)
+    cache = filled_by(decoder(4), adakv(kvcompose(8)))
     for b in range(len(ROWS)):
         scores = equations(task_weights(4, b, "replay"))
         sizes = [len(layer[0]) for layer in compose(scores, 8)]
@@ -286,7 +292,7 @@ def test_devices_with_some_of_the_heads_allocate_as_one_device(budget):
     def on_two(scores):
         return budget.allocate(scores, means, 0, Heads("model"))
 
-    at_once = budget.allocate(jnp.asarray(scores), means, 0, ALL_HEADS)
+    at_once = jax.jit(lambda scores: budget.allocate(scores, means, 0, ALL_HEADS))(scores)
     np.testing.assert_array_equal(on_two(scores), at_once)
     assert len(np.unique(at_once)) > 2
 
@@ -327,9 +333,9 @@ def test_prompts_as_text(tokenizer, tiny) -> None:
     assert policy.score.needs.texts == ("ba be bi",)
     text = " ".join(["ba", "ce", "di"] * 5)
     ids = tuple(tokenizer.encode("ba be bi", add_special_tokens=False))
-    options = {"tokenizer": tokenizer, "max_new_tokens": 4}
-    answer = kvjax.generate(tiny, text, policy=policy, **options)
-    same = kvjax.generate(tiny, text, policy=kvcompose(8, score=TaskAttention("prompt", (ids,))), **options)
-    np.testing.assert_array_equal(answer.tokens, same.tokens)
+    by_ids = kvcompose(8, score=TaskAttention("prompt", (ids,)))
+    caches = [kvjax.prefill(tiny, text, policy=each, tokenizer=tokenizer) for each in (policy, by_ids)]
+    for own, same in zip(*map(jax.tree.leaves, caches), strict=True):
+        np.testing.assert_array_equal(own, same)
     with pytest.raises(ValueError, match="replays the text 'ba be bi' and there is no tokenizer"):
         kvjax.generate(tiny, [1, 2, 3], policy=policy, max_new_tokens=1)

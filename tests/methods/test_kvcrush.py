@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -68,6 +69,7 @@ def test_k_means_finds_clusters_that_are_apart():
     assert picked(bits, [1, 1, 1, 0, 0, 0], 2, "centroid") == [1, 5]
 
 
+keep = jax.jit(lambda part, *rest: part.keep(*rest), static_argnums=(0, 4))
 UNITS = {"token": {}, "chunk": {"page": 3}, "page": {"page": 3, "side_by_side": True}}
 
 
@@ -125,7 +127,7 @@ def test_is_the_literal_algorithm(anchor, share, upper, pick, granularity, align
     """Three rows of different lengths, five heads with budgets of their own, slots with different tokens."""
     scores, positions, counts, size = drawn(aligned)
     part = Representatives(TopTokens(), share, anchor=anchor, pick=pick, upper=upper, granularity=granularity, page=3)
-    index = jax.jit(part.keep, static_argnums=3)(scores, positions, counts, size)
+    index = keep(part, scores, positions, counts, size)
     if isinstance(anchor, int):
         width = 5 * (3 if granularity == "page" else 1)
         anchor = np.asarray(jax.random.bernoulli(jax.random.key(anchor), shape=(width,)))
@@ -140,6 +142,11 @@ def test_is_the_literal_algorithm(anchor, share, upper, pick, granularity, align
     assert compared >= (7 if pick == "kmeans" else 15)
 
 
+@partial(jax.jit, static_argnums=(0, 4))
+def keep_by_query_heads(part, scores, positions, counts, size, own):
+    return part.keep(scores, positions, counts, size, by_query_head=lambda: own)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize(("upper", "granularity"), [(0.5, "token"), (0.0, "token"), (0.5, "chunk"), (0.3, "page")])
@@ -148,8 +155,7 @@ def test_bits_of_query_heads(upper, granularity, aligned):
     scores, positions, counts, size = drawn(aligned)
     own = np.random.default_rng(4).gamma(1, size=(3, 15, 40)).astype(np.float32)
     part = Representatives(TopTokens(), 0.4, upper=upper, granularity=granularity, page=3, bits="query")
-    keep = jax.jit(lambda *args: part.keep(*args, size, by_query_head=lambda: own))
-    index = keep(scores, positions, counts)
+    index = keep_by_query_heads(part, scores, positions, counts, size, own)
     for row in range(3):
         queries = [[texts_of(own[:, g::3], positions, row)[h] for g in range(3)] for h in range(5)]
         expected = literal(
@@ -168,7 +174,7 @@ def test_bits_of_query_heads(upper, granularity, aligned):
 def test_pages_without_representatives(aligned):
     """The baseline of Figures 5 and 6: protected tokens, and the whole pages with the highest mean scores."""
     scores, positions, counts, size = drawn(aligned)
-    index = jax.jit(Pages(TopTokens(), 3).keep, static_argnums=3)(scores, positions, counts, size)
+    index = keep(Pages(TopTokens(), 3), scores, positions, counts, size)
     for row in range(3):
         for held, count, got in zip(
             texts_of(scores, positions, row), counts[row], retained(index, positions, row), strict=True

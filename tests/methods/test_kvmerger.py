@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax
 from kvjax.cache import Slots
 from kvjax.methods.kvmerger.cluster import BLOCK, set_ends, solve_theta
 from kvjax.models import AttentionLayer, Rope
@@ -197,11 +198,13 @@ def test_counts_stay_with_their_entries_and_cost_nothing_where_they_are_off():
     policy = kvmerger(18, recent=5, merge=plain)
     programs = {}
     for name, merge in {"counts": replace(plain, count_bias=True), "none": plain, "drop": Drop()}.items():
-        _, cache = tiny.prefill(params, replace(policy, merge=merge), rows, 48)
-        programs[name] = str(jax.make_jaxpr(tiny.step)(params, cache, token, rest))
+        own = replace(policy, merge=merge)
+        planned = kvjax.plan_cache(params.config, own, batch=3, length=48, new_tokens=8, dtype=np.float32)
+        programs[name] = str(jax.make_jaxpr(tiny.step)(params, planned, token, rest))
         if name != "counts":
-            assert cache.entries[0].bias is None
+            assert planned.entries[0].bias is None
             continue
+        _, cache = tiny.prefill(params, own, rows, 48)
         _, after = tiny.step(params, cache, token, rest)
         for held in (cache, after):
             tokens = np.where(held.entries[0].positions >= 0, np.exp(held.entries[0].bias), 0)

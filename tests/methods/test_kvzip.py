@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.allocate import encoded_texts, replayed
+from kvjax.allocate import encoded_texts
 from kvjax.heads import ALL_HEADS
 from kvjax.parts import Fixed, GlobalShares, Pyramid, Reconstruction, UniformShares
 from kvjax.policies import adakv, criticalkv, kvzip
 from tests import tiny
 from tests.dense import assert_close
+from tests.methods import allocating
 from tests.methods.literal_budgets import adaptive, best, projected, two_stages
 from tests.methods.reference import Reader, softmax
 
@@ -67,17 +68,21 @@ def keep(scores: np.ndarray, mean: int, level: str) -> list[list[list[int]]]:
     return [[np.flatnonzero(head).tolist() for head in layer] for layer in kept.reshape(L, H, N)]
 
 
+@cache
+def replays() -> kvjax.KVCache:
+    """All tokens of the rows and their scores, whoever competes by them."""
+    return allocating.read(PARAMS, kvzip(0.5, SINKS, score=SCORE), ROWS, SIZE)
+
+
 @pytest.mark.slow
 def test_scores_are_the_definition():
     """Chunks that not all rows have, a last one that is short, a prompt within one chunk; sinks are only looked at."""
-    policy = kvzip(8, SINKS, score=SCORE)
-    _, filled = tiny.prefill(PARAMS, policy, ROWS, SIZE, compress="never")
+    filled, policy = replays(), kvzip(0.5, SINKS, score=SCORE)
     tokens, lengths = map(jnp.asarray, tiny.left_pad(ROWS, SIZE))
     for i, part in enumerate(policy.score.passes(tokens, lengths, policy.score.needs.texts)):
         for b, row in enumerate(ROWS):
             expected = repetition(row, i * CHUNK) if i * CHUNK < len(row) else []
             assert part.tokens[b, len(part.tokens[b]) - int(part.lengths[b]) :].tolist() == expected
-    filled = replayed(PARAMS, filled, tokens, lengths, None)
     for layer, entries in enumerate(filled.entries):
         for b, row in enumerate(ROWS):
             ours, positions = np.asarray(entries.per_slot[b]), np.asarray(entries.positions[b])
@@ -90,7 +95,11 @@ def test_scores_are_the_definition():
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["global", "layer", "head"])
 def test_keeps_the_best_of_those_who_compete(level):
-    _, filled = tiny.prefill(PARAMS, kvzip(0.5, SINKS, level, score=SCORE), ROWS, SIZE)
+    policy = kvzip(0.5, SINKS, level, score=SCORE)
+    if level == "global":
+        _, filled = tiny.prefill(PARAMS, policy, ROWS, SIZE)
+    else:
+        filled = allocating.reallocated(PARAMS, replays(), policy, SIZE)
     for b, row in enumerate(ROWS):
         assert tiny.held(filled, b) == keep(literal(b), len(row) // 2, level)
     sizes = {len(head) for layer in tiny.held(filled, 0) for head in layer}
@@ -111,7 +120,10 @@ def protected(b):
 def test_criticalkv_replays_too(level):
     """A wrapped score is replayed as it would be alone; what is competed for is decided by its own scores."""
     policy = criticalkv(kvzip(0.5, SINKS, level, score=SCORE))
-    _, filled = tiny.prefill(PARAMS, policy, ROWS, SIZE)
+    if level == "layer":
+        _, filled = tiny.prefill(PARAMS, policy, ROWS, SIZE)
+    else:
+        filled = allocating.reallocated(PARAMS, replays(), policy, SIZE)
     for b, row in enumerate(ROWS):
         scores, norms = protected(b)
         counts = [[len(head) for head in layer] for layer in keep(literal(b), len(row) // 2, level)]
@@ -120,7 +132,7 @@ def test_criticalkv_replays_too(level):
 
 @pytest.mark.slow
 def test_adakv_of_uniform_heads_replays_too():
-    _, filled = tiny.prefill(PARAMS, adakv(kvzip(0.5, SINKS, "head", score=SCORE)), ROWS, SIZE)
+    filled = allocating.reallocated(PARAMS, replays(), adakv(kvzip(0.5, SINKS, "head", score=SCORE)), SIZE)
     for b, row in enumerate(ROWS):
         scores, _ = protected(b)
         assert tiny.held(filled, b) == best(scores, [adaptive(own, len(row) // 2) for own in scores])

@@ -14,7 +14,7 @@ from tests.dense import assert_close
 from tests.methods.literal_budgets import adaptive, algorithm_1
 from tests.methods.reference import Reader
 
-SIZE, LAYERS, HEADS, BUDGET, WINDOW, STEPS = 32, 3, 2, 12, 4, 8
+SIZE, LAYERS, HEADS, BUDGET, WINDOW, STEPS = 32, 2, 2, 12, 4, 8
 RNG = np.random.default_rng(6)
 ROWS = [RNG.integers(0, tiny.VOCAB, n) for n in (30, 9, 19)]  # the second grows into its budget
 ANSWER = RNG.integers(0, tiny.VOCAB, (STEPS, len(ROWS)))

@@ -22,6 +22,7 @@ import transformers
 
 from tests.models import reference
 from tests.models.reference import VOCAB, fix_frequencies
+from tests.products import part
 
 pytestmark = pytest.mark.parity
 
@@ -104,6 +105,30 @@ CASES = {
     ),
 }
 
+# One of each way to rotate and to mask the keys of earlier tokens, of every family.
+DECODED = (
+    "llama-group7-head_dim",
+    "llama-dynamic",
+    "llama-dynamic-short",
+    "llama-yarn-mscale",
+    "mistral-window",
+    "qwen2-layers-tied",
+    "qwen3-layers-bias-tied",
+    "phi3-partial-window-tied",
+    "phi3-longrope",
+    "internlm2-group1-bias",
+)
+# Every family, and every term that is rounded: biases, norms of heads, tied embeddings, scaled and partial rotations.
+ROUNDED = (
+    "llama-group8-bias",
+    "llama-yarn-mscale",
+    "mistral-window-tied",
+    "qwen2-group7",
+    "qwen3-layers-bias-tied",
+    "phi3-longrope-partial",
+    "internlm2-group1-bias",
+)
+
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request):
@@ -141,6 +166,7 @@ def test_logits_in_float32(model, folder, tokens):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", part(CASES, DECODED), indirect=True)
 def test_greedy_tokens_in_float32(case, folder, tokens):
     """If the frequencies depend on the length, both sides use the length of the prompt."""
     params, _ = load(folder)
@@ -149,6 +175,7 @@ def test_greedy_tokens_in_float32(case, folder, tokens):
     np.testing.assert_array_equal(answer.tokens, expected)
 
 
+@pytest.mark.parametrize("case", part(CASES, ROUNDED), indirect=True)
 def test_logits_in_bfloat16(case, model, folder, tokens):
     """bfloat16 has 8 bits: the error must be small, and less than 1.5 times that of transformers."""
     params, _ = load(folder, dtype=jnp.bfloat16)
