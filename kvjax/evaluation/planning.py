@@ -12,7 +12,7 @@ from kvjax.cache import bucket
 from kvjax.evaluation.batches import Reading, ReadingBatch, batches, readings
 from kvjax.evaluation.grid import Cell, Grid
 from kvjax.evaluation.items import Item, Refusal
-from kvjax.evaluation.records import KEY, Key, key_of
+from kvjax.evaluation.lines import KEY, Key, key_of
 from kvjax.models import DecoderConfig
 from kvjax.plan import plan_cache
 from kvjax.policies import parse

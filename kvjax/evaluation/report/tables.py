@@ -11,6 +11,7 @@ from statistics import fmean
 import numpy as np
 
 from kvjax.evaluation.grid import Budget
+from kvjax.evaluation.report import escape
 from kvjax.evaluation.report.results import CellResults, Column, Results
 from kvjax.evaluation.report.statistics import area, curve, difference, interval, largest_compression
 
@@ -42,7 +43,7 @@ class Table:
         """The cells (row, column) that have the highest number of their column."""
         found = set()
         for column in self.best:
-            values = {row: _number(cells[column]) for row, cells in enumerate(self.rows) if row >= self.apart}
+            values = {row: escape.number(cells[column]) for row, cells in enumerate(self.rows) if row >= self.apart}
             known = {row: value for row, value in values.items() if value is not None}
             if len(known) > 1:
                 found |= {(row, column) for row, value in known.items() if value == max(known.values())}
@@ -51,16 +52,17 @@ class Table:
     def markdown(self) -> str:
         """The table in Markdown, with its title."""
         bold = self.bold()
-        lines = ["| " + " | ".join(self.headings) + " |", "|---|" + "---:|" * (len(self.headings) - 1)]
+        headings = " | ".join(map(escape.markdown, self.headings))
+        lines = [f"| {headings} |", "|---|" + "---:|" * (len(self.headings) - 1)]
         for i, row in enumerate(self.rows):
-            cells = [f"**{cell}**" if (i, j) in bold else cell.replace("|", "\\|") for j, cell in enumerate(row)]
+            cells = [f"**{cell}**" if (i, j) in bold else escape.markdown(cell) for j, cell in enumerate(row)]
             lines.append("| " + " | ".join(cells) + " |")
-        return "\n".join([f"**{self.title}**", "", *lines])
+        return "\n".join([f"**{escape.markdown(self.title)}**", "", *lines])
 
     def csv(self) -> str:
         """The table as CSV, without its title."""
         text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([self.headings, *self.rows])
+        csv.writer(text, lineterminator="\n").writerows([map(escape.csv, row) for row in (self.headings, *self.rows)])
         return text.getvalue()
 
     def latex(self) -> str:
@@ -68,7 +70,7 @@ class Table:
         bold = self.bold()
         body = []
         for i, row in enumerate(self.rows):
-            cells = [f"\\textbf{{{_tex(cell)}}}" if (i, j) in bold else _tex(cell) for j, cell in enumerate(row)]
+            cells = [rf"\textbf{{{cell}}}" if (i, j) in bold else cell for j, cell in enumerate(map(escape.latex, row))]
             body.append(" & ".join(cells) + r" \\")
             if i + 1 == self.apart:
                 body.append(r"\midrule")
@@ -78,12 +80,12 @@ class Table:
                 r"\centering",
                 rf"\begin{{tabular}}{{l{'r' * (len(self.headings) - 1)}}}",
                 r"\toprule",
-                " & ".join(map(_tex, self.headings)) + r" \\",
+                " & ".join(map(escape.latex, self.headings)) + r" \\",
                 r"\midrule",
                 *body,
                 r"\bottomrule",
                 r"\end{tabular}",
-                rf"\caption{{{_tex(self.title)}}}",
+                rf"\caption{{{escape.latex(self.title)}}}",
                 r"\end{table}",
                 "",
             ]
@@ -267,16 +269,5 @@ def _with_interval(cell: CellResults | None, columns: tuple[Column, ...]) -> str
     return "" if found is None else f"{percent(found.mean)} ± {100 * (found.high - found.low) / 2:.1f}"
 
 
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
 def _file(name: str) -> str:
     return "".join(c if c.isalnum() else "_" for c in name)
-
-
-def _tex(text: str) -> str:
-    return "".join({"±": r"$\pm$", "<": "$<$", ">": "$>$"}.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in text)
