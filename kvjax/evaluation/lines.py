@@ -138,8 +138,8 @@ def _scores(value: Any) -> str | None:
     return None if fits else "an object of finite numbers"
 
 
-_CELL: Mapping[str, Check] = {"policy": _text, "budget": _optional, "question": _setting}
-_ANSWER: Mapping[str, Check] = {
+_CELL: dict[str, Check] = {"policy": _text, "budget": _optional, "question": _setting}
+_ANSWER: dict[str, Check] = {
     "task": _text,
     "length": _optional,
     "id": _text,
@@ -153,7 +153,7 @@ _ANSWER: Mapping[str, Check] = {
     "kv_bytes_end": _number,
     "meta": _mapping,
 }
-_SECONDS: Mapping[str, Check] = {
+_SECONDS: dict[str, Check] = {
     "read_seconds": _number,
     "ask_seconds": _number,
     "decode_seconds": _number,
