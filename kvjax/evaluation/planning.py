@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -105,12 +104,8 @@ class RunPlan:
 
     @cached_property
     def _parsed(self) -> list[tuple[Cell, Policy]]:
-        """The cells whose policies can be parsed, with these policies."""
-        found = []
-        for cell in self.grid.cells():
-            with contextlib.suppress(ValueError):
-                found.append((cell, parse(cell.policy)))
-        return found
+        """All cells with their policies."""
+        return [(cell, parse(cell.policy)) for cell in self.grid.cells()]
 
     def _rows(self, reading: Reading, policy: Policy, reused: bool) -> int:
         """The number of rows, a power of two, for which the caches of such readings fit into the grid's memory."""

@@ -261,19 +261,18 @@ def test_refusals_policies_and_marks_that_fail_are_lines_with_an_error(
         words.example("good", "adam alan", " what is adam :"),
         words.example("judged", "adam alan", " what is alan :", answer="dora"),
     ]
-    grid = Grid.of({"tasks": ["test/*", "none/*"], "policies": ["full", "lru", "snapkv:budget=3"]})
+    grid = Grid.of({"tasks": ["test/*", "none/*"], "policies": ["full", "snapkv:budget=3"]})
     summary = run(plan(grid, words.items(monkeypatch, grid, tokenizer(), given, metric=metric)), right, tmp_path)
     found = lines(tmp_path)
     assert [line["error"].split(": expected")[0] for line in found if "error" in line] == [
         "data.jsonl, line 3: no field 'context'",
         next(line["error"] for line in found if line["task"] == "none/*").split(": expected")[0],
-        "unknown policy 'lru'",
         next(line["error"] for line in found if line["policy"] == "snapkv:budget=3").split(": expected")[0],
         "the answer could not be marked: OSError: no judge",
     ]
-    assert "a budget of 3 entries is smaller than" in found[3]["error"]
+    assert "a budget of 3 entries is smaller than" in found[2]["error"]
     assert [line["id"] for line in found if "scores" in line] == ["good"]
-    assert (summary.answers, summary.planned, len(summary.errors)) == (1, 2, 5)
+    assert (summary.answers, summary.planned, len(summary.errors)) == (1, 2, 4)
 
 
 KILLED = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -13,7 +14,7 @@ import numpy as np
 from kvjax.evaluation.grid import Budget
 from kvjax.evaluation.report import escape
 from kvjax.evaluation.report.results import CellResults, Column, Results
-from kvjax.evaluation.report.statistics import area, curve, difference, interval, largest_compression
+from kvjax.evaluation.report.statistics import FEWEST, area, curve, difference, interval, largest_compression
 
 TOLERANCES = (0.2, 0.1)
 MEANING = {"after": "question unknown while compressing", "before": "question seen while compressing"}
@@ -137,9 +138,10 @@ def averages(results: Results, question: str) -> Table:
         rows.append(
             (policy, *(_with_interval(cells.get(b, cells.get(None)), results.columns) for b in budgets or [None]))
         )
+    intervals = f"95 % bootstrap intervals where each task has {FEWEST} examples or more"
     return Table(
         f"averages_{question}",
-        f"{results.model}: mean of {len(results.columns)} tasks with 95 % bootstrap intervals, {MEANING[question]}",
+        f"{results.model}: mean of {len(results.columns)} tasks with {intervals}, {MEANING[question]}",
         ("policy", *map(budget_text, budgets or [None])),
         tuple(rows),
     )
@@ -266,7 +268,10 @@ def _named(columns: Sequence[Column]) -> list[Column]:
 
 def _with_interval(cell: CellResults | None, columns: tuple[Column, ...]) -> str:
     found = None if cell is None else interval(cell, columns)
-    return "" if found is None else f"{percent(found.mean)} ± {100 * (found.high - found.low) / 2:.1f}"
+    if found is None:
+        return ""
+    half = 50 * (found.high - found.low)
+    return percent(found.mean) if math.isnan(half) else f"{percent(found.mean)} ± {half:.1f}"
 
 
 def _file(name: str) -> str:
