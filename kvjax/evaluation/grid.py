@@ -267,9 +267,8 @@ def _budget(given: Any) -> Budget:
         return given
     if isinstance(given, int) and not isinstance(given, bool) and 1 <= given <= TOKENS:
         return given
-    raise ValueError(
-        f"{brief(given)}: expected a share of the prompt in (0, 1], such as 0.5, or a number of entries from 1 to {TOKENS:,}"
-    )
+    accepted = f"a share of the prompt in (0, 1], such as 0.5, or a number of entries from 1 to {TOKENS:,}"
+    raise ValueError(f"{brief(given)}: expected {accepted}")
 
 
 def _setting(given: Any) -> tuple[Setting, ...]:

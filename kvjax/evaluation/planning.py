@@ -12,6 +12,7 @@ from kvjax.evaluation.batches import Reading, ReadingBatch, batches, readings
 from kvjax.evaluation.grid import Cell, Grid
 from kvjax.evaluation.items import Item, Refusal
 from kvjax.evaluation.lines import KEY, Key, key_of
+from kvjax.kv_cache import check_groups
 from kvjax.models import DecoderConfig
 from kvjax.plan import plan_cache
 from kvjax.policies import parse
@@ -84,6 +85,8 @@ class RunPlan:
     def batches(self, cell: Cell) -> list[ReadingBatch]:
         """The batches that this host runs in a cell. Raises ValueError if the policy does not suit the model."""
         policy, alike = parse(cell.policy), [policy for other, policy in self._parsed if self.beside(cell, other)]
+        policy.budget.check_model(self.config.num_layers, self.config.num_kv_heads)
+        check_groups(policy.budget, self.config.num_kv_heads, self.grid.mesh[1])
 
         def most(reading: Reading) -> int:
             return min(self._rows(reading, other, len(alike) > 1) for other in alike)
