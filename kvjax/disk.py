@@ -22,6 +22,7 @@ from kvjax.checkpoint.errors import CheckpointError, orbax_writes
 from kvjax.checkpoint.folder import ORBAX
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
+from kvjax.modes import own_modes
 from kvjax.policies import parse
 from kvjax.policy import Policy
 from kvjax.sharding import check_batch, fetch, mesh_of
@@ -32,6 +33,7 @@ OWNED = re.compile(
 )
 
 
+@own_modes()
 def save_cache(path: str | Path, cache: KVCache, params: Decoder, overwrite: bool = False) -> None:
     """Writes a cache of `params` to a folder that `restore_cache` reads.
 
@@ -67,6 +69,7 @@ def save_cache(path: str | Path, cache: KVCache, params: Decoder, overwrite: boo
             checksums.write_checksums(folder)
 
 
+@own_modes()
 def restore_cache(path: str | Path, params: Decoder, policy: Policy | None = None) -> KVCache:
     """Reads a cache that `save_cache` wrote onto the devices of the parameters.
 

@@ -17,11 +17,13 @@ from kvjax.attend import ReadPlan, over_heads, reading, stepping
 from kvjax.checks import check_params
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
+from kvjax.modes import own_modes
 from kvjax.policy import Policy
 from kvjax.room import Compress, check_reading, check_room, ending, occupied_slots, plan_read, with_room
 from kvjax.sharding import logical_sharding, mesh_of, rows_sharding
 
 
+@own_modes()
 def extend(
     params: Decoder,
     cache: KVCache,
@@ -57,12 +59,12 @@ def extend(
     check_policy(cache, policy)
     check_mesh(cache, params)
     check_ids(tokens, params.config.vocab_size)
-    tokens = jnp.asarray(tokens)
+    tokens = jnp.asarray(tokens).astype(jnp.int32)
     if tokens.ndim != 2 or tokens.shape[0] != cache.batch_size or tokens.shape[1] < 1:
         raise ValueError(f"tokens have shape {tokens.shape}: expected [{cache.batch_size}, N] with N >= 1")
     new = tokens.shape[1]
     check_reading(new, compress)
-    lengths = jnp.full(tokens.shape[0], new) if lengths is None else jnp.asarray(lengths)
+    lengths = jnp.full(tokens.shape[0], new) if lengths is None else jnp.asarray(lengths).astype(jnp.int32)
     concrete = not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((cache, tokens, lengths)))
     if lengths.shape != cache.length.shape or (concrete and not (0 <= int(lengths.min()) <= int(lengths.max()) <= new)):
         raise ValueError(f"lengths={lengths} of {new} columns: expected {cache.batch_size} integers in 0 .. {new}")

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache import Entries, Layers, Slots
 from kvjax.checks import check_params
 from kvjax.models import Decoder, DecoderConfig
+from kvjax.modes import own_modes
 from kvjax.policy import Budget, LayerShape, Policy
 from kvjax.sharding import MODEL, check_batch, fit_mesh, heads_sharding, mesh_of, place, rows_sharding
 
@@ -148,6 +149,7 @@ class KVCache:
         return replace(self, entries=self.entries.private(), length=length, rope=rope, pending=pending)
 
 
+@own_modes()
 def empty_cache(params: Decoder, policy: Policy, prompt_lengths: Int[Array, "B"]) -> KVCache:
     """An empty cache, to be extended by `kvjax.extend`.
 

@@ -14,6 +14,7 @@ from kvjax.cache import UNLIMITED, Entries, Segments, bucket, room_for
 from kvjax.checks import check_size
 from kvjax.kv_cache import KVCache
 from kvjax.models import DecoderConfig
+from kvjax.modes import own_modes
 from kvjax.policy import Policy
 from kvjax.room import plan_read
 from kvjax.sharding import check_batch, fit_mesh, kv_replicas
@@ -21,6 +22,7 @@ from kvjax.sharding import check_batch, fit_mesh, kv_replicas
 Tree = TypeVar("Tree")
 
 
+@own_modes()
 def plan_cache(
     config: DecoderConfig,
     policy: Policy,

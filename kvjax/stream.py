@@ -15,6 +15,7 @@ from tokenizers.decoders import DecodeStream
 from kvjax.decode import Decoding, take
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
+from kvjax.modes import own_modes
 from kvjax.policy import Policy
 from kvjax.prompts import Prompt
 from kvjax.request import AnswerOptions, EndTokens, Request, Seed, read_request
@@ -42,6 +43,7 @@ class Piece:
     cache: KVCache | None = None
 
 
+@own_modes()
 def stream(
     params: Decoder,
     prompt: Prompt | None,
@@ -98,6 +100,7 @@ class Stream(Iterator[Piece]):
         self.cache: KVCache | None = None
         self._pieces = _pieces(params, request, max_new_tokens, stops, tokenizer, self._keep)
 
+    @own_modes()
     def __next__(self) -> Piece:
         return next(self._pieces)
 

@@ -25,6 +25,8 @@ LARGE = 99999999999999999999
 def cases(tokenizer: Any) -> dict[str, tuple[Callable[[], Any], str]]:
     params = decoder()
     document = kvjax.empty_cache(params, kvjax.policies.full(), np.array([1]))
+    mixed: Any = ["ba", 3]
+    number: Any = [3]
     slow = types.SimpleNamespace(eos_token_id=None, decode=str)
     return {
         "what load returns, not unpacked": (
@@ -59,11 +61,11 @@ def cases(tokenizer: Any) -> dict[str, tuple[Callable[[], Any], str]]:
             "row 0 of the prompt has the lone surrogate 0xd800 at 2: expected text in UTF-8",
         ),
         "text and a number": (
-            lambda: kvjax.generate(params, ["ba", 3], tokenizer=tokenizer),
+            lambda: kvjax.generate(params, mixed, tokenizer=tokenizer),
             "row 1 of the prompt is 3 beside rows of text: expected a string",
         ),
         "no stop": (lambda: kvjax.stream(params, [1], stop=None), "stop=None: expected strings"),
-        "a stop that is no text": (lambda: kvjax.stream(params, [1], stop=[3]), r"stop=\[3\]: expected strings"),
+        "a stop that is no text": (lambda: kvjax.stream(params, [1], stop=number), r"stop=\[3\]: expected strings"),
         "a slow tokenizer": (
             lambda: kvjax.stream(params, [1], tokenizer=slow),
             "tokenizer is a SimpleNamespace without backend_tokenizer: expected a fast tokenizer",
