@@ -1,8 +1,9 @@
-"""Caches on disk, through Orbax: the arrays, the policy as text, and a fingerprint of the model."""
+"""Caches on disk, through Orbax: the arrays, the policy as text, a fingerprint of the model, and checksums."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from dataclasses import replace
 from functools import partial
@@ -15,19 +16,24 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import Array, UInt32
 
+from kvjax import checksums
 from kvjax.cache import Entries, Layers, Segments, Slots
-from kvjax.checkpoint.errors import orbax_writes
+from kvjax.checkpoint.errors import CheckpointError, orbax_writes
 from kvjax.checkpoint.folder import ORBAX
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
+from kvjax.modes import own_modes
 from kvjax.policies import parse
 from kvjax.policy import Policy
 from kvjax.sharding import check_batch, fetch, mesh_of
 from kvjax.writing import finish, new_folder
 
-OWNED = re.compile(rf"_CHECKPOINT_METADATA|commit_success\.txt|facts/(metadata|commit_success\.txt)|arrays/{ORBAX}")
+OWNED = re.compile(
+    rf"{checksums.NAME}|_CHECKPOINT_METADATA|commit_success\.txt|facts/(metadata|commit_success\.txt)|arrays/{ORBAX}"
+)
 
 
+@own_modes()
 def save_cache(path: str | Path, cache: KVCache, params: Decoder, overwrite: bool = False) -> None:
     """Writes a cache of `params` to a folder that `restore_cache` reads.
 
@@ -56,14 +62,14 @@ def save_cache(path: str | Path, cache: KVCache, params: Decoder, overwrite: boo
         "arrays": {name: [list(array.shape), str(array.dtype)] for name, array in arrays.items()},
     }
     saved = ocp.args.Composite(facts=ocp.args.JsonSave(facts), arrays=ocp.args.StandardSave(arrays))
-    with (
-        new_folder(path, OWNED, "facts/metadata", overwrite=overwrite) as folder,
-        orbax_writes(),
-        ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer,
-    ):
-        checkpointer.save(folder, args=saved)
+    with new_folder(path, OWNED, "facts/metadata", overwrite=overwrite) as folder:
+        with orbax_writes(), ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+            checkpointer.save(folder, args=saved)
+        if jax.process_index() == 0:
+            checksums.write_checksums(folder)
 
 
+@own_modes()
 def restore_cache(path: str | Path, params: Decoder, policy: Policy | None = None) -> KVCache:
     """Reads a cache that `save_cache` wrote onto the devices of the parameters.
 
@@ -72,6 +78,7 @@ def restore_cache(path: str | Path, params: Decoder, policy: Policy | None = Non
         policy: a check; it must be the policy that made the cache.
 
     Raises:
+        CheckpointError: if a file of the saved cache is missing or not what was saved. It is a ValueError.
         ValueError: if there is no saved cache, if it belongs to another model or policy, or if its rows do not divide
             over the parameters' mesh.
     """
@@ -79,31 +86,37 @@ def restore_cache(path: str | Path, params: Decoder, policy: Policy | None = Non
     finish(path)
     if not (path / "facts").is_dir():
         raise ValueError(f"{path} holds no saved cache: expected a folder written by save_cache")
+    if problems := checksums.damages(path, OWNED):
+        raise CheckpointError(path, problems)
+    facts: dict[str, Any] = json.loads((path / "facts" / "metadata").read_bytes())
+    if facts["model"] != fingerprint(params):
+        raise ValueError(f"the cache in {path} was made with another model (or other weights) than the one given")
+    saved = parse(facts["policy"])
+    if policy is not None and policy != saved:
+        raise ValueError(f"the cache in {path} was made by {saved}, not by {policy}")
+    check_batch(facts["arrays"]["length"][0][0], mesh_of(params))
+    like = _like(params, saved, facts)
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shardings = dict.fromkeys(facts["arrays"], device) if like.mesh is None else _named(like.shardings)
+    wanted = {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=shardings[name])
+        for name, (shape, dtype) in facts["arrays"].items()
+    }
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-        facts: dict[str, Any] = checkpointer.restore(path, args=ocp.args.Composite(facts=ocp.args.JsonRestore())).facts
-        if facts["model"] != fingerprint(params):
-            raise ValueError(f"the cache in {path} was made with another model (or other weights) than the one given")
-        saved = parse(facts["policy"])
-        if policy is not None and policy != saved:
-            raise ValueError(f"the cache in {path} was made by {saved}, not by {policy}")
-        mesh = mesh_of(params)
-        check_batch(facts["arrays"]["length"][0][0], mesh)
-        like = KVCache.empty(params.config, saved, jnp.zeros(1, jnp.int32), 1, params.embed.dtype)
-        pairs = zip(_layers(like), facts["stateless"], strict=True)
-        layers = tuple(layer.without_state() if stateless else layer for layer, stateless in pairs)
-        entries: Entries = Layers(layers)
-        if facts["segments"]:
-            pack = partial(Segments.pack, lanes=1, rows=1, room=0, growing=0)
-            entries = replace(jax.eval_shape(pack, layers), **facts["segments"])
-        like = replace(like, entries=entries, kept=tuple(facts["kept"]), filled=facts["filled"], mesh=mesh)
-        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        shardings = dict.fromkeys(facts["arrays"], device) if mesh is None else _named(like.shardings)
-        wanted = {
-            name: jax.ShapeDtypeStruct(shape, dtype, sharding=shardings[name])
-            for name, (shape, dtype) in facts["arrays"].items()
-        }
         restored = checkpointer.restore(path, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(wanted)))
     return jax.tree.unflatten(jax.tree.structure(like), [restored.arrays[name] for name in _named(like)])
+
+
+def _like(params: Decoder, policy: Policy, facts: dict[str, Any]) -> KVCache:
+    """A cache of the same structure as the saved one, for the devices of `params`. Its shapes do not matter."""
+    like = KVCache.empty(params.config, policy, jnp.zeros(1, jnp.int32), 1, params.embed.dtype)
+    pairs = zip(_layers(like), facts["stateless"], strict=True)
+    layers = tuple(layer.without_state() if stateless else layer for layer, stateless in pairs)
+    entries: Entries = Layers(layers)
+    if facts["segments"]:
+        pack = partial(Segments.pack, lanes=1, rows=1, room=0, growing=0)
+        entries = replace(jax.eval_shape(pack, layers), **facts["segments"])
+    return replace(like, entries=entries, kept=tuple(facts["kept"]), filled=facts["filled"], mesh=mesh_of(params))
 
 
 def fingerprint(params: Decoder) -> str:

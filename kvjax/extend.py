@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.allocate import allocated, check_one_call, replayed
 from kvjax.attend import ReadPlan, over_heads, reading, stepping
+from kvjax.checks import check_params
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
+from kvjax.modes import own_modes
 from kvjax.policy import Policy
 from kvjax.room import Compress, check_reading, check_room, ending, occupied_slots, plan_read, with_room
 from kvjax.sharding import logical_sharding, mesh_of, rows_sharding
 
 
+@own_modes()
 def extend(
     params: Decoder,
     cache: KVCache,
@@ -45,17 +51,20 @@ def extend(
         Float32 logits after each row's last token (meaningless for a row of length 0), and the new cache.
 
     Raises:
-        ValueError: for another policy or mesh, tokens or lengths of a wrong shape, lengths beyond the tokens, or a
-            decode step into a cache without room. Under `jax.jit` the caller provides the room: see `with_room`.
+        ValueError: for another policy or mesh, tokens or lengths of a wrong shape, lengths beyond the tokens, ids
+            outside the vocabulary, or a decode step into a cache without room. Ids that are on a device are not
+            checked, since that would wait for them. Under `jax.jit` the caller provides the room: see `with_room`.
     """
+    check_params(params)
     check_policy(cache, policy)
     check_mesh(cache, params)
-    tokens = jnp.asarray(tokens)
+    check_ids(tokens, params.config.vocab_size)
+    tokens = jnp.asarray(tokens).astype(jnp.int32)
     if tokens.ndim != 2 or tokens.shape[0] != cache.batch_size or tokens.shape[1] < 1:
         raise ValueError(f"tokens have shape {tokens.shape}: expected [{cache.batch_size}, N] with N >= 1")
     new = tokens.shape[1]
     check_reading(new, compress)
-    lengths = jnp.full(tokens.shape[0], new) if lengths is None else jnp.asarray(lengths)
+    lengths = jnp.full(tokens.shape[0], new) if lengths is None else jnp.asarray(lengths).astype(jnp.int32)
     concrete = not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((cache, tokens, lengths)))
     if lengths.shape != cache.length.shape or (concrete and not (0 <= int(lengths.min()) <= int(lengths.max()) <= new)):
         raise ValueError(f"lengths={lengths} of {new} columns: expected {cache.batch_size} integers in 0 .. {new}")
@@ -116,6 +125,15 @@ def _by_row(logits: Float[Array, "B V"], cache: KVCache) -> Float[Array, "B V"]:
     cut = logical_sharding(cache.mesh, ("batch", "vocab"), logits.shape)
     logits = jax.lax.with_sharding_constraint(logits, cut)
     return jax.lax.with_sharding_constraint(logits, rows_sharding(cache.mesh))
+
+
+def check_ids(tokens: ArrayLike, vocab_size: int) -> None:
+    """Raises ValueError for ids that are not integers in the vocabulary, if they are on the host."""
+    if isinstance(tokens, jax.Array):
+        return
+    ids = np.asarray(tokens)
+    if ids.dtype.kind not in "iu" or (ids.size and not 0 <= ids.min() <= ids.max() < vocab_size):
+        raise ValueError(f"tokens={reprlib.repr(tokens)}: expected integers in 0 .. {vocab_size - 1}")
 
 
 def check_policy(cache: KVCache, policy: Policy | None) -> None:

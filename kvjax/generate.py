@@ -12,6 +12,7 @@ from kvjax.clock import Clock
 from kvjax.decode import Decoding, decode
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
+from kvjax.modes import own_modes
 from kvjax.policy import Policy
 from kvjax.prompts import Prompt
 from kvjax.request import AnswerOptions, EndTokens, Request, Seed, read_request
@@ -78,6 +79,7 @@ class Generation:
     stats: Stats
 
 
+@own_modes()
 def generate(
     params: Decoder,
     prompt: Prompt | None,
@@ -187,6 +189,7 @@ def generate(
     )
 
 
+@own_modes()
 def prefill(
     params: Decoder,
     prompt: Prompt,

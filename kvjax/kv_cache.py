@@ -11,7 +11,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Entries, Layers, Slots
+from kvjax.checks import check_params
 from kvjax.models import Decoder, DecoderConfig
+from kvjax.modes import own_modes
 from kvjax.policy import Budget, LayerShape, Policy
 from kvjax.sharding import MODEL, check_batch, fit_mesh, heads_sharding, mesh_of, place, rows_sharding
 
@@ -147,6 +149,7 @@ class KVCache:
         return replace(self, entries=self.entries.private(), length=length, rope=rope, pending=pending)
 
 
+@own_modes()
 def empty_cache(params: Decoder, policy: Policy, prompt_lengths: Int[Array, "B"]) -> KVCache:
     """An empty cache, to be extended by `kvjax.extend`.
 
@@ -160,6 +163,7 @@ def empty_cache(params: Decoder, policy: Policy, prompt_lengths: Int[Array, "B"]
         ValueError: for lengths that are not integers [B] of at least 1, a batch that does not divide over the mesh, and
             a policy that does not fit the model.
     """
+    check_params(params)
     lengths = jnp.asarray(prompt_lengths)
     if lengths.ndim != 1 or lengths.size == 0 or lengths.dtype.kind not in "iu" or int(lengths.min()) < 1:
         raise ValueError(f"prompt_lengths={prompt_lengths}: expected integers [B], each at least 1")

@@ -11,8 +11,10 @@ from jax.sharding import Mesh
 
 from kvjax.allocate import growing_segments, pool_rows
 from kvjax.cache import UNLIMITED, Entries, Segments, bucket, room_for
+from kvjax.checks import check_size
 from kvjax.kv_cache import KVCache
 from kvjax.models import DecoderConfig
+from kvjax.modes import own_modes
 from kvjax.policy import Policy
 from kvjax.room import plan_read
 from kvjax.sharding import check_batch, fit_mesh, kv_replicas
@@ -20,6 +22,7 @@ from kvjax.sharding import check_batch, fit_mesh, kv_replicas
 Tree = TypeVar("Tree")
 
 
+@own_modes()
 def plan_cache(
     config: DecoderConfig,
     policy: Policy,
@@ -41,7 +44,8 @@ def plan_cache(
         mesh: of `make_mesh`.
 
     Raises:
-        ValueError: for a batch, length or new_tokens below 1, and a mesh that does not fit the batch and the model.
+        ValueError: for a batch, length or new_tokens that is not in 1 .. 2**31 - 1, and for a mesh that does not fit
+            the batch and the model.
     """
     check_sizes(batch=batch, length=length, new_tokens=new_tokens)
     mesh = None if mesh is None else fit_mesh(mesh, config)
@@ -65,10 +69,9 @@ def plan_cache(
 
 
 def check_sizes(**sizes: int) -> None:
-    """Raises ValueError for a size below 1."""
+    """Raises ValueError for a size that is not accepted."""
     for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"{name}={value}: expected an integer >= 1")
+        check_size(name, value)
 
 
 def _allocated(cache: KVCache, config: DecoderConfig, room: int) -> Entries:

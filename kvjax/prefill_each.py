@@ -18,6 +18,7 @@ from kvjax.clock import Clock
 from kvjax.heads import Heads
 from kvjax.kv_cache import KVCache
 from kvjax.models import AttentionLayer, Decoder
+from kvjax.modes import own_modes
 from kvjax.policy import Moment, Policy
 from kvjax.prompts import Prompt
 from kvjax.request import Request, as_policy, read_request
@@ -50,10 +51,28 @@ def prefill_each(
         ValueError: for policies that do not read alike; for a cache that was compressed; for any cache if the score
             replays the prompt; and as `prefill` does.
     """
+    made = _each(params, prompt, policies, tokenizer, cache, chunk, clock or Clock())
+    while True:
+        with own_modes():  # and the caller's between two caches
+            cache = next(made, None)
+        if cache is None:
+            return
+        yield cache
+
+
+def _each(
+    params: Decoder,
+    prompt: Prompt,
+    policies: Sequence[Policy | str],
+    tokenizer: Any,
+    cache: KVCache | None,
+    chunk: int | None,
+    clock: Clock,
+) -> Iterator[KVCache]:
     each = [policy for policy in map(as_policy, policies) if policy is not None]
     if not each:
         return
-    config, clock = params.config, clock or Clock()
+    config = params.config
     first = each[0] if cache is None else cache.policy
     for policy in each:
         check_alike(first, policy, config.num_layers)

@@ -82,6 +82,8 @@ def rows_of(
     elif isinstance(prompt[0], str):
         if tokenizer is None:
             raise ValueError("the prompt is text and there is no tokenizer: expected tokenizer=, or token ids")
+        for i, text in enumerate(prompt):
+            _check_text(f"row {i} of the prompt", text)
         rows = [np.asarray(tokenizer(text, add_special_tokens=begins)["input_ids"]) for text in prompt]
     elif isinstance(prompt[0], list | tuple) or np.ndim(prompt[0]) > 0:
         rows = [_array(row) for row in prompt]
@@ -96,6 +98,17 @@ def rows_of(
             worst = row.min() if row.min() < 0 else row.max()
             raise ValueError(f"row {i} of the prompt contains the id {worst}: expected ids in 0 .. {vocab_size - 1}")
     return rows
+
+
+def _check_text(name: str, text: Any) -> None:
+    """Raises ValueError for what is no text, or has no form in UTF-8, such as bytes of a file in another encoding."""
+    if not isinstance(text, str):
+        raise ValueError(f"{name} is {reprlib.repr(text)} beside rows of text: expected a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = hex(ord(text[error.start]))
+        raise ValueError(f"{name} has the lone surrogate {found} at {error.start}: expected text in UTF-8") from None
 
 
 def _array(row: Any) -> np.ndarray:
@@ -130,7 +143,7 @@ def _encode_chats(conversations: Sequence[Any], tokenizer: Any, *, begins: bool,
         )
     rows = []
     for messages in conversations:
-        ids = tokenizer(_rendered(messages, tokenizer, answered), add_special_tokens=False)["input_ids"]
+        ids = tokenizer(rendered(messages, tokenizer, answered), add_special_tokens=False)["input_ids"]
         rows.append(ids[1:] if not begins and ids and ids[0] == tokenizer.bos_token_id else ids)
     return rows
 
@@ -148,9 +161,12 @@ def _check_messages(row: int, messages: Any) -> None:
                 f"message {i} of row {row} is {reprlib.repr(message)}: expected a dict whose 'role' and 'content' are "
                 "strings"
             )
+        for field in fields:
+            _check_text(f"message {i} of row {row}", field)
 
 
-def _rendered(messages: Messages, tokenizer: Any, answered: bool) -> str:
+def rendered(messages: Messages, tokenizer: Any, answered: bool) -> str:
+    """Returns chat messages as the tokenizer's chat template writes them. Raises ValueError if the template fails."""
     try:
         return tokenizer.apply_chat_template(
             [dict(message) for message in messages], tokenize=False, add_generation_prompt=answered

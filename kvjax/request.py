@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from kvjax import policies
 from kvjax.allocate import encoded_texts
 from kvjax.cache import room_for
+from kvjax.checks import LARGEST, check_params, check_size, is_integer
 from kvjax.clock import Clock
 from kvjax.extend import check_mesh, check_policy
 from kvjax.kv_cache import KVCache
@@ -26,8 +27,6 @@ from kvjax.prompts import Batch, Prompt, rows_of
 from kvjax.room import Compress, check_reading
 from kvjax.sampling import Greedy, SamplingMethod
 from kvjax.sharding import check_batch, fetch, mesh_of
-
-LARGEST = 2**31 - 1  # of int32, the dtype of tokens and positions
 
 EndTokens: TypeAlias = int | Sequence[int] | Sequence[Sequence[int]] | None
 Seed: TypeAlias = int | Sequence[int] | Key[Array, "*B"] | Int[Array, "*B K"]
@@ -100,6 +99,7 @@ class Request:
         Raises:
             ValueError: for an argument that is not accepted, before anything is compiled.
         """
+        check_params(params)
         config, policy = params.config, as_policy(policy)
         if cache is not None and not isinstance(cache, KVCache):
             raise ValueError(f"cache={cache!r}: expected a KVCache or None")
@@ -197,7 +197,7 @@ def _texts(policy: Policy, tokenizer: Any, vocab_size: int) -> Texts:
     encode = None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False)
     texts = encoded_texts(policy, encode)
     for ids in texts:
-        if not all(_is_integer(token) and 0 <= token < vocab_size for token in ids):
+        if not all(is_integer(token) and 0 <= token < vocab_size for token in ids):
             raise ValueError(f"{type(policy.score).__name__} replays {ids}: expected ids in 0 .. {vocab_size - 1}")
     return texts
 
@@ -206,8 +206,7 @@ def _check_answer(answer: AnswerOptions) -> None:
     sampler, limit = answer.sampler, answer.max_new_tokens
     if sampler is not None and not isinstance(sampler, SamplingMethod):
         raise ValueError(f"sampler={sampler!r}: expected kvjax.Greedy(), kvjax.Sampler(...) or None")
-    if not _is_integer(limit) or not 1 <= limit <= LARGEST:
-        raise ValueError(f"max_new_tokens={limit!r}: expected an integer in 1 .. {LARGEST}")
+    check_size("max_new_tokens", limit)
 
 
 def _sampling(answer: AnswerOptions, tokenizer: Any, rows: Sequence[Int[np.ndarray, "_"]], vocab_size: int) -> Sampling:
@@ -227,7 +226,7 @@ def _end_tokens(eos: EndTokens, tokenizer: Any, batch: int) -> Int[np.ndarray, "
     given: list[Any] = list(eos) if isinstance(eos, Iterable) and not isinstance(eos, str) else [eos]
     by_row = bool(given) and all(isinstance(row, Iterable) and not isinstance(row, str) for row in given)
     rows = [list(row) for row in given] if by_row else [given] * batch
-    if not all(_is_integer(token) and 0 <= token <= LARGEST for row in rows for token in row):
+    if not all(is_integer(token) and 0 <= token <= LARGEST for row in rows for token in row):
         raise ValueError(f"eos={eos!r}: expected a token id in 0 .. {LARGEST}, a list of ids, or a list of ids per row")
     if len(rows) != batch:
         raise ValueError(f"eos has {len(rows)} rows: expected {batch}, the size of the batch, or ids for all rows")
@@ -273,8 +272,4 @@ def _expected_seed(batch: int) -> str:
 
 
 def _is_seed(value: Any) -> bool:
-    return _is_integer(value) and -(2**63) <= value < 2**63
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return is_integer(value) and -(2**63) <= value < 2**63

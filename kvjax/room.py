@@ -13,6 +13,7 @@ import numpy as np
 from kvjax.attend import ReadPlan
 from kvjax.cache import Entries, Usage
 from kvjax.kv_cache import KVCache
+from kvjax.modes import own_modes
 from kvjax.sharding import fetch
 
 Compress = Literal["auto", "never", "end", "chunk"]
@@ -87,6 +88,7 @@ def grown(cache: KVCache, size: tuple[int, ...]) -> KVCache:
     return replace(cache, entries=cache.entries.grow(size)).in_place()
 
 
+@own_modes()
 def with_room(cache: KVCache, room: int) -> KVCache:
     """The same cache with at least `room` empty slots in every layer or head that grows, for that many decode steps.
 

@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key
 
+FLOAT32 = jnp.finfo(jnp.float32)
+
 
 def mark_seen(seen: Bool[Array, "B V"], tokens: Int[Array, "B N"], valid: Bool[Array, "B N"]) -> Bool[Array, "B V"]:
     """Adds the valid tokens of each row to the tokens that the row has seen."""
@@ -43,10 +45,11 @@ def penalize_repetition(
 ) -> Float32[Array, "B V"]:
     """Applies the repetition penalty of CTRL (arXiv 1909.05858) to seen tokens.
 
-    It divides their positive logits by `penalty`, and multiplies their negative logits by it.
+    It divides their positive logits by `penalty`, and multiplies their negative logits by it. The results are finite.
     """
+    penalty = _normal(penalty)
     penalized = jnp.where(logits < 0, logits * penalty, logits / penalty)
-    return jnp.where(seen, penalized, logits)
+    return jnp.where(seen, jnp.clip(penalized, -FLOAT32.max, FLOAT32.max), logits)
 
 
 def keep_top_k(logits: Float32[Array, "B V"], k: int) -> Float32[Array, "B V"]:
@@ -77,6 +80,7 @@ def keep_top_p(logits: Float32[Array, "B V"], p: float) -> Float32[Array, "B V"]
     zero = jnp.zeros_like(bits[:, :1])
     one = jax.lax.bitcast_convert_type(jnp.float32(1), jnp.int32)
     threshold, _ = jax.lax.fori_loop(0, 31, halve, (zero, zero + one))
+    threshold = jnp.minimum(threshold, jnp.max(bits, axis=-1, keepdims=True))  # of a `p` that is 0 in float32
     return jnp.where(bits >= threshold, logits, -jnp.inf)
 
 
@@ -84,6 +88,11 @@ def keep_min_p(logits: Float32[Array, "B V"], p: float) -> Float32[Array, "B V"]
     """Min-p (arXiv 2407.01082): keeps the tokens that are at least `p` times as probable as the most probable one."""
     floor = jnp.max(logits, axis=-1, keepdims=True) + (math.log(p) if p else -math.inf)
     return jnp.where(logits >= floor, logits, -jnp.inf)
+
+
+def _normal(x: float) -> float:
+    """The nearest number to x > 0 that is neither 0 nor infinite in float32. Devices round subnormals to 0."""
+    return min(max(x, float(FLOAT32.tiny)), float(FLOAT32.max))
 
 
 def _require(name: str, value: Any, valid: Callable[[Any], bool], accepted: str, integral: bool = False) -> None:
@@ -192,7 +201,7 @@ class Sampler(SamplingMethod):
         """Returns the logits that a token is drawn from. The largest of each row is 0, and removed tokens are -inf."""
         logits = self.penalized(logits, seen)
         # The shift comes first, so that a small temperature does not overflow.
-        logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / self.temperature
+        logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / _normal(self.temperature)
         if self.top_k is not None:
             logits = keep_top_k(logits, self.top_k)
         if self.top_p is not None and self.top_p < 1:

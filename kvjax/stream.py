@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from tokenizers.decoders import DecodeStream
 from kvjax.decode import Decoding, take
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
+from kvjax.modes import own_modes
 from kvjax.policy import Policy
 from kvjax.prompts import Prompt
 from kvjax.request import AnswerOptions, EndTokens, Request, Seed, read_request
@@ -32,7 +33,8 @@ class Piece:
         text: the text that each row gains; None without a tokenizer. Text that may be the beginning of an incomplete
             character or of a stop string is held back until that is decided.
         active: rows that continue after this step.
-        cache: in the last piece, the cache after the answers, as `Generation.cache`. None in the pieces before it.
+        cache: in the last piece, the cache after the answers, as `Generation.cache`. None in the pieces before it; a
+            stream that is left earlier has it in `Stream.cache`.
     """
 
     tokens: Int[np.ndarray, "B"]
@@ -41,6 +43,7 @@ class Piece:
     cache: KVCache | None = None
 
 
+@own_modes()
 def stream(
     params: Decoder,
     prompt: Prompt | None,
@@ -55,8 +58,10 @@ def stream(
     cache: KVCache | None = None,
     chunk: int | None = None,
     compress: Compress = "auto",
-) -> Iterator[Piece]:
+) -> Stream:
     """Yields the answers of `generate` piece by piece. The arguments are those of `generate`, and `stop`.
+
+    A caller that stops early closes the stream, whose `cache` then continues the dialogue.
 
     Args:
         params: the decoder, an nnx module `Decoder` that `load` returns.
@@ -66,21 +71,56 @@ def stream(
     Raises:
         ValueError: at the call and before anything is compiled, for any argument that is not accepted.
     """
-    stops = [stop] if isinstance(stop, str) else list(stop)
-    if stops and tokenizer is None:
-        raise ValueError(f"stop={stop!r} and there is no tokenizer: expected tokenizer=, because stop strings are text")
+    stops = [stop] if isinstance(stop, str) else list(stop) if isinstance(stop, Iterable) else [None]
     if not all(isinstance(s, str) and s for s in stops):
         raise ValueError(f"stop={stop!r}: expected strings of at least one character")
+    if stops and tokenizer is None:
+        raise ValueError(f"stop={stop!r} and there is no tokenizer: expected tokenizer=, because stop strings are text")
+    if tokenizer is not None and not hasattr(tokenizer, "backend_tokenizer"):
+        raise ValueError(
+            f"tokenizer is a {type(tokenizer).__name__} without backend_tokenizer: expected a fast tokenizer of "
+            "transformers, which decodes token by token; kvjax.generate takes others too"
+        )
     answer = AnswerOptions(max_new_tokens, sampler, seed, eos)
     request = Request.of(
         params, prompt, policy=policy, tokenizer=tokenizer, cache=cache, chunk=chunk, compress=compress, answer=answer
     )
-    return _pieces(params, request, max_new_tokens, stops, tokenizer)
+    return Stream(params, request, max_new_tokens, stops, tokenizer)
+
+
+class Stream(Iterator[Piece]):
+    """An iterator over the pieces of an answer.
+
+    Attributes:
+        cache: once the stream has ended or was closed, the cache after the pieces that it yielded. The last token of
+            each row is pending in it, as after `generate`. None before that, and if no piece was yielded.
+    """
+
+    def __init__(self, params: Decoder, request: Request, max_new_tokens: int, stops: list[str], tokenizer: Any):
+        self.cache: KVCache | None = None
+        self._pieces = _pieces(params, request, max_new_tokens, stops, tokenizer, self._keep)
+
+    @own_modes()
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Ends the stream. The next token is not computed."""
+        self._pieces.close()
+
+    def _keep(self, cache: KVCache) -> None:
+        self.cache = cache
 
 
 def _pieces(
-    params: Decoder, request: Request, max_new_tokens: int, stops: list[str], tokenizer: Any
-) -> Iterator[Piece]:
+    params: Decoder,
+    request: Request,
+    max_new_tokens: int,
+    stops: list[str],
+    tokenizer: Any,
+    keep: Callable[[KVCache], None],
+) -> Generator[Piece, None, None]:
+    """Yields the pieces. `keep` receives the cache when the last one is yielded or the generator is closed."""
     logits, filled = read_request(params, request)
     state = take(Decoding.begin(request, filled, size=0, log_probs=False), logits)
     batch = len(request.batch.lengths)
@@ -99,9 +139,14 @@ def _pieces(
             after &= [not row.stopped for row in texts]
         active = after
         if not active.any():
+            keep(state.cache)
             yield Piece(tokens, pieces, active, state.cache)
             return
-        yield Piece(tokens, pieces, active)
+        try:
+            yield Piece(tokens, pieces, active)
+        except GeneratorExit:
+            keep(state.cache)
+            raise
         state = _advance(leaves, state, state.cache.put_rows(active), tree=tree)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+LAYERS = 10_000  # the most layers of a model; more are a mistake
+
 
 class UnsupportedModelError(ValueError):
     """Raised if a config asks for an architecture or a computation that kvjax does not implement.
@@ -28,12 +30,19 @@ def require(hf: Mapping[str, Any], field: str, *accepted: Any) -> None:
         )
 
 
-def integer(hf: Mapping[str, Any], field: str, default: int | None = None) -> int:
-    """Reads a positive integer; an absent or null field is `default`. Raises UnsupportedModelError."""
+def integer(hf: Mapping[str, Any], field: str, default: int | None = None, most: int = 2**31 - 1) -> int:
+    """Reads a positive integer up to `most`; an absent or null field is `default`. Raises UnsupportedModelError."""
     value: Any = default if hf.get(field) is None else hf[field]
     if type(value) is not int or value < 1:
         raise unsupported(field, value, "a positive integer")
+    if value > most:
+        raise unsupported(field, value, f"a positive integer <= {most}")
     return value
+
+
+def layer_count(hf: Mapping[str, Any]) -> int:
+    """Reads the number of layers. Raises UnsupportedModelError."""
+    return integer(hf, "num_hidden_layers", most=LAYERS)
 
 
 def number(hf: Mapping[str, Any], field: str, default: float | None = None) -> float:

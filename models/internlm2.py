@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from .config import DecoderConfig, base_config, base_hf_config
-from .fields import flag, integer, require
+from .fields import flag, integer, layer_count, require
 from .rope_config import rope_from_hf
 from .weights import FusedRows, Weight, linear_weights
 
@@ -21,7 +21,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     for field in ("attention_bias", "mlp_bias"):
         require(hf, field, None, False)
     require(hf, "sliding_window", None)
-    layers = integer(hf, "num_hidden_layers")
+    layers = layer_count(hf)
     require(hf, "layer_types", None, ["full_attention"] * layers)
     require(hf, "head_dim", None, integer(hf, "hidden_size") // integer(hf, "num_attention_heads"))
     bias = flag(hf, "bias", True)

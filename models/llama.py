@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from .config import DecoderConfig, base_config, base_hf_config
-from .fields import flag, integer, require
+from .fields import flag, layer_count, require
 from .weights import Weight, linear_weights
 
 ARCHITECTURE = "LlamaForCausalLM"
@@ -15,7 +15,7 @@ ARCHITECTURE = "LlamaForCausalLM"
 
 def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     require(hf, "sliding_window", None)
-    layers = integer(hf, "num_hidden_layers")
+    layers = layer_count(hf)
     require(hf, "layer_types", None, ["full_attention"] * layers)
     bias = flag(hf, "attention_bias")
     return replace(

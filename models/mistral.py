@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .config import DecoderConfig, base_config, base_hf_config
-from .fields import integer, require
+from .fields import integer, layer_count, require
 from .llama import weights as weights
 
 ARCHITECTURE = "MistralForCausalLM"
@@ -20,7 +20,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     require(hf, "attention_bias", None, False)
     require(hf, "mlp_bias", None, False)
     window = None if hf["sliding_window"] is None else integer(hf, "sliding_window")
-    layers = integer(hf, "num_hidden_layers")
+    layers = layer_count(hf)
     require(hf, "layer_types", None, ["full_attention" if window is None else "sliding_attention"] * layers)
     return base_config(hf, ARCHITECTURE, windows=(window,) * layers)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .config import DecoderConfig, base_config, base_hf_config
-from .fields import integer, require
+from .fields import integer, layer_count, require
 from .rope import LongRopeScaling
 from .rope_config import rope_from_hf
 from .weights import FusedRows, Weight, linear_weights
@@ -32,7 +32,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     for field in ("full_attn_mod", "interpolate_factor"):
         require(hf, field, None, 1)
     window = None if hf["sliding_window"] is None else integer(hf, "sliding_window")
-    layers = integer(hf, "num_hidden_layers")
+    layers = layer_count(hf)
     require(hf, "layer_types", None, ["full_attention" if window is None else "sliding_attention"] * layers)
     rope = rope_from_hf(hf, ("default", "longrope"), partial=True)
     return base_config(hf, ARCHITECTURE, windows=(window,) * layers, rope=rope)

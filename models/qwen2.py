@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from .config import DecoderConfig, base_config, base_hf_config
-from .fields import UnsupportedModelError, flag, integer, require, unsupported
+from .fields import UnsupportedModelError, flag, integer, layer_count, require, unsupported
 from .llama import weights as weights
 
 ARCHITECTURE = "Qwen2ForCausalLM"
@@ -34,7 +34,7 @@ def layer_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
 
     `layer_types` names the layers that have one. Without it, they are the layers from index `max_window_layers` on.
     """
-    layers = integer(hf, "num_hidden_layers")
+    layers = layer_count(hf)
     sliding = flag(hf, "use_sliding_window") and hf["sliding_window"] is not None
     window = integer(hf, "sliding_window") if sliding else None
     kinds = hf.get("layer_types")

@@ -20,6 +20,7 @@ from kvjax.decode import Answers, Decoding, decode
 from kvjax.extend import jitted_read
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder, DecoderConfig
+from kvjax.modes import own_modes
 from kvjax.plan import check_sizes, placed, plan_cache
 from kvjax.policy import Policy
 from kvjax.request import Sampling
@@ -42,6 +43,7 @@ def plan_params(config: DecoderConfig, dtype: Any, mesh: Mesh) -> Decoder:
     )
 
 
+@own_modes()
 def lower_prefill(
     config: DecoderConfig,
     policy: Policy,
@@ -76,6 +78,7 @@ def lower_prefill(
     return jitted_read.lower(params, cache, tokens, lengths, plan=plan)
 
 
+@own_modes()
 def lower_decode(
     config: DecoderConfig,
     policy: Policy,

@@ -64,6 +64,8 @@ def locate(path_or_hub_id: str | os.PathLike[str], patterns: Sequence[str] = DOW
         CheckpointError: it is a file, or neither a folder nor a repository that the hub provides, or its writing was
             interrupted and cannot be finished.
     """
+    if not isinstance(path_or_hub_id, str | os.PathLike):
+        raise CheckpointError(repr(path_or_hub_id), ["expected the path of a folder or the name of a repository"])
     folder = Path(path_or_hub_id).expanduser()
     if folder.is_dir():
         finish_writing(folder)

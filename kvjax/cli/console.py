@@ -12,9 +12,11 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from typer.core import TyperGroup
 
 FAILED = 2  # the exit status of every expected error; a wrong option has the same status
+UsageError: Any = typer.BadParameter.__base__  # of a wrong option or argument; typer does not export it
 
 
 def stderr() -> Console:
@@ -28,14 +30,36 @@ class Commands(TyperGroup):
     Any other exception is a bug and keeps its traceback.
     """
 
+    def main(self, *args: Any, **options: Any) -> Any:
+        standalone = options.pop("standalone_mode", True)
+        try:
+            status = super().main(*args, **options | {"standalone_mode": False})
+        except UsageError as error:
+            _fail(error.format_message())
+            status = FAILED
+        if standalone:
+            sys.exit(status if isinstance(status, int) else 0)
+        return status
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except (ValueError, OSError) as error:
             if isinstance(error, ValueError) and not _ours(error.__traceback__):
                 raise
-            typer.echo(f"kvjax: error: {error}", err=True)
-            raise typer.Exit(FAILED) from None
+            _fail(str(error))
+        except RuntimeError as error:  # JaxRuntimeError, which this module would have to import JAX for
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            _fail(
+                f"out of memory: {str(error).splitlines()[0]}; expected a smaller batch, budget or length, or --chunk"
+            )
+        raise typer.Exit(FAILED)
+
+
+def _fail(message: str) -> None:
+    """Prints an error as one line."""
+    typer.echo(f"kvjax: error: {' '.join(message.split())}", err=True)
 
 
 def _ours(traceback: TracebackType | None) -> bool:
@@ -54,7 +78,12 @@ def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 def working(text: str, *, quiet: bool = False) -> AbstractContextManager[Any]:
     """A spinner on stderr during a long operation. It shows nothing if `quiet` or if stderr is not a terminal."""
     console = stderr()
-    return nullcontext() if quiet or not console.is_terminal else console.status(text)
+    return nullcontext() if quiet or not console.is_terminal else console.status(escape(text))
+
+
+def note(text: str) -> None:
+    """Prints a line to stderr, dimmed on a terminal. The text has no markup, whatever names are in it."""
+    stderr().print(text, style="dim", markup=False, soft_wrap=True)
 
 
 def print_json(document: Any) -> None:

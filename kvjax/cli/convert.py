@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from kvjax.cli.console import bytes_text, print_json, stderr, working
+from kvjax.cli.console import bytes_text, note, print_json, stderr, working
 
 
 class Form(StrEnum):
@@ -80,4 +80,4 @@ def convert(
             }
         )
     else:
-        console.print(f"[dim]{out} was written in {seconds:.3g} s[/dim]", soft_wrap=True)
+        note(f"{out} was written in {seconds:.3g} s")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvjax.evaluation.tasks.demo import DemoExample
 
 COMPRESSING = ("streaming_llm", "h2o", "tova", "snapkv", "morphkv")
-SHARES = (4, 8, 16)  # the default budgets are the length divided by these numbers
+SHARES, LEAST = (4, 8, 16), 48  # the default budgets are the length divided by these numbers, and not less than LEAST
 LONGEST = 48  # the largest number of printed characters of an answer; wrong answers can be long repetitions
 
 
@@ -43,7 +43,9 @@ def demo(
     examples: Annotated[int, typer.Option(min=1, help="Number of prompts, which run as one batch.")] = 7,
     budget: Annotated[
         list[int] | None,
-        typer.Option(help="Entries per kv head; may be repeated. Default: 1/4, 1/8, 1/16 of the length."),
+        typer.Option(
+            help="Entries per kv head; may be repeated. Default: 1/4, 1/8, 1/16 of the length, each at least 48."
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random texts.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder of the picture.")] = Path("demo_output"),
@@ -58,7 +60,7 @@ def demo(
     from kvjax.evaluation.tasks.vocabulary import decode
 
     started = time.perf_counter()
-    budgets = sorted(set(budget or [length // share for share in SHARES]), reverse=True)
+    budgets = sorted(set(budget or [max(length // share, LEAST) for share in SHARES]), reverse=True)
     policies: dict[tuple[str, int | None], kvjax.Policy] = {("full", None): kvjax.policies.full()}
     policies |= {
         (name, size): kvjax.policies.parse(f"{name}:budget={size}") for name in COMPRESSING for size in budgets
@@ -167,7 +169,7 @@ def _show(document: dict[str, Any], cells: list[Outcome], example: DemoExample) 
     console.print(table)
     console.print(_answered(document["example"]["index"], cells, example))
     if document["picture"]:
-        console.print(f"Accuracy against budget: {document['picture']}", soft_wrap=True)
+        console.print(f"Accuracy against budget: {document['picture']}", soft_wrap=True, markup=False)
     console.print(f"[dim]total time {document['seconds']:.0f} s, including compilation[/dim]")
 
 

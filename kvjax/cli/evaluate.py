@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,12 +24,13 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from kvjax.cli.console import bytes_text, keep_compiled, stderr, working
+from kvjax.cli.console import bytes_text, keep_compiled, show_warning, stderr, working
 
 if TYPE_CHECKING:
     from kvjax.evaluation.planning import RunPlan
 
 INCOMPLETE = 1  # the exit status of a run with errors
+EVERY = 30  # seconds between two lines of progress
 SHOWN = 10  # the largest number of errors in the summary; the results file has all of them
 
 SMALL: dict[str, Any] = {
@@ -110,6 +113,8 @@ def evaluate(
     if dry_run:
         show_plan(plan)
         raise typer.Exit(INCOMPLETE if plan.errors() else 0)
+    for text in refused(plan):
+        show_warning(text)
     with working(f"loading {grid.model}"):
         params, tokenizer = load_model(grid)
     ask = Asker(params, tokenizer, parse(grid.sampler), grid.seed, grid.chunk, grid.ends)
@@ -129,6 +134,15 @@ def evaluate(
         raise typer.Exit(INCOMPLETE)
 
 
+def refused(plan: RunPlan) -> list[str]:
+    """What of a plan cannot be asked, for the user to see before the model is loaded."""
+    from kvjax.evaluation.planning import sentence
+
+    errors = [f"not asked: {sentence(line)}" for line in plan.errors()]
+    more = len(errors) - SHOWN
+    return [*errors[:SHOWN], *([f"not asked: {more:,} more, which --dry-run lists"] if more > 0 else [])]
+
+
 def _host(text: str) -> tuple[int, int]:
     parts = re.fullmatch(r"(\d+)/([1-9]\d*)", text)
     if parts is None or int(parts[1]) >= int(parts[2]):
@@ -144,10 +158,15 @@ class Speed(ProgressColumn):
 
 
 class Bar:
-    """The progress of a run on stderr: cell, answers per second, remaining time. Without a terminal, only notices."""
+    """The progress of a run on stderr: cell, answers per second, remaining time.
 
-    def __init__(self) -> None:
+    Without a terminal, such as in a log file, a line every EVERY seconds says how far the run is.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         console = stderr()
+        self._clock, self._said = (None if console.is_terminal else clock), clock()
+        self._done, self._total, self._cell = 0, 0, ""
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -170,15 +189,21 @@ class Bar:
         self._progress.stop()
 
     def begin(self, answers: int) -> None:
+        self._total = answers
         self._progress.update(self._task, total=answers)
 
     def cell(self, cell: Any) -> None:
         from kvjax.evaluation.planning import name_of
 
-        self._progress.update(self._task, description=escape(f"{name_of(cell)}, question {cell.question}"))
+        self._cell = f"{name_of(cell)}, question {cell.question}"
+        self._progress.update(self._task, description=escape(self._cell))
 
     def advance(self, answers: int) -> None:
+        self._done += answers
         self._progress.advance(self._task, answers)
+        if self._clock is not None and self._clock() - self._said >= EVERY:
+            self._said = self._clock()
+            self.say(f"{self._done:,} of {self._total:,} answers, at {self._cell}")
 
     def say(self, text: str) -> None:
         typer.echo(f"kvjax: {text}", err=True)

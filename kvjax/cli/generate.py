@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,9 +13,9 @@ import typer
 from kvjax.cli.console import (
     bytes_text,
     keep_compiled,
+    note,
     print_json,
     prompt_text,
-    stderr,
     working,
 )
 
@@ -88,10 +90,12 @@ def generate(
     assert out.text is not None
     sys.stdout.write(out.text[0] + "\n")
     stats = out.stats
-    stderr().print(
-        f"[dim]{stats.prompt_tokens:,} tokens read in {stats.prefill_seconds:.2g} s, {out.lengths[0]:,} generated at "
+    slots = math.ceil(statistics.fmean(out.cache.entries.mean_slots))
+    note(
+        f"{stats.prompt_tokens:,} tokens read in {stats.prefill_seconds:.2g} s, {out.lengths[0]:,} generated at "
         f"{stats.decode_tokens_per_second:.3g} tokens/s, after {stats.compile_seconds:.2g} s of compiling; the cache "
-        f"takes {bytes_text(stats.cache_bytes)}, and {bytes_text(stats.full_cache_bytes)} uncompressed[/dim]"
+        f"is allocated for {slots:,} entries per head in {bytes_text(stats.cache_bytes)}; all "
+        f"{int(out.cache.length[0]):,} tokens take {bytes_text(stats.full_cache_bytes)} uncompressed"
     )
 
 

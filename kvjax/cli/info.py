@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kvjax.cli.console import bytes_text, print_json, working
@@ -29,7 +30,7 @@ def info(
         list[int] | None,
         typer.Option(help="Number of tokens of a prompt; may be repeated. Default: 8192 or the model's limit."),
     ] = None,
-    new_tokens: Annotated[int, typer.Option(help="Number of tokens of an answer.")] = 512,
+    max_new_tokens: Annotated[int, typer.Option(help="The most tokens that an answer may have.")] = 512,
     mesh: Annotated[
         str,
         typer.Option(metavar="DATAxMODEL", help="Device mesh for rows x heads, such as 2x4."),
@@ -60,7 +61,7 @@ def info(
     for rows, size in product(batch or [data], lengths):
         for text in policy or _presets(size, config):
             cache = kvjax.plan_cache(
-                config, kvjax.policies.parse(text), batch=rows, length=size, new_tokens=new_tokens, dtype=held
+                config, kvjax.policies.parse(text), batch=rows, length=size, new_tokens=max_new_tokens, dtype=held
             )
             plans.append(
                 {
@@ -70,7 +71,7 @@ def info(
                     "slots": list(cache.entries.mean_slots),
                     "bytes": cache.nbytes,
                     "bytes_per_device": bytes_per_device(cache, config, data=data, model=model),
-                    "compression": rows * (size + new_tokens) * per_token / cache.nbytes,
+                    "compression": rows * (size + max_new_tokens) * per_token / cache.nbytes,
                 }
             )
     document: dict[str, Any] = {
@@ -89,7 +90,7 @@ def info(
         "max_positions": config.max_positions,
         "cache_dtype": str(held),
         "kv_bytes_per_token": per_token,
-        "new_tokens": new_tokens,
+        "new_tokens": max_new_tokens,
         "mesh": {"data": data, "model": model},
         "plans": plans,
         "kernels": {operation: chosen._asdict() for operation, chosen in implementations().items()},
@@ -163,7 +164,8 @@ def _show(facts: dict[str, Any], config: DecoderConfig) -> None:
             low, high = min(plan["slots"]), max(plan["slots"])
             slots = f"{low:,}" if low == high else f"{low:,} - {high:,}"
             share = [bytes_text(plan["bytes_per_device"])] if devices > 1 else []
-            table.add_row(plan["policy"], slots, bytes_text(plan["bytes"]), *share, f"{plan['compression']:.1f}x")
+            smaller = f"{plan['compression']:.1f}x"
+            table.add_row(escape(plan["policy"]), slots, bytes_text(plan["bytes"]), *share, smaller)
         console.print("", table, sep="\n")
     if devices > 1:
         console.print(
@@ -173,5 +175,5 @@ def _show(facts: dict[str, Any], config: DecoderConfig) -> None:
     for name in ("operation", "implementation", "reason"):
         kernels.add_column(name)
     for operation, chosen in facts["kernels"].items():
-        kernels.add_row(operation, chosen["name"], chosen["why"])
+        kernels.add_row(operation, chosen["name"], escape(chosen["why"]))
     console.print("", kernels, sep="\n")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvjax.cli.console import keep_compiled, prompt_text, stderr, working
+from kvjax.cli.console import keep_compiled, note, prompt_text, working
 
 TASK, LENGTH, SEED = (
     "needles",
@@ -28,7 +28,7 @@ def inspect(
     policy: Annotated[str, typer.Option(help="Cache policy: PRESET or PRESET:OPTION=VALUE,...")] = (
         "morphkv:budget=128"
     ),
-    new_tokens: Annotated[int, typer.Option(help="Largest number of tokens of the answer.")] = 32,
+    max_new_tokens: Annotated[int, typer.Option(help="The most tokens that the answer may have.")] = 32,
     sampler: Annotated[str, typer.Option(help="greedy, or settings such as temperature=0.7,top_p=0.9.")] = "greedy",
     seed: Annotated[int, typer.Option(help="Seed of the sampler.")] = 0,
     chunk: Annotated[int | None, typer.Option(help="Tokens that prefill reads at a time; saves memory.")] = None,
@@ -69,7 +69,7 @@ def inspect(
             params,
             text,
             policy=chosen,
-            max_new_tokens=new_tokens,
+            max_new_tokens=max_new_tokens,
             sampler=method,
             seed=seed,
             tokenizer=tokenizer,
@@ -77,8 +77,7 @@ def inspect(
             name=policy,
         )
         write_file(out, page(recording))
-    stderr().print(
-        f"[dim]{recording.prompt:,} prompt tokens, {len(recording.tokens) - recording.prompt:,} generated tokens; open "
-        f"{out} in a browser[/dim]",
-        soft_wrap=True,
+    note(
+        f"{recording.prompt:,} prompt tokens, {len(recording.tokens) - recording.prompt:,} generated tokens; open "
+        f"{out} in a browser"
     )

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvjax.cli.console import show_warning, stderr
+from kvjax.cli.console import note, show_warning
 
 
 def report(
@@ -28,4 +28,4 @@ def report(
     folder = runs[0] / "report" if out is None else out
     text = page.write(folder, read_results(runs), against or (), show_warning, overwrite)
     typer.echo(text, nl=False)
-    stderr().print(f"[dim]the report is in {folder}[/dim]", soft_wrap=True)
+    note(f"the report is in {folder}")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 import yaml
 
 from kvjax.evaluation.judge import Endpoint
+from kvjax.evaluation.yaml_text import brief, read_yaml
+from kvjax.policies import parse as parse_policy
 from kvjax.sampling import parse as parse_sampler
 
 Budget: TypeAlias = int | float
@@ -19,6 +22,15 @@ Setting = Literal["after", "before"]
 
 SETTINGS = get_args(Setting)
 PLACEHOLDERS = ("{budget}", "{removed}", "{entries}")
+TOKENS = 2**24  # positions beyond it are no exact float32 numbers
+MOST = {  # the largest sizes that a grid may ask for; larger ones are mistakes that would run for days
+    "limit": 1_000_000,
+    "new_tokens": TOKENS,
+    "max_length": TOKENS,
+    "tokens": TOKENS,
+    "batch": 65_536,
+    "chunk": TOKENS,
+}
 
 
 @dataclass(frozen=True)
@@ -151,7 +163,7 @@ class Grid:
     def read(cls, path: str | os.PathLike[str]) -> Grid:
         """Reads a grid from a YAML file. Raises ValueError, which names the file and the problem."""
         try:
-            given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            given = read_yaml(Path(path).read_text(encoding="utf-8"))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is not YAML: {error}") from None
         try:
@@ -161,9 +173,13 @@ class Grid:
 
     @classmethod
     def of(cls, given: Any) -> Grid:
-        """Builds a grid from a mapping of YAML values. Raises ValueError if a field is missing or not accepted."""
+        """Builds a grid from a mapping of YAML values.
+
+        Raises:
+            ValueError: if a field is missing or not accepted. The text of each policy is parsed at each budget.
+        """
         if not isinstance(given, dict):
-            raise ValueError(f"{given!r}: expected a mapping with the fields {', '.join(_names(cls))}")
+            raise ValueError(f"{brief(given)}: expected a mapping with the fields {', '.join(_names(cls))}")
         _known("of a run", given, cls)
         for name in ("tasks", "policies"):
             if not given.get(name):
@@ -171,7 +187,11 @@ class Grid:
         values = {name: _read(name, value) for name, value in given.items() if value is not None}
         grid = cls(**values)
         parse_sampler(grid.sampler)
-        grid.cells()
+        for cell in grid.cells():
+            try:
+                parse_policy(cell.policy)
+            except ValueError as error:
+                raise ValueError(f"policies: {cell.label}: {error}") from None
         return grid
 
     def cells(self) -> tuple[Cell, ...]:
@@ -225,7 +245,7 @@ def _line(kind: type, first: str, given: Any) -> Any:
     if isinstance(given, str):
         return kind(given)
     if not isinstance(given, dict) or first not in given:
-        raise ValueError(f"{given!r}: expected a string, or a mapping with the fields {', '.join(_names(kind))}")
+        raise ValueError(f"{brief(given)}: expected a string, or a mapping with the fields {', '.join(_names(kind))}")
     _known(f"of the entry with {first}: {given[first]!r}", given, kind)
     return kind(**{name: _read(name, value) for name, value in given.items() if value is not None})
 
@@ -234,56 +254,59 @@ def _several(given: Any) -> list[Any]:
     return list(given) if isinstance(given, list | tuple) else [given]
 
 
-def _whole(given: Any, least: int = 1) -> int:
+def _whole(given: Any, least: int = 1, most: int = 2**31 - 1) -> int:
     if isinstance(given, bool) or not isinstance(given, int) or given < least:
-        raise ValueError(f"{given!r}: expected an integer >= {least}")
+        raise ValueError(f"{brief(given)}: expected an integer >= {least}")
+    if given > most:
+        raise ValueError(f"{brief(given)}: expected an integer <= {most:,}")
     return given
 
 
 def _budget(given: Any) -> Budget:
     if isinstance(given, float) and 0 < given <= 1:
         return given
-    if isinstance(given, int) and not isinstance(given, bool) and given >= 1:
+    if isinstance(given, int) and not isinstance(given, bool) and 1 <= given <= TOKENS:
         return given
-    raise ValueError(f"{given!r}: expected a share of the prompt in (0, 1], such as 0.5, or a number of entries >= 1")
+    accepted = f"a share of the prompt in (0, 1], such as 0.5, or a number of entries from 1 to {TOKENS:,}"
+    raise ValueError(f"{brief(given)}: expected {accepted}")
 
 
 def _setting(given: Any) -> tuple[Setting, ...]:
     asked: tuple[Setting, ...] = SETTINGS if given == "both" else tuple(_several(given))
     if not asked or not set(asked) <= set(SETTINGS):
-        raise ValueError(f"{given!r}: expected after, before or both")
+        raise ValueError(f"{brief(given)}: expected after, before or both")
     return asked
 
 
 def _text(given: Any) -> str:
     if not isinstance(given, str):
-        raise ValueError(f"{given!r}: expected a string")
+        raise ValueError(f"{brief(given)}: expected a string")
     return given
 
 
 def _flag(given: Any) -> bool:
     if not isinstance(given, bool):
-        raise ValueError(f"{given!r}: expected true or false")
+        raise ValueError(f"{brief(given)}: expected true or false")
     return given
 
 
 def _mesh(given: Any) -> tuple[int, int]:
     if not isinstance(given, list | tuple) or len(given) != 2:
-        raise ValueError(f"{given!r}: expected two integers >= 1, data and model, such as [2, 4]")
+        raise ValueError(f"{brief(given)}: expected two integers >= 1, data and model, such as [2, 4]")
     return _whole(given[0]), _whole(given[1])
 
 
 def _judge(given: Any) -> Mapping[str, Any]:
     if not isinstance(given, dict) or not {"url", "model"} <= set(given) <= set(_names(Endpoint)):
         raise ValueError(
-            f"{given!r}: expected a mapping with url and model; all fields are {', '.join(_names(Endpoint))}"
+            f"{brief(given)}: expected a mapping with url and model; all fields are {', '.join(_names(Endpoint))}"
         )
     return given
 
 
 def _size(given: Any) -> float:
     if isinstance(given, bool) or not isinstance(given, int | float) or given <= 0:
-        raise ValueError(f"{given!r}: expected a number > 0")
+        raise ValueError(f"{brief(given)}: expected a number > 0")
     return float(given)
 
 
@@ -291,20 +314,15 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "tasks": lambda given: tuple(_line(TaskLine, "name", line) for line in _several(given)),
     "policies": lambda given: tuple(_line(PolicyLine, "policy", line) for line in _several(given)),
     "budgets": lambda given: tuple(map(_budget, _several(given))),
-    "lengths": lambda given: tuple(map(_whole, _several(given))),
+    "lengths": lambda given: tuple(_whole(length, most=TOKENS) for length in _several(given)),
     "question": _setting,
-    "limit": _whole,
-    "new_tokens": _whole,
-    "max_length": _whole,
-    "tokens": _whole,
-    "batch": _whole,
-    "chunk": _whole,
     "seed": lambda given: _whole(given, least=0),
     "chat": _flag,
     "ends": _flag,
     "judge": _judge,
     "mesh": _mesh,
     "memory_gb": _size,
+    **{name: partial(_whole, most=most) for name, most in MOST.items()},
 }
 
 

@@ -14,6 +14,7 @@ from kvjax.evaluation.grid import Grid, TaskLine
 from kvjax.evaluation.judge import Endpoint
 from kvjax.evaluation.tasks import registry
 from kvjax.evaluation.tasks.task import Example, Fault, Question, Source, Task
+from kvjax.prompts import rendered
 
 Ids = Int[np.ndarray, "_"]
 
@@ -167,7 +168,7 @@ def _in_template(context: str, question: Question, tokenizer: Any) -> tuple[str,
     """Applies the chat template to context and question; the opening of the answer goes into the assistant's turn."""
     asked = question.text.removesuffix(question.opening)
     turn = [{"role": "user", "content": f"{context}{MARK}{asked}"}]
-    text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    text = rendered(turn, tokenizer, answered=True)
     before, found, after = text.partition(MARK)
     if not found:
         raise ValueError("the chat template changes the text of a user's turn: expected chat: false")

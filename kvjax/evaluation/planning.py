@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -12,7 +11,8 @@ from kvjax.cache import bucket
 from kvjax.evaluation.batches import Reading, ReadingBatch, batches, readings
 from kvjax.evaluation.grid import Cell, Grid
 from kvjax.evaluation.items import Item, Refusal
-from kvjax.evaluation.records import KEY, Key, key_of
+from kvjax.evaluation.lines import KEY, Key, key_of
+from kvjax.kv_cache import check_groups
 from kvjax.models import DecoderConfig
 from kvjax.plan import plan_cache
 from kvjax.policies import parse
@@ -85,6 +85,8 @@ class RunPlan:
     def batches(self, cell: Cell) -> list[ReadingBatch]:
         """The batches that this host runs in a cell. Raises ValueError if the policy does not suit the model."""
         policy, alike = parse(cell.policy), [policy for other, policy in self._parsed if self.beside(cell, other)]
+        policy.budget.check_model(self.config.num_layers, self.config.num_kv_heads)
+        check_groups(policy.budget, self.config.num_kv_heads, self.grid.mesh[1])
 
         def most(reading: Reading) -> int:
             return min(self._rows(reading, other, len(alike) > 1) for other in alike)
@@ -105,12 +107,8 @@ class RunPlan:
 
     @cached_property
     def _parsed(self) -> list[tuple[Cell, Policy]]:
-        """The cells whose policies can be parsed, with these policies."""
-        found = []
-        for cell in self.grid.cells():
-            with contextlib.suppress(ValueError):
-                found.append((cell, parse(cell.policy)))
-        return found
+        """All cells with their policies."""
+        return [(cell, parse(cell.policy)) for cell in self.grid.cells()]
 
     def _rows(self, reading: Reading, policy: Policy, reused: bool) -> int:
         """The number of rows, a power of two, for which the caches of such readings fit into the grid's memory."""

@@ -8,26 +8,13 @@ to run and are in `timings.jsonl`.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
+from kvjax.evaluation.lines import Key, Line, encoded, key_of, read_answer
 from kvjax.writing import new_file
-
-Key: TypeAlias = tuple[Any, ...]
-KEY = ("policy", "budget", "question", "task", "length", "id", "asked")
-
-
-def key_of(line: Mapping[str, Any]) -> Key:
-    """The fields that identify a line; they are unique within a run."""
-    return tuple(line[name] for name in KEY)
-
-
-def encoded(line: Mapping[str, Any]) -> bytes:
-    """A line as JSON in UTF-8, with its line end."""
-    return (json.dumps(line, ensure_ascii=False) + "\n").encode()
 
 
 class Records:
@@ -37,7 +24,7 @@ class Records:
     """
 
     def __init__(self, path: Path, say: Callable[[str], None]):
-        """Opens or creates the file. Drops lines that are incomplete, as after a kill, with a notice to `say`.
+        """Opens or creates the file. Drops lines that are damaged, as after a kill, with a notice to `say`.
 
         Raises:
             ValueError: if another process has the file open.
@@ -49,11 +36,14 @@ class Records:
         except OSError:
             self._lock.close()
             raise ValueError(f"another run is writing {path}: expected one run at a time") from None
-        self._file = path.open("a+b")
         self._at: dict[Key, tuple[int, int]] = {}
         self._failed: set[Key] = set()
         self._order: list[Key] = []
-        self._repair(say)
+        at = 0
+        for line, data in repaired(path, read_answer, say, "its question is asked again"):
+            self._enter(line, at, len(data))
+            at += len(data)
+        self._file = path.open("a+b")
 
     def __enter__(self) -> Records:
         return self
@@ -98,34 +88,34 @@ class Records:
 
     def _rewrite(self, lines: Iterable[bytes]) -> None:
         """Replaces the file atomically by one with these lines."""
-        with new_file(self._path) as new, new.open("wb") as file:
-            file.writelines(lines)
+        _replace(self._path, lines)
         self._file.close()
         self._file = self._path.open("a+b")
 
-    def _repair(self, say: Callable[[str], None]) -> None:
-        self._file.seek(0)
-        found = self._file.readlines()
-        good = []
-        for number, data in enumerate(found, 1):
-            line = read_line(data)
-            if line is None:
-                say(f"{self._path}: line {number} of {len(found)} is incomplete; its question is asked again")
-            else:
-                good.append((line, data))
-        if len(good) < len(found):
-            self._rewrite(data for _, data in good)
-        at = 0
-        for line, data in good:
-            self._enter(line, at, len(data))
-            at += len(data)
+
+def repaired(
+    path: Path, read: Callable[[bytes], Line], say: Callable[[str], None], loss: str
+) -> list[tuple[Line, bytes]]:
+    """Drops the lines of a file that cannot be read, with a notice to `say`. Returns the others, parsed and as bytes.
+
+    Args:
+        path: the file; it may be absent.
+        read: parses a line, or raises ValueError.
+        say: receives a notice for each dropped line.
+        loss: what dropping a line leads to, for the notice.
+    """
+    found = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    good = []
+    for number, data in enumerate(found, 1):
+        try:
+            good.append((read(data), data))
+        except ValueError as error:
+            say(f"{path}, line {number} of {len(found)}: {error}; {loss}")
+    if len(good) < len(found):
+        _replace(path, (data for _, data in good))
+    return good
 
 
-def read_line(data: bytes) -> dict[str, Any] | None:
-    """Parses a line of the results file; None if the line is incomplete."""
-    try:
-        line = json.loads(data)
-        key_of(line)
-    except (ValueError, KeyError, TypeError):
-        return None
-    return line if data.endswith(b"\n") else None
+def _replace(path: Path, lines: Iterable[bytes]) -> None:
+    with new_file(path) as new, new.open("wb") as file:
+        file.writelines(lines)

@@ -4,38 +4,26 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, BinaryIO, Protocol, TypeAlias
 
 import jax
 
 from kvjax.evaluation.asking import Answer, Answers, Took
 from kvjax.evaluation.batches import Ask, Reading, ReadingBatch, halves
 from kvjax.evaluation.grid import Cell
+from kvjax.evaluation.header import check_results, write_header
+from kvjax.evaluation.lines import checked_scores, encoded, key_of, read_timing
 from kvjax.evaluation.planning import RunPlan, about, cell_fields, keys_of, name_of, sentence
-from kvjax.evaluation.records import Records, encoded, key_of
+from kvjax.evaluation.records import Records, repaired
 from kvjax.policies import parse
 from kvjax.policy import Policy
-from kvjax.writing import write_file
 
 Answering: TypeAlias = Callable[[ReadingBatch, Sequence[Policy]], Iterator[tuple[Answers, Took]]]
 
 PROGRAMS = 16  # policies whose compiled programs stay in memory; each needs memory and several hundred memory maps
-FIXED = (
-    "model",
-    "dtype",
-    "data",
-    "seed",
-    "sampler",
-    "new_tokens",
-    "max_length",
-    "chat",
-    "ends",
-    "judge",
-)  # the fields of a grid that must be equal for all lines of a file
 
 
 class Watch(Protocol):
@@ -87,9 +75,9 @@ def run(plan: RunPlan, ask: Answering, out: Path, watch: Watch | None = None) ->
     """
     watch = watch or Silent()
     out.mkdir(parents=True, exist_ok=True)
-    _check_results(plan, out)
-    with Records(out / plan.path, watch.say) as records, (out / plan.timings).open("ab") as timings:
-        _write_header(plan, out)
+    check_results(plan, out)
+    with Records(out / plan.path, watch.say) as records, _timings(out / plan.timings, watch.say) as timings:
+        write_header(plan, out)
         cells = [planned for planned in plan.cells if planned.error is None]
         errors = plan.errors()
         records.append(errors)
@@ -122,6 +110,12 @@ def run(plan: RunPlan, ask: Answering, out: Path, watch: Watch | None = None) ->
         records.finish(plan.order())
         after = sum(key in records for key in planned)
     return Summary(after, len(planned), after - before, tuple(map(sentence, errors)))
+
+
+def _timings(path: Path, say: Callable[[str], None]) -> BinaryIO:
+    """Opens the timings file to append to it, after the lines that a kill left incomplete are dropped."""
+    repaired(path, read_timing, say, "its times are lost")
+    return path.open("ab")
 
 
 class _Sweep:
@@ -210,7 +204,7 @@ def _marked(reading: Reading, ask: Ask, answer: Answer) -> dict[str, Any]:
         "meta": {**ask.item.example.meta, **question.meta},
     }
     try:
-        return {"scores": dict(ask.item.task.metric(answer.text, question))} | facts
+        return {"scores": checked_scores(ask.item.task.metric(answer.text, question))} | facts
     except Exception as error:  # a judge that does not answer, a package that is missing
         return {"error": f"the answer could not be marked: {type(error).__name__}: {error}"} | facts
 
@@ -231,31 +225,3 @@ def versions() -> dict[str, str]:
     except importlib.metadata.PackageNotFoundError:  # on the path, not installed
         found["kvjax"] = "unknown"
     return found
-
-
-def _check_results(plan: RunPlan, out: Path) -> None:
-    """Raises ValueError if the results file is not of a run: opening it would drop its lines as incomplete ones."""
-    path = out / plan.path
-    if path.exists() and path.stat().st_size and not (out / "run.json").exists():
-        raise ValueError(f"{out} holds {path.name} without run.json: expected a folder of kvjax eval, or another one")
-
-
-def _write_header(plan: RunPlan, out: Path) -> None:
-    """Writes the grid and the model to `run.json`. Raises ValueError if the file is of a run with other answers."""
-    path, grid = out / "run.json", plan.grid.document()
-    if path.exists():
-        there = json.loads(path.read_text(encoding="utf-8"))["grid"]
-        for name in FIXED:
-            if there[name] != grid[name]:
-                raise ValueError(
-                    f"{name}={grid[name]!r}, but {out} holds results with {name}={there[name]!r}: "
-                    "expected the same value or another folder"
-                )
-    config = plan.config
-    model = {
-        "layers": config.num_layers,
-        "kv_heads": config.num_kv_heads,
-        "bytes_per_token": config.bytes_per_token(plan.dtype),
-        "dtype": str(plan.dtype),
-    }
-    write_file(path, json.dumps({"grid": grid, "model": model}, indent=2, ensure_ascii=False) + "\n")

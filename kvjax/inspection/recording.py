@@ -14,6 +14,7 @@ from kvjax.allocate import replayed
 from kvjax.decode import Decoding, take
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
+from kvjax.modes import own_modes
 from kvjax.policy import Policy
 from kvjax.prompts import Prompt
 from kvjax.request import AnswerOptions, EndTokens, Request, Seed, read_request
@@ -66,6 +67,7 @@ class Recording:
         return (self.came <= step) & (self.left > step)
 
 
+@own_modes()
 def record(
     params: Decoder,
     prompt: Prompt,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar, cast
+
+import numpy as np
 
 from kvjax.policy import Part, Policy
 
@@ -17,9 +20,18 @@ _presets: dict[str, Callable[..., Policy]] = {}
 
 
 def preset(build: Preset) -> Preset:
-    """Registers a preset under the name of its function."""
-    _presets[build.__name__] = build
-    return build
+    """Registers a preset under the name of its function. NumPy's numbers become Python's, whose repr is a literal."""
+
+    @functools.wraps(build)
+    def of_plain_numbers(*values: Any, **options: Any) -> Policy:
+        return build(*map(_plain, values), **{name: _plain(value) for name, value in options.items()})
+
+    _presets[build.__name__] = of_plain_numbers
+    return cast(Preset, of_plain_numbers)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def presets() -> dict[str, Callable[..., Policy]]:

@@ -20,9 +20,11 @@ class Part:
 
 
 def check_integer(name: str, value: Any, least: int) -> None:
-    """Raises ValueError unless `value` is an integer of at least `least`."""
+    """Raises ValueError unless `value` is an integer of Python from `least` to 2**31 - 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name}={value!r}: expected an integer >= {least}")
+    if value >= 2**31:
+        raise ValueError(f"{name}={value!r}: expected an integer < 2**31")
 
 
 def check_choice(name: str, value: Any, *choices: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -27,7 +28,7 @@ def parse(text: str, presets: Presets, parts: Mapping[str, type[Part]]) -> Polic
         return _build(text, parts)
     name, _, rest = text.partition(":")
     if name not in presets:
-        raise ValueError(f"unknown policy {name!r}: expected {', '.join(presets)}")
+        raise ValueError(f"unknown policy {reprlib.repr(name)}: expected {', '.join(presets)}")
     given: dict[str, str] = {}
     for item in filter(None, rest.split(",")):
         option, equals, value = (part.strip() for part in item.partition("="))
@@ -110,7 +111,7 @@ def _literal(text: str) -> Any:
     """The literal that a text spells, or the text itself."""
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two are of deeply nested text
         return text
 
 
@@ -125,7 +126,7 @@ def _check_kind(name: str, option: str, value: Any, parameter: inspect.Parameter
     word_or_number = wants is str and given is None and not {"int", "float"}.isdisjoint(annotation.split(" | "))
     if given is not wants and not word_or_number:
         kind = {bool: "True or False", str: "a word", None: "a number"}[wants]
-        raise ValueError(f"{name}: {option}={value!r} is not {kind} (the default is {default!r})")
+        raise ValueError(f"{name}: {option}={reprlib.repr(value)} is not {kind} (the default is {default!r})")
 
 
 def _build(text: str, parts: Mapping[str, type[Part]]) -> Policy:
@@ -139,7 +140,7 @@ def _build(text: str, parts: Mapping[str, type[Part]]) -> Policy:
 
     try:
         policy = value(ast.parse(text, mode="eval").body)
-    except (AttributeError, SyntaxError, TypeError, ValueError) as error:
-        raise ValueError(f"{text!r} describes no policy of this version: {error}") from error
+    except (AttributeError, SyntaxError, TypeError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{reprlib.repr(text)} describes no policy of this version: {error}") from error
     assert isinstance(policy, Policy)
     return policy

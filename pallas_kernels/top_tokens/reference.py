@@ -76,7 +76,7 @@ def _kth_largest(x: UInt32[Array, "B H M"], k: Int[Array, "B H 1"]) -> UInt32[Ar
     """Finds the k-th largest integer of each head, bit by bit from the top. It is the largest uint32 where k is 0."""
 
     def decide(i: Array, found: Array) -> Array:
-        candidate = found | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        candidate = found | (jnp.uint32(1 << 31) >> jnp.asarray(i, jnp.uint32))
         enough = jnp.sum(x >= candidate, axis=-1, keepdims=True) >= k
         return jnp.where(enough, candidate, found)
 

@@ -31,7 +31,7 @@ from tests.cli.commands import PROMPT, kv
         (["generate", "MODEL", PROMPT, "--policy", "snapkv:pool=sum"], "pool='sum': expected 'max' or 'avg'"),
         (["generate", "MODEL", PROMPT, "--policy", "morphkv:budget=32"], "expected a budget of 33 or more"),
         (["info", "MODEL", "--policy", "morphkv:budget=32"], "expected a budget of 33 or more"),
-        (["info", "MODEL", "--batch", "0"], "batch=0: expected an integer >= 1"),
+        (["info", "MODEL", "--batch", "0"], "batch=0: expected an integer in 1 .. 2147483647"),
         (["info", "MODEL", "--mesh", "2"], "mesh '2': expected DATAxMODEL"),
         (["info", "MODEL", "--mesh", "1x3"], "model=3 does not fit 4 query heads, 2 kv heads"),
         (["info", "MODEL", "--mesh", "2x2", "--batch", "3"], "data=2 for a batch of 3: expected a divisor"),
@@ -57,7 +57,7 @@ from tests.cli.commands import PROMPT, kv
         (["inspect", "--prompt", ""], "an empty prompt"),
         (["inspect", "MODEL", "--prompt", PROMPT, "--policy", "lru"], "unknown policy 'lru'"),
         (
-            ["inspect", "MODEL", "--prompt", PROMPT, "--new-tokens", "0"],
+            ["inspect", "MODEL", "--prompt", PROMPT, "--max-new-tokens", "0"],
             "max_new_tokens=0: expected an integer in 1",
         ),
         (

@@ -16,7 +16,7 @@ from tests.cli.commands import PROMPT, kv
 
 def test_info_agrees_with_the_model_and_the_plan(model: str) -> None:
     options = ("info", model, "--policy", "full", "--policy", "snapkv:budget=40", "--batch", 3, "--length", 96)
-    status, stdout, _ = kv(*options, "--new-tokens", 20, "--json")
+    status, stdout, _ = kv(*options, "--max-new-tokens", 20, "--json")
     document = json.loads(stdout)
     params, _ = kvjax.load(model)
     assert status == 0
@@ -33,7 +33,7 @@ def test_info_agrees_with_the_model_and_the_plan(model: str) -> None:
 @pytest.mark.slow
 def test_info_of_several_sizes_on_a_mesh(shallow_model: str) -> None:
     """The cache's own shards, on the devices of a mesh that is there, are what is planned for one that is not."""
-    options = ("--batch", 2, "--batch", 4, "--length", 30, "--length", 90, "--new-tokens", 5, "--mesh", "2x4")
+    options = ("--batch", 2, "--batch", 4, "--length", 30, "--length", 90, "--max-new-tokens", 5, "--mesh", "2x4")
     status, stdout, _ = kv("info", shallow_model, *options, "--policy", "morphkv:budget=24,window=4", "--json")
     plans = json.loads(stdout)["plans"]
     assert status == 0
@@ -65,7 +65,7 @@ def test_info_says_which_kernels_run_and_why(model: str, monkeypatch: pytest.Mon
 def test_inspect_writes_a_page(shallow_model: str, tmp_path: Path) -> None:
     file, out = tmp_path / "prompt.txt", tmp_path / "page.html"
     file.write_text(PROMPT)
-    options = ("--policy", "tova:budget=12", "--new-tokens", 4, "--out", out)
+    options = ("--policy", "tova:budget=12", "--max-new-tokens", 4, "--out", out)
     status, stdout, stderr = kv("inspect", shallow_model, "--prompt-file", file, *options)
     assert (status, stdout) == (0, "")
     assert f"15 prompt tokens, 4 generated tokens; open {out} in a browser" in stderr
@@ -84,8 +84,8 @@ def test_inspect_on_a_mesh(shallow_model: str, tmp_path: Path, policy: str) -> N
     pages = []
     for mesh in ("1x1", "1x2"):
         out = tmp_path / f"{mesh}.html"
-        options = ("--policy", policy, "--new-tokens", 6, "--sampler", "temperature=0.8", "--seed", 3, "--mesh", mesh)
-        status, _, stderr = kv("inspect", shallow_model, "--prompt", PROMPT, *options, "--out", out)
+        options = ("--policy", policy, "--max-new-tokens", 6, "--sampler", "temperature=0.8", "--seed", 3)
+        status, _, stderr = kv("inspect", shallow_model, "--prompt", PROMPT, *options, "--mesh", mesh, "--out", out)
         assert status == 0, stderr
         pages.append(out.read_text())
     assert pages[0] == pages[1]

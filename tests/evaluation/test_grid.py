@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,13 @@ def test_a_file_and_changes_to_it(tmp_path: Path) -> None:
         ({"memory_gb": 0}, "memory_gb: 0: expected a number > 0"),
         ({"judge": {"url": "http://localhost"}}, "judge: .* expected a mapping with url and model; all fields are url"),
         ({"chat": "yes"}, "chat: 'yes': expected true or false"),
+        ({"policies": ["full", "morphk:budget=40"]}, "policies: morphk:budget=40: unknown policy 'morphk': expected "),
+        (
+            {"policies": ["h2o:budget={budget}"], "budgets": [0.5, 10**8]},
+            "budgets: 100000000: expected a share .* from 1 to 16,777,216",
+        ),
+        ({"tasks": [{"name": "demo/*", "lengths": [10**12]}]}, "lengths: 1000000000000: expected an integer <= 16,777"),
+        ({"limit": 10**12}, "limit: 1000000000000: expected an integer <= 1,000,000"),
     ],
 )
 def test_what_is_wrong_is_named(changes: dict[str, Any], message: str) -> None:
@@ -86,11 +94,22 @@ def test_what_is_wrong_is_named(changes: dict[str, Any], message: str) -> None:
         Grid.of(LEAST | changes)
 
 
+BOMB = "\n".join(  # of nine levels, each of which stands for nine of the one before
+    [
+        "a: &a [x,x,x,x,x,x,x,x,x]",
+        *(f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]" for a, b in pairwise("abcdefghi")),
+    ]
+)
+
+
 def test_files_that_are_no_grid(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     for text, message in (
         ("tasks: [", "is not YAML"),
         ("- 3", r"run.yaml: \[3\]: expected a mapping with the fields tasks, "),
+        ("[" * 30 + "]" * 30, "is not YAML: expected at most 20 nested levels"),
+        ("[" * 100_000, "is not YAML: expected at most 20 nested levels"),
+        (BOMB, "is not YAML: expected at most 20 aliases"),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):

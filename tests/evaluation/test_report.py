@@ -216,7 +216,11 @@ def test_the_command_writes_a_page_tables_and_plots(tmp_path: Path) -> None:
             [],
             "has no run.json: expected a folder that kvjax eval wrote",
         ),
-        (lambda folder: (folder / "results.jsonl").write_text('{"a": '), [], "results.jsonl, line 1 is incomplete"),
+        (
+            lambda folder: (folder / "results.jsonl").write_text('{"a": '),
+            [],
+            "results.jsonl, line 1: it is incomplete or no JSON",
+        ),
         (lambda folder: (folder / "results.jsonl").write_text(""), [], "no answer of demo has a score"),
         (
             lambda folder: None,

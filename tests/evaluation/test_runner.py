@@ -135,7 +135,8 @@ def test_a_corrupt_end_is_repaired(tmp_path: Path, cut: int) -> None:
     notes = Notes()
     summary = run(plan(), right, tmp_path / "cut", notes)
     assert len(notes.said) == 1
-    assert "is incomplete; its question is asked again" in notes.said[0]
+    assert notes.said[0].endswith("; its question is asked again")
+    assert ": it is incomplete" in notes.said[0]
     assert 0 < summary.new < summary.planned
     assert path.read_bytes() == (tmp_path / "whole" / "results.jsonl").read_bytes()
 
@@ -261,19 +262,17 @@ def test_refusals_policies_and_marks_that_fail_are_lines_with_an_error(
         words.example("good", "adam alan", " what is adam :"),
         words.example("judged", "adam alan", " what is alan :", answer="dora"),
     ]
-    grid = Grid.of({"tasks": ["test/*", "none/*"], "policies": ["full", "lru", "snapkv:budget=3"]})
+    grid = Grid.of({"tasks": ["test/*", "none/*"], "policies": ["full", "adakv:base=h2o,base.budget=40,groups=3"]})
     summary = run(plan(grid, words.items(monkeypatch, grid, tokenizer(), given, metric=metric)), right, tmp_path)
     found = lines(tmp_path)
     assert [line["error"].split(": expected")[0] for line in found if "error" in line] == [
         "data.jsonl, line 3: no field 'context'",
         next(line["error"] for line in found if line["task"] == "none/*").split(": expected")[0],
-        "unknown policy 'lru'",
-        next(line["error"] for line in found if line["policy"] == "snapkv:budget=3").split(": expected")[0],
+        "groups=3 of 2 kv heads",
         "the answer could not be marked: OSError: no judge",
     ]
-    assert "a budget of 3 entries is smaller than" in found[3]["error"]
     assert [line["id"] for line in found if "scores" in line] == ["good"]
-    assert (summary.answers, summary.planned, len(summary.errors)) == (1, 2, 5)
+    assert (summary.answers, summary.planned, len(summary.errors)) == (1, 2, 4)
 
 
 KILLED = """

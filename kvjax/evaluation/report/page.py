@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvjax.evaluation.report import plots, tables
+from kvjax.evaluation.report import escape, plots, tables
 from kvjax.evaluation.report.results import Results
 from kvjax.evaluation.report.tables import MEANING, Table
 from kvjax.writing import new_folder
@@ -56,7 +56,7 @@ def _write(out: Path, several: Sequence[Results], against: Sequence[str], say: C
     for i, results in enumerate(several):
         folder = out if len(several) == 1 else out / f"model{i + 1}"
         folder.mkdir(exist_ok=True)
-        parts += [f"# {results.title or results.model}", *_counted(results)]
+        parts += [f"# {escape.markdown(results.title or results.model)}", *_counted(results)]
         made = [table for question in results.settings for table in _tables(results, question, against)]
         parts += [_saved(folder, table) for table in made]
         parts += _plots(out, folder, results, say)
@@ -69,14 +69,13 @@ def _write(out: Path, several: Sequence[Results], against: Sequence[str], say: C
 
 
 def _counted(results: Results) -> list[str]:
-    answers = sum(len(cell.lines) for cell in results.cells.values())
-    text = (
-        f"{answers:,} answers of {results.model} under {len(results.policies)} policies, {len(results.columns)} tasks."
-    )
+    answers, model = sum(len(cell.lines) for cell in results.cells.values()), escape.markdown(results.model)
+    text = f"{answers:,} answers of {model} under {len(results.policies)} policies, {len(results.columns)} tasks."
     if results.errors:
         text += f" **{results.errors:,} answers are missing because of errors**, which the results file lists."
     if results.dropped:
-        text += f" The grid no longer asks {', '.join(results.dropped)}; the report has their earlier answers."
+        dropped = ", ".join(map(escape.markdown, results.dropped))
+        text += f" The grid no longer asks {dropped}; the report has their earlier answers."
     settings = "; ".join(f"`{setting}`: {MEANING[setting]}" for setting in results.settings)
     return [f"{text} {settings}. In both settings, all tokens of an answer are decoded from the compressed cache."]
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.evaluation.lines import is_number
 from kvjax.evaluation.picture import COLOURS, MARKERS
+from kvjax.evaluation.report import escape
 from kvjax.evaluation.report.results import CellResults, Results
 from kvjax.evaluation.report.statistics import area, curve
 from kvjax.evaluation.report.tables import MEANING, budget_text
@@ -48,8 +50,8 @@ def curves(path: Path, results: Results) -> bool:
             if colour is None:
                 axes.plot(x, y, color="0.8", linewidth=1, zorder=1)
                 continue
-            marker = MARKERS[ranked.index(policy)]
-            axes.plot(x, y, color=colour, marker=marker, markeredgecolor="white", linewidth=2, label=policy, zorder=3)
+            style = {"marker": MARKERS[ranked.index(policy)], "markeredgecolor": "white", "linewidth": 2, "zorder": 3}
+            axes.plot(x, y, color=colour, label=escape.plot(policy), **style)
             low, high = [100 * p.accuracy.low for p in points], [100 * p.accuracy.high for p in points]
             axes.fill_between(x, low, high, color=colour, alpha=0.08, linewidth=0, zorder=2)
         full = results.full(question)
@@ -61,7 +63,8 @@ def curves(path: Path, results: Results) -> bool:
         axes.set_ylim(-4, 104)
     panels[0].set_ylabel(f"mean score of {len(results.columns)} tasks, %")
     handles, labels = panels[0].get_legend_handles_labels()
-    order = np.argsort([ranked.index(label) if label in ranked else -1 for label in labels])
+    shown = [escape.plot(policy) for policy in ranked]
+    order = np.argsort([shown.index(label) if label in shown else -1 for label in labels])
     legend = [handles[i] for i in order], [labels[i] for i in order]
     figure.legend(*legend, loc="outside right upper", frameon=False, fontsize=8)
     figure.savefig(path)
@@ -74,9 +77,9 @@ def needles(path: Path, results: Results, question: str) -> bool:
     def grid(cell: CellResults) -> dict[tuple[float, float], list[float]]:
         places: dict[tuple[float, float], list[float]] = {}
         for line in cell.lines:
-            if line["task"].startswith("needle/") and line["scores"]:
-                length = line["meta"].get("length", line["length"])
-                places.setdefault((line["meta"]["depth"], length), []).append(next(iter(line["scores"].values())))
+            depth, length = line["meta"].get("depth"), line["meta"].get("length", line["length"])
+            if line["task"].startswith("needle/") and line["scores"] and is_number(depth) and is_number(length):
+                places.setdefault((depth, length), []).append(next(iter(line["scores"].values())))
         return places
 
     maps = {name: grid(cell) for name, cell in results.cells.items() if name.question == question}
@@ -92,7 +95,8 @@ def needles(path: Path, results: Results, question: str) -> bool:
         image = axes.imshow(values, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45, fontsize=7)
         axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths], fontsize=7)
-        axes.set_title(f"{name.policy}, {budget_text(name.budget)}: {100 * np.nanmean(values):.1f}", fontsize=9)
+        title = f"{escape.plot(name.policy)}, {budget_text(name.budget)}: {100 * np.nanmean(values):.1f}"
+        axes.set_title(title, fontsize=9)
         axes.set_xlabel("prompt tokens", fontsize=8)
         axes.set_ylabel("depth", fontsize=8)
         axes.grid(False)
@@ -125,9 +129,9 @@ def layers(path: Path, results: Results, question: str) -> bool:
     for axes, cell in zip(panels, chosen, strict=True):
         for i, (task, rows) in enumerate(shares(cell).items()):
             colour, x = COLOURS[i % len(COLOURS)], range(rows.shape[1])
-            axes.plot(x, 100 * rows.mean(axis=0), color=colour, linewidth=1.5, label=task)
+            axes.plot(x, 100 * rows.mean(axis=0), color=colour, linewidth=1.5, label=escape.plot(task))
             axes.fill_between(x, *(100 * np.quantile(rows, [0.05, 0.95], axis=0)), color=colour, alpha=0.1, linewidth=0)
-        axes.set_title(f"{cell.name.policy}, {budget_text(cell.name.budget)}", fontsize=9)
+        axes.set_title(f"{escape.plot(cell.name.policy)}, {budget_text(cell.name.budget)}", fontsize=9)
         axes.set_xlabel("layer", fontsize=8)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_ylabel("retained entries of the prompt, %", fontsize=8)

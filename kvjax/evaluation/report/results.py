@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +12,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.evaluation.grid import SETTINGS, Budget, PolicyLine
-from kvjax.evaluation.records import key_of, read_line
+from kvjax.evaluation.grid import SETTINGS, Budget
+from kvjax.evaluation.header import labels, read_header
+from kvjax.evaluation.lines import key_of, read_answer, read_lines, read_timing
 from kvjax.evaluation.tasks import registry
 from kvjax.evaluation.tasks.task import mean_scores
 
@@ -144,29 +144,23 @@ def read_results(folders: Iterable[str | os.PathLike[str]]) -> list[Results]:
     """Reads the folders of runs and combines the results of each model.
 
     Raises:
-        ValueError: if a folder has no results, if a line is incomplete, or if no answer of a model has a score.
+        ValueError: if a folder has no results, if a file of it is damaged, or if no answer of a model has a score.
     """
     lines: dict[str, dict[Any, dict[str, Any]]] = {}
     timings: dict[str, list[dict[str, Any]]] = {}
     headers: dict[str, dict[str, Any]] = {}
     places: dict[str, dict[str, int]] = {}
     for folder in map(Path, folders):
-        if not (folder / "run.json").exists():
-            raise ValueError(f"{folder} has no run.json: expected a folder that kvjax eval wrote")
-        run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        run = read_header(folder)
         model = run["grid"]["model"]
         headers.setdefault(model, run)
         place = places.setdefault(model, {})
-        for policy in run["grid"]["policies"]:
-            place.setdefault(PolicyLine(**policy).label, len(place))
+        for label in labels(run):
+            place.setdefault(label, len(place))
         for path in sorted(folder.glob("results*.jsonl")):
-            for number, data in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-                line = read_line(data)
-                if line is None:
-                    raise ValueError(f"{path}, line {number} is incomplete: run kvjax eval again to repair it")
-                lines.setdefault(model, {})[key_of(line)] = line
+            lines.setdefault(model, {}).update((key_of(line), line) for line in read_lines(path, read_answer))
         for path in sorted(folder.glob("timings*.jsonl")):
-            timings.setdefault(model, []).extend(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
+            timings.setdefault(model, []).extend(read_lines(path, read_timing))
     return [
         _of_model(model, run, places[model], lines.get(model, {}), timings.get(model, []))
         for model, run in headers.items()
@@ -182,7 +176,7 @@ def _of_model(
 ) -> Results:
     by_cell: dict[CellName, tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]] = {}
     for line in lines.values():
-        if "scores" in line:
+        if "error" not in line:
             by_cell.setdefault(_name(line), ([], []))[0].append(line)
     if not by_cell:
         raise ValueError(f"no answer of {model} has a score: expected results with at least one scored answer")

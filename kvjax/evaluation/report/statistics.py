@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from jaxtyping import Float
 from kvjax.evaluation.report.results import CellResults, Column, Results
 
 DRAWS = 2000
+FEWEST = 4  # examples of a task for an interval
 
 
 class Interval(NamedTuple):
@@ -58,11 +60,16 @@ def bootstrap(
 
 @cache
 def interval(cell: CellResults, columns: tuple[Column, ...]) -> Interval | None:
-    """The mean of a cell's tasks with its bootstrap interval; None if a task is missing."""
+    """The mean of a cell's tasks with its bootstrap interval; None if a task is missing.
+
+    With fewer than FEWEST examples of a task, low and high are NaN: too few examples show nothing of the spread.
+    """
     clusters = [np.array(list(cell.clusters(column).values())) for column in columns]
     mean = cell.mean(columns)
     if mean is None or not all(map(len, clusters)):
         return None
+    if min(map(len, clusters)) < FEWEST:
+        return Interval(mean, math.nan, math.nan)
     low, high = np.quantile(bootstrap(clusters), [0.025, 0.975])
     return Interval(mean, float(low), float(high))
 

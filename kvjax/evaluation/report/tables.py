@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -11,8 +12,9 @@ from statistics import fmean
 import numpy as np
 
 from kvjax.evaluation.grid import Budget
+from kvjax.evaluation.report import escape
 from kvjax.evaluation.report.results import CellResults, Column, Results
-from kvjax.evaluation.report.statistics import area, curve, difference, interval, largest_compression
+from kvjax.evaluation.report.statistics import FEWEST, area, curve, difference, interval, largest_compression
 
 TOLERANCES = (0.2, 0.1)
 MEANING = {"after": "question unknown while compressing", "before": "question seen while compressing"}
@@ -42,7 +44,7 @@ class Table:
         """The cells (row, column) that have the highest number of their column."""
         found = set()
         for column in self.best:
-            values = {row: _number(cells[column]) for row, cells in enumerate(self.rows) if row >= self.apart}
+            values = {row: escape.number(cells[column]) for row, cells in enumerate(self.rows) if row >= self.apart}
             known = {row: value for row, value in values.items() if value is not None}
             if len(known) > 1:
                 found |= {(row, column) for row, value in known.items() if value == max(known.values())}
@@ -51,16 +53,17 @@ class Table:
     def markdown(self) -> str:
         """The table in Markdown, with its title."""
         bold = self.bold()
-        lines = ["| " + " | ".join(self.headings) + " |", "|---|" + "---:|" * (len(self.headings) - 1)]
+        headings = " | ".join(map(escape.markdown, self.headings))
+        lines = [f"| {headings} |", "|---|" + "---:|" * (len(self.headings) - 1)]
         for i, row in enumerate(self.rows):
-            cells = [f"**{cell}**" if (i, j) in bold else cell.replace("|", "\\|") for j, cell in enumerate(row)]
+            cells = [f"**{cell}**" if (i, j) in bold else escape.markdown(cell) for j, cell in enumerate(row)]
             lines.append("| " + " | ".join(cells) + " |")
-        return "\n".join([f"**{self.title}**", "", *lines])
+        return "\n".join([f"**{escape.markdown(self.title)}**", "", *lines])
 
     def csv(self) -> str:
         """The table as CSV, without its title."""
         text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([self.headings, *self.rows])
+        csv.writer(text, lineterminator="\n").writerows([map(escape.csv, row) for row in (self.headings, *self.rows)])
         return text.getvalue()
 
     def latex(self) -> str:
@@ -68,7 +71,7 @@ class Table:
         bold = self.bold()
         body = []
         for i, row in enumerate(self.rows):
-            cells = [f"\\textbf{{{_tex(cell)}}}" if (i, j) in bold else _tex(cell) for j, cell in enumerate(row)]
+            cells = [rf"\textbf{{{cell}}}" if (i, j) in bold else cell for j, cell in enumerate(map(escape.latex, row))]
             body.append(" & ".join(cells) + r" \\")
             if i + 1 == self.apart:
                 body.append(r"\midrule")
@@ -78,12 +81,12 @@ class Table:
                 r"\centering",
                 rf"\begin{{tabular}}{{l{'r' * (len(self.headings) - 1)}}}",
                 r"\toprule",
-                " & ".join(map(_tex, self.headings)) + r" \\",
+                " & ".join(map(escape.latex, self.headings)) + r" \\",
                 r"\midrule",
                 *body,
                 r"\bottomrule",
                 r"\end{tabular}",
-                rf"\caption{{{_tex(self.title)}}}",
+                rf"\caption{{{escape.latex(self.title)}}}",
                 r"\end{table}",
                 "",
             ]
@@ -135,9 +138,10 @@ def averages(results: Results, question: str) -> Table:
         rows.append(
             (policy, *(_with_interval(cells.get(b, cells.get(None)), results.columns) for b in budgets or [None]))
         )
+    intervals = f"95 % bootstrap intervals where each task has {FEWEST} examples or more"
     return Table(
         f"averages_{question}",
-        f"{results.model}: mean of {len(results.columns)} tasks with 95 % bootstrap intervals, {MEANING[question]}",
+        f"{results.model}: mean of {len(results.columns)} tasks with {intervals}, {MEANING[question]}",
         ("policy", *map(budget_text, budgets or [None])),
         tuple(rows),
     )
@@ -264,19 +268,11 @@ def _named(columns: Sequence[Column]) -> list[Column]:
 
 def _with_interval(cell: CellResults | None, columns: tuple[Column, ...]) -> str:
     found = None if cell is None else interval(cell, columns)
-    return "" if found is None else f"{percent(found.mean)} ± {100 * (found.high - found.low) / 2:.1f}"
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
+    if found is None:
+        return ""
+    half = 50 * (found.high - found.low)
+    return percent(found.mean) if math.isnan(half) else f"{percent(found.mean)} ± {half:.1f}"
 
 
 def _file(name: str) -> str:
     return "".join(c if c.isalnum() else "_" for c in name)
-
-
-def _tex(text: str) -> str:
-    return "".join({"±": r"$\pm$", "<": "$<$", ">": "$>$"}.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in text)

@@ -1,0 +1,94 @@
+"""`run.json`: the grid of a run and the facts of its model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvjax.evaluation.grid import PolicyLine
+from kvjax.evaluation.lines import is_number
+from kvjax.evaluation.planning import RunPlan
+from kvjax.writing import write_file
+
+FIXED = (
+    "model",
+    "dtype",
+    "data",
+    "seed",
+    "sampler",
+    "new_tokens",
+    "max_length",
+    "chat",
+    "ends",
+    "judge",
+)  # the fields of a grid that must be equal for all lines of a file
+
+
+def check_results(plan: RunPlan, out: Path) -> None:
+    """Raises ValueError if the results file is not of a run: opening it would drop its lines as incomplete ones."""
+    path = out / plan.path
+    if path.exists() and path.stat().st_size and not (out / "run.json").exists():
+        raise ValueError(f"{out} holds {path.name} without run.json: expected a folder of kvjax eval, or another one")
+
+
+def write_header(plan: RunPlan, out: Path) -> None:
+    """Writes the grid and the model to `run.json`. Raises ValueError if the file is of a run with other answers."""
+    path, grid = out / "run.json", plan.grid.document()
+    if path.exists():
+        there = read_header(out)["grid"]
+        for name in FIXED:
+            if there.get(name) != grid[name]:
+                raise ValueError(
+                    f"{name}={grid[name]!r}, but {out} holds results with {name}={there.get(name)!r}: "
+                    "expected the same value or another folder"
+                )
+    config = plan.config
+    model = {
+        "layers": config.num_layers,
+        "kv_heads": config.num_kv_heads,
+        "bytes_per_token": config.bytes_per_token(plan.dtype),
+        "dtype": str(plan.dtype),
+    }
+    write_file(path, json.dumps({"grid": grid, "model": model}, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_header(folder: Path) -> dict[str, Any]:
+    """Reads `run.json`. Raises ValueError, which names the file, if it is absent or damaged."""
+    path = folder / "run.json"
+    if not path.exists():
+        raise ValueError(f"{folder} has no run.json: expected a folder that kvjax eval wrote")
+    try:
+        header = json.loads(path.read_bytes())
+        problem = _problem(header)
+    except (ValueError, RecursionError) as error:
+        problem = f"it is no JSON ({error})"
+    if problem is not None:
+        raise ValueError(f"{path} is damaged: {problem}")
+    return header
+
+
+def labels(header: Mapping[str, Any]) -> list[str]:
+    """The names of the grid's policies."""
+    return [PolicyLine(**policy).label for policy in header["grid"]["policies"]]
+
+
+def _problem(header: Any) -> str | None:
+    """What is wrong with the fields that reports read."""
+    grid, model = (header.get(name) if isinstance(header, dict) else None for name in ("grid", "model"))
+    if not isinstance(grid, dict) or not isinstance(model, dict):
+        return "expected an object with the objects grid and model"
+    if not all(isinstance(grid.get(name), str) for name in ("model", "title")):
+        return "expected the texts model and title in grid"
+    policies = grid.get("policies")
+    if not isinstance(policies, list) or not all(isinstance(p, dict) and _is_policy(p) for p in policies):
+        return "expected policies in grid, a list of objects with a policy each"
+    if not is_number(model.get("bytes_per_token")) or model["bytes_per_token"] < 1:
+        return "expected bytes_per_token in model, a number >= 1"
+    return None
+
+
+def _is_policy(given: Mapping[str, Any]) -> bool:
+    known = set(given) <= set(PolicyLine.__dataclass_fields__)
+    return known and isinstance(given.get("policy"), str) and isinstance(given.get("name", ""), str | None)

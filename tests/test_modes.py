@@ -1,0 +1,96 @@
+"""Modes of JAX that a caller may set: policies give the same answers under each."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from tests.products import part
+from tests.tiny import VOCAB, decoder
+
+MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "enable_x64": lambda: jax.enable_x64(True),
+    "debug_nans": lambda: jax.debug_nans(True),
+    "strict promotion of types": lambda: jax.numpy_dtype_promotion("strict"),
+    "no promotion of ranks": lambda: jax.numpy_rank_promotion("raise"),
+    "transfer_guard": lambda: jax.transfer_guard("disallow"),
+}
+POLICIES = (  # what a cache carries differs: nothing, a window's queries, a threshold, segments, segments that grow
+    "full",
+    "morphkv:budget=12,window=4,every=4",
+    "d2o:budget=12,layer_budgets=False",
+    "adakv:base=h2o,base.budget=12,groups=2",
+    "kvzip:budget=12,score.chunk=8,score.instruction='',score.starting='',score.suffix='',groups=2",
+)
+WITHOUT_JIT = "knorm:budget=5"
+ROWS = [np.random.default_rng(0).integers(0, VOCAB, n).tolist() for n in (20, 7)]
+OPTIONS = {"max_new_tokens": 4, "eos": ()}
+
+
+@cache
+def expected(policy: str) -> np.ndarray:
+    return kvjax.generate(decoder(), ROWS, policy=policy, **OPTIONS).tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("mode", MODES)
+def test_answers_are_the_same(mode: str, policy: str) -> None:
+    tokens = expected(policy)
+    with MODES[mode](), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        np.testing.assert_array_equal(kvjax.generate(decoder(), ROWS, policy=policy, **OPTIONS).tokens, tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", part((WITHOUT_JIT, *POLICIES), [WITHOUT_JIT]))
+def test_answers_are_the_same_without_jit(policy: str) -> None:
+    """Each operation is a program of its own, so prompts and answers are short."""
+    rows, options = [[5, 6, 7, 8, 9, 3], [1]], {"max_new_tokens": 2, "eos": ()}
+    policy = policy.replace("budget=12", "budget=5").replace("window=4,every=4", "window=2,every=2")
+    tokens = kvjax.generate(decoder(), rows, policy=policy, **options).tokens
+    with jax.disable_jit():
+        np.testing.assert_array_equal(kvjax.generate(decoder(), rows, policy=policy, **options).tokens, tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_streams_and_curves_are_the_same_and_leave_the_mode_alone(mode: str) -> None:
+    policies = [f"h2o:budget={budget}" for budget in (8, 12)]
+    tokens = expected(policies[1])
+
+    def state() -> tuple[object, ...]:
+        names = ("enable_x64", "numpy_dtype_promotion", "numpy_rank_promotion", "transfer_guard", "debug_nans")
+        return tuple(getattr(jax.config, f"jax_{name}", None) for name in names)
+
+    with MODES[mode]():
+        before, found = state(), []
+        for piece in kvjax.stream(decoder(), ROWS, policy=policies[1], **OPTIONS):
+            assert state() == before
+            found.append(piece.tokens)
+        *_, last = kvjax.prefill_each(decoder(), ROWS, policies=policies)
+        assert state() == before
+        later = kvjax.generate(decoder(), [[3], [3]], cache=last, **OPTIONS)
+    np.testing.assert_array_equal(np.stack(found, axis=1), tokens)
+    document = kvjax.prefill(decoder(), ROWS, policy=policies[1])
+    np.testing.assert_array_equal(later.tokens, kvjax.generate(decoder(), [[3], [3]], cache=document, **OPTIONS).tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["enable_x64", "strict promotion of types", "no promotion of ranks"])
+def test_a_step_within_a_program_of_the_caller(mode: str) -> None:
+    """The caller's mode holds around `extend`, and 64-bit tokens are tokens."""
+    params, policy = decoder(), kvjax.policies.h2o(12)
+    cache = kvjax.prefill(params, ROWS, policy=policy)
+    plain, _ = kvjax.extend(params, cache, jnp.array([[1], [2]]))
+    with MODES[mode]():
+        logits, _ = jax.jit(kvjax.extend)(params, cache, jnp.array([[1], [2]]))
+    np.testing.assert_allclose(logits, plain, rtol=1e-5, atol=1e-6)
