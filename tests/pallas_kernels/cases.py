@@ -203,7 +203,7 @@ QUANTIZED_SEGMENT_CASES = [
 PROMPT_CASES = [
     (Case(64, 4, 40, 0), 0),
     (Case(96, 5, 21, 0, window=9), 50),
-    (Case(128, 2, 150, 0), 70),
+    (Case(128, 1, 130, 0), 20),
     (Case(16, 2, 130, 0, "bfloat16"), 30),
     (Case(64, 1, 13, 0, bias="some"), 37),
 ]
