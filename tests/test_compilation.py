@@ -13,8 +13,10 @@ import kvjax
 from kvjax.models import Decoder
 from kvjax.policies import parse
 from kvjax.prompts import bucket
+from tests.products import part
 
 RNG = np.random.default_rng(2)
+EVERY_FOURTH = "morphkv:budget=16,window=4,every=4"
 
 
 def smaller(tiny: Decoder, vocab_size: int) -> Decoder:
@@ -30,12 +32,12 @@ def test_prompts_of_all_lengths_share_programs(tiny: Decoder, compiled: list[str
     params = smaller(tiny, vocab_size=50)
     kvjax.generate(params, [1], policy=parse(text), max_new_tokens=4)
     once = Counter(compiled)  # the small programs around the two, of which every one is needed
-    lengths = list(range(1, 200, 4))
+    lengths = list(range(1, 48))
     for length in lengths:
         kvjax.generate(params, RNG.integers(0, 50, length), policy=parse(text), max_new_tokens=4)
     programs, buckets = Counter(compiled), {bucket(length) for length in lengths}
-    assert len(lengths) == 50
-    assert len(buckets) == 9
+    assert len(lengths) == 47
+    assert len(buckets) == 4
     assert programs["jit(read)"] == len(buckets)
     assert programs["jit(decode)"] == len(buckets)
     large = ("jit(read)", "jit(decode)")
@@ -47,9 +49,9 @@ def test_prompts_of_all_lengths_share_programs(tiny: Decoder, compiled: list[str
 @pytest.mark.slow
 def test_fixed_budget_decodes_all_prompts_with_one_program(tiny: Decoder, compiled: list[str]) -> None:
     params = smaller(tiny, vocab_size=51)
-    for length in (3, 20, 40, 60):
+    for length in (3, 20, 40):
         kvjax.generate(params, RNG.integers(0, 50, length), policy=parse("h2o:budget=8"), max_new_tokens=4)
-    assert Counter(compiled)["jit(read)"] == 4
+    assert Counter(compiled)["jit(read)"] == 3
     assert Counter(compiled)["jit(decode)"] == 1
 
 
@@ -86,7 +88,7 @@ def test_limits_of_tokens_share_programs(tiny: Decoder, compiled: list[str]) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
-    ["streaming_llm:budget=16", "h2o:budget=16", "tova:budget=16", "morphkv:budget=16,window=4,every=4"],
+    part(["streaming_llm:budget=16", "h2o:budget=16", "tova:budget=16", EVERY_FOURTH], ["h2o:budget=16", EVERY_FOURTH]),
 )
 def test_ten_thousand_tokens_need_nothing_new(tiny: Decoder, compiled: list[str], text: str) -> None:
     """After warm-up nothing is compiled, and the arrays on the device keep their number and their bytes."""
@@ -103,15 +105,15 @@ def test_ten_thousand_tokens_need_nothing_new(tiny: Decoder, compiled: list[str]
 
 
 @pytest.mark.slow
-def test_ten_thousand_streamed_tokens_need_nothing_new(tiny: Decoder, compiled: list[str]) -> None:
+def test_two_thousand_streamed_tokens_need_nothing_new(tiny: Decoder, compiled: list[str]) -> None:
     params = smaller(tiny, vocab_size=54)
     policy = parse("morphkv:budget=16,window=4")
-    pieces = kvjax.stream(params, list(range(20)), policy=policy, max_new_tokens=10_010)
+    pieces = kvjax.stream(params, list(range(20)), policy=policy, max_new_tokens=2010)
     for _ in range(10):
         next(pieces)
     compiled.clear()
     before = alive()
-    for _ in range(9_999):
+    for _ in range(1999):
         next(pieces)
     assert compiled == []
     assert alive() == before

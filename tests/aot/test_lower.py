@@ -4,7 +4,9 @@ import math
 import re
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from itertools import product
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -93,13 +95,37 @@ def test_on_accelerators(name: str) -> None:
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize("name", ["v5p:2x2x2", "h200:1"])
+@pytest.mark.parametrize("name", part(["v5p:2x2x2", "h200:1"], ["v5p:2x2x2"]))  # below, whole models on an H200
 def test_on_one_device(name: str) -> None:
     mesh = kvjax.make_mesh(devices=accelerators(name)[:1])
     lowered = lower_decode(CONFIG, parse(POLICY), mesh=mesh, batch=1, length=SLOTS, new_tokens=64)
     loop = Loop.of(lowered.compile().as_text())
     assert not loop.collectives
     assert loop.rewrites(SLOTS * CONFIG.num_kv_heads * CONFIG.head_dim * 2) == []
+
+
+class Answering(NamedTuple):
+    """What `generate` runs to answer, compiled for accelerators.
+
+    Attributes:
+        keys: bytes of a layer's keys, or of their codes.
+    """
+
+    hlo: str
+    loop: Loop
+    memory: Any
+    keys: int
+
+
+@cache
+def answering(name: str, config: DecoderConfig, policy: kvjax.Policy, batch: int, model: int) -> Answering:
+    """After prompts of 4096 tokens, up to 1024 more. One program for all tests that look at it."""
+    mesh, sizes = kvjax.make_mesh(model=model, devices=accelerators(name)[:model]), {"length": 4096, "new_tokens": 1024}
+    compiled = lower_decode(config, policy, mesh=mesh, batch=batch, **sizes).compile()
+    cache = kvjax.plan_cache(config, policy, dtype="bfloat16", batch=batch, **sizes)
+    keys = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache.entries.stored[0]))
+    hlo = compiled.as_text()
+    return Answering(hlo, Loop.of(hlo), compiled.memory_analysis(), keys)
 
 
 SINGLE_ROWS = [("8b", 1), ("70b", 1), ("8b", 2), ("8b", 8)]
@@ -116,6 +142,7 @@ def test_no_product_of_a_gpu_writes_a_weight(shape: str, batch: int) -> None:
     assert Loop.of(lowered.compile().as_text()).rewrites(hidden * config.num_kv_heads * config.head_dim) == []
 
 
+KERNELS = {"h200:1": "triton", "v6e:2x2": "tpu_custom_call"}  # as a program calls them
 STEP_KERNELS = [  # of a layer and step, for jax 0.10; later versions launch fewer
     ("full", 1, 20),
     ("full", 8, 16),
@@ -130,16 +157,13 @@ STEP_KERNELS = [  # of a layer and step, for jax 0.10; later versions launch few
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize(("policy", "batch", "most"), part(STEP_KERNELS, STEP_KERNELS[1:3]))
+@pytest.mark.parametrize(("policy", "batch", "most"), part(STEP_KERNELS, [STEP_KERNELS[0], STEP_KERNELS[3]]))
 def test_kernels_of_a_step_on_a_gpu(policy: str, batch: int, most: int) -> None:
     """The difference of two layers and one."""
-    mesh = kvjax.make_mesh(devices=accelerators("h100:1"))
-    sizes = {"batch": batch, "length": SLOTS, "new_tokens": 128}
-    one, two = (
-        Loop.of(lower_decode(config, parse(policy), mesh=mesh, **sizes).compile().as_text()).kernels
-        for config in (replace(llama(layers, 4096, 14_336, 32), vocab_size=VOCAB) for layers in (1, 2))
-    )
-    assert 10 < two - one <= most  # attention, MLP and norms take 10 at least
+    one, two = (answering("h200:1", llama(n, 4096, 14_336, 32), parse(policy), batch, 1) for n in (1, 2))
+    assert two.loop.rewrites(two.keys) == []
+    assert KERNELS["h200:1"] in two.hlo
+    assert 10 < two.loop.kernels - one.loop.kernels <= most  # attention, MLP and norms take 10 at least
 
 
 def llama(layers: int, hidden: int, mlp: int, heads: int) -> DecoderConfig:
@@ -162,12 +186,17 @@ READING_KEYS = (KeyDifference, SimilarityMerge)
 SNAPKV, DYNAMICKV = "snapkv,policy.budget=1024,policy.window=32", "dynamickv,policy.budget=1024"
 TPU_CODES = ("v6e:2x2", SNAPKV, 4)
 KVMERGER = "kvmerger:budget=24,recent=8,merge.heavy=4,merge.theta=None"
-KERNELS = {"h200:1": "triton", "v6e:2x2": "tpu_custom_call"}  # as a program calls them
 
 
 def sized(text: str) -> kvjax.Policy:
     """A preset of the tests with a budget to compile for."""
     return parse(re.sub(r"\b(budget|window|recent|heavy|length|chunk)=\d+\b", lambda part: SIZED[part[0]], text))
+
+
+# A TPU's compiler takes long for wide products. The cache is as large in both.
+SINGLE_LAYERS = {"h200:1": llama(1, 4096, 14_336, 32), "v6e:2x2": replace(CONFIG, windows=(None,), num_heads=32)}
+# Above, larger programs of the others are compiled for the H200.
+H200_PRESETS = [text for text in DISTINCT if text != "full" and not text.startswith("morphkv")]
 
 
 @pytest.mark.aot
@@ -176,26 +205,24 @@ def sized(text: str) -> kvjax.Policy:
     ("name", "text"),
     part(
         product(["h200:1", "v6e:2x2"], POLICIES),
-        [*product(["h200:1"], DISTINCT), *(("v6e:2x2", text) for text in DISTINCT if "d2o" in text or "every" in text)],
+        [
+            *product(["h200:1"], H200_PRESETS),
+            *(("v6e:2x2", text) for text in DISTINCT if "d2o" in text or "every" in text),
+        ],
     ),
 )
 def test_presets_on_one_device(name: str, text: str) -> None:
-    """The kernels attend, no layer's keys are copied, and temporaries take less than 1 % of the arguments."""
-    config, sizes = llama(1, 4096, 14_336, 32), {"batch": 8, "length": 4096, "new_tokens": 1024}
-    mesh = kvjax.make_mesh(devices=accelerators(name)[:1])
-    compiled = lower_decode(config, sized(text), mesh=mesh, **sizes).compile()
-    hlo, memory = compiled.as_text(), compiled.memory_analysis()
-    loop = Loop.of(hlo)
+    """The kernels attend, no layer's keys are copied, and temporaries are few: 1 % of wide arguments."""
+    hlo, loop, memory, keys = answering(name, SINGLE_LAYERS[name], sized(text), 8, 1)
     assert not loop.collectives
-    cache = kvjax.plan_cache(config, sized(text), dtype="bfloat16", **sizes)
-    keys = jax.tree.leaves(cache.entries.stored[0])
     anew = sized(text).positions == "in_cache" or isinstance(sized(text).score, REWRITING)
     if not anew:
-        written = set(loop.rewrites(min(leaf.size * leaf.dtype.itemsize for leaf in keys)))
+        written = set(loop.rewrites(keys))
         parts = (sized(text).score, sized(text).merge)
         fetched = name.startswith("v6e") and any(isinstance(part, READING_KEYS) for part in parts)
         assert {what.split()[0] for what in written} <= ({"copy-start"} if fetched else set())
-        assert memory.temp_size_in_bytes < 0.01 * memory.argument_size_in_bytes
+        most = 0.01 * memory.argument_size_in_bytes if name == "h200:1" else keys
+        assert memory.temp_size_in_bytes < most
     assert KERNELS[name] in hlo
 
 
@@ -209,7 +236,8 @@ READ = ("full", "h2o:budget=24", "snapkv:budget=24,window=4")
 @pytest.mark.parametrize(
     ("name", "config", "tokens", "text"),
     [
-        *(("h200:1", NARROW, 65_536, text) for text in READ),
+        pytest.param("h200:1", NARROW, 65_536, READ[0], marks=pytest.mark.exhaustive),  # the others hold all of it
+        *(("h200:1", NARROW, 65_536, text) for text in READ[1:]),
         *(pytest.param("h200:1", WIDE, 16_384, text, marks=pytest.mark.exhaustive) for text in (*READ, KVMERGER)),
         pytest.param("v6e:2x2", WIDER, 16_384, READ[2], marks=pytest.mark.exhaustive),  # three minutes
     ],
@@ -226,12 +254,13 @@ def test_a_prompt_is_held_a_layer_at_a_time(name: str, config: DecoderConfig, to
 @pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
 @pytest.mark.parametrize(
     ("name", "text", "bits"),
-    part(product(KERNELS, [SNAPKV, DYNAMICKV], [8, 4]), [*product(["h200:1"], [SNAPKV, DYNAMICKV], [8, 4]), TPU_CODES]),
+    part(product(KERNELS, [SNAPKV, DYNAMICKV], [8, 4]), [("h200:1", SNAPKV, 4), ("h200:1", DYNAMICKV, 8), TPU_CODES]),
 )
 def test_codes_are_read_as_such(name: str, text: str, bits: int) -> None:
     """No array is written in a step that could be a layer's keys, dequantised or, if they fill a TPU's lanes, codes."""
-    layers = LAYERS if "dynamickv" in text else 1  # whose layers compete
-    config, sizes = llama(layers, 4096, 14_336, 32), {"batch": 8, "length": 4096, "new_tokens": 1024}
+    layers = 2 if "dynamickv" in text else 1  # whose layers compete
+    config, sizes = SINGLE_LAYERS[name], {"batch": 8, "length": 4096, "new_tokens": 1024}
+    config = replace(config, windows=(None,) * layers)
     policy, mesh = parse(f"quantize:policy={text},bits={bits}"), kvjax.make_mesh(devices=accelerators(name)[:1])
     compiled = lower_decode(config, policy, mesh=mesh, **sizes).compile()
     hlo, memory = compiled.as_text(), compiled.memory_analysis()
@@ -239,11 +268,12 @@ def test_codes_are_read_as_such(name: str, text: str, bits: int) -> None:
     keys = [cache.entries.stored[0]]
     padded = name == "v6e:2x2" and bits == 4
     assert Loop.of(hlo).rewrites(min(2 * math.prod(x.shape) if padded else x.codes.size for x in keys)) == []
-    assert memory.temp_size_in_bytes < (0.04 if padded else 0.01) * memory.argument_size_in_bytes
+    most = 0.01 * memory.argument_size_in_bytes if name == "h200:1" else 4 * math.prod(keys[0].shape)
+    assert memory.temp_size_in_bytes < most
     assert hlo.count(KERNELS[name]) >= layers
 
 
-FOUR_LAYERS, LLAMA_8B = llama(4, 4096, 14_336, 32), llama(32, 4096, 14_336, 32)
+TWO_LAYERS, LLAMA_8B = llama(2, 4096, 14_336, 32), llama(32, 4096, 14_336, 32)
 LLAMA_70B = llama(80, 8192, 28_672, 64)
 MORPHKV, SNAPKV_8B = "morphkv:budget=2048,window=32", "snapkv:budget=2048,window=32"
 # From jax 0.12 on, MorphKV's state goes through a TPU's fast memory, and comes back beside where it was: 1.6 %.
@@ -256,8 +286,7 @@ MOVED = 0.01 if jax.__version_info__ < (0, 12) else 0.02
 @pytest.mark.parametrize(
     ("name", "model", "config", "text", "temporaries"),
     [
-        pytest.param("h200:1", 1, FOUR_LAYERS, MORPHKV, 0.01, id="4-layers-h200:1"),
-        pytest.param("v6e:2x2", 1, FOUR_LAYERS, SNAPKV_8B, 0.01, id="4-layers-v6e-snapkv"),
+        pytest.param("h200:1", 1, TWO_LAYERS, MORPHKV, 0.01, id="2-layers-h200:1"),
         pytest.param("h200:1", 1, LLAMA_8B, MORPHKV, 0.01, id="8B-h200:1", marks=pytest.mark.exhaustive),
         pytest.param("v6e:2x2", 1, LLAMA_8B, SNAPKV_8B, 0.01, id="8B-v6e-snapkv", marks=pytest.mark.exhaustive),
         pytest.param("v6e:2x2", 1, LLAMA_8B, MORPHKV, MOVED, id="8B-v6e", marks=pytest.mark.exhaustive),
@@ -267,10 +296,7 @@ MOVED = 0.01 if jax.__version_info__ < (0, 12) else 0.02
 )
 def test_whole_models(name: str, model: int, config: DecoderConfig, text: str, temporaries: float) -> None:
     """All layers: they fit, and the model alone communicates, twice a layer."""
-    sizes = {"batch": 8, "length": 4096, "new_tokens": 1024}
-    mesh = kvjax.make_mesh(model=model, devices=accelerators(name)[:model])
-    compiled = lower_decode(config, parse(text), mesh=mesh, **sizes).compile()
-    loop, memory = Loop.of(compiled.as_text()), compiled.memory_analysis()
+    _, loop, memory, _ = answering(name, config, parse(text), 8, model)
     layers = len(config.windows)
     assert loop.collectives == (Counter({"all-reduce": 2 * layers + 1, "all-gather": 1}) if model > 1 else Counter())
     assert loop.rewrites(8 * 2048 * config.head_dim * 2 * config.num_kv_heads // model) == []

@@ -10,7 +10,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 import kvjax
+from kvjax.allocate import allocate, pool_rows
+from kvjax.aot.lower import lower_prefill
 from kvjax.models import Decoder
+from kvjax.plan import placed
 from kvjax.policies import parse
 from tests.tiny import VOCAB, decoder
 
@@ -19,6 +22,7 @@ RNG = np.random.default_rng(5)
 ROWS = [RNG.permutation(VOCAB)[:n].tolist() for n in (44, 33, 5, 20, 17, 9, 40, 3)]
 NEW = 24
 HEADS = 8
+PROMPTS = {"batch": len(ROWS), "length": 64, "dtype": np.float32}  # as sizes of a program
 QUANTIZED = "quantize:policy=morphkv,policy.budget=24,policy.window=4"
 
 
@@ -70,3 +74,11 @@ class Communication:
             counts[kind] += len(arrays)
             sizes += [math.prod(map(int, filter(None, array.split(",")))) for array in arrays]
         return cls(counts, max(sizes))
+
+
+def of_allocation(params: Decoder, policy: kvjax.Policy) -> Communication:
+    """What the program communicates that allocates a budget, on a mesh of 2 x 4 devices."""
+    _, cache = lower_prefill(params.config, policy, **PROMPTS, new_tokens=NEW, mesh=mesh(2, 4)).out_info
+    rows = pool_rows(policy, cache.kept, params.config.num_kv_heads, room=0)
+    lowered = allocate.lower(params, placed(cache, cache.shardings), rows=rows, room=0)
+    return Communication.of(lowered.compile().as_text())

@@ -2,22 +2,36 @@
 
 import re
 from collections import Counter
-from functools import cache, partial
+from functools import cache
+from itertools import product
 
 import jax
 import numpy as np
 import pytest
 
 import kvjax
-from kvjax.allocate import allocate, pool_rows
+from kvjax.aot.lower import lower_prefill
 from kvjax.cache import Segments
 from kvjax.decode import Decoding, decode
-from kvjax.extend import read, step
+from kvjax.extend import step
+from kvjax.models import Decoder
 from kvjax.policies import parse
 from kvjax.request import AnswerOptions, Request
-from kvjax.room import plan_read
-from tests.attend.meshes import HEADS, NEW, QUANTIZED, ROWS, Communication, layers_for, mesh, policy_for, sharded
-from tests.conftest import POLICY_PARAMS
+from tests.attend.meshes import (
+    HEADS,
+    NEW,
+    PROMPTS,
+    QUANTIZED,
+    ROWS,
+    Communication,
+    layers_for,
+    mesh,
+    of_allocation,
+    policy_for,
+    sharded,
+)
+from tests.conftest import DISTINCT, POLICIES
+from tests.products import part
 from tests.tiny import VOCAB, decoder
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
@@ -55,17 +69,29 @@ DECLARED = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("text", [*POLICY_PARAMS, QUANTIZED])
-@pytest.mark.parametrize(("data", "model", "kv_heads"), [(2, 4, 4), (2, 4, 2)])
-def test_a_step_communicates_what_is_declared(text: str, data: int, model: int, kv_heads: int) -> None:
-    layers = layers_for(text)
-    params = sharded(data, model, kv_heads, layers)
-    shape = {"batch": len(ROWS), "length": 64, "new_tokens": NEW, "dtype": np.float32}
-    filled = kvjax.plan_cache(params.config, policy_for(text, kv_heads), **shape, mesh=mesh(data, model))
+def of_step(params: Decoder, policy: kvjax.Policy, data: int, model: int) -> tuple[kvjax.KVCache, Communication]:
+    """A cache as `generate` holds it, as shapes, and what a step communicates that writes to it."""
+    filled = kvjax.plan_cache(params.config, policy, **PROMPTS, new_tokens=NEW, mesh=mesh(data, model))
     active = jax.ShapeDtypeStruct((len(ROWS),), bool, sharding=filled.length.sharding)
-    hlo = jax.jit(step, donate_argnums=1).lower(params, filled, filled.pending, active).compile().as_text()
-    found = Communication.of(hlo)
+    lowered = jax.jit(step, donate_argnums=1).lower(params, filled, filled.pending, active)
+    return filled, Communication.of(lowered.compile().as_text())
+
+
+# Tried also where no devices share a kv head: a policy that would gather, one that reduces as well, and a pool.
+ALONE = ("morphkv:budget=24,window=4,every=4", "d2o:budget=24,layer_budgets=False", DISTINCT[5])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("data", "model", "kv_heads", "text"),
+    part(
+        [(2, 4, kv_heads, text) for kv_heads in (4, 2) for text in (*POLICIES, QUANTIZED)],
+        [*((2, 4, 4, text) for text in ALONE), *((2, 4, 2, text) for text in (*DISTINCT, QUANTIZED))],
+    ),
+)
+def test_a_step_communicates_what_is_declared(data: int, model: int, kv_heads: int, text: str) -> None:
+    layers = layers_for(text)
+    filled, found = of_step(sharded(data, model, kv_heads, layers), policy_for(text, kv_heads), data, model)
     reduces, gathers = DECLARED[text]
     gathers = gathers if model > kv_heads else 0
     # Once a step: the embedding is summed over the devices that hold the vocabulary, and logits are gathered from them.
@@ -80,16 +106,9 @@ def test_a_step_communicates_what_is_declared(text: str, data: int, model: int, 
 @pytest.mark.slow
 def test_full_heads_communicate_nothing() -> None:
     """Each device has one kv head, which retains everything in one of the two layers."""
-    params = sharded(2, 4, 4, layers=2)
     policy = kvjax.policies.duo_attention(((0.9, 0.1, 0.8, 0.2), (0.1, 0.7, 0.2, 0.6)), 0.5, 2, 10, groups=4)
-    one_device = kvjax.generate(decoder(HEADS, 4, (None, None)), ROWS, policy=policy, max_new_tokens=NEW)
-    answer = kvjax.generate(params, ROWS, policy=policy, max_new_tokens=NEW)
-    np.testing.assert_array_equal(answer.tokens, one_device.tokens)
-    active = answer.cache.put_rows(np.ones(len(ROWS), bool))
-    arguments = params, answer.cache, answer.cache.pending, active
-    assert Communication.of(jax.jit(step).lower(*arguments).compile().as_text()).counts == Counter(
-        {"all-reduce": 2 * 2 + 1, "all-gather": 1}
-    )
+    _, found = of_step(sharded(2, 4, 4, layers=2), policy, 2, 4)
+    assert found.counts == Counter({"all-reduce": 2 * 2 + 1, "all-gather": 1})
 
 
 @pytest.mark.slow
@@ -106,12 +125,7 @@ def test_full_heads_communicate_nothing() -> None:
     ],
 )
 def test_an_allocation_communicates_what_is_declared(text: str, expected: dict[str, int]) -> None:
-    params = sharded(2, 4, 4, layers=2)
-    policy = parse(text)
-    cache = kvjax.prefill(params, ROWS, policy=policy, compress="never")
-    rows = pool_rows(policy, cache.kept, 4, room=0)
-    hlo = jax.jit(allocate, static_argnames=("rows", "room")).lower(params, cache, rows=rows, room=0)
-    assert Communication.of(hlo.compile().as_text()).counts == Counter(expected)
+    assert of_allocation(sharded(2, 4, 4, layers=2), parse(text)).counts == Counter(expected)
 
 
 # While a prompt is read and compressed, per layer and beyond what "full" does: (all-reduces, all-gathers over kv heads,
@@ -129,17 +143,19 @@ READING = {
 @cache
 def of_prompt(text: str, kv_heads: int) -> Counter:
     """What the program communicates that reads and compresses a prompt."""
-    params = sharded(2, 4, kv_heads)
-    lengths, tokens = np.full(len(ROWS), 40), np.zeros((len(ROWS), 40), int)
-    empty = kvjax.KVCache.empty(params.config, parse(text), lengths, 40, np.float32, mesh(2, 4))
-    plan = plan_read(empty, [0], new=40, room=0, compress=True, final=True)
-    rows = map(empty.put_rows, (tokens, lengths))
-    hlo = jax.jit(partial(read, plan=plan)).lower(params, empty, *rows).compile().as_text()
-    return Communication.of(hlo).counts
+    config = decoder(HEADS, kv_heads).config
+    lowered = lower_prefill(config, parse(text), **PROMPTS, new_tokens=NEW, mesh=mesh(2, 4))
+    return Communication.of(lowered.compile().as_text()).counts
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("text", "kv_heads"), [(text, kv_heads) for text in READING for kv_heads in (4, 2)])
+@pytest.mark.parametrize(
+    ("text", "kv_heads"),
+    part(
+        product(READING, (4, 2)),
+        {*product(READING, (2,)), *((text, 4) for text in READING if not text.startswith(("snapkv", "criticalkv")))},
+    ),
+)
 def test_a_prompt_communicates_what_is_declared(text: str, kv_heads: int) -> None:
     reduces, gathers, shared = READING[text]
     gathers += shared if kv_heads < 4 else 0
@@ -163,14 +179,13 @@ def test_the_loop_communicates_one_bit_more() -> None:
 
 @pytest.mark.slow
 def test_rows_alone_communicate_nothing() -> None:
-    params = sharded(8, 1, 2)
-    cache = kvjax.prefill(params, ROWS, policy=parse("tova:budget=24"))
-    active = cache.put_rows(np.ones(len(ROWS), bool))
-    assert not Communication.of(jax.jit(step).lower(params, cache, cache.pending, active).compile().as_text()).counts
+    _, found = of_step(sharded(8, 1, 2), parse("tova:budget=24"), 8, 1)
+    assert not found.counts
 
 
 @pytest.mark.slow
 def test_one_device_pays_nothing() -> None:
-    cache = kvjax.prefill(decoder(HEADS, 2), ROWS, policy=parse("tova:budget=24"))
-    program = str(jax.make_jaxpr(step)(decoder(HEADS, 2), cache, cache.pending, np.ones(len(ROWS), bool)))
+    params = decoder(HEADS, 2)
+    cache = kvjax.plan_cache(params.config, parse("tova:budget=24"), **PROMPTS, new_tokens=NEW)
+    program = str(jax.make_jaxpr(step)(params, cache, cache.pending, np.ones(len(ROWS), bool)))
     assert not re.search("shard_map|sharding_constraint|psum|all_gather|axis_index", program)

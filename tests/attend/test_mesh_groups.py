@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.allocate import allocate, pool_rows
 from kvjax.parts import Reconstruction
 from kvjax.policies import adakv, duo_attention, kvzip, snapkv
-from tests.attend.meshes import NEW, ROWS, Communication, assert_equal, mesh, sharded
+from tests.attend.meshes import NEW, ROWS, assert_equal, mesh, of_allocation, sharded
 from tests.tiny import decoder
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
@@ -29,11 +28,19 @@ POLICIES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["kvzip", "adakv", "duo_attention"])
-def test_groups_on_devices_of_their_own_keep_the_same(name: str, compiled: list[str]) -> None:
-    """Bytes are those of the plan. Another text, with other counts of entries, compiles nothing."""
+@pytest.mark.parametrize(
+    ("name", "data", "model", "kv_heads"),
+    [("kvzip", 1, 8, 4), ("adakv", 2, 4, KV_HEADS), ("duo_attention", 2, 4, KV_HEADS)],
+)
+def test_groups_on_devices_of_their_own_keep_the_same(
+    name: str, data: int, model: int, kv_heads: int, compiled: list[str]
+) -> None:
+    """Bytes are those of the plan. Another text, with other counts of entries, compiles nothing.
+
+    Two of 8 devices share each of 4 kv heads.
+    """
     policy, answers = POLICIES[name], []
-    for params in (decoder(8, KV_HEADS, (None,) * LAYERS), sharded(2, 4, KV_HEADS, LAYERS)):
+    for params in (decoder(8, kv_heads, (None,) * LAYERS), sharded(data, model, kv_heads, LAYERS)):
         answers.append(kvjax.generate(params, ROWS, policy=policy, max_new_tokens=NEW, log_probs=True))
     assert_equal(answers[1], answers[0])
     pools = [answer.cache.entries for answer in answers]
@@ -42,7 +49,7 @@ def test_groups_on_devices_of_their_own_keep_the_same(name: str, compiled: list[
     assert pools[1].lanes == GROUPS
     assert {shard.data.shape[1] for shard in pools[1].keys.addressable_shards} == {GROUPS // 4}
     shape = {"batch": len(ROWS), "length": 44, "new_tokens": NEW, "dtype": np.float32}
-    planned = kvjax.plan_cache(params.config, policy, **shape, mesh=mesh(2, 4))
+    planned = kvjax.plan_cache(params.config, policy, **shape, mesh=mesh(data, model))
     assert planned.nbytes == answers[1].cache.nbytes == answers[0].cache.nbytes
     compiled.clear()
     others = kvjax.generate(params, [row[::-1] for row in ROWS], policy=policy, max_new_tokens=NEW, log_probs=True)
@@ -53,11 +60,7 @@ def test_groups_on_devices_of_their_own_keep_the_same(name: str, compiled: list[
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["kvzip", "adakv"])
 def test_the_allocation_communicates_nothing(name: str) -> None:
-    params, policy = sharded(2, 4, KV_HEADS, LAYERS), POLICIES[name]
-    cache = kvjax.prefill(params, ROWS, policy=policy, compress="never")
-    rows = pool_rows(policy, cache.kept, KV_HEADS, room=0)
-    hlo = jax.jit(allocate, static_argnames=("rows", "room")).lower(params, cache, rows=rows, room=0)
-    assert not Communication.of(hlo.compile().as_text()).counts
+    assert not of_allocation(sharded(2, 4, KV_HEADS, LAYERS), POLICIES[name]).counts
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -1,4 +1,4 @@
-"""Checks of a kernel against float64 attention and against its reference in float32."""
+"""Checks of an implementation, a kernel or a reference, against float64 attention."""
 
 from __future__ import annotations
 
@@ -35,9 +35,13 @@ def jitted(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
     def call(*arrays: Any, bias: Any = None, lse: Any = None, asked: Any = None, **static: Any) -> Any:
         extra = {name: x for name, x in (("bias", bias), ("lse", lse), ("asked", asked)) if x is not None}
-        return jax.jit(partial(function, **static, **options))(*arrays, **extra)
+        results = jax.jit(partial(function, **static, **options))(*arrays, **extra)
+        return jax.tree.map(np.asarray, results)  # NumPy looks at them without programs of its own
 
     return call
+
+
+plainly = jax.jit(plain)
 
 
 def received(weights, heads, kind):
@@ -68,7 +72,9 @@ def numbers(x: Any, rounded: bool) -> np.ndarray:
     Args:
         rounded: whether code * scale is rounded to the dtype of x. Otherwise it is exact, in float32.
     """
-    return np.asarray(plain(x if rounded or not isinstance(x, QuantizedArray) else replace(x, dtype=jnp.float32)))
+    if not isinstance(x, QuantizedArray):
+        return np.asarray(x)
+    return np.asarray(plainly(x if rounded else replace(x, dtype=jnp.dtype("float32"))))
 
 
 def check_slots(kernel: Callable[..., Any], case: Case, rounded: bool = True) -> None:
@@ -80,23 +86,17 @@ def check_slots(kernel: Callable[..., Any], case: Case, rounded: bool = True) ->
     q, k, v, t, p, bias = case.arrays
     options = {"scale": case.scale, "window": case.window, "received": case.received}
     keys, values = case.stored(k), case.stored(v)
-    given = [None if x is None else jnp.asarray(x) for x in (q, t, p, bias)]
-    out, lse, got, none = kernel(given[0], keys, values, *given[1:3], bias=given[3], **options)
+    out, lse, got, none = kernel(q, keys, values, t, p, bias=bias, **options)
     k, v = (numbers(x, rounded) for x in (keys, values))
     assert (out.dtype, lse.dtype, none) == (q.dtype, jnp.float32, None)
     weights, expected_lse, _ = attention(q, k, t, p, case.scale, case.window, bias=bias)
     assert_close(out, context(weights, v), *case.typical(out))
     assert_close(lse, expected_lse, *case.typical(lse))
-    full = [x.astype(np.float32) for x in (q, k, v)]
-    expected = jitted(reference_of("slot_attention"))(*full, t, p, bias=bias, **options)
-    assert_close(out, expected[0], *case.typical(out))
-    assert_close(lse, expected[1], *case.typical(lse))
     if case.received is None:
         assert got is None
         return
     assert got.dtype == jnp.float32
     assert_close(got, received(weights, 2, case.received), *case.typical(got))
-    assert_close(got, expected[2], *case.typical(got))
 
 
 def check_extra(kernel: Callable[..., Any], case: Case, count: int, reduction: Reduction) -> None:
@@ -113,12 +113,11 @@ def check_extra(kernel: Callable[..., Any], case: Case, count: int, reduction: R
     at[3] = -1
     lse = rng.normal(size=queries.shape[:3]).astype(np.float32) + 5
     lse[0, 0, 0] = -np.inf  # this query saw nothing
-    asked = Asked(*map(jnp.asarray, (queries, lse, at.astype(np.int32))), reduction)
+    asked = Asked(queries, lse, at.astype(np.int32), reduction)
     options = {"scale": case.scale, "window": case.window, "received": case.received}
     keys, values = case.stored(k), case.stored(v)
-    given = [None if x is None else jnp.asarray(x) for x in (q, t, p, bias)]
-    out, sums, got, scores = kernel(given[0], keys, values, *given[1:3], bias=given[3], asked=asked, **options)
-    k, v = (np.asarray(plain(x)) for x in (keys, values))
+    out, sums, got, scores = kernel(q, keys, values, t, p, bias=bias, asked=asked, **options)
+    k, v = (numbers(x, rounded=True) for x in (keys, values))
     weights, expected_lse, _ = attention(q, k, t, p, case.scale, case.window, bias=bias)
     assert_close(out, context(weights, v), *case.typical(out))
     assert_close(sums, expected_lse, *case.typical(sums))
@@ -128,10 +127,6 @@ def check_extra(kernel: Callable[..., Any], case: Case, count: int, reduction: R
     lse = np.where(np.isneginf(lse), np.inf, lse)
     weights, _, seen = attention(queries, k, at, p, case.scale, case.window, lse=lse, bias=bias)
     assert_close(scores, reduced(weights, seen, reduction), *case.typical(scores))
-    wide = (x.astype(np.float32) for x in (q, k, v))
-    asked = replace(asked, queries=asked.queries.astype(jnp.float32))
-    reference = jitted(reference_of("slot_attention"))(*wide, t, p, bias=bias, asked=asked, **options)
-    assert_close(scores, reference.scores, *case.typical(scores))
     assert not np.any(scores[3])
     assert np.any(scores[2]) == (case.bias != "none")
 
@@ -145,11 +140,9 @@ def check_window(kernel: Callable[..., Any], case: Case) -> None:
     expected = reduced(np.where(seen.repeat(case.group, 1), weights, 0), visible & seen, case.reduction)
     options = {"scale": case.scale, "window": case.window, "causal": case.causal, "reduction": case.reduction}
     options |= {"lse": lse.astype(np.float32) if case.lse else None, "bias": bias}
-    got = kernel(*map(jnp.asarray, (q, k, t, scored)), **options)
+    got = kernel(q, k, t, scored.astype(np.int32), **options)
     assert got.dtype == jnp.float32
     assert_close(got, expected, *case.typical(got))
-    by_reference = jitted(reference_of("window_scores"))(*(x.astype(np.float32) for x in (q, k)), t, scored, **options)
-    assert_close(got, by_reference, *case.typical(got))
     assert not np.any(got[2]), "a row without queries scores 0"
 
 
@@ -161,15 +154,15 @@ def check_prompt(kernel: Callable[..., Any], case: Case, slots: int) -> None:
     """
     rng = np.random.default_rng(case.queries)
     new, dtype, past = case.queries, jnp.dtype(case.dtype), [2 * slots, slots // 2, slots]
-    t = left_padded([new, (new + 1) // 2, 0], new, past)
+    t = left_padded([new, (new + 1) // 2, 0], new, past).astype(np.int32)
     q = rng.normal(size=(3, 2 * case.group, new, case.head_dim)).astype(dtype)
     k, v = rng.normal(size=(2, 3, 2, new, case.head_dim)).astype(dtype)
     cached_k, cached_v, cached = entries(rng, 3, 2, slots, past, dtype, case.head_dim)
     k, v = np.concatenate([cached_k, k], axis=2), np.concatenate([cached_v, v], axis=2)
     p = np.concatenate([cached, np.broadcast_to(t[:, None], (3, 2, new))], axis=2).astype(np.int32)
-    bias = None if case.bias is None else jnp.asarray(rng.normal(size=p.shape), jnp.float32)
+    bias = None if case.bias is None else rng.normal(size=p.shape).astype(np.float32)
     options = {} if bias is None else {"bias": bias}
-    out, lse = kernel(*map(jnp.asarray, (q, k, v, t, p)), scale=case.scale, window=case.window, **options)
+    out, lse = kernel(q, k, v, t, p, scale=case.scale, window=case.window, **options)
     weights, expected_lse, _ = attention(q, k, t, p, case.scale, case.window, bias=bias)
     assert (out.dtype, lse.dtype) == (dtype, jnp.float32)
     assert_close(out, context(weights, v), *case.typical(out))
@@ -203,9 +196,9 @@ def check_segments(kernel: Callable[..., Any], case: Case, lanes: int, rounded: 
     dense_bias = None if bias is None else dense[3]
     t = np.stack([np.full(case.queries, 320), 100 + np.arange(case.queries), np.full(case.queries, -1)])
     q = rng.normal(size=(B, H * case.group, case.queries, D)).astype(dtype)
-    given = (jnp.asarray(q), case.stored(k), case.stored(v), *map(jnp.asarray, (t, p, start, LENGTHS)))
+    given = (q, case.stored(k), case.stored(v), t.astype(np.int32), p, start, LENGTHS.astype(np.int32))
     dense[:2] = (numbers(case.stored(x), rounded) for x in dense[:2])
-    out, lse = kernel(*given, scale=case.scale, window=case.window, bias=None if bias is None else jnp.asarray(bias))
+    out, lse = kernel(*given, scale=case.scale, window=case.window, bias=bias)
     weights, expected_lse, _ = attention(q, dense[0], t, dense[2], case.scale, case.window, bias=dense_bias)
     assert (out.dtype, lse.dtype) == (dtype, jnp.float32)
     assert_close(out, context(weights, dense[1]), *case.typical(out))

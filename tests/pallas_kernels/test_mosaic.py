@@ -1,4 +1,4 @@
-"""The TPU kernels, interpreted on a CPU, against float64 and against their references."""
+"""The TPU kernels, interpreted on a CPU, against float64."""
 
 from dataclasses import replace
 from functools import partial
@@ -9,12 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.experimental import pallas as pl
 
-import kvjax
-from kvjax.models import Decoder
-from kvjax.pallas_kernels import QuantizedArray, use
+from kvjax.pallas_kernels import QuantizedArray
 from tests.dense import assert_close, attention, context, left_padded
 from tests.pallas_kernels.cases import (
     EXTRA_CASES,
@@ -35,7 +32,6 @@ from tests.pallas_kernels.checks import (
     check_window,
     jitted,
 )
-from tests.tiny import VOCAB, decoder
 
 prompt, slot, segment, window, top = (
     import_module(f"kvjax.pallas_kernels.{name}.mosaic_tpu")
@@ -95,13 +91,17 @@ def test_quantized_segments(case, lanes, small_tiles):
 
 @pytest.mark.slow
 def test_keys_and_values_of_different_storage_are_refused():
-    q, t = jnp.zeros((1, 1, 1, 128)), jnp.zeros((1, 1), jnp.int32)
-    k, v = (QuantizedArray.of(q, 8, group) for group in (32, 64))
+    t = np.zeros((1, 1), np.int32)
+
+    def attend(channels, bits, *per_scale):
+        q = np.zeros((1, 1, 1, channels), np.float32)
+        k, v = (QuantizedArray.of(q, bits, group) for group in per_scale)
+        return slot.slot_attention(q, k, v, t, t[None], scale=1.0)
+
     with pytest.raises(NotImplementedError, match="expected the same storage"):
-        slot.slot_attention(q, k, v, t, t[None], scale=1.0)
-    uneven = QuantizedArray.of(q[..., :96], 4, 32)
+        jax.eval_shape(lambda: attend(128, 8, 32, 64))
     with pytest.raises(NotImplementedError, match="3 scales for two halves"):
-        slot.slot_attention(q[..., :96], uneven, uneven, t, t[None], scale=1.0)
+        jax.eval_shape(lambda: attend(96, 4, 32, 32))
 
 
 @pytest.mark.parametrize("case", WINDOW_CASES, ids=str)
@@ -118,19 +118,18 @@ def test_slots_beyond_the_last_visible_tile_are_not_read(small_tiles):
     k, v = rng.normal(size=(2, 2, 4, 600, 64)).astype(np.float32)
     at = np.arange(600)
     positions = np.where(at < bounds[..., None], at, -1)
-    clean = slot.slot_attention(
-        *map(jnp.asarray, (q, k, v, np.full((2, 1), 700), positions)), scale=0.1, interpret=True
-    )
+    attend = jax.jit(partial(slot.slot_attention, scale=0.1, interpret=True))
+    t = np.full((2, 1), 700)
+    clean = attend(q, k, v, t, positions)
     beyond = (at >= -(-bounds[..., None] // 128) * 128)[..., None]
-    k, v = (np.where(beyond, np.nan, x) for x in (k, v))
-    given = map(jnp.asarray, (q, k, v, np.full((2, 1), 700), positions))
-    for x, y in zip(clean[:2], slot.slot_attention(*given, scale=0.1, interpret=True)[:2], strict=True):
+    k, v = (np.where(beyond, np.float32(np.nan), x) for x in (k, v))
+    for x, y in zip(clean[:2], attend(q, k, v, t, positions)[:2], strict=True):
         np.testing.assert_array_equal(x, y)
 
 
 @pytest.fixture
 def fetched(monkeypatch):
-    """A list that a kernel call fills with the number of blocks that it fetches of each operand.
+    """A list that a kernel call fills with the number of blocks that it would fetch of each operand, and runs nothing.
 
     Mosaic fetches a block whenever a step's block differs from that of the step before.
     """
@@ -145,7 +144,7 @@ def fetched(monkeypatch):
             for spec in grid_spec.in_specs:
                 blocks = [tuple(int(i) for i in spec.index_map(*step, *scalars)) for step in steps]
                 counts.append(1 + sum(a != b for a, b in pairwise(blocks)))
-            return kernel(*operands)
+            return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(kernel, *operands))
 
         return run
 
@@ -158,25 +157,24 @@ def test_only_visible_tiles_are_fetched(fetched, small_tiles, monkeypatch):
     """Kernels fetch the tiles up to the last visible one, of keys and of values, and one tile of an empty head."""
     bounds = np.array([[0, 1, 128, 129], [600, 300, 0, 512]])
     tiles = np.maximum(-(-bounds // 128), 1).sum()
-    q, k = jnp.zeros((2, 8, 1, 128)), jnp.zeros((2, 4, 600, 128))
+    q, k = np.zeros((2, 8, 1, 128), np.float32), np.zeros((2, 4, 600, 128), np.float32)
     at = np.arange(600)
-    positions = jnp.asarray(np.where(at < bounds[..., None], at, -1))
-    slot.slot_attention(q, k, k, jnp.full((2, 1), 700), positions, scale=0.1, interpret=True)
+    positions = np.where(at < bounds[..., None], at, -1)
+    slot.slot_attention(q, k, k, np.full((2, 1), 700), positions, scale=0.1, interpret=True)
     assert fetched[2:4] == [tiles, tiles]
     fetched.clear()
     # The segments of all heads lie one after another in one lane.
     bounds = np.array([[16, 1, 128, 129], [600, 300, 40, 512]])
-    sizes, pool = bounds + -bounds % 16, jnp.zeros((2, 1, 2048, 128))
-    start = jnp.asarray(np.cumsum(sizes, axis=1) - sizes)
-    given = jnp.full((2, 1), 700), jnp.zeros((2, 1, 2048), jnp.int32), start, jnp.asarray(bounds)
+    sizes, pool = bounds + -bounds % 16, np.zeros((2, 1, 2048, 128), np.float32)
+    given = np.full((2, 1), 700), np.zeros((2, 1, 2048), np.int32), np.cumsum(sizes, axis=1) - sizes, bounds
     segment.segment_attention(q, pool, pool, *given, scale=0.1, interpret=True)
     assert fetched[2:4] == [np.sum(-(-bounds // 128))] * 2
     fetched.clear()
     # 256 queries in two blocks follow 300 cached slots. The first block sees 4 of 5 tiles of 128, the second sees all.
     monkeypatch.setattr(by_position, "BLOCK_ROWS", 1)
     monkeypatch.setattr(by_position, "MOST_TILE_KEYS", 128)
-    q, k, t = jnp.zeros((1, 2, 256, 128)), jnp.zeros((1, 2, 556, 128)), jnp.arange(300, 556)[None]
-    p = jnp.broadcast_to(jnp.arange(556), (1, 2, 556))
+    q, k = np.zeros((1, 2, 256, 128), np.float32), np.zeros((1, 2, 556, 128), np.float32)
+    t, p = np.arange(300, 556, dtype=np.int32)[None], np.broadcast_to(np.arange(556, dtype=np.int32), (1, 2, 556))
     prompt.prompt_attention(q, k, k, t, p, scale=0.1, interpret=True)
     assert fetched[2:4] == [2 * (4 + 5)] * 2
 
@@ -194,7 +192,7 @@ def test_top_tokens_equal_a_stable_sort(tokens, size):
     positions = np.stack([rng.permutation(tokens) for _ in range(8)]).reshape(2, 4, tokens)
     counts = rng.integers(1, size + 1, (2, 4))
     counts[0, 3], counts[1, 3] = size, 0
-    got = jax.jit(partial(top.top_tokens, size=size, interpret=True))(scores, positions, counts)
+    got = np.asarray(jax.jit(partial(top.top_tokens, size=size, interpret=True))(scores, positions, counts))
     assert got.shape == (2, 4, size)
     for b, h in np.ndindex(2, 4):
         eligible = np.flatnonzero(scores[b, h] > -np.inf)
@@ -205,7 +203,7 @@ def test_top_tokens_equal_a_stable_sort(tokens, size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "group", "window"), [("float32", 4, None), ("float32", 1, 30), ("bfloat16", 7, None)]
+    ("dtype", "group", "window"), [("float32", 7, None), ("float32", 1, 30), ("bfloat16", 2, None)]
 )
 def test_prompt_attention(dtype, group, window):
     """Rows are full, padded on the left, and without tokens. N is more than a tile and no multiple of it."""
@@ -217,7 +215,7 @@ def test_prompt_attention(dtype, group, window):
     p = np.broadcast_to(t[:, None], (3, 2, N))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prompt, "BLOCK", 128)
-        out, lse = interpreted(prompt.prompt_attention, scale=0.25, window=window)(*map(jnp.asarray, (q, k, v, t, p)))
+        out, lse = interpreted(prompt.prompt_attention, scale=0.25, window=window)(q, k, v, t, p)
     weights, expected_lse, _ = attention(q, k, t, p, 0.25, window)
     assert (out.dtype, lse.dtype) == (q.dtype, jnp.float32)
     assert_close(out, context(weights, v), *TOLERANCE[dtype])
@@ -231,18 +229,3 @@ def test_prompts_over_cached_slots(case, slots, monkeypatch):
     monkeypatch.setattr(by_position, "BLOCK_ROWS", 1)
     monkeypatch.setattr(by_position, "MOST_TILE_KEYS", 128)
     check_prompt(interpreted(prompt.prompt_attention), case, slots)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("error::UserWarning")  # dispatch would warn of a fallback
-def test_a_policy_of_segments_uses_every_kernel():
-    """With heads that fill vector lanes, every kernel serves, and tokens are the same as without kernels."""
-    config = replace(decoder().config, head_dim=128, windows=(None, None))
-    params = Decoder(config, nnx.Rngs(0), jnp.float32)
-    prompts = np.random.default_rng(0).integers(0, VOCAB, (2, 70))
-    options = {"policy": kvjax.policies.parse("dynamickv:budget=48,window=4"), "max_new_tokens": 6}
-    with use("reference"):
-        expected = kvjax.generate(params, prompts, **options)
-    with use("mosaic_tpu-interpret"):
-        got = kvjax.generate(params, prompts, **options)
-    np.testing.assert_array_equal(got.tokens, expected.tokens)
