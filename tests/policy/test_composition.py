@@ -82,8 +82,7 @@ STATE = {
 
 
 TURNS = 7  # among which the compositions of a score are divided
-# Any three of these have every merge with every selection, and with every rhythm, and every selection with every rhythm.
-CHOSEN = 3
+CHOSEN = 3  # that many turns in a row have each pair of a selection, a merge and a rhythm
 
 
 def test_what_makes_no_sense_is_refused_by_name():
