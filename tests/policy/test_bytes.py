@@ -27,7 +27,7 @@ from kvjax.parts import (
 from kvjax.policy import Policy
 from tests import tiny
 from tests.policy.expected_budgets import budget_of
-from tests.policy.presets import ROOM, SIZE, decode, decoder, draw, every_policy
+from tests.policy.presets import ROOM, SIZE, decode, decoder, draw, each_kind_of_policy, every_policy
 
 
 def expected_bytes(policy: Policy, batch: int, params: Decoder) -> int:
@@ -97,6 +97,22 @@ def pool_bytes(policy: Policy, config) -> int:
 
 @pytest.mark.slow
 @every_policy
+def test_bytes_are_the_closed_form_whatever_the_length(spec):
+    """U6 and U7, by shapes: a step gives a cache of the shapes that it takes, so that all steps are one program."""
+    params, policy = decoder(spec), policies.parse(spec)
+    rows, tokens = draw(0, (SIZE, 7, 15), steps=1)
+    _, cache = jax.eval_shape(lambda params: tiny.prefill(params, spec, rows, SIZE, room=ROOM), params)
+    assert cache.nbytes == expected_bytes(policy, 3, params)
+    _, first = jax.eval_shape(tiny.step, params, cache, tokens[0], np.ones(3, bool))
+    _, second = jax.eval_shape(tiny.step, params, first, tokens[0], np.ones(3, bool))
+    assert first.nbytes == expected_bytes(policy, 3, params)
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+    for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        assert (one.shape, one.dtype, one.weak_type) == (other.shape, other.dtype, other.weak_type)
+
+
+@pytest.mark.slow
+@each_kind_of_policy
 def test_bytes_are_the_closed_form_and_stay_so(spec):
     """U6 and U7, for answers of 40 tokens, or of 8 where they are added to the cache."""
     params, policy = decoder(spec), policies.parse(spec)
@@ -111,13 +127,16 @@ def test_bytes_are_the_closed_form_and_stay_so(spec):
     assert tiny.step._cache_size() == programs
 
 
+TOKENS = 5_000  # more than the positions that the decoder's configuration names
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["morphkv:budget=12,window=4", "h2o:budget=12", "streaming_llm:budget=12"])
-def test_ten_thousand_tokens_compile_and_allocate_nothing_new(spec):
+def test_thousands_of_tokens_compile_and_allocate_nothing_new(spec):
     """U7."""
     params = decoder(spec)
     step = jax.jit(one_step, donate_argnames="cache")
-    rows, tokens = draw(7, (SIZE, 5, 17), steps=10_000)
+    rows, tokens = draw(7, (SIZE, 5, 17), steps=TOKENS)
     _, cache = tiny.prefill(params, spec, rows, SIZE)
     incoming = np.ones(3, bool)
     for i, token in enumerate(tokens):
@@ -126,5 +145,5 @@ def test_ten_thousand_tokens_compile_and_allocate_nothing_new(spec):
             alive, programs, size = len(jax.live_arrays()), step._cache_size(), cache.nbytes
     assert np.isfinite(logits).all()
     assert (len(jax.live_arrays()), step._cache_size(), cache.nbytes) == (alive, programs, size)
-    assert cache.length.tolist() == [10_024, 10_005, 10_017]
-    assert max(tiny.held(cache, 0)[0][0]) == 10_023
+    assert cache.length.tolist() == [TOKENS + 24, TOKENS + 5, TOKENS + 17]
+    assert max(tiny.held(cache, 0)[0][0]) == TOKENS + 23

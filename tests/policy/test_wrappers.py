@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -54,11 +53,11 @@ def unless_refused(build, name):
 
 
 def run(policy, name):
-    """The notes of a prompt that a model of one layer reads, and of three tokens of an answer."""
+    """The notes of a prompt that a model of one layer reads, and of three tokens of an answer if they evict."""
     notes(name)
     _, filled = tiny.prefill(ONE, policy, ROWS, SIZE)
     prompt = notes(name)
-    for token in ANSWER:
+    for token in ANSWER if policy.evicts(0, 1) else ():
         _, filled = tiny.step(ONE, filled, token, np.ones(len(ROWS), bool))
     return prompt, notes(name)
 
@@ -132,13 +131,18 @@ def in_order(x, shown, b):
     return np.stack([np.asarray(x[b])[h][np.argsort(own)[np.sum(own < 0) :]] for h, own in enumerate(held)])[None]
 
 
-def by_the_parts(policy, layer, shown, scores, counts):
+@partial(jax.jit, static_argnums=0)
+def retained(policy, entries, next_position, protected, scores):
+    """The positions [B, H, S]. The layer matters to the score alone, which has judged already."""
+    moment = Moment(next_position, TWO.attention_layers[0], protected=protected, counts=entries.capacity)
+    return policy.retain(entries, moment, scores, SIZE).positions
+
+
+def by_the_parts(policy, shown, scores, counts):
     """The positions [B][H] that the policy's own selection and merge leave, given scores [B, H, M] and counts."""
-    entries = replace(jax.tree.map(jnp.asarray, shown["entries"]), capacity=jnp.asarray(counts))
-    record = TWO.attention_layers[layer]
-    moment = Moment(shown["next_position"], record, protected=jnp.asarray(shown["protected"]), counts=entries.capacity)
-    left = policy.retain(entries, moment, jnp.asarray(scores, jnp.float32), SIZE)
-    return [[sorted(head[head >= 0].tolist()) for head in row] for row in np.asarray(left.positions)]
+    entries = replace(shown["entries"], capacity=np.asarray(counts))
+    given = entries, shown["next_position"], shown["protected"], np.asarray(scores, np.float32)
+    return [[sorted(head[head >= 0].tolist()) for head in row] for row in np.asarray(retained(policy, *given))]
 
 
 def entrywise(policy):
@@ -170,7 +174,7 @@ def test_adakv_over_every_preset(preset):
         if entrywise(policy):
             stay = [best(in_order(raised(last), last, b), counts[b : b + 1])[0] for b in range(len(ROWS))]
         else:
-            stay = by_the_parts(policy, layer, last, raised(last), counts)
+            stay = by_the_parts(policy, last, raised(last), counts)
         assert [tiny.held(filled, b)[layer] for b in range(len(ROWS))] == stay
     assert len(layers) == 2
 
@@ -215,6 +219,6 @@ def test_criticalkv_over_every_preset(preset):
             ]
         else:
             counts = np.asarray(shown["counts"])
-            stay = by_the_parts(policy, layer, shown, staged(shown, layer, counts), counts)
+            stay = by_the_parts(policy, shown, staged(shown, layer, counts), counts)
         assert [tiny.held(filled, b)[layer] for b in range(len(ROWS))] == stay
     assert len(layers) == (0 if base.budget.slots(0, 1, 1) is None else 2)
