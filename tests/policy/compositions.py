@@ -125,6 +125,7 @@ ROWS = len(ALLOCATED) * len(LENGTHS)
 lengths = np.tile(LENGTHS, len(ALLOCATED))  # of the rows of each layer
 both = np.tile(lengths, L)  # of the rows of both layers, one layer after the other
 INCOMING = np.arange(L * ROWS) % ROWS != 3
+ORIGIN = np.broadcast_to(np.arange(SIZE, dtype=np.int32), (L * ROWS, H, SIZE))
 
 RNG = np.random.default_rng(0)
 LAYER = AttentionLayer(1, Rope(1e4), None, D**-0.5, jnp.asarray(RNG.normal(size=(H * G, D, 16)), jnp.float32))
@@ -241,6 +242,13 @@ def with_room(policy: Policy, entries: Slots, scores: Any) -> tuple[Slots, Any]:
     return layers[1], slot
 
 
+@jax.jit
+def with_state(left: Slots, whole: Slots) -> Slots:
+    """The retained entries with the state that the score had for them in the prompt, and none of the merge."""
+    state = whole.gather(jnp.where(left.positions >= 0, left.per_slot.origin, -1))
+    return replace(left, per_slot=state.per_slot, per_row=state.per_row, merging=None)
+
+
 def after(score: Score, select: Any, merge: Merge, every: int | None, capacity: np.ndarray, whole: Slots):
     """A composition on a prompt: its scores, the retained entries, and what its next token finds.
 
@@ -248,16 +256,14 @@ def after(score: Score, select: Any, merge: Merge, every: int | None, capacity: 
         (scores and query heads' scores of the prompt, retained entries with the score's state, scores before the
         eviction, entries after the eviction and the slot that is free); the last two are None without a rhythm.
     """
-    policy = given(select, merge, every or 1)
     entries = replace(whole, capacity=jnp.asarray(capacity))
-    scores, queries = judged(score, entries, jnp.minimum(entries.capacity, SIZE))
-    origin = jnp.broadcast_to(jnp.arange(SIZE), entries.positions.shape)
-    # Without the state of the score, whose form would make it a program of its own.
-    left = compressed(policy, replace(entries, per_slot=None, per_row=None), Shown(scores, queries, origin))
-    there = left.positions >= 0
-    state = entries.gather(jnp.where(there, left.per_slot.origin, -1))
-    kept = replace(left, per_slot=state.per_slot, per_row=state.per_row)
+    counts = np.minimum(capacity, SIZE)
+    scores, queries = judged(score, entries, counts)
+    # Without the state of the score, whose form would make it a program of its own. No part is told the rhythm here.
+    bare, shown = replace(entries, per_slot=None, per_row=None), Shown(scores, queries, ORIGIN)
+    left = compressed(given(select, merge, 1), bare, shown)
+    kept = with_state(left, entries)
     if every is None:
         return (scores, queries), kept, None, None
-    before = judged(score, kept, jnp.minimum(entries.capacity, SIZE))[0]
-    return (scores, queries), kept, before, with_room(policy, left, before)
+    before = judged(score, kept, counts)[0]
+    return (scores, queries), kept, before, with_room(given(select, merge, every), left, before)
