@@ -108,9 +108,33 @@ DISTINCT = (
     "rkv:budget=12,window=4,kernel=3,every=3",
 )
 
+# Those whose layers have budgets of their own, or none. `test_composition.py` has every score with every budget,
+# selection and merge.
+BUDGETED = (
+    "full",
+    "pyramidkv:budget=0.5,window=3,kernel=3,beta=2,formula=code",
+    "dynamickv:budget=0.5,window=3,kernel=3,code_rounding=True",
+    "kvmerger:budget=12,recent=4,merge.heavy=2,merge.theta=None",
+)
+
+# `tests/test_kv_cache.py` asks in company and alone under policies of the other kinds.
+ALONE = (
+    "h2o:budget=12,recent=3,every=3,sinks=1",
+    "tova:budget=12,every=3",
+    "morphkv:budget=12,window=3,normalise=distant,group=logits",
+    "kvmerger:budget=0.5,merge.theta=0.2,merge.rule=chain,merge.straddle=True,merge.count_bias=True",
+    "lagkv:budget=12,sinks=1,lag=3,every=2",
+    "random:budget=12,seed=3,every=2",
+    "kvcompose:budget=0.5,score.source=self,score.rows=mean,structured=False,min_tokens=1,score.value_norm=vo",
+    "kvcrush:base=h2o,base.budget=12,base.recent=2,share=0.5,granularity=page,page=3",
+    "rkv:budget=12,window=4,kernel=3,every=3",
+)
+
 # The tests of one policy run together, and so share its compiled programs.
 every_policy = pytest.mark.parametrize("spec", ALL, scope="session")
 each_kind_of_policy = pytest.mark.parametrize("spec", part(ALL, DISTINCT), scope="session")
+one_of_each_budget = pytest.mark.parametrize("spec", part(ALL, (*DISTINCT, *BUDGETED)), scope="session")
+some_alone = pytest.mark.parametrize("spec", part(ALL, ALONE), scope="session")
 
 
 def decoder(spec: str) -> Decoder:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
 
 from kvjax import policies
+from kvjax.clock import Clock
 from kvjax.extend import step as one_step
+from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.pallas_kernels import PAGE
 from kvjax.parts import (
@@ -25,9 +29,10 @@ from kvjax.parts import (
     WindowAttention,
 )
 from kvjax.policy import Policy
+from kvjax.prefill import read_prompt
 from tests import tiny
 from tests.policy.expected_budgets import budget_of
-from tests.policy.presets import ROOM, SIZE, decode, decoder, draw, every_policy
+from tests.policy.presets import ROOM, SIZE, decode, decoder, draw, each_kind_of_policy, every_policy
 
 
 def expected_bytes(policy: Policy, batch: int, params: Decoder) -> int:
@@ -95,8 +100,38 @@ def pool_bytes(policy: Policy, config) -> int:
     return 4 * (lanes * -(-rows // PAGE) * PAGE * numbers + 4 * segments + layers * per_row)
 
 
+class Untimed(Clock):
+    """Traces a program where a clock would compile it."""
+
+    def run(self, name, program, *args, **kwargs):
+        return program(*args, **kwargs)
+
+
+def filled(params: Decoder, spec: str, rows: list[np.ndarray]) -> KVCache:
+    """The cache after a prompt, for its shapes."""
+    tokens, lengths = tiny.left_pad(rows, SIZE)
+    cache, options = tiny.empty(params, spec, lengths, SIZE), {"room": ROOM, "chunk": None, "compress": "auto"}
+    return read_prompt(params, cache, tokens, lengths, **options, clock=Untimed())[1]
+
+
 @pytest.mark.slow
 @every_policy
+def test_bytes_are_the_closed_form_whatever_the_length(spec):
+    """U6 and U7, by shapes: a step gives a cache of the shapes that it takes, so that all steps are one program."""
+    params, policy = decoder(spec), policies.parse(spec)
+    rows, tokens = draw(0, (SIZE, 7, 15), steps=1)
+    cache = jax.eval_shape(partial(filled, spec=spec, rows=rows), params)
+    assert cache.nbytes == expected_bytes(policy, 3, params)
+    _, first = jax.eval_shape(tiny.step, params, cache, tokens[0], np.ones(3, bool))
+    _, second = jax.eval_shape(tiny.step, params, first, tokens[0], np.ones(3, bool))
+    assert first.nbytes == expected_bytes(policy, 3, params)
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+    for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        assert (one.shape, one.dtype, one.weak_type) == (other.shape, other.dtype, other.weak_type)
+
+
+@pytest.mark.slow
+@each_kind_of_policy
 def test_bytes_are_the_closed_form_and_stay_so(spec):
     """U6 and U7, for answers of 40 tokens, or of 8 where they are added to the cache."""
     params, policy = decoder(spec), policies.parse(spec)
@@ -111,13 +146,16 @@ def test_bytes_are_the_closed_form_and_stay_so(spec):
     assert tiny.step._cache_size() == programs
 
 
+TOKENS = 5_000  # more than the positions that the decoder's configuration names
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["morphkv:budget=12,window=4", "h2o:budget=12", "streaming_llm:budget=12"])
-def test_ten_thousand_tokens_compile_and_allocate_nothing_new(spec):
+def test_thousands_of_tokens_compile_and_allocate_nothing_new(spec):
     """U7."""
     params = decoder(spec)
     step = jax.jit(one_step, donate_argnames="cache")
-    rows, tokens = draw(7, (SIZE, 5, 17), steps=10_000)
+    rows, tokens = draw(7, (SIZE, 5, 17), steps=TOKENS)
     _, cache = tiny.prefill(params, spec, rows, SIZE)
     incoming = np.ones(3, bool)
     for i, token in enumerate(tokens):
@@ -126,5 +164,5 @@ def test_ten_thousand_tokens_compile_and_allocate_nothing_new(spec):
             alive, programs, size = len(jax.live_arrays()), step._cache_size(), cache.nbytes
     assert np.isfinite(logits).all()
     assert (len(jax.live_arrays()), step._cache_size(), cache.nbytes) == (alive, programs, size)
-    assert cache.length.tolist() == [10_024, 10_005, 10_017]
-    assert max(tiny.held(cache, 0)[0][0]) == 10_023
+    assert cache.length.tolist() == [TOKENS + 24, TOKENS + 5, TOKENS + 17]
+    assert max(tiny.held(cache, 0)[0][0]) == TOKENS + 23
