@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -61,12 +64,16 @@ SAMPLES = {
 }
 
 
+@partial(jax.jit, static_argnums=(0, 1))
+def ranked(policy, layer: int, params, entries, length):
+    counts = jnp.minimum(entries.capacity, entries.slots)
+    return policy.rank(entries, Moment(length, params.attention_layers[layer]), counts, raised=False)
+
+
 def scored(cache, params, layer: int, row: int) -> list[tuple]:
     """(keys, scores) of each head of a row by position, as the policy's score judges the entries."""
     entries = cache.entries[layer]
-    counts = jnp.minimum(entries.capacity, entries.slots)
-    moment = Moment(cache.length, params.attention_layers[layer])
-    scores = np.asarray(cache.policy.rank(entries, moment, counts, raised=False))[row]
+    scores = np.asarray(ranked(cache.policy, layer, params, entries, cache.length))[row]
     keys, positions = np.asarray(entries.keys)[row], np.asarray(entries.positions)[row]
     heads = []
     for own_keys, own_scores, own in zip(keys, scores, positions, strict=True):
@@ -92,7 +99,7 @@ def after_step(policy, params, cache, layer: int, row: int) -> list[set[int]]:
     """The literal composition after one more token."""
     now, heads = int(cache.length[row]), []
     held = tiny.held(cache, row)[layer]
-    if not policy.evicts(layer, 2):
+    if not policy.evicts(layer, len(cache.entries)):
         return [{*own, now} for own in held]
     capacity = int(cache.entries[layer].capacity[row, 0])
     for keys, scores in scored(cache, params, layer, row):
@@ -109,18 +116,20 @@ def after_step(policy, params, cache, layer: int, row: int) -> list[set[int]]:
 def test_a_few_run_through_a_model(name):
     """A prompt within the budget gives full attention; every row retains what the literal composition does."""
     policy, rng, steps = SAMPLES[name], np.random.default_rng(1), 3
-    params = tiny.decoder(windows=(None, None))
+    layers = 1 if isinstance(policy.budget, Fixed) else 2
+    params = tiny.decoder(windows=(None,) * layers)
     lengths = (24, 5, 15)
     rows, tokens = [rng.integers(0, tiny.VOCAB, n) for n in lengths], rng.integers(0, tiny.VOCAB, (steps, 3))
-    _, full = tiny.prefill(params, policy, rows, SIZE, compress="never")
+    compares = not (isinstance(policy.select, Representatives) and isinstance(policy.select.base, Chunks))
+    full = tiny.prefill(params, policy, rows, SIZE, compress="never")[1] if compares else None
     logits, cache = tiny.prefill(params, policy, rows, SIZE, room=steps)
     expected = tiny.full_logits(params, [np.append(r, t) for r, t in zip(rows, tokens.T, strict=True)], SIZE + steps)
     np.testing.assert_allclose(logits[1], expected[1][4], atol=2e-5)
     for row, length in enumerate(lengths):
         for layer, held in enumerate(tiny.held(cache, row)):
-            if not (isinstance(policy.select, Representatives) and isinstance(policy.select.base, Chunks)):
+            if compares:
                 assert list(map(set, held)) == after_reading(policy, params, full, layer, row, length)
-            most = policy.slots(layer, SIZE, 2)
+            most = policy.slots(layer, SIZE, layers)
             assert all(must_stay(length) <= set(own) for own in held)
             assert all(len(own) == min(length, most or SIZE) or policy.merge.effects.at_prompt for own in held)
     for i, token in enumerate(tokens):

@@ -149,9 +149,19 @@ def test_which_entries_stay(over, preset):
                 counts = np.asarray(shown["counts"])[b]
             stay = expected(over, base, heads, counts.tolist(), protected, row, layer)
             assert tiny.held(filled, b)[layer] == stay
+    if policy.every is not None:
+        decodes(filled)
 
 
-TRIED = ("h2o", "d2o", "kvmerger", "keyformer", "kvcompose", "adakv", "kvzip")
+def decodes(filled):
+    """A few tokens give finite logits and values."""
+    for token in np.arange(3):
+        logits, filled = tiny.step(TWO, filled, np.full(len(ROWS), token), np.ones(len(ROWS), bool))
+    assert np.isfinite(logits).all()
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(filled.entries.plain().value_arrays))
+
+
+TRIED = ("kvmerger", "kvcompose", "kvzip")  # the tests above have a policy of each other kind decode
 
 
 def sample():
@@ -172,7 +182,4 @@ def test_combinations_read_and_decode(over, preset):
         counts = np.array([[len(head) for head in layer] for layer in tiny.held(filled, b)])
         assert (counts <= alone).all() or base.allocates
         assert counts.sum() <= alone.sum()
-    for token in np.arange(3):
-        logits, filled = tiny.step(TWO, filled, np.full(len(ROWS), token), np.ones(len(ROWS), bool))
-    assert np.isfinite(logits).all()
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(filled.entries.plain().value_arrays))
+    decodes(filled)
