@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +27,7 @@ from kvjax.cache.overwrite import (
 )
 
 RNG = np.random.default_rng(0)
+marked = jax.jit(mark, static_argnums=1)
 
 
 @pytest.mark.parametrize("clear", [clear_slot, clear_by_pass, clear_by_scatter])
@@ -35,7 +38,7 @@ def test_clears_a_slot_of_each_head(clear, state: tuple[int, ...]) -> None:
     expected = x.copy()
     for b, h in np.argwhere(slot < 5):
         expected[b, h, ..., slot[b, h]] = 0
-    np.testing.assert_array_equal(clear(jnp.asarray(x), jnp.asarray(slot)), expected)
+    np.testing.assert_array_equal(jax.jit(clear)(x, slot), expected)
 
 
 @pytest.mark.parametrize("numbers", [(), (4,), (32,)])
@@ -45,7 +48,7 @@ def test_sets_slots_whatever_they_hold(numbers: tuple[int, ...]) -> None:
     expected = x.copy()
     for b, i in np.argwhere(at[2] < 5):
         expected[b, at[1][i], at[2][b, i]] = new[b, i]
-    np.testing.assert_array_equal(set_slots(jnp.asarray(x), tuple(map(jnp.asarray, at)), jnp.asarray(new)), expected)
+    np.testing.assert_array_equal(jax.jit(set_slots)(x, at, new), expected)
 
 
 @pytest.mark.parametrize("write", [set_entries, set_by_row, set_by_head])
@@ -56,7 +59,7 @@ def test_sets_entries_of_all_heads(write, numbers: tuple[int, ...]) -> None:
     expected = x.copy()
     for b, i in np.argwhere(index < 5):
         expected[b, :, index[b, i]] = new[b, :, i]
-    np.testing.assert_array_equal(write(jnp.asarray(x), jnp.asarray(index), jnp.asarray(new)), expected)
+    np.testing.assert_array_equal(jax.jit(write)(x, index, new), expected)
 
 
 @pytest.mark.parametrize("write", [change_block, change_by_pass, change_by_scatter])
@@ -67,7 +70,7 @@ def test_changes_a_block_of_each_row(write) -> None:
     for b, block in enumerate([3, 4, 0]):
         if block < 4:
             expected[b, :, block] += add[b]
-    changed = write(jnp.asarray(x), jnp.array([3, 4, 0]), change=lambda part: part + jnp.asarray(add)[:, :, None])
+    changed = jax.jit(partial(write, change=lambda part: part + add[:, :, None]))(x, np.array([3, 4, 0]))
     np.testing.assert_array_equal(changed, expected)
 
 
@@ -79,20 +82,20 @@ def test_sets_a_slot_of_each_head(size: int) -> None:
     expected = x.copy()
     for b, h in np.argwhere(slot < size):
         expected[b, h, slot[b, h]] = new[b, h]
-    np.testing.assert_array_equal(set_slot(*map(jnp.asarray, (x, slot, new))), expected)
+    np.testing.assert_array_equal(jax.jit(set_slot)(x, slot, new), expected)
 
 
 def test_a_pass_sets_one_entry_of_all_heads() -> None:
     x, new, index = RNG.normal(size=(3, 2, 5, 4)), RNG.normal(size=(3, 2, 1, 4)), np.array([[0], [4], [5]])
-    arrays = [jnp.asarray(a, jnp.float32 if a.dtype == float else jnp.int32) for a in (x, index, new)]
-    np.testing.assert_array_equal(set_by_pass(*arrays), set_by_head(*arrays))
+    arrays = [a.astype(np.float32 if a.dtype == float else np.int32) for a in (x, index, new)]
+    np.testing.assert_array_equal(jax.jit(set_by_pass)(*arrays), jax.jit(set_by_head)(*arrays))
 
 
 @pytest.mark.parametrize("index", [[[0]], [[4]], [[5]], [[-1]]])
 def test_one_mark_is_what_several_would_be(index: list[list[int]]) -> None:
-    one = jnp.array([index])
-    none = jnp.full_like(one, -1)
-    np.testing.assert_array_equal(mark(one, 5), mark(jnp.concatenate([one, none], axis=-1), 5))
+    one = np.array([index])
+    several = np.concatenate([one, np.full_like(one, -1)], axis=-1)
+    np.testing.assert_array_equal(marked(one, 5), marked(several, 5))
 
 
 @pytest.mark.parametrize(
