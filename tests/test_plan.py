@@ -9,6 +9,7 @@ from flax import nnx
 
 import kvjax
 from kvjax.models import Decoder, DecoderConfig, Rope
+from tests.products import part
 
 CONFIG = DecoderConfig(
     family="mistral",
@@ -29,22 +30,24 @@ def params() -> Decoder:
     return Decoder(CONFIG, nnx.Rngs(0))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "text",
-    [
-        "full",
-        "streaming_llm:budget=20",
-        "streaming_llm:budget=20,positions=in_cache,every=4",
-        "h2o:budget=20",
-        "h2o:budget=20,every=None",
-        "tova:budget=0.25",
-        "snapkv:budget=20,window=8",
-        "morphkv:budget=20,window=8",
-        "morphkv:budget=0.3,window=8,every=4,dense_layers=1",
-        "quantize:policy=h2o,policy.budget=20,bits=4",
-    ],
+DISTINCT = (
+    "full",
+    "streaming_llm:budget=20,positions=in_cache,every=4",
+    "h2o:budget=20,every=None",
+    "morphkv:budget=0.3,window=8,every=4,dense_layers=1",
+    "quantize:policy=h2o,policy.budget=20,bits=4",
 )
+ALIKE = (
+    "streaming_llm:budget=20",
+    "h2o:budget=20",
+    "tova:budget=0.25",
+    "snapkv:budget=20,window=8",
+    "morphkv:budget=20,window=8",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", part((*DISTINCT, *ALIKE), DISTINCT))
 def test_planned_bytes_are_the_bytes_of_generate(params: Decoder, text: str) -> None:
     policy = kvjax.policies.parse(text)
     prompts = np.random.default_rng(0).integers(0, 64, (2, 70))
