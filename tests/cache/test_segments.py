@@ -21,7 +21,7 @@ RNG = np.random.default_rng(2)
 ROWS = [RNG.integers(0, 64, n).tolist() for n in (40, 61, 7)]
 NEW = 14
 HEADS, LAYERS = 4, 2
-SNAPKV, MORPHKV = "snapkv:budget=24,window=4", "morphkv:budget=24,window=4"
+SNAPKV, MORPHKV = "snapkv:budget=24,window=4", "morphkv:budget=24,window=4,every=4"
 QUANTIZED = "quantize:policy=morphkv,policy.budget=24,policy.window=4,bits=8"
 
 
@@ -66,7 +66,7 @@ def on(budget: AllocatedBudget, text: str) -> Policy:
     ("text", "groups"),
     [
         ("snapkv:budget=24,window=4", 1),
-        ("morphkv:budget=24,window=4,every=4", 2),
+        (MORPHKV, 2),
         ("cam:budget=24,tokens=4", 1),
         ("keyformer:budget=24,recent=8", None),
         (QUANTIZED, 2),
@@ -221,12 +221,12 @@ def test_other_budgets_compile_nothing(compiled):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", part([SNAPKV, MORPHKV], [MORPHKV]))
-def test_turns_and_continuations(text):
+@pytest.mark.parametrize(("text", "new"), part([(SNAPKV, 70), (MORPHKV, NEW)], [(MORPHKV, NEW)]))
+def test_turns_and_continuations(text, new):
     """A question of several tokens and a continued answer give what they give in layers of slots."""
     answers = []
     for policy in (policies.parse(text), on(Even(Fixed(24), 2), text)):
-        options = {"max_new_tokens": 70, "log_probs": True}  # one loop for all
+        options = {"max_new_tokens": new, "log_probs": True}  # one loop for all
         first = kvjax.generate(params(), ROWS, policy=policy, **options)
         second = kvjax.generate(params(), [row[:5] for row in ROWS], cache=first.cache, **options)
         third = kvjax.generate(params(), None, cache=second.cache, **options)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
 
 from kvjax import policies
+from kvjax.clock import Clock
 from kvjax.extend import step as one_step
+from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.pallas_kernels import PAGE
 from kvjax.parts import (
@@ -25,6 +29,7 @@ from kvjax.parts import (
     WindowAttention,
 )
 from kvjax.policy import Policy
+from kvjax.prefill import read_prompt
 from tests import tiny
 from tests.policy.expected_budgets import budget_of
 from tests.policy.presets import ROOM, SIZE, decode, decoder, draw, each_kind_of_policy, every_policy
@@ -95,13 +100,27 @@ def pool_bytes(policy: Policy, config) -> int:
     return 4 * (lanes * -(-rows // PAGE) * PAGE * numbers + 4 * segments + layers * per_row)
 
 
+class Untimed(Clock):
+    """Traces a program where a clock would compile it."""
+
+    def run(self, name, program, *args, **kwargs):
+        return program(*args, **kwargs)
+
+
+def filled(params: Decoder, spec: str, rows: list[np.ndarray]) -> KVCache:
+    """The cache after a prompt, for its shapes."""
+    tokens, lengths = tiny.left_pad(rows, SIZE)
+    cache, options = tiny.empty(params, spec, lengths, SIZE), {"room": ROOM, "chunk": None, "compress": "auto"}
+    return read_prompt(params, cache, tokens, lengths, **options, clock=Untimed())[1]
+
+
 @pytest.mark.slow
 @every_policy
 def test_bytes_are_the_closed_form_whatever_the_length(spec):
     """U6 and U7, by shapes: a step gives a cache of the shapes that it takes, so that all steps are one program."""
     params, policy = decoder(spec), policies.parse(spec)
     rows, tokens = draw(0, (SIZE, 7, 15), steps=1)
-    _, cache = jax.eval_shape(lambda params: tiny.prefill(params, spec, rows, SIZE, room=ROOM), params)
+    cache = jax.eval_shape(partial(filled, spec=spec, rows=rows), params)
     assert cache.nbytes == expected_bytes(policy, 3, params)
     _, first = jax.eval_shape(tiny.step, params, cache, tokens[0], np.ones(3, bool))
     _, second = jax.eval_shape(tiny.step, params, first, tokens[0], np.ones(3, bool))
