@@ -138,7 +138,7 @@ class Tally:
         """Answers one question per row. The times on the clock move to this policy and are removed from the clock."""
         rows, kept = self._batch.rows, fetch(_kept(cache))
         out = self._asker.answer(cache, asks, self._batch.readings[0].new_tokens)
-        assert out.text is not None
+        assert isinstance(out.text, list)
         for row, mine in enumerate(self.answers):
             mine.append(
                 Answer(
