@@ -18,6 +18,7 @@ from kvjax.kv_cache import KVCache
 from kvjax.models import AttentionLayer, Decoder
 from kvjax.pallas_kernels import PAGE
 from kvjax.policy import Moment, Pass, Policy, Texts
+from kvjax.programs import jit
 
 Run: TypeAlias = Callable[..., Any]
 Encode: TypeAlias = Callable[[str], Sequence[int]]
@@ -68,12 +69,12 @@ def replayed(
     return cache
 
 
-_passes = jax.jit(
+_passes = jit(
     lambda score, tokens, lengths, texts: score.passes(tokens, lengths, texts), static_argnames=("score", "texts")
 )
 
 
-@jax.jit
+@jit
 def _replay(params: Decoder, cache: KVCache, part: Pass) -> KVCache:
     """The same cache after its score has observed a pass."""
     behind = jnp.arange(part.tokens.shape[1] - 1, -1, -1)
@@ -129,7 +130,7 @@ def growing_segments(policy: Policy, layers: int, heads: int) -> int:
     return layers * heads if policy.every is None else layout.growing_segments(layers, heads)
 
 
-@partial(jax.jit, static_argnames=("rows", "room"))
+@partial(jit, static_argnames=("rows", "room"))
 def allocate(params: Decoder, cache: KVCache, *, rows: int, room: int) -> KVCache:
     """The cache of a prompt that has been read to its end, compressed to what its budget gives each head.
 

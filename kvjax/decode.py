@@ -16,6 +16,7 @@ from kvjax.attend import over_rows
 from kvjax.extend import step
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
+from kvjax.programs import jit
 from kvjax.request import Request, Sampling
 from kvjax.sampling import SamplingMethod, log_probability, mark_seen
 
@@ -133,10 +134,10 @@ def _take(state: tuple[Answers, Array], given: tuple[Array, Array]) -> tuple[Ans
     return answers.take(pending, *given)
 
 
-take = jax.jit(Decoding.take, donate_argnums=0)
+take = jit(Decoding.take, donate_argnums=0)
 
 
-@partial(jax.jit, donate_argnames="state")
+@partial(jit, donate_argnames="state")
 def decode(
     params: Decoder, state: Decoding, logits: Float[Array, "B V"], limit: Int[Array, ""]
 ) -> tuple[Decoding, Int[Array, ""]]:

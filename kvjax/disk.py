@@ -25,6 +25,7 @@ from kvjax.models import Decoder
 from kvjax.modes import own_modes
 from kvjax.policies import parse
 from kvjax.policy import Policy
+from kvjax.programs import jit
 from kvjax.sharding import check_batch, fetch, mesh_of
 from kvjax.writing import finish, new_folder
 
@@ -125,7 +126,7 @@ def fingerprint(params: Decoder) -> str:
     return hashlib.sha256(repr(params.config).encode() + sums.tobytes()).hexdigest()
 
 
-@jax.jit
+@jit
 def _checksum(x: Array) -> UInt32[Array, "2"]:
     """Sums of an array's bits, plain and weighted by place. They are integers, so the order does not matter."""
     bits = jax.lax.bitcast_convert_type(x, {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]).astype(jnp.uint32).ravel()

@@ -19,6 +19,7 @@ from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.modes import own_modes
 from kvjax.policy import Policy
+from kvjax.programs import jit
 from kvjax.room import Compress, check_reading, check_room, ending, occupied_slots, plan_read, with_room
 from kvjax.sharding import logical_sharding, mesh_of, rows_sharding
 
@@ -113,8 +114,8 @@ def step(
     return _by_row(params.logits(hidden[:, 0]), cache), cache.in_place()
 
 
-jitted_read = jax.jit(read, static_argnames="plan")
-jitted_step = jax.jit(step)
+jitted_read = jit(read, static_argnames="plan")
+jitted_step = jit(step)
 
 
 def _by_row(logits: Float[Array, "B V"], cache: KVCache) -> Float[Array, "B V"]:

@@ -14,7 +14,7 @@ from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.modes import own_modes
 from kvjax.policy import Policy
-from kvjax.prompts import Prompt
+from kvjax.prompts import Prompt, is_single
 from kvjax.request import AnswerOptions, EndTokens, Request, Seed, read_request
 from kvjax.room import Compress
 from kvjax.sampling import SamplingMethod
@@ -63,7 +63,8 @@ class Generation:
     Attributes:
         tokens: int32 ids, -1 after the end of a row. An end token belongs to its row. T is the longest answer's length.
         lengths: int32, the number of tokens of each answer.
-        text: each answer as text without special tokens; None without a tokenizer.
+        text: the answer as text without special tokens: a string if the prompt was one row by itself, such as a string
+            or a list of chat messages, and a list of one string per row otherwise. None without a tokenizer.
         log_probs: float32 natural log-probability of each token under the unmodified model, 0 after the end of a row;
             None unless asked for.
         cache: continues the dialogue as the `cache=` of a later call. The last token of each row has no entry in it
@@ -73,7 +74,7 @@ class Generation:
 
     tokens: Int[np.ndarray, "B T"]
     lengths: Int[np.ndarray, "B"]
-    text: list[str] | None
+    text: str | list[str] | None
     log_probs: Float[np.ndarray, "B T"] | None
     cache: KVCache
     stats: Stats
@@ -168,9 +169,10 @@ def generate(
     lengths = fetch(answers.lengths)
     longest = int(lengths.max())
     tokens = fetch(answers.tokens)[:, :longest]
-    text = None
+    text: str | list[str] | None = None
     if tokenizer is not None:
         text = [tokenizer.decode(row[:n], skip_special_tokens=True) for row, n in zip(tokens, lengths, strict=True)]
+        text = text[0] if is_single(prompt) else text
     return Generation(
         tokens=tokens,
         lengths=lengths,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
@@ -14,9 +13,10 @@ from kvjax.extend import jitted_read, jitted_step, read
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policy import Texts
+from kvjax.programs import jit
 from kvjax.room import Compress, ending, grown, occupied_slots, plan_read, with_room
 
-_read_on = jax.jit(read, static_argnames="plan", donate_argnames="cache")
+_read_on = jit(read, static_argnames="plan", donate_argnames="cache")
 
 
 def read_prompt(

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
@@ -20,6 +19,7 @@ from kvjax.kv_cache import KVCache
 from kvjax.models import AttentionLayer, Decoder
 from kvjax.modes import own_modes
 from kvjax.policy import Moment, Policy
+from kvjax.programs import jit
 from kvjax.prompts import Prompt
 from kvjax.request import Request, as_policy, read_request
 from kvjax.room import plan_read
@@ -120,7 +120,7 @@ def check_alike(policy: Policy, other: Policy, layers: int) -> None:
             )
 
 
-@partial(jax.jit, static_argnames="slots")
+@partial(jit, static_argnames="slots")
 def compressed(params: Decoder, cache: KVCache, *, slots: tuple[int, ...]) -> KVCache:
     """The cache of a prompt that was read with `compress="never"`, compressed to layers with these slots."""
     change = partial(_compressed, cache.policy, kept=cache.kept, slots=slots)

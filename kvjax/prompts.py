@@ -111,6 +111,16 @@ def _check_text(name: str, text: Any) -> None:
         raise ValueError(f"{name} has the lone surrogate {found} at {error.start}: expected text in UTF-8") from None
 
 
+def is_single(prompt: Prompt | None) -> bool:
+    """Whether an accepted prompt is one row by itself: a string, a conversation, or token ids without a batch axis."""
+    if prompt is None or isinstance(prompt, str):
+        return prompt is not None
+    if hasattr(prompt, "__array__"):
+        return np.ndim(prompt) == 1
+    first: Any = prompt[0]
+    return isinstance(first, Mapping) or (not isinstance(first, str | list | tuple) and np.ndim(first) == 0)
+
+
 def _array(row: Any) -> np.ndarray:
     try:
         return np.asarray(row)

@@ -23,6 +23,7 @@ from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policy import Policy, Texts
 from kvjax.prefill import read_prompt
+from kvjax.programs import make_room
 from kvjax.prompts import Batch, Prompt, rows_of
 from kvjax.room import Compress, check_reading
 from kvjax.sampling import Greedy, SamplingMethod
@@ -124,6 +125,7 @@ class Request:
         texts = _texts(cache.policy if cache is not None else policy or policies.full(), tokenizer, config.vocab_size)
         sampling = None if answer is None else _sampling(answer, tokenizer, rows, config.vocab_size)
         # Everything has been checked. From here on programs may be compiled.
+        make_room()
         if cache is None:
             size, dtype = batch.tokens.shape[1], params.embed.dtype
             cache = KVCache.empty(config, policy or policies.full(), jnp.asarray(batch.lengths), size, dtype, mesh)

@@ -7,13 +7,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple, get_args
 
-import jax
 import numpy as np
 
 from kvjax.attend import ReadPlan
 from kvjax.cache import Entries, Usage
 from kvjax.kv_cache import KVCache
 from kvjax.modes import own_modes
+from kvjax.programs import jit
 from kvjax.sharding import fetch
 
 Compress = Literal["auto", "never", "end", "chunk"]
@@ -64,7 +64,7 @@ def plan_read(cache: KVCache, occupied: Sequence[int], *, new: int, room: int, c
     return ReadPlan(slots, kept, final)
 
 
-@jax.jit
+@jit
 def _usage(entries: Entries) -> Usage:
     return entries.usage()
 
@@ -82,7 +82,7 @@ def occupied_slots(cache: KVCache) -> list[int]:
     return list(usage(cache).occupied)
 
 
-@partial(jax.jit, static_argnames="size")
+@partial(jit, static_argnames="size")
 def grown(cache: KVCache, size: tuple[int, ...]) -> KVCache:
     """The same cache with more slots, as `Entries.growth` counts them."""
     return replace(cache, entries=cache.entries.grow(size)).in_place()

@@ -17,6 +17,7 @@ from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.modes import own_modes
 from kvjax.policy import Policy
+from kvjax.programs import jit
 from kvjax.prompts import Prompt
 from kvjax.request import AnswerOptions, EndTokens, Request, Seed, read_request
 from kvjax.room import Compress
@@ -150,7 +151,7 @@ def _pieces(
         state = _advance(leaves, state, state.cache.put_rows(active), tree=tree)
 
 
-@partial(jax.jit, static_argnames="tree", donate_argnames="state")
+@partial(jit, static_argnames="tree", donate_argnames="state")
 def _advance(leaves: list[Array], state: Decoding, active: Array, tree: Any) -> Decoding:
     return state.with_active(active).advance(jax.tree.unflatten(tree, leaves))
 

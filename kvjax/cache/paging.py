@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from kvjax.pallas_kernels import PAGE, pages
+from kvjax.programs import jit
 
 
 def whole_pages(rows: Any) -> Any:
@@ -18,7 +18,7 @@ def whole_pages(rows: Any) -> Any:
     return (rows + PAGE - 1) // PAGE * PAGE
 
 
-@partial(jax.jit, static_argnames="layers")
+@partial(jit, static_argnames="layers")
 def longest_segment(size: Int[Array, "B H L"], layers: tuple[int, ...]) -> Int[Array, ""]:
     """The number of rows of the longest segment of these layers."""
     return jnp.max(size[..., list(layers)], initial=0)

@@ -87,8 +87,7 @@ def generate(
     if as_json:
         print_json(_document(out, model, policy, sampler, seed))
         return
-    assert out.text is not None
-    sys.stdout.write(out.text[0] + "\n")
+    sys.stdout.write(f"{out.text}\n")
     stats = out.stats
     slots = math.ceil(statistics.fmean(out.cache.entries.mean_slots))
     note(
@@ -101,13 +100,12 @@ def generate(
 
 def _document(out: Generation, model: str, policy: str, sampler: str, seed: int) -> dict[str, Any]:
     stats = out.stats
-    assert out.text is not None
     return {
         "model": model,
         "policy": policy,
         "sampler": sampler,
         "seed": seed,
-        "text": out.text[0],
+        "text": out.text,
         "tokens": out.tokens[0, : out.lengths[0]].tolist(),
         "prompt_tokens": stats.prompt_tokens,
         "prefill_seconds": stats.prefill_seconds,

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -20,6 +19,7 @@ from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policy import Policy
 from kvjax.prefill_each import prefill_each
+from kvjax.programs import jit
 from kvjax.sampling import Greedy, SamplingMethod
 from kvjax.sharding import fetch
 
@@ -138,7 +138,7 @@ class Tally:
         """Answers one question per row. The times on the clock move to this policy and are removed from the clock."""
         rows, kept = self._batch.rows, fetch(_kept(cache))
         out = self._asker.answer(cache, asks, self._batch.readings[0].new_tokens)
-        assert out.text is not None
+        assert isinstance(out.text, list)
         for row, mine in enumerate(self.answers):
             mine.append(
                 Answer(
@@ -163,7 +163,7 @@ def _seed(seed: int, ask: Ask) -> int:
     return zlib.crc32(f"{seed} {item.task.name} {item.length} {item.example.id} {ask.index}".encode())
 
 
-@jax.jit
+@jit
 def _kept(cache: KVCache) -> Float[Array, "B L"]:
     """The number of retained entries of each of B rows and L layers, averaged over kv heads."""
     return cache.entries.held()

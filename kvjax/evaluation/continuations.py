@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.extend import extend
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
+from kvjax.programs import jit
 
 
 def marks(logits: Float[Array, "B V"], targets: Int[Array, "B"]) -> tuple[Float[Array, "B"], Bool[Array, "B"]]:
@@ -17,7 +18,7 @@ def marks(logits: Float[Array, "B V"], targets: Int[Array, "B"]) -> tuple[Float[
     return chosen, jnp.argmax(logits, 1) == targets
 
 
-@jax.jit
+@jit
 def score(
     params: Decoder, cache: KVCache, inputs: Int[Array, "B T"], targets: Int[Array, "B T"], lengths: Int[Array, "B"]
 ) -> tuple[Float[Array, "B"], Bool[Array, "B"]]:

@@ -173,7 +173,7 @@ class KVJaxLM(TemplateLM):
         if wanted["until"]:  # most answers end long before max_gen_toks
             return ["".join(texts) for texts in zip(*_texts(self.params, wanted["until"], asked), strict=True)]
         out = kvjax.generate(self.params, **asked)
-        assert out.text is not None
+        assert isinstance(out.text, list)
         return out.text
 
     def _loglikelihood_tokens(

@@ -23,8 +23,6 @@ from kvjax.policy import Policy
 
 Answering: TypeAlias = Callable[[ReadingBatch, Sequence[Policy]], Iterator[tuple[Answers, Took]]]
 
-PROGRAMS = 16  # policies whose compiled programs stay in memory; each needs memory and several hundred memory maps
-
 
 class Watch(Protocol):
     """Receives the progress of a run."""
@@ -84,7 +82,6 @@ def run(plan: RunPlan, ask: Answering, out: Path, watch: Watch | None = None) ->
         planned = [key for one in cells for key in keys_of(one.cell, one.batches)]
         before = sum(key in records for key in planned)
         watch.begin(len(planned) - before)
-        used: set[str] = set()
         sweeps: dict[tuple[str, str], dict[Cell, tuple[ReadingBatch, ...]]] = {}
         for one in cells:
             sweeps.setdefault((one.cell.label, one.cell.question), {})[one.cell] = one.batches
@@ -96,10 +93,6 @@ def run(plan: RunPlan, ask: Answering, out: Path, watch: Watch | None = None) ->
             ]
             if not missing:
                 continue
-            used.update(cell.policy for cell in sweep)
-            if len(used) > PROGRAMS:
-                jax.clear_caches()
-                used = {cell.policy for cell in sweep}
             for lines, timing in _Sweep(plan, ask, watch).answers(missing):
                 errors += [line for line in lines if "error" in line]
                 new = sum(key_of(line) not in records for line in lines)

@@ -22,6 +22,7 @@ from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policy import PLAIN, Moment, Policy
 from kvjax.prefill_each import compressed
+from kvjax.programs import jit
 from kvjax.room import plan_read
 
 NOWHERE, SEVERAL = -1, -2  # in place of a position
@@ -47,7 +48,7 @@ def into_at_prompt(params: Decoder, full: KVCache) -> Any:
     return _at_prompt(params, full, rows=0, slots=plan.slots)
 
 
-@partial(jax.jit, static_argnames=("rows", "slots"))
+@partial(jit, static_argnames=("rows", "slots"))
 def _at_prompt(params: Decoder, full: KVCache, *, rows: int, slots: tuple[int, ...]) -> Any:
     cache = _plain(full)
     if cache.policy.allocates:
@@ -55,7 +56,7 @@ def _at_prompt(params: Decoder, full: KVCache, *, rows: int, slots: tuple[int, .
     return _followed(partial(compressed, params, slots=slots), cache)
 
 
-@jax.jit
+@jit
 def into_at_step(params: Decoder, cache: KVCache) -> Any:
     """The same for the entries before a decode step of every row, which may make room."""
     return _followed(partial(_made_room, params), _plain(cache))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-import jax
 import numpy as np
 from jaxtyping import Bool, Int
 from tokenizers.decoders import DecodeStream
@@ -16,6 +15,7 @@ from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.modes import own_modes
 from kvjax.policy import Policy
+from kvjax.programs import jit
 from kvjax.prompts import Prompt
 from kvjax.request import AnswerOptions, EndTokens, Request, Seed, read_request
 from kvjax.sampling import SamplingMethod
@@ -126,7 +126,7 @@ def record(
     )
 
 
-_advance = jax.jit(Decoding.advance, donate_argnums=0)
+_advance = jit(Decoding.advance, donate_argnums=0)
 
 
 def _pending(state: Decoding) -> int:

@@ -8,16 +8,12 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 import kvjax
 from kvjax.cli.console import bytes_text
-from kvjax.evaluation.answers import MarkedAnswers
-from kvjax.evaluation.answers import answer as marked_answers
-from kvjax.models import Decoder
 from tests.cli.commands import PROMPT, kv
 
 
@@ -133,7 +129,8 @@ def test_bytes_in_words(count: float, text: str) -> None:
 def test_eval_says_what_it_would_do_does_it_and_goes_on(shallow_model: str, tmp_path: Path) -> None:
     config, out = tmp_path / "run.yaml", tmp_path / "out"
     config.write_text(
-        "tasks: [{name: demo/*, lengths: [64]}]\nlimit: 2\npolicies: [full, 'tova:budget={budget}', 'lru']\n"
+        "tasks: [{name: demo/*, lengths: [64]}]\nlimit: 2\npolicies: [full, 'tova:budget={budget}', {name: thirds, "
+        "policy: 'adakv:base=h2o,base.budget=40,groups=3'}]\n"
         "budgets: [0.5]\nbatch: 2\n"
     )
     options = ("eval", "--config", config, "--model", shallow_model, "--out", out, "--tasks", "demo/n*")
@@ -144,7 +141,7 @@ def test_eval_says_what_it_would_do_does_it_and_goes_on(shallow_model: str, tmp_
         "64 - 64 - 64",
         "│ tova ",
         "10 answers in total",
-        "lru after: unknown policy",
+        "thirds after: groups=3 of 2 kv heads",
     ):
         assert text in stdout
     assert "demo/keys" not in stdout
@@ -154,7 +151,8 @@ def test_eval_says_what_it_would_do_does_it_and_goes_on(shallow_model: str, tmp_
     status, stdout, stderr = kv(*options, "--limit", 1)
     assert (status, stdout) == (1, "")
     assert f"10 of 10 answers are in {out / 'results.jsonl'}, 10 of them new" in stderr
-    assert "1 errors:\n  lru after: unknown policy 'lru': expected adakv" in stderr
+    assert "kvjax: warning: not asked: thirds after: groups=3 of 2 kv heads" in stderr
+    assert "1 errors:\n  thirds after: groups=3 of 2 kv heads: expected a divisor of 2" in stderr
     status, _, stderr = kv(*options)
     assert "20 of 20 answers are in" in stderr
     assert "10 of them new" in stderr
@@ -163,17 +161,6 @@ def test_eval_says_what_it_would_do_does_it_and_goes_on(shallow_model: str, tmp_
 
 @pytest.mark.slow
 def test_demo_answers_draws_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The full cache and SnapKV answer. The other four presets, which are to be among them, get SnapKV's results."""
-    answers: dict[str, MarkedAnswers] = {}
-
-    def answer(params: Decoder, examples: Any, policy: kvjax.Policy, **options: Any) -> MarkedAnswers:
-        name = "full" if policy == kvjax.policies.full() else "snapkv"
-        if name not in answers:
-            policy = policy if name == "full" else kvjax.policies.snapkv(64)
-            answers[name] = marked_answers(params, examples, policy, **options)
-        return answers[name]
-
-    monkeypatch.setattr("kvjax.evaluation.answers.answer", answer)
     options = ("demo", "--length", 256, "--examples", 4, "--budget", 64, "--out", tmp_path / "new")
     status, stdout, stderr = kv(*options, "--json")
     assert (status, stderr) == (0, "")

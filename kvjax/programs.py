@@ -1,0 +1,61 @@
+"""The compiled programs of kvjax. Their number is bounded, so that a process that tries many policies does not grow.
+
+A program belongs to a policy, to its options and to the sizes of a batch. It takes some megabytes, and some hundred of
+the 65,530 memory maps that Linux gives a process. JAX itself keeps up to 4,096 programs of each function.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from kvjax.checks import check_size
+
+KEPT = 128  # programs, unless `keep` says otherwise
+
+
+class _Programs:
+    """The functions whose programs count, and how many may stay."""
+
+    def __init__(self) -> None:
+        self.functions: list[Any] = []
+        self.most = KEPT
+
+
+_programs = _Programs()
+
+
+def jit(function: Callable[..., Any], **options: Any) -> Any:
+    """`jax.jit`, whose programs count among those of kvjax. The arguments are those of `jax.jit`."""
+    jitted = jax.jit(function, **options)
+    _programs.functions.append(jitted)
+    return jitted
+
+
+def keep(most: int) -> None:
+    """Sets the number of programs that stay compiled. The default is 128.
+
+    When a call finds more than that, kvjax forgets all of its programs, and compiles again what is used. JAX's
+    persistent cache (`jax_compilation_cache_dir`) makes that fast. Programs of the caller are not touched.
+
+    Raises:
+        ValueError: for a number that is not in 1 .. 2**31 - 1.
+    """
+    check_size("most", most)
+    _programs.most = most
+
+
+def count() -> int:
+    """The number of programs that are compiled."""
+    return sum(function._cache_size() for function in _programs.functions)
+
+
+def make_room() -> None:
+    """Forgets all programs if there are more than the limit. Public functions call it before they compile."""
+    if count() > _programs.most:
+        for function in _programs.functions:
+            function.clear_cache()
+        gc.collect()  # programs are in cycles

@@ -1,0 +1,58 @@
+"""The number of compiled programs is bounded, and programs of the caller stay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import programs
+from tests.tiny import decoder
+
+MOST = 6
+
+
+@pytest.fixture
+def bounded() -> Iterator[None]:
+    programs.keep(MOST)
+    yield
+    programs.keep(programs.KEPT)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("bounded")
+def test_a_sweep_keeps_few_programs() -> None:
+    mine = jax.jit(lambda x: x + 1)
+    mine(jnp.ones(3))
+    counts = []
+    for budget in range(8, 14):
+        first = kvjax.generate(decoder(), [[1, 2, 3]], policy=f"knorm:budget={budget}", max_new_tokens=2).tokens
+        counts.append(programs.count())
+    assert max(counts) <= MOST + 4  # a call adds a few to what it finds
+    assert counts != sorted(counts)  # programs were forgotten
+    assert mine._cache_size() == 1
+    again = kvjax.generate(decoder(), [[1, 2, 3]], policy="knorm:budget=13", max_new_tokens=2).tokens
+    np.testing.assert_array_equal(again, first)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("bounded")
+def test_a_stream_goes_on_while_its_programs_are_forgotten() -> None:
+    rows, options = [[1, 2, 3]], {"policy": "knorm:budget=8", "max_new_tokens": 4, "eos": ()}
+    expected = kvjax.generate(decoder(), rows, **options).tokens[0].tolist()
+    found = []
+    for piece in kvjax.stream(decoder(), rows, **options):
+        found += piece.tokens.tolist()
+        programs.keep(1)
+        programs.make_room()
+    assert found == expected
+
+
+@pytest.mark.parametrize("most", [0, -1, 1.5, True, None])
+def test_limits_that_are_none(most: object) -> None:
+    with pytest.raises(ValueError, match=f"most={most}: expected an integer in 1 "):
+        programs.keep(most)
