@@ -49,13 +49,15 @@ def save_cache(path: str | Path, cache: KVCache, params: Decoder, overwrite: boo
         overwrite: whether the folder may hold files. A saved cache is then replaced, and all other files stay.
 
     Raises:
-        ValueError: if the folder is not empty and `overwrite` is False, if a folder has the name of a file to write, or
-            if another process is writing the folder.
+        ValueError: if the cache has no entries yet, if the folder is not empty and `overwrite` is False, if a folder
+            has the name of a file to write, or if another process is writing the folder.
         OSError: if the folder or a file cannot be written.
     """
     check_type("cache", cache, KVCache)
     check_params(params)
     arrays = _named(cache)
+    if not all(array.size for array in arrays.values()):
+        raise ValueError("the cache has no entries yet: expected one that has read a prompt")
     facts = {
         "policy": repr(cache.policy),
         "model": fingerprint(params),

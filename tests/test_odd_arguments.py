@@ -51,7 +51,16 @@ ODD: tuple[Any, ...] = (
         np.array(["a"]),
         np.zeros((0, 3)),
     ),
-    *(SNAPKV, SNAPKV.score, SNAPKV.budget, SNAPKV.select, policies.PRESETS, Path("/nowhere"), jnp.ones(2), decoder()),
+    *(
+        SNAPKV,
+        SNAPKV.score,
+        SNAPKV.budget,
+        SNAPKV.select,
+        policies.PRESETS,
+        Path("/dev/null/nowhere"),
+        jnp.ones(2),
+        decoder(),
+    ),
 )
 CALLS = 40  # of each preset and part
 FEW = 16  # of each argument of a public function
@@ -112,10 +121,16 @@ def test_texts(text: str) -> None:
         refused(sampling.parse, {"text": form})
 
 
+FUNCTIONS = (
+    *("generate", "prefill", "stream", "prefill_each", "extend", "empty_cache", "with_room", "plan_cache", "make_mesh"),
+    *("shard", "load", "restore", "save", "save_hf", "save_cache", "restore_cache", "Sampler", "Greedy"),
+)
+
+
 def functions(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     """Public functions with arguments that are accepted."""
     params, rows = decoder(), [[1, 2, 3]]
-    cache = kvjax.empty_cache(params, SNAPKV, np.array([3]))
+    cache = kvjax.prefill(params, rows, policy=SNAPKV)
     asked = {"params": params, "prompt": rows}
     return {
         "generate": (kvjax.generate, asked),
@@ -142,7 +157,8 @@ def functions(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any
     }
 
 
-@pytest.mark.parametrize("name", functions(Path()))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_public_functions(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each argument in turn is odd, and all others are accepted. Programs do not run."""
 
