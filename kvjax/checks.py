@@ -46,6 +46,14 @@ def dtype_of(value: Any) -> jnp.dtype:
         raise ValueError(f"dtype={reprlib.repr(value)}: expected a dtype, such as 'bfloat16'") from None
 
 
+def check_saved(tokenizer: Any) -> None:
+    """Raises ValueError unless `tokenizer` is None or can be written."""
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise ValueError(
+            f"tokenizer is of type {type(tokenizer).__name__}: expected a tokenizer of transformers or None"
+        )
+
+
 def check_integers(name: str, value: Any) -> None:
     """Raises ValueError for an array on the host, or what can be one, that does not hold integers of 32 bits."""
     if isinstance(value, jax.Array):

@@ -34,7 +34,7 @@ from kvjax.checkpoint.folder import (
 )
 from kvjax.checkpoint.parameters import Blank, Progress, by_path, from_slices
 from kvjax.checkpoint.tensors import DERIVED, TensorSpec, compare, files_of, open_tensors, write_file, write_index
-from kvjax.checks import check_params, is_integer
+from kvjax.checks import check_params, check_saved, is_integer
 from kvjax.models import Decoder, DecoderConfig, by_tensor, family, hf_shapes
 from kvjax.sharding import fetch
 from kvjax.writing import new_folder
@@ -131,6 +131,7 @@ def save_hf(
         OSError: the folder or a file cannot be written.
     """
     check_params(params)
+    check_saved(tokenizer)
     if not is_integer(max_shard_bytes) or max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes={max_shard_bytes!r}: expected an integer >= 1")
     with new_folder(path, owned(tokenizer is not None), "config.json", overwrite=overwrite) as folder:

@@ -30,7 +30,7 @@ from kvjax.checkpoint.folder import (
     write_config,
 )
 from kvjax.checkpoint.parameters import Blank, by_path
-from kvjax.checks import check_params, check_path
+from kvjax.checks import check_params, check_path, check_saved
 from kvjax.models import Decoder
 from kvjax.writing import new_folder
 
@@ -62,6 +62,7 @@ def save(
         OSError: the folder or a file cannot be written.
     """
     check_params(params)
+    check_saved(tokenizer)
     with new_folder(path, owned(tokenizer is not None), "config.json", overwrite=overwrite) as folder:
         write_orbax(params, folder, tokenizer)
 
