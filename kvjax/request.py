@@ -138,7 +138,7 @@ class Request:
             warnings.warn(
                 f"the request reaches position {longest} and the model was trained for {config.max_positions} "
                 f"({config.rope}); RoPE extrapolates beyond that, but answers usually degrade",
-                stacklevel=3,
+                stacklevel=4,  # the caller of a public function, which `own_modes` wraps
             )
         return cls(batch, cache, texts, chunk, compress, room_for(limit), sampling)
 
