@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import reprlib
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kvjax.models import Decoder
@@ -20,6 +24,46 @@ def check_size(name: str, value: Any) -> None:
     """Raises ValueError unless `value` is an integer in 1 .. LARGEST."""
     if not is_integer(value) or not 1 <= value <= LARGEST:
         raise ValueError(f"{name}={value!r}: expected an integer in 1 .. {LARGEST}")
+
+
+def check_type(name: str, value: Any, kind: type) -> None:
+    """Raises ValueError unless `value` is a `kind`."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is of type {type(value).__name__}: expected a {kind.__name__}")
+
+
+def check_path(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is a path."""
+    if not isinstance(value, str | os.PathLike):
+        raise ValueError(f"{name} is of type {type(value).__name__}: expected a path")
+
+
+def dtype_of(value: Any) -> jnp.dtype:
+    """The dtype that `value` names. Raises ValueError."""
+    try:
+        return jnp.dtype(value)
+    except TypeError:
+        raise ValueError(f"dtype={reprlib.repr(value)}: expected a dtype, such as 'bfloat16'") from None
+
+
+def check_saved(tokenizer: Any) -> None:
+    """Raises ValueError unless `tokenizer` is None or can be written."""
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise ValueError(
+            f"tokenizer is of type {type(tokenizer).__name__}: expected a tokenizer of transformers or None"
+        )
+
+
+def check_integers(name: str, value: Any) -> None:
+    """Raises ValueError for an array on the host, or what can be one, that does not hold integers of 32 bits."""
+    if isinstance(value, jax.Array):
+        return
+    try:
+        given = np.asarray(value)
+    except (ValueError, OverflowError):
+        given = np.asarray(None)
+    if given.dtype.kind not in "iu" or (given.size and not -LARGEST <= given.min() <= given.max() <= LARGEST):
+        raise ValueError(f"{name}={reprlib.repr(value)}: expected integers")
 
 
 def check_params(params: Any) -> None:

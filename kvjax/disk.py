@@ -20,6 +20,7 @@ from kvjax import checksums
 from kvjax.cache import Entries, Layers, Segments, Slots
 from kvjax.checkpoint.errors import CheckpointError, orbax_writes
 from kvjax.checkpoint.folder import ORBAX
+from kvjax.checks import check_params, check_path, check_type
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.modes import own_modes
@@ -48,11 +49,15 @@ def save_cache(path: str | Path, cache: KVCache, params: Decoder, overwrite: boo
         overwrite: whether the folder may hold files. A saved cache is then replaced, and all other files stay.
 
     Raises:
-        ValueError: if the folder is not empty and `overwrite` is False, if a folder has the name of a file to write, or
-            if another process is writing the folder.
+        ValueError: if the cache has no entries yet, if the folder is not empty and `overwrite` is False, if a folder
+            has the name of a file to write, or if another process is writing the folder.
         OSError: if the folder or a file cannot be written.
     """
+    check_type("cache", cache, KVCache)
+    check_params(params)
     arrays = _named(cache)
+    if not all(array.size for array in arrays.values()):
+        raise ValueError("the cache has no entries yet: expected one that has read a prompt")
     facts = {
         "policy": repr(cache.policy),
         "model": fingerprint(params),
@@ -83,6 +88,8 @@ def restore_cache(path: str | Path, params: Decoder, policy: Policy | None = Non
         ValueError: if there is no saved cache, if it belongs to another model or policy, or if its rows do not divide
             over the parameters' mesh.
     """
+    check_path("path", path)
+    check_params(params)
     path = Path(path).expanduser().resolve()
     finish(path)
     if not (path / "facts").is_dir():

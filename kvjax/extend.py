@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.allocate import allocated, check_one_call, replayed
 from kvjax.attend import ReadPlan, over_heads, reading, stepping
-from kvjax.checks import check_params
+from kvjax.checks import check_integers, check_params, check_type
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.modes import own_modes
@@ -57,12 +57,15 @@ def extend(
             checked, since that would wait for them. Under `jax.jit` the caller provides the room: see `with_room`.
     """
     check_params(params)
+    check_type("cache", cache, KVCache)
     check_policy(cache, policy)
     check_mesh(cache, params)
     check_ids(tokens, params.config.vocab_size)
     tokens = jnp.asarray(tokens).astype(jnp.int32)
     if tokens.ndim != 2 or tokens.shape[0] != cache.batch_size or tokens.shape[1] < 1:
         raise ValueError(f"tokens have shape {tokens.shape}: expected [{cache.batch_size}, N] with N >= 1")
+    if lengths is not None:
+        check_integers("lengths", lengths)
     new = tokens.shape[1]
     check_reading(new, compress)
     lengths = jnp.full(tokens.shape[0], new) if lengths is None else jnp.asarray(lengths).astype(jnp.int32)
@@ -132,8 +135,9 @@ def check_ids(tokens: ArrayLike, vocab_size: int) -> None:
     """Raises ValueError for ids that are not integers in the vocabulary, if they are on the host."""
     if isinstance(tokens, jax.Array):
         return
+    check_integers("tokens", tokens)
     ids = np.asarray(tokens)
-    if ids.dtype.kind not in "iu" or (ids.size and not 0 <= ids.min() <= ids.max() < vocab_size):
+    if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
         raise ValueError(f"tokens={reprlib.repr(tokens)}: expected integers in 0 .. {vocab_size - 1}")
 
 

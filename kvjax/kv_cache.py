@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Entries, Layers, Slots
-from kvjax.checks import check_params
+from kvjax.checks import check_integers, check_params, check_type
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.modes import own_modes
 from kvjax.policy import Budget, LayerShape, Policy
@@ -164,6 +164,8 @@ def empty_cache(params: Decoder, policy: Policy, prompt_lengths: Int[Array, "B"]
             a policy that does not fit the model.
     """
     check_params(params)
+    check_type("policy", policy, Policy)
+    check_integers("prompt_lengths", prompt_lengths)
     lengths = jnp.asarray(prompt_lengths)
     if lengths.ndim != 1 or lengths.size == 0 or lengths.dtype.kind not in "iu" or int(lengths.min()) < 1:
         raise ValueError(f"prompt_lengths={prompt_lengths}: expected integers [B], each at least 1")

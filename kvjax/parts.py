@@ -27,6 +27,8 @@ from kvjax.policy import (
     SelectWrapper,
     check_choice,
     check_integer,
+    check_kind,
+    check_number,
 )
 
 _PARTS = registry.parts()
@@ -52,6 +54,8 @@ __all__ = [
     "budget_of",
     "check_choice",
     "check_integer",
+    "check_kind",
+    "check_number",
     "compact",
     "mark",
     "top_counts",

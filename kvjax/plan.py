@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from kvjax.allocate import growing_segments, pool_rows
 from kvjax.cache import UNLIMITED, Entries, Segments, bucket, room_for
-from kvjax.checks import check_size
+from kvjax.checks import check_size, check_type, dtype_of
 from kvjax.kv_cache import KVCache
 from kvjax.models import DecoderConfig
 from kvjax.modes import own_modes
@@ -48,6 +48,9 @@ def plan_cache(
             the batch and the model.
     """
     check_sizes(batch=batch, length=length, new_tokens=new_tokens)
+    check_type("config", config, DecoderConfig)
+    check_type("policy", policy, Policy)
+    dtype = dtype_of(dtype)
     mesh = None if mesh is None else fit_mesh(mesh, config)
     check_batch(batch, mesh)
     size = bucket(length)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.allocate import allocated, check_one_call, replayed
 from kvjax.attend import expired, finished, over_layers
 from kvjax.cache import Layers, bucket
+from kvjax.checks import check_params, check_type
 from kvjax.clock import Clock
 from kvjax.heads import Heads
 from kvjax.kv_cache import KVCache
@@ -26,6 +28,7 @@ from kvjax.room import plan_read
 from kvjax.sharding import fetch
 
 
+@own_modes()
 def prefill_each(
     params: Decoder,
     prompt: Prompt,
@@ -48,45 +51,54 @@ def prefill_each(
         clock: counts the programs run as "prefill".
 
     Raises:
-        ValueError: for policies that do not read alike; for a cache that was compressed; for any cache if the score
-            replays the prompt; and as `prefill` does.
+        ValueError: at the call: for policies that do not read alike; for a cache that was compressed; for any cache if
+            the score replays the prompt; and as `prefill` does.
     """
-    made = _each(params, prompt, policies, tokenizer, cache, chunk, clock or Clock())
+    each = _given(policies)
+    if not each:
+        return iter(())
+    check_params(params)
+    if cache is not None:
+        check_type("cache", cache, KVCache)
+    first = each[0] if cache is None else cache.policy
+    for policy in each:
+        check_alike(first, policy, params.config.num_layers)
+    if cache is not None and cache.filled:
+        raise ValueError('the cache has been compressed: expected one that was read with compress="never"')
+    check_one_call(first, cache is None)
+    request = Request.of(params, prompt, policy=first, tokenizer=tokenizer, cache=cache, chunk=chunk, compress="never")
+    return _in_own_modes(_each(params, request, each, clock or Clock()))
+
+
+def _given(policies: Any) -> list[Policy]:
+    """The policies, of which each may be a text. Raises ValueError."""
+    if isinstance(policies, str) or not isinstance(policies, Sequence):
+        raise ValueError(f"policies={reprlib.repr(policies)}: expected a list of policies or texts")
+    each = [policy for policy in map(as_policy, policies) if policy is not None]
+    if len(each) < len(policies):
+        raise ValueError("policies has None in it: expected a list of policies or texts")
+    return each
+
+
+def _in_own_modes(caches: Iterator[KVCache]) -> Iterator[KVCache]:
+    """The same caches. Between two of them the caller's modes of JAX hold."""
     while True:
-        with own_modes():  # and the caller's between two caches
-            cache = next(made, None)
+        with own_modes():
+            cache = next(caches, None)
         if cache is None:
             return
         yield cache
 
 
-def _each(
-    params: Decoder,
-    prompt: Prompt,
-    policies: Sequence[Policy | str],
-    tokenizer: Any,
-    cache: KVCache | None,
-    chunk: int | None,
-    clock: Clock,
-) -> Iterator[KVCache]:
-    each = [policy for policy in map(as_policy, policies) if policy is not None]
-    if not each:
-        return
-    config = params.config
-    first = each[0] if cache is None else cache.policy
-    for policy in each:
-        check_alike(first, policy, config.num_layers)
-    if cache is not None and cache.filled:
-        raise ValueError('the cache has been compressed: expected one that was read with compress="never"')
-    check_one_call(first, cache is None)
-    request = Request.of(params, prompt, policy=first, tokenizer=tokenizer, cache=cache, chunk=chunk, compress="never")
+def _each(params: Decoder, request: Request, policies: Sequence[Policy], clock: Clock) -> Iterator[KVCache]:
+    """The caches of a checked request, which are computed when they are asked for."""
     tokens, lengths = request.batch.tokens, request.batch.lengths
     _, full = read_request(params, request, clock)
     run = partial(clock.run, "prefill")
     full = replayed(params, full, full.put_rows(tokens), full.put_rows(lengths), request.texts, run)
     size = bucket(int(np.max(fetch(full.length))))
-    for policy in each:
-        made = KVCache.empty(config, policy, full.length, size, params.embed.dtype, full.mesh)
+    for policy in policies:
+        made = KVCache.empty(params.config, policy, full.length, size, params.embed.dtype, full.mesh)
         layers = (
             replace(x, capacity=y.capacity, merging=y.merging) for x, y in zip(full.entries, made.entries, strict=True)
         )

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.cache import bucket
+from kvjax.limits import time_limit
 
 Message: TypeAlias = Mapping[str, Any]  # with "role" and "content"; other keys are for the chat template
 Messages: TypeAlias = Sequence[Message]
@@ -25,6 +26,7 @@ Prompt: TypeAlias = (
     | Int[Any, "B N"]
 )
 
+TEMPLATE_SECONDS, TEMPLATE_CHARACTERS = 5.0, 1_000_000  # limits of a chat template
 EXPECTED = (
     "expected a string, a list of strings, a list of token ids, a list of such lists, an integer array of shape [N] or "
     "[B, N], a list of chat messages, or a list of such lists"
@@ -176,10 +178,20 @@ def _check_messages(row: int, messages: Any) -> None:
 
 
 def rendered(messages: Messages, tokenizer: Any, answered: bool) -> str:
-    """Returns chat messages as the tokenizer's chat template writes them. Raises ValueError if the template fails."""
+    """Returns chat messages as the tokenizer's chat template writes them.
+
+    Raises:
+        ValueError: the template fails, takes longer than TEMPLATE_SECONDS, or writes more than four times the messages'
+            contents and TEMPLATE_CHARACTERS.
+    """
     try:
-        return tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=answered
-        )
+        with time_limit(TEMPLATE_SECONDS):
+            text = tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=answered
+            )
     except Exception as error:  # a template is a program that comes with the checkpoint, so any error may come out
         raise ValueError(f"the tokenizer's chat template failed with {type(error).__name__}: {error}") from error
+    most = TEMPLATE_CHARACTERS + 4 * sum(len(message["content"]) for message in messages)
+    if len(text) > most:
+        raise ValueError(f"the tokenizer's chat template wrote {len(text):,} characters: expected at most {most:,}")
+    return text

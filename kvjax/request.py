@@ -101,6 +101,7 @@ class Request:
             ValueError: for an argument that is not accepted, before anything is compiled.
         """
         check_params(params)
+        check_tokenizer(tokenizer)
         config, policy = params.config, as_policy(policy)
         if cache is not None and not isinstance(cache, KVCache):
             raise ValueError(f"cache={cache!r}: expected a KVCache or None")
@@ -137,7 +138,7 @@ class Request:
             warnings.warn(
                 f"the request reaches position {longest} and the model was trained for {config.max_positions} "
                 f"({config.rope}); RoPE extrapolates beyond that, but answers usually degrade",
-                stacklevel=3,
+                stacklevel=4,  # the caller of a public function, which `own_modes` wraps
             )
         return cls(batch, cache, texts, chunk, compress, room_for(limit), sampling)
 
@@ -168,6 +169,14 @@ def as_policy(policy: Policy | str | None) -> Policy | None:
     if policy is not None and not isinstance(policy, Policy):
         raise ValueError(f"policy={policy!r}: expected a Policy, a text such as 'morphkv:budget=512', or None")
     return policy
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raises ValueError unless `tokenizer` is None or has what prompts and answers need."""
+    if tokenizer is not None and not (hasattr(tokenizer, "decode") and hasattr(tokenizer, "eos_token_id")):
+        raise ValueError(
+            f"tokenizer is of type {type(tokenizer).__name__}: expected a tokenizer of transformers or None"
+        )
 
 
 def check_model(cache: KVCache, params: Decoder) -> None:
@@ -225,6 +234,7 @@ def _sampling(answer: AnswerOptions, tokenizer: Any, rows: Sequence[Int[np.ndarr
 def _end_tokens(eos: EndTokens, tokenizer: Any, batch: int) -> Int[np.ndarray, "B E"]:
     if eos is None:
         eos = () if tokenizer is None or tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    eos = eos.tolist() if hasattr(eos, "tolist") else eos
     given: list[Any] = list(eos) if isinstance(eos, Iterable) and not isinstance(eos, str) else [eos]
     by_row = bool(given) and all(isinstance(row, Iterable) and not isinstance(row, str) for row in given)
     rows = [list(row) for row in given] if by_row else [given] * batch

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvjax.attend import ReadPlan
 from kvjax.cache import Entries, Usage
+from kvjax.checks import LARGEST, check_type, is_integer
 from kvjax.kv_cache import KVCache
 from kvjax.modes import own_modes
 from kvjax.programs import jit
@@ -93,7 +94,13 @@ def with_room(cache: KVCache, room: int) -> KVCache:
     """The same cache with at least `room` empty slots in every layer or head that grows, for that many decode steps.
 
     It copies keys and values if there are fewer.
+
+    Raises:
+        ValueError: for what is no cache, or a `room` that is not in 0 .. 2**31 - 1.
     """
+    check_type("cache", cache, KVCache)
+    if not is_integer(room) or not 0 <= room <= LARGEST:
+        raise ValueError(f"room={room!r}: expected an integer in 0 .. {LARGEST}")
     size = cache.entries.growth(usage(cache), room, grows=cache.grows, windows=cache.windows)
     return cache if size is None else grown(cache, size=size)
 

@@ -38,6 +38,9 @@ def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | Non
     for name, size in ((DATA, data), (MODEL, model)):
         if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
             raise ValueError(f"{name}={size!r}: expected an integer >= 1")
+    given = devices if isinstance(devices, list | tuple | np.ndarray) else ()
+    if devices is not None and not (len(given) and all(isinstance(device, jax.Device) for device in given)):
+        raise ValueError(f"devices is of type {type(devices).__name__}: expected a list of JAX devices")
     available = jax.device_count() if devices is None else len(devices)
     if available < data * model or (devices is not None and available > data * model):
         known = f"there are {available} ({jax.default_backend()})" if devices is None else f"{available} were given"
@@ -56,6 +59,8 @@ def fit_mesh(mesh: Mesh, config: DecoderConfig) -> Mesh:
         ValueError: the mesh has other axes than those of `make_mesh`, or its `model` does not fit the model. The
             message lists the sizes that fit.
     """
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh is of type {type(mesh).__name__}: expected a mesh of kvjax.make_mesh")
     if mesh.axis_names not in ((DATA, MODEL), (DATA, MODEL, REPLICA)) or set(mesh.axis_types) != {AxisType.Auto}:
         raise ValueError(f"{mesh}: expected a mesh of kvjax.make_mesh, with Auto axes 'data' and 'model'")
     data, model = mesh.shape[DATA], mesh.size // mesh.shape[DATA]
@@ -134,6 +139,8 @@ def shard(params: Decoder, mesh: Mesh) -> Decoder:
     Raises:
         ValueError: the mesh was not made by `make_mesh`, or does not fit the model.
     """
+    if not isinstance(params, Decoder):
+        raise ValueError(f"params is of type {type(params).__name__}: expected a Decoder")
     mesh = fit_mesh(mesh, params.config)
     graph, state = nnx.split(params)
     sharded = {

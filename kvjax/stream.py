@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -72,7 +72,7 @@ def stream(
     Raises:
         ValueError: at the call and before anything is compiled, for any argument that is not accepted.
     """
-    stops = [stop] if isinstance(stop, str) else list(stop) if isinstance(stop, Iterable) else [None]
+    stops: list[Any] = [stop] if isinstance(stop, str) else list(stop) if isinstance(stop, list | tuple) else [None]
     if not all(isinstance(s, str) and s for s in stops):
         raise ValueError(f"stop={stop!r}: expected strings of at least one character")
     if stops and tokenizer is None:

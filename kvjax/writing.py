@@ -22,6 +22,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from kvjax.checks import check_path
+
 if sys.platform != "win32":
     import fcntl
 
@@ -117,6 +119,7 @@ def new_folder(
             way, or another process is writing the folder.
         OSError: the folder or a file cannot be written. The error names it.
     """
+    check_path("path", path)
     folder = Path(path).expanduser().resolve()
     first = jax.process_index() == 0
     with ExitStack() as stack:

@@ -34,6 +34,7 @@ from kvjax.parts import AdaptiveShares, Everything, Fixed
 from tests.products import part
 from tests.tiny import decoder
 
+kvjax.programs.keep(2**31 - 1)  # the fixture `memory` forgets programs, between tests
 jax.config.update("jax_num_cpu_devices", 8)  # for the tests of many devices; the others use the first
 if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
     jax.config.update("jax_disable_most_optimizations", True)  # each program runs a few times, on a few numbers

@@ -108,6 +108,9 @@ def test_malformed_messages(tokenizer: PreTrainedTokenizerFast, prompt: Any, mes
         rows_of(prompt, chatting(tokenizer), 101, begins=True)
 
 
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{{ '' }}{% endfor %}{% endfor %}"
+
+
 def test_messages_need_a_tokenizer_with_a_template(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(ValueError, match="there is no tokenizer: expected tokenizer="):
         rows_of([USER], None, 101, begins=True)
@@ -124,8 +127,13 @@ def test_messages_need_a_tokenizer_with_a_template(tokenizer: PreTrainedTokenize
         ("{{ messages[0].content + 3 }}", "chat template failed with TypeError: "),
         ("{{ messages.append(3) }}", "chat template failed with SecurityError: "),
         ({"tools": TEMPLATE}, "chat template failed with ValueError: "),
+        (ENDLESS, "chat template failed with TimeoutError: no end within 0.2 seconds"),
+        ("{{ 'ba ' * 1000000 }}", "chat template wrote 3,000,000 characters: expected at most 1,000,0"),
     ],
 )
-def test_templates_that_fail(tokenizer: PreTrainedTokenizerFast, template: Any, message: str) -> None:
+def test_templates_that_fail(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, template: Any, message: str
+) -> None:
+    monkeypatch.setattr("kvjax.prompts.TEMPLATE_SECONDS", 0.2)
     with pytest.raises(ValueError, match=message):
         rows_of([USER], chatting(tokenizer, template), 101, begins=True)

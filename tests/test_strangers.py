@@ -70,7 +70,7 @@ def cases(tokenizer: Any) -> dict[str, tuple[Callable[[], Any], str]]:
             lambda: kvjax.stream(params, [1], tokenizer=slow),
             "tokenizer is a SimpleNamespace without backend_tokenizer: expected a fast tokenizer",
         ),
-        "no folder": (lambda: kvjax.load(None), "expected"),
+        "no folder": (lambda: kvjax.load(None), "path_or_hub_id is of type NoneType: expected a path"),
     }
 
 

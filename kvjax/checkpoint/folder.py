@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax.checkpoint.errors import CheckpointError
+from kvjax.checks import check_path, dtype_of
 from kvjax.models import DecoderConfig, config_from_hf, family
 from kvjax.writing import finish
 
@@ -64,8 +65,7 @@ def locate(path_or_hub_id: str | os.PathLike[str], patterns: Sequence[str] = DOW
         CheckpointError: it is a file, or neither a folder nor a repository that the hub provides, or its writing was
             interrupted and cannot be finished.
     """
-    if not isinstance(path_or_hub_id, str | os.PathLike):
-        raise CheckpointError(repr(path_or_hub_id), ["expected the path of a folder or the name of a repository"])
+    check_path("path_or_hub_id", path_or_hub_id)
     folder = Path(path_or_hub_id).expanduser()
     if folder.is_dir():
         finish_writing(folder)
@@ -181,7 +181,7 @@ def owned(tokenizer: bool, generation: bool = False) -> re.Pattern[str]:
 
 def check_dtype(dtype: DTypeLike | None) -> None:
     """Raises ValueError if `dtype` is neither None nor a dtype that weights can be cast to."""
-    if dtype is not None and jnp.dtype(dtype) not in DTYPES.values():
+    if dtype is not None and dtype_of(dtype) not in DTYPES.values():
         raise ValueError(f"dtype {jnp.dtype(dtype).name} is not supported; accepted: {DTYPE_NAMES}")
 
 

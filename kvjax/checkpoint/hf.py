@@ -34,6 +34,7 @@ from kvjax.checkpoint.folder import (
 )
 from kvjax.checkpoint.parameters import Blank, Progress, by_path, from_slices
 from kvjax.checkpoint.tensors import DERIVED, TensorSpec, compare, files_of, open_tensors, write_file, write_index
+from kvjax.checks import check_params, check_saved, is_integer
 from kvjax.models import Decoder, DecoderConfig, by_tensor, family, hf_shapes
 from kvjax.sharding import fetch
 from kvjax.writing import new_folder
@@ -129,8 +130,10 @@ def save_hf(
             name of a file to write, or another process is writing the folder.
         OSError: the folder or a file cannot be written.
     """
-    if max_shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes={max_shard_bytes}: expected an integer >= 1")
+    check_params(params)
+    check_saved(tokenizer)
+    if not is_integer(max_shard_bytes) or max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes={max_shard_bytes!r}: expected an integer >= 1")
     with new_folder(path, owned(tokenizer is not None), "config.json", overwrite=overwrite) as folder:
         write_hf(params, folder, tokenizer, max_shard_bytes, progress)
 

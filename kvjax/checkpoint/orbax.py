@@ -30,6 +30,7 @@ from kvjax.checkpoint.folder import (
     write_config,
 )
 from kvjax.checkpoint.parameters import Blank, by_path
+from kvjax.checks import check_params, check_path, check_saved
 from kvjax.models import Decoder
 from kvjax.writing import new_folder
 
@@ -60,6 +61,8 @@ def save(
             another process is writing the folder.
         OSError: the folder or a file cannot be written.
     """
+    check_params(params)
+    check_saved(tokenizer)
     with new_folder(path, owned(tokenizer is not None), "config.json", overwrite=overwrite) as folder:
         write_orbax(params, folder, tokenizer)
 
@@ -96,6 +99,7 @@ def restore(
         ValueError: `dtype` is not accepted, or `mesh` does not fit the model.
     """
     check_dtype(dtype)
+    check_path("path", path)
     folder = Path(path).expanduser().resolve()
     if not folder.is_dir():
         raise CheckpointError(folder, ["no such folder"])

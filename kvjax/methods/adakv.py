@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.heads import Heads
 from kvjax.pallas_kernels import top_counts
-from kvjax.policy import AllocatedBudget, Budget, Layout, Policy, check_choice, check_integer
+from kvjax.policy import AllocatedBudget, Budget, Layout, Policy, check_choice, check_integer, check_kind
 
 from .common.allocation import check_limited, check_share, raise_best
 from .registry import preset
@@ -117,6 +117,7 @@ class AdaptiveShares(AllocatedBudget):
 
 def _check_heads_alike(budget: Budget) -> None:
     """Raises ValueError unless a budget gives the heads of each layer the same number, for which they can compete."""
+    check_kind("budget", budget, Budget)
     layout = budget.layout
     if layout is None:
         check_limited(budget, "AdaptiveShares")
@@ -191,6 +192,7 @@ def adakv(
             be negative, and for a base whose heads have different numbers of entries already or must retain the same
             tokens, or whose layers retain everything.
     """
+    check_kind("base", base, Policy)
     if normalise is None:
         normalise = formula != "kvpress"
     if normalise and base.score.needs.signed:

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.heads import ALL_HEADS, Heads
-from kvjax.policy import ByQueryHead, Policy, SelectWrapper, check_integer
+from kvjax.policy import ByQueryHead, Policy, Select, SelectWrapper, check_integer, check_kind
 
 from .registry import preset
 from .snapkv import snapkv
@@ -55,6 +55,7 @@ class Chunks(SelectWrapper):
 
     def __post_init__(self) -> None:
         check_integer("length", self.length, least=1)
+        check_kind("base", self.base, Select)
         if self.base.compares != "scores":
             raise ValueError(
                 f"Chunks of {type(self.base).__name__}: expected a selection that retains the highest scores one by "
@@ -113,4 +114,5 @@ def chunkkv(base: Policy = SNAPKV, length: int = 20) -> Policy:
     Raises:
         ValueError: for a `length` below 1, or a base whose selection is not by scores alone, such as another `chunkkv`.
     """
+    check_kind("base", base, Policy)
     return replace(base, select=Chunks(base.select, length))

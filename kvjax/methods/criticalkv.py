@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from kvjax.cache import Slots, mark
 from kvjax.pallas_kernels import top_tokens
-from kvjax.policy import Moment, Needs, Policy, ScoreWrapper
+from kvjax.policy import Moment, Needs, Policy, Score, ScoreWrapper, check_kind, check_number
 
 from .common.projected_norms import projected_norms
 from .registry import preset
@@ -45,10 +45,9 @@ class ProjectedValues(ScoreWrapper):
     epsilon: float = 1e-4
 
     def __post_init__(self) -> None:
-        for name, accepted in (("first", "a float in [0, 1)"), ("epsilon", "a float >= 0")):
-            value = getattr(self, name)
-            if not isinstance(value, float) or not value >= 0 or (name == "first" and value >= 1):
-                raise ValueError(f"{name}={value!r}: expected {accepted}")
+        check_kind("base", self.base, Score)
+        check_number("first", self.first, "a float in [0, 1)", lambda x: isinstance(x, float) and 0 <= x < 1)
+        check_number("epsilon", self.epsilon, "a float >= 0", lambda x: isinstance(x, float) and x >= 0)
 
     @property
     def needs(self) -> Needs:
@@ -108,4 +107,5 @@ def criticalkv(base: Policy = SNAPKV, first: float = 0.5, epsilon: float = 1e-4)
         ValueError: for a value that is not accepted, and for a base whose score weighs values itself, whose heads of a
             layer must retain the same tokens, or whose selection compares chunks or pages by their mean scores.
     """
+    check_kind("base", base, Policy)
     return replace(base, score=ProjectedValues(base.score, first, epsilon))

@@ -56,7 +56,9 @@ class GatedShares(AllocatedBudget):
     def __post_init__(self) -> None:
         check_integer("groups", self.groups, least=1)
         check_mean(self.budget, "GatedShares")
-        if not self.full or not self.full[0] or len({len(layer) for layer in self.full}) > 1:
+        layers = self.full if isinstance(self.full, tuple) else ()
+        sizes = {len(layer) if isinstance(layer, tuple) else 0 for layer in layers}
+        if len(sizes) != 1 or 0 in sizes:
             raise ValueError(f"full={self.full!r}: expected a tuple per layer of equally many truth values")
         _check_groups(self.groups, len(self.full[0]))
 

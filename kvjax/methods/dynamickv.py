@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.heads import Heads
 from kvjax.pallas_kernels import top_counts
-from kvjax.policy import AllocatedBudget, Layout, Policy, check_integer
+from kvjax.policy import AllocatedBudget, Layout, Policy, check_integer, check_number
 
 from .common.allocation import check_mean
 from .common.budgets import budget_of
@@ -55,8 +55,7 @@ class DynamicShares(AllocatedBudget):
 
     def __post_init__(self) -> None:
         check_integer("interval", self.interval, least=1)
-        if isinstance(self.r_max, str | bool) or not self.r_max >= 1:
-            raise ValueError(f"r_max={self.r_max!r}: expected a number >= 1")
+        check_number("r_max", self.r_max, "a number >= 1", lambda x: x >= 1)
         check_mean(self.budget, "DynamicShares")
 
     @property

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.cache import Slots
-from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_integer
+from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_integer, check_number
 
 from .common.budgets import budget_of
 from .common.drop import Drop
@@ -72,8 +72,7 @@ class ExpectedAttention(Score):
     def __post_init__(self) -> None:
         check_integer("sinks", self.sinks, least=0)
         check_integer("future", self.future, least=1)
-        if isinstance(self.epsilon, str | bool) or not self.epsilon >= 0:
-            raise ValueError(f"epsilon={self.epsilon!r}: expected a number >= 0")
+        check_number("epsilon", self.epsilon, "a number >= 0", lambda x: x >= 0)
 
     @property
     def needs(self) -> Needs:

@@ -26,6 +26,7 @@ from kvjax.policy import (
     Score,
     check_choice,
     check_integer,
+    check_number,
 )
 
 from .common.budgets import budget_of
@@ -58,11 +59,8 @@ class NoisyAttention(Score):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, bound in (("temperature", "> 0"), ("growth", ">= 0")):
-            value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not (0 < value < float("inf") or (name == "growth" and value == 0)):
-                raise ValueError(f"{name}={value!r}: expected a finite number {bound}")
+        check_number("temperature", self.temperature, "a finite number > 0", lambda x: x > 0)
+        check_number("growth", self.growth, "a finite number >= 0", lambda x: x >= 0)
         check_choice("noise", self.noise, "gumbel", "none")
         check_integer("seed", self.seed, least=0)
 

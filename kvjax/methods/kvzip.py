@@ -31,6 +31,7 @@ from kvjax.policy import (
     Texts,
     check_choice,
     check_integer,
+    check_kind,
 )
 
 from .adakv import AdaptiveShares
@@ -223,6 +224,7 @@ def kvzip(
             for a score with other sinks than `sinks`.
     """
     check_choice("level", level, "global", "layer", "head")
+    check_kind("score", score, Reconstruction)
     if strict and level != "global":
         raise ValueError(f"strict=True with level={level!r}: expected level='global'")
     if groups != 1 and level == "head":

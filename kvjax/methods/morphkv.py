@@ -37,6 +37,7 @@ from kvjax.policy import (
     Score,
     check_choice,
     check_integer,
+    check_kind,
 )
 
 from .common.budgets import budget_of
@@ -86,6 +87,7 @@ class FoldedWindow(Score):
         check_integer("block", self.block, least=1)
         if self.window % self.block:
             raise ValueError(f"block={self.block}: expected a divisor of the window, {self.window}")
+        check_kind("reduction", self.reduction, Reduction)
         commute = (self.reduction.rows == "max") == (self.reduction.group == "max")
         if self.ahead and self.block == 1:
             raise ValueError("ahead=True with block=1: expected ahead=False, since no query is scored again")

@@ -14,7 +14,7 @@ from typing import Literal
 from jaxtyping import Array, Float
 
 from kvjax.pallas_kernels import QuantizedArray
-from kvjax.policy import PLAIN, Policy, Storage, check_choice, check_integer
+from kvjax.policy import PLAIN, Policy, Storage, check_choice, check_integer, check_kind
 
 from .full import full
 from .registry import preset
@@ -39,8 +39,6 @@ class Quantized(Storage):
     group: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.bits, bool):
-            raise ValueError(f"bits={self.bits!r}: expected 8 or 4")
         check_choice("bits", self.bits, 8, 4)
         if self.group is not None:
             check_integer("group", self.group, least=1)
@@ -75,9 +73,9 @@ def quantize(policy: Policy = FULL, bits: Literal[8, 4] = 8, group: int | None =
 
     Raises:
         ValueError: for a value that is not accepted, or a policy that is quantised already. For a `group` or `bits`
-        that
-            does not fit the head size, once a model is known.
+            that does not fit the head size, once a model is known.
     """
+    check_kind("policy", policy, Policy)
     if policy.storage != PLAIN:
         raise ValueError(f"policy with {policy.storage}: expected a policy that is not quantised")
     return replace(policy, storage=Quantized(bits, group))

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kvjax.cache import Slots
-from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_integer
+from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_integer, check_number
 
 from .common.budgets import budget_of
 from .common.drop import Drop
@@ -55,10 +55,8 @@ class JointImportance(Score):
 
     def __post_init__(self) -> None:
         check_integer("window", self.window, least=1)
-        for name, least in (("mix", 0), ("threshold", -1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= 1:
-                raise ValueError(f"{name}={value!r}: expected a number in [{least}, 1]")
+        check_number("mix", self.mix, "a number in [0, 1]", lambda x: 0 <= x <= 1)
+        check_number("threshold", self.threshold, "a number in [-1, 1]", lambda x: -1 <= x <= 1)
 
     @property
     def needs(self) -> Needs:

@@ -15,7 +15,18 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kvjax.cache import Slots
 from kvjax.pallas_kernels import Reduction, window_scores
-from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Received, Score, check_integer
+from kvjax.policy import (
+    Attended,
+    LayerShape,
+    Moment,
+    Needs,
+    Policy,
+    Protect,
+    Received,
+    Score,
+    check_integer,
+    check_number,
+)
 
 from .common.budgets import budget_of
 from .common.drop import Drop
@@ -123,8 +134,7 @@ def scissorhands(budget: int = 1024, window: int = 400, recent: int = 10, drop: 
         ValueError: for a value that is not accepted, or a budget smaller than recent + max(1, int(budget * drop)).
     """
     check_integer("budget", budget, least=1)
-    if isinstance(drop, bool) or not isinstance(drop, int | float) or not 0 < drop < 1:
-        raise ValueError(f"drop={drop!r}: expected a share of the budget above 0 and below 1")
+    check_number("drop", drop, "a share of the budget above 0 and below 1", lambda x: 0 < x < 1)
     return Policy(
         score=Neglect(window),
         budget=budget_of(budget),

@@ -2,7 +2,7 @@
 
 from .budget import AllocatedBudget, Budget, Layout, check_alike
 from .merge import Effects, Keep, Merge
-from .part import Part, check_choice, check_integer
+from .part import Part, check_choice, check_integer, check_kind, check_number
 from .policy import Policy, Protect
 from .score import Attended, LayerShape, Moment, Needs, Pass, Received, Score, ScoreWrapper, Texts
 from .select import ByQueryHead, Select, SelectWrapper
@@ -35,4 +35,6 @@ __all__ = [
     "check_alike",
     "check_choice",
     "check_integer",
+    "check_kind",
+    "check_number",
 ]

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.heads import Heads
 
-from .part import Part
+from .part import Part, check_kind
 
 
 @dataclass(frozen=True)
@@ -134,5 +134,6 @@ class AllocatedBudget(Budget):
 
 def check_alike(budget: Budget, where: str) -> None:
     """Raises ValueError unless a budget gives all layers the same. `where` names the part that needs it."""
+    check_kind("budget", budget, Budget)
     if not budget.alike:
         raise ValueError(f"{budget} in {where}: expected a budget that is the same for all layers, such as Fixed")

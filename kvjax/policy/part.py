@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,7 +29,20 @@ def check_integer(name: str, value: Any, least: int) -> None:
         raise ValueError(f"{name}={value!r}: expected an integer < 2**31")
 
 
+def check_number(name: str, value: Any, accepted: str, fits: Callable[[float], bool]) -> None:
+    """Raises ValueError unless `value` is a finite number for which `fits` holds. `accepted` says it in words."""
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or not fits(value):
+        raise ValueError(f"{name}={value!r}: expected {accepted}")
+
+
+def check_kind(name: str, value: Any, kind: type) -> None:
+    """Raises ValueError unless `value` is a `kind`."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name}={value!r}: expected a {kind.__name__}")
+
+
 def check_choice(name: str, value: Any, *choices: Any) -> None:
     """Raises ValueError unless `value` is one of the choices."""
-    if value not in choices:
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
         raise ValueError(f"{name}={value!r}: expected {' or '.join(map(repr, choices))}")

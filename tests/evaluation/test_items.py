@@ -102,3 +102,8 @@ def test_what_cannot_be_asked_is_reported_and_the_rest_asked(monkeypatch: pytest
     assert [r.reason for r in with_chat if isinstance(r, Refusal)] == [
         "chat: true, but the model's tokenizer has no chat template; expected chat: false"
     ]
+    words = tokenizer()
+    words.chat_template = "{{ raise_exception('no system message') }}"
+    assert [r.reason for r in items(monkeypatch, GRID.but(chat=True), words, given[2:3]) if isinstance(r, Refusal)] == [
+        "the tokenizer's chat template failed with TemplateError: no system message"
+    ]

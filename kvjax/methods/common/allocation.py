@@ -7,17 +7,17 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.policy import Budget, check_alike
+from kvjax.policy import Budget, check_alike, check_kind, check_number
 
 
 def check_share(name: str, value: Any) -> None:
     """Raises ValueError unless `value` is a number from 0 to 1."""
-    if isinstance(value, str | bool) or not 0 <= value <= 1:
-        raise ValueError(f"{name}={value!r}: expected a number from 0 to 1")
+    check_number(name, value, "a number from 0 to 1", lambda x: 0 <= x <= 1)
 
 
 def check_limited(budget: Budget, where: str) -> None:
     """Raises ValueError if a budget lets the first layer retain everything. `where` names the part that divides it."""
+    check_kind("budget", budget, Budget)
     if budget.slots(0, 1, 1) is None:
         raise ValueError(
             f"{budget} in {where}: expected a budget that limits every layer, since a layer that retains everything "

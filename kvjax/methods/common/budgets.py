@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from jaxtyping import Array, Int
 
-from kvjax.policy import Budget, check_integer
+from kvjax.policy import Budget, check_integer, check_number
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,7 @@ class Fraction(Budget):
     share: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise ValueError(f"budget={self.share}: expected a share of the prompt above 0 and at most 1")
+        check_number("budget", self.share, "a share of the prompt above 0 and at most 1", lambda x: 0 < x <= 1)
 
     @property
     def alike(self) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from jaxtyping import Array, Int
 
-from kvjax.policy import Budget, check_integer
+from kvjax.policy import Budget, check_integer, check_kind
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class DenseLayers(Budget):
 
     def __post_init__(self) -> None:
         check_integer("dense_layers", self.first, least=0)
+        check_kind("budget", self.budget, Budget)
         if self.budget.layout is not None:
             raise ValueError(
                 f"{self.budget} in DenseLayers: expected a budget that is known before the prompt is read, such as "

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Slots, mark
 from kvjax.pallas_kernels import compact
-from kvjax.policy import Effects, Keep, LayerShape, Merge, Moment, Policy, check_choice
+from kvjax.policy import Effects, Keep, LayerShape, Merge, Moment, Policy, check_choice, check_number
 
 BLOCK = 128  # the number of evicted entries that are compared with the others at once
 # Cosines that differ by less count as equal. Otherwise rounding decides: in a first layer the key of a token has the
@@ -53,8 +53,7 @@ class SimilarityMerge(Merge):
     def __post_init__(self) -> None:
         check_choice("weights", self.weights, "paper", "code")
         for name, value in (("alpha", self.alpha), ("beta", self.beta)):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-                raise ValueError(f"{name}={value!r}: expected a number in [0, 1]")
+            check_number(name, value, "a number in [0, 1]", lambda x: 0 <= x <= 1)
 
     @property
     def effects(self) -> Effects:

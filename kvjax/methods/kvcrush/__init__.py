@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from kvjax.policy import Policy
+from kvjax.policy import Policy, check_kind
 
 from ..registry import preset
 from ..snapkv import snapkv
@@ -81,7 +81,8 @@ def kvcrush(
         ValueError: for a value that is not accepted, a `share` of less than one token or page, another `kvcrush` as the
             base, or parts of the base that chunks, pages or `bits="query"` cannot be combined with.
     """
-    if share == 0 and isinstance(share, float) and granularity != "token":
+    check_kind("base", base, Policy)
+    if isinstance(share, float) and share == 0 and granularity != "token":
         return replace(base, select=Pages(base.select, page))
     select = Representatives(
         base.select,

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import mark
 from kvjax.heads import ALL_HEADS, Heads
 from kvjax.pallas_kernels import compact
-from kvjax.policy import ByQueryHead, Select, SelectWrapper, check_integer
+from kvjax.policy import ByQueryHead, Select, SelectWrapper, check_integer, check_kind
 
 FAR = jnp.iinfo(jnp.int32).max
 
@@ -111,6 +111,7 @@ class Pages(SelectWrapper):
 
 def check_entrywise(base: Select, where: str) -> None:
     """Raises ValueError unless a selection can choose among pages. `where` names the part that has it do so."""
+    check_kind("base", base, Select)
     if base.compares != "scores":
         raise ValueError(
             f"{where} ranks pages by their mean scores, and {type(base).__name__} does not retain the highest scores "

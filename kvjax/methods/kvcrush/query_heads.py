@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from kvjax.cache import Slots
 from kvjax.pallas_kernels import Reduction
-from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, ScoreWrapper
+from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Score, ScoreWrapper, check_kind
 
 
 class Watched(NamedTuple):
@@ -38,6 +38,7 @@ class QueryHeadAttention(ScoreWrapper):
     """
 
     def __post_init__(self) -> None:
+        check_kind("base", self.base, Score)
         if self.base.needs.queries == "unrotated":
             raise ValueError(
                 f"QueryHeadAttention observes queries after RoPE, and {type(self.base).__name__} observes them before "

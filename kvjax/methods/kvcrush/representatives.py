@@ -13,7 +13,16 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import mark
 from kvjax.heads import ALL_HEADS, Heads
 from kvjax.pallas_kernels import compact, top_tokens
-from kvjax.policy import ByQueryHead, Policy, SelectWrapper, check_choice, check_integer
+from kvjax.policy import (
+    ByQueryHead,
+    Policy,
+    Select,
+    SelectWrapper,
+    check_choice,
+    check_integer,
+    check_kind,
+    check_number,
+)
 
 from ..common.budgets import Fraction
 from .pages import PageMap, check_entrywise, fill
@@ -70,8 +79,9 @@ class Representatives(SelectWrapper):
     bits: Literal["kv", "query"] = "kv"
 
     def __post_init__(self) -> None:
-        _check_part("share", self.share, "above 0 and below 1", self.share > 0)
-        _check_part("upper", self.upper, "in [0, 1)", self.upper >= 0)
+        check_kind("base", self.base, Select)
+        check_number("share", self.share, "a float above 0 and below 1", lambda x: isinstance(x, float) and 0 < x < 1)
+        check_number("upper", self.upper, "a float in [0, 1)", lambda x: isinstance(x, float) and 0 <= x < 1)
         seed = isinstance(self.anchor, int) and not isinstance(self.anchor, bool) and self.anchor >= 0
         if not seed and self.anchor not in ("mean", "alternate"):
             raise ValueError(
@@ -303,9 +313,3 @@ def _nearest(off: Array, group: Int[Array, "U"], numbers: Int[Array, "U"], group
     nearest = off == jax.ops.segment_min(off, group, groups + 1)[group]
     earliest = jax.ops.segment_min(jnp.where(nearest, numbers, jnp.iinfo(jnp.int32).max), group, groups + 1)
     return nearest & (numbers == earliest[group]) & (group < groups)
-
-
-def _check_part(name: str, value: float, accepted: str, enough: bool) -> None:
-    """Raises ValueError unless `value` is a float below 1 that is large enough."""
-    if isinstance(value, bool) or not isinstance(value, float) or not (enough and value < 1):
-        raise ValueError(f"{name}={value!r}: expected a float {accepted}")
