@@ -40,7 +40,7 @@ def cases(tokenizer: Any) -> dict[str, tuple[Callable[[], Any], str]]:
             rf"tokens=\[\[99999\]\]: expected integers in 0 .. {VOCAB - 1}",
         ),
         "a negative id": (lambda: kvjax.extend(params, document, np.array([[-1]])), "expected integers in 0 .. "),
-        "no integers": (lambda: kvjax.extend(params, document, [[0.5]]), "expected integers in 0 .. "),
+        "no integers": (lambda: kvjax.extend(params, document, [[0.5]]), r"tokens=\[\[0.5\]\]: expected integers"),
         "a huge budget": (lambda: kvjax.policies.h2o(LARGE), "expected an integer < 2"),
         "a huge budget as text": (lambda: kvjax.policies.parse(f"h2o:budget={LARGE}"), "expected an integer < 2"),
         "a huge length": (
