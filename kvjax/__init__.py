@@ -1,6 +1,6 @@
 """kvjax keeps the key-value cache of a decoder small, while it reads long prompts and writes long answers."""
 
-from kvjax import parts, policies
+from kvjax import parts, policies, programs
 from kvjax.checkpoint import CheckpointError, load, restore, save, save_hf
 from kvjax.disk import restore_cache, save_cache
 from kvjax.extend import extend
@@ -12,7 +12,7 @@ from kvjax.prefill_each import prefill_each
 from kvjax.room import with_room
 from kvjax.sampling import Greedy, Sampler, SamplingMethod
 from kvjax.sharding import make_mesh, shard
-from kvjax.stream import Piece, stream
+from kvjax.stream import Piece, Stream, stream
 
 __all__ = [
     "AllocatedBudget",
@@ -31,6 +31,7 @@ __all__ = [
     "Select",
     "Stats",
     "Storage",
+    "Stream",
     "empty_cache",
     "extend",
     "generate",
@@ -41,6 +42,7 @@ __all__ = [
     "policies",
     "prefill",
     "prefill_each",
+    "programs",
     "restore",
     "restore_cache",
     "save",

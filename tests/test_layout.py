@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import kvjax
 from kvjax import policy
 from kvjax.methods import registry
 from kvjax.policy import Part
@@ -155,6 +156,29 @@ def test_packages_import_nothing_above_them(package: str, forbidden: tuple[str, 
 def test_methods_are_imported_by_policies_and_parts_only() -> None:
     users = {name for name, targets in graph().items() if any(within(target, "kvjax.methods") for target in targets)}
     assert {name for name in users if not within(name, "kvjax.methods")} == {"kvjax.policies", "kvjax.parts"}
+
+
+MODES_OF_THEIR_OWN = ("generate", "prefill", "prefill_each", "stream", "extend", "empty_cache", "with_room")
+ON_DISK_AND_AHEAD = ("save_cache", "restore_cache", "plan_cache")
+
+
+@pytest.mark.parametrize("name", [*MODES_OF_THEIR_OWN, *ON_DISK_AND_AHEAD])
+def test_public_functions_that_compute_set_the_modes_of_jax(name: str) -> None:
+    function = ast.parse(inspect.getsource(getattr(kvjax, name))).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    assert "own_modes()" in map(ast.unparse, function.decorator_list)
+
+
+def test_programs_of_the_library_are_counted() -> None:
+    """Programs of `jax.jit` itself would not be bounded in number. Kernels and models are called within programs."""
+    found = {
+        name
+        for name, path in modules().items()
+        if not name.startswith(("kvjax.models", "kvjax.pallas_kernels"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "jax.jit"
+    }
+    assert found == {"kvjax.programs"}
 
 
 def test_files_are_short() -> None:

@@ -44,5 +44,5 @@ def check_kind(name: str, value: Any, kind: type) -> None:
 
 def check_choice(name: str, value: Any, *choices: Any) -> None:
     """Raises ValueError unless `value` is one of the choices."""
-    if not any(type(value) is type(choice) and value == choice for choice in choices):
+    if repr(value) not in map(repr, choices):  # True and 8.0 are none of 1 and 8
         raise ValueError(f"{name}={value!r}: expected {' or '.join(map(repr, choices))}")
