@@ -61,8 +61,8 @@ class Segments(Entries):
     per_slot: Any
     per_row: tuple[Any, ...]
     merging: tuple[Any, ...]
+    growing: int = field(metadata={"static": True})
     bias: Float[Array, "B P T"] | None = None
-    growing: int = field(default=0, metadata={"static": True})
     longest: int | None = field(default=None, metadata={"static": True})
 
     preallocates: ClassVar[bool] = True

@@ -40,7 +40,7 @@ class EvenChunks(TopTokens):
         length: the number of entries per chunk.
     """
 
-    length: int = 512
+    length: int
 
     def __post_init__(self) -> None:
         check_integer("length", self.length, least=1)

@@ -63,6 +63,17 @@ def test_sets_are_those_of_algorithm_1_however_long(rule):
 
 
 @pytest.mark.parametrize("rule", ["anchor", "chain"])
+def test_tokens_that_are_as_similar_as_theta_are_apart(rule):
+    """Orthogonal keys in turn, across a border of blocks: their cosine is 0 exactly."""
+    N = BLOCK + 9
+    keys = np.eye(16, dtype=np.float32)[np.arange(N) % 2][None, None]
+    nothing = np.zeros((1, 1, N), int)
+    found = np.asarray(sets_of(keys, nothing, np.array([[N]]), np.zeros((1, 1), np.float32), rule=rule))
+    expected = merging_sets(keys[0, 0].astype(float), nothing[0, 0], 0.0, rule)
+    assert np.flatnonzero(found[0, 0]).tolist() == sorted(members[0] for members in expected) == list(range(N))
+
+
+@pytest.mark.parametrize("rule", ["anchor", "chain"])
 def test_theta_is_the_largest_that_leaves_no_more_sets_than_room(rule):
     B, H, N = 2, 2, 80
     keys, counts, room = wandering(B, H, N, step=0.3), np.array([[80, 70], [41, 80]]), np.array([[20, 7], [11, 1]])
