@@ -80,7 +80,7 @@ class FoldedWindow(Score):
     window: int
     block: int
     reduction: Reduction
-    ahead: bool = False
+    ahead: bool
 
     def __post_init__(self) -> None:
         check_integer("window", self.window, least=1)
