@@ -7,8 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple, get_args
 
-import numpy as np
-
 from kvjax.attend import ReadPlan
 from kvjax.cache import Entries, Usage
 from kvjax.checks import LARGEST, check_type, is_integer
@@ -116,7 +114,7 @@ def check_reading(chunk: int | None, compress: Compress) -> None:
     """Raises ValueError for a `chunk` or `compress` that is not accepted."""
     if compress not in get_args(Compress):
         raise ValueError(f"compress={compress!r}: expected one of {', '.join(map(repr, get_args(Compress)))}")
-    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int | np.integer) or chunk < 1):
+    if chunk is not None and (not is_integer(chunk) or chunk < 1):
         raise ValueError(f"chunk={chunk!r}: expected a number of tokens >= 1, or None for the prompt in one piece")
     if compress == "chunk" and chunk is None:
         raise ValueError("compress='chunk' needs chunk=, the number of tokens to read at a time")

@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
+from kvjax.checks import check_params, is_integer
 from kvjax.models import Decoder, DecoderConfig
 
 DATA, MODEL, REPLICA = "data", "model", "replica"
@@ -36,7 +37,7 @@ def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | Non
         ValueError: a size is not an integer >= 1, or the number of devices does not match.
     """
     for name, size in ((DATA, data), (MODEL, model)):
-        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
+        if not is_integer(size) or size < 1:
             raise ValueError(f"{name}={size!r}: expected an integer >= 1")
     given = devices if isinstance(devices, list | tuple | np.ndarray) else ()
     if devices is not None and not (len(given) and all(isinstance(device, jax.Device) for device in given)):
@@ -139,8 +140,7 @@ def shard(params: Decoder, mesh: Mesh) -> Decoder:
     Raises:
         ValueError: the mesh was not made by `make_mesh`, or does not fit the model.
     """
-    if not isinstance(params, Decoder):
-        raise ValueError(f"params is of type {type(params).__name__}: expected a Decoder")
+    check_params(params)
     mesh = fit_mesh(mesh, params.config)
     graph, state = nnx.split(params)
     sharded = {

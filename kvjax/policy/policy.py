@@ -14,7 +14,7 @@ from kvjax.cache import UNLIMITED, Slots
 
 from .budget import Budget
 from .merge import Merge
-from .part import Part, check_choice, check_integer
+from .part import Part, check_choice, check_integer, check_kind
 from .score import LayerShape, Moment, Score
 from .select import Select
 from .storage import PLAIN, Storage
@@ -88,8 +88,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         for name, kind in (("score", Score), ("budget", Budget), ("select", Select), ("merge", Merge)):
-            if not isinstance(getattr(self, name), kind):
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected a {kind.__name__}")
+            check_kind(name, getattr(self, name), kind)
         if self.every is not None:
             check_integer("every", self.every, least=1)
         check_choice("positions", self.positions, "original", "in_cache")
