@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Any
 
 import pytest
 
 from kvjax import policies
-from kvjax.policy import Part, Policy
+from kvjax.policy import Part, Policy, Protect, Storage
 from tests.policy.compositions import ALLOCATED, BUDGETS, MERGES, SCORES, SELECTS
 
 DEFAULTS = {
@@ -175,6 +175,30 @@ NUMBERS = [(preset, name) for preset in policies.PRESETS for name, _, number in 
 def test_a_preset_refuses_numbers_below_their_range(preset, name):
     with pytest.raises(ValueError, match="-1"):
         policies.parse(f"{preset}:{name}=-1")
+
+
+PARTS_DEFAULTS = {  # of parts that several methods have in common; those of all others are their preset's
+    "Policy": {"protect": Protect(), "every": None, "positions": "original", "storage": Storage()},
+    "Protect": {"sinks": 0, "recent": 0},
+    "WindowAttention": {"pooling": None, "rescale": False, "normalise": "full", "sum_logits": False},
+    "Reduction": {"group": "mean", "rows": "sum", "first": "rows"},
+    "Pooling": {"kind": "max", "size": 7},
+}
+
+
+def parts_of(part: Any) -> Iterator[Any]:
+    yield part
+    for field in fields(part):
+        if is_dataclass(inner := getattr(part, field.name)):
+            yield from parts_of(inner)
+
+
+@pytest.mark.parametrize("preset", DEFAULTS)
+def test_parts_have_the_defaults_of_their_preset(preset):
+    for part in parts_of(getattr(policies, preset)()):
+        given = {field.name: field.default for field in fields(part) if field.default is not MISSING}
+        own = {name: getattr(part, name) for name in given}
+        assert given == PARTS_DEFAULTS.get(type(part).__name__, own), type(part).__name__
 
 
 PARTS = {type(part).__name__: part for part in (*SCORES, *BUDGETS, *ALLOCATED, *SELECTS, *MERGES)}
