@@ -7,15 +7,29 @@ in them. Prompts come from the host and answers go there, so a guard against tra
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import jax
 
+_processes: set[int] = set()  # those in which kvjax has run: this one, and whose memory it has
+
 
 @contextmanager
 def own_modes() -> Iterator[None]:
-    """Sets the modes within a block, or within the function that it decorates."""
+    """Sets the modes within a block, or within the function that it decorates.
+
+    Raises:
+        RuntimeError: in a process that was forked from one in which kvjax has run.
+    """
+    _processes.add(process := os.getpid())
+    if len(_processes) > 1:
+        _processes.remove(process)
+        raise RuntimeError(
+            "this process was forked from one in which kvjax has run; JAX would wait here for threads that it does not "
+            'have: expected a process of its own, such as multiprocessing.get_context("spawn") starts'
+        )
     with (
         jax.enable_x64(False),
         jax.numpy_dtype_promotion("standard"),

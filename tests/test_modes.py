@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -94,3 +97,30 @@ def test_a_step_within_a_program_of_the_caller(mode: str) -> None:
     with MODES[mode]():
         logits, _ = jax.jit(kvjax.extend)(params, cache, jnp.array([[1], [2]]))
     np.testing.assert_allclose(logits, plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_process_is_refused_and_does_not_wait_for_ever() -> None:
+    """Also the second call; a process that is forked before kvjax has run is served."""
+    code = f"""
+import os, kvjax
+from tests.tiny import decoder
+
+def run():
+    try:
+        print(kvjax.generate(decoder(), [[1, 2]], **{OPTIONS}).tokens.shape, flush=True)
+    except RuntimeError as error:
+        print(str(error)[:83], flush=True)
+
+for _ in range(2):
+    if os.fork() == 0:
+        run()
+        run()
+        os._exit(0)
+    os.wait()
+    run()
+"""
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
+    refusal = "this process was forked from one in which kvjax has run; JAX would wait here for th"
+    assert result.stdout.splitlines() == ["(1, 4)"] * 3 + [refusal] * 2 + ["(1, 4)"], result.stderr

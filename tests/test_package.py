@@ -56,9 +56,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def test_wheel_installs_no_top_level_module_but_kvjax(installed: Path) -> None:
+def test_wheel_installs_no_top_level_module_but_kvjax_and_its_command(installed: Path) -> None:
     names = {path.name for path in installed.iterdir() if path.suffix != ".dist-info"}
-    assert names == {"kvjax", "bin"}
+    assert names - {"__pycache__"} == {"kvjax", "kvjax_command.py", "bin"}
 
 
 def test_wheel_holds_every_file_of_the_package_and_no_links(installed: Path) -> None:

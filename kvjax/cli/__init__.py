@@ -52,7 +52,7 @@ def _options(
 
 
 def main() -> None:
-    """Runs the command line. This is the entry point `kvjax`."""
+    """Runs the command line."""
     warnings.showwarning = show_warning
     logging.getLogger("absl").setLevel(logging.ERROR)  # kvjax raises an error for what Orbax warns about
     app()

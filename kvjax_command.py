@@ -1,0 +1,41 @@
+"""The command `kvjax`. It lies outside the package, so that Ctrl-C also ends it while the package is imported."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+INTERRUPTED = 128 + signal.SIGINT  # the exit status of shells
+SHOW_CURSOR = "\x1b[?25h"  # which progress bars hide
+
+
+def main() -> None:
+    """Runs the command line."""
+    end_at_interrupt()
+    from kvjax.cli import main as run
+
+    run()
+
+
+def end_at_interrupt() -> None:
+    """Ends the process with status 130 as soon as it receives SIGINT.
+
+    Python's own handler raises KeyboardInterrupt between two instructions of the main thread: after minutes if that
+    thread compiles, and with jax 0.10 the process then crashes when it ends. Here the signal wakes a thread. Nothing is
+    cleaned up, as after a kill: what kvjax writes is whole at any moment.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+    signal.signal(signal.SIGINT, lambda *_: None)
+    threading.Thread(target=_wait, args=(reader,), daemon=True).start()
+
+
+def _wait(reader: int) -> None:
+    while os.read(reader, 1) != bytes([signal.SIGINT]):  # the number of any signal that Python handles
+        pass
+    cursor = SHOW_CURSOR if sys.stderr.isatty() else ""
+    os.write(2, f"{cursor}\nkvjax: interrupted\n".encode())
+    os._exit(INTERRUPTED)
