@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +35,32 @@ def check_results(plan: RunPlan, out: Path) -> None:
         raise ValueError(f"{out} holds {path.name} without run.json: expected a folder of kvjax eval, or another one")
 
 
-def write_header(plan: RunPlan, out: Path) -> None:
-    """Writes the grid and the model to `run.json`. Raises ValueError if the file is of a run with other answers."""
-    path, grid = out / "run.json", plan.grid.document()
-    if path.exists():
-        there = read_header(out)["grid"]
-        for name in FIXED:
-            if there.get(name) != grid[name]:
+@contextmanager
+def written_header(plan: RunPlan, out: Path) -> Iterator[None]:
+    """Writes the grid and the model to `run.json`. Until the end of the block, only hosts of the same grid can do so.
+
+    Raises:
+        ValueError: if the file is of a run with other answers, or of another grid that is running.
+    """
+    path, header = out / "run.json", _header(plan)
+    with (out / ".run.json.lock").open("w") as running, (out / ".run.json.write.lock").open("w") as writing:
+        fcntl.flock(writing, fcntl.LOCK_EX)
+        if not (path.exists() and path.read_bytes() == header.encode()):
+            try:
+                fcntl.flock(running, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
                 raise ValueError(
-                    f"{name}={grid[name]!r}, but {out} holds results with {name}={there.get(name)!r}: "
-                    "expected the same value or another folder"
-                )
+                    f"{out} holds a run of another grid, which is running: expected the same grid on all hosts, "
+                    "or another folder"
+                ) from None
+            _check_fixed(plan, out)
+            write_file(path, header)
+        fcntl.flock(running, fcntl.LOCK_SH)
+        fcntl.flock(writing, fcntl.LOCK_UN)
+        yield
+
+
+def _header(plan: RunPlan) -> str:
     config = plan.config
     model = {
         "layers": config.num_layers,
@@ -51,7 +68,20 @@ def write_header(plan: RunPlan, out: Path) -> None:
         "bytes_per_token": config.bytes_per_token(plan.dtype),
         "dtype": str(plan.dtype),
     }
-    write_file(path, json.dumps({"grid": grid, "model": model}, indent=2, ensure_ascii=False) + "\n")
+    header = {"grid": plan.grid.document(), "model": model}
+    return json.dumps(header, indent=2, ensure_ascii=False) + "\n"
+
+
+def _check_fixed(plan: RunPlan, out: Path) -> None:
+    """Raises ValueError if there is a run whose answers cannot be in one file with the plan's."""
+    if (out / "run.json").exists():
+        grid, there = plan.grid.document(), read_header(out)["grid"]
+        for name in FIXED:
+            if there.get(name) != grid[name]:
+                raise ValueError(
+                    f"{name}={grid[name]!r}, but {out} holds results with {name}={there.get(name)!r}: "
+                    "expected the same value or another folder"
+                )
 
 
 def read_header(folder: Path) -> dict[str, Any]:

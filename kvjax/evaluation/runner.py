@@ -14,7 +14,7 @@ import jax
 from kvjax.evaluation.asking import Answer, Answers, Took
 from kvjax.evaluation.batches import Ask, Reading, ReadingBatch, halves
 from kvjax.evaluation.grid import Cell
-from kvjax.evaluation.header import check_results, write_header
+from kvjax.evaluation.header import check_results, written_header
 from kvjax.evaluation.lines import checked_scores, encoded, key_of, read_timing
 from kvjax.evaluation.planning import RunPlan, about, cell_fields, keys_of, name_of, sentence
 from kvjax.evaluation.records import Records, repaired
@@ -74,8 +74,11 @@ def run(plan: RunPlan, ask: Answering, out: Path, watch: Watch | None = None) ->
     watch = watch or Silent()
     out.mkdir(parents=True, exist_ok=True)
     check_results(plan, out)
-    with Records(out / plan.path, watch.say) as records, _timings(out / plan.timings, watch.say) as timings:
-        write_header(plan, out)
+    with (
+        Records(out / plan.path, watch.say) as records,
+        written_header(plan, out),
+        _timings(out / plan.timings, watch.say) as timings,
+    ):
         cells = [planned for planned in plan.cells if planned.error is None]
         errors = plan.errors()
         records.append(errors)

@@ -169,23 +169,6 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
     assert all("another run is writing" in error for error in summary.errors)
 
 
-@pytest.mark.parametrize("policies", [GRID.policies, [f"snapkv:budget={n}" for n in range(40, 50)]])
-def test_hosts_share_the_work(tmp_path: Path, policies: Any) -> None:
-    grid = GRID.but(policies=list(policies)) if isinstance(policies, list) else GRID
-    run(plan(grid), right, tmp_path / "one")
-    for host in range(2):
-        run(plan(grid, host=(host, 2)), right, tmp_path / "two")
-    parts = [lines(tmp_path / "two", f"results.{host}of2.jsonl") for host in range(2)]
-    assert min(map(len, parts)) > 0
-
-    def by_key(found: list[dict[str, Any]]) -> list[str]:
-        return sorted(map(json.dumps, found))
-
-    assert by_key(parts[0] + parts[1]) == by_key(lines(tmp_path / "one"))
-    own = [{line["policy"] for line in part} for part in parts]
-    assert (not own[0] & own[1]) == isinstance(policies, list)
-
-
 def fails(hit: Callable[[ReadingBatch], bool], error: BaseException) -> Callable[[ReadingBatch, Sequence[Policy]], Any]:
     def ask(batch: ReadingBatch, policies: Sequence[Policy]) -> Any:
         if hit(batch):
