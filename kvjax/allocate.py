@@ -19,6 +19,7 @@ from kvjax.models import AttentionLayer, Decoder
 from kvjax.pallas_kernels import PAGE
 from kvjax.policy import Moment, Pass, Policy, Texts
 from kvjax.programs import jit
+from kvjax.shown import shown
 
 Run: TypeAlias = Callable[..., Any]
 Encode: TypeAlias = Callable[[str], Sequence[int]]
@@ -42,7 +43,7 @@ def _ids(text: str | tuple[int, ...], encode: Encode | None, score: str) -> tupl
         return tuple(text)
     if encode is None and text:
         raise ValueError(
-            f"{score} replays the text {text!r} and there is no tokenizer: expected tokenizer= or token ids"
+            f"{score} replays the text {shown(text)} and there is no tokenizer: expected tokenizer= or token ids"
         )
     return tuple(encode(text)) if encode is not None and text else ()
 

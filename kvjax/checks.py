@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import reprlib
 from typing import Any
 
 import jax
@@ -11,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.models import Decoder
+from kvjax.shown import shown
 
+LONGEST_PATH = 4096  # characters; Linux takes as many bytes
 LARGEST = 2**31 - 1  # of int32, the dtype of tokens, positions and numbers of entries
 
 
@@ -23,7 +24,7 @@ def is_integer(value: Any) -> bool:
 def check_size(name: str, value: Any) -> None:
     """Raises ValueError unless `value` is an integer in 1 .. LARGEST."""
     if not is_integer(value) or not 1 <= value <= LARGEST:
-        raise ValueError(f"{name}={value!r}: expected an integer in 1 .. {LARGEST}")
+        raise ValueError(f"{name}={shown(value)}: expected an integer in 1 .. {LARGEST}")
 
 
 def check_type(name: str, value: Any, kind: type) -> None:
@@ -36,6 +37,8 @@ def check_path(name: str, value: Any) -> None:
     """Raises ValueError unless `value` is a path."""
     if not isinstance(value, str | os.PathLike):
         raise ValueError(f"{name} is of type {type(value).__name__}: expected a path")
+    if len(os.fspath(value)) > LONGEST_PATH:
+        raise ValueError(f"{name}={shown(value)}: expected a path of at most {LONGEST_PATH} characters")
 
 
 def dtype_of(value: Any) -> jnp.dtype:
@@ -43,7 +46,7 @@ def dtype_of(value: Any) -> jnp.dtype:
     try:
         return jnp.dtype(value)
     except TypeError:
-        raise ValueError(f"dtype={reprlib.repr(value)}: expected a dtype, such as 'bfloat16'") from None
+        raise ValueError(f"dtype={shown(value)}: expected a dtype, such as 'bfloat16'") from None
 
 
 def check_saved(tokenizer: Any) -> None:
@@ -63,7 +66,7 @@ def check_integers(name: str, value: Any) -> None:
     except (ValueError, OverflowError):
         given = np.asarray(None)
     if given.dtype.kind not in "iu" or (given.size and not -LARGEST <= given.min() <= given.max() <= LARGEST):
-        raise ValueError(f"{name}={reprlib.repr(value)}: expected integers")
+        raise ValueError(f"{name}={shown(value)}: expected integers")
 
 
 def check_params(params: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from dataclasses import replace
 from functools import partial
 
@@ -22,6 +21,7 @@ from kvjax.policy import Policy
 from kvjax.programs import jit
 from kvjax.room import Compress, check_reading, check_room, ending, occupied_slots, plan_read, with_room
 from kvjax.sharding import logical_sharding, mesh_of, rows_sharding
+from kvjax.shown import shown
 
 
 @own_modes()
@@ -138,7 +138,7 @@ def check_ids(tokens: ArrayLike, vocab_size: int) -> None:
     check_integers("tokens", tokens)
     ids = np.asarray(tokens)
     if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
-        raise ValueError(f"tokens={reprlib.repr(tokens)}: expected integers in 0 .. {vocab_size - 1}")
+        raise ValueError(f"tokens={shown(tokens)}: expected integers in 0 .. {vocab_size - 1}")
 
 
 def check_policy(cache: KVCache, policy: Policy | None) -> None:

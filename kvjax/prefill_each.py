@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,6 +25,7 @@ from kvjax.prompts import Prompt
 from kvjax.request import Request, as_policy, read_request
 from kvjax.room import plan_read
 from kvjax.sharding import fetch
+from kvjax.shown import shown
 
 
 @own_modes()
@@ -73,7 +73,7 @@ def prefill_each(
 def _given(policies: Any) -> list[Policy]:
     """The policies, of which each may be a text. Raises ValueError."""
     if isinstance(policies, str) or not isinstance(policies, Sequence):
-        raise ValueError(f"policies={reprlib.repr(policies)}: expected a list of policies or texts")
+        raise ValueError(f"policies={shown(policies)}: expected a list of policies or texts")
     each = [policy for policy in map(as_policy, policies) if policy is not None]
     if len(each) < len(policies):
         raise ValueError("policies has None in it: expected a list of policies or texts")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -12,6 +11,7 @@ from jaxtyping import Int
 
 from kvjax.cache import bucket
 from kvjax.limits import time_limit
+from kvjax.shown import shown
 
 Message: TypeAlias = Mapping[str, Any]  # with "role" and "content"; other keys are for the chat template
 Messages: TypeAlias = Sequence[Message]
@@ -105,7 +105,7 @@ def rows_of(
 def _check_text(name: str, text: Any) -> None:
     """Raises ValueError for what is no text, or has no form in UTF-8, such as bytes of a file in another encoding."""
     if not isinstance(text, str):
-        raise ValueError(f"{name} is {reprlib.repr(text)} beside rows of text: expected a string")
+        raise ValueError(f"{name} is {shown(text)} beside rows of text: expected a string")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -163,15 +163,14 @@ def _encode_chats(conversations: Sequence[Any], tokenizer: Any, *, begins: bool,
 def _check_messages(row: int, messages: Any) -> None:
     if not isinstance(messages, list | tuple) or not messages:
         raise ValueError(
-            f"row {row} of the prompt is {reprlib.repr(messages)} beside rows of chat messages: expected a list of at "
+            f"row {row} of the prompt is {shown(messages)} beside rows of chat messages: expected a list of at "
             "least one message"
         )
     for i, message in enumerate(messages):
         fields = [message.get(name) for name in ("role", "content")] if isinstance(message, Mapping) else [None]
         if not all(isinstance(field, str) for field in fields):
             raise ValueError(
-                f"message {i} of row {row} is {reprlib.repr(message)}: expected a dict whose 'role' and 'content' are "
-                "strings"
+                f"message {i} of row {row} is {shown(message)}: expected a dict whose 'role' and 'content' are strings"
             )
         for field in fields:
             _check_text(f"message {i} of row {row}", field)

@@ -28,6 +28,7 @@ from kvjax.prompts import Batch, Prompt, rows_of
 from kvjax.room import Compress, check_reading
 from kvjax.sampling import Greedy, SamplingMethod
 from kvjax.sharding import check_batch, fetch, mesh_of
+from kvjax.shown import shown
 
 EndTokens: TypeAlias = int | Sequence[int] | Sequence[Sequence[int]] | None
 Seed: TypeAlias = int | Sequence[int] | Key[Array, "*B"] | Int[Array, "*B K"]
@@ -104,7 +105,7 @@ class Request:
         check_tokenizer(tokenizer)
         config, policy = params.config, as_policy(policy)
         if cache is not None and not isinstance(cache, KVCache):
-            raise ValueError(f"cache={cache!r}: expected a KVCache or None")
+            raise ValueError(f"cache={shown(cache)}: expected a KVCache or None")
         if answer is not None:
             _check_answer(answer)
         check_reading(chunk, compress)
@@ -167,7 +168,7 @@ def as_policy(policy: Policy | str | None) -> Policy | None:
     if isinstance(policy, str):
         return policies.parse(policy)
     if policy is not None and not isinstance(policy, Policy):
-        raise ValueError(f"policy={policy!r}: expected a Policy, a text such as 'morphkv:budget=512', or None")
+        raise ValueError(f"policy={shown(policy)}: expected a Policy, a text such as 'morphkv:budget=512', or None")
     return policy
 
 
@@ -216,7 +217,7 @@ def _texts(policy: Policy, tokenizer: Any, vocab_size: int) -> Texts:
 def _check_answer(answer: AnswerOptions) -> None:
     sampler, limit = answer.sampler, answer.max_new_tokens
     if sampler is not None and not isinstance(sampler, SamplingMethod):
-        raise ValueError(f"sampler={sampler!r}: expected kvjax.Greedy(), kvjax.Sampler(...) or None")
+        raise ValueError(f"sampler={shown(sampler)}: expected kvjax.Greedy(), kvjax.Sampler(...) or None")
     check_size("max_new_tokens", limit)
 
 
@@ -239,7 +240,9 @@ def _end_tokens(eos: EndTokens, tokenizer: Any, batch: int) -> Int[np.ndarray, "
     by_row = bool(given) and all(isinstance(row, Iterable) and not isinstance(row, str) for row in given)
     rows = [list(row) for row in given] if by_row else [given] * batch
     if not all(is_integer(token) and 0 <= token <= LARGEST for row in rows for token in row):
-        raise ValueError(f"eos={eos!r}: expected a token id in 0 .. {LARGEST}, a list of ids, or a list of ids per row")
+        raise ValueError(
+            f"eos={shown(eos)}: expected a token id in 0 .. {LARGEST}, a list of ids, or a list of ids per row"
+        )
     if len(rows) != batch:
         raise ValueError(f"eos has {len(rows)} rows: expected {batch}, the size of the batch, or ids for all rows")
     ends = np.full((batch, max((len(row) for row in rows), default=0)), -1, np.int32)
@@ -257,7 +260,7 @@ def _row_keys(seed: Any, batch: int) -> Key[Array, "B"]:
         return jax.random.split(jax.random.key(int(given)), batch)
     seeds: list[Any] = list(given) if isinstance(given, Iterable) else [given]
     if len(seeds) != batch or not all(map(_is_seed, seeds)):
-        raise ValueError(f"seed={seed!r}: {_expected_seed(batch)}")
+        raise ValueError(f"seed={shown(seed)}: {_expected_seed(batch)}")
     return jnp.stack([jax.random.key(int(s)) for s in seeds])
 
 

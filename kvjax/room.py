@@ -14,6 +14,7 @@ from kvjax.kv_cache import KVCache
 from kvjax.modes import own_modes
 from kvjax.programs import jit
 from kvjax.sharding import fetch
+from kvjax.shown import shown
 
 Compress = Literal["auto", "never", "end", "chunk"]
 
@@ -98,7 +99,7 @@ def with_room(cache: KVCache, room: int) -> KVCache:
     """
     check_type("cache", cache, KVCache)
     if not is_integer(room) or not 0 <= room <= LARGEST:
-        raise ValueError(f"room={room!r}: expected an integer in 0 .. {LARGEST}")
+        raise ValueError(f"room={shown(room)}: expected an integer in 0 .. {LARGEST}")
     size = cache.entries.growth(usage(cache), room, grows=cache.grows, windows=cache.windows)
     return cache if size is None else grown(cache, size=size)
 
@@ -113,8 +114,8 @@ def check_room(cache: KVCache, new: int) -> None:
 def check_reading(chunk: int | None, compress: Compress) -> None:
     """Raises ValueError for a `chunk` or `compress` that is not accepted."""
     if compress not in get_args(Compress):
-        raise ValueError(f"compress={compress!r}: expected one of {', '.join(map(repr, get_args(Compress)))}")
+        raise ValueError(f"compress={shown(compress)}: expected one of {', '.join(map(repr, get_args(Compress)))}")
     if chunk is not None and (not is_integer(chunk) or chunk < 1):
-        raise ValueError(f"chunk={chunk!r}: expected a number of tokens >= 1, or None for the prompt in one piece")
+        raise ValueError(f"chunk={shown(chunk)}: expected a number of tokens >= 1, or None for the prompt in one piece")
     if compress == "chunk" and chunk is None:
         raise ValueError("compress='chunk' needs chunk=, the number of tokens to read at a time")

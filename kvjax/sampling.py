@@ -10,6 +10,7 @@ Axes: B batch, N tokens, V vocabulary.
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -19,6 +20,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key
+
+from kvjax.shown import shown
 
 FLOAT32 = jnp.finfo(jnp.float32)
 
@@ -98,8 +101,8 @@ def _normal(x: float) -> float:
 def _require(name: str, value: Any, valid: Callable[[Any], bool], accepted: str, integral: bool = False) -> None:
     """Raises ValueError unless `value` is a finite number for which `valid` holds."""
     is_number = isinstance(value, Integral if integral else Real) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not valid(value):
-        raise ValueError(f"{name}={value!r}: expected {accepted}")
+    if not is_number or not abs(value) <= sys.float_info.max or not valid(value):
+        raise ValueError(f"{name}={shown(value)}: expected {accepted}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,10 +241,10 @@ def parse(text: str) -> SamplingMethod:
         name, equals, value = (part.strip() for part in item.partition("="))
         if not equals or name not in names or name in settings:
             fault = "is given twice" if name in settings else "is not understood"
-            raise ValueError(f"{item!r} in sampler {text!r} {fault}; accepted: {accepted}")
+            raise ValueError(f"{shown(item)} in sampler {shown(text)} {fault}; accepted: {accepted}")
         try:
             settings[name] = int(value) if name == "top_k" else float(value)
         except ValueError:
             kind = "an integer" if name == "top_k" else "a number"
-            raise ValueError(f"{name}={value!r} in sampler {text!r}: expected {kind}") from None
+            raise ValueError(f"{name}={shown(value)} in sampler {shown(text)}: expected {kind}") from None
     return method(**settings)

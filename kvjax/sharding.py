@@ -20,6 +20,7 @@ from jaxtyping import Array
 
 from kvjax.checks import check_params, is_integer
 from kvjax.models import Decoder, DecoderConfig
+from kvjax.shown import shown
 
 DATA, MODEL, REPLICA = "data", "model", "replica"
 
@@ -38,7 +39,7 @@ def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | Non
     """
     for name, size in ((DATA, data), (MODEL, model)):
         if not is_integer(size) or size < 1:
-            raise ValueError(f"{name}={size!r}: expected an integer >= 1")
+            raise ValueError(f"{name}={shown(size)}: expected an integer >= 1")
     given = devices if isinstance(devices, list | tuple | np.ndarray) else ()
     if devices is not None and not (len(given) and all(isinstance(device, jax.Device) for device in given)):
         raise ValueError(f"devices is of type {type(devices).__name__}: expected a list of JAX devices")

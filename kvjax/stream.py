@@ -23,6 +23,7 @@ from kvjax.request import AnswerOptions, EndTokens, Request, Seed, read_request
 from kvjax.room import Compress
 from kvjax.sampling import SamplingMethod
 from kvjax.sharding import fetch
+from kvjax.shown import shown
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,11 @@ def stream(
     """
     stops: list[Any] = [stop] if isinstance(stop, str) else list(stop) if isinstance(stop, list | tuple) else [None]
     if not all(isinstance(s, str) and s for s in stops):
-        raise ValueError(f"stop={stop!r}: expected strings of at least one character")
+        raise ValueError(f"stop={shown(stop)}: expected strings of at least one character")
     if stops and tokenizer is None:
-        raise ValueError(f"stop={stop!r} and there is no tokenizer: expected tokenizer=, because stop strings are text")
+        raise ValueError(
+            f"stop={shown(stop)} and there is no tokenizer: expected tokenizer=, because stop strings are text"
+        )
     if tokenizer is not None and not hasattr(tokenizer, "backend_tokenizer"):
         raise ValueError(
             f"tokenizer is a {type(tokenizer).__name__} without backend_tokenizer: expected a fast tokenizer of "

@@ -51,6 +51,21 @@ def cases(tokenizer: Any) -> dict[str, tuple[Callable[[], Any], str]]:
         ),
         "a huge end token": (lambda: kvjax.generate(params, [1], eos=2**40), "eos=1099511627776: expected a token id"),
         "a huge seed": (lambda: kvjax.generate(params, [1], seed=LARGE), "expected an integer of 64 bits"),
+        "an integer that Python does not print": (
+            lambda: kvjax.policies.snapkv(budget=10**5000),
+            "budget=a value of type int: expected an integer < 2",
+        ),
+        "an integer that is no float": (
+            lambda: kvjax.Sampler(top_p=10**400),
+            r"top_p=10+\.\.\. \(401 characters\): expected",
+        ),
+        "a choice of a novel": (
+            lambda: kvjax.policies.snapkv(pool="x" * 100_000),
+            r"^pool='x{199}\.\.\. \(100,002 characters\): expected 'max' or 'avg' or 'none'$",
+        ),
+        "an option of a novel": (lambda: kvjax.policies.parse(f"h2o:{'x' * 10**5}=1"), "100,002 characters"),
+        "a path of a novel": (lambda: kvjax.load("x" * 5000), "expected a path of at most 4096 characters"),
+        "a list as a policy": (lambda: kvjax.generate(params, [1], policy=[1] * 9999), r"policy=\[1.*\.\.\. \("),
         "nested signs in a policy": (lambda: kvjax.policies.parse("h2o:budget=" + "-" * 100_000), "is not a number"),
         "nested parentheses": (
             lambda: kvjax.policies.parse("Policy(" * 10_000),

@@ -14,6 +14,8 @@ from typing import Literal
 import jax
 from jax.experimental import topologies
 
+from kvjax.shown import shown
+
 
 @dataclass(frozen=True)
 class Chip:
@@ -176,7 +178,7 @@ class Target:
                     f"compiling for {self.name} needs a compiler: pip install 'kvjax[{extra}]'"
                 ) from error
             if "INVALID_ARGUMENT" in str(error) and self.platform == "tpu":
-                raise ValueError(f"target {self.name!r}: the TPU compiler knows no such slice: {error}") from error
+                raise ValueError(f"target {shown(self.name)}: the TPU compiler knows no such slice: {error}") from error
             raise
 
 
@@ -192,6 +194,6 @@ def target(name: str) -> Target:
     if kind in TPUS and re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", size):
         return Target(name, "tpu", TPUS[kind], math.prod(map(int, size.split("x"))))
     raise ValueError(
-        f"target {name!r}: expected GPUs as KIND:COUNT with KIND one of {', '.join(GPUS)}, and TPU slices as "
+        f"target {shown(name)}: expected GPUs as KIND:COUNT with KIND one of {', '.join(GPUS)}, and TPU slices as "
         f"KIND:SIDExSIDE[xSIDE] with KIND one of {', '.join(TPUS)}"
     )

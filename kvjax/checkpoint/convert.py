@@ -20,6 +20,7 @@ from kvjax.checkpoint.hf import load, read_headers, write_hf
 from kvjax.checkpoint.orbax import restore, transfer_bytes, write_orbax
 from kvjax.checkpoint.parameters import Blank, Progress
 from kvjax.checkpoint.tensors import no_weights
+from kvjax.shown import shown
 from kvjax.writing import check_folder, new_folder
 
 Target = Literal["hf", "orbax"]
@@ -105,7 +106,7 @@ def plan_conversion(
             `overwrite` is False.
     """
     if to not in get_args(Target):
-        raise ValueError(f"to={to!r}: expected one of {', '.join(get_args(Target))}")
+        raise ValueError(f"to={shown(to)}: expected one of {', '.join(get_args(Target))}")
     check_dtype(dtype)
     target = Path(out).expanduser().resolve()
     check_folder(target, overwrite, ARGUMENT)

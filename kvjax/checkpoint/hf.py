@@ -37,6 +37,7 @@ from kvjax.checkpoint.tensors import DERIVED, TensorSpec, compare, files_of, ope
 from kvjax.checks import check_params, check_saved, is_integer
 from kvjax.models import Decoder, DecoderConfig, by_tensor, family, hf_shapes
 from kvjax.sharding import fetch
+from kvjax.shown import shown
 from kvjax.writing import new_folder
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def save_hf(
     check_params(params)
     check_saved(tokenizer)
     if not is_integer(max_shard_bytes) or max_shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes={max_shard_bytes!r}: expected an integer >= 1")
+        raise ValueError(f"max_shard_bytes={shown(max_shard_bytes)}: expected an integer >= 1")
     with new_folder(path, owned(tokenizer is not None), "config.json", overwrite=overwrite) as folder:
         write_hf(params, folder, tokenizer, max_shard_bytes, progress)
 
@@ -191,7 +192,7 @@ def read_headers(folder: Path, config: DecoderConfig) -> tuple[int, tuple[str, .
         hf = read_json(folder / "config.json")
         named = str(hf.get("dtype") or hf.get("torch_dtype") or "float32")
         if named not in map(str, DTYPES.values()):
-            raise CheckpointError(folder, [f"config.json has dtype={named!r}; accepted: {DTYPE_NAMES}"])
+            raise CheckpointError(folder, [f"config.json has dtype={shown(named)}; accepted: {DTYPE_NAMES}"])
         return sum(map(math.prod, Blank.of(config).shapes.values())), (named,)
     problems: list[str] = []
     with ExitStack() as stack:

@@ -11,6 +11,7 @@ from kvjax.checkpoint.hf import load
 from kvjax.checkpoint.orbax import restore
 from kvjax.models import Decoder
 from kvjax.sharding import make_mesh
+from kvjax.shown import shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,7 +51,7 @@ def dtype_named(name: str | None) -> Any:
         return None
     accepted = {str(dtype): dtype for dtype in DTYPES.values()}
     if name not in accepted:
-        raise ValueError(f"dtype {name!r} is not supported; accepted: {DTYPE_NAMES}")
+        raise ValueError(f"dtype {shown(name)} is not supported; accepted: {DTYPE_NAMES}")
     return accepted[name]
 
 
@@ -62,5 +63,5 @@ def mesh_sizes(text: str) -> tuple[int, int]:
     """
     sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if sizes is None:
-        raise ValueError(f"mesh {text!r}: expected DATAxMODEL, two integers >= 1, such as 2x4")
+        raise ValueError(f"mesh {shown(text)}: expected DATAxMODEL, two integers >= 1, such as 2x4")
     return int(sizes[1]), int(sizes[2])

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from kvjax.checkpoint.errors import CheckpointError
 from kvjax.checkpoint.folder import DTYPES, INDEX, PICKLES, WEIGHTS, first_line, read_json
 from kvjax.models import DecoderConfig, family, hf_shapes
+from kvjax.shown import shown
 
 # The RoPE frequencies that old checkpoints store. The config determines them.
 DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -73,7 +74,7 @@ def _read_index(folder: Path) -> dict[str, set[str]]:
 def _open_file(folder: Path, name: str, stack: ExitStack, problems: list[str]) -> safe_open | None:
     """Opens one file of the folder; on failure appends the reason to `problems` and returns None."""
     if Path(name).name != name:
-        problems.append(f"{INDEX} names {name!r}, which is not a file name of this folder")
+        problems.append(f"{INDEX} names {shown(name)}, which is not a file name of this folder")
     elif not (folder / name).is_file():
         problems.append(f"{INDEX} names {name}, which does not exist")
     else:

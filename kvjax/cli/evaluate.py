@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvjax.cli.console import bytes_text, keep_compiled, show_warning, stderr, working
+from kvjax.shown import shown
 
 if TYPE_CHECKING:
     from kvjax.evaluation.planning import RunPlan
@@ -146,7 +147,7 @@ def refused(plan: RunPlan) -> list[str]:
 def _host(text: str) -> tuple[int, int]:
     parts = re.fullmatch(r"(\d+)/([1-9]\d*)", text)
     if parts is None or int(parts[1]) >= int(parts[2]):
-        raise ValueError(f"host {text!r}: expected I/N with I from 0 to N - 1, such as 0/2")
+        raise ValueError(f"host {shown(text)}: expected I/N with I from 0 to N - 1, such as 0/2")
     return int(parts[1]), int(parts[2])
 
 

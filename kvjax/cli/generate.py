@@ -18,6 +18,7 @@ from kvjax.cli.console import (
     prompt_text,
     working,
 )
+from kvjax.shown import shown
 
 if TYPE_CHECKING:
     from kvjax import Generation
@@ -58,7 +59,9 @@ def generate(
     if as_json and stream:
         raise ValueError("--json with --stream: expected one of them, because --json prints one document at the end")
     if system is not None and not chat:
-        raise ValueError(f"--system {system!r} without --chat: expected both, because a system message needs a chat")
+        raise ValueError(
+            f"--system {shown(system)} without --chat: expected both, because a system message needs a chat"
+        )
     text: Prompt = prompt_text(prompt, prompt_file, "PROMPT")
     if chat:
         messages = [{"role": "user", "content": text}]

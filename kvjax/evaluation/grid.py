@@ -15,6 +15,7 @@ from kvjax.evaluation.judge import Endpoint
 from kvjax.evaluation.yaml_text import brief, read_yaml
 from kvjax.policies import parse as parse_policy
 from kvjax.sampling import parse as parse_sampler
+from kvjax.shown import shown
 
 Budget: TypeAlias = int | float
 Setting = Literal["after", "before"]
@@ -84,11 +85,12 @@ class PolicyLine:
         shares = [placeholder for placeholder in PLACEHOLDERS[1:] if placeholder in text]
         if shares and isinstance(budget, int):
             raise ValueError(
-                f"budget {budget} of {text!r}: expected a share of the prompt in (0, 1], because of {shares[0]}"
+                f"budget {budget} of {shown(text)}: expected a share of the prompt in (0, 1], because of {shares[0]}"
             )
         if "{entries}" in shares and self.tokens is None:
             raise ValueError(
-                f"{text!r} without tokens: expected tokens, the length of the prompt that {{entries}} is a share of"
+                f"{shown(text)} without tokens: expected tokens, the length of the prompt that {{entries}} is a share "
+                "of"
             )
         text = text.replace("{budget}", repr(budget)).replace("{removed}", repr(round(1 - budget, 6)))
         return text.replace("{entries}", str(int(budget * (self.tokens or 0))))
@@ -207,7 +209,7 @@ class Grid:
                 budgets = self.budgets if line.budgets is None else line.budgets
             if not budgets:
                 raise ValueError(
-                    f"{line.policy!r} without budgets: expected budgets, a list of shares or numbers of entries"
+                    f"{shown(line.policy)} without budgets: expected budgets, a list of shares or numbers of entries"
                 )
             for budget in budgets:
                 text = line.filled(budget)
@@ -246,7 +248,7 @@ def _line(kind: type, first: str, given: Any) -> Any:
         return kind(given)
     if not isinstance(given, dict) or first not in given:
         raise ValueError(f"{brief(given)}: expected a string, or a mapping with the fields {', '.join(_names(kind))}")
-    _known(f"of the entry with {first}: {given[first]!r}", given, kind)
+    _known(f"of the entry with {first}: {shown(given[first])}", given, kind)
     return kind(**{name: _read(name, value) for name, value in given.items() if value is not None})
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from kvjax.evaluation.grid import PolicyLine
 from kvjax.evaluation.lines import is_number
 from kvjax.evaluation.planning import RunPlan
+from kvjax.shown import shown
 from kvjax.writing import write_file
 
 FIXED = (
@@ -79,7 +80,7 @@ def _check_fixed(plan: RunPlan, out: Path) -> None:
         for name in FIXED:
             if there.get(name) != grid[name]:
                 raise ValueError(
-                    f"{name}={grid[name]!r}, but {out} holds results with {name}={there.get(name)!r}: "
+                    f"{name}={shown(grid[name])}, but {out} holds results with {name}={shown(there.get(name))}: "
                     "expected the same value or another folder"
                 )
 

@@ -10,6 +10,8 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvjax.shown import shown
+
 Judge = Callable[[str], str]
 """Maps a prompt to the judge's reply. A judge that cannot answer raises JudgeError."""
 
@@ -65,7 +67,7 @@ class Endpoint:
                     content = json.loads(reply.read())["choices"][0]["message"]["content"]
                 if isinstance(content, str):
                     return content
-                reason = f"its reply has the content {content!r}: expected a string"
+                reason = f"its reply has the content {shown(content)}: expected a string"
             except urllib.error.HTTPError as error:
                 reason = f"HTTP {error.code}: {error.read(300).decode('utf-8', 'replace')}"
                 if error.code not in (408, 409, 425, 429) and error.code < 500:  # the same request would fail again

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 from kvjax.evaluation.grid import SETTINGS
+from kvjax.shown import shown
 
 Key: TypeAlias = tuple[Any, ...]
 Line: TypeAlias = dict[str, Any]
@@ -60,7 +61,7 @@ def read_lines(path: Path, read: Callable[[bytes], Line]) -> list[Line]:
 def checked_scores(scores: Mapping[str, float]) -> dict[str, float]:
     """The scores as a metric returns them. Raises ValueError unless each is a finite number."""
     if problem := _scores(given := dict(scores)):
-        raise ValueError(f"scores={given!r}: expected {problem}")
+        raise ValueError(f"scores={shown(given)}: expected {problem}")
     return given
 
 

@@ -30,6 +30,7 @@ from kvjax.models import Decoder
 from kvjax.request import Request, read_request
 from kvjax.room import with_room
 from kvjax.sharding import fetch
+from kvjax.shown import shown
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -93,10 +94,10 @@ class KVJaxLM(TemplateLM):
     ):
         super().__init__()
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
-            raise ValueError(f"batch_size={batch_size!r}: expected an integer >= 1")
+            raise ValueError(f"batch_size={shown(batch_size)}: expected an integer >= 1")
         if max_batch_size is not None:
             raise ValueError(
-                f"max_batch_size={max_batch_size!r}: expected None; batch_size is the number of prompts per batch"
+                f"max_batch_size={shown(max_batch_size)}: expected None; batch_size is the number of prompts per batch"
             )
         self.policy = kvjax.policies.parse(policy.replace(";", ","))
         self.params, tokenizer = load_named(pretrained, dtype, mesh_sizes(mesh))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import reprlib
 from typing import Any
 
 import yaml
+
+from kvjax.shown import shown
 
 DEPTH = 20  # of nested lists and mappings
 ALIASES = 20  # uses of `*name`, which each stand for everything that `&name` marks
@@ -30,7 +31,7 @@ class _Loader(yaml.SafeLoader):
 
 def brief(value: Any) -> str:
     """The repr of a value, shortened: aliases can make it endless."""
-    return reprlib.repr(value)
+    return shown(value)
 
 
 def read_yaml(text: str) -> Any:

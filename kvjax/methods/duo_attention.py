@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache import UNLIMITED
 from kvjax.heads import Heads
 from kvjax.policy import AllocatedBudget, Layout, Policy, Protect, check_integer
+from kvjax.shown import shown
 
 from .common.allocation import check_mean, check_share
 from .common.budgets import Fixed
@@ -59,7 +60,7 @@ class GatedShares(AllocatedBudget):
         layers = self.full if isinstance(self.full, tuple) else ()
         sizes = {len(layer) if isinstance(layer, tuple) else 0 for layer in layers}
         if len(sizes) != 1 or 0 in sizes:
-            raise ValueError(f"full={self.full!r}: expected a tuple per layer of equally many truth values")
+            raise ValueError(f"full={shown(self.full)}: expected a tuple per layer of equally many truth values")
         _check_groups(self.groups, len(self.full[0]))
 
     @property
@@ -128,7 +129,7 @@ def read_gates(path: str | Path) -> Gates:
         return tuple(tuple(float(gate) for gate in row) for row in rows)
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"gates={str(path)!r} cannot be read ({error}): expected a .json or .npz file with 'gates', or a .tsv "
+            f"gates={shown(str(path))} cannot be read ({error}): expected a .json or .npz file with 'gates', or a .tsv "
             "file, with a row per layer"
         ) from error
 
@@ -181,7 +182,9 @@ def duo_attention(
 def _checked(gates: Gates) -> Gates:
     rows = {len(layer) if isinstance(layer, tuple) else 0 for layer in gates} if isinstance(gates, tuple) else {0}
     if len(rows) != 1 or 0 in rows or not np.isfinite(np.array(gates, float)).all():
-        raise ValueError(f"gates={gates!r}: expected the name of a file, or a tuple per layer of equally many numbers")
+        raise ValueError(
+            f"gates={shown(gates)}: expected the name of a file, or a tuple per layer of equally many numbers"
+        )
     return gates
 
 

@@ -33,6 +33,7 @@ from kvjax.policy import (
     check_choice,
     check_integer,
 )
+from kvjax.shown import shown
 
 from .common.allocation import check_mean, raise_best
 from .common.budgets import budget_of
@@ -90,16 +91,16 @@ class TaskAttention(Score):
         check_choice("value_norm", self.value_norm, "none", "v", "vo")
         if (self.source == "prompt") != bool(self.prompts):
             raise ValueError(
-                f"source={self.source!r} with prompts={self.prompts!r}: expected prompts where the source is 'prompt', "
-                "and none otherwise"
+                f"source={self.source!r} with prompts={shown(self.prompts)}: expected prompts where the source is "
+                "'prompt', and none otherwise"
             )
         usable = isinstance(self.prompts, str | tuple) and all(
             isinstance(prompt, str | tuple) and len(prompt) for prompt in self._texts
         )
         if not usable:
             raise ValueError(
-                f"prompts={self.prompts!r}: expected a text, or a tuple of texts and tuples of token ids, none of them "
-                "empty"
+                f"prompts={shown(self.prompts)}: expected a text, or a tuple of texts and tuples of token ids, none of "
+                "them empty"
             )
 
     @property

@@ -33,6 +33,7 @@ from kvjax.policy import (
     check_integer,
     check_kind,
 )
+from kvjax.shown import shown
 
 from .adakv import AdaptiveShares
 from .common.allocation import check_limited
@@ -78,7 +79,7 @@ class Reconstruction(Score):
         for name in ("instruction", "starting", "suffix"):
             text = getattr(self, name)
             if not isinstance(text, str | tuple):
-                raise ValueError(f"{name}={text!r}: expected a text or a tuple of token ids")
+                raise ValueError(f"{name}={shown(text)}: expected a text or a tuple of token ids")
 
     @property
     def needs(self) -> Needs:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from kvjax.shown import shown
 
 if TYPE_CHECKING:
     from .policy import Policy
@@ -24,25 +26,25 @@ class Part:
 def check_integer(name: str, value: Any, least: int) -> None:
     """Raises ValueError unless `value` is an integer of Python from `least` to 2**31 - 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r}: expected an integer >= {least}")
+        raise ValueError(f"{name}={shown(value)}: expected an integer >= {least}")
     if value >= 2**31:
-        raise ValueError(f"{name}={value!r}: expected an integer < 2**31")
+        raise ValueError(f"{name}={shown(value)}: expected an integer < 2**31")
 
 
 def check_number(name: str, value: Any, accepted: str, fits: Callable[[float], bool]) -> None:
     """Raises ValueError unless `value` is a finite number for which `fits` holds. `accepted` says it in words."""
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if not number or not fits(value):
-        raise ValueError(f"{name}={value!r}: expected {accepted}")
+        raise ValueError(f"{name}={shown(value)}: expected {accepted}")
 
 
 def check_kind(name: str, value: Any, kind: type) -> None:
     """Raises ValueError unless `value` is a `kind`."""
     if not isinstance(value, kind):
-        raise ValueError(f"{name}={value!r}: expected a {kind.__name__}")
+        raise ValueError(f"{name}={shown(value)}: expected a {kind.__name__}")
 
 
 def check_choice(name: str, value: Any, *choices: Any) -> None:
     """Raises ValueError unless `value` is one of the choices."""
-    if repr(value) not in map(repr, choices):  # True and 8.0 are none of 1 and 8
-        raise ValueError(f"{name}={value!r}: expected {' or '.join(map(repr, choices))}")
+    if not any(type(value) is type(choice) and value == choice for choice in choices):  # True and 8.0 are not 1 and 8
+        raise ValueError(f"{name}={shown(value)}: expected {' or '.join(map(repr, choices))}")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from kvjax.pallas_kernels import Reduction
+from kvjax.shown import shown
 
 from .part import Part
 from .policy import Policy, Protect
@@ -28,14 +28,14 @@ def parse(text: str, presets: Presets, parts: Mapping[str, type[Part]]) -> Polic
         return _build(text, parts)
     name, _, rest = text.partition(":")
     if name not in presets:
-        raise ValueError(f"unknown policy {reprlib.repr(name)}: expected {', '.join(presets)}")
+        raise ValueError(f"unknown policy {shown(name)}: expected {', '.join(presets)}")
     given: dict[str, str] = {}
     for item in filter(None, rest.split(",")):
         option, equals, value = (part.strip() for part in item.partition("="))
         if not equals or not value:
-            raise ValueError(f"{item!r} in {text!r}: expected option=value")
+            raise ValueError(f"{shown(item)} in {shown(text)}: expected option=value")
         if option in given:
-            raise ValueError(f"{text!r} says {option} twice: expected once")
+            raise ValueError(f"{shown(text)} says {option} twice: expected once")
         given[option] = value
     return _preset(name, given, presets)
 
@@ -61,7 +61,9 @@ def _values(name: str, prefix: str, given: Mapping[str, str], accepted: Options,
     for dotted, text in given.items():
         option, dot, rest = dotted.partition(".")
         if option not in accepted:
-            raise ValueError(f"{name} has no option {prefix + option!r}: expected {_names(prefix, accepted) or 'none'}")
+            raise ValueError(
+                f"{name} has no option {shown(prefix + option)}: expected {_names(prefix, accepted) or 'none'}"
+            )
         if dot:
             inner.setdefault(option, {})[rest] = text
         else:
@@ -79,13 +81,15 @@ def _values(name: str, prefix: str, given: Mapping[str, str], accepted: Options,
         elif option not in own and isinstance(parameter.default, Policy):
             raise ValueError(f"{name}: options of {full} without {full} itself: expected {full}=PRESET first")
         elif rest_of and not isinstance(parameter.default, Policy):
-            raise ValueError(f"{name}: {full} is no policy and no part, so it has no option {next(iter(rest_of))!r}")
+            raise ValueError(
+                f"{name}: {full} is no policy and no part, so it has no option {shown(next(iter(rest_of)))}"
+            )
         else:
             values[option] = _literal(own[option])
             _check_kind(name, full, values[option], parameter)
             if isinstance(parameter.default, Policy):
                 if values[option] not in presets:
-                    raise ValueError(f"{name}: {full}={values[option]!r}: expected {', '.join(presets)}")
+                    raise ValueError(f"{name}: {full}={shown(values[option])}: expected {', '.join(presets)}")
                 values[option] = _preset(values[option], rest_of, presets)
     return values
 
@@ -126,7 +130,7 @@ def _check_kind(name: str, option: str, value: Any, parameter: inspect.Parameter
     word_or_number = wants is str and given is None and not {"int", "float"}.isdisjoint(annotation.split(" | "))
     if given is not wants and not word_or_number:
         kind = {bool: "True or False", str: "a word", None: "a number"}[wants]
-        raise ValueError(f"{name}: {option}={reprlib.repr(value)} is not {kind} (the default is {default!r})")
+        raise ValueError(f"{name}: {option}={shown(value)} is not {kind} (the default is {shown(default)})")
 
 
 def _build(text: str, parts: Mapping[str, type[Part]]) -> Policy:
@@ -141,6 +145,6 @@ def _build(text: str, parts: Mapping[str, type[Part]]) -> Policy:
     try:
         policy = value(ast.parse(text, mode="eval").body)
     except (AttributeError, SyntaxError, TypeError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{reprlib.repr(text)} describes no policy of this version: {error}") from error
+        raise ValueError(f"{shown(text)} describes no policy of this version: {error}") from error
     assert isinstance(policy, Policy)
     return policy

@@ -9,6 +9,7 @@ from pathlib import Path
 from kvjax.evaluation.report import escape, plots, tables
 from kvjax.evaluation.report.results import Results
 from kvjax.evaluation.report.tables import MEANING, Table
+from kvjax.shown import shown
 from kvjax.writing import new_folder
 
 PAGE = "report.md"
@@ -45,7 +46,7 @@ def write(
     known = list(dict.fromkeys(policy for results in several for policy in results.policies))
     for policy in against:
         if policy not in known:
-            raise ValueError(f"policy {policy!r} is not in the results: expected one of {', '.join(known)}")
+            raise ValueError(f"policy {shown(policy)} is not in the results: expected one of {', '.join(known)}")
     with new_folder(out, OWNED, PAGE, overwrite=overwrite, argument=ARGUMENT) as folder:
         folder.mkdir()
         return _write(folder, several, against, say)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvjax.shown import shown
+
 from .task import DataError, Example, Fault, Source
 
 
@@ -28,37 +30,39 @@ class Record:
 
     def _get(self, name: str, expected: str) -> Any:
         if name not in self.fields:
-            raise DataError(f"{self.where}: field {name!r} is missing; expected {expected}")
+            raise DataError(f"{self.where}: field {shown(name)} is missing; expected {expected}")
         return self.fields[name]
 
     def text(self, name: str, *, empty: bool = False) -> str:
         """The field as a string, which may be blank only if `empty`. Raises DataError."""
         value = self._get(name, "a string")
         if not isinstance(value, str):
-            raise DataError(f"{self.where}: field {name!r} is {_kind(value)}; expected a string")
+            raise DataError(f"{self.where}: field {shown(name)} is {_kind(value)}; expected a string")
         if not value.strip() and not empty:
-            raise DataError(f"{self.where}: field {name!r} is empty; expected a text")
+            raise DataError(f"{self.where}: field {shown(name)} is empty; expected a text")
         return value
 
     def texts(self, name: str) -> tuple[str, ...]:
         """The field as a list of at least one string. Raises DataError."""
         value = self._get(name, "a list of strings")
         if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
-            raise DataError(f"{self.where}: field {name!r} is {_kind(value)}; expected a list of at least one string")
+            raise DataError(
+                f"{self.where}: field {shown(name)} is {_kind(value)}; expected a list of at least one string"
+            )
         return tuple(value)
 
     def integer(self, name: str) -> int:
         """The field as an integer. Raises DataError."""
         value = self._get(name, "an integer")
         if not isinstance(value, int) or isinstance(value, bool):
-            raise DataError(f"{self.where}: field {name!r} is {_kind(value)}; expected an integer")
+            raise DataError(f"{self.where}: field {shown(name)} is {_kind(value)}; expected an integer")
         return value
 
     def items(self, name: str) -> list[Any]:
         """The field as a list. Raises DataError."""
         value = self._get(name, "a list")
         if not isinstance(value, list):
-            raise DataError(f"{self.where}: field {name!r} is {_kind(value)}; expected a list")
+            raise DataError(f"{self.where}: field {shown(name)} is {_kind(value)}; expected a list")
         return value
 
     def object(self, name: str) -> Record:
@@ -157,7 +161,9 @@ def examples(found: Iterable[tuple[str, Any]], make: Callable[[Record], Example]
         try:
             example = make(Record.of(where, parse(where, value) if isinstance(value, bytes) else value))
             if example.id in seen:
-                raise DataError(f"{where}: id {example.id!r} is also the id of {seen[example.id]}; expected another")
+                raise DataError(
+                    f"{where}: id {shown(example.id)} is also the id of {seen[example.id]}; expected another"
+                )
         except DataError as error:
             yield Fault(where, str(error))
             continue

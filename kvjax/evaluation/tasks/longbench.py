@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from kvjax.evaluation import metrics
+from kvjax.shown import shown
 
 from .files import DataFile, Record, examples
 from .task import DataError, Example, Fault, Question, Scores, Source, Task
@@ -28,7 +29,7 @@ def paragraph(reference: str) -> str:
     """The number in "Paragraph 3" or "段落3". Raises DataError if there is none."""
     if found := re.search(r"(?:Paragraph |段落)(\d+)", reference):
         return found.group(1)
-    raise DataError(f"reference {reference!r}: expected 'Paragraph' or '段落' and a number")
+    raise DataError(f"reference {shown(reference)}: expected 'Paragraph' or '段落' and a number")
 
 
 METRICS: dict[str, Callable[..., float]] = {

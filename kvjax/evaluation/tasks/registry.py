@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
+from kvjax.shown import shown
+
 from . import demo_suite, longbench, longgenbench, longwriter, needle, ruler, zero_scrolls
 from .task import Task
 
@@ -25,6 +27,8 @@ def find(patterns: str | Sequence[str]) -> tuple[Task, ...]:
         if not matching:
             families = ", ".join(sorted({f"{name.split('/')[0]}/*" for name in TASKS}))
             near = ", ".join(get_close_matches(pattern, TASKS, n=3))
-            raise ValueError(f"no task matches {pattern!r}; {f'nearest: {near}; ' if near else ''}families: {families}")
+            raise ValueError(
+                f"no task matches {shown(pattern)}; {f'nearest: {near}; ' if near else ''}families: {families}"
+            )
         found |= matching
     return tuple(found.values())

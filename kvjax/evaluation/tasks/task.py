@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvjax.evaluation.judge import Judge
+from kvjax.shown import shown
 
 
 class DataError(ValueError):
@@ -39,7 +40,9 @@ class Question:
         if not self.text:
             raise ValueError("an empty question: expected a text of at least one character")
         if not self.text.endswith(self.opening):
-            raise ValueError(f"question {self.text!r}: expected a text that ends with its opening {self.opening!r}")
+            raise ValueError(
+                f"question {shown(self.text)}: expected a text that ends with its opening {shown(self.opening)}"
+            )
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from jaxtyping import Array, Int
 
 from kvjax.policy import Budget, check_integer, check_number
+from kvjax.shown import shown
 
 
 @dataclass(frozen=True)
@@ -83,5 +84,5 @@ class Fraction(Budget):
 def budget_of(budget: int | float) -> Fixed | Fraction:
     """A preset's `budget`: an integer is entries per kv head, a float in (0, 1] a share of each row's prompt."""
     if isinstance(budget, bool) or not isinstance(budget, int | float):
-        raise ValueError(f"budget={budget!r}: expected an integer >= 1 or a float in (0, 1]")
+        raise ValueError(f"budget={shown(budget)}: expected an integer >= 1 or a float in (0, 1]")
     return Fixed(budget) if isinstance(budget, int) else Fraction(budget)

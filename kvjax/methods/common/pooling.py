@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.pallas_kernels import compact
 from kvjax.policy import Part, check_choice
+from kvjax.shown import shown
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Pooling(Part):
     def __post_init__(self) -> None:
         check_choice("pooling", self.kind, "avg", "max")
         if not isinstance(self.size, int) or self.size < 1 or self.size % 2 == 0:
-            raise ValueError(f"pooling size={self.size!r}: expected an odd integer >= 1")
+            raise ValueError(f"pooling size={shown(self.size)}: expected an odd integer >= 1")
 
     def __call__(self, scores: Float[Array, "B H M"], eligible: Bool[Array, "B H M"]) -> Float[Array, "B H M"]:
         """Pools the eligible entries, which are in order of position; gaps between them do not separate neighbours."""

@@ -23,6 +23,7 @@ from kvjax.policy import (
     check_kind,
     check_number,
 )
+from kvjax.shown import shown
 
 from ..common.budgets import Fraction
 from .pages import PageMap, check_entrywise, fill
@@ -85,7 +86,8 @@ class Representatives(SelectWrapper):
         seed = isinstance(self.anchor, int) and not isinstance(self.anchor, bool) and self.anchor >= 0
         if not seed and self.anchor not in ("mean", "alternate"):
             raise ValueError(
-                f"anchor={self.anchor!r}: expected 'mean', 'alternate' or an integer >= 0, the seed of a random anchor"
+                f"anchor={shown(self.anchor)}: expected 'mean', 'alternate' or an integer >= 0, the seed of a random "
+                "anchor"
             )
         check_choice("pick", self.pick, "centroid", "grid", "kmeans")
         check_choice("granularity", self.granularity, *get_args(Granularity))

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import Slots, mark
 from kvjax.pallas_kernels import compact, top_tokens
 from kvjax.policy import Effects, Keep, Merge, Moment, Policy, check_choice, check_integer
+from kvjax.shown import shown
 
 from ..common.random_draw import RandomDraw
 from .cluster import Rule, set_ends, solve_theta
@@ -73,9 +74,9 @@ class GaussianMerge(Merge):
         elif not 0 <= self.heavy < 1:
             raise ValueError(f"heavy={self.heavy}: expected an integer >= 0, or a float in [0, 1) for a share")
         if self.theta is not None and not (_is_number(self.theta) and -1 <= self.theta <= 1):
-            raise ValueError(f"theta={self.theta!r}: expected a cosine in [-1, 1], or None to meet the budget")
+            raise ValueError(f"theta={shown(self.theta)}: expected a cosine in [-1, 1], or None to meet the budget")
         if not (self.sigma > 0 if _is_number(self.sigma) else self.sigma in ("mean", "rms", "eq7")):
-            raise ValueError(f"sigma={self.sigma!r}: expected 'mean', 'rms', 'eq7' or a number above 0")
+            raise ValueError(f"sigma={shown(self.sigma)}: expected 'mean', 'rms', 'eq7' or a number above 0")
         check_choice("rule", self.rule, *get_args(Rule))
         check_choice("weights", self.weights, "gauss", "average")
         check_choice("pivot", self.pivot, "score", "random")
