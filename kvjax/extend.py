@@ -144,7 +144,7 @@ def check_ids(tokens: ArrayLike, vocab_size: int) -> None:
 def check_policy(cache: KVCache, policy: Policy | None) -> None:
     """Raises ValueError unless `policy` is None or the one that made the cache."""
     if policy is not None and policy != cache.policy:
-        raise ValueError(f"this cache was made by {cache.policy} and cannot be extended with {policy}")
+        raise ValueError(f"this cache was made by {cache.policy} and cannot be extended with {shown(policy)}")
 
 
 def check_mesh(cache: KVCache, params: Decoder) -> None:

@@ -10,7 +10,6 @@ Axes: B batch, N tokens, V vocabulary.
 from __future__ import annotations
 
 import math
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -21,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key
 
+from kvjax.checks import is_finite
 from kvjax.shown import shown
 
 FLOAT32 = jnp.finfo(jnp.float32)
@@ -101,7 +101,7 @@ def _normal(x: float) -> float:
 def _require(name: str, value: Any, valid: Callable[[Any], bool], accepted: str, integral: bool = False) -> None:
     """Raises ValueError unless `value` is a finite number for which `valid` holds."""
     is_number = isinstance(value, Integral if integral else Real) and not isinstance(value, bool)
-    if not is_number or not abs(value) <= sys.float_info.max or not valid(value):
+    if not is_number or not is_finite(value) or not valid(value):
         raise ValueError(f"{name}={shown(value)}: expected {accepted}")
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from kvjax.checks import is_finite
 from kvjax.shown import shown
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def check_integer(name: str, value: Any, least: int) -> None:
 
 def check_number(name: str, value: Any, accepted: str, fits: Callable[[float], bool]) -> None:
     """Raises ValueError unless `value` is a finite number for which `fits` holds. `accepted` says it in words."""
-    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    number = isinstance(value, int | float) and not isinstance(value, bool) and is_finite(value)
     if not number or not fits(value):
         raise ValueError(f"{name}={shown(value)}: expected {accepted}")
 
@@ -46,5 +46,5 @@ def check_kind(name: str, value: Any, kind: type) -> None:
 
 def check_choice(name: str, value: Any, *choices: Any) -> None:
     """Raises ValueError unless `value` is one of the choices."""
-    if not any(type(value) is type(choice) and value == choice for choice in choices):  # True and 8.0 are not 1 and 8
+    if (type(value), value) not in [(type(choice), choice) for choice in choices]:  # True and 8.0 are not 1 and 8
         raise ValueError(f"{name}={shown(value)}: expected {' or '.join(map(repr, choices))}")
