@@ -59,7 +59,7 @@ def test_greedy_equals_recomputing_everything(heads: int, kv_heads: int, windows
 
 @pytest.mark.slow
 def test_rows_in_company_are_as_alone(subject: Decoder, policy: kvjax.Policy) -> None:
-    """A row gets what it gets in a batch of equal rows. Batches of one row follow, and need programs of their own."""
+    """A row gets what it gets in a batch of equal rows."""
     together = generate(subject, ROWS, policy=policy)
     assert together.tokens.dtype == np.int32
     assert together.lengths.tolist() == [NEW] * 3
