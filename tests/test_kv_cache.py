@@ -6,6 +6,7 @@ import pytest
 
 import kvjax
 from kvjax.models import Decoder
+from tests.conftest import DISTINCT
 
 RNG = np.random.default_rng(1)
 DOCUMENTS = [RNG.integers(0, 99, n).tolist() for n in (41, 34, 9)]
@@ -22,41 +23,44 @@ def ask(params: Decoder, question, cache: kvjax.KVCache, **options) -> list[list
 
 
 @pytest.mark.slow
-def test_document_answers_any_question_at_any_time(tiny: Decoder, policy: kvjax.Policy) -> None:
-    document = kvjax.prefill(tiny, DOCUMENTS[0], policy=policy)
-    before = arrays(document)
-    answers = [ask(tiny, question, document) for question in QUESTIONS]
-    for question, answer in reversed(list(zip(QUESTIONS, answers, strict=True))):
-        fresh = kvjax.prefill(tiny, DOCUMENTS[0], policy=policy)
-        assert ask(tiny, question, fresh) == ask(tiny, question, document) == answer
-    for old, new in zip(before, arrays(document), strict=True):
+def test_document_answers_any_question_at_any_time(subject: Decoder, policy: kvjax.Policy) -> None:
+    documents = kvjax.prefill(subject, DOCUMENTS, policy=policy)
+    before = arrays(documents)
+    rotated = [QUESTIONS[i:] + QUESTIONS[:i] for i in range(3)]
+    answers = [ask(subject, questions, documents) for questions in rotated]
+    for questions, answer in reversed(list(zip(rotated, answers, strict=True))):
+        fresh = kvjax.prefill(subject, DOCUMENTS, policy=policy)
+        assert ask(subject, questions, fresh) == ask(subject, questions, documents) == answer
+    for old, new in zip(before, arrays(documents), strict=True):
         np.testing.assert_array_equal(old, new)
 
 
 @pytest.mark.slow
-def test_questions_in_company_are_as_alone(tiny: Decoder, policy: kvjax.Policy) -> None:
-    """Questions of 7, 1 and 2 tokens, each about another document."""
-    together = ask(tiny, QUESTIONS, kvjax.prefill(tiny, DOCUMENTS, policy=policy))
+def test_questions_in_company_are_as_alone(subject: Decoder, policy: kvjax.Policy) -> None:
+    """Questions of 7, 1 and 2 tokens, each about another document, are answered as in a batch of equal rows."""
+    together = ask(subject, QUESTIONS, kvjax.prefill(subject, DOCUMENTS, policy=policy))
     for row in (0, 1):
-        assert ask(tiny, QUESTIONS[row], kvjax.prefill(tiny, DOCUMENTS[row], policy=policy)) == [together[row]]
+        document = kvjax.prefill(subject, [DOCUMENTS[row]] * 3, policy=policy)
+        assert ask(subject, [QUESTIONS[row]] * 3, document) == [together[row]] * 3
 
 
 @pytest.mark.slow
-def test_document_and_question_are_one_prompt_until_compressed(tiny: Decoder, policy: kvjax.Policy) -> None:
-    document = kvjax.prefill(tiny, DOCUMENTS[0], policy=policy, compress="never")
-    assert all(layer.occupancy.tolist() == [[41, 41]] for layer in document.entries)
+def test_document_and_question_are_one_prompt_until_compressed(subject: Decoder, policy: kvjax.Policy) -> None:
+    documents = kvjax.prefill(subject, DOCUMENTS, policy=policy, compress="never")
+    assert all(layer.occupancy.tolist() == [[41, 41], [34, 34], [9, 9]] for layer in documents.entries)
     if policy.score.needs.whole_prompt:
         with pytest.raises(ValueError, match="expected a prompt that is read in one call"):
-            ask(tiny, QUESTIONS[0], document)
+            ask(subject, QUESTIONS, documents)
         return
-    whole = kvjax.generate(tiny, DOCUMENTS[0] + QUESTIONS[0], policy=policy, max_new_tokens=NEW, log_probs=True)
-    assert ask(tiny, QUESTIONS[0], document) == whole.tokens.tolist()
+    prompts = [document + question for document, question in zip(DOCUMENTS, QUESTIONS, strict=True)]
+    whole = kvjax.generate(subject, prompts, policy=policy, max_new_tokens=NEW, log_probs=True)
+    assert ask(subject, QUESTIONS, documents) == whole.tokens.tolist()
 
 
 @pytest.mark.slow
-def test_going_on_equals_one_longer_answer(tiny: Decoder, policy: kvjax.Policy) -> None:
+def test_going_on_equals_one_longer_answer(subject: Decoder, policy: kvjax.Policy) -> None:
     def answer(prompt, new: int, **options) -> kvjax.Generation:
-        return kvjax.generate(tiny, prompt, max_new_tokens=new, log_probs=True, **options)
+        return kvjax.generate(subject, prompt, max_new_tokens=new, log_probs=True, **options)
 
     whole = answer(DOCUMENTS, 30, policy=policy)
     first = answer(DOCUMENTS, 13, policy=policy)
@@ -69,56 +73,56 @@ def test_going_on_equals_one_longer_answer(tiny: Decoder, policy: kvjax.Policy) 
 
 
 @pytest.mark.slow
-def test_draws_go_on_too(tiny: Decoder) -> None:
+def test_draws_go_on_too(shallow: Decoder) -> None:
     options = {"sampler": kvjax.Sampler(temperature=2.0), "seed": 3}
-    whole = kvjax.generate(tiny, DOCUMENTS, max_new_tokens=20, **options)
-    first = kvjax.generate(tiny, DOCUMENTS, max_new_tokens=8, **options)
-    second = kvjax.generate(tiny, None, cache=first.cache, max_new_tokens=12, **options)
+    whole = kvjax.generate(shallow, DOCUMENTS, max_new_tokens=20, **options)
+    first = kvjax.generate(shallow, DOCUMENTS, max_new_tokens=8, **options)
+    second = kvjax.generate(shallow, None, cache=first.cache, max_new_tokens=12, **options)
     np.testing.assert_array_equal(np.concatenate([first.tokens, second.tokens], axis=1), whole.tokens)
 
 
 @pytest.mark.slow
-def test_pending_token_goes_before_the_next_turn(tiny: Decoder) -> None:
-    answer = kvjax.generate(tiny, DOCUMENTS[0], max_new_tokens=NEW, log_probs=True)
+def test_pending_token_goes_before_the_next_turn(shallow: Decoder) -> None:
+    """The next turn is read in one piece, and in two."""
+    document, question = DOCUMENTS[1:]
+    answer = kvjax.generate(shallow, document, max_new_tokens=5, log_probs=True)
     assert answer.cache.pending.tolist() == [answer.tokens[0, -1]]
-    text = [*DOCUMENTS[0], *answer.tokens[0].tolist(), *QUESTIONS[0]]
-    expected = kvjax.generate(tiny, text, max_new_tokens=NEW, log_probs=True).tokens.tolist()
-    assert ask(tiny, QUESTIONS[0], answer.cache) == expected
-    assert ask(tiny, QUESTIONS[0], answer.cache, chunk=3) == expected
+    text = [*document, *answer.tokens[0].tolist(), *question]  # in the bucket of the document
+    expected = kvjax.generate(shallow, text, max_new_tokens=NEW, log_probs=True).tokens.tolist()
+    assert ask(shallow, question, answer.cache) == expected
+    assert ask(shallow, question, answer.cache, chunk=8) == expected
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "text", ["streaming_llm:budget=24,positions=in_cache", "h2o:budget=24", "morphkv:budget=24,window=4"]
-)
-def test_dialogue_in_constant_memory(tiny: Decoder, text: str, compiled: list[str]) -> None:
-    answer = kvjax.generate(tiny, DOCUMENTS[0], policy=kvjax.policies.parse(text), max_new_tokens=NEW, log_probs=True)
+@pytest.mark.parametrize("text", [DISTINCT[1], DISTINCT[2], DISTINCT[4]])
+def test_dialogue_in_constant_memory(shallow: Decoder, text: str, compiled: list[str]) -> None:
+    answer = kvjax.generate(shallow, DOCUMENTS, policy=text, max_new_tokens=NEW, log_probs=True)
     size = answer.cache.nbytes
     for turn in range(50):
         if turn == 2:
             compiled.clear()
-        question = RNG.integers(0, 99, RNG.integers(1, 15)).tolist()
-        seen = int(answer.cache.length[0]) + len(question) + NEW
-        answer = kvjax.generate(tiny, question, cache=answer.cache, max_new_tokens=NEW, log_probs=True)
+        questions = [RNG.integers(0, 99, n).tolist() for n in RNG.integers(1, 15, 3)]
+        seen = [n + len(q) + NEW for n, q in zip(answer.cache.length.tolist(), questions, strict=True)]
+        answer = kvjax.generate(shallow, questions, cache=answer.cache, max_new_tokens=NEW, log_probs=True)
         assert answer.cache.nbytes == size
-        assert answer.cache.length.tolist() == [seen]
+        assert answer.cache.length.tolist() == seen
         assert answer.cache.entries[0].occupancy.max() <= 24
     assert compiled == []
 
 
 @pytest.mark.slow
-def test_prompt_of_any_length_in_constant_memory(tiny: Decoder, policy: kvjax.Policy, compiled: list[str]) -> None:
+def test_prompt_of_any_length_in_constant_memory(subject: Decoder, policy: kvjax.Policy, compiled: list[str]) -> None:
     """A prompt that is compressed after each chunk runs the same programs when it is ten times as long."""
     if not policy.limited(0):
         pytest.skip("keeps everything")
     if policy.allocates:
         with pytest.raises(ValueError, match=r"would allocate .* more than once"):
-            kvjax.prefill(tiny, DOCUMENTS[0], policy=policy, chunk=32, compress="chunk")
+            kvjax.prefill(subject, DOCUMENTS[0], policy=policy, chunk=32, compress="chunk")
         return
-    kvjax.prefill(tiny, RNG.integers(0, 99, 150), policy=policy, chunk=32, compress="chunk")
+    kvjax.prefill(subject, RNG.integers(0, 99, 150), policy=policy, chunk=32, compress="chunk")
     assert compiled
     compiled.clear()
-    cache = kvjax.prefill(tiny, RNG.integers(0, 99, 1500), policy=policy, chunk=32, compress="chunk")
+    cache = kvjax.prefill(subject, RNG.integers(0, 99, 1500), policy=policy, chunk=32, compress="chunk")
     assert compiled == []
     assert cache.length.tolist() == [1500]
     assert sum(layer.slots for layer in cache.entries) == 24 * len(cache.entries)

@@ -13,6 +13,7 @@ import kvjax
 from kvjax.allocate import allocate, pool_rows
 from kvjax.aot.lower import lower_prefill
 from kvjax.models import Decoder
+from kvjax.parts import AdaptiveShares, CompositeShares
 from kvjax.plan import placed
 from kvjax.policies import parse
 from tests.tiny import VOCAB, decoder
@@ -37,8 +38,9 @@ def sharded(data: int, model: int, kv_heads: int, layers: int = 1) -> Decoder:
 
 
 def layers_for(text: str) -> int:
-    """One layer suffices for policies that treat all layers alike."""
-    return 2 if parse(text).allocates else 1
+    """One layer suffices for policies that treat all layers alike, and for composites, which heads make together."""
+    policy = parse(text)
+    return 2 if policy.allocates and not isinstance(policy.budget, AdaptiveShares | CompositeShares) else 1
 
 
 def policy_for(text: str, kv_heads: int) -> kvjax.Policy:

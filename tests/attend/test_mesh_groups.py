@@ -6,23 +6,24 @@ import pytest
 
 import kvjax
 from kvjax.parts import Reconstruction
-from kvjax.policies import adakv, duo_attention, kvzip, snapkv
+from kvjax.policies import adakv, duo_attention, h2o, kvzip
 from tests.attend.meshes import NEW, ROWS, assert_equal, mesh, of_allocation, sharded
 from tests.tiny import decoder
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 
-KV_HEADS, LAYERS, GROUPS = 8, 2, 4  # two kv heads to a group
-GATES = tuple(map(tuple, np.random.default_rng(1).random((LAYERS, KV_HEADS)).tolist()))
+KV_HEADS, GROUPS = 8, 4  # two kv heads to a group
+LAYERS = {"kvzip": 2, "adakv": 1, "duo_attention": 1}  # heads of other layers compete under one of them
+GATES = tuple(map(tuple, np.random.default_rng(1).random((1, KV_HEADS)).tolist()))
 
 
 def kvzip_of(groups: int) -> kvjax.Policy:
-    return kvzip(12, 2, groups=groups, score=Reconstruction(2, 20, instruction=(3, 1), starting=(5,), suffix=(2,)))
+    return kvzip(12, 2, groups=groups, score=Reconstruction(2, 48, instruction=(3, 1), starting=(5,), suffix=(2,)))
 
 
 POLICIES = {
     "kvzip": kvzip_of(GROUPS),
-    "adakv": adakv(snapkv(12, window=4), groups=GROUPS),
+    "adakv": adakv(h2o(12), groups=GROUPS),
     "duo_attention": duo_attention(GATES, sinks=2, recent=10, groups=GROUPS),
 }
 
@@ -39,8 +40,8 @@ def test_groups_on_devices_of_their_own_keep_the_same(
 
     Two of 8 devices share each of 4 kv heads.
     """
-    policy, answers = POLICIES[name], []
-    for params in (decoder(8, kv_heads, (None,) * LAYERS), sharded(data, model, kv_heads, LAYERS)):
+    policy, layers, answers = POLICIES[name], LAYERS[name], []
+    for params in (decoder(8, kv_heads, (None,) * layers), sharded(data, model, kv_heads, layers)):
         answers.append(kvjax.generate(params, ROWS, policy=policy, max_new_tokens=NEW, log_probs=True))
     assert_equal(answers[1], answers[0])
     pools = [answer.cache.entries for answer in answers]
@@ -60,12 +61,12 @@ def test_groups_on_devices_of_their_own_keep_the_same(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["kvzip", "adakv"])
 def test_the_allocation_communicates_nothing(name: str) -> None:
-    assert not of_allocation(sharded(2, 4, KV_HEADS, LAYERS), POLICIES[name]).counts
+    assert not of_allocation(sharded(2, 4, KV_HEADS, LAYERS[name]), POLICIES[name]).counts
 
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_mesh_that_cuts_a_group_is_refused(groups: int) -> None:
-    params = sharded(2, 4, KV_HEADS, LAYERS)
-    for policy in (kvzip_of(groups), adakv(snapkv(12, window=4), groups=groups), duo_attention(GATES, groups=groups)):
+    params = sharded(2, 4, KV_HEADS)
+    for policy in (kvzip_of(groups), adakv(h2o(12), groups=groups), duo_attention(GATES, groups=groups)):
         with pytest.raises(ValueError, match=rf"groups={groups} on a mesh with 4 devices .*expected a multiple of 4"):
             kvjax.generate(params, ROWS, policy=policy)

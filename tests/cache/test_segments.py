@@ -44,6 +44,10 @@ def params(windows=(None,) * LAYERS):
     return decoder(2 * HEADS, HEADS, windows)
 
 
+ONE_LAYER = (None,)  # suffices where layers do not compete
+WINDOWED = (None, 16)
+
+
 def segments(cache) -> list[list[list[list[int]]]]:
     """Positions held, ascending, by row, layer and head."""
     starts, used, positions = (np.asarray(getattr(cache.entries, name)) for name in ("start", "used", "positions"))
@@ -63,28 +67,29 @@ def on(budget: AllocatedBudget, text: str) -> Policy:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("text", "groups"),
+    ("text", "groups", "windows"),
     [
-        ("snapkv:budget=24,window=4", 1),
-        (MORPHKV, 2),
-        ("cam:budget=24,tokens=4", 1),
-        ("keyformer:budget=24,recent=8", None),
-        (QUANTIZED, 2),
-        pytest.param("morphkv:budget=24,window=4", None, marks=pytest.mark.exhaustive),
-        pytest.param("tova:budget=24", None, marks=pytest.mark.exhaustive),
-        pytest.param("morphkv:budget=24,window=4", 1, marks=pytest.mark.exhaustive),
-        pytest.param("h2o:budget=24", 2, marks=pytest.mark.exhaustive),
-        pytest.param("streaming_llm:budget=24", None, marks=pytest.mark.exhaustive),
-        pytest.param("random:budget=24,every=2", 1, marks=pytest.mark.exhaustive),
+        (SNAPKV, 1, ONE_LAYER),
+        (MORPHKV, 2, WINDOWED),
+        ("cam:budget=24,tokens=4", 1, ONE_LAYER),
+        ("keyformer:budget=24,recent=8", None, ONE_LAYER),
+        (QUANTIZED, 2, ONE_LAYER),
+        pytest.param(SNAPKV, None, WINDOWED, marks=pytest.mark.exhaustive),
+        pytest.param(MORPHKV, None, WINDOWED, marks=pytest.mark.exhaustive),
+        pytest.param("morphkv:budget=24,window=4", None, ONE_LAYER, marks=pytest.mark.exhaustive),
+        pytest.param("tova:budget=24", None, ONE_LAYER, marks=pytest.mark.exhaustive),
+        pytest.param("morphkv:budget=24,window=4", 1, ONE_LAYER, marks=pytest.mark.exhaustive),
+        pytest.param("h2o:budget=24", 2, ONE_LAYER, marks=pytest.mark.exhaustive),
+        pytest.param("streaming_llm:budget=24", None, ONE_LAYER, marks=pytest.mark.exhaustive),
+        pytest.param("random:budget=24,every=2", 1, ONE_LAYER, marks=pytest.mark.exhaustive),
     ],
 )
-def test_segments_retain_what_layers_retain(text, groups):
+def test_segments_retain_what_layers_retain(text, groups, windows):
     """With equal counts, segments give the tokens and the entries of layers, to the end of an answer that evicts."""
-    plain = policies.parse(text)
-    expected = kvjax.generate(params(), ROWS, policy=plain, max_new_tokens=NEW, log_probs=True)
-    answer = kvjax.generate(
-        params(), ROWS, policy=on(Even(plain.budget, groups), text), max_new_tokens=NEW, log_probs=True
-    )
+    model, plain = params(windows), policies.parse(text)
+    options = {"max_new_tokens": NEW if windows == ONE_LAYER else 30, "log_probs": True}
+    expected = kvjax.generate(model, ROWS, policy=plain, **options)
+    answer = kvjax.generate(model, ROWS, policy=on(Even(plain.budget, groups), text), **options)
     np.testing.assert_array_equal(answer.tokens, expected.tokens)
     atol = 5e-3 if "quantize" in text else 1e-5  # codes that round the other way
     np.testing.assert_allclose(answer.log_probs, expected.log_probs, atol=atol, rtol=0)
@@ -102,20 +107,27 @@ def test_segments_retain_what_layers_retain(text, groups):
     ],
 )
 def test_a_budget_beyond_the_text_is_full_attention(budget, text):
-    answer = kvjax.generate(params(), ROWS, policy=on(budget, text), max_new_tokens=NEW, log_probs=True)
-    expected = kvjax.generate(params(), ROWS, max_new_tokens=NEW, log_probs=True)
+    model = params(ONE_LAYER)
+    answer = kvjax.generate(model, ROWS, policy=on(budget, text), max_new_tokens=NEW, log_probs=True)
+    expected = kvjax.generate(model, ROWS, max_new_tokens=NEW, log_probs=True)
     np.testing.assert_array_equal(answer.tokens, expected.tokens)
     np.testing.assert_allclose(answer.log_probs, expected.log_probs, atol=1e-5, rtol=0)
 
 
 WITHOUT_POOLING = "snapkv:budget=16,window=4,pool=none"
+COMPETING = (
+    GlobalShares(Fixed(16), groups=1),
+    GlobalShares(Fixed(16), groups=2),
+    CompositeShares(Fixed(16), first_layer=False),
+    CompositeShares(Fixed(16), first_layer=True),
+)
 
 
 @cache
 def scores_before() -> np.ndarray:
     """The scores [L, H, N] of the second row by SnapKV without pooling, before anything is dropped."""
-    policy = policies.parse(WITHOUT_POOLING)
-    _, filled = prefill(params(), policy, [ROWS[1]], 64, compress="never")
+    policy = on(COMPETING[0], WITHOUT_POOLING)
+    filled = kvjax.prefill(params(), ROWS, policy=policy, compress="never")
 
     @jax.jit
     def ranked(model, filled):
@@ -124,19 +136,24 @@ def scores_before() -> np.ndarray:
 
     found = []
     for layer, scores in zip(filled.entries, ranked(params(), filled), strict=True):
-        positions = np.asarray(layer.positions)[0, 0]
+        positions = np.asarray(layer.positions)[1, 0]
         order = np.argsort(np.where(positions < 0, 10**6, positions))[: len(ROWS[1])]
-        found.append(np.asarray(scores)[0][:, order])
+        found.append(np.asarray(scores)[1][:, order])
     return np.stack(found)
+
+
+@cache
+def kept_by_each() -> dict[AllocatedBudget, list[list[list[int]]]]:
+    """What the second row retains in each layer and head. The prompt is read once."""
+    caches = kvjax.prefill_each(params(), ROWS, policies=[on(budget, WITHOUT_POOLING) for budget in COMPETING])
+    return {budget: segments(cache)[1] for budget, cache in zip(COMPETING, caches, strict=True)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_global_budget_is_the_best_of_all(groups):
-    policy = on(GlobalShares(Fixed(16), groups=groups), WITHOUT_POOLING)
     scores = scores_before()
-    _, cache = prefill(params(), policy, ROWS, 64)
-    kept = segments(cache)[1]
+    kept = kept_by_each()[GlobalShares(Fixed(16), groups=groups)]
     for group in range(groups):
         own = scores[:, group * HEADS // groups : (group + 1) * HEADS // groups]
         best = np.argsort(-own, axis=None, kind="stable")[: 16 * LAYERS * HEADS // groups]
@@ -150,15 +167,14 @@ def test_a_global_budget_is_the_best_of_all(groups):
 @pytest.mark.slow
 @pytest.mark.parametrize("first_layer", [False, True])
 def test_composites_compete_by_their_mean(first_layer):
-    policy = on(CompositeShares(Fixed(16), first_layer=first_layer), WITHOUT_POOLING)
     scores = scores_before()
     importance = np.flip(np.sort(scores, axis=-1), axis=-1).mean(axis=1)  # [L, N]
     if first_layer:
         importance[0] = importance.max(axis=0)
     best = np.argsort(-importance, axis=None, kind="stable")[: 16 * LAYERS]
     counts = np.bincount(np.unravel_index(best, importance.shape)[0], minlength=LAYERS)
-    _, cache = prefill(params(), policy, ROWS, 64)
-    for i, layer in enumerate(segments(cache)[1]):
+    kept = kept_by_each()[CompositeShares(Fixed(16), first_layer=first_layer)]
+    for i, layer in enumerate(kept):
         for h, positions in enumerate(layer):
             assert positions == sorted(np.argsort(-scores[i, h], kind="stable")[: counts[i]].tolist())
 
@@ -180,31 +196,28 @@ def test_top_counts_against_a_sort():
     scores[0, 1] = -np.inf
     scores[1, 0, :2] = np.inf
     totals = np.array([20, 9, 0, 1, 21])
-    for row, total, got in zip(scores, totals, np.asarray(top_counts(scores, totals)), strict=True):
+    for row, total, got in zip(scores, totals, np.asarray(jax.jit(top_counts)(scores, totals)), strict=True):
         order = [i for i in np.argsort(-row, axis=None, kind="stable") if np.isfinite(row.flat[i]) or row.flat[i] > 0]
         assert got.tolist() == np.bincount(np.array(order[:total], int) // 7, minlength=3).tolist()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("groups", "text"), [(1, "snapkv:budget=24,window=4"), (2, "morphkv:budget=24,window=4,every=4")]
-)
-def test_bytes_follow_from_the_total(text, groups):
+@pytest.mark.parametrize(("groups", "text", "windows"), [(1, SNAPKV, ONE_LAYER), (2, MORPHKV, WINDOWED)])
+def test_bytes_follow_from_the_total(text, groups, windows):
     """Bytes are a closed form, whatever the prompt. With 1,024 slots per head, alignment adds at most 5 %."""
-    budget = Even(Fixed(24), groups)
-    policy = on(budget, text)
-    cache = kvjax.generate(params(), ROWS, policy=policy, max_new_tokens=NEW, log_probs=True).cache
+    model, layers, policy = params(windows), len(windows), on(Even(Fixed(24), groups), text)
+    cache = kvjax.generate(model, ROWS, policy=policy, max_new_tokens=NEW, log_probs=True).cache
     room = 64 if policy.every is None else 0
     lanes = HEADS if groups is None else groups
-    rows = math.ceil(HEADS // lanes * LAYERS * (24 + PAGE - 1 + room) / PAGE) * PAGE
+    rows = math.ceil(HEADS // lanes * layers * (24 + PAGE - 1 + room) / PAGE) * PAGE
     numbers = 2 * 8 + 1  # keys, values, positions
     if policy.every is not None:
         numbers += 4 // policy.score.block
-    expected = 4 * 3 * (lanes * rows * numbers + 4 * HEADS * LAYERS)
+    expected = 4 * 3 * (lanes * rows * numbers + 4 * HEADS * layers)
     if policy.every is not None:
-        expected += 4 * 3 * LAYERS * (2 * HEADS * 4 * (8 + 1) + HEADS * 4)  # the window's queries
+        expected += 4 * 3 * layers * (2 * HEADS * 4 * (8 + 1) + HEADS * 4)  # the window's queries
     assert cache.nbytes == expected
-    plan = kvjax.plan_cache(params().config, policy, batch=3, length=61, new_tokens=NEW, dtype=jnp.float32)
+    plan = kvjax.plan_cache(model.config, policy, batch=3, length=61, new_tokens=NEW, dtype=jnp.float32)
     assert plan.nbytes == cache.nbytes
     assert jax.tree.map(jnp.shape, plan.entries) == jax.tree.map(jnp.shape, cache.entries)
     assert (PAGE - 1) / 1024 <= 0.05
@@ -212,52 +225,37 @@ def test_bytes_follow_from_the_total(text, groups):
 
 @pytest.mark.slow
 def test_other_budgets_compile_nothing(compiled):
-    policy = on(GlobalShares(Fixed(24)), "snapkv:budget=24,window=4")
-    one = kvjax.generate(params(), ROWS, policy=policy, max_new_tokens=NEW)
+    policy, model = on(GlobalShares(Fixed(24)), SNAPKV), params(ONE_LAYER)
+    one = kvjax.generate(model, ROWS, policy=policy, max_new_tokens=NEW)
     compiled.clear()
-    other = kvjax.generate(params(), [row[::-1] for row in ROWS], policy=policy, max_new_tokens=NEW)
+    other = kvjax.generate(model, [row[::-1] for row in ROWS], policy=policy, max_new_tokens=NEW)
     assert compiled == []
-    assert not np.array_equal(one.cache.entries.size, other.cache.entries.size)
+    assert not np.array_equal(one.cache.entries.used, other.cache.entries.used)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("text", "new"), part([(SNAPKV, 70), (MORPHKV, NEW)], [(MORPHKV, NEW)]))
-def test_turns_and_continuations(text, new):
-    """A question of several tokens and a continued answer give what they give in layers of slots."""
-    answers = []
+def test_turns(text, new):
+    """A question of several tokens gives what it gives in layers of slots."""
+    answers, model = [], params(WINDOWED)
     for policy in (policies.parse(text), on(Even(Fixed(24), 2), text)):
         options = {"max_new_tokens": new, "log_probs": True}  # one loop for all
-        first = kvjax.generate(params(), ROWS, policy=policy, **options)
-        second = kvjax.generate(params(), [row[:5] for row in ROWS], cache=first.cache, **options)
-        third = kvjax.generate(params(), None, cache=second.cache, **options)
-        streamed = list(kvjax.stream(params(), None, cache=second.cache, max_new_tokens=3))
-        np.testing.assert_array_equal(np.stack([piece.tokens for piece in streamed], 1), third.tokens[:, :3])
-        again = kvjax.generate(params(), [row[:5] for row in ROWS], cache=first.cache, **options)
+        first = kvjax.generate(model, ROWS, policy=policy, **options)
+        second = kvjax.generate(model, [row[:5] for row in ROWS], cache=first.cache, **options)
+        again = kvjax.generate(model, [row[:5] for row in ROWS], cache=first.cache, **options)
         np.testing.assert_array_equal(again.tokens, second.tokens)  # the first cache is as it was
-        answers.append((second.tokens, third))
-    np.testing.assert_array_equal(answers[0][0], answers[1][0])
-    np.testing.assert_array_equal(answers[0][1].tokens, answers[1][1].tokens)
-    np.testing.assert_allclose(answers[0][1].log_probs, answers[1][1].log_probs, atol=1e-5, rtol=0)
+        answers.append(second)
+    np.testing.assert_array_equal(answers[0].tokens, answers[1].tokens)
+    np.testing.assert_allclose(answers[0].log_probs, answers[1].log_probs, atol=1e-5, rtol=0)
 
 
 @pytest.mark.slow
 def test_a_prompt_in_chunks_is_the_same():
-    policy = on(GlobalShares(Fixed(24)), "snapkv:budget=24,window=4")
-    whole = kvjax.generate(params(), ROWS, policy=policy, max_new_tokens=NEW)
-    chunked = kvjax.generate(params(), ROWS, policy=policy, max_new_tokens=NEW, chunk=20)
+    policy, model = on(GlobalShares(Fixed(24)), SNAPKV), params(ONE_LAYER)
+    whole = kvjax.generate(model, ROWS, policy=policy, max_new_tokens=NEW)
+    chunked = kvjax.generate(model, ROWS, policy=policy, max_new_tokens=NEW, chunk=32)
     np.testing.assert_array_equal(chunked.tokens, whole.tokens)
     assert segments(chunked.cache) == segments(whole.cache)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("text", part([SNAPKV, MORPHKV], [MORPHKV]))
-def test_sliding_windows(text):
-    model = params((None, 16))
-    plain = policies.parse(text)
-    expected = kvjax.generate(model, ROWS, policy=plain, max_new_tokens=30, log_probs=True)
-    answer = kvjax.generate(model, ROWS, policy=on(Even(Fixed(24)), text), max_new_tokens=30, log_probs=True)
-    np.testing.assert_array_equal(answer.tokens, expected.tokens)
-    np.testing.assert_allclose(answer.log_probs, expected.log_probs, atol=1e-5, rtol=0)
 
 
 @pytest.mark.slow
@@ -282,20 +280,20 @@ def test_an_empty_layer_works():
 @pytest.mark.slow
 def test_steps_from_outside():
     """`extend` and `with_room`, eagerly and under jit, give full attention while all entries fit the budget."""
-    policy = on(GlobalShares(Fixed(99)), "snapkv:budget=99,window=4")
+    policy, model = on(GlobalShares(Fixed(99)), "snapkv:budget=99,window=4"), params(ONE_LAYER)
     text = ROWS[0] + ROWS[1]
-    expected = full_logits(params(), [np.array(text)], 128)[0]
-    _, cache = prefill(params(), policy, [ROWS[0]], 48, room=0)
+    expected = full_logits(model, [np.array(text)], 128)[0]
+    _, cache = prefill(model, policy, [ROWS[0]], 48, room=0)
     done = len(ROWS[0])
-    for _ in range(int(jnp.min(cache.entries.size - cache.entries.used))):
-        _, cache = kvjax.extend(params(), cache, np.array([[text[done]]]))
+    for _ in range(np.min(np.asarray(cache.entries.size) - np.asarray(cache.entries.used))):
+        _, cache = kvjax.extend(model, cache, np.array([[text[done]]]))
         done += 1
     with pytest.raises(ValueError, match=r"room for 0 tokens, not 1; call kvjax.with_room"):
-        kvjax.extend(params(), cache, np.array([[text[done]]]))
+        kvjax.extend(model, cache, np.array([[text[done]]]))
     cache = kvjax.with_room(cache, 30)
-    logits, cache = jax.jit(lambda p, c, t: kvjax.extend(p, c, t))(params(), cache, np.array([[text[done]]]))
+    logits, cache = jax.jit(lambda p, c, t: kvjax.extend(p, c, t))(model, cache, np.array([[text[done]]]))
     np.testing.assert_allclose(logits[0], expected[done], atol=1e-4)
-    logits, cache = kvjax.extend(params(), cache, np.array([text[done + 1 : done + 8]]))
+    logits, cache = kvjax.extend(model, cache, np.array([text[done + 1 : done + 8]]))
     np.testing.assert_allclose(logits[0], expected[done + 7], atol=1e-4)
 
 
@@ -310,9 +308,9 @@ def test_what_makes_no_sense():
         kvjax.generate(params(), ROWS, policy=on(GlobalShares(Fixed(24), groups=3), "h2o:budget=24"))
     with pytest.raises(ValueError, match="compress='chunk' would allocate GlobalShares more than once"):
         kvjax.generate(params(), ROWS, policy=on(shared, "h2o:budget=24"), chunk=20, compress="chunk")
-    cache = kvjax.prefill(params(), ROWS, policy=on(shared, "snapkv:budget=24,window=4"))
+    cache = kvjax.generate(params(ONE_LAYER), ROWS, policy=on(shared, SNAPKV), max_new_tokens=NEW).cache
     with pytest.raises(ValueError, match="compress='end' would allocate"):
-        kvjax.generate(params(), ROWS, cache=cache, compress="end")
+        kvjax.generate(params(ONE_LAYER), ROWS, cache=cache, compress="end")
     with pytest.raises(ValueError, match="expected a budget that limits every layer"):
         GlobalShares(policies.parse("full").budget)
     assert GlobalShares(Fraction(0.5)).smallest is None
