@@ -20,20 +20,22 @@ from tests.products import part
 from tests.tiny import VOCAB, decoder
 
 # These use kernels in other ways: scores of all queries, extra rows, a bias, segments. SnapKV's scores of a window are
-# used below, after chunks and turns, and TOVA's fold of what a step's slots receive is H2O's of another kind.
+# used below, after chunks and turns, and TOVA's fold of what a step's slots receive is H2O's of another kind. AdaKV has
+# segments as DynamicKV does; those of all heads share a lane.
 POLICIES = (
     "snapkv:budget=16,window=4",
     "tova:budget=16",
+    "dynamickv:budget=16,window=4",
     "h2o:budget=16",
     "morphkv:budget=16,window=10",
     "kvmerger:budget=16,recent=4,merge.heavy=2,merge.theta=None,merge.count_bias=True",
-    "dynamickv:budget=16,window=4",
+    "adakv:base=snapkv,base.budget=16,base.window=4",
 )
 QUANTIZED = tuple(
     f"quantize:policy={policy}"
     for policy in (
         "snapkv,policy.budget=16,policy.window=4,bits=8",
-        "dynamickv,policy.budget=16,policy.window=4,bits=4",
+        "adakv,policy.base=snapkv,policy.base.budget=16,policy.base.window=4,bits=4",
     )
 )
 KERNELS = ("default",) if on_gpu() else ("triton-interpret", "mosaic_tpu-interpret")
@@ -47,8 +49,8 @@ def wide(layers: int) -> Decoder:
 
 @cache
 def tokens_of(policy: str, kernels: str) -> np.ndarray:
-    """Segments and codes need wide heads. Layers of DynamicKV compete, so that some segments begin behind others."""
-    params = wide(1) if "quantize" in policy else wide(2) if "dynamickv" in policy else decoder()
+    """Segments and codes need wide heads. Layers of DynamicKV compete."""
+    params = wide(1) if policy.startswith(("quantize", "adakv")) else wide(2) if "dynamickv" in policy else decoder()
     prompts = np.random.default_rng(0).integers(0, VOCAB, (2, 30))
     options = {"policy": kvjax.policies.parse(policy), "max_new_tokens": 6}
     with use(kernels):
@@ -60,7 +62,7 @@ def tokens_of(policy: str, kernels: str) -> np.ndarray:
     ("policy", "kernels"),
     part(
         product((*(ALL_POLICIES if on_gpu() else POLICIES), *QUANTIZED), KERNELS),
-        product((*(ALL_POLICIES if on_gpu() else POLICIES[2:]), *QUANTIZED), KERNELS),
+        product((*(ALL_POLICIES if on_gpu() else POLICIES[3:]), *QUANTIZED), KERNELS),
     ),
 )
 def test_the_same_tokens(policy: str, kernels: str) -> None:

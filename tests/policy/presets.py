@@ -113,7 +113,6 @@ DISTINCT = (
 BUDGETED = (
     "full",
     "pyramidkv:budget=0.5,window=3,kernel=3,beta=2,formula=code",
-    "kvmerger:budget=12,recent=4,merge.heavy=2,merge.theta=None",
 )
 
 # `tests/test_kv_cache.py` asks in company and alone under policies of the other kinds. The scores of h2o, tova and
