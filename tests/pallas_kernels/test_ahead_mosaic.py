@@ -219,4 +219,4 @@ def test_other_shapes(chip):
 def test_mosaic_refuses_tiles_that_do_not_fit(monkeypatch):
     monkeypatch.setattr(slot, "TILE_BYTES", 16 << 20)
     with pytest.raises(jax.errors.JaxRuntimeError, match="vmem"):
-        slots("v6e:2x2", 1, (8, 8), 131_072)
+        slots("v6e:2x2", 1, (32, 8), 131_072)
