@@ -95,7 +95,7 @@ def test_on_accelerators(name: str) -> None:
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize("name", part(["v5p:2x2x2", "h200:1"], ["v5p:2x2x2"]))  # below, whole models on an H200
+@pytest.mark.parametrize("name", part(["v5p:2x2x2", "h200:1"], []))  # below, presets on one device
 def test_on_one_device(name: str) -> None:
     mesh = kvjax.make_mesh(devices=accelerators(name)[:1])
     lowered = lower_decode(CONFIG, parse(POLICY), mesh=mesh, batch=1, length=SLOTS, new_tokens=64)
@@ -132,7 +132,7 @@ SINGLE_ROWS = [("8b", 1), ("70b", 1), ("8b", 2), ("8b", 8)]
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize(("shape", "batch"), part(SINGLE_ROWS, SINGLE_ROWS[:2]))
+@pytest.mark.parametrize(("shape", "batch"), part(SINGLE_ROWS, SINGLE_ROWS[:1]))
 def test_no_product_of_a_gpu_writes_a_weight(shape: str, batch: int) -> None:
     """Query, key and value projections read their weights, and write nothing of a weight's size."""
     hidden, mlp, heads = {"8b": (4096, 14_336, 32), "70b": (8192, 28_672, 64)}[shape]
@@ -195,8 +195,9 @@ def sized(text: str) -> kvjax.Policy:
 
 # A TPU's compiler takes long for wide products. The cache is as large in both.
 SINGLE_LAYERS = {"h200:1": llama(1, 4096, 14_336, 32), "v6e:2x2": replace(CONFIG, windows=(None,), num_heads=32)}
-# Above, larger programs of the others are compiled for the H200.
-H200_PRESETS = [text for text in DISTINCT if text != "full" and not text.startswith("morphkv")]
+# Above, larger programs of full and morphkv are compiled for the H200. The scores of keyformer take the kernels of h2o,
+# which adakv has here.
+H200_PRESETS = [text for text in DISTINCT if not text.startswith(("full", "morphkv", "keyformer"))]
 
 
 @pytest.mark.aot
@@ -236,8 +237,8 @@ READ = ("full", "h2o:budget=24", "snapkv:budget=24,window=4")
 @pytest.mark.parametrize(
     ("name", "config", "tokens", "text"),
     [
-        pytest.param("h200:1", NARROW, 65_536, READ[0], marks=pytest.mark.exhaustive),  # the others hold all of it
-        *(("h200:1", NARROW, 65_536, text) for text in READ[1:]),
+        ("h200:1", NARROW, 65_536, READ[1]),  # it scores by all queries, snapkv by a few, and full by none
+        *(pytest.param("h200:1", NARROW, 65_536, READ[i], marks=pytest.mark.exhaustive) for i in (0, 2)),
         *(pytest.param("h200:1", WIDE, 16_384, text, marks=pytest.mark.exhaustive) for text in (*READ, KVMERGER)),
         pytest.param("v6e:2x2", WIDER, 16_384, READ[2], marks=pytest.mark.exhaustive),  # three minutes
     ],

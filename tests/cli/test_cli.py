@@ -14,6 +14,8 @@ import pytest
 
 import kvjax
 from kvjax.cli.console import bytes_text
+from kvjax.evaluation import answers
+from kvjax.evaluation.answers import answer
 from tests.cli.commands import PROMPT, kv
 
 
@@ -161,6 +163,13 @@ def test_eval_says_what_it_would_do_does_it_and_goes_on(shallow_model: str, tmp_
 
 @pytest.mark.slow
 def test_demo_answers_draws_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+
+    def answering(*given, **options):
+        results.append(answer(*given, **options))
+        return results[-1]
+
+    monkeypatch.setattr(answers, "answer", answering)
     options = ("demo", "--length", 256, "--examples", 4, "--budget", 64, "--out", tmp_path / "new")
     status, stdout, stderr = kv(*options, "--json")
     assert (status, stderr) == (0, "")
@@ -177,6 +186,8 @@ def test_demo_answers_draws_and_reports(tmp_path: Path, monkeypatch: pytest.Monk
     )
     assert Path(document["picture"]).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
+    again = iter(results)  # the same questions have the same answers
+    monkeypatch.setattr(answers, "answer", lambda *given, **options: next(again))
     monkeypatch.setenv("COLUMNS", "80")
     for module in ("matplotlib.figure", "matplotlib.backends.backend_agg"):
         monkeypatch.setitem(sys.modules, module, None)

@@ -20,20 +20,22 @@ from tests.products import part
 from tests.tiny import VOCAB, decoder
 
 # These use kernels in other ways: scores of all queries, extra rows, a bias, segments. SnapKV's scores of a window are
-# used below, after chunks and turns, and TOVA's fold of what a step's slots receive is H2O's of another kind.
+# used below, after chunks and turns, and TOVA's fold of what a step's slots receive is H2O's of another kind. AdaKV has
+# segments as DynamicKV does; those of all heads share a lane.
 POLICIES = (
     "snapkv:budget=16,window=4",
     "tova:budget=16",
+    "dynamickv:budget=16,window=4",
     "h2o:budget=16",
     "morphkv:budget=16,window=10",
     "kvmerger:budget=16,recent=4,merge.heavy=2,merge.theta=None,merge.count_bias=True",
-    "dynamickv:budget=16,window=4",
+    "adakv:base=snapkv,base.budget=16,base.window=4",
 )
 QUANTIZED = tuple(
     f"quantize:policy={policy}"
     for policy in (
         "snapkv,policy.budget=16,policy.window=4,bits=8",
-        "dynamickv,policy.budget=16,policy.window=4,bits=4",
+        "adakv,policy.base=snapkv,policy.base.budget=16,policy.base.window=4,bits=4",
     )
 )
 KERNELS = ("default",) if on_gpu() else ("triton-interpret", "mosaic_tpu-interpret")
@@ -48,7 +50,7 @@ def wide(layers: int) -> Decoder:
 @cache
 def tokens_of(policy: str, kernels: str) -> np.ndarray:
     """Segments and codes need wide heads. Layers of DynamicKV compete."""
-    params = wide(2) if "dynamickv" in policy else wide(1) if "quantize" in policy else decoder()
+    params = wide(1) if policy.startswith(("quantize", "adakv")) else wide(2) if "dynamickv" in policy else decoder()
     prompts = np.random.default_rng(0).integers(0, VOCAB, (2, 30))
     options = {"policy": kvjax.policies.parse(policy), "max_new_tokens": 6}
     with use(kernels):
@@ -60,7 +62,7 @@ def tokens_of(policy: str, kernels: str) -> np.ndarray:
     ("policy", "kernels"),
     part(
         product((*(ALL_POLICIES if on_gpu() else POLICIES), *QUANTIZED), KERNELS),
-        product((*(ALL_POLICIES if on_gpu() else POLICIES[2:]), *QUANTIZED), KERNELS),
+        product((*(ALL_POLICIES if on_gpu() else POLICIES[3:]), *QUANTIZED), KERNELS),
     ),
 )
 def test_the_same_tokens(policy: str, kernels: str) -> None:
@@ -70,14 +72,12 @@ def test_the_same_tokens(policy: str, kernels: str) -> None:
 @pytest.mark.filterwarnings("error::UserWarning")  # dispatch would warn of a fallback
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_the_same_tokens_after_chunks_and_turns(kernels: str) -> None:
-    options = {"policy": kvjax.policies.parse("snapkv:budget=16,window=4"), "chunk": 16, "max_new_tokens": 4}
     prompts = np.random.default_rng(0).integers(0, VOCAB, (2, 24))
     tokens = []
     for choice in ("reference", kernels):
         with use(choice):
-            first = kvjax.generate(decoder(), prompts, **options)
-            second = kvjax.generate(decoder(), prompts[:, :7], cache=first.cache, max_new_tokens=4)
-        tokens.append(np.concatenate([first.tokens, second.tokens]))
+            read = kvjax.prefill(decoder(), prompts, policy="snapkv:budget=16,window=4", chunk=16)
+            tokens.append(kvjax.generate(decoder(), prompts[:, :7], cache=read, max_new_tokens=4).tokens)
     np.testing.assert_array_equal(*tokens)
 
 

@@ -244,9 +244,9 @@ def with_room(policy: Policy, entries: Slots, scores: Any) -> tuple[Slots, Any]:
 
 @jax.jit
 def with_state(left: Slots, whole: Slots) -> Slots:
-    """The retained entries with the state that the score had for them in the prompt, and none of the merge."""
+    """The retained entries with the state that the score had for them in the prompt."""
     state = whole.gather(jnp.where(left.positions >= 0, left.per_slot.origin, -1))
-    return replace(left, per_slot=state.per_slot, per_row=state.per_row, merging=None)
+    return replace(left, per_slot=state.per_slot, per_row=state.per_row)
 
 
 def after(score: Score, select: Any, merge: Merge, every: int | None, capacity: np.ndarray, whole: Slots):
@@ -262,7 +262,7 @@ def after(score: Score, select: Any, merge: Merge, every: int | None, capacity: 
     # Without the state of the score, whose form would make it a program of its own. No part is told the rhythm here.
     bare, shown = replace(entries, per_slot=None, per_row=None), Shown(scores, queries, ORIGIN)
     left = compressed(given(select, merge, 1), bare, shown)
-    kept = with_state(left, entries)
+    kept = with_state(replace(left, merging=None), entries)
     if every is None:
         return (scores, queries), kept, None, None
     before = judged(score, kept, counts)[0]

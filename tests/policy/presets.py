@@ -108,20 +108,16 @@ DISTINCT = (
     "rkv:budget=12,window=4,kernel=3,every=3",
 )
 
-# Those whose layers have budgets of their own, or none. `test_composition.py` has every score with every budget,
-# selection and merge.
+# Those whose layers have budgets of their own, or none; `tests/methods/test_dynamickv.py` has layers that compete.
+# `test_composition.py` has every score with every budget, selection and merge.
 BUDGETED = (
     "full",
     "pyramidkv:budget=0.5,window=3,kernel=3,beta=2,formula=code",
-    "dynamickv:budget=0.5,window=3,kernel=3,code_rounding=True",
-    "kvmerger:budget=12,recent=4,merge.heavy=2,merge.theta=None",
 )
 
-# `tests/test_kv_cache.py` asks in company and alone under policies of the other kinds.
+# `tests/test_kv_cache.py` asks in company and alone under policies of the other kinds. The scores of h2o, tova and
+# morphkv do not look at how entries lie beside each other.
 ALONE = (
-    "h2o:budget=12,recent=3,every=3,sinks=1",
-    "tova:budget=12,every=3",
-    "morphkv:budget=12,window=3,normalise=distant,group=logits",
     "kvmerger:budget=0.5,merge.theta=0.2,merge.rule=chain,merge.straddle=True,merge.count_bias=True",
     "lagkv:budget=12,sinks=1,lag=3,every=2",
     "random:budget=12,seed=3,every=2",

@@ -18,31 +18,46 @@ from kvjax import parts
 from kvjax.heads import ALL_HEADS
 from kvjax.parts import (
     AccumulatedAttention,
+    Chunks,
+    EvenChunks,
     Everything,
     ExpectedAttention,
+    Fixed,
     FoldedWindow,
     GatedShares,
     GaussianMerge,
     JointImportance,
+    KeyDifference,
+    KeyNorm,
+    LagDifference,
     LastAttention,
+    LeverageScore,
     Neglect,
+    Newest,
     NoisyAttention,
+    Pages,
     Pooling,
     ProjectedValues,
     QueryHeadAttention,
+    RandomDraw,
+    Recency,
     Reconstruction,
+    Representatives,
     SimilarityMerge,
     TaskAttention,
+    TopTokens,
+    UniformShares,
     ValueMerge,
     WindowAttention,
 )
-from kvjax.policy import Part, Storage
+from kvjax.policy import Merge, Part, Score, Select, Storage
 from tests.policy.compositions import (
     ALLOCATED,
     BUDGETS,
     INCOMING,
     LENGTHS,
     MERGES,
+    QUERY_BITS,
     RHYTHMS,
     ROWS,
     SCORES,
@@ -58,6 +73,7 @@ from tests.policy.compositions import (
     judged,
     lengths,
     observed,
+    refused,
 )
 from tests.policy.literal_allocation import RECENT, SINKS, allocated
 from tests.policy.literal_selection import after_eviction, after_prompt
@@ -81,8 +97,33 @@ STATE = {
 }
 
 
-TURNS = 7  # among which the compositions of a score are divided
-CHOSEN = 3  # that many turns in a row have each pair of a selection, a merge and a rhythm
+REPRESENTATIVES, CHUNKS, EVEN, PAGES = (
+    next(select for select in SELECTS if type(select) is kind) for kind in (Representatives, Chunks, EvenChunks, Pages)
+)
+DROP, VALUES, GAUSSIAN, SIMILAR = MERGES
+# The selection and the merge that each score tries, with all rhythms that it can have: on budgets that are not
+# allocated, then on allocated ones. A program serves all scores, so that one of each kind of them tries a pair. Window
+# scores have no rhythm under a merge, so that they try merges of prompts.
+TRIED: dict[type[Score], list[list[tuple[Select, Merge]]]] = {
+    Recency: [[(Newest(), SIMILAR)], [(EVEN, DROP)]],
+    RandomDraw: [[(TopTokens(), DROP)], [(Newest(), SIMILAR)]],
+    KeyNorm: [[(Newest(), DROP)], [(TopTokens(), DROP)]],
+    KeyDifference: [[(REPRESENTATIVES, DROP)], [(Newest(), DROP)]],
+    LeverageScore: [[(CHUNKS, DROP)], [(EVEN, SIMILAR)]],
+    LagDifference: [[(EVEN, DROP)], [(REPRESENTATIVES, DROP)]],
+    ExpectedAttention: [[(PAGES, DROP)], [(CHUNKS, DROP)]],
+    AccumulatedAttention: [[(Newest(), VALUES)], [(TopTokens(), VALUES)]],
+    QueryHeadAttention: [[(QUERY_BITS, DROP), (QUERY_BITS, GAUSSIAN)]] * 2,
+    NoisyAttention: [[(TopTokens(), VALUES)], [(Newest(), VALUES)]],
+    Neglect: [[(EVEN, SIMILAR)], [(PAGES, DROP)]],
+    LastAttention: [[(TopTokens(), DROP)], [(Newest(), DROP)]],
+    WindowAttention: [[(TopTokens(), GAUSSIAN)], [(CHUNKS, GAUSSIAN)]],
+    FoldedWindow: [[(PAGES, SIMILAR)], [(REPRESENTATIVES, SIMILAR)]],
+    JointImportance: [[(CHUNKS, GAUSSIAN)], [(PAGES, SIMILAR)]],
+    ProjectedValues: [[(EVEN, DROP)], [(TopTokens(), DROP)]],
+    TaskAttention: [[(REPRESENTATIVES, DROP)], [(PAGES, DROP)]],
+    Reconstruction: [[], [(TopTokens(), GAUSSIAN)]],
+}
 
 
 def test_what_makes_no_sense_is_refused_by_name():
@@ -122,28 +163,24 @@ def by_position(entries, row: int, x) -> list[dict]:
     return heads
 
 
-def in_turn(score, turn: int) -> list[tuple]:
-    """A share of a score's compositions: a merge and a rhythm have one selection in each turn."""
+def pairs(budget, run: int):
+    """Each score with each selection and merge that it can have on such a budget; `TRIED` is chosen."""
+    product_of = product(SCORES, SELECTS, MERGES)
+    sound = [
+        (*own, merge)
+        for *own, merge in product_of
+        if any(not refused(own[0], budget, *own[1:], merge, x) for x in RHYTHMS)
+    ]
+    return part(sound, [(score, *pair) for score in SCORES for pair in TRIED[type(score)][run]])
 
-    def turn_of(composition) -> int:
-        _, select, merge, every = composition
-        return (SELECTS.index(select) + 3 * MERGES.index(merge) + 3 * RHYTHMS.index(every)) % TURNS
 
-    return [own for own in compositions() if own[0] == score and turn_of(own) == turn]
-
-
-def turns(first: int):
-    """Each score with a share of its compositions. A program serves all scores, so that a few try each composition.
-
-    The only score that representatives of query heads can have tries all shares that others try.
-    """
-    chosen = {(score, (first + i) % CHOSEN) for i, score in enumerate(SCORES)}
-    chosen |= {(score, turn) for score in SCORES if isinstance(score, QueryHeadAttention) for turn in range(CHOSEN)}
-    return part(product(SCORES, range(TURNS)), chosen)
+def rhythms(*own) -> list[tuple]:
+    """The compositions of a score, a selection and a merge."""
+    return [composition for composition in compositions() if composition[:3] == own]
 
 
 def name_of(value) -> str:
-    return str(value) if isinstance(value, int) else type(value).__name__
+    return type(value).__name__
 
 
 def check(composition, capacity: np.ndarray, memo: dict, rows: np.ndarray) -> None:
@@ -213,14 +250,12 @@ def check_eviction(composition, kept, before, stepped, capacity, rows) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("score", "turn"), turns(0), ids=name_of)
-def test_compositions_are_the_literal_ones(score, turn):
+@pytest.mark.parametrize(("score", "select", "merge"), pairs(Fixed(12), 0), ids=name_of)
+def test_compositions_are_the_literal_ones(score, select, merge):
     """U1, U2, U3 and U6 when a prompt has been read, and when a token comes in after it."""
     memo: dict = {}
     once = np.flatnonzero(np.arange(L * ROWS) % ROWS < len(BUDGETS) * len(LENGTHS))  # the other rows repeat the budgets
-    for composition in in_turn(score, turn):
-        if set(compositions()[composition]) <= {*ALLOCATED, Everything()}:
-            continue  # the score needs an allocated budget
+    for composition in rhythms(score, select, merge):
         policies, every = compositions()[composition], composition[3]
         least = SINKS + RECENT + (every or 1)
         capacity = np.zeros((L, ROWS), np.int32)
@@ -236,11 +271,11 @@ def test_compositions_are_the_literal_ones(score, turn):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("score", "turn"), turns(2), ids=name_of)
-def test_compositions_on_allocated_budgets_are_the_literal_ones(score, turn):
+@pytest.mark.parametrize(("score", "select", "merge"), pairs(UniformShares(Fixed(12)), 1), ids=name_of)
+def test_compositions_on_allocated_budgets_are_the_literal_ones(score, select, merge):
     """The same for heads that retain as many entries as their scores deserve; three rows for each budget."""
     memo: dict = {}
-    for composition in in_turn(score, turn):
+    for composition in rhythms(score, select, merge):
         policies, every = compositions()[composition], composition[3]
         counts = counts_of(score, tuple(budget for budget in ALLOCATED if budget in policies), every)
         check(composition, counts, memo, np.arange(L * ROWS))

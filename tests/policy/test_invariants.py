@@ -278,8 +278,8 @@ def twice_the_keys(gqa):
 @pytest.mark.parametrize(
     "spec",
     [
-        "h2o:budget=12",
-        "tova:budget=12",
+        "h2o:budget=12,recent=3,every=3,sinks=1",  # a program of other tests serves the larger group
+        "tova:budget=12,every=3",
         "snapkv:budget=12,window=4,kernel=3",
         "morphkv:budget=12,window=4,fusion=max",
         "criticalkv:base=h2o,base.budget=12",
@@ -292,20 +292,22 @@ def twice_the_keys(gqa):
     ],
 )
 def test_a_group_of_equal_heads_is_one_head(spec):
-    """U8. The steps of a policy that never evicts are those of snapkv."""
+    """U8. The steps of a policy that never evicts are those of snapkv. CriticalKV scores as at the end of a prompt."""
     evicts = policies.parse(spec).every is not None
-    rows, tokens = draw(5, (SIZE, 5, 17), steps=STEPS if evicts or "snapkv" in spec else 0)
+    steps = STEPS if (evicts and "criticalkv" not in spec) or "snapkv" in spec else 0
+    rows, tokens = draw(5, (SIZE, 5, 17), steps=steps)
     mha = tiny.decoder(2, 2)
     mine, others = run(mha, spec, rows, tokens), run(twice_the_queries(mha), spec, rows, tokens)
     for row in range(3):
         assert_same_rows(mine, others, row, row)
 
 
+IN_CACHE = "streaming_llm:budget=12,positions=in_cache,every=3"
 CHUNKS = "chunkkv:base=snapkv,base.budget=12,base.window=4,base.pool=none,length=5"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", ["full", "streaming_llm:budget=12,sinks=2", "tova:budget=12", CHUNKS])
+@pytest.mark.parametrize("spec", ["full", IN_CACHE, "tova:budget=12,every=3", CHUNKS])
 def test_heads_that_share_keys_are_heads_with_equal_keys(spec):
     """U8 for the policies that retain the same tokens in all heads."""
     rows, tokens = draw(6, (SIZE, 5, 17))

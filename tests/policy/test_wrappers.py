@@ -12,7 +12,7 @@ import pytest
 
 from kvjax import policies
 from kvjax.methods import registry
-from kvjax.parts import TopTokens
+from kvjax.parts import AdaptiveShares, Everything, Fixed, TopTokens
 from kvjax.policy import Moment, ScoreWrapper
 from tests import tiny
 from tests.methods.literal_budgets import adaptive, best, projected, two_stages
@@ -26,8 +26,13 @@ STATES = {  # the needs that a wrapper says it changes; any other one may change
     "QueryHeadAttention": {"queries", "by_query_head"},
 }
 FEW = ("h2o", "morphkv", "kvzip", "expected_attention")
-STATELESS = ("random", "knorm", "keydiff", "leverage_score")  # scores that observe nothing, as that of lagkv
-ONE = tiny.decoder(4, 2)
+# Scores that carry something else from step to step than `FEW`, or nothing, each under one wrapper; and those that a
+# wrapper refuses.
+OTHERS = {
+    "ProjectedValues": ("keyformer", "lagkv", "criticalkv", "tova"),
+    "QueryHeadAttention": ("scissorhands",),
+}
+ONE = tiny.decoder(8, 4)
 TWO = tiny.decoder(8, 4, (None, None))
 RNG = np.random.default_rng(7)
 ROWS = [RNG.integers(0, tiny.VOCAB, n) for n in (22, 7)]
@@ -36,11 +41,15 @@ ANSWER = RNG.integers(0, tiny.VOCAB, (3, len(ROWS)))
 
 
 def over_scores():
-    """Wrappers over one preset for each score: all wrappers over `FEW`, and over others of them in turn."""
-    presets = list({small(name).score: name for name in (*policies.PRESETS, *FEW)}.values())
-    wrappers = list(WRAPPERS)
-    turns = [(wrappers[i % len(wrappers)], preset) for i, preset in enumerate(presets) if preset not in STATELESS]
-    return part(product(wrappers, presets), [*turns, *product(wrappers, FEW)])
+    """Wrappers over one preset for each score."""
+    presets = {small(name).score: name for name in (*policies.PRESETS, *FEW)}.values()
+    others = [(wrapper, preset) for wrapper, own in OTHERS.items() for preset in own]
+    return part(product(WRAPPERS, presets), [*product(WRAPPERS, FEW), *others])
+
+
+def model(preset):
+    """Of one layer where each layer has the same budget for itself."""
+    return ONE if isinstance(small(preset).budget, Everything | Fixed | AdaptiveShares) else TWO
 
 
 def unless_refused(build, name):
@@ -106,19 +115,20 @@ def test_a_base_sees_what_it_sees_alone(wrapper, preset):
 @cache
 def retained_alone(preset):
     """The number of entries [L, H] that each row's heads retain under a preset."""
-    policy = small(preset)
+    policy, params = small(preset), model(preset)
     if entrywise(policy) and not policy.allocates:
-        budgets = np.array([policy.capacity(layer, np.array(list(map(len, ROWS))), 2) for layer in range(2)])
+        lengths, layers = np.array(list(map(len, ROWS))), params.config.num_layers
+        budgets = np.array([policy.capacity(layer, lengths, layers) for layer in range(layers)])
         return [np.repeat(np.minimum(budgets[:, b : b + 1], len(row)), 4, axis=1) for b, row in enumerate(ROWS)]
-    _, filled = tiny.prefill(TWO, policy, ROWS, SIZE)
+    _, filled = tiny.prefill(params, policy, ROWS, SIZE)
     return [np.array([[len(head) for head in layer] for layer in tiny.held(filled, b)]) for b in range(len(ROWS))]
 
 
-def compared(policy):
+def compared(policy, params):
     """A cache, and by layer what a score named "base" was shown and gave: while heads were compared, and at last."""
     notes("base")
-    _, filled = tiny.prefill(TWO, policy, ROWS, SIZE)
-    layers = [{}, {}]
+    _, filled = tiny.prefill(params, policy, ROWS, SIZE)
+    layers = [{} for _ in params.layers]
     for what, shown in notes("base"):
         if what.startswith("scores"):
             layers[int(what[-1])][shown["counts"] is None] = shown
@@ -156,24 +166,25 @@ def entrywise(policy):
     return policy.select == TopTokens() and not policy.merge.effects.at_prompt
 
 
-# Others are d2o, of which dynamickv has the budgets by layer and kvmerger the merge at a prompt, and like those here.
-BASES = ("h2o", "kvzip", "kvmerger", "dynamickv", "pyramidkv", "chunkkv", "kvcrush", "kvcompose", "knorm", "rkv")
+# Others are d2o and kvcompose, of which dynamickv has the budgets by layer and kvmerger the merge at a prompt, and like
+# those here.
+BASES = ("h2o", "kvzip", "kvmerger", "pyramidkv", "chunkkv", "kvcrush", "knorm")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", part(policies.PRESETS, BASES))
+@pytest.mark.parametrize("preset", part(policies.PRESETS, (*BASES, "dynamickv")))
 def test_adakv_over_every_preset(preset):
     """Heads of a layer compete for the entries that the preset gives the layer, or the combination is refused."""
-    base = small(preset)
+    base, params = small(preset), model(preset)
     policy = unless_refused(lambda: policies.adakv(base, normalise=not base.score.needs.signed), "AdaptiveShares")
     if policy is None:
         return
-    filled, layers = compared(replace(policy, score=Recording(base.score, "base")))
+    filled, layers = compared(replace(policy, score=Recording(base.score, "base")), params)
     least = 0 if base.every is None else base.minimum
     for layer, (first, last) in enumerate(layers):
         counts = np.zeros((len(ROWS), 4), int)
         for b, row in enumerate(ROWS):
-            mean = int(base.capacity(layer, np.array([len(row)]), 2)[0])
+            mean = int(base.capacity(layer, np.array([len(row)]), len(layers))[0])
             if base.allocates:
                 mean = retained_alone(preset)[b][layer, 0]
             counts[b] = adaptive(in_order(raised(first), first, b)[0], mean, least, normalise=policy.budget.normalise)
@@ -183,13 +194,13 @@ def test_adakv_over_every_preset(preset):
         else:
             stay = by_the_parts(policy, last, raised(last), counts)
         assert [tiny.held(filled, b)[layer] for b in range(len(ROWS))] == stay
-    assert len(layers) == 2
+    assert len(layers) == params.config.num_layers
 
 
-def staged(shown, layer, counts):
+def staged(params, shown, layer, counts):
     """Scores [B, H, M] by which heads retain both stages: the entries of the first above all others."""
     scores, protected = np.asarray(shown["scores"], np.float64), np.asarray(shown["protected"])
-    norms = projected_layer(layer, np.asarray(shown["entries"].values, np.float64))
+    norms = projected_layer(params, layer, np.asarray(shown["entries"].values, np.float64))
     scores = np.where(protected, np.inf, (scores + 1e-4) * norms)
     for b, h in np.ndindex(counts.shape):
         order = np.argsort(-raised(shown)[b, h], kind="stable")
@@ -199,9 +210,9 @@ def staged(shown, layer, counts):
     return np.where(np.asarray(shown["entries"].positions) >= 0, scores, -np.inf)
 
 
-def projected_layer(layer, values):
+def projected_layer(params, layer, values):
     """The mean L1 norms [B, H, M] of a layer's values [B, H, M, D] behind the output projection."""
-    rows = [projected(TWO, np.stack([own] * 2), order=1)[layer].mean(axis=1) for own in values]
+    rows = [projected(params, np.stack([own] * len(params.layers)), order=1)[layer].mean(axis=1) for own in values]
     return np.stack(rows)
 
 
@@ -209,23 +220,24 @@ def projected_layer(layer, values):
 @pytest.mark.parametrize("preset", part(policies.PRESETS, BASES))
 def test_criticalkv_over_every_preset(preset):
     """Each head retains as many entries as without it, in two stages, or the combination is refused."""
-    base = small(preset)
+    base, params = small(preset), model(preset)
     policy = unless_refused(lambda: policies.criticalkv(base), "ProjectedValues")
     if policy is None:
         return
-    filled, layers = compared(replace(policy, score=replace(policy.score, base=Recording(base.score, "base"))))
+    recorded = replace(policy.score, base=Recording(base.score, "base"))
+    filled, layers = compared(replace(policy, score=recorded), params)
     for layer, (_, shown) in enumerate(layers):
         positions = np.asarray(shown["entries"].positions)
         assert base.score.needs.signed or shown["scores"][positions >= 0].min() >= 0, "signed, and not declared so"
-        counts = np.stack([x[layer] for x in retained_alone(preset)])
         if entrywise(policy):
-            norms = projected_layer(layer, np.asarray(shown["entries"].values, np.float64))
+            counts = np.stack([x[layer] for x in retained_alone(preset)])
+            norms = projected_layer(params, layer, np.asarray(shown["entries"].values, np.float64))
             stay = [
                 two_stages(in_order(raised(shown), shown, b), in_order(norms, shown, b), counts[b : b + 1])[0]
                 for b in range(len(ROWS))
             ]
         else:
             counts = np.asarray(shown["counts"])
-            stay = by_the_parts(policy, shown, staged(shown, layer, counts), counts)
+            stay = by_the_parts(policy, shown, staged(params, shown, layer, counts), counts)
         assert [tiny.held(filled, b)[layer] for b in range(len(ROWS))] == stay
-    assert len(layers) == (0 if base.budget.slots(0, 1, 1) is None else 2)
+    assert len(layers) == (0 if base.budget.slots(0, 1, 1) is None else params.config.num_layers)
