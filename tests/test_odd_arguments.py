@@ -6,6 +6,7 @@ import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -93,32 +94,46 @@ def draws(call: Callable[..., Any], given: Mapping[str, Any]) -> Iterator[dict[s
         }
 
 
+Call = tuple[Callable[..., Any], dict[str, Any]]
+PARTS = [name for name, part in registry.parts().items() if not inspect.isabstract(part)]
+TEXTS = [value for value in ODD if isinstance(value, str)]
+
+
+def calls_of_preset(name: str) -> Iterator[Call]:
+    for options in draws(policies.PRESETS[name], {"budget": 64}):
+        yield policies.PRESETS[name], options
+
+
+def calls_of_part(name: str) -> Iterator[Call]:
+    given = {"base": SNAPKV.score, "budget": SNAPKV.budget, "entries": 4, "share": 0.5}
+    for options in draws(registry.parts()[name], given):
+        yield registry.parts()[name], options
+
+
+def calls_of_text(text: str) -> Iterator[Call]:
+    for preset in policies.PRESETS:
+        for form in (text, *(f"{preset}:{end}" for end in (text, f"budget={text}", f"base={text}", f"{text}=1"))):
+            yield policies.parse, {"description": form}
+    for form in (text, f"top_k={text}", f"greedy,{text}=1"):
+        yield sampling.parse, {"text": form}
+
+
 @pytest.mark.parametrize("name", policies.PRESETS)
 def test_presets(name: str) -> None:
-    found = [refused(policies.PRESETS[name], options) for options in draws(policies.PRESETS[name], {"budget": 64})]
+    found = [refused(*call) for call in calls_of_preset(name)]
     assert name == "full" or any(found)
 
 
-@pytest.mark.parametrize("name", [name for name, part in registry.parts().items() if not inspect.isabstract(part)])
+@pytest.mark.parametrize("name", PARTS)
 def test_parts(name: str) -> None:
-    given = {"base": SNAPKV.score, "budget": SNAPKV.budget, "entries": 4, "share": 0.5}
-    for options in draws(registry.parts()[name], given):
-        refused(registry.parts()[name], options)
+    for call in calls_of_part(name):
+        refused(*call)
 
 
-@pytest.mark.parametrize("text", [x for x in ODD if isinstance(x, str)])
+@pytest.mark.parametrize("text", TEXTS)
 def test_texts(text: str) -> None:
-    for preset in policies.PRESETS:
-        for form in (
-            text,
-            f"{preset}:{text}",
-            f"{preset}:budget={text}",
-            f"{preset}:base={text}",
-            f"{preset}:{text}=1",
-        ):
-            refused(policies.parse, {"description": form})
-    for form in (text, f"top_k={text}", f"greedy,{text}=1"):
-        refused(sampling.parse, {"text": form})
+    for call in calls_of_text(text):
+        refused(*call)
 
 
 FUNCTIONS = (
@@ -157,30 +172,40 @@ def functions(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any
     }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_public_functions(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each argument in turn is odd, and all others are accepted. Programs do not run."""
+def calls_of_function(name: str, folder: Path) -> Iterator[Call]:
+    """Each argument in turn is odd, and all others are accepted."""
+    call, given = functions(folder)[name]
+    rng = random.Random(name)
+    for argument in inspect.signature(getattr(kvjax, name)).parameters:
+        for value in rng.sample(ODD, FEW):
+            if argument not in ("progress", "clock", "overwrite") and not (argument == "params" and value is decoder()):
+                yield call, given | {argument: value}
 
-    call, given = functions(tmp_path)[name]
+
+@contextmanager
+def without_programs(folder: Path) -> Iterator[None]:
+    """A request that is accepted ends with AcceptedError. The working directory is `folder`, and no hub is asked."""
 
     def run(*_: Any, **__: Any) -> Any:
         raise AcceptedError
 
-    for module in ("generate", "stream", "prefill_each"):
-        monkeypatch.setattr(sys.modules[f"kvjax.{module}"], "read_request", run)
-    for program in ("jitted_read", "jitted_step", "allocated", "replayed"):
-        monkeypatch.setattr(sys.modules["kvjax.extend"], program, run)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    signature = inspect.signature(getattr(kvjax, name))
-    messages, rng = [], random.Random(name)
-    for argument in signature.parameters:
-        for value in rng.sample(ODD, FEW):
-            if argument in ("progress", "clock", "overwrite") or (argument == "params" and value is decoder()):
-                continue
-            message = refused(call, given | {argument: value})
-            assert message is None or len(message) < 1500
-            messages.append(message)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("generate", "stream", "prefill_each"):
+            patch.setattr(sys.modules[f"kvjax.{module}"], "read_request", run)
+        for program in ("jitted_read", "jitted_step", "allocated", "replayed"):
+            patch.setattr(sys.modules["kvjax.extend"], program, run)
+        patch.chdir(folder)
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_public_functions(name: str, tmp_path: Path) -> None:
+    calls = calls_of_function(name, tmp_path)
+    call = next(calls)  # the cache of the given arguments is made
+    with without_programs(tmp_path):
+        messages = [refused(*call) for call in (call, *calls)]
+    assert all(message is None or len(message) < 1500 for message in messages)
     assert any(messages)
     assert jax.config.jax_enable_x64 is False

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
+LONGEST = 1000  # characters of an error
 FAILED = 2  # the exit status of every expected error; a wrong option has the same status
 UsageError: Any = typer.BadParameter.__base__  # of a wrong option or argument; typer does not export it
 
@@ -58,8 +59,9 @@ class Commands(TyperGroup):
 
 
 def _fail(message: str) -> None:
-    """Prints an error as one line."""
-    typer.echo(f"kvjax: error: {' '.join(message.split())}", err=True)
+    """Prints an error as one line, of which the system may have made a long one by the name of a file."""
+    line = " ".join(message.split())
+    typer.echo(f"kvjax: error: {line if len(line) <= LONGEST else line[:LONGEST] + '...'}", err=True)
 
 
 def _ours(traceback: TracebackType | None) -> bool:

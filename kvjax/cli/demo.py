@@ -40,7 +40,7 @@ class Outcome:
 
 def demo(
     length: Annotated[int, typer.Option(min=256, max=2048, help="Tokens per prompt, including its question.")] = 2048,
-    examples: Annotated[int, typer.Option(min=1, help="Number of prompts, which run as one batch.")] = 7,
+    examples: Annotated[int, typer.Option(min=1, max=1024, help="Number of prompts, which run as one batch.")] = 7,
     budget: Annotated[
         list[int] | None,
         typer.Option(

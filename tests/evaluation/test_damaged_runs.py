@@ -114,19 +114,25 @@ def reported(folder: Path, out: Path | None) -> str | None:
     return None
 
 
+def damage(folder: Path, rng: np.random.Generator) -> Path:
+    """Flips a bit of a file of a run, or cuts a piece out of it, and returns the file."""
+    path = folder / (RESULTS, TIMINGS, "run.json")[int(rng.integers(3))]
+    data = bytearray(path.read_bytes())
+    place = int(rng.integers(len(data)))
+    if rng.random() < 0.5:
+        data[place] ^= 1 << int(rng.integers(8))
+    else:
+        del data[place : place + int(rng.integers(1, 40))]
+    path.write_bytes(data)
+    return path
+
+
 def test_random_damage_is_one_error_or_a_report(tmp_path: Path) -> None:
     rng, errors = np.random.default_rng(0), 0
     folder = write(tmp_path / "run")
     for i in range(300):
         copy = shutil.copytree(folder, tmp_path / f"{i}")
-        path = copy / (RESULTS, TIMINGS, "run.json")[int(rng.integers(3))]
-        data = bytearray(path.read_bytes())
-        place = int(rng.integers(len(data)))
-        if rng.random() < 0.5:
-            data[place] ^= 1 << int(rng.integers(8))
-        else:
-            del data[place : place + int(rng.integers(1, 40))]
-        path.write_bytes(data)
+        path = damage(copy, rng)
         problem = reported(copy, tmp_path / f"report{i}" if i % 30 == 0 else None)
         if problem is not None:
             errors += 1
