@@ -7,7 +7,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import jax
@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.policies import PRESETS
+from tests.policy.small import small
 from tests.products import part
 from tests.tiny import VOCAB, decoder
 
@@ -39,18 +41,26 @@ OPTIONS = {"max_new_tokens": 4, "eos": ()}
 
 
 @cache
-def expected(policy: str) -> np.ndarray:
-    return kvjax.generate(decoder(), ROWS, policy=policy, **OPTIONS).tokens
+def tokens(policy: str | kvjax.Policy, mode: str | None = None) -> np.ndarray:
+    """The answers under a policy. Presets have two layers, since the gates of duo_attention are for two."""
+    params = decoder() if isinstance(policy, str) else decoder(8, 4, (None, None))
+    with MODES[mode]() if mode else nullcontext(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return kvjax.generate(params, ROWS, policy=policy, **OPTIONS).tokens
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("mode", MODES)
 def test_answers_are_the_same(mode: str, policy: str) -> None:
-    tokens = expected(policy)
-    with MODES[mode](), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        np.testing.assert_array_equal(kvjax.generate(decoder(), ROWS, policy=policy, **OPTIONS).tokens, tokens)
+    np.testing.assert_array_equal(tokens(policy, mode), tokens(policy))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("mode", MODES)
+def test_answers_of_all_presets_are_the_same(mode: str, preset: str) -> None:
+    np.testing.assert_array_equal(tokens(small(preset), mode), tokens(small(preset)))
 
 
 @pytest.mark.slow
@@ -59,16 +69,16 @@ def test_answers_are_the_same_without_jit(policy: str) -> None:
     """Each operation is a program of its own, so prompts and answers are short."""
     rows, options = [[5, 6, 7, 8, 9, 3], [1]], {"max_new_tokens": 2, "eos": ()}
     policy = policy.replace("budget=12", "budget=5").replace("window=4,every=4", "window=2,every=2")
-    tokens = kvjax.generate(decoder(), rows, policy=policy, **options).tokens
+    compiled = kvjax.generate(decoder(), rows, policy=policy, **options).tokens
     with jax.disable_jit():
-        np.testing.assert_array_equal(kvjax.generate(decoder(), rows, policy=policy, **options).tokens, tokens)
+        np.testing.assert_array_equal(kvjax.generate(decoder(), rows, policy=policy, **options).tokens, compiled)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_streams_and_curves_are_the_same_and_leave_the_mode_alone(mode: str) -> None:
     policies = [f"h2o:budget={budget}" for budget in (8, 12)]
-    tokens = expected(policies[1])
+    answers = tokens(policies[1])
 
     def state() -> tuple[object, ...]:
         names = ("enable_x64", "numpy_dtype_promotion", "numpy_rank_promotion", "transfer_guard", "debug_nans")
@@ -82,7 +92,7 @@ def test_streams_and_curves_are_the_same_and_leave_the_mode_alone(mode: str) -> 
         *_, last = kvjax.prefill_each(decoder(), ROWS, policies=policies)
         assert state() == before
         later = kvjax.generate(decoder(), [[3], [3]], cache=last, **OPTIONS)
-    np.testing.assert_array_equal(np.stack(found, axis=1), tokens)
+    np.testing.assert_array_equal(np.stack(found, axis=1), answers)
     document = kvjax.prefill(decoder(), ROWS, policy=policies[1])
     np.testing.assert_array_equal(later.tokens, kvjax.generate(decoder(), [[3], [3]], cache=document, **OPTIONS).tokens)
 
