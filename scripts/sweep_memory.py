@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -54,4 +53,4 @@ def maps() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

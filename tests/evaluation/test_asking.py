@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -13,7 +14,7 @@ from flax import nnx
 
 import kvjax
 from kvjax.evaluation.asking import Answers, Asker
-from kvjax.evaluation.batches import ReadingBatch, batches, readings
+from kvjax.evaluation.batches import Reading, ReadingBatch, batches, readings
 from kvjax.evaluation.grid import Setting
 from kvjax.evaluation.items import Item
 from kvjax.evaluation.tasks.task import Example, Question
@@ -138,6 +139,10 @@ def test_draws_depend_on_the_example_and_not_on_its_batch(params: Decoder) -> No
     assert together != drawn(replace(ask, seed=2), ITEMS[0], ITEMS[1])
 
 
+def at_most(rows: int) -> Callable[[Reading], int]:
+    return lambda _: rows
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("question", ["after", "before"])
 def test_a_mesh_answers_the_same(params: Decoder, question: Setting) -> None:
@@ -148,7 +153,7 @@ def test_a_mesh_answers_the_same(params: Decoder, question: Setting) -> None:
     for one in (params, spread):
         ask = Asker(one, tokenizer(), Greedy())
         rows, data = (4, 1) if one is params else (3, 2)
-        asked = batches(readings(ITEMS[:3], question), lambda _, rows=rows: rows, data)
+        asked = batches(readings(ITEMS[:3], question), at_most(rows), data)
         answers = [answer for batch in asked for mine in answered(ask, batch, policy) for answer in mine]
         found.append([(answer.tokens, answer.kept) for answer in answers])
         assert {batch.rows for batch in asked} == {4}
