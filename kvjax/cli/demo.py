@@ -11,10 +11,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvjax.cli.console import bytes_text, keep_compiled, print_json, show_warning, stderr, working
+from kvjax.cli.console import bytes_text, keep_compiled, print_json, show_warning, working
+from kvjax.cli.progress import Bar
 
 if TYPE_CHECKING:
     from kvjax.evaluation.tasks.demo import DemoExample
@@ -75,20 +75,10 @@ def demo(
     drawn_of = [names[i % len(names)] for i in range(examples)]
     drawn = [tasks.example(name, length, rng) for name in drawn_of]
     cells = []
-    progress = Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description:<20}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=stderr(),
-        transient=True,
-        disable=as_json or not stderr().is_terminal,
-    )
-    with progress:
-        bar = progress.add_task("", total=len(policies))
+    with Bar("policies") as bar:
+        bar.begin(len(policies))
         for (name, size), policy in policies.items():
-            progress.update(bar, description=name if size is None else f"{name} {size}")
+            bar.at(name if size is None else f"{name} with {size} entries per head")
             result = answer(params, drawn, policy, end_token=tokenizer.eos_token_id)
             cells.append(
                 Outcome(
@@ -102,7 +92,7 @@ def demo(
                     tokens_per_second=result.stats.decode_tokens_per_second,
                 )
             )
-            progress.advance(bar)
+            bar.advance()
     picture = _draw(out / "accuracy_by_budget.png", cells, f"{examples} questions about texts of {length:,} tokens")
     index = _most_telling(cells)
     document: dict[str, Any] = {

@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
-from rich.text import Text
 
 from kvjax.cli.console import bytes_text, keep_compiled, show_warning, stderr, working
+from kvjax.cli.progress import Bar
 from kvjax.shown import shown
 
 if TYPE_CHECKING:
     from kvjax.evaluation.planning import RunPlan
 
 INCOMPLETE = 1  # the exit status of a run with errors
-EVERY = 30  # seconds between two lines of progress
 SHOWN = 10  # the largest number of errors in the summary; the results file has all of them
 
 SMALL: dict[str, Any] = {
@@ -119,7 +106,7 @@ def evaluate(
     with working(f"loading {grid.model}"):
         params, tokenizer = load_model(grid)
     ask = Asker(params, tokenizer, parse(grid.sampler), grid.seed, grid.chunk, grid.ends)
-    with Bar() as bar:
+    with Watching("answers") as bar:
         summary = run(plan, ask, out, bar)
     stderr().print(
         f"{summary.answers:,} of {summary.planned:,} answers are in {escape(str(out / plan.path))}, "
@@ -151,63 +138,13 @@ def _host(text: str) -> tuple[int, int]:
     return int(parts[1]), int(parts[2])
 
 
-class Speed(ProgressColumn):
-    """A column with the number of answers per second."""
-
-    def render(self, task: Task) -> Text:
-        return Text("" if not task.speed else f"{task.speed:.3g}/s")
-
-
-class Bar:
-    """The progress of a run on stderr: cell, answers per second, remaining time.
-
-    Without a terminal, such as in a log file, a line every EVERY seconds says how far the run is.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        console = stderr()
-        self._clock, self._said = (None if console.is_terminal else clock), clock()
-        self._done, self._total, self._cell = 0, 0, ""
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            Speed(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-            speed_estimate_period=120,
-        )
-        self._task = self._progress.add_task("", total=None)
-
-    def __enter__(self) -> Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def begin(self, answers: int) -> None:
-        self._total = answers
-        self._progress.update(self._task, total=answers)
+class Watching(Bar):
+    """The progress of a run."""
 
     def cell(self, cell: Any) -> None:
         from kvjax.evaluation.planning import name_of
 
-        self._cell = f"{name_of(cell)}, question {cell.question}"
-        self._progress.update(self._task, description=escape(self._cell))
-
-    def advance(self, answers: int) -> None:
-        self._done += answers
-        self._progress.advance(self._task, answers)
-        if self._clock is not None and self._clock() - self._said >= EVERY:
-            self._said = self._clock()
-            self.say(f"{self._done:,} of {self._total:,} answers, at {self._cell}")
-
-    def say(self, text: str) -> None:
-        typer.echo(f"kvjax: {text}", err=True)
+        self.at(f"{name_of(cell)}, question {cell.question}")
 
 
 def show_plan(plan: RunPlan) -> None:
