@@ -104,15 +104,21 @@ def restore_cache(path: str | Path, params: Decoder, policy: Policy | None = Non
         raise ValueError(f"the cache in {path} was made by {saved}, not by {policy}")
     check_batch(facts["arrays"]["length"][0][0], mesh_of(params))
     like = _like(params, saved, facts)
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    shardings = dict.fromkeys(facts["arrays"], device) if like.mesh is None else _named(like.shardings)
-    wanted = {
-        name: jax.ShapeDtypeStruct(shape, dtype, sharding=shardings[name])
-        for name, (shape, dtype) in facts["arrays"].items()
-    }
+    wanted: dict[str, Any]
+    if like.mesh is None:
+        wanted = {name: np.broadcast_to(np.zeros((), dtype), shape) for name, (shape, dtype) in facts["arrays"].items()}
+    else:
+        wanted = {
+            name: jax.ShapeDtypeStruct(*facts["arrays"][name], sharding=sharding)
+            for name, sharding in _named(like.shardings).items()
+        }
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
         restored = checkpointer.restore(path, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(wanted)))
-    return jax.tree.unflatten(jax.tree.structure(like), [restored.arrays[name] for name in _named(like)])
+    arrays = [restored.arrays[name] for name in _named(like)]
+    if like.mesh is None:  # committed to a device as the weights are, so that the programs of other caches serve
+        weight = jax.tree.leaves(params)[0]
+        arrays = jax.device_put(arrays, weight.sharding if weight.committed else None)
+    return jax.tree.unflatten(jax.tree.structure(like), arrays)
 
 
 def _like(params: Decoder, policy: Policy, facts: dict[str, Any]) -> KVCache:

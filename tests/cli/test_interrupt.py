@@ -60,8 +60,9 @@ def test_ctrl_c_ends_a_command_at_any_moment(command: str, moments: int, shallow
         assert status in (130, 0)  # 0: the command was done before
         assert "Traceback" not in stderr
         assert (status == 130) == stderr.endswith("kvjax: interrupted\n")
-        written = {path.name for path in tmp_path.iterdir()} - {"grid.yaml", "out", "run"}
+        written = {path.name for path in tmp_path.iterdir()} - {"grid.yaml", "out", "run", "demo_output"}
         assert written <= {"page.html"}
+        assert {path.name for path in (tmp_path / "demo_output").glob("*")} <= {"accuracy_by_budget.png"}
         if (tmp_path / "page.html").exists():
             assert (tmp_path / "page.html").read_text(encoding="utf-8").rstrip().endswith("</html>")
             (tmp_path / "page.html").unlink()
