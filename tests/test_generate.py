@@ -192,6 +192,7 @@ def test_end_token_of_the_tokenizer(shallow: Decoder, tokenizer: PreTrainedToken
     np.testing.assert_array_equal(ended.tokens, free.tokens[:, :length])
 
 
+@pytest.mark.slow
 def test_one_token(subject: Decoder, policy: kvjax.Policy) -> None:
     one, more = (generate(subject, ROWS, policy=policy, max_new_tokens=new) for new in (1, 2))
     np.testing.assert_array_equal(one.tokens, more.tokens[:, :1])

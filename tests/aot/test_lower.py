@@ -38,6 +38,7 @@ def accelerators(name: str) -> list[jax.Device]:
         pytest.skip(str(error))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 @pytest.mark.parametrize("sampler", [kvjax.Greedy(), kvjax.Sampler(temperature=0.8, repetition_penalty=1.3)])
 def test_it_runs_on_what_generate_would_give_it(sampler) -> None:
@@ -75,6 +76,7 @@ def test_prompts_are_read_as_generate_would() -> None:
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("name", ["v5p:2x2x2", "h200:8"])
 def test_on_accelerators(name: str) -> None:

@@ -81,6 +81,7 @@ def test_an_error_that_is_a_bug_is_not_hidden(model: str, monkeypatch: pytest.Mo
         kv("generate", model, PROMPT)
 
 
+@pytest.mark.slow
 def test_positions_beyond_the_model_are_a_warning_in_a_line(model: str) -> None:
     code = "from kvjax.cli import main; main()"
     command = [sys.executable, "-c", code, "generate", model, "the " * 150, "--max-new-tokens", "1"]

@@ -44,6 +44,7 @@ def expected(lm: KVJaxLM, context: list[int], said: list[int]) -> tuple[float, b
 CONTEXT = "the code of anna is kettle . the river follows the old garden . recall what the code of anna is :"
 
 
+@pytest.mark.slow
 def test_continuations_are_scored_as_the_whole_text_is(full: KVJaxLM) -> None:
     pairs = [
         (CONTEXT, " anna is kettle"),
@@ -77,6 +78,7 @@ def test_whole_texts_are_scored_from_their_beginning(full: KVJaxLM) -> None:
         assert total == pytest.approx(expected(full, [full.prefix_token_id], full.tok_encode(text))[0], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_generate(full: KVJaxLM) -> None:
     wanted = {"until": ["."], "max_gen_toks": 16, "do_sample": False, "temperature": 0.0}
     contexts = [CONTEXT, "the code of anna is kettle . recall what the code of anna is :", "anna"]
@@ -104,6 +106,7 @@ def test_nothing_is_written_behind_a_stop_string(full: KVJaxLM, monkeypatch: pyt
     assert len(steps) == 3
 
 
+@pytest.mark.slow
 def test_the_first_answer_token_depends_on_what_was_kept(full: KVJaxLM) -> None:
     small = KVJaxLM(DEMO, policy="streaming_llm:budget=8;sinks=1", batch_size=4, dtype="float32")
     pair = (CONTEXT, " anna")
@@ -141,6 +144,7 @@ def test_generation_arguments_that_are_not_known(full: KVJaxLM) -> None:
         full.generate_until(requests((CONTEXT, {"num_beams": 4})), disable_tqdm=True)
 
 
+@pytest.mark.slow
 def test_a_task_of_the_harness(tmp_path: Path) -> None:
     import lm_eval
     from lm_eval.tasks import TaskManager

@@ -282,6 +282,7 @@ for seconds in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_ends_with_the_same_file(tmp_path: Path) -> None:
     """SIGKILL at 20 random moments of runs, while they ask, write and put lines in order; then one is let finish."""
     run(plan(), right, tmp_path / "whole")

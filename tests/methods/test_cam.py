@@ -39,6 +39,7 @@ def test_e2_expected():
     np.testing.assert_array_equal(left, lost)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["expected", "bernoulli"])
 def test_values_go_to_the_next_kept_tokens(form):
     """Slots in any order, some empty; two victims per head, or none; the later has fewer tokens after it than m."""

@@ -179,6 +179,7 @@ def test_streamed_and_saved_it_answers_as_at_once(tmp_path: Path) -> None:
 PLAIN = [spec for spec in ALL if "quantize" not in spec]
 
 
+@pytest.mark.slow
 # One preset of each method, and positions in the cache, for which keys are rotated as they are read.
 @pytest.mark.parametrize(
     "spec",

@@ -68,6 +68,7 @@ def test_slot_attention(case, small_tiles):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "count", "reduction"), EXTRA_CASES + QUANTIZED_EXTRA_CASES)
 def test_extra_query_rows(case, count, reduction, small_tiles):
     check_extra(interpreted(slot.slot_attention), case, count, reduction)
@@ -104,6 +105,7 @@ def test_keys_and_values_of_different_storage_are_refused():
         jax.eval_shape(lambda: attend(96, 4, 32, 32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WINDOW_CASES, ids=str)
 def test_window_scores(case, small_tiles):
     check_window(interpreted(window.window_scores), without_float16(case, check_window, window.window_scores))

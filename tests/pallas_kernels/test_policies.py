@@ -57,6 +57,7 @@ def tokens_of(policy: str, kernels: str) -> np.ndarray:
         return kvjax.generate(params, prompts, **options).tokens
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error::UserWarning")  # dispatch would warn of a fallback
 @pytest.mark.parametrize(
     ("policy", "kernels"),
@@ -69,6 +70,7 @@ def test_the_same_tokens(policy: str, kernels: str) -> None:
     np.testing.assert_array_equal(tokens_of(policy, kernels), tokens_of(policy, "reference"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error::UserWarning")  # dispatch would warn of a fallback
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_the_same_tokens_after_chunks_and_turns(kernels: str) -> None:
@@ -81,6 +83,7 @@ def test_the_same_tokens_after_chunks_and_turns(kernels: str) -> None:
     np.testing.assert_array_equal(*tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_kernels_on_a_mesh(kernels: str) -> None:

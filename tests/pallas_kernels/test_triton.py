@@ -55,6 +55,7 @@ def test_slot_attention(case):
     check_slots(here(slot.slot_attention), case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "count", "reduction"), EXTRA_CASES + QUANTIZED_EXTRA_CASES)
 def test_extra_query_rows(case, count, reduction):
     check_extra(here(slot.slot_attention), case, count, reduction)
@@ -65,6 +66,7 @@ def test_segment_attention(case, lanes):
     check_segments(here(segment.segment_attention), case, lanes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WINDOW_CASES, ids=str)
 def test_window_scores(case, monkeypatch):
     """Few queries use the tile sizes of a GPU. Many queries use small tiles, so that there are several."""
@@ -92,6 +94,7 @@ def test_top_tokens_equals_the_reference(tile, size, monkeypatch):
         np.testing.assert_array_equal(kernel(scores, positions, counts), reference(scores, positions, counts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "slots"), PROMPT_CASES, ids=str)
 def test_prompt_attention(case, slots):
     check_prompt(here(prompt.prompt_attention), case, slots)

@@ -172,6 +172,7 @@ def check_allocation(policy: Policy, layers: list[list[list[int]]], length: int,
     assert kept <= most
 
 
+@pytest.mark.slow
 @each_kind_of_policy
 @few
 @given(seed=st.integers(0, 2**32 - 1), lengths=st.tuples(*[st.integers(1, BUDGET - 4)] * 3))
