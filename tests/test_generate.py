@@ -301,6 +301,7 @@ def test_bfloat16(shallow: Decoder, text: str) -> None:
     assert abs(answer.log_probs[0, 0] - float(exact[answer.tokens[0, 0]])) < 0.1
 
 
+@pytest.mark.slow
 def test_stats(subject: Decoder, policy: kvjax.Policy) -> None:
     answer = generate(subject, ROWS, policy=policy)
     stats, config = answer.stats, subject.config

@@ -159,6 +159,7 @@ def test_a_question_to_a_document() -> None:
     np.testing.assert_array_equal(our_cache.entries[0].positions, their_cache.entries[0].positions)
 
 
+@pytest.mark.slow
 def test_a_second_answer_compiles_nothing(compiled: list[str]) -> None:
     params, policy = sharded(2, 4, 2), parse("tova:budget=24")
     kvjax.generate(params, ROWS, policy=policy, max_new_tokens=NEW, log_probs=True)

@@ -127,6 +127,7 @@ def damage(folder: Path, rng: np.random.Generator) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_random_damage_is_one_error_or_a_report(tmp_path: Path) -> None:
     rng, errors = np.random.default_rng(0), 0
     folder = write(tmp_path / "run")

@@ -71,6 +71,7 @@ def test_continuations_are_scored_as_the_whole_text_is(full: KVJaxLM) -> None:
     assert not found[1][1]
 
 
+@pytest.mark.slow
 def test_whole_texts_are_scored_from_their_beginning(full: KVJaxLM) -> None:
     texts = ["the code of anna is kettle .", "the river"]
     found = full.loglikelihood_rolling(requests(*((text,) for text in texts)), disable_tqdm=True)
@@ -90,6 +91,7 @@ def test_answers_are_those_of_generate(full: KVJaxLM) -> None:
     assert cut == "anna"
 
 
+@pytest.mark.slow
 def test_nothing_is_written_behind_a_stop_string(full: KVJaxLM, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = []
     stream = kvjax.stream

@@ -213,6 +213,7 @@ def shuffled(cache, seed, alike):
     return replace(cache, entries=replace(pool, **jax.tree.map(lambda x: np.asarray(x)[b, lane, rows], moved)))
 
 
+@pytest.mark.slow
 @each_kind_of_policy
 @few
 @given(text=texts)
