@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
 
 import yaml
-
-from kvjax.shown import shown
 
 DEPTH = 20  # of nested lists and mappings
 ALIASES = 20  # uses of `*name`, which each stand for everything that `&name` marks
@@ -31,7 +30,7 @@ class _Loader(yaml.SafeLoader):
 
 def brief(value: Any) -> str:
     """The repr of a value, shortened: aliases can make it endless."""
-    return shown(value)
+    return reprlib.repr(value)
 
 
 def read_yaml(text: str) -> Any:
