@@ -248,7 +248,7 @@ def _line(kind: type, first: str, given: Any) -> Any:
         return kind(given)
     if not isinstance(given, dict) or first not in given:
         raise ValueError(f"{brief(given)}: expected a string, or a mapping with the fields {', '.join(_names(kind))}")
-    _known(f"of the entry with {first}: {shown(given[first])}", given, kind)
+    _known(f"of the entry with {first}: {brief(given[first])}", given, kind)
     return kind(**{name: _read(name, value) for name, value in given.items() if value is not None})
 
 
