@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -24,12 +25,14 @@ def end_at_interrupt() -> None:
 
     Python's own handler raises KeyboardInterrupt between two instructions of the main thread: after minutes if that
     thread compiles, and with jax 0.10 the process then crashes when it ends. Here the signal wakes a thread. Nothing is
-    cleaned up, as after a kill: what kvjax writes is whole at any moment.
+    cleaned up, as after a kill: what kvjax writes is whole at any moment. When the interpreter ends, the command is
+    done, and SIGINT is ignored: Python would restore the default, which kills the process.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)
     signal.signal(signal.SIGINT, lambda *_: None)
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # the first to register is called last
     threading.Thread(target=_wait, args=(reader,), daemon=True).start()
 
 

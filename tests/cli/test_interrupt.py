@@ -73,3 +73,16 @@ def test_ctrl_c_ends_a_command_at_any_moment(command: str, moments: int, shallow
 
 def test_ctrl_c_while_kvjax_is_imported(tmp_path: Path) -> None:
     assert interrupted(["--help"], tmp_path, 0.2) == (130, "\nkvjax: interrupted\n")
+
+
+def test_ctrl_c_after_a_command_is_done(tmp_path: Path) -> None:
+    """Handlers run in reverse order, so this one sends the signal after all others are done."""
+    late = "import atexit, os; atexit.register(os.kill, os.getpid(), 2); "
+    process = subprocess.run(
+        [PROGRAM[0], "-c", late + PROGRAM[2], "--help"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (process.returncode, process.stderr) == (0, "")
