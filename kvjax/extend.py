@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.allocate import allocated, check_one_call, replayed
-from kvjax.attend import ReadPlan, over_heads, reading, stepping
+from kvjax.attend import ReadPlan, over_heads, pays, reading, stepping, twice
 from kvjax.checks import check_integers, check_params, check_type
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
@@ -112,7 +112,8 @@ def step(
     """`extend` by one token in the rows where one is incoming; the others stay as they are."""
     rows = {"positions": cache.length, "incoming": incoming, "rope": cache.rope}
     attend = over_heads(cache.mesh, partial(stepping, cache.policy), **rows)
-    hidden, entries = params(tokens[:, None], attend, cache.entries)
+    run = partial(twice, params) if pays(cache.batch_size, cache.mesh) else params
+    hidden, entries = run(tokens[:, None], attend, cache.entries)
     cache = replace(cache, entries=entries, length=cache.length + incoming)
     return _by_row(params.logits(hidden[:, 0]), cache), cache.in_place()
 

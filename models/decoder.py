@@ -72,20 +72,8 @@ def bias(wanted: bool, shape: tuple[int, ...], axes: tuple[str, ...], dtype: DTy
 
 def linear(x: Float[Array, "... I"], weight: Float[Array, "I O"], bias: nnx.Param | None) -> Float[Array, "... O"]:
     """Returns `x @ weight`, plus the flattened bias if there is one."""
-    product = jax.lax.platform_dependent(x, weight, cuda=with_two_rows, default=jnp.matmul)
+    product = x @ weight
     return product if bias is None else product + bias[...].reshape(-1)
-
-
-def with_two_rows(x: Float[Array, "... I"], weight: Float[Array, "I O"]) -> Float[Array, "... O"]:
-    """Returns `x @ weight`. A single row is multiplied twice.
-
-    For a GPU, XLA computes the product of a single row and a weight of less than 10 million elements without matrix
-    units: it writes an array of the weight's size, and adds up the rows of that array.
-    """
-    if x.size != x.shape[-1]:
-        return x @ weight
-    rows = jax.lax.optimization_barrier(jnp.broadcast_to(x.reshape(1, -1), (2, x.size)))
-    return (rows @ weight)[:1].reshape(*x.shape[:-1], -1)
 
 
 class RMSNorm(nnx.Module):

@@ -29,11 +29,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import kvjax
+from kvjax.gpu_flags import set_gpu_flags
 from kvjax.models import Decoder
 from kvjax.parts import AdaptiveShares, Everything, Fixed
 from tests.products import part
 from tests.tiny import decoder
 
+set_gpu_flags()  # programs for GPUs are compiled as the command line compiles them
 kvjax.programs.keep(2**31 - 1)  # the fixture `memory` forgets programs, between tests
 jax.config.update("jax_num_cpu_devices", 8)  # for the tests of many devices; the others use the first
 if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:

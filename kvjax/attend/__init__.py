@@ -9,6 +9,7 @@ from .prompt import ReadPlan, finished, reading
 from .replay import replaying
 from .rotation import expired, rotated
 from .step import RoomMaker, stepping
+from .twice import pays, twice
 
 __all__ = [
     "ReadPlan",
@@ -18,8 +19,10 @@ __all__ = [
     "over_heads",
     "over_layers",
     "over_rows",
+    "pays",
     "reading",
     "replaying",
     "rotated",
     "stepping",
+    "twice",
 ]

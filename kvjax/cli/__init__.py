@@ -17,6 +17,7 @@ from kvjax.cli.generate import generate
 from kvjax.cli.info import info
 from kvjax.cli.inspect import inspect
 from kvjax.cli.report import report
+from kvjax.gpu_flags import set_gpu_flags
 
 app = typer.Typer(
     cls=Commands,
@@ -53,6 +54,7 @@ def _options(
 
 def main() -> None:
     """Runs the command line."""
+    set_gpu_flags()
     warnings.showwarning = show_warning
     logging.getLogger("absl").setLevel(logging.ERROR)  # kvjax raises an error for what Orbax warns about
     app()

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.aot.graphs import compile_listed, outside_graphs
 from kvjax.aot.hlo import Loop
 from kvjax.aot.lower import lower_decode, lower_prefill
 from kvjax.aot.targets import target
@@ -111,58 +112,68 @@ class Answering(NamedTuple):
 
     Attributes:
         keys: bytes of a layer's keys, or of their codes.
+        outside: what the loop launches outside of CUDA graphs, by kind.
     """
 
     hlo: str
     loop: Loop
     memory: Any
     keys: int
+    outside: Counter[str]
 
 
 @cache
 def answering(name: str, config: DecoderConfig, policy: kvjax.Policy, batch: int, model: int) -> Answering:
     """After prompts of 4096 tokens, up to 1024 more. One program for all tests that look at it."""
     mesh, sizes = kvjax.make_mesh(model=model, devices=accelerators(name)[:model]), {"length": 4096, "new_tokens": 1024}
-    compiled = lower_decode(config, policy, mesh=mesh, batch=batch, **sizes).compile()
+    lowered, outside = lower_decode(config, policy, mesh=mesh, batch=batch, **sizes), Counter[str]()
+    if mesh.devices.flat[0].platform == "gpu":
+        compiled, launches = compile_listed(lowered)
+        outside = outside_graphs(launches)
+    else:
+        compiled = lowered.compile()
     cache = kvjax.plan_cache(config, policy, dtype="bfloat16", batch=batch, **sizes)
     keys = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache.entries.stored[0]))
     hlo = compiled.as_text()
-    return Answering(hlo, Loop.of(hlo), compiled.memory_analysis(), keys)
+    return Answering(hlo, Loop.of(hlo), compiled.memory_analysis(), keys, outside)
 
 
-SINGLE_ROWS = [("8b", 1), ("70b", 1), ("8b", 2), ("8b", 8)]
+FEW_ROWS = [("135m", 1, 1), ("8b", 1, 1), ("70b", 1, 1), ("8b", 2, 1), ("8b", 8, 1), ("8b", 2, 2)]
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize(("shape", "batch"), part(SINGLE_ROWS, SINGLE_ROWS[:1]))
-def test_no_product_of_a_gpu_writes_a_weight(shape: str, batch: int) -> None:
-    """Query, key and value projections read their weights, and write nothing of a weight's size."""
-    hidden, mlp, heads = {"8b": (4096, 14_336, 32), "70b": (8192, 28_672, 64)}[shape]
-    config = replace(llama(1, hidden, mlp, heads), vocab_size=VOCAB)
-    mesh = kvjax.make_mesh(devices=accelerators("h100:1"))
+@pytest.mark.parametrize(("shape", "batch", "data"), part(FEW_ROWS, [FEW_ROWS[0], FEW_ROWS[-1]]))
+def test_no_product_of_a_gpu_writes_a_weight(shape: str, batch: int, data: int) -> None:
+    """The projections of a step read their weights, and write nothing of a weight's size."""
+    sizes = {"135m": (576, 1536, 9, 3), "8b": (4096, 14_336, 32, 8), "70b": (8192, 28_672, 64, 8)}[shape]
+    names = ("hidden_size", "mlp_size", "num_heads", "num_kv_heads")
+    config = replace(CONFIG, windows=(None,), **dict(zip(names, sizes, strict=True)))
+    mesh = kvjax.make_mesh(data=data, devices=accelerators(f"h100:{data}"))
     lowered = lower_decode(config, parse("full"), mesh=mesh, batch=batch, length=64, new_tokens=64)
-    assert Loop.of(lowered.compile().as_text()).rewrites(hidden * config.num_kv_heads * config.head_dim) == []
+    least = config.hidden_size * config.num_kv_heads * config.head_dim
+    assert Loop.of(lowered.compile().as_text()).rewrites(least) == []
 
 
 KERNELS = {"h200:1": "triton", "v6e:2x2": "tpu_custom_call"}  # as a program calls them
 STEP_KERNELS = [  # of a layer and step, for jax 0.10; later versions launch fewer
-    ("full", 1, 20),
+    ("full", 1, 17),
     ("full", 8, 16),
-    ("morphkv:budget=2048,window=32", 1, 30),
+    ("morphkv:budget=2048,window=32", 1, 27),
     ("morphkv:budget=2048,window=32", 8, 22),
-    ("snapkv:budget=2048", 1, 20),
-    ("h2o:budget=2048", 1, 23),
-    ("streaming_llm:budget=2048", 1, 22),
-    ("kvcompose:budget=0.25", 1, 28),
-    ("quantize:policy=snapkv,bits=8", 1, 26),
+    ("snapkv:budget=2048", 1, 17),
+    ("h2o:budget=2048", 1, 20),
+    ("streaming_llm:budget=2048", 1, 19),
+    ("kvcompose:budget=0.25", 1, 25),
+    ("quantize:policy=snapkv,bits=8", 1, 23),
 ]
 
 
 @pytest.mark.aot
 @pytest.mark.parametrize(("policy", "batch", "most"), part(STEP_KERNELS, [STEP_KERNELS[0], STEP_KERNELS[3]]))
 def test_kernels_of_a_step_on_a_gpu(policy: str, batch: int, most: int) -> None:
-    """The difference of two layers and one."""
+    """The difference of two layers and one. All of them are in one CUDA graph."""
     one, two = (answering("h200:1", llama(n, 4096, 14_336, 32), parse(policy), batch, 1) for n in (1, 2))
+    assert not two.outside
     assert two.loop.rewrites(two.keys) == []
     assert KERNELS["h200:1"] in two.hlo
     assert 10 < two.loop.kernels - one.loop.kernels <= most  # attention, MLP and norms take 10 at least
@@ -215,9 +226,13 @@ H200_PRESETS = [text for text in DISTINCT if not text.startswith(("full", "morph
     ),
 )
 def test_presets_on_one_device(name: str, text: str) -> None:
-    """The kernels attend, no layer's keys are copied, and temporaries are few: 1 % of wide arguments."""
-    hlo, loop, memory, keys = answering(name, SINGLE_LAYERS[name], sized(text), 8, 1)
+    """The kernels attend, no layer's keys are copied, and temporaries are few: 1 % of wide arguments.
+
+    On a GPU the whole loop is a CUDA graph.
+    """
+    hlo, loop, memory, keys, outside = answering(name, SINGLE_LAYERS[name], sized(text), 8, 1)
     assert not loop.collectives
+    assert not outside
     anew = sized(text).positions == "in_cache" or isinstance(sized(text).score, REWRITING)
     if not anew:
         written = set(loop.rewrites(keys))
@@ -299,7 +314,7 @@ MOVED = 0.01 if jax.__version_info__ < (0, 12) else 0.02
 )
 def test_whole_models(name: str, model: int, config: DecoderConfig, text: str, temporaries: float) -> None:
     """All layers: they fit, and the model alone communicates, twice a layer."""
-    _, loop, memory, _ = answering(name, config, parse(text), 8, model)
+    _, loop, memory, _, _ = answering(name, config, parse(text), 8, model)
     layers = len(config.windows)
     assert loop.collectives == (Counter({"all-reduce": 2 * layers + 1, "all-gather": 1}) if model > 1 else Counter())
     assert loop.rewrites(8 * 2048 * config.head_dim * 2 * config.num_kv_heads // model) == []

@@ -27,12 +27,3 @@ def test_blocks_give_the_same_logits(length: int, block: int, loops: int, monkey
     program = jax.make_jaxpr(lambda tokens: logits(tokens))(tokens)
     assert str(program).count("scan[") + str(program).count("while[") == loops
     np.testing.assert_allclose(jax.jit(lambda tokens: logits(tokens))(tokens), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 1)])
-def test_products_of_gpus_are_those_of_others(shape: tuple[int, ...]) -> None:
-    """A GPU multiplies a single row twice. Here the program for GPUs runs on the CPU."""
-    keys = jax.random.split(jax.random.key(0))
-    x, weight = jax.random.normal(keys[0], (*shape, 24)), jax.random.normal(keys[1], (24, 16))
-    expected = module.linear(x, weight, None)
-    np.testing.assert_allclose(jax.jit(module.with_two_rows)(x, weight), expected, rtol=1e-6, atol=1e-6)

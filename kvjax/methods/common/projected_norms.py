@@ -29,6 +29,7 @@ def projected_norms(
 
     def of_block(values: Float[Array, "B H K D"]) -> Float[Array, "B H G K"]:
         projected = jnp.einsum("BHKD,HGDE->BHGKE", values, output, preferred_element_type=jnp.float32)
-        return jnp.linalg.norm(projected, ord=order, axis=-1)
+        # A GPU's loop that stores what a reduction returns is not part of a CUDA graph. The maximum changes nothing.
+        return jnp.maximum(jnp.linalg.norm(projected, ord=order, axis=-1), 0)
 
     return jnp.moveaxis(jax.lax.map(of_block, values), 0, 3).reshape(B, H, -1, blocks * BLOCK)[..., :M]

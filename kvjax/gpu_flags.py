@@ -1,0 +1,21 @@
+"""Flags of XLA that a GPU's decode loop wants. A program sets them before JAX finds its devices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+from importlib.util import find_spec
+
+# CUDA graphs that include loops: the decode loop is then one graph, and so are the loops of a step that evicts from a
+# pool. The host launches it once.
+FLAGS = {"--xla_gpu_enable_command_buffer": "+WHILE"}
+PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+
+
+def set_gpu_flags(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Adds to XLA_FLAGS those of the flags that it does not set, if JAX's plugin for NVIDIA GPUs is installed."""
+    if not any(map(find_spec, PLUGINS)):
+        return
+    given = environment.get("XLA_FLAGS", "")
+    missing = [f"{name}={value}" for name, value in FLAGS.items() if name not in given]
+    environment["XLA_FLAGS"] = " ".join(filter(None, [given, *missing]))

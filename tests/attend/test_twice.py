@@ -1,0 +1,39 @@
+"""A decode step whose rows run through the decoder twice, as on GPUs, is the step of other devices."""
+
+from importlib import import_module
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.attend import pays
+from kvjax.extend import step
+from tests.tiny import VOCAB, decoder
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_rows_that_run_twice(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    params, rng = decoder(), np.random.default_rng(0)
+    cache = kvjax.prefill(params, list(rng.integers(0, VOCAB, (batch, 9))), policy="morphkv:budget=8,window=4")
+    tokens, incoming = jnp.asarray(rng.integers(0, VOCAB, batch)), jnp.arange(batch) != 1
+    expected = jax.jit(step)(params, cache, tokens, incoming)
+    asked: list[tuple[int, None]] = []
+
+    def always(*sizes) -> bool:
+        asked.append(sizes)
+        return True
+
+    monkeypatch.setattr(import_module("kvjax.extend"), "pays", always)
+    got = jax.jit(lambda *args: step(*args))(params, cache, tokens, incoming)
+    assert asked == [(batch, None)]
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_only_gpus_of_one_row_run_rows_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not pays(1, None)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert pays(1, None)
+    assert not pays(2, None)
