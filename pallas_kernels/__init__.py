@@ -26,9 +26,10 @@ from .arrays import after_last, fold
 from .dispatch import Implementation, implementations, use
 from .prompt_attention import prompt_attention
 from .quantized import QuantizedArray, Stored, plain, updated
-from .segment_attention import PAGE, pages, segment_attention
+from .segment_attention import PAGE, SegmentAttention, pages, segment_attention
 from .slot_attention import Asked, SlotAttention, slot_attention
 from .top_tokens import compact, top_counts, top_tokens
+from .visibility import visible
 from .window_scores import Reduction, window_scores
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "Implementation",
     "QuantizedArray",
     "Reduction",
+    "SegmentAttention",
     "SlotAttention",
     "Stored",
     "after_last",
@@ -52,5 +54,6 @@ __all__ = [
     "top_tokens",
     "updated",
     "use",
+    "visible",
     "window_scores",
 ]

@@ -39,8 +39,8 @@ class AttendOutput(NamedTuple):
 
     out: Float[Array, "B H R D"] | None
     lse: Float[Array, "B H R"]
-    logits: Float[Array, "B H R T"] | None
-    scores: Float[Array, "B H T"] | None
+    logits: Float[Array, "B P R T"] | None
+    scores: Float[Array, "B P T"] | None
 
 
 def attend_blocks(rows: int, k: Any, extra: int = 0) -> Blocks:
@@ -95,7 +95,7 @@ def attend(
         start: the first slot of a head in its lane; 0 if None.
         spans: the first tile that each block of rows reads and the tile after the last; all used tiles if None.
         logits: whether to return the logits.
-        extra: extra query rows. All attending rows must then fit into one block, and P must be H.
+        extra: extra query rows. All attending rows must then fit into one block.
         extra_reduction: how their weights are reduced to one number per slot.
         blocks: tile sizes; those of `attend_blocks` if None.
     """
@@ -133,15 +133,15 @@ def attend(
         shapes["out"] = jax.ShapeDtypeStruct((B, H, splits, R, D), out_dtype)
         specs["out"] = part(blocks.rows, Dp)
     if logits:
-        shapes["logits"] = jax.ShapeDtypeStruct((B, H, R, T), jnp.float32)
-        specs["logits"] = head(R, T)
+        shapes["logits"] = jax.ShapeDtypeStruct((B, P, R, T), jnp.float32)
+        specs["logits"] = lane(R, T)
     extra_specs = None
     if extra is not None:
         X = extra.positions.shape[1]
         rows: list[Any] = [head(X, Dp), head(X), pl.BlockSpec((None, X), lambda s, i, h, b: (b, 0))]
         extra_specs = ExtraRows(*rows)
-        shapes["scores"] = jax.ShapeDtypeStruct((B, H, T), jnp.float32)
-        specs["scores"] = head(T)
+        shapes["scores"] = jax.ShapeDtypeStruct((B, P, T), jnp.float32)
+        specs["scores"] = lane(T)
     results = pl.pallas_call(
         partial(
             attend_kernel,

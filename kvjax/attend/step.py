@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import Entries, Slots
+from kvjax.cache import Entries, Slots, Take
 from kvjax.heads import ALL_HEADS, Heads
 from kvjax.models import Attend, AttentionLayer
 from kvjax.policy import Attended, Moment, Policy
@@ -108,17 +108,17 @@ def stepping(
         if not room.count:
             return context, entries
 
-        def show(held: Slots) -> tuple[Array, Array]:
+        def show(held: Slots, take: Take) -> tuple[Array, Array]:
             attended = Attended(
                 queries=unrotated if score.needs.queries == "unrotated" else q,
                 positions=query_positions,
                 lse=lse,
-                received=None if found.received is None else found.received(held),
+                received=None if found.received is None else found.received(held, take),
                 lengths=incoming.astype(jnp.int32),
                 layer=layer,
                 heads=heads,
                 decoding=True,
-                asked=found.asked,
+                asked=None if found.asked is None else found.asked(held, take),
             )
             return score.observe(held, attended)
 

@@ -3,7 +3,7 @@
 Axis letters: B rows of the batch, H kv heads, S slots of a layer, D head size, L layers; of a pool, P lanes and T rows.
 """
 
-from .entries import Entries, MakeRoom, StepAttention, Usage
+from .entries import Entries, MakeRoom, StepAttention, Take, Usage
 from .layers import Layers
 from .overwrite import mark
 from .paging import whole_pages
@@ -19,6 +19,7 @@ __all__ = [
     "Segments",
     "Slots",
     "StepAttention",
+    "Take",
     "Usage",
     "bucket",
     "mark",

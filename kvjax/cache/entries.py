@@ -27,22 +27,26 @@ class Usage(NamedTuple):
     free: Sequence[int] | Int[Array, "L"]
 
 
+# Takes what belongs to the entries that are shown out of an array that has a number for each entry of the layout.
+Take = Callable[[Array], Array]
+
+
 class StepAttention(NamedTuple):
     """What one decoded token per row found in a layer.
 
     Attributes:
         context: the weighted mean of the values.
         lse: the log-sum-exp of each query's scaled logits.
-        received: gives the attention that entries received from the query, reduced as asked for. Its argument is the
-            part of the layer that `Entries.observe` shows. None if no reduction was asked for.
-        asked: the attention that entries received from the extra query rows; None if there were none, or the layout
-            cannot serve them in the same pass.
+        received: gives the attention that entries received from the query, reduced as asked for, [B, H, M]. Its
+            arguments are those that `Entries.observe` passes to `show`. None if no reduction was asked for.
+        asked: gives the attention that entries received from the extra query rows, [B, H, M], from the same arguments;
+            None if there were none, or a kernel would read the keys again for them.
     """
 
     context: Float[Array, "B Hq 1 D"]
     lse: Float[Array, "B Hq 1"]
-    received: Callable[[Slots], Float[Array, "B H M"]] | None
-    asked: Float[Array, "B H M"] | None
+    received: Callable[[Slots, Take], Array] | None
+    asked: Callable[[Slots, Take], Array] | None
 
 
 class MakeRoom(Protocol):
@@ -191,11 +195,11 @@ class Entries(ABC):
         """
 
     @abstractmethod
-    def observe(self, i: int, show: Callable[[Slots], tuple[Any, Any]], room: MakeRoom) -> Self:
+    def observe(self, i: int, show: Callable[[Slots, Take], tuple[Any, Any]], room: MakeRoom) -> Self:
         """The entries with the state (per_slot, per_row) that `show` returns for layer i, or for each piece of it.
 
         Args:
-            show: is given keys and values as arrays.
+            show: is given entries, with keys and values as arrays, and what takes their part of other arrays.
             room: by which room was made in this step.
         """
 

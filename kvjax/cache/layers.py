@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.pallas_kernels import Asked, Reduction, Stored, slot_attention
 from kvjax.sharding import fetch
 
-from .entries import Entries, MakeRoom, StepAttention, Usage
+from .entries import Entries, MakeRoom, StepAttention, Take, Usage
 from .overwrite import mark
 from .sizes import bucket
 from .slots import Slots
@@ -95,11 +95,10 @@ class Layers(Entries):
             received=None if reduction is None else reduction.group,
             asked=asked,
         )
-        received = None if reduction is None else lambda _: found.received
-        return StepAttention(found.context, found.lse, received, found.scores)
+        return StepAttention(found.context, found.lse, _all_of(found.received), _all_of(found.scores))
 
-    def observe(self, i: int, show: Callable[[Slots], tuple[Any, Any]], room: MakeRoom) -> Layers:
-        per_slot, per_row = show(self.each[i].plain())
+    def observe(self, i: int, show: Callable[[Slots, Take], tuple[Any, Any]], room: MakeRoom) -> Layers:
+        per_slot, per_row = show(self.each[i].plain(), lambda x: x)
         return self.with_layer(i, replace(self.each[i], per_slot=per_slot, per_row=per_row))
 
     def usage(self) -> Usage:
@@ -187,6 +186,11 @@ class Layers(Entries):
 
     def by_head(self, arrays: Any, row: int) -> list[list[Any]]:
         return [list(fetch(layer)[row]) for layer in arrays]
+
+
+def _all_of(x: Array | None) -> Callable[[Slots, Take], Array] | None:
+    """What a layer's entries, which are shown all at once, have in `x`."""
+    return None if x is None else lambda _, take: take(x)
 
 
 def _evicted(entries: Slots, incoming: Bool[Array, "B"], room: MakeRoom) -> Slots:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.pallas_kernels import PAGE
+from kvjax.pallas_kernels import PAGE, Reduction, SegmentAttention, fold, visible
 
-from .entries import MakeRoom
+from .entries import MakeRoom, Take
 from .overwrite import mark
 from .slots import Slots
 
@@ -38,6 +39,7 @@ class Paged(Protocol):
     @property
     def longest(self) -> int | None: ...
 
+    def take(self, layer: int, first: Int[Array, ""] | int, slots: int, x: Array) -> Array: ...
     def view(self, layer: int, first: Int[Array, ""] | int, slots: int) -> Slots: ...
     def drop(self, layer: int, slots: Int[Array, "B H K"]) -> Self: ...
     def with_layer(self, i: int, layer: Slots) -> Self: ...
@@ -95,20 +97,49 @@ def evicted(pool: Pool, i: int, incoming: Bool[Array, "B"], room: MakeRoom) -> t
     return pool.with_layer(i, entries), jnp.min(jnp.where(empty, slots, none[..., None]), axis=-1)
 
 
-def observed(pool: Pool, i: int, show: Callable[[Slots], tuple[Any, Any]], room: MakeRoom) -> Pool:
+def observed(pool: Pool, i: int, show: Callable[[Slots, Take], tuple[Any, Any]], room: MakeRoom) -> Pool:
     """The pool with the state that `show` returns for each piece of layer i. State per row is the same for each."""
     before, length = pool.rows(i), _length(pool, room)
 
     def show_piece(j: Array, pool: Pool) -> Pool:
         entries, _ = _piece(pool, i, j, length, room)
         entries = replace(entries.plain(), per_row=before)
-        per_slot, per_row = show(entries)
+        per_slot, per_row = show(entries, partial(pool.take, i, j * (length // PAGE), length))
         return pool.with_state(i, j * (length // PAGE), replace(entries, per_slot=per_slot, per_row=per_row))
 
     if not jax.tree.leaves(pool.per_slot):
         return show_piece(jnp.int32(0), pool)
     pieces = (jnp.max(pool.used[..., i]) + length - 1) // length
     return jax.lax.fori_loop(0, jnp.maximum(pieces, 1), show_piece, pool)
+
+
+def received(
+    found: SegmentAttention,
+    q: Float[Array, "B Hq 1 D"],
+    positions: Int[Array, "B 1"],
+    held: Slots,
+    take: Take,
+    *,
+    scale: float,
+    window: int | None,
+    reduction: Reduction,
+) -> Float[Array, "B H M"]:
+    """The attention that a piece received from the queries: from the logits, or computed again if there are none."""
+    if found.logits is None:
+        options: dict[str, Any] = {"scale": scale, "window": window, "reduction": reduction}
+        return held.received(q=q, lse=found.lse, query_positions=positions, **options)
+    logits = jnp.swapaxes(take(jnp.swapaxes(found.logits, 2, 3)), 2, 3)
+    lse = found.lse.reshape(*logits.shape[:3], 1)
+    weights = jnp.exp(logits - jnp.where(jnp.isneginf(lse), 0.0, lse))
+    return fold(jnp.where(visible(positions, held.positions, window), weights, 0.0), reduction.group, axis=2)
+
+
+def asked_for(
+    scores: Float[Array, "B P T"], asked: Int[Array, "B X"], held: Slots, take: Take
+) -> Float[Array, "B H M"]:
+    """The attention that a piece received from the extra query rows at positions `asked`."""
+    asking = jnp.any(asked >= 0, axis=1)[:, None, None]
+    return jnp.where((held.positions >= 0) & asking, take(scores), 0.0)
 
 
 def _length(pool: Paged, room: MakeRoom) -> int:

@@ -19,10 +19,10 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.pallas_kernels import PAGE, Asked, Reduction, Stored, after_last, pages, plain, segment_attention
 from kvjax.sharding import fetch
 
-from .entries import Entries, MakeRoom, StepAttention, Usage
+from .entries import Entries, MakeRoom, StepAttention, Take, Usage
 from .overwrite import set_slots
 from .paging import MovePages, PutPages, longest_segment, starts, whole_pages
-from .pieces import evicted, observed
+from .pieces import asked_for, evicted, observed, received
 from .sizes import UNLIMITED, bucket
 from .slots import Slots
 
@@ -136,14 +136,15 @@ class Segments(Entries):
     def with_local(self, i: int, part: Segments) -> Segments:
         return part
 
+    def take(self, layer: int, first: Int[Array, ""] | int, slots: int, x: Array) -> Array:
+        """[B, H, slots, ...]: of an array [B, P, T, ...], the rows of `view`; undefined beyond a segment's end."""
+        lane, page, _ = self._pages(layer, first, slots)
+        taken = pages(x, lane, page)
+        return taken.reshape(*taken.shape[:2], slots, *taken.shape[4:])
+
     def view(self, layer: int, first: Int[Array, ""] | int, slots: int) -> Slots:
         """`slots` rows of each head's segment in a layer, from page `first` on; rows beyond its end are empty slots."""
-        lane, page, inside = self._pages(layer, first, slots)
-
-        def take(x: Array) -> Array:
-            taken = pages(x, lane, page)
-            return taken.reshape(*taken.shape[:2], slots, *taken.shape[4:])
-
+        take, inside = partial(self.take, layer, first, slots), self._pages(layer, first, slots)[2]
         positions = jnp.where(jnp.repeat(inside, PAGE, axis=-1), take(self.positions), -1)
         return Slots(
             keys=jax.tree.map(take, self.keys),
@@ -212,7 +213,8 @@ class Segments(Entries):
         asked: Asked | None = None,
         seen: Slots | None = None,
     ) -> StepAttention:
-        context, lse = segment_attention(
+        options: dict[str, Any] = {"scale": scale, "window": window}
+        found = segment_attention(
             q,
             self.keys,
             self.values,
@@ -220,18 +222,16 @@ class Segments(Entries):
             self.positions,
             self.start[..., i],
             self.used[..., i],
-            scale=scale,
-            window=window,
             bias=self.bias,
+            logits=reduction is not None,
+            asked=asked,
+            **options,
         )
-        received = None
-        if reduction is not None:
-            received = partial(
-                Slots.received, q=q, lse=lse, query_positions=positions, scale=scale, window=window, reduction=reduction
-            )
-        return StepAttention(context, lse, received, None)
+        given = None if reduction is None else partial(received, found, q, positions, reduction=reduction, **options)
+        scores = None if asked is None or found.scores is None else partial(asked_for, found.scores, asked.positions)
+        return StepAttention(found.context, found.lse, given, scores)
 
-    def observe(self, i: int, show: Callable[[Slots], tuple[Any, Any]], room: MakeRoom) -> Segments:
+    def observe(self, i: int, show: Callable[[Slots, Take], tuple[Any, Any]], room: MakeRoom) -> Segments:
         return observed(self, i, show, room)
 
     def drop(self, layer: int, slots: Int[Array, "B H K"]) -> Segments:

@@ -196,7 +196,8 @@ class Score(Part):
     def asks(self, per_row: Any, positions: Int[Array, "B"]) -> Asked | None:
         """Extra query rows to score in a step's pass over the keys, or None.
 
-        The result is `Attended.asked`. It saves a score from reading the keys again. It is None on pools.
+        The result is `Attended.asked`. It saves a score from reading the keys again. It is None where a kernel would
+        read them again.
 
         Args:
             per_row: the score's state.

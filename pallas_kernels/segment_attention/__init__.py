@@ -2,8 +2,8 @@
 
 from ..dispatch import dispatch
 from . import reference
-from .reference import PAGE, pages
+from .reference import PAGE, SegmentAttention, pages
 
 segment_attention = dispatch(reference.segment_attention, "triton", "mosaic_tpu")
 
-__all__ = ["PAGE", "pages", "segment_attention"]
+__all__ = ["PAGE", "SegmentAttention", "pages", "segment_attention"]

@@ -39,7 +39,8 @@ from ..mosaic_codes import (
     weighted_values,
 )
 from ..quantized import QuantizedArray
-from .reference import PAGE
+from ..slot_attention.reference import Asked
+from .reference import PAGE, SegmentAttention
 
 TILE_BYTES = 128 << 10  # a tile of keys; a tile of values has the same size
 
@@ -56,9 +57,11 @@ def segment_attention(
     scale: float,
     window: int | None = None,
     bias: Float[Array, "B P T"] | None = None,
+    logits: bool = False,
+    asked: Asked | None = None,
     interpret: Interpret = False,
-) -> tuple[Float[Array, "B Hq W D"], Float[Array, "B Hq W"]]:
-    """Computes what the reference defines.
+) -> SegmentAttention:
+    """Computes what the reference defines, but for logits and scores: a segment does not begin where a block does.
 
     Raises:
         NotImplementedError: for dtypes that differ or are not float32 or bfloat16; for T smaller than a tile; for keys
@@ -147,7 +150,7 @@ def segment_attention(
         interpret=interpret,
         name="segment_attention",
     )(start, used, rows.queries, rows.positions, *map(paged, (k, v)), *(x for x in per_row for _ in range(2)))
-    return rows.unpad(context).reshape(q.shape), rows.unpad(lse).reshape(B, Hq, W)
+    return SegmentAttention(rows.unpad(context).reshape(q.shape), rows.unpad(lse).reshape(B, Hq, W))
 
 
 def _kernel(

@@ -6,17 +6,40 @@ number of entries that are held, not with the size of the pool.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..quantized import QuantizedArray, plain
+from ..slot_attention.reference import Asked
 from ..softmax import RunningSoftmax
 from ..visibility import visible
+from ..window_scores.reference import window_scores
 
 PAGE = 16  # rows of a pool; segments begin at multiples of it
 TILE_ROWS = 8 * PAGE
 TILES = 4  # tiles of a lane per round of the loop
+
+
+class SegmentAttention(NamedTuple):
+    """The results of `segment_attention`.
+
+    Attributes:
+        context: in the queries' dtype; 0 where nothing is visible.
+        lse: float32 log-sum-exp of the scaled logits; -inf where nothing is visible.
+        logits: float32, the scaled and biased logits of the R = G W query rows that a row of the pool met; -inf where
+            it is not visible, undefined in rows that no segment uses, and in batch rows without queries. None unless
+            requested, or if a kernel would read the keys again for it.
+        scores: float32, the attention that each row of the pool received from the extra query rows; undefined in rows
+            that no segment uses, and in batch rows without any queries. None in the same cases.
+    """
+
+    context: Float[Array, "B Hq W D"]
+    lse: Float[Array, "B Hq W"]
+    logits: Float[Array, "B P R T"] | None = None
+    scores: Float[Array, "B P T"] | None = None
 
 
 def pages(x: Array, lane: Int[Array, "... #n"], page: Int[Array, "... n"]) -> Array:
@@ -35,6 +58,19 @@ def pages(x: Array, lane: Int[Array, "... #n"], page: Int[Array, "... n"]) -> Ar
     return jnp.asarray(x).reshape(B, P, T // PAGE, PAGE, *x.shape[3:]).at[row, lane, page].get(mode="clip")
 
 
+def put_pages(paged: Array, lane: Int[Array, "P 1"], page: Int[Array, "B P K n"], new: Array) -> Array:
+    """Writes tiles of n pages.
+
+    Args:
+        paged: an array with axes [B, P, T / PAGE, ..., PAGE].
+        page: the numbers of the pages of K tiles. Pages beyond the last one are dropped.
+        new: an array with axes [B, P, K, ..., n PAGE].
+    """
+    B, P, K, n = page.shape
+    tiles = jnp.moveaxis(new.reshape(*new.shape[:-1], n, PAGE), -2, 3).reshape(B, P, K * n, *paged.shape[3:])
+    return paged.at[jnp.arange(B)[:, None, None], lane, page.reshape(B, P, -1)].set(tiles, mode="drop")
+
+
 def segment_attention(
     q: Float[Array, "B Hq W D"],
     k: Float[Array, "B P T D"] | QuantizedArray,
@@ -47,7 +83,9 @@ def segment_attention(
     scale: float,
     window: int | None = None,
     bias: Float[Array, "B P T"] | None = None,
-) -> tuple[Float[Array, "B Hq W D"], Float[Array, "B Hq W"]]:
+    logits: bool = False,
+    asked: Asked | None = None,
+) -> SegmentAttention:
     """Attention of W query rows over the segments of a pool; W is small.
 
     A lane of the pool holds the segments of J = H / P consecutive kv heads.
@@ -60,13 +98,12 @@ def segment_attention(
         scale: of the logits, q k^T.
         window: the model's sliding window.
         bias: float32, added to the scaled logits of each row of the pool.
-
-    Returns:
-        The context in q's dtype, 0 where nothing is visible, and the float32 log-sum-exp of the scaled logits, -inf
-        where nothing is visible.
+        logits: whether to return the logits.
+        asked: extra query rows. Also return their reduced weights on the rows of the pool, as `window_scores` defines
+            them.
     """
     B, Hq, W, D = q.shape
-    P = k_positions.shape[1]
+    P, T = k_positions.shape[1:]
     H = start.shape[1]
     J, R = H // P, Hq // H * W
     rows = (q * scale).reshape(B, P, J, R, D)
@@ -79,8 +116,9 @@ def segment_attention(
         """Takes the entry of each tile's head from an array with axes [B, P, J, ...]."""
         return jnp.take_along_axis(x, head.reshape(*head.shape, *(1,) * (x.ndim - 3)), axis=2)
 
-    def add(i: Array, running: RunningSoftmax) -> RunningSoftmax:
-        """Adds round i of tiles. Tiles beyond the last of a lane are masked."""
+    def add(i: Array, carry: tuple[RunningSoftmax, Any, Any]) -> tuple[RunningSoftmax, Any, Any]:
+        """Adds round i of tiles, and writes their logits and scores. Tiles beyond the last of a lane are masked."""
+        running, stored, scores = carry
         number = i * TILES + jnp.arange(TILES)
         head = jnp.minimum(jnp.sum(number[:, None] >= ends[:, :, None], axis=-1), J - 1)
         first = (number - per_head(ends - tiles, head)) * TILE_ROWS
@@ -94,14 +132,33 @@ def segment_attention(
         occupied = (first[..., None] + jnp.arange(TILE_ROWS) < per_head(used, head)[..., None]) & (
             number < ends[..., -1:]
         )[..., None]
-        seen = visible(q_positions, jnp.where(occupied, positions, -1).reshape(B, -1, TILE_ROWS), window)
-        logits = jnp.einsum("BPKSD,BPKRD->BPKSR", keys, per_head(rows, head), preferred_element_type=jnp.float32)
-        logits = jnp.swapaxes(jax.lax.optimization_barrier(logits), 3, 4)
-        if bias is not None:
-            logits += tile(bias)[:, :, :, None]
+        at = jnp.where(occupied, positions, -1).reshape(B, -1, TILE_ROWS)
+        seen, tile_bias = visible(q_positions, at, window), None if bias is None else tile(bias)
+        found = jnp.einsum("BPKSD,BPKRD->BPKSR", keys, per_head(rows, head), preferred_element_type=jnp.float32)
+        found = jnp.swapaxes(jax.lax.optimization_barrier(found), 3, 4)
+        if tile_bias is not None:
+            found += tile_bias[:, :, :, None]
         masked = jnp.where(
-            seen.reshape(B, P, TILES, 1, W, TILE_ROWS), logits.reshape(B, P, TILES, R // W, W, TILE_ROWS), -jnp.inf
+            seen.reshape(B, P, TILES, 1, W, TILE_ROWS), found.reshape(B, P, TILES, R // W, W, TILE_ROWS), -jnp.inf
         ).reshape(B, P, TILES, R, TILE_ROWS)
+        held = jnp.where(jnp.any(occupied.reshape(*page.shape, PAGE), axis=-1), page, T // PAGE)
+        if logits:
+            stored = put_pages(stored, lane, held, masked)
+        if asked is not None:
+            by_tile = (per_head(x.reshape(B, P, J, -1, *x.shape[2:]), head) for x in (asked.queries, asked.lse))
+            queries, lse = (x.reshape(B, -1, *x.shape[4:]) for x in by_tile)
+            given = window_scores(
+                queries,
+                keys.reshape(B, -1, TILE_ROWS, D),
+                asked.positions,
+                at,
+                lse=lse,
+                scale=scale,
+                window=window,
+                bias=None if tile_bias is None else tile_bias.reshape(at.shape),
+                reduction=asked.reduction,
+            )
+            scores = put_pages(scores, lane, held, given.reshape(B, P, TILES, TILE_ROWS))
         own = head[..., None] == jnp.arange(J)
         tops = jnp.where(own[..., None], jnp.max(masked, axis=-1)[:, :, :, None], -jnp.inf)
         peak = jnp.maximum(running.peak, jnp.max(tops, axis=2))
@@ -110,17 +167,27 @@ def segment_attention(
         weights = jnp.exp(masked - per_head(finite, head)[..., None])
         out = jnp.einsum("BPKRS,BPKSD->BPKRD", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
         to_heads = own.astype(jnp.float32)
-        return RunningSoftmax(
+        running = RunningSoftmax(
             running.out * shrink[..., None] + jnp.einsum("BPKRD,BPKJ->BPJRD", out, to_heads, precision="highest"),
             running.total * shrink
             + jnp.einsum("BPKR,BPKJ->BPJR", jnp.sum(weights, axis=-1), to_heads, precision="highest"),
             peak,
         )
+        return running, stored, scores
 
     zeros = jnp.zeros((B, P, J, R), jnp.float32)
-    begin = RunningSoftmax(jnp.zeros((B, P, J, R, D), jnp.float32), zeros, zeros - jnp.inf)
+    begin = (
+        RunningSoftmax(jnp.zeros((B, P, J, R, D), jnp.float32), zeros, zeros - jnp.inf),
+        jnp.zeros((B, P, T // PAGE, R, PAGE), jnp.float32) if logits else None,
+        None if asked is None else jnp.zeros((B, P, T // PAGE, PAGE), jnp.float32),
+    )
     rounds = (jnp.max(ends[..., -1]) + TILES - 1) // TILES
-    running = jax.lax.fori_loop(0, rounds, add, begin)
+    running, stored, scores = jax.lax.fori_loop(0, rounds, add, begin)
     total = jnp.where(running.total == 0, 1.0, running.total)
     context = (running.out / total[..., None]).reshape(B, Hq, W, D).astype(q.dtype)
-    return context, (running.peak + jnp.log(total)).reshape(B, Hq, W)
+    return SegmentAttention(
+        context,
+        (running.peak + jnp.log(total)).reshape(B, Hq, W),
+        None if stored is None else jnp.swapaxes(stored, 2, 3).reshape(B, P, R, T),
+        None if scores is None else scores.reshape(B, P, T),
+    )

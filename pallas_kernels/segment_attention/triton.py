@@ -7,8 +7,11 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from ..quantized import QuantizedArray
+from ..slot_attention.reference import Asked
+from ..slot_attention.triton import MOST_LOGIT_ROWS, extra_options
 from ..triton import check
 from ..triton_attention import attend
+from .reference import SegmentAttention
 
 
 def segment_attention(
@@ -23,8 +26,10 @@ def segment_attention(
     scale: float,
     window: int | None = None,
     bias: Float[Array, "B P T"] | None = None,
+    logits: bool = False,
+    asked: Asked | None = None,
     interpret: bool = False,
-) -> tuple[Float[Array, "B Hq W D"], Float[Array, "B Hq W"]]:
+) -> SegmentAttention:
     """Computes what the reference defines.
 
     Raises:
@@ -33,8 +38,14 @@ def segment_attention(
     """
     check(q, k, v, quantized=True)
     B, Hq, W, D = q.shape
-    rows = q.reshape(B, start.shape[1], -1, D)
+    H = start.shape[1]
+    rows = q.reshape(B, H, -1, D)
     options: dict[str, Any] = {"scale": scale, "window": window, "bias": bias, "interpret": interpret}
-    results = attend(rows, k, v, q_positions, k_positions, used, start, **options)
+    stores_logits = logits and rows.shape[2] <= MOST_LOGIT_ROWS
+    extra = extra_options(asked, rows, k, H)
+    results = attend(rows, k, v, q_positions, k_positions, used, start, logits=stores_logits, **extra, **options)
     assert results.out is not None
-    return results.out.reshape(q.shape), results.lse.reshape(B, Hq, W)
+    scores = results.scores
+    if scores is not None and asked is not None and asked.reduction.group == "mean":
+        scores = scores / (Hq // H)
+    return SegmentAttention(results.out.reshape(q.shape), results.lse.reshape(B, Hq, W), results.logits, scores)

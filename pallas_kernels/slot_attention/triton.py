@@ -49,11 +49,9 @@ def slot_attention(
     used = after_last(k_positions >= 0)
     stores_logits = received is not None and Hq // H * W <= MOST_LOGIT_ROWS
     rows = q.reshape(B, H, -1, D)
-    one_block = asked is not None and rows.shape[2] <= attend_blocks(rows.shape[2], k, extra=1).rows
-    extra = extra_rows(asked, H) if one_block and asked is not None else None
-    fused: dict[str, Any] = {} if extra is None else {"extra": extra[0], "extra_reduction": extra[1]}
+    extra = extra_options(asked, rows, k, H)
     results = attend(
-        rows, k, v, q_positions, k_positions, used, logits=stores_logits, interpret=interpret, **fused, **options
+        rows, k, v, q_positions, k_positions, used, logits=stores_logits, interpret=interpret, **extra, **options
     )
     assert results.out is not None
     lse = results.lse.reshape(B, Hq, W)
@@ -75,6 +73,16 @@ def slot_attention(
     elif asked is not None:
         scores = asked.scores(window_scores, plain(k), k_positions, **options)
     return SlotAttention(results.out.reshape(q.shape), lse, weights, scores)
+
+
+def extra_options(
+    asked: Asked | None, rows: Float[Array, "B H R D"], k: Array | QuantizedArray, heads: int
+) -> dict[str, Any]:
+    """The arguments of `attend` for extra query rows; none if there are no rows that one pass can score."""
+    if asked is None or rows.shape[2] > attend_blocks(rows.shape[2], k, extra=1).rows:
+        return {}
+    extra = extra_rows(asked, heads)
+    return {} if extra is None else {"extra": extra[0], "extra_reduction": extra[1]}
 
 
 def extra_rows(asked: Asked, heads: int) -> tuple[ExtraRows, ExtraReduction] | None:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib import import_module
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +95,24 @@ def test_segments_retain_what_layers_retain(text, groups, windows):
     atol = 5e-3 if "quantize" in text else 1e-5  # codes that round the other way
     np.testing.assert_allclose(answer.log_probs, expected.log_probs, atol=atol, rtol=0)
     assert segments(answer.cache) == [held(expected.cache, row) for row in range(len(ROWS))]
+
+
+def test_a_step_reads_the_keys_of_a_pool_once(monkeypatch):
+    """What entries receive, from the step's query and from queries that leave MorphKV's window, is of one pass."""
+    policy = on(Even(Fixed(24)), "morphkv:budget=24,window=8,block=4")
+    sizes = {"batch": 2, "length": 40, "new_tokens": NEW}
+    model = params(ONE_LAYER)
+    cache = kvjax.plan_cache(model.config, policy, dtype="float32", **sizes)
+    expected = jax.tree.map(jnp.shape, cache)
+
+    def read_again(*_, **__):
+        raise AssertionError("the keys are read again")
+
+    for module in ("kvjax.cache.slots", "kvjax.methods.morphkv"):
+        monkeypatch.setattr(import_module(module), "window_scores", read_again)
+    rows = jax.ShapeDtypeStruct((2,), jnp.int32), jax.ShapeDtypeStruct((2,), bool)
+    _, extended = jax.eval_shape(import_module("kvjax.extend").step, model, cache, *rows)
+    assert jax.tree.map(jnp.shape, extended) == expected
 
 
 @pytest.mark.slow

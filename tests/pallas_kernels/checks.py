@@ -169,20 +169,29 @@ def check_prompt(kernel: Callable[..., Any], case: Case, slots: int) -> None:
     assert_close(lse, expected_lse, *case.typical(lse))
 
 
-def check_segments(kernel: Callable[..., Any], case: Case, lanes: int, rounded: bool = True) -> None:
-    """Checks an implementation of segment_attention, on a pool with NaN in empty rows.
+def check_segments(
+    kernel: Callable[..., Any],
+    case: Case,
+    lanes: int,
+    rounded: bool = True,
+    extra: tuple[int, Reduction] | None = None,
+    empty: float = np.nan,
+) -> None:
+    """Checks an implementation of segment_attention.
 
     Args:
         lanes: P.
         rounded: see `numbers`.
+        extra: the number of extra query rows and the reduction of their weights, to check scores and logits as well.
+        empty: what empty rows of the pool hold.
     """
     rng = np.random.default_rng(lanes)
     B, H = LENGTHS.shape
     S, J, D, dtype = LENGTHS.max(), H // lanes, case.head_dim, jnp.dtype(case.dtype)
     sizes = -(-LENGTHS // PAGE) * PAGE + PAGE * (np.arange(H) % 2)  # some segments have empty rows
     T = sizes.reshape(B, lanes, J).sum(-1).max()
-    pools = [np.full((B, lanes, T, D), np.nan, dtype) for _ in range(2)]
-    pools += [rng.integers(0, 50, (B, lanes, T)).astype(np.int32), np.full((B, lanes, T), np.nan, np.float32)]
+    pools = [np.full((B, lanes, T, D), empty, dtype) for _ in range(2)]
+    pools += [rng.integers(0, 50, (B, lanes, T)).astype(np.int32), np.full((B, lanes, T), empty, np.float32)]
     dense = [np.zeros((B, H, S, D), dtype), np.zeros((B, H, S, D), dtype), np.full((B, H, S), -1), np.zeros((B, H, S))]
     start = np.zeros((B, H), np.int32)
     for b, h in np.ndindex(B, H):
@@ -198,8 +207,33 @@ def check_segments(kernel: Callable[..., Any], case: Case, lanes: int, rounded: 
     q = rng.normal(size=(B, H * case.group, case.queries, D)).astype(dtype)
     given = (q, case.stored(k), case.stored(v), t.astype(np.int32), p, start, LENGTHS.astype(np.int32))
     dense[:2] = (numbers(case.stored(x), rounded) for x in dense[:2])
-    out, lse = kernel(*given, scale=case.scale, window=case.window, bias=bias)
+    options: dict[str, Any] = {"logits": extra is not None}
+    if extra is not None:
+        count, reduction = extra
+        at = np.stack([np.arange(count) + place for place in (250, 30, 30)]).astype(np.int32)
+        at[1, : count // 2] = -1
+        queries = rng.normal(size=(B, H * case.group, count, D)).astype(dtype)
+        sums = rng.normal(size=queries.shape[:3]).astype(np.float32) + 5
+        options["asked"] = Asked(queries, sums, at, reduction)
+    out, lse, logits, scores = kernel(*given, scale=case.scale, window=case.window, bias=bias, **options)
     weights, expected_lse, _ = attention(q, dense[0], t, dense[2], case.scale, case.window, bias=dense_bias)
     assert (out.dtype, lse.dtype) == (dtype, jnp.float32)
     assert_close(out, context(weights, dense[1]), *case.typical(out))
     assert_close(lse, expected_lse, *case.typical(lse))
+    if extra is None:
+        assert logits is None
+        assert scores is None
+        return
+    received, _, _ = attention(queries, dense[0], at, dense[2], case.scale, case.window, lse=sums, bias=dense_bias)
+    asked_seen = attention(queries, dense[0], at, dense[2], case.scale, case.window)[2]
+    expected_scores = reduced(received, asked_seen, reduction)
+    assert (logits.dtype, scores.dtype) == (jnp.float32, jnp.float32)
+    assert (logits.shape, scores.shape) == ((B, lanes, case.group * case.queries, T), (B, lanes, T))
+    for b, h in np.ndindex(B, H):
+        n, lane, rows = LENGTHS[b, h], h // J, slice(start[b, h], start[b, h] + LENGTHS[b, h])
+        assert_close(scores[b, lane, rows], expected_scores[b, h, :n], *case.typical(scores))
+        if n and np.any(t[b] >= 0):
+            own = slice(h * case.group, (h + 1) * case.group)
+            finite = np.where(np.isneginf(lse[b, own]), 0, lse[b, own])[..., None]
+            got = np.exp(logits[b, lane, :, rows].reshape(case.group, -1, n) - finite)
+            assert_close(got, weights[b, own, :, :n], *case.typical(logits))

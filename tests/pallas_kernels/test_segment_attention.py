@@ -1,13 +1,15 @@
 """The reference of segment attention against float64 softmax attention over each head's own entries."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.pallas_kernels import PAGE, segment_attention
+from kvjax.pallas_kernels import PAGE, Reduction, segment_attention
 from tests.dense import assert_close, attention, context
-from tests.pallas_kernels.cases import quantized
-from tests.pallas_kernels.checks import jitted, plainly
+from tests.pallas_kernels.cases import SEGMENT_CASES, quantized
+from tests.pallas_kernels.checks import check_segments, jitted, plainly
 
 attend = jitted(segment_attention)
 LENGTHS = np.array([[0, 5, 700, 16], [300, 0, 0, 1], [40, 41, 42, 43]])  # entries per segment: 3 batch rows, 4 kv heads
@@ -44,7 +46,7 @@ def test_each_head_attends_to_its_own_segment(group, queries, lanes, window):
     t[2] = -1  # a finished row
     q = rng.normal(size=(3, 4 * group, queries, 8)).astype(np.float32)
     weights, expected_lse, _ = attention(q, dense_k, t, dense_p, 0.5, window)
-    out, lse = attend(q, k, v, t, positions, start, LENGTHS, scale=0.5, window=window)
+    out, lse, *_ = attend(q, k, v, t, positions, start, LENGTHS, scale=0.5, window=window)
     assert_close(out, context(weights, dense_v))
     assert_close(lse, expected_lse)
     assert not np.any(out[2])
@@ -66,12 +68,27 @@ def test_quantised_entries_give_the_results_of_their_numbers(bits):
         np.testing.assert_array_equal(x, y)
 
 
+REDUCTIONS = [
+    (4, Reduction("sum", "sum", "group")),
+    (5, Reduction("max", "mean", "rows")),
+    (3, Reduction("mean", "max")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "lanes", "extra"), [(*case, extra) for case, extra in zip(SEGMENT_CASES, REDUCTIONS, strict=True)], ids=str
+)
+def test_logits_and_extra_query_rows(case, lanes, extra):
+    check_segments(attend, replace(case, dtype="float32"), lanes, extra=extra, empty=9.0)
+
+
 def test_bfloat16_is_as_accurate_as_its_inputs():
     rng = np.random.default_rng(3)
     k, v, positions, start, (dense_k, dense_v, dense_p) = pool(rng, 2, jnp.bfloat16)
     q = rng.normal(size=(3, 8, 1, 8)).astype(jnp.bfloat16)
     t = np.array([[720], [310], [50]])
-    out, lse = attend(q, k, v, t, positions, start, LENGTHS, scale=0.25)
+    out, lse, *_ = attend(q, k, v, t, positions, start, LENGTHS, scale=0.25)
     weights, expected_lse, _ = attention(q, dense_k, t, dense_p, 0.25)
     assert (out.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
     assert_close(out, context(weights, dense_v), 1e-2, 2e-2)
@@ -87,7 +104,7 @@ def test_a_bias_multiplies_weights():
     bias = np.zeros((1, 1, 2 * PAGE), np.float32)
     bias[0, 0, 1] = np.log(2)
     q, at, start, used = np.zeros((1, 1, 1, 8), np.float32), np.array([[5]]), np.array([[0]]), np.array([[2]])
-    out, lse = attend(q, k, v, at, positions, start, used, scale=1.0, bias=bias)
+    out, lse, *_ = attend(q, k, v, at, positions, start, used, scale=1.0, bias=bias)
     assert_close(out, np.full((1, 1, 1, 8), 2 / 3))
     assert_close(lse, np.log([[[3.0]]]))
 
@@ -96,6 +113,6 @@ def test_empty_segments_give_no_context():
     rng = np.random.default_rng(1)
     k, v, positions, start, _ = pool(rng, 4)
     q = rng.normal(size=(3, 4, 1, 8)).astype(np.float32)
-    out, lse = attend(q, k, v, np.full((3, 1), 9), positions, start, 0 * LENGTHS, scale=1.0)
+    out, lse, *_ = attend(q, k, v, np.full((3, 1), 9), positions, start, 0 * LENGTHS, scale=1.0)
     assert not np.any(out)
     assert np.all(np.isneginf(lse))

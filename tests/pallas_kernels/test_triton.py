@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.pallas_kernels import QuantizedArray
+from kvjax.pallas_kernels import QuantizedArray, Reduction
 from kvjax.pallas_kernels.blocks import Blocks
 from tests.pallas_kernels.cases import (
     EXTRA_CASES,
@@ -61,9 +61,16 @@ def test_extra_query_rows(case, count, reduction):
     check_extra(here(slot.slot_attention), case, count, reduction)
 
 
-@pytest.mark.parametrize(("case", "lanes"), SEGMENT_CASES + QUANTIZED_SEGMENT_CASES, ids=str)
-def test_segment_attention(case, lanes):
-    check_segments(here(segment.segment_attention), case, lanes)
+SEGMENT_EXTRA = [None, (4, Reduction("sum", "sum", "group")), (7, Reduction("max", "mean", "group"))]
+
+
+@pytest.mark.parametrize(
+    ("case", "lanes", "extra"),
+    [(*case, SEGMENT_EXTRA[i % 3]) for i, case in enumerate(SEGMENT_CASES + QUANTIZED_SEGMENT_CASES)],
+    ids=str,
+)
+def test_segment_attention(case, lanes, extra):
+    check_segments(here(segment.segment_attention), case, lanes, extra=extra)
 
 
 @pytest.mark.slow
