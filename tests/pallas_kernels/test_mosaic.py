@@ -38,6 +38,7 @@ prompt, slot, segment, window, top = (
     for name in ("prompt_attention", "slot_attention", "segment_attention", "window_scores", "top_tokens")
 )
 by_position = import_module("kvjax.pallas_kernels.prompt_attention.mosaic_by_position")
+mosaic = import_module("kvjax.pallas_kernels.mosaic")
 
 
 interpreted = partial(jitted, interpret=True)
@@ -46,8 +47,7 @@ interpreted = partial(jitted, interpret=True)
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Small tiles, so that small problems have several."""
-    monkeypatch.setattr(slot, "TILE_BYTES", 1)
-    monkeypatch.setattr(segment, "TILE_BYTES", 1)
+    monkeypatch.setattr(mosaic, "TILE_BYTES", 1)
     monkeypatch.setattr(window, "TILE_BYTES", 1 << 16)
     monkeypatch.setattr(window, "BLOCK_Q", 128)
 
