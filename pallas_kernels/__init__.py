@@ -30,6 +30,7 @@ from .segment_attention import PAGE, pages, segment_attention
 from .slot_attention import Asked, SlotAttention, slot_attention
 from .top_tokens import compact, top_counts, top_tokens
 from .window_scores import Reduction, window_scores
+from .write_rows import set_slots, write_rows
 
 __all__ = [
     "PAGE",
@@ -47,10 +48,12 @@ __all__ = [
     "plain",
     "prompt_attention",
     "segment_attention",
+    "set_slots",
     "slot_attention",
     "top_counts",
     "top_tokens",
     "updated",
     "use",
     "window_scores",
+    "write_rows",
 ]

@@ -136,7 +136,7 @@ def attend(
         def index(core: Array, i: Array, *scalars: Any) -> Any:
             plan = steps.read(scalars[: len(steps.scalars)])
             step = plan.step(core, i)
-            return block(plan.head[step], step, plan)
+            return block(plan.head(step), step, plan)
 
         return index
 

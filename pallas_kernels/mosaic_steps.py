@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
-from jax.lax import div
+from jax.lax import div, rem
 from jaxtyping import Array, Int
 
 from .mosaic import SMEM_BYTES
@@ -33,9 +33,8 @@ class Steps:
         first: the first part of each head in its lane.
         stop: the part after the last one; `first` if the head has no rows.
         begin: the first step of each head, and the number of all steps.
-        head: of each step.
-        held: for each part of a tile, the step that fetched what the part holds in each step; then the same for what
-            is fetched by tile.
+        table: for each part of a tile, the step that fetched what the part holds in each step; the same for what is
+            fetched by tile; and the head of each step.
         cuts: the first step of each core, and the number of all steps.
     """
 
@@ -44,8 +43,7 @@ class Steps:
     first: Int[Array, "n"]
     stop: Int[Array, "n"]
     begin: Int[Array, "n+1"]
-    head: Int[Array, "most"]
-    held: Int[Array, "(parts+1)*most"]
+    table: Int[Array, "(parts+2)*most"]
     cuts: Int[Array, "cores+1"]
 
     @classmethod
@@ -74,32 +72,35 @@ class Steps:
         fitting = (SMEM_BYTES // 4 - 4 * heads) // (parts + 2)
         if most > fitting:
             raise NotImplementedError(f"{most} tiles: expected at most {fitting} for {heads} heads")
-        first = start.astype(jnp.int32) // size
-        stop = jnp.where(used > 0, (start.astype(jnp.int32) + used + size - 1) // size, first)
-        before = first // parts  # the tile with the first part
-        tiles = jnp.where(used > 0, (stop + parts - 1) // parts - before, 1)
-        number, step = jnp.arange(heads + 1, dtype=jnp.int32), jnp.arange(most, dtype=jnp.int32)
-        begin = jnp.sum(jnp.where(number[:-1] < number[:, None], tiles, 0), axis=1, dtype=jnp.int32)
-        head = jnp.sum((begin[1:] <= step[:, None]).astype(jnp.int32), axis=1)
-        # Of the parts c, c + parts, c + 2 parts .. of a lane, those of a head: from which step to which.
-        part = jnp.arange(parts, dtype=jnp.int32)[:, None]
-        earliest, latest = first + (part - first) % parts, stop - 1 - (stop - 1 - part) % parts
-        since, until = (x // parts - before + begin[:-1] for x in (earliest, latest))
-        reached = (earliest <= latest)[:, None] & (since[:, None] <= step[:, None])
-        held = jnp.max(jnp.where(reached, jnp.minimum(until[:, None], step[:, None]), 0), axis=2)
-        held = jnp.concatenate([held, jnp.max(held, axis=0, keepdims=True)])
-        groups = begin[::together]
-        count, core = len(groups) - 1, jnp.arange(min(cores, heads // together) + 1)
-        share = (core * begin[-1] + len(core) - 2) // (len(core) - 1)
-        cuts = jnp.min(jnp.where(groups >= share[:, None], groups, begin[-1]), axis=1)
-        cuts = jnp.clip(cuts, groups[core], groups[count + core - len(core) + 1])
-        head = jnp.minimum(head, heads - 1)
-        return cls(parts, most, first, stop, begin, head, held.reshape(-1), cuts.astype(jnp.int32))
+        start, used = start.astype(jnp.int32), used.astype(jnp.int32)
+        first, last = div(start, size), div(start + used - 1, size)
+        stop = jnp.where(used > 0, last + 1, first)
+        before = div(first, parts)  # the tile with the first part
+        tiles = jnp.where(used > 0, div(last, parts) - before + 1, 1)
+        n = jnp.arange(heads + 1, dtype=jnp.int32)
+        begin = jnp.sum(jnp.where(n[:-1] < n[:, None], tiles, 0), axis=1, dtype=jnp.int32)
+        # Part c of a head's tiles is fetched in the steps since .. until, and held until another head fetches one. The
+        # table is one maximum over heads, so that XLA computes it in one kernel.
+        entry = jnp.arange((parts + 2) * most, dtype=jnp.int32)[:, None]
+        step, line = rem(entry, most), div(entry, most)
+        part = jnp.minimum(line, parts - 1)
+        since = div(first + rem(part + parts - rem(first, parts), parts), parts) - before + begin[:-1]
+        until = div(stop + parts - 1 - part, parts) - 1 - before + begin[:-1]
+        since, until = jnp.where(line < parts, since, begin[:-1]), jnp.where(line < parts, until, begin[1:] - 1)
+        fetched = (since <= step) & (since <= until) & ((used > 0) | (line > parts))
+        table = jnp.max(jnp.where(fetched, jnp.where(line > parts, n[:-1], jnp.minimum(until, step)), 0), axis=1)
+        groups, cores = begin[::together], min(cores, heads // together)
+        cuts = groups[:: len(groups) - 1]
+        if cores > 1:
+            share = div(jnp.arange(cores + 1, dtype=jnp.int32) * begin[-1] + cores - 1, cores)
+            cuts = jnp.min(jnp.where(groups >= share[:, None], groups, begin[-1]), axis=1)
+            cuts = jnp.clip(cuts, groups[: cores + 1], groups[-cores - 1 :])  # each core has a head
+        return cls(parts, most, first, stop, begin, table, cuts)
 
     @property
     def scalars(self) -> tuple[Any, ...]:
         """The operands to prefetch."""
-        return self.first, self.stop, self.begin, self.head, self.held, self.cuts
+        return self.first, self.stop, self.begin, self.table, self.cuts
 
     @property
     def grid(self) -> tuple[Any, ...]:
@@ -108,7 +109,7 @@ class Steps:
 
     def read(self, scalars: tuple[Any, ...]) -> Steps:
         """The same, as a kernel and its index maps see the prefetched operands."""
-        names = "first", "stop", "begin", "head", "held", "cuts"
+        names = "first", "stop", "begin", "table", "cuts"
         return replace(self, **dict(zip(names, scalars, strict=True)))
 
     def step(self, core: Array, i: Array) -> Array:
@@ -119,11 +120,15 @@ class Steps:
         """Whether i is after the core's last step."""
         return self.cuts[core] + i >= self.cuts[core + 1]
 
+    def head(self, step: Array) -> Array:
+        """The head of a step."""
+        return self.table[(self.parts + 1) * self.most + step]
+
     def tile(self, step: Array) -> tuple[Array, Array]:
         """The head of a step, and the tile of its lane."""
-        n = self.head[step]
+        n = self.head(step)
         return n, div(self.first[n], self.parts) + step - self.begin[n]
 
     def fetched(self, step: Array, part: int | None = None) -> tuple[Array, Array]:
         """The head and the tile that are fetched for a part of this step, or for what is fetched by tile."""
-        return self.tile(self.held[(self.parts if part is None else part) * self.most + step])
+        return self.tile(self.table[(self.parts if part is None else part) * self.most + step])

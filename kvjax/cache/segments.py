@@ -16,11 +16,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.pallas_kernels import PAGE, Asked, Reduction, Stored, after_last, pages, plain, segment_attention
+from kvjax.pallas_kernels import (
+    PAGE,
+    Asked,
+    Reduction,
+    Stored,
+    after_last,
+    pages,
+    plain,
+    segment_attention,
+    set_slots,
+    write_rows,
+)
 from kvjax.sharding import fetch
 
 from .entries import Entries, MakeRoom, StepAttention, Usage
-from .overwrite import set_slots
 from .paging import MovePages, PutPages, longest_segment, starts, whole_pages
 from .pieces import evicted, observed
 from .sizes import UNLIMITED, bucket
@@ -188,12 +198,13 @@ class Segments(Entries):
         def put(x: Array, new: Array | int) -> Array:
             return set_slots(x, at, new)
 
+        keys, values = write_rows((self.keys, self.values), at[2], (key, value))
         used = self.used[..., i]
         used = jnp.where(slot < self.size[..., i], jnp.maximum(used, slot + 1), used)
         return replace(
             self,
-            keys=jax.tree.map(put, self.keys, key),
-            values=jax.tree.map(put, self.values, value),
+            keys=keys,
+            values=values,
             positions=put(self.positions, position),
             used=self.used.at[..., i].set(used),
             per_slot=jax.tree.map(lambda x: put(x, 0), self.per_slot),
