@@ -50,7 +50,6 @@ from .quantized import QuantizedArray
 from .slot_attention.reference import Asked
 from .window_scores.reference import Reduction
 
-PARTS = 4  # of a tile, each with buffers and code of its own
 MOST_EXTRA_ROWS = 512  # extra query rows per kv head; more take a pass of their own
 
 
@@ -87,6 +86,7 @@ def attend(
     window: int | None,
     interpret: Interpret,
     name: str,
+    parts: int,
     received: Fold | None = None,
     asked: Asked | None = None,
 ) -> Found:
@@ -96,6 +96,8 @@ def attend(
         k: a lane has the segments of J = H / P consecutive kv heads, one after another.
         per_row: positions and, if there is one, the bias: [B, P, T], or [B P, 1, T] to fetch one lane at a time.
         name: of the kernel.
+        parts: of a tile, at most. Each part has buffers and code of its own, and is fetched only if it has rows of the
+            head.
         received: how to reduce what rows received over the group, if it is requested. J is 1.
         asked: extra query rows. Their scores are returned if `serves` says so.
 
@@ -116,9 +118,10 @@ def attend(
     extra = _extra_rows(asked, k, H) if asked is not None and serves(asked, G) else ()
     reduction = asked.reduction if extra and asked is not None else None
     here, stored = chip(), transposed_storage(k)
-    size = tile_size(T, rows_per_part(here.tile_bytes, entry_nbytes(k), stacked + (extra[0].shape[-2] if extra else 0)))
+    most_rows = stacked + (extra[0].shape[-2] if extra else 0)
+    size = tile_size(T, rows_per_part(here.tile_bytes // parts, entry_nbytes(k), most_rows))
     blocks = -(-T // size)
-    parts = min(PARTS, blocks)
+    parts = min(parts, blocks)
     tile, tiles = parts * size, -(-blocks // parts)
     steps = Steps.of(
         start.reshape(-1),
@@ -235,15 +238,15 @@ def attend(
     return Found(context, lse, weights, scores)
 
 
-def rows_per_part(tile_bytes: int, nbytes: int, rows: int) -> int:
+def rows_per_part(part_bytes: int, nbytes: int, rows: int) -> int:
     """Entries per part of a tile, so that the logits of a part stay small.
 
     Args:
-        tile_bytes: of the keys of a tile.
+        part_bytes: of the keys of a part.
         nbytes: bytes of the keys of one entry.
         rows: query rows of a kv head.
     """
-    most = min(tile_bytes // PARTS // nbytes, MOST_TILE_LOGITS // rows)
+    most = min(part_bytes // nbytes, MOST_TILE_LOGITS // rows)
     return max(most // LANES, 1) * LANES
 
 

@@ -9,6 +9,8 @@ from ..mosaic import Interpret
 from ..mosaic_decode import attend
 from ..quantized import QuantizedArray
 
+PARTS = 8  # of a tile. The first and last part of a segment are fetched in full, so they are smaller than those of slots
+
 
 def segment_attention(
     q: Float[Array, "B Hq W D"],
@@ -41,5 +43,6 @@ def segment_attention(
         window=window,
         interpret=interpret,
         name="segment_attention",
+        parts=PARTS,
     )
     return found.context, found.lse

@@ -16,6 +16,8 @@ from ..window_scores.mosaic_tpu import window_scores
 from ..window_scores.reference import Reduction
 from .reference import Asked, SlotAttention
 
+PARTS = 4  # of a tile: 256 kB of keys, where a tile has 1 MB
+
 
 def slot_attention(
     q: Float[Array, "B Hq W D"],
@@ -55,6 +57,7 @@ def slot_attention(
         window=window,
         interpret=interpret,
         name="slot_attention",
+        parts=PARTS,
         received=received,
         asked=asked,
     )

@@ -6,8 +6,9 @@ from itertools import product
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from kvjax.aot.hlo import Instruction
 from kvjax.aot.targets import target
@@ -20,6 +21,7 @@ prompt, slot, segment, window, top = (
     import_module(f"kvjax.pallas_kernels.{name}.mosaic_tpu")
     for name in ("prompt_attention", "slot_attention", "segment_attention", "window_scores", "top_tokens")
 )
+mosaic = import_module("kvjax.pallas_kernels.mosaic")
 CHIPS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
 HEADS = {"8B": (32, 8), "14B": (40, 8), "70B": (64, 8)}
 D = 128
@@ -34,7 +36,8 @@ def ahead(name: str, kernel, *shapes):
         pytest.skip(str(error))
     where = SingleDeviceSharding(device)
     arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=where) for shape, dtype in shapes]
-    return jax.jit(kernel).trace(*arrays).lower(lowering_platforms=("tpu",)).compile()
+    with jax.sharding.use_abstract_mesh(Mesh(np.array([device]), ("chip",)).abstract_mesh):
+        return jax.jit(kernel).trace(*arrays).lower(lowering_platforms=("tpu",)).compile()
 
 
 def slots(name, batch, heads, length, queries=1, head_dim=D, dtype=jnp.bfloat16, **options):
@@ -122,7 +125,7 @@ def test_attention_while_decoding(chip, model, length):
     part(product(CHIPS, [2048 + 64, 131_072], [8, 4]), [("v5e:2x2", 2048 + 64, 4), ("v6e:2x2", 131_072, 8)]),
 )
 def test_attention_to_quantised_entries(chip, length, bits):
-    """In slots and segments. No array of codes is written, except to pad codes that do not fill vector lanes."""
+    """In slots and segments. No array of codes is written."""
     batch = 8 if length < 100_000 else 1
     Hq, H = HEADS["8B"]
 
@@ -139,12 +142,11 @@ def test_attention_to_quantised_entries(chip, length, bits):
         query = (batch, Hq, 1, head_dim), jnp.bfloat16
         program = ahead(chip, call, query, codes, scales, codes, scales, *ints)
         assert program.as_text().count("tpu_custom_call") >= 1
-        if head_dim * bits // 8 >= D:
-            assert written(program, batch * lanes * rows * head_dim * bits // 8) == []
+        assert written(program, batch * lanes * rows * head_dim * bits // 8) == []
 
     for head_dim in {D, 64, 8 * D // bits} if bits == 8 else {D, 8 * D // bits}:
         compiled(partial(slot.slot_attention, received="max", window=4096), head_dim, H, length)
-        for lanes in (1, H) if head_dim * bits // 8 >= D else (H,):  # padding does not depend on the lanes
+        for lanes in (1, H):
             compiled(segment.segment_attention, head_dim, lanes, H // lanes * length, (batch, H), (batch, H))
 
 
@@ -217,6 +219,6 @@ def test_other_shapes(chip):
 
 
 def test_mosaic_refuses_tiles_that_do_not_fit(monkeypatch):
-    monkeypatch.setattr(slot, "TILE_BYTES", 16 << 20)
+    monkeypatch.setattr(mosaic, "TILE_BYTES", 32 << 20)
     with pytest.raises(jax.errors.JaxRuntimeError, match="vmem"):
         slots("v6e:2x2", 1, (32, 8), 131_072)
