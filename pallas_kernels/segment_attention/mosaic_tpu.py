@@ -9,7 +9,9 @@ from ..mosaic import Interpret
 from ..mosaic_decode import attend
 from ..quantized import QuantizedArray
 
-PARTS = 8  # of a tile. The first and last part of a segment are fetched in full, so they are smaller than those of slots
+PARTS = (
+    8  # of a tile. The first and last part of a segment are fetched in full, so they are smaller than those of slots
+)
 
 
 def segment_attention(

@@ -30,9 +30,13 @@ def write_rows(stored: Any, row: Int[Array, "B H"], new: Any, *, interpret: Inte
     rows = structure.flatten_up_to(new)
     own = [i for i, x in enumerate(arrays) if _lies_along_lanes(x, row.shape[1])]
     others = [i for i in range(len(arrays)) if i not in own]
-    for i, x in zip(others, reference.write_rows([arrays[i] for i in others], row, [rows[i] for i in others]), strict=True):
+    for i, x in zip(
+        others, reference.write_rows([arrays[i] for i in others], row, [rows[i] for i in others]), strict=True
+    ):
         arrays[i] = x
-    for i, x in zip(own, _write([arrays[i] for i in own], row, [rows[i] for i in own], interpret) if own else (), strict=True):
+    for i, x in zip(
+        own, _write([arrays[i] for i in own], row, [rows[i] for i in own], interpret) if own else (), strict=True
+    ):
         arrays[i] = x
     return structure.unflatten(arrays)
 
@@ -57,7 +61,11 @@ def _write(arrays: list[Array], row: Int[Array, "B H"], new: list[Array], interp
     steps = (B * H + missing) // heads
     flat = pad(row.astype(jnp.int32).reshape(-1), missing, axis=0, value=T)
     columns = [
-        pad(jnp.swapaxes(pad(y.reshape(B * H, -1), missing, axis=0).reshape(steps, heads, -1), 1, 2), LANES - heads, axis=2)
+        pad(
+            jnp.swapaxes(pad(y.reshape(B * H, -1), missing, axis=0).reshape(steps, heads, -1), 1, 2),
+            LANES - heads,
+            axis=2,
+        )
         for y in new
     ]
     turned = [jnp.swapaxes(x, 2, 3).reshape(B * P, -1, T) for x in arrays]

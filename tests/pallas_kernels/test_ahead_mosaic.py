@@ -1,5 +1,6 @@
 """The TPU kernels, compiled for absent TPUs: Mosaic accepts them, they fit the chip, and no operand is copied."""
 
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from itertools import product
@@ -10,10 +11,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from kvjax.aot.hlo import Instruction
+import kvjax
+from kvjax.aot.hlo import Instruction, Loop
+from kvjax.aot.lower import lower_decode
 from kvjax.aot.targets import target
 from kvjax.pallas_kernels import Asked, QuantizedArray, Reduction
 from tests.products import part
+from tests.tiny import decoder
 
 pytestmark = pytest.mark.aot
 
@@ -218,7 +222,41 @@ def test_other_shapes(chip):
     ahead(chip, partial(top.top_tokens, size=1 << 16), x, ((1, 8, 1 << 20), jnp.int32), count)
 
 
+@pytest.mark.parametrize(
+    ("chip", "head_dim", "policy"),
+    part(
+        product(CHIPS, [64, 80, 96], ["snapkv:budget=1024,window=32", "dynamickv:budget=1024"]),
+        [
+            ("v6e:2x2", 64, "dynamickv:budget=1024"),
+            *((chip, d, "snapkv:budget=1024,window=32") for chip, d in (("v6e:2x2", 80), ("v5e:2x2", 96))),
+        ],
+    ),
+)
+def test_a_step_turns_no_entries_around(chip, head_dim, policy):
+    """A decode step of heads that do not fill vector lanes writes one entry, and attends, in the same layout."""
+    try:
+        mesh = kvjax.make_mesh(devices=target(chip).devices()[:1])
+    except ImportError as error:
+        pytest.skip(str(error))
+    config = replace(decoder().config, windows=(None,), num_heads=32, num_kv_heads=8, head_dim=head_dim)
+    sizes = {"batch": 8, "length": 4096, "new_tokens": 64}
+    compiled = lower_decode(config, kvjax.policies.parse(policy), mesh=mesh, **sizes).compile()
+    keys = 8 * 8 * 1024 * head_dim * 2
+    assert Loop.of(compiled.as_text()).rewrites(keys) == []
+    memory = compiled.memory_analysis()
+    assert memory.argument_size_in_bytes > 2 * keys > 4 * memory.temp_size_in_bytes
+    assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 2
+
+
+def test_tiles_are_as_large_as_the_chip_is_fast():
+    """In a mesh of absent devices, kernels know the devices."""
+    chips = {}
+    for name in CHIPS:
+        ahead(name, lambda x, name=name: chips.update({name: mosaic.chip()}) or x, ((8,), jnp.float32))
+    assert chips == dict(zip(CHIPS, [(1 << 19, 1), (1 << 20, 2), (1 << 20, 1)], strict=True))
+
+
 def test_mosaic_refuses_tiles_that_do_not_fit(monkeypatch):
-    monkeypatch.setattr(mosaic, "TILE_BYTES", 32 << 20)
+    monkeypatch.setattr(mosaic, "TILE_BYTES", 12 << 20)
     with pytest.raises(jax.errors.JaxRuntimeError, match="vmem"):
         slots("v6e:2x2", 1, (32, 8), 131_072)

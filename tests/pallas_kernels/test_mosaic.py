@@ -150,7 +150,9 @@ def fetched(monkeypatch):
             steps = np.indices([int(n) for n in grid_spec.grid]).reshape(len(grid_spec.grid), -1)
             counts.append(steps.shape[1])
             for spec in grid_spec.in_specs:
-                blocks = jax.jit(jax.vmap(lambda *step, spec=spec: jnp.stack(spec.index_map(*step, *map(jnp.asarray, scalars)))))(*steps)
+                blocks = jax.jit(
+                    jax.vmap(lambda *step, spec=spec: jnp.stack(spec.index_map(*step, *map(jnp.asarray, scalars))))
+                )(*steps)
                 counts.append(1 + int(np.any(np.diff(np.asarray(blocks), axis=0), axis=1).sum()))
             return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(kernel, *operands))
 
