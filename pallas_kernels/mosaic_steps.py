@@ -69,7 +69,7 @@ class Steps:
             NotImplementedError: for more steps than scalar memory holds numbers for.
         """
         heads = start.shape[0]
-        fitting = (SMEM_BYTES // 4 - 4 * heads) // (parts + 2)
+        fitting = (SMEM_BYTES // 4 - 6 * heads) // (parts + 2)
         if most > fitting:
             raise NotImplementedError(f"{most} tiles: expected at most {fitting} for {heads} heads")
         start, used = start.astype(jnp.int32), used.astype(jnp.int32)

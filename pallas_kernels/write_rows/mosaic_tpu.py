@@ -7,6 +7,7 @@ each row that is written, changes one, and writes them back.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -25,20 +26,17 @@ BUFFER_BYTES = 8 << 20  # of on-chip memory for the entries around the rows that
 
 
 def write_rows(stored: Any, row: Int[Array, "B H"], new: Any, *, interpret: Interpret = False) -> Any:
-    """Does what the reference defines. Arrays whose entries fill vector lanes, or are a few numbers, are scattered to."""
-    arrays, structure = jax.tree.flatten(stored)
-    rows = structure.flatten_up_to(new)
-    own = [i for i, x in enumerate(arrays) if _lies_along_lanes(x, row.shape[1])]
-    others = [i for i in range(len(arrays)) if i not in own]
-    for i, x in zip(
-        others, reference.write_rows([arrays[i] for i in others], row, [rows[i] for i in others]), strict=True
-    ):
-        arrays[i] = x
-    for i, x in zip(
-        own, _write([arrays[i] for i in own], row, [rows[i] for i in own], interpret) if own else (), strict=True
-    ):
-        arrays[i] = x
-    return structure.unflatten(arrays)
+    """Does what the reference defines. Entries that fill vector lanes, or are a few numbers, are scattered."""
+    pairs = list(zip(jax.tree.leaves(stored), jax.tree.leaves(new), strict=True))
+    own = [_lies_along_lanes(x, row.shape[1]) for x, _ in pairs]
+
+    def written(by: Any, mine: bool) -> Iterator[Array]:
+        """Writes to the arrays that are this kernel's, or to the others."""
+        chosen = [pair for pair, here in zip(pairs, own, strict=True) if here is mine]
+        return iter(by([x for x, _ in chosen], row, [y for _, y in chosen]) if chosen else ())
+
+    parts = {True: written(partial(_write, interpret=interpret), True), False: written(reference.write_rows, False)}
+    return jax.tree.unflatten(jax.tree.structure(stored), [next(parts[here]) for here in own])
 
 
 def _lies_along_lanes(x: Array, heads: int) -> bool:
