@@ -31,6 +31,7 @@ from .slot_attention import Asked, SlotAttention, slot_attention
 from .top_tokens import compact, top_counts, top_tokens
 from .visibility import visible
 from .window_scores import Reduction, window_scores
+from .write_rows import set_slots, write_rows
 
 __all__ = [
     "PAGE",
@@ -49,6 +50,7 @@ __all__ = [
     "plain",
     "prompt_attention",
     "segment_attention",
+    "set_slots",
     "slot_attention",
     "top_counts",
     "top_tokens",
@@ -56,4 +58,5 @@ __all__ = [
     "use",
     "visible",
     "window_scores",
+    "write_rows",
 ]

@@ -21,7 +21,28 @@ SUBLANES = 8
 VMEM_BYTES = 32 << 20  # vector memory that a kernel may take; v5e, v5p and v6e have 64 MB or more
 SMEM_BYTES = 512 << 10  # scalar memory for what is prefetched, of 1 MB
 MOST_QUERY_ROWS = 2048  # per kv head, held on the chip
-MOST_TILE_LOGITS = 1 << 19  # logits of a tile of slots and all query rows of a kv head
+MOST_TILE_LOGITS = 1 << 19  # logits of a part of a tile and all query rows of a kv head
+TILE_BYTES = 1 << 20  # of the keys of a tile; values take as much. A step starts in 0.35 µs, v6e fetches both in 1.3 µs
+SLOW = {"TPU v5 lite", "TPU v5e"}  # chips with half of the others' bandwidth per core, which take half of a tile
+
+
+class Chip(NamedTuple):
+    """What kernels ask of the chip that they are compiled for.
+
+    Attributes:
+        tile_bytes: of the keys of a tile, which take longer to fetch than a step takes to start.
+        cores: that share the steps of a grid.
+    """
+
+    tile_bytes: int
+    cores: int
+
+
+def chip() -> Chip:
+    """The chip that is compiled for: that of the mesh of the surrounding `jax.shard_map`, else the default device."""
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    cores = device.num_cores if device.platform == "tpu" else 1
+    return Chip(TILE_BYTES // 2 if device.device_kind in SLOW else TILE_BYTES, cores or 1)
 
 
 def check(*given: Any, quantized: bool = False) -> None:

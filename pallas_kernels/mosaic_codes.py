@@ -17,7 +17,7 @@ from jax.lax import div
 from jaxtyping import Array, Float, Int
 
 from .arrays import pad
-from .mosaic import SUBLANES, product, round_up, row_positions
+from .mosaic import SUBLANES, product, round_up, row_positions, stored_transposed
 from .quantized import QuantizedArray
 
 
@@ -85,6 +85,11 @@ def check_alike(k: Array | QuantizedArray, v: Array | QuantizedArray) -> None:
 def entry_nbytes(x: Array | QuantizedArray) -> int:
     """The number of bytes per entry."""
     return sum(leaf.shape[-1] * leaf.dtype.itemsize for leaf in jax.tree.leaves(x))
+
+
+def transposed_storage(x: Array | QuantizedArray) -> bool:
+    """Whether a TPU stores keys and values, or their codes, with entries along vector lanes."""
+    return stored_transposed((x.codes if isinstance(x, QuantizedArray) else x).shape[-1])
 
 
 def merge_heads(x: Any, transposed: bool) -> Any:

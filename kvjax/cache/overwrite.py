@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
-SINGLY = 16
+from kvjax.pallas_kernels import set_slots
+
 SMALL = 1 << 19  # numbers; reading and writing them takes a GPU of 3 TB/s about as long as launching a kernel
 
 
@@ -35,19 +36,6 @@ def set_slot(x: Shaped[Array, "B H S"], slot: Int[Array, "B H"], new: Shaped[Arr
 
     small = by_pass if x.size <= SMALL else by_scatter
     return jax.lax.platform_dependent(x, slot, new, cuda=small, default=by_scatter)
-
-
-def set_slots(
-    x: Shaped[Array, "B P S *D"], at: tuple[Array, Array, Array], new: Shaped[Array, "B H *D"] | int
-) -> Shaped[Array, "B P S *D"]:
-    """Writes `new` to these slots. Slots beyond the last one are dropped.
-
-    A slot with few numbers, such as scales, is written number by number, for the reason that `clear_by_scatter` gives.
-    """
-    index: tuple[Array, ...] = at
-    if x.ndim == 4 and x.shape[3] <= SINGLY:
-        index = *(i[..., None] for i in at), jnp.arange(x.shape[3])
-    return x.at[index].set(new, mode="drop", unique_indices=True)
 
 
 def set_entries(

@@ -12,9 +12,9 @@ from typing import Any, Protocol, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
-from kvjax.pallas_kernels import PAGE, Reduction, SegmentAttention, fold, visible
+from kvjax.pallas_kernels import PAGE
 
 from .entries import MakeRoom, Take
 from .overwrite import mark
@@ -111,35 +111,6 @@ def observed(pool: Pool, i: int, show: Callable[[Slots, Take], tuple[Any, Any]],
         return show_piece(jnp.int32(0), pool)
     pieces = (jnp.max(pool.used[..., i]) + length - 1) // length
     return jax.lax.fori_loop(0, jnp.maximum(pieces, 1), show_piece, pool)
-
-
-def received(
-    found: SegmentAttention,
-    q: Float[Array, "B Hq 1 D"],
-    positions: Int[Array, "B 1"],
-    held: Slots,
-    take: Take,
-    *,
-    scale: float,
-    window: int | None,
-    reduction: Reduction,
-) -> Float[Array, "B H M"]:
-    """The attention that a piece received from the queries: from the logits, or computed again if there are none."""
-    if found.logits is None:
-        options: dict[str, Any] = {"scale": scale, "window": window, "reduction": reduction}
-        return held.received(q=q, lse=found.lse, query_positions=positions, **options)
-    logits = jnp.swapaxes(take(jnp.swapaxes(found.logits, 2, 3)), 2, 3)
-    lse = found.lse.reshape(*logits.shape[:3], 1)
-    weights = jnp.exp(logits - jnp.where(jnp.isneginf(lse), 0.0, lse))
-    return fold(jnp.where(visible(positions, held.positions, window), weights, 0.0), reduction.group, axis=2)
-
-
-def asked_for(
-    scores: Float[Array, "B P T"], asked: Int[Array, "B X"], held: Slots, take: Take
-) -> Float[Array, "B H M"]:
-    """The attention that a piece received from the extra query rows at positions `asked`."""
-    asking = jnp.any(asked >= 0, axis=1)[:, None, None]
-    return jnp.where((held.positions >= 0) & asking, take(scores), 0.0)
 
 
 def _length(pool: Paged, room: MakeRoom) -> int:

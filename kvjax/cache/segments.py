@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.pallas_kernels import PAGE, Asked, Reduction, Stored, after_last, pages, plain, segment_attention
+from kvjax.pallas_kernels import PAGE, Asked, Reduction, Stored, after_last, pages, plain, set_slots, write_rows
 from kvjax.sharding import fetch
 
 from .entries import Entries, MakeRoom, StepAttention, Take, Usage
-from .overwrite import set_slots
 from .paging import MovePages, PutPages, longest_segment, starts, whole_pages
-from .pieces import asked_for, evicted, observed, received
+from .pieces import evicted, observed
+from .pool_attention import attention
 from .sizes import UNLIMITED, bucket
 from .slots import Slots
 
@@ -189,12 +189,13 @@ class Segments(Entries):
         def put(x: Array, new: Array | int) -> Array:
             return set_slots(x, at, new)
 
+        keys, values = write_rows((self.keys, self.values), at[2], (key, value))
         used = self.used[..., i]
         used = jnp.where(slot < self.size[..., i], jnp.maximum(used, slot + 1), used)
         return replace(
             self,
-            keys=jax.tree.map(put, self.keys, key),
-            values=jax.tree.map(put, self.values, value),
+            keys=keys,
+            values=values,
             positions=put(self.positions, position),
             used=self.used.at[..., i].set(used),
             per_slot=jax.tree.map(lambda x: put(x, 0), self.per_slot),
@@ -213,23 +214,9 @@ class Segments(Entries):
         asked: Asked | None = None,
         seen: Slots | None = None,
     ) -> StepAttention:
-        options: dict[str, Any] = {"scale": scale, "window": window}
-        found = segment_attention(
-            q,
-            self.keys,
-            self.values,
-            positions,
-            self.positions,
-            self.start[..., i],
-            self.used[..., i],
-            bias=self.bias,
-            logits=reduction is not None,
-            asked=asked,
-            **options,
-        )
-        given = None if reduction is None else partial(received, found, q, positions, reduction=reduction, **options)
-        scores = None if asked is None or found.scores is None else partial(asked_for, found.scores, asked.positions)
-        return StepAttention(found.context, found.lse, given, scores)
+        segments = (self.start[..., i], self.used[..., i])
+        options: dict[str, Any] = {"scale": scale, "window": window, "reduction": reduction, "asked": asked}
+        return attention(q, self.keys, self.values, positions, self.positions, *segments, self.bias, **options)
 
     def observe(self, i: int, show: Callable[[Slots, Take], tuple[Any, Any]], room: MakeRoom) -> Segments:
         return observed(self, i, show, room)

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.pallas_kernels import Reduction, Stored, plain, updated, window_scores
+from kvjax.pallas_kernels import Reduction, Stored, plain, updated, window_scores, write_rows
 
-from .overwrite import clear_slot, set_slot, set_slots
+from .overwrite import clear_slot, set_slot
 
 
 @jax.tree_util.register_dataclass
@@ -145,16 +145,12 @@ class Slots:
             key: [B, H, D], in the form in which the other keys are stored.
             value: likewise.
         """
-        b, h = jnp.arange(slot.shape[0])[:, None], jnp.arange(slot.shape[1])
-
-        def put(x: Array, new: Array) -> Array:
-            return set_slots(x, (b, h, slot), new)
-
         clear = partial(clear_slot, slot=slot)
+        keys, values = write_rows((self.keys, self.values), slot, (key, value))
         return replace(
             self,
-            keys=jax.tree.map(put, self.keys, key),
-            values=jax.tree.map(put, self.values, value),
+            keys=keys,
+            values=values,
             positions=set_slot(self.positions, slot, position),
             per_slot=jax.tree.map(clear, self.per_slot),
             bias=jax.tree.map(clear, self.bias),

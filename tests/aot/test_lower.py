@@ -1,6 +1,5 @@
 """What `generate` runs, lowered from shapes: the same programs; and what they are on accelerators."""
 
-import math
 import re
 from collections import Counter
 from dataclasses import replace
@@ -275,7 +274,7 @@ def test_a_prompt_is_held_a_layer_at_a_time(name: str, config: DecoderConfig, to
     part(product(KERNELS, [SNAPKV, DYNAMICKV], [8, 4]), [("h200:1", SNAPKV, 4), ("h200:1", DYNAMICKV, 8), TPU_CODES]),
 )
 def test_codes_are_read_as_such(name: str, text: str, bits: int) -> None:
-    """No array is written in a step that could be a layer's keys, dequantised or, if they fill a TPU's lanes, codes."""
+    """No array is written in a step that could be a layer's codes, and temporaries are few: 1 % of wide arguments."""
     layers = 2 if "dynamickv" in text else 1  # whose layers compete
     config, sizes = SINGLE_LAYERS[name], {"batch": 8, "length": 4096, "new_tokens": 1024}
     config = replace(config, windows=(None,) * layers)
@@ -284,9 +283,9 @@ def test_codes_are_read_as_such(name: str, text: str, bits: int) -> None:
     hlo, memory = compiled.as_text(), compiled.memory_analysis()
     cache = kvjax.plan_cache(config, policy, dtype="bfloat16", **sizes)
     keys = [cache.entries.stored[0]]
-    padded = name == "v6e:2x2" and bits == 4
-    assert Loop.of(hlo).rewrites(min(2 * math.prod(x.shape) if padded else x.codes.size for x in keys)) == []
-    most = 0.01 * memory.argument_size_in_bytes if name == "h200:1" else 4 * math.prod(keys[0].shape)
+    codes = min(x.codes.size for x in keys)
+    assert Loop.of(hlo).rewrites(codes) == []
+    most = 0.01 * memory.argument_size_in_bytes if name == "h200:1" else codes
     assert memory.temp_size_in_bytes < most
     assert hlo.count(KERNELS[name]) >= layers
 

@@ -1,18 +1,23 @@
 """The TPU kernels, compiled for absent TPUs: Mosaic accepts them, they fit the chip, and no operand is copied."""
 
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from itertools import product
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
-from kvjax.aot.hlo import Instruction
+import kvjax
+from kvjax.aot.hlo import Instruction, Loop
+from kvjax.aot.lower import lower_decode
 from kvjax.aot.targets import target
 from kvjax.pallas_kernels import Asked, QuantizedArray, Reduction
 from tests.products import part
+from tests.tiny import decoder
 
 pytestmark = pytest.mark.aot
 
@@ -20,6 +25,7 @@ prompt, slot, segment, window, top = (
     import_module(f"kvjax.pallas_kernels.{name}.mosaic_tpu")
     for name in ("prompt_attention", "slot_attention", "segment_attention", "window_scores", "top_tokens")
 )
+mosaic = import_module("kvjax.pallas_kernels.mosaic")
 CHIPS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
 HEADS = {"8B": (32, 8), "14B": (40, 8), "70B": (64, 8)}
 D = 128
@@ -34,7 +40,8 @@ def ahead(name: str, kernel, *shapes):
         pytest.skip(str(error))
     where = SingleDeviceSharding(device)
     arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=where) for shape, dtype in shapes]
-    return jax.jit(kernel).trace(*arrays).lower(lowering_platforms=("tpu",)).compile()
+    with jax.sharding.use_abstract_mesh(Mesh(np.array([device]), ("chip",)).abstract_mesh):
+        return jax.jit(kernel).trace(*arrays).lower(lowering_platforms=("tpu",)).compile()
 
 
 def slots(name, batch, heads, length, queries=1, head_dim=D, dtype=jnp.bfloat16, **options):
@@ -122,7 +129,7 @@ def test_attention_while_decoding(chip, model, length):
     part(product(CHIPS, [2048 + 64, 131_072], [8, 4]), [("v5e:2x2", 2048 + 64, 4), ("v6e:2x2", 131_072, 8)]),
 )
 def test_attention_to_quantised_entries(chip, length, bits):
-    """In slots and segments. No array of codes is written, except to pad codes that do not fill vector lanes."""
+    """In slots and segments. No array of codes is written."""
     batch = 8 if length < 100_000 else 1
     Hq, H = HEADS["8B"]
 
@@ -139,12 +146,11 @@ def test_attention_to_quantised_entries(chip, length, bits):
         query = (batch, Hq, 1, head_dim), jnp.bfloat16
         program = ahead(chip, call, query, codes, scales, codes, scales, *ints)
         assert program.as_text().count("tpu_custom_call") >= 1
-        if head_dim * bits // 8 >= D:
-            assert written(program, batch * lanes * rows * head_dim * bits // 8) == []
+        assert written(program, batch * lanes * rows * head_dim * bits // 8) == []
 
     for head_dim in {D, 64, 8 * D // bits} if bits == 8 else {D, 8 * D // bits}:
         compiled(partial(slot.slot_attention, received="max", window=4096), head_dim, H, length)
-        for lanes in (1, H) if head_dim * bits // 8 >= D else (H,):  # padding does not depend on the lanes
+        for lanes in (1, H):
             compiled(segment.segment_attention, head_dim, lanes, H // lanes * length, (batch, H), (batch, H))
 
 
@@ -216,7 +222,41 @@ def test_other_shapes(chip):
     ahead(chip, partial(top.top_tokens, size=1 << 16), x, ((1, 8, 1 << 20), jnp.int32), count)
 
 
+@pytest.mark.parametrize(
+    ("chip", "head_dim", "policy"),
+    part(
+        product(CHIPS, [64, 80, 96], ["snapkv:budget=1024,window=32", "dynamickv:budget=1024"]),
+        [
+            ("v6e:2x2", 64, "dynamickv:budget=1024"),
+            *((chip, d, "snapkv:budget=1024,window=32") for chip, d in (("v6e:2x2", 80), ("v5e:2x2", 96))),
+        ],
+    ),
+)
+def test_a_step_turns_no_entries_around(chip, head_dim, policy):
+    """A decode step of heads that do not fill vector lanes writes one entry, and attends, in the same layout."""
+    try:
+        mesh = kvjax.make_mesh(devices=target(chip).devices()[:1])
+    except ImportError as error:
+        pytest.skip(str(error))
+    config = replace(decoder().config, windows=(None,), num_heads=32, num_kv_heads=8, head_dim=head_dim)
+    sizes = {"batch": 8, "length": 4096, "new_tokens": 64}
+    compiled = lower_decode(config, kvjax.policies.parse(policy), mesh=mesh, **sizes).compile()
+    keys = 8 * 8 * 1024 * head_dim * 2
+    assert Loop.of(compiled.as_text()).rewrites(keys) == []
+    memory = compiled.memory_analysis()
+    assert memory.argument_size_in_bytes > 2 * keys > 4 * memory.temp_size_in_bytes
+    assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 2
+
+
+def test_tiles_are_as_large_as_the_chip_is_fast():
+    """In a mesh of absent devices, kernels know the devices."""
+    chips = {}
+    for name in CHIPS:
+        ahead(name, lambda x, name=name: chips.update({name: mosaic.chip()}) or x, ((8,), jnp.float32))
+    assert chips == dict(zip(CHIPS, [(1 << 19, 1), (1 << 20, 2), (1 << 20, 1)], strict=True))
+
+
 def test_mosaic_refuses_tiles_that_do_not_fit(monkeypatch):
-    monkeypatch.setattr(slot, "TILE_BYTES", 16 << 20)
+    monkeypatch.setattr(mosaic, "TILE_BYTES", 12 << 20)
     with pytest.raises(jax.errors.JaxRuntimeError, match="vmem"):
         slots("v6e:2x2", 1, (32, 8), 131_072)

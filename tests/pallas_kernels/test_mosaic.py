@@ -3,7 +3,6 @@
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from kvjax.pallas_kernels import QuantizedArray
+from kvjax.pallas_kernels import QuantizedArray, Reduction
 from tests.dense import assert_close, attention, context, left_padded
 from tests.pallas_kernels.cases import (
     EXTRA_CASES,
@@ -23,6 +22,7 @@ from tests.pallas_kernels.cases import (
     SLOT_CASES,
     TOLERANCE,
     WINDOW_CASES,
+    Case,
 )
 from tests.pallas_kernels.checks import (
     check_extra,
@@ -38,6 +38,7 @@ prompt, slot, segment, window, top = (
     for name in ("prompt_attention", "slot_attention", "segment_attention", "window_scores", "top_tokens")
 )
 by_position = import_module("kvjax.pallas_kernels.prompt_attention.mosaic_by_position")
+mosaic, decode = (import_module(f"kvjax.pallas_kernels.{name}") for name in ("mosaic", "mosaic_decode"))
 
 
 interpreted = partial(jitted, interpret=True)
@@ -46,8 +47,7 @@ interpreted = partial(jitted, interpret=True)
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Small tiles, so that small problems have several."""
-    monkeypatch.setattr(slot, "TILE_BYTES", 1)
-    monkeypatch.setattr(segment, "TILE_BYTES", 1)
+    monkeypatch.setattr(mosaic, "TILE_BYTES", 1)
     monkeypatch.setattr(window, "TILE_BYTES", 1 << 16)
     monkeypatch.setattr(window, "BLOCK_Q", 128)
 
@@ -74,14 +74,23 @@ def test_extra_query_rows(case, count, reduction, small_tiles):
     check_extra(interpreted(slot.slot_attention), case, count, reduction)
 
 
-@pytest.mark.parametrize(("case", "lanes"), SEGMENT_CASES, ids=str)
-def test_segment_attention(case, lanes, small_tiles):
-    if case.head_dim % 128:
-        with pytest.raises(NotImplementedError, match=f"heads of {case.head_dim} channels: expected a multiple of 128"):
-            check_segments(interpreted(segment.segment_attention), case, lanes)
-    check_segments(
-        interpreted(segment.segment_attention), replace(case, head_dim=128 if case.group < 5 else 256), lanes
-    )
+EXTRA = [(4, Reduction("sum", "sum", "group")), None, (7, Reduction("max", "sum", "group"))]
+
+
+@pytest.mark.parametrize(
+    ("case", "lanes", "extra"), [(*case, extra) for case, extra in zip(SEGMENT_CASES, EXTRA, strict=True)], ids=str
+)
+def test_segment_attention(case, lanes, extra, small_tiles):
+    check_segments(interpreted(segment.segment_attention), case, lanes, extra=extra)
+
+
+@pytest.mark.slow
+def test_two_cores_share_the_heads(small_tiles, monkeypatch):
+    """Cores have different numbers of steps. With one lane per batch row, neighbouring heads share its tiles."""
+    monkeypatch.setattr(decode, "chip", lambda: mosaic.Chip(tile_bytes=1, cores=2))
+    check_slots(interpreted(slot.slot_attention), Case(128, 4, 1, 600, received="sum"), rounded=False)
+    check_segments(interpreted(segment.segment_attention), Case(128, 2, 1, 0), 1)
+    check_extra(interpreted(slot.slot_attention), Case(64, 4, 1, 600), 4, Reduction("sum", "sum", "group"))
 
 
 @pytest.mark.slow
@@ -131,7 +140,8 @@ def test_slots_beyond_the_last_visible_tile_are_not_read(small_tiles):
 
 @pytest.fixture
 def fetched(monkeypatch):
-    """A list that a kernel call fills with the number of blocks that it would fetch of each operand, and runs nothing.
+    """A list that a kernel call fills with the number of its steps, and then with the number of blocks that it would
+    fetch of each operand. It runs nothing.
 
     Mosaic fetches a block whenever a step's block differs from that of the step before.
     """
@@ -142,10 +152,13 @@ def fetched(monkeypatch):
 
         def run(*operands):
             scalars = [np.asarray(x) for x in operands[: grid_spec.num_scalar_prefetch]]
-            steps = list(np.ndindex(*(int(n) for n in grid_spec.grid)))
+            steps = np.indices([int(n) for n in grid_spec.grid]).reshape(len(grid_spec.grid), -1)
+            counts.append(steps.shape[1])
             for spec in grid_spec.in_specs:
-                blocks = [tuple(int(i) for i in spec.index_map(*step, *scalars)) for step in steps]
-                counts.append(1 + sum(a != b for a, b in pairwise(blocks)))
+                blocks = jax.jit(
+                    jax.vmap(lambda *step, spec=spec: jnp.stack(spec.index_map(*step, *map(jnp.asarray, scalars))))
+                )(*steps)
+                counts.append(1 + int(np.any(np.diff(np.asarray(blocks), axis=0), axis=1).sum()))
             return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(kernel, *operands))
 
         return run
@@ -155,22 +168,27 @@ def fetched(monkeypatch):
 
 
 @pytest.mark.slow
-def test_only_visible_tiles_are_fetched(fetched, small_tiles, monkeypatch):
-    """Kernels fetch the tiles up to the last visible one, of keys and of values, and one tile of an empty head."""
-    bounds = np.array([[0, 1, 128, 129], [600, 300, 0, 512]])
-    tiles = np.maximum(-(-bounds // 128), 1).sum()
+def test_only_occupied_tiles_take_a_step_and_only_occupied_parts_are_fetched(fetched, small_tiles, monkeypatch):
+    """Parts have 128 entries. A head without entries takes a step and fetches nothing."""
+    bounds = np.array([[600, 1, 128, 129], [0, 300, 0, 512]])
     q, k = np.zeros((2, 8, 1, 128), np.float32), np.zeros((2, 4, 600, 128), np.float32)
     at = np.arange(600)
     positions = np.where(at < bounds[..., None], at, -1)
     slot.slot_attention(q, k, k, np.full((2, 1), 700), positions, scale=0.1, interpret=True)
-    assert fetched[2:4] == [tiles, tiles]
+    steps, _, _, *parts = fetched
+    assert steps == np.maximum(-(-bounds // (4 * 128)), 1).sum() == 9
+    assert sum(parts[:4]) == sum(parts[4:8]) == (-(-bounds // 128)).sum()
+    assert parts[8] == (-(-bounds // (4 * 128))).sum()  # of positions, which are fetched by tile
     fetched.clear()
-    # The segments of all heads lie one after another in one lane.
-    bounds = np.array([[16, 1, 128, 129], [600, 300, 40, 512]])
+    # The segments of all heads lie one after another in one lane. Heads share the parts at their ends.
+    bounds = np.array([[1000, 1, 128, 129], [600, 300, 40, 512]])
     sizes, pool = bounds + -bounds % 16, np.zeros((2, 1, 2048, 128), np.float32)
-    given = np.full((2, 1), 700), np.zeros((2, 1, 2048), np.int32), np.cumsum(sizes, axis=1) - sizes, bounds
+    start = np.cumsum(sizes, axis=1) - sizes
+    given = np.full((2, 1), 2000), np.zeros((2, 1, 2048), np.int32), start, bounds
     segment.segment_attention(q, pool, pool, *given, scale=0.1, interpret=True)
-    assert fetched[2:4] == [np.sum(-(-bounds // 128))] * 2
+    steps, _, _, *parts = fetched
+    assert steps == (-(-(start + bounds) // (8 * 128)) - start // (8 * 128)).sum() == 9
+    assert sum(parts[:8]) == sum(parts[8:16]) == (-(-(start + bounds)[:, -1] // 128)).sum()
     fetched.clear()
     # 256 queries in two blocks follow 300 cached slots. The first block sees 4 of 5 tiles of 128, the second sees all.
     monkeypatch.setattr(by_position, "BLOCK_ROWS", 1)
@@ -178,7 +196,7 @@ def test_only_visible_tiles_are_fetched(fetched, small_tiles, monkeypatch):
     q, k = np.zeros((1, 2, 256, 128), np.float32), np.zeros((1, 2, 556, 128), np.float32)
     t, p = np.arange(300, 556, dtype=np.int32)[None], np.broadcast_to(np.arange(556, dtype=np.int32), (1, 2, 556))
     prompt.prompt_attention(q, k, k, t, p, scale=0.1, interpret=True)
-    assert fetched[2:4] == [2 * (4 + 5)] * 2
+    assert fetched[3:5] == [2 * (4 + 5)] * 2
 
 
 @pytest.mark.parametrize(("tokens", "size"), [(17, 5), (300, 300), (2100, 130), (16_500, 700)])
