@@ -38,6 +38,7 @@ import kvjax
 from kvjax.aot.lower import plan_params
 from kvjax.clock import Clock
 from kvjax.decode import Decoding, decode
+from kvjax.gpu_flags import set_gpu_flags
 from kvjax.models import Decoder, DecoderConfig, Rope
 from kvjax.policies import parse
 from kvjax.request import AnswerOptions, Request, read_request
@@ -272,6 +273,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="all of the model's by default")
     parser.add_argument("--repeats", type=int, default=5)
     given = parser.parse_args()
+    set_gpu_flags()
     bench = Bench(given.small, given.repeats, given.layers)
     show(device=jax.devices()[0].device_kind, jax=jax.__version__, small=given.small, layers=bench.config.num_layers)
     for case in CASES:

@@ -10,5 +10,8 @@ from __future__ import annotations
 
 from bench_cpu import GPU, main
 
+from kvjax.gpu_flags import set_gpu_flags
+
 if __name__ == "__main__":
+    set_gpu_flags()  # the sides inherit them
     main(__doc__, GPU)
