@@ -26,7 +26,7 @@ _warned: set[str] = set()  # messages
 _operations: dict[str, tuple[str, ...]] = {}  # backends by operation, in order of trial
 
 
-class Declined(NotImplementedError):
+class DeclinedError(NotImplementedError):
     """A refusal that dispatch does not warn of, because the next backend is meant for the arguments."""
 
 
@@ -109,7 +109,7 @@ def dispatch(reference: Callable[..., Any], *backends: str) -> Callable[..., Any
     The operation has the name of its reference. The kernel of a backend is the function of that name in the module
     OPERATION/BACKEND.py, which is imported when it is first tried. It takes the reference's arguments and `interpret`.
     A backend that cannot serve its arguments raises NotImplementedError while it is traced, and the next one is tried.
-    Dispatch warns of that once per combination of reasons, unless it is `Declined`. Other errors are not caught.
+    Dispatch warns of that once per combination of reasons, unless it is `DeclinedError`. Other errors are not caught.
 
     Args:
         backends: keys of BACKENDS, in order of trial.
@@ -124,7 +124,7 @@ def dispatch(reference: Callable[..., Any], *backends: str) -> Callable[..., Any
             try:
                 module = import_module(f"..{operation}.{name.removesuffix(INTERPRET)}", __name__)
                 result = getattr(module, operation)(*args, interpret=name.endswith(INTERPRET), **kwargs)
-            except Declined:
+            except DeclinedError:
                 continue
             except NotImplementedError as reason:
                 refusals.append(f"{name} ({reason})")

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..dispatch import Declined
+from ..dispatch import DeclinedError
 from . import triton
 from .parts import Attention, in_parts, separable
 
@@ -37,13 +36,13 @@ def prompt_attention(
     """Computes what the reference defines.
 
     Raises:
-        Declined: for a bias, a few new tokens over cached slots, and float32, which Triton serves; and if there is no
-            GPU here to try cuDNN on.
+        DeclinedError: for a bias, a few new tokens over cached slots, and float32, which Triton serves; and if there is
+            no GPU here to try cuDNN on.
         NotImplementedError: if cuDNN is missing or cannot compile prompts of such heads for the GPU that is here.
     """
     kinds = {jnp.dtype(x.dtype).name for x in (q, k, v)}
     if not separable(q, k, bias) or kinds not in ({"bfloat16"}, {"float16"}):
-        raise Declined
+        raise DeclinedError
     check_compiles(q.shape[1] // k.shape[1], q.shape[3], kinds.pop(), window)
     own = partial(by_cudnn, scale=scale, window=window)
     cached = partial(triton.prompt_attention, scale=scale, window=window, interpret=interpret)
@@ -51,9 +50,9 @@ def prompt_attention(
 
 
 def check_compiles(group: int, channels: int, dtype: str, window: int | None) -> None:
-    """Raises NotImplementedError if `failure` has a reason, and Declined if there is no GPU here to try cuDNN on."""
+    """Raises NotImplementedError if `failure` has a reason, and DeclinedError if there is no GPU to try cuDNN on."""
     if jax.local_devices()[0].platform != "gpu":
-        raise Declined
+        raise DeclinedError
     reason = failure(group, channels, dtype, window)
     if reason is not None:
         raise NotImplementedError(reason)
@@ -122,8 +121,8 @@ def by_cudnn(
     def some_heads(arrays: tuple[Array, ...]) -> Attention:
         """Attention of the query heads of some kv heads."""
         *tokens, lengths = arrays
-        tokens = [rolled(x, lengths) for x in tokens]
-        results = attend(*tokens, q_seqlen=lengths, kv_seqlen=lengths, mask_type=cudnn.MaskType.PADDING_CAUSAL)
+        q, k, v = (rolled(x, lengths) for x in tokens)
+        results = attend(q, k, v, q_seqlen=lengths, kv_seqlen=lengths, mask_type=cudnn.MaskType.PADDING_CAUSAL)
         out, lse = (rolled(x, -lengths) for x in results)
         exists = (place >= N - lengths[:, None])[:, None]
         return jnp.where(exists[..., None], out, 0), jnp.where(exists, lse, -jnp.inf)

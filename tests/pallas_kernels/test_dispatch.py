@@ -136,7 +136,7 @@ def test_two_refusals_hand_on_to_the_reference(operation, two_gpu_backends):
 
 def test_a_backend_that_declines_hands_on_without_a_warning(operation, two_gpu_backends):
     def declines(*args, **kwargs):
-        raise module.Declined
+        raise module.DeclinedError
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -32,6 +32,7 @@ from tests.pallas_kernels.checks import (
     check_window,
     jitted,
 )
+from tests.products import part
 
 prompt, slot, segment, window, top = (
     import_module(f"kvjax.pallas_kernels.{name}.mosaic_tpu")
@@ -236,7 +237,9 @@ def test_prompts_over_cached_slots(case, slots, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "slots"), [(case, slots) for case, slots in PROMPT_CASES if slots and not case.bias])
+@pytest.mark.parametrize(
+    ("case", "slots"), part([x for x in PROMPT_CASES if x[1] and not x[0].bias], PROMPT_CASES[1:2])
+)
 def test_prompts_by_splash_attention_and_cached_slots_by_position(case, slots, monkeypatch):
     """In float32. Splash attention scales queries in their own dtype, as the reference does."""
     case = replace(case, dtype="float32")
