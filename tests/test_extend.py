@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib import import_module
 from itertools import product
 
 import jax
@@ -78,6 +79,20 @@ def test_a_prompt_in_chunks_is_a_prompt_in_one_go(spec):
 def test_chunks_shorter_than_the_window_and_nearly_the_prompt(spec, chunk):
     params = tiny.decoder()
     assert_same(tiny.prefill(params, spec, ROWS, SIZE), tiny.prefill(params, spec, ROWS, SIZE, chunk=chunk))
+
+
+def test_the_first_chunk_is_a_plain_prompt(monkeypatch):
+    """It attends to itself alone, the second to the slots that both leave as well."""
+    module = import_module("kvjax.attend.prompt")
+    seen, attend = [], module.prompt_attention
+
+    def counted(q, k, *arrays, **options):
+        seen.append((q.shape[2], k.shape[2]))
+        return attend(q, k, *arrays, **options)
+
+    monkeypatch.setattr(module, "prompt_attention", counted)
+    tiny.prefill(tiny.decoder(windows=(None,)), "full", ROWS, SIZE, chunk=12)
+    assert seen == [(12, 12), (12, 24)]
 
 
 LIMITED = [spec for spec in SPECS if "budget=12" in spec and "dense" not in spec]

@@ -19,12 +19,14 @@ from jaxtyping import Array, Float, Int
 from ..arrays import pad
 from ..mosaic import (
     LANES,
+    SMEM_BYTES,
     Interpret,
     SoftmaxScratch,
     as_column,
     compiler_params,
     in_place,
     product,
+    round_up,
     stored_transposed,
     tile_size,
     visible_in_tile,
@@ -32,8 +34,10 @@ from ..mosaic import (
 from ..mosaic_codes import clear_outside, merge_heads, weighted_values
 from ..visibility import span, visible_tiles
 
-BLOCK_ROWS = 1024  # query rows of a kv head per block
-MOST_TILE_KEYS = 512  # keys per tile
+# Larger steps start less often: 0.35 µs each, beside 2.3 µs of products on a v6e.
+BLOCK_ROWS = 2048  # query rows of a kv head per block, at most
+BLOCK_BYTES = 512 << 10  # of these rows, at most
+MOST_TILE_KEYS = 1024  # keys per tile
 
 
 def by_position(
@@ -48,12 +52,20 @@ def by_position(
     bias: Float[Array, "B H M"] | None = None,
     interpret: Interpret = False,
 ) -> tuple[Float[Array, "B Hq N D"], Float[Array, "B Hq N"]]:
-    """Computes what `reference.prompt_attention` defines. The queries' own entries may lie anywhere among the M."""
+    """Computes what `reference.prompt_attention` defines. The queries' own entries may lie anywhere among the M.
+
+    Raises:
+        NotImplementedError: for more blocks of queries than fit into scalar memory.
+    """
     B, Hq, N, D = q.shape
     H, M = k.shape[1:3]
     G = Hq // H
-    rows = max(BLOCK_ROWS // G // LANES, 1) * LANES
+    most = min(BLOCK_ROWS, BLOCK_BYTES // (D * q.dtype.itemsize))
+    rows = min(max(most // G // LANES, 1) * LANES, round_up(N, LANES))
     size, query_blocks = tile_size(M, MOST_TILE_KEYS), -(-N // rows)
+    if 2 * 4 * B * H * query_blocks > SMEM_BYTES:
+        blocks = f"{B * H * query_blocks:,} blocks of {rows} queries"
+        raise NotImplementedError(f"{blocks}: expected at most {SMEM_BYTES // 8:,}, for the scalar memory")
     q = pad(q, -N % rows, axis=2).reshape(B * H, G, query_blocks * rows, D)
     t = pad(q_positions.astype(jnp.int32), -N % rows, axis=1, value=-1)
     spans = span(jnp.swapaxes(visible_tiles(t, k_positions, rows=rows, keys=size, window=window), 2, 3))

@@ -15,7 +15,7 @@ import pytest
 import kvjax
 from kvjax.aot.graphs import compile_listed, outside_graphs
 from kvjax.aot.hlo import Loop
-from kvjax.aot.lower import lower_decode, lower_prefill
+from kvjax.aot.lower import Part, lower_decode, lower_prefill
 from kvjax.aot.targets import target
 from kvjax.decode import Decoding
 from kvjax.models import DecoderConfig
@@ -265,6 +265,23 @@ def test_a_prompt_is_held_a_layer_at_a_time(name: str, config: DecoderConfig, to
     mesh = kvjax.make_mesh(devices=accelerators(name)[:1])
     program = lower_prefill(config, sized(text), mesh=mesh, batch=1, length=tokens, new_tokens=64).compile()
     assert program.memory_analysis().temp_size_in_bytes < tokens * config.bytes_per_token("bfloat16")
+
+
+CHUNK = 4096
+
+
+@pytest.mark.aot
+@pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
+@pytest.mark.parametrize(("which", "text"), part(product(["first", "middle", "last"], READ), [("middle", READ[1])]))
+def test_a_chunk_takes_two_layers_and_its_activations(which: Part, text: str) -> None:
+    """Beside weights and cache: at most the keys and values of two layers, and what the MLP makes of 4,096 tokens."""
+    mesh, length = kvjax.make_mesh(devices=accelerators("h200:1")[:1]), 65_536
+    lowered = lower_prefill(
+        NARROW, sized(text), mesh=mesh, batch=1, length=length, new_tokens=64, chunk=CHUNK, part=which
+    )
+    layer = length * NARROW.bytes_per_token("bfloat16") // NARROW.num_layers
+    activations = 3 * CHUNK * NARROW.mlp_size * 2
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < 2 * layer + activations
 
 
 @pytest.mark.aot

@@ -26,6 +26,9 @@ prompt, slot, segment, window, top = (
     for name in ("prompt_attention", "slot_attention", "segment_attention", "window_scores", "top_tokens")
 )
 mosaic = import_module("kvjax.pallas_kernels.mosaic")
+by_position, parts = (
+    import_module(f"kvjax.pallas_kernels.prompt_attention.{name}") for name in ("mosaic_by_position", "parts")
+)
 CHIPS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
 HEADS = {"8B": (32, 8), "14B": (40, 8), "70B": (64, 8)}
 D = 128
@@ -77,16 +80,23 @@ def scores(name, batch, heads, length, queries, head_dim=D, lse=True, **options)
 
 
 def later_chunk(name, heads, queries, cached, head_dim=D, dtype=jnp.bfloat16, biased=False, window=None):
-    """Prompt attention of a chunk after cached entries."""
+    """Prompt attention of a chunk after cached entries. A long one is appended here, as a cache appends it."""
     Hq, H = heads
     M = cached + queries
-    k, at = ((1, H, M, head_dim), dtype), [((1, queries), jnp.int32), ((1, H, M), jnp.int32)]
-    biases = [((1, H, M), jnp.float32)] if biased else []
+    long = queries >= parts.LEAST_TOKENS
+    k, new = (((1, H, length, head_dim), dtype) for length in (cached if long else M, queries))
+    at = [((1, queries), jnp.int32), ((1, H, M), jnp.int32)]
+    more = [new, new] if long else [((1, H, M), jnp.float32)] if biased else []
 
-    def kernel(q, k, v, t, p, bias=None):
+    def kernel(q, k, v, t, p, *more):
+        bias = None
+        if long:
+            k, v = (jnp.concatenate(pair, axis=2) for pair in zip((k, v), more, strict=True))
+        elif biased:
+            (bias,) = more
         return prompt.prompt_attention(q, k, v, t, p, scale=0.1, window=window, bias=bias)
 
-    return ahead(name, kernel, ((1, Hq, queries, head_dim), dtype), k, k, *at, *biases)
+    return ahead(name, kernel, ((1, Hq, queries, head_dim), dtype), k, k, *at, *more)
 
 
 def written(compiled, nbytes: int) -> list[str]:
@@ -204,8 +214,22 @@ def test_other_head_sizes(chip, head_dim):
     assert written(compiled, 8 * length * head_dim * 2) == []
     compiled = scores(chip, 1, (32, 8), length, 32, head_dim=head_dim)
     assert written(compiled, 8 * length * head_dim * 2) == []
+    length = 65_536  # whose keys are larger than what 1,024 queries give
     compiled = later_chunk(chip, (32, 8), 1024, length, head_dim=head_dim)
     assert written(compiled, 8 * length * head_dim * 2) == []
+
+
+def test_blocks_of_queries_that_do_not_fit_scalar_memory_are_refused():
+    """Each block of queries has a span of tiles. The most that are accepted are half of what Mosaic takes."""
+
+    def attend(batch):
+        q, k = (((batch, 8, length, 16), jnp.bfloat16) for length in (1, 128))
+        at = ((batch, 1), jnp.int32), ((batch, 8, 128), jnp.int32)
+        ahead("v5e:2x2", partial(by_position.by_position, scale=0.1), q, k, k, *at)
+
+    attend(8192)
+    with pytest.raises(NotImplementedError, match="65,544 blocks of 128 queries: expected at most 65,536"):
+        attend(8193)
 
 
 @pytest.mark.parametrize("chip", part(CHIPS, ["v5e:2x2"]))

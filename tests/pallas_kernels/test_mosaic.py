@@ -32,13 +32,16 @@ from tests.pallas_kernels.checks import (
     check_window,
     jitted,
 )
+from tests.products import part
 
 prompt, slot, segment, window, top = (
     import_module(f"kvjax.pallas_kernels.{name}.mosaic_tpu")
     for name in ("prompt_attention", "slot_attention", "segment_attention", "window_scores", "top_tokens")
 )
-by_position = import_module("kvjax.pallas_kernels.prompt_attention.mosaic_by_position")
 mosaic, decode = (import_module(f"kvjax.pallas_kernels.{name}") for name in ("mosaic", "mosaic_decode"))
+by_position, parts = (
+    import_module(f"kvjax.pallas_kernels.prompt_attention.{name}") for name in ("mosaic_by_position", "parts")
+)
 
 
 interpreted = partial(jitted, interpret=True)
@@ -234,7 +237,7 @@ def test_prompt_attention(dtype, group, window):
     t = left_padded([N, 70, 0], N, [5, 0, 9])
     p = np.broadcast_to(t[:, None], (3, 2, N))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prompt, "BLOCK", 128)
+        patch.setattr(prompt, "splash_block", lambda q: 128)
         out, lse = interpreted(prompt.prompt_attention, scale=0.25, window=window)(q, k, v, t, p)
     weights, expected_lse, _ = attention(q, k, t, p, 0.25, window)
     assert (out.dtype, lse.dtype) == (q.dtype, jnp.float32)
@@ -249,3 +252,29 @@ def test_prompts_over_cached_slots(case, slots, monkeypatch):
     monkeypatch.setattr(by_position, "BLOCK_ROWS", 1)
     monkeypatch.setattr(by_position, "MOST_TILE_KEYS", 128)
     check_prompt(interpreted(prompt.prompt_attention), case, slots)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "slots"), part([x for x in PROMPT_CASES if x[1] and not x[0].bias], PROMPT_CASES[1:2])
+)
+def test_prompts_by_splash_attention_and_cached_slots_by_position(case, slots, monkeypatch):
+    """In float32. Splash attention scales queries in their own dtype, as the reference does."""
+    case = replace(case, dtype="float32")
+    monkeypatch.setattr(parts, "LEAST_TOKENS", 16)
+    monkeypatch.setattr(by_position, "MOST_TILE_KEYS", 128)
+    check_prompt(interpreted(prompt.prompt_attention), case, slots)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "channels", "dtype", "block"),
+    [
+        (100, 128, "bfloat16", 128),
+        (1024, 128, "bfloat16", 512),
+        (1025, 256, "bfloat16", 1024),
+        (1 << 17, 128, "float32", 1024),
+        (1 << 17, 256, "float32", 512),
+    ],
+)
+def test_blocks_of_splash_attention_grow_with_the_prompt(tokens, channels, dtype, block):
+    assert prompt.splash_block(jax.ShapeDtypeStruct((1, 8, tokens, channels), dtype)) == block
