@@ -1,0 +1,85 @@
+"""What Mosaic GPU kernels need of a device and of JAX: products of matrices, and the interpreter."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+Products = Literal["mma", "wgmma", "lax"]
+"""What multiplies matrices: instructions of a warp (mma) for at least 16 rows, which need JAX 0.11; instructions of four
+warps (wgmma) for 64 rows, which only Hopper has; or XLA (lax), where the interpreter runs the kernel."""
+
+
+def capability() -> tuple[int, int]:
+    """The compute capability that is compiled for.
+
+    Raises:
+        NotImplementedError: for a GPU without the tensor memory accelerator, or one that is not NVIDIA's.
+    """
+    found = getattr(jax.local_devices()[0], "compute_capability", "9.0")  # a device compiled for ahead is not known
+    if found.startswith("gfx") or float(found) < 9:
+        raise NotImplementedError(f"GPU of compute capability {found}: expected NVIDIA's 9.0 or more")
+    major, minor = found.split(".")
+    return int(major), int(minor)
+
+
+def products_for(rows: int, capability: tuple[int, int]) -> Products:
+    """What multiplies the least rows beyond those that exist.
+
+    Raises:
+        NotImplementedError: if this JAX has nothing for the GPU.
+    """
+    has_mma = hasattr(plgpu, "mma")
+    if capability[0] == 9 and (rows > 16 or not has_mma):
+        return "wgmma"
+    if not has_mma:
+        raise NotImplementedError(f"GPU of compute capability {capability[0]}.{capability[1]}: expected JAX 0.11 or more")
+    return "mma"
+
+
+def product(x: Any, y: Any, products: Products, *, transposed: bool = False) -> Float[Array, "rows columns"]:
+    """Returns x @ y in float32.
+
+    Args:
+        x: an array, or a reference to shared memory.
+        y: a reference to shared memory.
+        transposed: whether y is transposed first.
+    """
+    rows, columns = x.shape[0], y.shape[0 if transposed else 1]
+    if products == "lax":
+        contracted = (((1,), (1 if transposed else 0,)), ((), ()))
+        return jax.lax.dot_general(x[...], y[...], contracted, preferred_element_type=jnp.float32)
+    y = y.transpose((1, 0)) if transposed else y
+    if products == "mma":
+        return plgpu.mma(jnp.zeros((rows, columns), jnp.float32), x[...], y[...])
+
+    def multiply(sums: Any) -> Array:
+        plgpu.wgmma(sums, x, y)
+        return sums[...]  # waits for the products
+
+    return pl.run_scoped(multiply, plgpu.ACC((rows, columns), jnp.float32))
+
+
+def over(x: Array, shape: tuple[int, ...], axis: int) -> Array:
+    """Broadcasts a vector along one axis of a matrix to all of it."""
+    return jax.lax.broadcast_in_dim(x, shape, (axis,))
+
+
+def interpreted(*, ragged: bool) -> Any:
+    """Parameters of the interpreter, which runs a kernel step by step on any platform.
+
+    Memory begins as NaN. A copy from beyond an array's end gives zeros on a GPU.
+
+    Args:
+        ragged: whether the kernel copies from beyond an array's end. Memory then begins as zeros as well.
+    """
+    module = import_module("jax._src.pallas.mosaic_gpu.interpret.params")  # JAX 0.10 does not export it
+    return module.InterpretGPUParams(
+        out_of_bounds_reads="uninitialized" if ragged else "raise", uninitialized_memory="zero" if ragged else "nan"
+    )
