@@ -47,7 +47,7 @@ def product(x: Any, y: Any, products: Products, *, transposed: bool = False) -> 
     """Returns x @ y in float32.
 
     Args:
-        x: an array, or a reference to shared memory.
+        x: a reference to shared memory; for wgmma and lax also an array.
         y: a reference to shared memory.
         transposed: whether y is transposed first.
     """

@@ -86,7 +86,7 @@ def check(q: Any, k: Any, v: Any, *, rows: int, others: bool) -> None:
 
 def tile_slots(head_dim: int) -> int:
     """Slots per tile."""
-    return TILE_ELEMENTS // pl.next_power_of_2(max(head_dim, 64))
+    return max(64, TILE_ELEMENTS // pl.next_power_of_2(max(head_dim, 64)))
 
 
 def splits_of(heads: int, slots: int, tile: int) -> int:
