@@ -16,7 +16,7 @@ from kvjax.policy import Texts
 from kvjax.programs import jit
 from kvjax.room import Compress, ending, grown, occupied_slots, plan_read, with_room
 
-_read_on = jit(read, static_argnames="plan", donate_argnames="cache")
+read_on = jit(read, static_argnames="plan", donate_argnames="cache")
 
 
 def read_prompt(
@@ -57,12 +57,13 @@ def read_prompt(
         between = plan_read(
             cache, occupied, new=(chunks - 1) * chunk, room=0, compress=compress == "chunk", final=False
         )
-        cache = grown(cache, size=between.slots)
+        if not begins:  # the first chunk of a prompt has no slots to attend to, and the slots are made when it ends
+            cache = grown(cache, size=between.slots)
     for i in range(chunks):
         rest = (chunks - 1 - i) * chunk
         part, part_lengths = put(tokens[:, i * chunk : (i + 1) * chunk]), put(np.clip(lengths - rest, 0, chunk))
         if rest:
-            go = _read_on if i else jitted_read  # the first cache is the caller's
+            go = read_on if i else jitted_read  # the first cache is the caller's
             _, cache = run(go, params, cache, part, part_lengths, plan=between)
             occupied = occupied_slots(cache)
     last = plan_read(

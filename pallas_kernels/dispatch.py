@@ -12,13 +12,22 @@ from typing import Any, NamedTuple
 import jax
 
 ENVIRONMENT = "KVJAX_KERNELS"
-BACKENDS = {"triton": "gpu", "mosaic_tpu": "tpu"}  # the name of a backend's modules -> the platform it compiles for
+# the name of a backend's modules -> the platform it compiles for
+BACKENDS = {"cudnn": "gpu", "triton": "gpu", "mosaic_tpu": "tpu"}
+LIBRARIES = {"cudnn"}  # backends that are no kernels of Pallas, and cannot be interpreted
 INTERPRET = "-interpret"
-CHOICES = ("default", "reference", *(backend + INTERPRET for backend in BACKENDS))
+CHOICES = (
+    *("default", "reference", *BACKENDS),
+    *(backend + INTERPRET for backend in BACKENDS if backend not in LIBRARIES),
+)
 
 _choice = jax.make_user_context(None)  # a part of what jit caches on: functions are traced anew for another choice
 _warned: set[str] = set()  # messages
 _operations: dict[str, tuple[str, ...]] = {}  # backends by operation, in order of trial
+
+
+class Declined(NotImplementedError):
+    """A refusal that dispatch does not warn of, because the next backend is meant for the arguments."""
 
 
 class Implementation(NamedTuple):
@@ -37,7 +46,8 @@ def use(choice: str) -> AbstractContextManager[None]:
     """Chooses kernels within a `with` block. A function under jit is traced again if the choice differs.
 
     Args:
-        choice: "default" takes the platform's kernels and "reference" plain XLA. "triton-interpret" and
+        choice: "default" takes the platform's kernels and "reference" plain XLA. The name of a backend takes that
+            backend's kernels and no others: "triton" is all kernels for GPUs but cuDNN. "triton-interpret" and
             "mosaic_tpu-interpret" run that backend's kernels step by step on any platform; they are slow and serve
             tests. The environment variable KVJAX_KERNELS sets the same for a process; this function overrides it.
 
@@ -68,11 +78,14 @@ def _kernels(operation: str) -> tuple[list[str], str]:
         choice = _checked(os.environ.get(ENVIRONMENT) or "default", source)
     if choice == "reference":
         return [], f"{source} asks for it"
-    if choice != "default":
-        if choice.removesuffix(INTERPRET) in backends:
-            return [choice], f"{source} asks for it"
-        return [], f"{source} asks for {choice}, which this operation does not have"
     here = platform()
+    if choice != "default":
+        name = choice.removesuffix(INTERPRET)
+        if name not in backends:
+            return [], f"{source} asks for {choice}, which this operation does not have"
+        if choice == name and BACKENDS[name] != here:
+            return [], f"{source} asks for {choice}, and the platform is {here}"
+        return [choice], f"{source} asks for it"
     names = [backend for backend in backends if BACKENDS[backend] == here]
     if not names:
         return [], f"the platform is {here}, which has no kernel"
@@ -96,7 +109,7 @@ def dispatch(reference: Callable[..., Any], *backends: str) -> Callable[..., Any
     The operation has the name of its reference. The kernel of a backend is the function of that name in the module
     OPERATION/BACKEND.py, which is imported when it is first tried. It takes the reference's arguments and `interpret`.
     A backend that cannot serve its arguments raises NotImplementedError while it is traced, and the next one is tried.
-    Dispatch warns of that once per combination of reasons. Other errors are not caught.
+    Dispatch warns of that once per combination of reasons, unless it is `Declined`. Other errors are not caught.
 
     Args:
         backends: keys of BACKENDS, in order of trial.
@@ -111,6 +124,8 @@ def dispatch(reference: Callable[..., Any], *backends: str) -> Callable[..., Any
             try:
                 module = import_module(f"..{operation}.{name.removesuffix(INTERPRET)}", __name__)
                 result = getattr(module, operation)(*args, interpret=name.endswith(INTERPRET), **kwargs)
+            except Declined:
+                continue
             except NotImplementedError as reason:
                 refusals.append(f"{name} ({reason})")
                 continue

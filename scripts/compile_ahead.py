@@ -17,7 +17,7 @@ import json
 import math
 import os
 import time
-from typing import Any
+from typing import Any, get_args
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # what is here is not asked
 
@@ -25,7 +25,7 @@ import jax
 
 import kvjax
 from kvjax.aot.hlo import Loop
-from kvjax.aot.lower import lower_decode, lower_prefill, plan_params
+from kvjax.aot.lower import Part, lower_decode, lower_prefill, plan_params
 from kvjax.aot.targets import target
 from kvjax.models import DecoderConfig, Rope
 
@@ -61,8 +61,10 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     mesh = kvjax.make_mesh(arguments.data, arguments.model, devices=devices)
     sizes = {"batch": arguments.batch, "length": arguments.length, "new_tokens": arguments.new_tokens}
     started = time.perf_counter()
-    lower = lower_decode if arguments.program == "decode" else lower_prefill
-    lowered = lower(config, policy, mesh=mesh, **sizes)
+    if arguments.program == "decode":
+        lowered = lower_decode(config, policy, mesh=mesh, **sizes)
+    else:
+        lowered = lower_prefill(config, policy, mesh=mesh, chunk=arguments.chunk, part=arguments.part, **sizes)
     traced = time.perf_counter()
     compiled = lowered.compile()
     done = time.perf_counter()
@@ -70,7 +72,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     assert memory is not None
     cache = kvjax.plan_cache(config, policy, dtype="bfloat16", mesh=mesh, **sizes)
     keys = held(cache.entries.stored[0])
-    facts = {}
+    facts = {"chunk": arguments.chunk, "part": arguments.part} if arguments.chunk else {}
     if arguments.program == "decode":
         loop = Loop.of(hlo)
         facts = {
@@ -117,6 +119,8 @@ def main() -> None:
     parser.add_argument("--policy", default="morphkv:budget=2048,window=32")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=8192, help="tokens of a prompt")
+    parser.add_argument("--chunk", type=int, help="tokens of a prompt that are read at a time; all by default")
+    parser.add_argument("--part", choices=get_args(Part), default="last", help="the chunk; one program each")
     parser.add_argument("--new-tokens", type=int, default=1024)
     arguments = parser.parse_args()
     for name in arguments.targets:

@@ -7,7 +7,8 @@ comes back says what the program takes (`memory_analysis()`), and `kvjax.aot.hlo
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +18,19 @@ from jax.sharding import Mesh
 from kvjax.cache import bucket, room_for
 from kvjax.checkpoint.parameters import Blank
 from kvjax.decode import Answers, Decoding, decode
-from kvjax.extend import jitted_read
+from kvjax.extend import jitted_read, read
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.modes import own_modes
 from kvjax.plan import check_sizes, placed, plan_cache
 from kvjax.policy import Policy
+from kvjax.prefill import read_on
 from kvjax.request import Sampling
 from kvjax.room import ending, plan_read
 from kvjax.sampling import Greedy, SamplingMethod
 from kvjax.sharding import check_batch, fit_mesh, rows_sharding
+
+Part = Literal["first", "middle", "last"]
 
 
 def plan_params(config: DecoderConfig, dtype: Any, mesh: Mesh) -> Decoder:
@@ -53,13 +57,18 @@ def lower_prefill(
     length: int,
     new_tokens: int,
     dtype: Any = jnp.bfloat16,
+    chunk: int | None = None,
+    part: Part = "last",
 ) -> jax.stages.Lowered:
-    """What `generate` reads prompts of `length` tokens with, in one piece, for the devices of a mesh of `make_mesh`.
+    """What `generate` reads prompts of `length` tokens with, for the devices of a mesh of `make_mesh`.
 
     Where a budget is shared out among layers or heads, that is done by a program of its own, after this one.
 
     Args:
         dtype: of parameters and cache.
+        chunk: the number of tokens that are read at a time; all of them if None.
+        part: the chunk: one program reads the first, another all between, and a third the last. A prompt that is read
+            in one piece has only a last one.
 
     Raises:
         ValueError: for sizes below 1, and a mesh that does not fit the model or the batch.
@@ -67,14 +76,28 @@ def lower_prefill(
     check_sizes(batch=batch, length=length, new_tokens=new_tokens)
     params, mesh, size = plan_params(config, dtype, mesh), fit_mesh(mesh, config), bucket(length)
     check_batch(batch, mesh)
-    empty = jax.eval_shape(lambda: KVCache.empty(config, policy, jnp.full(batch, length), size, dtype))
-    cache = replace(empty, mesh=mesh)
-    cache, end = placed(cache, cache.shardings), ending(cache, "auto")
-    room = 0 if end.allocate else room_for(new_tokens)
-    plan = plan_read(cache, [0] * config.num_layers, new=size, room=room, compress=end.compress, final=end.final)
+    chunk = min(chunk or size, size)
     tokens, lengths = (
-        jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows_sharding(mesh)) for shape in ((batch, size), (batch,))
+        jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows_sharding(mesh)) for shape in ((batch, chunk), (batch,))
     )
+
+    def on_mesh(cache: KVCache) -> KVCache:
+        cache = replace(cache, mesh=mesh)
+        return placed(cache, cache.shardings)
+
+    cache = on_mesh(jax.eval_shape(lambda: KVCache.empty(config, policy, jnp.full(batch, length), size, dtype)))
+    end, before = ending(cache, "auto"), (-(-size // chunk) - 1) * chunk
+    nothing = [0] * config.num_layers
+    if before:
+        plan = plan_read(cache, nothing, new=before, room=0, compress=False, final=False)
+        if part == "first":
+            return jitted_read.lower(params, cache, tokens, lengths, plan=plan)
+        cache = on_mesh(jax.eval_shape(partial(read, plan=plan), params, replace(cache, mesh=None), tokens, lengths)[1])
+        if part == "middle":
+            return read_on.lower(params, cache, tokens, lengths, plan=plan)
+    room = 0 if end.allocate else room_for(new_tokens)
+    occupied = cache.entries.bounds
+    plan = plan_read(cache, occupied, new=chunk, room=room, compress=end.compress, final=end.final)
     return jitted_read.lower(params, cache, tokens, lengths, plan=plan)
 
 

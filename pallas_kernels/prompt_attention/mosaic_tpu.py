@@ -1,12 +1,12 @@
-"""Prompt attention on TPUs: splash attention, which is JAX's own kernel, for prompts without cached entries.
+"""Prompt attention on TPUs: splash attention, which is JAX's own kernel, from new tokens to themselves.
 
-Splash attention masks by index, and padding by segment ids, so it serves new tokens that attend to themselves only
-(M = N). Cached slots, which lie in any order, a bias, and longer prompts are served by `mosaic_by_position`.
+Splash attention masks by index, and padding by segment ids. Cached slots, which lie in any order, a bias, and longer
+prompts are served by `mosaic_by_position`.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from ..arrays import pad
 from ..mosaic import LANES, check, round_up
 from .mosaic_by_position import by_position
+from .parts import Attention, in_parts, separable
 
 BLOCK = 512  # queries per tile, and keys per tile
 LONGEST = 256 * BLOCK  # tokens; scalar memory holds the table of tiles to visit, of 256 x 256
@@ -43,10 +44,29 @@ def prompt_attention(
         NotImplementedError: for dtypes that differ or are not float32 or bfloat16.
     """
     check(q, k, v)
+    cached = partial(by_position, scale=scale, window=window, interpret=interpret)
+    if not separable(q, k, bias) or q.shape[2] > LONGEST:
+        return cached(q, k, v, q_positions, k_positions, bias=bias)
+    own = partial(by_splash, scale=scale, window=window, interpret=interpret)
+    return in_parts(own, cached, q, k, v, q_positions, k_positions)
+
+
+def by_splash(
+    q: Float[Array, "B Hq N D"],
+    k: Float[Array, "B H N D"],
+    v: Float[Array, "B H N D"],
+    positions: Int[Array, "B N"],
+    *,
+    scale: float,
+    window: int | None,
+    interpret: bool = False,
+) -> Attention:
+    """Causal attention of tokens over themselves. The tokens of a row are consecutive and end it.
+
+    Args:
+        positions: -1 for padding, which is on the left.
+    """
     B, Hq, N, D = q.shape
-    if k.shape[2] > N or bias is not None or N > LONGEST:
-        options: dict[str, Any] = {"scale": scale, "window": window, "bias": bias, "interpret": interpret}
-        return by_position(q, k, v, q_positions, k_positions, **options)
     H = k.shape[1]
     G = Hq // H
     block = min(BLOCK, round_up(N, LANES))
@@ -59,7 +79,7 @@ def prompt_attention(
         out, (lse,) = kernel(rows, keys, values, splash.SegmentIds(exists, exists))
         return out, lse
 
-    exists = pad((q_positions >= 0).astype(jnp.int32), padding, axis=1)
+    exists = pad((positions >= 0).astype(jnp.int32), padding, axis=1)
     rows = pad(q * scale, padding, axis=2).reshape(B * H, G, N + padding, D)
     keys, values = (pad(x, padding, axis=2).reshape(B * H, N + padding, D) for x in (k, v))
     heads = (rows, keys, values, jnp.repeat(exists, H, axis=0))
@@ -67,7 +87,7 @@ def prompt_attention(
     at_once = next(n for n in range(B * H, 0, -1) if B * H % n == 0 and (n == 1 or n <= most))
     out, lse = jax.lax.map(one_head, heads, batch_size=at_once)
     out, lse = out.reshape(B, Hq, -1, D)[:, :, :N], lse.reshape(B, Hq, -1)[:, :, :N]
-    seen = (q_positions >= 0)[:, None]
+    seen = (positions >= 0)[:, None]
     return jnp.where(seen[..., None], out, 0), jnp.where(seen, lse, -jnp.inf)
 
 

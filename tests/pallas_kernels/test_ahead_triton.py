@@ -156,16 +156,6 @@ SMALL = Gpu(
 )
 
 
-@pytest.fixture(autouse=True)
-def no_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts take the Triton kernel, also if cuDNN is installed."""
-
-    def missing(*arrays: Any, **options: Any) -> None:
-        raise ImportError("cuDNN")
-
-    monkeypatch.setattr(import_module("kvjax.pallas_kernels.prompt_attention.triton"), "by_cudnn", missing)
-
-
 # Of each operation, a problem that is compiled for all GPUs. The others are compiled for one.
 GPUS = ("a100", "h200", "b200")
 EVERYWHERE = ("decode-8b-2k-extra-25", "segments-8b-8-bits", "prompt-8b-32k", "window-8b-mean-of-32k", "top-2k-of-128k")

@@ -48,6 +48,7 @@ def two_gpu_backends(monkeypatch):
     """Registers two backends of one platform, called first and second."""
     for name in ("first", "second"):
         monkeypatch.setitem(module.BACKENDS, name, "gpu")
+    monkeypatch.setattr(module, "CHOICES", (*module.CHOICES, "first", "second"))
 
 
 def refuses(reason):
@@ -133,6 +134,29 @@ def test_two_refusals_hand_on_to_the_reference(operation, two_gpu_backends):
     assert len(said) == 1
 
 
+def test_a_backend_that_declines_hands_on_without_a_warning(operation, two_gpu_backends):
+    def declines(*args, **kwargs):
+        raise module.Declined
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert operation(first=declines, second=returns("second"))(3) == ("second", 3, 0, False)
+        assert operation("triple", first=declines)(3) == 6
+
+
+def test_a_backend_may_be_chosen_alone(operation, two_gpu_backends):
+    """The others of the platform are left out, and a backend of another platform is not run."""
+    call = operation(first=returns("first"), second=returns("second"), mosaic_tpu=returns("tpu"))
+    other = operation("other", first=returns("first"))
+    asks = "kvjax.pallas_kernels.use asks for"
+    with pallas_kernels.use("second"):
+        assert (call(3)[0], other(3)) == ("second", 6)
+        assert module.implementation("double") == ("second", f"{asks} it")
+    with pallas_kernels.use("mosaic_tpu"):
+        assert call(3) == 6
+        assert module.implementation("double") == ("reference", f"{asks} mosaic_tpu, and the platform is gpu")
+
+
 def test_other_errors_of_a_kernel_are_raised(operation, two_gpu_backends):
     def broken(x, *, interpret):
         raise TypeError("a bug")
@@ -173,7 +197,10 @@ def test_functions_under_jit_are_traced_again_for_another_choice(operation):
 
 
 def test_unknown_choices_are_refused_by_name(operation, monkeypatch):
-    expected = "kernels='cuda': expected one of default, reference, triton-interpret, mosaic_tpu-interpret"
+    expected = (
+        "kernels='cuda': expected one of default, reference, cudnn, triton, mosaic_tpu, triton-interpret, "
+        "mosaic_tpu-interpret"
+    )
     with pytest.raises(ValueError, match=f"use: {expected}"):
         pallas_kernels.use("cuda")
     call = operation()

@@ -20,7 +20,6 @@ from tests.pallas_kernels.cases import (
     SEGMENT_CASES,
     SLOT_CASES,
     WINDOW_CASES,
-    Case,
 )
 from tests.pallas_kernels.checks import (
     check_extra,
@@ -98,50 +97,6 @@ def test_top_tokens_equals_the_reference(tile, size, monkeypatch):
 @pytest.mark.parametrize(("case", "slots"), PROMPT_CASES, ids=str)
 def test_prompt_attention(case, slots):
     check_prompt(here(prompt.prompt_attention), case, slots)
-
-
-@pytest.mark.skipif(INTERPRET, reason="cuDNN needs a GPU")
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
-@pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("group", [1, 4, 7])
-def test_cudnn(head_dim, window, group):
-    def by_cudnn(q, k, v, t, p, **options):
-        return prompt.by_cudnn(q, k, v, t, **options)
-
-    check_prompt(jitted(by_cudnn), Case(head_dim, group, 300, 0, "bfloat16", window=window), 0)
-
-
-@pytest.mark.parametrize("window", [None, 9])
-def test_arguments_of_cudnn(monkeypatch, window):
-    """cuDNN gets rows that begin at the left. What it writes beyond their ends does not matter."""
-    cudnn = import_module("jax._src.cudnn.fused_attention_stablehlo")
-
-    def library(q, k, v, *, q_seqlen, kv_seqlen, scale, mask_type, qkv_layout, sliding_window_length, return_residual):
-        assert (mask_type, qkv_layout, return_residual) == (cudnn.MaskType.PADDING_CAUSAL, "BNTH", True)
-        assert q_seqlen is kv_seqlen
-        t = jnp.where(jnp.arange(q.shape[2]) < q_seqlen[:, None], jnp.arange(q.shape[2]), -1)
-        p = jnp.broadcast_to(t[:, None], k.shape[:3])
-        wide = (x.astype(jnp.float32) for x in (q, k, v))
-        out, lse = reference_of("prompt_attention")(*wide, t, p, scale=scale, window=sliding_window_length)
-        beyond = (t < 0)[:, None]
-        return jnp.where(beyond[..., None], jnp.nan, out).astype(q.dtype), jnp.where(beyond, jnp.nan, lse)
-
-    monkeypatch.setattr(cudnn, "dot_product_attention", library)
-    check_prompt(jitted(prompt.prompt_attention), Case(64, 4, 40, 0, "bfloat16", window=window), 0)
-
-
-def test_without_cudnn_the_triton_kernel_reads_prompts(monkeypatch):
-    calls = []
-
-    def missing(*arrays, **options):
-        calls.append(options["scale"])
-        raise RuntimeError("cuDNN is not detected.")
-
-    monkeypatch.setattr(prompt, "by_cudnn", missing)
-    monkeypatch.setattr(prompt, "attend", lambda *arrays, interpret, **options: calls.append("attend") or 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        check_prompt(jitted(prompt.prompt_attention), Case(64, 4, 40, 0, "bfloat16"), 0)
-    assert calls[1:] == ["attend"]
 
 
 @pytest.mark.parametrize("bound", [1, 64, 65, 200])

@@ -1,0 +1,142 @@
+"""Prompt attention on NVIDIA GPUs by cuDNN, which attends from new tokens to themselves; cached slots go to Triton.
+
+cuDNN knows causal masks, windows, and rows of different lengths that start at the left. It is called below
+`jax.nn.dot_product_attention`, which would round the log-sum-exp to q's dtype.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ..dispatch import Declined
+from . import triton
+from .parts import Attention, in_parts, separable
+
+ROLLED_BYTES = 256 << 20  # queries of padded rows that are moved at a time
+PROBE_TOKENS = 256
+
+
+def prompt_attention(
+    q: Float[Array, "B Hq N D"],
+    k: Float[Array, "B H M D"],
+    v: Float[Array, "B H M D"],
+    q_positions: Int[Array, "B N"],
+    k_positions: Int[Array, "B H M"],
+    *,
+    scale: float,
+    window: int | None = None,
+    bias: Float[Array, "B H M"] | None = None,
+    interpret: bool = False,
+) -> Attention:
+    """Computes what the reference defines.
+
+    Raises:
+        Declined: for a bias, a few new tokens over cached slots, and float32, which Triton serves; and if there is no
+            GPU here to try cuDNN on.
+        NotImplementedError: if cuDNN is missing or cannot compile prompts of such heads for the GPU that is here.
+    """
+    kinds = {jnp.dtype(x.dtype).name for x in (q, k, v)}
+    if not separable(q, k, bias) or kinds not in ({"bfloat16"}, {"float16"}):
+        raise Declined
+    check_compiles(q.shape[1] // k.shape[1], q.shape[3], kinds.pop(), window)
+    own = partial(by_cudnn, scale=scale, window=window)
+    cached = partial(triton.prompt_attention, scale=scale, window=window, interpret=interpret)
+    return in_parts(own, cached, q, k, v, q_positions, k_positions)
+
+
+def check_compiles(group: int, channels: int, dtype: str, window: int | None) -> None:
+    """Raises NotImplementedError if `failure` has a reason, and Declined if there is no GPU here to try cuDNN on."""
+    if jax.local_devices()[0].platform != "gpu":
+        raise Declined
+    reason = failure(group, channels, dtype, window)
+    if reason is not None:
+        raise NotImplementedError(reason)
+
+
+@cache
+def failure(group: int, channels: int, dtype: str, window: int | None) -> str | None:
+    """Why a small prompt does not compile by cuDNN for the GPU that is here. None if it does. It is tried once.
+
+    XLA calls cuDNN when it compiles a program, after the choice of kernels has been traced.
+    """
+    tokens = (PROBE_TOKENS, channels)
+    shapes = [
+        *(jax.ShapeDtypeStruct((2, heads, *tokens), dtype) for heads in (2 * group, 2, 2)),
+        jax.ShapeDtypeStruct((2, PROBE_TOKENS), jnp.int32),
+    ]
+
+    def compile() -> None:
+        jax.jit(partial(by_cudnn, scale=1.0, window=window)).lower(*shapes).compile()
+
+    try:
+        with ThreadPoolExecutor(1) as thread:  # which knows nothing of the trace or mesh that surrounds this call
+            thread.submit(compile).result()
+    except Exception as error:  # whatever it is, Triton serves the prompt
+        return f"cuDNN with heads of {channels} channels: {type(error).__name__}: {error}".partition("\n")[0]
+    return None
+
+
+def by_cudnn(
+    q: Float[Array, "B Hq N D"],
+    k: Float[Array, "B H N D"],
+    v: Float[Array, "B H N D"],
+    positions: Int[Array, "B N"],
+    *,
+    scale: float,
+    window: int | None,
+) -> Attention:
+    """Causal attention of tokens over themselves. The tokens of a row are consecutive and end it.
+
+    Rows without padding are read where they are. If some row has padding, the tokens of all rows are moved to the left,
+    some heads at a time.
+
+    Args:
+        positions: -1 for padding, which is on the left.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    B, Hq, N, D = q.shape
+    H = k.shape[1]
+    G = Hq // H
+    attend = partial(
+        cudnn.dot_product_attention,
+        scale=scale,
+        qkv_layout="BNTH",
+        sliding_window_length=window,
+        return_residual=True,
+    )
+    lengths = jnp.sum(positions >= 0, axis=1, dtype=jnp.int32)
+    place = jnp.arange(N)
+
+    def rolled(x: Array, by: Int[Array, "n"]) -> Array:
+        """Rolls each row by a number of tokens of its own."""
+        index = (place - by[:, None]) % N
+        return jnp.take_along_axis(x, index.reshape(-1, 1, N, *(1,) * (x.ndim - 3)), axis=2)
+
+    def some_heads(arrays: tuple[Array, ...]) -> Attention:
+        """Attention of the query heads of some kv heads."""
+        *tokens, lengths = arrays
+        tokens = [rolled(x, lengths) for x in tokens]
+        results = attend(*tokens, q_seqlen=lengths, kv_seqlen=lengths, mask_type=cudnn.MaskType.PADDING_CAUSAL)
+        out, lse = (rolled(x, -lengths) for x in results)
+        exists = (place >= N - lengths[:, None])[:, None]
+        return jnp.where(exists[..., None], out, 0), jnp.where(exists, lse, -jnp.inf)
+
+    def padded() -> Attention:
+        most = ROLLED_BYTES // (G * N * D * q.dtype.itemsize)
+        at_once = next(n for n in range(B * H, 0, -1) if B * H % n == 0 and (n == 1 or n <= most))
+        heads = (q.reshape(-1, at_once, G, N, D), *(x.reshape(-1, at_once, 1, N, D) for x in (k, v)))
+        out, lse = jax.lax.map(some_heads, (*heads, jnp.repeat(lengths, H).reshape(-1, at_once)))
+        return out.reshape(q.shape), lse.reshape(B, Hq, N)
+
+    def unpadded() -> Attention:
+        out, lse = attend(q, k, v, mask_type=cudnn.MaskType.CAUSAL)
+        return out, lse
+
+    return jax.lax.cond(jnp.all(lengths == N), unpadded, padded)

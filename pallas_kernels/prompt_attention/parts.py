@@ -1,0 +1,52 @@
+"""Prompt attention in two parts: new tokens over themselves, by a library, and over cached slots, by a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+LEAST_TOKENS = 1024  # from this number of new tokens on, the library saves more time than the join takes
+
+Attention = tuple[Float[Array, "B Hq N D"], Float[Array, "B Hq N"]]  # the context and its log-sum-exp
+
+
+def separable(q: Float[Array, "B Hq N D"], k: Float[Array, "B H M D"], bias: Float[Array, "B H M"] | None) -> bool:
+    """Whether the new tokens get a call of their own: no bias, and no cached slots or enough new tokens."""
+    return bias is None and (q.shape[2] == k.shape[2] or q.shape[2] >= LEAST_TOKENS)
+
+
+def in_parts(
+    own: Callable[..., Attention],
+    cached: Callable[..., Attention],
+    q: Float[Array, "B Hq N D"],
+    k: Float[Array, "B H M D"],
+    v: Float[Array, "B H M D"],
+    q_positions: Int[Array, "B N"],
+    k_positions: Int[Array, "B H M"],
+) -> Attention:
+    """What the reference defines, without a bias.
+
+    Args:
+        own: attention of the new tokens over themselves, given q, k, v and the queries' positions.
+        cached: attention over slots in any order, given those and the slots' positions. It is not called for M = N.
+    """
+    slots = k.shape[2] - q.shape[2]
+    new = own(q, k[:, :, slots:], v[:, :, slots:], q_positions)
+    if not slots:
+        return new
+    return joined(new, cached(q, k[:, :, :slots], v[:, :, :slots], q_positions, k_positions[..., :slots]))
+
+
+def joined(one: Attention, other: Attention) -> Attention:
+    """The softmax over the entries of both. It is exactly the one of them if the other saw nothing."""
+    (out, lse), (other_out, other_lse) = one, other
+    peak = jnp.maximum(lse, other_lse)
+    finite = jnp.where(jnp.isneginf(peak), 0.0, peak)
+    share, other_share = jnp.exp(lse - finite), jnp.exp(other_lse - finite)
+    total = share + other_share
+    total = jnp.where(total == 0, 1.0, total)
+    share, other_share = (x[..., None] / total[..., None] for x in (share, other_share))
+    wide = out.astype(jnp.float32) * share + other_out.astype(jnp.float32) * other_share
+    return wide.astype(out.dtype), peak + jnp.log(total)
