@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from typing import Any, Literal
 
@@ -11,35 +12,37 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+# What multiplies matrices: instructions of a warp (mma), for 16 rows or more, which need JAX 0.11; instructions of four
+# warps (wgmma), for 64 rows, which only Hopper has; or XLA (lax), where a kernel is interpreted.
 Products = Literal["mma", "wgmma", "lax"]
-"""What multiplies matrices: instructions of a warp (mma) for at least 16 rows, which need JAX 0.11; instructions of four
-warps (wgmma) for 64 rows, which only Hopper has; or XLA (lax), where the interpreter runs the kernel."""
+MMA = getattr(plgpu, "mma", None)
 
 
 def capability() -> tuple[int, int]:
     """The compute capability that is compiled for.
 
     Raises:
-        NotImplementedError: for a GPU without the tensor memory accelerator, or one that is not NVIDIA's.
+        NotImplementedError: for a GPU that is neither Hopper nor a Blackwell of data centres.
     """
     found = getattr(jax.local_devices()[0], "compute_capability", "9.0")  # a device compiled for ahead is not known
-    if found.startswith("gfx") or float(found) < 9:
-        raise NotImplementedError(f"GPU of compute capability {found}: expected NVIDIA's 9.0 or more")
-    major, minor = found.split(".")
-    return int(major), int(minor)
+    match = re.fullmatch(r"(9|10)\.(\d)", found)
+    if match is None:
+        raise NotImplementedError(f"GPU of compute capability {found}: expected 9.x or 10.x")
+    return int(match[1]), int(match[2])
 
 
 def products_for(rows: int, capability: tuple[int, int]) -> Products:
-    """What multiplies the least rows beyond those that exist.
+    """What multiplies matrices with the fewest rows of padding.
 
     Raises:
         NotImplementedError: if this JAX has nothing for the GPU.
     """
-    has_mma = hasattr(plgpu, "mma")
-    if capability[0] == 9 and (rows > 16 or not has_mma):
+    if capability[0] == 9 and (rows > 16 or MMA is None):
         return "wgmma"
-    if not has_mma:
-        raise NotImplementedError(f"GPU of compute capability {capability[0]}.{capability[1]}: expected JAX 0.11 or more")
+    if MMA is None:
+        raise NotImplementedError(
+            f"GPU of compute capability {capability[0]}.{capability[1]}: expected JAX 0.11 or more"
+        )
     return "mma"
 
 
@@ -57,7 +60,8 @@ def product(x: Any, y: Any, products: Products, *, transposed: bool = False) -> 
         return jax.lax.dot_general(x[...], y[...], contracted, preferred_element_type=jnp.float32)
     y = y.transpose((1, 0)) if transposed else y
     if products == "mma":
-        return plgpu.mma(jnp.zeros((rows, columns), jnp.float32), x[...], y[...])
+        assert MMA is not None
+        return MMA(jnp.zeros((rows, columns), jnp.float32), x[...], y[...])
 
     def multiply(sums: Any) -> Array:
         plgpu.wgmma(sums, x, y)

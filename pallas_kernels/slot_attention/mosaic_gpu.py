@@ -29,6 +29,7 @@ PROGRAMS = 264  # programs that a GPU should run at a time: two per core of an H
 LEAST_TILES = 2  # tiles per program, if programs share them
 MOST_SPLITS = 64  # programs that share the tiles of a head
 MOST_ROWS = 64  # query rows per program
+MOST_SUMS = 64 * 128  # numbers of a program's context: more would need more registers than there are
 CHANNELS = 64  # channels of a product with values: more would need more registers for the sum of the products so far
 
 
@@ -50,16 +51,17 @@ def slot_attention(
 
     Raises:
         NotImplementedError: for `received` and `asked`; for quantised keys and values; for dtypes that differ or are
-            neither bfloat16 nor float16; for a D that is no multiple of 32 or above 256; for more than 64 query rows
-            per kv head; for a GPU before Hopper, and one after it under a JAX before 0.11.
+            neither bfloat16 nor float16; for a D that is no multiple of 32 or above 256; for an S that is no multiple
+            of 8; for more query rows per kv head than MOST_ROWS, or than MOST_SUMS allows; for a GPU before Hopper,
+            and for Blackwell under a JAX before 0.11.
     """
     B, Hq, W, D = q.shape
     H = k.shape[1]
     check(q, k, v, rows=Hq // H * W, others=received is not None or asked is not None)
-    out, lse = attend(
-        q.reshape(B, H, -1, D), k, v, q_positions, k_positions, scale=scale, window=window, bias=bias,
-        products="lax" if interpret else products_for(Hq // H * W, capability()),
-    )  # fmt: skip
+    assert not isinstance(k, QuantizedArray) and not isinstance(v, QuantizedArray)
+    products = "lax" if interpret else products_for(Hq // H * W, capability())
+    options: dict[str, Any] = {"scale": scale, "window": window, "bias": bias}
+    out, lse = attend(q.reshape(B, H, -1, D), k, v, q_positions, k_positions, products=products, **options)
     return SlotAttention(out.reshape(q.shape), lse.reshape(B, Hq, W), None, None)
 
 
@@ -80,6 +82,8 @@ def check(q: Any, k: Any, v: Any, *, rows: int, others: bool) -> None:
         raise NotImplementedError(f"dtypes {', '.join(sorted(kinds))}: expected one of bfloat16 and float16")
     if q.shape[-1] % 32 != 0 or q.shape[-1] > 256:
         raise NotImplementedError(f"heads of {q.shape[-1]} channels: expected a multiple of 32, at most 256")
+    if k.shape[2] % 8 != 0:  # TMA copies 8 rows at a time
+        raise NotImplementedError(f"{k.shape[2]} slots: expected a multiple of 8")
     if rows > MOST_ROWS:
         raise NotImplementedError(f"{rows} query rows per kv head: expected at most {MOST_ROWS}")
 
@@ -125,7 +129,12 @@ def attend(
     tile = tile or tile_slots(D)
     splits = splits or splits_of(B * H, S, tile)
     rows = MOST_ROWS if products == "wgmma" else max(16, pl.next_power_of_2(R))
+    if rows * D > MOST_SUMS:
+        raise NotImplementedError(
+            f"{R} query rows of {D} channels, as {rows} rows: expected at most {MOST_SUMS} numbers"
+        )
     width = min(CHANNELS, D)
+    out_dtype = q.dtype if splits == 1 else jnp.float32
     written = R + -R % 8  # TMA copies whole tiles of 8 rows, and multiples of 16 bytes
     used = jnp.where(jnp.any(q_positions >= 0, axis=1)[:, None], after_last(k_positions >= 0), 0)
     t = jnp.tile(q_positions.astype(jnp.int32), (1, R // q_positions.shape[1]))
@@ -134,35 +143,33 @@ def attend(
     if bias is not None:
         arrays.append(pad(bias.astype(jnp.float32), -S % tile, 2))
     per_slot = [jnp.int32] if bias is None else [jnp.int32, jnp.float32]
+    sizes: dict[str, Any] = {"splits": splits, "scale": scale * math.log2(math.e), "window": window, "width": width}
+    scratch: dict[str, Any] = {
+        "q_tile": plgpu.SMEM((rows, D), q.dtype),
+        "t_tile": plgpu.SMEM((rows,), jnp.int32),
+        "k_tiles": plgpu.SMEM((STAGES, tile, D), k.dtype),
+        "v_tiles": plgpu.SMEM((STAGES, tile, D), v.dtype),
+        "slot_tiles": [plgpu.SMEM((STAGES, tile), dtype) for dtype in per_slot],
+        "weights_tile": plgpu.SMEM((rows, tile), v.dtype) if products == "mma" else None,
+        "out_tile": plgpu.SMEM((rows, width), out_dtype),
+        "lse_tile": plgpu.SMEM((rows,), jnp.float32),
+        "q_here": plgpu.Barrier(num_arrivals=2),
+        "k_here": plgpu.Barrier(num_arrivals=1 + len(per_slot), num_barriers=STAGES),
+        "v_here": plgpu.Barrier(num_barriers=STAGES),
+    }
     out, lse = plgpu.kernel(
-        partial(
-            attend_kernel, products=products, splits=splits, scale=scale * math.log2(math.e), window=window, width=width
-        ),
+        partial(attend_kernel, products=products, **sizes),
         out_type=[
-            jax.ShapeDtypeStruct((B, H, splits, written, D), q.dtype if splits == 1 else jnp.float32),
+            jax.ShapeDtypeStruct((B, H, splits, written, D), out_dtype),
             jax.ShapeDtypeStruct((B, H, splits, written), jnp.float32),
         ],
         grid=(splits, H, B),
         grid_names=("split", "head", "batch"),
-        scratch_types={
-            "q_tile": plgpu.SMEM((rows, D), q.dtype),
-            "t_tile": plgpu.SMEM((rows,), jnp.int32),
-            "k_tiles": plgpu.SMEM((STAGES, tile, D), k.dtype),
-            "v_tiles": plgpu.SMEM((STAGES, tile, D), v.dtype),
-            "slot_tiles": [plgpu.SMEM((STAGES, tile), dtype) for dtype in per_slot],
-            "weights_tile": plgpu.SMEM((rows, tile), v.dtype) if products == "mma" else None,
-            "out_tile": plgpu.SMEM((rows, width), q.dtype if splits == 1 else jnp.float32),
-            "lse_tile": plgpu.SMEM((rows,), jnp.float32),
-            "q_here": plgpu.Barrier(num_arrivals=2),
-            "k_here": plgpu.Barrier(num_arrivals=1 + len(per_slot), num_barriers=STAGES),
-            "v_here": plgpu.Barrier(num_barriers=STAGES),
-        },
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup  # the compiler infers layouts
-        ),
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpreted(ragged=S % tile != 0) if products == "lax" else None,
         kernel_name="mosaic_gpu_attend",
-    )(*arrays)  # fmt: skip
+    )(*arrays)
     return join(out[:, :, :, :R], lse[:, :, :, :R], q.dtype)
 
 
@@ -203,9 +210,9 @@ def attend_kernel(
     """
     *bias_refs, out_ref, lse_ref = more_refs
     s, h, b = (jax.lax.axis_index(name) for name in ("split", "head", "batch"))
-    rows, tile, D = q_tile.shape[0], *k_tiles.shape[1:]
+    (rows, D), tile = q_tile.shape, k_tiles.shape[1]
     written = q_ref.shape[2]
-    parts = [pl.ds(c, min(width, D - c)) for c in range(0, D, width)]
+    parts: list[Any] = [pl.ds(c, min(width, D - c)) for c in range(0, D, width)]
     tiles = jax.lax.div(used_ref[b, h] + (tile - 1), tile)
     first, last = jax.lax.div(tiles * s, splits), jax.lax.div(tiles * (s + 1), splits)
 
