@@ -150,7 +150,7 @@ def attend(
         "k_tiles": plgpu.SMEM((STAGES, tile, D), k.dtype),
         "v_tiles": plgpu.SMEM((STAGES, tile, D), v.dtype),
         "slot_tiles": [plgpu.SMEM((STAGES, tile), dtype) for dtype in per_slot],
-        "weights_tile": plgpu.SMEM((rows, tile), v.dtype) if products == "mma" else None,
+        "weights_tile": None if products == "wgmma" else plgpu.SMEM((rows, tile), v.dtype),
         "out_tile": plgpu.SMEM((rows, width), out_dtype),
         "lse_tile": plgpu.SMEM((rows,), jnp.float32),
         "q_here": plgpu.Barrier(num_arrivals=2),
