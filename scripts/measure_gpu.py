@@ -40,7 +40,14 @@ class Stage:
     suffix: str = "jsonl"
 
 
-TESTS = ("test_triton", "test_policies", "test_prompt_attention", "test_slot_attention", "test_top_tokens")
+TESTS = (
+    "test_triton",
+    "test_mosaic_gpu",
+    "test_policies",
+    "test_prompt_attention",
+    "test_slot_attention",
+    "test_top_tokens",
+)
 STAGES = {
     "correctness": Stage(
         ("-m", "pytest", "-q", "-n", "auto", "--durations=5", *(f"tests/pallas_kernels/{name}.py" for name in TESTS)),
