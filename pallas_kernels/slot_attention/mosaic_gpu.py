@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from ..arrays import Fold, after_last, pad
+from ..arrays import Fold, after_last, fold, pad
 from ..mosaic_gpu import Products, capability, interpreted, over, product, products_for
 from ..quantized import QuantizedArray
 from .reference import Asked, SlotAttention
@@ -136,24 +136,25 @@ def attend(
     width = min(CHANNELS, D)
     out_dtype = q.dtype if splits == 1 else jnp.float32
     written = R + -R % 8  # TMA copies whole tiles of 8 rows, and multiples of 16 bytes
-    used = jnp.where(jnp.any(q_positions >= 0, axis=1)[:, None], after_last(k_positions >= 0), 0)
-    t = jnp.tile(q_positions.astype(jnp.int32), (1, R // q_positions.shape[1]))
-    p = pad(k_positions.astype(jnp.int32), -S % tile, 2, -1)
-    arrays = [pad(q, written - R, 2), k, v, pad(t, rows - R, 1, -1), p, used]
+    t, p = q_positions.astype(jnp.int32), pad(k_positions.astype(jnp.int32), -S % tile, 2, -1)
+    one = t.shape[1] == 1  # all rows have the position that a program reads as a number
+    if not one:
+        t = pad(jnp.tile(t, (1, R // t.shape[1])), rows - R, 1, -1)
+    arrays = [pad(q, written - R, 2), k, v, t, p, jnp.max(t, axis=1), after_last(p >= 0)]
     if bias is not None:
         arrays.append(pad(bias.astype(jnp.float32), -S % tile, 2))
     per_slot = [jnp.int32] if bias is None else [jnp.int32, jnp.float32]
     sizes: dict[str, Any] = {"splits": splits, "scale": scale * math.log2(math.e), "window": window, "width": width}
     scratch: dict[str, Any] = {
         "q_tile": plgpu.SMEM((rows, D), q.dtype),
-        "t_tile": plgpu.SMEM((rows,), jnp.int32),
+        "t_tile": None if one else plgpu.SMEM((rows,), jnp.int32),
         "k_tiles": plgpu.SMEM((STAGES, tile, D), k.dtype),
         "v_tiles": plgpu.SMEM((STAGES, tile, D), v.dtype),
         "slot_tiles": [plgpu.SMEM((STAGES, tile), dtype) for dtype in per_slot],
         "weights_tile": None if products == "wgmma" else plgpu.SMEM((rows, tile), v.dtype),
         "out_tile": plgpu.SMEM((rows, width), out_dtype),
         "lse_tile": plgpu.SMEM((rows,), jnp.float32),
-        "q_here": plgpu.Barrier(num_arrivals=2),
+        "q_here": plgpu.Barrier(num_arrivals=1 if one else 2),
         "k_here": plgpu.Barrier(num_arrivals=1 + len(per_slot), num_barriers=STAGES),
         "v_here": plgpu.Barrier(num_barriers=STAGES),
     }
@@ -179,6 +180,7 @@ def attend_kernel(
     v_ref: Any,
     t_ref: Any,
     p_ref: Any,
+    newest_ref: Any,
     used_ref: Any,
     *more_refs: Any,
     products: Products,
@@ -203,6 +205,7 @@ def attend_kernel(
     Rows of `q_tile` beyond those that are written hold anything. They see no slot.
 
     Args:
+        newest_ref: the largest position of a batch row's queries.
         more_refs: the bias, if there is one; the context; the log-sum-exp.
         scale: of the logits to base 2.
         width: channels per product with values.
@@ -213,7 +216,8 @@ def attend_kernel(
     (rows, D), tile = q_tile.shape, k_tiles.shape[1]
     written = q_ref.shape[2]
     parts: list[Any] = [pl.ds(c, min(width, D - c)) for c in range(0, D, width)]
-    tiles = jax.lax.div(used_ref[b, h] + (tile - 1), tile)
+    used = jnp.where(newest_ref[b] >= 0, used_ref[b, h], 0)
+    tiles = jax.lax.div(used + (tile - 1), tile)
     first, last = jax.lax.div(tiles * s, splits), jax.lax.div(tiles * (s + 1), splits)
 
     def fetch(j: Any) -> None:
@@ -224,11 +228,12 @@ def attend_kernel(
         plgpu.copy_gmem_to_smem(v_ref.at[b, h, place], v_tiles.at[stage], v_here.at[stage])
 
     plgpu.copy_gmem_to_smem(q_ref.at[b, h], q_tile.at[pl.ds(0, written)], q_here)
-    plgpu.copy_gmem_to_smem(t_ref.at[b], t_tile, q_here)
+    if t_tile is not None:
+        plgpu.copy_gmem_to_smem(t_ref.at[b], t_tile, q_here)
     for i in range(STAGES):
         pl.when(first + i < last)(partial(fetch, first + i))
     plgpu.barrier_wait(q_here)
-    t = over(t_tile[...], (rows, tile), 0)
+    t = t_ref[b, 0] if t_tile is None else over(t_tile[...], (rows, tile), 0)
 
     def add(j: Array, running: tuple[list[Array], Array, Array]) -> tuple[list[Array], Array, Array]:
         """Adds tile j to the running softmax, whose exponentials have base 2."""
@@ -281,8 +286,8 @@ def join(
     """Joins softmaxes over different slots into one, by their log-sum-exps."""
     if lse.shape[2] == 1:
         return jnp.squeeze(out, 2), jnp.squeeze(lse, 2)
-    peak = jnp.max(lse, axis=2, keepdims=True)
-    shares = jnp.exp(lse - jnp.where(jnp.isneginf(peak), 0.0, peak))
-    total = jnp.sum(shares, axis=2)
-    joined = jnp.sum(out * shares[..., None], axis=2) / jnp.where(total == 0, 1.0, total)[..., None]
-    return joined.astype(dtype), jnp.squeeze(peak, 2) + jnp.log(total)
+    peak = fold(lse, "max", 2)
+    shares = jnp.exp(lse - jnp.where(jnp.isneginf(peak), 0.0, peak)[:, :, None])
+    total = fold(shares, "sum", 2)
+    joined = fold(out * shares[..., None], "sum", 2) / jnp.where(total == 0, 1.0, total)[..., None]
+    return joined.astype(dtype), peak + jnp.log(total)
