@@ -43,6 +43,7 @@ class Stage:
 TESTS = (
     "test_triton",
     "test_mosaic_gpu",
+    "test_cudnn",
     "test_policies",
     "test_prompt_attention",
     "test_slot_attention",

@@ -58,10 +58,10 @@ def slot_attention(
     B, Hq, W, D = q.shape
     H = k.shape[1]
     check(q, k, v, rows=Hq // H * W, others=received is not None or asked is not None)
-    assert not isinstance(k, QuantizedArray) and not isinstance(v, QuantizedArray)
+    arrays: Any = k, v, q_positions, k_positions
     products = "lax" if interpret else products_for(Hq // H * W, capability())
     options: dict[str, Any] = {"scale": scale, "window": window, "bias": bias}
-    out, lse = attend(q.reshape(B, H, -1, D), k, v, q_positions, k_positions, products=products, **options)
+    out, lse = attend(q.reshape(B, H, -1, D), *arrays, products=products, **options)
     return SlotAttention(out.reshape(q.shape), lse.reshape(B, Hq, W), None, None)
 
 
