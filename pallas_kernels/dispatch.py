@@ -13,7 +13,8 @@ import jax
 
 ENVIRONMENT = "KVJAX_KERNELS"
 # the name of a backend's modules -> the platform it compiles for
-BACKENDS = {"cudnn": "gpu", "triton": "gpu", "mosaic_tpu": "tpu"}
+BACKENDS = {"cudnn": "gpu", "triton": "gpu", "mosaic_gpu": "gpu", "mosaic_tpu": "tpu"}
+OPTIONAL = {"mosaic_gpu"}  # backends that no device has shown to be faster: tried only if chosen, before the others
 LIBRARIES = {"cudnn"}  # backends that are no kernels of Pallas, and cannot be interpreted
 INTERPRET = "-interpret"
 CHOICES = (
@@ -47,9 +48,10 @@ def use(choice: str) -> AbstractContextManager[None]:
 
     Args:
         choice: "default" takes the platform's kernels and "reference" plain XLA. The name of a backend takes that
-            backend's kernels and no others: "triton" is all kernels for GPUs but cuDNN. "triton-interpret" and
-            "mosaic_tpu-interpret" run that backend's kernels step by step on any platform; they are slow and serve
-            tests. The environment variable KVJAX_KERNELS sets the same for a process; this function overrides it.
+            backend's kernels and no others: "triton" is all kernels for GPUs but cuDNN. "mosaic_gpu" alone hands on to
+            the platform's other backends. "triton-interpret", "mosaic_gpu-interpret" and "mosaic_tpu-interpret" run
+            that backend's kernels step by step on any platform; they are slow and serve tests. The environment
+            variable KVJAX_KERNELS sets the same for a process; this function overrides it.
 
     Raises:
         ValueError: for another choice.
@@ -79,17 +81,19 @@ def _kernels(operation: str) -> tuple[list[str], str]:
     if choice == "reference":
         return [], f"{source} asks for it"
     here = platform()
-    if choice != "default":
+    first = [choice] if choice in OPTIONAL and choice in backends and BACKENDS[choice] == here else []
+    if choice != "default" and choice not in OPTIONAL:
         name = choice.removesuffix(INTERPRET)
         if name not in backends:
             return [], f"{source} asks for {choice}, which this operation does not have"
         if choice == name and BACKENDS[name] != here:
             return [], f"{source} asks for {choice}, and the platform is {here}"
         return [choice], f"{source} asks for it"
-    names = [backend for backend in backends if BACKENDS[backend] == here]
+    names = first + [backend for backend in backends if BACKENDS[backend] == here and backend not in OPTIONAL]
     if not names:
         return [], f"the platform is {here}, which has no kernel"
-    return names, f"the platform is {here}" + "".join(f", then {name}" for name in names[1:])
+    why = f"{source} asks for it" if first else f"the platform is {here}"
+    return names, why + "".join(f", then {name}" for name in names[1:])
 
 
 def implementation(operation: str) -> Implementation:

@@ -7,7 +7,8 @@ The script first measures the device's own rates: bytes of a copy, read and writ
 Times are those of scripts/device_time.py: of kernels alone on GPUs, of calls in a row elsewhere. The output is JSON
 lines: the rates, and for each case the median of `--repeats`, the necessary bytes or operations divided by that time,
 and their share of the device's rate, with a goal where there is one. A case whose result differs from the reference's
-is not timed, and the program ends with an error after the other cases.
+is not timed, and the program ends with an error after the other cases. Kernels that run only if they are chosen
+(`mosaic_gpu`) have cases of their own, beside the default ones on the same arrays.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -47,6 +48,7 @@ class Case:
         work: bytes that it must move, or operations, and which of these: "bytes" or "operations".
         goal: the least share of the device's rate.
         rival: what else is timed, on the same arrays; `goal` is then how many times longer that must take.
+        choice: whose kernels run, as for `pallas_kernels.use`. Those of the rival are the default ones.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Case:
     work: tuple[int, str]
     goal: float | None = None
     rival: Callable[..., Any] | None = None
+    choice: str = "default"
 
 
 def several(draw: Callable[[Any], Sequence[Any]]) -> list[Sequence[Any]]:
@@ -146,15 +149,16 @@ def cases(small: bool) -> Iterator[Case]:
 
     shapes = [(2, 4, 256)] if small else [(8, 4, 2048), (32, 4, 2048), (8, 4, 32_768), (1, 4, 2048), (1, 8, 131_072)]
     for batch, group, slots in shapes:
-        goal = 0.85 if batch * HEADS >= 64 else 0.60
-        yield Case(
+        case = Case(
             "slot_attention",
             {"batch": batch, "group": group, "slots": slots},
             partial(attention, scale=scale),
             partial(of, batch=batch, slots=slots, rows=1, group=group),
             (2 * batch * HEADS * slots * DIM * width, "bytes"),
-            goal,
+            0.85 if batch * HEADS >= 64 else 0.60,
         )
+        yield case
+        yield replace(case, choice="mosaic_gpu", rival=case.call, goal=1.0)
     coded = [(2, 4, 256)] if small else [(8, 4, 2048), (8, 4, 32_768), (1, 8, 131_072)]
     for bits, (batch, group, slots) in itertools.product((8, 4), coded):
         yield Case(
@@ -237,7 +241,9 @@ def check(case: Case, arrays: Sequence[Any], expected: dict[str, Any]) -> dict[s
         ValueError: if an error is more than rounding.
     """
     found, relative = {}, RELATIVE[jnp.dtype(arrays[0].dtype).name]
-    for name, result in jax.jit(case.call)(*arrays).items():
+    with pallas_kernels.use(case.choice):
+        results = jax.jit(case.call)(*arrays)
+    for name, result in results.items():
         x, y = np.asarray(result, np.float64), np.asarray(expected[name], np.float64)
         error = np.linalg.norm(x - y) / np.linalg.norm(y) if name not in ABSOLUTE else np.max(np.abs(x - y))
         found[name] = float(error) if np.isfinite(error) else float("inf")
@@ -245,6 +251,14 @@ def check(case: Case, arrays: Sequence[Any], expected: dict[str, Any]) -> dict[s
         if found[name] > allowed:
             raise ValueError(f"{case.name} {case.facts}: the error of {name} is {error:.2e}; allowed is {allowed:.2e}")
     return found
+
+
+def served_by(case: Case, arrays: Sequence[Any]) -> str | None:
+    """The name of the implementation that runs first; None if it was chosen and refuses the arguments."""
+    with pallas_kernels.use(case.choice):
+        name = pallas_kernels.implementations()[case.name].name
+        chosen = name == case.choice
+        return None if chosen and name not in jax.jit(case.call).lower(*arrays).as_text() else name
 
 
 def main() -> None:
@@ -262,14 +276,18 @@ def main() -> None:
         if arguments.case and case.name not in arguments.case:
             continue
         sets = several(case.draw)
-        line = {"case": case.name, **case.facts, "by": pallas_kernels.implementations()[case.name].name}
+        line = {"case": case.name, **case.facts, "by": served_by(case, sets[0])}
+        if line["by"] is None:
+            print(json.dumps(line | {"refused": f"{case.choice} does not serve these arguments here"}), flush=True)
+            continue
         try:
             line |= {"errors": check(case, sets[0], reference(case, sets[0]))}
         except ValueError as error:
             print(json.dumps(line | {"failed": str(error)}), flush=True)
             failed = True
             continue
-        taken = seconds(case.call, sets, arguments.repeats)
+        with pallas_kernels.use(case.choice):
+            taken = seconds(case.call, sets, arguments.repeats)
         amount, kind = case.work
         line |= {"seconds": taken, f"{kind}_per_second": amount / taken, "of_device": amount / taken / rate[kind]}
         if case.rival is not None:

@@ -42,6 +42,7 @@ class Stage:
 
 TESTS = (
     "test_triton",
+    "test_mosaic_gpu",
     "test_cudnn",
     "test_policies",
     "test_prompt_attention",

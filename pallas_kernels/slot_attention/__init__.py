@@ -4,6 +4,6 @@ from ..dispatch import dispatch
 from . import reference
 from .reference import Asked, SlotAttention
 
-slot_attention = dispatch(reference.slot_attention, "triton", "mosaic_tpu")
+slot_attention = dispatch(reference.slot_attention, "triton", "mosaic_gpu", "mosaic_tpu")
 
 __all__ = ["Asked", "SlotAttention", "slot_attention"]

@@ -157,6 +157,28 @@ def test_a_backend_may_be_chosen_alone(operation, two_gpu_backends):
         assert module.implementation("double") == ("reference", f"{asks} mosaic_tpu, and the platform is gpu")
 
 
+def test_an_optional_backend_is_tried_first_if_it_is_chosen(operation, monkeypatch):
+    """It hands on to the others, which alone are tried without a choice. It does not run on another platform."""
+    call = operation(triton=returns("triton"), mosaic_gpu=returns("mosaic_gpu"))
+    refused = operation("refused", triton=returns("triton"), mosaic_gpu=refuses("head_dim 80"))
+    operation("other", triton=returns("triton"))
+    alone = operation("alone", mosaic_gpu=returns("mosaic_gpu"))
+    assert [call(3)[0], alone(3)] == ["triton", 6]
+    assert module.implementation("double") == ("triton", "the platform is gpu")
+    with pallas_kernels.use("mosaic_gpu"):
+        assert call(3) == ("mosaic_gpu", 3, 0, False)
+        with pytest.warns(UserWarning, match=r"by mosaic_gpu \(head_dim 80\); using the triton kernel$"):
+            assert refused(3)[0] == "triton"
+        asks = "kvjax.pallas_kernels.use asks for it"
+        assert module.implementation("double") == ("mosaic_gpu", f"{asks}, then triton")
+        assert module.implementation("other") == ("triton", "the platform is gpu")
+        monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+        assert call(3) == 6
+        assert module.implementation("double") == ("reference", "the platform is cpu, which has no kernel")
+    with pallas_kernels.use("mosaic_gpu-interpret"):
+        assert call(3) == ("mosaic_gpu", 3, 0, True)
+
+
 def test_other_errors_of_a_kernel_are_raised(operation, two_gpu_backends):
     def broken(x, *, interpret):
         raise TypeError("a bug")
@@ -198,8 +220,8 @@ def test_functions_under_jit_are_traced_again_for_another_choice(operation):
 
 def test_unknown_choices_are_refused_by_name(operation, monkeypatch):
     expected = (
-        "kernels='cuda': expected one of default, reference, cudnn, triton, mosaic_tpu, triton-interpret, "
-        "mosaic_tpu-interpret"
+        "kernels='cuda': expected one of default, reference, cudnn, triton, mosaic_gpu, mosaic_tpu, "
+        "triton-interpret, mosaic_gpu-interpret, mosaic_tpu-interpret"
     )
     with pytest.raises(ValueError, match=f"use: {expected}"):
         pallas_kernels.use("cuda")

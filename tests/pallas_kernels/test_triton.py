@@ -2,6 +2,7 @@
 
 from functools import partial
 from importlib import import_module
+from itertools import product
 from types import SimpleNamespace
 
 import jax
@@ -11,6 +12,8 @@ import pytest
 
 from kvjax.pallas_kernels import QuantizedArray, Reduction
 from kvjax.pallas_kernels.blocks import Blocks
+from tests.dense import assert_close, context
+from tests.dense import attention as dense_attention
 from tests.pallas_kernels.cases import (
     EXTRA_CASES,
     PROMPT_CASES,
@@ -31,6 +34,7 @@ from tests.pallas_kernels.checks import (
     on_gpu,
     reference_of,
 )
+from tests.products import part
 
 attention, slot, segment, window, top, prompt = (
     import_module(f"kvjax.pallas_kernels.{name}")
@@ -104,6 +108,52 @@ def test_top_tokens_equals_the_reference(tile, size, monkeypatch):
 @pytest.mark.parametrize(("case", "slots"), PROMPT_CASES, ids=str)
 def test_prompt_attention(case, slots):
     check_prompt(here(prompt.prompt_attention), case, slots)
+
+
+def programs_of(function, *arrays):
+    """The grid of the first Pallas kernel that a function calls: splits, blocks of rows, heads, batch rows."""
+    jaxpr = jax.make_jaxpr(function)(*arrays)
+    return next(eqn.params["grid_mapping"].grid for eqn in jaxpr.eqns if eqn.primitive.name == "pallas_call")
+
+
+@pytest.mark.parametrize(
+    ("splits", "window"),
+    part(product([8, 16, 32, 64], [None, 100]), {*product([8, 16, 32, 64], [None]), (16, 100)}),
+)
+def test_splits(splits, window):
+    """Programs share the occupied tiles of a head: all, few, one, none. Few slots have most of the weight."""
+    rng = np.random.default_rng(splits)
+    blocks, slots = Blocks(16, 16, warps=1, stages=1), 32 * splits
+    used = np.array([[slots, slots // 2 + 3], [17, 0]])
+    q = (8 * rng.normal(size=(2, 2, 3, 16))).astype(np.float32)
+    k, v = rng.normal(size=(2, 2, 2, slots, 16)).astype(np.float32)
+    p = np.stack([rng.permutation(slots) for _ in range(4)]).reshape(2, 2, slots).astype(np.int32)
+    p = np.where(np.arange(slots) < used[:, :, None], p, -1)
+    t = np.array([[slots], [slots // 2]], np.int32)
+    attend = partial(attention.attend, scale=0.25, window=window, blocks=blocks, interpret=INTERPRET)
+    assert programs_of(attend, q, k, v, t, p, used) == (splits, 1, 2, 2)
+    results = jax.jit(attend)(q, k, v, t, p, used)
+    rows = q.reshape(2, 6, 1, 16)
+    weights, lse, _ = dense_attention(rows, k, t, p, 0.25, window)
+    assert lse[0].min() > 8
+    assert np.isneginf(lse[1, 3:]).all()
+    assert_close(results.out.reshape(2, 6, 1, 16), context(weights, v))
+    assert_close(results.lse.reshape(2, 6, 1), lse)
+
+
+@pytest.mark.parametrize(
+    ("batch", "group", "slots", "programs"),
+    [(1, 4, 2048, 128), (1, 8, 131_072, 264), (8, 4, 2048, 256), (64, 4, 2048, 512), (1, 4, 128, 8), (1, 4, 64, 8)],
+)
+def test_programs_are_enough_for_a_gpu(monkeypatch, batch, group, slots, programs):
+    """Two programs per core of an H100, of two tiles each at least. Heads of 128 channels have tiles of 64 slots."""
+    monkeypatch.setattr(attention, "measured", lambda work: None)
+    q, k = (
+        jax.ShapeDtypeStruct((batch, heads, size, 128), jnp.bfloat16) for heads, size in ((8 * group, 1), (8, slots))
+    )
+    t, p = jax.ShapeDtypeStruct((batch, 1), jnp.int32), jax.ShapeDtypeStruct((batch, 8, slots), jnp.int32)
+    call = partial(slot.slot_attention, scale=1.0, interpret=INTERPRET)
+    assert np.prod(programs_of(call, q, k, k, t, p)) == programs
 
 
 @pytest.mark.parametrize("bound", [1, 64, 65, 200])
