@@ -54,12 +54,15 @@ class Found(NamedTuple):
     Attributes:
         received: what rows received, for lanes with one segment each; undefined after a head's last part. None unless
             it is requested and fits the chip.
-        scores: of the extra query rows; undefined outside of heads' parts. None if there are none, or too many.
+        logits: of the R = G W query rows; -inf where not visible, undefined in rows that no head uses. None unless
+            requested.
+        scores: of the extra query rows; undefined in rows that no head uses. None if there are none, or too many.
     """
 
     context: Float[Array, "B Hq W D"]
     lse: Float[Array, "B Hq W"]
     received: Float[Array, "B P T"] | None
+    logits: Float[Array, "B P R T"] | None
     scores: Float[Array, "B P T"] | None
 
 
@@ -83,6 +86,7 @@ def attend(
     name: str,
     parts: int,
     received: Fold | None = None,
+    logits: bool = False,
     asked: Asked | None = None,
 ) -> Found:
     """Attention of W query rows over the rows start .. start + used - 1 of each head's lane.
@@ -94,6 +98,7 @@ def attend(
         parts: of a tile, at most. Each part has buffers and code of its own, and is fetched only if it has rows of the
             head.
         received: how to reduce what rows received over the group, if it is requested. J is 1.
+        logits: whether to return the logits.
         asked: extra query rows. Their scores are returned if `serves` says so.
 
     Raises:
@@ -125,7 +130,7 @@ def attend(
         parts=parts,
         most=B * P * (tiles if J == 1 else min(tiles + J, J * tiles)),
         cores=here.cores,
-        together=J if extra else 1,  # heads of a lane write to the same tiles
+        together=J if extra or logits else 1,  # heads of a lane write to the same tiles
     )
 
     def at_step(block: Any) -> Any:
@@ -165,17 +170,19 @@ def attend(
 
     def tile_of_lines(n: Array, step: Array, plan: Steps) -> tuple[Any, ...]:
         n, at = plan.fetched(step)
-        return div(n, J * lines), 0, at
+        return div(n, J * lines), 0, jnp.minimum(at, tiles - 1)
+
+    def tile_of_lane(n: Array, step: Array, plan: Steps) -> tuple[Any, ...]:
+        return div(n, J), 0, jnp.minimum(plan.tile(step)[1], tiles - 1)
 
     entries = [jax.tree.map(partial(in_place, interpret=interpret), merge_heads(x, stored)) for x in (k, v)]
     out_specs = [per_head(*rows.shape), per_head(R, 1)]
     out_shape = [jax.ShapeDtypeStruct((B * H, *rows.shape), q.dtype), jax.ShapeDtypeStruct((B * H, R, 1), jnp.float32)]
     scratch = SoftmaxScratch.scratch(rows.shape)
     padded = tiles * tile
-    if extra:
-        own = at_step(lambda n, step, plan: (div(n, J), 0, plan.tile(step)[1]))
-        out_specs.append(pl.BlockSpec((None, 1, tile), own))
-        out_shape.append(jax.ShapeDtypeStruct((B * P, 1, padded), jnp.float32))
+    by_tile = [G * W] * logits + [1] * bool(extra)  # numbers for each row of a lane
+    out_specs += [pl.BlockSpec((None, each, tile), at_step(tile_of_lane)) for each in by_tile]
+    out_shape += [jax.ShapeDtypeStruct((B * P, each, padded), jnp.float32) for each in by_tile]
     # What rows received needs the log-sum-exp of all tiles, so all logits stay on the chip until the last tile.
     stores_logits = received is not None and 4 * padded * (round_up(R, SUBLANES) + 2 * SUBLANES) <= VMEM_BYTES // 2
     if stores_logits:
@@ -192,6 +199,7 @@ def attend(
         window=window,
         transposed=stored,
         biased=len(per_row) > 1,
+        logits=logits,
         extra_reduction=reduction,
         fold=received if stores_logits else None,
         group=G,
@@ -228,9 +236,11 @@ def attend(
         *extra,
     )
     context, lse = rows.unpad(context).reshape(q.shape), rows.unpad(sums).reshape(B, Hq, W)
-    scores = more.pop(0)[..., :T].reshape(B, P, T) if extra else None
-    weights = more.pop()[..., :T].reshape(B, P, T) if stores_logits else None
-    return Found(context, lse, weights, scores)
+    numbers = [x[..., :T].reshape(B, P, -1, T) for x in more]
+    found = numbers.pop(0) if logits else None
+    scores = numbers.pop(0)[:, :, 0] if extra else None
+    weights = numbers.pop()[:, :, 0] if stores_logits else None
+    return Found(context, lse, weights, found, scores)
 
 
 def rows_per_part(part_bytes: int, nbytes: int, rows: int) -> int:

@@ -28,6 +28,7 @@ class Body:
         rows: T.
         lines: lanes of positions that are fetched together.
         lane_heads: J.
+        logits: whether to write the logits.
         extra_reduction: of the weights of the extra rows, if there are any.
         fold: over the group, of the weights that rows received, if they are requested.
         extra_count: the number of extra rows of a kv head without padding.
@@ -42,6 +43,7 @@ class Body:
     window: int | None
     transposed: bool
     biased: bool
+    logits: bool
     extra_reduction: Reduction | None
     fold: Fold | None
     group: int
@@ -56,6 +58,7 @@ class Body:
         p, bias = next(left), next(left) if self.biased else None
         extra = [next(left) for _ in range(3)] if self.extra_reduction else []
         out, lse = next(left), next(left)
+        all_logits = next(left) if self.logits else None
         scores = next(left) if self.extra_reduction else None
         received = next(left) if self.fold else None
         softmax = SoftmaxScratch(*(next(left) for _ in range(3)))
@@ -68,14 +71,6 @@ class Body:
         @pl.when((step == steps.begin[n]) & ~idle)
         def _() -> None:
             softmax.begin()
-
-        if scores is not None:
-            other, before = steps.tile(jnp.maximum(step - 1, 0))
-            same = (before == tile) & (div(other, self.lane_heads) == div(n, self.lane_heads)) & (i > 0)
-
-            @pl.when(~same & ~idle)
-            def _() -> None:
-                scores[...] = jnp.zeros(scores.shape, jnp.float32)
 
         def add(part: int) -> None:
             """Adds a part that has rows of the head."""
@@ -98,13 +93,15 @@ class Body:
 
             logits = logits_from(q, t)
             softmax.add(logits, partial(weighted_values, there, self.transposed))
+            if all_logits is not None:
+                all_logits[:, at] = jnp.where(own, logits[: all_logits.shape[0]], all_logits[:, at])
             if stored_logits is not None:
                 stored_logits[:, self.place(tile * steps.parts + part)] = logits[: stored_logits.shape[0]]
             if self.extra_reduction is not None and scores is not None:
                 queries, sums, positions = extra
                 weights = jnp.exp(logits_from(queries, positions) - sums[...])
                 weights = reduced(weights[: self.extra_count], self.extra_reduction, self.group)
-                scores[:, at] = jnp.where(own, weights, scores[:, at])
+                scores[:, at] = jnp.where(own, weights, scores[:, at])  # other heads may have other rows of the tile
 
         for part in range(steps.parts):
             block = tile * steps.parts + part

@@ -6,13 +6,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..mosaic import Interpret
-from ..mosaic_decode import attend
+from ..mosaic_decode import attend, serves
 from ..quantized import QuantizedArray
 from ..slot_attention.reference import Asked
 from .reference import SegmentAttention
 
-# Of a tile. The first and last part of a segment are fetched in full, so they are smaller than those of slots.
-PARTS = 8
+PARTS = 8  # of a tile: smaller ones than those of slots, because a segment's first and last parts are fetched in full
+MOST_LOGIT_ROWS = 64  # per kv head, whose logits are returned
 
 
 def segment_attention(
@@ -31,13 +31,14 @@ def segment_attention(
     asked: Asked | None = None,
     interpret: Interpret = False,
 ) -> SegmentAttention:
-    """Computes what the reference defines, except for the logits, which are None.
+    """Computes what the reference defines.
 
     Raises:
         NotImplementedError: as `attend`.
     """
+    group = q.shape[1] // start.shape[1]
     asking = jnp.any(q_positions >= 0, axis=1)
-    if asked is not None:
+    if asked is not None and serves(asked, group):
         asking |= jnp.any(asked.positions >= 0, axis=1)
     found = attend(
         q,
@@ -52,6 +53,7 @@ def segment_attention(
         interpret=interpret,
         name="segment_attention",
         parts=PARTS,
+        logits=logits and group * q.shape[2] <= MOST_LOGIT_ROWS,
         asked=asked,
     )
-    return SegmentAttention(found.context, found.lse, None, found.scores)
+    return SegmentAttention(found.context, found.lse, found.logits, found.scores)

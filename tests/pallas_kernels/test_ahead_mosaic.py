@@ -181,6 +181,19 @@ def test_extra_query_rows(chip, length, rows):
     compiled = with_extra(chip, batch, HEADS[model], length, extra, reduction)
     assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 1
     assert written(compiled, batch * HEADS[model][1] * length * D * 2) == []
+    # The same over a pool whose heads share a lane; the logits are written as well.
+    Hq, H = HEADS[model]
+    pool, p = ((batch, 1, H * length, D), jnp.bfloat16), ((batch, 1, H * length), jnp.int32)
+    q, t, head = ((batch, Hq, 1, D), jnp.bfloat16), ((batch, 1), jnp.int32), ((batch, H), jnp.int32)
+    asked = ((batch, Hq, extra, D), jnp.bfloat16), ((batch, Hq, extra), jnp.float32), ((batch, extra), jnp.int32)
+
+    def kernel(q, k, v, t, p, start, used, queries, lse, at):
+        rows = Asked(queries, lse, at, reduction)
+        return segment.segment_attention(q, k, v, t, p, start, used, scale=0.1, logits=True, asked=rows)
+
+    compiled = ahead(chip, kernel, q, pool, pool, t, p, head, head, *asked)
+    assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 1
+    assert written(compiled, batch * H * length * D * 2) == []
 
 
 @pytest.mark.parametrize(

@@ -77,11 +77,13 @@ def test_extra_query_rows(case, count, reduction, small_tiles):
     check_extra(interpreted(slot.slot_attention), case, count, reduction)
 
 
-EXTRA = [(4, Reduction("sum", "sum", "group")), None, (7, Reduction("max", "sum", "group"))]
+SEGMENT_EXTRA = [None, (4, Reduction("sum", "sum", "group")), (7, Reduction("max", "mean", "group"))]
 
 
 @pytest.mark.parametrize(
-    ("case", "lanes", "extra"), [(*case, extra) for case, extra in zip(SEGMENT_CASES, EXTRA, strict=True)], ids=str
+    ("case", "lanes", "extra"),
+    [(*case, extra) for case, extra in zip(SEGMENT_CASES, SEGMENT_EXTRA, strict=True)],
+    ids=str,
 )
 def test_segment_attention(case, lanes, extra, small_tiles):
     check_segments(interpreted(segment.segment_attention), case, lanes, extra=extra)
@@ -92,7 +94,7 @@ def test_two_cores_share_the_heads(small_tiles, monkeypatch):
     """Cores have different numbers of steps. With one lane per batch row, neighbouring heads share its tiles."""
     monkeypatch.setattr(decode, "chip", lambda: mosaic.Chip(tile_bytes=1, cores=2))
     check_slots(interpreted(slot.slot_attention), Case(128, 4, 1, 600, received="sum"), rounded=False)
-    check_segments(interpreted(segment.segment_attention), Case(128, 2, 1, 0), 1)
+    check_segments(interpreted(segment.segment_attention), Case(128, 2, 1, 0), 2, extra=SEGMENT_EXTRA[1])
     check_extra(interpreted(slot.slot_attention), Case(64, 4, 1, 600), 4, Reduction("sum", "sum", "group"))
 
 
