@@ -227,13 +227,12 @@ def check_segments(
     received, _, _ = attention(queries, dense[0], at, dense[2], case.scale, case.window, lse=sums, bias=dense_bias)
     asked_seen = attention(queries, dense[0], at, dense[2], case.scale, case.window)[2]
     expected_scores = reduced(received, asked_seen, reduction)
-    assert (scores.shape, scores.dtype) == ((B, lanes, T), jnp.float32)
-    if logits is not None:
-        assert (logits.shape, logits.dtype) == ((B, lanes, case.group * case.queries, T), jnp.float32)
+    assert (logits.dtype, scores.dtype) == (jnp.float32, jnp.float32)
+    assert (logits.shape, scores.shape) == ((B, lanes, case.group * case.queries, T), (B, lanes, T))
     for b, h in np.ndindex(B, H):
         n, lane, rows = LENGTHS[b, h], h // J, slice(start[b, h], start[b, h] + LENGTHS[b, h])
         assert_close(scores[b, lane, rows], expected_scores[b, h, :n], *case.typical(scores))
-        if logits is not None and n and np.any(t[b] >= 0):
+        if n and np.any(t[b] >= 0):
             own = slice(h * case.group, (h + 1) * case.group)
             finite = np.where(np.isneginf(lse[b, own]), 0, lse[b, own])[..., None]
             got = np.exp(logits[b, lane, :, rows].reshape(case.group, -1, n) - finite)

@@ -89,6 +89,15 @@ def test_segment_attention(case, lanes, extra, small_tiles):
     check_segments(interpreted(segment.segment_attention), case, lanes, extra=extra)
 
 
+def test_more_tiles_than_scalar_memory_holds_numbers_for_are_refused(small_tiles):
+    """131,072 slots of 512 heads, in tiles of four parts of 128."""
+    shapes = [(64, 8, 1, 128), (64, 8, 131_072, 128), (64, 8, 131_072, 128)]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    positions = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((64, 1), (64, 8, 131_072))]
+    with pytest.raises(NotImplementedError, match="131072 tiles: expected at most 21333 for 512 heads"):
+        jax.eval_shape(partial(slot.slot_attention, scale=1.0), *arrays, *positions)
+
+
 @pytest.mark.slow
 def test_two_cores_share_the_heads(small_tiles, monkeypatch):
     """Cores have different numbers of steps. With one lane per batch row, neighbouring heads share its tiles."""
@@ -159,11 +168,12 @@ def fetched(monkeypatch):
             scalars = [np.asarray(x) for x in operands[: grid_spec.num_scalar_prefetch]]
             steps = np.indices([int(n) for n in grid_spec.grid]).reshape(len(grid_spec.grid), -1)
             counts.append(steps.shape[1])
-            for spec in grid_spec.in_specs:
-                blocks = jax.jit(
-                    jax.vmap(lambda *step, spec=spec: jnp.stack(spec.index_map(*step, *map(jnp.asarray, scalars))))
-                )(*steps)
-                counts.append(1 + int(np.any(np.diff(np.asarray(blocks), axis=0), axis=1).sum()))
+
+            def blocks(spec):
+                return jax.vmap(lambda *step: jnp.stack(spec.index_map(*step, *map(jnp.asarray, scalars))))(*steps)
+
+            for each in jax.jit(lambda: [blocks(spec) for spec in grid_spec.in_specs])():
+                counts.append(1 + int(np.any(np.diff(np.asarray(each), axis=0), axis=1).sum()))
             return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(kernel, *operands))
 
         return run
