@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from kvjax.cache import Slots
 from kvjax.pallas_kernels.arrays import pad
-from kvjax.pallas_kernels.exponential import exp2
+from kvjax.pallas_kernels.exponential import exp
 from kvjax.pallas_kernels.visibility import span, visible, visible_tiles
 from kvjax.policy import (
     Attended,
@@ -94,9 +94,7 @@ class NoisyAttention(Score):
         decoded = entries.per_row
         if attended.decoding:
             decoded = decoded + (attended.lengths > 0)[:, None]
-        cooled = (math.log2(math.e) / (self.temperature + self.growth * decoded.astype(jnp.float32)))[
-            :, :, None, None, None
-        ]
+        cooling = 1 / (self.temperature + self.growth * decoded.astype(jnp.float32))[:, :, None, None, None]
         queries, lse = (attended.heads.whole_groups(x) for x in (attended.queries, attended.lse))
         B, Hq, W, D = queries.shape
         H, M = entries.positions.shape[1:]
@@ -115,7 +113,7 @@ class NoisyAttention(Score):
             return jax.lax.dynamic_slice_in_dim(x, tile * size, size, axis)
 
         def noisy(block: Array, tile: Array, bits: UInt32[Array, "B H M"]) -> Float[Array, "B H G R M"]:
-            """(logits + g - log-sum-exp) / tau of a block of queries and a tile of entries, as a power of 2."""
+            """(logits + g - log-sum-exp) / tau of a block of queries and a tile of entries."""
             own = partial(jax.lax.dynamic_slice_in_dim, start_index=block * rows, slice_size=rows)
             near = partial(tile_of, tile)
             q, k = own(queries, axis=3), near(keys, axis=3)
@@ -126,7 +124,7 @@ class NoisyAttention(Score):
             if self.noise == "gumbel":
                 logits = logits + gumbel(own(of_query, axis=3)[..., None], bits[:, :, None, None])
             seen = visible(own(positions, axis=1), near(held, axis=2), attended.window)[:, :, None]
-            return jnp.where(seen, logits * cooled, -jnp.inf)
+            return jnp.where(seen, logits * cooling, -jnp.inf)
 
         tiles, blocks = held.shape[2] // size, positions.shape[1] // rows
         bounds = visible_tiles(positions, held, rows=rows, keys=size, window=attended.window)
@@ -151,7 +149,7 @@ class NoisyAttention(Score):
                 loop a CPU then does not vectorise.
                 """
                 weights, total, bits = found
-                new = exp2(noisy(block, tile, bits) - peak[..., None])
+                new = exp(noisy(block, tile, bits) - peak[..., None])
                 weights = jax.lax.dynamic_update_index_in_dim(weights, new, tile, axis=0)
                 return weights, total + jnp.sum(new, axis=-1), tile_of(tile + 1, of_entry, 2)
 
