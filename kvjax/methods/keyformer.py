@@ -95,7 +95,10 @@ class NoisyAttention(Score):
         if attended.decoding:
             decoded = decoded + (attended.lengths > 0)[:, None]
         cooling = 1 / (self.temperature + self.growth * decoded.astype(jnp.float32))[:, :, None, None, None]
-        queries, lse = (attended.heads.whole_groups(x) for x in (attended.queries, attended.lse))
+        queries = attended.heads.whole_groups(attended.queries)
+        # With devices that share a kv head, the log-sum-exp of the whole group would have to be gathered as well.
+        by_peak = self.temperature < STEEP or attended.heads.group_axis is not None
+        lse = jnp.zeros(queries.shape[:3]) if by_peak else attended.lse
         B, Hq, W, D = queries.shape
         H, M = entries.positions.shape[1:]
         G, rows = Hq // H, min(ROWS, W)
@@ -134,7 +137,7 @@ class NoisyAttention(Score):
             """Adds what entries receive from a block of queries. Its weights are the second part of the carry."""
             first, last = bounds[block]
             peak = jnp.zeros((B, H, G, rows))
-            if self.temperature < STEEP:
+            if by_peak:
 
                 def higher(tile: Array, peak: Array) -> Array:
                     return jnp.maximum(peak, jnp.max(noisy(block, tile, tile_of(tile, of_entry, 2)), axis=-1))
@@ -216,7 +219,8 @@ def _log2(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.int32) - ROOT_HALF
     z = jax.lax.bitcast_convert_type((bits & 0x7FFFFF) + ROOT_HALF, jnp.float32) - 1
-    return (bits >> 23).astype(jnp.float32) + z * reduce(lambda total, power: total * z + power, reversed(LOG2))
+    polynomial = reduce(lambda total, power: total * z + power, reversed(LOG2), jnp.zeros_like(z))
+    return (bits >> 23).astype(jnp.float32) + z * polynomial
 
 
 @preset
