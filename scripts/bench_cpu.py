@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,7 @@ GPU = Machine(  # Llama-3.1-8B's shape
     ),
 )
 MACHINES = {machine.platform: machine for machine in (CPU, GPU)}
+SMOLLM2 = CPU.sizes | {"vocab_size": 49_152, "hidden_size": 576, "num_heads": 9, "num_kv_heads": 3}
 
 Measure = Callable[[dict[str, Any]], dict[str, float]]
 
@@ -311,6 +312,7 @@ def main(description: str | None = __doc__, machine: Machine = CPU) -> None:
     parser.add_argument("--repeats", type=int, default=5, help="measurements beyond the first, which compiles")
     parser.add_argument("--threads", type=int, help="cores that both sides are confined to; on a CPU 2 by default")
     parser.add_argument("--folder", type=Path, help="the model's folder; made if absent, a temporary one by default")
+    parser.add_argument("--smollm2", action="store_true", help="a model of SmolLM2-135M's shape; on a CPU only")
     parser.add_argument("--serve", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--machine", choices=MACHINES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -319,12 +321,13 @@ def main(description: str | None = __doc__, machine: Machine = CPU) -> None:
         return
     if arguments.peer_only and not arguments.peer_python:
         parser.error("--peer-only needs --peer-python")
-
     if int(arguments.prompt * SHARE) <= max(WINDOW, arguments.new):
         parser.error(f"a quarter of --prompt must be more than the window of {WINDOW} and more than --new")
 
     # Inherited by both sides; XLA and OpenMP size their thread pools by it.
     threads = arguments.threads or (2 if machine is CPU else None)
+    if machine is CPU and arguments.smollm2:
+        machine = replace(CPU, layers=30, sizes=SMOLLM2 | {"tie_embeddings": True})
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)

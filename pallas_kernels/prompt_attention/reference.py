@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..arrays import after_last, pad
+from ..exponential import exp
 from ..softmax import RunningSoftmax
 from ..visibility import visible
 
@@ -66,8 +67,8 @@ def prompt_attention(
         logits = jnp.where(seen, logits.reshape(B, H, G, -1, size), -jnp.inf).reshape(logits.shape)
         peak = jnp.maximum(running.peak, jnp.max(logits, axis=-1))
         finite = jnp.where(jnp.isneginf(peak), 0.0, peak)
-        weights = jnp.exp(logits - finite[..., None])
-        shrink = jnp.exp(running.peak - finite)
+        weights = exp(logits - finite[..., None])
+        shrink = exp(running.peak - finite)
         out = jnp.einsum("BHRK,BHKD->BHRD", weights.astype(v.dtype), values, preferred_element_type=jnp.float32)
         return RunningSoftmax(
             running.out * shrink[..., None] + out, running.total * shrink + jnp.sum(weights, axis=-1), peak

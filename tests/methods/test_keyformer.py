@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax.cache import Slots
-from kvjax.methods.keyformer import gumbel
+from kvjax.methods.keyformer import gumbel, position_bits, query_bits
 from kvjax.models import AttentionLayer, Rope
 from kvjax.parts import NoisyAttention
 from kvjax.policies import parse
@@ -19,10 +19,15 @@ from tests.methods.literal_heads import AccumulatingHead, Generation
 from tests.methods.reference import softmax
 
 
+def draws_of(keys, positions):
+    """The noise of all pairs of these positions, the query's first."""
+    return np.asarray(gumbel(query_bits(keys, positions[:, None]), position_bits(positions)))
+
+
 @pytest.mark.slow
 def test_noise_is_gumbel_and_a_pair_s_own():
     keys = jax.random.key_data(jax.random.split(jax.random.key(0), 2))[:, None, None]
-    pairs = np.asarray(gumbel(keys, jnp.arange(400)[:, None], jnp.arange(400)))
+    pairs = draws_of(keys, jnp.arange(400))
     for draws in (pairs, pairs[:, ::7], pairs[:, :, 3], np.diagonal(pairs, axis1=1, axis2=2)):
         assert abs(draws.mean() - np.euler_gamma) < 6 * 1.2825 / draws.size**0.5
         assert abs(draws.std() - np.pi / 6**0.5) < 8 / draws.size**0.5
@@ -33,13 +38,18 @@ def test_noise_is_gumbel_and_a_pair_s_own():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("window", [None, 5])
-def test_is_the_literal_sum_over_rows(group, window):
-    """Two rows, one of them short; a prompt, then two steps with the temperature growing."""
+@pytest.mark.parametrize(
+    ("group", "window", "temperature", "tiles"),
+    [(1, None, 1.5, None), (4, 5, 1.5, None), (4, None, 1.5, (16, 8)), (1, 5, 1.5, (16, 8)), (2, None, 0.1, (16, 8))],
+)
+def test_is_the_literal_sum_over_rows(group, window, temperature, tiles, monkeypatch):
+    """Two rows, one of them short; a prompt, then two steps with the temperature growing. `tiles`: rows and entries."""
+    if tiles:
+        monkeypatch.setattr("kvjax.methods.keyformer.ROWS", tiles[0])
+        monkeypatch.setattr("kvjax.methods.keyformer.KEYS", tiles[1])
     rng = np.random.default_rng(group)
     heads, dim, size, scale = 2, 4, 40, 0.7
-    score = NoisyAttention(temperature=1.5, growth=0.5, seed=3)
+    score = NoisyAttention(temperature, growth=0.5, seed=3)
     shape = LayerShape(2, heads * group, heads, dim, jnp.dtype("float32"))
     q = rng.normal(size=(2, heads * group, size + 2, dim)).astype(np.float32)
     k = rng.normal(size=(2, heads, size + 2, dim)).astype(np.float32)
@@ -51,7 +61,14 @@ def test_is_the_literal_sum_over_rows(group, window):
         seen = np.where(np.arange(size + 2) < rows.stop, positions, -1)
         entries = Slots(k, k, np.broadcast_to(seen[:, None], k.shape[:3]), np.zeros((2, heads)), *state)
         lengths = (positions[:, rows] >= 0).sum(1)
-        observed = q[:, :, rows], positions[:, rows], np.zeros((2, heads * group, 1)), None, lengths, layer
+        observed = (
+            q[:, :, rows],
+            positions[:, rows],
+            np.zeros(q[:, :, rows].shape[:3], np.float32),
+            None,
+            lengths,
+            layer,
+        )
         state = score.observe(entries, Attended(*observed, decoding=decoding))
     layer = jax.random.fold_in(jax.random.key(3), 1)
     for row in range(2):
@@ -59,13 +76,13 @@ def test_is_the_literal_sum_over_rows(group, window):
             expected = np.zeros(size + 2)
             for g in range(group):
                 key = jax.random.key_data(jax.random.fold_in(layer, head * group + g))
-                draws = np.asarray(gumbel(key, jnp.asarray(positions[row])[:, None], jnp.asarray(positions[row])))
+                draws = draws_of(key, jnp.asarray(positions[row]))
                 for r, at in enumerate(positions[row]):
                     if at < 0:
                         continue
                     past = [c for c, p in enumerate(positions[row]) if 0 <= p <= at and (not window or p > at - window)]
                     logits = k[row, head, past] @ q[row, head * group + g, r] * scale + draws[r, past]
-                    expected[past] += softmax(logits / (1.5 + 0.5 * max(0, r + 1 - size))) / group
+                    expected[past] += softmax(logits / (temperature + 0.5 * max(0, r + 1 - size))) / group
             np.testing.assert_allclose(state[0][row, head], expected, atol=1e-4)
 
 
@@ -73,7 +90,7 @@ def drawn(layer, head, group):
     """The noise of a kv head's query heads, from the seed 5."""
     keys = jax.random.fold_in(jax.random.key(5), layer)
     keys = jnp.stack([jax.random.key_data(jax.random.fold_in(keys, head * group + g)) for g in range(group)])
-    table = np.asarray(gumbel(keys[:, None, None], jnp.arange(32)[:, None], jnp.arange(32)))
+    table = draws_of(keys[:, None, None], jnp.arange(32))
     return lambda query, positions: table[:, query, positions]
 
 

@@ -1,0 +1,31 @@
+"""The exponential function of the references, which spend a large part of their time in it on a CPU."""
+
+from __future__ import annotations
+
+import math
+from functools import reduce
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .dispatch import platform
+
+ROUND, ROUND_BITS = 1.5 * 2.0**23, 0x4B400000  # the last bits of x + ROUND are those of the integer nearest to x
+# 2^x for |x| <= 1/2, lowest power first: the smallest maximum of the relative error, 1e-7.
+POWERS = (1.0000001, 0.69314694, 0.2402212, 0.055507135, 0.009675541, 0.0013276466)
+
+
+def exp(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns e^x of float32 numbers x < 88. The result is 0 for x < -87.3.
+
+    On a CPU it takes half the time of XLA's function, and less where XLA fuses it with other operations. The relative
+    error is at most 3e-7 + 1e-7 |x|.
+    """
+    if platform() != "cpu":
+        return jnp.exp(x)
+    x = jnp.maximum(x * math.log2(math.e), -127.0)  # where the exponent's bits are 0
+    nearest = jax.lax.bitcast_convert_type(x + ROUND, jnp.int32) - ROUND_BITS
+    fraction = x - nearest.astype(jnp.float32)
+    polynomial = reduce(lambda total, power: total * fraction + power, reversed(POWERS), jnp.zeros_like(x))
+    return jax.lax.bitcast_convert_type((nearest + 127) << 23, jnp.float32) * polynomial
