@@ -29,6 +29,7 @@ from device_time import has_cupti, seconds
 
 from kvjax import pallas_kernels
 from kvjax.pallas_kernels import PAGE, Asked, QuantizedArray, Reduction
+from kvjax.pallas_kernels.write_rows.reference import write_rows
 
 HEADS, DIM = 8, 128  # kv heads, and their channels
 PER_SCALE = 32  # channels, where keys and values are quantised
@@ -222,6 +223,24 @@ def cases(small: bool) -> Iterator[Case]:
         (HEADS * keys * 4, "bytes"),
         10.0,
         rival=lambda x: jax.lax.top_k(x, count),
+    )
+    batch, slots, channels = (2, 256, 64) if small else (8, 2048, 64)
+
+    def entries(key: Any) -> list[Any]:
+        keys, values = jax.random.normal(key, (2, batch, HEADS, slots + 1, channels), dtype)
+        row = jax.random.randint(key, (batch, HEADS), 0, slots)
+        return [keys[:, :, 1:], values[:, :, 1:], keys[:, :, 0], values[:, :, 0], row]
+
+    def write(by: Callable[..., Any], keys: Any, values: Any, key: Any, value: Any, row: Any) -> dict[str, Any]:
+        return dict(zip(("keys", "values"), by((keys, values), row, (key, value)), strict=True))
+
+    yield Case(  # the arrays are not donated here, so that they are copied first
+        "write_rows",
+        {"batch": batch, "slots": slots, "channels": channels},
+        partial(write, pallas_kernels.write_rows),
+        entries,
+        (4 * batch * HEADS * slots * channels * width, "bytes"),
+        rival=partial(write, write_rows),
     )
 
 
