@@ -2,7 +2,8 @@
 
 A program takes a block of the query rows of one kv head, of all query heads that share it, and walks over its slots
 tile by tile with a running softmax (FlashAttention, arXiv 2205.14135). It stops at the last occupied slot. If there
-are too few rows to fill a GPU, several programs share the tiles of a head, and a second kernel joins their results.
+are too few rows to fill a GPU, several programs take turns in the tiles of a head, and a second kernel joins their
+results.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class AttendOutput(NamedTuple):
     Attributes:
         out: the context in q's dtype; None if no values were given.
         lse: float32 log-sum-exp; -inf where nothing is visible, and `out` is then 0.
-        logits: float32, biased, -inf where a slot is not visible; undefined beyond `used`.
-        scores: float32, what each slot received from the extra rows; undefined beyond `used`.
+        logits: float32, biased, -inf where a slot is not visible; undefined in tiles that are not read.
+        scores: float32, what each slot received from the extra rows; undefined in tiles that are not read.
     """
 
     out: Float[Array, "B H R D"] | None
@@ -74,7 +75,7 @@ def attend(
     v: Float[Array, "B P T D"] | QuantizedArray | None,
     q_positions: Int[Array, "B W"],
     k_positions: Int[Array, "B P T"],
-    used: Int[Array, "B H"],
+    used: Int[Array, "B H"] | None = None,
     start: Int[Array, "B H"] | None = None,
     spans: Int[Array, "B H row_blocks 2"] | None = None,
     *,
@@ -91,7 +92,8 @@ def attend(
 
     Args:
         k, v: P lanes of T slots, with H / P consecutive heads per lane.
-        used: the number of slots that are read. No slot is read if all queries, extra rows included, have position -1.
+        used: the number of slots that are read; up to the last occupied one if None. No slot is read if all queries,
+            extra rows included, have position -1.
         start: the first slot of a head in its lane; 0 if None.
         spans: the first tile that each block of rows reads and the tile after the last; all used tiles if None.
         logits: whether to return the logits.
@@ -160,7 +162,7 @@ def attend(
             None if v is None else entries(v),
             pl.BlockSpec((None, W), lambda s, i, h, b: (b, 0)),
             lane(T),
-            head(),
+            None if used is None else head(),
             None if start is None else head(),
             None if spans is None else head(row_blocks, 2),
             None if bias is None else lane(T),
@@ -170,6 +172,6 @@ def attend(
         out_shape=shapes,
         compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=interpret,
-    )(q, k, v, q_positions, k_positions, used.astype(jnp.int32), start, spans, bias, extra)
+    )(q, k, v, q_positions, k_positions, used, start, spans, bias, extra)
     out, lse = join(results.get("out"), results["lse"], q.dtype, interpret=interpret)
     return AttendOutput(out, lse, results.get("logits"), results.get("scores"))

@@ -16,6 +16,8 @@ from .blocks import Blocks
 from .quantized import QuantizedArray
 from .triton import channel_slices, dequantize_tile, product, tiles_per_number
 
+SCANNED = 1024  # positions that a program reads at once to find its last occupied tile
+
 
 class ExtraRows(NamedTuple):
     """Query rows of earlier steps. The kernel computes their weights on the slots, and no context.
@@ -85,11 +87,16 @@ def attend_kernel(
             queries = [plgpu.load(extra_refs.queries.at[rows, c], mask=mask, other=0) for c, mask in key_slices]
             extra.append((queries, extra_refs.lse[rows], extra_refs.positions[rows]))
             newest = jnp.maximum(newest, jnp.max(extra[-1][2]))
-    used = jnp.where(newest >= 0, used_ref[()], 0)
     start = 0 if start_ref is None else start_ref[()]
-    last = jax.lax.div(used + blocks.slots - 1, blocks.slots)
     first = 0 if spans_ref is None else spans_ref[i, 0]
-    tiles = (last if spans_ref is None else jnp.minimum(last, spans_ref[i, 1])) - first
+    if used_ref is None:
+        used, own = p_ref.shape[0], occupied_tiles(p_ref, blocks.slots, s, splits)
+    else:
+        used = used_ref[()]
+        last = jax.lax.div(used + blocks.slots - 1, blocks.slots)
+        tiles = (last if spans_ref is None else jnp.minimum(last, spans_ref[i, 1])) - first
+        own = jax.lax.div(tiles + splits - 1 - s, splits)
+    own = jnp.where(newest >= 0, own, 0)
 
     def load(ref: Any, place: Any, occupied: Array, c: Any = slice(None)) -> Array:
         if not ragged and Dp == D:
@@ -109,9 +116,10 @@ def attend_kernel(
         low, high = (load(ref.scales, place, occupied, half) for half in halves)
         return [dequantize_tile((codes << 4) >> 4, low, ref.dtype), dequantize_tile(codes >> 4, high, ref.dtype)]
 
-    def add(j: Array, running: tuple[list[Array], Array, Array]) -> tuple[list[Array], Array, Array]:
-        """Adds tile j to the running softmax."""
+    def add(n: Array, running: tuple[list[Array], Array, Array]) -> tuple[list[Array], Array, Array]:
+        """Adds this program's tile n to the running softmax."""
         out, total, peak = running
+        j = first + s + n * splits
         slot = j * blocks.slots + jnp.arange(blocks.slots)
         occupied = slot < used
         place = pl.ds(start + j * blocks.slots, blocks.slots)
@@ -149,10 +157,31 @@ def attend_kernel(
     zeros = jnp.zeros(blocks.rows, jnp.float32)
     value_slices = [] if v_ref is None else channel_slices(tiles_per_number(v_ref), D, Dp)
     out = [jnp.zeros((blocks.rows, Dp // len(value_slices)), jnp.float32) for _ in value_slices]
-    first, last = first + jax.lax.div(tiles * s, splits), first + jax.lax.div(tiles * (s + 1), splits)
-    out, total, peak = jax.lax.fori_loop(first, last, add, (out, zeros, zeros - jnp.inf))
+    out, total, peak = jax.lax.fori_loop(0, own, add, (out, zeros, zeros - jnp.inf))
     total = jnp.where(total == 0, 1.0, total)
     plgpu.store(results["lse"], peak + jnp.log(total), mask=row < R)
     for x, (c, mask) in zip(out, value_slices, strict=True):
         context = (x / total[:, None]).astype(results["out"].dtype)
         plgpu.store(results["out"].at[:, c], context, mask=row_exists & mask)
+
+
+def occupied_tiles(p_ref: Any, size: int, split: Array, splits: int) -> Array:
+    """How many of the tiles `split`, `split + splits`, ... there are up to the last one with an occupied slot.
+
+    Positions are a hundredth of the bytes of keys and values. Reading them here saves a kernel that finds the bound.
+
+    Args:
+        p_ref: the position in each slot of the lane [T].
+        size: slots per tile.
+    """
+    T = p_ref.shape[0]
+    tiles = max(1, SCANNED // size)
+    number = jnp.arange(tiles * size)
+
+    def look(n: Array, found: Array) -> Array:
+        own = n * tiles + jax.lax.div(number, size)
+        slot = (own * splits + split) * size + jax.lax.rem(number, size)
+        positions = plgpu.load(p_ref.at[slot], mask=slot < T, other=-1)
+        return jnp.maximum(found, jnp.max(jnp.where(positions >= 0, own + 1, 0)))
+
+    return jax.lax.fori_loop(0, -(-T // (tiles * size * splits)), look, jnp.int32(0))

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..arrays import Fold, after_last, fold, pad
+from ..arrays import Fold, fold, pad
 from ..blocks import power_of_two
 from ..quantized import QuantizedArray, plain
 from ..triton import check
@@ -46,13 +46,10 @@ def slot_attention(
     B, Hq, W, D = q.shape
     H, S = k.shape[1:3]
     options: dict[str, Any] = {"scale": scale, "window": window, "bias": bias}
-    used = after_last(k_positions >= 0)
     stores_logits = received is not None and Hq // H * W <= MOST_LOGIT_ROWS
     rows = q.reshape(B, H, -1, D)
     extra = extra_options(asked, rows, k, H)
-    results = attend(
-        rows, k, v, q_positions, k_positions, used, logits=stores_logits, interpret=interpret, **extra, **options
-    )
+    results = attend(rows, k, v, q_positions, k_positions, logits=stores_logits, interpret=interpret, **extra, **options)
     assert results.out is not None
     lse = results.lse.reshape(B, Hq, W)
     weights = scores = None
