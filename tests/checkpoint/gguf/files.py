@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,14 @@ def quantised(weights: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
         return np.random.default_rng(0).integers(0, 64, shape, np.uint8)
 
 
-def write(case: Case, path: Path, kind: str = "F32", folder: Path | None = None, **sizes: Any) -> None:
+def write(
+    case: Case,
+    path: Path,
+    kind: str = "F32",
+    folder: Path | None = None,
+    tokenizer: Mapping[str, Any] | None = None,
+    **sizes: Any,
+) -> None:
     """Writes a random model as a GGUF file, and the same values as a Hugging Face folder.
 
     Args:
@@ -130,6 +138,7 @@ def write(case: Case, path: Path, kind: str = "F32", folder: Path | None = None,
         path: the file.
         kind: the type of the matrices.
         folder: the folder.
+        tokenizer: the keys of a tokenizer.
         sizes: fields of SIZES to replace.
     """
     sizes = SIZES | sizes
@@ -139,6 +148,8 @@ def write(case: Case, path: Path, kind: str = "F32", folder: Path | None = None,
     stored, written = load_file(folder / WEIGHTS), {}
     out = gguf.GGUFWriter(path, case.arch)
     metadata(out, case, hf)
+    for key, value in (tokenizer or {}).items():
+        add(out, key, value)
     served = GGMLQuantizationType[kind]
     for name, weights in sorted(stored.items()):
         if weights.ndim == 1:
