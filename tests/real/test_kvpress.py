@@ -10,6 +10,7 @@ import pytest
 
 import kvjax
 from tests.methods.test_kvpress import GOLDEN, Golden
+from tests.products import part
 from tests.real.conftest import Real
 from tests.real.layers import first_layers
 from tests.tiny import held
@@ -18,7 +19,7 @@ pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 PRESSES = ("snapkv", "pyramidkv", "tova", "kvcompose", "adakv", "expected_attention", "keydiff", "lagkv")
 OVER_LAYERS = ("pyramidkv", "kvcompose")  # their budgets need all layers; the others are compared on the first ones
-LAYERS = 6
+LAYERS = 2
 
 
 @functools.cache
@@ -27,7 +28,7 @@ def arrays() -> dict[str, np.ndarray]:
         return dict(archive)
 
 
-@pytest.mark.parametrize("press", PRESSES)
+@pytest.mark.parametrize("press", part(PRESSES, set(PRESSES) - {"kvcompose"}))  # whose replay takes a minute
 def test_policy_retains_what_kvpress_does(real: Real, press: str) -> None:
     stored = arrays()
     prompt = stored["prompt"].astype(np.int32)
@@ -40,6 +41,4 @@ def test_policy_retains_what_kvpress_does(real: Real, press: str) -> None:
     for layer, heads in enumerate(held(cache, 0)):
         for head, positions in enumerate(heads):
             found[layer, head, positions] = 1
-    print(press, (found != expected).sum() / 2, expected.sum(), (found != expected).sum((1, 2)).tolist())
-    assert found.sum() == expected.sum()
-    assert (found != expected).sum() <= 0
+    np.testing.assert_array_equal(found, expected)

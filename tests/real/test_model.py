@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import numpy as np
 import pytest
 
 import kvjax
+from tests.methods.test_kvpress import GOLDEN
 from tests.models.test_parity import logits
 from tests.policy.presets import SPECS
 from tests.products import part
@@ -17,39 +18,27 @@ from tests.real.layers import first_layers
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 
-@pytest.fixture(scope="session")
-def theirs(real: Real) -> Any:
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("accelerate")
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(real.file.parent, gguf_file=real.file.name, dtype=torch.float32)
+@functools.cache
+def golden() -> dict[str, np.ndarray]:
+    """What transformers computes, from its own reading of the same file."""
+    with np.load(GOLDEN / "smollm2_logits.npz") as archive:
+        return {name: array.astype(np.float32 if name == "logits" else np.int32) for name, array in archive.items()}
 
 
-@pytest.mark.parity
-def test_logits_are_those_of_transformers(real: Real, theirs: Any) -> None:
-    import torch
-
-    tokens = np.array([real.essay[:512]])
-    with torch.no_grad():
-        expected = theirs(torch.from_numpy(tokens)).logits.numpy()
-    assert np.ptp(expected) > 30
-    np.testing.assert_allclose(logits(real.params, tokens), expected, atol=1e-3, rtol=0)
+def test_logits_are_those_of_transformers(real: Real) -> None:
+    stored = golden()
+    assert stored["essay"].tolist() == real.essay[:512]
+    assert np.ptp(stored["logits"]) > 30
+    found = np.asarray(logits(real.params, stored["essay"][None]))[0, :, ::1024]
+    np.testing.assert_allclose(found, stored["logits"], atol=1e-3, rtol=0)
 
 
-@pytest.mark.parity
-def test_64_greedy_tokens_are_those_of_transformers(real: Real, theirs: Any) -> None:
-    import torch
-
+def test_64_greedy_tokens_are_those_of_transformers(real: Real) -> None:
     chat = [{"role": "user", "content": "Write a short story about a lighthouse."}]
     prompt = real.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    tokens = torch.tensor([prompt])
-    with torch.no_grad():  # without a mask, transformers masks the end tokens of the turns, which also pad
-        expected = theirs.generate(
-            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=64, do_sample=False, eos_token_id=None
-        )
+    assert prompt == golden()["prompt"].tolist()
     answer = kvjax.generate(real.params, [prompt], max_new_tokens=64, eos=())
-    np.testing.assert_array_equal(answer.tokens[0], expected[0, len(prompt) :].numpy())
+    np.testing.assert_array_equal(answer.tokens[0], golden()["answer"])
 
 
 def test_the_tokenizer_has_the_models_own_tokens_and_template(real: Real) -> None:
@@ -67,14 +56,8 @@ def test_the_tokenizer_has_the_models_own_tokens_and_template(real: Real) -> Non
     assert words.decode(words.encode(text)) == text
 
 
-def test_it_answers_and_stops(real: Real) -> None:
-    chat = [{"role": "user", "content": "What is the capital of France?"}]
-    out = kvjax.generate(real.params, chat, max_new_tokens=24, tokenizer=real.tokenizer)
-    assert out.text == "The capital of France is Paris."
-
-
 # One of each way to store entries, or to read a prompt; `--all` tries the other presets too.
-CHOSEN = ("snapkv", "morphkv", "d2o", "kvcompose", "quantize")
+CHOSEN = ("snapkv", "morphkv", "kvcompose")
 
 
 @pytest.mark.parametrize("name", part(SPECS, CHOSEN))
