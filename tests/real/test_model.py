@@ -50,7 +50,7 @@ def test_the_tokenizer_has_the_models_own_tokens_and_template(real: Real) -> Non
         "<|im_start|>user\nWho wrote Emma?<|im_end|>\n<|im_start|>assistant\n"
     )
     assert words.tokenize("In 1998, I'd\n\n  hid <|im_end|>") == [
-        *("In", "Ġ", "1", "9", "9", "8", ",", "ĠI", "'d", "ĊĊ", "Ġ", "Ġhid", "Ġ", "<|im_end|>")
+        *("In", "Ġ", "1", "9", "9", "8", ",", "ĠI", "'d", "ĊĊĠ", "Ġhid", "Ġ", "<|im_end|>")
     ]
     text = "héllo 世界\t1.5e3\n  def f(x):"
     assert words.decode(words.encode(text)) == text
