@@ -173,13 +173,13 @@ def run(
         with recording(press, scores), press(model):
             logits = model(prompt[None], past_key_values=cache).logits[0]
         if isinstance(press, kvpress.KVComposePress) and not press.structured:
-            cache.crop(PROMPT_LENGTH)  # the press does not remove the copy of the prompt that it scored with
+            cache.crop(len(prompt))  # the press does not remove the copy of the prompt that it scored with
     kept = [torch.cat([layer.keys[0], layer.values[0]], dim=-1) for layer in cache.layers]
     hidden = [getattr(layer.self_attn, "masked_key_indices", None) for layer in model.model.layers]
 
     tokens, step_logits = [int(logits[-1].argmax())], []
     for step in range(STEPS):
-        position = torch.tensor([[PROMPT_LENGTH + step]])
+        position = torch.tensor([[len(prompt) + step]])
         step_logits.append(
             model(torch.tensor([[tokens[-1]]]), past_key_values=cache, position_ids=position).logits[0, -1]
         )
@@ -209,14 +209,14 @@ def positions(kept: list[torch.Tensor], full: list[torch.Tensor]) -> np.ndarray:
     return np.stack([np.pad(x, ((0, 0), (0, most - x.shape[-1])), constant_values=-1) for x in layers])
 
 
-def unhidden(hidden: list[tuple[torch.Tensor, ...]], heads: int) -> np.ndarray:
+def unhidden(hidden: list[tuple[torch.Tensor, ...]], heads: int, length: int) -> np.ndarray:
     """Returns the same as `positions`, for a press that masks entries of single heads instead of removing them."""
-    kept = np.ones((len(hidden), heads, PROMPT_LENGTH), bool)
+    kept = np.ones((len(hidden), heads, length), bool)
     for layer, (_, head, position) in zip(kept, hidden, strict=True):
         layer[head.numpy(), position.numpy()] = False
-    pos = np.where(kept, np.arange(PROMPT_LENGTH), PROMPT_LENGTH)
+    pos = np.where(kept, np.arange(length), length)
     pos = np.sort(pos, axis=-1)[..., : kept.sum(-1).max()]
-    return np.where(pos < PROMPT_LENGTH, pos, -1)
+    return np.where(pos < length, pos, -1)
 
 
 def competing(press: kvpress.BasePress, scores: np.ndarray, pos: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -278,7 +278,7 @@ def record(name: str, tiny: TinyModel, folder: Path, model: PreTrainedModel, wid
         attention = attention_of(press)
         out, out_wide = run(model, ids, attention, press), run(wide, ids, attention, press)
         if any(out["hidden"]):
-            pos, pos_wide = (unhidden(x["hidden"], tiny.kv_heads) for x in (out, out_wide))
+            pos, pos_wide = (unhidden(x["hidden"], tiny.kv_heads, PROMPT_LENGTH) for x in (out, out_wide))
         else:
             # KVCompose needs `eager` as well, and selects it itself during prefill.
             reading = "eager" if isinstance(press, kvpress.KVComposePress) else attention

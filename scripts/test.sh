@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Format, lint, types and tests, in an environment it makes itself.
 #     bash scripts/test.sh              everything
-#     bash scripts/test.sh --fast       without the tests marked slow, and those that compile for GPUs and TPUs
+#     bash scripts/test.sh --fast       without the tests marked slow or real, and those that compile for GPUs and TPUs
 #     bash scripts/test.sh --all        with the tests marked exhaustive: all of each product of options
 #     bash scripts/test.sh -k name      any argument of pytest
 set -euo pipefail
@@ -10,7 +10,7 @@ source scripts/setup_venv.sh dev parity plot eval lm-eval
 
 if [ "${1:-}" = --fast ]; then
     shift
-    set -- -m "not slow and not aot and not exhaustive" "$@"
+    set -- -m "not slow and not aot and not real and not exhaustive" "$@"
 else
     if [ "${1:-}" = --all ]; then
         shift

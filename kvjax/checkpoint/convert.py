@@ -15,10 +15,11 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from kvjax.checkpoint.errors import CheckpointError
-from kvjax.checkpoint.folder import GENERATION, check_dtype, form_of, locate, owned, read_config
+from kvjax.checkpoint.folder import GENERATION, Form, check_dtype, form_of, locate, owned
 from kvjax.checkpoint.hf import load, read_headers, write_hf
 from kvjax.checkpoint.orbax import restore, transfer_bytes, write_orbax
 from kvjax.checkpoint.parameters import Blank, Progress
+from kvjax.checkpoint.source import source_of
 from kvjax.checkpoint.tensors import no_weights
 from kvjax.shown import shown
 from kvjax.writing import check_folder, new_folder
@@ -33,8 +34,8 @@ class Conversion:
     """A planned conversion; `run` performs it.
 
     Attributes:
-        source: the folder of the checkpoint.
-        form: the form of the checkpoint, `hf` or `orbax`.
+        source: the folder or GGUF file of the checkpoint.
+        form: the form of the checkpoint, `hf`, `gguf` or `orbax`.
         out: the folder to write.
         to: the form to write.
         dtype: the dtype of the weights to write.
@@ -45,7 +46,7 @@ class Conversion:
     """
 
     source: Path
-    form: Target
+    form: Form
     out: Path
     to: Target
     dtype: np.dtype
@@ -68,10 +69,10 @@ class Conversion:
             OSError: the folder or a file cannot be written.
         """
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            if self.form == "hf":
-                params, tokenizer = load(self.source, self.dtype, progress=reading)
-            else:
+            if self.form == "orbax":
                 params, tokenizer = restore(self.source, self.dtype)
+            else:
+                params, tokenizer = load(self.source, self.dtype, progress=reading)
             files = owned(tokenizer=True, generation=True)
             with new_folder(self.out, files, "config.json", overwrite=self.overwrite, argument=ARGUMENT) as folder:
                 if self.to == "hf":
@@ -92,7 +93,7 @@ def plan_conversion(
     """Plans the conversion of a checkpoint from its config and headers, without reading weights.
 
     Args:
-        path_or_hub_id: a folder of either form, or a hub id.
+        path_or_hub_id: a folder of either form, a GGUF file, or a hub id.
         out: the folder to write.
         to: the form to write, `hf` or `orbax`.
         dtype: the dtype of the weights to write: float32, bfloat16 or float16. By default the stored dtype.
@@ -101,7 +102,7 @@ def plan_conversion(
 
     Raises:
         CheckpointError: there is no such checkpoint, or its config or headers cannot be read.
-        UnsupportedModelError: config.json asks for a computation that is not implemented.
+        UnsupportedModelError: the config asks for a computation that is not implemented.
         ValueError: `to` or `dtype` is not accepted, or `out` is a file, the source, or a folder that is not empty while
             `overwrite` is False.
     """
@@ -116,13 +117,14 @@ def plan_conversion(
     form = form_of(source)
     if form == "cache":
         raise CheckpointError(source, ["it holds a cache; expected a folder of weights"])
-    config = read_config(source)
+    opened = source_of(source)
+    config = opened.config()
     if form is None:
         raise CheckpointError(source, [no_weights(source)])
-    parameters, stored = read_headers(source, config)
+    parameters, stored = read_headers(opened)
     converted = jnp.dtype(dtype or jnp.result_type(*stored))
     sizes = [math.prod(shape) * converted.itemsize for shape in Blank.of(config).shapes.values()]
-    transfer = {"hf": 2 * max(sizes), "orbax": transfer_bytes(sizes)}
+    transfer = {"hf": 2 * max(sizes), "gguf": 2 * max(sizes), "orbax": transfer_bytes(sizes)}
     return Conversion(
         source=source,
         form=form,

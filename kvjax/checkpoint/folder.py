@@ -1,11 +1,12 @@
-"""Checkpoint folders: their location, the form of their weights, their config and tokenizer. It reads no weights."""
+"""Where a checkpoint is and what form it has, and the config and tokenizer of a folder. It reads no weights."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -50,20 +51,25 @@ DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16": jnp
 DTYPE_NAMES = ", ".join(map(str, DTYPES.values()))
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
-Form = Literal["hf", "orbax", "cache"]
-READERS: dict[Form, str] = {"hf": "kvjax.load", "orbax": "kvjax.restore", "cache": "kvjax.restore_cache"}
+Form = Literal["hf", "gguf", "orbax", "cache"]
+CONTENTS: dict[Form, str] = {  # what a form holds, and which function reads it
+    "hf": "weights in Hugging Face form, which kvjax.load reads",
+    "gguf": "weights in GGUF, which kvjax.load reads",
+    "orbax": "weights that kvjax.save wrote, which kvjax.restore reads",
+    "cache": "a cache, which kvjax.restore_cache reads",
+}
 
 
 def locate(path_or_hub_id: str | os.PathLike[str], patterns: Sequence[str] = DOWNLOADED) -> Path:
-    """Returns the folder of a checkpoint, and downloads it from the Hugging Face hub if there is no such folder.
+    """Returns the folder or GGUF file of a checkpoint, or downloads a folder from the Hugging Face hub.
 
     Args:
-        path_or_hub_id: an existing folder, or else a hub id.
+        path_or_hub_id: an existing folder or GGUF file, or else a hub id.
         patterns: the glob patterns of the files to download.
 
     Raises:
-        CheckpointError: it is a file, or neither a folder nor a repository that the hub provides, or its writing was
-            interrupted and cannot be finished.
+        CheckpointError: it is another file, or neither a path nor a repository that the hub provides, or its writing
+            was interrupted and cannot be finished.
     """
     check_path("path_or_hub_id", path_or_hub_id)
     folder = Path(path_or_hub_id).expanduser()
@@ -71,7 +77,10 @@ def locate(path_or_hub_id: str | os.PathLike[str], patterns: Sequence[str] = DOW
         finish_writing(folder)
         return folder
     if folder.exists():
-        raise CheckpointError(folder, ["it is a file; expected the folder that holds config.json and the weights"])
+        if form_of(folder) is None:
+            reason = "it is a file; expected the folder that holds config.json and the weights, or a GGUF file"
+            raise CheckpointError(folder, [reason])
+        return folder
     if not isinstance(path_or_hub_id, str) or not HUB_ID.fullmatch(path_or_hub_id):
         raise CheckpointError(folder, ["no such folder"])
     from huggingface_hub import snapshot_download
@@ -84,11 +93,14 @@ def locate(path_or_hub_id: str | os.PathLike[str], patterns: Sequence[str] = DOW
 
 
 def form_of(folder: Path) -> Form | None:
-    """Returns the form of a folder's content: Hugging Face weights, Orbax weights, a saved cache, or None.
+    """Returns the form of a path's content: Hugging Face weights, a GGUF file, Orbax weights, a saved cache, or None.
 
     Raises:
         CheckpointError: the folder's writing was interrupted and cannot be finished.
     """
+    if folder.is_file():
+        with folder.open("rb") as file:
+            return "gguf" if folder.suffix == ".gguf" or file.read(4) == b"GGUF" else None
     finish_writing(folder)
     if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
         return "hf"
@@ -106,12 +118,11 @@ def finish_writing(folder: Path) -> None:
         raise CheckpointError(folder, [reason]) from error
 
 
-def check_form(folder: Path, wanted: Form) -> None:
-    """Raises CheckpointError if the folder has another form. The message names the function that reads that form."""
+def check_form(folder: Path, *wanted: Form) -> None:
+    """Raises CheckpointError if the path has another form. The message names the function that reads that form."""
     form = form_of(folder)
-    if form is not None and form != wanted:
-        content = {"hf": "weights in Hugging Face form", "orbax": "weights that kvjax.save wrote", "cache": "a cache"}
-        raise CheckpointError(folder, [f"it holds {content[form]}, which {READERS[form]} reads"])
+    if form is not None and form not in wanted:
+        raise CheckpointError(folder, [f"it holds {CONTENTS[form]}"])
 
 
 def read_config(folder: Path) -> DecoderConfig:
@@ -141,20 +152,26 @@ def read_tokenizer(folder: Path, problems: list[str]) -> PreTrainedTokenizerBase
     """Returns the folder's tokenizer, or None if it has none. Appends to `problems` if the tokenizer is unreadable."""
     if not any((folder / name).is_file() for name in VOCABULARIES):
         return None
-    # Importing transformers without torch prints advice to install torch, which tokenizers do not need.
-    advice = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS")
-    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
-    try:
+    with transformers_quietly():
         from transformers import AutoTokenizer
-    finally:
-        del os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"]
-        if advice is not None:
-            os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = advice
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the parsers raise many exception types, bare Exception among them
         problems.append(f"its tokenizer cannot be read: {first_line(error)}")
         return None
+
+
+@contextmanager
+def transformers_quietly() -> Iterator[None]:
+    """Imports transformers without its advice to install torch, which tokenizers do not need."""
+    advice = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS")
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"]
+        if advice is not None:
+            os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = advice
 
 
 def write_config(

@@ -1,4 +1,4 @@
-"""Reads and writes Hugging Face checkpoints: config.json, safetensors and the tokenizer.
+"""Reads Hugging Face checkpoints and GGUF files, and writes the former: config.json, safetensors and the tokenizer.
 
 The families of `kvjax.models` define the names and layouts of the tensors.
 """
@@ -27,15 +27,14 @@ from kvjax.checkpoint.folder import (
     form_of,
     locate,
     owned,
-    read_config,
     read_json,
-    read_tokenizer,
     write_config,
 )
 from kvjax.checkpoint.parameters import Blank, Progress, by_path, from_slices
-from kvjax.checkpoint.tensors import DERIVED, TensorSpec, compare, files_of, open_tensors, write_file, write_index
+from kvjax.checkpoint.source import Source, source_of
+from kvjax.checkpoint.tensors import DERIVED, TensorSpec, compare, files_of, write_file, write_index
 from kvjax.checks import check_params, check_saved, is_integer
-from kvjax.models import Decoder, DecoderConfig, by_tensor, family, hf_shapes
+from kvjax.models import Decoder, by_tensor, family, hf_shapes
 from kvjax.sharding import fetch
 from kvjax.shown import shown
 from kvjax.writing import new_folder
@@ -52,17 +51,18 @@ def load(
     mesh: Mesh | None = None,
     progress: Progress | None = None,
 ) -> tuple[Decoder, PreTrainedTokenizerBase | None]:
-    """Loads a decoder and its tokenizer from a folder in Hugging Face form, or from the Hugging Face hub.
+    """Loads a decoder and its tokenizer from a folder in Hugging Face form, a GGUF file, or the Hugging Face hub.
 
-    The weights are in `model.safetensors`, or in the files that `model.safetensors.index.json` names. They are placed
-    slice by slice: each host reads the slices of its own devices, and holds one slice of one tensor beyond the
-    parameters. RoPE frequencies in a checkpoint are ignored, because the config determines them. If the embeddings are
-    tied and the checkpoint has an output matrix as well, the two must be equal.
+    A folder has the weights in `model.safetensors`, or in the files that `model.safetensors.index.json` names. A GGUF
+    file has config and tokenizer in its metadata, and needs the extra `gguf`. The weights are placed slice by slice:
+    each host reads the slices of its own devices, and holds one slice of one tensor beyond the parameters. RoPE
+    frequencies in a checkpoint are ignored, because the config determines them. If the embeddings are tied and the
+    checkpoint has an output matrix as well, the two must be equal.
 
     Args:
-        path_or_hub_id: an existing folder, or else a hub id such as `mistralai/Mistral-7B-v0.3`.
+        path_or_hub_id: an existing folder or GGUF file, or else a hub id such as `mistralai/Mistral-7B-v0.3`.
         dtype: the dtype that all weights are cast to: float32, bfloat16 or float16. By default the stored dtype; if
-            several are stored, the smallest that represents them all.
+            several are stored, the smallest that represents them all. Quantised weights are float32.
         mesh: a mesh of `make_mesh` to shard the parameters over. By default they are placed on the default device.
         progress: a callback that receives, after each parameter, the number of bytes loaded and the total.
 
@@ -70,31 +70,31 @@ def load(
         The decoder, a pytree with its `DecoderConfig` in `params.config`, and the tokenizer, or None if there is none.
 
     Raises:
-        CheckpointError: the checkpoint is absent, incomplete, corrupt or not in safetensors. It lists all problems.
-        UnsupportedModelError: config.json asks for a computation that is not implemented. It names the field.
+        CheckpointError: the checkpoint is absent, incomplete, corrupt or in another form. It lists all problems.
+        UnsupportedModelError: the config asks for a computation that is not implemented. It names the field.
         ValueError: `dtype` is not accepted, or `mesh` does not fit the model.
     """
     check_dtype(dtype)
-    folder = locate(path_or_hub_id)
-    check_form(folder, "hf")
-    config = read_config(folder)
+    path = locate(path_or_hub_id)
+    check_form(path, "hf", "gguf")
+    source = source_of(path)
+    config = source.config()
     blank = Blank.of(config, mesh)
     problems: list[str] = []
-    tokenizer = read_tokenizer(folder, problems)
+    tokenizer = source.tokenizer(problems)
     with ExitStack() as stack:
-        tensors, unreadable = open_tensors(folder, stack, problems)
-        problems += compare(tensors, unreadable, config, blank.shapes)
+        tensors, unreadable = source.open(stack, problems)
+        problems += compare(tensors, unreadable, config, blank.shapes, source.weights, source.described)
         if problems:
-            raise CheckpointError(folder, problems)
-        table = family(config.family).weights(config)
+            raise CheckpointError(path, problems)
+        table = source.weights(config)
         if dtype is None:
-            headers = (tensors[weight.name].get_slice(weight.name) for weight in table)
-            dtype = jnp.result_type(*{DTYPES[header.get_dtype()] for header in headers})
+            dtype = jnp.result_type(*{DTYPES[tensors[weight.name].get_dtype()] for weight in table})
         arrays: dict[str, jax.Array] = {}
         done, total = 0, sum(map(math.prod, blank.shapes.values())) * jnp.dtype(dtype).itemsize
         for weight in table:
-            shape, tensor = blank.shapes[weight.path], tensors[weight.name].get_slice(weight.name)
-            read = partial(weight.read, tensor, shape, dtype=dtype)
+            shape = blank.shapes[weight.path]
+            read = partial(weight.read, tensors[weight.name], shape, dtype=dtype)
             arrays[weight.path] = from_slices(shape, blank.sharding(weight.path), read)
             done += arrays[weight.path].nbytes
             if progress is not None:
@@ -179,8 +179,8 @@ def write_hf(
             gather(tensor)
 
 
-def read_headers(folder: Path, config: DecoderConfig) -> tuple[int, tuple[str, ...]]:
-    """Returns the number of parameters and the names of their stored dtypes, from the safetensors headers alone.
+def read_headers(source: Source) -> tuple[int, tuple[str, ...]]:
+    """Returns the number of parameters and the names of their stored dtypes, from the headers of the files alone.
 
     For a folder without safetensors, such as one before the weights are downloaded, both come from config.json. RoPE
     frequencies do not count, because the config determines them.
@@ -188,18 +188,18 @@ def read_headers(folder: Path, config: DecoderConfig) -> tuple[int, tuple[str, .
     Raises:
         CheckpointError: a file is unreadable, or a dtype is not float32, bfloat16 or float16.
     """
-    if form_of(folder) != "hf":
-        hf = read_json(folder / "config.json")
+    if form_of(source.path) not in ("hf", "gguf"):
+        hf = read_json(source.path / "config.json")
         named = str(hf.get("dtype") or hf.get("torch_dtype") or "float32")
         if named not in map(str, DTYPES.values()):
-            raise CheckpointError(folder, [f"config.json has dtype={shown(named)}; accepted: {DTYPE_NAMES}"])
-        return sum(map(math.prod, Blank.of(config).shapes.values())), (named,)
+            raise CheckpointError(source.path, [f"config.json has dtype={shown(named)}; accepted: {DTYPE_NAMES}"])
+        return sum(map(math.prod, Blank.of(source.config()).shapes.values())), (named,)
     problems: list[str] = []
     with ExitStack() as stack:
-        tensors, _ = open_tensors(folder, stack, problems)
-        headers = [file.get_slice(name) for name, file in tensors.items() if not DERIVED.search(name)]
-        dtypes = sorted({header.get_dtype() for header in headers})
+        opened, _ = source.open(stack, problems)
+        tensors = [tensor for name, tensor in opened.items() if not DERIVED.search(name)]
+        dtypes = sorted({tensor.get_dtype() for tensor in tensors})
         problems += [f"tensor(s) of dtype {dtype}; accepted: {DTYPE_NAMES}" for dtype in dtypes if dtype not in DTYPES]
         if problems:
-            raise CheckpointError(folder, problems)
-        return sum(math.prod(header.get_shape()) for header in headers), tuple(str(DTYPES[dtype]) for dtype in dtypes)
+            raise CheckpointError(source.path, problems)
+        return sum(math.prod(tensor.get_shape()) for tensor in tensors), tuple(str(DTYPES[dtype]) for dtype in dtypes)

@@ -1,4 +1,4 @@
-"""Loads models from the texts that commands and evaluation grids use: a folder or hub id, a dtype, a mesh."""
+"""Loads models from the texts that commands and evaluation grids use: a path or hub id, a dtype, a mesh."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def load_named(
     """Loads a decoder and its tokenizer, for text prompts.
 
     Args:
-        model: a folder in Hugging Face or Orbax form, or a hub id.
+        model: a folder in Hugging Face or Orbax form, a GGUF file, or a hub id.
         dtype: the name of the dtype of the weights: float32, bfloat16 or float16. By default the stored one.
         mesh: the sizes of a mesh, (data, model); (1, 1) is the default device.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
-        UnsupportedModelError: config.json asks for a computation that is not implemented.
+        UnsupportedModelError: the config asks for a computation that is not implemented.
         ValueError: the model has no tokenizer or does not fit the mesh, or `dtype` or `mesh` is not accepted. The two
             errors above are ValueErrors too.
     """

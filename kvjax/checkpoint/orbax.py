@@ -101,9 +101,9 @@ def restore(
     check_dtype(dtype)
     check_path("path", path)
     folder = Path(path).expanduser().resolve()
+    check_form(folder, "orbax")
     if not folder.is_dir():
         raise CheckpointError(folder, ["no such folder"])
-    check_form(folder, "orbax")
     config = read_config(folder)
     blank = Blank.of(config, mesh)
     problems: list[str] = []

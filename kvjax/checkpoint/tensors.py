@@ -1,4 +1,4 @@
-"""Reads, checks and writes safetensors files, one tensor at a time."""
+"""Opens and writes safetensors files, one tensor at a time, and checks the tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,20 +10,32 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from kvjax.checkpoint.errors import CheckpointError
 from kvjax.checkpoint.folder import DTYPES, INDEX, PICKLES, WEIGHTS, first_line, read_json
-from kvjax.models import DecoderConfig, family, hf_shapes
+from kvjax.models import DecoderConfig, Weight, hf_shapes
 from kvjax.shown import shown
 
 # The RoPE frequencies that old checkpoints store. The config determines them.
 DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 
 
-def open_tensors(folder: Path, stack: ExitStack, problems: list[str]) -> tuple[dict[str, safe_open], set[str] | None]:
+class Stored(Protocol):
+    """A tensor of a checkpoint, which is read by slices."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def get_dtype(self) -> str:
+        """The name of its dtype: a key of DTYPES, or one that is not accepted."""
+
+    def __getitem__(self, index: Any, /) -> np.ndarray: ...
+
+
+def open_tensors(folder: Path, stack: ExitStack, problems: list[str]) -> tuple[dict[str, Stored], set[str] | None]:
     """Opens the checkpoint's files and reads their headers. Appends a sentence to `problems` for each fault.
 
     Args:
@@ -32,17 +44,17 @@ def open_tensors(folder: Path, stack: ExitStack, problems: list[str]) -> tuple[d
         problems: the list to append to.
 
     Returns:
-        The open file of each tensor by the tensor's name, and the names of the unreadable tensors. A tensor is
+        The tensors by name, and the names of the unreadable tensors. A tensor is
         unreadable if the index places it in a file that cannot be opened or does not hold it; `problems` covers these
         tensors already. None means that any tensor may be unreadable, because no index names them.
     """
     if (folder / WEIGHTS).is_file():
         file = _open_file(folder, WEIGHTS, stack, problems)
-        return ({}, None) if file is None else (dict.fromkeys(file.keys(), file), set())
+        return ({}, None) if file is None else ({name: file.get_slice(name) for name in list(file.keys())}, set())
     if not (folder / INDEX).is_file():
         problems.append(no_weights(folder))
         return {}, None
-    tensors: dict[str, safe_open] = {}
+    tensors: dict[str, Stored] = {}
     unreadable: set[str] = set()
     for name, placed in sorted(_read_index(folder).items()):
         file = _open_file(folder, name, stack, problems)
@@ -55,7 +67,7 @@ def open_tensors(folder: Path, stack: ExitStack, problems: list[str]) -> tuple[d
             problems.append(f"tensor(s) in more than one file: {', '.join(duplicates)}")
         if absent:
             problems.append(f"{INDEX} places tensor(s) in {name} that it does not hold: {', '.join(absent)}")
-        tensors |= dict.fromkeys(names, file)
+        tensors |= {name: file.get_slice(name) for name in names}
         unreadable |= set(absent)
     return tensors, unreadable
 
@@ -97,10 +109,12 @@ def no_weights(folder: Path) -> str:
 
 
 def compare(
-    tensors: Mapping[str, safe_open],
+    tensors: Mapping[str, Stored],
     unreadable: set[str] | None,
     config: DecoderConfig,
     shapes: Mapping[str, tuple[int, ...]],
+    weights: Callable[[DecoderConfig], list[Weight]],
+    described: str,
 ) -> list[str]:
     """Compares the tensors with the config, and returns one sentence per problem.
 
@@ -108,13 +122,14 @@ def compare(
     embeddings that it is tied to.
 
     Args:
-        tensors: the open file of each tensor, from `open_tensors`.
+        tensors: the tensors by name, from `open_tensors`.
         unreadable: the tensors that are not reported as missing, from `open_tensors`; None for all.
         config: the decoder's config.
         shapes: the shape of each parameter by path.
+        weights: returns the weights of a config under the names that the checkpoint uses.
+        described: what describes the model, such as config.json.
     """
     problems = []
-    weights = family(config.family).weights
     expected = hf_shapes(weights(config), shapes)
     missing = [] if unreadable is None else [name for name in expected if name not in tensors.keys() | unreadable]
     if missing:
@@ -124,25 +139,24 @@ def compare(
     expected[unembed] = expected[embed]  # a checkpoint may store the output matrix although it is tied
     valid = set()
     for name in (name for name in expected if name in tensors):
-        header = tensors[name].get_slice(name)
-        shape, dtype = tuple(header.get_shape()), header.get_dtype()
+        shape, dtype = tuple(tensors[name].get_shape()), tensors[name].get_dtype()
         if shape != expected[name]:
-            problems.append(f"{name} has shape {shape}; config.json asks for {expected[name]}")
+            problems.append(f"{name} has shape {shape}; {described} asks for {expected[name]}")
         if dtype not in DTYPES:
             problems.append(f"{name} has dtype {dtype}; accepted: {', '.join(DTYPES)}")
         if shape == expected[name] and dtype in DTYPES:
             valid.add(name)
     if config.tie_embeddings and {embed, unembed} <= valid and not _equal(tensors, embed, unembed):
-        problems.append(f"{unembed} differs from {embed}, but config.json ties them (tie_word_embeddings)")
+        problems.append(f"{unembed} differs from {embed}, but {described} ties them (tie_word_embeddings)")
     unexpected = sorted(name for name in tensors.keys() - expected.keys() if not DERIVED.search(name))
     if unexpected:
         problems.append(f"unexpected tensor(s): {', '.join(unexpected)}")
     return problems
 
 
-def _equal(tensors: Mapping[str, safe_open], first: str, second: str, rows: int = 4096) -> bool:
+def _equal(tensors: Mapping[str, Stored], first: str, second: str, rows: int = 4096) -> bool:
     """Whether two tensors of the same shape are equal. It reads `rows` rows at a time."""
-    one, other = (tensors[name].get_slice(name) for name in (first, second))
+    one, other = tensors[first], tensors[second]
     length = one.get_shape()[0]
     blocks = [slice(start, min(start + rows, length)) for start in range(0, length, rows)]
     return all(np.array_equal(one[block], other[block]) for block in blocks)

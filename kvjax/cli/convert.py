@@ -23,10 +23,10 @@ class Form(StrEnum):
 def convert(
     source: Annotated[
         str,
-        typer.Argument(metavar="IN", help="Checkpoint folder in either format, or a repository on the hub."),
+        typer.Argument(metavar="IN", help="Checkpoint folder in either format, GGUF file, or repository on the hub."),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
-    to: Annotated[Form, typer.Option(help="hf: config.json and safetensors; orbax: what kvjax.save writes.")],
+    to: Annotated[Form, typer.Option(help="hf: config.json and safetensors; orbax: what kvjax.save writes.")] = Form.hf,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the stored dtype.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint in OUT.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,

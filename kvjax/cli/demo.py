@@ -1,19 +1,18 @@
-"""`kvjax demo`: the model that ships with kvjax answers questions about long texts under six policies."""
+"""`kvjax demo`: the model that ships with kvjax, or another, answers questions about long texts under six policies."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.panel import Panel
-from rich.table import Table
 
-from kvjax.cli.console import bytes_text, keep_compiled, print_json, show_warning, working
+from kvjax.cli.console import keep_compiled, print_json, working
+from kvjax.cli.needles import answer_needles
+from kvjax.cli.outcomes import Outcome, Shown, draw, most_telling, panel_of, table_of
 from kvjax.cli.progress import Bar
 
 if TYPE_CHECKING:
@@ -21,37 +20,84 @@ if TYPE_CHECKING:
 
 COMPRESSING = ("streaming_llm", "h2o", "tova", "snapkv", "morphkv")
 SHARES, LEAST = (4, 8, 16), 48  # the default budgets are the length divided by these numbers, and not less than LEAST
-LONGEST = 48  # the largest number of printed characters of an answer; wrong answers can be long repetitions
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One line of the table: the results of a policy at a budget, which is None for the full cache."""
-
-    policy: str
-    budget: int | None
-    correct: list[bool]
-    answers: list[str]
-    accuracy: float
-    kv_bytes: int
-    compression: float
-    tokens_per_second: float
+LONGEST = 2048  # tokens that the model that ships with kvjax was trained for
 
 
 def demo(
-    length: Annotated[int, typer.Option(min=256, max=2048, help="Tokens per prompt, including its question.")] = 2048,
-    examples: Annotated[int, typer.Option(min=1, max=1024, help="Number of prompts, which run as one batch.")] = 7,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Checkpoint folder, GGUF file or hub repository. Default: the model that ships with kvjax."),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with essays.txt or PaulGrahamEssays/, which --model reads.")
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(min=256, help="Tokens per prompt, including its question. Default: 2048; 1024 with --model."),
+    ] = None,
+    examples: Annotated[
+        int | None,
+        typer.Option(min=1, max=1024, help="Number of prompts, which run as one batch. Default: 7; 8 with --model."),
+    ] = None,
     budget: Annotated[
         list[int] | None,
         typer.Option(
-            help="Entries per kv head; may be repeated. Default: 1/4, 1/8, 1/16 of the length, each at least 48."
+            help="Entries per kv head; may be repeated. Default: 1/4, 1/8, 1/16 of the length, each at least 48; "
+            "1/4 and 1/8 with --model."
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random texts.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder of the picture.")] = Path("demo_output"),
+    out: Annotated[Path, typer.Option(help="Folder of the picture, and of the answers of --model.")] = Path(
+        "demo_output"
+    ),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Answer questions about long texts with the model that ships with kvjax, under six cache policies."""
+    """Answer questions about long texts under six cache policies, with the model that ships with kvjax or another."""
+    from kvjax.policies import parse
+
+    started = time.perf_counter()
+    if (model is None) != (data is None):
+        raise ValueError("--model and --data: expected both or neither, because another model reads essays from DATA")
+    length = length or (LONGEST if model is None else 1024)
+    examples = examples or (7 if model is None else 8)
+    if model is None and length > LONGEST:
+        raise ValueError(f"--length {length}: expected at most {LONGEST}, which the model that ships with kvjax knows")
+    shares = SHARES if model is None else SHARES[:2]
+    budgets = sorted(set(budget or [max(length // share, LEAST) for share in shares]), reverse=True)
+    for name in COMPRESSING:
+        for size in budgets:
+            parse(f"{name}:budget={size}")
+    out.mkdir(parents=True, exist_ok=True)
+    keep_compiled()
+    if model is None or data is None:
+        title = f"{examples} questions about texts of {length:,} tokens"
+        cells, shown, tasks = _with_demo_model(length, examples, budgets, seed, quiet=as_json)
+    else:
+        title = f"{examples} needles in essays of {length:,} tokens"
+        cells, shown, tasks = answer_needles(model, data, COMPRESSING, length, examples, budgets, seed, out / "answers")
+    picture = draw(out / "accuracy_by_budget.png", cells, title)
+    index = most_telling(cells)
+    document: dict[str, Any] = {
+        "model": model,
+        "length": length,
+        "examples": examples,
+        "seed": seed,
+        "tasks": tasks,
+        "cells": [asdict(cell) for cell in cells],
+        "example": {"index": index, "question": shown[index].question, "answer": shown[index].answer},
+        "picture": None if picture is None else str(picture),
+        "seconds": time.perf_counter() - started,
+    }
+    if as_json:
+        print_json(document)
+    else:
+        _show(document, cells, shown[index])
+
+
+def _with_demo_model(
+    length: int, examples: int, budgets: list[int], seed: int, quiet: bool
+) -> tuple[list[Outcome], list[Shown], list[str]]:
+    """The outcomes of the model that ships with kvjax, its examples, and the task of each example."""
     import numpy as np
 
     import kvjax
@@ -59,15 +105,11 @@ def demo(
     from kvjax.evaluation.tasks import demo as tasks
     from kvjax.evaluation.tasks.vocabulary import decode
 
-    started = time.perf_counter()
-    budgets = sorted(set(budget or [max(length // share, LEAST) for share in SHARES]), reverse=True)
     policies: dict[tuple[str, int | None], kvjax.Policy] = {("full", None): kvjax.policies.full()}
     policies |= {
         (name, size): kvjax.policies.parse(f"{name}:budget={size}") for name in COMPRESSING for size in budgets
     }
-    out.mkdir(parents=True, exist_ok=True)
-    keep_compiled()
-    with working("loading the demo model", quiet=as_json):
+    with working("loading the demo model", quiet=quiet):
         params, tokenizer = kvjax.load(Path(kvjax.__file__).parent / "demo_model")
     assert tokenizer is not None
     rng = np.random.default_rng(seed)
@@ -93,95 +135,30 @@ def demo(
                 )
             )
             bar.advance()
-    picture = _draw(out / "accuracy_by_budget.png", cells, f"{examples} questions about texts of {length:,} tokens")
-    index = _most_telling(cells)
-    document: dict[str, Any] = {
-        "length": length,
-        "examples": examples,
-        "seed": seed,
-        "tasks": drawn_of,
-        "cells": [asdict(cell) for cell in cells],
-        "example": {"index": index, "question": decode(drawn[index].question), "answer": decode(drawn[index].answer)},
-        "picture": None if picture is None else str(picture),
-        "seconds": time.perf_counter() - started,
-    }
-    if as_json:
-        print_json(document)
-    else:
-        _show(document, cells, drawn[index])
+    return cells, [_shown(example) for example in drawn], drawn_of
 
 
-def _draw(path: Path, cells: list[Outcome], title: str) -> Path | None:
-    """Draws the picture and returns its path; without matplotlib, prints a warning and returns None."""
-    from kvjax.evaluation.picture import accuracy_by_budget
-
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for cell in cells:
-        if cell.budget is not None:
-            curves.setdefault(cell.policy, []).append((cell.budget, cell.accuracy))
-    try:
-        accuracy_by_budget(path, curves, full=cells[0].accuracy, title=title)
-    except ImportError:
-        show_warning('there is no picture, because matplotlib is not installed; pip install "kvjax[plot]" installs it')
-        return None
-    return path
-
-
-def _most_telling(cells: list[Outcome]) -> int:
-    """The index of the example whose answers differ most: the full cache and about half of the policies are right."""
-    full, *others = cells
-    rights = [sum(cell.correct[i] for cell in others) for i in range(len(full.correct))]
-    return min(range(len(rights)), key=lambda i: (not full.correct[i], abs(2 * rights[i] - len(others))))
-
-
-def _show(document: dict[str, Any], cells: list[Outcome], example: DemoExample) -> None:
-    console = Console(highlight=False)
-    full = cells[0]
-    console.print(
-        f"Each of {document['examples']} prompts is a text of {document['length']:,} tokens that ends in a question.\n"
-        "The policies therefore see the question when they compress. An answer must match exactly.",
-    )
-    table = Table()
-    table.add_column("policy")
-    for name in ("budget", "correct", "KV bytes", "smaller", "tokens/s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for cell in cells:
-        colour = "green" if cell.accuracy >= 0.9 * full.accuracy else "red" if cell.accuracy <= 0.5 else "yellow"
-        table.add_row(
-            cell.policy,
-            "all" if cell.budget is None else f"{cell.budget:,}",
-            f"[{colour}]{sum(cell.correct)} of {len(cell.correct)}[/]",
-            bytes_text(cell.kv_bytes),
-            f"{cell.compression:.1f}x",
-            f"{cell.tokens_per_second:,.0f}",
-            end_section=cell.budget in (None, cells[-1].budget),  # the smallest budget is the last one of a policy
-        )
-    console.print(table)
-    console.print(_answered(document["example"]["index"], cells, example))
-    if document["picture"]:
-        console.print(f"Accuracy against budget: {document['picture']}", soft_wrap=True, markup=False)
-    console.print(f"[dim]total time {document['seconds']:.0f} s, including compilation[/dim]")
-
-
-def _answered(index: int, cells: list[Outcome], example: DemoExample) -> Panel:
-    """A panel with one example: its facts, its question and the answer of each policy."""
+def _shown(example: DemoExample) -> Shown:
+    """The example with the sentences that hold words of its question and its answer."""
     from kvjax.evaluation.tasks.vocabulary import FUNCTION, decode
-
-    def brief(text: str) -> str:
-        return escape(text if len(text) <= LONGEST else f"{text[: LONGEST - 4]} ...")
 
     answer, question = decode(example.answer), decode(example.question)
     asked = set(f"{question} {answer}".split()) - set(FUNCTION)
     sentences = [sentence.strip() for sentence in decode(example.context).split(".")]
     telling = [f"{sentence}." for sentence in sentences if asked & set(sentence.split())]
     some = telling if len(telling) <= 6 else [*telling[:5], f"({len(telling) - 5} more)"]
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column()
-    grid.add_row("the text", f"[dim]...[/] {escape(' ... '.join(some))} [dim]...[/]")
-    grid.add_row("the question", escape(question))
-    for cell in cells:
-        mark, colour = ("+", "green") if cell.correct[index] else ("-", "red")
-        name = cell.policy if cell.budget is None else f"{cell.policy} {cell.budget}"
-        grid.add_row(name, f"[{colour}]{mark} {brief(cell.answers[index])}[/]")
-    return Panel(grid, title="One of the questions", title_align="left", expand=False)
+    return Shown(" ... ".join(some), question, answer)
+
+
+def _show(document: dict[str, Any], cells: list[Outcome], example: Shown) -> None:
+    console = Console(highlight=False)
+    marked = "An answer must match exactly." if document["model"] is None else "An answer must contain the value."
+    console.print(
+        f"Each of {document['examples']} prompts is a text of {document['length']:,} tokens that ends in a question.\n"
+        f"The policies therefore see the question when they compress. {marked}",
+    )
+    console.print(table_of(cells))
+    console.print(panel_of(document["example"]["index"], cells, example))
+    if document["picture"]:
+        console.print(f"Accuracy against budget: {document['picture']}", soft_wrap=True, markup=False)
+    console.print(f"[dim]total time {document['seconds']:.0f} s, including compilation[/dim]")

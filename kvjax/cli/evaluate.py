@@ -46,7 +46,9 @@ def evaluate(
     out: Annotated[Path, typer.Option(help="Folder of the results. An interrupted run continues there.")] = Path(
         "eval_output"
     ),
-    model: Annotated[str | None, typer.Option(help="Checkpoint folder or hub repository; replaces the grid's.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Checkpoint folder, GGUF file or hub repository; replaces the grid's.")
+    ] = None,
     data: Annotated[Path | None, typer.Option(help="Folder of data files; replaces the grid's.")] = None,
     tasks: Annotated[
         list[str] | None, typer.Option(help="Run only these tasks, such as ruler/*; may be repeated.")

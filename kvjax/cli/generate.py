@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def generate(
-    model: Annotated[str, typer.Argument(help="A folder with a checkpoint, or the name of a repository on the hub.")],
+    model: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file, or repository on the hub.")],
     prompt: Annotated[str | None, typer.Argument(help="The text to continue.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(help="Read the prompt from a file instead; - is standard input.")

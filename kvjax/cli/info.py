@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def info(
-    path: Annotated[str, typer.Argument(help="Checkpoint folder in Hugging Face format, or a repository on the hub.")],
+    path: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file, or repository on the hub.")],
     policy: Annotated[
         list[str] | None, typer.Option(help="Policy; may be repeated. Default: all presets with a budget of 1/4.")
     ] = None,
@@ -45,14 +45,14 @@ def info(
     import jax.numpy as jnp
 
     import kvjax
-    from kvjax.checkpoint import dtype_named, locate, mesh_sizes, read_config, read_headers
+    from kvjax.checkpoint import dtype_named, locate, mesh_sizes, read_headers, source_of
     from kvjax.pallas_kernels import implementations
     from kvjax.plan import bytes_per_device
 
     with working(f"reading {path}", quiet=as_json):
-        folder = locate(path, patterns=("config.json",))
-        config = read_config(folder)
-        parameters, stored = read_headers(folder, config)
+        source = source_of(locate(path, patterns=("config.json",)))
+        config = source.config()
+        parameters, stored = read_headers(source)
     held = dtype_named(dtype) or jnp.result_type(*stored)
     data, model = mesh_sizes(mesh)
     lengths = length or [min(8192, config.max_positions)]

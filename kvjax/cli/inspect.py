@@ -19,7 +19,9 @@ TASK, LENGTH, SEED = (
 def inspect(
     model: Annotated[
         str | None,
-        typer.Argument(help="Checkpoint folder or repository on the hub. Default: the model that ships with kvjax."),
+        typer.Argument(
+            help="Checkpoint folder, GGUF file, or repository on the hub. Default: the model that ships with kvjax."
+        ),
     ] = None,
     prompt: Annotated[
         str | None, typer.Option(help="The prompt. Default, without MODEL: a text and a question about it.")

@@ -121,7 +121,7 @@ class Grid:
         tasks: the tasks that every policy answers.
         policies: the policies. One whose text has a placeholder runs at every budget.
         title: a description of what the run reproduces.
-        model: a folder, the name of a repository on the hub, or "demo" for the model that ships with kvjax.
+        model: a folder, a GGUF file, a repository on the hub, or "demo" for the model that ships with kvjax.
         dtype: the dtype of the weights and of the cache; the stored dtype by default.
         data: the folder of the benchmarks' data files; None downloads them from the hub.
         budgets: floats are shares of the prompt, integers are entries per kv head.

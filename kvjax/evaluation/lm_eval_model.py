@@ -60,7 +60,7 @@ class KVJaxLM(TemplateLM):
     while decoding also does so there.
 
     Args:
-        pretrained: a folder in Hugging Face or Orbax form, or the name of a repository on the hub.
+        pretrained: a folder in Hugging Face or Orbax form, a GGUF file, or the name of a repository on the hub.
         policy: a policy as in `kvjax generate`, with semicolons in place of commas, because lm_eval splits its
             arguments at commas.
         dtype: float32, bfloat16 or float16; the stored dtype by default.

@@ -8,8 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 
 import kvjax
-from kvjax.checkpoint import CheckpointError, dtype_named, load_named, locate, read_config, read_headers
-from kvjax.checkpoint.folder import DOWNLOADED, read_tokenizer
+from kvjax.checkpoint import CheckpointError, dtype_named, load_named, locate, read_headers, source_of
+from kvjax.checkpoint.folder import DOWNLOADED
 from kvjax.evaluation.grid import Grid
 from kvjax.models import Decoder, DecoderConfig
 
@@ -29,15 +29,15 @@ def load_model(grid: Grid) -> tuple[Decoder, Any]:
 def describe_model(grid: Grid) -> tuple[DecoderConfig, Any, Any]:
     """The config, the tokenizer and the dtype, without reading or downloading weights. Raises as `load_model` does."""
     path, dtype = _path(grid), dtype_named(grid.dtype)
-    folder = locate(path, [name for name in DOWNLOADED if "safetensors" not in name])
-    config = read_config(folder)
+    source = source_of(locate(path, [name for name in DOWNLOADED if "safetensors" not in name]))
+    config = source.config()
     problems: list[str] = []
-    tokenizer = read_tokenizer(folder, problems)
+    tokenizer = source.tokenizer(problems)
     if problems:
         raise CheckpointError(path, problems)
     if tokenizer is None:
         raise ValueError(f"{path} has no tokenizer: expected a checkpoint with a tokenizer")
-    return config, tokenizer, dtype or jnp.result_type(*read_headers(folder, config)[1])
+    return config, tokenizer, dtype or jnp.result_type(*read_headers(source)[1])
 
 
 def _path(grid: Grid) -> str:

@@ -15,8 +15,8 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.numpy import load_file, save_file
 
 import kvjax
-from kvjax.checkpoint import CheckpointError, load, read_headers, save_hf
-from kvjax.models import UnsupportedModelError, config_from_hf
+from kvjax.checkpoint import CheckpointError, load, read_headers, save_hf, source_of
+from kvjax.models import UnsupportedModelError
 from tests.checkpoint.folders import EMBED, HEAD, HF, INDEX, QUERY, WEIGHTS, assert_equal, decoder, problems
 
 
@@ -284,7 +284,7 @@ def test_progress_counts_every_byte(folder, tmp_path):
 
 def test_headers_of_a_dtype_that_is_not_accepted(folder):
     edit(folder, **{QUERY.replace(".", "__"): np.ones((24, 16), np.int8)})
-    assert problems(lambda folder: read_headers(folder, config_from_hf(HF)), folder) == (
+    assert problems(lambda folder: read_headers(source_of(folder)), folder) == (
         "tensor(s) of dtype I8; accepted: float32, bfloat16, float16",
     )
 

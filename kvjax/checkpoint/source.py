@@ -1,0 +1,75 @@
+"""What a checkpoint is read from: a folder in Hugging Face form, or a GGUF file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from kvjax.checkpoint.errors import CheckpointError
+from kvjax.checkpoint.folder import read_config, read_tokenizer
+from kvjax.checkpoint.tensors import Stored, open_tensors
+from kvjax.models import DecoderConfig, Weight, family
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Source(Protocol):
+    """A config, a tokenizer and named tensors."""
+
+    @property
+    def path(self) -> Path:
+        """The folder or file."""
+
+    @property
+    def described(self) -> str:
+        """What describes the model, as error messages name it."""
+
+    def config(self) -> DecoderConfig:
+        """Reads the config. Raises CheckpointError and UnsupportedModelError."""
+
+    def weights(self, config: DecoderConfig) -> list[Weight]:
+        """The parameters of a config, and the tensors of the source that hold them."""
+
+    def tokenizer(self, problems: list[str]) -> PreTrainedTokenizerBase | None:
+        """Returns the tokenizer, or None if there is none. Appends to `problems` if it is unreadable."""
+
+    def open(self, stack: ExitStack, problems: list[str]) -> tuple[Mapping[str, Stored], set[str] | None]:
+        """Opens the tensors. The arguments and the result are those of `open_tensors`."""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder with config.json, a tokenizer and safetensors. In a folder without weights, `open` finds none."""
+
+    path: Path
+    described: str = "config.json"
+
+    def config(self) -> DecoderConfig:
+        return read_config(self.path)
+
+    def weights(self, config: DecoderConfig) -> list[Weight]:
+        return family(config.family).weights(config)
+
+    def tokenizer(self, problems: list[str]) -> PreTrainedTokenizerBase | None:
+        return read_tokenizer(self.path, problems)
+
+    def open(self, stack: ExitStack, problems: list[str]) -> tuple[dict[str, Stored], set[str] | None]:
+        return open_tensors(self.path, stack, problems)
+
+
+def source_of(path: Path) -> Source:
+    """Returns the source at a path from `locate`. Raises CheckpointError if the library to read it is missing."""
+    if path.is_dir():
+        return Folder(path)
+    try:
+        from kvjax.checkpoint.gguf import GgufFile
+    except ModuleNotFoundError as error:
+        if error.name != "gguf":
+            raise
+        reason = 'reading GGUF needs the package gguf; pip install "kvjax[gguf]" installs it'
+        raise CheckpointError(path, [reason]) from None
+    return GgufFile(path)
