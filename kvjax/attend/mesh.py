@@ -52,8 +52,8 @@ def over_heads(mesh: Mesh | None, make: Callable[..., Attend], **rows: Any) -> A
         def local(rows: Any, output: Array, q: Array, k: Array, v: Array, part: Entries) -> tuple[Array, Entries]:
             return make(**rows, heads=heads)(replace(layer, output=output), q, k, v, part)
 
-        context, part = local(rows, layer.output, q, k, v, entries.local(layer.index))
-        return context, entries.with_local(layer.index, part)
+        context, part = local(rows, layer.output, q, k, v, entries.local(layer.place))
+        return context, entries.with_local(layer.place, part)
 
     return attend
 
