@@ -32,6 +32,7 @@ __all__ = [
     "Stats",
     "Storage",
     "Stream",
+    "begin_each",
     "empty_cache",
     "extend",
     "generate",

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.allocate import allocated, check_one_call, replayed
-from kvjax.cache import Layers, bucket
+from kvjax.cache import Entries, Layers, bucket
 from kvjax.checks import LARGEST, check_params, check_type
 from kvjax.clock import Clock
 from kvjax.kv_cache import KVCache, check_groups
@@ -185,10 +185,10 @@ class _Reading:
         *before, (tokens, lengths) = self._chunks()
         cache = self._appended(before)
         ends = [self._end(policy, cache, lengths, tokens.shape[1]) for policy in self._ends()]
-        entries = read_to_end(self.params, cache, *map(cache.put_rows, (tokens, lengths)), ends=ends, run=self._run)
+        entries = read_to_end(self.params, cache, tokens, lengths, ends=ends, run=self._run)
         made = {end.policy: self._made(end, cache, lengths, layers) for end, layers in zip(ends, entries, strict=True)}
         del entries
-        replays: dict[Score, Layers] = {}
+        replays: dict[Score, Entries] = {}
         for i, policy in enumerate(self.policies):
             if policy.allocates:
                 yield self._allocated(policy, made[cache.policy], replays)
@@ -196,7 +196,7 @@ class _Reading:
                 yield made[policy] if policy in self.policies[i + 1 :] else made.pop(policy)
 
     def _ends(self) -> list[Policy]:
-        """The policies under which layers are compressed as they are read, and the reading's own if layers must stay."""
+        """The policies that compress each layer when it has been read, and the reading's own if layers must stay."""
         each = list(dict.fromkeys(self.policies))
         stays = any(policy.allocates for policy in each)
         return [policy for policy in each if not policy.allocates] + [self.request.cache.policy] * stays
@@ -248,7 +248,7 @@ class _Reading:
             filled=end.final,
         )
 
-    def _allocated(self, policy: Policy, whole: KVCache, replays: dict[Score, Layers]) -> KVCache:
+    def _allocated(self, policy: Policy, whole: KVCache, replays: dict[Score, Entries]) -> KVCache:
         """The cache under a policy that compares all layers.
 
         Args:
@@ -258,13 +258,14 @@ class _Reading:
         size = bucket(int(np.max(fetch(whole.length))))
         made = KVCache.empty(self.params.config, policy, whole.length, size, whole.dtype, whole.mesh)
         made = replace(made, length=whole.length, rope=whole.rope)
-        score = policy.score.observer
+        together, score = whole.policy.score, policy.score.observer
         if score not in replays:
+            assert isinstance(together, Together)
+            assert isinstance(whole.entries, Layers)
             replays.clear()
-            layers = Layers(tuple(whole.policy.score.only(score, layer) for layer in whole.entries))
-            rows = map(made.put_rows, (self.request.batch.tokens, self.request.batch.lengths))
-            own = replace(made, entries=layers)
-            replays[score] = replayed(self.params, own, *rows, self.texts[policy.score], self._run).entries
+            own = replace(made, entries=Layers(tuple(together.only(score, layer) for layer in whole.entries)))
+            tokens, lengths = map(made.put_rows, (self.request.batch.tokens, self.request.batch.lengths))
+            replays[score] = replayed(self.params, own, tokens, lengths, self.texts[policy.score], self._run).entries
         layers = Layers(
             tuple(
                 under(policy, layer, capacity=empty.capacity, merging=empty.merging)

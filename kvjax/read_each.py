@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
@@ -23,7 +24,9 @@ from kvjax.kv_cache import KVCache
 from kvjax.models import AttentionLayer, Decoder
 from kvjax.policy import LayerShape, Moment, Policy, Together
 from kvjax.programs import jit
-from kvjax.sharding import rows_sharding
+from kvjax.sharding import fetch, rows_sharding
+
+MOST = 18  # ends that one program computes; the time to compile a program grows faster than its length
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,22 @@ class End:
     kept: tuple[int | None, ...]
     slots: tuple[int, ...]
     final: bool
+
+    @property
+    def alike(self) -> bool:
+        """Whether all layers end alike, so that one program serves them."""
+        return len(set(zip(self.kept, self.slots, strict=True))) == 1
+
+    def widened(self) -> End:
+        """The same end with the largest layer's size for all layers, if what is retained does not depend on the size.
+
+        The number of entries that each row retains does not change.
+        """
+        free = self.policy.select.compares == "scores" and not self.policy.merge.effects.at_prompt
+        limits = [most for most in self.kept if most is not None]
+        if not free or len(limits) < len(self.kept):
+            return self
+        return replace(self, kept=(max(limits),) * len(limits), slots=(max(self.slots),) * len(limits))
 
     def of_layer(self, i: int) -> End:
         """The end of one layer."""
@@ -73,7 +92,7 @@ def read_layers(
             x,
             cache.entries.layer(i, 0),
             rows | {"rope": cache.rope},
-            facts=replace(record, index=0, output=None, alone=True),
+            facts=_facts(record),
             policy=cache.policy,
             plan=own,
             mesh=cache.mesh,
@@ -84,8 +103,8 @@ def read_layers(
 def read_to_end(
     params: Decoder,
     cache: KVCache,
-    tokens: Int[Array, "B N"],
-    lengths: Int[Array, "B"],
+    tokens: Int[np.ndarray, "B N"],
+    lengths: Int[np.ndarray, "B"],
     *,
     ends: Sequence[End],
     run: Run,
@@ -93,54 +112,50 @@ def read_to_end(
     """The entries of a cache after its last tokens, under each of several policies, in their order.
 
     Args:
-        cache, tokens, lengths, run: as `read_layers` takes them.
+        cache, run: as `read_layers` takes them.
+        tokens: right-aligned, on the host.
         ends: what becomes of the prompt under each policy.
     """
-    layers = len(cache.entries)
+    length = fetch(cache.length) + lengths
     groups = _groups(ends)
-    length = run(_added, cache.length, lengths)
-    capacities = run(
-        _capacities, length, policies=tuple(tuple(end.policy for end in group) for group in groups), layers=layers
-    )
-    rows = {"next_position": length, "rope": cache.rope}
+    rows = {"next_position": cache.put_rows(length), "rope": cache.rope}
     found: dict[End, list[Slots]] = {end: [] for end in ends}
-    for i, held in enumerate(read_layers(params, cache, tokens, lengths, plan=None, run=run)):
-        record = params.attention_layers[i]
-        for group, capacity in zip(groups, capacities, strict=True):
-            done = run(
+    read = read_layers(params, cache, cache.put_rows(tokens), cache.put_rows(lengths), plan=None, run=run)
+    for i, (record, held) in enumerate(zip(params.attention_layers, read, strict=True)):
+        for group, wide in groups:
+            capacities = np.stack([end.policy.capacity(i, length, len(cache.entries)) for end in group], axis=1)
+            compressed = run(
                 _compress_layer,
                 record.output,
                 i,
                 held,
-                rows | {"capacities": capacity[i]},
-                facts=replace(record, index=0, output=None, alone=True),
+                rows | {"capacities": cache.put_rows(capacities)},
+                facts=_facts(record),
                 together=cache.policy.score,
-                ends=tuple(end.of_layer(i) for end in group),
+                ends=tuple(end.of_layer(i) for end in wide),
                 mesh=cache.mesh,
             )
-            for end, entries in zip(group, done, strict=True):
+            for end, entries in zip(group, compressed, strict=True):
                 found[end].append(entries)
-    return [Layers(tuple(found[end])) for end in ends]
+    each = [(end, Layers(tuple(found[end]))) for end in ends]
+    return [layers if layers.bounds == end.slots else run(_trimmed, layers, slots=end.slots) for end, layers in each]
 
 
-def _groups(ends: Sequence[End]) -> list[tuple[End, ...]]:
-    """Ends that one program computes: those that are the same in all layers. Each of the others has its own programs."""
-    alike = tuple(end for end in ends if len(set(zip(end.kept, end.slots, strict=True))) == 1)
-    return [*([alike] if alike else []), *((end,) for end in ends if end not in alike)]
+def _groups(ends: Sequence[End]) -> list[tuple[list[End], list[End]]]:
+    """Ends that one program computes, and how it does. What ends of a group have in common, XLA computes once.
+
+    An end that differs between layers has a group of its own, whose program is compiled for each kind of layer.
+    """
+    pairs = [(end, end.widened()) for end in ends]
+    alike, others = ([pair for pair in pairs if pair[1].alike is same] for same in (True, False))
+    groups = [alike[i : i + MOST] for i in range(0, len(alike), MOST)] + [[pair] for pair in others]
+    return [([end for end, _ in group], [wide for _, wide in group]) for group in groups]
 
 
-_added = jit(lambda length, lengths: length + lengths)
-
-
-@partial(jit, static_argnames=("policies", "layers"))
-def _capacities(
-    lengths: Int[Array, "B"], *, policies: tuple[tuple[Policy, ...], ...], layers: int
-) -> list[list[Int[Array, "B P"]]]:
-    """The entries that a kv head retains under each of P policies, by group of policies and by layer."""
-    return [
-        [jnp.stack([policy.capacity(i, lengths, layers) for policy in group], axis=1) for i in range(layers)]
-        for group in policies
-    ]
+def _facts(record: AttentionLayer) -> AttentionLayer:
+    """What layers of a kind have in common; static."""
+    nothing: Any = None
+    return replace(record, index=0, output=nothing, alone=True)
 
 
 @partial(jit, static_argnames="mesh")
@@ -225,6 +240,12 @@ def under(policy: Policy, entries: Slots, *, capacity: Int[Array, "B H"], mergin
     """A layer that has been read for several policies, as one of them has it before it compresses."""
     bias = jnp.zeros(entries.positions.shape, jnp.float32) if policy.merge.effects.bias else None
     return replace(entries, capacity=capacity, merging=merging, bias=bias)
+
+
+@partial(jit, static_argnames="slots")
+def _trimmed(layers: Layers, *, slots: tuple[int, ...]) -> Layers:
+    """The layers without the slots that they have because another layer has them."""
+    return Layers(tuple(layer.trim(most) for layer, most in zip(layers, slots, strict=True)))
 
 
 def _in_rows(x: Float[Array, "B N E"], mesh: Mesh | None) -> Float[Array, "B N E"]:

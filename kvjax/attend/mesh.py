@@ -21,7 +21,8 @@ from kvjax.models import Attend, AttentionLayer
 from kvjax.sharding import DATA, MODEL, REPLICA, heads_axes
 
 Rows = TypeVar("Rows")
-Changed = TypeVar("Changed", bound=Entries)
+Given = TypeVar("Given")
+Changed = TypeVar("Changed")
 
 
 def over_heads(mesh: Mesh | None, make: Callable[..., Attend], **rows: Any) -> Attend:
@@ -62,7 +63,7 @@ def over_layers(
     mesh: Mesh | None,
     change: Callable[..., Changed],
     records: Sequence[AttentionLayer],
-    layers: Entries,
+    layers: Given,
     **rows: Any,
 ) -> Changed:
     """`change(records, layers, **rows, heads=...)`, which looks at all layers at once, on a mesh."""
@@ -77,7 +78,7 @@ def over_layers(
         out_specs=kv_head,
         check_vma=False,
     )
-    def local(outputs: list[Array], layers: Entries, rows: Any) -> Changed:
+    def local(outputs: list[Array], layers: Given, rows: Any) -> Changed:
         own = [replace(record, output=output) for record, output in zip(records, outputs, strict=True)]
         return change(own, layers, **rows, heads=heads_of(mesh))
 

@@ -96,18 +96,21 @@ def reading(
             bias=held.bias,
         )
         if observes:
+            # With the barriers a state has the same bits in every program, whatever else the program computes.
+            met = jax.lax.optimization_barrier((q, lse, replace(seen, keys=keys)))
             attended = partial(Attended, positions=positions, lse=lse, lengths=lengths, layer=layer, heads=heads)
-            met = replace(seen, keys=keys)
 
             @cache
             def shown(wish: Received | None) -> Float[Array, "B H M"] | None:
-                return received(wish, layer, heads, q, lse, met, positions)
+                nonlocal met
+                met, found = jax.lax.optimization_barrier((met, received(wish, layer, heads, *met, positions)))
+                return found
 
             def show(needs: Needs) -> Attended:
                 queries = unrotated if needs.queries == "unrotated" else q
                 return attended(queries=queries, received=shown(needs.received))
 
-            per_slot, per_row = policy.score.watch(seen, show)
+            per_slot, per_row = jax.lax.optimization_barrier(policy.score.watch(seen, show))
             held = replace(held, per_slot=per_slot, per_row=per_row)
         if plan is not None:
             held = expired(held, moment, lengths > 0)
