@@ -103,7 +103,9 @@ def reading(
             @cache
             def shown(wish: Received | None) -> Float[Array, "B H M"] | None:
                 nonlocal met
-                met, found = jax.lax.optimization_barrier((met, received(wish, layer, heads, *met, positions)))
+                queries, sums, entries = met
+                found = received(wish, layer, heads, queries, sums, entries, positions)
+                met, found = jax.lax.optimization_barrier((met, found))
                 return found
 
             def show(needs: Needs) -> Attended:
