@@ -114,8 +114,9 @@ def _timings(path: Path, say: Callable[[str], None]) -> BinaryIO:
 class _Sweep:
     """Runs cells that share their prefills.
 
-    If the memory is exceeded, the cells are halved first, and then the batch, for this batch and all later ones. A cell
-    that fails on its own is asked on its own from then on, so that its failures do not affect the others.
+    If the memory is exceeded, the cells are halved first, down to one, and then the batch, which all cells share again.
+    The sizes that fit stay for all later batches. A cell that fails on its own is asked on its own from then on, so
+    that its failures do not affect the others.
     """
 
     def __init__(self, plan: RunPlan, ask: Answering, watch: Watch):
@@ -159,7 +160,7 @@ class _Sweep:
                 )
                 waiting.append((batch, left))
             elif full and parts[0].rows < batch.rows:
-                self.most_rows = parts[0].rows
+                self.most_rows, self.most_cells = parts[0].rows, None
                 self.watch.say(
                     f"{name_of(left[0])}: out of memory with {batch.rows} prompts; the run continues with "
                     f"{self.most_rows}"
