@@ -65,10 +65,10 @@ def prefill_each(
     for policy in each:
         check_one_call(policy, cache is None)
         check_model(policy, params)
-    texts = {policy.score: texts_of(policy, tokenizer, params.config.vocab_size) for policy in each}
     request = Request.of(
         params, prompt, policy=reading, tokenizer=tokenizer, cache=cache, chunk=chunk, compress="never"
     )
+    texts = {policy.score: texts_of(policy, tokenizer, params.config.vocab_size) for policy in each}
     return _in_own_modes(_Reading(params, request, tuple(each), texts, clock or Clock()).caches())
 
 
@@ -121,15 +121,19 @@ def reading_policy(policies: Sequence[Policy]) -> Policy:
                     f"policies that differ in their {name} ({ours} and {theirs}) do not read a prompt alike; expected "
                     "the same for all"
                 )
-    scores = dict.fromkeys(policy.score.observer for policy in policies)
     return Policy(
-        score=Together(tuple(scores)),
+        score=together(policies),
         budget=Fixed(LARGEST),
         select=TopTokens(),
         merge=Drop(),
         positions=first.positions,
         storage=first.storage,
     )
+
+
+def together(policies: Sequence[Policy]) -> Together:
+    """The scores of several policies, each once."""
+    return Together(tuple(dict.fromkeys(policy.score for policy in policies)))
 
 
 def check_model(policy: Policy, params: Decoder) -> None:
@@ -173,6 +177,11 @@ class _Reading:
     texts: Mapping[Score, Texts]
     clock: Clock
 
+    @property
+    def together(self) -> Together:
+        """What observes the prompt."""
+        return together(self.policies)
+
     def _run(self, *args: Any, **options: Any) -> Any:
         return self.clock.run("prefill", *args, **options)
 
@@ -185,7 +194,7 @@ class _Reading:
         *before, (tokens, lengths) = self._chunks()
         cache = self._appended(before)
         ends = [self._end(policy, cache, lengths, tokens.shape[1]) for policy in self._ends()]
-        entries = read_to_end(self.params, cache, tokens, lengths, ends=ends, run=self._run)
+        entries = read_to_end(self.params, cache, tokens, lengths, together=self.together, ends=ends, run=self._run)
         made = {end.policy: self._made(end, cache, lengths, layers) for end, layers in zip(ends, entries, strict=True)}
         del entries
         replays: dict[Score, Entries] = {}
@@ -258,12 +267,10 @@ class _Reading:
         size = bucket(int(np.max(fetch(whole.length))))
         made = KVCache.empty(self.params.config, policy, whole.length, size, whole.dtype, whole.mesh)
         made = replace(made, length=whole.length, rope=whole.rope)
-        together, score = whole.policy.score, policy.score.observer
+        score = policy.score
         if score not in replays:
-            assert isinstance(together, Together)
-            assert isinstance(whole.entries, Layers)
             replays.clear()
-            own = replace(made, entries=Layers(tuple(together.only(score, layer) for layer in whole.entries)))
+            own = replace(made, entries=Layers(tuple(self.together.only(score, layer) for layer in whole.entries)))
             tokens, lengths = map(made.put_rows, (self.request.batch.tokens, self.request.batch.lengths))
             replays[score] = replayed(self.params, own, tokens, lengths, self.texts[policy.score], self._run).entries
         layers = Layers(

@@ -106,6 +106,7 @@ def read_to_end(
     tokens: Int[np.ndarray, "B N"],
     lengths: Int[np.ndarray, "B"],
     *,
+    together: Together,
     ends: Sequence[End],
     run: Run,
 ) -> list[Layers]:
@@ -114,6 +115,7 @@ def read_to_end(
     Args:
         cache, run: as `read_layers` takes them.
         tokens: right-aligned, on the host.
+        together: the scores that observe the prompt.
         ends: what becomes of the prompt under each policy.
     """
     length = fetch(cache.length) + lengths
@@ -131,7 +133,7 @@ def read_to_end(
                 held,
                 rows | {"capacities": cache.put_rows(capacities)},
                 facts=_facts(record),
-                together=cache.policy.score,
+                together=together,
                 ends=tuple(end.of_layer(i) for end in wide),
                 mesh=cache.mesh,
             )
@@ -230,7 +232,7 @@ def _compressed(
         if end.final and kept is None:
             own = replace(held.without_state(), capacity=capacity)
         elif end.final:
-            state = together.only(policy.score.observer, held)
+            state = together.only(policy.score, held)
             own = under(policy, state, capacity=capacity, merging=policy.merge.init(shape))
         found.append(finished(policy, own, moment, kept=kept, slots=slots, final=end.final))
     return tuple(found)

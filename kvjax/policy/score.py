@@ -185,11 +185,6 @@ class Score(Part):
         """The facts of this score."""
         return Needs()
 
-    @property
-    def observer(self) -> Score:
-        """The score whose state this one has: itself, or the one that it wraps if it adds no state to it."""
-        return self
-
     def init(self, shape: LayerShape, slots: int) -> tuple[Any, Any]:
         """The state (per_slot, per_row) of a layer.
 
@@ -253,10 +248,6 @@ class ScoreWrapper(Score):
     @property
     def needs(self) -> Needs:
         return self.base.needs
-
-    @property
-    def observer(self) -> Score:
-        return self.base.observer
 
     def check(self, policy: Policy) -> None:
         self.base.check(policy)

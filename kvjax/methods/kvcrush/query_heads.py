@@ -49,10 +49,6 @@ class QueryHeadAttention(ScoreWrapper):
     def needs(self) -> Needs:
         return replace(self.base.needs, queries="rotated", by_query_head=True)
 
-    @property
-    def observer(self) -> Score:
-        return self
-
     def check(self, policy: Policy) -> None:
         if policy.positions == "in_cache":
             raise ValueError(
