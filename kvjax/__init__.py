@@ -8,7 +8,7 @@ from kvjax.generate import Generation, Stats, generate, prefill
 from kvjax.kv_cache import KVCache, empty_cache
 from kvjax.plan import plan_cache
 from kvjax.policy import AllocatedBudget, Budget, Merge, Policy, Protect, Score, Select, Storage
-from kvjax.prefill_each import prefill_each
+from kvjax.prefill_each import begin_each, prefill_each
 from kvjax.room import with_room
 from kvjax.sampling import Greedy, Sampler, SamplingMethod
 from kvjax.sharding import make_mesh, shard
@@ -32,6 +32,7 @@ __all__ = [
     "Stats",
     "Storage",
     "Stream",
+    "begin_each",
     "empty_cache",
     "extend",
     "generate",

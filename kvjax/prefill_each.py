@@ -1,30 +1,28 @@
-"""Reading a prompt once and compressing it to many budgets."""
+"""Reading a prompt once for many policies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Int
 
 from kvjax.allocate import allocated, check_one_call, replayed
-from kvjax.attend import expired, finished, over_layers
-from kvjax.cache import Layers, bucket
-from kvjax.checks import check_params, check_type
+from kvjax.cache import Entries, Layers, bucket
+from kvjax.checks import LARGEST, check_params, check_type
 from kvjax.clock import Clock
-from kvjax.heads import Heads
-from kvjax.kv_cache import KVCache
-from kvjax.models import AttentionLayer, Decoder
+from kvjax.kv_cache import KVCache, check_groups
+from kvjax.models import Decoder
 from kvjax.modes import own_modes
-from kvjax.policy import Moment, Policy
-from kvjax.programs import jit
+from kvjax.parts import Drop, Fixed, TopTokens
+from kvjax.policy import Policy, Score, Texts, Together
 from kvjax.prompts import Prompt
-from kvjax.request import Request, as_policy, read_request
-from kvjax.room import plan_read
-from kvjax.sharding import fetch
+from kvjax.read_each import End, read_layers, read_to_end, under
+from kvjax.request import Request, as_policy, texts_of
+from kvjax.room import grown, occupied_slots, plan_read
+from kvjax.sharding import MODEL, fetch, mesh_of
 from kvjax.shown import shown
 
 
@@ -39,20 +37,21 @@ def prefill_each(
     chunk: int | None = None,
     clock: Clock | None = None,
 ) -> Iterator[KVCache]:
-    """Yields what `prefill` returns under each of several policies that read alike; the prompt is read once.
+    """Yields what `prefill` returns under each of several policies; the model reads the prompt once.
 
-    Reading and observing do not depend on budget, protection, selection and merge, so the model runs once for a curve
-    over budgets. All layers stay in full until the last cache is made.
+    Every score observes the one reading, and each layer is compressed under all policies before the next layer is read.
+    The caches of all policies are therefore held at once, except those of a budget that is allocated across layers,
+    which are made when they are asked for. For these, all layers stay in full until the last cache is made.
 
     Args:
-        policies: policies, or texts for `policies.parse`, with the same score, `every`, positions and storage.
+        policies: policies, or texts for `policies.parse`, with the same positions and storage.
         prompt, tokenizer, chunk: as `prefill` takes them.
-        cache: the beginning of the prompt, read with `compress="never"` under a policy that reads alike.
+        cache: the beginning of the prompt, from `begin_each` under the same policies.
         clock: counts the programs run as "prefill".
 
     Raises:
-        ValueError: at the call: for policies that do not read alike; for a cache that was compressed; for any cache if
-            the score replays the prompt; and as `prefill` does.
+        ValueError: at the call: for policies that do not read alike; for another cache than one of `begin_each`; for
+            any cache if a score replays the prompt; and as `prefill` does.
     """
     each = _given(policies)
     if not each:
@@ -60,14 +59,88 @@ def prefill_each(
     check_params(params)
     if cache is not None:
         check_type("cache", cache, KVCache)
-    first = each[0] if cache is None else cache.policy
+    reading = reading_policy(each)
+    if cache is not None and (cache.policy != reading or cache.filled):
+        raise ValueError("the cache was not read for these policies: expected one of begin_each with the same policies")
     for policy in each:
-        check_alike(first, policy, params.config.num_layers)
-    if cache is not None and cache.filled:
-        raise ValueError('the cache has been compressed: expected one that was read with compress="never"')
-    check_one_call(first, cache is None)
-    request = Request.of(params, prompt, policy=first, tokenizer=tokenizer, cache=cache, chunk=chunk, compress="never")
-    return _in_own_modes(_each(params, request, each, clock or Clock()))
+        check_one_call(policy, cache is None)
+        check_model(policy, params)
+    request = Request.of(
+        params, prompt, policy=reading, tokenizer=tokenizer, cache=cache, chunk=chunk, compress="never"
+    )
+    texts = {policy.score: texts_of(policy, tokenizer, params.config.vocab_size) for policy in each}
+    return _in_own_modes(_Reading(params, request, tuple(each), texts, clock or Clock()).caches())
+
+
+@own_modes()
+def begin_each(
+    params: Decoder,
+    prompt: Prompt,
+    *,
+    policies: Sequence[Policy | str],
+    tokenizer: Any = None,
+    chunk: int | None = None,
+    clock: Clock | None = None,
+) -> KVCache:
+    """Reads the beginning of several prompts for several policies, which do not compress it yet.
+
+    `prefill_each` reads the rest of each prompt into the cache that this returns, and compresses it.
+
+    Args:
+        policies, prompt, tokenizer, chunk, clock: as `prefill_each` takes them.
+
+    Raises:
+        ValueError: for no policies, for policies that do not read alike, for a score that replays the prompt, and as
+            `prefill` does.
+    """
+    each = _given(policies)
+    if not each:
+        raise ValueError("policies=[]: expected at least one policy")
+    check_params(params)
+    for policy in each:
+        check_one_call(policy, False)
+        check_model(policy, params)
+    request = Request.of(
+        params, prompt, policy=reading_policy(each), tokenizer=tokenizer, chunk=chunk, compress="never"
+    )
+    return _Reading(params, request, tuple(each), {}, clock or Clock()).begun()
+
+
+def reading_policy(policies: Sequence[Policy]) -> Policy:
+    """The policy under which a prompt is read for several ones, which must read alike: it retains everything.
+
+    Raises:
+        ValueError: for policies that differ in their positions or storage.
+    """
+    first, *others = policies
+    for other in others:
+        for name in ("positions", "storage"):
+            ours, theirs = getattr(first, name), getattr(other, name)
+            if ours != theirs:
+                raise ValueError(
+                    f"policies that differ in their {name} ({ours} and {theirs}) do not read a prompt alike; expected "
+                    "the same for all"
+                )
+    return Policy(
+        score=together(policies),
+        budget=Fixed(LARGEST),
+        select=TopTokens(),
+        merge=Drop(),
+        positions=first.positions,
+        storage=first.storage,
+    )
+
+
+def together(policies: Sequence[Policy]) -> Together:
+    """The scores of several policies, each once."""
+    return Together(tuple(dict.fromkeys(policy.score for policy in policies)))
+
+
+def check_model(policy: Policy, params: Decoder) -> None:
+    """Raises ValueError for a policy that does not fit a model on its devices."""
+    mesh = mesh_of(params)
+    policy.budget.check_model(params.config.num_layers, params.config.num_kv_heads)
+    check_groups(policy.budget, params.config.num_kv_heads, 1 if mesh is None else mesh.shape[MODEL])
 
 
 def _given(policies: Any) -> list[Policy]:
@@ -90,73 +163,120 @@ def _in_own_modes(caches: Iterator[KVCache]) -> Iterator[KVCache]:
         yield cache
 
 
-def _each(params: Decoder, request: Request, policies: Sequence[Policy], clock: Clock) -> Iterator[KVCache]:
-    """The caches of a checked request, which are computed when they are asked for."""
-    tokens, lengths = request.batch.tokens, request.batch.lengths
-    _, full = read_request(params, request, clock)
-    run = partial(clock.run, "prefill")
-    full = replayed(params, full, full.put_rows(tokens), full.put_rows(lengths), request.texts, run)
-    size = bucket(int(np.max(fetch(full.length))))
-    for policy in policies:
-        made = KVCache.empty(params.config, policy, full.length, size, params.embed.dtype, full.mesh)
-        layers = (
-            replace(x, capacity=y.capacity, merging=y.merging) for x, y in zip(full.entries, made.entries, strict=True)
+@dataclass(frozen=True)
+class _Reading:
+    """A checked request that is read for several policies.
+
+    Attributes:
+        texts: the token ids of the texts that each score replays.
+    """
+
+    params: Decoder
+    request: Request
+    policies: tuple[Policy, ...]
+    texts: Mapping[Score, Texts]
+    clock: Clock
+
+    @property
+    def together(self) -> Together:
+        """What observes the prompt."""
+        return together(self.policies)
+
+    def _run(self, *args: Any, **options: Any) -> Any:
+        return self.clock.run("prefill", *args, **options)
+
+    def begun(self) -> KVCache:
+        """The cache of the whole request, uncompressed."""
+        return self._appended(self._chunks())
+
+    def caches(self) -> Iterator[KVCache]:
+        """The compressed caches. Nothing is computed before the first one is asked for."""
+        *before, (tokens, lengths) = self._chunks()
+        cache = self._appended(before)
+        ends = [self._end(policy, cache, lengths, tokens.shape[1]) for policy in self._ends()]
+        entries = read_to_end(self.params, cache, tokens, lengths, together=self.together, ends=ends, run=self._run)
+        made = {end.policy: self._made(end, cache, lengths, layers) for end, layers in zip(ends, entries, strict=True)}
+        del entries
+        replays: dict[Score, Entries] = {}
+        for i, policy in enumerate(self.policies):
+            if policy.allocates:
+                yield self._allocated(policy, made[cache.policy], replays)
+            else:
+                yield made[policy] if policy in self.policies[i + 1 :] else made.pop(policy)
+
+    def _ends(self) -> list[Policy]:
+        """The policies that compress each layer when it has been read, and the reading's own if layers must stay."""
+        each = list(dict.fromkeys(self.policies))
+        stays = any(policy.allocates for policy in each)
+        return [policy for policy in each if not policy.allocates] + [self.request.cache.policy] * stays
+
+    def _chunks(self) -> list[tuple[Int[np.ndarray, "B n"], Int[np.ndarray, "B"]]]:
+        """The prompt in chunks, with the number of tokens that each row has in each. All rows end in the last one."""
+        tokens, lengths = self.request.batch.tokens, self.request.batch.lengths
+        size = min(self.request.chunk or tokens.shape[1], tokens.shape[1])
+        chunks = -(-tokens.shape[1] // size)
+        tokens = np.pad(tokens, ((0, 0), (chunks * size - tokens.shape[1], 0)))
+        rest = [(chunks - 1 - i) * size for i in range(chunks)]
+        return [(tokens[:, i * size :][:, :size], np.clip(lengths - rest[i], 0, size)) for i in range(chunks)]
+
+    def _appended(self, chunks: Sequence[tuple[Int[np.ndarray, "B n"], Int[np.ndarray, "B"]]]) -> KVCache:
+        """The cache of the request with some chunks appended to it."""
+        cache = self.request.cache
+        occupied, new = occupied_slots(cache), sum(tokens.shape[1] for tokens, _ in chunks)
+        if not chunks:
+            return cache
+        plan = plan_read(cache, occupied, new=new, room=0, compress=False, final=False)
+        if any(occupied):  # the first chunk of a prompt has no slots to attend to
+            cache = grown(cache, size=plan.slots)
+        for tokens, lengths in chunks:
+            tokens, lengths = map(cache.put_rows, (tokens, lengths))
+            layers = read_layers(self.params, cache, tokens, lengths, plan=plan, run=self._run)
+            cache = replace(cache, entries=Layers(tuple(layers)), length=cache.length + lengths)
+        return cache
+
+    def _end(self, policy: Policy, cache: KVCache, lengths: Int[np.ndarray, "B"], new: int) -> End:
+        """How the prompt ends under a policy."""
+        layers = len(cache.entries)
+        total = fetch(cache.length) + lengths
+        kept: tuple[int | None, ...] = (None,) * layers
+        if policy is not cache.policy:
+            kept = tuple(policy.slots(i, bucket(int(total.max())), layers) for i in range(layers))
+        slots = cache.entries.slots_after(
+            occupied_slots(cache), new=new, room=[0] * layers, kept=kept, windows=cache.windows
         )
-        own = replace(made, entries=Layers(tuple(layers)), length=full.length, rope=full.rope)
-        if policy.allocates:
-            yield allocated(params, own, room=0, begins=True, run=run)
-        else:
-            plan = plan_read(own, own.entries.bounds, new=0, room=0, compress=True, final=True)
-            yield run(compressed, params, own, slots=plan.slots)
+        return End(policy, kept, slots, final=policy is not cache.policy)
 
+    def _made(self, end: End, cache: KVCache, lengths: Int[np.ndarray, "B"], layers: Layers) -> KVCache:
+        """The cache of the prompt under a policy."""
+        return replace(
+            cache,
+            entries=layers,
+            length=cache.length + cache.put_rows(lengths),
+            policy=end.policy,
+            kept=end.kept,
+            filled=end.final,
+        )
 
-def check_alike(policy: Policy, other: Policy, layers: int) -> None:
-    """Raises ValueError unless two policies treat a prompt alike until they compress it."""
+    def _allocated(self, policy: Policy, whole: KVCache, replays: dict[Score, Entries]) -> KVCache:
+        """The cache under a policy that compares all layers.
 
-    def reading(policy: Policy) -> dict[str, Any]:
-        return {
-            "score": policy.score,
-            "positions": policy.positions,
-            "storage": policy.storage,
-            "every": policy.every is not None,
-            "merge's bias": policy.merge.effects.bias,
-            "limited layers": [policy.limited(layer) for layer in range(layers)],
-        }
-
-    ours, theirs = reading(policy), reading(other)
-    for name, value in ours.items():
-        if theirs[name] != value:
-            raise ValueError(
-                f"policies that differ in their {name} ({value} and {theirs[name]}) do not read a prompt alike; "
-                "expected policies that differ in budget, protection, selection and merge only"
+        Args:
+            whole: the uncompressed cache, with the states of all scores.
+            replays: the entries of the last score that was asked for, after its replays; this changes it.
+        """
+        size = bucket(int(np.max(fetch(whole.length))))
+        made = KVCache.empty(self.params.config, policy, whole.length, size, whole.dtype, whole.mesh)
+        made = replace(made, length=whole.length, rope=whole.rope)
+        score = policy.score
+        if score not in replays:
+            replays.clear()
+            own = replace(made, entries=Layers(tuple(self.together.only(score, layer) for layer in whole.entries)))
+            tokens, lengths = map(made.put_rows, (self.request.batch.tokens, self.request.batch.lengths))
+            replays[score] = replayed(self.params, own, tokens, lengths, self.texts[policy.score], self._run).entries
+        layers = Layers(
+            tuple(
+                under(policy, layer, capacity=empty.capacity, merging=empty.merging)
+                for layer, empty in zip(replays[score], made.entries, strict=True)
             )
-
-
-@partial(jit, static_argnames="slots")
-def compressed(params: Decoder, cache: KVCache, *, slots: tuple[int, ...]) -> KVCache:
-    """The cache of a prompt that was read with `compress="never"`, compressed to layers with these slots."""
-    change = partial(_compressed, cache.policy, kept=cache.kept, slots=slots)
-    entries = over_layers(
-        cache.mesh, change, params.attention_layers, cache.entries, next_position=cache.length, rope=cache.rope
-    )
-    return replace(cache, entries=entries, filled=True).in_place()
-
-
-def _compressed(
-    policy: Policy,
-    records: Sequence[AttentionLayer],
-    layers: Layers,
-    next_position: Int[Array, "B"],
-    rope: Float[Array, "B C/2"] | None,
-    heads: Heads,
-    *,
-    kept: Sequence[int | None],
-    slots: Sequence[int],
-) -> Layers:
-    """All layers as they are when a prompt has been read to its end."""
-    done = []
-    for record, entries, most, size in zip(records, layers, kept, slots, strict=True):
-        moment = Moment(next_position, record, rope, heads)
-        entries = expired(entries, moment, next_position > 0)
-        done.append(finished(policy, entries, moment, kept=most, slots=size, final=True))
-    return Layers(tuple(done))
+        )
+        return allocated(self.params, replace(made, entries=layers), room=0, begins=True, run=self._run)

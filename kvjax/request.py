@@ -124,7 +124,7 @@ class Request:
         check_batch(len(rows), mesh)
         # Without a prompt the pending tokens are decoded in one step, which needs no bucket.
         batch = Batch.of(rows, size=1 if prompt is None else None)
-        texts = _texts(cache.policy if cache is not None else policy or policies.full(), tokenizer, config.vocab_size)
+        texts = texts_of(cache.policy if cache is not None else policy or policies.full(), tokenizer, config.vocab_size)
         sampling = None if answer is None else _sampling(answer, tokenizer, rows, config.vocab_size)
         # Everything has been checked. From here on programs may be compiled.
         make_room()
@@ -204,8 +204,8 @@ def _after_pending(cache: KVCache, rows: list[Int[np.ndarray, "_"]]) -> list[Int
     return rows
 
 
-def _texts(policy: Policy, tokenizer: Any, vocab_size: int) -> Texts:
-    """Returns the token ids that the policy's score replays."""
+def texts_of(policy: Policy, tokenizer: Any, vocab_size: int) -> Texts:
+    """Returns the token ids that the policy's score replays. Raises ValueError if they cannot be encoded."""
     encode = None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False)
     texts = encoded_texts(policy, encode)
     for ids in texts:

@@ -28,18 +28,25 @@ class AttentionLayer:
     """The facts about a layer that its attention function receives.
 
     Attributes:
-        index: the layer's index, from 0.
+        index: the layer's index, from 0; a traced integer where one program runs several layers in turn.
         rope: the rotary position embedding.
         window: the sliding window in tokens, or None for full attention.
         scale: the softmax scale.
         output: the weight of the attention output projection.
+        alone: whether the cache that is passed along is that of this layer only.
     """
 
-    index: int
+    index: int | Int[Array, ""]
     rope: Rope
     window: int | None
     scale: float
     output: Float[Array, "Hq D E"]
+    alone: bool = False
+
+    @property
+    def place(self) -> int:
+        """The place of this layer in the cache that is passed along."""
+        return 0 if self.alone else int(self.index)
 
 
 class Attend(Protocol):

@@ -4,6 +4,12 @@
 
 The script checks that both give the same answers, and it compiles all programs before it starts the clock. The loop
 prefills the context again for each question and budget, in a batch of one. The output is one JSON line per setting.
+
+    python scripts/bench_eval.py --prefill --length 1024 --budgets 0.5 0.25 0.1
+
+With `--prefill`, it measures the prefill that twelve presets share at these budgets, on the random model of
+scripts/bench_cpu.py, against the prefill of the full cache alone. The two take turns. Each is measured in wall-clock
+time and in the processor time of this process, which other work on the machine affects less.
 """
 
 from __future__ import annotations
@@ -14,6 +20,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from bench_cpu import CPU
+from flax import nnx
 
 import kvjax
 from kvjax.evaluation.asking import Asker
@@ -21,6 +33,7 @@ from kvjax.evaluation.batches import Reading, batches, readings
 from kvjax.evaluation.grid import SETTINGS, Grid
 from kvjax.evaluation.items import Item, read_items
 from kvjax.evaluation.model import load_model
+from kvjax.models import Decoder, DecoderConfig, Rope
 from kvjax.policy import Policy
 from kvjax.sampling import Greedy
 
@@ -39,6 +52,46 @@ def timed(runs: Sequence[Callable[[], Answers]], repeats: int) -> list[tuple[Ans
     return list(zip(answers, best, strict=True))
 
 
+PRESETS = (
+    "full",
+    "streaming_llm:budget={budget}",
+    "h2o:budget={budget}",
+    "tova:budget={budget}",
+    "snapkv:budget={budget}",
+    "pyramidkv:budget={budget}",
+    "morphkv:budget={budget}",
+    "expected_attention:budget={budget}",
+    "criticalkv:base=snapkv,base.budget={budget}",
+    "knorm:budget={budget}",
+    "keydiff:budget={budget}",
+    "lagkv:budget={budget}",
+)
+
+
+def shared_prefill(length: int, budgets: Sequence[float], repeats: int, layers: int) -> None:
+    """Prints the times of the prefill that all presets share, and of the prefill of the full cache."""
+    config = DecoderConfig("llama", windows=(None,) * layers, rope=Rope(10_000.0), max_positions=32_768, **CPU.sizes)
+    params = jax.jit(lambda: Decoder(config, nnx.Rngs(0), "float32"))()
+    prompt = np.random.default_rng(0).integers(0, config.vocab_size, (1, length))
+    grid = list(dict.fromkeys(text.format(budget=budget) for text in PRESETS for budget in budgets))
+
+    def seconds(read: Callable[[], Any]) -> tuple[float, float]:
+        wall, processor = time.perf_counter(), time.process_time()
+        jax.block_until_ready(read())
+        return time.perf_counter() - wall, time.process_time() - processor
+
+    reads: dict[str, Callable[[], Any]] = {
+        "full, by prefill": lambda: kvjax.prefill(params, prompt, policy="full"),
+        "full, by prefill_each": lambda: list(kvjax.prefill_each(params, prompt, policies=["full"])),
+        f"{len(grid)} policies": lambda: list(kvjax.prefill_each(params, prompt, policies=grid)),
+    }
+    for turn in range(repeats + 1):
+        for name, read in reads.items():
+            wall, processor = seconds(read)
+            line = {"read": name, "turn": turn, "wall_seconds": wall, "processor_seconds": processor}
+            print(json.dumps(line | {"compiles": turn == 0}), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=512, help="tokens per prompt")
@@ -49,7 +102,12 @@ def main() -> None:
     parser.add_argument(
         "--budgets", type=float, nargs="+", default=[0.25], help="budgets, for which eval prefills a prompt once"
     )
+    parser.add_argument("--prefill", action="store_true", help="measure the shared prefill of twelve presets")
+    parser.add_argument("--layers", type=int, default=CPU.layers, help="layers of the model for --prefill")
     args = parser.parse_args()
+    if args.prefill:
+        shared_prefill(args.length, args.budgets, args.repeats, args.layers)
+        return
     tasks = [{"name": "demo/*", "lengths": [args.length]}]
     grid = Grid.of({"tasks": tasks, "limit": args.examples, "policies": [args.policy], "budgets": args.budgets})
     params, tokenizer = load_model(grid)

@@ -158,7 +158,16 @@ def test_methods_are_imported_by_policies_and_parts_only() -> None:
     assert {name for name in users if not within(name, "kvjax.methods")} == {"kvjax.policies", "kvjax.parts"}
 
 
-MODES_OF_THEIR_OWN = ("generate", "prefill", "prefill_each", "stream", "extend", "empty_cache", "with_room")
+MODES_OF_THEIR_OWN = (
+    "generate",
+    "prefill",
+    "begin_each",
+    "prefill_each",
+    "stream",
+    "extend",
+    "empty_cache",
+    "with_room",
+)
 ON_DISK_AND_AHEAD = ("save_cache", "restore_cache", "plan_cache")
 
 

@@ -137,8 +137,18 @@ def test_texts(text: str) -> None:
 
 
 FUNCTIONS = (
-    *("generate", "prefill", "stream", "prefill_each", "extend", "empty_cache", "with_room", "plan_cache", "make_mesh"),
-    *("shard", "load", "restore", "save", "save_hf", "save_cache", "restore_cache", "Sampler", "Greedy"),
+    *(
+        "generate",
+        "prefill",
+        "stream",
+        "begin_each",
+        "prefill_each",
+        "extend",
+        "empty_cache",
+        "with_room",
+        "plan_cache",
+    ),
+    *("make_mesh", "shard", "load", "restore", "save", "save_hf", "save_cache", "restore_cache", "Sampler", "Greedy"),
 )
 
 
@@ -151,6 +161,7 @@ def functions(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any
         "generate": (kvjax.generate, asked),
         "prefill": (kvjax.prefill, asked),
         "stream": (kvjax.stream, asked),
+        "begin_each": (kvjax.begin_each, asked | {"policies": [SNAPKV]}),
         "prefill_each": (lambda **options: list(kvjax.prefill_each(**options)), asked | {"policies": [SNAPKV]}),
         "extend": (kvjax.extend, {"params": params, "cache": cache, "tokens": rows}),
         "empty_cache": (kvjax.empty_cache, {"params": params, "policy": SNAPKV, "prompt_lengths": np.array([3])}),
@@ -190,8 +201,10 @@ def without_programs(folder: Path) -> Iterator[None]:
         raise AcceptedError
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("generate", "stream", "prefill_each"):
+        for module in ("generate", "stream"):
             patch.setattr(sys.modules[f"kvjax.{module}"], "read_request", run)
+        for program in ("read_layers", "read_to_end"):
+            patch.setattr(sys.modules["kvjax.prefill_each"], program, run)
         for program in ("jitted_read", "jitted_step", "allocated", "replayed"):
             patch.setattr(sys.modules["kvjax.extend"], program, run)
         patch.chdir(folder)

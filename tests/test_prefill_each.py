@@ -2,64 +2,78 @@
 
 from __future__ import annotations
 
-import importlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 import kvjax
+from kvjax.clock import Clock
 from kvjax.policies import parse
+from kvjax.policy import Policy
+from tests.policy.presets import ALL
 from tests.tiny import VOCAB, decoder, held
 
 ROWS = [np.random.default_rng(b).integers(0, VOCAB, n) for b, n in enumerate((40, 23, 3))]
-SWEEPS = (
-    ("h2o:budget=8", "h2o:budget=0.5,recent=2", "h2o:budget=64"),
-    ("snapkv:budget=8,window=4", "snapkv:budget=0.6,window=4", "pyramidkv:budget=12,window=4,beta=2"),
-    ("morphkv:budget=12,window=4", "morphkv:budget=20,window=4"),
-    ("kvmerger:budget=12,recent=4,merge.heavy=2,merge.theta=None", "kvmerger:budget=0.5,merge.theta=0.3"),
-    ("dynamickv:budget=8,window=4", "dynamickv:budget=16,window=4"),
-    ("kvcompose:budget=8", "kvcompose:budget=0.5,structured=False", "kvcompose:budget=0.25"),
-    (
-        "kvzip:budget=0.5,score.instruction='',score.starting='',score.suffix=''",
-        "kvzip:budget=0.2,score.instruction='',score.starting='',score.suffix=''",
-    ),
-    ("criticalkv:base=snapkv,base.budget=8,base.window=4", "criticalkv:base=snapkv,base.budget=16,base.window=4"),
-    (
-        "quantize:policy=snapkv,policy.budget=8,policy.window=4",
-        "quantize:policy=snapkv,policy.budget=12,policy.window=4",
-    ),
-    ("streaming_llm:budget=8,positions=in_cache", "streaming_llm:budget=12,positions=in_cache,every=2"),
+MIXED = (
+    "full",
+    "h2o:budget=8",
+    "h2o:budget=0.5,recent=2,group=max",
+    "snapkv:budget=8,window=4",
+    "pyramidkv:budget=12,window=4,beta=2",
+    "morphkv:budget=12,window=4",
+    "criticalkv:base=h2o,base.budget=12,base.recent=3",
+    "kvmerger:budget=0.5,merge.theta=0.3",
+    "dynamickv:budget=8,window=4",
+    "kvcompose:budget=8",
+    "kvcompose:budget=0.25",
 )
 
 
 def assert_same(ours: kvjax.KVCache, theirs: kvjax.KVCache) -> None:
-    """Asserts that two caches have the same form and in each slot the same entry, with the same state."""
+    """Asserts that two caches have the same form, and in each slot the same entry and state, bit by bit."""
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
     for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
-        np.testing.assert_allclose(one, other, atol=1e-5)
+        np.testing.assert_array_equal(one, other)
 
 
-CHOSEN = (0, 4, 5, 6)
+def alike(texts: Sequence[str]) -> list[list[Policy]]:
+    """The policies of these texts, in groups that read a prompt alike."""
+    groups: dict[tuple[Any, Any], list[Policy]] = {}
+    for policy in map(parse, texts):
+        groups.setdefault((policy.positions, policy.storage), []).append(policy)
+    return list(groups.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("texts", [MIXED, pytest.param(ALL, marks=pytest.mark.exhaustive)])
+def test_each_is_what_prefill_gives(texts: tuple[str, ...]) -> None:
+    """Rows of different lengths are padded on the left. One of the layers has a sliding window."""
+    params = decoder(windows=(None, 16) if texts is MIXED else (None, 16, None, None))
+    for policies in alike(texts):
+        for policy, ours in zip(policies, kvjax.prefill_each(params, ROWS, policies=policies), strict=True):
+            assert_same(ours, kvjax.prefill(params, ROWS, policy=policy))
+
+
+@pytest.mark.slow
+def test_in_chunks() -> None:
+    params, policies = decoder(), [parse(text) for text in ("h2o:budget=8", "snapkv:budget=12,window=4", "full")]
+    for policy, ours in zip(policies, kvjax.prefill_each(params, ROWS, policies=policies, chunk=16), strict=True):
+        assert_same(ours, kvjax.prefill(params, ROWS, policy=policy, chunk=16))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "texts", [pytest.param(x, marks=[] if i in CHOSEN else pytest.mark.exhaustive) for i, x in enumerate(SWEEPS)]
+    "texts", [("h2o:budget=8", "snapkv:budget=0.5,window=4", "dynamickv:budget=8,window=4", "full")]
 )
-def test_each_is_what_prefill_gives(texts: tuple[str, ...]) -> None:
-    params, policies = decoder(windows=(None, 16)), [parse(text) for text in texts]
-    for policy, ours in zip(policies, kvjax.prefill_each(params, ROWS, policies=policies), strict=True):
-        assert_same(ours, kvjax.prefill(params, ROWS, policy=policy))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("texts", [SWEEPS[0][:2], pytest.param(SWEEPS[4], marks=pytest.mark.exhaustive)])
 def test_a_prompt_that_was_begun(texts: tuple[str, ...]) -> None:
     """A document is read once, and each of two questions is read after it under several policies."""
     params, policies = decoder(), [parse(text) for text in texts]
-    text = kvjax.prefill(params, ROWS, policy=policies[0], compress="never")
+    text = kvjax.begin_each(params, ROWS, policies=policies)
     for question in ([[1, 2], [3, 4, 5], [6]], [[7], [8], [9, 10]]):
         whole = [[*row, *more] for row, more in zip(ROWS, question, strict=True)]
         for policy, ours in zip(
@@ -72,44 +86,67 @@ def test_a_prompt_that_was_begun(texts: tuple[str, ...]) -> None:
 
 @pytest.mark.slow
 def test_caches_that_cannot_be_gone_on_from() -> None:
-    params, policy = decoder(), parse("h2o:budget=8")
-    with pytest.raises(ValueError, match='expected one that was read with compress="never"'):
-        list(kvjax.prefill_each(params, ROWS, cache=kvjax.prefill(params, ROWS, policy=policy), policies=[policy]))
-    replays = parse("kvcompose:budget=8")
-    begun = kvjax.prefill(params, ROWS, policy=replays, compress="never")
+    params, policy, other = decoder(), parse("h2o:budget=8"), parse("snapkv:budget=8,window=4")
+    expected = "the cache was not read for these policies: expected one of begin_each with the same policies"
+    for cache in (kvjax.prefill(params, ROWS, policy=policy), kvjax.begin_each(params, ROWS, policies=[policy])):
+        with pytest.raises(ValueError, match=expected):
+            kvjax.prefill_each(params, ROWS, cache=cache, policies=[policy, other])
     with pytest.raises(ValueError, match="expected a prompt that is read in one call"):
-        list(kvjax.prefill_each(params, ROWS, cache=begun, policies=[replays]))
+        kvjax.begin_each(params, ROWS, policies=["kvcompose:budget=8"])
+    with pytest.raises(ValueError, match=r"policies=\[\]: expected at least one policy"):
+        kvjax.begin_each(params, ROWS, policies=[])
+    begun = kvjax.begin_each(params, ROWS, policies=[policy, other])
+    with pytest.raises(ValueError, match="read for several policies: expected a call of prefill_each"):
+        kvjax.generate(params, [[1], [2], [3]], cache=begun, max_new_tokens=2)
+
+
+class Counting(Clock):
+    """Counts the runs of each program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs: Counter[str] = Counter()
+
+    def run(self, name: str, program: Any, *args: Any, **kwargs: Any) -> Any:
+        self.runs[program.__name__] += 1
+        return super().run(name, program, *args, **kwargs)
 
 
 @pytest.mark.slow
-def test_the_prompt_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = []
-    module = importlib.import_module("kvjax.prefill_each")  # the attribute of that name is the function
-    read = module.read_request
-
-    def counted(*args, **options):
-        reads.append(1)
-        return read(*args, **options)
-
-    monkeypatch.setattr(module, "read_request", counted)
-    caches = kvjax.prefill_each(decoder(), ROWS, policies=[parse(f"knorm:budget={n}") for n in (4, 8, 12)])
-    assert [cache.entries[0].slots for cache in caches] == [4, 8, 12]
-    assert reads == [1]
+def test_layers_are_read_once_and_share_programs(compiled: list[str]) -> None:
+    """A deep model compiles what a shallow one does, also for budgets that differ between its layers."""
+    texts = [f"{name}:budget={n},window=4" for name in ("snapkv", "pyramidkv") for n in (8, 12, 16)]
+    programs = []
+    for layers in (2, 5):
+        params = decoder(windows=(None,) * layers, vocab=VOCAB + 1)
+        compiled.clear()
+        clock = Counting()
+        caches = list(kvjax.prefill_each(params, ROWS, policies=texts, clock=clock))
+        assert [cache.entries[0].slots for cache in caches[:3]] == [8, 12, 16]
+        assert clock.runs["_read_layer"] == layers
+        programs.append(Counter(name for name in compiled if name in ("jit(_read_layer)", "jit(_compress_layer)")))
+    assert programs == [{"jit(_read_layer)": 1, "jit(_compress_layer)": 1}, {}]
     assert list(kvjax.prefill_each(decoder(), ROWS, policies=[])) == []
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
-@pytest.mark.parametrize("name", ["h2o", "kvcompose"])
-def test_on_a_mesh(name: str) -> None:
-    rows, policies = [*ROWS, ROWS[0]], [parse(f"{name}:budget=8")]
-    params = decoder(8, 4)
-    sharded = kvjax.shard(params, kvjax.make_mesh(2, 4))
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+@pytest.mark.parametrize(
+    ("data", "model"), [(2, 2), *(pytest.param(*shape, marks=pytest.mark.exhaustive) for shape in ((2, 1), (1, 4)))]
+)
+def test_on_a_mesh(data: int, model: int) -> None:
+    rows, texts = (
+        [*ROWS, ROWS[0]],
+        ("h2o:budget=8", "pyramidkv:budget=12,window=4,beta=2", "kvcompose:budget=8", "full"),
+    )
+    params = decoder(8, 4, windows=(None, None))
+    sharded = kvjax.shard(params, kvjax.make_mesh(data, model))
     for ours, theirs in zip(
-        kvjax.prefill_each(sharded, rows, policies=policies),
-        kvjax.prefill_each(params, rows, policies=policies),
+        kvjax.prefill_each(sharded, rows, policies=texts),
+        kvjax.prefill_each(params, rows, policies=texts),
         strict=True,
     ):
+        assert ours.mesh is not None
         for row in range(len(rows)):
             assert held(ours, row) == held(theirs, row)
 
@@ -117,11 +154,15 @@ def test_on_a_mesh(name: str) -> None:
 @pytest.mark.parametrize(
     ("other", "name"),
     [
-        ("snapkv:budget=8,window=4", "score"),
-        ("h2o:budget=8,every=None", "every"),
+        ("streaming_llm:budget=8,positions=in_cache", "positions"),
         ("quantize:policy=h2o,policy.budget=8", "storage"),
     ],
 )
 def test_policies_that_do_not_read_alike(other: str, name: str) -> None:
-    with pytest.raises(ValueError, match=f"differ in their {name} .*expected policies that differ in budget"):
+    with pytest.raises(ValueError, match=f"differ in their {name} .*expected the same for all"):
         list(kvjax.prefill_each(decoder(), ROWS, policies=[parse("h2o:budget=8"), parse(other)]))
+
+
+def test_a_policy_that_does_not_fit_the_model() -> None:
+    with pytest.raises(ValueError, match="groups=3 of 2 kv heads"):
+        kvjax.prefill_each(decoder(), ROWS, policies=["full", "adakv:base=h2o,base.budget=40,groups=3"])

@@ -21,7 +21,8 @@ from kvjax.models import Attend, AttentionLayer
 from kvjax.sharding import DATA, MODEL, REPLICA, heads_axes
 
 Rows = TypeVar("Rows")
-Changed = TypeVar("Changed", bound=Entries)
+Given = TypeVar("Given")
+Changed = TypeVar("Changed")
 
 
 def over_heads(mesh: Mesh | None, make: Callable[..., Attend], **rows: Any) -> Attend:
@@ -52,8 +53,8 @@ def over_heads(mesh: Mesh | None, make: Callable[..., Attend], **rows: Any) -> A
         def local(rows: Any, output: Array, q: Array, k: Array, v: Array, part: Entries) -> tuple[Array, Entries]:
             return make(**rows, heads=heads)(replace(layer, output=output), q, k, v, part)
 
-        context, part = local(rows, layer.output, q, k, v, entries.local(layer.index))
-        return context, entries.with_local(layer.index, part)
+        context, part = local(rows, layer.output, q, k, v, entries.local(layer.place))
+        return context, entries.with_local(layer.place, part)
 
     return attend
 
@@ -62,7 +63,7 @@ def over_layers(
     mesh: Mesh | None,
     change: Callable[..., Changed],
     records: Sequence[AttentionLayer],
-    layers: Entries,
+    layers: Given,
     **rows: Any,
 ) -> Changed:
     """`change(records, layers, **rows, heads=...)`, which looks at all layers at once, on a mesh."""
@@ -77,7 +78,7 @@ def over_layers(
         out_specs=kv_head,
         check_vma=False,
     )
-    def local(outputs: list[Array], layers: Entries, rows: Any) -> Changed:
+    def local(outputs: list[Array], layers: Given, rows: Any) -> Changed:
         own = [replace(record, output=output) for record, output in zip(records, outputs, strict=True)]
         return change(own, layers, **rows, heads=heads_of(mesh))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from kvjax.cache import Entries, Slots
 from kvjax.heads import ALL_HEADS, Heads
 from kvjax.models import Attend, AttentionLayer
 from kvjax.pallas_kernels import compact, prompt_attention
-from kvjax.policy import Attended, LayerShape, Moment, Policy, Received
+from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Received
 
 from .rotation import expired, places, rotated
 
@@ -40,7 +41,7 @@ def reading(
     next_position: Int[Array, "B"],
     *,
     rope: Float[Array, "B C/2"] | None = None,
-    plan: ReadPlan,
+    plan: ReadPlan | None,
     heads: Heads = ALL_HEADS,
 ) -> Attend:
     """Attention for several new tokens per row; the layer is compressed as soon as it has attended.
@@ -50,7 +51,7 @@ def reading(
         lengths: the number of new tokens in each row.
         next_position: each row's position after this call.
         rope: the frequencies of each row, where they depend on its length.
-        plan: the static choices of the call.
+        plan: the static choices of the call; None leaves each layer as it is after it has attended.
         heads: those that this device holds, on a mesh; q, k, v and the entries are then its own.
     """
 
@@ -61,12 +62,13 @@ def reading(
         v: Float[Array, "B H N D"],
         entries: Entries,
     ) -> tuple[Float[Array, "B Hq N D"], Entries]:
-        i = layer.index
-        needs, kept = policy.score.needs, plan.kept[i]
+        i = layer.place
+        kept, slots = (None, 0) if plan is None else (plan.kept[i], plan.slots[i])
         moment = Moment(next_position, layer, rope, heads)
         unrotated = q
-        observes = policy.limited(i) and (kept is not None or not plan.final or policy.every is not None)
-        old = entries.layer(i, plan.slots[i])
+        forgets = plan is not None and plan.final and kept is None and policy.every is None
+        observes = policy.limited(i) and not forgets
+        old = entries.layer(i, slots)
         shape = LayerShape(q.shape[0], heads.whole_groups_of(q.shape[1]), k.shape[1], k.shape[3], k.dtype)
         if observes and not old.has_state:  # it was forgotten when the prompt had been read
             old = policy.with_state(i, old, shape)
@@ -94,19 +96,27 @@ def reading(
             bias=held.bias,
         )
         if observes:
-            attended = Attended(
-                queries=unrotated if needs.queries == "unrotated" else q,
-                positions=positions,
-                lse=lse,
-                received=received(needs.received, layer, heads, q, lse, replace(seen, keys=keys), positions),
-                lengths=lengths,
-                layer=layer,
-                heads=heads,
-            )
-            per_slot, per_row = policy.score.observe(seen, attended)
+            # With the barriers a state has the same bits in every program, whatever else the program computes.
+            met = jax.lax.optimization_barrier((q, lse, replace(seen, keys=keys)))
+            attended = partial(Attended, positions=positions, lse=lse, lengths=lengths, layer=layer, heads=heads)
+
+            @cache
+            def shown(wish: Received | None) -> Float[Array, "B H M"] | None:
+                nonlocal met
+                queries, sums, entries = met
+                found = received(wish, layer, heads, queries, sums, entries, positions)
+                met, found = jax.lax.optimization_barrier((met, found))
+                return found
+
+            def show(needs: Needs) -> Attended:
+                queries = unrotated if needs.queries == "unrotated" else q
+                return attended(queries=queries, received=shown(needs.received))
+
+            per_slot, per_row = jax.lax.optimization_barrier(policy.score.watch(seen, show))
             held = replace(held, per_slot=per_slot, per_row=per_row)
-        held = expired(held, moment, lengths > 0)
-        held = finished(policy, held, moment, kept=kept, slots=plan.slots[i], final=plan.final)
+        if plan is not None:
+            held = expired(held, moment, lengths > 0)
+            held = finished(policy, held, moment, kept=kept, slots=slots, final=plan.final)
         # Without the barrier XLA may compress all layers at the end, and hold their full keys and values until then.
         context, held = jax.lax.optimization_barrier((context, held))
         return context, entries.with_layer(i, held)

@@ -42,7 +42,7 @@ def replaying(
         v: Float[Array, "B H W D"],
         entries: Entries,
     ) -> tuple[Float[Array, "B Hq W D"], Entries]:
-        i, needs = layer.index, policy.score.needs
+        i, needs = layer.place, policy.score.needs
         old, unrotated = entries.layer(i, 0), q
         q, k = (rotated(layer, x, positions[:, None], rope) for x in (q, k))
         state = jax.tree.map(lambda x: jnp.zeros((*x.shape[:-1], k.shape[2]), x.dtype), old.per_slot)

@@ -33,7 +33,7 @@ class RoomMaker:
     @classmethod
     def of(cls, policy: Policy, moment: Moment, incoming: Bool[Array, "B"], layers: int) -> RoomMaker:
         """For the layer of a moment, one of `layers`."""
-        evicts = policy.evicts(moment.layer.index, layers)
+        evicts = policy.evicts(moment.layer.place, layers)
         return cls(policy, moment, incoming, (policy.every or 0) if evicts else 0)
 
     @property
@@ -83,7 +83,7 @@ def stepping(
         v: Float[Array, "B H 1 D"],
         entries: Entries,
     ) -> tuple[Float[Array, "B Hq 1 D"], Entries]:
-        i, score = layer.index, policy.score
+        i, score = layer.place, policy.score
         room = RoomMaker.of(policy, Moment(positions, layer, rope, heads), incoming, len(entries))
         unrotated, seen = q, None
         if policy.positions == "original":

@@ -175,3 +175,14 @@ class Slots:
             per_slot=jax.tree.map(widen, self.per_slot),
             bias=jax.tree.map(widen, self.bias),
         )
+
+    def trim(self, slots: int) -> Slots:
+        """The first `slots` slots; those after them must be empty."""
+        return replace(
+            self,
+            keys=jax.tree.map(lambda x: x[:, :, :slots], self.keys),
+            values=jax.tree.map(lambda x: x[:, :, :slots], self.values),
+            positions=self.positions[..., :slots],
+            per_slot=jax.tree.map(lambda x: x[..., :slots], self.per_slot),
+            bias=None if self.bias is None else self.bias[..., :slots],
+        )

@@ -152,6 +152,7 @@ class Watching(Bar):
 def show_plan(plan: RunPlan) -> None:
     """Prints a plan: the tasks with the lengths of their prompts, then the policies with their batches and memory."""
     from kvjax.evaluation.planning import sentence
+    from kvjax.policies import parse
 
     console = Console(highlight=False)
     table = Table("task", title="Tasks", title_justify="left", title_style="bold")
@@ -173,20 +174,28 @@ def show_plan(plan: RunPlan) -> None:
         )
     console.print(table, "prompt tokens: minimum, median, maximum", sep="\n")
     table = Table("policy", title="Policies", title_justify="left", title_style="bold")
-    for name in ("budget", "question", "batches", "prompts each", "cache of one"):
+    for name in ("budget", "question", "batches", "prompts each", "caches of one", "prefill"):
         table.add_column(name, justify="right")
-    total = 0
+    total, shared = 0, {cell: i for i, sweep in enumerate(plan.sweeps, 1) for cell in sweep.cells}
     for planned in plan.cells:
         cell, asked = planned.cell, planned.batches
         name, budget = escape(cell.label), "" if cell.budget is None else f"{cell.budget:,}"
         if planned.error is not None:
-            table.add_row(name, budget, cell.question, "[red]none[/]", "", "")
+            table.add_row(name, budget, cell.question, "[red]none[/]", "", "", "")
             continue
         total += sum(len(reading.asks) for batch in asked for reading in batch.readings)
         rows = sorted({batch.rows for batch in asked})
-        most = max((plan.batch_bytes(batch, cell) for batch in asked), default=0)
+        most = bytes_text(max((plan.batch_bytes(batch, [parse(cell.policy)]) for batch in asked), default=0))
         each = "-".join(map(str, dict.fromkeys((rows[0], rows[-1])))) if rows else ""
-        table.add_row(name, budget, cell.question, f"{len(asked):,}", each, bytes_text(most))
+        table.add_row(name, budget, cell.question, f"{len(asked):,}", each, most, str(shared.get(cell, "")))
     console.print(table, f"{total:,} answers in total", sep="\n")
+    table = Table("prefill", title="Prefills", title_justify="left", title_style="bold")
+    for name in ("policies and budgets", "question", "batches", "caches of one"):
+        table.add_column(name, justify="right")
+    for i, sweep in enumerate(plan.sweeps, 1):
+        policies = [parse(cell.policy) for cell in sweep.cells]
+        most = bytes_text(max(plan.batch_bytes(batch, policies) for batch in sweep.batches))
+        table.add_row(str(i), f"{len(policies):,}", sweep.cells[0].question, f"{len(sweep.batches):,}", most)
+    console.print(table, "each prefill serves several policies and budgets, whose caches are held at once", sep="\n")
     for line in plan.errors():
         console.print(f"[red]not asked[/]: {escape(sentence(line))}", soft_wrap=True)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
@@ -14,11 +13,11 @@ from jaxtyping import Array, Float
 
 from kvjax.clock import Clock
 from kvjax.evaluation.batches import Ask, ReadingBatch
-from kvjax.generate import Generation, generate, prefill
+from kvjax.generate import Generation, generate
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policy import Policy
-from kvjax.prefill_each import prefill_each
+from kvjax.prefill_each import begin_each, prefill_each
 from kvjax.programs import jit
 from kvjax.sampling import Greedy, SamplingMethod
 from kvjax.sharding import fetch
@@ -87,20 +86,23 @@ class Asker:
         filled = [*batch.readings, *[batch.readings[-1]] * (batch.rows - len(batch.readings))]
         prompts, columns = [reading.prompt for reading in filled], list(zip(*(r.asks for r in filled), strict=True))
         clock = Clock()
-        options: dict[str, Any] = {"tokenizer": self.tokenizer, "chunk": self.chunk, "clock": clock}
-        share: Callable[..., Iterator[KVCache]] = partial(prefill_each, self.params, policies=policies, **options)
+        options: dict[str, Any] = {
+            "policies": policies,
+            "tokenizer": self.tokenizer,
+            "chunk": self.chunk,
+            "clock": clock,
+        }
+        tallies = [Tally(self, batch) for _ in policies]
         if columns[0][0].lead.size:  # each question has caches of its own, which extend the cache of the context
-            text = prefill(self.params, prompts, policy=policies[0], compress="never", **options)
-            tallies = [Tally(self, batch) for _ in policies]
+            text = begin_each(self.params, prompts, **options)
             for asks in columns:
                 leads = [ask.lead for ask in asks]
-                for tally, cache in zip(tallies, share(leads, cache=text), strict=True):
+                caches = prefill_each(self.params, leads, cache=text, **options)
+                for tally, cache in zip(tallies, caches, strict=True):
                     tally.add(cache, asks, clock)
             yield from ((tally.answers, tally.took) for tally in tallies)
             return
-        one = len(policies) == 1  # a single policy compresses each layer before the next layer runs
-        for cache in [prefill(self.params, prompts, policy=policies[0], **options)] if one else share(prompts):
-            tally = Tally(self, batch)
+        for tally, cache in zip(tallies, prefill_each(self.params, prompts, **options), strict=True):
             for asks in columns:
                 tally.add(cache, asks, clock)
             yield tally.answers, tally.took

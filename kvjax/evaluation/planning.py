@@ -19,6 +19,7 @@ from kvjax.policies import parse
 from kvjax.policy import Policy
 
 MANY = 4  # policies per host
+FULL_CACHES = 16  # the memory of all caches of a batch, in uncompressed caches of it, for a grid without a limit
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,19 @@ class PlannedCell:
     cell: Cell
     batches: tuple[ReadingBatch, ...]
     error: str | None = None
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Cells whose batches are the same, and which share the prefill of each batch.
+
+    Attributes:
+        cells: the cells, in the order of the grid.
+        batches: the batches of each of them.
+    """
+
+    cells: tuple[Cell, ...]
+    batches: tuple[ReadingBatch, ...]
 
 
 @dataclass(frozen=True)
@@ -84,57 +98,95 @@ class RunPlan:
 
     def batches(self, cell: Cell) -> list[ReadingBatch]:
         """The batches that this host runs in a cell. Raises ValueError if the policy does not suit the model."""
-        policy, alike = parse(cell.policy), [policy for other, policy in self._parsed if self.beside(cell, other)]
+        policy = parse(cell.policy)
+        alike = [other for near, other in self._parsed if (near.label, near.question) == (cell.label, cell.question)]
         policy.budget.check_model(self.config.num_layers, self.config.num_kv_heads)
         check_groups(policy.budget, self.config.num_kv_heads, self.grid.mesh[1])
 
         def most(reading: Reading) -> int:
-            return min(self._rows(reading, other, len(alike) > 1) for other in alike)
+            return min(self._rows(reading, other) for other in alike)
 
         index, hosts = self.host
         names = list(dict.fromkeys(line.label for line in self.grid.policies))
         of_policies = hosts > 1 and len(names) >= MANY * hosts
         if of_policies and names.index(cell.label) % hosts != index:
             return []
-        one_call = policy.score.needs.whole_prompt or self.config.rope.depends_on_length
-        asked = batches(readings(self.items, cell.question, one_call), most, self.grid.mesh[0])
+        asked = batches(readings(self.items, cell.question, self._one_call(policy)), most, self.grid.mesh[0])
         return asked if of_policies else asked[index::hosts]
 
-    @staticmethod
-    def beside(cell: Cell, other: Cell) -> bool:
-        """Whether two cells differ in their budget only, so that one prefill serves both."""
-        return (cell.label, cell.question) == (other.label, other.question)
+    def _one_call(self, policy: Policy) -> bool:
+        """Whether a policy needs each prompt in one part."""
+        return policy.score.needs.whole_prompt or self.config.rope.depends_on_length
+
+    @cached_property
+    def sweeps(self) -> tuple[Sweep, ...]:
+        """The cells that can run, divided into those that share their prefills.
+
+        Policies share a prefill if their batches are the same, they treat a prompt alike until they compress it, and
+        their caches fit into the memory together.
+        """
+        alike: dict[Any, list[PlannedCell]] = {}
+        for planned in self.cells:
+            if planned.error is None and planned.batches:
+                policy, shapes = parse(planned.cell.policy), tuple(batch.rows for batch in planned.batches)
+                key = planned.cell.question, policy.positions, policy.storage, self._one_call(policy), shapes
+                alike.setdefault(key, []).append(planned)
+        return tuple(sweep for cells in alike.values() for sweep in self._divided(cells))
+
+    def _divided(self, cells: Sequence[PlannedCell]) -> Iterator[Sweep]:
+        """Divides cells with the same batches into sweeps whose caches fit into the memory."""
+        together: list[PlannedCell] = []
+        for planned in cells:
+            more = [*together, planned]
+            policies = [parse(one.cell.policy) for one in more]
+            if together and any(self.batch_bytes(batch, policies) > self._most(batch) for batch in planned.batches):
+                yield Sweep(tuple(one.cell for one in together), together[0].batches)
+                more = [planned]
+            together = more
+        yield Sweep(tuple(one.cell for one in together), together[0].batches)
+
+    def _most(self, batch: ReadingBatch) -> float:
+        """The largest number of bytes that the caches of a batch may take."""
+        if self.grid.memory_gb is not None:
+            return self.grid.memory_gb * 1e9
+        return FULL_CACHES * batch.rows * max(r.size for r in batch.readings) * self.config.bytes_per_token(self.dtype)
 
     @cached_property
     def _parsed(self) -> list[tuple[Cell, Policy]]:
         """All cells with their policies."""
         return [(cell, parse(cell.policy)) for cell in self.grid.cells()]
 
-    def _rows(self, reading: Reading, policy: Policy, reused: bool) -> int:
+    def _rows(self, reading: Reading, policy: Policy) -> int:
         """The number of rows, a power of two, for which the caches of such readings fit into the grid's memory."""
         grid = self.grid
         if grid.memory_gb is None:
             return grid.batch
-        fit = max(1, int(grid.memory_gb * 1e9 / self.row_bytes(reading, policy, reused)))
+        fit = max(1, int(grid.memory_gb * 1e9 / self.row_bytes(reading, [policy])))
         return min(grid.batch, 1 << (fit.bit_length() - 1))
 
-    def row_bytes(self, reading: Reading, policy: Policy, reused: bool) -> int:
-        """The largest number of bytes of a row's cache: the compressed cache and the full layers that it is made from.
+    def row_bytes(self, reading: Reading, policies: Sequence[Policy]) -> int:
+        """The largest number of bytes of a row's caches, if several policies share a prefill.
 
-        The full cache has one layer at a time in general. It has all layers if a budget is divided among layers, if
-        several budgets use the reading (`reused`), or if several questions use it before the compression.
+        These are the compressed caches of all policies, a copy of one that an answer extends, and the full layers that
+        they are made from. A budget that is divided among layers has its cache only while its answers are generated.
+        There is one full layer at a time in general. There are all layers if a budget is divided among them, or if
+        several questions use the prefill before the compression.
         """
         lead, tail = (max(sizes) for sizes in zip(*((a.lead.size, a.tail.size) for a in reading.asks), strict=True))
         length, new = reading.prompt.size + lead, reading.new_tokens + tail
-        kept = _kept_bytes(self.config, policy, bucket(length), new, self.dtype)
-        layers = self.config.num_layers if policy.allocates or reused or lead else 1
-        token = self.config.bytes_per_token(self.dtype) // self.config.num_layers
-        return kept + (reading.size + lead) * token * layers
 
-    def batch_bytes(self, batch: ReadingBatch, cell: Cell) -> int:
-        """The largest number of bytes that the caches of a batch take."""
-        policy, reused = parse(cell.policy), sum(self.beside(cell, other) for other, _ in self._parsed) > 1
-        return batch.rows * max(self.row_bytes(reading, policy, reused) for reading in batch.readings)
+        def kept(policy: Policy, new_tokens: int) -> int:
+            return _kept_bytes(self.config, policy, bucket(length), new_tokens, self.dtype)
+
+        held = sum(kept(policy, 1) for policy in policies if not policy.allocates)
+        extended = max(kept(policy, new) + policy.allocates * kept(policy, 1) for policy in policies)
+        layers = self.config.num_layers if lead or any(policy.allocates for policy in policies) else 1
+        token = self.config.bytes_per_token(self.dtype) // self.config.num_layers
+        return held + extended + (reading.size + lead) * token * layers
+
+    def batch_bytes(self, batch: ReadingBatch, policies: Sequence[Policy]) -> int:
+        """The largest number of bytes that the caches of a batch take, if several policies share its prefill."""
+        return batch.rows * max(self.row_bytes(reading, policies) for reading in batch.readings)
 
     @cached_property
     def cells(self) -> tuple[PlannedCell, ...]:

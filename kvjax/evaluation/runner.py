@@ -1,4 +1,4 @@
-"""Runs a plan: answers every batch under all budgets of a policy and records each answer immediately."""
+"""Runs a plan: answers every batch under all policies that share its prefill and records each answer immediately."""
 
 from __future__ import annotations
 
@@ -85,14 +85,11 @@ def run(plan: RunPlan, ask: Answering, out: Path, watch: Watch | None = None) ->
         planned = [key for one in cells for key in keys_of(one.cell, one.batches)]
         before = sum(key in records for key in planned)
         watch.begin(len(planned) - before)
-        sweeps: dict[tuple[str, str], dict[Cell, tuple[ReadingBatch, ...]]] = {}
-        for one in cells:
-            sweeps.setdefault((one.cell.label, one.cell.question), {})[one.cell] = one.batches
-        for sweep in sweeps.values():
+        for sweep in plan.sweeps:
             missing = [
                 (batch, those)
-                for batch in next(iter(sweep.values()))
-                if (those := [cell for cell in sweep if not all(key in records for key in keys_of(cell, [batch]))])
+                for batch in sweep.batches
+                if (those := [c for c in sweep.cells if not all(key in records for key in keys_of(c, [batch]))])
             ]
             if not missing:
                 continue
@@ -115,11 +112,18 @@ def _timings(path: Path, say: Callable[[str], None]) -> BinaryIO:
 
 
 class _Sweep:
-    """Runs cells that differ in their budget only. A batch that exceeds the memory and all later ones are halved."""
+    """Runs cells that share their prefills.
+
+    If the memory is exceeded, the cells are halved first, down to one, and then the batch, which all cells share again.
+    The sizes that fit stay for all later batches. A cell that fails on its own is asked on its own from then on, so
+    that its failures do not affect the others.
+    """
 
     def __init__(self, plan: RunPlan, ask: Answering, watch: Watch):
         self.plan, self.ask, self.watch = plan, ask, watch
-        self.most: int | None = None
+        self.most_rows: int | None = None
+        self.most_cells: int | None = None
+        self.apart: set[Cell] = set()
 
     def answers(
         self, asked: Sequence[tuple[ReadingBatch, list[Cell]]]
@@ -130,14 +134,17 @@ class _Sweep:
         while waiting:
             batch, cells = waiting.pop()
             parts = halves(batch, multiple)
-            if self.most is not None and batch.rows > self.most:
+            if self.most_rows is not None and batch.rows > self.most_rows:
                 waiting += [(part, cells) for part in reversed(parts)]
+                continue
+            if len(divided := self._divided(cells)) > 1:
+                waiting += [(batch, some) for some in reversed(divided)]
                 continue
             left = list(cells)
             try:
                 for cell, (answers, took) in zip(cells, self.ask(batch, [parse(c.policy) for c in cells]), strict=True):
                     self.watch.cell(cell)
-                    yield self._lines(cell, batch, answers), self._timing(cell, batch, took)
+                    yield self._lines(cell, batch, answers), self._timing(cell, batch, took, len(cells))
                     left.remove(cell)
             except (
                 Exception
@@ -145,21 +152,37 @@ class _Sweep:
                 problem, full = f"{type(error).__name__}: {error}", out_of_memory(error)
             else:
                 continue
-            if full and parts[0].rows < batch.rows:
-                self.most = parts[0].rows
+            if full and len(left) > 1:
+                self.most_cells = (len(left) + 1) // 2
                 self.watch.say(
-                    f"{name_of(left[0])}: out of memory with {batch.rows} prompts; the run continues with {self.most}"
+                    f"{name_of(left[0])}: out of memory with the caches of {len(cells)} policies and budgets; the run "
+                    f"continues with {self.most_cells}"
+                )
+                waiting.append((batch, left))
+            elif full and parts[0].rows < batch.rows:
+                self.most_rows, self.most_cells = parts[0].rows, None
+                self.watch.say(
+                    f"{name_of(left[0])}: out of memory with {batch.rows} prompts; the run continues with "
+                    f"{self.most_rows}"
                 )
                 waiting += [(part, left) for part in reversed(parts)]
-            elif (
-                len(left) > 1
-            ):  # a single budget is compressed layer by layer, and its failure does not affect the others
-                waiting += [(batch, [cell]) for cell in reversed(left)]
+            elif len(left) > 1:
+                middle = (len(left) + 1) // 2
+                waiting += [(batch, left[middle:]), (batch, left[:middle])]
             elif not full and len(batch.readings) > 1:
+                self.apart.add(left[0])
                 waiting += [(part, left) for part in reversed(parts)]
             else:
+                self.apart.add(left[0])
                 lines = [line | {"error": problem} for line in about(left[0], batch.readings)]
-                yield lines, self._timing(left[0], batch, None)
+                yield lines, self._timing(left[0], batch, None, 1)
+
+    def _divided(self, cells: Sequence[Cell]) -> list[list[Cell]]:
+        """The cells that may share a prefill: not those that failed, and no more than the memory holds."""
+        sound = [cell for cell in cells if cell not in self.apart]
+        size = self.most_cells or max(len(sound), 1)
+        groups = [sound[i : i + size] for i in range(0, len(sound), size)]
+        return groups + [[cell] for cell in cells if cell in self.apart]
 
     def _lines(self, cell: Cell, batch: ReadingBatch, answers: Answers) -> list[dict[str, Any]]:
         common = {"text": cell.policy, "seed": self.plan.grid.seed, "versions": versions()}
@@ -170,13 +193,14 @@ class _Sweep:
             for ask, answer in zip(reading.asks, mine, strict=True)
         ]
 
-    def _timing(self, cell: Cell, batch: ReadingBatch, took: Took | None) -> dict[str, Any]:
+    def _timing(self, cell: Cell, batch: ReadingBatch, took: Took | None, shared: int) -> dict[str, Any]:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         answers = sum(len(reading.asks) for reading in batch.readings)
         facts = cell_fields(cell) | {
             "rows": batch.rows,
             "prompts": len(batch.readings),
             "answers": answers,
+            "shared": shared,
             "prompt_size": batch.readings[0].size,
             "device": jax.devices()[0].device_kind if took is not None else None,
             "ended": now,

@@ -7,7 +7,7 @@ backward pass gives the weights of all entries.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.allocate import allocate, pool_rows
-from kvjax.attend import RoomMaker
+from kvjax.attend import RoomMaker, expired, finished
+from kvjax.cache import Layers
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policy import PLAIN, Moment, Policy
-from kvjax.prefill_each import compressed
 from kvjax.programs import jit
 from kvjax.room import plan_read
 
@@ -53,7 +53,16 @@ def _at_prompt(params: Decoder, full: KVCache, *, rows: int, slots: tuple[int, .
     cache = _plain(full)
     if cache.policy.allocates:
         return _followed(partial(allocate, params, rows=rows, room=0), cache)
-    return _followed(partial(compressed, params, slots=slots), cache)
+    return _followed(partial(_compressed, params, slots=slots), cache)
+
+
+def _compressed(params: Decoder, cache: KVCache, *, slots: Sequence[int]) -> KVCache:
+    done = []
+    for record, entries, kept, size in zip(params.attention_layers, cache.entries, cache.kept, slots, strict=True):
+        moment = Moment(cache.length, record, cache.rope)
+        entries = expired(entries, moment, cache.length > 0)
+        done.append(finished(cache.policy, entries, moment, kept=kept, slots=size, final=True))
+    return replace(cache, entries=Layers(tuple(done)), filled=True)
 
 
 @jit

@@ -7,6 +7,7 @@ from .policy import Policy, Protect
 from .score import Attended, LayerShape, Moment, Needs, Pass, Received, Score, ScoreWrapper, Texts
 from .select import ByQueryHead, Select, SelectWrapper
 from .storage import PLAIN, Storage
+from .together import Together
 
 __all__ = [
     "PLAIN",
@@ -32,6 +33,7 @@ __all__ = [
     "SelectWrapper",
     "Storage",
     "Texts",
+    "Together",
     "check_alike",
     "check_choice",
     "check_integer",

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import UNLIMITED, Slots
@@ -148,11 +149,15 @@ class Policy:
         return self.every is not None and self.limited(layer) and not dense
 
     def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> Int[Array, "B"]:
-        """Entries that a kv head of each row retains in one of the model's `layers`, at least `minimum`."""
+        """Entries that a kv head of each row retains in one of the model's `layers`, at least `minimum`.
+
+        Lengths may be NumPy or JAX arrays; the result is of the same kind.
+        """
+        use = np if isinstance(prompt_lengths, np.ndarray) else jnp
         capacity = self.budget.capacity(layer, prompt_lengths, layers)
         if capacity is None:
-            return jnp.full(prompt_lengths.shape, UNLIMITED, jnp.int32)
-        return jnp.maximum(capacity, self.minimum)
+            return use.full(prompt_lengths.shape, UNLIMITED, np.int32)
+        return use.maximum(capacity, self.minimum)
 
     def slots(self, layer: int, prompt_size: int, layers: int) -> int | None:
         """The most entries that a compressed layer retains of prompts up to a static size; None if it retains all."""

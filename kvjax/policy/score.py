@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -208,6 +208,10 @@ class Score(Part):
     def observe(self, entries: Slots, attended: Attended) -> tuple[Any, Any]:
         """The new state (per_slot, per_row) after queries attended to `entries`, which hold the old state."""
         return entries.per_slot, entries.per_row
+
+    def watch(self, entries: Slots, show: Callable[[Needs], Attended]) -> tuple[Any, Any]:
+        """`observe`, shown what `needs` asks for. Only a score that observes for several ones asks for more."""
+        return self.observe(entries, show(self.needs))
 
     def passes(self, tokens: Int[Array, "B N"], lengths: Int[Array, "B"], texts: Texts) -> Sequence[Pass]:
         """What to run after a prompt. The number of passes and their sizes follow from shapes alone.

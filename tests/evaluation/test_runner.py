@@ -207,9 +207,12 @@ def test_out_of_memory_halves_the_batch(tmp_path: Path, error: BaseException) ->
     notes = Notes()
     summary = run(plan(), fails(too_many, error), tmp_path / "small", notes)
     assert summary.errors == ()
-    assert notes.said[0] == "full: out of memory with 4 prompts; the run continues with 2"
-    sweeps = {(cell.label, cell.question) for cell in GRID.cells()}
-    assert len(notes.said) == len(sweeps) == rows.count(4)  # not once per batch
+    assert notes.said[:3] == [
+        "full: out of memory with the caches of 3 policies and budgets; the run continues with 2",
+        "full: out of memory with the caches of 2 policies and budgets; the run continues with 1",
+        "full: out of memory with 4 prompts; the run continues with 2",
+    ]
+    assert len(notes.said) == 3 * len(plan().sweeps) == rows.count(4)  # not once per batch
     run(plan(), right, tmp_path / "large")
     assert (tmp_path / "small" / "results.jsonl").read_bytes() == (tmp_path / "large" / "results.jsonl").read_bytes()
     hopeless = run(plan(), fails(lambda _: True, error), tmp_path / "none")
@@ -217,10 +220,44 @@ def test_out_of_memory_halves_the_batch(tmp_path: Path, error: BaseException) ->
     assert len(hopeless.errors) == hopeless.planned
 
 
-def test_one_budget_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
-    """It fails together with the others and fails again on its own."""
+def test_too_many_caches_are_fewer_in_all_later_batches(tmp_path: Path) -> None:
+    asked: list[int] = []
 
     def ask(batch: ReadingBatch, policies: Sequence[Policy]) -> Any:
+        asked.append(len(policies))
+        if len(policies) > 2:
+            raise MemoryError
+        return right(batch, policies)
+
+    assert run(plan(), ask, tmp_path).errors == ()
+    sweeps = plan().sweeps
+    assert Counter(asked) == {size: sum(len(sweep.batches) for sweep in sweeps) for size in (1, 2)} | {3: len(sweeps)}
+
+
+def test_policies_share_prefills_as_far_as_they_can() -> None:
+    def shared(**changes: Any) -> list[list[str]]:
+        sweeps = plan(GRID.but(**changes)).sweeps
+        return [[cell.policy for cell in sweep.cells] for sweep in sweeps if sweep.cells[0].question == "before"]
+
+    policies = ["full", "snapkv:budget={budget}", "kvcompose:budget={budget}", "quantize:policy=full"]
+    budgets = {name: [f"{name}:budget={budget}" for budget in (0.5, 0.25)] for name in ("snapkv", "kvcompose")}
+    # KVCompose repeats the prompt, so that each question is read with its context
+    assert shared(policies=policies) == [["full", *budgets["snapkv"]], budgets["kvcompose"], ["quantize:policy=full"]]
+    many = [f"knorm:budget=0.9,recent={n}" for n in range(40)]
+    groups = shared(policies=many)
+    assert [policy for group in groups for policy in group] == many
+    assert 1 < len(groups) < 5
+    assert shared(policies=many, memory_gb=100.0) == [many]
+    one = max(plan(GRID).batch_bytes(batch, [parse(many[0])]) for batch in plan(GRID).sweeps[0].batches)
+    assert max(map(len, shared(policies=many, memory_gb=2 * one / 1e9))) < 6
+
+
+def test_one_budget_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
+    """It fails together with the others, fails again on its own, and is on its own in all later batches."""
+    together: list[int] = []
+
+    def ask(batch: ReadingBatch, policies: Sequence[Policy]) -> Any:
+        together.append(len(policies) > 1 and parse("snapkv:budget=0.25") in policies)
         for policy in policies:
             if policy == parse("snapkv:budget=0.25"):
                 raise RuntimeError("too small")
@@ -230,6 +267,7 @@ def test_one_budget_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     wrong = [line for line in lines(tmp_path) if "error" in line]
     assert {(line["policy"], line["budget"]) for line in wrong} == {("snapkv", 0.25)}
     assert 3 * len(wrong) == summary.planned == 3 * (summary.planned - summary.answers)
+    assert sum(together) == len(plan().sweeps)
 
 
 def test_refusals_policies_and_marks_that_fail_are_lines_with_an_error(

@@ -205,8 +205,8 @@ def comparison(results: Results, question: str, policy: str) -> Table | None:
 def costs(results: Results, question: str) -> Table:
     """The costs of cells: bytes of the cache, seconds to the first token, and decoded tokens per second.
 
-    The seconds to the first token are left out if several budgets, or several questions that the policy sees, use one
-    prefill.
+    The seconds to the first token are left out if several policies or budgets, or several questions that the policy
+    sees, use one prefill.
     """
     token = results.header["bytes_per_token"]
     rows = []
@@ -215,11 +215,11 @@ def costs(results: Results, question: str) -> Table:
             continue
         held = fmean(line["kv_bytes_end"] for line in cell.lines)
         full = fmean((line["prompt_tokens"] + len(line["tokens"])) * token for line in cell.lines)
-        one_budget = len(results.of(name.policy, question)) == 1
+        budgets = len(results.of(name.policy, question))
         first = [
             took["read_seconds"] + took["ask_seconds"] * took["prompts"] / took["answers"]
             for took in cell.timings
-            if one_budget and (question == "after" or took["answers"] == took["prompts"])
+            if took.get("shared", budgets) == 1 and (question == "after" or took["answers"] == took["prompts"])
         ]
         seconds = sum(took["decode_seconds"] for took in cell.timings)
         speed = sum(took["decoded_tokens"] for took in cell.timings) / seconds if seconds else None

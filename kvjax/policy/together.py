@@ -1,0 +1,55 @@
+"""A score that lets several scores observe one prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from kvjax.cache import Slots
+
+from .score import Attended, LayerShape, Moment, Needs, Score
+
+
+@dataclass(frozen=True)
+class Together(Score):
+    """Shows a prompt to several scores. It ranks nothing itself, so that nothing can be compressed under it.
+
+    Its state per slot and per row are tuples of theirs.
+
+    Attributes:
+        scores: the scores that observe.
+    """
+
+    scores: tuple[Score, ...]
+
+    @property
+    def needs(self) -> Needs:
+        """What matters before a cache is compressed. Each score is shown what it needs itself."""
+        each = [score.needs for score in self.scores]
+        return Needs(
+            keeps_queries=any(needs.keeps_queries for needs in each),
+            whole_prompt=any(needs.whole_prompt for needs in each),
+        )
+
+    def init(self, shape: LayerShape, slots: int) -> tuple[Any, Any]:
+        return _by_kind([score.init(shape, slots) for score in self.scores])
+
+    def watch(self, entries: Slots, show: Callable[[Needs], Attended]) -> tuple[Any, Any]:
+        return _by_kind([score.watch(self.only(score, entries), show) for score in self.scores])
+
+    def only(self, score: Score, entries: Slots) -> Slots:
+        """The same entries with the state of one of the scores."""
+        i = self.scores.index(score)
+        return replace(entries, per_slot=entries.per_slot[i], per_row=entries.per_row[i])
+
+    def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
+        raise ValueError(
+            "the cache was read for several policies: expected a call of prefill_each, which compresses it"
+        )
+
+
+def _by_kind(states: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+    return tuple(per_slot for per_slot, _ in states), tuple(per_row for _, per_row in states)

@@ -1,0 +1,254 @@
+"""Reading a prompt layer by layer: all layers of a kind share one program, and each is compressed under many policies.
+
+The programs of a deep model are therefore those of a shallow one, and a layer is forgotten before the next one is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from kvjax.allocate import Run
+from kvjax.attend import ReadPlan, expired, finished, over_heads, over_layers, reading
+from kvjax.cache import Layers, Slots
+from kvjax.heads import Heads
+from kvjax.kv_cache import KVCache
+from kvjax.models import AttentionLayer, Decoder
+from kvjax.policy import LayerShape, Moment, Policy, Together
+from kvjax.programs import jit
+from kvjax.sharding import fetch, rows_sharding
+
+MOST = 18  # ends that one program computes; the time to compile a program grows faster than its length
+
+
+@dataclass(frozen=True)
+class End:
+    """How a prompt ends under one policy.
+
+    Attributes:
+        policy: the policy.
+        kept: the number of entries that each layer retains at most; None where it retains everything.
+        slots: of each layer.
+        final: whether the layers are compressed; otherwise they stay as they are, with the states of all scores.
+    """
+
+    policy: Policy
+    kept: tuple[int | None, ...]
+    slots: tuple[int, ...]
+    final: bool
+
+    @property
+    def alike(self) -> bool:
+        """Whether all layers end alike, so that one program serves them."""
+        return len(set(zip(self.kept, self.slots, strict=True))) == 1
+
+    def widened(self) -> End:
+        """The same end with the largest layer's size for all layers, if what is retained does not depend on the size.
+
+        The number of entries that each row retains does not change.
+        """
+        free = self.policy.select.compares == "scores" and not self.policy.merge.effects.at_prompt
+        limits = [most for most in self.kept if most is not None]
+        if not free or len(limits) < len(self.kept):
+            return self
+        return replace(self, kept=(max(limits),) * len(limits), slots=(max(self.slots),) * len(limits))
+
+    def of_layer(self, i: int) -> End:
+        """The end of one layer."""
+        return replace(self, kept=(self.kept[i],), slots=(self.slots[i],))
+
+
+def read_layers(
+    params: Decoder,
+    cache: KVCache,
+    tokens: Int[Array, "B N"],
+    lengths: Int[Array, "B"],
+    *,
+    plan: ReadPlan | None,
+    run: Run,
+) -> Iterator[Slots]:
+    """Each layer of a cache after it has been extended by up to N tokens per row.
+
+    Args:
+        cache: read under the policy of `kvjax.prefill_each.reading_policy`.
+        tokens: right-aligned, on the devices of the cache.
+        plan: as `reading` takes it.
+    """
+    x, rows = run(_begin, params.embed, cache.length, tokens, lengths, mesh=cache.mesh)
+    for i, (layer, record) in enumerate(zip(params.layers, params.attention_layers, strict=True)):
+        own = None if plan is None else ReadPlan((plan.slots[i],), (plan.kept[i],), plan.final)
+        x, held = run(
+            _read_layer,
+            layer,
+            i,
+            x,
+            cache.entries.layer(i, 0),
+            rows | {"rope": cache.rope},
+            facts=_facts(record),
+            policy=cache.policy,
+            plan=own,
+            mesh=cache.mesh,
+        )
+        yield held
+
+
+def read_to_end(
+    params: Decoder,
+    cache: KVCache,
+    tokens: Int[np.ndarray, "B N"],
+    lengths: Int[np.ndarray, "B"],
+    *,
+    together: Together,
+    ends: Sequence[End],
+    run: Run,
+) -> list[Layers]:
+    """The entries of a cache after its last tokens, under each of several policies, in their order.
+
+    Args:
+        cache, run: as `read_layers` takes them.
+        tokens: right-aligned, on the host.
+        together: the scores that observe the prompt.
+        ends: what becomes of the prompt under each policy.
+    """
+    length = fetch(cache.length) + lengths
+    groups = _groups(ends)
+    rows = {"next_position": cache.put_rows(length), "rope": cache.rope}
+    found: dict[End, list[Slots]] = {end: [] for end in ends}
+    read = read_layers(params, cache, cache.put_rows(tokens), cache.put_rows(lengths), plan=None, run=run)
+    for i, (record, held) in enumerate(zip(params.attention_layers, read, strict=True)):
+        for group, wide in groups:
+            capacities = np.stack([end.policy.capacity(i, length, len(cache.entries)) for end in group], axis=1)
+            compressed = run(
+                _compress_layer,
+                record.output,
+                i,
+                held,
+                rows | {"capacities": cache.put_rows(capacities)},
+                facts=_facts(record),
+                together=together,
+                ends=tuple(end.of_layer(i) for end in wide),
+                mesh=cache.mesh,
+            )
+            for end, entries in zip(group, compressed, strict=True):
+                found[end].append(entries)
+    each = [(end, Layers(tuple(found[end]))) for end in ends]
+    return [layers if layers.bounds == end.slots else run(_trimmed, layers, slots=end.slots) for end, layers in each]
+
+
+def _groups(ends: Sequence[End]) -> list[tuple[list[End], list[End]]]:
+    """Ends that one program computes, and how it does. What ends of a group have in common, XLA computes once.
+
+    An end that differs between layers has a group of its own, whose program is compiled for each kind of layer.
+    """
+    pairs = [(end, end.widened()) for end in ends]
+    alike, others = ([pair for pair in pairs if pair[1].alike is same] for same in (True, False))
+    groups = [alike[i : i + MOST] for i in range(0, len(alike), MOST)] + [[pair] for pair in others]
+    return [([end for end, _ in group], [wide for _, wide in group]) for group in groups]
+
+
+def _facts(record: AttentionLayer) -> AttentionLayer:
+    """What layers of a kind have in common; static."""
+    nothing: Any = None
+    return replace(record, index=0, output=nothing, alone=True)
+
+
+@partial(jit, static_argnames="mesh")
+def _begin(
+    embed: Any, length: Int[Array, "B"], tokens: Int[Array, "B N"], lengths: Int[Array, "B"], *, mesh: Mesh | None
+) -> tuple[Float[Array, "B N E"], dict[str, Array]]:
+    """The first hidden states of tokens that extend rows of a length, and what attention has to know of them."""
+    behind = jnp.arange(tokens.shape[1] - 1, -1, -1)
+    next_position = length + lengths
+    positions = jnp.where(behind < lengths[:, None], next_position[:, None] - 1 - behind, -1)
+    rows = {"positions": positions, "lengths": lengths, "next_position": next_position}
+    return _in_rows(embed[...][tokens], mesh), rows
+
+
+@partial(jit, static_argnames=("facts", "policy", "plan", "mesh"), donate_argnames="x")
+def _read_layer(
+    layer: Any,
+    index: Int[Array, ""],
+    x: Float[Array, "B N E"],
+    entries: Slots,
+    rows: dict[str, Any],
+    *,
+    facts: AttentionLayer,
+    policy: Policy,
+    plan: ReadPlan | None,
+    mesh: Mesh | None,
+) -> tuple[Float[Array, "B N E"], Slots]:
+    """The hidden states behind a layer, and its entries."""
+    record = replace(facts, index=index, output=layer.attention.output[...])
+    attend = over_heads(mesh, partial(reading, policy, plan=plan), **rows)
+    x, after = layer(x, record, attend, Layers((entries,)))
+    return _in_rows(x, mesh), after.each[0]
+
+
+@partial(jit, static_argnames=("facts", "together", "ends", "mesh"))
+def _compress_layer(
+    output: Float[Array, "Hq D E"],
+    index: Int[Array, ""],
+    held: Slots,
+    rows: dict[str, Any],
+    *,
+    facts: AttentionLayer,
+    together: Together,
+    ends: tuple[End, ...],
+    mesh: Mesh | None,
+) -> tuple[Slots, ...]:
+    """A layer that has been read to the end of the prompt, under each of several policies."""
+    change = partial(_compressed, together, ends)
+    return over_layers(mesh, change, [replace(facts, index=index, output=output)], held, **rows)
+
+
+def _compressed(
+    together: Together,
+    ends: Sequence[End],
+    records: Sequence[AttentionLayer],
+    held: Slots,
+    next_position: Int[Array, "B"],
+    rope: Float[Array, "B C/2"] | None,
+    capacities: Int[Array, "B P"],
+    heads: Heads,
+) -> tuple[Slots, ...]:
+    (record,) = records
+    moment = Moment(next_position, record, rope, heads)
+    held = expired(held, moment, next_position > 0)
+    B, H = held.capacity.shape
+    Hq, D, _ = record.output.shape
+    shape = LayerShape(B, heads.whole_groups_of(Hq), H, D, record.output.dtype)
+    found = []
+    for p, end in enumerate(ends):
+        (kept,), (slots,), policy = end.kept, end.slots, end.policy
+        own, capacity = held, jnp.broadcast_to(capacities[:, p, None], (B, H))
+        if end.final and kept is None:
+            own = replace(held.without_state(), capacity=capacity)
+        elif end.final:
+            state = together.only(policy.score, held)
+            own = under(policy, state, capacity=capacity, merging=policy.merge.init(shape))
+        found.append(finished(policy, own, moment, kept=kept, slots=slots, final=end.final))
+    return tuple(found)
+
+
+def under(policy: Policy, entries: Slots, *, capacity: Int[Array, "B H"], merging: Any) -> Slots:
+    """A layer that has been read for several policies, as one of them has it before it compresses."""
+    bias = jnp.zeros(entries.positions.shape, jnp.float32) if policy.merge.effects.bias else None
+    return replace(entries, capacity=capacity, merging=merging, bias=bias)
+
+
+@partial(jit, static_argnames="slots")
+def _trimmed(layers: Layers, *, slots: tuple[int, ...]) -> Layers:
+    """The layers without the slots that they have because another layer has them."""
+    return Layers(tuple(layer.trim(most) for layer, most in zip(layers, slots, strict=True)))
+
+
+def _in_rows(x: Float[Array, "B N E"], mesh: Mesh | None) -> Float[Array, "B N E"]:
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, rows_sharding(mesh))
