@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import ClassVar, TypeAlias
 
 import jax
@@ -183,21 +184,23 @@ class Rope:
                         f"pair of channels of head_dim={head_dim}{of}"
                     )
 
+    @cache  # one array, so that all layers of a program have one constant
     def frequencies(self, head_dim: int) -> Float[np.ndarray, "C/2"]:
-        """Returns the rotation of each channel pair in radians per position, in float32.
+        """Returns the rotation of each channel pair in radians per position, in float32. The array is not writable.
 
         Raises:
             ValueError: the frequencies depend on the length of a prompt; use `row_frequencies`.
         """
         frequencies = self._unscaled(head_dim)
-        if self.scaling is None:
-            return frequencies
         if isinstance(self.scaling, LengthScaling):
             raise ValueError(
                 f"the frequencies of rope type {self.scaling.rope_type!r} need the lengths of the prompts: "
                 "call row_frequencies(head_dim, lengths)"
             )
-        return self.scaling(frequencies, self.theta).astype(np.float32)
+        if self.scaling is not None:
+            frequencies = self.scaling(frequencies, self.theta).astype(np.float32)
+        frequencies.setflags(write=False)
+        return frequencies
 
     def row_frequencies(self, head_dim: int, lengths: Int[Array, "B"]) -> Float[Array, "B C/2"] | None:
         """Returns the frequencies of rows with prompts of these lengths; None if they do not depend on the length."""
@@ -219,6 +222,7 @@ class Rope:
         return ", ".join(parts)
 
 
+@partial(jax.jit, static_argnames="factor")  # a model's layers share the trace
 def rotate(
     x: Float[Array, "B H N D"],
     positions: Int[Array, "B #H N"],

@@ -49,7 +49,9 @@ def slot_attention(
     stores_logits = received is not None and Hq // H * W <= MOST_LOGIT_ROWS
     rows = q.reshape(B, H, -1, D)
     extra = extra_options(asked, rows, k, H)
-    results = attend(rows, k, v, q_positions, k_positions, logits=stores_logits, interpret=interpret, **extra, **options)
+    results = attend(
+        rows, k, v, q_positions, k_positions, logits=stores_logits, interpret=interpret, **extra, **options
+    )
     assert results.out is not None
     lse = results.lse.reshape(B, Hq, W)
     weights = scores = None
