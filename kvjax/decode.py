@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.attend import over_rows
 from kvjax.extend import step
+from kvjax.gpu_flags import STEP_OPTIONS
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.programs import jit
@@ -137,7 +138,7 @@ def _take(state: tuple[Answers, Array], given: tuple[Array, Array]) -> tuple[Ans
 take = jit(Decoding.take, donate_argnums=0)
 
 
-@partial(jit, donate_argnames="state")
+@partial(jit, donate_argnames="state", compiler_options=STEP_OPTIONS)
 def decode(
     params: Decoder, state: Decoding, logits: Float[Array, "B V"], limit: Int[Array, ""]
 ) -> tuple[Decoding, Int[Array, ""]]:

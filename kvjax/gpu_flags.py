@@ -1,4 +1,4 @@
-"""Flags of XLA that a GPU's decode loop wants. A program sets them before JAX finds its devices."""
+"""Flags and options of XLA that a GPU's decode loop wants. A program sets flags before JAX finds its devices."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from importlib.util import find_spec
 # CUDA graphs that include loops: the decode loop is then one graph, and so are the loops of a step that evicts from a
 # pool. The host launches it once.
 FLAGS = {"--xla_gpu_enable_command_buffer": "+WHILE"}
+# The compiler's options for a decode step, whatever the device. XLA multiplies one array with several weights in one
+# kernel if they are smaller than this. A GPU then reads the weights of the MLP's two products in one kernel.
+STEP_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 100_000}
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 

@@ -13,6 +13,7 @@ from kvjax.models import Attend, AttentionLayer
 from kvjax.policy import Attended, Moment, Policy
 
 from .rotation import expired, places, rotated
+from .twice import in_array
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ def stepping(
         rope: the frequencies of each row, where they depend on its length.
         heads: those that this device holds, on a mesh; q, k, v and the entries are then its own.
     """
+    positions, incoming = in_array(positions), in_array(incoming)
     query_positions = jnp.where(incoming, positions, -1)[:, None]
 
     def attend(

@@ -61,11 +61,11 @@ class Layers(Entries):
 
     def make_room(self, i: int, incoming: Bool[Array, "B"], room: MakeRoom) -> tuple[Layers, Int[Array, "B H"]]:
         entries = room.expire(self.each[i])
+        slot = _first_empty(entries, incoming)
         if room.count:
-            entries = _evicted(entries, incoming, room)
-        empty = (entries.positions < 0) & incoming[:, None, None]
-        slot = jnp.where(empty, jnp.arange(entries.slots), entries.slots)
-        return self.with_layer(i, entries), jnp.min(slot, axis=-1, initial=entries.slots)
+            entries, freed = _evicted(entries, incoming, room)
+            slot = jnp.minimum(slot, freed)
+        return self.with_layer(i, entries), slot
 
     def write(self, i: int, slot: Int[Array, "B H"], key: Stored, value: Stored, position: Int[Array, "B H"]) -> Layers:
         return self.with_layer(i, self.each[i].write(slot, key, value, position))
@@ -193,16 +193,33 @@ def _all_of(x: Array | None) -> Callable[[Slots, Take], Array] | None:
     return None if x is None else lambda _, take: take(x)
 
 
-def _evicted(entries: Slots, incoming: Bool[Array, "B"], room: MakeRoom) -> Slots:
-    """A layer after its full heads, in rows with an incoming token, have evicted `room.count` entries each."""
-    full = (entries.occupancy >= entries.capacity) & incoming[:, None]
+def _first_empty(entries: Slots, incoming: Bool[Array, "B"]) -> Int[Array, "B H"]:
+    """The first empty slot of each head in rows with an incoming token; S in other rows and where there is none."""
+    empty = (entries.positions < 0) & incoming[:, None, None]
+    return jnp.min(jnp.where(empty, jnp.arange(entries.slots), entries.slots), axis=-1, initial=entries.slots)
 
-    def judge() -> Bool[Array, "B H S"]:
-        victims = room.victims(room.judge(entries), entries.positions)
-        return full[..., None] & mark(victims, entries.slots)
+
+def _evicted(entries: Slots, incoming: Bool[Array, "B"], room: MakeRoom) -> tuple[Slots, Int[Array, "B H"]]:
+    """A layer after its full heads, in rows with an incoming token, have evicted `room.count` entries each.
+
+    Returns also the first empty slot that the eviction leaves; S if it leaves none.
+    """
+    S = entries.slots
+    # Rows without a token count as empty, so that all layers read `incoming`: a GPU then counts in one kernel.
+    held = jnp.sum((entries.positions >= 0) & incoming[:, None, None], axis=-1)
+    full = (held >= entries.capacity) & incoming[:, None]
+
+    def judge() -> Int[Array, "B H count"]:
+        return room.victims(room.judge(entries), entries.positions)
 
     if room.count == 1:
-        return room.release(entries, judge())
-    # Nothing of the cache's size may leave a cond: XLA would copy the keys and values.
-    lost = jax.lax.cond(jnp.any(full), judge, lambda: jnp.zeros(entries.positions.shape, bool))
-    return room.release(entries, lost)
+        victims = judge()
+        after = room.release(entries, full[..., None] & mark(victims, S))
+        if not room.absorbs:  # the slot is known without another search
+            return after, jnp.where(full & (victims[..., 0] >= 0), victims[..., 0], S)
+    else:
+        # Nothing of the cache's size may leave a cond: XLA would copy the keys and values.
+        nothing = jnp.zeros(entries.positions.shape, bool)
+        lost = jax.lax.cond(jnp.any(full), lambda: full[..., None] & mark(judge(), S), lambda: nothing)
+        after = room.release(entries, lost)
+    return after, _first_empty(after, incoming)

@@ -155,15 +155,15 @@ def test_no_product_of_a_gpu_writes_a_weight(shape: str, batch: int, data: int) 
 
 KERNELS = {"h200:1": "triton", "v6e:2x2": "tpu_custom_call"}  # as a program calls them
 STEP_KERNELS = [  # of a layer and step, for jax 0.10; later versions launch fewer
-    ("full", 1, 17),
-    ("full", 8, 16),
-    ("morphkv:budget=2048,window=32", 1, 27),
-    ("morphkv:budget=2048,window=32", 8, 22),
-    ("snapkv:budget=2048", 1, 17),
-    ("h2o:budget=2048", 1, 20),
-    ("streaming_llm:budget=2048", 1, 19),
-    ("kvcompose:budget=0.25", 1, 25),
-    ("quantize:policy=snapkv,bits=8", 1, 23),
+    ("full", 1, 14),
+    ("full", 8, 14),
+    ("morphkv:budget=2048,window=32", 1, 18),
+    ("morphkv:budget=2048,window=32", 8, 18),
+    ("snapkv:budget=2048", 1, 14),
+    ("h2o:budget=2048", 1, 16),
+    ("streaming_llm:budget=2048", 1, 16),
+    ("kvcompose:budget=0.25", 1, 24),
+    ("quantize:policy=snapkv,bits=8", 1, 19),
 ]
 
 

@@ -9,6 +9,7 @@ import pytest
 
 import kvjax
 from kvjax.attend import pays
+from kvjax.attend.twice import in_array
 from kvjax.extend import step
 from tests.tiny import VOCAB, decoder
 
@@ -30,6 +31,14 @@ def test_rows_that_run_twice(batch: int, monkeypatch: pytest.MonkeyPatch) -> Non
     assert asked == [(batch, None)]
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_single_number_of_a_gpu_is_in_an_array() -> None:
+    lowered = jax.jit(in_array).trace(jnp.ones(1, jnp.int32)).lower(lowering_platforms=("cuda",)).as_text()
+    assert "optimization_barrier" in lowered
+    assert "tensor<2xi32>" in lowered
+    for x in (jnp.array([5]), jnp.array([False]), jnp.arange(3)):
+        np.testing.assert_array_equal(jax.jit(in_array)(x), x)
 
 
 def test_only_gpus_of_one_row_run_rows_twice(monkeypatch: pytest.MonkeyPatch) -> None:

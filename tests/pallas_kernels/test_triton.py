@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 from kvjax.pallas_kernels import QuantizedArray, Reduction
 from kvjax.pallas_kernels.blocks import Blocks
@@ -36,10 +37,11 @@ from tests.pallas_kernels.checks import (
 )
 from tests.products import part
 
-attention, slot, segment, window, top, prompt = (
+attention, attention_kernel, slot, segment, window, top, prompt = (
     import_module(f"kvjax.pallas_kernels.{name}")
     for name in (
         "triton_attention",
+        "triton_attention_kernel",
         "slot_attention.triton",
         "segment_attention.triton",
         "window_scores.triton",
@@ -139,6 +141,26 @@ def test_splits(splits, window):
     assert np.isneginf(lse[1, 3:]).all()
     assert_close(results.out.reshape(2, 6, 1, 16), context(weights, v))
     assert_close(results.lse.reshape(2, 6, 1), lse)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("scanned", [8, 64])  # less than a tile, and four tiles
+def test_a_program_finds_its_last_occupied_tile(splits, scanned, monkeypatch):
+    monkeypatch.setattr(attention_kernel, "SCANNED", scanned)
+    tile, slots, rng = 16, 500, np.random.default_rng(splits)
+    bounds = [*range(0, 66), 470, 499, 500]
+    occupied = (np.arange(slots) < np.array(bounds)[:, None]) & (rng.random((len(bounds), slots)) < 0.5)
+
+    def find(p_ref, found_ref):
+        for split in range(splits):
+            found_ref[split] = attention_kernel.occupied_tiles(p_ref, tile, split, splits)
+
+    count = jax.vmap(pl.pallas_call(find, jax.ShapeDtypeStruct((splits,), jnp.int32), interpret=True))
+    tiles = np.pad(occupied, ((0, 0), (0, 12))).reshape(len(bounds), -1, tile).any(axis=2)
+    for split in range(splits):
+        own = tiles[:, split::splits]
+        expected = np.where(own, np.arange(1, own.shape[1] + 1), 0).max(axis=1)
+        np.testing.assert_array_equal(count(np.where(occupied, 7, -1))[:, split], expected)
 
 
 @pytest.mark.parametrize(
