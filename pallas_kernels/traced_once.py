@@ -15,8 +15,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def traced_once(function: Function) -> Function:
     """Returns the function, which is traced once for all calls with equal shapes and options while `jax.jit` traces.
 
-    Tracing and lowering then take the time of one layer. XLA inlines the calls and compiles the same program. Outside of
-    a trace the function runs as it is, because a program of its own would have to be compiled.
+    Tracing and lowering then take the time of one layer. XLA inlines the calls and compiles the same program. Outside
+    of a trace the function runs as it is, because a program of its own would have to be compiled.
 
     Args:
         function: a pure function of pytrees. Leaves that are no arrays are options, which must be hashable.
