@@ -14,7 +14,6 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.allocate import allocated, check_one_call, replayed
 from kvjax.attend import ReadPlan, over_heads, pays, reading, stepping, twice
 from kvjax.checks import check_integers, check_params, check_type
-from kvjax.gpu_flags import STEP_OPTIONS
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.modes import own_modes
@@ -120,7 +119,7 @@ def step(
 
 
 jitted_read = jit(read, static_argnames="plan")
-jitted_step = jit(step, compiler_options=STEP_OPTIONS)
+jitted_step = jit(step)
 
 
 def _by_row(logits: Float[Array, "B V"], cache: KVCache) -> Float[Array, "B V"]:

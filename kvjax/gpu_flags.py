@@ -9,8 +9,8 @@ from importlib.util import find_spec
 # CUDA graphs that include loops: the decode loop is then one graph, and so are the loops of a step that evicts from a
 # pool. The host launches it once.
 FLAGS = {"--xla_gpu_enable_command_buffer": "+WHILE"}
-# The compiler's options for a decode step, whatever the device. XLA multiplies one array with several weights in one
-# kernel if they are smaller than this. A GPU then reads the weights of the MLP's two products in one kernel.
+# The compiler's options for a program of decode steps, whatever the device. XLA multiplies one array with several
+# weights in one kernel if they are smaller than this. A GPU then reads both weights of the MLP's inputs in one kernel.
 STEP_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 100_000}
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Int
 from tokenizers.decoders import DecodeStream
 
 from kvjax.decode import Decoding, take
+from kvjax.gpu_flags import STEP_OPTIONS
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.modes import own_modes
@@ -154,7 +155,7 @@ def _pieces(
         state = _advance(leaves, state, state.cache.put_rows(active), tree=tree)
 
 
-@partial(jit, static_argnames="tree", donate_argnames="state")
+@partial(jit, static_argnames="tree", donate_argnames="state", compiler_options=STEP_OPTIONS)
 def _advance(leaves: list[Array], state: Decoding, active: Array, tree: Any) -> Decoding:
     return state.with_active(active).advance(jax.tree.unflatten(tree, leaves))
 

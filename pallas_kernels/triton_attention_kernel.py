@@ -75,6 +75,15 @@ def attend_kernel(
     R, W, D = sizes
     Dp = q_ref.shape[-1]
     s, i = pl.program_id(0), pl.program_id(1)
+    start = 0 if start_ref is None else start_ref[()]
+    first = 0 if spans_ref is None else spans_ref[i, 0]
+    if used_ref is None:
+        used, own = p_ref.shape[0], occupied_tiles(p_ref, blocks.slots, s, splits)
+    else:
+        used = used_ref[()]
+        last = jax.lax.div(used + blocks.slots - 1, blocks.slots)
+        tiles = (last if spans_ref is None else jnp.minimum(last, spans_ref[i, 1])) - first
+        own = jax.lax.div(tiles + splits - 1 - s, splits)
     row = i * blocks.rows + jnp.arange(blocks.rows)
     row_exists = (row < R)[:, None]
     key_slices = channel_slices(tiles_per_number(k_ref), D, Dp)
@@ -87,16 +96,8 @@ def attend_kernel(
             queries = [plgpu.load(extra_refs.queries.at[rows, c], mask=mask, other=0) for c, mask in key_slices]
             extra.append((queries, extra_refs.lse[rows], extra_refs.positions[rows]))
             newest = jnp.maximum(newest, jnp.max(extra[-1][2]))
-    start = 0 if start_ref is None else start_ref[()]
-    first = 0 if spans_ref is None else spans_ref[i, 0]
-    if used_ref is None:
-        used, own = p_ref.shape[0], occupied_tiles(p_ref, blocks.slots, s, splits)
-    else:
-        used = used_ref[()]
-        last = jax.lax.div(used + blocks.slots - 1, blocks.slots)
-        tiles = (last if spans_ref is None else jnp.minimum(last, spans_ref[i, 1])) - first
-        own = jax.lax.div(tiles + splits - 1 - s, splits)
     own = jnp.where(newest >= 0, own, 0)
+    whole = used_ref is None and not ragged  # every tile lies in its lane, and needs no mask, which takes registers
 
     def load(ref: Any, place: Any, occupied: Array, c: Any = slice(None)) -> Array:
         if not ragged and Dp == D:
@@ -121,7 +122,7 @@ def attend_kernel(
         out, total, peak = running
         j = first + s + n * splits
         slot = j * blocks.slots + jnp.arange(blocks.slots)
-        occupied = slot < used
+        occupied = jnp.full(blocks.slots, True) if whole else slot < used
         place = pl.ds(start + j * blocks.slots, blocks.slots)
         p = plgpu.load(p_ref.at[place], mask=occupied, other=-1)[None]
         keys = load_numbers(k_ref, place, occupied)

@@ -38,7 +38,7 @@ import kvjax
 from kvjax.aot.lower import plan_params
 from kvjax.clock import Clock
 from kvjax.decode import Decoding, decode
-from kvjax.gpu_flags import set_gpu_flags
+from kvjax.gpu_flags import STEP_OPTIONS, set_gpu_flags
 from kvjax.models import Decoder, DecoderConfig, Rope
 from kvjax.policies import parse
 from kvjax.request import AnswerOptions, Request, read_request
@@ -125,7 +125,7 @@ class Bench:
             show(case="kernels", skipped="no GPU of NVIDIA is here")
             return
         slots, new = self.size(2048), 8
-        loop = jax.jit(inspect.unwrap(decode))  # donates nothing, so it can run twice
+        loop = jax.jit(inspect.unwrap(decode), compiler_options=STEP_OPTIONS)  # donates nothing, so it can run twice
         for batch, text in itertools.product(
             (1, 8), ("full", f"snapkv:budget={slots}", f"morphkv:budget={slots},window={self.size(32)}")
         ):
