@@ -121,9 +121,9 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "B N E"], layer: AttentionLayer, attend: Attend, cache: Any
     ) -> tuple[Float[Array, "B Hq N D"], Any]:
-        q = _split_heads(x, self.query[...], self.query_bias)
-        k = _split_heads(x, self.key[...], self.key_bias)
-        v = _split_heads(x, self.value[...], self.value_bias)
+        projections = (self.query, self.query_bias), (self.key, self.key_bias), (self.value, self.value_bias)
+        products = [linear(x, weight[...].reshape(x.shape[-1], -1), bias) for weight, bias in projections]
+        q, k, v = (_heads_first(y, self.query.shape[-1]) for y in _apart(products))
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         return attend(layer, q, k, v, cache)
@@ -135,20 +135,24 @@ class Attention(nnx.Module):
         return linear(flat, self.output[...].reshape(Hq * D, -1), self.output_bias)
 
 
-def _split_heads(
-    x: Float[Array, "B N E"], projection: Float[Array, "E H D"], bias: nnx.Param | None
-) -> Float[Array, "B H N D"]:
-    """Projects `x` to heads, and puts the head axis before the token axis.
+def _apart(products: list[Float[Array, "B N O"]]) -> list[Float[Array, "B N O"]]:
+    """Keeps matrix products apart from the transposes that follow.
 
-    The barrier keeps the matrix product apart from the transpose. Without it XLA transposes the weights instead of the
-    activations. A single token is not transposed on a GPU, where the barrier would add a kernel.
+    Without the barrier XLA transposes the weights instead of the activations. A single token is not transposed on a
+    GPU, where the barrier would add a kernel.
     """
-    E, H, D = projection.shape
-    barrier = jax.lax.optimization_barrier
-    product = linear(x, projection.reshape(E, H * D), bias)
-    on_gpu = (lambda product: product) if x.shape[1] == 1 else barrier
-    product = jax.lax.platform_dependent(product, cuda=on_gpu, default=barrier)
-    return jnp.swapaxes(product.reshape(*x.shape[:2], H, D), 1, 2)
+
+    def apart(products: list[Array]) -> list[Array]:
+        return [jax.lax.optimization_barrier(product) for product in products]
+
+    if products[0].shape[1] > 1:
+        return apart(products)
+    return jax.lax.platform_dependent(products, cuda=lambda products: products, default=apart)
+
+
+def _heads_first(x: Float[Array, "B N O"], head_dim: int) -> Float[Array, "B H N D"]:
+    """Splits the last axis into heads and puts them before the tokens."""
+    return jnp.swapaxes(x.reshape(*x.shape[:2], -1, head_dim), 1, 2)
 
 
 class MLP(nnx.Module):

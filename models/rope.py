@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import ClassVar, TypeAlias
 
 import jax
@@ -186,18 +187,17 @@ class Rope:
     def frequencies(self, head_dim: int) -> Float[np.ndarray, "C/2"]:
         """Returns the rotation of each channel pair in radians per position, in float32.
 
+        It is the same array for equal arguments, so that all layers of a program share one constant.
+
         Raises:
             ValueError: the frequencies depend on the length of a prompt; use `row_frequencies`.
         """
-        frequencies = self._unscaled(head_dim)
-        if self.scaling is None:
-            return frequencies
         if isinstance(self.scaling, LengthScaling):
             raise ValueError(
                 f"the frequencies of rope type {self.scaling.rope_type!r} need the lengths of the prompts: "
                 "call row_frequencies(head_dim, lengths)"
             )
-        return self.scaling(frequencies, self.theta).astype(np.float32)
+        return _frequencies(self, head_dim)
 
     def row_frequencies(self, head_dim: int, lengths: Int[Array, "B"]) -> Float[Array, "B C/2"] | None:
         """Returns the frequencies of rows with prompts of these lengths; None if they do not depend on the length."""
@@ -219,6 +219,17 @@ class Rope:
         return ", ".join(parts)
 
 
+@lru_cache(maxsize=64)
+def _frequencies(rope: Rope, head_dim: int) -> Float[np.ndarray, "C/2"]:
+    """What `rope.frequencies` returns: an array that is not writable, because callers share it."""
+    frequencies = rope._unscaled(head_dim)
+    if rope.scaling is not None and not isinstance(rope.scaling, LengthScaling):
+        frequencies = rope.scaling(frequencies, rope.theta).astype(np.float32)
+    frequencies.setflags(write=False)
+    return frequencies
+
+
+@partial(jax.jit, static_argnames="factor")  # a model's layers share the trace
 def rotate(
     x: Float[Array, "B H N D"],
     positions: Int[Array, "B #H N"],

@@ -29,6 +29,7 @@ from .quantized import QuantizedArray, Stored, plain, updated
 from .segment_attention import PAGE, SegmentAttention, pages, segment_attention
 from .slot_attention import Asked, SlotAttention, slot_attention
 from .top_tokens import compact, top_counts, top_tokens
+from .traced_once import traced_once
 from .visibility import visible
 from .window_scores import Reduction, window_scores
 from .write_rows import set_slots, write_rows
@@ -54,6 +55,7 @@ __all__ = [
     "slot_attention",
     "top_counts",
     "top_tokens",
+    "traced_once",
     "updated",
     "use",
     "visible",

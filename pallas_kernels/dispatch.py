@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from .traced_once import traced_once
+
 ENVIRONMENT = "KVJAX_KERNELS"
 # the name of a backend's modules -> the platform it compiles for
 BACKENDS = {"cudnn": "gpu", "triton": "gpu", "mosaic_gpu": "gpu", "mosaic_tpu": "tpu"}
@@ -121,8 +123,8 @@ def dispatch(reference: Callable[..., Any], *backends: str) -> Callable[..., Any
     operation = reference.__name__
     _operations[operation] = backends
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        names, _ = _kernels(operation)
+    @traced_once
+    def attempt(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         refusals = []
         for name in names:
             try:
@@ -137,6 +139,9 @@ def dispatch(reference: Callable[..., Any], *backends: str) -> Callable[..., Any
             return result
         _warn(operation, refusals, "the reference in XLA")
         return reference(*args, **kwargs)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return attempt(tuple(_kernels(operation)[0]), args, kwargs)
 
     return call
 

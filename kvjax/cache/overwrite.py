@@ -35,16 +35,19 @@ def set_slot(x: Shaped[Array, "B H S"], slot: Int[Array, "B H"], new: Shaped[Arr
         return set_slots(x, (jnp.arange(x.shape[0])[:, None], jnp.arange(x.shape[1]), slot), new)
 
     small = by_pass if x.size <= SMALL else by_scatter
-    return jax.lax.platform_dependent(x, slot, new, cuda=small, default=by_scatter)
+    # A CPU needs as long for either. XLA compiles one kernel for equal passes there, but one kernel for each scatter.
+    return jax.lax.platform_dependent(x, slot, new, cpu=small, cuda=small, default=by_scatter)
 
 
 def set_entries(
     x: Shaped[Array, "B H N *D"], index: Int[Array, "B n"], new: Shaped[Array, "B H n *D"]
 ) -> Shaped[Array, "B H N *D"]:
     """Writes `new` to the same n of N entries in all heads of a row. An index of N is dropped."""
-    one = new.shape[2] == 1 and x.size <= SMALL
-    small = set_by_pass if one else set_by_head
-    return jax.lax.platform_dependent(x, index, new, cpu=set_by_row, cuda=small, default=set_by_head)
+    one = new.shape[2] == 1
+    small = set_by_pass if one and x.size <= SMALL else set_by_head
+    # A prompt sets many entries. XLA compiles one kernel for equal gathers on a CPU, but one kernel for each scatter.
+    cpu = set_by_row if one else set_by_gather
+    return jax.lax.platform_dependent(x, index, new, cpu=cpu, cuda=small, default=set_by_head)
 
 
 def change_block(
@@ -72,6 +75,14 @@ def clear_by_scatter(x: Array, slot: Array) -> Array:
 def set_by_row(x: Array, index: Array, new: Array) -> Array:
     b = jnp.arange(x.shape[0])[:, None]
     return x.at[b, :, index].set(jnp.swapaxes(new, 1, 2), mode="drop", unique_indices=True)
+
+
+def set_by_gather(x: Array, index: Array, new: Array) -> Array:
+    at = index[:, None] == jnp.arange(x.shape[2])[:, None]  # [B, N, n]
+    source = jnp.sum(jnp.where(at, jnp.arange(new.shape[2]), 0), axis=-1)
+    rows = (len(at), 1, -1, *(1,) * (x.ndim - 3))
+    taken = jnp.take_along_axis(new, source.reshape(rows), axis=2, mode="promise_in_bounds")
+    return jnp.where(jnp.any(at, axis=-1).reshape(rows), taken, x)
 
 
 def set_by_pass(x: Array, index: Array, new: Array) -> Array:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.pallas_kernels import Reduction, Stored, plain, updated, window_scores, write_rows
+from kvjax.pallas_kernels import Reduction, Stored, plain, traced_once, updated, window_scores, write_rows
 
 from .overwrite import clear_slot, set_slot
 
@@ -101,6 +101,7 @@ class Slots:
         """The same entries without the state of score and merge, which nothing needs once nothing is evicted."""
         return replace(self, per_slot=None, per_row=None, merging=None)
 
+    @traced_once
     def gather(self, index: Int[Array, "B H K"]) -> Slots:
         """The entries at `index`, in K slots; -1 makes an empty slot."""
 
@@ -109,7 +110,8 @@ class Slots:
             shape = [B, H] + [1] * (x.ndim - 2)
             shape[axis] = K
             at = index.reshape(shape)
-            return jnp.where(at >= 0, jnp.take_along_axis(x, jnp.maximum(at, 0), axis), jnp.asarray(empty, x.dtype))
+            taken = jnp.take_along_axis(x, jnp.maximum(at, 0), axis, mode="promise_in_bounds")
+            return jnp.where(at >= 0, taken, jnp.asarray(empty, x.dtype))
 
         return replace(
             self,

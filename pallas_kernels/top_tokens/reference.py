@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from ..traced_once import traced_once
+
 
 def top_tokens(
     scores: Float[Array, "B H M"],
@@ -55,6 +57,7 @@ def top_counts(scores: Float[Array, "B units M"], totals: Int[Array, "B"]) -> In
     return above + jnp.clip(missing - (jnp.cumsum(tied, axis=-1) - tied), 0, tied)
 
 
+@traced_once
 def compact(chosen: Bool[Array, "B H M"], size: int) -> Int[Array, "B H size"]:
     """Returns indices of the true entries of each head, ascending, followed by -1; those beyond `size` are dropped."""
     B, H, M = chosen.shape

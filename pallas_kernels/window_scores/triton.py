@@ -24,12 +24,13 @@ from ..visibility import span, visible_tiles
 from .reference import DEFAULT_REDUCTION, Reduction
 
 
-def score_blocks(rows: int, k: Any) -> Blocks:
+def score_blocks(rows: int, k: Any, parts: int = 1) -> Blocks:
     """Tile sizes for this GPU: measured, or by rule from the number of rows, the head size and the dtype.
 
     Args:
         rows: query rows that are reduced together.
         k: keys [..., D].
+        parts: the number of such reductions, one after another.
     """
     found = measured(Work.of("window_scores", rows, k))
     if found is not None:
@@ -37,7 +38,8 @@ def score_blocks(rows: int, k: Any) -> Blocks:
     if jnp.dtype(k.dtype).itemsize == 4 or k.shape[-1] > 128:
         return Blocks(min(power_of_two(rows), 32), 32, warps=4, stages=2)
     if rows <= 128:
-        return Blocks(power_of_two(rows), 64, warps=4, stages=3)
+        # Parts of one tile of queries each have no loop to pipeline. A third stage spills on a B200 there.
+        return Blocks(power_of_two(rows), 64, warps=4, stages=3 if parts == 1 else 2)
     return Blocks(64, 128, warps=8, stages=3)
 
 
@@ -77,7 +79,7 @@ def window_scores(
     if reduction.commutes:  # one reduction over all G W rows, which are in the order of their queries
         q, lse = (jnp.swapaxes(x, 2, 3).reshape(B, H, 1, W * G, *x.shape[4:]) for x in (q, lse))
         t = jnp.repeat(t, G, axis=1)
-    blocks = score_blocks(q.shape[3], k)
+    blocks = score_blocks(q.shape[3], k, parts=q.shape[2])
     padding = -q.shape[3] % blocks.rows
     q, lse, t = pad(q, padding, 3), pad(lse, padding, 3, jnp.inf), pad(t, padding, 1, -1)
     F, R = q.shape[2:4]

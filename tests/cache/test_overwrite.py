@@ -18,6 +18,7 @@ from kvjax.cache.overwrite import (
     clear_by_scatter,
     clear_slot,
     mark,
+    set_by_gather,
     set_by_head,
     set_by_pass,
     set_by_row,
@@ -51,7 +52,7 @@ def test_sets_slots_whatever_they_hold(numbers: tuple[int, ...]) -> None:
     np.testing.assert_array_equal(jax.jit(set_slots)(x, at, new), expected)
 
 
-@pytest.mark.parametrize("write", [set_entries, set_by_row, set_by_head])
+@pytest.mark.parametrize("write", [set_entries, set_by_gather, set_by_row, set_by_head])
 @pytest.mark.parametrize("numbers", [(), (3,)])
 def test_sets_entries_of_all_heads(write, numbers: tuple[int, ...]) -> None:
     x, new = (RNG.normal(size=(3, 2, n, *numbers)).astype(np.float32) for n in (5, 2))
@@ -106,3 +107,12 @@ def test_accelerators_scatter_into_large_states(platform: str, slots: int, scatt
     shapes = jax.ShapeDtypeStruct((3, 2, 4, slots), jnp.float32), jax.ShapeDtypeStruct((3, 2), jnp.int32)
     text = jax.jit(clear_slot).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
     assert ("stablehlo.scatter" in text) == scatters
+
+
+def test_a_cpu_compiles_no_scatter_for_a_prompt_or_a_position() -> None:
+    x, index, new = jnp.zeros((3, 2, 5)), jnp.zeros((3, 4), jnp.int32), jnp.ones((3, 2, 4))
+    assert "scatter" not in jax.jit(set_entries).trace(x, index, new).lower(lowering_platforms=("cpu",)).as_text()
+    assert (
+        "scatter"
+        not in jax.jit(set_slot).trace(x, index[:, :2], new[..., 0]).lower(lowering_platforms=("cpu",)).as_text()
+    )

@@ -185,10 +185,8 @@ ALIKE = {
         },
     ),
 )
-def test_compiles(problem: str, name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_compiles(problem: str, name: str, tmp_path: Path) -> None:
     """No register is spilled. Products run on tensor cores, except in float32, which keeps its precision."""
-    if (problem, name) == ("window-8b-mean-of-32k", "b200") and jax.__version_info__ >= (0, 12):
-        request.applymarker(pytest.mark.xfail(reason="8 bytes are spilled since jax 0.12", strict=True))
     compiles(problem, accelerator(name), tmp_path)
 
 

@@ -83,7 +83,7 @@ def test_segment_attention(case, lanes, extra):
 def test_window_scores(case, monkeypatch):
     """Few queries use the tile sizes of a GPU. Many queries use small tiles, so that there are several."""
     if case.queries >= 20:
-        monkeypatch.setattr(window, "score_blocks", lambda rows, k: Blocks(16, 16, warps=1, stages=1))
+        monkeypatch.setattr(window, "score_blocks", lambda *_, **__: Blocks(16, 16, warps=1, stages=1))
     check_window(here(window.window_scores), case)
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvjax.pallas_kernels import compact
+from kvjax.pallas_kernels import compact, traced_once
 from kvjax.policy import Part, check_choice
 from kvjax.shown import shown
 
@@ -31,11 +31,13 @@ class Pooling(Part):
         if not isinstance(self.size, int) or self.size < 1 or self.size % 2 == 0:
             raise ValueError(f"pooling size={shown(self.size)}: expected an odd integer >= 1")
 
+    @traced_once
     def __call__(self, scores: Float[Array, "B H M"], eligible: Bool[Array, "B H M"]) -> Float[Array, "B H M"]:
         """Pools the eligible entries, which are in order of position; gaps between them do not separate neighbours."""
         start, combine = (0.0, jax.lax.add) if self.kind == "avg" else (-jnp.inf, jax.lax.max)
         packed = compact(eligible, scores.shape[-1])
-        together = jnp.where(packed >= 0, jnp.take_along_axis(scores, packed, axis=-1), start)
+        taken = jnp.take_along_axis(scores, jnp.maximum(packed, 0), axis=-1, mode="promise_in_bounds")
+        together = jnp.where(packed >= 0, taken, start)
         side = self.size // 2
         pooled = jax.lax.reduce_window(
             together,
@@ -47,4 +49,5 @@ class Pooling(Part):
         )
         if self.kind == "avg":
             pooled = pooled / self.size
-        return jnp.take_along_axis(pooled, jnp.maximum(jnp.cumsum(eligible, axis=-1) - 1, 0), axis=-1)
+        place = jnp.maximum(jnp.cumsum(eligible, axis=-1) - 1, 0)
+        return jnp.take_along_axis(pooled, place, axis=-1, mode="promise_in_bounds")
