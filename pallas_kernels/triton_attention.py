@@ -17,15 +17,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
+from .arrays import after_last
 from .blocks import Blocks, Work, measured, power_of_two
 from .quantized import QuantizedArray
 from .triton import PROGRAMS
-from .triton_attention_kernel import ExtraReduction, ExtraRows, attend_kernel
+from .triton_attention_kernel import SCANNED, ExtraReduction, ExtraRows, attend_kernel
 from .triton_join import join
 
 MOST_SPLITS = 64  # programs that share the tiles of one block of rows
 SEGMENT_PROGRAMS = 4 * PROGRAMS  # for segments, whose lengths differ: programs that end early make room for others
 LEAST_TILES = 2  # tiles per program, if programs share them
+MOST_SCANS = 8  # reads of positions by which a program finds its last tile, about the time that a launch takes
 
 
 class AttendOutput(NamedTuple):
@@ -109,6 +111,8 @@ def attend(
     row_blocks = pl.cdiv(R, blocks.rows)
     programs = PROGRAMS if start is None else SEGMENT_PROGRAMS
     splits = max(1, min(programs // (B * H * row_blocks), pl.cdiv(T, LEAST_TILES * blocks.slots), MOST_SPLITS))
+    if used is None and MOST_SCANS * SCANNED * splits < T:
+        used = after_last(k_positions >= 0)
     ragged = start is not None or T % blocks.slots != 0 or blocks.slots > T
 
     def head(*shape: int) -> pl.BlockSpec:

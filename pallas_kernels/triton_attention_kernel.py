@@ -16,7 +16,7 @@ from .blocks import Blocks
 from .quantized import QuantizedArray
 from .triton import channel_slices, dequantize_tile, product, tiles_per_number
 
-SCANNED = 1024  # positions that a program reads at once to find its last occupied tile
+SCANNED = 256  # positions that a program reads at once to find its last occupied tile; more spill registers
 
 
 class ExtraRows(NamedTuple):
@@ -97,7 +97,6 @@ def attend_kernel(
             extra.append((queries, extra_refs.lse[rows], extra_refs.positions[rows]))
             newest = jnp.maximum(newest, jnp.max(extra[-1][2]))
     own = jnp.where(newest >= 0, own, 0)
-    whole = used_ref is None and not ragged  # every tile lies in its lane, and needs no mask, which takes registers
 
     def load(ref: Any, place: Any, occupied: Array, c: Any = slice(None)) -> Array:
         if not ragged and Dp == D:
@@ -122,7 +121,7 @@ def attend_kernel(
         out, total, peak = running
         j = first + s + n * splits
         slot = j * blocks.slots + jnp.arange(blocks.slots)
-        occupied = jnp.full(blocks.slots, True) if whole else slot < used
+        occupied = slot < used
         place = pl.ds(start + j * blocks.slots, blocks.slots)
         p = plgpu.load(p_ref.at[place], mask=occupied, other=-1)[None]
         keys = load_numbers(k_ref, place, occupied)
@@ -169,7 +168,7 @@ def attend_kernel(
 def occupied_tiles(p_ref: Any, size: int, split: Array, splits: int) -> Array:
     """How many of the tiles `split`, `split + splits`, ... there are up to the last one with an occupied slot.
 
-    Positions are a hundredth of the bytes of keys and values. Reading them here saves a kernel that finds the bound.
+    Reading a few positions here takes less time than launching a kernel that finds the bound for all programs.
 
     Args:
         p_ref: the position in each slot of the lane [T].
