@@ -89,7 +89,7 @@ def linear(x: Float[Array, "... I"], weight: Float[Array, "I O"], bias: nnx.Para
 def _by_halves(x: Float[Array, "... I"], weight: Float[Array, "I O"]) -> Float[Array, "... O"]:
     """Returns `x @ weight` of a single row as a batch of two products.
 
-    A CPU reads the weights faster: 17 instead of 13 GB/s on two cores. No array of the weight's size is written.
+    A CPU reads the weights faster in this form (docs/benchmarks.md). No array of the weight's size is written.
     """
     inputs, outputs = weight.shape
     halves = jnp.einsum("hi,hio->ho", x.reshape(2, -1), weight.reshape(2, inputs // 2, outputs))

@@ -27,7 +27,7 @@ from .triton_join import join
 MOST_SPLITS = 64  # programs that share the tiles of one block of rows
 SEGMENT_PROGRAMS = 4 * PROGRAMS  # for segments, whose lengths differ: programs that end early make room for others
 LEAST_TILES = 2  # tiles per program, if programs share them
-MOST_SCANS = 8  # reads of positions by which a program finds its last tile, about the time that a launch takes
+MOST_SCANS = 8  # reads of positions by which a program finds its last tile; by estimate, a launch takes as long
 
 
 class AttendOutput(NamedTuple):

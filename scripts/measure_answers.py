@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
-from measure_language import interval
+from measure_language import interval, read
 
 import kvjax
 from kvjax.evaluation.metrics import repetition
@@ -76,7 +75,7 @@ def main() -> None:
     answer = partial(
         kvjax.generate, params, tokenizer=tokenizer, max_new_tokens=given.tokens, sampler=SAMPLER, seed=given.seed
     )
-    done = {(x["policy"], x["request"]) for x in read(lines, setting)}
+    done = {(x["policy"], x["request"]) for x in read(lines) if setting.items() <= x.items()}
     answered: kvjax.Generation | None = None
     for name in dict.fromkeys(p.format(budget=b) for p in given.policies for b in given.budgets):
         if all((name, i) in done for i in range(len(prompts))):
@@ -95,7 +94,7 @@ def main() -> None:
                 }
                 print(json.dumps({"policy": name, "request": i} | setting | result), file=file)
         print(f"{name}: {np.nanmean(apart):.4f} bits apart", flush=True)
-    print(table(list(read(lines, setting))))
+    print(table([x for x in read(lines) if setting.items() <= x.items()]))
 
 
 def prompt_of(tokenizer: Any, text: str) -> list[int]:
@@ -135,13 +134,6 @@ def compare(
 
     caches, bits = jax.lax.scan(step, caches, (tokens.T, there.T.astype(jnp.int32)))
     return caches, bits.T
-
-
-def read(path: Path, setting: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The lines of earlier calls with this setting."""
-    if path.exists():
-        lines = map(json.loads, path.read_text().splitlines())
-        yield from (line for line in lines if setting.items() <= line.items())
 
 
 def table(lines: list[dict[str, Any]]) -> str:
