@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.programs import jit
 from kvjax.request import Request, Sampling
+from kvjax.row_samplers import RowSamplers
 from kvjax.sampling import SamplingMethod, log_probability, mark_seen
 
 
@@ -35,7 +36,7 @@ class Answers:
         seen: marks the tokens of prompt and answer if the sampler penalises repetition, else None.
         keys: one PRNG key per row. The draw of a token folds in its position.
         ends: int32 end tokens of each row, padded with -1.
-        sampler: draws the tokens; static.
+        sampler: draws the tokens: one sampler for all rows, or the settings of each row.
     """
 
     active: Bool[Array, "B"]
@@ -45,7 +46,7 @@ class Answers:
     seen: Bool[Array, "B V"] | None
     keys: Key[Array, "B"]
     ends: Int[Array, "B E"]
-    sampler: SamplingMethod = field(metadata={"static": True})
+    sampler: SamplingMethod | RowSamplers
 
     @classmethod
     def begin(

@@ -26,6 +26,7 @@ from kvjax.prefill import read_prompt
 from kvjax.programs import make_room
 from kvjax.prompts import Batch, Prompt, rows_of
 from kvjax.room import Compress, check_reading
+from kvjax.row_samplers import RowSamplers
 from kvjax.sampling import Greedy, SamplingMethod
 from kvjax.sharding import check_batch, fetch, mesh_of
 from kvjax.shown import shown
@@ -49,13 +50,13 @@ class Sampling:
     """What sampling an answer needs beside the logits.
 
     Attributes:
-        sampler: draws the tokens.
+        sampler: draws the tokens: one sampler for all rows, or the settings of each row.
         ends: int32 end tokens of each row; -1 pads rows that have fewer than others.
         keys: one typed PRNG key per row.
         seen: marks the tokens of each row's prompt, if the sampler needs them.
     """
 
-    sampler: SamplingMethod
+    sampler: SamplingMethod | RowSamplers
     ends: Int[np.ndarray, "B E"]
     keys: Key[Array, "B"]
     seen: Bool[np.ndarray, "B V"] | None

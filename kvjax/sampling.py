@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,15 +44,21 @@ def log_probability(logits: Float[Array, "B V"], tokens: Int[Array, "B"]) -> Flo
 
 
 def penalize_repetition(
-    logits: Float32[Array, "B V"], seen: Bool[Array, "B V"], penalty: float
+    logits: Float32[Array, "B V"], seen: Bool[Array, "B V"], penalty: float | Float32[Array, "B 1"]
 ) -> Float32[Array, "B V"]:
     """Applies the repetition penalty of CTRL (arXiv 1909.05858) to seen tokens.
 
-    It divides their positive logits by `penalty`, and multiplies their negative logits by it. The results are finite.
+    It divides their positive logits by `penalty`, a normal float32 number > 0, and multiplies their negative logits by
+    it. The results are finite.
     """
-    penalty = _normal(penalty)
     penalized = jnp.where(logits < 0, logits * penalty, logits / penalty)
     return jnp.where(seen, jnp.clip(penalized, -FLOAT32.max, FLOAT32.max), logits)
+
+
+def tempered(logits: Float32[Array, "B V"], temperature: float | Float32[Array, "B 1"]) -> Float32[Array, "B V"]:
+    """Shifts the largest logit of each row to 0 and divides by the temperature, a normal float32 number > 0."""
+    # The shift comes first, so that a small temperature does not overflow.
+    return (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
 
 
 def keep_top_k(logits: Float32[Array, "B V"], k: int) -> Float32[Array, "B V"]:
@@ -63,7 +69,7 @@ def keep_top_k(logits: Float32[Array, "B V"], k: int) -> Float32[Array, "B V"]:
     return jnp.where(logits >= jnp.min(largest, axis=-1, keepdims=True), logits, -jnp.inf)
 
 
-def keep_top_p(logits: Float32[Array, "B V"], p: float) -> Float32[Array, "B V"]:
+def keep_top_p(logits: Float32[Array, "B V"], p: float | Float32[Array, "B 1"]) -> Float32[Array, "B V"]:
     """Nucleus sampling (arXiv 1904.09751): keeps a token if the more probable tokens sum to less than `p`.
 
     The kept set is the smallest set of the most probable tokens that reaches `p`, plus the tokens that tie with its
@@ -87,10 +93,30 @@ def keep_top_p(logits: Float32[Array, "B V"], p: float) -> Float32[Array, "B V"]
     return jnp.where(bits >= threshold, logits, -jnp.inf)
 
 
-def keep_min_p(logits: Float32[Array, "B V"], p: float) -> Float32[Array, "B V"]:
-    """Min-p (arXiv 2407.01082): keeps the tokens that are at least `p` times as probable as the most probable one."""
-    floor = jnp.max(logits, axis=-1, keepdims=True) + (math.log(p) if p else -math.inf)
+def keep_min_p(logits: Float32[Array, "B V"], log_p: float | Float32[Array, "B 1"]) -> Float32[Array, "B V"]:
+    """Min-p (arXiv 2407.01082): keeps the tokens that are at least exp(`log_p`) times as probable as the best one."""
+    floor = jnp.max(logits, axis=-1, keepdims=True) + log_p
     return jnp.where(logits >= floor, logits, -jnp.inf)
+
+
+class Settings(NamedTuple):
+    """A sampler as numbers, in the form in which the steps take them. A number that changes nothing stands for None.
+
+    Attributes:
+        greedy: whether the most probable token is taken. Temperature and filters then have no part.
+        temperature: a normal float32 number > 0.
+        top_k: 0 keeps all.
+        top_p: infinity keeps all.
+        log_min_p: the natural logarithm of min-p; -inf keeps all.
+        penalty: a normal float32 number > 0.
+    """
+
+    greedy: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = math.inf
+    log_min_p: float = -math.inf
+    penalty: float = 1.0
 
 
 def _normal(x: float) -> float:
@@ -119,6 +145,10 @@ class SamplingMethod(ABC):
 
     repetition_penalty: float | None = None
 
+    def __init_subclass__(cls) -> None:
+        # A sampler is a pytree without leaves, so that a decoding state may hold one sampler, or the settings of rows.
+        jax.tree_util.register_static(cls)
+
     def __post_init__(self) -> None:
         if self.repetition_penalty is not None:
             _require("repetition_penalty", self.repetition_penalty, lambda x: x > 0, "a number > 0")
@@ -143,6 +173,16 @@ class SamplingMethod(ABC):
         """
 
     @property
+    def settings(self) -> Settings:
+        """The sampler as numbers. Raises ValueError for a sampler that has no such form."""
+        raise ValueError(f"{self} cannot be given for one of several rows: expected kvjax.Greedy or kvjax.Sampler")
+
+    @property
+    def penalty(self) -> float:
+        """The repetition penalty as the steps take it."""
+        return 1.0 if self.repetition_penalty is None else _normal(self.repetition_penalty)
+
+    @property
     def needs_seen(self) -> bool:
         """Whether the sampler requires `seen`. If not, the caller need not track it."""
         return self.repetition_penalty not in (None, 1.0)
@@ -150,16 +190,20 @@ class SamplingMethod(ABC):
     def penalized(self, logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None = None) -> Float32[Array, "B V"]:
         """Returns float32 logits after the repetition penalty. Raises ValueError if `seen` is required and missing."""
         logits = logits.astype(jnp.float32)
-        if self.repetition_penalty is None or not self.needs_seen:
+        if not self.needs_seen:
             return logits
         if seen is None:
             raise ValueError(f"seen=None: {self} requires the mask [B, V] of tokens in the prompt and the answer")
-        return penalize_repetition(logits, seen, self.repetition_penalty)
+        return penalize_repetition(logits, seen, self.penalty)
 
 
 @dataclass(frozen=True)
 class Greedy(SamplingMethod):
     """Takes the most probable token, and the first of equal ones. It requires no keys."""
+
+    @property
+    def settings(self) -> Settings:
+        return Settings(greedy=True, penalty=self.penalty)
 
     def __call__(
         self,
@@ -200,17 +244,26 @@ class Sampler(SamplingMethod):
         if self.min_p is not None:
             _require("min_p", self.min_p, lambda x: 0 <= x <= 1, "a number in [0, 1]")
 
+    @property
+    def settings(self) -> Settings:
+        return Settings(
+            temperature=_normal(self.temperature),
+            top_k=self.top_k or 0,
+            top_p=math.inf if self.top_p in (None, 1) else self.top_p,
+            log_min_p=math.log(self.min_p) if self.min_p else -math.inf,
+            penalty=self.penalty,
+        )
+
     def filtered(self, logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None = None) -> Float32[Array, "B V"]:
         """Returns the logits that a token is drawn from. The largest of each row is 0, and removed tokens are -inf."""
-        logits = self.penalized(logits, seen)
-        # The shift comes first, so that a small temperature does not overflow.
-        logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / _normal(self.temperature)
-        if self.top_k is not None:
-            logits = keep_top_k(logits, self.top_k)
-        if self.top_p is not None and self.top_p < 1:
-            logits = keep_top_p(logits, self.top_p)
-        if self.min_p is not None:
-            logits = keep_min_p(logits, self.min_p)
+        settings = self.settings
+        logits = tempered(self.penalized(logits, seen), settings.temperature)
+        if settings.top_k:
+            logits = keep_top_k(logits, settings.top_k)
+        if settings.top_p < math.inf:
+            logits = keep_top_p(logits, settings.top_p)
+        if settings.log_min_p > -math.inf:
+            logits = keep_min_p(logits, settings.log_min_p)
         return logits
 
     def __call__(

@@ -48,7 +48,7 @@ def kept(logits: jax.Array) -> list[set[int]]:
     [
         (keep_top_k, literal_top_k, [1, 2, 40, V, 1000]),
         (keep_top_p, literal_top_p, [1e-6, 0.3, 0.9, 0.999, 1 - 1e-6]),
-        (keep_min_p, literal_min_p, [0.0, 1e-4, 0.1, 0.7, 1.0]),
+        (lambda logits, p: keep_min_p(logits, np.log(p) if p else -np.inf), literal_min_p, [0.0, 1e-4, 0.1, 0.7, 1.0]),
     ],
 )
 def test_filters_keep_the_defined_set(keep, literal, thresholds):
@@ -64,7 +64,7 @@ def test_filters_keep_the_defined_set(keep, literal, thresholds):
 @given(row=st.lists(st.integers(-6, 6), min_size=1, max_size=12), p=st.sampled_from([0.05, 0.37, 0.62, 0.93]))
 def test_tied_tokens_are_treated_alike_and_one_remains(row, p):
     logits = jnp.asarray([row], jnp.float32)
-    for filtered in (keep_top_k(logits, 3), keep_top_p(logits, p), keep_min_p(logits, p)):
+    for filtered in (keep_top_k(logits, 3), keep_top_p(logits, p), keep_min_p(logits, np.log(p))):
         remaining = kept(filtered)[0]
         assert int(np.argmax(row)) in remaining
         assert remaining == {i for i, x in enumerate(row) if x in {row[j] for j in remaining}}
