@@ -3,6 +3,7 @@
 from kvjax import parts, policies, programs
 from kvjax.checkpoint import CheckpointError, load, restore, save, save_hf
 from kvjax.disk import restore_cache, save_cache
+from kvjax.engine import Engine
 from kvjax.extend import extend
 from kvjax.generate import Generation, Stats, generate, prefill
 from kvjax.kv_cache import KVCache, empty_cache
@@ -18,6 +19,7 @@ __all__ = [
     "AllocatedBudget",
     "Budget",
     "CheckpointError",
+    "Engine",
     "Generation",
     "Greedy",
     "KVCache",

@@ -65,18 +65,18 @@ def replayed(
     """
     score = cache.policy.score
     texts = encoded_texts(cache.policy, None) if texts is None else texts
-    for part in _passes(score, tokens, lengths, texts):
-        cache = run(_replay, params, cache, jax.tree.map(cache.put_rows, part))
+    for part in passes(score, tokens, lengths, texts):
+        cache = run(replay, params, cache, jax.tree.map(cache.put_rows, part))
     return cache
 
 
-_passes = jit(
+passes = jit(
     lambda score, tokens, lengths, texts: score.passes(tokens, lengths, texts), static_argnames=("score", "texts")
 )
 
 
 @jit
-def _replay(params: Decoder, cache: KVCache, part: Pass) -> KVCache:
+def replay(params: Decoder, cache: KVCache, part: Pass) -> KVCache:
     """The same cache after its score has observed a pass."""
     behind = jnp.arange(part.tokens.shape[1] - 1, -1, -1)
     end = cache.length + part.lengths
@@ -109,10 +109,15 @@ def allocated(params: Decoder, cache: KVCache, room: int, begins: bool, run: Run
         kept = tuple(max(most or 0, now or 0) for most, now in zip(kept, held, strict=True))
     rows = pool_rows(policy, kept, params.config.num_kv_heads, room)
     cache = run(allocate, params, cache, rows=rows, room=room)
-    if policy.every is None or policy.piecewise or isinstance(cache.length, jax.core.Tracer):
+    if not shows_whole_segments(policy) or isinstance(cache.length, jax.core.Tracer):
         return cache
     evicting = tuple(i for i in range(layers) if policy.evicts(i, layers))
     return replace(cache, entries=cache.entries.bounded(evicting))
+
+
+def shows_whole_segments(policy: Policy) -> bool:
+    """Whether decoding lays segments out as long as the longest one that it evicts from."""
+    return policy.every is not None and not policy.piecewise
 
 
 def pool_rows(policy: Policy, kept: Sequence[int | None], kv_heads: int, room: int) -> int:

@@ -57,9 +57,9 @@ class Sampling:
     """
 
     sampler: SamplingMethod | RowSamplers
-    ends: Int[np.ndarray, "B E"]
+    ends: Int[Any, "B E"]
     keys: Key[Array, "B"]
-    seen: Bool[np.ndarray, "B V"] | None
+    seen: Bool[Any, "B V"] | None
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Request:
         if cache is not None and not isinstance(cache, KVCache):
             raise ValueError(f"cache={shown(cache)}: expected a KVCache or None")
         if answer is not None:
-            _check_answer(answer)
+            check_answer(answer)
         check_reading(chunk, compress)
         rows = []
         if prompt is not None:
@@ -126,7 +126,7 @@ class Request:
         # Without a prompt the pending tokens are decoded in one step, which needs no bucket.
         batch = Batch.of(rows, size=1 if prompt is None else None)
         texts = texts_of(cache.policy if cache is not None else policy or policies.full(), tokenizer, config.vocab_size)
-        sampling = None if answer is None else _sampling(answer, tokenizer, rows, config.vocab_size)
+        sampling = None if answer is None else sampling_of(answer, tokenizer, rows, config.vocab_size)
         # Everything has been checked. From here on programs may be compiled.
         make_room()
         if cache is None:
@@ -215,14 +215,18 @@ def texts_of(policy: Policy, tokenizer: Any, vocab_size: int) -> Texts:
     return texts
 
 
-def _check_answer(answer: AnswerOptions) -> None:
+def check_answer(answer: AnswerOptions) -> None:
+    """Raises ValueError for a sampler or a number of tokens that is not accepted."""
     sampler, limit = answer.sampler, answer.max_new_tokens
     if sampler is not None and not isinstance(sampler, SamplingMethod):
         raise ValueError(f"sampler={shown(sampler)}: expected kvjax.Greedy(), kvjax.Sampler(...) or None")
     check_size("max_new_tokens", limit)
 
 
-def _sampling(answer: AnswerOptions, tokenizer: Any, rows: Sequence[Int[np.ndarray, "_"]], vocab_size: int) -> Sampling:
+def sampling_of(
+    answer: AnswerOptions, tokenizer: Any, rows: Sequence[Int[np.ndarray, "_"]], vocab_size: int
+) -> Sampling:
+    """What sampling the answers to these rows needs. Raises ValueError for seeds and end tokens of no accepted form."""
     sampler = answer.sampler or Greedy()
     ends = _end_tokens(answer.eos, tokenizer, len(rows))
     seen = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +24,12 @@ from kvjax.sampling import SamplingMethod, keep_min_p, keep_top_p, penalize_repe
 class RowSamplers:
     """The settings of each row's sampler. The attributes are those of `kvjax.sampling.Settings`."""
 
-    greedy: Bool[Array, "B"]
-    temperature: Float32[Array, "B"]
-    top_k: Int32[Array, "B"]
-    top_p: Float32[Array, "B"]
-    log_min_p: Float32[Array, "B"]
-    penalty: Float32[Array, "B"]
+    greedy: Bool[Any, "B"]
+    temperature: Float32[Any, "B"]
+    top_k: Int32[Any, "B"]
+    top_p: Float32[Any, "B"]
+    log_min_p: Float32[Any, "B"]
+    penalty: Float32[Any, "B"]
 
     @classmethod
     def of(cls, samplers: Sequence[SamplingMethod]) -> RowSamplers:

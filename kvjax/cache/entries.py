@@ -261,6 +261,10 @@ class Entries(ABC):
         """The same with a static bound of what heads of these layers hold, found on the host; where it is needed."""
         return self
 
+    def within(self, slots: int) -> Self:
+        """The same with a static bound of what any head holds, given by the caller; where it is needed."""
+        return self
+
     @abstractmethod
     def without_state(self) -> Self:
         """The same without the state of score and merge."""

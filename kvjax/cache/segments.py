@@ -269,7 +269,10 @@ class Segments(Entries):
         return replace(self, start=start, size=size, used=used, capacity=capacity, per_row=per_row, merging=merging)
 
     def bounded(self, layers: tuple[int, ...]) -> Segments:
-        return replace(self, longest=whole_pages(bucket(int(fetch(longest_segment(self.size, layers))))))
+        return self.within(int(fetch(longest_segment(self.size, layers))))
+
+    def within(self, slots: int) -> Segments:
+        return replace(self, longest=whole_pages(bucket(slots)))
 
     def without_state(self) -> Segments:
         nothing = (None,) * len(self)

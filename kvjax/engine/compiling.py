@@ -1,0 +1,71 @@
+"""The programs of an engine, compiled ahead: a program that does not exist by then is an error, never a compilation."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """What an engine took to start.
+
+    Attributes:
+        programs: the number of programs that were compiled. No others run later.
+        seconds: the time for tracing, compiling and trying them.
+    """
+
+    programs: int
+    seconds: float
+
+
+class Programs:
+    """Compiled programs by name. `add` traces at once and compiles in the background; `finish` waits for all."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._pool = ThreadPoolExecutor(os.cpu_count() or 1)
+        self._futures: dict[Hashable, Future[Any]] = {}
+        self._compiled: dict[Hashable, Any] = {}
+
+    def add(self, name: Hashable, program: Any, *args: Any, **static: Any) -> Any:
+        """Adds the program that `program(*args, **static)` runs, and returns the shapes of its result.
+
+        Args:
+            name: by which `run` finds it.
+            program: a function made by `kvjax.programs.jit`.
+            args: arrays or shapes. `run` takes arrays of the same shapes, and no static arguments.
+            static: static arguments.
+        """
+        lowered = program.lower(*args, **static)
+        self._futures[name] = self._pool.submit(lowered.compile)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info)
+
+    def finish(self) -> None:
+        """Waits until everything is compiled."""
+        self._compiled = {name: future.result() for name, future in self._futures.items()}
+        self._pool.shutdown()
+
+    def run(self, name: Hashable, *args: Any) -> Any:
+        """Runs a program. It returns before the device has finished."""
+        return self._compiled[name](*args)
+
+    def __len__(self) -> int:
+        return len(self._futures)
+
+    @property
+    def workspace(self) -> int:
+        """The most bytes that a program needs beside its arguments and results, on each device."""
+        found = (program.memory_analysis() for program in self._compiled.values())
+        return max((analysis.temp_size_in_bytes for analysis in found if analysis is not None), default=0)
+
+    @property
+    def warm_up(self) -> WarmUp:
+        """What it took until now."""
+        return WarmUp(len(self), time.perf_counter() - self._started)

@@ -1,0 +1,181 @@
+"""`Engine`: requests come and go in the rows of one resident cache."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import jax.numpy as jnp
+
+from kvjax import policies
+from kvjax.checks import check_params, check_size
+from kvjax.models import Decoder
+from kvjax.modes import own_modes
+from kvjax.policy import Policy
+from kvjax.prompts import Prompt
+from kvjax.request import EndTokens, as_policy, check_tokenizer, texts_of
+from kvjax.row_text import check_fast
+from kvjax.sampling import SamplingMethod
+from kvjax.sharding import mesh_of
+
+from .device import Device
+from .handle import Handle
+from .loop import Loop
+from .reading import Plans
+from .sizes import CHUNK, Sizes
+from .stats import Stats
+from .ticket import Options, Ticket
+
+
+class Engine:
+    """Answers requests as they come, many at a time, in the rows of one resident cache.
+
+    A request's tokens are those of `kvjax.generate` for this request alone, in float32. They do not depend on the other
+    requests, on the order in which they come, or on the row. See docs/engine.md.
+
+    Threads: the constructor compiles all programs and starts one thread, which alone runs them. Every method may be
+    called from any thread. `close` ends the thread; so does the end of a `with` block.
+
+    Attributes:
+        params: the model.
+        policy: what caches retain.
+        tokenizer: encodes prompts and decodes answers, or None.
+        sizes: rows, max_prompt, max_new_tokens, chunk.
+        warm_up: the number of programs, and the seconds that they took. No program is compiled later.
+    """
+
+    @own_modes()
+    def __init__(
+        self,
+        params: Decoder,
+        policy: Policy | str | None = None,
+        *,
+        rows: int,
+        max_prompt: int,
+        max_new_tokens: int,
+        tokenizer: Any = None,
+        chunk: int = CHUNK,
+        max_queue: int = 1024,
+        max_end_tokens: int = 8,
+    ) -> None:
+        """Compiles all programs and starts the loop.
+
+        Args:
+            params: the decoder, an nnx module `Decoder` that `load` returns.
+            policy: what caches retain: a policy, or a text that `policies.parse` reads. The default is
+                `policies.full()`.
+            rows: the number of requests that are decoded together.
+            max_prompt: the most tokens of a prompt.
+            max_new_tokens: the most tokens of an answer.
+            tokenizer: a fast tokenizer of transformers. Without one, prompts are token ids, and answers have no text.
+            chunk: the most tokens of a prompt that are read between two steps. It is rounded up to a bucket.
+            max_queue: the most requests that wait for a row.
+            max_end_tokens: the most end tokens of a request.
+
+        Raises:
+            ValueError: for an argument that is not accepted, before anything is compiled.
+        """
+        check_params(params)
+        check_tokenizer(tokenizer)
+        if tokenizer is not None:
+            check_fast(tokenizer)
+        given = {"rows": rows, "max_prompt": max_prompt, "max_new_tokens": max_new_tokens, "chunk": chunk}
+        for name, value in {**given, "max_queue": max_queue, "max_end_tokens": max_end_tokens}.items():
+            check_size(name, value)
+        config = params.config
+        self.params, self.tokenizer = params, tokenizer
+        self.policy = as_policy(policy) or policies.full()
+        self.sizes = Sizes.of(rows, max_prompt, max_new_tokens, chunk=chunk, ends=max_end_tokens)
+        texts = texts_of(self.policy, tokenizer, config.vocab_size)
+        if (longest := max_prompt + max_new_tokens) > config.max_positions:
+            warnings.warn(
+                f"requests may reach position {longest} and the model was trained for {config.max_positions} "
+                f"({config.rope}); RoPE extrapolates beyond that, but answers usually degrade",
+                stacklevel=3,
+            )
+        plans = Plans.of(config, self.policy, self.sizes, jnp.dtype(params.embed.dtype), mesh_of(params), texts)
+        device = Device(params, plans, Ticket.of([0], Options(1), self.sizes, None, config.vocab_size))
+        self.warm_up = device.warm_up
+        self._cache_bytes = device.cache.nbytes
+        self._loop = Loop(device, rows, max_queue)
+        self._thread = threading.Thread(target=self._loop.run, name="kvjax.Engine", daemon=True)
+        self._thread.start()
+        # Without this the thread would outlive an engine that nobody closes, and the interpreter.
+        self._end = weakref.finalize(self, _stop, self._loop, self._thread)
+
+    @own_modes()
+    def submit(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 128,
+        sampler: SamplingMethod | None = None,
+        seed: int = 0,
+        eos: EndTokens = None,
+        stop: str | Sequence[str] = (),
+        log_probs: bool = False,
+    ) -> Handle:
+        """Accepts a request, and returns at once. The answer is that of `kvjax.generate` with the same arguments.
+
+        Args:
+            prompt: one prompt, as `generate` takes it: a string, token ids, or chat messages.
+            max_new_tokens: the most tokens of the answer.
+            sampler: draws the tokens: `Greedy()`, the default, or a `Sampler`.
+            seed: an integer of 64 bits, which determines the draws.
+            eos: an end token, or a list of them. The default is the tokenizer's.
+            stop: a string that ends the answer, or a list of them.
+            log_probs: whether to return the log-probability of each token.
+
+        Raises:
+            ValueError: for an argument that is not accepted: an empty prompt, a prompt or an answer that is longer than
+                the engine's, bad settings.
+            QueueFullError: `max_queue` requests wait already.
+            EngineClosedError: the engine is closed, or its loop has failed.
+        """
+        options = Options(max_new_tokens, sampler, seed, eos, stop, log_probs)
+        ticket = Ticket.of(prompt, options, self.sizes, self.tokenizer, self.params.config.vocab_size)
+        self._loop.submit(ticket)
+        return Handle(
+            ticket.feed,
+            ticket.prompt.size,
+            text=ticket.text is not None,
+            log_probs=log_probs,
+            cancel=partial(self._cancel, ticket),
+        )
+
+    def _cancel(self, ticket: Ticket) -> None:
+        self._loop.cancel(ticket)
+
+    def stats(self) -> Stats:
+        """What the engine has done until now, and what it holds."""
+        loop = self._loop
+        return loop.counters.snapshot(
+            rows=self.sizes.rows, rows_busy=loop.busy, queue=loop.waiting, cache_bytes=self._cache_bytes
+        )
+
+    def close(self, *, drain: bool = True) -> None:
+        """Refuses new requests, and waits until all others have ended. A second call only waits.
+
+        Args:
+            drain: whether to finish what was accepted. If not, it is cancelled.
+        """
+        self._loop.close(drain=drain)
+        self._thread.join()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
+        self.close(drain=kind is None)
+
+
+def _stop(loop: Loop, thread: threading.Thread) -> None:
+    """Ends the loop of an engine that nobody holds any more."""
+    loop.close(drain=False)
+    if thread is not threading.current_thread():
+        thread.join()

@@ -1,0 +1,11 @@
+"""Why an engine refuses a request that is correct in itself."""
+
+from __future__ import annotations
+
+
+class QueueFullError(RuntimeError):
+    """The queue holds as many requests as it may. The request was not accepted; try again later."""
+
+
+class EngineClosedError(RuntimeError):
+    """The engine is closed, or its loop has failed; the cause says with which error."""

@@ -1,0 +1,197 @@
+"""The loop of an engine: one thread runs it, and any thread submits, cancels and closes.
+
+A turn reads one chunk of a prompt, if there is a free row and a request that waits, and takes one step of all rows.
+The device works on a step while the host delivers the tokens of the step before.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Array, Int32
+
+from kvjax.modes import own_modes
+
+from .device import Device, Read
+from .errors import EngineClosedError, QueueFullError
+from .stats import Counters
+from .ticket import Ticket
+
+
+@dataclass
+class Reading:
+    """The request whose prompt is being read."""
+
+    ticket: Ticket
+    units: Generator[None, None, Read]
+
+
+class Loop:
+    """Requests that wait, the one whose prompt is read, and those in rows.
+
+    Attributes:
+        counters: what has been done.
+        rows: the request of each row; None where the row is free.
+    """
+
+    def __init__(self, device: Device, rows: int, max_queue: int) -> None:
+        self.counters = Counters()
+        self.rows: list[Ticket | None] = [None] * rows
+        self._device = device
+        self._max_queue = max_queue
+        self._queue: deque[Ticket] = deque()
+        self._reading: Reading | None = None
+        self._reports: deque[tuple[Int32[Array, "3 B"], list[Ticket | None]]] = deque()
+        self._changed = threading.Condition()  # guards the queue, and what follows
+        self._closing = False
+        self._error: EngineClosedError | None = None
+
+    # Any thread.
+
+    def submit(self, ticket: Ticket) -> None:
+        """Appends a request to the queue.
+
+        Raises:
+            QueueFullError: the queue is full.
+            EngineClosedError: the engine is closed or has failed.
+        """
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            if self._closing:
+                raise EngineClosedError("the engine is closed")
+            if len(self._queue) >= self._max_queue:
+                raise QueueFullError(f"{len(self._queue)} requests wait already: expected at most {self._max_queue}")
+            self._queue.append(ticket)
+            self.counters.requests += 1
+            self._changed.notify()
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Ends a request: at once if it waits, and else before the next step."""
+        with self._changed:
+            ticket.cancelled = True
+            if ticket in self._queue:
+                self._queue.remove(ticket)
+                self._end(ticket)
+
+    def close(self, *, drain: bool) -> None:
+        """Refuses new requests, and ends the loop once all others have ended; without `drain` these are cancelled."""
+        with self._changed:
+            self._closing = True
+            if not drain:
+                for running in self._accepted():
+                    self.cancel(running)
+            self._changed.notify()
+
+    @property
+    def waiting(self) -> int:
+        """The number of requests in the queue."""
+        return len(self._queue)
+
+    @property
+    def busy(self) -> int:
+        """The number of rows that have a request, or will have the one whose prompt is read."""
+        return sum(ticket is not None for ticket in self.rows) + (self._reading is not None)
+
+    def _accepted(self) -> list[Ticket]:
+        """The requests that have not ended."""
+        reading = [] if self._reading is None else [self._reading.ticket]
+        return [*self._queue, *reading, *(ticket for ticket in self.rows if ticket is not None)]
+
+    # The loop's thread.
+
+    def run(self) -> None:
+        """Runs turns until the engine is closed. An error ends all requests, and later ones are refused with it."""
+        try:
+            with own_modes():
+                while self._wait():
+                    started = time.perf_counter()
+                    self.turn()
+                    self.counters.busy_seconds += time.perf_counter() - started
+        except BaseException as error:
+            self._fail(error)
+
+    def turn(self) -> None:
+        """One chunk of a prompt, one step of all rows, and what the step before has found."""
+        self._drop_cancelled()
+        self._read()
+        stepped = self._step()
+        while len(self._reports) > stepped:
+            self._deliver(*self._reports.popleft())
+
+    def _wait(self) -> bool:
+        """Waits for work. Returns False if there will be none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or self._queue or self._working)
+            return bool(self._queue) or self._working
+
+    @property
+    def _working(self) -> bool:
+        return bool(self._reading or self._reports) or any(self.rows)
+
+    def _drop_cancelled(self) -> None:
+        """Frees the rows of requests that are not wanted any more."""
+        for row, ticket in enumerate(self.rows):
+            if ticket is not None and ticket.cancelled:
+                self.rows[row] = None
+                self._end(ticket)
+        if self._reading is not None and self._reading.ticket.cancelled:
+            ticket, self._reading = self._reading.ticket, None
+            self._end(ticket)
+
+    def _read(self) -> None:
+        """Reads one unit of a prompt, and admits the request to a free row after the last one."""
+        if self._reading is None and None in self.rows:
+            with self._changed:
+                if self._queue:
+                    ticket = self._queue.popleft()
+                    self._reading = Reading(ticket, self._device.read(ticket.prompt))
+        if self._reading is None:
+            return
+        try:
+            next(self._reading.units)
+        except StopIteration as stop:
+            ticket, row = self._reading.ticket, self.rows.index(None)
+            self._reports.append((self._device.admit(stop.value, ticket.start, row), [ticket]))
+            self.counters.prompt_tokens += ticket.prompt.size
+            self.rows[row], self._reading = ticket, None
+
+    def _step(self) -> bool:
+        """Advances all rows. Returns whether there were any."""
+        if not any(self.rows):
+            return False
+        wanted = np.array([ticket is not None for ticket in self.rows])
+        self._reports.append((self._device.advance(wanted), list(self.rows)))
+        self.counters.steps += 1
+        return True
+
+    def _deliver(self, report: Int32[Array, "3 B"], tickets: list[Ticket | None]) -> None:
+        """Gives each request that has not ended meanwhile its token."""
+        tokens, bits, active = np.asarray(report)
+        for ticket, token, log_prob, on in zip(tickets, tokens, bits.view(np.float32), active, strict=True):
+            if ticket is None or ticket.feed.ended:
+                continue
+            ticket.last = self.counters.token(ticket.submitted, ticket.last)
+            if not ticket.take(int(token), float(log_prob), bool(on)):
+                self.rows[self.rows.index(ticket)] = None
+                self.counters.finish(str(ticket.feed.finish))
+
+    def _end(self, ticket: Ticket) -> None:
+        ticket.feed.end("cancelled")
+        self.counters.finish("cancelled")
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends everything with an error."""
+        closed = EngineClosedError(f"the engine has failed with {type(error).__name__}: {error}")
+        closed.__cause__ = error
+        with self._changed:
+            self._error = closed
+            tickets = self._accepted()
+            self._queue.clear()
+        for ticket in tickets:
+            ticket.feed.fail(closed)

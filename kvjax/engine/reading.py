@@ -1,0 +1,198 @@
+"""Reading the prompt of one request, a unit of work at a time, into a cache of the shape of a resident row.
+
+The units are those of `kvjax.prefill.read_prompt`, with one difference: their shapes follow from the class of the
+prompt's length alone, never from the prompt, so that all of them are known before the first request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from kvjax.allocate import allocate, passes, pool_rows, replay, shows_whole_segments
+from kvjax.attend import ReadPlan
+from kvjax.extend import jitted_read, read
+from kvjax.kv_cache import KVCache
+from kvjax.models import Decoder, DecoderConfig
+from kvjax.plan import placed
+from kvjax.policy import Policy, Texts
+from kvjax.prefill import read_on
+from kvjax.programs import jit
+from kvjax.room import Ending, ending, plan_read
+from kvjax.sharding import rows_sharding
+
+from .compiling import Programs
+from .sizes import Sizes
+
+
+@dataclass(frozen=True)
+class Plans:
+    """The static choices of all reads of an engine.
+
+    Attributes:
+        policy: what caches retain.
+        sizes: of the engine.
+        empty: the shapes of a cache of one row before its prompt, without slots.
+        end: what happens at the end of a prompt.
+        mesh: the devices; None for one.
+        texts: token ids that the policy's score replays.
+    """
+
+    policy: Policy
+    sizes: Sizes
+    empty: KVCache
+    end: Ending
+    mesh: Mesh | None
+    texts: Texts
+
+    @classmethod
+    def of(
+        cls, config: DecoderConfig, policy: Policy, sizes: Sizes, dtype: jnp.dtype, mesh: Mesh | None, texts: Texts
+    ) -> Plans:
+        """The choices for a model, of which only the shapes matter."""
+        empty = jax.eval_shape(lambda: KVCache.empty(config, policy, jnp.ones(1, jnp.int32), sizes.prompt, dtype))
+        return cls(policy, sizes, empty, ending(empty, "auto"), mesh, texts)
+
+    @property
+    def batch(self) -> int:
+        """The number of rows in which a prompt is read: on a mesh, one for each part of the batch."""
+        return 1 if self.mesh is None else self.mesh.shape["data"]
+
+    def shape(self, *axes: int) -> jax.ShapeDtypeStruct:
+        """The shape of int32 numbers with axes [B, ...]."""
+        return self.placed_rows(jax.ShapeDtypeStruct(axes, jnp.int32))
+
+    def placed_rows(self, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """The same shape, with axes [B, ...], where the rows lie."""
+        return x if self.mesh is None else placed(x, rows_sharding(self.mesh))
+
+    def placed(self, cache: KVCache) -> KVCache:
+        """The same shapes of a cache where it lies."""
+        return cache if self.mesh is None else placed(cache, cache.shardings)
+
+    def last(self, size: int) -> ReadPlan:
+        """Of the last or only read of a prompt of a class. It leaves the slots of a resident row."""
+        if self.end.allocate:
+            return self._plan(size, compress=False, final=False)
+        return self._plan(self.sizes.prompt, room=self.sizes.room, compress=self.end.compress, final=self.end.final)
+
+    def between(self, size: int) -> ReadPlan:
+        """Of the reads of a prompt before the last one."""
+        return self._plan(size - self.sizes.chunk, compress=False, final=False)
+
+    def _plan(self, new: int, *, room: int = 0, compress: bool, final: bool) -> ReadPlan:
+        nothing = (0,) * len(self.empty.entries)
+        return plan_read(self.empty, nothing, new=new, room=room, compress=compress, final=final)
+
+    @property
+    def begin(self) -> dict[str, Any]:
+        """The static arguments of `begun`."""
+        return {"policy": self.policy, "size": self.sizes.prompt, "mesh": self.mesh}
+
+    def bounded(self, cache: KVCache) -> KVCache:
+        """A cache whose budget has been allocated, with the static bound of its segments that every prompt keeps to."""
+        if not shows_whole_segments(self.policy):
+            return cache
+        longest = max(self.sizes.prompt, *(kept for kept in self.empty.kept if kept is not None))
+        return replace(cache, entries=cache.entries.within(longest))
+
+
+@partial(jit, static_argnames=("policy", "size", "slots", "mesh"))
+def begun(
+    params: Decoder,
+    lengths: Int[Array, "B"],
+    *,
+    policy: Policy,
+    size: int,
+    slots: tuple[int, ...],
+    mesh: Mesh | None,
+) -> KVCache:
+    """A cache before its prompt, with empty slots."""
+    cache = KVCache.empty(params.config, policy, lengths, size, params.embed.dtype)
+    return replace(cache, entries=cache.entries.grow(slots), mesh=mesh).in_place()
+
+
+@partial(jit, static_argnames=("policy", "size", "plan", "mesh"))
+def read_whole(
+    params: Decoder,
+    tokens: Int[Array, "B N"],
+    lengths: Int[Array, "B"],
+    *,
+    policy: Policy,
+    size: int,
+    plan: ReadPlan,
+    mesh: Mesh | None,
+) -> tuple[Float[Array, "B V"], KVCache]:
+    """The logits and the cache after a prompt that is read at once."""
+    slots = (0,) * params.config.num_layers
+    cache = begun(params, lengths, policy=policy, size=size, slots=slots, mesh=mesh)
+    return read(params, cache, tokens, lengths, plan=plan)
+
+
+def compile_reads(programs: Programs, plans: Plans, params: Decoder) -> tuple[Any, KVCache]:
+    """Adds the programs that read prompts of every class, and returns the shapes of the logits and a row's cache."""
+    chunk = plans.sizes.chunk
+    lengths = plans.shape(plans.batch)
+    for size in plans.sizes.classes:
+        last = plans.last(size)
+        if size <= chunk:
+            tokens = plans.shape(plans.batch, size)
+            found = programs.add(("whole", size), read_whole, params, tokens, lengths, plan=last, **plans.begin)
+        else:
+            tokens, between = plans.shape(plans.batch, chunk), plans.between(size)
+            cache = programs.add(("begin", size), begun, params, lengths, slots=between.slots, **plans.begin)
+            cache = plans.placed(cache)
+            programs.add(("chunk", size), read_on, params, cache, tokens, lengths, plan=between)
+            found = programs.add(("last", size), jitted_read, params, cache, tokens, lengths, plan=last)
+        logits, cache = found
+        cache = plans.placed(cache)
+        if plans.end.allocate:
+            cache = _compile_allocation(programs, plans, params, cache, size)
+    return plans.placed_rows(logits), cache
+
+
+def _compile_allocation(programs: Programs, plans: Plans, params: Decoder, cache: KVCache, size: int) -> KVCache:
+    """Adds the programs that follow a prompt of a class, and returns the shapes of the row's cache after them."""
+    tokens, lengths = plans.shape(plans.batch, size), plans.shape(plans.batch)
+    for part in programs.add(("passes", size), passes, plans.policy.score, tokens, lengths, texts=plans.texts):
+        part = jax.tree.map(plans.placed_rows, part)
+        programs.add(("replay", size, part.tokens.shape), replay, params, cache, part)
+    rows = pool_rows(plans.policy, plans.empty.kept, params.config.num_kv_heads, plans.sizes.room)
+    allocated = programs.add(("allocate", size), allocate, params, cache, rows=rows, room=plans.sizes.room)
+    return plans.placed(plans.bounded(allocated))
+
+
+def reading(
+    programs: Programs, plans: Plans, params: Decoder, prompt: Int[np.ndarray, "N"]
+) -> Generator[None, None, tuple[Float[Array, "1 V"], KVCache]]:
+    """Reads a prompt. It yields after each unit of work but the last, and returns the logits and the row's cache."""
+    size, chunk = plans.sizes.padded(prompt.size), plans.sizes.chunk
+    lengths = np.full(plans.batch, prompt.size, np.int32)
+    padded = np.zeros((plans.batch, size), np.int32)
+    padded[:, size - prompt.size :] = prompt
+    if size <= chunk:
+        logits, cache = programs.run(("whole", size), params, padded, lengths)
+    else:
+        cache = programs.run(("begin", size), params, lengths)
+        for i in range(plans.sizes.chunks(prompt.size) - 1, 0, -1):
+            part = np.clip(lengths - i * chunk, 0, chunk)
+            end = size - i * chunk
+            _, cache = programs.run(("chunk", size), params, cache, padded[:, end - chunk : end], part)
+            yield
+        part = np.minimum(lengths, chunk)
+        logits, cache = programs.run(("last", size), params, cache, padded[:, -chunk:], part)
+    if plans.end.allocate:
+        for part in programs.run(("passes", size), padded, lengths):
+            yield
+            cache = programs.run(("replay", size, part.tokens.shape), params, cache, part)
+        yield
+        cache = plans.bounded(programs.run(("allocate", size), params, cache))
+    return logits, cache

@@ -1,0 +1,109 @@
+"""The rows that an engine decodes: one state for all of them, which every program gets and returns in place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Int32, UInt32
+
+from kvjax.decode import Answers, Decoding
+from kvjax.gpu_flags import STEP_OPTIONS
+from kvjax.kv_cache import KVCache
+from kvjax.programs import jit
+from kvjax.request import Sampling
+from kvjax.row_samplers import RowSamplers
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Start:
+    """What a request needs beside its prompt, as arrays.
+
+    Attributes:
+        sampler: its settings.
+        ends: its end tokens, padded with -1. int32.
+        keys: the data of its PRNG key.
+        seen: marks the tokens of its prompt.
+        limit: the most tokens of its answer. int32.
+    """
+
+    sampler: RowSamplers
+    ends: Int[Any, "B E"]
+    keys: UInt32[Any, "B K"]
+    seen: Bool[Any, "B V"]
+    limit: Int[Any, "B"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Resident:
+    """The rows: caches and answers, and the most tokens of each answer. A row that is not active stays as it is."""
+
+    decoding: Decoding
+    limits: Int[Array, "B"]
+
+    @classmethod
+    def begin(cls, cache: KVCache, logits: Float[Array, "B V"], start: Start, *, size: int) -> Resident:
+        """Rows whose prompts have been read, with the first token of each answer.
+
+        Args:
+            size: the most tokens that any answer can have.
+        """
+        sampling = Sampling(start.sampler, start.ends, jax.random.wrap_key_data(start.keys), start.seen)
+        answers = Answers.begin(sampling, size=size, log_probs=True, put=jnp.asarray)
+        return cls(Decoding(cache, answers).take(logits), start.limit).within_limits()
+
+    def within_limits(self) -> Resident:
+        """The same rows, of which those are active whose answers may go on."""
+        answers = self.decoding.answers
+        return replace(self, decoding=self.decoding.with_active(answers.active & (answers.lengths < self.limits)))
+
+    def report(self) -> Int32[Array, "3 B"]:
+        """For the host: each row's last token, the bits of its log-probability, and whether the row goes on."""
+        answers = self.decoding.answers
+        assert answers.log_probs is not None
+        last = jnp.maximum(answers.lengths - 1, 0)[:, None]
+        log_probs = jnp.take_along_axis(answers.log_probs, last, axis=1)[:, 0]
+        bits = jax.lax.bitcast_convert_type(log_probs, jnp.int32)
+        return jnp.stack([self.decoding.cache.pending, bits, answers.active.astype(jnp.int32)])
+
+
+@partial(jit, static_argnames=("rows", "size"))
+def idle(cache: KVCache, logits: Float[Array, "B V"], start: Start, *, rows: int, size: int) -> Resident:
+    """Rows that are not active. They hold copies of a row that has been read, because no array may be undefined."""
+    one = Resident.begin(cache, logits, start, size=size)
+    copies = jax.tree.map(lambda x: jnp.repeat(x, rows // x.shape[0], axis=0), one)
+    return replace(copies, decoding=copies.decoding.with_active(jnp.zeros(rows, bool)))
+
+
+@partial(jit, donate_argnames="resident")
+def admit(
+    resident: Resident, cache: KVCache, logits: Float[Array, "1 V"], start: Start, row: Int[Array, ""]
+) -> tuple[Resident, Int32[Array, "3 1"]]:
+    """Writes a request into a row, and samples the first token of its answer."""
+    new = Resident.begin(cache, logits, start, size=resident.decoding.answers.tokens.shape[1])
+
+    def put(x: Array, new: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(x, new, row, axis=0)
+
+    return jax.tree.map(put, resident, new), new.report()
+
+
+@partial(jit, static_argnames="tree", donate_argnames="resident", compiler_options=STEP_OPTIONS)
+def advance(
+    leaves: list[Array], resident: Resident, wanted: Bool[Array, "B"], *, tree: Any
+) -> tuple[Resident, Int32[Array, "3 B"]]:
+    """One token for every active row that is still wanted.
+
+    Args:
+        leaves: the model's weights. A call with a list takes a fraction of the time of a call with a module.
+        tree: the model's structure.
+    """
+    decoding = resident.decoding
+    decoding = decoding.with_active(decoding.active & wanted).advance(jax.tree.unflatten(tree, leaves))
+    resident = replace(resident, decoding=decoding).within_limits()
+    return resident, resident.report()

@@ -1,0 +1,67 @@
+"""The static sizes of an engine, and the classes of prompt lengths, each of which has its programs. Integers only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvjax.cache import bucket, room_for
+
+CHUNK = 512  # tokens of a prompt that are read between two steps, unless the caller says otherwise
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What an engine can hold.
+
+    Attributes:
+        rows: the number of requests that are decoded together.
+        max_prompt: the most tokens of a prompt.
+        max_new_tokens: the most tokens of an answer.
+        chunk: the most tokens of a prompt that are read between two steps.
+        ends: the most end tokens of a request.
+    """
+
+    rows: int
+    max_prompt: int
+    max_new_tokens: int
+    chunk: int
+    ends: int
+
+    @classmethod
+    def of(cls, rows: int, max_prompt: int, max_new_tokens: int, *, chunk: int = CHUNK, ends: int = 8) -> Sizes:
+        """The sizes, with a chunk that is a bucket and no longer than the longest prompt."""
+        return cls(rows, max_prompt, max_new_tokens, min(bucket(chunk), bucket(max_prompt)), ends)
+
+    @property
+    def prompt(self) -> int:
+        """The padded size of the longest prompt, for which caches are made."""
+        return bucket(self.max_prompt)
+
+    @property
+    def room(self) -> int:
+        """The number of slots set aside for an answer where a layer grows."""
+        return room_for(self.max_new_tokens)
+
+    def padded(self, length: int) -> int:
+        """The class of a prompt: its bucket if it is read at once, and else whole chunks."""
+        size = bucket(length)
+        if size <= self.chunk:
+            return size
+        return min(_chunks(size, self.chunk), _chunks(self.max_prompt, self.chunk)) * self.chunk
+
+    @property
+    def classes(self) -> list[int]:
+        """All classes of prompts, ascending."""
+        found, length = [], 1
+        while length <= self.max_prompt:
+            found.append(self.padded(length))
+            length = bucket(length) + 1
+        return sorted({*found, self.padded(self.max_prompt)})
+
+    def chunks(self, length: int) -> int:
+        """The number of chunks of a prompt."""
+        return _chunks(length, self.chunk)
+
+
+def _chunks(length: int, chunk: int) -> int:
+    return -(-length // chunk)

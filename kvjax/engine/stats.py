@@ -1,0 +1,149 @@
+"""What an engine has done: counts, and histograms of the times that its clients waited."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+BOUNDS = tuple(0.0005 * 2**i for i in range(18))  # seconds, to about a minute
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Times by size.
+
+    Attributes:
+        bounds: upper bounds of the bins in seconds, ascending. The last bin has none.
+        counts: the number of times in each bin; one more than bounds.
+        sum: of all times, in seconds.
+    """
+
+    bounds: tuple[float, ...] = BOUNDS
+    counts: tuple[int, ...] = (0,) * (len(BOUNDS) + 1)
+    sum: float = 0.0
+
+    @property
+    def count(self) -> int:
+        """The number of times."""
+        return sum(self.counts)
+
+    def quantile(self, q: float) -> float:
+        """The upper bound of the bin that the q-quantile lies in, 0 <= q <= 1; 0 without times, inf beyond bounds."""
+        reached = 0
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            reached += count
+            if reached and reached >= q * self.count:
+                return bound
+        return 0.0
+
+
+@dataclass(frozen=True)
+class Stats:
+    """A snapshot of an engine. Counts are since its start.
+
+    Attributes:
+        rows: the number of rows.
+        rows_busy: rows that have a request, or are reserved for the one whose prompt is read.
+        queue: the number of requests that wait for a row.
+        requests: accepted requests.
+        finished: the number of finished requests by reason: "end", "stop", "length", "cancelled".
+        prompt_tokens: tokens of prompts that were read.
+        tokens: tokens of answers.
+        steps: decode steps of all rows.
+        seconds: since the start.
+        busy_seconds: during which there was work.
+        first_token: times from `submit` to the first token.
+        between_tokens: times between one token of a request and the next.
+        cache_bytes: the size of the resident cache.
+    """
+
+    rows: int
+    rows_busy: int
+    queue: int
+    requests: int
+    finished: dict[str, int]
+    prompt_tokens: int
+    tokens: int
+    steps: int
+    seconds: float
+    busy_seconds: float
+    first_token: Histogram
+    between_tokens: Histogram
+    cache_bytes: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of answers per second during which there was work."""
+        return self.tokens / self.busy_seconds if self.busy_seconds else 0.0
+
+
+class _Times:
+    """A histogram that grows."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BOUNDS) + 1)
+        self.sum = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[sum(seconds > bound for bound in BOUNDS)] += 1
+        self.sum += seconds
+
+    def histogram(self) -> Histogram:
+        return Histogram(counts=tuple(self.counts), sum=self.sum)
+
+
+@dataclass
+class Counters:
+    """The running counts. The loop writes them, any thread reads a snapshot."""
+
+    started: float = field(default_factory=time.perf_counter)
+    requests: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    tokens: int = 0
+    steps: int = 0
+    busy_seconds: float = 0.0
+    first_token: _Times = field(default_factory=_Times)
+    between_tokens: _Times = field(default_factory=_Times)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def token(self, submitted: float, last: float | None) -> float:
+        """Counts a token of a request, and returns its time.
+
+        Args:
+            submitted: the time of the request.
+            last: the time of the token before it; None for the first one.
+        """
+        now = time.perf_counter()
+        with self.lock:
+            self.tokens += 1
+            if last is None:
+                self.first_token.add(now - submitted)
+            else:
+                self.between_tokens.add(now - last)
+        return now
+
+    def finish(self, reason: str) -> None:
+        """Counts a finished request."""
+        with self.lock:
+            self.finished[reason] = self.finished.get(reason, 0) + 1
+
+    def snapshot(self, *, rows: int, rows_busy: int, queue: int, cache_bytes: int) -> Stats:
+        """The counts now."""
+        with self.lock:
+            return Stats(
+                rows=rows,
+                rows_busy=rows_busy,
+                queue=queue,
+                requests=self.requests,
+                finished=dict(self.finished),
+                prompt_tokens=self.prompt_tokens,
+                tokens=self.tokens,
+                steps=self.steps,
+                seconds=time.perf_counter() - self.started,
+                busy_seconds=self.busy_seconds,
+                first_token=self.first_token.histogram(),
+                between_tokens=self.between_tokens.histogram(),
+                cache_bytes=cache_bytes,
+            )
