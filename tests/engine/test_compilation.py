@@ -1,0 +1,31 @@
+"""All programs are compiled before the first request, and none later."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.models import Decoder
+from tests.engine.traffic import MAX_NEW, MAX_PROMPT, MIXED, Asked, run
+
+
+@pytest.mark.slow
+def test_500_random_requests_compile_nothing(shallow: Decoder, compiled: list[str]) -> None:
+    rng = np.random.default_rng(0)
+    asked = [Asked.at_random(rng, shallow.config.vocab_size, MIXED) for _ in range(500)]
+    with kvjax.Engine(
+        shallow, "h2o:budget=12", rows=8, max_prompt=MAX_PROMPT, max_new_tokens=MAX_NEW, chunk=16
+    ) as engine:
+        # One class is read at once, and one in chunks; beside them `idle`, `admit` and `advance`.
+        assert engine.warm_up.programs == 1 + 3 + 3
+        assert len(compiled) >= engine.warm_up.programs
+        assert engine.warm_up.seconds > 0
+        compiled.clear()
+        before = kvjax.programs.count()
+        answers = [handle.result(timeout=120) for handle in run(engine, asked, rng)]
+        stats = engine.stats()
+    assert compiled == []
+    assert kvjax.programs.count() == before
+    assert stats.requests == len(answers) == sum(stats.finished.values()) == 500
+    assert stats.tokens >= sum(len(answer.tokens) for answer in answers)
