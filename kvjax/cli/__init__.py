@@ -17,6 +17,7 @@ from kvjax.cli.generate import generate
 from kvjax.cli.info import info
 from kvjax.cli.inspect import inspect
 from kvjax.cli.report import report
+from kvjax.cli.serve import serve
 from kvjax.gpu_flags import set_gpu_flags
 
 app = typer.Typer(
@@ -33,6 +34,7 @@ app.command()(demo)
 app.command("eval")(evaluate)
 app.command()(report)
 app.command()(inspect)
+app.command()(serve)
 
 
 def _version(wanted: bool) -> None:

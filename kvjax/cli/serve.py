@@ -1,0 +1,81 @@
+"""`kvjax serve`: an HTTP server that speaks OpenAI's protocol."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvjax.cli.console import bytes_text, keep_compiled, note, working
+
+KEY = "KVJAX_API_KEY"
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file, or repository on the hub.")],
+    policy: Annotated[str, typer.Option(help="What the cache retains: PRESET or PRESET:OPTION=VALUE,...")] = "full",
+    rows: Annotated[int, typer.Option(help="The number of requests that are decoded together.")] = 8,
+    max_prompt: Annotated[int, typer.Option(help="The most tokens of a prompt.")] = 4096,
+    max_new_tokens: Annotated[int, typer.Option(help="The most tokens of an answer.")] = 1024,
+    max_queue: Annotated[int, typer.Option(help="The most requests that wait for a row.")] = 256,
+    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes a free one.")] = 8000,
+    name: Annotated[
+        str | None, typer.Option(help="The model's name in requests; by default the last part of MODEL.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar=KEY, help="The key that clients must send as a bearer token.")
+    ] = None,
+    max_body: Annotated[int, typer.Option(help="The most bytes of a request.")] = 4_000_000,
+    timeout: Annotated[float, typer.Option(help="The most seconds that a request may take.")] = 600.0,
+    chunk: Annotated[int, typer.Option(help="The most tokens of a prompt that are read between two steps.")] = 512,
+    mesh: Annotated[
+        str, typer.Option(metavar="DATAxMODEL", help="Spread the model over devices, such as 1x4 for four.")
+    ] = "1x1",
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; the default is the dtype of the stored weights.")
+    ] = None,
+) -> None:
+    """Serve a model to clients of OpenAI's API: completions, chats, and a page at /."""
+    try:
+        from kvjax.serve import Ending, Settings, application, listen, run
+    except ModuleNotFoundError as error:
+        raise ValueError(f'{error.name} is not installed: expected pip install "kvjax[serve]"') from None
+    import kvjax
+    from kvjax.checkpoint import load_named, mesh_sizes
+    from kvjax.serve.settings import LOOPBACK
+
+    local = host in LOOPBACK
+    settings = Settings(
+        model=Path(model).name.removesuffix(".gguf") if name is None else name,
+        api_key=api_key,
+        hosts=LOOPBACK if local else None,
+        max_body=max_body,
+        timeout=timeout,
+    )
+    if not local and api_key is None:
+        note(f"{host} can be reached from other machines, and there is no --api-key: anybody may use the model")
+    chosen = kvjax.policies.parse(policy)
+    listener = listen(host, port)  # before anything that takes long
+    keep_compiled()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # requests are tokenized in threads
+    with working(f"loading {model}"):
+        params, tokenizer = load_named(model, dtype, mesh_sizes(mesh))
+    if tokenizer is None:
+        raise ValueError(f"{model} has no tokenizer: expected a checkpoint with a tokenizer")
+    sizes = {"rows": rows, "max_prompt": max_prompt, "max_new_tokens": max_new_tokens}
+    with working("compiling"):
+        engine = kvjax.Engine(params, chosen, **sizes, tokenizer=tokenizer, chunk=chunk, max_queue=max_queue)
+    with engine:
+        cache = engine.stats().cache_bytes
+        note(
+            f"{engine.warm_up.programs} programs in {engine.warm_up.seconds:.3g} s; {rows} rows hold "
+            f"{bytes_text(cache)}, {bytes_text(cache / rows)} per request"
+        )
+        ending = Ending()
+        app = application(engine, settings, ending)
+        address = f"[{host}]" if ":" in host else host
+        note(f"{settings.model} at http://{address}:{listener.getsockname()[1]}/v1")
+        run(app, ending, listener, patience=timeout)

@@ -1,0 +1,114 @@
+"""The endpoints of the server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from importlib.resources import files
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from kvjax.engine import Engine
+
+from .asking import ask, unless_gone
+from .documents import Chats, Completions, Form
+from .errors import ApiError, told, unexpected, unrouted
+from .gate import Gate
+from .metrics import Metrics
+from .schema import Chat, Completion, parse
+from .settings import Settings
+from .streaming import events
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def application(engine: Engine, settings: Settings, is_closing: Callable[[], bool] = lambda: False) -> Starlette:
+    """The ASGI application that answers with an engine.
+
+    Args:
+        engine: an engine with a tokenizer. The caller closes it after the server.
+        settings: what the server accepts.
+        is_closing: whether the server shuts down; new requests are then refused.
+
+    Raises:
+        ValueError: the engine has no tokenizer.
+    """
+    if engine.tokenizer is None:
+        raise ValueError("the engine has no tokenizer: expected Engine(..., tokenizer=...), because requests are text")
+    metrics = Metrics(engine)
+    started = int(time.time())
+    page = files("kvjax.serve").joinpath("page.html").read_text(encoding="utf-8")
+
+    def answering(kind: type[Completion] | type[Chat], form: Form) -> Endpoint:
+        async def answer(request: Request) -> Response:
+            body: Any = parse(kind, await request.body())
+            if body.model != settings.model:
+                message = f"model={body.model!r}: expected {settings.model!r}, the model of this server"
+                raise ApiError(404, message, "model", "model_not_found")
+            asked = await ask(engine, body)
+            if body.stream:
+                stream = events(form, asked, settings.timeout)
+                return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+            return JSONResponse(form.whole(asked, await unless_gone(request, asked, settings.timeout)))
+
+        return answer
+
+    async def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [_model(settings.model, started)]})
+
+    async def model(request: Request) -> Response:
+        if (name := request.path_params["name"]) != settings.model:
+            raise ApiError(404, f"there is no model {name!r}: expected {settings.model!r}", code="model_not_found")
+        return JSONResponse(_model(settings.model, started))
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "closing" if is_closing() else "ok"}, 503 if is_closing() else 200)
+
+    async def stats(request: Request) -> Response:
+        found = engine.stats()
+        described = {
+            "model": settings.model,
+            "policy": str(engine.policy),
+            "tokens_per_second": found.tokens_per_second,
+        }
+        return JSONResponse(asdict(found) | described)
+
+    async def measured(request: Request) -> Response:
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def show(request: Request) -> Response:
+        return HTMLResponse(page.replace("MODEL_NAME", settings.model))
+
+    names = (settings.model, engine.tokenizer)
+    posts = {
+        "/v1/completions": answering(Completion, Completions(*names)),
+        "/v1/chat/completions": answering(Chat, Chats(*names)),
+    }
+    gets: dict[str, Endpoint] = {
+        "/": show,
+        "/health": health,
+        "/metrics": measured,
+        "/stats": stats,
+        "/v1/models": models,
+        "/v1/models/{name:path}": model,
+    }
+    return Starlette(
+        routes=[
+            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
+            *(Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()),
+        ],
+        middleware=[Middleware(Gate, settings=settings, is_closing=is_closing)],
+        exception_handlers={ApiError: told, HTTPException: unrouted, Exception: unexpected},
+    )
+
+
+def _model(name: str, created: int) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": created, "owned_by": "kvjax"}

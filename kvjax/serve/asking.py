@@ -1,0 +1,152 @@
+"""From a request to the engine's handles: one per prompt and answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+
+from kvjax.engine import Answer, Engine, EngineClosedError, Handle, QueueFullError
+
+from .errors import ApiError, closing
+from .schema import Chat, Completion
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request whose answers the engine makes.
+
+    Attributes:
+        request: the request.
+        handles: prompt 0's answers, then prompt 1's.
+        seed: the seed of the first answer of each prompt.
+        id: names the answer.
+        created: the time of the request in seconds since 1970.
+    """
+
+    request: Completion | Chat
+    handles: Sequence[Handle]
+    seed: int
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def log_probs(self) -> bool:
+        return self.request.log_probs
+
+    def usage(self, tokens: int) -> dict[str, Any]:
+        """The number of tokens of the prompts, each counted once, and of the answers."""
+        prompts = sum(handle.prompt_tokens for handle in self.handles[:: self.request.n or 1])
+        return {"prompt_tokens": prompts, "completion_tokens": tokens, "total_tokens": prompts + tokens}
+
+    async def answers(self) -> list[Answer]:
+        """All answers. Raises ApiError if the server ends them."""
+        with ending_is_told():
+            found = [await handle for handle in self.handles]
+        for answer in found:
+            check_finished(answer.finish)
+        return found
+
+
+def check_finished(finish: str | None) -> None:
+    """Raises ApiError for an answer that the server has cancelled."""
+    if finish == "cancelled":
+        raise closing()
+
+
+@contextmanager
+def ending_is_told() -> Iterator[None]:
+    """Turns the end of the engine into an error for the client."""
+    try:
+        yield
+    except EngineClosedError:
+        raise closing() from None
+
+
+@contextmanager
+def freed(asked: Asked) -> Iterator[None]:
+    """Frees the rows of a request, however it ends."""
+    try:
+        yield
+    finally:
+        for handle in asked.handles:
+            handle.cancel()
+
+
+async def ask(engine: Engine, request: Completion | Chat) -> Asked:
+    """Submits all prompts of a request.
+
+    Raises:
+        ApiError: 400 for a request that the engine refuses, 429 if its queue is full, 503 if it is closed.
+    """
+    handles: list[Handle] = []
+    most = engine.sizes.max_new_tokens
+    if request.limit is not None and request.limit > most:
+        raise ApiError(400, f"max_tokens={request.limit}: expected at most {most}, the server's limit", "max_tokens")
+    submit = partial(
+        engine.submit,
+        max_new_tokens=most if request.limit is None else request.limit,
+        sampler=request.sampler,
+        eos=() if request.ignore_eos else None,
+        stop=request.stops,
+        log_probs=request.log_probs,
+    )
+    seed = request.first_seed
+    try:
+        for prompt in request.prompts:
+            for i in range(request.n or 1):
+                handles.append(await run_in_threadpool(submit, prompt, seed=_wrapped(seed + i)))
+    except BaseException as error:
+        for handle in handles:
+            handle.cancel()
+        raise _told(error) from None
+    return Asked(request, handles, seed)
+
+
+def _wrapped(seed: int) -> int:
+    """A seed of 64 bits."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def _told(error: BaseException) -> BaseException:
+    if isinstance(error, ValueError):
+        return ApiError(400, str(error))
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), code="queue_full")
+    if isinstance(error, EngineClosedError):
+        return closing()
+    return error
+
+
+async def unless_gone(request: Request, asked: Asked, timeout: float) -> list[Answer]:
+    """The answers of a request. The rows are free as soon as its client goes away, or the time is over.
+
+    Raises:
+        ApiError: 408 after `timeout` seconds, and 499 if the client is gone, which nobody reads.
+    """
+    with freed(asked):
+        answers = asyncio.ensure_future(asked.answers())
+        gone = asyncio.ensure_future(_gone(request))
+        try:
+            await asyncio.wait({answers, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if answers.done():
+                return answers.result()
+            if gone.done():
+                raise ApiError(499, "the client has closed the connection")
+            raise ApiError(408, f"the answer took more than {timeout:g} seconds", code="timeout")
+        finally:
+            answers.cancel()
+            gone.cancel()
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

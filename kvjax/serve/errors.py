@@ -1,0 +1,67 @@
+"""Errors in OpenAI's form. No answer contains a path or a stack trace."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+logger = logging.getLogger(__name__)
+_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """An error that a client is told.
+
+    Attributes:
+        status: the HTTP status.
+        message: what was wrong and what is accepted.
+        param: the field of the request.
+        code: a name for programs.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The error as OpenAI's clients read it."""
+        kind = _KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def response(self) -> Response:
+        """The error as an answer."""
+        headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "5"}}
+        return JSONResponse(self.document, self.status, headers.get(self.status))
+
+
+def closing() -> ApiError:
+    """The error of a server that shuts down."""
+    return ApiError(503, "the server is shutting down: expected another server, or a later try", code="shutting_down")
+
+
+async def told(request: Request, error: Exception) -> Response:
+    """The answer for an error that the application raises for a client."""
+    assert isinstance(error, ApiError)
+    return error.response
+
+
+async def unrouted(request: Request, error: Exception) -> Response:
+    """The answer for a path or a method that there is not."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        return ApiError(405, f"{request.method} is not accepted here", code="method_not_allowed").response
+    if error.status_code == 404:
+        return ApiError(404, "this path does not exist: expected one of those in docs/serving.md").response
+    return ApiError(error.status_code, str(error.detail)).response
+
+
+async def unexpected(request: Request, error: Exception) -> Response:
+    """The answer for a mistake of the server. The log has what happened."""
+    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return ApiError(500, "the server made a mistake; its log says more", code="internal_error").response

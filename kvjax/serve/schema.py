@@ -1,0 +1,229 @@
+"""The fields of requests: those of OpenAI's API that kvjax has, and those that it refuses by name.
+
+Fields that do not change an answer, such as `user`, are accepted. Fields that would, such as `tools`, are accepted with
+the value that changes nothing. Any other field or value is an error.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvjax.sampling import Greedy, Sampler, SamplingMethod
+from kvjax.shown import shown
+
+from .errors import ApiError
+
+Most16 = Annotated[int, Field(ge=1, le=16)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Whole = Annotated[int, Field(ge=1, lt=2**31)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Text = Annotated[str, Field(min_length=1)]
+Nothing = Literal[0] | None
+Empty = Annotated[list[Any] | dict[str, Any], Field(max_length=0)] | None
+
+
+class StreamOptions(BaseModel):
+    """Options of a stream."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class Common(BaseModel):
+    """What completions and chats have in common.
+
+    Attributes:
+        n: the number of answers to each prompt. Answer i has the seed `seed` + i.
+        seed: determines the draws. Without it the server draws a seed; the answer says which.
+        top_k, min_p, repetition_penalty, ignore_eos: not in OpenAI's API. See `kvjax.Sampler`.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str
+    n: Most16 | None = 1
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    max_tokens: Whole | None = None
+    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = 1.0
+    top_p: Share | None = 1.0
+    top_k: Whole | None = None
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    seed: Seed | None = None
+    stop: Annotated[
+        Text | Annotated[list[Text], Field(max_length=16)] | None,
+        Field(description="a string of at least one character, or a list of at most 16"),
+    ] = None
+    ignore_eos: bool = False
+    # accepted, because they do not change an answer
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    # accepted only with the value that changes nothing
+    frequency_penalty: Nothing = None
+    presence_penalty: Nothing = None
+    logit_bias: Annotated[Empty, Field(description="null or an empty object")] = None
+
+    @property
+    def sampler(self) -> SamplingMethod:
+        """What draws the tokens. A temperature of 0 is greedy."""
+        if self.temperature == 0:
+            return Greedy(repetition_penalty=self.repetition_penalty)
+        return Sampler(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=self.top_k,
+            top_p=None if self.top_p == 1 else self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+        )
+
+    @property
+    def first_seed(self) -> int:
+        """The seed, or one that is drawn."""
+        return secrets.randbits(48) if self.seed is None else self.seed
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+
+class Completion(Common):
+    """A request for `/v1/completions`.
+
+    Attributes:
+        prompt: text, token ids, or a list of either.
+        logprobs: 0 returns the log-probability of each token. Other tokens' are not available.
+    """
+
+    prompt: Annotated[
+        Text | Annotated[list[Text] | list[int] | list[list[int]], Field(min_length=1)],
+        Field(description="a string, token ids, or a list of either"),
+    ]
+    logprobs: Nothing = None
+    best_of: Literal[1] | None = None
+    echo: Literal[False] | None = None
+    suffix: Literal[""] | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One prompt per entry."""
+        given: Any = self.prompt
+        return [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of an answer: OpenAI's default is 16."""
+        return self.max_tokens or 16
+
+    @property
+    def log_probs(self) -> bool:
+        return self.logprobs is not None
+
+
+class Part(BaseModel):
+    """A part of a message. Only text is accepted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """A message of a chat. A "developer" is what templates call "system"."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Part]
+    name: None = None
+
+    @property
+    def document(self) -> dict[str, str]:
+        """The message as chat templates read it."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+
+
+class Form(BaseModel):
+    """The form of an answer. Only text is available."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text"]
+
+
+class Chat(Common):
+    """A request for `/v1/chat/completions`.
+
+    Attributes:
+        messages: the dialogue.
+        max_completion_tokens: the newer name of max_tokens. Without either, an answer may have as many tokens as the
+            engine allows.
+        logprobs: returns the log-probability of each token.
+    """
+
+    messages: Annotated[
+        list[Message],
+        Field(
+            min_length=1,
+            description="a list of objects with role (system, developer, user, assistant) and content, a string "
+            'or a list of {"type": "text", "text": ...}',
+        ),
+    ]
+    max_completion_tokens: Whole | None = None
+    logprobs: bool | None = None
+    top_logprobs: Nothing = None
+    response_format: Form | None = None
+    tools: Annotated[Empty, Field(description="null or an empty list")] = None
+    tool_choice: Literal["none"] | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+
+    @property
+    def prompts(self) -> list[list[dict[str, str]]]:
+        """The dialogue as the one prompt."""
+        return [[message.document for message in self.messages]]
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def log_probs(self) -> bool:
+        return bool(self.logprobs)
+
+
+Kind = TypeVar("Kind", bound=Common)
+
+
+def parse(kind: type[Kind], body: bytes) -> Kind:
+    """Reads a request. Raises ApiError, which names the field, the value and what is accepted."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        names = [str(part) for part in first["loc"]]
+        if first["type"] == "json_invalid":
+            raise ApiError(400, f"the body is not JSON: {first['msg']}", code="invalid_json") from None
+        if not names:
+            raise ApiError(400, "the body is no JSON object: expected one with the fields of the request") from None
+        param = names[0]
+        if first["type"] == "missing":
+            raise ApiError(400, f"{'.'.join(names)} is missing", param) from None
+        if first["type"] == "extra_forbidden":
+            message = f"{'.'.join(names)}: unknown or not supported; expected one of {', '.join(kind.model_fields)}"
+            raise ApiError(400, message, param) from None
+        expected = kind.model_fields[param].description
+        if expected is not None:
+            raise ApiError(400, f"{'.'.join(names[:2])}={shown(first['input'])}: expected {expected}", param) from None
+        raise ApiError(400, f"{'.'.join(names)}={shown(first['input'])}: {first['msg']}", param) from None

@@ -1,0 +1,72 @@
+"""Runs an application until a signal ends it."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import socket
+
+import uvicorn
+from starlette.applications import Starlette
+
+KEEP_ALIVE = 30  # seconds that a connection may idle between requests
+
+
+class Ending:
+    """Whether a server has been told to end. The application asks, and is made before the server."""
+
+    def __init__(self) -> None:
+        self.server: uvicorn.Server | None = None
+
+    def __call__(self) -> bool:
+        return self.server is not None and self.server.should_exit
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens; connections wait until `run` accepts them.
+
+    Args:
+        host: an IPv4 or IPv6 address, or a name.
+        port: the port; 0 takes a free one.
+
+    Raises:
+        ValueError: the address cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except socket.gaierror as error:
+        raise ValueError(f"{host}: {error.strerror}; expected an address of this machine") from None
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise ValueError(f"{host} port {port}: {reason}; expected a free port of an address of this machine") from None
+
+
+def run(app: Starlette, ending: Ending, listener: socket.socket, *, patience: float) -> None:
+    """Serves until SIGTERM. The server then refuses new requests, finishes those that run, and returns.
+
+    Args:
+        app: the application, which was made with `ending`.
+        ending: knows whether the server ends.
+        listener: from `listen`; it is closed at the end.
+        patience: the most seconds to wait for requests that run when the server ends.
+    """
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=math.ceil(patience),
+    )
+    server = ending.server = uvicorn.Server(config)
+    # uvicorn raises the signal again that has ended it. Without a handler SIGTERM would end the process before the
+    # engine is closed, and with a status that is not 0.
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with listener:
+            server.run(sockets=[listener])
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,42 @@
+"""What a server accepts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvjax.shown import shown
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of an application.
+
+    Attributes:
+        model: the name of the model in requests and answers.
+        api_key: the key that clients send as a bearer token; None asks for none.
+        hosts: the names in the Host header that are answered; None answers all. On a loopback address the names of the
+            loopback keep web pages of other hosts from reaching the server under a name of their own.
+        max_body: the most bytes of a request.
+        timeout: the most seconds that a request may take.
+        body_timeout: the most seconds that a client may take to send a request.
+    """
+
+    model: str
+    api_key: str | None = None
+    hosts: tuple[str, ...] | None = LOOPBACK
+    max_body: int = 4_000_000
+    timeout: float = 600.0
+    body_timeout: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ValueError("an empty name of the model: expected at least one character")
+        key = self.api_key
+        if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
+            raise ValueError("the API key is empty or has other characters: expected visible ASCII characters")
+        for name in ("max_body", "timeout", "body_timeout"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise ValueError(f"{name}={shown(value)}: expected a number > 0")

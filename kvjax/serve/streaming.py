@@ -1,0 +1,86 @@
+"""Answers as server-sent events, while they come."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from kvjax.engine import Handle, Token
+
+from .asking import Asked, check_finished, ending_is_told, freed
+from .documents import Form, Piece
+from .errors import ApiError, logger
+
+Event = tuple[int, Piece, str | None]
+
+
+async def events(form: Form, asked: Asked, timeout: float) -> AsyncIterator[bytes]:
+    """The events of a request. Its rows are free when the last one has been sent, or the client is gone.
+
+    An error after the first event is an event of its own, after which the stream ends.
+    """
+    with freed(asked):
+        try:
+            for document in form.opening(asked):
+                yield _event(document)
+            tokens = 0
+            async for index, piece, finish in _merged(asked, timeout):
+                tokens += len(piece[1])
+                yield _event(form.piece(asked, index, piece, finish))
+            options = asked.request.stream_options
+            if options is not None and options.include_usage:
+                empty = form.piece(asked, 0, ("", []), None) | {"choices": []}
+                yield _event(empty | {"usage": asked.usage(tokens)})
+            yield b"data: [DONE]\n\n"
+        except ApiError as error:
+            yield _event(error.document)
+        except Exception as error:
+            logger.error("a stream failed", exc_info=error)
+            yield _event(ApiError(500, "the server made a mistake; its log says more", code="internal_error").document)
+
+
+async def _merged(asked: Asked, timeout: float) -> AsyncIterator[Event]:
+    """The pieces of all answers of a request, as they come.
+
+    Raises:
+        ApiError: 408 after `timeout` seconds, 503 if the server ends the answers.
+    """
+    queue: asyncio.Queue[Event | BaseException] = asyncio.Queue()
+    tasks = [asyncio.create_task(_follow(i, handle, queue)) for i, handle in enumerate(asked.handles)]
+    until, left = time.monotonic() + timeout, len(tasks)
+    try:
+        while left:
+            try:
+                event = await asyncio.wait_for(queue.get(), max(0.0, until - time.monotonic()))
+            except TimeoutError:
+                raise ApiError(408, f"the answer took more than {timeout:g} seconds", code="timeout") from None
+            with ending_is_told():
+                if isinstance(event, BaseException):
+                    raise event
+            check_finished(event[2])
+            left -= event[2] is not None
+            yield event
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _follow(index: int, handle: Handle, queue: asyncio.Queue[Event | BaseException]) -> None:
+    """Puts the pieces of one answer into a queue. A piece is sent when some text is certain."""
+    tokens: list[Token] = []
+    try:
+        async for token in handle:
+            tokens.append(token)
+            if token.text:
+                queue.put_nowait((index, (token.text, tokens), None))
+                tokens = []
+        queue.put_nowait((index, ("", tokens), (await handle).finish))
+    except Exception as error:
+        queue.put_nowait(error)
+
+
+def _event(document: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(document, ensure_ascii=False)}\n\n".encode()

@@ -1,0 +1,191 @@
+"""Every request that is not accepted gets OpenAI's form of an error, with the right status."""
+
+import json
+import socket
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvjax.serve import Settings
+from tests.serve.serving import KEY, Serving
+
+pytestmark = pytest.mark.slow
+GOOD = {"model": "tiny", "prompt": "ba", "max_tokens": 2}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "ba"}], "max_tokens": 2}
+
+
+def send(serving: Serving, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+    """The status and the document of an answer; a body is sent as JSON unless it is bytes."""
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    default = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    named = default | {name.replace("_", "-"): value for name, value in headers.items()}
+    request = urllib.request.Request(serving.url + path, data, named)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read())
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        (b"{", None, "not JSON"),
+        (b"\xff\xfe", None, "not JSON"),
+        ([], None, "no JSON object"),
+        ({"prompt": "ba"}, "model", "missing"),
+        ({"model": "tiny"}, "prompt", "missing"),
+        (GOOD | {"prompt": ""}, "prompt", "a string, token ids, or a list of either"),
+        (GOOD | {"prompt": []}, "prompt", "a string, token ids, or a list of either"),
+        (GOOD | {"prompt": [[]]}, None, "empty"),
+        (GOOD | {"prompt": [101]}, None, "0 .. 100"),
+        (GOOD | {"prompt": "ba " * 40}, None, "max_prompt=32"),
+        (GOOD | {"max_tokens": 65}, "max_tokens", "at most 64"),
+        (GOOD | {"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        (GOOD | {"max_tokens": "2"}, "max_tokens", "integer"),
+        (GOOD | {"temperature": -1}, "temperature", "greater than or equal to 0"),
+        (GOOD | {"top_p": 1.5}, "top_p", "less than or equal to 1"),
+        (GOOD | {"n": 17}, "n", "less than or equal to 16"),
+        (GOOD | {"stop": ["a"] * 17}, "stop", "at most 16"),
+        (GOOD | {"seed": 2**63}, "seed", "less than"),
+        (GOOD | {"logprobs": 3}, "logprobs", "0"),
+        (GOOD | {"echo": True}, "echo", "False"),
+        (GOOD | {"frequency_penalty": 0.5}, "frequency_penalty", "0"),
+        (GOOD | {"logit_bias": {"5": 1}}, "logit_bias", "empty"),
+        (GOOD | {"nonsense": 1}, "nonsense", "unknown"),
+    ],
+)
+def test_bad_completions(serving: Serving, body: Any, param: str | None, said: str) -> None:
+    status, answer = send(serving, "/v1/completions", body)
+    assert status == 400
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert answer["error"]["param"] == param
+    assert said in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "ba"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+        ({"messages": "ba"}, "messages"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+    ],
+)
+def test_bad_chats(serving: Serving, change: Any, param: str) -> None:
+    status, answer = send(serving, "/v1/chat/completions", CHAT | change)
+    assert (status, answer["error"]["param"]) == (400, param)
+
+
+def test_what_changes_nothing_is_accepted(serving: Serving) -> None:
+    neutral = {"user": "me", "metadata": {"a": "b"}, "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}}
+    assert send(serving, "/v1/completions", GOOD | neutral | {"best_of": 1, "echo": False})[0] == 200
+    more = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False}
+    assert send(serving, "/v1/chat/completions", CHAT | neutral | more)[0] == 200
+
+
+def test_statuses(serving: Serving) -> None:
+    assert send(serving, "/v1/completions", GOOD | {"model": "other"})[0] == 404
+    assert send(serving, "/v1/nothing")[0] == 404
+    assert send(serving, "/v1/completions")[0] == 405
+    assert send(serving, "/v1/completions", GOOD, Content_Type="text/plain")[0] == 415
+    assert send(serving, "/v1/completions", GOOD | {"user": "x" * 20_000})[0] == 413
+    assert send(serving, "/health", Host="elsewhere.example")[0] == 421
+    assert send(serving, "/v1/models")[1]["data"][0]["id"] == "tiny"
+    assert send(serving, "/v1/models/tiny")[1]["id"] == "tiny"
+    assert send(serving, "/v1/models/other")[0] == 404
+    assert send(serving, "/health") == (200, {"status": "ok"})
+
+
+def test_keys(serving: Serving) -> None:
+    for given in ("", "Bearer", "Bearer wrong", f"Basic {KEY}", f"Bearer {KEY}x"):
+        status, answer = send(serving, "/v1/completions", GOOD, Authorization=given)
+        assert (status, answer["error"]["type"]) == (401, "authentication_error")
+    assert send(serving, "/metrics", Authorization="")[0] == 401
+    assert send(serving, "/health", Authorization="")[0] == 200
+    wrong = openai.OpenAI(base_url=f"{serving.url}/v1", api_key="wrong", max_retries=0)
+    with pytest.raises(openai.AuthenticationError):
+        wrong.models.list()
+
+
+def test_bodies_of_unknown_length_and_slow_ones(serving: Serving) -> None:
+    """A body in chunks is cut off at the limit, and one that does not come after the time limit."""
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
+        "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", serving.port), timeout=10) as client:
+        client.sendall(head.encode() + b"5000\r\n" + b" " * 0x5000 + b"\r\n")
+        assert b" 413 " in client.recv(1000).partition(b"\r\n")[0]
+    with socket.create_connection(("127.0.0.1", serving.port), timeout=10) as client:
+        client.sendall(head.encode() + b"2\r\n{ \r\n")
+        assert b" 408 " in client.recv(1000).partition(b"\r\n")[0]
+
+
+def test_full_queue(serving: Serving) -> None:
+    """Three rows and a queue of four: a request of eight answers does not fit, and leaves no row busy."""
+    status, answer = send(serving, "/v1/completions", GOOD | {"n": 16, "max_tokens": 64, "ignore_eos": True})
+    assert (status, answer["error"]["code"]) == (429, "queue_full")
+    idle(serving)
+
+
+def test_a_client_that_goes_away_frees_its_row(serving: Serving) -> None:
+    for stream in (True, False):
+        before = serving.engine.stats().finished.get("cancelled", 0)
+        body = json.dumps(GOOD | {"max_tokens": 64, "ignore_eos": True, "n": 4, "stream": stream})
+        with socket.create_connection(("127.0.0.1", serving.port), timeout=10) as client:
+            client.sendall(
+                f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
+                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+            )
+            if stream:
+                assert client.recv(10)
+            while not serving.engine.stats().rows_busy:
+                time.sleep(0.001)
+        idle(serving)
+        assert serving.engine.stats().finished.get("cancelled", 0) > before
+
+
+def idle(serving: Serving) -> None:
+    until = time.monotonic() + 20
+    while serving.engine.stats().rows_busy or serving.engine.stats().queue:
+        assert time.monotonic() < until, "a row is still busy"
+        time.sleep(0.01)
+
+
+def test_metrics_and_stats(serving: Serving) -> None:
+    """The numbers are the engine's, in a form that Prometheus' own parser reads."""
+    assert send(serving, "/v1/completions", GOOD)[0] == 200
+    idle(serving)
+    request = urllib.request.Request(f"{serving.url}/metrics", headers={"Authorization": f"Bearer {KEY}"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        families = {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
+    stats = serving.engine.stats()
+    values = {sample.name: sample.value for family in families.values() for sample in family.samples}
+    assert values["kvjax_rows"] == 3
+    assert values["kvjax_tokens_total"] == stats.tokens
+    assert values["kvjax_first_token_seconds_count"] == stats.first_token.count
+    assert values["kvjax_cache_bytes"] == stats.cache_bytes
+    assert send(serving, "/stats")[1]["tokens"] == stats.tokens
+
+
+def test_page(serving: Serving) -> None:
+    with urllib.request.urlopen(f"{serving.url}/", timeout=30) as answer:
+        page = answer.read().decode()
+    assert "<h1>tiny <code" in page
+    assert "//" not in page.replace("//# ", "").split("<script>")[0], "the page loads something"
+
+
+@pytest.mark.parametrize("wrong", [{"model": ""}, {"api_key": ""}, {"api_key": "a b"}, {"max_body": 0}, {"timeout": 0}])
+def test_settings(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        Settings(**({"model": "tiny"} | wrong))
