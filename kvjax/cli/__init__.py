@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from kvjax.cli.chat import chat
 from kvjax.cli.console import Commands, show_warning
 from kvjax.cli.convert import convert
 from kvjax.cli.demo import demo
@@ -28,6 +29,7 @@ app = typer.Typer(
     help="Generate from language models under a small key-value cache.",
 )
 app.command()(generate)
+app.command()(chat)
 app.command()(info)
 app.command()(convert)
 app.command()(demo)

@@ -55,16 +55,14 @@ def serve(
         max_body=max_body,
         timeout=timeout,
     )
-    if not local and api_key is None:
-        note(f"{host} can be reached from other machines, and there is no --api-key: anybody may use the model")
     chosen = kvjax.policies.parse(policy)
     listener = listen(host, port)  # before anything that takes long
+    if not local and api_key is None:
+        note(f"{host} can be reached from other machines, and there is no --api-key: anybody may use the model")
     keep_compiled()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # requests are tokenized in threads
     with working(f"loading {model}"):
         params, tokenizer = load_named(model, dtype, mesh_sizes(mesh))
-    if tokenizer is None:
-        raise ValueError(f"{model} has no tokenizer: expected a checkpoint with a tokenizer")
     sizes = {"rows": rows, "max_prompt": max_prompt, "max_new_tokens": max_new_tokens}
     with working("compiling"):
         engine = kvjax.Engine(params, chosen, **sizes, tokenizer=tokenizer, chunk=chunk, max_queue=max_queue)

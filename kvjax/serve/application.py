@@ -12,7 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -20,7 +20,7 @@ from kvjax.engine import Engine
 
 from .asking import ask, unless_gone
 from .documents import Chats, Completions, Form
-from .errors import ApiError, told, unexpected, unrouted
+from .errors import ApiError, gone, told, unexpected, unrouted
 from .gate import Gate
 from .metrics import Metrics
 from .schema import Chat, Completion, parse
@@ -106,7 +106,7 @@ def application(engine: Engine, settings: Settings, is_closing: Callable[[], boo
             *(Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()),
         ],
         middleware=[Middleware(Gate, settings=settings, is_closing=is_closing)],
-        exception_handlers={ApiError: told, HTTPException: unrouted, Exception: unexpected},
+        exception_handlers={ApiError: told, ClientDisconnect: gone, HTTPException: unrouted, Exception: unexpected},
     )
 
 

@@ -51,6 +51,11 @@ async def told(request: Request, error: Exception) -> Response:
     return error.response
 
 
+async def gone(request: Request, error: Exception) -> Response:
+    """What nobody reads, because the client left while it sent its request."""
+    return Response(status_code=499)
+
+
 async def unrouted(request: Request, error: Exception) -> Response:
     """The answer for a path or a method that there is not."""
     assert isinstance(error, HTTPException)

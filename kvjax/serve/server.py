@@ -36,10 +36,8 @@ def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
-    except socket.gaierror as error:
-        raise ValueError(f"{host}: {error.strerror}; expected an address of this machine") from None
-    except OSError as error:
-        reason = os.strerror(error.errno or 0)
+    except OSError as error:  # names that are unknown have negative numbers
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else "unknown name"
         raise ValueError(f"{host} port {port}: {reason}; expected a free port of an address of this machine") from None
 
 

@@ -1,0 +1,123 @@
+"""`kvjax serve` as a process: SIGTERM finishes what runs, refuses what comes, and ends with status 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvjax
+from kvjax.models import Decoder
+from tests.cli.commands import kv
+from tests.serve.serving import POLICY
+
+pytestmark = pytest.mark.slow
+SERVE = [sys.executable, "-c", "from kvjax_command import main; main()", "serve"]
+SIZES = ["--policy", POLICY, "--rows", "2", "--max-prompt", "16", "--max-new-tokens", "1500", "--port", "0"]
+
+
+@pytest.fixture(scope="module")
+def folder(shallow: Decoder, talker: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("served") / "tiny"
+    kvjax.save_hf(shallow, path, talker)
+    return str(path)
+
+
+@contextmanager
+def served(folder: str, *options: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A running server and its port."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_NUM_CPU_DEVICES": "1"}
+    with subprocess.Popen([*SERVE, folder, *SIZES, *options], env=environment, stderr=subprocess.PIPE, text=True) as it:
+        try:
+            assert it.stderr is not None
+            found = None
+            while found is None:
+                line = it.stderr.readline()
+                assert line, "the server has ended"
+                found = re.search(r"http://127.0.0.1:(\d+)/v1", line)
+            yield it, int(found[1])
+        finally:
+            it.kill()
+
+
+def ask(port: int, tokens: int) -> socket.socket:
+    """A connection that has asked for a stream of tokens."""
+    body = json.dumps({"model": "tiny", "prompt": "ba", "max_tokens": tokens, "ignore_eos": True, "stream": True})
+    client = socket.create_connection(("127.0.0.1", port), timeout=60)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close"
+    client.sendall(f"{head}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+    return client
+
+
+def rest(client: socket.socket) -> str:
+    """Everything until the server closes the connection."""
+    parts = []
+    while part := client.recv(1 << 16):
+        parts.append(part)
+    return b"".join(parts).decode()
+
+
+def test_sigterm_finishes_what_runs(folder: str) -> None:
+    with served(folder) as (process, port):
+        client = ask(port, 1500)
+        client.recv(1)  # the answer has begun
+        process.send_signal(signal.SIGTERM)
+        until = time.monotonic() + 30
+        while True:  # the address is given up while the answer goes on
+            try:
+                socket.create_connection(("127.0.0.1", port), timeout=5).close()
+            except ConnectionError:
+                break
+            assert time.monotonic() < until
+            time.sleep(0.005)
+        text = rest(client)
+        client.close()
+        assert text.count('"finish_reason": "length"') == 1
+        assert "data: [DONE]" in text
+        assert process.wait(timeout=30) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--rows", "0"], "rows=0"),
+        (["--host", "203.0.113.7"], "expected a free port of an address of this machine"),
+        (["--host", "no such host"], "unknown name"),
+        (["--policy", "nonsense"], "nonsense"),
+        (["--api-key", ""], "visible ASCII"),
+        (["--timeout", "0"], "timeout=0"),
+        (["--name", ""], "an empty name"),
+    ],
+)
+def test_options_that_do_not_fit(folder: str, options: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")
+    status, _, stderr = kv("serve", folder, *SIZES, *options)
+    assert status == 2
+    assert said in stderr
+    assert len(stderr.splitlines()) == 1
+
+
+def test_a_port_in_use_is_said_at_once(folder: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        status, _, stderr = kv("serve", folder, *SIZES[:-1], port)
+    assert status == 2
+    assert f"127.0.0.1 port {port}" in stderr
+
+
+def test_a_model_without_a_tokenizer(shallow: Decoder, tmp_path: Path) -> None:
+    kvjax.save_hf(shallow, tmp_path / "mute", None)
+    status, _, stderr = kv("serve", tmp_path / "mute", *SIZES)
+    assert status == 2
+    assert "has no tokenizer" in stderr
