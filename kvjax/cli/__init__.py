@@ -16,6 +16,7 @@ from kvjax.cli.evaluate import evaluate
 from kvjax.cli.generate import generate
 from kvjax.cli.info import info
 from kvjax.cli.inspect import inspect
+from kvjax.cli.plan import plan
 from kvjax.cli.report import report
 from kvjax.gpu_flags import set_gpu_flags
 
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(info)
+app.command()(plan)
 app.command()(convert)
 app.command()(demo)
 app.command("eval")(evaluate)
