@@ -17,6 +17,7 @@ from kvjax.cli.evaluate import evaluate
 from kvjax.cli.generate import generate
 from kvjax.cli.info import info
 from kvjax.cli.inspect import inspect
+from kvjax.cli.plan import plan
 from kvjax.cli.report import report
 from kvjax.cli.serve import serve
 from kvjax.gpu_flags import set_gpu_flags
@@ -31,6 +32,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(chat)
 app.command()(info)
+app.command()(plan)
 app.command()(convert)
 app.command()(demo)
 app.command("eval")(evaluate)

@@ -16,6 +16,7 @@
 from .engine import Engine
 from .errors import EngineClosedError, QueueFullError
 from .handle import Answer, Finish, Handle, Token
+from .memory import Footprint
 from .stats import Histogram, Stats
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Engine",
     "EngineClosedError",
     "Finish",
+    "Footprint",
     "Handle",
     "Histogram",
     "QueueFullError",

@@ -24,12 +24,11 @@ class Device:
     """Reads prompts, admits them to rows, and advances all rows. Nothing here waits for the device.
 
     Attributes:
-        warm_up: what compiling took.
         workspace: the most bytes that a program needs beside its arguments and results.
     """
 
     def __init__(self, params: Decoder, plans: Plans, example: Ticket) -> None:
-        """Compiles all programs, and tries them with a request.
+        """Compiles all programs. `start` makes the rows.
 
         Args:
             params: the model.
@@ -47,11 +46,9 @@ class Device:
         programs.add("admit", admit, resident, cache, logits, start, np.int32(0))
         programs.add("advance", advance, self._leaves, resident, np.zeros(sizes.rows, bool), tree=tree)
         programs.finish()
-        self._try(example)
-        self.warm_up: WarmUp = programs.warm_up
         self.workspace = programs.workspace
 
-    def _try(self, example: Ticket) -> None:
+    def start(self, example: Ticket) -> WarmUp:
         """Makes the resident rows of an example, and runs what every request runs."""
         units = self.read(example.prompt)
         while True:
@@ -63,6 +60,7 @@ class Device:
         self.resident: Resident = self._programs.run("idle", cache, logits, example.start)
         np.asarray(self.admit(read, example.start, 0))
         np.asarray(self.advance(np.zeros(self._plans.sizes.rows, bool)))
+        return self._programs.warm_up
 
     @property
     def cache(self) -> KVCache:

@@ -6,6 +6,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -26,6 +27,7 @@ from kvjax.sharding import mesh_of
 from .device import Device
 from .handle import Handle
 from .loop import Loop
+from .memory import Footprint, bytes_of, device_memory, weights_per_device
 from .reading import Plans
 from .sizes import CHUNK, Sizes
 from .stats import Stats
@@ -46,6 +48,7 @@ class Engine:
         policy: what caches retain.
         tokenizer: encodes prompts and decodes answers, or None.
         sizes: rows, max_prompt, max_new_tokens, chunk.
+        footprint: the bytes that the engine holds on each device.
         warm_up: the number of programs, and the seconds that they took. No program is compiled later.
     """
 
@@ -62,6 +65,7 @@ class Engine:
         chunk: int = CHUNK,
         max_queue: int = 1024,
         max_end_tokens: int = 8,
+        memory: int | str | None = None,
     ) -> None:
         """Compiles all programs and starts the loop.
 
@@ -76,9 +80,12 @@ class Engine:
             chunk: the most tokens of a prompt that are read between two steps. It is rounded up to a bucket.
             max_queue: the most requests that wait for a row.
             max_end_tokens: the most end tokens of a request.
+            memory: of each device: a number of bytes, or a text such as "80GB". The default is what the device says it
+                has; a CPU does not say.
 
         Raises:
-            ValueError: for an argument that is not accepted, before anything is compiled.
+            ValueError: for an argument that is not accepted, before anything is compiled; and for rows that do not fit
+                into the memory, before any cache is made.
         """
         check_params(params)
         check_tokenizer(tokenizer)
@@ -99,8 +106,16 @@ class Engine:
                 stacklevel=3,
             )
         plans = Plans.of(config, self.policy, self.sizes, jnp.dtype(params.embed.dtype), mesh_of(params), texts)
-        device = Device(params, plans, Ticket.of([0], Options(1), self.sizes, None, config.vocab_size))
-        self.warm_up = device.warm_up
+        self.footprint = Footprint.of(config, plans, weights_per_device(params))
+        most = device_memory(params) if memory is None else bytes_of(memory)
+        if most is not None:
+            self.footprint.check(rows, most, plans.batch)
+        example = Ticket.of([0], Options(1), self.sizes, None, config.vocab_size)
+        device = Device(params, plans, example)
+        self.footprint = replace(self.footprint, workspace=device.workspace)
+        if most is not None:
+            self.footprint.check(rows, most, plans.batch)
+        self.warm_up = device.start(example)
         self._cache_bytes = device.cache.nbytes
         self._loop = Loop(device, rows, max_queue)
         self._thread = threading.Thread(target=self._loop.run, name="kvjax.Engine", daemon=True)
@@ -113,7 +128,7 @@ class Engine:
         self,
         prompt: Prompt,
         *,
-        max_new_tokens: int = 128,
+        max_new_tokens: int | None = None,
         sampler: SamplingMethod | None = None,
         seed: int = 0,
         eos: EndTokens = None,
@@ -124,7 +139,7 @@ class Engine:
 
         Args:
             prompt: one prompt, as `generate` takes it: a string, token ids, or chat messages.
-            max_new_tokens: the most tokens of the answer.
+            max_new_tokens: the most tokens of the answer. The default is the engine's.
             sampler: draws the tokens: `Greedy()`, the default, or a `Sampler`.
             seed: an integer of 64 bits, which determines the draws.
             eos: an end token, or a list of them. The default is the tokenizer's.

@@ -177,9 +177,14 @@ class Loop:
             if ticket is None or ticket.feed.ended:
                 continue
             ticket.last = self.counters.token(ticket.submitted, ticket.last)
-            if not ticket.take(int(token), float(log_prob), bool(on)):
+            try:
+                goes_on = ticket.take(int(token), float(log_prob), bool(on))
+            except Exception as error:  # of the tokenizer, which concerns this request alone
+                ticket.feed.fail(error)
+                goes_on = False
+            if not goes_on:
                 self.rows[self.rows.index(ticket)] = None
-                self.counters.finish(str(ticket.feed.finish))
+                self.counters.finish(ticket.feed.finish or "failed")
 
     def _end(self, ticket: Ticket) -> None:
         ticket.feed.end("cancelled")

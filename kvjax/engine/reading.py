@@ -117,7 +117,12 @@ def begun(
 ) -> KVCache:
     """A cache before its prompt, with empty slots."""
     cache = KVCache.empty(params.config, policy, lengths, size, params.embed.dtype)
-    return replace(cache, entries=cache.entries.grow(slots), mesh=mesh).in_place()
+    return replace(with_slots(cache, slots), mesh=mesh).in_place()
+
+
+def with_slots(cache: KVCache, slots: tuple[int, ...]) -> KVCache:
+    """The same cache with this number of slots in each layer."""
+    return replace(cache, entries=cache.entries.grow(slots))
 
 
 @partial(jit, static_argnames=("policy", "size", "plan", "mesh"))

@@ -47,7 +47,7 @@ class Stats:
         rows_busy: rows that have a request, or are reserved for the one whose prompt is read.
         queue: the number of requests that wait for a row.
         requests: accepted requests.
-        finished: the number of finished requests by reason: "end", "stop", "length", "cancelled".
+        finished: the number of finished requests by reason: "end", "stop", "length", "cancelled", "failed".
         prompt_tokens: tokens of prompts that were read.
         tokens: tokens of answers.
         steps: decode steps of all rows.

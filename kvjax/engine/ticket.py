@@ -28,7 +28,7 @@ from .sizes import Sizes
 class Options:
     """The arguments of `Engine.submit` that concern the answer, as the caller gave them."""
 
-    max_new_tokens: int
+    max_new_tokens: int | None = None
     sampler: SamplingMethod | None = None
     seed: int = 0
     eos: EndTokens = None
@@ -71,12 +71,14 @@ class Ticket:
         Raises:
             ValueError: for whatever the engine does not accept. The message says what is expected.
         """
-        limit = options.max_new_tokens
+        limit = sizes.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
         check_answer(AnswerOptions(limit, options.sampler))
         if limit > sizes.max_new_tokens:
             raise ValueError(f"max_new_tokens={limit}: expected at most the engine's {sizes.max_new_tokens}")
         if not is_integer(options.seed):
             raise ValueError(f"seed={shown(options.seed)}: expected an integer of 64 bits")
+        if not isinstance(options.log_probs, bool):
+            raise ValueError(f"log_probs={shown(options.log_probs)}: expected True or False")
         rows = rows_of(prompt, tokenizer, vocab_size, begins=True)
         if not is_single(prompt) or len(rows) != 1:
             raise ValueError(f"the prompt has {len(rows)} rows: expected one prompt per request, without a batch axis")

@@ -15,7 +15,7 @@ def test_500_random_requests_compile_nothing(shallow: Decoder, compiled: list[st
     rng = np.random.default_rng(0)
     asked = [Asked.at_random(rng, shallow.config.vocab_size, MIXED) for _ in range(500)]
     with kvjax.Engine(
-        shallow, "h2o:budget=12", rows=8, max_prompt=MAX_PROMPT, max_new_tokens=MAX_NEW, chunk=16
+        shallow, "h2o:budget=12", rows=8, max_prompt=MAX_PROMPT, max_new_tokens=MAX_NEW, chunk=16, max_end_tokens=32
     ) as engine:
         # One class is read at once, and one in chunks; beside them `idle`, `admit` and `advance`.
         assert engine.warm_up.programs == 1 + 3 + 3

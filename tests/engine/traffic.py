@@ -37,7 +37,7 @@ class Asked:
         length = int(rng.choice([1, MAX_PROMPT, *rng.integers(1, MAX_PROMPT + 1, 14)]))
         limit = int(rng.choice([1, *rng.integers(1, MAX_NEW + 1, 7)]))
         prompt = tuple(rng.integers(0, vocab, length).tolist())
-        eos = tuple(rng.integers(0, vocab, rng.choice([0, 4])).tolist())
+        eos = tuple(rng.integers(0, vocab, rng.choice([0, 32])).tolist())
         return cls(prompt, limit, int(rng.integers(-(2**63), 2**63)), samplers[rng.integers(len(samplers))], eos)
 
     def submit(self, engine: kvjax.Engine) -> Handle:

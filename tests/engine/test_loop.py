@@ -1,0 +1,179 @@
+"""The loop's order of work, with a device that only takes notes."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvjax.engine import EngineClosedError
+from kvjax.engine.loop import Loop
+from kvjax.engine.sizes import Sizes
+from kvjax.engine.ticket import Options, Ticket
+
+SIZES = Sizes.of(2, 64, 16, chunk=16)
+
+
+class Notes:
+    """A device on which token n of an answer is n, and answers end after as many tokens as their limit."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.counts = np.zeros(2, np.int32)
+        self.limits = np.zeros(2, np.int32)
+        self.fails = False
+
+    def read(self, prompt: np.ndarray) -> Generator[None, None, Any]:
+        for _ in range(SIZES.chunks(prompt.size) - 1):
+            self.done.append("chunk")
+            yield
+        self.done.append("chunk")
+        return ()
+
+    def admit(self, read: Any, start: Any, row: int) -> np.ndarray:
+        self.done.append(f"admit {row}")
+        self.counts[row], self.limits[row] = 1, start.limit[0]
+        return self.report()[:, row : row + 1]
+
+    def advance(self, wanted: np.ndarray) -> np.ndarray:
+        if self.fails:
+            raise FloatingPointError("no more steps")
+        self.done.append("step " + "".join("x" if one else "." for one in wanted))
+        self.counts += self.counts < self.limits
+        return self.report()
+
+    def report(self) -> np.ndarray:
+        bits = np.zeros(2, np.float32).view(np.int32)
+        return np.stack([self.counts, bits, (self.counts < self.limits).astype(np.int32)])
+
+
+def ticket(length: int, limit: int = 16) -> Ticket:
+    return Ticket.of([1] * length, Options(limit), SIZES, None, 8)
+
+
+@pytest.fixture
+def notes() -> Notes:
+    return Notes()
+
+
+@pytest.fixture
+def loop(notes: Notes) -> Loop:
+    return Loop(notes, 2, 8)
+
+
+def test_running_rows_wait_for_one_chunk_at_most(loop: Loop, notes: Notes) -> None:
+    loop.submit(ticket(10))
+    loop.turn()
+    assert notes.done == ["chunk", "admit 0", "step x."]
+    loop.submit(ticket(40))
+    for _ in range(4):
+        loop.turn()
+    assert notes.done[3:] == ["chunk", "step x.", "chunk", "step x.", "chunk", "admit 1", "step xx", "step xx"]
+
+
+def test_tokens_come_one_step_after_their_program(loop: Loop) -> None:
+    one = ticket(3, limit=4)
+    loop.submit(one)
+    held = []
+    for _ in range(4):
+        loop.turn()
+        held.append([token.id for token in one.feed.tokens])
+    assert held == [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4]]
+    assert one.feed.finish == "length"
+    assert loop.rows == [None, None]
+
+
+def test_a_cancelled_row_is_free_before_the_next_step(loop: Loop, notes: Notes) -> None:
+    first, second, third = ticket(1), ticket(1), ticket(1)
+    for one in (first, second, third):
+        loop.submit(one)
+    loop.turn()
+    loop.turn()
+    notes.done.clear()
+    loop.cancel(first)
+    loop.turn()
+    assert notes.done == ["chunk", "admit 0", "step xx"]
+    assert first.feed.finish == "cancelled"
+    assert len(first.feed.tokens) == 2
+    assert loop.rows == [third, second]
+    loop.turn()
+    assert [token.id for token in third.feed.tokens] == [1, 2]
+    assert len(first.feed.tokens) == 2
+
+
+def test_a_cancelled_request_is_not_read_on(loop: Loop, notes: Notes) -> None:
+    one, queued = ticket(64), ticket(1)
+    loop.submit(one)
+    loop.submit(queued)
+    loop.turn()
+    loop.cancel(one)
+    loop.cancel(queued)
+    assert queued.feed.finish == "cancelled"
+    loop.turn()
+    assert notes.done == ["chunk"]
+    assert one.feed.finish == "cancelled"
+    assert loop.busy == loop.waiting == 0
+    assert loop.counters.finished == {"cancelled": 2}
+
+
+def test_an_error_of_the_device_ends_everything(loop: Loop, notes: Notes) -> None:
+    tickets = [ticket(1), ticket(1), ticket(1)]
+    for one in tickets:
+        loop.submit(one)
+    notes.fails = True
+    loop.run()
+    for one in tickets:
+        assert isinstance(one.feed.error, EngineClosedError)
+        assert isinstance(one.feed.error.__cause__, FloatingPointError)
+    with pytest.raises(EngineClosedError, match="the engine has failed with FloatingPointError: no more steps"):
+        loop.submit(ticket(1))
+
+
+def test_an_error_of_the_text_ends_its_request_alone(loop: Loop) -> None:
+    class Broken:
+        stopped = False
+
+        def add(self, token: int, *, last: bool) -> str:
+            raise UnicodeError("no text")
+
+    one, other = ticket(1, limit=3), ticket(1, limit=3)
+    one.text = Broken()
+    loop.submit(one)
+    loop.submit(other)
+    loop.close(drain=True)
+    loop.run()
+    assert isinstance(one.feed.error, UnicodeError)
+    assert [token.id for token in other.feed.tokens] == [1, 2, 3]
+
+
+def test_close_waits_or_cancels(notes: Notes) -> None:
+    for drain, finish, tokens in ((True, "length", 5), (False, "cancelled", 1)):
+        loop = Loop(notes, 2, 8)
+        tickets = [ticket(1, limit=5) for _ in range(5)]
+        for one in tickets:
+            loop.submit(one)
+        loop.turn()
+        loop.close(drain=drain)
+        loop.run()
+        assert {one.feed.finish for one in tickets} == {finish}
+        assert len(tickets[0].feed.tokens) == tokens
+        with pytest.raises(EngineClosedError, match="the engine is closed"):
+            loop.submit(ticket(1))
+
+
+def test_counts_and_histograms(loop: Loop) -> None:
+    for limit in (2, 3, 4):
+        loop.submit(ticket(20, limit=limit))
+    loop.close(drain=True)
+    loop.run()
+    stats = loop.counters.snapshot(rows=2, rows_busy=0, queue=0, cache_bytes=1)
+    assert stats.requests == 3
+    assert stats.finished == {"length": 3}
+    assert (stats.prompt_tokens, stats.tokens) == (60, 9)
+    assert stats.first_token.count == 3
+    assert stats.between_tokens.count == 6
+    assert stats.tokens_per_second == 9 / stats.busy_seconds
+    assert 0 < stats.first_token.quantile(0.5) <= stats.first_token.quantile(1.0) < 60
+    assert stats.first_token.sum >= stats.between_tokens.sum / 6

@@ -1,0 +1,34 @@
+"""Classes of prompts: few, each large enough, and all known beforehand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvjax.engine.sizes import Sizes
+
+
+@given(longest=st.integers(1, 5000), chunk=st.integers(1, 1000), share=st.floats(0, 1))
+def test_every_prompt_fits_into_its_class(longest: int, chunk: int, share: float) -> None:
+    sizes = Sizes.of(1, longest, 1, chunk=chunk)
+    length = max(1, round(longest * share))
+    size = sizes.padded(length)
+    assert size in sizes.classes
+    assert size >= length
+    assert size <= sizes.chunk or (size % sizes.chunk == 0 and size >= sizes.chunks(length) * sizes.chunk)
+    assert sizes.chunk >= min(chunk, longest)
+
+
+@pytest.mark.parametrize(
+    ("longest", "chunk", "classes"),
+    [
+        (1, 512, [16]),
+        (100, 512, [16, 24, 32, 48, 64, 96, 128]),
+        (1000, 256, [16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 768, 1024]),
+        (700, 200, [16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 768]),
+        (500, 16, [16, 32, 48, 64, 96, 128, 192, 256, 384, 512]),
+    ],
+)
+def test_classes_of_some_engines(longest: int, chunk: int, classes: list[int]) -> None:
+    assert Sizes.of(1, longest, 1, chunk=chunk).classes == classes
