@@ -190,3 +190,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     backend.decoder = decoders.Fuse()
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 99)])
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.fixture(scope="session")
+def talker(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """The tokenizer with a chat template."""
+    copied = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, bos_token="<s>", eos_token="</s>")
+    copied.chat_template = "{% for m in messages %}{{ m.content + ' ' }}{% endfor %}{{ 'be' if add_generation_prompt }}"
+    return copied

@@ -50,6 +50,7 @@ def serve(
     local = host in LOOPBACK
     settings = Settings(
         model=Path(model).name.removesuffix(".gguf") if name is None else name,
+        policy=policy,
         api_key=api_key,
         hosts=LOOPBACK if local else None,
         max_body=max_body,

@@ -2,7 +2,7 @@
 
     engine = kvjax.Engine(params, policy, rows=8, max_prompt=4096, max_new_tokens=1024, tokenizer=tokenizer)
     ending = Ending()
-    app = application(engine, Settings(model="smollm2"), ending)
+    app = application(engine, Settings("smollm2", "morphkv:budget=512"), ending)
     run(app, ending, listen("127.0.0.1", 8000), patience=60)
 
 `application` returns an ASGI application. It needs `pip install "kvjax[serve]"`. See docs/serving.md.

@@ -76,7 +76,7 @@ def application(engine: Engine, settings: Settings, is_closing: Callable[[], boo
         found = engine.stats()
         described = {
             "model": settings.model,
-            "policy": str(engine.policy),
+            "policy": settings.policy,
             "tokens_per_second": found.tokens_per_second,
         }
         return JSONResponse(asdict(found) | described)

@@ -10,7 +10,7 @@ import socket
 import uvicorn
 from starlette.applications import Starlette
 
-KEEP_ALIVE = 30  # seconds that a connection may idle between requests
+KEEP_ALIVE = 75  # seconds that a connection may idle; clients that close it sooner never find it closed
 
 
 class Ending:
@@ -50,16 +50,7 @@ def run(app: Starlette, ending: Ending, listener: socket.socket, *, patience: fl
         listener: from `listen`; it is closed at the end.
         patience: the most seconds to wait for requests that run when the server ends.
     """
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        lifespan="off",
-        timeout_keep_alive=KEEP_ALIVE,
-        timeout_graceful_shutdown=math.ceil(patience),
-    )
-    server = ending.server = uvicorn.Server(config)
+    server = ending.server = uvicorn.Server(configured(app, patience=patience))
     # uvicorn raises the signal again that has ended it. Without a handler SIGTERM would end the process before the
     # engine is closed, and with a status that is not 0.
     before = signal.signal(signal.SIGTERM, lambda *_: None)
@@ -68,3 +59,16 @@ def run(app: Starlette, ending: Ending, listener: socket.socket, *, patience: fl
             server.run(sockets=[listener])
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def configured(app: Starlette, *, patience: float) -> uvicorn.Config:
+    """How uvicorn serves an application: as `run` does."""
+    return uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=math.ceil(patience),
+    )

@@ -15,6 +15,7 @@ class Settings:
 
     Attributes:
         model: the name of the model in requests and answers.
+        policy: the policy as the page and `/stats` show it.
         api_key: the key that clients send as a bearer token; None asks for none.
         hosts: the names in the Host header that are answered; None answers all. On a loopback address the names of the
             loopback keep web pages of other hosts from reaching the server under a name of their own.
@@ -24,6 +25,7 @@ class Settings:
     """
 
     model: str
+    policy: str
     api_key: str | None = None
     hosts: tuple[str, ...] | None = LOOPBACK
     max_body: int = 4_000_000

@@ -188,4 +188,4 @@ def test_page(serving: Serving) -> None:
 @pytest.mark.parametrize("wrong", [{"model": ""}, {"api_key": ""}, {"api_key": "a b"}, {"max_body": 0}, {"timeout": 0}])
 def test_settings(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="expected"):
-        Settings(**({"model": "tiny"} | wrong))
+        Settings(**({"model": "tiny", "policy": "full"} | wrong))

@@ -1,0 +1,46 @@
+"""`kvjax chat`: the answers continue one cache, whose size does not change."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+import kvjax
+from kvjax.cli import app
+from kvjax.models import Decoder
+from tests.cli.commands import kv
+
+pytestmark = pytest.mark.slow
+OPTIONS = ["--policy", "morphkv:budget=24,window=4", "--max-new-tokens", "20", "--sampler", "greedy"]
+
+
+def test_a_dialogue(shallow: Decoder, talker: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    kvjax.save_hf(shallow, tmp_path / "model", talker)
+    lines = ["ba ce di", "", "fo gu", "ce", "/exit", "never"]
+    result = CliRunner().invoke(
+        app, ["chat", str(tmp_path / "model"), *OPTIONS, "--system", "zu"], input="\n".join(lines)
+    )
+    assert result.exit_code == 0, result.output
+    cache, expected = None, []
+    for turn, text in enumerate(["ba ce di", "fo gu", "ce"]):
+        messages = [{"role": "system", "content": "zu"}] * (turn == 0) + [{"role": "user", "content": text}]
+        out = kvjax.generate(
+            shallow, messages, policy=OPTIONS[1], cache=cache, compress="end", max_new_tokens=20, tokenizer=talker
+        )
+        cache = out.cache
+        expected.append(out.text)
+    assert result.stdout.splitlines() == expected
+    notes = result.stderr.splitlines()
+    assert len(notes) == 3
+    assert len({re.search(r"the cache takes ([^,]+),", note)[1] for note in notes}) == 1
+    assert notes[-1].startswith(f"{int(cache.length[0])} tokens seen")
+
+
+def test_a_model_without_a_chat_template(shallow_model: str) -> None:
+    status, _, stderr = kv("chat", shallow_model, *OPTIONS)
+    assert status == 2
+    assert "has no chat template" in stderr
