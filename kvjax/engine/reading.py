@@ -27,9 +27,10 @@ from kvjax.policy import Policy, Texts
 from kvjax.prefill import read_on
 from kvjax.programs import jit
 from kvjax.room import Ending, ending, plan_read
-from kvjax.sharding import rows_sharding
+from kvjax.sharding import DATA, fetch, rows_sharding
 
 from .compiling import Programs
+from .prefixes import PrefixStore
 from .sizes import Sizes
 
 
@@ -64,7 +65,7 @@ class Plans:
     @property
     def batch(self) -> int:
         """The number of rows in which a prompt is read: on a mesh, one for each part of the batch."""
-        return 1 if self.mesh is None else self.mesh.shape["data"]
+        return 1 if self.mesh is None else self.mesh.shape[DATA]
 
     def shape(self, *axes: int) -> jax.ShapeDtypeStruct:
         """The shape of int32 numbers with axes [B, ...]."""
@@ -84,6 +85,38 @@ class Plans:
             return self._plan(size, compress=False, final=False)
         return self._plan(self.sizes.prompt, room=self.sizes.room, compress=self.end.compress, final=self.end.final)
 
+    def after(self, size: int, row: KVCache) -> ReadPlan:
+        """Of the read of a question of a class after a stored prefix.
+
+        Args:
+            row: shapes of a row's cache, which the question leaves as they are.
+        """
+        end = ending(row, "auto")
+        if not row.entries.preallocates:
+            return ReadPlan(row.entries.bounds, row.kept if end.compress else (None,) * len(row.kept), end.final)
+        held = (self.longest + self.sizes.room,) * len(row.entries)  # more than any segment holds
+        return plan_read(row, held, new=size, room=0, compress=end.compress, final=end.final)
+
+    def check_after(self, prefix: int, question: int, limit: int, row: KVCache) -> None:
+        """Raises ValueError if a layer that grows has no room for a question and its answer after a prefix."""
+        layers, lengths, needed = len(row.entries), np.array([prefix]), question + limit
+        if row.entries.preallocates:
+            free = self.sizes.room if row.entries.statics["growing"] else needed
+        else:
+            held = [min(prefix, int(self.policy.capacity(i, lengths, layers)[0])) for i in range(layers)]
+            whole = zip(row.grows, row.entries.bounds, held, row.windows, strict=True)
+            free = min((slots - n for grows, slots, n, window in whole if grows and slots != window), default=needed)
+        if needed > free:
+            raise ValueError(
+                f"a question of {question} tokens and an answer of {limit} do not fit after a prefix of {prefix}: "
+                f"expected at most {max(free, 0)} together, or an engine with a larger max_new_tokens"
+            )
+
+    @property
+    def longest(self) -> int:
+        """The most entries that any head retains of a prompt."""
+        return max([self.sizes.prompt, *(kept for kept in self.empty.kept if kept is not None)])
+
     def between(self, size: int) -> ReadPlan:
         """Of the reads of a prompt before the last one."""
         return self._plan(size - self.sizes.chunk, compress=False, final=False)
@@ -101,8 +134,7 @@ class Plans:
         """A cache whose budget has been allocated, with the static bound of its segments that every prompt keeps to."""
         if not shows_whole_segments(self.policy):
             return cache
-        longest = max(self.sizes.prompt, *(kept for kept in self.empty.kept if kept is not None))
-        return replace(cache, entries=cache.entries.within(longest))
+        return replace(cache, entries=cache.entries.within(self.longest))
 
 
 @partial(jit, static_argnames=("policy", "size", "slots", "mesh"))
@@ -142,8 +174,12 @@ def read_whole(
     return read(params, cache, tokens, lengths, plan=plan)
 
 
-def compile_reads(programs: Programs, plans: Plans, params: Decoder) -> tuple[Any, KVCache]:
-    """Adds the programs that read prompts of every class, and returns the shapes of the logits and a row's cache."""
+def compile_reads(programs: Programs, plans: Plans, params: Decoder, *, after: bool) -> tuple[Any, KVCache]:
+    """Adds the programs that read prompts of every class, and returns the shapes of the logits and a row's cache.
+
+    Args:
+        after: whether to add those that read a question after a stored prefix.
+    """
     chunk = plans.sizes.chunk
     lengths = plans.shape(plans.batch)
     for size in plans.sizes.classes:
@@ -161,6 +197,10 @@ def compile_reads(programs: Programs, plans: Plans, params: Decoder) -> tuple[An
         cache = plans.placed(cache)
         if plans.end.allocate:
             cache = _compile_allocation(programs, plans, params, cache, size)
+    for size in plans.sizes.classes if after else ():
+        if size <= chunk:
+            tokens, plan = plans.shape(plans.batch, size), plans.after(size, cache)
+            programs.add(("after", size), read_on, params, cache, tokens, lengths, plan=plan)
     return plans.placed_rows(logits), cache
 
 
@@ -201,3 +241,28 @@ def reading(
         yield
         cache = plans.bounded(programs.run(("allocate", size), params, cache))
     return logits, cache
+
+
+def reading_after(
+    programs: Programs,
+    plans: Plans,
+    params: Decoder,
+    prompt: Int[np.ndarray, "N"],
+    prefix: Int[np.ndarray, "N"],
+    store: PrefixStore,
+) -> Generator[None, None, tuple[Float[Array, "1 V"], KVCache]]:
+    """Reads a question after a prefix, which is read first unless it is stored. It yields as `reading` does."""
+    key = store.key(prefix)
+    cache = store.get(key)
+    if cache is None:
+        _, cache = yield from reading(programs, plans, params, prefix)
+        for leaf in jax.tree.leaves(cache):
+            leaf.copy_to_host_async()
+        yield
+        store.put(key, jax.tree.map(lambda x: fetch(x)[:1], cache))
+    else:
+        cache = jax.tree.map(lambda x: np.repeat(x, plans.batch, axis=0), cache)
+    lengths = np.full(plans.batch, prompt.size, np.int32)
+    padded = np.zeros((plans.batch, plans.sizes.padded(prompt.size)), np.int32)
+    padded[:, padded.shape[1] - prompt.size :] = prompt
+    return programs.run(("after", padded.shape[1]), params, cache, padded, lengths)

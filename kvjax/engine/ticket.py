@@ -34,6 +34,7 @@ class Options:
     eos: EndTokens = None
     stop: str | Sequence[str] = ()
     log_probs: bool = False
+    prefix: Prompt | None = None
 
 
 @dataclass(eq=False)
@@ -42,6 +43,7 @@ class Ticket:
 
     Attributes:
         prompt: int32 token ids.
+        prefix: int32 token ids of the prefix that precedes the prompt, or None.
         start: the arrays that start the answer, with an axis of one row.
         ends: the end tokens.
         limit: the most tokens of the answer.
@@ -59,6 +61,7 @@ class Ticket:
     limit: int
     log_probs: bool
     text: RowText | None
+    prefix: Int[np.ndarray, "N"] | None = None
     feed: Feed = field(default_factory=Feed)
     submitted: float = field(default_factory=time.perf_counter)
     last: float | None = None
@@ -79,16 +82,17 @@ class Ticket:
             raise ValueError(f"seed={shown(options.seed)}: expected an integer of 64 bits")
         if not isinstance(options.log_probs, bool):
             raise ValueError(f"log_probs={shown(options.log_probs)}: expected True or False")
-        rows = rows_of(prompt, tokenizer, vocab_size, begins=True)
-        if not is_single(prompt) or len(rows) != 1:
-            raise ValueError(f"the prompt has {len(rows)} rows: expected one prompt per request, without a batch axis")
-        row = rows[0].astype(np.int32)
-        if row.size > sizes.max_prompt:
-            raise ValueError(f"the prompt has {row.size} tokens: expected at most max_prompt={sizes.max_prompt}")
+        prefix = None
+        if options.prefix is not None:
+            prefix = _row("prefix", options.prefix, tokenizer, vocab_size, begins=True, answered=False)
+            _check_length("prefix", prefix.size, "max_prompt", sizes.max_prompt)
+        row = _row("prompt", prompt, tokenizer, vocab_size, begins=prefix is None, answered=True)
+        name, most = ("max_prompt", sizes.max_prompt) if prefix is None else ("chunk", sizes.chunk)
+        _check_length("prompt" if prefix is None else "prompt after a prefix", row.size, name, most)
         stops = stop_strings(options.stop, tokenizer)
         sampler = options.sampler or Greedy()
         answer = AnswerOptions(limit, options.sampler, options.seed, options.eos)
-        sampling = sampling_of(answer, tokenizer, rows, vocab_size)
+        sampling = sampling_of(answer, tokenizer, [row], vocab_size)
         given = sampling.ends.shape[1]
         if given > sizes.ends:
             raise ValueError(f"eos has {given} tokens: expected at most {sizes.ends} (Engine(max_end_tokens=...))")
@@ -107,7 +111,13 @@ class Ticket:
             limit=int(limit),
             log_probs=options.log_probs,
             text=None if tokenizer is None else RowText(tokenizer, stops),
+            prefix=prefix,
         )
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The number of tokens of prefix and prompt."""
+        return self.prompt.size + (0 if self.prefix is None else self.prefix.size)
 
     def take(self, token: int, log_prob: float, active: bool) -> bool:
         """Adds a token to the answer, and returns whether the answer goes on.
@@ -123,3 +133,18 @@ class Ticket:
             finish = "end" if token in self.ends else "length"
         self.feed.add(Token(token, text, log_prob if self.log_probs else None), finish)
         return finish is None
+
+
+def _row(
+    name: str, prompt: Prompt, tokenizer: Any, vocab_size: int, *, begins: bool, answered: bool
+) -> Int[np.ndarray, "N"]:
+    """The token ids of a prompt, which must be a single one."""
+    rows = rows_of(prompt, tokenizer, vocab_size, begins=begins, answered=answered)
+    if not is_single(prompt) or len(rows) != 1:
+        raise ValueError(f"the {name} has {len(rows)} rows: expected one prompt per request, without a batch axis")
+    return rows[0].astype(np.int32)
+
+
+def _check_length(what: str, length: int, name: str, most: int) -> None:
+    if length > most:
+        raise ValueError(f"the {what} has {length} tokens: expected at most {name}={most}")

@@ -25,7 +25,7 @@ class Notes:
         self.limits = np.zeros(2, np.int32)
         self.fails = False
 
-    def read(self, prompt: np.ndarray) -> Generator[None, None, Any]:
+    def read(self, prompt: np.ndarray, prefix: None) -> Generator[None, None, Any]:
         for _ in range(SIZES.chunks(prompt.size) - 1):
             self.done.append("chunk")
             yield
