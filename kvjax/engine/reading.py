@@ -73,7 +73,7 @@ class Plans:
 
     def placed_rows(self, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """The same shape, with axes [B, ...], where the rows lie."""
-        return x if self.mesh is None else placed(x, rows_sharding(self.mesh))
+        return x if self.mesh is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows_sharding(self.mesh))
 
     def placed(self, cache: KVCache) -> KVCache:
         """The same shapes of a cache where it lies."""
@@ -99,7 +99,8 @@ class Plans:
 
     def check_after(self, prefix: int, question: int, limit: int, row: KVCache) -> None:
         """Raises ValueError if a layer that grows has no room for a question and its answer after a prefix."""
-        layers, lengths, needed = len(row.entries), np.array([prefix]), question + limit
+        lengths: Any = np.array([prefix])
+        layers, needed = len(row.entries), question + limit
         if row.entries.preallocates:
             free = self.sizes.room if row.entries.statics["growing"] else needed
         else:
