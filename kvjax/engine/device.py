@@ -14,8 +14,9 @@ from kvjax.models import Decoder
 from kvjax.plan import placed
 
 from .compiling import Programs, WarmUp
+from .plans import Plans
 from .prefixes import PrefixStore
-from .reading import Plans, compile_reads, reading, reading_after
+from .reading import compile_reads, reading, reading_after
 from .resident import Resident, Start, admit, advance, idle, shardings
 from .ticket import Ticket
 

@@ -31,8 +31,8 @@ from .device import Device
 from .handle import Handle
 from .loop import Loop
 from .memory import Footprint, bytes_of, device_memory, weights_per_device
+from .plans import Plans
 from .prefixes import PrefixStore
-from .reading import Plans
 from .sizes import CHUNK, Sizes
 from .stats import Prefixes, Stats
 from .ticket import Options, Ticket

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Int, Int32
 
 from kvjax.decode import Answers, Decoding
 from kvjax.gpu_flags import STEP_OPTIONS
@@ -29,14 +29,14 @@ class Start:
     Attributes:
         sampler: its settings.
         ends: its end tokens, padded with -1. int32.
-        keys: the data of its PRNG key.
+        seed: the last 32 bits of its seed, which are all that `jax.random.key` looks at with 32-bit types. int32.
         seen: marks the tokens of its prompt.
         limit: the most tokens of its answer. int32.
     """
 
     sampler: RowSamplers
     ends: Int[Any, "B E"]
-    keys: UInt32[Any, "B K"]
+    seed: Int[Any, "B"]
     seen: Bool[Any, "B V"]
     limit: Int[Any, "B"]
 
@@ -56,7 +56,9 @@ class Resident:
         Args:
             size: the most tokens that any answer can have.
         """
-        sampling = Sampling(start.sampler, start.ends, jax.random.wrap_key_data(start.keys), start.seen)
+        # The key that `generate` gives to a batch of one row.
+        keys = jax.vmap(lambda seed: jax.random.split(jax.random.key(seed), 1)[0])(start.seed)
+        sampling = Sampling(start.sampler, start.ends, keys, start.seen)
         answers = Answers.begin(sampling, size=size, log_probs=True, put=jnp.asarray)
         return cls(Decoding(cache, answers).take(logits), start.limit).within_limits()
 

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.checks import is_integer
 from kvjax.prompts import Prompt, is_single, rows_of
-from kvjax.request import AnswerOptions, EndTokens, check_answer, sampling_of
+from kvjax.request import AnswerOptions, EndTokens, check_answer, end_tokens, is_seed
 from kvjax.row_samplers import RowSamplers
 from kvjax.row_text import RowText, stop_strings
 from kvjax.sampling import Greedy, SamplingMethod
@@ -78,7 +76,7 @@ class Ticket:
         check_answer(AnswerOptions(limit, options.sampler))
         if limit > sizes.max_new_tokens:
             raise ValueError(f"max_new_tokens={limit}: expected at most the engine's {sizes.max_new_tokens}")
-        if not is_integer(options.seed):
+        if not is_seed(options.seed):
             raise ValueError(f"seed={shown(options.seed)}: expected an integer of 64 bits")
         if not isinstance(options.log_probs, bool):
             raise ValueError(f"log_probs={shown(options.log_probs)}: expected True or False")
@@ -91,9 +89,8 @@ class Ticket:
         _check_length("prompt" if prefix is None else "prompt after a prefix", row.size, name, most)
         stops = stop_strings(options.stop, tokenizer)
         sampler = options.sampler or Greedy()
-        answer = AnswerOptions(limit, options.sampler, options.seed, options.eos)
-        sampling = sampling_of(answer, tokenizer, [row], vocab_size)
-        given = sampling.ends.shape[1]
+        ends = end_tokens(options.eos, tokenizer, 1)
+        given = ends.shape[1]
         if given > sizes.ends:
             raise ValueError(f"eos has {given} tokens: expected at most {sizes.ends} (Engine(max_end_tokens=...))")
         seen = np.zeros((1, vocab_size), bool)
@@ -102,12 +99,12 @@ class Ticket:
             prompt=row,
             start=Start(
                 sampler=RowSamplers.of([sampler]),
-                ends=np.pad(sampling.ends, ((0, 0), (0, sizes.ends - given)), constant_values=-1),
-                keys=np.asarray(jax.random.key_data(sampling.keys)),
+                ends=np.pad(ends, ((0, 0), (0, sizes.ends - given)), constant_values=-1),
+                seed=np.array([options.seed & 0xFFFFFFFF], np.uint32).view(np.int32),
                 seen=seen,
                 limit=np.array([limit], np.int32),
             ),
-            ends=frozenset(sampling.ends[0].tolist()),
+            ends=frozenset(ends[0].tolist()),
             limit=int(limit),
             log_probs=options.log_probs,
             text=None if tokenizer is None else RowText(tokenizer, stops),

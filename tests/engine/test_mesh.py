@@ -14,7 +14,7 @@ from tests.engine.traffic import GREEDY
 from tests.products import part
 
 SHAPES = [(data, model) for data in (1, 2) for model in (1, 2, 4) if data * model > 1]
-CHOSEN = [("morphkv:budget=12,window=4,every=4", (2, 2)), ("adakv:base=h2o,base.budget=12,groups=2", (2, 4))]
+CHOSEN = [("adakv:base=h2o,base.budget=12,groups=2", (2, 2))]
 
 
 @pytest.mark.slow

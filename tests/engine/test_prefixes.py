@@ -24,24 +24,25 @@ CHOSEN = [text for text in AGNOSTIC if text.startswith(("adakv", "full"))]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", part([*AGNOSTIC, "keydiff:budget=12,every=1", "knorm:budget=0.5"], CHOSEN))
-def test_answers_are_those_of_a_prefilled_cache(policy: str, tiny: Decoder, tmp_path: Path) -> None:
+def test_answers_are_those_of_a_prefilled_cache(policy: str, tiny: Decoder, shallow: Decoder, tmp_path: Path) -> None:
+    params = shallow if policy == "full" else tiny
     documents = [RNG.integers(0, 101, n).tolist() for n in (3, 13, 28)]
     questions = [RNG.integers(0, 101, n).tolist() for n in (1, 5, 12)]
     asked = [(document, question) for question in questions for document in documents]
     stored = {"prefix_memory": "1MB", "prefix_folder": tmp_path}
-    with kvjax.Engine(tiny, policy, **SIZES, **stored) as engine:
+    with kvjax.Engine(params, policy, **SIZES, **stored) as engine:
         handles = [engine.submit(question, prefix=document, max_new_tokens=9) for document, question in asked]
         answers = [handle.result(timeout=60) for handle in handles]
         found = engine.stats().prefixes
     assert (found.misses, found.hits) == (3, 6)
-    caches = {tuple(document): kvjax.prefill(tiny, document, policy=policy) for document in documents}
+    caches = {tuple(document): kvjax.prefill(params, document, policy=policy) for document in documents}
     for (document, question), answer in zip(asked, answers, strict=True):
-        alone = kvjax.generate(tiny, question, cache=caches[tuple(document)], max_new_tokens=9)
+        alone = kvjax.generate(params, question, cache=caches[tuple(document)], max_new_tokens=9)
         assert answer.tokens.tolist() == alone.tokens[0].tolist()
         assert answer.prompt_tokens == len(document) + len(question)
     assert len(list(tmp_path.iterdir())) == 3
     if policy == "full":  # a later engine reads none of the documents
-        with kvjax.Engine(tiny, policy, **SIZES, **stored) as engine:
+        with kvjax.Engine(params, policy, **SIZES, **stored) as engine:
             again = engine.submit(questions[1], prefix=documents[2], max_new_tokens=9).result(timeout=60)
             assert engine.stats().prefixes.hits == 1
         assert again.tokens.tolist() == answers[5].tokens.tolist()
@@ -80,18 +81,18 @@ def test_the_least_recently_used_prefix_leaves(tiny: Decoder) -> None:
     assert (store.hits, store.misses, store.nbytes) == (2, 2, 2 * size)
 
 
-def test_what_does_not_fit_after_a_prefix_is_refused(tiny: Decoder, tmp_path: Path) -> None:
-    with kvjax.Engine(tiny, "full", **SIZES, prefix_memory=10**6) as engine:
+@pytest.mark.slow
+def test_what_does_not_fit_after_a_prefix_is_refused(shallow: Decoder, tmp_path: Path) -> None:
+    with kvjax.Engine(shallow, "full", **SIZES, prefix_memory=10**6) as engine:
         with pytest.raises(ValueError, match="the prefix has 29 tokens: expected at most max_prompt=28"):
             engine.submit([1], prefix=[1] * 29)
         with pytest.raises(ValueError, match="the prompt after a prefix has 17 tokens: expected at most chunk=16"):
             engine.submit([1] * 17, prefix=[1])
         assert engine.submit([1] * 16, prefix=[2] * 28, max_new_tokens=1).result(timeout=60).prompt_tokens == 44
-    with kvjax.Engine(tiny, "knorm:budget=12", **SIZES | {"max_new_tokens": 60}, prefix_memory=10**6) as engine:
+    sizes = {"rows": 1, "max_prompt": 16, "max_new_tokens": 60}
+    with kvjax.Engine(shallow, "knorm:budget=6", **sizes, prefix_memory=10**6) as engine:
         with pytest.raises(ValueError, match=r"a question of 10 tokens and an answer of 60 do not fit after a prefix"):
-            engine.submit([1] * 10, prefix=[1] * 20)
-        assert len(engine.submit([1] * 10, prefix=[1] * 20, max_new_tokens=54).result(timeout=60).tokens) == 54
-    with kvjax.Engine(tiny, "knorm:budget=12", **SIZES) as engine, pytest.raises(ValueError, match="prefix_memory"):
-        engine.submit([1], prefix=[2])
+            engine.submit([1] * 10, prefix=[1] * 12)
+        assert len(engine.submit([1] * 10, prefix=[1] * 12, max_new_tokens=54).result(timeout=60).tokens) == 54
     with pytest.raises(ValueError, match="without prefix_memory: expected both"):
-        kvjax.Engine(tiny, "full", **SIZES, prefix_folder=tmp_path)
+        kvjax.Engine(shallow, "full", **SIZES, prefix_folder=tmp_path)
