@@ -126,7 +126,7 @@ class Request:
         # Without a prompt the pending tokens are decoded in one step, which needs no bucket.
         batch = Batch.of(rows, size=1 if prompt is None else None)
         texts = texts_of(cache.policy if cache is not None else policy or policies.full(), tokenizer, config.vocab_size)
-        sampling = None if answer is None else sampling_of(answer, tokenizer, rows, config.vocab_size)
+        sampling = None if answer is None else _sampling(answer, tokenizer, rows, config.vocab_size)
         # Everything has been checked. From here on programs may be compiled.
         make_room()
         if cache is None:
@@ -223,12 +223,9 @@ def check_answer(answer: AnswerOptions) -> None:
     check_size("max_new_tokens", limit)
 
 
-def sampling_of(
-    answer: AnswerOptions, tokenizer: Any, rows: Sequence[Int[np.ndarray, "_"]], vocab_size: int
-) -> Sampling:
-    """What sampling the answers to these rows needs. Raises ValueError for seeds and end tokens of no accepted form."""
+def _sampling(answer: AnswerOptions, tokenizer: Any, rows: Sequence[Int[np.ndarray, "_"]], vocab_size: int) -> Sampling:
     sampler = answer.sampler or Greedy()
-    ends = _end_tokens(answer.eos, tokenizer, len(rows))
+    ends = end_tokens(answer.eos, tokenizer, len(rows))
     seen = None
     if sampler.needs_seen:
         seen = np.zeros((len(rows), vocab_size), bool)
@@ -237,7 +234,8 @@ def sampling_of(
     return Sampling(sampler, ends, _row_keys(answer.seed, len(rows)), seen)
 
 
-def _end_tokens(eos: EndTokens, tokenizer: Any, batch: int) -> Int[np.ndarray, "B E"]:
+def end_tokens(eos: EndTokens, tokenizer: Any, batch: int) -> Int[np.ndarray, "B E"]:
+    """The end tokens of each row, padded with -1. Raises ValueError for what are none."""
     if eos is None:
         eos = () if tokenizer is None or tokenizer.eos_token_id is None else tokenizer.eos_token_id
     eos = eos.tolist() if hasattr(eos, "tolist") else eos
@@ -261,10 +259,10 @@ def _row_keys(seed: Any, batch: int) -> Key[Array, "B"]:
     if isinstance(seed, jax.Array):
         return _keys_of(seed, batch)
     given = seed.tolist() if isinstance(seed, np.ndarray) else seed
-    if _is_seed(given):
+    if is_seed(given):
         return jax.random.split(jax.random.key(int(given)), batch)
     seeds: list[Any] = list(given) if isinstance(given, Iterable) else [given]
-    if len(seeds) != batch or not all(map(_is_seed, seeds)):
+    if len(seeds) != batch or not all(map(is_seed, seeds)):
         raise ValueError(f"seed={shown(seed)}: {_expected_seed(batch)}")
     return jnp.stack([jax.random.key(int(s)) for s in seeds])
 
@@ -291,5 +289,6 @@ def _expected_seed(batch: int) -> str:
     )
 
 
-def _is_seed(value: Any) -> bool:
+def is_seed(value: Any) -> bool:
+    """Whether a value is an integer of 64 bits."""
     return is_integer(value) and -(2**63) <= value < 2**63

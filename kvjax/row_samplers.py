@@ -49,9 +49,14 @@ class RowSamplers:
         )
 
     def __call__(
-        self, logits: Float[Array, "B V"], keys: Key[Array, "B"], seen: Bool[Array, "B V"]
+        self,
+        logits: Float[Array, "B V"],
+        keys: Key[Array, "B"] | None = None,
+        seen: Bool[Array, "B V"] | None = None,
     ) -> Int32[Array, "B"]:
-        """Draws the next token of each row. The arguments are those of `SamplingMethod`."""
+        """Draws the next token of each row. The arguments are those of `SamplingMethod`, and both are required."""
+        assert keys is not None
+        assert seen is not None
         penalty = self.penalty[:, None]
         logits = _where_set(penalty != 1, lambda x: penalize_repetition(x, seen, penalty), logits.astype(jnp.float32))
         best = jnp.argmax(logits, axis=-1).astype(jnp.int32)

@@ -139,6 +139,7 @@ def test_no_circle_of_imports() -> None:
         ("kvjax.policy", ("kvjax.policies", "kvjax.parts", "kvjax.methods", "kvjax.attend")),
         ("kvjax.attend", ("kvjax.policies", "kvjax.parts", "kvjax.methods")),
         ("kvjax.methods", ("kvjax.policies", "kvjax.parts", "kvjax.attend", "kvjax.kv_cache")),
+        ("kvjax.engine", ("kvjax.cli", "kvjax.evaluation", "kvjax.generate", "kvjax.stream", "kvjax.methods")),
         ("kvjax.models", ("kvjax",)),
         ("kvjax.pallas_kernels", ("kvjax",)),
     ],
@@ -156,6 +157,12 @@ def test_packages_import_nothing_above_them(package: str, forbidden: tuple[str, 
 def test_methods_are_imported_by_policies_and_parts_only() -> None:
     users = {name for name, targets in graph().items() if any(within(target, "kvjax.methods") for target in targets)}
     assert {name for name in users if not within(name, "kvjax.methods")} == {"kvjax.policies", "kvjax.parts"}
+
+
+def test_the_engine_is_used_from_above_only() -> None:
+    users = {name for name, targets in graph().items() if any(within(target, "kvjax.engine") for target in targets)}
+    above = ("kvjax.engine", "kvjax.cli", "kvjax.evaluation", "kvjax.serve")
+    assert {name for name in users if not any(within(name, room) for room in above)} == {"kvjax"}
 
 
 MODES_OF_THEIR_OWN = (

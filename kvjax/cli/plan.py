@@ -33,7 +33,7 @@ def plan(
     from kvjax.checkpoint import dtype_named, locate, read_headers, source_of
     from kvjax.engine import Footprint
     from kvjax.engine.memory import bytes_of
-    from kvjax.engine.reading import Plans
+    from kvjax.engine.plans import Plans
     from kvjax.engine.sizes import Sizes
     from kvjax.plan import check_sizes
 

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 
 from kvjax import policies
 from kvjax.checks import check_params, check_size
+from kvjax.kv_cache import check_groups
 from kvjax.models import Decoder
 from kvjax.modes import own_modes
 from kvjax.policy import Policy
@@ -22,15 +24,17 @@ from kvjax.prompts import Prompt
 from kvjax.request import EndTokens, as_policy, check_tokenizer, texts_of
 from kvjax.row_text import check_fast
 from kvjax.sampling import SamplingMethod
-from kvjax.sharding import mesh_of
+from kvjax.sharding import MODEL, check_batch, mesh_of
+from kvjax.shown import shown
 
 from .device import Device
 from .handle import Handle
 from .loop import Loop
 from .memory import Footprint, bytes_of, device_memory, weights_per_device
-from .reading import Plans
+from .plans import Plans
+from .prefixes import PrefixStore
 from .sizes import CHUNK, Sizes
-from .stats import Stats
+from .stats import Prefixes, Stats
 from .ticket import Options, Ticket
 
 
@@ -66,6 +70,8 @@ class Engine:
         max_queue: int = 1024,
         max_end_tokens: int = 8,
         memory: int | str | None = None,
+        prefix_memory: int | str | None = None,
+        prefix_folder: str | Path | None = None,
     ) -> None:
         """Compiles all programs and starts the loop.
 
@@ -82,6 +88,9 @@ class Engine:
             max_end_tokens: the most end tokens of a request.
             memory: of each device: a number of bytes, or a text such as "80GB". The default is what the device says it
                 has; a CPU does not say.
+            prefix_memory: the most bytes of stored prefixes on the host, in the same form. None: requests have no
+                prefix.
+            prefix_folder: where prefixes are kept on disk too, for later engines of the same model, policy and sizes.
 
         Raises:
             ValueError: for an argument that is not accepted, before anything is compiled; and for rows that do not fit
@@ -105,13 +114,27 @@ class Engine:
                 f"({config.rope}); RoPE extrapolates beyond that, but answers usually degrade",
                 stacklevel=3,
             )
-        plans = Plans.of(config, self.policy, self.sizes, jnp.dtype(params.embed.dtype), mesh_of(params), texts)
+        mesh = mesh_of(params)
+        check_batch(rows, mesh)
+        check_groups(self.policy.budget, config.num_kv_heads, 1 if mesh is None else mesh.shape[MODEL])
+        plans = Plans.of(config, self.policy, self.sizes, jnp.dtype(params.embed.dtype), mesh, texts)
         self.footprint = Footprint.of(config, plans, weights_per_device(params))
         most = device_memory(params) if memory is None else bytes_of(memory)
         if most is not None:
             self.footprint.check(rows, most, plans.batch)
+        self._store = None
+        if prefix_memory is not None:
+            self._store = PrefixStore(
+                params, self.policy, self.sizes, memory=bytes_of(prefix_memory), folder=prefix_folder
+            )
+        elif prefix_folder is not None:
+            raise ValueError(f"prefix_folder={shown(prefix_folder)} without prefix_memory: expected both")
+        if prefix_folder is not None and mesh is not None:
+            raise ValueError("prefix_folder on a mesh: expected prefix_memory alone, or one device")
         example = Ticket.of([0], Options(1), self.sizes, None, config.vocab_size)
-        device = Device(params, plans, example)
+        device = Device(params, plans, example, self._store)
+        self._row = device.row
+        self._plans = plans
         self.footprint = replace(self.footprint, workspace=device.workspace)
         if most is not None:
             self.footprint.check(rows, most, plans.batch)
@@ -134,6 +157,7 @@ class Engine:
         eos: EndTokens = None,
         stop: str | Sequence[str] = (),
         log_probs: bool = False,
+        prefix: Prompt | None = None,
     ) -> Handle:
         """Accepts a request, and returns at once. The answer is that of `kvjax.generate` with the same arguments.
 
@@ -145,6 +169,8 @@ class Engine:
             eos: an end token, or a list of them. The default is the tokenizer's.
             stop: a string that ends the answer, or a list of them.
             log_probs: whether to return the log-probability of each token.
+            prefix: a document or system prompt that other requests begin with too. It is read and compressed once. The
+                answer is that of `generate(params, prompt, cache=prefill(params, prefix))`.
 
         Raises:
             ValueError: for an argument that is not accepted: an empty prompt, a prompt or an answer that is longer than
@@ -152,12 +178,16 @@ class Engine:
             QueueFullError: `max_queue` requests wait already.
             EngineClosedError: the engine is closed, or its loop has failed.
         """
-        options = Options(max_new_tokens, sampler, seed, eos, stop, log_probs)
+        if prefix is not None and self._store is None:
+            raise ValueError(f"prefix={shown(prefix)}: expected an engine with prefix_memory=")
+        options = Options(max_new_tokens, sampler, seed, eos, stop, log_probs, prefix)
         ticket = Ticket.of(prompt, options, self.sizes, self.tokenizer, self.params.config.vocab_size)
+        if ticket.prefix is not None:
+            self._plans.check_after(ticket.prefix.size, ticket.prompt.size, ticket.limit, self._row)
         self._loop.submit(ticket)
         return Handle(
             ticket.feed,
-            ticket.prompt.size,
+            ticket.prompt_tokens,
             text=ticket.text is not None,
             log_probs=log_probs,
             cancel=partial(self._cancel, ticket),
@@ -168,9 +198,13 @@ class Engine:
 
     def stats(self) -> Stats:
         """What the engine has done until now, and what it holds."""
-        loop = self._loop
+        loop, store = self._loop, self._store
         return loop.counters.snapshot(
-            rows=self.sizes.rows, rows_busy=loop.busy, queue=loop.waiting, cache_bytes=self._cache_bytes
+            rows=self.sizes.rows,
+            rows_busy=loop.busy,
+            queue=loop.waiting,
+            cache_bytes=self._cache_bytes,
+            prefixes=Prefixes() if store is None else Prefixes(store.hits, store.misses, store.nbytes),
         )
 
     def close(self, *, drain: bool = True) -> None:

@@ -150,15 +150,20 @@ class Loop:
             with self._changed:
                 if self._queue:
                     ticket = self._queue.popleft()
-                    self._reading = Reading(ticket, self._device.read(ticket.prompt))
+                    self._reading = Reading(ticket, self._device.read(ticket.prompt, ticket.prefix))
         if self._reading is None:
             return
+        ticket = self._reading.ticket
         try:
             next(self._reading.units)
+        except OSError as error:  # of the prefix store, which concerns this request alone
+            self._reading = None
+            ticket.feed.fail(error)
+            self.counters.finish("failed")
         except StopIteration as stop:
-            ticket, row = self._reading.ticket, self.rows.index(None)
+            row = self.rows.index(None)
             self._reports.append((self._device.admit(stop.value, ticket.start, row), [ticket]))
-            self.counters.prompt_tokens += ticket.prompt.size
+            self.counters.prompt_tokens += ticket.prompt_tokens
             self.rows[row], self._reading = ticket, None
 
     def _step(self) -> bool:
@@ -172,7 +177,7 @@ class Loop:
 
     def _deliver(self, report: Int32[Array, "3 B"], tickets: list[Ticket | None]) -> None:
         """Gives each request that has not ended meanwhile its token."""
-        tokens, bits, active = np.asarray(report)
+        tokens, bits, active = np.ascontiguousarray(np.asarray(report)[:, : len(tickets)])
         for ticket, token, log_prob, on in zip(tickets, tokens, bits.view(np.float32), active, strict=True):
             if ticket is None or ticket.feed.ended:
                 continue

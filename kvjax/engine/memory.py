@@ -15,7 +15,7 @@ from kvjax.models import Decoder, DecoderConfig
 from kvjax.plan import bytes_per_device, plan_cache
 from kvjax.shown import shown
 
-from .reading import Plans, with_slots
+from .plans import Plans, with_slots
 
 UNITS = {
     "B": 1,
@@ -78,7 +78,8 @@ class Footprint:
             leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((planned.length, planned.rope, planned.pending))
         )
         # Tokens and log-probabilities, the tokens seen, end tokens, the key, the sampler, and what ends the answer.
-        answer = 8 * sizes.max_new_tokens + config.vocab_size + 4 * sizes.ends + 8 + (1 + 5 * 4) + (1 + 4 + 4)
+        key = jax.eval_shape(jax.random.key, 0).dtype.itemsize
+        answer = 8 * sizes.max_new_tokens + config.vocab_size + 4 * sizes.ends + key + (1 + 5 * 4) + (1 + 4 + 4)
         return cls(weights, cache + small + answer, _reading(config, plans, model) + cache)
 
     def total(self, rows: int) -> int:

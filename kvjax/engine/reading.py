@@ -7,102 +7,28 @@ prompt's length alone, never from the prompt, so that all of them are known befo
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from kvjax.allocate import allocate, passes, pool_rows, replay, shows_whole_segments
+from kvjax.allocate import allocate, passes, pool_rows, replay
 from kvjax.attend import ReadPlan
 from kvjax.extend import jitted_read, read
 from kvjax.kv_cache import KVCache
-from kvjax.models import Decoder, DecoderConfig
-from kvjax.plan import placed
-from kvjax.policy import Policy, Texts
+from kvjax.models import Decoder
+from kvjax.policy import Policy
 from kvjax.prefill import read_on
 from kvjax.programs import jit
-from kvjax.room import Ending, ending, plan_read
-from kvjax.sharding import rows_sharding
+from kvjax.sharding import fetch
 
 from .compiling import Programs
-from .sizes import Sizes
-
-
-@dataclass(frozen=True)
-class Plans:
-    """The static choices of all reads of an engine.
-
-    Attributes:
-        policy: what caches retain.
-        sizes: of the engine.
-        empty: the shapes of a cache of one row before its prompt, without slots.
-        end: what happens at the end of a prompt.
-        mesh: the devices; None for one.
-        texts: token ids that the policy's score replays.
-    """
-
-    policy: Policy
-    sizes: Sizes
-    empty: KVCache
-    end: Ending
-    mesh: Mesh | None
-    texts: Texts
-
-    @classmethod
-    def of(
-        cls, config: DecoderConfig, policy: Policy, sizes: Sizes, dtype: jnp.dtype, mesh: Mesh | None, texts: Texts
-    ) -> Plans:
-        """The choices for a model, of which only the shapes matter."""
-        empty = jax.eval_shape(lambda: KVCache.empty(config, policy, jnp.ones(1, jnp.int32), sizes.prompt, dtype))
-        return cls(policy, sizes, empty, ending(empty, "auto"), mesh, texts)
-
-    @property
-    def batch(self) -> int:
-        """The number of rows in which a prompt is read: on a mesh, one for each part of the batch."""
-        return 1 if self.mesh is None else self.mesh.shape["data"]
-
-    def shape(self, *axes: int) -> jax.ShapeDtypeStruct:
-        """The shape of int32 numbers with axes [B, ...]."""
-        return self.placed_rows(jax.ShapeDtypeStruct(axes, jnp.int32))
-
-    def placed_rows(self, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        """The same shape, with axes [B, ...], where the rows lie."""
-        return x if self.mesh is None else placed(x, rows_sharding(self.mesh))
-
-    def placed(self, cache: KVCache) -> KVCache:
-        """The same shapes of a cache where it lies."""
-        return cache if self.mesh is None else placed(cache, cache.shardings)
-
-    def last(self, size: int) -> ReadPlan:
-        """Of the last or only read of a prompt of a class. It leaves the slots of a resident row."""
-        if self.end.allocate:
-            return self._plan(size, compress=False, final=False)
-        return self._plan(self.sizes.prompt, room=self.sizes.room, compress=self.end.compress, final=self.end.final)
-
-    def between(self, size: int) -> ReadPlan:
-        """Of the reads of a prompt before the last one."""
-        return self._plan(size - self.sizes.chunk, compress=False, final=False)
-
-    def _plan(self, new: int, *, room: int = 0, compress: bool, final: bool) -> ReadPlan:
-        nothing = (0,) * len(self.empty.entries)
-        return plan_read(self.empty, nothing, new=new, room=room, compress=compress, final=final)
-
-    @property
-    def begin(self) -> dict[str, Any]:
-        """The static arguments of `begun`."""
-        return {"policy": self.policy, "size": self.sizes.prompt, "mesh": self.mesh}
-
-    def bounded(self, cache: KVCache) -> KVCache:
-        """A cache whose budget has been allocated, with the static bound of its segments that every prompt keeps to."""
-        if not shows_whole_segments(self.policy):
-            return cache
-        longest = max(self.sizes.prompt, *(kept for kept in self.empty.kept if kept is not None))
-        return replace(cache, entries=cache.entries.within(longest))
+from .plans import Plans, with_slots
+from .prefixes import PrefixStore
 
 
 @partial(jit, static_argnames=("policy", "size", "slots", "mesh"))
@@ -118,11 +44,6 @@ def begun(
     """A cache before its prompt, with empty slots."""
     cache = KVCache.empty(params.config, policy, lengths, size, params.embed.dtype)
     return replace(with_slots(cache, slots), mesh=mesh).in_place()
-
-
-def with_slots(cache: KVCache, slots: tuple[int, ...]) -> KVCache:
-    """The same cache with this number of slots in each layer."""
-    return replace(cache, entries=cache.entries.grow(slots))
 
 
 @partial(jit, static_argnames=("policy", "size", "plan", "mesh"))
@@ -142,8 +63,12 @@ def read_whole(
     return read(params, cache, tokens, lengths, plan=plan)
 
 
-def compile_reads(programs: Programs, plans: Plans, params: Decoder) -> tuple[Any, KVCache]:
-    """Adds the programs that read prompts of every class, and returns the shapes of the logits and a row's cache."""
+def compile_reads(programs: Programs, plans: Plans, params: Decoder, *, after: bool) -> tuple[Any, KVCache]:
+    """Adds the programs that read prompts of every class, and returns the shapes of the logits and a row's cache.
+
+    Args:
+        after: whether to add those that read a question after a stored prefix.
+    """
     chunk = plans.sizes.chunk
     lengths = plans.shape(plans.batch)
     for size in plans.sizes.classes:
@@ -161,6 +86,10 @@ def compile_reads(programs: Programs, plans: Plans, params: Decoder) -> tuple[An
         cache = plans.placed(cache)
         if plans.end.allocate:
             cache = _compile_allocation(programs, plans, params, cache, size)
+    for size in plans.sizes.classes if after else ():
+        if size <= chunk:
+            tokens, plan = plans.shape(plans.batch, size), plans.after(size, cache)
+            programs.add(("after", size), read_on, params, cache, tokens, lengths, plan=plan)
     return plans.placed_rows(logits), cache
 
 
@@ -201,3 +130,28 @@ def reading(
         yield
         cache = plans.bounded(programs.run(("allocate", size), params, cache))
     return logits, cache
+
+
+def reading_after(
+    programs: Programs,
+    plans: Plans,
+    params: Decoder,
+    prompt: Int[np.ndarray, "N"],
+    prefix: Int[np.ndarray, "N"],
+    store: PrefixStore,
+) -> Generator[None, None, tuple[Float[Array, "1 V"], KVCache]]:
+    """Reads a question after a prefix, which is read first unless it is stored. It yields as `reading` does."""
+    key = store.key(prefix)
+    cache = store.get(key)
+    if cache is None:
+        _, cache = yield from reading(programs, plans, params, prefix)
+        for leaf in jax.tree.leaves(cache):
+            leaf.copy_to_host_async()
+        yield
+        store.put(key, jax.tree.map(lambda x: fetch(x)[:1], cache))
+    else:
+        cache = jax.tree.map(lambda x: np.repeat(x, plans.batch, axis=0), cache)
+    lengths = np.full(plans.batch, prompt.size, np.int32)
+    padded = np.zeros((plans.batch, plans.sizes.padded(prompt.size)), np.int32)
+    padded[:, padded.shape[1] - prompt.size :] = prompt
+    return programs.run(("after", padded.shape[1]), params, cache, padded, lengths)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Int32, UInt32
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, Int32
 
 from kvjax.decode import Answers, Decoding
 from kvjax.gpu_flags import STEP_OPTIONS
@@ -16,6 +18,7 @@ from kvjax.kv_cache import KVCache
 from kvjax.programs import jit
 from kvjax.request import Sampling
 from kvjax.row_samplers import RowSamplers
+from kvjax.sharding import DATA, MODEL
 
 
 @jax.tree_util.register_dataclass
@@ -26,14 +29,14 @@ class Start:
     Attributes:
         sampler: its settings.
         ends: its end tokens, padded with -1. int32.
-        keys: the data of its PRNG key.
+        seed: the last 32 bits of its seed, which are all that `jax.random.key` looks at with 32-bit types. int32.
         seen: marks the tokens of its prompt.
         limit: the most tokens of its answer. int32.
     """
 
     sampler: RowSamplers
     ends: Int[Any, "B E"]
-    keys: UInt32[Any, "B K"]
+    seed: Int[Any, "B"]
     seen: Bool[Any, "B V"]
     limit: Int[Any, "B"]
 
@@ -53,7 +56,9 @@ class Resident:
         Args:
             size: the most tokens that any answer can have.
         """
-        sampling = Sampling(start.sampler, start.ends, jax.random.wrap_key_data(start.keys), start.seen)
+        # The key that `generate` gives to a batch of one row.
+        keys = jax.vmap(lambda seed: jax.random.split(jax.random.key(seed), 1)[0])(start.seed)
+        sampling = Sampling(start.sampler, start.ends, keys, start.seen)
         answers = Answers.begin(sampling, size=size, log_probs=True, put=jnp.asarray)
         return cls(Decoding(cache, answers).take(logits), start.limit).within_limits()
 
@@ -76,21 +81,59 @@ class Resident:
 def idle(cache: KVCache, logits: Float[Array, "B V"], start: Start, *, rows: int, size: int) -> Resident:
     """Rows that are not active. They hold copies of a row that has been read, because no array may be undefined."""
     one = Resident.begin(cache, logits, start, size=size)
-    copies = jax.tree.map(lambda x: jnp.repeat(x, rows // x.shape[0], axis=0), one)
-    return replace(copies, decoding=copies.decoding.with_active(jnp.zeros(rows, bool)))
+
+    def copied(one: Resident) -> Resident:
+        copies = jax.tree.map(lambda x: jnp.repeat(x, rows // start.limit.size, axis=0), one)
+        return replace(copies, decoding=copies.decoding.with_active(jnp.zeros(copies.limits.shape, bool)))
+
+    return _on_devices(copied, one)
 
 
 @partial(jit, donate_argnames="resident")
 def admit(
-    resident: Resident, cache: KVCache, logits: Float[Array, "1 V"], start: Start, row: Int[Array, ""]
-) -> tuple[Resident, Int32[Array, "3 1"]]:
-    """Writes a request into a row, and samples the first token of its answer."""
+    resident: Resident, cache: KVCache, logits: Float[Array, "B V"], start: Start, row: Int[Array, ""]
+) -> tuple[Resident, Int32[Array, "3 B"]]:
+    """Writes a request into a row, and samples the first token of its answer.
+
+    On a mesh each part of the batch has read the prompt, and the devices that hold the row write it. The parts report
+    the same.
+    """
     new = Resident.begin(cache, logits, start, size=resident.decoding.answers.tokens.shape[1])
 
-    def put(x: Array, new: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(x, new, row, axis=0)
+    def put(resident: Resident, new: Resident) -> Resident:
+        held = resident.limits.size
+        at = row if cache.mesh is None else row - held * jax.lax.axis_index(DATA)
+        inside, at = (at >= 0) & (at < held), jnp.clip(at, 0, held - 1)
 
-    return jax.tree.map(put, resident, new), new.report()
+        def put_row(x: Array, new: Array) -> Array:
+            old = jax.lax.dynamic_slice_in_dim(x, at, 1, axis=0)
+            return jax.lax.dynamic_update_slice_in_dim(x, jnp.where(inside, new, old), at, axis=0)
+
+        return jax.tree.map(put_row, resident, new)
+
+    return _on_devices(put, resident, new), new.report()
+
+
+def shardings(resident: Resident, mesh: Mesh) -> Resident:
+    """Where each array of rows lies on a mesh."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), _specs(resident))
+
+
+def _on_devices(change: Callable[..., Resident], *rows: Resident) -> Resident:
+    """`change(*rows)`. On a mesh each device changes the part that it holds."""
+    mesh = rows[0].decoding.cache.mesh
+    if mesh is None:
+        return change(*rows)
+    specs = tuple(map(_specs, rows))
+    return jax.shard_map(change, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)(*rows)
+
+
+def _specs(resident: Resident) -> Resident:
+    """How each array of rows is divided over a mesh: entries by rows and kv heads, all others by rows."""
+    specs = jax.tree.map(lambda _: PartitionSpec(DATA), resident)
+    entries = jax.tree.map(lambda _: PartitionSpec(DATA, MODEL), resident.decoding.cache.entries)
+    cache = replace(specs.decoding.cache, entries=entries)
+    return replace(specs, decoding=replace(specs.decoding, cache=cache))
 
 
 @partial(jit, static_argnames="tree", donate_argnames="resident", compiler_options=STEP_OPTIONS)

@@ -39,6 +39,21 @@ class Histogram:
 
 
 @dataclass(frozen=True)
+class Prefixes:
+    """What the prefix store has done.
+
+    Attributes:
+        hits: requests whose prefix was stored.
+        misses: requests whose prefix had to be read.
+        nbytes: the size of the prefixes on the host.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
 class Stats:
     """A snapshot of an engine. Counts are since its start.
 
@@ -56,6 +71,7 @@ class Stats:
         first_token: times from `submit` to the first token.
         between_tokens: times between one token of a request and the next.
         cache_bytes: the size of the resident cache.
+        prefixes: what the prefix store has done.
     """
 
     rows: int
@@ -71,6 +87,7 @@ class Stats:
     first_token: Histogram
     between_tokens: Histogram
     cache_bytes: int
+    prefixes: Prefixes = Prefixes()
 
     @property
     def tokens_per_second(self) -> float:
@@ -129,7 +146,9 @@ class Counters:
         with self.lock:
             self.finished[reason] = self.finished.get(reason, 0) + 1
 
-    def snapshot(self, *, rows: int, rows_busy: int, queue: int, cache_bytes: int) -> Stats:
+    def snapshot(
+        self, *, rows: int, rows_busy: int, queue: int, cache_bytes: int, prefixes: Prefixes = Prefixes()
+    ) -> Stats:
         """The counts now."""
         with self.lock:
             return Stats(
@@ -146,4 +165,5 @@ class Counters:
                 first_token=self.first_token.histogram(),
                 between_tokens=self.between_tokens.histogram(),
                 cache_bytes=cache_bytes,
+                prefixes=prefixes,
             )

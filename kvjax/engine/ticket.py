@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.checks import is_integer
 from kvjax.prompts import Prompt, is_single, rows_of
-from kvjax.request import AnswerOptions, EndTokens, check_answer, sampling_of
+from kvjax.request import AnswerOptions, EndTokens, check_answer, end_tokens, is_seed
 from kvjax.row_samplers import RowSamplers
 from kvjax.row_text import RowText, stop_strings
 from kvjax.sampling import Greedy, SamplingMethod
@@ -34,6 +32,7 @@ class Options:
     eos: EndTokens = None
     stop: str | Sequence[str] = ()
     log_probs: bool = False
+    prefix: Prompt | None = None
 
 
 @dataclass(eq=False)
@@ -42,6 +41,7 @@ class Ticket:
 
     Attributes:
         prompt: int32 token ids.
+        prefix: int32 token ids of the prefix that precedes the prompt, or None.
         start: the arrays that start the answer, with an axis of one row.
         ends: the end tokens.
         limit: the most tokens of the answer.
@@ -59,6 +59,7 @@ class Ticket:
     limit: int
     log_probs: bool
     text: RowText | None
+    prefix: Int[np.ndarray, "N"] | None = None
     feed: Feed = field(default_factory=Feed)
     submitted: float = field(default_factory=time.perf_counter)
     last: float | None = None
@@ -75,21 +76,21 @@ class Ticket:
         check_answer(AnswerOptions(limit, options.sampler))
         if limit > sizes.max_new_tokens:
             raise ValueError(f"max_new_tokens={limit}: expected at most the engine's {sizes.max_new_tokens}")
-        if not is_integer(options.seed):
+        if not is_seed(options.seed):
             raise ValueError(f"seed={shown(options.seed)}: expected an integer of 64 bits")
         if not isinstance(options.log_probs, bool):
             raise ValueError(f"log_probs={shown(options.log_probs)}: expected True or False")
-        rows = rows_of(prompt, tokenizer, vocab_size, begins=True)
-        if not is_single(prompt) or len(rows) != 1:
-            raise ValueError(f"the prompt has {len(rows)} rows: expected one prompt per request, without a batch axis")
-        row = rows[0].astype(np.int32)
-        if row.size > sizes.max_prompt:
-            raise ValueError(f"the prompt has {row.size} tokens: expected at most max_prompt={sizes.max_prompt}")
+        prefix = None
+        if options.prefix is not None:
+            prefix = _row("prefix", options.prefix, tokenizer, vocab_size, begins=True, answered=False)
+            _check_length("prefix", prefix.size, "max_prompt", sizes.max_prompt)
+        row = _row("prompt", prompt, tokenizer, vocab_size, begins=prefix is None, answered=True)
+        name, most = ("max_prompt", sizes.max_prompt) if prefix is None else ("chunk", sizes.chunk)
+        _check_length("prompt" if prefix is None else "prompt after a prefix", row.size, name, most)
         stops = stop_strings(options.stop, tokenizer)
         sampler = options.sampler or Greedy()
-        answer = AnswerOptions(limit, options.sampler, options.seed, options.eos)
-        sampling = sampling_of(answer, tokenizer, rows, vocab_size)
-        given = sampling.ends.shape[1]
+        ends = end_tokens(options.eos, tokenizer, 1)
+        given = ends.shape[1]
         if given > sizes.ends:
             raise ValueError(f"eos has {given} tokens: expected at most {sizes.ends} (Engine(max_end_tokens=...))")
         seen = np.zeros((1, vocab_size), bool)
@@ -98,16 +99,22 @@ class Ticket:
             prompt=row,
             start=Start(
                 sampler=RowSamplers.of([sampler]),
-                ends=np.pad(sampling.ends, ((0, 0), (0, sizes.ends - given)), constant_values=-1),
-                keys=np.asarray(jax.random.key_data(sampling.keys)),
+                ends=np.pad(ends, ((0, 0), (0, sizes.ends - given)), constant_values=-1),
+                seed=np.array([options.seed & 0xFFFFFFFF], np.uint32).view(np.int32),
                 seen=seen,
                 limit=np.array([limit], np.int32),
             ),
-            ends=frozenset(sampling.ends[0].tolist()),
+            ends=frozenset(ends[0].tolist()),
             limit=int(limit),
             log_probs=options.log_probs,
             text=None if tokenizer is None else RowText(tokenizer, stops),
+            prefix=prefix,
         )
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The number of tokens of prefix and prompt."""
+        return self.prompt.size + (0 if self.prefix is None else self.prefix.size)
 
     def take(self, token: int, log_prob: float, active: bool) -> bool:
         """Adds a token to the answer, and returns whether the answer goes on.
@@ -123,3 +130,18 @@ class Ticket:
             finish = "end" if token in self.ends else "length"
         self.feed.add(Token(token, text, log_prob if self.log_probs else None), finish)
         return finish is None
+
+
+def _row(
+    name: str, prompt: Prompt, tokenizer: Any, vocab_size: int, *, begins: bool, answered: bool
+) -> Int[np.ndarray, "N"]:
+    """The token ids of a prompt, which must be a single one."""
+    rows = rows_of(prompt, tokenizer, vocab_size, begins=begins, answered=answered)
+    if not is_single(prompt) or len(rows) != 1:
+        raise ValueError(f"the {name} has {len(rows)} rows: expected one prompt per request, without a batch axis")
+    return rows[0].astype(np.int32)
+
+
+def _check_length(what: str, length: int, name: str, most: int) -> None:
+    if length > most:
+        raise ValueError(f"the {what} has {length} tokens: expected at most {name}={most}")

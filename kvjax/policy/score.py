@@ -80,6 +80,11 @@ class Needs:
     by_count: bool = False
     by_query_head: bool = False
 
+    @property
+    def asks_the_end(self) -> bool:
+        """Whether the last queries of a prompt score it, so that a question must be its end."""
+        return self.keeps_queries or (self.received is not None and self.received.last is not None)
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ class Last(SamplingMethod):
         ([1], {"eos": "x"}, "eos='x': expected a token id"),
         ([1], {"eos": list(range(9))}, "eos has 9 tokens: expected at most 8"),
         ([1], {"stop": ""}, "stop='': expected strings"),
+        ([1], {"prefix": [2]}, r"prefix=\[2\]: expected an engine with prefix_memory="),
         ([1], {"log_probs": "yes"}, "log_probs='yes': expected True or False"),
     ],
 )
@@ -176,8 +177,18 @@ def test_bytes_are_those_of_the_plan(shallow: Decoder, engine: kvjax.Engine) -> 
     assert engine.footprint.rows_within(most - 1) == 4
 
 
+def test_rows_are_changed_in_place(engine: kvjax.Engine) -> None:
+    """Every array of the resident rows is donated and returned, and admission takes little beside them."""
+    device = engine._loop._device
+    for name in ("admit", "advance"):
+        analysis = device._programs._compiled[name].memory_analysis()
+        assert analysis.alias_size_in_bytes >= engine.footprint.row * 2
+    admit = device._programs._compiled["admit"].memory_analysis()
+    assert admit.temp_size_in_bytes < 8 * engine.footprint.row
+
+
 def test_plan_says_how_many_rows_fit(tmp_path) -> None:
-    model = saved(tmp_path, layers=2)
+    model = saved(tmp_path, layers=1)
     options = ("--policy", "full", "--policy", "h2o:budget=16", "--max-prompt", 90, "--max-new-tokens", 30)
     status, stdout, _ = kv("plan", model, "--memory", "1MB", *options, "--chunk", 32, "--json")
     assert status == 0

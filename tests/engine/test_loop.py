@@ -12,6 +12,7 @@ from kvjax.engine import EngineClosedError
 from kvjax.engine.loop import Loop
 from kvjax.engine.sizes import Sizes
 from kvjax.engine.ticket import Options, Ticket
+from kvjax.row_text import RowText
 
 SIZES = Sizes.of(2, 64, 16, chunk=16)
 
@@ -25,7 +26,7 @@ class Notes:
         self.limits = np.zeros(2, np.int32)
         self.fails = False
 
-    def read(self, prompt: np.ndarray) -> Generator[None, None, Any]:
+    def read(self, prompt: np.ndarray, prefix: None) -> Generator[None, None, Any]:
         for _ in range(SIZES.chunks(prompt.size) - 1):
             self.done.append("chunk")
             yield
@@ -132,8 +133,9 @@ def test_an_error_of_the_device_ends_everything(loop: Loop, notes: Notes) -> Non
 
 
 def test_an_error_of_the_text_ends_its_request_alone(loop: Loop) -> None:
-    class Broken:
-        stopped = False
+    class Broken(RowText):
+        def __init__(self) -> None:
+            self.stopped = False
 
         def add(self, token: int, *, last: bool) -> str:
             raise UnicodeError("no text")

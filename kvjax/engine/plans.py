@@ -1,0 +1,131 @@
+"""The static choices of all reads of an engine: shapes that follow from its sizes and a prompt's class alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from kvjax.allocate import shows_whole_segments
+from kvjax.attend import ReadPlan
+from kvjax.kv_cache import KVCache
+from kvjax.models import DecoderConfig
+from kvjax.plan import placed
+from kvjax.policy import Policy, Texts
+from kvjax.room import Ending, ending, plan_read
+from kvjax.sharding import DATA, rows_sharding
+
+from .sizes import Sizes
+
+
+@dataclass(frozen=True)
+class Plans:
+    """The static choices of all reads of an engine.
+
+    Attributes:
+        policy: what caches retain.
+        sizes: of the engine.
+        empty: the shapes of a cache of one row before its prompt, without slots.
+        end: what happens at the end of a prompt.
+        mesh: the devices; None for one.
+        texts: token ids that the policy's score replays.
+    """
+
+    policy: Policy
+    sizes: Sizes
+    empty: KVCache
+    end: Ending
+    mesh: Mesh | None
+    texts: Texts
+
+    @classmethod
+    def of(
+        cls, config: DecoderConfig, policy: Policy, sizes: Sizes, dtype: jnp.dtype, mesh: Mesh | None, texts: Texts
+    ) -> Plans:
+        """The choices for a model, of which only the shapes matter."""
+        empty = jax.eval_shape(lambda: KVCache.empty(config, policy, jnp.ones(1, jnp.int32), sizes.prompt, dtype))
+        return cls(policy, sizes, empty, ending(empty, "auto"), mesh, texts)
+
+    @property
+    def batch(self) -> int:
+        """The number of rows in which a prompt is read: on a mesh, one for each part of the batch."""
+        return 1 if self.mesh is None else self.mesh.shape[DATA]
+
+    def shape(self, *axes: int) -> jax.ShapeDtypeStruct:
+        """The shape of int32 numbers with axes [B, ...]."""
+        return self.placed_rows(jax.ShapeDtypeStruct(axes, jnp.int32))
+
+    def placed_rows(self, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """The same shape, with axes [B, ...], where the rows lie."""
+        return x if self.mesh is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows_sharding(self.mesh))
+
+    def placed(self, cache: KVCache) -> KVCache:
+        """The same shapes of a cache where it lies."""
+        return cache if self.mesh is None else placed(cache, cache.shardings)
+
+    def last(self, size: int) -> ReadPlan:
+        """Of the last or only read of a prompt of a class. It leaves the slots of a resident row."""
+        if self.end.allocate:
+            return self._plan(size, compress=False, final=False)
+        return self._plan(self.sizes.prompt, room=self.sizes.room, compress=self.end.compress, final=self.end.final)
+
+    def after(self, size: int, row: KVCache) -> ReadPlan:
+        """Of the read of a question of a class after a stored prefix.
+
+        Args:
+            row: shapes of a row's cache, which the question leaves as they are.
+        """
+        end = ending(row, "auto")
+        if not row.entries.preallocates:
+            return ReadPlan(row.entries.bounds, row.kept if end.compress else (None,) * len(row.kept), end.final)
+        held = (self.longest + self.sizes.room,) * len(row.entries)  # more than any segment holds
+        return plan_read(row, held, new=size, room=0, compress=end.compress, final=end.final)
+
+    def check_after(self, prefix: int, question: int, limit: int, row: KVCache) -> None:
+        """Raises ValueError if a layer that grows has no room for a question and its answer after a prefix."""
+        lengths: Any = np.array([prefix])
+        layers, needed = len(row.entries), question + limit
+        if row.entries.preallocates:
+            free = self.sizes.room if row.entries.statics["growing"] else needed
+        else:
+            held = [min(prefix, int(self.policy.capacity(i, lengths, layers)[0])) for i in range(layers)]
+            whole = zip(row.grows, row.entries.bounds, held, row.windows, strict=True)
+            free = min((slots - n for grows, slots, n, window in whole if grows and slots != window), default=needed)
+        if needed > free:
+            raise ValueError(
+                f"a question of {question} tokens and an answer of {limit} do not fit after a prefix of {prefix}: "
+                f"expected at most {max(free, 0)} together, or an engine with a larger max_new_tokens"
+            )
+
+    @property
+    def longest(self) -> int:
+        """The most entries that any head retains of a prompt."""
+        return max([self.sizes.prompt, *(kept for kept in self.empty.kept if kept is not None)])
+
+    def between(self, size: int) -> ReadPlan:
+        """Of the reads of a prompt before the last one."""
+        return self._plan(size - self.sizes.chunk, compress=False, final=False)
+
+    def _plan(self, new: int, *, room: int = 0, compress: bool, final: bool) -> ReadPlan:
+        nothing = (0,) * len(self.empty.entries)
+        return plan_read(self.empty, nothing, new=new, room=room, compress=compress, final=final)
+
+    @property
+    def begin(self) -> dict[str, Any]:
+        """The static arguments of `begun`."""
+        return {"policy": self.policy, "size": self.sizes.prompt, "mesh": self.mesh}
+
+    def bounded(self, cache: KVCache) -> KVCache:
+        """A cache whose budget has been allocated, with the static bound of its segments that every prompt keeps to."""
+        if not shows_whole_segments(self.policy):
+            return cache
+        return replace(cache, entries=cache.entries.within(self.longest))
+
+
+def with_slots(cache: KVCache, slots: tuple[int, ...]) -> KVCache:
+    """The same cache with this number of slots in each layer."""
+    return replace(cache, entries=cache.entries.grow(slots))

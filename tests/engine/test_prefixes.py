@@ -1,0 +1,98 @@
+"""Stored prefixes: the same answers as from a prefilled cache, and how many are held."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.engine.prefixes import PrefixStore
+from kvjax.engine.sizes import Sizes
+from kvjax.models import Decoder
+from kvjax.policies import parse
+from tests.engine.test_tokens import KINDS
+from tests.products import part
+
+RNG = np.random.default_rng(3)
+SIZES = {"rows": 2, "max_prompt": 28, "max_new_tokens": 24, "chunk": 16}
+AGNOSTIC = [text for text in KINDS if not parse(text).score.needs.asks_the_end]
+CHOSEN = [text for text in AGNOSTIC if text.startswith(("adakv", "full"))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", part([*AGNOSTIC, "keydiff:budget=12,every=1", "knorm:budget=0.5"], CHOSEN))
+def test_answers_are_those_of_a_prefilled_cache(policy: str, tiny: Decoder, shallow: Decoder, tmp_path: Path) -> None:
+    params = shallow if policy == "full" else tiny
+    documents = [RNG.integers(0, 101, n).tolist() for n in (3, 13, 28)]
+    questions = [RNG.integers(0, 101, n).tolist() for n in (1, 5, 12)]
+    asked = [(document, question) for question in questions for document in documents]
+    stored = {"prefix_memory": "1MB", "prefix_folder": tmp_path}
+    with kvjax.Engine(params, policy, **SIZES, **stored) as engine:
+        handles = [engine.submit(question, prefix=document, max_new_tokens=9) for document, question in asked]
+        answers = [handle.result(timeout=60) for handle in handles]
+        found = engine.stats().prefixes
+    assert (found.misses, found.hits) == (3, 6)
+    caches = {tuple(document): kvjax.prefill(params, document, policy=policy) for document in documents}
+    for (document, question), answer in zip(asked, answers, strict=True):
+        alone = kvjax.generate(params, question, cache=caches[tuple(document)], max_new_tokens=9)
+        assert answer.tokens.tolist() == alone.tokens[0].tolist()
+        assert answer.prompt_tokens == len(document) + len(question)
+    assert len(list(tmp_path.iterdir())) == 3
+    if policy == "full":  # a later engine reads none of the documents
+        with kvjax.Engine(params, policy, **SIZES, **stored) as engine:
+            again = engine.submit(questions[1], prefix=documents[2], max_new_tokens=9).result(timeout=60)
+            assert engine.stats().prefixes.hits == 1
+        assert again.tokens.tolist() == answers[5].tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "snapkv:budget=16,window=4",
+        "morphkv:budget=16,window=4",
+        "tova:budget=16",
+        "finch:budget=24,window=4,chunk=8",
+        "criticalkv:base=snapkv,base.budget=16,base.window=4",
+    ],
+)
+def test_policies_that_must_see_the_question_are_refused_by_name(policy: str, tiny: Decoder) -> None:
+    with pytest.raises(ValueError, match=rf"^{type(parse(policy).score).__name__} scores a prompt by its last queries"):
+        kvjax.Engine(tiny, policy, **SIZES, prefix_memory="1MB")
+
+
+def test_the_least_recently_used_prefix_leaves(tiny: Decoder) -> None:
+    policy = parse("h2o:budget=12")
+    cache = kvjax.prefill(tiny, [1, 2, 3], policy=policy)
+    host = jax.device_get(cache)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(host))
+    store = PrefixStore(tiny, policy, Sizes.of(1, 16, 8), memory=2 * size, folder=None)
+    keys = [store.key(np.arange(n)) for n in (1, 2, 3)]
+    assert len(set(keys)) == 3
+    assert store.get(keys[0]) is None
+    store.put(keys[0], host)
+    store.put(keys[1], host)
+    assert store.get(keys[0]) is host
+    store.put(keys[2], host)
+    assert store.get(keys[1]) is None
+    assert store.get(keys[0]) is host
+    assert (store.hits, store.misses, store.nbytes) == (2, 2, 2 * size)
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_after_a_prefix_is_refused(shallow: Decoder, tmp_path: Path) -> None:
+    with kvjax.Engine(shallow, "full", **SIZES, prefix_memory=10**6) as engine:
+        with pytest.raises(ValueError, match="the prefix has 29 tokens: expected at most max_prompt=28"):
+            engine.submit([1], prefix=[1] * 29)
+        with pytest.raises(ValueError, match="the prompt after a prefix has 17 tokens: expected at most chunk=16"):
+            engine.submit([1] * 17, prefix=[1])
+        assert engine.submit([1] * 16, prefix=[2] * 28, max_new_tokens=1).result(timeout=60).prompt_tokens == 44
+    sizes = {"rows": 1, "max_prompt": 16, "max_new_tokens": 60}
+    with kvjax.Engine(shallow, "knorm:budget=6", **sizes, prefix_memory=10**6) as engine:
+        with pytest.raises(ValueError, match=r"a question of 10 tokens and an answer of 60 do not fit after a prefix"):
+            engine.submit([1] * 10, prefix=[1] * 12)
+        assert len(engine.submit([1] * 10, prefix=[1] * 12, max_new_tokens=54).result(timeout=60).tokens) == 54
+    with pytest.raises(ValueError, match="without prefix_memory: expected both"):
+        kvjax.Engine(shallow, "full", **SIZES, prefix_folder=tmp_path)
