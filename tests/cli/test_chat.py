@@ -22,12 +22,12 @@ def test_a_dialogue(shallow: Decoder, talker: PreTrainedTokenizerFast, tmp_path:
     kvjax.save_hf(shallow, tmp_path / "model", talker)
     lines = ["ba ce di", "", "fo gu", "ce", "/exit", "never"]
     result = CliRunner().invoke(
-        app, ["chat", str(tmp_path / "model"), *OPTIONS, "--system", "zu"], input="\n".join(lines)
+        app, ["chat", str(tmp_path / "model"), *OPTIONS, "--system", "ga"], input="\n".join(lines)
     )
     assert result.exit_code == 0, result.output
     cache, expected = None, []
     for turn, text in enumerate(["ba ce di", "fo gu", "ce"]):
-        messages = [{"role": "system", "content": "zu"}] * (turn == 0) + [{"role": "user", "content": text}]
+        messages = [{"role": "system", "content": "ga"}] * (turn == 0) + [{"role": "user", "content": text}]
         out = kvjax.generate(
             shallow, messages, policy=OPTIONS[1], cache=cache, compress="end", max_new_tokens=20, tokenizer=talker
         )
