@@ -30,6 +30,13 @@ def serve(
     ] = None,
     max_body: Annotated[int, typer.Option(help="The most bytes of a request.")] = 4_000_000,
     timeout: Annotated[float, typer.Option(help="The most seconds that a request may take.")] = 600.0,
+    memory: Annotated[
+        str | None, typer.Option(help="The memory of each device, such as 80GB; the default is what the device says.")
+    ] = None,
+    prefix_memory: Annotated[
+        str | None, typer.Option(help="Keep prefixes of requests in so much memory of the host, such as 4GB.")
+    ] = None,
+    prefix_folder: Annotated[Path | None, typer.Option(help="Keep prefixes on disk too.")] = None,
     chunk: Annotated[int, typer.Option(help="The most tokens of a prompt that are read between two steps.")] = 512,
     mesh: Annotated[
         str, typer.Option(metavar="DATAxMODEL", help="Spread the model over devices, such as 1x4 for four.")
@@ -66,7 +73,17 @@ def serve(
         params, tokenizer = load_named(model, dtype, mesh_sizes(mesh))
     sizes = {"rows": rows, "max_prompt": max_prompt, "max_new_tokens": max_new_tokens}
     with working("compiling"):
-        engine = kvjax.Engine(params, chosen, **sizes, tokenizer=tokenizer, chunk=chunk, max_queue=max_queue)
+        engine = kvjax.Engine(
+            params,
+            chosen,
+            **sizes,
+            tokenizer=tokenizer,
+            chunk=chunk,
+            max_queue=max_queue,
+            memory=memory,
+            prefix_memory=prefix_memory,
+            prefix_folder=prefix_folder,
+        )
     with engine:
         cache = engine.stats().cache_bytes
         note(

@@ -98,6 +98,7 @@ async def ask(engine: Engine, request: Completion | Chat) -> Asked:
         eos=() if request.ignore_eos else None,
         stop=request.stops,
         log_probs=request.log_probs,
+        prefix=request.stored,
     )
     seed = request.first_seed
     try:

@@ -43,12 +43,15 @@ class _Engine(Collector):
             ("rows_busy", "Rows that have a request.", stats.rows_busy),
             ("queue", "Requests that wait for a row.", stats.queue),
             ("cache_bytes", "Size of the resident cache in bytes.", stats.cache_bytes),
+            ("prefix_bytes", "Size of the stored prefixes in bytes.", stats.prefixes.nbytes),
         ):
             yield GaugeMetricFamily(f"kvjax_{name}", text, value)
         for name, text, count in (
             ("requests", "Accepted requests.", stats.requests),
             ("prompt_tokens", "Tokens of prompts that were read.", stats.prompt_tokens),
             ("tokens", "Tokens of answers.", stats.tokens),
+            ("prefix_hits", "Requests whose prefix was stored.", stats.prefixes.hits),
+            ("prefix_misses", "Requests whose prefix was read.", stats.prefixes.misses),
             ("steps", "Decode steps of all rows.", stats.steps),
             ("busy_seconds", "Seconds during which there was work.", stats.busy_seconds),
         ):

@@ -102,6 +102,8 @@ class Completion(Common):
     Attributes:
         prompt: text, token ids, or a list of either.
         logprobs: 0 returns the log-probability of each token. Other tokens' are not available.
+        prefix: not in OpenAI's API: text or token ids that the prompts continue. The server reads and compresses it
+            once for all requests that begin with it.
     """
 
     prompt: Annotated[
@@ -112,6 +114,14 @@ class Completion(Common):
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     suffix: Literal[""] | None = None
+    prefix: Annotated[
+        Text | Annotated[list[int], Field(min_length=1)] | None, Field(description="a string or token ids")
+    ] = None
+
+    @property
+    def stored(self) -> str | list[int] | None:
+        """The prefix as the engine takes it."""
+        return self.prefix
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -162,6 +172,16 @@ class Form(BaseModel):
     type: Literal["text"]
 
 
+Messages = Annotated[
+    list[Message],
+    Field(
+        min_length=1,
+        description="a list of objects with role (system, developer, user, assistant) and content, a string "
+        'or a list of {"type": "text", "text": ...}',
+    ),
+]
+
+
 class Chat(Common):
     """A request for `/v1/chat/completions`.
 
@@ -170,16 +190,12 @@ class Chat(Common):
         max_completion_tokens: the newer name of max_tokens. Without either, an answer may have as many tokens as the
             engine allows.
         logprobs: returns the log-probability of each token.
+        prefix: not in OpenAI's API: the first messages of the dialogue, such as a system message with a document. The
+            server reads and compresses them once for all requests that begin with them.
     """
 
-    messages: Annotated[
-        list[Message],
-        Field(
-            min_length=1,
-            description="a list of objects with role (system, developer, user, assistant) and content, a string "
-            'or a list of {"type": "text", "text": ...}',
-        ),
-    ]
+    messages: Messages
+    prefix: Messages | None = None
     max_completion_tokens: Whole | None = None
     logprobs: bool | None = None
     top_logprobs: Nothing = None
@@ -193,6 +209,11 @@ class Chat(Common):
     def prompts(self) -> list[list[dict[str, str]]]:
         """The dialogue as the one prompt."""
         return [[message.document for message in self.messages]]
+
+    @property
+    def stored(self) -> list[dict[str, str]] | None:
+        """The prefix as the engine takes it."""
+        return None if self.prefix is None else [message.document for message in self.prefix]
 
     @property
     def limit(self) -> int | None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import openai
+import uvicorn
 
 import kvjax
+from kvjax.serve import Settings, application, listen
+from kvjax.serve.server import configured
 
 POLICY = "morphkv:budget=16,window=4"
 KEY = "secret"
@@ -35,3 +40,15 @@ class Serving:
     @property
     def asynchronous(self) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
+
+
+def served(engine: kvjax.Engine, settings: Settings) -> Iterator[Serving]:
+    """Yields a server that runs in a thread, and ends it afterwards."""
+    listener = listen("127.0.0.1", 0)
+    server = uvicorn.Server(configured(application(engine, settings), patience=60))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    yield Serving(engine, listener.getsockname()[1])
+    server.should_exit = True
+    thread.join()
+    listener.close()

@@ -9,7 +9,8 @@ import pytest
 
 import kvjax
 from kvjax.models import Decoder
-from tests.serve.serving import POLICY, Serving
+from kvjax.serve import Settings
+from tests.serve.serving import POLICY, Serving, served
 
 pytestmark = pytest.mark.slow
 PROMPT = "ba ce di fo gu"
@@ -38,7 +39,7 @@ def test_completion(serving: Serving, alone: Any) -> None:
 
 def test_draws_follow_the_seed(serving: Serving, alone: Any) -> None:
     """Answer i of a prompt has the seed s + i, and the answer says which seed the server drew."""
-    settings = {"temperature": 1.5, "top_p": 0.9, "max_tokens": 10}
+    settings: Any = {"temperature": 1.5, "top_p": 0.9, "max_tokens": 10}
     out = serving.client.completions.create(model="tiny", prompt=[PROMPT, "gu"], n=2, seed=2**63 - 1, **settings)
     sampler = kvjax.Sampler(temperature=1.5, top_p=0.9)
     seeds = [2**63 - 1, -(2**63)]
@@ -130,3 +131,33 @@ def test_pieces_of_several_chats_at_once(serving: Serving, alone: Any) -> None:
         [alone(given, max_new_tokens=9, sampler=sampler, seed=seed + i).text for i in (0, 1)] for seed in (10, 20, 30)
     ]
     assert asyncio.run(all_of_them()) == expected
+
+
+def test_a_stored_prefix(shallow: Decoder, talker: Any) -> None:
+    """Texts and chats continue a document that is read once. Other servers refuse the field."""
+    policy, document = "keydiff:budget=16", "ba ce di fo gu ce di fo ba gu " * 2
+    begun = [{"role": "system", "content": document}]
+    with kvjax.Engine(
+        shallow, policy, rows=2, max_prompt=32, max_new_tokens=8, tokenizer=talker, prefix_memory="1GB"
+    ) as engine:
+        for serving in served(engine, Settings("tiny", policy)):
+            for question in ("ce di", "gu"):
+                out = serving.client.completions.create(
+                    model="tiny", prompt=question, temperature=0, max_tokens=8, extra_body={"prefix": document}
+                )
+                read = kvjax.prefill(shallow, document, policy=policy, tokenizer=talker)
+                expected = kvjax.generate(shallow, question, cache=read, max_new_tokens=8, tokenizer=talker)
+                assert out.choices[0].text == expected.text
+                asked: Any = [{"role": "user", "content": question}]
+                chat = serving.client.chat.completions.create(
+                    model="tiny", messages=asked, temperature=0, max_tokens=8, extra_body={"prefix": begun}
+                )
+                read = kvjax.prefill(shallow, begun, policy=policy, tokenizer=talker)
+                expected = kvjax.generate(shallow, asked, cache=read, max_new_tokens=8, tokenizer=talker)
+                assert chat.choices[0].message.content == expected.text
+        assert (engine.stats().prefixes.hits, engine.stats().prefixes.misses) == (2, 2)
+
+
+def test_a_server_without_stored_prefixes(serving: Serving) -> None:
+    with pytest.raises(openai.BadRequestError, match="expected an engine with prefix_memory"):
+        serving.client.completions.create(model="tiny", prompt="ba", extra_body={"prefix": "ce"})
