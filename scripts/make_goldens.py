@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import kvpress
 import kvpress.attention_patch
@@ -57,6 +58,20 @@ class DrawnGates(kvpress.DuoAttentionPress):
         shape = model.config.num_hidden_layers, model.config.num_key_value_heads
         self.gates = np.random.default_rng(0).random(shape)
         return 4, 28, self.gates
+
+
+class DrawnSketches(kvpress.CompactorPress):
+    """Compactor with sketches from a fixed seed. The press itself would draw other ones in float64."""
+
+    def post_init_from_model(self, model: PreTrainedModel) -> None:
+        config = model.config
+        shape = config.num_hidden_layers, config.num_key_value_heads, config.head_dim, self.sketch_dimension
+        self.gaussian = np.random.default_rng(0).standard_normal(shape) * self.sketch_dimension**-0.5
+
+    def score(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        drawn = self.gaussian[module.layer_idx] * self.sketch_dimension**0.5
+        with patch.object(torch, "randn", lambda *_, dtype, **__: torch.as_tensor(drawn, dtype=dtype)[None]):
+            return super().score(module, *args, **kwargs)
 
 
 # The ratios retain an integral number of tokens (such as 80 or 40 of 160), because kvpress truncates the number in
@@ -98,6 +113,13 @@ PRESSES: dict[str, kvpress.BasePress] = {
     "kvzip_c64_r50": kvpress.KVzipPress(0.5, chunk_size=64),
     "kvzip_layerwise_r75": kvpress.KVzipPress(0.75, layerwise=True),
     "duo_attention_r50": DrawnGates(0.5),
+    "non_causal_attention_c40_r50": kvpress.NonCausalAttnPress(0.5, chunk_size=40),  # the press pads a shorter chunk
+    "compactor_c37_r75": DrawnSketches(0.75, chunk_size=37, sketch_dimension=6),  # 148 tokens are not protected
+    "cur_r50": kvpress.CURPress(0.5),
+    "cur_mean_r75": kvpress.CURPress(0.75, num_sinks=2, leverage_type="kv_avg", use_local_approximation=False),
+    "capkv_r50": kvpress.CapPress(0.5),
+    "capkv_t2_f64_r75": kvpress.CapPress(0.75, tau=2.0, n_future_positions=64, n_sink=2, epsilon=0.01),
+    "blockwise_keydiff_b32_r50": kvpress.BlockPress(kvpress.KeyDiffPress(0.5), 32),
 }
 
 
@@ -126,7 +148,7 @@ def attention_of(press: kvpress.BasePress) -> str:
 @contextmanager
 def recording(press: kvpress.BasePress, scores: list[torch.Tensor]) -> Iterator[None]:
     """Appends the scores [1, H, N] that a press selects by to `scores`, one item per layer."""
-    if isinstance(press, DrawnGates):
+    if isinstance(press, DrawnGates | kvpress.BlockPress):
         yield
         return
     if isinstance(press, kvpress.KVComposePress):
@@ -290,9 +312,13 @@ def record(name: str, tiny: TinyModel, folder: Path, model: PreTrainedModel, wid
             full_heads = np.flatnonzero(~press.streaming_mask.numpy())
             gap = margin(press.gates.reshape(1, 1, -1), full_heads[None, None])
             arrays[f"{label}/gates"] = press.gates
+        elif isinstance(press, kvpress.BlockPress):  # no scores of all tokens decide
+            gap = 1.0
         else:
             gap = margin(*competing(press, out["scores"], pos))
             arrays[f"{label}/scores"] = out["scores"]
+        if isinstance(press, DrawnSketches):
+            arrays[f"{label}/gaussian"] = press.gaussian
         if isinstance(press, kvpress.KVComposePress):
             gap = min(gap, layers_margin(press, out["scores"]))
         stable = np.array_equal(pos, pos_wide) and np.array_equal(out["tokens"], out_wide["tokens"])

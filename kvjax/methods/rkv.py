@@ -96,13 +96,7 @@ class JointImportance(Score):
             visible &= held[:, :, None] > at - moment.window
         weights = _softmax(logits, visible)
         importance = jnp.sum(weights, axis=2) / jnp.maximum(jnp.sum(at >= 0, axis=2), 1)
-        return self._pooled(importance, held, distant)
-
-    def _pooled(self, scores: Array, positions: Array, eligible: Array) -> Float[Array, "B H M"]:
-        """Pools along the text, whatever the order of slots."""
-        order = jnp.argsort(positions, axis=-1)
-        in_order = (jnp.take_along_axis(x, order, axis=-1) for x in (scores, eligible))
-        return jnp.take_along_axis(self.pooling(*in_order), jnp.argsort(order, axis=-1), axis=-1)
+        return self.pooling.along_text(importance, held, distant)
 
 
 def redundancy(entries: Slots, threshold: float) -> Float[Array, "B H M"]:

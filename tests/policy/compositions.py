@@ -23,6 +23,7 @@ from kvjax.pallas_kernels import Reduction
 from kvjax.parts import (
     AccumulatedAttention,
     AdaptiveShares,
+    BlockByBlock,
     Chunks,
     CompositeShares,
     DenseLayers,
@@ -42,10 +43,13 @@ from kvjax.parts import (
     KeyNorm,
     LagDifference,
     LastAttention,
+    LeveragedAttention,
     LeverageScore,
     Neglect,
     Newest,
     NoisyAttention,
+    NonCausalAttention,
+    ObservedAttention,
     Pages,
     Pooling,
     ProjectedValues,
@@ -56,9 +60,11 @@ from kvjax.parts import (
     Reconstruction,
     Representatives,
     SimilarityMerge,
+    SquaredNorms,
     TaskAttention,
     TopTokens,
     UniformShares,
+    ValueCapacity,
     ValueMerge,
     VarianceShares,
     WindowAttention,
@@ -89,6 +95,12 @@ SCORES: tuple[Score, ...] = (
     FoldedWindow(4, 2, MEAN, ahead=True),
     JointImportance(4, Pooling("max", 3), 0.07, 0.5),
     ProjectedValues(AccumulatedAttention()),
+    ObservedAttention(),
+    SquaredNorms(window=5),
+    ValueCapacity(sinks=2, future=4),
+    NonCausalAttention(5),
+    LeveragedAttention(NonCausalAttention(5, 1, 2)),
+    BlockByBlock(KeyDifference(), 5),
     TaskAttention("self"),
     Reconstruction(),
 )
@@ -134,8 +146,9 @@ QUERIES, KEYS, VALUES = (jnp.asarray(RNG.normal(size=(L * ROWS, n, SIZE, D)), jn
 
 def refused(score: Score, budget: Any, select: Any, merge: Merge, every: int | None) -> bool:
     """What makes no sense, and nothing else."""
-    accumulates = isinstance(score, AccumulatedAttention | NoisyAttention | QueryHeadAttention)
-    window = isinstance(score, WindowAttention | FoldedWindow | JointImportance)
+    accumulates = type(score) in (AccumulatedAttention, NoisyAttention, QueryHeadAttention)
+    keeps = WindowAttention | FoldedWindow | JointImportance | NonCausalAttention | LeveragedAttention
+    window = isinstance(score, keeps)
     return (
         (isinstance(score, LastAttention) and isinstance(budget, GlobalShares | AdaptiveShares | GatedShares))
         or (isinstance(score, Reconstruction | TaskAttention) and every is not None)
@@ -143,7 +156,7 @@ def refused(score: Score, budget: Any, select: Any, merge: Merge, every: int | N
         or (isinstance(merge, ValueMerge) and (every is None or not accumulates))
         or (isinstance(merge, GaussianMerge | SimilarityMerge) and every is not None and window)
         or (isinstance(score, WindowAttention) and score.pooling is not None and every is not None)
-        or (isinstance(score, ProjectedValues) and isinstance(select, Chunks | Pages))
+        or (isinstance(score, ProjectedValues | BlockByBlock) and isinstance(select, Chunks | Pages))
         or (select == QUERY_BITS and not isinstance(score, QueryHeadAttention))
     )
 

@@ -15,9 +15,21 @@ from tests.policy.compositions import ALLOCATED, BUDGETS, MERGES, SCORES, SELECT
 
 DEFAULTS = {
     "adakv": {"alpha": 0.2, "normalise": None, "formula": "paper", "groups": 1},
+    "blockwise": {"block": 128},
     "cam": {"budget": 1024, "sinks": 4, "tokens": 32, "form": "bernoulli", "group": "mean", "every": 1, "seed": 0},
+    "capkv": {"budget": 1024, "tau": 5.0, "sinks": 4, "future": 512, "epsilon": 1e-6},
     "chunkkv": {"length": 20},
+    "compactor": {
+        "budget": 1024,
+        "chunk": 256,
+        "sketch": 48,
+        "blend": 0.5,
+        "seed": 0,
+        "sinks": 8,
+        "recent": 4,
+    },
     "criticalkv": {"first": 0.5, "epsilon": 0.0001},
+    "cur": {"budget": 1024, "kind": "product", "window": 16, "sinks": 4, "every": None},
     "d2o": {
         "budget": 0.2,
         "sinks": 4,
@@ -125,6 +137,8 @@ DEFAULTS = {
         "group": "sum",
         "block": None,
     },
+    "non_causal_attention": {"budget": 1024, "chunk": 256, "sinks": 0, "recent": 0},
+    "observed_attention": {"budget": 1024, "group": "mean", "sinks": 0, "recent": 0, "every": None},
     "pyramidkv": {
         "budget": 1024,
         "window": 8,
@@ -183,6 +197,7 @@ PARTS_DEFAULTS = {  # of parts that several methods have in common; those of all
     "WindowAttention": {"pooling": None, "rescale": False, "normalise": "full", "sum_logits": False},
     "Reduction": {"group": "mean", "rows": "sum", "first": "rows"},
     "Pooling": {"kind": "max", "size": 7},
+    "NonCausalAttention": {"chunk": 256, "first": 0, "last": 0},
 }
 
 

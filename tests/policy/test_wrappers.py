@@ -22,6 +22,7 @@ from tests.products import part
 
 WRAPPERS = {name: part for name, part in registry.parts().items() if issubclass(part, ScoreWrapper)}
 STATES = {  # the needs that a wrapper says it changes; any other one may change none
+    "BlockByBlock": {"slotwise", "by_count"},
     "ProjectedValues": {"slotwise", "weighs_values", "by_count"},
     "QueryHeadAttention": {"queries", "by_query_head"},
 }
@@ -29,6 +30,7 @@ FEW = ("h2o", "morphkv", "kvzip", "expected_attention")
 # Scores that carry something else from step to step than `FEW`, or nothing, each under one wrapper; and those that a
 # wrapper refuses.
 OTHERS = {
+    "BlockByBlock": ("lagkv",),
     "ProjectedValues": ("keyformer", "lagkv", "criticalkv", "tova"),
     "QueryHeadAttention": ("scissorhands",),
 }
