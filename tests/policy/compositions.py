@@ -55,6 +55,7 @@ from kvjax.parts import (
     ProjectedValues,
     Pyramid,
     QueryHeadAttention,
+    QuerySample,
     RandomDraw,
     Recency,
     Reconstruction,
@@ -101,6 +102,7 @@ SCORES: tuple[Score, ...] = (
     NonCausalAttention(5),
     LeveragedAttention(NonCausalAttention(5, 1, 2)),
     BlockByBlock(KeyDifference(), 5),
+    QuerySample(AccumulatedAttention(), 3),
     TaskAttention("self"),
     Reconstruction(),
 )
@@ -146,8 +148,8 @@ QUERIES, KEYS, VALUES = (jnp.asarray(RNG.normal(size=(L * ROWS, n, SIZE, D)), jn
 
 def refused(score: Score, budget: Any, select: Any, merge: Merge, every: int | None) -> bool:
     """What makes no sense, and nothing else."""
-    accumulates = type(score) in (AccumulatedAttention, NoisyAttention, QueryHeadAttention)
-    keeps = WindowAttention | FoldedWindow | JointImportance | NonCausalAttention | LeveragedAttention
+    accumulates = type(score) in (AccumulatedAttention, NoisyAttention, QueryHeadAttention, QuerySample)
+    keeps = WindowAttention | FoldedWindow | JointImportance | NonCausalAttention | LeveragedAttention | QuerySample
     window = isinstance(score, keeps)
     return (
         (isinstance(score, LastAttention) and isinstance(budget, GlobalShares | AdaptiveShares | GatedShares))

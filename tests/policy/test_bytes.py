@@ -18,6 +18,7 @@ from kvjax.models import Decoder
 from kvjax.pallas_kernels import PAGE
 from kvjax.parts import (
     AccumulatedAttention,
+    BlockByBlock,
     FoldedWindow,
     GatedShares,
     JointImportance,
@@ -27,6 +28,7 @@ from kvjax.parts import (
     ProjectedValues,
     Quantized,
     QueryHeadAttention,
+    QuerySample,
     SimilarityMerge,
     WindowAttention,
 )
@@ -68,8 +70,10 @@ def state_numbers(policy: Policy, config) -> tuple[int, int]:
     per_slot = per_row = 0
     if isinstance(score, QueryHeadAttention):
         per_slot, score = config.num_heads // heads, score.base
-    if isinstance(score, ProjectedValues):
+    if isinstance(score, ProjectedValues | BlockByBlock):
         score = score.base
+    if isinstance(score, QuerySample):
+        per_row, score = score.queries * (config.num_heads * config.head_dim + 2 * heads), score.base
     if isinstance(score, AccumulatedAttention | LastAttention | NoisyAttention):
         per_slot += 1
     if isinstance(score, NoisyAttention):

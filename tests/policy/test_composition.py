@@ -23,6 +23,7 @@ from kvjax.parts import (
     EvenChunks,
     Everything,
     ExpectedAttention,
+    FittedEntries,
     Fixed,
     FoldedWindow,
     GatedShares,
@@ -43,6 +44,7 @@ from kvjax.parts import (
     Pooling,
     ProjectedValues,
     QueryHeadAttention,
+    QuerySample,
     RandomDraw,
     Recency,
     Reconstruction,
@@ -102,6 +104,7 @@ STATE = {
     ValueCapacity: (0, H * G * (1 + D)),
     NonCausalAttention: (1, 5 * RING // 4),
     LeveragedAttention: (1, 7 * RING // 4),
+    QuerySample: (1, 3 * (H * G * D + 2 * H)),
     TaskAttention: (G + 1, 0),
     Reconstruction: (1, 0),
 }
@@ -136,6 +139,7 @@ TRIED: dict[type[Score], list[list[tuple[Select, Merge]]]] = {
     ValueCapacity: [[(REPRESENTATIVES, DROP)], [(EVEN, DROP)]],
     NonCausalAttention: [[(TopTokens(), GAUSSIAN)], [(REPRESENTATIVES, DROP)]],
     LeveragedAttention: [[(PAGES, DROP)], [(CHUNKS, GAUSSIAN)]],
+    QuerySample: [[(TopTokens(), VALUES)], [(EVEN, DROP)]],
     BlockByBlock: [[(TopTokens(), DROP)], [(REPRESENTATIVES, DROP)]],
     TaskAttention: [[(REPRESENTATIVES, DROP)], [(PAGES, DROP)]],
     Reconstruction: [[], [(TopTokens(), GAUSSIAN)]],
@@ -147,8 +151,10 @@ def test_what_makes_no_sense_is_refused_by_name():
 
 
 def test_every_part_is_here():
-    """Storages are left out, since other parts do not see them."""
-    here = {type(part) for part in (*SCORES, *BUDGETS, *ALLOCATED, *SELECTS, *MERGES, Everything(), Pooling())}
+    """Storages are left out, since other parts do not see them, and a merge that needs the state of its own score."""
+    here = {FittedEntries} | {
+        type(part) for part in (*SCORES, *BUDGETS, *ALLOCATED, *SELECTS, *MERGES, Everything(), Pooling())
+    }
     found = (getattr(parts, name) for name in dir(parts) if name not in parts.__all__)
     classes = {part for part in found if isinstance(part, type) and issubclass(part, Part)}
     assert {part for part in classes if not issubclass(part, Storage)} == here

@@ -15,6 +15,13 @@ from tests.policy.compositions import ALLOCATED, BUDGETS, MERGES, SCORES, SELECT
 
 DEFAULTS = {
     "adakv": {"alpha": 0.2, "normalise": None, "formula": "paper", "groups": 1},
+    "attention_matching": {
+        "queries": 64,
+        "seed": 0,
+        "merge.bias": True,
+        "merge.ridge": 1e-3,
+        "merge.bound": 3.0,
+    },
     "blockwise": {"block": 128},
     "cam": {"budget": 1024, "sinks": 4, "tokens": 32, "form": "bernoulli", "group": "mean", "every": 1, "seed": 0},
     "capkv": {"budget": 1024, "tau": 5.0, "sinks": 4, "future": 512, "epsilon": 1e-6},
