@@ -72,6 +72,11 @@ class FittedEntries(Merge):
                 f"FittedEntries asks a sample of queries, and {type(policy.score).__name__} takes none; expected a "
                 "score within QuerySample"
             )
+        if policy.positions != "original":
+            raise ValueError(
+                "FittedEntries asks cached keys with queries at the next position; it cannot be combined with "
+                f"positions={policy.positions!r}"
+            )
 
     def compress(
         self,
@@ -174,7 +179,7 @@ def attention_matching(
 
     Raises:
         ValueError: for a value that is not accepted, and for a base that merges, that observes queries before RoPE, or
-            whose keys are rotated to their place in the cache.
+            whose keys are rotated to their places in the cache.
     """
     check_kind("base", base, Policy)
     check_kind("merge", merge, FittedEntries)

@@ -109,7 +109,7 @@ def test_a_sample_does_not_depend_on_pieces():
         ("merge.ridge=0.0", "ridge=0.0: expected a number > 0"),
         ("base=kvmerger", "FittedEntries would replace the base's GaussianMerge"),
         ("base=expected_attention", "QuerySample observes queries after RoPE, once, and ExpectedAttention"),
-        ("base=streaming_llm,base.positions=in_cache", r"QuerySample keeps rotated queries, .* positions='in_cache'"),
+        ("base=finch,base.positions=in_cache", "FittedEntries asks cached keys .* positions='in_cache'"),
     ],
 )
 def test_refusals(options, says):

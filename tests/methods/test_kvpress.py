@@ -66,13 +66,18 @@ PRESSES = (
     "cur_mean_r75",
     "capkv_r50",
     "capkv_t2_f64_r75",
+    "finch_consecutive_w16_r75",
+    "key_rerotation_snapkv_r50",
     "blockwise_keydiff_b32_r50",
 )
-# One of each way to store what is retained: slots, rotated keys, segments of layers and of heads, heads that grow.
+# One of each way to store what is retained: slots, keys at their own or consecutive positions, segments of layers and
+# of heads, heads that grow.
 ANSWERED = (
     "snapkv_w16_k5_r75",
     "streaming_llm_r50",
     "finch_w16_r50",
+    "finch_consecutive_w16_r75",
+    "key_rerotation_snapkv_r50",
     "kvcompose_r45",
     "kvzip_c64_r50",
     "duo_attention_r50",
@@ -154,6 +159,8 @@ class Golden(NamedTuple):
                     return kvjax.policies.chunkkv(base, kwargs["chunk_length"])
                 case "CriticalKVPress":
                     return kvjax.policies.criticalkv(base, kwargs["first_stage_ratio"], kwargs["epsilon"])
+                case "KeyRerotationPress":
+                    return kvjax.policies.key_rerotation(base)
                 case "BlockPress":
                     return kvjax.policies.blockwise(base, kwargs["block_size"])
                 case "AdaKVPress":
@@ -179,7 +186,8 @@ class Golden(NamedTuple):
                 return kvjax.policies.lagkv(budget, kwargs["n_sink"], kwargs["lag_size"], kwargs["cross_scoring"])
             case "FinchPress":
                 window, chunk = kwargs["window_size"], kwargs["chunk_length"]
-                return kvjax.policies.finch(budget, window, chunk, kwargs["normalize_scores"])
+                positions = "in_cache" if kwargs["rerotate_keys"] else "original"
+                return kvjax.policies.finch(budget, window, chunk, kwargs["normalize_scores"], positions)
             case "KVComposePress":
                 rows, structured = kwargs["agg_task"], kwargs["structured"]
                 score = kvjax.parts.TaskAttention(rows=rows)

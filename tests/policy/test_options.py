@@ -68,9 +68,10 @@ DEFAULTS = {
         "value_norm": True,
         "epsilon": 0.0,
     },
-    "finch": {"budget": 1024, "window": 32, "chunk": None, "rescale": True},
+    "finch": {"budget": 1024, "window": 32, "chunk": None, "rescale": True, "positions": "original"},
     "full": {},
     "h2o": {"budget": 1024, "recent": 0.5, "group": "mean", "every": 1, "sinks": 0},
+    "key_rerotation": {},
     "keydiff": {"budget": 1024, "sinks": 0, "recent": 0, "every": None},
     "keyformer": {
         "budget": 0.6,

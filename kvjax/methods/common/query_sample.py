@@ -15,7 +15,7 @@ from kvjax.policy import Attended, LayerShape, Moment, Needs, Score, ScoreWrappe
 
 
 class Sample(NamedTuple):
-    """R queries of each row, as they met the keys; positions and lots are -1 where there is none, and alike in all heads."""
+    """R queries of each row, as they met the keys. Positions and lots are alike in all heads, -1 for none."""
 
     queries: Float[Array, "B Hq R D"]
     positions: Int[Array, "B H R"]
