@@ -117,7 +117,7 @@ PRESSES: dict[str, kvpress.BasePress] = {
     "capkv_r50": kvpress.CapPress(0.5),
     "capkv_t2_f64_r75": kvpress.CapPress(0.75, tau=2.0, n_future_positions=64, n_sink=2, epsilon=0.01),
     "finch_consecutive_w16_r75": finch(0.75, 16, rerotate=True),
-    "key_rerotation_snapkv_r50": kvpress.KeyRerotationPress(kvpress.SnapKVPress(0.5, window_size=16, kernel_size=5)),
+    "key_rerotation_snapkv_r50": kvpress.KeyRerotationPress(kvpress.SnapKVPress(0.5, window_size=8, kernel_size=5)),
     "blockwise_keydiff_b32_r50": kvpress.BlockPress(kvpress.KeyDiffPress(0.5), 32),
 }
 

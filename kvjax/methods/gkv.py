@@ -1,9 +1,8 @@
 """G-KV (Liao et al., arXiv 2512.00504): attention that lasts from one eviction to the next, less key redundancy.
 
-Differences from the released code: each row evicts when its own cache is full, and a token that was scored before and
-has moved no further than others keeps its score whatever its slot. Of several similar keys the latest is not redundant
-only if there is one, as in `rkv`; the code exempts the first token of the cache otherwise. The trained models of the
-paper are not needed.
+Differences from the released code: each row evicts when its own cache is full. Where no key is similar to a key, the
+code exempts the first cached entry from that key's similarities; here nothing is exempt, as in `rkv`. The paper also
+trains models for compressed caches, which is no part of this.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ class GlobalAttention(Score):
         full = asks & (entries.occupancy >= entries.capacity)
         local = jax.lax.cond(jnp.any(full), attention, lambda: jnp.zeros_like(last.now))
         now = jnp.where(full[..., None], jnp.maximum(self.decay * last.now, local), last.now)
-        return Lasting(now, now), ring
+        return Lasting(now, jnp.where(asks[..., None], now, last.before)), ring
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         distant = (entries.positions >= 0) & (entries.positions < moment.next_position[:, None, None] - self.window)

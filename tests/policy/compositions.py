@@ -37,6 +37,7 @@ from kvjax.parts import (
     Fraction,
     GatedShares,
     GaussianMerge,
+    GlobalAttention,
     GlobalShares,
     JointImportance,
     KeyDifference,
@@ -62,6 +63,7 @@ from kvjax.parts import (
     Representatives,
     SimilarityMerge,
     SquaredNorms,
+    StochasticAttention,
     TaskAttention,
     TopTokens,
     UniformShares,
@@ -103,6 +105,8 @@ SCORES: tuple[Score, ...] = (
     LeveragedAttention(NonCausalAttention(5, 1, 2)),
     BlockByBlock(KeyDifference(), 5),
     QuerySample(AccumulatedAttention(), 3),
+    GlobalAttention(4, 0.8, 0.5, 0.5),
+    StochasticAttention(4, Pooling("avg", 3), 0.25, 2, 0),
     TaskAttention("self"),
     Reconstruction(),
 )
@@ -150,7 +154,7 @@ def refused(score: Score, budget: Any, select: Any, merge: Merge, every: int | N
     """What makes no sense, and nothing else."""
     accumulates = type(score) in (AccumulatedAttention, NoisyAttention, QueryHeadAttention, QuerySample)
     keeps = WindowAttention | FoldedWindow | JointImportance | NonCausalAttention | LeveragedAttention | QuerySample
-    window = isinstance(score, keeps)
+    window = isinstance(score, keeps | GlobalAttention | StochasticAttention)
     return (
         (isinstance(score, LastAttention) and isinstance(budget, GlobalShares | AdaptiveShares | GatedShares))
         or (isinstance(score, Reconstruction | TaskAttention) and every is not None)
@@ -158,7 +162,10 @@ def refused(score: Score, budget: Any, select: Any, merge: Merge, every: int | N
         or (isinstance(merge, ValueMerge) and (every is None or not accumulates))
         or (isinstance(merge, GaussianMerge | SimilarityMerge) and every is not None and window)
         or (isinstance(score, WindowAttention) and score.pooling is not None and every is not None)
-        or (isinstance(score, ProjectedValues | BlockByBlock) and isinstance(select, Chunks | Pages))
+        or (
+            isinstance(score, ProjectedValues | BlockByBlock | StochasticAttention)
+            and isinstance(select, Chunks | Pages)
+        )
         or (select == QUERY_BITS and not isinstance(score, QueryHeadAttention))
     )
 

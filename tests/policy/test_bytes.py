@@ -21,6 +21,7 @@ from kvjax.parts import (
     BlockByBlock,
     FoldedWindow,
     GatedShares,
+    GlobalAttention,
     JointImportance,
     LastAttention,
     Neglect,
@@ -30,6 +31,7 @@ from kvjax.parts import (
     QueryHeadAttention,
     QuerySample,
     SimilarityMerge,
+    StochasticAttention,
     WindowAttention,
 )
 from kvjax.policy import Policy
@@ -78,12 +80,14 @@ def state_numbers(policy: Policy, config) -> tuple[int, int]:
         per_slot += 1
     if isinstance(score, NoisyAttention):
         per_row += heads
+    if isinstance(score, GlobalAttention):
+        per_slot += 2
     if isinstance(score, Neglect):
         per_slot += -(-score.window // 32)
     if isinstance(score, FoldedWindow):
         per_slot += score.columns + score.ahead
     if isinstance(
-        score, FoldedWindow | WindowAttention | JointImportance
+        score, FoldedWindow | WindowAttention | JointImportance | GlobalAttention | StochasticAttention
     ):  # the window's queries, their log-sum-exp and positions
         per_row += score.window * (config.num_heads * (config.head_dim + 1) + heads)
     if isinstance(policy.merge, SimilarityMerge):  # a threshold per head

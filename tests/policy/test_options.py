@@ -70,6 +70,7 @@ DEFAULTS = {
     },
     "finch": {"budget": 1024, "window": 32, "chunk": None, "rescale": True, "positions": "original"},
     "full": {},
+    "gkv": {"budget": 1024, "window": 16, "decay": 0.8, "mix": 0.5, "threshold": 0.5, "every": 128},
     "h2o": {"budget": 1024, "recent": 0.5, "group": "mean", "every": 1, "sinks": 0},
     "key_rerotation": {},
     "keydiff": {"budget": 1024, "sinks": 0, "recent": 0, "every": None},
@@ -163,6 +164,7 @@ DEFAULTS = {
     "snapkv": {"budget": 1024, "window": 32, "kernel": 7, "pool": "max", "group": "mean"},
     "streaming_llm": {"budget": 1024, "sinks": 4, "positions": "original", "every": 1},
     "tova": {"budget": 1024, "recent": 0, "every": 1},
+    "vase": {"budget": 1024, "window": 64, "large": 0.25, "kernel": 5, "sinks": 4, "seed": 0, "every": 64},
 }
 COSINES = {"merge.theta", "threshold"}  # -1 is one
 
