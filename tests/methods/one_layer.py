@@ -71,3 +71,15 @@ def moment(next_position, heads=1, window=None, index=0, counts=None) -> Moment:
     layer = AttentionLayer(index, ROPE, window, 0.5, jnp.zeros((heads, 4, 1)))
     counts = None if counts is None else jnp.asarray(counts)[None]
     return Moment(jnp.array([next_position]), layer, counts=counts)
+
+
+@partial(jax.jit, static_argnames=("policy", "prompt"))
+def scores(policy, lengths, prompt, q, k, v):
+    """The scores [B, H, prompt] of a prompt's entries before anything is dropped, -inf for empty slots."""
+    config, layer = describe(q, k)
+    cache = KVCache.empty(config, policy, lengths, prompt, jnp.float32)
+    plan = plan_read(cache, [0], new=prompt, room=0, compress=False, final=False)
+    behind = np.arange(prompt)[::-1]
+    positions = jnp.where(behind < lengths[:, None], lengths[:, None] - 1 - behind, -1)
+    _, entries = reading(policy, positions, lengths, lengths, plan=plan)(layer, q, k, v, cache.entries)
+    return policy.rank(entries.layer(0, prompt), Moment(lengths, layer), None, raised=False)

@@ -44,6 +44,8 @@ from kvjax.parts import (
     KeyNorm,
     LagDifference,
     LastAttention,
+    LazyAttention,
+    LazyLayers,
     LeveragedAttention,
     LeverageScore,
     Neglect,
@@ -106,6 +108,7 @@ SCORES: tuple[Score, ...] = (
     BlockByBlock(KeyDifference(), 5),
     QuerySample(AccumulatedAttention(), 3),
     GlobalAttention(4, 0.8, 0.5, 0.5),
+    LazyAttention(2, 4, 1),
     StochasticAttention(4, Pooling("avg", 3), 0.25, 2, 0),
     TaskAttention("self"),
     Reconstruction(),
@@ -124,6 +127,7 @@ ALLOCATED = (
     GlobalShares(Fixed(12)),
     VarianceShares(Fixed(12), first=0, last=0),
     UniformShares(Fixed(12)),
+    LazyLayers(Fixed(12), 6, 0.5),
     GatedShares(Fixed(12), full=((True, False, False, False), (False, True, False, True))),
 )
 QUERY_BITS = Representatives(TopTokens(), 0.5, bits="query")
@@ -154,7 +158,7 @@ def refused(score: Score, budget: Any, select: Any, merge: Merge, every: int | N
     """What makes no sense, and nothing else."""
     accumulates = type(score) in (AccumulatedAttention, NoisyAttention, QueryHeadAttention, QuerySample)
     keeps = WindowAttention | FoldedWindow | JointImportance | NonCausalAttention | LeveragedAttention | QuerySample
-    window = isinstance(score, keeps | GlobalAttention | StochasticAttention)
+    window = isinstance(score, keeps | GlobalAttention | StochasticAttention | LazyAttention)
     return (
         (isinstance(score, LastAttention) and isinstance(budget, GlobalShares | AdaptiveShares | GatedShares))
         or (isinstance(score, Reconstruction | TaskAttention) and every is not None)
