@@ -133,7 +133,8 @@ def simlayerkv(
     """Compresses the prompt once: lazy layers retain the first and the newest tokens, all other layers everything.
 
     A layer is lazy if the attention of the last queries, averaged over all its heads, gives more than `threshold` to
-    the first `sinks` and the newest `recent` tokens. The answer is added to the retained entries.
+    the first `sinks` and the newest `recent` tokens, also if the prompt is within the budget. The answer is added to
+    the retained entries.
 
     Args:
         budget: the most entries that the mean layer retains; the laziest layers are lazy until it is met. An integer
