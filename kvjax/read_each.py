@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kvjax.allocate import Run
-from kvjax.attend import ReadPlan, expired, finished, over_heads, over_layers, reading
+from kvjax.attend import ReadPlan, expired, finished, met_keys, over_heads, over_layers, reading
 from kvjax.cache import Layers, Slots
 from kvjax.heads import Heads
 from kvjax.kv_cache import KVCache
@@ -221,6 +221,7 @@ def _compressed(
 ) -> tuple[Slots, ...]:
     (record,) = records
     moment = Moment(next_position, record, rope, heads)
+    whole = held
     held = expired(held, moment, next_position > 0)
     B, H = held.capacity.shape
     Hq, D, _ = record.output.shape
@@ -234,7 +235,8 @@ def _compressed(
         elif end.final:
             state = together.only(policy.score, held)
             own = under(policy, state, capacity=capacity, merging=policy.merge.init(shape))
-        found.append(finished(policy, own, moment, kept=kept, slots=slots, final=end.final))
+        met = None if kept is None else met_keys(policy, whole, moment)
+        found.append(finished(policy, own, moment, met, kept=kept, slots=slots, final=end.final))
     return tuple(found)
 
 

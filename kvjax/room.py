@@ -44,6 +44,12 @@ def ending(cache: KVCache, compress: Compress) -> Ending:
             f"compress={compress!r} would allocate {type(policy.budget).__name__} more than once: expected 'auto' or "
             "'never'"
         )
+    again = compress == "chunk" or (compress == "end" and cache.filled)
+    if again and policy.positions == "in_cache" and policy.score.needs.keeps_queries:
+        raise ValueError(
+            f"compress={compress!r} would score by queries that {type(policy.score).__name__} kept before the keys "
+            "moved to other places: expected 'auto' or 'never' with positions='in_cache'"
+        )
     if compress == "auto":
         compresses, final = not cache.filled or policy.every is not None, True
     else:

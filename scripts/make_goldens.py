@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import kvpress
 import kvpress.attention_patch
@@ -40,12 +41,9 @@ LEAST_MARGIN = 5e-5  # of `margin`
 PACKAGES = ("torch", "transformers", "kvpress", "safetensors", "tokenizers", "numpy")
 
 
-def finch(ratio: float, window: int, normalised: bool = True) -> kvpress.FinchPress:
-    """Returns FINCH for a question of `window` tokens. The press itself would find the question by a delimiter.
-
-    The keys are not re-rotated.
-    """
-    press = kvpress.FinchPress(ratio, normalize_scores=normalised, rerotate_keys=False)
+def finch(ratio: float, window: int, normalised: bool = True, rerotate: bool = False) -> kvpress.FinchPress:
+    """Returns FINCH for a question of `window` tokens. The press itself would find the question by a delimiter."""
+    press = kvpress.FinchPress(ratio, normalize_scores=normalised, rerotate_keys=rerotate)
     press.delimiter_token_id, press.window_size = -1, window
     return press
 
@@ -57,6 +55,20 @@ class DrawnGates(kvpress.DuoAttentionPress):
         shape = model.config.num_hidden_layers, model.config.num_key_value_heads
         self.gates = np.random.default_rng(0).random(shape)
         return 4, 28, self.gates
+
+
+class DrawnSketches(kvpress.CompactorPress):
+    """Compactor with sketches from a fixed seed. The press itself would draw other ones in float64."""
+
+    def post_init_from_model(self, model: PreTrainedModel) -> None:
+        config = model.config
+        shape = config.num_hidden_layers, config.num_key_value_heads, config.head_dim, self.sketch_dimension
+        self.gaussian = np.random.default_rng(0).standard_normal(shape) * self.sketch_dimension**-0.5
+
+    def score(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        drawn = self.gaussian[module.layer_idx] * self.sketch_dimension**0.5
+        with patch.object(torch, "randn", lambda *_, dtype, **__: torch.as_tensor(drawn, dtype=dtype)[None]):
+            return super().score(module, *args, **kwargs)
 
 
 # The ratios retain an integral number of tokens (such as 80 or 40 of 160), because kvpress truncates the number in
@@ -98,6 +110,15 @@ PRESSES: dict[str, kvpress.BasePress] = {
     "kvzip_c64_r50": kvpress.KVzipPress(0.5, chunk_size=64),
     "kvzip_layerwise_r75": kvpress.KVzipPress(0.75, layerwise=True),
     "duo_attention_r50": DrawnGates(0.5),
+    "non_causal_attention_c40_r50": kvpress.NonCausalAttnPress(0.5, chunk_size=40),  # the press pads a shorter chunk
+    "compactor_c37_r75": DrawnSketches(0.75, chunk_size=37, sketch_dimension=6),  # 148 tokens are not protected
+    "cur_r50": kvpress.CURPress(0.5),
+    "cur_mean_r75": kvpress.CURPress(0.75, num_sinks=2, leverage_type="kv_avg", use_local_approximation=False),
+    "capkv_r50": kvpress.CapPress(0.5),
+    "capkv_t2_f64_r75": kvpress.CapPress(0.75, tau=2.0, n_future_positions=64, n_sink=2, epsilon=0.01),
+    "finch_consecutive_w16_r75": finch(0.75, 16, rerotate=True),
+    "key_rerotation_snapkv_r50": kvpress.KeyRerotationPress(kvpress.SnapKVPress(0.5, window_size=8, kernel_size=5)),
+    "blockwise_keydiff_b32_r50": kvpress.BlockPress(kvpress.KeyDiffPress(0.5), 32),
 }
 
 
@@ -118,6 +139,11 @@ def chunk_means(scores: np.ndarray, length: int) -> np.ndarray:
     return np.broadcast_to(np.stack(means, axis=-1)[:, None, chunks], scores.shape)
 
 
+def rotates(press: kvpress.BasePress) -> bool:
+    """Returns whether a press rotates the retained keys to consecutive positions, which the answer then continues."""
+    return isinstance(press, kvpress.KeyRerotationPress) or getattr(press, "rerotate_keys", False)
+
+
 def attention_of(press: kvpress.BasePress) -> str:
     """Returns the attention implementation. Observed attention needs all weights, which only `eager` returns."""
     return "eager" if isinstance(press, kvpress.ObservedAttentionPress) else "sdpa"
@@ -126,7 +152,7 @@ def attention_of(press: kvpress.BasePress) -> str:
 @contextmanager
 def recording(press: kvpress.BasePress, scores: list[torch.Tensor]) -> Iterator[None]:
     """Appends the scores [1, H, N] that a press selects by to `scores`, one item per layer."""
-    if isinstance(press, DrawnGates):
+    if isinstance(press, DrawnGates | kvpress.BlockPress):
         yield
         return
     if isinstance(press, kvpress.KVComposePress):
@@ -134,7 +160,9 @@ def recording(press: kvpress.BasePress, scores: list[torch.Tensor]) -> Iterator[
     elif isinstance(press, kvpress.KVzipPress):
         scorer, name = press, "compress_post"
     else:
-        scorer, name = press.press if isinstance(press, kvpress.ChunkKVPress | kvpress.AdaKVPress) else press, "score"
+        scorer, name = press, "score"
+        if isinstance(press, kvpress.ChunkKVPress | kvpress.AdaKVPress | kvpress.KeyRerotationPress):
+            scorer = press.press
     method = getattr(scorer, name)
 
     def recorded(*args: Any) -> Any:
@@ -178,8 +206,9 @@ def run(
     hidden = [getattr(layer.self_attn, "masked_key_indices", None) for layer in model.model.layers]
 
     tokens, step_logits = [int(logits[-1].argmax())], []
+    after = cache.get_seq_length() if press is not None and rotates(press) else len(prompt)
     for step in range(STEPS):
-        position = torch.tensor([[len(prompt) + step]])
+        position = torch.tensor([[after + step]])
         step_logits.append(
             model(torch.tensor([[tokens[-1]]]), past_key_values=cache, position_ids=position).logits[0, -1]
         )
@@ -195,13 +224,15 @@ def run(
     }
 
 
-def positions(kept: list[torch.Tensor], full: list[torch.Tensor]) -> np.ndarray:
+def positions(kept: list[torch.Tensor], full: list[torch.Tensor], by_value: bool) -> np.ndarray:
     """Returns the original positions [L, H, n] of the retained rows, ascending and padded with -1.
 
-    Each row is found as the only equal row of the full cache.
+    Each row is found as the only equal row of the full cache, `by_value` as the only one with an equal value.
     """
     layers = []
     for some, every in zip(kept, full, strict=True):
+        if by_value:
+            some, every = (x[..., x.shape[-1] // 2 :] for x in (some, every))
         equal = (some[:, :, None] == every[:, None]).all(-1)  # [H, n, N]
         assert (equal.sum(-1) == 1).all(), "a cache row was changed, or two rows of the full cache are equal"
         layers.append(equal.int().argmax(-1).sort(-1).values.numpy())
@@ -282,17 +313,21 @@ def record(name: str, tiny: TinyModel, folder: Path, model: PreTrainedModel, wid
         else:
             # KVCompose needs `eager` as well, and selects it itself during prefill.
             reading = "eager" if isinstance(press, kvpress.KVComposePress) else attention
-            pos = positions(out["kept"], full[reading]["kept"])
-            pos_wide = positions(out_wide["kept"], full_wide[reading]["kept"])
+            pos = positions(out["kept"], full[reading]["kept"], rotates(press))
+            pos_wide = positions(out_wide["kept"], full_wide[reading]["kept"], rotates(press))
         if isinstance(press, kvpress.ChunkKVPress):
             out["scores"] = chunk_means(out["scores"], press.chunk_length)
         if isinstance(press, DrawnGates):
             full_heads = np.flatnonzero(~press.streaming_mask.numpy())
             gap = margin(press.gates.reshape(1, 1, -1), full_heads[None, None])
             arrays[f"{label}/gates"] = press.gates
+        elif isinstance(press, kvpress.BlockPress):  # no scores of all tokens decide
+            gap = 1.0
         else:
             gap = margin(*competing(press, out["scores"], pos))
             arrays[f"{label}/scores"] = out["scores"]
+        if isinstance(press, DrawnSketches):
+            arrays[f"{label}/gaussian"] = press.gaussian
         if isinstance(press, kvpress.KVComposePress):
             gap = min(gap, layers_margin(press, out["scores"]))
         stable = np.array_equal(pos, pos_wide) and np.array_equal(out["tokens"], out_wide["tokens"])

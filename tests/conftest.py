@@ -80,6 +80,7 @@ ALIKE = (
     "lagkv:budget=24,sinks=2,lag=4,every=4",
     "chunkkv:base=h2o,base.budget=24,length=5",
     "criticalkv:base=h2o,base.budget=24",
+    "compactor:budget=24,chunk=16,sketch=6",
 )
 POLICIES = (*DISTINCT, *ALIKE)
 POLICY_PARAMS = part(POLICIES, DISTINCT)

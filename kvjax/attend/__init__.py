@@ -7,7 +7,7 @@ layers; every layer's part is replaced once that layer has attended.
 from .mesh import over_heads, over_layers, over_rows
 from .prompt import ReadPlan, finished, reading
 from .replay import replaying
-from .rotation import expired, rotated
+from .rotation import expired, met_keys, rotated
 from .step import RoomMaker, stepping
 from .twice import pays, twice
 
@@ -16,6 +16,7 @@ __all__ = [
     "RoomMaker",
     "expired",
     "finished",
+    "met_keys",
     "over_heads",
     "over_layers",
     "over_rows",

@@ -15,7 +15,7 @@ from kvjax.models import Attend, AttentionLayer
 from kvjax.pallas_kernels import compact, prompt_attention
 from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Received
 
-from .rotation import expired, places, rotated
+from .rotation import expired, met_keys, places, rotated
 
 
 @dataclass(frozen=True)
@@ -97,15 +97,15 @@ def reading(
         )
         if observes:
             # With the barriers a state has the same bits in every program, whatever else the program computes.
-            met = jax.lax.optimization_barrier((q, lse, replace(seen, keys=keys)))
+            given = jax.lax.optimization_barrier((q, lse, replace(seen, keys=keys)))
             attended = partial(Attended, positions=positions, lse=lse, lengths=lengths, layer=layer, heads=heads)
 
             @cache
             def shown(wish: Received | None) -> Float[Array, "B H M"] | None:
-                nonlocal met
-                queries, sums, entries = met
+                nonlocal given
+                queries, sums, entries = given
                 found = received(wish, layer, heads, queries, sums, entries, positions)
-                met, found = jax.lax.optimization_barrier((met, found))
+                given, found = jax.lax.optimization_barrier((given, found))
                 return found
 
             def show(needs: Needs) -> Attended:
@@ -115,8 +115,9 @@ def reading(
             per_slot, per_row = jax.lax.optimization_barrier(policy.score.watch(seen, show))
             held = replace(held, per_slot=per_slot, per_row=per_row)
         if plan is not None:
+            met = None if kept is None else met_keys(policy, held, moment)
             held = expired(held, moment, lengths > 0)
-            held = finished(policy, held, moment, kept=kept, slots=slots, final=plan.final)
+            held = finished(policy, held, moment, met, kept=kept, slots=slots, final=plan.final)
         # Without the barrier XLA may compress all layers at the end, and hold their full keys and values until then.
         context, held = jax.lax.optimization_barrier((context, held))
         return context, entries.with_layer(i, held)
@@ -124,10 +125,23 @@ def reading(
     return attend
 
 
-def finished(policy: Policy, entries: Slots, moment: Moment, *, kept: int | None, slots: int, final: bool) -> Slots:
-    """A layer at the end of a call: compressed to at most `kept` entries unless that is None, in `slots` slots."""
+def finished(
+    policy: Policy,
+    entries: Slots,
+    moment: Moment,
+    met: Float[Array, "B H M D"] | None,
+    *,
+    kept: int | None,
+    slots: int,
+    final: bool,
+) -> Slots:
+    """A layer at the end of a call: compressed to at most `kept` entries unless that is None, in `slots` slots.
+
+    Args:
+        met: as `Policy.compress` takes it.
+    """
     if kept is not None:
-        entries = policy.compress(entries, moment, min(kept, slots))
+        entries = policy.compress(entries, moment, min(kept, slots), met)
     else:
         entries = entries.gather(compact(entries.positions >= 0, min(slots, entries.slots)))
     if final and policy.every is None:

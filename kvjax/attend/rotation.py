@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Slots
 from kvjax.models import AttentionLayer, rotate
-from kvjax.policy import Moment
+from kvjax.policy import Moment, Policy
 
 
 def rotated(
@@ -27,6 +27,16 @@ def places(positions: Int[Array, "B H M"]) -> Int[Array, "B H M"]:
     """The place of each token among the entries that are there, by position; past the last one for empty slots."""
     last = jnp.iinfo(jnp.int32).max
     return jnp.argsort(jnp.argsort(jnp.where(positions < 0, last, positions), axis=-1), axis=-1)
+
+
+def met_keys(policy: Policy, entries: Slots, moment: Moment) -> Float[Array, "B H M D"] | None:
+    """The keys as they are rotated to their places, if the score keeps queries that met them so; None if it does not.
+
+    Before the entries of a sliding window expire, which would move the others to other places.
+    """
+    if policy.positions != "in_cache" or not policy.score.needs.keeps_queries:
+        return None
+    return rotated(moment.layer, entries.plain().keys, places(entries.positions), moment.rope)
 
 
 def expired(entries: Slots, moment: Moment, incoming: Bool[Array, "B"]) -> Slots:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.allocate import allocate, pool_rows
-from kvjax.attend import RoomMaker, expired, finished
+from kvjax.attend import RoomMaker, expired, finished, met_keys
 from kvjax.cache import Layers
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
@@ -60,8 +60,9 @@ def _compressed(params: Decoder, cache: KVCache, *, slots: Sequence[int]) -> KVC
     done = []
     for record, entries, kept, size in zip(params.attention_layers, cache.entries, cache.kept, slots, strict=True):
         moment = Moment(cache.length, record, cache.rope)
+        met = None if kept is None else met_keys(cache.policy, entries, moment)
         entries = expired(entries, moment, cache.length > 0)
-        done.append(finished(cache.policy, entries, moment, kept=kept, slots=size, final=True))
+        done.append(finished(cache.policy, entries, moment, met, kept=kept, slots=size, final=True))
     return replace(cache, entries=Layers(tuple(done)), filled=True)
 
 

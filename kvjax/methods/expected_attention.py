@@ -6,7 +6,6 @@ not mix, and a prompt may be read in chunks. The rotation is averaged over the p
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, S
 
 from .common.budgets import budget_of
 from .common.drop import Drop
+from .common.mean_rotation import mean_rotation
 from .common.top_tokens import TopTokens
 from .registry import preset
 
@@ -103,7 +103,7 @@ class ExpectedAttention(Score):
         statistics: QueryStatistics = entries.per_row
         B, H, M, D = entries.keys.shape
         keys = entries.keys.astype(jnp.float32)
-        turn = self._mean_rotation(moment, D)
+        turn = mean_rotation(moment, D, self.future)
         mean = turn(statistics.mean[:, :, None])[:, :, 0]
         covariance = statistics.scatter / jnp.maximum(statistics.number, 1)[..., None, None]
         covariance = turn(jnp.swapaxes(turn(covariance), -1, -2))  # R C R', because C is symmetric
@@ -129,21 +129,6 @@ class ExpectedAttention(Score):
         if self.value_norm:
             scores = (scores + self.epsilon) * jnp.linalg.norm(entries.values.astype(jnp.float32), axis=-1)
         return scores
-
-    def _mean_rotation(self, moment: Moment, dim: int) -> Callable[[Float[Array, "B H N D"]], Float[Array, "B H N D"]]:
-        """The mean RoPE matrix over the next positions of each row. It is linear, but no longer a rotation."""
-        rope = moment.layer.rope
-        frequencies = jnp.asarray(rope.frequencies(dim) if moment.rope is None else moment.rope)
-        positions = moment.next_position[:, None] + jnp.arange(self.future)
-        angles = positions[..., None].astype(jnp.float32) * jnp.expand_dims(frequencies, -2)
-        cos, sin = (rope.attention_factor * jnp.mean(f(angles), axis=1)[:, None, None] for f in (jnp.cos, jnp.sin))
-        half = frequencies.shape[-1]
-
-        def turn(x: Float[Array, "B H N D"]) -> Float[Array, "B H N D"]:
-            first, second, rest = jnp.split(x, [half, 2 * half], axis=-1)
-            return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
-
-        return turn
 
 
 @preset

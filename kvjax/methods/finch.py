@@ -2,8 +2,8 @@
 
 Differences from the paper: it reads the document in pieces, each followed by the question, and compresses one piece
 before it reads the next. Here the document is read at once. With `chunk`, every piece of it retains the same share, as
-in kvpress, except that the question is no part of a piece here. Keys keep the rotation of their own positions; the
-paper and kvpress rotate the retained keys to consecutive positions. The question is the last `window` tokens of each
+in kvpress, except that the question is no part of a piece here. Keys keep the rotation of their own positions unless
+`positions="in_cache"`, which is the form of the paper and of kvpress. The question is the last `window` tokens of each
 row; kvpress looks for a delimiter token and takes one row at a time. A row whose question is shorter than the window is
 also scored by the end of its document.
 """
@@ -86,7 +86,13 @@ def _places(positions: Int[Array, "B H M"], counted: Bool[Array, "B H M"]) -> In
 
 
 @preset
-def finch(budget: int | float = 1024, window: int = 32, chunk: int | None = None, rescale: bool = True) -> Policy:
+def finch(
+    budget: int | float = 1024,
+    window: int = 32,
+    chunk: int | None = None,
+    rescale: bool = True,
+    positions: Literal["original", "in_cache"] = "original",
+) -> Policy:
     """Compresses a prompt that ends with a question, by what the question's tokens attended to.
 
     score[h, c] = mean over the query group of h and the question's tokens r of n_r softmax(q_r . k)_c, where n_r is the
@@ -99,6 +105,8 @@ def finch(budget: int | float = 1024, window: int = 32, chunk: int | None = None
         chunk: the number of document tokens per chunk, where all chunks retain the same share; None retains the best
             tokens of the document.
         rescale: multiplies by n_r. Without it each token of the question has the same total weight.
+        positions: "in_cache" is the paper's form: the retained keys are rotated to consecutive positions, which the
+            answer continues. "original" keeps each token at its own position.
 
     Raises:
         ValueError: for a value that is not accepted, or an integer budget smaller than `window` + 1.
@@ -109,4 +117,5 @@ def finch(budget: int | float = 1024, window: int = 32, chunk: int | None = None
         select=TopTokens() if chunk is None else EvenChunks(length=chunk),
         merge=Drop(),
         protect=Protect(recent=window),
+        positions=positions,
     )

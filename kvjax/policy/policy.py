@@ -94,10 +94,10 @@ class Policy:
             check_integer("every", self.every, least=1)
         check_choice("positions", self.positions, "original", "in_cache")
         needs = self.score.needs
-        if self.positions == "in_cache" and needs.keeps_queries:
+        if self.positions == "in_cache" and needs.keeps_queries and self.every is not None:
             raise ValueError(
                 f"{_name(self.score)} keeps rotated queries, whose scores are exact only while keys keep their "
-                "rotation; it cannot be combined with positions='in_cache'"
+                f"rotation; with every={self.every} it cannot be combined with positions='in_cache'"
             )
         if self.allocates and self.positions == "in_cache":
             raise ValueError(
@@ -186,10 +186,15 @@ class Policy:
             scores = jnp.where(protected, jnp.inf, scores)
         return jnp.where(entries.positions >= 0, scores, -jnp.inf)
 
-    def compress(self, entries: Slots, moment: Moment, size: int) -> Slots:
-        """Retains the budget of each head, at most `size` entries, in order of position if the entries are."""
+    def compress(self, entries: Slots, moment: Moment, size: int, met: Float[Array, "B H M D"] | None = None) -> Slots:
+        """Retains the budget of each head, at most `size` entries, in order of position if the entries are.
+
+        Args:
+            met: the keys as queries met them, where a score that keeps these queries must not see the cached ones.
+        """
         counts = jnp.minimum(entries.capacity, size)
-        return self.retain(entries, moment, self.rank(entries, moment, counts), size)
+        scored = entries if met is None else replace(entries, keys=met)
+        return self.retain(entries, moment, self.rank(scored, moment, counts), size)
 
     def retain(self, entries: Slots, moment: Moment, scores: Float[Array, "B H M"], size: int) -> Slots:
         """Retains the best entries of each head by `rank`: as many as its capacity, and at most `size`."""

@@ -65,6 +65,7 @@ class Needs:
         weighs_values: whether scores are already multiplied by a norm of the value.
         by_count: whether scores depend on how many entries a head retains (`Moment.counts`).
         by_query_head: whether `Score.by_query_head` is defined.
+        samples: whether its state has a sample of queries, for a merge that asks them.
     """
 
     received: Received | None = None
@@ -79,6 +80,7 @@ class Needs:
     weighs_values: bool = False
     by_count: bool = False
     by_query_head: bool = False
+    samples: bool = False
 
     @property
     def asks_the_end(self) -> bool:

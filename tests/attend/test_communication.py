@@ -59,6 +59,7 @@ DECLARED = {
     "lagkv:budget=24,sinks=2,lag=4,every=4": (0, 0),
     "chunkkv:base=h2o,base.budget=24,length=5": (0, 1),  # as h2o
     "criticalkv:base=h2o,base.budget=24": (0, 2),  # as h2o; the norms of projected values
+    "compactor:budget=24,chunk=16,sketch=6": (0, 0),  # nothing once the prompt is read
     "dynamickv:budget=24,window=4": (0, 0),  # nothing once the budget is allocated
     "kvcompose:budget=24": (0, 0),
     "adakv:base=h2o,base.budget=24,groups=2": (0, 1),  # as h2o
@@ -134,6 +135,7 @@ READING = {
     "criticalkv:base=snapkv,base.budget=24,base.window=4": (0, 0, 3),  # the norms of projected values
     "d2o:budget=24,layer_budgets=False": (1, 0, 2),  # the mean over heads of a merge; the group's queries and lse
     "expected_attention:budget=24,future=16": (0, 0, 3),  # number, mean and scatter of the group's queries
+    "compactor:budget=24,chunk=16,sketch=6": (2, 0, 1),  # mean and variance over the layer; the group's queries
 }
 
 

@@ -38,6 +38,7 @@ CHOSEN = {
     (2, 4, 2, "kvcrush:base=snapkv,base.budget=24,base.window=4,share=0.5"),
     (4, 2, 2, "full"),
     (2, 4, 2, "kvcompose:budget=24"),
+    (2, 4, 2, "compactor:budget=24,chunk=16,sketch=6"),
     (1, 8, 4, "h2o:budget=24,group=max"),
     (1, 8, 4, "keyformer:budget=24,recent=8"),
     (8, 1, 2, "tova:budget=24"),

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.attend import reading, stepping
+from kvjax.cache import Slots
 from kvjax.kv_cache import KVCache
 from kvjax.models import AttentionLayer, DecoderConfig, Rope
+from kvjax.policy import Moment
 from kvjax.room import plan_read
 
 ROPE = Rope(1e4)
@@ -53,3 +55,31 @@ def random_streams(seed, rows, kv_heads, group, tokens, dim=8):
     q = rng.normal(size=(rows, group * kv_heads, tokens, dim)).astype(np.float32)
     k, v = rng.normal(size=(2, rows, kv_heads, tokens, dim)).astype(np.float32)
     return q, k, v
+
+
+def entries_at(positions, keys=None, values=None, per_slot=None) -> Slots:
+    """Entries of one row at positions [H][M], -1 for empty slots, with arrays [H, M, ...] of what is given."""
+    positions = jnp.asarray(positions, jnp.int32)[None]
+    zeros = np.zeros((*positions.shape[1:], 4), np.float32)
+    keys, values = (jnp.asarray(zeros if x is None else x, jnp.float32)[None] for x in (keys, values))
+    state = None if per_slot is None else jnp.asarray(per_slot)[None]
+    return Slots(keys, values, positions, jnp.full(positions.shape[:2], positions.shape[2]), state)
+
+
+def moment(next_position, heads=1, window=None, index=0, counts=None) -> Moment:
+    """When and where the entries of one row are scored."""
+    layer = AttentionLayer(index, ROPE, window, 0.5, jnp.zeros((heads, 4, 1)))
+    counts = None if counts is None else jnp.asarray(counts)[None]
+    return Moment(jnp.array([next_position]), layer, counts=counts)
+
+
+@partial(jax.jit, static_argnames=("policy", "prompt"))
+def scores(policy, lengths, prompt, q, k, v):
+    """The scores [B, H, prompt] of a prompt's entries before anything is dropped, -inf for empty slots."""
+    config, layer = describe(q, k)
+    cache = KVCache.empty(config, policy, lengths, prompt, jnp.float32)
+    plan = plan_read(cache, [0], new=prompt, room=0, compress=False, final=False)
+    behind = np.arange(prompt)[::-1]
+    positions = jnp.where(behind < lengths[:, None], lengths[:, None] - 1 - behind, -1)
+    _, entries = reading(policy, positions, lengths, lengths, plan=plan)(layer, q, k, v, cache.entries)
+    return policy.rank(entries.layer(0, prompt), Moment(lengths, layer), None, raised=False)

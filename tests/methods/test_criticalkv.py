@@ -230,7 +230,6 @@ def test_what_the_base_refuses_is_refused():
     for change, says in (
         ({"every": 1}, r"Pooling\(.*every=1"),
         ({"protect": Protect()}, "^WindowAttention scores the entries older than its window of 32"),
-        ({"positions": "in_cache"}, "ProjectedValues keeps rotated queries"),
     ):
         with pytest.raises(ValueError, match=says):
             replace(policy, **change)

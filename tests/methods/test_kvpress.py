@@ -4,7 +4,7 @@ import functools
 import json
 import os
 import subprocess
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,12 +59,25 @@ PRESSES = (
     "kvzip_c64_r50",
     "kvzip_layerwise_r75",
     "duo_attention_r50",
+    "observed_attention_r50",
+    "non_causal_attention_c40_r50",
+    "compactor_c37_r75",
+    "cur_r50",
+    "cur_mean_r75",
+    "capkv_r50",
+    "capkv_t2_f64_r75",
+    "finch_consecutive_w16_r75",
+    "key_rerotation_snapkv_r50",
+    "blockwise_keydiff_b32_r50",
 )
-# One of each way to store what is retained: slots, rotated keys, segments of layers and of heads, heads that grow.
+# One of each way to store what is retained: slots, keys at their own or consecutive positions, segments of layers and
+# of heads, heads that grow.
 ANSWERED = (
     "snapkv_w16_k5_r75",
     "streaming_llm_r50",
     "finch_w16_r50",
+    "finch_consecutive_w16_r75",
+    "key_rerotation_snapkv_r50",
     "kvcompose_r45",
     "kvzip_c64_r50",
     "duo_attention_r50",
@@ -94,8 +107,30 @@ COMPARED = (
     "kvzip_c64_r50",
     "kvzip_layerwise_r75",
     "duo_attention_r50",
+    "observed_attention_r50",
+    "non_causal_attention_c40_r50",
+    "compactor_c37_r75",
+    "cur_r50",
+    "cur_mean_r75",
+    "capkv_t2_f64_r75",
+    "blockwise_keydiff_b32_r50",
 )
 PYTHON = "KVJAX_KVPRESS_PYTHON"
+
+
+COMPACTOR = ("chunk_size", "sketch_dimension", "sink_size_start", "sink_size_end")
+
+
+@dataclass(frozen=True)
+class DrawnLeverage(kvjax.parts.LeverageScore):
+    """Leverage through matrices that are given, one of each layer for all its heads, float32."""
+
+    drawn: tuple[bytes, ...] = ()
+
+    def gaussian(self, entries: Any, moment: Any) -> jax.Array:
+        heads, dim = entries.keys.shape[1], entries.keys.shape[3]
+        own = np.frombuffer(self.drawn[moment.layer.index], np.float32)
+        return jnp.asarray(own.reshape(heads, dim, self.sketch))
 
 
 class Golden(NamedTuple):
@@ -124,6 +159,10 @@ class Golden(NamedTuple):
                     return kvjax.policies.chunkkv(base, kwargs["chunk_length"])
                 case "CriticalKVPress":
                     return kvjax.policies.criticalkv(base, kwargs["first_stage_ratio"], kwargs["epsilon"])
+                case "KeyRerotationPress":
+                    return kvjax.policies.key_rerotation(base)
+                case "BlockPress":
+                    return kvjax.policies.blockwise(base, kwargs["block_size"])
                 case "AdaKVPress":
                     return kvjax.policies.adakv(base, kwargs["alpha_safeguard"], normalise=False, formula="kvpress")
         budget = int(len(self.prompt) * (1 - kwargs["compression_ratio"]))
@@ -147,7 +186,8 @@ class Golden(NamedTuple):
                 return kvjax.policies.lagkv(budget, kwargs["n_sink"], kwargs["lag_size"], kwargs["cross_scoring"])
             case "FinchPress":
                 window, chunk = kwargs["window_size"], kwargs["chunk_length"]
-                return kvjax.policies.finch(budget, window, chunk, kwargs["normalize_scores"])
+                positions = "in_cache" if kwargs["rerotate_keys"] else "original"
+                return kvjax.policies.finch(budget, window, chunk, kwargs["normalize_scores"], positions)
             case "KVComposePress":
                 rows, structured = kwargs["agg_task"], kwargs["structured"]
                 score = kvjax.parts.TaskAttention(rows=rows)
@@ -158,6 +198,23 @@ class Golden(NamedTuple):
                 instructions = (tuple(map(ord, text)) for text in (score.instruction, score.starting, score.suffix))
                 score = kvjax.parts.Reconstruction(kwargs["n_sink"], chunk, *instructions)
                 return kvjax.policies.kvzip(budget, kwargs["n_sink"], level, score=score)
+            case "ObservedAttentionPress":
+                return kvjax.policies.observed_attention(budget)
+            case "NonCausalAttnPress":
+                return kvjax.policies.non_causal_attention(budget, kwargs["chunk_size"])
+            case "DrawnSketches":
+                chunk, sketch, sinks, recent = (kwargs[name] for name in COMPACTOR)
+                policy = kvjax.policies.compactor(budget, chunk, sketch, kwargs["compression_ratio"], 0, sinks, recent)
+                gaussian = tuple(map(bytes, self.arrays["compactor_c37_r75/gaussian"].astype(np.float32)))
+                leverage = DrawnLeverage(sketch, 0, gaussian)
+                return replace(policy, score=replace(policy.score, leverage=leverage))
+            case "CURPress":
+                kind = {"kv_product": "product", "kv_avg": "mean"}[kwargs["leverage_type"]]
+                window = kwargs["local_window_size"] if kwargs["use_local_approximation"] else None
+                return kvjax.policies.cur(budget, kind, window, kwargs["num_sinks"])
+            case "CapPress":
+                sinks, future = kwargs["n_sink"], kwargs["n_future_positions"]
+                return kvjax.policies.capkv(budget, kwargs["tau"], sinks, future, kwargs["epsilon"])
             case "PyramidKVPress":
                 window, kernel, beta = kwargs["window_size"], kwargs["kernel_size"], kwargs["beta"]
                 return kvjax.policies.pyramidkv(budget, window, kernel, "avg", beta=beta, formula="kvpress")

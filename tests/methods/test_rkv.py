@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax.cache import Slots
-from kvjax.methods.rkv import redundancy
+from kvjax.methods.common.redundancy import redundancy
 from kvjax.policies import parse
 from tests import tiny
 from tests.methods import one_layer

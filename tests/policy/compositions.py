@@ -23,6 +23,7 @@ from kvjax.pallas_kernels import Reduction
 from kvjax.parts import (
     AccumulatedAttention,
     AdaptiveShares,
+    BlockByBlock,
     Chunks,
     CompositeShares,
     DenseLayers,
@@ -36,29 +37,39 @@ from kvjax.parts import (
     Fraction,
     GatedShares,
     GaussianMerge,
+    GlobalAttention,
     GlobalShares,
     JointImportance,
     KeyDifference,
     KeyNorm,
     LagDifference,
     LastAttention,
+    LazyAttention,
+    LazyLayers,
+    LeveragedAttention,
     LeverageScore,
     Neglect,
     Newest,
     NoisyAttention,
+    NonCausalAttention,
+    ObservedAttention,
     Pages,
     Pooling,
     ProjectedValues,
     Pyramid,
     QueryHeadAttention,
+    QuerySample,
     RandomDraw,
     Recency,
     Reconstruction,
     Representatives,
     SimilarityMerge,
+    SquaredNorms,
+    StochasticAttention,
     TaskAttention,
     TopTokens,
     UniformShares,
+    ValueCapacity,
     ValueMerge,
     VarianceShares,
     WindowAttention,
@@ -89,6 +100,16 @@ SCORES: tuple[Score, ...] = (
     FoldedWindow(4, 2, MEAN, ahead=True),
     JointImportance(4, Pooling("max", 3), 0.07, 0.5),
     ProjectedValues(AccumulatedAttention()),
+    ObservedAttention(),
+    SquaredNorms(window=5),
+    ValueCapacity(sinks=2, future=4),
+    NonCausalAttention(5),
+    LeveragedAttention(NonCausalAttention(5, 1, 2)),
+    BlockByBlock(KeyDifference(), 5),
+    QuerySample(AccumulatedAttention(), 3),
+    GlobalAttention(4, 0.8, 0.5, 0.5),
+    LazyAttention(2, 4, 1),
+    StochasticAttention(4, Pooling("avg", 3), 0.25, 2, 0),
     TaskAttention("self"),
     Reconstruction(),
 )
@@ -106,6 +127,7 @@ ALLOCATED = (
     GlobalShares(Fixed(12)),
     VarianceShares(Fixed(12), first=0, last=0),
     UniformShares(Fixed(12)),
+    LazyLayers(Fixed(12), 6, 0.5),
     GatedShares(Fixed(12), full=((True, False, False, False), (False, True, False, True))),
 )
 QUERY_BITS = Representatives(TopTokens(), 0.5, bits="query")
@@ -134,8 +156,9 @@ QUERIES, KEYS, VALUES = (jnp.asarray(RNG.normal(size=(L * ROWS, n, SIZE, D)), jn
 
 def refused(score: Score, budget: Any, select: Any, merge: Merge, every: int | None) -> bool:
     """What makes no sense, and nothing else."""
-    accumulates = isinstance(score, AccumulatedAttention | NoisyAttention | QueryHeadAttention)
-    window = isinstance(score, WindowAttention | FoldedWindow | JointImportance)
+    accumulates = type(score) in (AccumulatedAttention, NoisyAttention, QueryHeadAttention, QuerySample)
+    keeps = WindowAttention | FoldedWindow | JointImportance | NonCausalAttention | LeveragedAttention | QuerySample
+    window = isinstance(score, keeps | GlobalAttention | StochasticAttention | LazyAttention)
     return (
         (isinstance(score, LastAttention) and isinstance(budget, GlobalShares | AdaptiveShares | GatedShares))
         or (isinstance(score, Reconstruction | TaskAttention) and every is not None)
@@ -143,7 +166,10 @@ def refused(score: Score, budget: Any, select: Any, merge: Merge, every: int | N
         or (isinstance(merge, ValueMerge) and (every is None or not accumulates))
         or (isinstance(merge, GaussianMerge | SimilarityMerge) and every is not None and window)
         or (isinstance(score, WindowAttention) and score.pooling is not None and every is not None)
-        or (isinstance(score, ProjectedValues) and isinstance(select, Chunks | Pages))
+        or (
+            isinstance(score, ProjectedValues | BlockByBlock | StochasticAttention)
+            and isinstance(select, Chunks | Pages)
+        )
         or (select == QUERY_BITS and not isinstance(score, QueryHeadAttention))
     )
 

@@ -12,6 +12,7 @@ from kvjax.parts import (
     DynamicShares,
     GatedShares,
     GlobalShares,
+    LazyLayers,
     UniformShares,
     VarianceShares,
 )
@@ -36,6 +37,8 @@ def allocated(budget: AllocatedBudget, scores: np.ndarray, mean: int, least: int
         counts = np.full((L, H), mean)
     elif isinstance(budget, GatedShares):
         counts = np.where(budget.full, N, mean)
+    elif isinstance(budget, LazyLayers):
+        counts = np.repeat(lazy(budget, scores, mean, least)[:, None], H, axis=1)
     elif isinstance(budget, GlobalShares):
         counts = competing(raised.reshape(L, budget.groups, H // budget.groups, N), mean, least).reshape(L, H)
     elif isinstance(budget, CompositeShares):
@@ -64,6 +67,18 @@ def competing(scores: np.ndarray, mean: int, least: int) -> np.ndarray:
         top = sorted(entries, key=lambda entry: (-entry[0], *entry[1:]))[: L * mean * heads]
         for _, layer, head in top:
             counts[layer, g, head] += 1
+    return counts
+
+
+def lazy(budget: LazyLayers, scores: np.ndarray, mean: int, least: int) -> np.ndarray:
+    """SimLayerKV: the counts of the layers."""
+    L, _, N = scores.shape
+    few = min(N, max(budget.lazy, least))
+    sums = np.maximum(scores, 0).sum(axis=2).mean(axis=1)
+    counts = np.where(sums > budget.threshold, few, N)
+    for layer in np.argsort(-sums, kind="stable"):
+        if counts.sum() > L * mean:
+            counts[layer] = few
     return counts
 
 

@@ -10,6 +10,7 @@ import pytest
 from kvjax import policies
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
+from kvjax.parts import FittedEntries
 from kvjax.policy import PLAIN, Policy
 from tests import tiny
 from tests.products import part
@@ -165,7 +166,9 @@ def run(
 
 
 def tolerance(policy: Policy) -> float:
-    """The accuracy of float32, or that of codes of which a few are rounded the other way."""
+    """The accuracy of float32, or of its least-squares solutions, or of codes of which a few are rounded otherwise."""
+    if isinstance(policy.merge, FittedEntries):
+        return 2e-3
     return 2e-5 if policy.storage == PLAIN else 5e-3
 
 

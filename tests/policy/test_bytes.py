@@ -18,8 +18,10 @@ from kvjax.models import Decoder
 from kvjax.pallas_kernels import PAGE
 from kvjax.parts import (
     AccumulatedAttention,
+    BlockByBlock,
     FoldedWindow,
     GatedShares,
+    GlobalAttention,
     JointImportance,
     LastAttention,
     Neglect,
@@ -27,7 +29,9 @@ from kvjax.parts import (
     ProjectedValues,
     Quantized,
     QueryHeadAttention,
+    QuerySample,
     SimilarityMerge,
+    StochasticAttention,
     WindowAttention,
 )
 from kvjax.policy import Policy
@@ -68,18 +72,22 @@ def state_numbers(policy: Policy, config) -> tuple[int, int]:
     per_slot = per_row = 0
     if isinstance(score, QueryHeadAttention):
         per_slot, score = config.num_heads // heads, score.base
-    if isinstance(score, ProjectedValues):
+    if isinstance(score, ProjectedValues | BlockByBlock):
         score = score.base
+    if isinstance(score, QuerySample):
+        per_row, score = score.queries * (config.num_heads * config.head_dim + 2 * heads), score.base
     if isinstance(score, AccumulatedAttention | LastAttention | NoisyAttention):
         per_slot += 1
     if isinstance(score, NoisyAttention):
         per_row += heads
+    if isinstance(score, GlobalAttention):
+        per_slot += 2
     if isinstance(score, Neglect):
         per_slot += -(-score.window // 32)
     if isinstance(score, FoldedWindow):
         per_slot += score.columns + score.ahead
     if isinstance(
-        score, FoldedWindow | WindowAttention | JointImportance
+        score, FoldedWindow | WindowAttention | JointImportance | GlobalAttention | StochasticAttention
     ):  # the window's queries, their log-sum-exp and positions
         per_row += score.window * (config.num_heads * (config.head_dim + 1) + heads)
     if isinstance(policy.merge, SimilarityMerge):  # a threshold per head

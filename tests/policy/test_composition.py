@@ -18,35 +18,46 @@ from kvjax import parts
 from kvjax.heads import ALL_HEADS
 from kvjax.parts import (
     AccumulatedAttention,
+    BlockByBlock,
     Chunks,
     EvenChunks,
     Everything,
     ExpectedAttention,
+    FittedEntries,
     Fixed,
     FoldedWindow,
     GatedShares,
     GaussianMerge,
+    GlobalAttention,
     JointImportance,
     KeyDifference,
     KeyNorm,
     LagDifference,
     LastAttention,
+    LazyAttention,
+    LeveragedAttention,
     LeverageScore,
     Neglect,
     Newest,
     NoisyAttention,
+    NonCausalAttention,
+    ObservedAttention,
     Pages,
     Pooling,
     ProjectedValues,
     QueryHeadAttention,
+    QuerySample,
     RandomDraw,
     Recency,
     Reconstruction,
     Representatives,
     SimilarityMerge,
+    SquaredNorms,
+    StochasticAttention,
     TaskAttention,
     TopTokens,
     UniformShares,
+    ValueCapacity,
     ValueMerge,
     WindowAttention,
 )
@@ -92,6 +103,14 @@ STATE = {
     JointImportance: (0, RING),
     ExpectedAttention: (0, H * G * (1 + D + D * D)),
     ProjectedValues: (1, 0),
+    ObservedAttention: (1, 0),
+    ValueCapacity: (0, H * G * (1 + D)),
+    NonCausalAttention: (1, 5 * RING // 4),
+    LeveragedAttention: (1, 7 * RING // 4),
+    QuerySample: (1, 3 * (H * G * D + 2 * H)),
+    GlobalAttention: (2, RING),
+    LazyAttention: (0, RING // 4),
+    StochasticAttention: (0, RING),
     TaskAttention: (G + 1, 0),
     Reconstruction: (1, 0),
 }
@@ -121,6 +140,16 @@ TRIED: dict[type[Score], list[list[tuple[Select, Merge]]]] = {
     FoldedWindow: [[(PAGES, SIMILAR)], [(REPRESENTATIVES, SIMILAR)]],
     JointImportance: [[(CHUNKS, GAUSSIAN)], [(PAGES, SIMILAR)]],
     ProjectedValues: [[(EVEN, DROP)], [(TopTokens(), DROP)]],
+    ObservedAttention: [[(TopTokens(), DROP)], [(CHUNKS, DROP)]],
+    SquaredNorms: [[(EVEN, DROP)], [(TopTokens(), DROP)]],
+    ValueCapacity: [[(REPRESENTATIVES, DROP)], [(EVEN, DROP)]],
+    NonCausalAttention: [[(TopTokens(), GAUSSIAN)], [(REPRESENTATIVES, DROP)]],
+    LeveragedAttention: [[(PAGES, DROP)], [(CHUNKS, GAUSSIAN)]],
+    QuerySample: [[(TopTokens(), VALUES)], [(EVEN, DROP)]],
+    LazyAttention: [[(TopTokens(), DROP)], [(REPRESENTATIVES, DROP)]],
+    GlobalAttention: [[(TopTokens(), DROP)], [(CHUNKS, DROP)]],
+    StochasticAttention: [[(EVEN, DROP)], [(TopTokens(), DROP)]],
+    BlockByBlock: [[(TopTokens(), DROP)], [(REPRESENTATIVES, DROP)]],
     TaskAttention: [[(REPRESENTATIVES, DROP)], [(PAGES, DROP)]],
     Reconstruction: [[], [(TopTokens(), GAUSSIAN)]],
 }
@@ -131,8 +160,10 @@ def test_what_makes_no_sense_is_refused_by_name():
 
 
 def test_every_part_is_here():
-    """Storages are left out, since other parts do not see them."""
-    here = {type(part) for part in (*SCORES, *BUDGETS, *ALLOCATED, *SELECTS, *MERGES, Everything(), Pooling())}
+    """Storages are left out, since other parts do not see them, and a merge that needs the state of its own score."""
+    here = {FittedEntries} | {
+        type(part) for part in (*SCORES, *BUDGETS, *ALLOCATED, *SELECTS, *MERGES, Everything(), Pooling())
+    }
     found = (getattr(parts, name) for name in dir(parts) if name not in parts.__all__)
     classes = {part for part in found if isinstance(part, type) and issubclass(part, Part)}
     assert {part for part in classes if not issubclass(part, Storage)} == here

@@ -15,9 +15,28 @@ from tests.policy.compositions import ALLOCATED, BUDGETS, MERGES, SCORES, SELECT
 
 DEFAULTS = {
     "adakv": {"alpha": 0.2, "normalise": None, "formula": "paper", "groups": 1},
+    "attention_matching": {
+        "queries": 64,
+        "seed": 0,
+        "merge.bias": True,
+        "merge.ridge": 1e-3,
+        "merge.bound": 3.0,
+    },
+    "blockwise": {"block": 128},
     "cam": {"budget": 1024, "sinks": 4, "tokens": 32, "form": "bernoulli", "group": "mean", "every": 1, "seed": 0},
+    "capkv": {"budget": 1024, "tau": 5.0, "sinks": 4, "future": 512, "epsilon": 1e-6},
     "chunkkv": {"length": 20},
+    "compactor": {
+        "budget": 1024,
+        "chunk": 256,
+        "sketch": 48,
+        "blend": 0.5,
+        "seed": 0,
+        "sinks": 8,
+        "recent": 4,
+    },
     "criticalkv": {"first": 0.5, "epsilon": 0.0001},
+    "cur": {"budget": 1024, "kind": "product", "window": 16, "sinks": 4, "every": None},
     "d2o": {
         "budget": 0.2,
         "sinks": 4,
@@ -49,9 +68,11 @@ DEFAULTS = {
         "value_norm": True,
         "epsilon": 0.0,
     },
-    "finch": {"budget": 1024, "window": 32, "chunk": None, "rescale": True},
+    "finch": {"budget": 1024, "window": 32, "chunk": None, "rescale": True, "positions": "original"},
     "full": {},
+    "gkv": {"budget": 1024, "window": 16, "decay": 0.8, "mix": 0.5, "threshold": 0.5, "every": 128},
     "h2o": {"budget": 1024, "recent": 0.5, "group": "mean", "every": 1, "sinks": 0},
+    "key_rerotation": {},
     "keydiff": {"budget": 1024, "sinks": 0, "recent": 0, "every": None},
     "keyformer": {
         "budget": 0.6,
@@ -125,6 +146,8 @@ DEFAULTS = {
         "group": "sum",
         "block": None,
     },
+    "non_causal_attention": {"budget": 1024, "chunk": 256, "sinks": 0, "recent": 0},
+    "observed_attention": {"budget": 1024, "group": "mean", "sinks": 0, "recent": 0, "every": None},
     "pyramidkv": {
         "budget": 1024,
         "window": 8,
@@ -138,9 +161,11 @@ DEFAULTS = {
     "random": {"budget": 1024, "seed": 0, "sinks": 0, "recent": 0, "every": None},
     "rkv": {"budget": 1024, "window": 8, "kernel": 7, "mix": 0.07, "threshold": 0.5, "every": 128},
     "scissorhands": {"budget": 1024, "window": 400, "recent": 10, "drop": 0.5},
+    "simlayerkv": {"budget": 1.0, "threshold": 0.9, "sinks": 4, "recent": 1024, "last": 1},
     "snapkv": {"budget": 1024, "window": 32, "kernel": 7, "pool": "max", "group": "mean"},
     "streaming_llm": {"budget": 1024, "sinks": 4, "positions": "original", "every": 1},
     "tova": {"budget": 1024, "recent": 0, "every": 1},
+    "vase": {"budget": 1024, "window": 64, "large": 0.25, "kernel": 5, "sinks": 4, "seed": 0, "every": 64},
 }
 COSINES = {"merge.theta", "threshold"}  # -1 is one
 
@@ -183,6 +208,7 @@ PARTS_DEFAULTS = {  # of parts that several methods have in common; those of all
     "WindowAttention": {"pooling": None, "rescale": False, "normalise": "full", "sum_logits": False},
     "Reduction": {"group": "mean", "rows": "sum", "first": "rows"},
     "Pooling": {"kind": "max", "size": 7},
+    "NonCausalAttention": {"chunk": 256, "first": 0, "last": 0},
 }
 
 

@@ -22,15 +22,19 @@ from tests.products import part
 
 WRAPPERS = {name: part for name, part in registry.parts().items() if issubclass(part, ScoreWrapper)}
 STATES = {  # the needs that a wrapper says it changes; any other one may change none
+    "BlockByBlock": {"slotwise", "by_count"},
     "ProjectedValues": {"slotwise", "weighs_values", "by_count"},
     "QueryHeadAttention": {"queries", "by_query_head"},
+    "QuerySample": {"queries", "keeps_queries", "samples"},
 }
 FEW = ("h2o", "morphkv", "kvzip", "expected_attention")
 # Scores that carry something else from step to step than `FEW`, or nothing, each under one wrapper; and those that a
 # wrapper refuses.
 OTHERS = {
+    "BlockByBlock": ("lagkv",),
     "ProjectedValues": ("keyformer", "lagkv", "criticalkv", "tova"),
     "QueryHeadAttention": ("scissorhands",),
+    "QuerySample": ("expected_attention",),
 }
 ONE = tiny.decoder(8, 4)
 TWO = tiny.decoder(8, 4, (None, None))

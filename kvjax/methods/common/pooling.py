@@ -7,7 +7,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.pallas_kernels import compact, traced_once
 from kvjax.policy import Part, check_choice
@@ -51,3 +51,11 @@ class Pooling(Part):
             pooled = pooled / self.size
         place = jnp.maximum(jnp.cumsum(eligible, axis=-1) - 1, 0)
         return jnp.take_along_axis(pooled, place, axis=-1, mode="promise_in_bounds")
+
+    def along_text(
+        self, scores: Float[Array, "B H M"], positions: Int[Array, "B H M"], eligible: Bool[Array, "B H M"]
+    ) -> Float[Array, "B H M"]:
+        """The same for entries in any order of slots."""
+        order = jnp.argsort(positions, axis=-1)
+        in_order = (jnp.take_along_axis(x, order, axis=-1) for x in (scores, eligible))
+        return jnp.take_along_axis(self(*in_order), jnp.argsort(order, axis=-1), axis=-1)

@@ -1,0 +1,191 @@
+"""Attention Matching (Zweiger et al., arXiv 2602.16284): retained entries get the biases and values that fit the rest.
+
+Differences from the paper and its code. Queries are a sample of the prompt's own, turned to the position after it; the
+paper generates them by letting the model repeat or study the text. Any policy selects the keys, where the paper takes
+those with the most attention or a greedy pursuit. Entries that the policy protects stay as they are. Both least-squares
+problems are solved by their ridge solutions around the unchanged entry, so that what no query asks for stays as it is;
+the paper's solution is that of ridge=0 where there are at least as many queries as entries.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache import Slots
+from kvjax.models import rotate
+from kvjax.policy import Effects, Keep, Merge, Moment, Policy, check_kind, check_number
+
+from .common.query_sample import QuerySample, sample_of
+from .registry import preset
+from .snapkv import snapkv
+
+SNAPKV = snapkv()
+
+
+class Fit(NamedTuple):
+    """The problem of one head: what n queries would get from M entries, of which t are retained."""
+
+    queries: Float[Array, "n D"]
+    asks: Bool[Array, "n"]
+    keys: Float[Array, "M D"]
+    values: Float[Array, "M D"]
+    logits: Float[Array, "M"]
+    kept: Int[Array, "t"]
+    free: Bool[Array, "t"]
+
+
+@dataclass(frozen=True)
+class FittedEntries(Merge):
+    """Entries that are not retained are dropped, and biases and values of the others are fitted to make up for them.
+
+    For the queries of the score's sample, turned to the position after the prompt, biases fit the sum of the exponents
+    of all logits, then values fit the output. Entries that are protected take part, and stay as they are. A head that
+    loses nothing stays as it is. Decoding drops what it evicts.
+
+    Attributes:
+        bias: whether biases are fitted; if not, they are 0 and only values are fitted.
+        ridge: the weight of the change itself, as a share of the mean squared column of the problem.
+        bound: the largest bias and the negative of the smallest.
+    """
+
+    bias: bool = True
+    ridge: float = 1e-3
+    bound: float = 3.0
+
+    def __post_init__(self) -> None:
+        check_number("ridge", self.ridge, "a number > 0", lambda x: x > 0)
+        check_number("bound", self.bound, "a number > 0", lambda x: x > 0)
+
+    @property
+    def effects(self) -> Effects:
+        return Effects(at_prompt=True, bias=True)
+
+    def check(self, policy: Policy) -> None:
+        if not policy.score.needs.samples:
+            raise ValueError(
+                f"FittedEntries asks a sample of queries, and {type(policy.score).__name__} takes none; expected a "
+                "score within QuerySample"
+            )
+        if policy.positions != "original":
+            raise ValueError(
+                "FittedEntries asks cached keys with queries at the next position; it cannot be combined with "
+                f"positions={policy.positions!r}"
+            )
+
+    def compress(
+        self,
+        entries: Slots,
+        moment: Moment,
+        scores: Float[Array, "B H M"],
+        counts: Int[Array, "B H"],
+        size: int,
+        keep: Keep,
+    ) -> tuple[Slots, Int[Array, "B H size"]]:
+        kept = keep(scores, entries.positions)
+        B, H, M = entries.positions.shape
+        fit = self._problems(entries, moment, kept, scores)
+        flat = jax.tree.map(lambda x: x.reshape(B * H, *x.shape[2:]), fit)
+        bias, values = jax.lax.map(self._solved, flat, batch_size=H)
+        loses = (jnp.sum(entries.positions >= 0, axis=-1) > counts)[..., None]
+        b, h = jnp.arange(B)[:, None, None], jnp.arange(H)[:, None]
+        place = b, h, jnp.where((kept >= 0) & fit.free & loses, kept, M)
+        values = entries.values.at[place].set(values.reshape(B, H, size, -1).astype(entries.values.dtype), mode="drop")
+        old = jnp.zeros((B, H, M)) if entries.bias is None else entries.bias
+        return replace(entries, values=values, bias=old.at[place].add(bias.reshape(kept.shape), mode="drop")), kept
+
+    def _problems(
+        self, entries: Slots, moment: Moment, kept: Int[Array, "B H t"], scores: Float[Array, "B H M"]
+    ) -> Fit:
+        """Every array with axes [B, H, ...]."""
+        sample = sample_of(entries)
+        B, H, R = sample.positions.shape
+        behind = jnp.where(sample.positions >= 0, moment.next_position[:, None, None] - sample.positions, 0)
+        group = sample.queries.shape[1] // H
+        D = sample.queries.shape[-1]
+        frequencies = moment.layer.rope.frequencies(D) if moment.rope is None else moment.rope
+        turned = rotate(sample.queries.astype(jnp.float32), jnp.repeat(behind, group, axis=1), frequencies, 1.0)
+        seen = entries.positions >= 0
+        if moment.window is not None:
+            seen &= entries.positions > moment.next_position[:, None, None] - moment.window
+        protected = jnp.take_along_axis(jnp.isposinf(scores), jnp.maximum(kept, 0), axis=-1)
+        return Fit(
+            turned.reshape(B, H, group * R, D) * moment.scale,
+            jnp.tile(sample.positions >= 0, (1, 1, group)),
+            entries.keys.astype(jnp.float32),
+            entries.values.astype(jnp.float32),
+            jnp.where(seen, 0.0 if entries.bias is None else entries.bias, -jnp.inf),
+            kept,
+            (kept >= 0) & ~protected,
+        )
+
+    def _solved(self, fit: Fit) -> tuple[Float[Array, "t"], Float[Array, "t D"]]:
+        """The biases to add, and the values."""
+        logits = jnp.einsum("nD,MD->nM", fit.queries, fit.keys, precision="highest") + fit.logits
+        top = jnp.max(logits, axis=-1, keepdims=True)
+        weights = jnp.where(fit.asks[:, None], jnp.exp(logits - jnp.where(jnp.isneginf(top), 0, top)), 0)
+        mass = jnp.sum(weights, axis=-1)
+        output = jnp.einsum("nM,MD->nD", weights, fit.values, precision="highest") / jnp.maximum(mass, 1e-30)[:, None]
+        own = jnp.where(fit.kept >= 0, jnp.take(weights, jnp.maximum(fit.kept, 0), axis=1), 0)
+        factor = jnp.ones(fit.kept.shape)
+        if self.bias:
+            missing = (mass - jnp.sum(own, axis=-1))[:, None]
+            change = self._ridge(jnp.where(fit.free, own, 0), missing)[:, 0]
+            factor = jnp.where(fit.free, jnp.clip(1 + change, math.exp(-self.bound), math.exp(self.bound)), 1)
+        shares = own * factor
+        shares /= jnp.maximum(jnp.sum(shares, axis=-1, keepdims=True), 1e-30)
+        values = jnp.take(fit.values, jnp.maximum(fit.kept, 0), axis=0)
+        missing = output - jnp.einsum("nt,tD->nD", shares, values, precision="highest")
+        return jnp.log(factor), values + self._ridge(jnp.where(fit.free, shares, 0), missing)
+
+    def _ridge(self, x: Float[Array, "n t"], y: Float[Array, "n K"]) -> Float[Array, "t K"]:
+        """The c that minimises |x c - y|^2 + ridge * (mean squared column of x) * |c|^2."""
+        n, t = x.shape
+        columns = jnp.sum(x**2, axis=0)
+        weight = self.ridge * jnp.sum(columns) / jnp.maximum(jnp.sum(columns > 0), 1) + 1e-30
+        if n < t:  # the same c by a smaller system
+            gram = jnp.einsum("nt,mt->nm", x, x, precision="highest") + weight * jnp.eye(n)
+            return jnp.einsum("nt,nK->tK", x, jax.scipy.linalg.solve(gram, y, assume_a="pos"), precision="highest")
+        gram = jnp.einsum("nt,ns->ts", x, x, precision="highest") + weight * jnp.eye(t)
+        return jax.scipy.linalg.solve(gram, jnp.einsum("nt,nK->tK", x, y, precision="highest"), assume_a="pos")
+
+
+FITTED = FittedEntries()
+
+
+@preset
+def attention_matching(
+    base: Policy = SNAPKV, queries: int = 64, seed: int = 0, merge: FittedEntries = FITTED
+) -> Policy:
+    """Retains what the base retains, and fits biases and values of these entries to what all entries would give.
+
+    With q a sample of the prompt's queries, C the retained entries and w_c = exp(bias_c), of head h
+
+        w = argmin sum over q of (sum over c in C of w_c exp(q . k_c) - sum over all j of exp(q . k_j))^2
+        v = argmin sum over q of |softmax over C of (q . k + log w) v - softmax over all (q . k) v|^2
+
+    The answer is added to the retained entries, or evicts as the base does.
+
+    Args:
+        base: the policy that gives scores, budget and protected tokens. It must merge nothing itself.
+        queries: the number of positions of the prompt whose queries are fitted, of every query head.
+        seed: of the sample.
+        merge: the fit, whose options are those of `kvjax.parts.FittedEntries`.
+
+    Raises:
+        ValueError: for a value that is not accepted, and for a base that merges, that observes queries before RoPE, or
+            whose keys are rotated to their places in the cache.
+    """
+    check_kind("base", base, Policy)
+    check_kind("merge", merge, FittedEntries)
+    effects = base.merge.effects
+    if effects.at_prompt or effects.at_steps:
+        raise ValueError(
+            f"FittedEntries would replace the base's {type(base.merge).__name__}; expected a base that merges nothing"
+        )
+    return replace(base, score=QuerySample(base.score, queries, seed), merge=merge)

@@ -1,0 +1,28 @@
+"""RoPE averaged over positions that are still to come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.policy import Moment
+
+
+def mean_rotation(
+    moment: Moment, dim: int, future: int
+) -> Callable[[Float[Array, "B H N D"]], Float[Array, "B H N D"]]:
+    """The mean RoPE matrix over the next `future` positions of each row. It is linear, but no longer a rotation."""
+    rope = moment.layer.rope
+    frequencies = jnp.asarray(rope.frequencies(dim) if moment.rope is None else moment.rope)
+    positions = moment.next_position[:, None] + jnp.arange(future)
+    angles = positions[..., None].astype(jnp.float32) * jnp.expand_dims(frequencies, -2)
+    cos, sin = (rope.attention_factor * jnp.mean(f(angles), axis=1)[:, None, None] for f in (jnp.cos, jnp.sin))
+    half = frequencies.shape[-1]
+
+    def turn(x: Float[Array, "B H N D"]) -> Float[Array, "B H N D"]:
+        first, second, rest = jnp.split(x, [half, 2 * half], axis=-1)
+        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+
+    return turn

@@ -1,0 +1,118 @@
+"""A random sample of the queries of a text, kept beside the state of any score."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache import Slots
+from kvjax.pallas_kernels import Asked
+from kvjax.policy import Attended, LayerShape, Moment, Needs, Score, ScoreWrapper, check_integer, check_kind
+
+
+class Sample(NamedTuple):
+    """R queries of each row, as they met the keys. Positions and lots are alike in all heads, -1 for none."""
+
+    queries: Float[Array, "B Hq R D"]
+    positions: Int[Array, "B H R"]
+    lots: Float[Array, "B H R"]
+
+
+class Sampled(NamedTuple):
+    """A sample, and the state per row of the score around which it is taken."""
+
+    sample: Sample
+    base: Any
+
+
+@dataclass(frozen=True)
+class QuerySample(ScoreWrapper):
+    """The scores of its base; beside them, a sample of the text's queries, for a merge that asks what they need.
+
+    A query is in the sample if its lot, a function of the seed and its position, is among the largest. So the sample
+    depends neither on the batch nor on the pieces in which a prompt is read. Decode steps do not change it. On a mesh
+    where devices hold the same kv head, they exchange the group's queries.
+
+    Attributes:
+        base: the score that says which entries matter.
+        queries: the number of positions in the sample.
+        seed: of the lots.
+    """
+
+    queries: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_kind("base", self.base, Score)
+        check_integer("queries", self.queries, least=1)
+        check_integer("seed", self.seed, least=0)
+        if self.base.needs.queries == "unrotated" or self.base.needs.samples:
+            raise ValueError(
+                f"QuerySample observes queries after RoPE, once, and {type(self.base).__name__} observes them before "
+                "RoPE or samples them already; they cannot be combined"
+            )
+
+    @property
+    def needs(self) -> Needs:
+        return replace(self.base.needs, queries="rotated", keeps_queries=True, samples=True)
+
+    def init(self, shape: LayerShape, slots: int) -> tuple[Any, Sampled]:
+        per_slot, per_row = self.base.init(shape, slots)
+        queries = jnp.zeros((shape.batch, shape.heads, self.queries, shape.head_dim), shape.dtype)
+        none = jnp.full((shape.batch, shape.kv_heads, self.queries), -1)
+        return per_slot, Sampled(Sample(queries, none, none.astype(jnp.float32)), per_row)
+
+    def asks(self, per_row: Sampled, positions: Int[Array, "B"]) -> Asked | None:
+        return self.base.asks(per_row.base, positions)
+
+    def observe(self, entries: Slots, attended: Attended) -> tuple[Any, Sampled]:
+        per_slot, per_row = self.base.observe(_of_base(entries), attended)
+        sample: Sample = entries.per_row.sample
+        if attended.replay is None and not attended.decoding:
+            sample = self._drawn(sample, attended)
+        return per_slot, Sampled(sample, per_row)
+
+    def _drawn(self, old: Sample, attended: Attended) -> Sample:
+        """The sample of the old one and the new queries."""
+        R, positions = self.queries, attended.positions
+
+        def lot(position: Array) -> Array:
+            return jax.random.uniform(jax.random.fold_in(jax.random.key(self.seed), position))
+
+        lots = jnp.where(positions >= 0, jax.vmap(jax.vmap(lot))(positions), -1.0)
+        lots, chosen = jax.lax.top_k(jnp.concatenate([old.lots[:, 0], lots], axis=1), R)
+        is_old = chosen < R
+        before, after = jnp.minimum(chosen, R - 1), jnp.maximum(chosen - R, 0)
+        given = attended.heads.whole_groups(attended.queries)
+        queries = jnp.where(
+            is_old[:, None, :, None],
+            jnp.take_along_axis(old.queries, before[:, None, :, None], axis=2),
+            jnp.take_along_axis(given, after[:, None, :, None], axis=2),
+        )
+        positions = jnp.where(
+            is_old,
+            jnp.take_along_axis(old.positions[:, 0], before, axis=1),
+            jnp.take_along_axis(positions, after, axis=1),
+        )
+        heads = old.lots.shape[:2]
+        return Sample(queries, *(jnp.broadcast_to(x[:, None], (*heads, R)) for x in (positions, lots)))
+
+    def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
+        return self.base(_of_base(entries), moment)
+
+    def by_query_head(self, entries: Slots, moment: Moment) -> Float[Array, "B Hq M"]:
+        return self.base.by_query_head(_of_base(entries), moment)
+
+
+def sample_of(entries: Slots) -> Sample:
+    """The sample that a score with `Needs.samples` keeps."""
+    return entries.per_row.sample
+
+
+def _of_base(entries: Slots) -> Slots:
+    """The entries with the base's state."""
+    return replace(entries, per_row=entries.per_row.base)

@@ -1,0 +1,142 @@
+"""G-KV (Liao et al., arXiv 2512.00504): attention that lasts from one eviction to the next, less key redundancy.
+
+Differences from the released code: each row evicts when its own cache is full. Where no key is similar to a key, the
+code exempts the first cached entry from that key's similarities; here nothing is exempt, as in `rkv`. The paper also
+trains models for compressed caches, which is no part of this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.cache import Slots
+from kvjax.pallas_kernels import Reduction
+from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_integer, check_number
+
+from .common.budgets import budget_of
+from .common.drop import Drop
+from .common.redundancy import redundancy
+from .common.top_tokens import TopTokens
+from .common.window_attention import QueryRing, WindowAttention, check_window
+from .registry import preset
+
+REDUCTION = Reduction(rows="mean", group="max", first="group")
+
+
+class Lasting(NamedTuple):
+    """The global score of each entry when its head was last full, and when the text that is being read began."""
+
+    now: Float[Array, "B H S"]
+    before: Float[Array, "B H S"]
+
+
+@dataclass(frozen=True)
+class GlobalAttention(Score):
+    """`mix` times the lasting attention of an entry minus (1 - `mix`) times the redundancy of its key.
+
+    Whenever a head is full, the attention from the window, divided by the largest, is compared with `decay` times the
+    lasting attention, and the larger one lasts. Both terms are divided by the largest in the head. The state is the
+    window's queries and two numbers per slot. Between evictions a step scores nothing.
+
+    Attributes:
+        window: the number of last queries.
+        decay: the factor of lasting attention from one eviction to the next.
+        mix: the weight of attention against redundancy.
+        threshold: the cosine above which two keys are similar.
+    """
+
+    window: int
+    decay: float
+    mix: float
+    threshold: float
+
+    def __post_init__(self) -> None:
+        check_integer("window", self.window, least=1)
+        check_number("decay", self.decay, "a number in [0, 1]", lambda x: 0 <= x <= 1)
+        check_number("mix", self.mix, "a number in [0, 1]", lambda x: 0 <= x <= 1)
+        check_number("threshold", self.threshold, "a number in [-1, 1]", lambda x: -1 <= x <= 1)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(queries="rotated", keeps_queries=True, signed=True)
+
+    def check(self, policy: Policy) -> None:
+        check_window(type(self).__name__, self.window, policy)
+
+    def init(self, shape: LayerShape, slots: int) -> tuple[Lasting, QueryRing]:
+        none = jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32)
+        return Lasting(none, none), QueryRing.empty(shape, self.window)
+
+    def observe(self, entries: Slots, attended: Attended) -> tuple[Lasting, QueryRing]:
+        ring: QueryRing = entries.per_row.push(attended)
+        last: Lasting = entries.per_slot
+        asks = (attended.lengths > 0)[:, None]
+
+        def attention() -> Float[Array, "B H M"]:
+            """From the window, as a share of the largest."""
+            now = Moment(attended.positions[:, -1] + 1, attended.layer, heads=attended.heads)
+            local = WindowAttention(self.window, REDUCTION)(_with(entries, ring), now)
+            return local / jnp.maximum(jnp.max(local, axis=-1, keepdims=True), 1e-30)
+
+        if not attended.decoding:
+            now = jnp.maximum(self.decay * last.before, attention())
+            return Lasting(jnp.where(asks[..., None], now, last.now), last.before), ring
+        full = asks & (entries.occupancy >= entries.capacity)
+        local = jax.lax.cond(jnp.any(full), attention, lambda: jnp.zeros_like(last.now))
+        now = jnp.where(full[..., None], jnp.maximum(self.decay * last.now, local), last.now)
+        return Lasting(now, jnp.where(asks[..., None], now, last.before)), ring
+
+    def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
+        distant = (entries.positions >= 0) & (entries.positions < moment.next_position[:, None, None] - self.window)
+        repeated = redundancy(entries, self.threshold)
+        largest = jnp.max(jnp.where(distant, repeated, 0), axis=-1, keepdims=True)
+        return self.mix * entries.per_slot.now - (1 - self.mix) * repeated / jnp.maximum(largest, 1e-30)
+
+
+def _with(entries: Slots, ring: QueryRing) -> Slots:
+    """The entries with these queries alone."""
+    return Slots(entries.keys, entries.values, entries.positions, entries.capacity, None, ring, bias=entries.bias)
+
+
+@preset
+def gkv(
+    budget: int | float = 1024,
+    window: int = 16,
+    decay: float = 0.8,
+    mix: float = 0.5,
+    threshold: float = 0.5,
+    every: int | None = 128,
+) -> Policy:
+    """Retains the tokens that were important at any eviction so far and whose keys are unlike those of others.
+
+    At the t-th eviction of a head, with A the mean over the last `window` queries of the maximum over the query group
+    of softmax(q . k), and R the redundancy of `rkv`, for the entries older than the window,
+
+        F_t[c] = max(decay * F_(t-1)[c], A[c] / max A)
+        score[c] = mix * F_t[c] - (1 - mix) * R[c] / max R
+
+    Args:
+        budget: the most entries that a query sees, itself and the buffer included: the paper's budget + `every`. An
+            integer >= 1, or a float in (0, 1] for that share of each row's prompt.
+        window: the number of most recent tokens, which are always retained and whose queries score the others.
+        decay: the factor of an earlier score, the paper's alpha.
+        mix: the weight of attention, the paper's lambda. 1 leaves redundancy out.
+        threshold: the cosine above which two keys are similar.
+        every: the number of tokens that are evicted at a time. None compresses the prompt only.
+
+    Raises:
+        ValueError: for a value that is not accepted, or an integer budget smaller than `window` + `every`.
+    """
+    return Policy(
+        score=GlobalAttention(window, decay, mix, threshold),
+        budget=budget_of(budget),
+        select=TopTokens(),
+        merge=Drop(),
+        protect=Protect(recent=window),
+        every=every,
+    )

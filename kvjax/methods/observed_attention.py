@@ -1,0 +1,74 @@
+"""Observed attention (kvpress): the mean attention from the queries that saw a token.
+
+It is H2O's score per query, which does not favour old tokens. Differences from kvpress's ObservedAttentionPress: it
+computes attention without storing the weights of all queries, and it may go on while decoding (`every`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.cache import Slots
+from kvjax.policy import Moment, Needs, Policy, Protect
+
+from .common.accumulated import AccumulatedAttention
+from .common.budgets import budget_of
+from .common.drop import Drop
+from .common.top_tokens import TopTokens
+from .registry import preset
+
+
+@dataclass(frozen=True)
+class ObservedAttention(AccumulatedAttention):
+    """The mean over all queries that saw an entry of the attention that it received from them.
+
+    These are the queries from its own position on, in a layer with a sliding window those within the window.
+    """
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, accumulates=False)
+
+    def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
+        queries = moment.next_position[:, None, None] - entries.positions
+        if moment.window is not None:
+            queries = jnp.minimum(queries, moment.window)
+        return entries.per_slot / jnp.maximum(queries, 1)
+
+
+@preset
+def observed_attention(
+    budget: int | float = 1024,
+    group: Literal["mean", "sum", "max"] = "mean",
+    sinks: int = 0,
+    recent: int = 0,
+    every: int | None = None,
+) -> Policy:
+    """Retains the tokens with the largest mean attention from the queries that saw them.
+
+    score[h, c] = mean over the queries r >= c of softmax(q_r . k)_c, reduced over the query group of h.
+
+    Args:
+        budget: the number of entries retained of the prompt. An integer >= 1, or a float in (0, 1] for that share of
+            each row's prompt.
+        group: the reduction over the query heads of a kv head.
+        sinks: the number of first tokens that are always retained.
+        recent: the number of most recent tokens that are always retained.
+        every: the number of entries that a full head evicts at a time while decoding; the budget then bounds what a
+            query sees. None compresses the prompt only.
+
+    Raises:
+        ValueError: for a value that is not accepted, or a budget smaller than sinks + recent + `every`.
+    """
+    return Policy(
+        score=ObservedAttention(group),
+        budget=budget_of(budget),
+        select=TopTokens(),
+        merge=Drop(),
+        protect=Protect(sinks=sinks, recent=recent),
+        every=every,
+    )

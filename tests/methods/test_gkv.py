@@ -1,0 +1,107 @@
+"""G-KV against its equations in float64 NumPy, one head of one text at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvjax.policies import parse
+from tests import tiny
+from tests.methods import one_layer
+from tests.methods.reference import rotated, softmax
+from tests.methods.test_rkv import repeated
+
+# What the tests of all presets run (tests/policy/presets.py).
+OPTIONS = ("budget=12,window=3,every=3", "budget=0.5,window=4,mix=1.0,every=None")
+
+WINDOW, DECAY, MIX, THRESHOLD, BUDGET = 4, 0.7, 0.6, 0.35, 16
+
+
+class Head:
+    """One kv head with its query heads: the keys it holds, every query's softmax when it attended, and F."""
+
+    def __init__(self):
+        self.keys, self.weights, self.lasting, self.closest = {}, {}, {}, np.inf
+
+    def see(self, position, q, k):
+        self.keys[position] = rotated(k, position, 1e4)
+        queries = rotated(q, position, 1e4)
+        weights = softmax(queries @ np.stack(list(self.keys.values())).T / np.sqrt(k.shape[-1])).max(axis=0)
+        self.weights[position] = dict(zip(self.keys, weights, strict=True))
+
+    def evict(self, now, count):
+        if count <= 0:
+            return
+        distant = [p for p in self.keys if p < now - WINDOW]
+        window = [self.weights[r] for r in range(now - WINDOW, now)]
+        local = {p: np.mean([weights.get(p, 0) for weights in window]) for p in distant}
+        self.lasting = {p: max(DECAY * self.lasting.get(p, 0), local[p] / max(local.values())) for p in distant}
+        held = sorted(self.keys)
+        redundant = dict(zip(held, repeated(np.stack([self.keys[p] for p in held]), THRESHOLD), strict=True))
+        most = max(redundant[p] for p in distant)
+        scores = {p: MIX * self.lasting[p] - (1 - MIX) * redundant[p] / most for p in distant}
+        ranked = sorted(scores, key=lambda p: scores[p])
+        if count < len(ranked):
+            self.closest = min(self.closest, scores[ranked[count]] - scores[ranked[count - 1]])
+        for p in ranked[:count]:
+            del self.keys[p], self.lasting[p]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("group", "every"), [(1, 3), (3, 6)])
+def test_retains_what_the_equations_retain(group, every):
+    """Prompts longer and shorter than the budget, shorter than the window; 20 steps with slots in any order."""
+    heads, size, steps, lengths = 2, 30, 20, np.array([30, 17, 3])
+    options = f"window={WINDOW},decay={DECAY},mix={MIX},threshold={THRESHOLD},every={every}"
+    policy = parse(f"gkv:budget={BUDGET},{options}")
+    q, k, v = one_layer.random_streams(group, 3, heads, group, size + steps)
+    k = np.round(k)  # keys that resemble each other
+    literal = [[Head() for _ in range(heads)] for _ in lengths]
+    _, entries = one_layer.read(policy, lengths, size, q, k, v)
+
+    def assert_same():
+        for row, own in enumerate(literal):
+            assert one_layer.held(entries, row) == [sorted(head.keys) for head in own]
+
+    def see(row, h, position, at):
+        literal[row][h].see(position, q[row, h * group : (h + 1) * group, at], k[row, h, at])
+
+    for row, h in np.ndindex(len(lengths), heads):
+        for p in range(lengths[row]):
+            see(row, h, p, size - lengths[row] + p)
+        before = dict(literal[row][h].lasting)
+        literal[row][h].evict(lengths[row], lengths[row] - BUDGET)
+        assert before == {}
+    assert_same()
+    for t in range(steps):
+        for row, h in np.ndindex(len(lengths), heads):
+            head = literal[row][h]
+            if len(head.keys) >= BUDGET:
+                head.evict(lengths[row] + t, every)
+            see(row, h, lengths[row] + t, size + t)
+        at = slice(size + t, size + t + 1)
+        _, entries = one_layer.step(policy, lengths + t, entries, q[:, :, at], k[:, :, at], v[:, :, at])
+        assert_same()
+    assert min(head.closest for own in literal for head in own) > 1e-6
+
+
+@pytest.mark.slow
+def test_a_prompt_in_pieces():
+    params, rows = tiny.decoder(), [np.random.default_rng(n).integers(0, tiny.VOCAB, n) for n in (30, 11)]
+    whole, pieces = (tiny.prefill(params, "gkv:budget=9,window=3,every=2", rows, 32, chunk=n)[1] for n in (None, 7))
+    for _ in range(4):
+        assert [tiny.held(whole, row) for row in range(2)] == [tiny.held(pieces, row) for row in range(2)]
+        whole, pieces = (tiny.step(params, cache, np.arange(2), np.ones(2, bool))[1] for cache in (whole, pieces))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("decay=1.5", r"decay=1.5: expected a number in \[0, 1\]"),
+        ("mix=-0.1", r"mix=-0.1: expected a number in \[0, 1\]"),
+        ("budget=128", "a budget of 128 entries is smaller"),
+    ],
+)
+def test_refusals(options, says):
+    with pytest.raises(ValueError, match=says):
+        parse(f"gkv:{options}")
