@@ -1,4 +1,4 @@
-"""The decoder of all families: pre-norm layers, rotary grouped-query attention, gated MLP.
+"""The decoder of all families: layers of rotary grouped-query attention and a gated MLP, with norms and residuals.
 
 Attention is an argument. A layer computes q, k and v, passes them to `attend` *before rotation* together with the
 opaque cache, and projects the result. The caller of the decoder defines what the cache is and which tokens a query
@@ -102,14 +102,19 @@ class RMSNorm(nnx.Module):
     The norm is computed in float32, and the scale is applied in the dtype of the input.
     """
 
-    def __init__(self, size: int, axis: str, epsilon: float, dtype: DTypeLike):
-        self.epsilon = epsilon
-        self.scale = nnx.Param(jnp.ones(size, dtype), out_sharding=(axis,), eager_sharding=False)
+    def __init__(self, config: DecoderConfig, shape: tuple[int, ...], axes: tuple[str, ...], dtype: DTypeLike):
+        self.epsilon = config.norm_epsilon
+        self.scale = nnx.Param(jnp.ones(shape, dtype), out_sharding=axes, eager_sharding=False)
 
     def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
         wide = x.astype(jnp.float32)
         normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        return normed.astype(x.dtype) * self.scale[...]
+        return normed.astype(x.dtype) * self.scale[...].reshape(-1)
+
+
+def maybe(norm: RMSNorm | None, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
+    """Returns `norm(x)`, or `x` if the family has no such norm."""
+    return x if norm is None else norm(x)
 
 
 class Attention(nnx.Module):
@@ -128,17 +133,25 @@ class Attention(nnx.Module):
         self.key_bias = bias(config.qkv_bias, (H, D), ("kv_heads", "head_dim"), dtype)
         self.value_bias = bias(config.qkv_bias, (H, D), ("kv_heads", "head_dim"), dtype)
         self.output_bias = bias(config.output_bias, (E,), ("embed",), dtype)
-        self.query_norm = RMSNorm(D, "head_dim", config.norm_epsilon, dtype) if config.qk_norm else None
-        self.key_norm = RMSNorm(D, "head_dim", config.norm_epsilon, dtype) if config.qk_norm else None
+        self.joint_norm = config.joint_qk_norm
+        norms: list[RMSNorm | None] = [None, None]
+        if config.qk_norm:
+            leading = ((Hq, "heads"), (H, "kv_heads")) if config.joint_qk_norm else ((), ())
+            norms = [RMSNorm(config, (*x[:1], D), (*x[1:], "head_dim"), dtype) for x in leading]
+        self.query_norm, self.key_norm = norms
 
     def __call__(
         self, x: Float[Array, "B N E"], layer: AttentionLayer, attend: Attend, cache: Any
     ) -> tuple[Float[Array, "B Hq N D"], Any]:
         projections = (self.query, self.query_bias), (self.key, self.key_bias), (self.value, self.value_bias)
-        products = [linear(x, weight[...].reshape(x.shape[-1], -1), bias) for weight, bias in projections]
-        q, k, v = (_heads_first(y, self.query.shape[-1]) for y in _apart(products))
-        if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
+        products = _apart([linear(x, weight[...].reshape(x.shape[-1], -1), bias) for weight, bias in projections])
+        norms = self.query_norm, self.key_norm, None
+        if self.joint_norm:
+            products = [maybe(norm, y) for norm, y in zip(norms, products, strict=True)]
+        heads = [_heads_first(y, self.query.shape[-1]) for y in products]
+        if not self.joint_norm:
+            heads = [maybe(norm, y) for norm, y in zip(norms, heads, strict=True)]
+        q, k, v = heads
         return attend(layer, q, k, v, cache)
 
     def project_out(self, context: Float[Array, "B Hq N D"]) -> Float[Array, "B N E"]:
@@ -186,24 +199,34 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """One decoder layer: attention and MLP, each after an RMS norm and with a residual connection."""
+    """One decoder layer: attention and MLP, each with RMS norms before or after it, and a residual connection."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: DTypeLike):
-        self.attention_norm = RMSNorm(config.hidden_size, "embed", config.norm_epsilon, dtype)
+        def norm(wanted: bool) -> RMSNorm | None:
+            return RMSNorm(config, (config.hidden_size,), ("embed",), dtype) if wanted else None
+
+        self.residual_scale = config.residual_scale
+        self.attention_norm = norm(config.pre_norm)
         self.attention = Attention(config, rngs, dtype)
-        self.mlp_norm = RMSNorm(config.hidden_size, "embed", config.norm_epsilon, dtype)
+        self.attention_post_norm = norm(config.post_norm)
+        self.mlp_norm = norm(config.pre_norm)
         self.mlp = MLP(config, rngs, dtype)
+        self.mlp_post_norm = norm(config.post_norm)
 
     def __call__(
         self, x: Float[Array, "B N E"], layer: AttentionLayer, attend: Attend, cache: Any
     ) -> tuple[Float[Array, "B N E"], Any]:
-        context, cache = self.attention(self.attention_norm(x), layer, attend, cache)
+        context, cache = self.attention(maybe(self.attention_norm, x), layer, attend, cache)
 
         def after_attention(x: Float[Array, "B n E"], context: Float[Array, "B Hq n D"]) -> Float[Array, "B n E"]:
-            x = x + self.attention.project_out(context)
-            return x + self.mlp(self.mlp_norm(x))
+            x = x + self.scaled(maybe(self.attention_post_norm, self.attention.project_out(context)))
+            return x + self.scaled(maybe(self.mlp_post_norm, self.mlp(maybe(self.mlp_norm, x))))
 
         return by_blocks(after_attention, x, context), cache
+
+    def scaled(self, x: Float[Array, "B n E"]) -> Float[Array, "B n E"]:
+        """What is added to the hidden states. A product with a factor of 1 would be one more kernel."""
+        return x if self.residual_scale == 1 else (x.astype(jnp.float32) * self.residual_scale).astype(x.dtype)
 
 
 def by_blocks(
@@ -252,7 +275,7 @@ class Decoder(nnx.Module):
         self.config = config
         self.embed = weight(rngs, (V, E), ("vocab", "embed"), E, dtype)
         self.layers = nnx.List([Layer(config, rngs, dtype) for _ in config.windows])
-        self.norm = RMSNorm(E, "embed", config.norm_epsilon, dtype)
+        self.norm = RMSNorm(config, (E,), ("embed",), dtype)
         self.unembed = None if config.tie_embeddings else weight(rngs, (E, V), ("embed", "vocab"), E, dtype)
 
     def __call__(
@@ -271,6 +294,8 @@ class Decoder(nnx.Module):
             The hidden states before the last norm, in the dtype of the weights, and the last layer's cache.
         """
         x = self.embed[...][tokens]
+        if self.config.embedding_scale != 1:
+            x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
         for layer, record in zip(self.layers, self.attention_layers, strict=True):
             x, cache = layer(x, record, attend, cache)
         return x, cache
@@ -278,9 +303,10 @@ class Decoder(nnx.Module):
     @property
     def attention_layers(self) -> list[AttentionLayer]:
         """The record of each layer that its attention function receives."""
+        config = self.config
         return [
-            AttentionLayer(index, self.config.rope, window, self.config.scale, output=layer.attention.output[...])
-            for index, (layer, window) in enumerate(zip(self.layers, self.config.windows, strict=True))
+            AttentionLayer(index, config.rope_of(index), window, config.scale, output=layer.attention.output[...])
+            for index, (layer, window) in enumerate(zip(self.layers, config.windows, strict=True))
         ]
 
     def logits(self, hidden: Float[Array, "... E"]) -> Float[Array, "... V"]:
@@ -289,6 +315,6 @@ class Decoder(nnx.Module):
         The last norm is applied here, not in `__call__`, because logits are needed at few positions of a prompt.
         """
         hidden = self.norm(hidden)
-        if self.unembed is None:
-            return jnp.einsum("...E,VE->...V", hidden, self.embed[...], preferred_element_type=jnp.float32)
-        return jnp.einsum("...E,EV->...V", hidden, self.unembed[...], preferred_element_type=jnp.float32)
+        form, matrix = ("VE", self.embed) if self.unembed is None else ("EV", self.unembed)
+        logits = jnp.einsum(f"...E,{form}->...V", hidden, matrix[...], preferred_element_type=jnp.float32)
+        return logits if self.config.logit_divisor == 1 else logits / self.config.logit_divisor

@@ -110,7 +110,7 @@ def gated(gates: Gates | None, sinks: int, recent: int) -> Callable[..., tuple[A
         B, Hq, N, D = q.shape
         at = jnp.arange(N)
         rope = layer.rope.row_frequencies(D, jnp.full(B, N))
-        rope = layer.rope.frequencies(D) if rope is None else rope
+        rope = layer.rope.frequencies_of(D, rope)
         q, k = (rotate(x, at[None, None], rope, layer.rope.attention_factor) for x in (q, k))
         logits = jnp.einsum("BHGND,BHSD->BHGNS", q.reshape(B, k.shape[1], -1, N, D), k).astype(jnp.float32)
         distance = at[:, None] - at
