@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from . import granite, internlm2, llama, ministral, mistral, olmo2, phi3, qwen2, qwen3, smollm3
+from . import gemma2, gemma3_text, granite, internlm2, llama, ministral, mistral, olmo2, phi3, qwen2, qwen3, smollm3
 from .config import DecoderConfig
 from .decoder import Attend, AttentionLayer, Decoder
 from .fields import UnsupportedModelError
@@ -22,6 +22,8 @@ from .unknown import beyond_llama
 from .weights import FusedRows, Layout, Weight, by_tensor, hf_shapes
 
 FAMILIES: dict[str, ModuleType] = {
+    "gemma2": gemma2,
+    "gemma3_text": gemma3_text,
     "granite": granite,
     "internlm2": internlm2,
     "llama": llama,

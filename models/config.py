@@ -34,6 +34,8 @@ class DecoderConfig:
         rope: the rotary position embedding.
         max_positions: the context length that the checkpoint was trained for (`max_position_embeddings`), in tokens.
         norm_epsilon: the epsilon of all RMS norms.
+        unit_offset_norms: whether all RMS norms multiply by 1 + scale instead of scale.
+        activation: of the MLP's gate; a key of ACTIVATIONS.
         tie_embeddings: whether the output matrix is the embedding matrix.
         qkv_bias: whether the query, key and value projections have biases.
         output_bias: whether the attention output projection has a bias.
@@ -45,6 +47,8 @@ class DecoderConfig:
         pre_norm: whether an RMS norm is applied to the input of attention and of the MLP.
         post_norm: whether an RMS norm is applied to the output of attention and of the MLP, before it is added.
         attention_scale: the factor of q k^T; None for 1 / sqrt(D).
+        attention_softcap: c of c tanh(x / c), which is applied to the scaled attention logits; None for no cap.
+        logit_softcap: the same for the logits of tokens.
         embedding_scale: the factor of the embeddings, rounded to their dtype.
         residual_scale: the factor of what attention and the MLP add to the hidden states.
         logit_divisor: what logits are divided by.
@@ -75,7 +79,11 @@ class DecoderConfig:
     window_rope: Rope | None = None
     pre_norm: bool = True
     post_norm: bool = False
+    unit_offset_norms: bool = False
+    activation: str = "silu"
     attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_divisor: float = 1.0
@@ -119,10 +127,14 @@ class DecoderConfig:
         return self.rope if self.window_rope is None or self.windows[layer] is None else self.window_rope
 
 
+# The activations of the MLP, by the names that configs have for them; the first one is written.
+ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
+
 # Fields of computations that the decoder does not implement, or only for some families, with the values that turn the
 # computation off.
 NOT_COMPUTED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
+    "hidden_act": ACTIVATIONS["silu"],
+    "hidden_activation": (None, *ACTIVATIONS["silu"]),
     "quantization_config": (None,),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
@@ -215,7 +227,7 @@ def base_hf_config(config: DecoderConfig, architecture: str) -> dict[str, Any]:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "hidden_act": "silu",
+        "hidden_act": ACTIVATIONS[config.activation][0],
         "max_position_embeddings": config.max_positions,
         "rms_norm_eps": config.norm_epsilon,
         "tie_word_embeddings": config.tie_embeddings,

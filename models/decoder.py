@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -32,6 +33,7 @@ class AttentionLayer:
         rope: the rotary position embedding.
         window: the sliding window in tokens, or None for full attention.
         scale: the softmax scale.
+        softcap: the soft cap of the scaled attention logits, or None.
         output: the weight of the attention output projection.
         alone: whether the cache that is passed along is that of this layer only.
     """
@@ -42,6 +44,12 @@ class AttentionLayer:
     scale: float
     output: Float[Array, "Hq D E"]
     alone: bool = False
+    softcap: float | None = None
+
+    @property
+    def logits(self) -> dict[str, Any]:
+        """The options of every attention operation that say how logits follow from queries and keys."""
+        return {"scale": self.scale, "window": self.window, "softcap": self.softcap}
 
     @property
     def place(self) -> int:
@@ -99,17 +107,27 @@ def _by_halves(x: Float[Array, "... I"], weight: Float[Array, "I O"]) -> Float[A
 class RMSNorm(nnx.Module):
     """Root-mean-square norm over the last axis (arXiv 1910.07467).
 
-    The norm is computed in float32, and the scale is applied in the dtype of the input.
+    The norm is computed in float32. The scale is applied in the dtype of the input, or as 1 + scale in float32.
     """
 
     def __init__(self, config: DecoderConfig, shape: tuple[int, ...], axes: tuple[str, ...], dtype: DTypeLike):
-        self.epsilon = config.norm_epsilon
-        self.scale = nnx.Param(jnp.ones(shape, dtype), out_sharding=axes, eager_sharding=False)
+        self.epsilon, self.unit_offset = config.norm_epsilon, config.unit_offset_norms
+        initial = (jnp.zeros if self.unit_offset else jnp.ones)(shape, dtype)
+        self.scale = nnx.Param(initial, out_sharding=axes, eager_sharding=False)
 
     def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
         wide = x.astype(jnp.float32)
         normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        return normed.astype(x.dtype) * self.scale[...].reshape(-1)
+        scale = self.scale[...].reshape(-1)
+        if self.unit_offset:
+            return (normed * (1 + scale.astype(jnp.float32))).astype(x.dtype)
+        return normed.astype(x.dtype) * scale
+
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
 
 
 def maybe(norm: RMSNorm | None, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
@@ -182,10 +200,11 @@ def _heads_first(x: Float[Array, "B N O"], head_dim: int) -> Float[Array, "B H N
 
 
 class MLP(nnx.Module):
-    """The gated MLP, SwiGLU (arXiv 2002.05202)."""
+    """The gated MLP, SwiGLU or GeGLU (arXiv 2002.05202)."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: DTypeLike):
         E, F = config.hidden_size, config.mlp_size
+        self.activation = config.activation
         self.gate = weight(rngs, (E, F), ("embed", "mlp"), E, dtype)
         self.up = weight(rngs, (E, F), ("embed", "mlp"), E, dtype)
         self.down = weight(rngs, (F, E), ("mlp", "embed"), F, dtype)
@@ -195,7 +214,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "B N E"]) -> Float[Array, "B N E"]:
         gate, up = linear(x, self.gate[...], self.gate_bias), linear(x, self.up[...], self.up_bias)
-        return linear(jax.nn.silu(gate) * up, self.down[...], self.down_bias)
+        return linear(ACTIVATIONS[self.activation](gate) * up, self.down[...], self.down_bias)
 
 
 class Layer(nnx.Module):
@@ -305,7 +324,14 @@ class Decoder(nnx.Module):
         """The record of each layer that its attention function receives."""
         config = self.config
         return [
-            AttentionLayer(index, config.rope_of(index), window, config.scale, output=layer.attention.output[...])
+            AttentionLayer(
+                index,
+                config.rope_of(index),
+                window,
+                config.scale,
+                output=layer.attention.output[...],
+                softcap=config.attention_softcap,
+            )
             for index, (layer, window) in enumerate(zip(self.layers, config.windows, strict=True))
         ]
 
@@ -317,4 +343,7 @@ class Decoder(nnx.Module):
         hidden = self.norm(hidden)
         form, matrix = ("VE", self.embed) if self.unembed is None else ("EV", self.unembed)
         logits = jnp.einsum(f"...E,{form}->...V", hidden, matrix[...], preferred_element_type=jnp.float32)
-        return logits if self.config.logit_divisor == 1 else logits / self.config.logit_divisor
+        if self.config.logit_divisor != 1:
+            logits /= self.config.logit_divisor
+        softcap = self.config.logit_softcap
+        return logits if softcap is None else softcap * jnp.tanh(logits / softcap)

@@ -112,9 +112,10 @@ def test_a_prompt_in_chunks(text: str) -> None:
     [
         {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "qk_norm": True},
         {"qk_norm": True, "joint_qk_norm": True, "pre_norm": False, "post_norm": True}
-        | {"attention_scale": 0.5, "embedding_scale": 2.0, "residual_scale": 0.5, "logit_divisor": 3.0},
+        | {"attention_scale": 0.5, "embedding_scale": 2.0, "residual_scale": 0.5, "logit_divisor": 3.0}
+        | {"attention_softcap": 0.5, "logit_softcap": 2.0, "activation": "gelu_tanh"},
     ],
-    ids=["biases", "norms and factors"],
+    ids=["biases", "norms, factors and caps"],
 )
 def test_windows_and_frequencies_by_row_with(facts: dict[str, Any]) -> None:
     """Everything that a family may add to a layer, with RoPE that depends on each row's length."""

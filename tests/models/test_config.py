@@ -22,6 +22,8 @@ PHI3 = LLAMA | {"model_type": "phi3"}
 MINISTRAL = MISTRAL | {"model_type": "ministral"}
 SMOLLM3 = QWEN2 | {"model_type": "smollm3"}
 OLMO2 = LLAMA | {"model_type": "olmo2"}
+GEMMA2 = QWEN2 | {"model_type": "gemma2", "head_dim": 8}
+GEMMA3 = GEMMA2 | {"model_type": "gemma3_text"}
 GRANITE = LLAMA | {"model_type": "granite"}
 INTERNLM2 = LLAMA | {"model_type": "internlm2"}
 LONGROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
@@ -192,6 +194,37 @@ def test_ministral_8b(model_type):
     assert config_from_hf(hf | kinds).windows == windows
 
 
+def test_gemma_3_1b():
+    """The fields of google/gemma-3-1b-it as they were first published."""
+    config = config_from_hf(
+        {
+            "model_type": "gemma3_text",
+            "architectures": ["Gemma3ForCausalLM"],
+            "vocab_size": 262_144,
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 256,
+            "rope_theta": 1_000_000,
+            "rope_local_base_freq": 10_000,
+            "rope_scaling": None,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "max_position_embeddings": 32_768,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "cache_implementation": "hybrid",
+        }
+    )
+    assert config.windows == (512, 512, 512, 512, 512, None) * 4 + (512, 512)
+    assert [config.rope_of(i).theta for i in (4, 5)] == [1e4, 1e6]
+    assert (config.scale, config.embedding_scale, config.tie_embeddings) == (1 / 16, 1152**0.5, True)
+
+
 def test_layers_without_rope():
     config = config_from_hf(SMOLLM3 | {"num_hidden_layers": 8})
     assert [str(config.rope_of(i)) for i in range(3, 5)] == ["none", "base 2,000,000"]
@@ -223,6 +256,10 @@ def test_layers_without_rope():
         SMOLLM3,
         SMOLLM3 | {"no_rope_layers": [0, 1, 1], "use_sliding_window": True, "sliding_window": 7, "mlp_bias": True},
         OLMO2 | {"attention_bias": True},
+        GEMMA2 | {"query_pre_attn_scalar": 144, "attn_logit_softcapping": None, "tie_word_embeddings": False},
+        GEMMA2 | {"layer_types": [FULL, FULL], "attention_bias": True},
+        GEMMA3 | {"sliding_window_pattern": 2, "rope_local_base_freq": 500.0, "final_logit_softcapping": 20.0},
+        GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "layer_types": [FULL, SLIDING]},
         GRANITE | {"embedding_multiplier": 12, "residual_multiplier": 0.2, "logits_scaling": 8.0},
         INTERNLM2,
         INTERNLM2 | {"bias": False, "rope_theta": 1e6, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
@@ -236,6 +273,8 @@ def test_config_written_is_read_back(hf):
     if config.family == "internlm2":  # which supports the old form only
         assert "rope_parameters" not in written
         return
+    if config.family == "gemma3_text":
+        assert written["rope_parameters"].keys() == {FULL, SLIDING}
     # Each form of RoPE must suffice without the other.
     assert config_from_hf({k: v for k, v in written.items() if k != "rope_parameters"}) == config
     assert config_from_hf({k: v for k, v in written.items() if k not in ("rope_theta", "rope_scaling")}) == config
@@ -244,7 +283,10 @@ def test_config_written_is_read_back(hf):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; accepted: granite, internlm2, llama, ministral"),
+        (
+            {"model_type": "gpt2"},
+            "model_type 'gpt2' is not supported; accepted: gemma2, gemma3_text, granite, internlm2, llama",
+        ),
         ({"model_type": "gpt2"}, "Beyond Llama, its config has: nothing"),
         (
             {"model_type": "new", "layer_norm_eps": 1e-5, "num_experts": 8, "hidden_act": "silu", "qk_layernorm": True},
@@ -330,6 +372,14 @@ def test_unsupported_fields_are_named(fields, message):
         (GRANITE, {"num_local_experts": 8}, "num_local_experts=8"),
         (LLAMA, {"embedding_multiplier": 2.0}, "embedding_multiplier=2.0"),
         (LLAMA, {"no_rope_layers": [1, 0]}, "no_rope_layers=[1, 0]"),
+        (GEMMA2, {"hidden_activation": "silu"}, "hidden_activation='silu'"),
+        (GEMMA2, {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        (GEMMA2, {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping=0.0"),
+        (GEMMA2, {"layer_types": [FULL]}, "accepted: 2 of"),
+        (GEMMA3, {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping=5.0"),
+        (GEMMA3, {"rope_parameters": {"rope_type": "default"}}, "rope_parameters="),
+        (GEMMA3, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+        (LLAMA, {"hidden_activation": "gelu_pytorch_tanh"}, "hidden_activation='gelu_pytorch_tanh'"),
         (INTERNLM2, {"head_dim": 8}, "head_dim=8"),
         (INTERNLM2, {"bias": "no"}, "bias='no'"),
     ],

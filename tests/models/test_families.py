@@ -24,6 +24,8 @@ HF = {
 }
 # The fields that differ from HF. None removes a field that the family does not support.
 OWN = {
+    "gemma2": {},
+    "gemma3_text": {"sliding_window_pattern": 2},
     "granite": {"mlp_bias": True, "residual_multiplier": 0.5},
     "internlm2": {"head_dim": None, "attention_bias": None, "bias": True},
     "llama": {"mlp_bias": True},

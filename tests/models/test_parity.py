@@ -42,6 +42,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+LOCAL = {"rope_type": "default", "rope_theta": 100.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 8.0, "original_max_position_embeddings": 32}
@@ -123,6 +124,28 @@ CASES = {
         | {"num_hidden_layers": 2, "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 9}
         | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
     ),
+    "gemma2-group4-layers": (
+        "gemma2",
+        GROUP4
+        | {"num_hidden_layers": 2, "head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 9}
+        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 10.0},
+    ),
+    "gemma2-group1-bias-untied": (
+        "gemma2",
+        GROUP1
+        | {"head_dim": 10, "attention_bias": True, "tie_word_embeddings": False, "layer_types": [FULL]}
+        | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": None},
+    ),
+    "gemma3_text-group4-layers": (
+        "gemma3_text",
+        GROUP4
+        | {"num_hidden_layers": 2, "head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 9}
+        | {"rope_parameters": {FULL: LINEAR, SLIDING: LOCAL}, "layer_types": [SLIDING, FULL]},
+    ),
+    "gemma3_text-group8-bias-untied": (
+        "gemma3_text",
+        GROUP8 | {"head_dim": 10, "attention_bias": True, "tie_word_embeddings": False, "sliding_window": 9},
+    ),
     "olmo2-group1": ("olmo2", GROUP1 | {"num_hidden_layers": 2}),
     "olmo2-group4-bias-tied": ("olmo2", GROUP4 | TIED | {"attention_bias": True, "rope_parameters": YARN}),
     "granite-group4-tied": ("granite", GROUP4 | TIED | FACTORS | {"num_hidden_layers": 2}),
@@ -146,6 +169,8 @@ DECODED = (
     "smollm3-window-bias",
     "olmo2-group4-bias-tied",
     "granite-group4-tied",
+    "gemma2-group4-layers",
+    "gemma3_text-group4-layers",
 )
 # Every family, and every term that is rounded: biases, norms of heads, tied embeddings, scaled and partial rotations.
 ROUNDED = (
@@ -159,6 +184,8 @@ ROUNDED = (
     "smollm3-window-bias",
     "olmo2-group4-bias-tied",
     "granite-group4-tied",
+    "gemma2-group4-layers",
+    "gemma3_text-group8-bias-untied",
 )
 
 
@@ -242,6 +269,8 @@ def test_shards(tmp_path, tokens):
         ("qwen2-layers-tied", {"max_window_layers": 2}),
         ("ministral-layers", {"layer_types": [FULL, FULL]}),
         ("smollm3-window-bias", {"use_sliding_window": False}),
+        ("gemma2-group4-layers", {"layer_types": [FULL, FULL]}),
+        ("gemma3_text-group8-bias-untied", {"sliding_window": 100}),
         ("qwen3-layers-bias-tied", {"layer_types": [FULL, FULL]}),
         ("phi3-partial-window-tied", {"sliding_window": None}),
     ],
@@ -282,6 +311,8 @@ def test_transformers_reads_back_what_it_wrote(case, model, folder, tmp_path, to
         ("smollm3-window-bias", jnp.float32),
         ("olmo2-group4-bias-tied", jnp.bfloat16),
         ("granite-group4-tied", jnp.float32),
+        ("gemma2-group4-layers", jnp.float32),
+        ("gemma3_text-group4-layers", jnp.float32),
     ],
 )
 def test_transformers_reads_a_decoder_of_ours(name, dtype, tmp_path, tokens):
