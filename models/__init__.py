@@ -15,7 +15,7 @@ from typing import Any
 
 from . import gemma2, gemma3_text, granite, internlm2, llama, ministral, mistral, olmo2, phi3, qwen2, qwen3, smollm3
 from .config import DecoderConfig
-from .decoder import Attend, AttentionLayer, Decoder
+from .decoder import Attend, AttentionLayer, Decoder, embedded
 from .fields import UnsupportedModelError
 from .rope import Rope, rotate
 from .unknown import beyond_llama
@@ -80,6 +80,7 @@ __all__ = [
     "Weight",
     "by_tensor",
     "config_from_hf",
+    "embedded",
     "family",
     "hf_shapes",
     "rotate",

@@ -276,6 +276,12 @@ def by_blocks(
     return jax.lax.fori_loop(0, blocks, update_block, x_blocks).reshape(x.shape)
 
 
+def embedded(embed: nnx.Param, tokens: Int[Array, "B N"], scale: float) -> Float[Array, "B N E"]:
+    """Returns the embeddings of tokens, times `scale` in the dtype of the embeddings."""
+    x = embed[...][tokens]
+    return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
+
+
 class Decoder(nnx.Module):
     """The parameters of a decoder, and the functions that run it. Public functions take it as `params`.
 
@@ -312,9 +318,7 @@ class Decoder(nnx.Module):
         Returns:
             The hidden states before the last norm, in the dtype of the weights, and the last layer's cache.
         """
-        x = self.embed[...][tokens]
-        if self.config.embedding_scale != 1:
-            x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
+        x = embedded(self.embed, tokens, self.config.embedding_scale)
         for layer, record in zip(self.layers, self.attention_layers, strict=True):
             x, cache = layer(x, record, attend, cache)
         return x, cache

@@ -20,6 +20,7 @@ SILENT = """
     chunk_size_feed_forward _name_or_path attn_implementation
 """
 KNOWN = frozenset((READ + SILENT).split())
+OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 MOST = 60  # characters of a value in a message
 
 
@@ -30,7 +31,7 @@ def beyond_llama(hf: Mapping[str, Any]) -> list[str]:
     """
     found = []
     for field, value in sorted(hf.items()):
-        off = value in NOT_COMPUTED[field] if field in NOT_COMPUTED else field in KNOWN or value in (None, False, 0, "")
+        off = value in NOT_COMPUTED[field] if field in NOT_COMPUTED else field in KNOWN or value in OFF
         if not off:
             text = repr(value)
             found.append(f"{field}={text if len(text) <= MOST else text[: MOST - 3] + '...'}")

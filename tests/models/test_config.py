@@ -289,7 +289,13 @@ def test_config_written_is_read_back(hf):
         ),
         ({"model_type": "gpt2"}, "Beyond Llama, its config has: nothing"),
         (
-            {"model_type": "new", "layer_norm_eps": 1e-5, "num_experts": 8, "hidden_act": "silu", "qk_layernorm": True},
+            {
+                "model_type": "new",
+                "layer_norm_eps": 1e-5,
+                "num_experts": 8,
+                "qk_layernorm": True,
+                "mlp_only_layers": [],
+            },
             "Beyond Llama, its config has: layer_norm_eps=1e-05, num_experts=8, qk_layernorm=True",
         ),
         ({"model_type": "phi3moe"}, "qwen2, qwen3"),

@@ -77,3 +77,15 @@ def test_policies_on_all_facts(policy):
             new = jax.nn.log_softmax(jnp.asarray(logits[LENGTHS[b] - 1 : LENGTHS[b] + NEW - 1]))
             expected = np.asarray(new)[np.arange(NEW), answer.tokens[b]]
             np.testing.assert_allclose(answer.log_probs[b], expected, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_prompt_that_is_read_once_for_two_policies():
+    """The layers run one by one there, and layers of a kind share a program."""
+    params, policies = everything(), ["snapkv:budget=24,window=4", "h2o:budget=24"]
+    question = [np.array([5])] * len(ROWS)
+    for once, text in zip(kvjax.prefill_each(params, ROWS, policies=policies), policies, strict=True):
+        both = once, kvjax.prefill(params, ROWS, policy=text)
+        ours, alone = (kvjax.generate(params, question, cache=x, max_new_tokens=2, log_probs=True) for x in both)
+        np.testing.assert_array_equal(ours.tokens, alone.tokens)
+        np.testing.assert_allclose(ours.log_probs, alone.log_probs, atol=1e-5)
