@@ -14,8 +14,9 @@ from types import ModuleType
 from typing import Any
 
 from . import gemma2, gemma3_text, granite, internlm2, llama, ministral, mistral, olmo2, phi3, qwen2, qwen3, smollm3
+from .attend import Attend, AttentionLayer
 from .config import DecoderConfig
-from .decoder import Attend, AttentionLayer, Decoder, embedded
+from .decoder import Decoder, embedded
 from .fields import UnsupportedModelError
 from .rope import Rope, rotate
 from .unknown import beyond_llama

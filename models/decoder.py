@@ -8,9 +8,8 @@ sees; this module knows no cache and no policy.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,57 +17,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from .attend import Attend, AttentionLayer
 from .config import DecoderConfig
-from .rope import Rope
 
 BLOCK = 8192  # the largest number of tokens, over all rows, in a block of `by_blocks`
-
-
-@dataclass(frozen=True)
-class AttentionLayer:
-    """The facts about a layer that its attention function receives.
-
-    Attributes:
-        index: the layer's index, from 0; a traced integer where one program runs several layers in turn.
-        rope: the rotary position embedding.
-        window: the sliding window in tokens, or None for full attention.
-        scale: the softmax scale.
-        softcap: the soft cap of the scaled attention logits, or None.
-        output: the weight of the attention output projection.
-        alone: whether the cache that is passed along is that of this layer only.
-    """
-
-    index: int | Int[Array, ""]
-    rope: Rope
-    window: int | None
-    scale: float
-    output: Float[Array, "Hq D E"]
-    alone: bool = False
-    softcap: float | None = None
-
-    @property
-    def logits(self) -> dict[str, Any]:
-        """The options of every attention operation that say how logits follow from queries and keys."""
-        return {"scale": self.scale, "window": self.window, "softcap": self.softcap}
-
-    @property
-    def place(self) -> int:
-        """The place of this layer in the cache that is passed along."""
-        return 0 if self.alone else int(self.index)
-
-
-class Attend(Protocol):
-    """An attention function. It rotates q and k, attends, and returns the context and the updated cache."""
-
-    def __call__(
-        self,
-        layer: AttentionLayer,
-        q: Float[Array, "B Hq N D"],
-        k: Float[Array, "B H N D"],
-        v: Float[Array, "B H N D"],
-        cache: Any,
-        /,
-    ) -> tuple[Float[Array, "B Hq N D"], Any]: ...
 
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int, dtype: DTypeLike) -> nnx.Param:
