@@ -73,7 +73,12 @@ def test_policies_on_all_facts(policy):
         assert np.mean([len(positions) for heads in held(answer.cache, 2) for positions in heads]) <= most
     if policy.positions == "original":
         texts = [np.concatenate(pair) for pair in zip(ROWS[:2], answer.tokens[:2], strict=True)]
+        room = np.minimum(*(policy.capacity(layer, np.array(LENGTHS), 2) for layer in range(2)))
         for b, logits in enumerate(full_logits(params, texts, 24)):
+            if room[b] < LENGTHS[b] + (NEW if policy.every else 0):
+                assert b == 1
+                assert "Pyramid" in repr(policy.budget)  # whose last layer has room for the first text alone
+                continue
             new = jax.nn.log_softmax(jnp.asarray(logits[LENGTHS[b] - 1 : LENGTHS[b] + NEW - 1]))
             expected = np.asarray(new)[np.arange(NEW), answer.tokens[b]]
             np.testing.assert_allclose(answer.log_probs[b], expected, atol=1e-4)
