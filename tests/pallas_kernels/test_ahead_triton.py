@@ -165,6 +165,8 @@ EVERYWHERE = ("decode-8b-2k-extra-25", "segments-8b-8-bits", "prompt-8b-32k", "w
 SMALLER = ("decode-256-channels", "decode-7b-32k-extra-25", "prompt-8b-32k", "window-8b-32-of-128k", "top-2k-of-128k")
 # These differ from another problem in sizes alone, or are compiled for smaller GPUs or with wide offsets below.
 ALIKE = {
+    "prompt-2b-4k-softcap",
+    "window-2b-32-of-4k-softcap",
     "decode-70b-128k",
     "decode-past-2**31",
     "decode-8b-2k-extra-4",
