@@ -21,7 +21,7 @@ from kvjax.attend import ReadPlan, expired, finished, met_keys, over_heads, over
 from kvjax.cache import Layers, Slots
 from kvjax.heads import Heads
 from kvjax.kv_cache import KVCache
-from kvjax.models import AttentionLayer, Decoder
+from kvjax.models import AttentionLayer, Decoder, embedded
 from kvjax.policy import LayerShape, Moment, Policy, Together
 from kvjax.programs import jit
 from kvjax.sharding import fetch, rows_sharding
@@ -82,7 +82,8 @@ def read_layers(
         tokens: right-aligned, on the devices of the cache.
         plan: as `reading` takes it.
     """
-    x, rows = run(_begin, params.embed, cache.length, tokens, lengths, mesh=cache.mesh)
+    scale = params.config.embedding_scale
+    x, rows = run(_begin, params.embed, cache.length, tokens, lengths, scale=scale, mesh=cache.mesh)
     for i, (layer, record) in enumerate(zip(params.layers, params.attention_layers, strict=True)):
         own = None if plan is None else ReadPlan((plan.slots[i],), (plan.kept[i],), plan.final)
         x, held = run(
@@ -160,16 +161,22 @@ def _facts(record: AttentionLayer) -> AttentionLayer:
     return replace(record, index=0, output=nothing, alone=True)
 
 
-@partial(jit, static_argnames="mesh")
+@partial(jit, static_argnames=("scale", "mesh"))
 def _begin(
-    embed: Any, length: Int[Array, "B"], tokens: Int[Array, "B N"], lengths: Int[Array, "B"], *, mesh: Mesh | None
+    embed: Any,
+    length: Int[Array, "B"],
+    tokens: Int[Array, "B N"],
+    lengths: Int[Array, "B"],
+    *,
+    scale: float,
+    mesh: Mesh | None,
 ) -> tuple[Float[Array, "B N E"], dict[str, Array]]:
     """The first hidden states of tokens that extend rows of a length, and what attention has to know of them."""
     behind = jnp.arange(tokens.shape[1] - 1, -1, -1)
     next_position = length + lengths
     positions = jnp.where(behind < lengths[:, None], next_position[:, None] - 1 - behind, -1)
     rows = {"positions": positions, "lengths": lengths, "next_position": next_position}
-    return _in_rows(embed[...][tokens], mesh), rows
+    return _in_rows(embedded(embed, tokens, scale), mesh), rows
 
 
 @partial(jit, static_argnames=("facts", "policy", "plan", "mesh"), donate_argnames="x")

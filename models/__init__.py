@@ -13,20 +13,28 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from . import internlm2, llama, mistral, phi3, qwen2, qwen3
+from . import gemma2, gemma3_text, granite, internlm2, llama, ministral, mistral, olmo2, phi3, qwen2, qwen3, smollm3
+from .attend import Attend, AttentionLayer
 from .config import DecoderConfig
-from .decoder import Attend, AttentionLayer, Decoder
+from .decoder import Decoder, embedded
 from .fields import UnsupportedModelError
 from .rope import Rope, rotate
+from .unknown import beyond_llama
 from .weights import FusedRows, Layout, Weight, by_tensor, hf_shapes
 
 FAMILIES: dict[str, ModuleType] = {
+    "gemma2": gemma2,
+    "gemma3_text": gemma3_text,
+    "granite": granite,
     "internlm2": internlm2,
     "llama": llama,
+    "ministral": ministral,
     "mistral": mistral,
+    "olmo2": olmo2,
     "phi3": phi3,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "smollm3": smollm3,
 }
 
 
@@ -47,10 +55,17 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     """Maps the content of a Hugging Face `config.json` to a DecoderConfig.
 
     Raises:
-        UnsupportedModelError: a field asks for a computation that is not implemented, or has an invalid value. The
+        UnsupportedModelError: the family is not here, and the message lists what its config asks for beyond Llama; or a
+            field asks for a computation that is not implemented, or has an invalid value. The
             message names the field, its value and what is accepted.
     """
-    return family(str(hf.get("model_type"))).config_from_hf(hf)
+    named = hf.get("model_type")
+    try:
+        module = family(str(named))
+    except UnsupportedModelError as error:
+        asked = ", ".join(beyond_llama(hf)) or "nothing"
+        raise UnsupportedModelError(f"{error}. Beyond Llama, its config has: {asked}") from None
+    return module.config_from_hf(hf)
 
 
 __all__ = [
@@ -66,6 +81,7 @@ __all__ = [
     "Weight",
     "by_tensor",
     "config_from_hf",
+    "embedded",
     "family",
     "hf_shapes",
     "rotate",

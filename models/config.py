@@ -5,7 +5,7 @@ Each family maps Hugging Face configs to it and back, on top of `base_config` an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .fields import UnsupportedModelError, flag, integer, number, require
-from .rope import Rope
+from .rope import NO_ROPE, Rope
 from .rope_config import rope_from_hf, rope_to_hf
 
 
@@ -34,15 +34,28 @@ class DecoderConfig:
         rope: the rotary position embedding.
         max_positions: the context length that the checkpoint was trained for (`max_position_embeddings`), in tokens.
         norm_epsilon: the epsilon of all RMS norms.
+        unit_offset_norms: whether all RMS norms multiply by 1 + scale instead of scale.
+        activation: of the MLP's gate; a key of ACTIVATIONS.
         tie_embeddings: whether the output matrix is the embedding matrix.
         qkv_bias: whether the query, key and value projections have biases.
         output_bias: whether the attention output projection has a bias.
         mlp_bias: whether the three MLP projections have biases.
         qk_norm: whether an RMS norm is applied to each query and key head before rotation.
+        joint_qk_norm: whether that norm takes all query heads, and all key heads, as one vector.
+        unrotated: the indices of the layers without RoPE.
+        window_rope: the RoPE of the layers with a sliding window; None for `rope`.
+        pre_norm: whether an RMS norm is applied to the input of attention and of the MLP.
+        post_norm: whether an RMS norm is applied to the output of attention and of the MLP, before it is added.
+        attention_scale: the factor of q k^T; None for 1 / sqrt(D).
+        attention_softcap: c of c tanh(x / c), which is applied to the scaled attention logits; None for no cap.
+        logit_softcap: the same for the logits of tokens.
+        embedding_scale: the factor of the embeddings, rounded to their dtype.
+        residual_scale: the factor of what attention and the MLP add to the hidden states.
+        logit_divisor: what logits are divided by.
 
     Raises:
-        UnsupportedModelError: `num_heads` is not a multiple of `num_kv_heads`, or `rope` cannot rotate heads of size
-            `head_dim`.
+        UnsupportedModelError: `num_heads` is not a multiple of `num_kv_heads`, `rope` or `window_rope` cannot rotate
+            heads of size `head_dim`, or the frequencies of `window_rope` depend on the length of a prompt.
     """
 
     family: str
@@ -61,6 +74,19 @@ class DecoderConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    joint_qk_norm: bool = False
+    unrotated: tuple[int, ...] = ()
+    window_rope: Rope | None = None
+    pre_norm: bool = True
+    post_norm: bool = False
+    unit_offset_norms: bool = False
+    activation: str = "silu"
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -68,6 +94,13 @@ class DecoderConfig:
                 f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={self.num_kv_heads}"
             )
         self.rope.check(self.head_dim)
+        if self.window_rope is not None:
+            self.window_rope.check(self.head_dim)
+            if self.window_rope.depends_on_length:
+                raise UnsupportedModelError(
+                    f"layers with a sliding window have RoPE with {self.window_rope}; accepted: frequencies that do "
+                    "not depend on the length of the prompt"
+                )
 
     @property
     def num_layers(self) -> int:
@@ -84,13 +117,24 @@ class DecoderConfig:
 
     @property
     def scale(self) -> float:
-        """The softmax scale, 1 / sqrt(D)."""
-        return self.head_dim**-0.5
+        """The softmax scale."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    def rope_of(self, layer: int) -> Rope:
+        """The RoPE of a layer, by its index."""
+        if layer in self.unrotated:
+            return NO_ROPE
+        return self.rope if self.window_rope is None or self.windows[layer] is None else self.window_rope
 
 
-# Fields of computations that this decoder does not implement, with the values that turn the computation off.
+# The activations of the MLP, by the names that configs have for them; the first one is written.
+ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
+
+# Fields of computations that the decoder does not implement, or only for some families, with the values that turn the
+# computation off.
 NOT_COMPUTED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
+    "hidden_act": ACTIVATIONS["silu"],
+    "hidden_activation": (None, *ACTIVATIONS["silu"]),
     "quantization_config": (None,),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
@@ -103,6 +147,7 @@ NOT_COMPUTED: dict[str, tuple[Any, ...]] = {
     "attention_chunk_size": (None,),
     "dual_chunk_attention_config": (None,),
     "no_rope_layers": (None, []),
+    "use_bidirectional_attention": (None, False),
     "use_mrope": (None, False),
     "clip_qkv": (None,),
     "use_qk_norm": (None, False),
@@ -116,7 +161,11 @@ NOT_COMPUTED: dict[str, tuple[Any, ...]] = {
 
 
 def base_config(
-    hf: Mapping[str, Any], architecture: str, windows: tuple[int | None, ...], rope: Rope | None = None
+    hf: Mapping[str, Any],
+    architecture: str,
+    windows: tuple[int | None, ...],
+    rope: Rope | None = None,
+    computed: Collection[str] = (),
 ) -> DecoderConfig:
     """Reads the fields that all Llama-like families share from a Hugging Face `config.json`.
 
@@ -128,6 +177,7 @@ def base_config(
         windows: the sliding window of each layer.
         rope: the RoPE of a family that supports fewer types than `rope_from_hf`, or partial rotation. By default
             `rope_from_hf(hf)`.
+        computed: the keys of NOT_COMPUTED that the family reads itself.
 
     Raises:
         UnsupportedModelError: a field has an invalid value or asks for a computation that is not implemented.
@@ -137,7 +187,8 @@ def base_config(
             f"config field architectures={hf['architectures']!r} is not supported; accepted: [{architecture!r}]"
         )
     for field, neutral in NOT_COMPUTED.items():
-        require(hf, field, *neutral)
+        if field not in computed:
+            require(hf, field, *neutral)
     heads = integer(hf, "num_attention_heads")
     hidden = integer(hf, "hidden_size")
     if hf.get("head_dim") is None and hidden % heads:
@@ -176,7 +227,7 @@ def base_hf_config(config: DecoderConfig, architecture: str) -> dict[str, Any]:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "hidden_act": "silu",
+        "hidden_act": ACTIVATIONS[config.activation][0],
         "max_position_embeddings": config.max_positions,
         "rms_norm_eps": config.norm_epsilon,
         "tie_word_embeddings": config.tie_embeddings,
@@ -185,4 +236,5 @@ def base_hf_config(config: DecoderConfig, architecture: str) -> dict[str, Any]:
         "rope_scaling": None if config.rope.scaling is None else rope,
         "bos_token_id": None,
         "eos_token_id": None,
+        "pad_token_id": None,  # the defaults of transformers are beyond a small vocabulary
     }

@@ -1,4 +1,4 @@
-"""The decoder of all families: pre-norm layers, rotary grouped-query attention, gated MLP.
+"""The decoder of all families: layers of rotary grouped-query attention and a gated MLP, with norms and residuals.
 
 Attention is an argument. A layer computes q, k and v, passes them to `attend` *before rotation* together with the
 opaque cache, and projects the result. The caller of the decoder defines what the cache is and which tokens a query
@@ -8,8 +8,8 @@ sees; this module knows no cache and no policy.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,50 +17,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from .attend import Attend, AttentionLayer
 from .config import DecoderConfig
-from .rope import Rope
 
 BLOCK = 8192  # the largest number of tokens, over all rows, in a block of `by_blocks`
-
-
-@dataclass(frozen=True)
-class AttentionLayer:
-    """The facts about a layer that its attention function receives.
-
-    Attributes:
-        index: the layer's index, from 0; a traced integer where one program runs several layers in turn.
-        rope: the rotary position embedding.
-        window: the sliding window in tokens, or None for full attention.
-        scale: the softmax scale.
-        output: the weight of the attention output projection.
-        alone: whether the cache that is passed along is that of this layer only.
-    """
-
-    index: int | Int[Array, ""]
-    rope: Rope
-    window: int | None
-    scale: float
-    output: Float[Array, "Hq D E"]
-    alone: bool = False
-
-    @property
-    def place(self) -> int:
-        """The place of this layer in the cache that is passed along."""
-        return 0 if self.alone else int(self.index)
-
-
-class Attend(Protocol):
-    """An attention function. It rotates q and k, attends, and returns the context and the updated cache."""
-
-    def __call__(
-        self,
-        layer: AttentionLayer,
-        q: Float[Array, "B Hq N D"],
-        k: Float[Array, "B H N D"],
-        v: Float[Array, "B H N D"],
-        cache: Any,
-        /,
-    ) -> tuple[Float[Array, "B Hq N D"], Any]: ...
 
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int, dtype: DTypeLike) -> nnx.Param:
@@ -99,17 +59,32 @@ def _by_halves(x: Float[Array, "... I"], weight: Float[Array, "I O"]) -> Float[A
 class RMSNorm(nnx.Module):
     """Root-mean-square norm over the last axis (arXiv 1910.07467).
 
-    The norm is computed in float32, and the scale is applied in the dtype of the input.
+    The norm is computed in float32. The scale is applied in the dtype of the input, or as 1 + scale in float32.
     """
 
-    def __init__(self, size: int, axis: str, epsilon: float, dtype: DTypeLike):
-        self.epsilon = epsilon
-        self.scale = nnx.Param(jnp.ones(size, dtype), out_sharding=(axis,), eager_sharding=False)
+    def __init__(self, config: DecoderConfig, shape: tuple[int, ...], axes: tuple[str, ...], dtype: DTypeLike):
+        self.epsilon, self.unit_offset = config.norm_epsilon, config.unit_offset_norms
+        initial = (jnp.zeros if self.unit_offset else jnp.ones)(shape, dtype)
+        self.scale = nnx.Param(initial, out_sharding=axes, eager_sharding=False)
 
     def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
         wide = x.astype(jnp.float32)
         normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        return normed.astype(x.dtype) * self.scale[...]
+        scale = self.scale[...].reshape(-1)
+        if self.unit_offset:
+            return (normed * (1 + scale.astype(jnp.float32))).astype(x.dtype)
+        return normed.astype(x.dtype) * scale
+
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
+
+
+def maybe(norm: RMSNorm | None, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
+    """Returns `norm(x)`, or `x` if the family has no such norm."""
+    return x if norm is None else norm(x)
 
 
 class Attention(nnx.Module):
@@ -128,17 +103,25 @@ class Attention(nnx.Module):
         self.key_bias = bias(config.qkv_bias, (H, D), ("kv_heads", "head_dim"), dtype)
         self.value_bias = bias(config.qkv_bias, (H, D), ("kv_heads", "head_dim"), dtype)
         self.output_bias = bias(config.output_bias, (E,), ("embed",), dtype)
-        self.query_norm = RMSNorm(D, "head_dim", config.norm_epsilon, dtype) if config.qk_norm else None
-        self.key_norm = RMSNorm(D, "head_dim", config.norm_epsilon, dtype) if config.qk_norm else None
+        self.joint_norm = config.joint_qk_norm
+        norms: list[RMSNorm | None] = [None, None]
+        if config.qk_norm:
+            leading = ((Hq, "heads"), (H, "kv_heads")) if config.joint_qk_norm else ((), ())
+            norms = [RMSNorm(config, (*x[:1], D), (*x[1:], "head_dim"), dtype) for x in leading]
+        self.query_norm, self.key_norm = norms
 
     def __call__(
         self, x: Float[Array, "B N E"], layer: AttentionLayer, attend: Attend, cache: Any
     ) -> tuple[Float[Array, "B Hq N D"], Any]:
         projections = (self.query, self.query_bias), (self.key, self.key_bias), (self.value, self.value_bias)
-        products = [linear(x, weight[...].reshape(x.shape[-1], -1), bias) for weight, bias in projections]
-        q, k, v = (_heads_first(y, self.query.shape[-1]) for y in _apart(products))
-        if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
+        products = _apart([linear(x, weight[...].reshape(x.shape[-1], -1), bias) for weight, bias in projections])
+        norms = self.query_norm, self.key_norm, None
+        if self.joint_norm:
+            products = [maybe(norm, y) for norm, y in zip(norms, products, strict=True)]
+        heads = [_heads_first(y, self.query.shape[-1]) for y in products]
+        if not self.joint_norm:
+            heads = [maybe(norm, y) for norm, y in zip(norms, heads, strict=True)]
+        q, k, v = heads
         return attend(layer, q, k, v, cache)
 
     def project_out(self, context: Float[Array, "B Hq N D"]) -> Float[Array, "B N E"]:
@@ -169,10 +152,11 @@ def _heads_first(x: Float[Array, "B N O"], head_dim: int) -> Float[Array, "B H N
 
 
 class MLP(nnx.Module):
-    """The gated MLP, SwiGLU (arXiv 2002.05202)."""
+    """The gated MLP, SwiGLU or GeGLU (arXiv 2002.05202)."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: DTypeLike):
         E, F = config.hidden_size, config.mlp_size
+        self.activation = config.activation
         self.gate = weight(rngs, (E, F), ("embed", "mlp"), E, dtype)
         self.up = weight(rngs, (E, F), ("embed", "mlp"), E, dtype)
         self.down = weight(rngs, (F, E), ("mlp", "embed"), F, dtype)
@@ -182,28 +166,38 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "B N E"]) -> Float[Array, "B N E"]:
         gate, up = linear(x, self.gate[...], self.gate_bias), linear(x, self.up[...], self.up_bias)
-        return linear(jax.nn.silu(gate) * up, self.down[...], self.down_bias)
+        return linear(ACTIVATIONS[self.activation](gate) * up, self.down[...], self.down_bias)
 
 
 class Layer(nnx.Module):
-    """One decoder layer: attention and MLP, each after an RMS norm and with a residual connection."""
+    """One decoder layer: attention and MLP, each with RMS norms before or after it, and a residual connection."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: DTypeLike):
-        self.attention_norm = RMSNorm(config.hidden_size, "embed", config.norm_epsilon, dtype)
+        def norm(wanted: bool) -> RMSNorm | None:
+            return RMSNorm(config, (config.hidden_size,), ("embed",), dtype) if wanted else None
+
+        self.residual_scale = config.residual_scale
+        self.attention_norm = norm(config.pre_norm)
         self.attention = Attention(config, rngs, dtype)
-        self.mlp_norm = RMSNorm(config.hidden_size, "embed", config.norm_epsilon, dtype)
+        self.attention_post_norm = norm(config.post_norm)
+        self.mlp_norm = norm(config.pre_norm)
         self.mlp = MLP(config, rngs, dtype)
+        self.mlp_post_norm = norm(config.post_norm)
 
     def __call__(
         self, x: Float[Array, "B N E"], layer: AttentionLayer, attend: Attend, cache: Any
     ) -> tuple[Float[Array, "B N E"], Any]:
-        context, cache = self.attention(self.attention_norm(x), layer, attend, cache)
+        context, cache = self.attention(maybe(self.attention_norm, x), layer, attend, cache)
 
         def after_attention(x: Float[Array, "B n E"], context: Float[Array, "B Hq n D"]) -> Float[Array, "B n E"]:
-            x = x + self.attention.project_out(context)
-            return x + self.mlp(self.mlp_norm(x))
+            x = x + self.scaled(maybe(self.attention_post_norm, self.attention.project_out(context)))
+            return x + self.scaled(maybe(self.mlp_post_norm, self.mlp(maybe(self.mlp_norm, x))))
 
         return by_blocks(after_attention, x, context), cache
+
+    def scaled(self, x: Float[Array, "B n E"]) -> Float[Array, "B n E"]:
+        """What is added to the hidden states. A product with a factor of 1 would be one more kernel."""
+        return x if self.residual_scale == 1 else (x.astype(jnp.float32) * self.residual_scale).astype(x.dtype)
 
 
 def by_blocks(
@@ -234,6 +228,12 @@ def by_blocks(
     return jax.lax.fori_loop(0, blocks, update_block, x_blocks).reshape(x.shape)
 
 
+def embedded(embed: nnx.Param, tokens: Int[Array, "B N"], scale: float) -> Float[Array, "B N E"]:
+    """Returns the embeddings of tokens, times `scale` in the dtype of the embeddings."""
+    x = embed[...][tokens]
+    return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
+
+
 class Decoder(nnx.Module):
     """The parameters of a decoder, and the functions that run it. Public functions take it as `params`.
 
@@ -252,7 +252,7 @@ class Decoder(nnx.Module):
         self.config = config
         self.embed = weight(rngs, (V, E), ("vocab", "embed"), E, dtype)
         self.layers = nnx.List([Layer(config, rngs, dtype) for _ in config.windows])
-        self.norm = RMSNorm(E, "embed", config.norm_epsilon, dtype)
+        self.norm = RMSNorm(config, (E,), ("embed",), dtype)
         self.unembed = None if config.tie_embeddings else weight(rngs, (E, V), ("embed", "vocab"), E, dtype)
 
     def __call__(
@@ -270,7 +270,7 @@ class Decoder(nnx.Module):
         Returns:
             The hidden states before the last norm, in the dtype of the weights, and the last layer's cache.
         """
-        x = self.embed[...][tokens]
+        x = embedded(self.embed, tokens, self.config.embedding_scale)
         for layer, record in zip(self.layers, self.attention_layers, strict=True):
             x, cache = layer(x, record, attend, cache)
         return x, cache
@@ -278,9 +278,17 @@ class Decoder(nnx.Module):
     @property
     def attention_layers(self) -> list[AttentionLayer]:
         """The record of each layer that its attention function receives."""
+        config = self.config
         return [
-            AttentionLayer(index, self.config.rope, window, self.config.scale, output=layer.attention.output[...])
-            for index, (layer, window) in enumerate(zip(self.layers, self.config.windows, strict=True))
+            AttentionLayer(
+                index,
+                config.rope_of(index),
+                window,
+                config.scale,
+                output=layer.attention.output[...],
+                softcap=config.attention_softcap,
+            )
+            for index, (layer, window) in enumerate(zip(self.layers, config.windows, strict=True))
         ]
 
     def logits(self, hidden: Float[Array, "... E"]) -> Float[Array, "... V"]:
@@ -289,6 +297,9 @@ class Decoder(nnx.Module):
         The last norm is applied here, not in `__call__`, because logits are needed at few positions of a prompt.
         """
         hidden = self.norm(hidden)
-        if self.unembed is None:
-            return jnp.einsum("...E,VE->...V", hidden, self.embed[...], preferred_element_type=jnp.float32)
-        return jnp.einsum("...E,EV->...V", hidden, self.unembed[...], preferred_element_type=jnp.float32)
+        form, matrix = ("VE", self.embed) if self.unembed is None else ("EV", self.unembed)
+        logits = jnp.einsum(f"...E,{form}->...V", hidden, matrix[...], preferred_element_type=jnp.float32)
+        if self.config.logit_divisor != 1:
+            logits /= self.config.logit_divisor
+        softcap = self.config.logit_softcap
+        return logits if softcap is None else softcap * jnp.tanh(logits / softcap)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +13,16 @@ from .weights import Weight, linear_weights
 ARCHITECTURE = "LlamaForCausalLM"
 
 
-def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(
+    hf: Mapping[str, Any], architecture: str = ARCHITECTURE, computed: Collection[str] = ()
+) -> DecoderConfig:
+    """Maps a config. A family that adds to Llama names its architecture, and what it computes as `base_config` does."""
     require(hf, "sliding_window", None)
     layers = layer_count(hf)
     require(hf, "layer_types", None, ["full_attention"] * layers)
     bias = flag(hf, "attention_bias")
     return replace(
-        base_config(hf, ARCHITECTURE, windows=(None,) * layers),
+        base_config(hf, architecture, windows=(None,) * layers, computed=computed),
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=flag(hf, "mlp_bias"),
@@ -32,7 +35,7 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
 
 
 def weights(config: DecoderConfig) -> list[Weight]:
-    """The weights of Llama, Mistral and Qwen. The config decides which biases and norms are among them."""
+    """The weights of most families. The config decides which biases and norms are among them."""
     table = [
         Weight("embed", "model.embed_tokens.weight", "embedding"),
         Weight("norm.scale", "model.norm.weight", "vector"),
@@ -42,21 +45,36 @@ def weights(config: DecoderConfig) -> list[Weight]:
     for i in range(config.num_layers):
         ours, theirs = f"layers.{i}", f"model.layers.{i}"
         table += [
-            Weight(f"{ours}.attention_norm.scale", f"{theirs}.input_layernorm.weight", "vector"),
             *linear_weights(f"{ours}.attention.query", f"{theirs}.self_attn.q_proj", config.qkv_bias),
             *linear_weights(f"{ours}.attention.key", f"{theirs}.self_attn.k_proj", config.qkv_bias),
             *linear_weights(f"{ours}.attention.value", f"{theirs}.self_attn.v_proj", config.qkv_bias),
             *linear_weights(
                 f"{ours}.attention.output", f"{theirs}.self_attn.o_proj", config.output_bias, layout="linear_from_heads"
             ),
-            Weight(f"{ours}.mlp_norm.scale", f"{theirs}.post_attention_layernorm.weight", "vector"),
             *linear_weights(f"{ours}.mlp.gate", f"{theirs}.mlp.gate_proj", config.mlp_bias),
             *linear_weights(f"{ours}.mlp.up", f"{theirs}.mlp.up_proj", config.mlp_bias),
             *linear_weights(f"{ours}.mlp.down", f"{theirs}.mlp.down_proj", config.mlp_bias),
         ]
+        norms = layer_norms(config)
         if config.qk_norm:
-            table += [
-                Weight(f"{ours}.attention.query_norm.scale", f"{theirs}.self_attn.q_norm.weight", "vector"),
-                Weight(f"{ours}.attention.key_norm.scale", f"{theirs}.self_attn.k_norm.weight", "vector"),
-            ]
+            norms |= {"attention.query_norm": "self_attn.q_norm", "attention.key_norm": "self_attn.k_norm"}
+        table += [Weight(f"{ours}.{a}.scale", f"{theirs}.{b}.weight", "vector") for a, b in norms.items()]
     return table
+
+
+def layer_norms(config: DecoderConfig) -> dict[str, str]:
+    """The norms of a layer's hidden states, by their names here and in the checkpoint.
+
+    With norms on both sides of attention and MLP, `post_attention_layernorm` is what its name says. Without norms after
+    them, it is the norm before the MLP.
+    """
+    names: dict[str, str] = {}
+    if config.pre_norm:
+        mlp = "pre_feedforward_layernorm" if config.post_norm else "post_attention_layernorm"
+        names |= {"attention_norm": "input_layernorm", "mlp_norm": mlp}
+    if config.post_norm:
+        names |= {
+            "attention_post_norm": "post_attention_layernorm",
+            "mlp_post_norm": "post_feedforward_layernorm",
+        }
+    return names

@@ -45,7 +45,6 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
         "sliding_window": config.windows[0],
         "original_max_position_embeddings": trained,
         "partial_rotary_factor": config.rope.partial_rotary_factor,
-        "pad_token_id": None,  # the default of transformers, 32000, is beyond a small vocabulary
     }
 
 

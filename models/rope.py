@@ -144,7 +144,7 @@ class Rope:
     Attributes:
         theta: the base of the frequencies theta ** (-2 i / C), for channel pairs i = 0 .. C / 2 - 1.
         scaling: how the frequencies are scaled for long contexts; None for no scaling.
-        partial_rotary_factor: the fraction of a head's channels that rotate, in (0, 1].
+        partial_rotary_factor: the fraction of a head's channels that rotate, in (0, 1]; 0 in NO_ROPE alone.
     """
 
     theta: float
@@ -160,6 +160,12 @@ class Rope:
     def depends_on_length(self) -> bool:
         """Whether the frequencies of a row depend on the length of its prompt."""
         return isinstance(self.scaling, LengthScaling)
+
+    def frequencies_of(
+        self, head_dim: int, rows: Float[Array, "B C/2"] | None
+    ) -> Float[np.ndarray, "C/2"] | Float[Array, "B C/2"]:
+        """Returns `rows`, those of the model's prompts, if the frequencies depend on the length, else `frequencies`."""
+        return rows if rows is not None and self.depends_on_length else self.frequencies(head_dim)
 
     def channels(self, head_dim: int) -> int:
         """The number of channels of a head that rotate, C."""
@@ -211,12 +217,17 @@ class Rope:
         return (1.0 / np.float32(self.theta) ** exponents).astype(np.float32)
 
     def __str__(self) -> str:
+        if self.partial_rotary_factor == 0:
+            return "none"
         parts = [f"base {self.theta:,.0f}"]
         if self.partial_rotary_factor != 1:
             parts.append(f"{self.partial_rotary_factor:g} of the channels")
         if self.scaling is not None:
             parts.append(str(self.scaling))
         return ", ".join(parts)
+
+
+NO_ROPE = Rope(theta=1.0, partial_rotary_factor=0.0)  # of a layer that does not know positions
 
 
 @lru_cache(maxsize=64)
@@ -247,6 +258,8 @@ def rotate(
         factor: `Rope.attention_factor`.
     """
     size = 2 * frequencies.shape[-1]
+    if size == 0:
+        return x
     if frequencies.ndim == 2:
         frequencies = frequencies[:, None, None]
     angles = positions[..., None].astype(jnp.float32) * frequencies

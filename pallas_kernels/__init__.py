@@ -28,6 +28,7 @@ from .prompt_attention import prompt_attention
 from .quantized import QuantizedArray, Stored, plain, updated
 from .segment_attention import PAGE, SegmentAttention, pages, segment_attention
 from .slot_attention import Asked, SlotAttention, slot_attention
+from .softcap import capped
 from .top_tokens import compact, top_counts, top_tokens
 from .traced_once import traced_once
 from .visibility import visible
@@ -44,6 +45,7 @@ __all__ = [
     "SlotAttention",
     "Stored",
     "after_last",
+    "capped",
     "compact",
     "fold",
     "implementations",

@@ -16,6 +16,7 @@ from .arrays import Fold
 from .mosaic import SoftmaxScratch, visible_in_tile
 from .mosaic_codes import clear_outside, read, tile_logits, weighted_values
 from .mosaic_steps import Steps
+from .softcap import capped
 from .window_scores.reference import Reduction
 
 
@@ -41,6 +42,7 @@ class Body:
     lane_heads: int
     scale: float
     window: int | None
+    softcap: float | None
     transposed: bool
     biased: bool
     logits: bool
@@ -86,7 +88,7 @@ class Body:
                 return x[pl.ds(line, 1), at]
 
             def logits_from(queries: Any, t: Any) -> Array:
-                logits = tile_logits(queries[...], here, self.transposed) * self.scale
+                logits = capped(tile_logits(queries[...], here, self.transposed) * self.scale, self.softcap)
                 if bias is not None:
                     logits += line_of(bias)
                 return jnp.where(visible_in_tile(t[...], line_of(p), self.window, own), logits, -jnp.inf)

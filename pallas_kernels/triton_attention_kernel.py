@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from .blocks import Blocks
 from .quantized import QuantizedArray
+from .softcap import capped
 from .triton import channel_slices, dequantize_tile, product, tiles_per_number
 
 SCANNED = 256  # positions that a program reads at once to find its last occupied tile; more spill registers
@@ -63,6 +64,7 @@ def attend_kernel(
     sizes: Sequence[int],
     scale: float,
     window: int | None,
+    softcap: float | None,
     ragged: bool,
     extra_reduction: ExtraReduction | None,
 ) -> None:
@@ -128,7 +130,8 @@ def attend_kernel(
         bias = None if bias_ref is None else plgpu.load(bias_ref.at[place], mask=occupied, other=0)[None]
 
         def logits_of(q: list[Array], t: Array) -> Array:
-            logits = sum(product(x, y.T) for x, y in zip(q, keys, strict=True)) * scale
+            logits = reduce(jnp.add, [product(x, y.T) for x, y in zip(q, keys, strict=True)]) * scale
+            logits = capped(logits, softcap)
             if bias is not None:
                 logits += bias
             seen = (p >= 0) & (p <= t[:, None])

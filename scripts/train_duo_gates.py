@@ -30,6 +30,7 @@ import kvjax
 from kvjax.evaluation.tasks.demo import Deck, codes, weave
 from kvjax.evaluation.tasks.vocabulary import encode
 from kvjax.models import AttentionLayer, Decoder, rotate
+from kvjax.pallas_kernels import capped
 
 KEYS = 10
 REGULARISATION = 0.05
@@ -110,7 +111,7 @@ def gated(gates: Gates | None, sinks: int, recent: int) -> Callable[..., tuple[A
         B, Hq, N, D = q.shape
         at = jnp.arange(N)
         rope = layer.rope.row_frequencies(D, jnp.full(B, N))
-        rope = layer.rope.frequencies(D) if rope is None else rope
+        rope = layer.rope.frequencies_of(D, rope)
         q, k = (rotate(x, at[None, None], rope, layer.rope.attention_factor) for x in (q, k))
         logits = jnp.einsum("BHGND,BHSD->BHGNS", q.reshape(B, k.shape[1], -1, N, D), k).astype(jnp.float32)
         distance = at[:, None] - at
@@ -118,7 +119,7 @@ def gated(gates: Gates | None, sinks: int, recent: int) -> Callable[..., tuple[A
         near = full & ((at < sinks) | (distance < recent))
 
         def seeing(mask: Array) -> Array:
-            weights = jax.nn.softmax(jnp.where(mask, logits * layer.scale, -jnp.inf), axis=-1)
+            weights = jax.nn.softmax(jnp.where(mask, capped(logits * layer.scale, layer.softcap), -jnp.inf), axis=-1)
             return jnp.einsum("BHGNS,BHSD->BHGND", weights.astype(v.dtype), v)
 
         out = seeing(full)
@@ -137,7 +138,7 @@ class _Static:
     """What of a layer is no array, so that it may be a static argument."""
 
     def __init__(self, layer: AttentionLayer):
-        self.rope, self.window, self.scale = layer.rope, layer.window, layer.scale
+        self.rope, self.window, self.scale, self.softcap = layer.rope, layer.window, layer.scale, layer.softcap
 
 
 def train(

@@ -21,13 +21,15 @@ def assert_close(actual, expected, typical: float = 1e-5, worst: float = 1e-4) -
     )
 
 
-def attention(q, k, q_positions, k_positions, scale, window=None, lse=None, bias=None):
+def attention(q, k, q_positions, k_positions, scale, window=None, lse=None, bias=None, softcap=None):
     """(weights [B, Hq, W, M], lse [B, Hq, W], visible [B, H, W, M]); rows that see nothing have weights 0, lse -inf."""
     q, k = np.asarray(q, np.float64), np.asarray(k, np.float64)
     groups = q.shape[1] // k.shape[1]
     t, p = np.asarray(q_positions)[:, None, :, None], np.asarray(k_positions)[:, :, None, :]
     visible = (p >= 0) & (p <= t) & (True if window is None else t - p < window)
     logits = scale * np.einsum("bhwd,bhmd->bhwm", q, np.repeat(k, groups, axis=1))
+    if softcap is not None:
+        logits = softcap * np.tanh(logits / softcap)
     if bias is not None:
         logits += np.repeat(np.asarray(bias, np.float64), groups, axis=1)[:, :, None]
     logits = np.where(np.repeat(visible, groups, axis=1), logits, -np.inf)

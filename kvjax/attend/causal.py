@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.models import Attend, AttentionLayer
+from kvjax.pallas_kernels import capped
 
 from .rotation import rotated
 
@@ -43,7 +44,8 @@ def causal(positions: Int[Array, "B N"], block: int = 128) -> Attend:
             )
             distance = jnp.arange(start, stop)[:, None] - jnp.arange(first, stop)
             visible = (distance >= 0) & (distance < (layer.window or N))
-            weights = jax.nn.softmax(jnp.where(visible, logits * layer.scale, -jnp.inf), axis=-1).astype(v.dtype)
+            logits = jnp.where(visible, capped(logits * layer.scale, layer.softcap), -jnp.inf)
+            weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
             contexts.append(jnp.einsum("BHGNS,BHSD->BHGND", weights, v[:, :, first:stop]))
         return jnp.concatenate(contexts, axis=3).reshape(B, Hq, N, D), cache
 

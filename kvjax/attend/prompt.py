@@ -91,8 +91,7 @@ def reading(
             seen.values,
             positions,
             held.positions,
-            scale=layer.scale,
-            window=layer.window,
+            **layer.logits,
             bias=held.bias,
         )
         if observes:
@@ -167,7 +166,6 @@ def received(
         q=q,
         lse=lse,
         query_positions=positions[:, last],
-        scale=layer.scale,
-        window=layer.window,
+        **layer.logits,
         reduction=wish.reduction,
     )

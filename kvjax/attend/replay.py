@@ -50,7 +50,7 @@ def replaying(
         own = Slots(policy.storage.store(k), policy.storage.store(v), at, old.capacity, state)
         held = old.append(own).plain()
         context, lse = prompt_attention(
-            q, held.keys, held.values, positions, held.positions, scale=layer.scale, window=layer.window, bias=held.bias
+            q, held.keys, held.values, positions, held.positions, bias=held.bias, **layer.logits
         )
         attended = Attended(
             queries=unrotated if needs.queries == "unrotated" else q,

@@ -19,8 +19,7 @@ def rotated(
     rope: Float[Array, "B C/2"] | None,
 ) -> Float[Array, "B H N D"]:
     """Queries or keys after RoPE; `rope` has each row's frequencies where they depend on the row's length."""
-    frequencies = layer.rope.frequencies(x.shape[-1]) if rope is None else rope
-    return rotate(x, positions, frequencies, layer.rope.attention_factor)
+    return rotate(x, positions, layer.rope.frequencies_of(x.shape[-1], rope), layer.rope.attention_factor)
 
 
 def places(positions: Int[Array, "B H M"]) -> Int[Array, "B H M"]:

@@ -179,6 +179,7 @@ class Entries(ABC):
         *,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
         reduction: Reduction | None = None,
         asked: Asked | None = None,
         seen: Slots | None = None,
@@ -189,6 +190,7 @@ class Entries(ABC):
             positions: of the queries, -1 in rows without one.
             scale: of the logits.
             window: of a sliding-window layer.
+            softcap: of the scaled logits.
             reduction: how to reduce what entries received; None if nobody looks at it.
             asked: extra query rows to score in the same pass over the keys.
             seen: the layer as the query meets it, where that differs from what is stored (rotation by place).

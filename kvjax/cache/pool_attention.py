@@ -26,11 +26,12 @@ def attention(
     *,
     scale: float,
     window: int | None,
+    softcap: float | None,
     reduction: Reduction | None,
     asked: Asked | None,
 ) -> StepAttention:
     """`Entries.attend` over the segments of one layer."""
-    options: dict[str, Any] = {"scale": scale, "window": window}
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     found = segment_attention(
         q,
         keys,
@@ -58,11 +59,12 @@ def _received(
     *,
     scale: float,
     window: int | None,
+    softcap: float | None,
     reduction: Reduction,
 ) -> Float[Array, "B H M"]:
     """The attention that a piece received from the queries: from the logits, or computed again if there are none."""
     if found.logits is None:
-        options: dict[str, Any] = {"scale": scale, "window": window, "reduction": reduction}
+        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "reduction": reduction}
         return held.received(q=q, lse=found.lse, query_positions=positions, **options)
     logits = jnp.swapaxes(take(jnp.swapaxes(found.logits, 2, 3)), 2, 3)
     lse = found.lse.reshape(*logits.shape[:3], 1)

@@ -210,12 +210,14 @@ class Segments(Entries):
         *,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
         reduction: Reduction | None = None,
         asked: Asked | None = None,
         seen: Slots | None = None,
     ) -> StepAttention:
         segments = (self.start[..., i], self.used[..., i])
-        options: dict[str, Any] = {"scale": scale, "window": window, "reduction": reduction, "asked": asked}
+        logits: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
+        options: dict[str, Any] = logits | {"reduction": reduction, "asked": asked}
         return attention(q, self.keys, self.values, positions, self.positions, *segments, self.bias, **options)
 
     def observe(self, i: int, show: Callable[[Slots, Take], tuple[Any, Any]], room: MakeRoom) -> Segments:

@@ -77,6 +77,7 @@ class Slots:
         query_positions: Int[Array, "B W"],
         scale: float,
         window: int | None,
+        softcap: float | None = None,
         reduction: Reduction,
     ) -> Float[Array, "B H S"]:
         """The attention that each entry received from queries that attended with this log-sum-exp, reduced. float32."""
@@ -88,6 +89,7 @@ class Slots:
             lse=lse,
             scale=scale,
             window=window,
+            softcap=softcap,
             bias=self.bias,
             reduction=reduction,
         )

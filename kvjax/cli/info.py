@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from itertools import groupby, product
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -85,7 +86,7 @@ def info(
         "kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "vocabulary": config.vocab_size,
-        "rope": str(config.rope),
+        "rope": _ropes(config),
         "windows": config.windows,
         "max_positions": config.max_positions,
         "cache_dtype": str(held),
@@ -130,6 +131,14 @@ def _suits(text: str, config: DecoderConfig) -> bool:
     return True
 
 
+def _ropes(config: DecoderConfig) -> str:
+    """RoPE, and the number of layers of each kind if there are several."""
+    kinds = Counter(str(config.rope_of(layer)) for layer in range(config.num_layers))
+    if len(kinds) == 1:
+        return str(config.rope)
+    return "; ".join(f"{kind} in {count} of {config.num_layers} layers" for kind, count in kinds.items())
+
+
 def _show(facts: dict[str, Any], config: DecoderConfig) -> None:
     windows = sorted({window for window in config.windows if window})
     sliding = sum(window is not None for window in config.windows)
@@ -142,7 +151,7 @@ def _show(facts: dict[str, Any], config: DecoderConfig) -> None:
         ("layers", f"{config.num_layers}, {config.hidden_size:,} wide"),
         ("heads", f"{config.num_heads} query, {config.num_kv_heads} kv, of {config.head_dim} channels"),
         ("vocabulary", f"{config.vocab_size:,}"),
-        ("rope", str(config.rope)),
+        ("rope", facts["rope"]),
         ("window", f"{', '.join(map(str, windows))} in {sliding} of {config.num_layers} layers" if windows else "none"),
         ("max positions", f"{config.max_positions:,}"),
         ("KV cache", f"{bytes_text(facts['kv_bytes_per_token'])} per token in {facts['cache_dtype']}, uncompressed"),

@@ -108,7 +108,7 @@ class FittedEntries(Merge):
         behind = jnp.where(sample.positions >= 0, moment.next_position[:, None, None] - sample.positions, 0)
         group = sample.queries.shape[1] // H
         D = sample.queries.shape[-1]
-        frequencies = moment.layer.rope.frequencies(D) if moment.rope is None else moment.rope
+        frequencies = moment.layer.rope.frequencies_of(D, moment.rope)
         turned = rotate(sample.queries.astype(jnp.float32), jnp.repeat(behind, group, axis=1), frequencies, 1.0)
         seen = entries.positions >= 0
         if moment.window is not None:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.cache import Slots
+from kvjax.pallas_kernels import capped
 from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_integer, check_number
 
 from .common.budgets import budget_of
@@ -112,10 +113,14 @@ class ExpectedAttention(Score):
         def attention(total: Array, head: tuple[Array, Array]) -> tuple[Array, None]:
             """One query head of every group, so that keys are not multiplied by all covariances at once."""
             mean, covariance = head
-            logits = moment.scale * jnp.einsum("BHMD,BHD->BHM", keys, mean, precision="highest")
+            softcap = moment.layer.softcap
+            linear = moment.scale * jnp.einsum("BHMD,BHD->BHM", keys, mean, precision="highest")
+            logits = capped(linear, softcap)
             if self.covariance:
                 turned = jnp.einsum("BHMD,BHDE->BHME", keys, covariance, precision="highest")
-                logits += moment.scale**2 / 2 * jnp.sum(turned * keys, axis=-1)
+                spread = moment.scale**2 / 2 * jnp.sum(turned * keys, axis=-1)
+                # A soft cap is linear around the mean, with the slope 1 - tanh^2.
+                logits += spread if softcap is None else spread * (1 - (logits / softcap) ** 2) ** 2
             if entries.bias is not None:
                 logits += entries.bias
             weights = jax.nn.softmax(jnp.where(scored, logits, -jnp.inf), axis=-1)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from kvjax.cache import Slots
+from kvjax.pallas_kernels import capped
 from kvjax.pallas_kernels.arrays import pad
 from kvjax.pallas_kernels.exponential import exp
 from kvjax.pallas_kernels.visibility import span, visible, visible_tiles
@@ -121,7 +122,7 @@ class NoisyAttention(Score):
             near = partial(tile_of, tile)
             q, k = own(queries, axis=3), near(keys, axis=3)
             logits = jnp.einsum("BHGRD,BHDM->BHGRM", q, k, preferred_element_type=jnp.float32)
-            logits = logits - own(lse, axis=3)[..., None]
+            logits = capped(logits, attended.layer.softcap) - own(lse, axis=3)[..., None]
             if bias is not None:
                 logits = logits + near(bias, axis=2)[:, :, None, None]
             if self.noise == "gumbel":

@@ -163,8 +163,7 @@ class TaskAttention(Score):
                 attended.positions,
                 entries.positions,
                 lse=lse,
-                scale=attended.scale,
-                window=attended.window,
+                **attended.layer.logits,
                 bias=entries.bias,
                 reduction=Reduction(rows="max" if self.rows == "max" else "sum"),
             )

@@ -129,8 +129,7 @@ class Reconstruction(Score):
             among.keys,
             attended.positions,
             among.positions,
-            scale=attended.scale,
-            window=attended.window,
+            **attended.layer.logits,
             reduction=Reduction(rows="max", group="max"),
         )
         counts = (index >= 0) & jnp.take_along_axis(repeated, jnp.maximum(index, 0), axis=-1)

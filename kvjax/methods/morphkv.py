@@ -160,9 +160,8 @@ class FoldedWindow(Score):
             window_scores,
             entries.keys,
             jnp.where(distant, entries.positions, -1),
-            scale=given.scale,
             bias=entries.bias,
-            window=given.window,
+            **given.layer.logits,
             causal=False,
         )
 
@@ -181,9 +180,8 @@ class FoldedWindow(Score):
                 jnp.where(leaves, -1, positions),
                 entries.positions,
                 lse=block.lse,
-                scale=attended.scale,
                 bias=entries.bias,
-                window=attended.window,
+                **attended.layer.logits,
                 reduction=self.reduction,
             )
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.cache import Slots
+from kvjax.pallas_kernels import capped
 from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_integer, check_number
 
 from .common.budgets import budget_of
@@ -82,7 +83,7 @@ class JointImportance(Score):
         def largest(logits: Array, queries: Array) -> tuple[Array, None]:
             """One query head of every group, so that the logits of one head are in memory and not of all."""
             new = jnp.einsum("BHRD,BHMD->BHRM", queries, entries.keys, preferred_element_type=jnp.float32)
-            return jnp.maximum(logits, new * moment.scale), None
+            return jnp.maximum(logits, capped(new * moment.scale, moment.layer.softcap)), None
 
         heads = jnp.moveaxis(ring.queries.reshape(B, H, -1, self.window, D), 2, 0)
         logits, _ = jax.lax.scan(largest, jnp.full((B, H, self.window, M), -jnp.inf), heads)

@@ -82,10 +82,9 @@ class Neglect(Score):
                 entries.keys,
                 position[:, None],
                 entries.positions,
-                scale=attended.scale,
                 bias=entries.bias,
                 lse=sums[:, :, None],
-                window=attended.window,
+                **attended.layer.logits,
                 reduction=MEAN,
             )
             return self._note(entries, attended, bits, weights, position), None

@@ -30,18 +30,19 @@ def prompt_attention(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
     bias: Float[Array, "B H M"] | None = None,
     interpret: bool = False,
 ) -> Attention:
     """Computes what the reference defines.
 
     Raises:
-        DeclinedError: for a bias, a few new tokens over cached slots, and float32, which Triton serves; and if there is
-            no GPU here to try cuDNN on.
+        DeclinedError: for a bias, a soft cap, a few new tokens over cached slots, and float32, which Triton serves; and
+            if there is no GPU here to try cuDNN on.
         NotImplementedError: if cuDNN is missing or cannot compile prompts of such heads for the GPU that is here.
     """
     kinds = {jnp.dtype(x.dtype).name for x in (q, k, v)}
-    if not separable(q, k, bias) or kinds not in ({"bfloat16"}, {"float16"}):
+    if softcap is not None or not separable(q, k, bias) or kinds not in ({"bfloat16"}, {"float16"}):
         raise DeclinedError
     check_compiles(q.shape[1] // k.shape[1], q.shape[3], kinds.pop(), window)
     own = partial(by_cudnn, scale=scale, window=window)

@@ -34,6 +34,7 @@ def prompt_attention(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
     bias: Float[Array, "B H M"] | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B Hq N D"], Float[Array, "B Hq N"]]:
@@ -43,10 +44,10 @@ def prompt_attention(
         NotImplementedError: for dtypes that differ or are not float32 or bfloat16.
     """
     check(q, k, v)
-    cached = partial(by_position, scale=scale, window=window, interpret=interpret)
+    cached = partial(by_position, scale=scale, window=window, softcap=softcap, interpret=interpret)
     if not separable(q, k, bias) or q.shape[2] > MOST_BLOCKS * splash_block(q):
         return cached(q, k, v, q_positions, k_positions, bias=bias)
-    own = partial(by_splash, scale=scale, window=window, interpret=interpret)
+    own = partial(by_splash, scale=scale, window=window, softcap=softcap, interpret=interpret)
     return in_parts(own, cached, q, k, v, q_positions, k_positions)
 
 
@@ -68,6 +69,7 @@ def by_splash(
     *,
     scale: float,
     window: int | None,
+    softcap: float | None,
     interpret: bool = False,
 ) -> Attention:
     """Causal attention of tokens over themselves. The tokens of a row are consecutive and end it.
@@ -80,7 +82,7 @@ def by_splash(
     G = Hq // H
     block = splash_block(q)
     padding = -N % block
-    kernel = _kernel(N + padding, G, block, window, interpret)
+    kernel = _kernel(N + padding, G, block, window, softcap, interpret)
 
     def one_head(arrays: tuple[Array, ...]) -> tuple[Array, Array]:
         """Attention of the query heads of one kv head of one batch row."""
@@ -123,12 +125,13 @@ class Band(masks.LocalMask):
 
 
 @cache
-def _kernel(length: int, group: int, block: int, window: int | None, interpret: bool) -> Any:
+def _kernel(length: int, group: int, block: int, window: int | None, softcap: float | None, interpret: bool) -> Any:
     """Makes splash attention for one shape. Its tables of tiles take long for long prompts; all layers use the same."""
     with jax.ensure_compile_time_eval():
         return splash.make_splash_mqa_single_device(
             masks.MultiHeadMask([Band(length, window)] * group),
             block_sizes=splash.BlockSizes(block_q=block, block_kv=block, block_kv_compute=block),
             save_residuals=True,
+            attn_logits_soft_cap=softcap,
             interpret=interpret,
         )

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from ..arrays import after_last, pad
 from ..exponential import exp
+from ..softcap import capped
 from ..softmax import RunningSoftmax
 from ..visibility import visible
 
@@ -28,6 +29,7 @@ def prompt_attention(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
     bias: Float[Array, "B H M"] | None = None,
 ) -> tuple[Float[Array, "B Hq N D"], Float[Array, "B Hq N"]]:
     """Causal attention, by position, of N new tokens over M = S + N entries.
@@ -39,6 +41,7 @@ def prompt_attention(
         q_positions: consecutive for the tokens of a row; -1 for padding, which is on the left.
         scale: of the logits, q k^T.
         window: the model's sliding window.
+        softcap: of the scaled logits, before the bias; see `capped`.
         bias: float32, added to the scaled logits of each entry.
 
     Returns:
@@ -61,6 +64,7 @@ def prompt_attention(
         p = jax.lax.dynamic_slice_in_dim(k_positions, start, size, axis=2)
         p = jnp.where(jnp.arange(size) >= skip, p, -1)
         logits = jnp.einsum("BHRD,BHKD->BHRK", rows, keys, preferred_element_type=jnp.float32)
+        logits = capped(logits, softcap)
         if bias is not None:
             logits = logits + jax.lax.dynamic_slice_in_dim(bias, start, size, axis=2)[:, :, None]
         seen = visible(t_rows, p, window)[:, :, None]

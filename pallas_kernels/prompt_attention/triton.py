@@ -22,6 +22,7 @@ def prompt_attention(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
     bias: Float[Array, "B H M"] | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B Hq N D"], Float[Array, "B Hq N"]]:
@@ -39,7 +40,14 @@ def prompt_attention(
     t = jnp.tile(q_positions, (1, Hq // H))
     t = pad(t, -t.shape[1] % blocks.rows, axis=1, value=-1)
     seen = visible_tiles(t, k_positions, rows=blocks.rows, keys=blocks.slots, window=window)
-    options: dict[str, Any] = {"scale": scale, "window": window, "bias": bias, "blocks": blocks, "interpret": interpret}
+    options: dict[str, Any] = {
+        "scale": scale,
+        "window": window,
+        "softcap": softcap,
+        "bias": bias,
+        "blocks": blocks,
+        "interpret": interpret,
+    }
     spans = span(jnp.swapaxes(seen, 2, 3))
     results = attend(rows, k, v, q_positions, k_positions, jnp.full((B, H), M), spans=spans, **options)
     assert results.out is not None

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from ..quantized import QuantizedArray, plain
 from ..slot_attention.reference import Asked
+from ..softcap import capped
 from ..softmax import RunningSoftmax
 from ..visibility import visible
 from ..window_scores.reference import window_scores
@@ -82,6 +83,7 @@ def segment_attention(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
     bias: Float[Array, "B P T"] | None = None,
     logits: bool = False,
     asked: Asked | None = None,
@@ -97,6 +99,7 @@ def segment_attention(
             of the last tile.
         scale: of the logits, q k^T.
         window: the model's sliding window.
+        softcap: of the scaled logits, before the bias; see `capped`.
         bias: float32, added to the scaled logits of each row of the pool.
         logits: whether to return the logits.
         asked: extra query rows. Also return their reduced weights on the rows of the pool, as `window_scores` defines
@@ -135,7 +138,7 @@ def segment_attention(
         at = jnp.where(occupied, positions, -1).reshape(B, -1, TILE_ROWS)
         seen, tile_bias = visible(q_positions, at, window), None if bias is None else tile(bias)
         found = jnp.einsum("BPKSD,BPKRD->BPKSR", keys, per_head(rows, head), preferred_element_type=jnp.float32)
-        found = jnp.swapaxes(jax.lax.optimization_barrier(found), 3, 4)
+        found = capped(jnp.swapaxes(jax.lax.optimization_barrier(found), 3, 4), softcap)
         if tile_bias is not None:
             found += tile_bias[:, :, :, None]
         masked = jnp.where(
@@ -155,6 +158,7 @@ def segment_attention(
                 lse=lse,
                 scale=scale,
                 window=window,
+                softcap=softcap,
                 bias=None if tile_bias is None else tile_bias.reshape(at.shape),
                 reduction=asked.reduction,
             )

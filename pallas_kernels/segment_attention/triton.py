@@ -25,6 +25,7 @@ def segment_attention(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
     bias: Float[Array, "B P T"] | None = None,
     logits: bool = False,
     asked: Asked | None = None,
@@ -40,7 +41,13 @@ def segment_attention(
     B, Hq, W, D = q.shape
     H = start.shape[1]
     rows = q.reshape(B, H, -1, D)
-    options: dict[str, Any] = {"scale": scale, "window": window, "bias": bias, "interpret": interpret}
+    options: dict[str, Any] = {
+        "scale": scale,
+        "window": window,
+        "softcap": softcap,
+        "bias": bias,
+        "interpret": interpret,
+    }
     stores_logits = logits and rows.shape[2] <= MOST_LOGIT_ROWS
     extra = extra_options(asked, rows, k, H)
     results = attend(rows, k, v, q_positions, k_positions, used, start, logits=stores_logits, **extra, **options)

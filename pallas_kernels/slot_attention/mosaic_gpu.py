@@ -30,6 +30,7 @@ LEAST_TILES = 2  # tiles per program, if programs share them
 MOST_SPLITS = 64  # programs that share the tiles of a head
 MOST_ROWS = 64  # query rows per program
 MOST_SUMS = 64 * 128  # numbers of a program's context: more would need more registers than there are
+LOG2E = math.log2(math.e)
 CHANNELS = 64  # channels of a product with values: more would need more registers for the sum of the products so far
 
 
@@ -42,6 +43,7 @@ def slot_attention(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
     bias: Float[Array, "B H S"] | None = None,
     received: Fold | None = None,
     asked: Asked | None = None,
@@ -60,7 +62,7 @@ def slot_attention(
     check(q, k, v, rows=Hq // H * W, others=received is not None or asked is not None)
     arrays: Any = k, v, q_positions, k_positions
     products = "lax" if interpret else products_for(Hq // H * W, capability())
-    options: dict[str, Any] = {"scale": scale, "window": window, "bias": bias}
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "bias": bias}
     out, lse = attend(q.reshape(B, H, -1, D), *arrays, products=products, **options)
     return SlotAttention(out.reshape(q.shape), lse.reshape(B, Hq, W), None, None)
 
@@ -112,6 +114,7 @@ def attend(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
     bias: Float[Array, "B H S"] | None = None,
     products: Products,
     tile: int | None = None,
@@ -144,7 +147,13 @@ def attend(
     if bias is not None:
         arrays.append(pad(bias.astype(jnp.float32), -S % tile, 2))
     per_slot = [jnp.int32] if bias is None else [jnp.int32, jnp.float32]
-    sizes: dict[str, Any] = {"splits": splits, "scale": scale * math.log2(math.e), "window": window, "width": width}
+    sizes: dict[str, Any] = {
+        "splits": splits,
+        "scale": scale * LOG2E,
+        "window": window,
+        "softcap": softcap,
+        "width": width,
+    }
     scratch: dict[str, Any] = {
         "q_tile": plgpu.SMEM((rows, D), q.dtype),
         "t_tile": None if one else plgpu.SMEM((rows,), jnp.int32),
@@ -187,6 +196,7 @@ def attend_kernel(
     splits: int,
     scale: float,
     window: int | None,
+    softcap: float | None,
     width: int,
     q_tile: Any,
     t_tile: Any,
@@ -241,9 +251,13 @@ def attend_kernel(
         stage = jax.lax.rem(j, STAGES)
         plgpu.barrier_wait(k_here.at[stage])
         logits = product(q_tile, k_tiles.at[stage], products, transposed=True) * scale
+        if (
+            softcap is not None
+        ):  # softcap * tanh(logit / softcap) by an exponential; the hardware's tanh is less accurate
+            logits = softcap * LOG2E * (1 - 2 / (jnp.exp2(logits * (2 / softcap)) + 1))
         p, *bias = (over(x[stage], (rows, tile), 1) for x in slot_tiles)
         for x in bias:
-            logits += x * math.log2(math.e)
+            logits += x * LOG2E
         seen = (p >= 0) & (p <= t)
         if window is not None:
             seen &= t - p < window

@@ -28,6 +28,7 @@ def slot_attention(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
     bias: Float[Array, "B H S"] | None = None,
     received: Fold | None = None,
     asked: Asked | None = None,
@@ -55,13 +56,20 @@ def slot_attention(
         used,
         scale=scale,
         window=window,
+        softcap=softcap,
         interpret=interpret,
         name="slot_attention",
         parts=PARTS,
         received=received,
         asked=asked,
     )
-    options: dict[str, Any] = {"scale": scale, "window": window, "bias": bias, "interpret": interpret}
+    options: dict[str, Any] = {
+        "scale": scale,
+        "window": window,
+        "softcap": softcap,
+        "bias": bias,
+        "interpret": interpret,
+    }
     weights, scores = found.received, found.scores
     if scores is not None:
         scores = jnp.where(scored, scores, 0.0)

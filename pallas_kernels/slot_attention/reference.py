@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from ..arrays import Fold, fold
 from ..quantized import QuantizedArray, plain
+from ..softcap import capped
 from ..visibility import visible
 from ..window_scores.reference import Reduction, window_scores
 
@@ -71,6 +72,7 @@ def slot_attention(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
     bias: Float[Array, "B H S"] | None = None,
     received: Fold | None = None,
     asked: Asked | None = None,
@@ -80,6 +82,7 @@ def slot_attention(
     Args:
         scale: of the logits, q k^T.
         window: the model's sliding window.
+        softcap: of the scaled logits, before the bias; see `capped`.
         bias: float32, added to the scaled logits of each slot.
         received: also return the attention that each slot received: the weights, reduced in this way over the query
             heads of a kv head and then summed over the W rows.
@@ -93,7 +96,7 @@ def slot_attention(
     # Keys come first, and the swap is behind a barrier. XLA would otherwise swap the product's operands, which makes it
     # a quarter slower on a CPU.
     logits = jax.lax.optimization_barrier(jnp.einsum("BHSD,BHRD->BHSR", k, rows, preferred_element_type=jnp.float32))
-    logits = jnp.swapaxes(logits, 2, 3).reshape(B, H, -1, W, S)
+    logits = capped(jnp.swapaxes(logits, 2, 3).reshape(B, H, -1, W, S), softcap)
     if bias is not None:
         logits = logits + bias[:, :, None, None]
     logits = jnp.where(visible(q_positions, k_positions, window)[:, :, None], logits, -jnp.inf)
@@ -111,5 +114,5 @@ def slot_attention(
         received_weights = fold(exponentials / divisor, received, axis=2).sum(axis=2)
     scores = None
     if asked is not None:
-        scores = asked.scores(window_scores, k, k_positions, scale=scale, window=window, bias=bias)
+        scores = asked.scores(window_scores, k, k_positions, scale=scale, window=window, softcap=softcap, bias=bias)
     return SlotAttention(context.reshape(B, Hq, W, D).astype(q.dtype), lse, received_weights, scores)

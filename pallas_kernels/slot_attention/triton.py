@@ -31,6 +31,7 @@ def slot_attention(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
     bias: Float[Array, "B H S"] | None = None,
     received: Fold | None = None,
     asked: Asked | None = None,
@@ -45,7 +46,7 @@ def slot_attention(
     check(q, k, v, quantized=True)
     B, Hq, W, D = q.shape
     H, S = k.shape[1:3]
-    options: dict[str, Any] = {"scale": scale, "window": window, "bias": bias}
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "bias": bias}
     stores_logits = received is not None and Hq // H * W <= MOST_LOGIT_ROWS
     rows = q.reshape(B, H, -1, D)
     extra = extra_options(asked, rows, k, H)

@@ -31,6 +31,7 @@ from ..mosaic import (
     tile_size,
     visible_in_tile,
 )
+from ..softcap import capped
 from .reference import DEFAULT_REDUCTION, Reduction
 
 BLOCK_Q = 256  # query rows of a head per tile
@@ -47,6 +48,7 @@ def window_scores(
     scale: float,
     lse: Float[Array, "B Hq W"] | None = None,
     window: int | None = None,
+    softcap: float | None = None,
     bias: Float[Array, "B H M"] | None = None,
     causal: bool = True,
     reduction: Reduction = DEFAULT_REDUCTION,
@@ -76,7 +78,7 @@ def window_scores(
     transposed = stored_transposed(D)
     entries = jnp.swapaxes(k, 2, 3).reshape(B * H, D, M) if transposed else k.reshape(B * H, M, D)
     entries = in_place(entries, interpret)
-    sizes = Sizes(rows, padded_rows, keys, M, H, transposed, scale, window, bias is not None)
+    sizes = Sizes(rows, padded_rows, keys, M, H, transposed, scale, window, softcap, bias is not None)
     if lse is None:
         lse = _log_sum_exp(sizes, q, t[:, None], entries, p, biases, interpret)
     else:
@@ -148,6 +150,7 @@ class Sizes:
     transposed: bool
     scale: float
     window: int | None
+    softcap: float | None
     biased: bool
 
     @property
@@ -222,7 +225,8 @@ def _kernel(
         see = visible_in_tile(column, p[...], sizes.window) if pairwise else (p[...] >= 0) & (column >= 0)
         folded: Array | None = None
         for g in range(group):
-            logits = product(q[g], k[...], (1, 0 if sizes.transposed else 1)) * sizes.scale - sums[:, g : g + 1]
+            logits = product(q[g], k[...], (1, 0 if sizes.transposed else 1)) * sizes.scale
+            logits = capped(logits, sizes.softcap) - sums[:, g : g + 1]
             if bias is not None:
                 logits += bias[...]
             weights = jnp.exp(jnp.where(see, logits, -jnp.inf) if pairwise else logits)
@@ -303,7 +307,7 @@ def _sum_kernel(sizes: Sizes, q: Any, t: Any, k: Any, p: Any, *refs: Any) -> Non
     if sizes.M % sizes.keys:
         see &= jax.lax.broadcasted_iota(jnp.int32, (sizes.keys, 1), 0) < sizes.M - j * sizes.keys
     for g in range(q.shape[0]):
-        logits = product(k[...], q[g], (0 if sizes.transposed else 1, 1)) * sizes.scale
+        logits = capped(product(k[...], q[g], (0 if sizes.transposed else 1, 1)) * sizes.scale, sizes.softcap)
         if bias is not None:
             logits += as_column(bias[...])
         logits = jnp.where(see, logits, -jnp.inf)

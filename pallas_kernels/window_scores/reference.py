@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..arrays import Fold, fold, pad
+from ..softcap import capped
 from ..visibility import visible
 
 BLOCK_Q = 256
@@ -62,6 +63,7 @@ def window_scores(
     scale: float,
     lse: Float[Array, "B Hq W"] | None = None,
     window: int | None = None,
+    softcap: float | None = None,
     bias: Float[Array, "B H M"] | None = None,
     causal: bool = True,
     reduction: Reduction = DEFAULT_REDUCTION,
@@ -74,6 +76,7 @@ def window_scores(
         scale: of the logits, q k^T.
         lse: float32, the log-sum-exp with which each query attended. If None, it is computed over the keys given here.
         window: the model's sliding window.
+        softcap: of the scaled logits, before the bias; see `capped`.
         bias: float32, added to the scaled logits of each key.
         causal: False if no key is newer than any query. Positions then need no comparison.
         reduction: of the [G, W] weights of a key to one score. A key that no query sees scores 0.
@@ -97,7 +100,7 @@ def window_scores(
         q_tile = jax.lax.dynamic_slice_in_dim(q, i * rows, rows, axis=3).reshape(B, H, G * rows, D)
         k_tile = jax.lax.dynamic_slice_in_dim(k, j * keys, keys, axis=2)
         logits = jnp.einsum("BHKD,BHRD->BHKR", k_tile, q_tile, preferred_element_type=jnp.float32)
-        logits = logits.reshape(B, H, keys, G, rows)
+        logits = capped(logits.reshape(B, H, keys, G, rows), softcap)
         if added is None:
             return logits
         return logits + jax.lax.dynamic_slice_in_dim(added, j * keys, keys, axis=2)[..., None, None]

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from ..arrays import after_last, pad
 from ..blocks import Blocks, Work, measured, power_of_two
+from ..softcap import capped
 from ..triton import PROGRAMS, check, product
 from ..triton_attention import attend
 from ..visibility import span, visible_tiles
@@ -52,6 +53,7 @@ def window_scores(
     scale: float,
     lse: Float[Array, "B Hq W"] | None = None,
     window: int | None = None,
+    softcap: float | None = None,
     bias: Float[Array, "B H M"] | None = None,
     causal: bool = True,
     reduction: Reduction = DEFAULT_REDUCTION,
@@ -70,7 +72,13 @@ def window_scores(
     q = q.reshape(B, H, G, W, D)
     used = after_last(k_positions >= 0)
     if lse is None:
-        options: dict[str, Any] = {"scale": scale, "window": window, "bias": bias, "interpret": interpret}
+        options: dict[str, Any] = {
+            "scale": scale,
+            "window": window,
+            "softcap": softcap,
+            "bias": bias,
+            "interpret": interpret,
+        }
         lse = attend(q.reshape(B, H, -1, D), k, None, q_positions, k_positions, used, **options).lse
     # Padding, and queries that see nothing, give no weight.
     lse = lse.reshape(B, H, G, W)
@@ -103,6 +111,7 @@ def window_scores(
         group=G,
         scale=scale,
         window=window,
+        softcap=softcap,
         pairwise=causal or window is not None,
         reduction=reduction,
     )
@@ -144,6 +153,7 @@ def window_scores_kernel(
     group: int,
     scale: float,
     window: int | None,
+    softcap: float | None,
     pairwise: bool,
     reduction: Reduction,
 ) -> None:
@@ -186,7 +196,7 @@ def window_scores_kernel(
     def weights(queries: tuple[Array, Array], t: Array, entries: tuple[Array, Array, Array | None]) -> Array:
         """The weights of a tile. Keys come first, so that a sum over rows stays within a warp."""
         (q, lse), (keys, p, bias) = queries, entries
-        logits = product(keys, q.T) * scale - lse[None]
+        logits = capped(product(keys, q.T) * scale, softcap) - lse[None]
         if bias is not None:
             logits += bias
         return jnp.exp(jnp.where(sees(t, p), logits, -jnp.inf))

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -107,10 +108,19 @@ def test_a_prompt_in_chunks(text: str) -> None:
 
 
 @pytest.mark.slow
-def test_windows_biases_and_frequencies_by_row() -> None:
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "qk_norm": True},
+        {"qk_norm": True, "joint_qk_norm": True, "pre_norm": False, "post_norm": True}
+        | {"attention_scale": 0.5, "embedding_scale": 2.0, "residual_scale": 0.5, "logit_divisor": 3.0}
+        | {"attention_softcap": 0.5, "logit_softcap": 2.0, "activation": "gelu_tanh"},
+    ],
+    ids=["biases", "norms, factors and caps"],
+)
+def test_windows_and_frequencies_by_row_with(facts: dict[str, Any]) -> None:
     """Everything that a family may add to a layer, with RoPE that depends on each row's length."""
-    config = replace(decoder(HEADS, 2).config, windows=(16,), rope=Rope(1e4, DynamicScaling(2.0, 16)))
-    config = replace(config, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True)
+    config = replace(decoder(HEADS, 2).config, windows=(16,), rope=Rope(1e4, DynamicScaling(2.0, 16)), **facts)
     noise = np.random.default_rng(6)  # or biases would be zero
     params = jax.tree.map(
         lambda x: jnp.asarray(np.asarray(x) + 0.1 * noise.normal(size=x.shape).astype(x.dtype)),

@@ -18,6 +18,7 @@ from kvjax.attend import reading, stepping
 from kvjax.cache import Layers, Slots
 from kvjax.kv_cache import KVCache
 from kvjax.models import AttentionLayer, DecoderConfig, Rope
+from kvjax.models.rope import NO_ROPE
 from kvjax.pallas_kernels import Reduction, window_scores
 from kvjax.parts import Pooling, TopTokens, WindowAttention
 from kvjax.policies import h2o, morphkv, streaming_llm, tova
@@ -25,13 +26,6 @@ from kvjax.policy import Moment, Policy
 from kvjax.room import plan_read
 
 DIM = 8  # tokens that there can be
-
-
-class Unrotated:
-    attention_factor = 1.0
-
-    def frequencies(self, head_dim: int) -> np.ndarray:
-        return np.zeros(head_dim // 2, np.float32)
 
 
 def query(weights) -> np.ndarray:
@@ -72,7 +66,7 @@ def scored(policy: Policy, heads: int, position, entries: Slots):
 
 
 def layer(heads: int) -> AttentionLayer:
-    return AttentionLayer(0, Unrotated(), None, 1.0, jnp.zeros((heads, DIM, 1)))
+    return AttentionLayer(0, NO_ROPE, None, 1.0, jnp.zeros((heads, DIM, 1)))
 
 
 class Text:

@@ -19,6 +19,12 @@ MISTRAL = LLAMA | {"model_type": "mistral", "num_attention_heads": 8}
 QWEN2 = LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2}
 QWEN3 = QWEN2 | {"model_type": "qwen3"}
 PHI3 = LLAMA | {"model_type": "phi3"}
+MINISTRAL = MISTRAL | {"model_type": "ministral"}
+SMOLLM3 = QWEN2 | {"model_type": "smollm3"}
+OLMO2 = LLAMA | {"model_type": "olmo2"}
+GEMMA2 = QWEN2 | {"model_type": "gemma2", "head_dim": 8}
+GEMMA3 = GEMMA2 | {"model_type": "gemma3_text"}
+GRANITE = LLAMA | {"model_type": "granite"}
 INTERNLM2 = LLAMA | {"model_type": "internlm2"}
 LONGROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -132,6 +138,99 @@ def test_rope_of_phi():
     assert config_from_hf(PHI3 | fields).rope == Rope(10_000.0, expected, 0.5)
 
 
+def test_phi_4_mini():
+    """The fields of microsoft/Phi-4-mini-instruct that describe the model."""
+    factors = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    config = config_from_hf(
+        {
+            "architectures": ["Phi3ForCausalLM"],
+            "model_type": "phi3",
+            "vocab_size": 200_064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 8,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "lm_head_bias": False,
+            "full_attn_mod": 1,
+            "interpolate_factor": 1,
+            "hidden_act": "silu",
+            "max_position_embeddings": 131_072,
+            "original_max_position_embeddings": 4096,
+            "partial_rotary_factor": 0.75,
+            "rope_theta": 10_000.0,
+            "rope_scaling": {"type": "longrope", **factors},
+            "sliding_window": 262_144,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+        }
+    )
+    assert (config.head_dim, config.rope.channels(config.head_dim), config.tie_embeddings) == (128, 96, True)
+    assert config.windows == (262_144,) * 32
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "ministral"])
+def test_ministral_8b(model_type):
+    """mistralai/Ministral-8B-Instruct-2410: first a Mistral with a window in all layers, later with types of layers."""
+    hf = {
+        "model_type": model_type,
+        "architectures": [f"{model_type.capitalize()}ForCausalLM"],
+        "vocab_size": 131_072,
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 32_768,
+        "rope_theta": 1e8,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 32_768,
+    }
+    kinds = {"layer_types": [FULL, SLIDING, SLIDING, SLIDING] * 9} if model_type == "ministral" else {}
+    windows = (None, 32_768, 32_768, 32_768) * 9 if kinds else (32_768,) * 36
+    assert config_from_hf(hf | kinds).windows == windows
+
+
+def test_gemma_3_1b():
+    """The fields of google/gemma-3-1b-it as they were first published."""
+    config = config_from_hf(
+        {
+            "model_type": "gemma3_text",
+            "architectures": ["Gemma3ForCausalLM"],
+            "vocab_size": 262_144,
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 256,
+            "rope_theta": 1_000_000,
+            "rope_local_base_freq": 10_000,
+            "rope_scaling": None,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "max_position_embeddings": 32_768,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "cache_implementation": "hybrid",
+        }
+    )
+    assert config.windows == (512, 512, 512, 512, 512, None) * 4 + (512, 512)
+    assert [config.rope_of(i).theta for i in (4, 5)] == [1e4, 1e6]
+    assert (config.scale, config.embedding_scale, config.tie_embeddings) == (1 / 16, 1152**0.5, True)
+
+
+def test_layers_without_rope():
+    config = config_from_hf(SMOLLM3 | {"num_hidden_layers": 8})
+    assert [str(config.rope_of(i)) for i in range(3, 5)] == ["none", "base 2,000,000"]
+    assert config.unrotated == (3, 7)
+
+
 @pytest.mark.parametrize(
     "hf",
     [
@@ -152,6 +251,16 @@ def test_rope_of_phi():
         QWEN3,
         PHI3 | {"sliding_window": 7, "partial_rotary_factor": 0.5},
         PHI3 | {"rope_scaling": LONGROPE, "partial_rotary_factor": 0.5, "original_max_position_embeddings": 512},
+        MINISTRAL | {"sliding_window": 7, "layer_types": [FULL, SLIDING]},
+        MINISTRAL | {"sliding_window": None},
+        SMOLLM3,
+        SMOLLM3 | {"no_rope_layers": [0, 1, 1], "use_sliding_window": True, "sliding_window": 7, "mlp_bias": True},
+        OLMO2 | {"attention_bias": True},
+        GEMMA2 | {"query_pre_attn_scalar": 144, "attn_logit_softcapping": None, "tie_word_embeddings": False},
+        GEMMA2 | {"layer_types": [FULL, FULL], "attention_bias": True},
+        GEMMA3 | {"sliding_window_pattern": 2, "rope_local_base_freq": 500.0, "final_logit_softcapping": 20.0},
+        GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "layer_types": [FULL, SLIDING]},
+        GRANITE | {"embedding_multiplier": 12, "residual_multiplier": 0.2, "logits_scaling": 8.0},
         INTERNLM2,
         INTERNLM2 | {"bias": False, "rope_theta": 1e6, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
         INTERNLM2 | {"rope_scaling": {"type": "linear", "factor": 2.0}},
@@ -164,6 +273,8 @@ def test_config_written_is_read_back(hf):
     if config.family == "internlm2":  # which supports the old form only
         assert "rope_parameters" not in written
         return
+    if config.family == "gemma3_text":
+        assert written["rope_parameters"].keys() == {FULL, SLIDING}
     # Each form of RoPE must suffice without the other.
     assert config_from_hf({k: v for k, v in written.items() if k != "rope_parameters"}) == config
     assert config_from_hf({k: v for k, v in written.items() if k not in ("rope_theta", "rope_scaling")}) == config
@@ -172,7 +283,21 @@ def test_config_written_is_read_back(hf):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; accepted: internlm2, llama, mistral, phi3"),
+        (
+            {"model_type": "gpt2"},
+            "model_type 'gpt2' is not supported; accepted: gemma2, gemma3_text, granite, internlm2, llama",
+        ),
+        ({"model_type": "gpt2"}, "Beyond Llama, its config has: nothing"),
+        (
+            {
+                "model_type": "new",
+                "layer_norm_eps": 1e-5,
+                "num_experts": 8,
+                "qk_layernorm": True,
+                "mlp_only_layers": [],
+            },
+            "Beyond Llama, its config has: layer_norm_eps=1e-05, num_experts=8, qk_layernorm=True",
+        ),
         ({"model_type": "phi3moe"}, "qwen2, qwen3"),
         ({"model_type": None}, "model_type 'None'"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures="),
@@ -242,6 +367,25 @@ def test_unsupported_fields_are_named(fields, message):
         (PHI3, {"rope_scaling": LONGROPE}, "short_factor has 1 numbers; accepted: 2"),
         (PHI3, {"lm_head_bias": True}, "lm_head_bias=True"),
         (INTERNLM2, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "accepted: 'default', 'linear', 'dynamic'"),
+        (MINISTRAL, {"layer_types": [FULL, "chunked_attention"]}, "layer_types="),
+        (MINISTRAL, {"attention_bias": True}, "attention_bias=True"),
+        (SMOLLM3, {"no_rope_layers": [1]}, "no_rope_layers=[1]"),
+        (SMOLLM3, {"no_rope_layers": [1, 2]}, "accepted: 2 of 0 and 1"),
+        (SMOLLM3, {"layer_types": [FULL, SLIDING]}, "needs use_sliding_window"),
+        (OLMO2, {"sliding_window": 8}, "sliding_window=8"),
+        (OLMO2, {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+        (GRANITE, {"residual_multiplier": 0.0}, "residual_multiplier=0.0"),
+        (GRANITE, {"num_local_experts": 8}, "num_local_experts=8"),
+        (LLAMA, {"embedding_multiplier": 2.0}, "embedding_multiplier=2.0"),
+        (LLAMA, {"no_rope_layers": [1, 0]}, "no_rope_layers=[1, 0]"),
+        (GEMMA2, {"hidden_activation": "silu"}, "hidden_activation='silu'"),
+        (GEMMA2, {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        (GEMMA2, {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping=0.0"),
+        (GEMMA2, {"layer_types": [FULL]}, "accepted: 2 of"),
+        (GEMMA3, {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping=5.0"),
+        (GEMMA3, {"rope_parameters": {"rope_type": "default"}}, "rope_parameters="),
+        (GEMMA3, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+        (LLAMA, {"hidden_activation": "gelu_pytorch_tanh"}, "hidden_activation='gelu_pytorch_tanh'"),
         (INTERNLM2, {"head_dim": 8}, "head_dim=8"),
         (INTERNLM2, {"bias": "no"}, "bias='no'"),
     ],

@@ -24,12 +24,18 @@ HF = {
 }
 # The fields that differ from HF. None removes a field that the family does not support.
 OWN = {
+    "gemma2": {},
+    "gemma3_text": {"sliding_window_pattern": 2},
+    "granite": {"mlp_bias": True, "residual_multiplier": 0.5},
     "internlm2": {"head_dim": None, "attention_bias": None, "bias": True},
     "llama": {"mlp_bias": True},
+    "ministral": {"attention_bias": None},
     "mistral": {"attention_bias": None},
     "phi3": {"head_dim": None, "attention_bias": None},
     "qwen2": {},
     "qwen3": {},
+    "olmo2": {"head_dim": None},
+    "smollm3": {"head_dim": None, "mlp_bias": True, "no_rope_layers": [1, 0]},
 }
 
 

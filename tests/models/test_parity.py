@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 import kvjax
 from kvjax.attend.causal import causal
 from kvjax.checkpoint import load, save_hf
-from kvjax.models import Decoder, config_from_hf
+from kvjax.models import FAMILIES, Decoder, config_from_hf
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -42,12 +42,21 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+LOCAL = {"rope_type": "default", "rope_theta": 100.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 8.0, "original_max_position_embeddings": 32}
 MSCALE = {"mscale": 2.0, "mscale_all_dim": 0.5, "beta_fast": 8.0, "beta_slow": 0.5, "truncate": False}
 PARTIAL = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
 SLIDING, FULL = "sliding_attention", "full_attention"
+MIXED = {"layer_types": [FULL, SLIDING]}
+SHORT = {"max_position_embeddings": 32}
+FACTORS = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 3.0,
+}
 
 
 def longrope(pairs: int, original: int, **fields) -> dict:
@@ -103,6 +112,44 @@ CASES = {
         "internlm2",
         GROUP7 | {"bias": False, "rope_parameters": DYNAMIC, "max_position_embeddings": 32},
     ),
+    "ministral-layers": ("ministral", GROUP4 | {"num_hidden_layers": 2, "head_dim": 8, "sliding_window": 9} | MIXED),
+    "ministral-window": ("ministral", GROUP1 | {"head_dim": 16, "sliding_window": 9}),
+    "smollm3-layers-tied": (
+        "smollm3",
+        GROUP4 | TIED | {"num_hidden_layers": 2, "no_rope_layers": [1, 0]} | {"rope_parameters": DYNAMIC, **SHORT},
+    ),
+    "smollm3-window-bias": (
+        "smollm3",
+        GROUP7
+        | {"num_hidden_layers": 2, "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 9}
+        | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+    ),
+    "gemma2-group4-layers": (
+        "gemma2",
+        GROUP4
+        | {"num_hidden_layers": 2, "head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 9}
+        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 10.0},
+    ),
+    "gemma2-group1-bias-untied": (
+        "gemma2",
+        GROUP1
+        | {"head_dim": 10, "attention_bias": True, "tie_word_embeddings": False, "layer_types": [FULL]}
+        | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": None},
+    ),
+    "gemma3_text-group4-layers": (
+        "gemma3_text",
+        GROUP4
+        | {"num_hidden_layers": 2, "head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 9}
+        | {"rope_parameters": {FULL: LINEAR, SLIDING: LOCAL}, "layer_types": [SLIDING, FULL]},
+    ),
+    "gemma3_text-group8-bias-untied": (
+        "gemma3_text",
+        GROUP8 | {"head_dim": 10, "attention_bias": True, "tie_word_embeddings": False, "sliding_window": 9},
+    ),
+    "olmo2-group1": ("olmo2", GROUP1 | {"num_hidden_layers": 2}),
+    "olmo2-group4-bias-tied": ("olmo2", GROUP4 | TIED | {"attention_bias": True, "rope_parameters": YARN}),
+    "granite-group4-tied": ("granite", GROUP4 | TIED | FACTORS | {"num_hidden_layers": 2}),
+    "granite-group7-bias": ("granite", GROUP7 | FACTORS | {"attention_bias": True, "mlp_bias": True}),
 }
 
 # One of each way to rotate and to mask the keys of earlier tokens, of every family.
@@ -117,6 +164,13 @@ DECODED = (
     "phi3-partial-window-tied",
     "phi3-longrope",
     "internlm2-group1-bias",
+    "ministral-layers",
+    "smollm3-layers-tied",
+    "smollm3-window-bias",
+    "olmo2-group4-bias-tied",
+    "granite-group4-tied",
+    "gemma2-group4-layers",
+    "gemma3_text-group4-layers",
 )
 # Every family, and every term that is rounded: biases, norms of heads, tied embeddings, scaled and partial rotations.
 ROUNDED = (
@@ -127,6 +181,11 @@ ROUNDED = (
     "qwen3-layers-bias-tied",
     "phi3-longrope-partial",
     "internlm2-group1-bias",
+    "smollm3-window-bias",
+    "olmo2-group4-bias-tied",
+    "granite-group4-tied",
+    "gemma2-group4-layers",
+    "gemma3_text-group8-bias-untied",
 )
 
 
@@ -186,7 +245,7 @@ def test_logits_in_bfloat16(case, model, folder, tokens):
     assert error < 0.03 * exact.std()
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "phi3", "qwen2", "qwen3"])
+@pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - {"internlm2"}))
 def test_defaults_are_those_of_transformers(model_type):
     """A config.json without optional fields maps to the same config as the complete one of transformers."""
     complete = transformers.AutoConfig.for_model(model_type).to_dict()
@@ -208,6 +267,10 @@ def test_shards(tmp_path, tokens):
     [
         ("mistral-window", {"sliding_window": None}),
         ("qwen2-layers-tied", {"max_window_layers": 2}),
+        ("ministral-layers", {"layer_types": [FULL, FULL]}),
+        ("smollm3-window-bias", {"use_sliding_window": False}),
+        ("gemma2-group4-layers", {"layer_types": [FULL, FULL]}),
+        ("gemma3_text-group8-bias-untied", {"sliding_window": 100}),
         ("qwen3-layers-bias-tied", {"layer_types": [FULL, FULL]}),
         ("phi3-partial-window-tied", {"sliding_window": None}),
     ],
@@ -245,6 +308,11 @@ def test_transformers_reads_back_what_it_wrote(case, model, folder, tmp_path, to
         ("mistral-window-tied", jnp.bfloat16),
         ("qwen3-layers-bias-tied", jnp.bfloat16),
         ("phi3-longrope-partial", jnp.float32),
+        ("smollm3-window-bias", jnp.float32),
+        ("olmo2-group4-bias-tied", jnp.bfloat16),
+        ("granite-group4-tied", jnp.float32),
+        ("gemma2-group4-layers", jnp.float32),
+        ("gemma3_text-group4-layers", jnp.float32),
     ],
 )
 def test_transformers_reads_a_decoder_of_ours(name, dtype, tmp_path, tokens):

@@ -25,6 +25,7 @@ class Case:
     Attributes:
         queries: W, or N for a prompt.
         window: the sliding window.
+        softcap: of the scaled logits, which are of the order of 1.
         bias: "some" draws normal numbers; "none" is -inf everywhere.
         received: the fold of what slots receive.
         huge: whether logits reach 1e4.
@@ -39,6 +40,7 @@ class Case:
     slots: int
     dtype: str = "float32"
     window: int | None = None
+    softcap: float | None = None
     bias: str | None = None
     received: str | None = None
     huge: bool = False
@@ -53,6 +55,7 @@ class Case:
             name
             for name, applies in (
                 ("window", self.window is not None),
+                ("softcap", self.softcap is not None),
                 (f"bias_{self.bias}", self.bias is not None),
                 (f"received_{self.received}", self.received is not None),
                 ("huge", self.huge),
@@ -130,6 +133,7 @@ SLOT_CASES = [
     Case(8, 2, 1, 5),
     Case(80, 3, 2, 129, bias="some", window=40),
     *(Case(16, 4, 1, slots) for slots in (512, 3000)),  # several splits, and the most of six heads
+    Case(64, 4, 2, 70, softcap=0.8, bias="some", window=60, received="mean"),
 ]
 
 QUANTIZED_CASES = [
@@ -155,6 +159,7 @@ EXTRA_CASES = [
     (Case(64, 4, 1, 60), 5, Reduction("mean", "mean")),
     (Case(128, 4, 33, 64), 4, Reduction("sum", "mean")),
     (Case(64, 4, 1, 90), 150, Reduction("sum", "sum", "group")),
+    (Case(64, 4, 1, 90, softcap=0.8, bias="some"), 4, Reduction("sum", "sum", "group")),
 ]
 
 QUANTIZED_EXTRA_CASES = [
@@ -172,6 +177,8 @@ WINDOW_CASES = [
     Case(64, 4, 90, 90, window=40, lse=False, reduction=Reduction("max", "max")),
     Case(64, 4, 32, 64, huge=True),
     Case(64, 4, 3, 64, bias="none", lse=False),
+    Case(64, 4, 5, 90, softcap=0.8, bias="some"),
+    Case(64, 4, 5, 90, softcap=0.8, lse=False),
     Case(8, 2, 1, 5),
     *(
         Case(64, 3, 20, 40, reduction=Reduction(rows, group, first), window=window)
@@ -191,6 +198,7 @@ SEGMENT_CASES = [
     (Case(64, 1, 1, 0), 4),
     (Case(96, 5, 1, 0, bias="some"), 2),
     (Case(128, 4, 3, 0, "bfloat16", window=60), 1),
+    (Case(64, 4, 1, 0, softcap=0.8, bias="some"), 2),
 ]
 
 QUANTIZED_SEGMENT_CASES = [
@@ -206,4 +214,6 @@ PROMPT_CASES = [
     (Case(128, 1, 130, 0), 20),
     (Case(16, 2, 130, 0, "bfloat16"), 30),
     (Case(64, 1, 13, 0, bias="some"), 37),
+    (Case(64, 2, 40, 0, softcap=0.8, bias="some"), 37),
+    (Case(128, 1, 20, 0, softcap=0.8), 0),
 ]

@@ -84,12 +84,12 @@ def check_slots(kernel: Callable[..., Any], case: Case, rounded: bool = True) ->
         rounded: see `numbers`.
     """
     q, k, v, t, p, bias = case.arrays
-    options = {"scale": case.scale, "window": case.window, "received": case.received}
+    options = {"scale": case.scale, "window": case.window, "softcap": case.softcap, "received": case.received}
     keys, values = case.stored(k), case.stored(v)
     out, lse, got, none = kernel(q, keys, values, t, p, bias=bias, **options)
     k, v = (numbers(x, rounded) for x in (keys, values))
     assert (out.dtype, lse.dtype, none) == (q.dtype, jnp.float32, None)
-    weights, expected_lse, _ = attention(q, k, t, p, case.scale, case.window, bias=bias)
+    weights, expected_lse, _ = attention(q, k, t, p, case.scale, case.window, softcap=case.softcap, bias=bias)
     assert_close(out, context(weights, v), *case.typical(out))
     assert_close(lse, expected_lse, *case.typical(lse))
     if case.received is None:
@@ -114,18 +114,18 @@ def check_extra(kernel: Callable[..., Any], case: Case, count: int, reduction: R
     lse = rng.normal(size=queries.shape[:3]).astype(np.float32) + 5
     lse[0, 0, 0] = -np.inf  # this query saw nothing
     asked = Asked(queries, lse, at.astype(np.int32), reduction)
-    options = {"scale": case.scale, "window": case.window, "received": case.received}
+    options = {"scale": case.scale, "window": case.window, "softcap": case.softcap, "received": case.received}
     keys, values = case.stored(k), case.stored(v)
     out, sums, got, scores = kernel(q, keys, values, t, p, bias=bias, asked=asked, **options)
     k, v = (numbers(x, rounded=True) for x in (keys, values))
-    weights, expected_lse, _ = attention(q, k, t, p, case.scale, case.window, bias=bias)
+    weights, expected_lse, _ = attention(q, k, t, p, case.scale, case.window, softcap=case.softcap, bias=bias)
     assert_close(out, context(weights, v), *case.typical(out))
     assert_close(sums, expected_lse, *case.typical(sums))
     if case.received is not None:
         assert_close(got, received(weights, 2, case.received), *case.typical(got))
     assert (scores.shape, scores.dtype) == (p.shape, jnp.float32)
     lse = np.where(np.isneginf(lse), np.inf, lse)
-    weights, _, seen = attention(queries, k, at, p, case.scale, case.window, lse=lse, bias=bias)
+    weights, _, seen = attention(queries, k, at, p, case.scale, case.window, softcap=case.softcap, lse=lse, bias=bias)
     assert_close(scores, reduced(weights, seen, reduction), *case.typical(scores))
     assert not np.any(scores[3])
     assert np.any(scores[2]) == (case.bias != "none")
@@ -134,11 +134,17 @@ def check_extra(kernel: Callable[..., Any], case: Case, count: int, reduction: R
 def check_window(kernel: Callable[..., Any], case: Case) -> None:
     """Checks an implementation of window_scores. A given log-sum-exp covers more keys than are scored."""
     q, k, _, t, p, bias = case.arrays
-    weights, lse, visible = attention(q, k, t, p, case.scale, case.window, bias=bias)
+    weights, lse, visible = attention(q, k, t, p, case.scale, case.window, softcap=case.softcap, bias=bias)
     scored = np.where(p % 5 == 0, -1, p) if case.lse else p
     seen = (scored >= 0)[:, :, None]
     expected = reduced(np.where(seen.repeat(case.group, 1), weights, 0), visible & seen, case.reduction)
-    options = {"scale": case.scale, "window": case.window, "causal": case.causal, "reduction": case.reduction}
+    options = {
+        "scale": case.scale,
+        "window": case.window,
+        "softcap": case.softcap,
+        "causal": case.causal,
+        "reduction": case.reduction,
+    }
     options |= {"lse": lse.astype(np.float32) if case.lse else None, "bias": bias}
     got = kernel(q, k, t, scored.astype(np.int32), **options)
     assert got.dtype == jnp.float32
@@ -162,8 +168,8 @@ def check_prompt(kernel: Callable[..., Any], case: Case, slots: int) -> None:
     p = np.concatenate([cached, np.broadcast_to(t[:, None], (3, 2, new))], axis=2).astype(np.int32)
     bias = None if case.bias is None else rng.normal(size=p.shape).astype(np.float32)
     options = {} if bias is None else {"bias": bias}
-    out, lse = kernel(q, k, v, t, p, scale=case.scale, window=case.window, **options)
-    weights, expected_lse, _ = attention(q, k, t, p, case.scale, case.window, bias=bias)
+    out, lse = kernel(q, k, v, t, p, scale=case.scale, window=case.window, softcap=case.softcap, **options)
+    weights, expected_lse, _ = attention(q, k, t, p, case.scale, case.window, softcap=case.softcap, bias=bias)
     assert (out.dtype, lse.dtype) == (dtype, jnp.float32)
     assert_close(out, context(weights, v), *case.typical(out))
     assert_close(lse, expected_lse, *case.typical(lse))
@@ -215,8 +221,12 @@ def check_segments(
         queries = rng.normal(size=(B, H * case.group, count, D)).astype(dtype)
         sums = rng.normal(size=queries.shape[:3]).astype(np.float32) + 5
         options["asked"] = Asked(queries, sums, at, reduction)
-    out, lse, logits, scores = kernel(*given, scale=case.scale, window=case.window, bias=bias, **options)
-    weights, expected_lse, _ = attention(q, dense[0], t, dense[2], case.scale, case.window, bias=dense_bias)
+    out, lse, logits, scores = kernel(
+        *given, scale=case.scale, window=case.window, softcap=case.softcap, bias=bias, **options
+    )
+    weights, expected_lse, _ = attention(
+        q, dense[0], t, dense[2], case.scale, case.window, softcap=case.softcap, bias=dense_bias
+    )
     assert (out.dtype, lse.dtype) == (dtype, jnp.float32)
     assert_close(out, context(weights, dense[1]), *case.typical(out))
     assert_close(lse, expected_lse, *case.typical(lse))
@@ -224,8 +234,10 @@ def check_segments(
         assert logits is None
         assert scores is None
         return
-    received, _, _ = attention(queries, dense[0], at, dense[2], case.scale, case.window, lse=sums, bias=dense_bias)
-    asked_seen = attention(queries, dense[0], at, dense[2], case.scale, case.window)[2]
+    received, _, _ = attention(
+        queries, dense[0], at, dense[2], case.scale, case.window, softcap=case.softcap, lse=sums, bias=dense_bias
+    )
+    asked_seen = attention(queries, dense[0], at, dense[2], case.scale, case.window, softcap=case.softcap)[2]
     expected_scores = reduced(received, asked_seen, reduction)
     assert (logits.dtype, scores.dtype) == (jnp.float32, jnp.float32)
     assert (logits.shape, scores.shape) == ((B, lanes, case.group * case.queries, T), (B, lanes, T))

@@ -79,7 +79,7 @@ def scores(name, batch, heads, length, queries, head_dim=D, lse=True, **options)
     return ahead(name, kernel, q, k, t, p, *([((batch, Hq, queries), jnp.float32)] if lse else []))
 
 
-def later_chunk(name, heads, queries, cached, head_dim=D, dtype=jnp.bfloat16, biased=False, window=None):
+def later_chunk(name, heads, queries, cached, head_dim=D, dtype=jnp.bfloat16, biased=False, **options):
     """Prompt attention of a chunk after cached entries. A long one is appended here, as a cache appends it."""
     Hq, H = heads
     M = cached + queries
@@ -94,7 +94,7 @@ def later_chunk(name, heads, queries, cached, head_dim=D, dtype=jnp.bfloat16, bi
             k, v = (jnp.concatenate(pair, axis=2) for pair in zip((k, v), more, strict=True))
         elif biased:
             (bias,) = more
-        return prompt.prompt_attention(q, k, v, t, p, scale=0.1, window=window, bias=bias)
+        return prompt.prompt_attention(q, k, v, t, p, scale=0.1, bias=bias, **options)
 
     return ahead(name, kernel, ((1, Hq, queries, head_dim), dtype), k, k, *at, *more)
 
@@ -254,6 +254,10 @@ def test_other_shapes(chip):
         slots(chip, 2, heads, 3000, queries=queries, received="max")
         scores(chip, 2, heads, 3000, queries, lse=False, reduction=Reduction("mean", "max", "group"))
     slots(chip, 2, (32, 8), 3000, dtype=jnp.float32, received="mean")
+    for queries in (100, 2048):
+        later_chunk(chip, (8, 4), queries, 3000, softcap=50.0)
+    slots(chip, 2, (8, 4), 3000, received="max", softcap=50.0)
+    scores(chip, 1, (8, 4), 3000, 32, lse=False, softcap=50.0)
     scores(chip, 1, (32, 8), 1 << 20, 200, reduction=Reduction("max", "mean", "rows"))
     x, count = ((1, 8, 1 << 20), jnp.float32), ((1, 8), jnp.int32)
     ahead(chip, partial(top.top_tokens, size=1 << 16), x, ((1, 8, 1 << 20), jnp.int32), count)

@@ -137,6 +137,9 @@ PROBLEMS = {
     "window-8b-last-of-32k": ("window_scores", {}, window(4, 1, 32_768)),
     "window-8b-all-of-8k": ("window_scores", {}, window(4, 8192, 8192)),
     "window-8b-mean-of-32k": ("window_scores", {"reduction": Reduction("mean", "max")}, window(4, 32, 32_768)),
+    "decode-2b-2k-softcap": ("slot_attention", {"softcap": 50.0}, attention(2, 8, 2048, head_dim=256)),
+    "prompt-2b-4k-softcap": ("prompt_attention", {"softcap": 50.0}, attention(2, 1, 4096, 4096, head_dim=256)),
+    "window-2b-32-of-4k-softcap": ("window_scores", {"softcap": 50.0}, window(2, 32, 4096)),
     "top-1k-of-2k": ("top_tokens", {"size": 1024}, scores(8, 2048)),
     "top-2k-of-128k": ("top_tokens", {"size": 2048}, scores(1, 131_072)),
     "top-8k-of-1m": ("top_tokens", {"size": 8192}, scores(1, 1 << 20)),
@@ -162,6 +165,8 @@ EVERYWHERE = ("decode-8b-2k-extra-25", "segments-8b-8-bits", "prompt-8b-32k", "w
 SMALLER = ("decode-256-channels", "decode-7b-32k-extra-25", "prompt-8b-32k", "window-8b-32-of-128k", "top-2k-of-128k")
 # These differ from another problem in sizes alone, or are compiled for smaller GPUs or with wide offsets below.
 ALIKE = {
+    "prompt-2b-4k-softcap",
+    "window-2b-32-of-4k-softcap",
     "decode-70b-128k",
     "decode-past-2**31",
     "decode-8b-2k-extra-4",

@@ -77,7 +77,12 @@ def test_extra_query_rows(case, count, reduction, small_tiles):
     check_extra(interpreted(slot.slot_attention), case, count, reduction)
 
 
-SEGMENT_EXTRA = [None, (4, Reduction("sum", "sum", "group")), (7, Reduction("max", "mean", "group"))]
+SEGMENT_EXTRA = [
+    None,
+    (4, Reduction("sum", "sum", "group")),
+    (7, Reduction("max", "mean", "group")),
+    (4, Reduction("max", "max", "group")),
+]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import pytest
 
 from kvjax.pallas_kernels import prompt_attention
 from tests.dense import assert_close, attention, compiled, context, entries, left_padded
+from tests.pallas_kernels.cases import PROMPT_CASES
+from tests.pallas_kernels.checks import check_prompt, jitted
 
 reference = importlib.import_module("kvjax.pallas_kernels.prompt_attention.reference")
 
@@ -56,6 +58,11 @@ def test_a_bias_is_added_to_the_logits_of_its_entry():
     weights, expected_lse, _ = attention(q, k, t, p, 0.5, bias=bias)
     assert_close(out, context(weights, v))
     assert_close(lse, expected_lse)
+
+
+@pytest.mark.parametrize(("case", "slots"), [case for case in PROMPT_CASES if case[0].softcap], ids=str)
+def test_a_soft_cap_comes_before_the_bias(case, slots):
+    check_prompt(jitted(prompt_attention), case, slots)
 
 
 def test_bfloat16_is_as_accurate_as_its_inputs():

@@ -72,6 +72,7 @@ REDUCTIONS = [
     (4, Reduction("sum", "sum", "group")),
     (5, Reduction("max", "mean", "rows")),
     (3, Reduction("mean", "max")),
+    (3, Reduction("sum", "max", "group")),
 ]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvjax.pallas_kernels import slot_attention, use
 from tests.dense import assert_close, attention, context, entries
-from tests.pallas_kernels.cases import EXTRA_CASES, Case, quantized
+from tests.pallas_kernels.cases import EXTRA_CASES, SLOT_CASES, Case, quantized
 from tests.pallas_kernels.checks import FOLDS, check_extra, check_slots, jitted, plainly, received
 from tests.products import part
 
@@ -51,10 +51,11 @@ def test_a_bias_is_added_to_the_logits_of_its_slot():
 
 @pytest.mark.parametrize(
     "case",
-    [Case(64, 4, 3, 64, bias="none"), Case(64, 2, 64, 90, received="mean"), Case(64, 1, 20, 33, window=25)],
+    [Case(64, 4, 3, 64, bias="none"), Case(64, 2, 64, 90, received="mean"), Case(64, 1, 20, 33, window=25)]
+    + [case for case in SLOT_CASES if case.softcap],
     ids=str,
 )
-def test_biases_of_minus_infinity_and_padding_among_many_queries(case):
+def test_soft_caps_biases_of_minus_infinity_and_padding_among_many_queries(case):
     check_slots(jitted(slot_attention), case)
 
 

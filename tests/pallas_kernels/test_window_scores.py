@@ -9,7 +9,7 @@ import pytest
 
 from kvjax.pallas_kernels import Reduction, window_scores
 from tests.dense import assert_close, attention, compiled, entries, left_padded
-from tests.pallas_kernels.cases import Case
+from tests.pallas_kernels.cases import WINDOW_CASES, Case
 from tests.pallas_kernels.checks import check_window, jitted, reduced
 
 reference = importlib.import_module("kvjax.pallas_kernels.window_scores.reference")
@@ -59,9 +59,12 @@ def test_groups_and_sizes_that_do_not_fit_the_tiles(group, queries, slots):
 
 
 @pytest.mark.parametrize(
-    "case", [Case(64, 8, 64, 90, causal=False), Case(64, 4, 3, 64, bias="none", lse=False)], ids=str
+    "case",
+    [Case(64, 8, 64, 90, causal=False), Case(64, 4, 3, 64, bias="none", lse=False)]
+    + [case for case in WINDOW_CASES if case.softcap],
+    ids=str,
 )
-def test_newer_queries_than_all_keys_and_biases_of_minus_infinity(case):
+def test_soft_caps_newer_queries_than_all_keys_and_biases_of_minus_infinity(case):
     check_window(jitted(window_scores), case)
 
 

@@ -11,7 +11,8 @@ from kvjax.models import UnsupportedModelError
 from kvjax.models.rope import Llama3Scaling, Rope
 from kvjax.shown import shown
 
-ARCHITECTURES = ("internlm2", "llama", "phi3", "qwen2", "qwen3")  # of GGUF; `llama` is Mistral too
+ARCHITECTURES = ("gemma2", "gemma3", "internlm2", "llama", "phi3", "qwen2", "qwen3")  # of GGUF; `llama` is Mistral too
+FAMILIES = {"gemma3": "gemma3_text"}  # the family of an architecture with another name
 
 FIELDS = {
     "context_length": "max_position_embeddings",
@@ -37,6 +38,9 @@ OPTIONAL = {
     "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow",
 }
+SOFTCAPS = {"attn_logit_softcapping", "final_logit_softcapping"}
+OWN = {"gemma2": SOFTCAPS, "gemma3": {*SOFTCAPS, "rope.freq_base_swa"}}  # more optional keys of an architecture
+DIVIDED = {"gemma2": 46, "gemma3": 62}  # layers of the 27B models, whose queries are divided by sqrt(width / heads)
 # Keys of what is not computed, with the values that turn it off; and keys that change nothing.
 OFF = {"expert_count": 0, "expert_used_count": 0, "tensor_data_layout": "Meta AI original pth"}
 NOTES = {"rope.scaling.finetuned"}
@@ -71,7 +75,7 @@ def hf_config(
     heads, hidden = keys["attention.head_count"], keys["embedding_length"]
     hf = {field: keys[key] for key, field in FIELDS.items()}
     hf |= {
-        "model_type": named,
+        "model_type": FAMILIES.get(named, named),
         "vocab_size": keys.get("vocab_size", shapes.get("token_embd.weight", (None,))[0]),
         "num_key_value_heads": keys.get("attention.head_count_kv", heads),
         "head_dim": keys.get("attention.key_length", hidden // heads),
@@ -82,6 +86,8 @@ def hf_config(
         hf |= {"model_type": "mistral", "sliding_window": window}
     elif named == "phi3":
         hf["sliding_window"] = window
+    elif named in DIVIDED:
+        hf |= _gemma(named, keys, hf["head_dim"], window)
     elif window is not None:
         raise _refused(named, "attention.sliding_window", window, "0")
     bias = "blk.0.attn_q.bias" in shapes
@@ -92,15 +98,26 @@ def hf_config(
     return hf | _rope(named, keys, hf["head_dim"], {name: read(name) for name in ROPE_TENSORS if name in shapes})
 
 
+def _gemma(named: str, keys: Mapping[str, Any], size: int, window: Any) -> dict[str, Any]:
+    """What the metadata say of Gemma alone. Which layers have a window is the default of the family."""
+    divided = keys["block_count"] == DIVIDED[named]
+    caps = {key: keys[key] for key in SOFTCAPS if key in keys}
+    return caps | {
+        "sliding_window": window,
+        "query_pre_attn_scalar": keys["embedding_length"] // keys["attention.head_count"] if divided else size,
+    }
+
+
 def _check(named: str, keys: Mapping[str, Any]) -> None:
     """Raises UnsupportedModelError for missing and unknown keys, and for values that ask for more than is computed."""
     missing = [f"{named}.{key}" for key in FIELDS if key not in keys]
     if missing:
         raise UnsupportedModelError(f"its metadata lacks {', '.join(missing)}")
-    unknown = sorted(keys.keys() - FIELDS.keys() - OPTIONAL - OFF.keys() - NOTES)
+    optional = OPTIONAL | OWN.get(named, set())
+    unknown = sorted(keys.keys() - FIELDS.keys() - optional - OFF.keys() - NOTES)
     if unknown:
         listed = ", ".join(f"{named}.{key}={shown(keys[key])}" for key in unknown)
-        accepted = ", ".join(sorted(FIELDS.keys() | OPTIONAL | OFF.keys() | NOTES))
+        accepted = ", ".join(sorted(FIELDS.keys() | optional | OFF.keys() | NOTES))
         raise UnsupportedModelError(f"{listed} is not supported; accepted keys after {named}.: {accepted}")
     for key, off in OFF.items():
         if keys.get(key, off) != off:
@@ -145,6 +162,9 @@ def _rope(named: str, keys: Mapping[str, Any], size: int, tensors: Mapping[str, 
         if original is not None:
             scaling["original_max_position_embeddings"] = original
     hf: dict[str, Any] = {"rope_parameters": scaling}
+    if named == "gemma3":
+        local = {"rope_theta": keys.get("rope.freq_base_swa", 10_000.0), "rope_type": "default"}
+        hf = {"rope_parameters": {"full_attention": scaling, "sliding_attention": local}}
     if named == "phi3":
         hf["partial_rotary_factor"] = keys.get("rope.dimension_count", size) / size
         hf["original_max_position_embeddings"] = original or keys["context_length"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,7 @@ import gguf
 import numpy as np
 
 from kvjax.checkpoint.errors import CheckpointError
-from kvjax.checkpoint.gguf.config import ARCHITECTURES, ROPE_TENSORS, hf_config
+from kvjax.checkpoint.gguf.config import ARCHITECTURES, FAMILIES, ROPE_TENSORS, hf_config
 from kvjax.checkpoint.gguf.header import Header, read_header
 from kvjax.checkpoint.gguf.tensors import GgufTensor, open_places
 from kvjax.checkpoint.gguf.tokenizer import build_tokenizer
@@ -21,6 +22,7 @@ from kvjax.models import DecoderConfig, Weight, config_from_hf, family
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+NORM = re.compile(r"norm\.weight$")  # llama.cpp adds 1 to these tensors of Gemma
 INTERLEAVED = ("llama", "internlm2")  # the architectures whose q and k rows are in llama.cpp's order
 
 
@@ -88,6 +90,9 @@ class GgufFile:
             }
         tensors = open_places(self.path, self._header, heads, problems)
         unreadable = self._header.places.keys() - tensors.keys()
+        if config.unit_offset_norms:
+            shifted = {name: dataclasses.replace(x, added=1.0) for name, x in tensors.items() if NORM.search(name)}
+            tensors |= shifted
         return {name: tensor for name, tensor in tensors.items() if name not in ROPE_TENSORS}, set(unreadable)
 
     def _read(self, name: str) -> np.ndarray:
@@ -100,5 +105,6 @@ class GgufFile:
 
 
 def _architecture(config: DecoderConfig) -> gguf.MODEL_ARCH:
-    named = config.family if config.family in ARCHITECTURES else "llama"
+    own = {family: architecture for architecture, family in FAMILIES.items()}
+    named = own.get(config.family, config.family if config.family in ARCHITECTURES else "llama")
     return next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == named)

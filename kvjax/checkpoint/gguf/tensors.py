@@ -25,6 +25,7 @@ class GgufTensor:
         content: the bytes, [rows, bytes per row], a view of the file. A vector is one row.
         shape: the shape of the tensor.
         kind: the type that it is stored in.
+        added: what llama.cpp has added to the numbers of a vector; it is taken off.
         heads: if the rows of each head are stored in llama.cpp's order, the number of heads; None otherwise.
     """
 
@@ -32,6 +33,7 @@ class GgufTensor:
     shape: tuple[int, ...]
     kind: GGMLQuantizationType
     heads: int | None = None
+    added: float = 0.0
 
     def get_shape(self) -> list[int]:
         return list(self.shape)
@@ -48,7 +50,7 @@ class GgufTensor:
         """
         rows = self._stored_rows(index[0])
         if len(self.shape) == 1:
-            return gguf.dequantize(self.content[0], self.kind)[rows]
+            return gguf.dequantize(self.content[0], self.kind)[rows] - np.float32(self.added)
         block, size = GGML_QUANT_SIZES[self.kind]
         first, last = index[1].start // block, -(-index[1].stop // block)
         taken = np.ascontiguousarray(self.content[rows, first * size : last * size])

@@ -71,5 +71,5 @@ class LeverageScore(Score):
 def unrotated(entries: Slots, moment: Moment) -> Float[Array, "B H M D"]:
     """The keys before RoPE, float32."""
     rope, keys = moment.layer.rope, entries.keys.astype(jnp.float32)
-    frequencies = rope.frequencies(keys.shape[-1]) if moment.rope is None else moment.rope
+    frequencies = rope.frequencies_of(keys.shape[-1], moment.rope)
     return rotate(keys, -jnp.maximum(entries.positions, 0), frequencies, 1 / rope.attention_factor)

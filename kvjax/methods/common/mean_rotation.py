@@ -15,7 +15,7 @@ def mean_rotation(
 ) -> Callable[[Float[Array, "B H N D"]], Float[Array, "B H N D"]]:
     """The mean RoPE matrix over the next `future` positions of each row. It is linear, but no longer a rotation."""
     rope = moment.layer.rope
-    frequencies = jnp.asarray(rope.frequencies(dim) if moment.rope is None else moment.rope)
+    frequencies = jnp.asarray(rope.frequencies_of(dim, moment.rope))
     positions = moment.next_position[:, None] + jnp.arange(future)
     angles = positions[..., None].astype(jnp.float32) * jnp.expand_dims(frequencies, -2)
     cos, sin = (rope.attention_factor * jnp.mean(f(angles), axis=1)[:, None, None] for f in (jnp.cos, jnp.sin))

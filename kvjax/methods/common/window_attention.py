@@ -128,9 +128,8 @@ class WindowAttention(Score):
             ring.positions[:, 0],
             jnp.where(distant, entries.positions, -1),
             lse=lse if self.normalise == "full" else None,
-            scale=moment.scale,
             bias=entries.bias,
-            window=moment.window,
+            **moment.layer.logits,
             causal=False,
             reduction=self.reduction,
         )

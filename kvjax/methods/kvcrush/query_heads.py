@@ -98,8 +98,7 @@ def _received(entries: Slots, attended: Attended) -> Float[Array, "B H G M"]:
             q=q,
             lse=lse,
             query_positions=attended.positions,
-            scale=attended.scale,
-            window=attended.window,
+            **attended.layer.logits,
             reduction=Reduction(rows="sum"),
         )
 

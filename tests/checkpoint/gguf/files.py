@@ -36,6 +36,8 @@ NAMES = {
     "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "ffn_norm": "ffn_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
     "mlp.gate_proj": "ffn_gate",
     "feed_forward.w1": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -55,12 +57,18 @@ class Case:
         hf: fields of its Hugging Face config, beyond the sizes.
         keys: keys of the metadata, beyond those of the sizes.
         permuted: whether llama.cpp's converter reorders the rows of q and k.
+
+    llama.cpp's converter adds 1 to the norms of Gemma.
     """
 
     arch: str
     hf: dict[str, Any]
     keys: dict[str, Any] = field(default_factory=dict)
     permuted: bool = False
+
+    @property
+    def gemma(self) -> bool:
+        return self.arch.startswith("gemma")
 
     def with_keys(self, **keys: Any) -> Case:
         """The case with other keys; `__` stands for a dot."""
@@ -91,6 +99,16 @@ CASES = {
     ),
     "qwen3": Case("qwen3", {"model_type": "qwen3"}, {}),
     "phi3": Case("phi3", {"model_type": "phi3", "sliding_window": 9}, {"attention.sliding_window": 9}),
+    "gemma2": Case(
+        "gemma2",
+        {"model_type": "gemma2", "sliding_window": 5, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 1.5},
+        {"attention.sliding_window": 5, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 30.0},
+    ),
+    "gemma3": Case(
+        "gemma3",
+        {"model_type": "gemma3_text", "sliding_window": 5, "query_pre_attn_scalar": 8, "rope_theta": 1e6},
+        {"attention.sliding_window": 5, "rope.freq_base": 1e6},
+    ),
     "internlm2": Case("internlm2", {"model_type": "internlm2", "bias": False}, permuted=True),
 }
 SIZES = {
@@ -154,7 +172,8 @@ def write(
     for name, weights in sorted(stored.items()):
         if weights.ndim == 1:
             written[name] = weights
-            raw, kept = weights, GGMLQuantizationType.F32
+            shifted = case.gemma and name.endswith("norm.weight")
+            raw, kept = weights + np.float32(shifted), GGMLQuantizationType.F32
         else:
             raw, kept = quantised(weights, served), served
             written[name] = gguf.dequantize(raw, served)
@@ -179,7 +198,8 @@ def parts(name: str, raw: np.ndarray, case: Case, hf: dict[str, Any]) -> list[tu
         found = {"attn_q": grouped[:, :-2], "attn_k": grouped[:, -2], "attn_v": grouped[:, -1]}
         split = {key: rows.reshape(-1, raw.shape[-1]) for key, rows in found.items()}
     else:
-        split = {NAMES[base]: raw}
+        own = {"post_attention_layernorm": "post_attention_norm"} if case.gemma else {}
+        split = {(NAMES | own)[base]: raw}
     return [
         (f"{prefix}{key}.{suffix}", permute(rows, heads[key]) if case.permuted and key in heads else rows)
         for key, rows in split.items()
@@ -196,7 +216,7 @@ def metadata(out: gguf.GGUFWriter, case: Case, hf: dict[str, Any]) -> None:
     out.add_head_count_kv(hf["num_key_value_heads"])
     out.add_layer_norm_rms_eps(hf["rms_norm_eps"])
     out.add_vocab_size(hf["vocab_size"])
-    if case.arch == "qwen3":
+    if case.arch == "qwen3" or case.gemma:
         out.add_key_length(hf["head_dim"])
         out.add_value_length(hf["head_dim"])
     for key, value in ({"rope.freq_base": hf["rope_theta"]} | case.keys).items():

@@ -72,13 +72,23 @@ def test_phi_stores_longrope_as_tensors_and_may_rotate_a_part():
     assert phi.rope == Rope(10_000.0, LongRopeScaling((1.0, 1.0, 2.0), (1.0, 2.0, 4.0), 1.25, 512), 0.75)
 
 
+def test_gemma_divides_queries_by_the_head_size_except_in_the_largest_models():
+    window = {"attention__sliding_window": 9, "attention__key_length": 16}
+    small, large = (config("gemma3", **window, block_count=count) for count in (12, 62))
+    assert (small.scale, large.scale) == (16**-0.5, 8**-0.5)
+    assert small.windows == (9, 9, 9, 9, 9, None) * 2
+    assert (small.rope, small.window_rope) == (Rope(10_000.0), Rope(10_000.0))
+    older = config("gemma2", **window)
+    assert (older.attention_softcap, older.logit_softcap, older.windows) == (50.0, 30.0, (9, None))
+
+
 @pytest.mark.parametrize(
     ("arch", "keys", "message"),
     [
         (
-            "gemma2",
+            "gemma",
             {},
-            "general.architecture='gemma2' is not supported; accepted: internlm2, llama, phi3, qwen2, qwen3",
+            "general.architecture='gemma' is not supported; accepted: gemma2, gemma3, internlm2, llama, phi3, qwen2",
         ),
         (
             "llama",
@@ -86,6 +96,9 @@ def test_phi_stores_longrope_as_tensors_and_may_rotate_a_part():
             "its metadata lacks llama.context_length, llama.block_count",
         ),
         ("llama", {"expert_count": 8}, "llama.expert_count=8 is not supported; accepted: 0"),
+        ("llama", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping=5.0 is not supported; accepted keys"),
+        ("gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping=5.0 is not supported"),
+        ("gemma3", {}, "needs use_sliding_window and sliding_window"),
         ("llama", {"logit_scale": 0.5}, "llama.logit_scale=0.5 is not supported; accepted keys after llama.:"),
         (
             "llama",

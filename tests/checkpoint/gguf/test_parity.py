@@ -14,9 +14,14 @@ from tests.models.test_parity import logits
 torch = pytest.importorskip("torch")
 pytest.importorskip("accelerate")
 
-# transformers reads neither InternLM2, nor the keys of yarn, windows and biases. It takes Qwen3's head size and Phi's
-# padding token from its defaults.
-COMPARED = {"llama": {}, "qwen2": {}, "qwen3": {"head_dim": 128}, "phi3": {"vocab_size": 32_064}}
+# transformers reads neither InternLM2, nor the keys of yarn, windows, biases and Gemma's factors. It takes Qwen3's head
+# size and Phi's padding token from its defaults.
+COMPARED = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 128},
+    "phi3": {"vocab_size": 32_064},
+}
 
 
 @pytest.mark.parity

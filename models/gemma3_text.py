@@ -1,0 +1,55 @@
+"""Gemma 3's text models (arXiv 2503.19786): Gemma 2 with norms of q and k, and another RoPE in layers with a window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from . import gemma2, qwen2
+from .config import DecoderConfig
+from .fields import integer, layer_count, require, unsupported
+from .llama import weights as weights
+from .rope_config import rope_from_hf, rope_to_hf
+
+ARCHITECTURE = "Gemma3ForCausalLM"
+KINDS = ("default", "linear", "llama3", "yarn")  # of RoPE: those that do not depend on the length of a prompt
+
+# The defaults of transformers for absent fields.
+DEFAULTS = gemma2.DEFAULTS | {
+    "max_position_embeddings": 131_072,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+}
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
+    hf = DEFAULTS | dict(hf)
+    require(hf, "attn_logit_softcapping", None)  # transformers ignores it
+    if hf.get("layer_types") is None:
+        pattern = integer(hf, "sliding_window_pattern", 6)
+        hf["layer_types"] = [qwen2.FULL if (i + 1) % pattern == 0 else qwen2.SLIDING for i in range(layer_count(hf))]
+    full, sliding = (rope_from_hf(hf | fields, KINDS) for fields in rope_fields(hf))
+    return replace(gemma2.gemma(hf, ARCHITECTURE, full), window_rope=sliding, qk_norm=True)
+
+
+def rope_fields(hf: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The fields of RoPE in the layers with full attention, and in those with a window.
+
+    transformers 5 writes `rope_parameters` by type of layer. Before, `rope_scaling` was of full attention alone.
+    """
+    by_kind = hf.get("rope_parameters") or {}
+    if not isinstance(by_kind, Mapping) or set(by_kind) - {qwen2.FULL, qwen2.SLIDING}:
+        raise unsupported("rope_parameters", by_kind, f"a mapping with {qwen2.FULL!r} and {qwen2.SLIDING!r}")
+    old = {
+        qwen2.FULL: {"rope_theta": hf.get("rope_theta") or 1e6, "rope_scaling": hf.get("rope_scaling")},
+        qwen2.SLIDING: {"rope_theta": hf.get("rope_local_base_freq") or 1e4, "rope_scaling": None},
+    }
+    return [fields | {"rope_parameters": by_kind.get(kind)} for kind, fields in old.items()]
+
+
+def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    local = config.window_rope or config.rope
+    ropes = {qwen2.FULL: rope_to_hf(config.rope), qwen2.SLIDING: rope_to_hf(local)}
+    old = {"rope_local_base_freq": local.theta}
+    return gemma2.config_to_hf(config, ARCHITECTURE) | {"rope_parameters": ropes, **old}
