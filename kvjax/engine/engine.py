@@ -115,6 +115,8 @@ class Engine:
                 stacklevel=3,
             )
         mesh = mesh_of(params)
+        if mesh is not None and mesh.is_multi_process:
+            raise ValueError("the parameters lie on devices of several processes: expected those of this process")
         check_batch(rows, mesh)
         check_groups(self.policy.budget, config.num_kv_heads, 1 if mesh is None else mesh.shape[MODEL])
         plans = Plans.of(config, self.policy, self.sizes, jnp.dtype(params.embed.dtype), mesh, texts)

@@ -63,7 +63,7 @@ class Stats:
         queue: the number of requests that wait for a row.
         requests: accepted requests.
         finished: the number of finished requests by reason: "end", "stop", "length", "cancelled", "failed".
-        prompt_tokens: tokens of prompts that were read.
+        prompt_tokens: tokens of the prompts, and of the prefixes before them, of all requests that got a row.
         tokens: tokens of answers.
         steps: decode steps of all rows.
         seconds: since the start.

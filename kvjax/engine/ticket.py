@@ -100,7 +100,7 @@ class Ticket:
             start=Start(
                 sampler=RowSamplers.of([sampler]),
                 ends=np.pad(ends, ((0, 0), (0, sizes.ends - given)), constant_values=-1),
-                seed=np.array([options.seed & 0xFFFFFFFF], np.uint32).view(np.int32),
+                seed=np.array([int(options.seed) & 0xFFFFFFFF], np.uint32).view(np.int32),
                 seen=seen,
                 limit=np.array([limit], np.int32),
             ),

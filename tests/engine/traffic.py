@@ -32,9 +32,11 @@ class Asked:
     eos: tuple[int, ...]
 
     @classmethod
-    def at_random(cls, rng: np.random.Generator, vocab: int, samplers: tuple[SamplingMethod, ...]) -> Asked:
-        """Prompts of all lengths, of which one in eight is as short or as long as it may be."""
-        length = int(rng.choice([1, MAX_PROMPT, *rng.integers(1, MAX_PROMPT + 1, 14)]))
+    def at_random(
+        cls, rng: np.random.Generator, vocab: int, samplers: tuple[SamplingMethod, ...], longest: int = MAX_PROMPT
+    ) -> Asked:
+        """Prompts of up to `longest` tokens, of which one in eight is as short or as long as it may be."""
+        length = int(rng.choice([1, longest, *rng.integers(1, longest + 1, 14)]))
         limit = int(rng.choice([1, *rng.integers(1, MAX_NEW + 1, 7)]))
         prompt = tuple(rng.integers(0, vocab, length).tolist())
         eos = tuple(rng.integers(0, vocab, rng.choice([0, 32])).tolist())
