@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Slots
 from kvjax.models import rotate
+from kvjax.pallas_kernels import capped
 from kvjax.policy import Effects, Keep, Merge, Moment, Policy, check_kind, check_number
 
 from .common.query_sample import QuerySample, sample_of
@@ -91,7 +93,7 @@ class FittedEntries(Merge):
         B, H, M = entries.positions.shape
         fit = self._problems(entries, moment, kept, scores)
         flat = jax.tree.map(lambda x: x.reshape(B * H, *x.shape[2:]), fit)
-        bias, values = jax.lax.map(self._solved, flat, batch_size=H)
+        bias, values = jax.lax.map(partial(self._solved, softcap=moment.layer.softcap), flat, batch_size=H)
         loses = (jnp.sum(entries.positions >= 0, axis=-1) > counts)[..., None]
         b, h = jnp.arange(B)[:, None, None], jnp.arange(H)[:, None]
         place = b, h, jnp.where((kept >= 0) & fit.free & loses, kept, M)
@@ -124,9 +126,9 @@ class FittedEntries(Merge):
             (kept >= 0) & ~protected,
         )
 
-    def _solved(self, fit: Fit) -> tuple[Float[Array, "t"], Float[Array, "t D"]]:
+    def _solved(self, fit: Fit, softcap: float | None) -> tuple[Float[Array, "t"], Float[Array, "t D"]]:
         """The biases to add, and the values."""
-        logits = jnp.einsum("nD,MD->nM", fit.queries, fit.keys, precision="highest") + fit.logits
+        logits = capped(jnp.einsum("nD,MD->nM", fit.queries, fit.keys, precision="highest"), softcap) + fit.logits
         top = jnp.max(logits, axis=-1, keepdims=True)
         weights = jnp.where(fit.asks[:, None], jnp.exp(logits - jnp.where(jnp.isneginf(top), 0, top)), 0)
         mass = jnp.sum(weights, axis=-1)

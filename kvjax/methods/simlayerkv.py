@@ -76,9 +76,8 @@ class LazyAttention(Score):
             ring.positions[:, 0],
             entries.positions,
             lse=ring.lse,
-            scale=moment.scale,
             bias=entries.bias,
-            window=moment.window,
+            **moment.layer.logits,
             reduction=Reduction(rows="sum", group="mean"),
         )
         weights /= jnp.maximum(jnp.sum(ring.positions >= 0, axis=-1, keepdims=True), 1)
