@@ -17,7 +17,8 @@ from pathlib import Path
 import kvpress
 import numpy as np
 import torch
-from make_goldens import described, positions, run, unhidden
+from golden_presses import described
+from make_goldens import positions, run, unhidden
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 LENGTH = 600
