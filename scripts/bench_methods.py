@@ -39,6 +39,7 @@ VARIANTS = {
     "d2o": ("layer_budgets=False", "dense_first=1,dense_last=0"),
     "kvmerger": ("", "merge.theta=None"),
     "morphkv": ("", "every=8"),
+    "simlayerkv": ("recent=256",),
     "kvzip": ("score.instruction='',score.starting='',score.suffix=''",),  # there is no tokenizer
 }
 # Prefill over full attention, at most.

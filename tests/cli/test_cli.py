@@ -24,7 +24,7 @@ from tests.cli.commands import PROMPT, kv
     [
         (["info", "/no/such/folder"], "no such folder"),
         (["generate", "/no/such/folder", PROMPT], "no such folder"),
-        (["generate", "MODEL", PROMPT, "--policy", "lru"], "unknown policy 'lru': expected adakv, cam"),
+        (["generate", "MODEL", PROMPT, "--policy", "lru"], "unknown policy 'lru': expected adakv, attention_matching"),
         (["generate", "MODEL", PROMPT, "--policy", "snapkv:size=3"], "snapkv has no option 'size'"),
         (["generate", "MODEL", PROMPT, "--policy", "snapkv:pool=sum"], "pool='sum': expected 'max' or 'avg'"),
         (["generate", "MODEL", PROMPT, "--policy", "morphkv:budget=32"], "expected a budget of 33 or more"),

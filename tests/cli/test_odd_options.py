@@ -30,6 +30,9 @@ BASES = {  # arguments that are accepted
     "eval": ["--dry-run"],
     "report": ["nowhere"],
     "inspect": ["MODEL", "--prompt", PROMPT],
+    "plan": ["MODEL", "--memory", "1GB"],
+    "chat": ["MODEL"],
+    "serve": ["MODEL"],
 }
 COMMANDS: Any = get_command(app)
 
