@@ -207,6 +207,7 @@ def without_programs(folder: Path) -> Iterator[None]:
             patch.setattr(sys.modules["kvjax.prefill_each"], program, run)
         for program in ("jitted_read", "jitted_step", "allocated", "replayed"):
             patch.setattr(sys.modules["kvjax.extend"], program, run)
+        patch.setattr(sys.modules["kvjax.engine.engine"], "Device", run)
         patch.chdir(folder)
         patch.setenv("HF_HUB_OFFLINE", "1")
         yield
