@@ -140,6 +140,7 @@ def test_no_circle_of_imports() -> None:
         ("kvjax.attend", ("kvjax.policies", "kvjax.parts", "kvjax.methods")),
         ("kvjax.methods", ("kvjax.policies", "kvjax.parts", "kvjax.attend", "kvjax.kv_cache")),
         ("kvjax.engine", ("kvjax.cli", "kvjax.evaluation", "kvjax.generate", "kvjax.stream", "kvjax.methods")),
+        ("kvjax.serve", ("kvjax.cli", "kvjax.evaluation", "kvjax.generate", "kvjax.stream", "kvjax.methods")),
         ("kvjax.models", ("kvjax",)),
         ("kvjax.pallas_kernels", ("kvjax",)),
     ],

@@ -22,7 +22,7 @@ from .asking import ask, unless_gone
 from .documents import Chats, Completions, Form
 from .errors import ApiError, gone, told, unexpected, unrouted
 from .gate import Gate
-from .metrics import Metrics
+from .metrics import registry_of
 from .schema import Chat, Completion, parse
 from .settings import Settings
 from .streaming import events
@@ -43,7 +43,7 @@ def application(engine: Engine, settings: Settings, is_closing: Callable[[], boo
     """
     if engine.tokenizer is None:
         raise ValueError("the engine has no tokenizer: expected Engine(..., tokenizer=...), because requests are text")
-    metrics = Metrics(engine)
+    registry = registry_of(engine)
     started = int(time.time())
     page = files("kvjax.serve").joinpath("page.html").read_text(encoding="utf-8")
 
@@ -82,7 +82,7 @@ def application(engine: Engine, settings: Settings, is_closing: Callable[[], boo
         return JSONResponse(asdict(found) | described)
 
     async def measured(request: Request) -> Response:
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     async def show(request: Request) -> Response:
         return HTMLResponse(page.replace("MODEL_NAME", settings.model))

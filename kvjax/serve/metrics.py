@@ -4,27 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvjax.engine import Engine, Histogram
 
 
-class Metrics:
-    """The registry of a server.
-
-    Attributes:
-        registry: what `/metrics` writes.
-        responses: HTTP answers by path and status.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self.registry = CollectorRegistry()
-        self.registry.register(_Engine(engine))
-        self.responses = Counter(
-            "kvjax_http_responses", "HTTP answers by path and status.", ["path", "status"], registry=self.registry
-        )
+def registry_of(engine: Engine) -> CollectorRegistry:
+    """What `/metrics` writes."""
+    registry = CollectorRegistry()
+    registry.register(_Engine(engine))
+    return registry
 
 
 class _Engine(Collector):

@@ -64,11 +64,11 @@ def test_extensions_reach_the_sampler(serving: Serving, alone: Any) -> None:
 
 def test_chat(serving: Serving, alone: Any) -> None:
     given = [{"role": "system", "content": "ba"}, {"role": "user", "content": "ce di"}]
-    expected = alone(given, max_new_tokens=64)
+    expected = alone(given, max_new_tokens=512)
     out = serving.client.chat.completions.create(model="tiny", messages=CHAT, temperature=0, logprobs=True)
     (choice,) = out.choices
     assert choice.message.content == expected.text
-    assert choice.finish_reason == ("length" if expected.lengths[0] == 64 else "stop")
+    assert choice.finish_reason == ("length" if expected.lengths[0] == 512 else "stop")
     found = [token.logprob for token in choice.logprobs.content]
     np.testing.assert_allclose(found, expected.log_probs[0], atol=1e-5)
     developer = [{"role": "developer", "content": "ba"}, *CHAT[1:]]
@@ -110,7 +110,7 @@ def test_pieces_of_a_completion(serving: Serving, alone: Any) -> None:
 
 
 def test_pieces_of_several_chats_at_once(serving: Serving, alone: Any) -> None:
-    """An asynchronous client streams two answers of each of three requests. More wait than there are rows."""
+    """An asynchronous client streams two answers of each of two requests: one more than there are rows."""
     sampler, given = kvjax.Sampler(temperature=1.0), [{"role": "user", "content": "ce di"}]
 
     async def one(client: openai.AsyncOpenAI, seed: int) -> list[str]:
@@ -125,10 +125,10 @@ def test_pieces_of_several_chats_at_once(serving: Serving, alone: Any) -> None:
 
     async def all_of_them() -> list[list[str]]:
         async with serving.asynchronous as client:
-            return await asyncio.gather(*(one(client, seed) for seed in (10, 20, 30)))
+            return await asyncio.gather(*(one(client, seed) for seed in (10, 20)))
 
     expected = [
-        [alone(given, max_new_tokens=9, sampler=sampler, seed=seed + i).text for i in (0, 1)] for seed in (10, 20, 30)
+        [alone(given, max_new_tokens=9, sampler=sampler, seed=seed + i).text for i in (0, 1)] for seed in (10, 20)
     ]
     assert asyncio.run(all_of_them()) == expected
 

@@ -5,6 +5,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -46,7 +47,7 @@ def send(serving: Serving, path: str, body: Any = None, **headers: str) -> tuple
         (GOOD | {"prompt": [[]]}, None, "empty"),
         (GOOD | {"prompt": [101]}, None, "0 .. 100"),
         (GOOD | {"prompt": "ba " * 40}, None, "max_prompt=32"),
-        (GOOD | {"max_tokens": 65}, "max_tokens", "at most 64"),
+        (GOOD | {"max_tokens": 513}, "max_tokens", "at most 512"),
         (GOOD | {"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
         (GOOD | {"max_tokens": "2"}, "max_tokens", "integer"),
         (GOOD | {"temperature": -1}, "temperature", "greater than or equal to 0"),
@@ -132,8 +133,9 @@ def test_bodies_of_unknown_length_and_slow_ones(serving: Serving) -> None:
 
 
 def test_full_queue(serving: Serving) -> None:
-    """Three rows and a queue of four: a request of eight answers does not fit, and leaves no row busy."""
-    status, answer = send(serving, "/v1/completions", GOOD | {"n": 16, "max_tokens": 64, "ignore_eos": True})
+    """Three rows and a queue of four: a request of 64 answers does not fit, and leaves no row busy."""
+    many = GOOD | {"prompt": ["ba"] * 4, "n": 16, "max_tokens": 512, "ignore_eos": True}
+    status, answer = send(serving, "/v1/completions", many)
     assert (status, answer["error"]["code"]) == (429, "queue_full")
     idle(serving)
 
@@ -141,7 +143,7 @@ def test_full_queue(serving: Serving) -> None:
 def test_a_client_that_goes_away_frees_its_row(serving: Serving) -> None:
     for stream in (True, False):
         before = serving.engine.stats().finished.get("cancelled", 0)
-        body = json.dumps(GOOD | {"max_tokens": 64, "ignore_eos": True, "n": 4, "stream": stream})
+        body = json.dumps(GOOD | {"max_tokens": 512, "ignore_eos": True, "n": 4, "stream": stream})
         with socket.create_connection(("127.0.0.1", serving.port), timeout=10) as client:
             client.sendall(
                 f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
@@ -149,17 +151,20 @@ def test_a_client_that_goes_away_frees_its_row(serving: Serving) -> None:
             )
             if stream:
                 assert client.recv(10)
-            while not serving.engine.stats().rows_busy:
-                time.sleep(0.001)
+            wait_for(lambda: serving.engine.stats().rows_busy > 0)
         idle(serving)
         assert serving.engine.stats().finished.get("cancelled", 0) > before
 
 
 def idle(serving: Serving) -> None:
+    wait_for(lambda: not serving.engine.stats().rows_busy and not serving.engine.stats().queue)
+
+
+def wait_for(state: Callable[[], bool]) -> None:
     until = time.monotonic() + 20
-    while serving.engine.stats().rows_busy or serving.engine.stats().queue:
-        assert time.monotonic() < until, "a row is still busy"
-        time.sleep(0.01)
+    while not state():
+        assert time.monotonic() < until, "20 seconds were not enough"
+        time.sleep(0.001)
 
 
 def test_metrics_and_stats(serving: Serving) -> None:
@@ -182,7 +187,7 @@ def test_page(serving: Serving) -> None:
     with urllib.request.urlopen(f"{serving.url}/", timeout=30) as answer:
         page = answer.read().decode()
     assert "<h1>tiny <code" in page
-    assert "//" not in page.replace("//# ", "").split("<script>")[0], "the page loads something"
+    assert "//" not in page, "the page loads something"
 
 
 @pytest.mark.parametrize("wrong", [{"model": ""}, {"api_key": ""}, {"api_key": "a b"}, {"max_body": 0}, {"timeout": 0}])
