@@ -23,6 +23,7 @@ from kvjax.models import rotate
 from kvjax.pallas_kernels import capped
 from kvjax.policy import Effects, Keep, Merge, Moment, Policy, check_kind, check_number
 
+from .common.matrices import solve_positive
 from .common.query_sample import QuerySample, sample_of
 from .registry import preset
 from .snapkv import snapkv
@@ -152,9 +153,9 @@ class FittedEntries(Merge):
         weight = self.ridge * jnp.sum(columns) / jnp.maximum(jnp.sum(columns > 0), 1) + 1e-30
         if n < t:  # the same c by a smaller system
             gram = jnp.einsum("nt,mt->nm", x, x, precision="highest") + weight * jnp.eye(n)
-            return jnp.einsum("nt,nK->tK", x, jax.scipy.linalg.solve(gram, y, assume_a="pos"), precision="highest")
+            return jnp.einsum("nt,nK->tK", x, solve_positive(gram, y), precision="highest")
         gram = jnp.einsum("nt,ns->ts", x, x, precision="highest") + weight * jnp.eye(t)
-        return jax.scipy.linalg.solve(gram, jnp.einsum("nt,nK->tK", x, y, precision="highest"), assume_a="pos")
+        return solve_positive(gram, jnp.einsum("nt,nK->tK", x, y, precision="highest"))
 
 
 FITTED = FittedEntries()

@@ -19,6 +19,7 @@ from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, S
 
 from .common.budgets import budget_of
 from .common.drop import Drop
+from .common.matrices import cholesky, solve_lower
 from .common.mean_rotation import mean_rotation
 from .common.top_tokens import TopTokens
 from .registry import preset
@@ -102,9 +103,9 @@ class ValueCapacity(Score):
             weights = jnp.where(scored, jnp.exp(self.tau * (cosine - jnp.where(jnp.isneginf(top), 0, top))), 0)
             weighed = values * (weights + self.epsilon)[..., None]
             capacity = jnp.eye(D) + jnp.einsum("BHMD,BHME->BHDE", weighed, values, precision="highest")
-            factor = jnp.linalg.cholesky(capacity)
+            factor = cholesky(capacity)
             rows = jnp.broadcast_to(factor, (B, H, D, D))
-            half = jax.scipy.linalg.solve_triangular(rows, jnp.swapaxes(values, -1, -2), lower=True)
+            half = solve_lower(rows, jnp.swapaxes(values, -1, -2))
             return total + weights * jnp.sum(half**2, axis=2), None
 
         by_group = jnp.moveaxis(anchor.reshape(B, H, -1, D), 2, 0)

@@ -12,6 +12,8 @@ from kvjax.cache import Slots
 from kvjax.models import rotate
 from kvjax.policy import Moment, Policy, Score, check_integer
 
+from .matrices import eigh
+
 RIDGE = 1e-2  # added to the diagonal of X' X, as kvpress adds it
 
 
@@ -51,7 +53,7 @@ class LeverageScore(Score):
         centred = jnp.where(held, sketched - mean, 0)
         gram = jnp.einsum("BHMK,BHML->BHKL", centred, centred, precision="highest")
         # An eigenbasis needs no larger ridge where there are fewer tokens than columns; a Cholesky factor would.
-        values, vectors = jnp.linalg.eigh(gram)
+        values, vectors = eigh(gram)
         along = jnp.einsum("BHMK,BHKL->BHML", centred, vectors, precision="highest")
         scores = jnp.sum(along**2 / (jnp.maximum(values, 0) + RIDGE)[:, :, None], axis=-1)
         # In the first layer equal tokens have equal keys. Rounding lets the earlier position decide, and not the noise.
