@@ -41,6 +41,8 @@ POLICIES = (
     "keyformer:budget={budget}",
     "keydiff:budget={budget},recent=32,every=1",
     "rkv:budget={budget},every=16",
+    "gkv:budget={budget},every=16",
+    "vase:budget={budget},window=32,every=16",
     "d2o:budget={budget}",
     "cam:budget={budget}",
     "kvmerger:budget={budget},every=32",
