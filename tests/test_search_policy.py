@@ -122,7 +122,12 @@ def test_the_second_call_measures_what_is_missing(search, demo, tmp_path, monkey
     policies = [kvjax.policies.snapkv(0.5, window=8), kvjax.policies.knorm(0.5)]
     first = search.Measured(params, tokenizer, tmp_path / "x.jsonl")(policies[:1], samples)
     asked, measure = [], search.measure
-    monkeypatch.setattr(search, "measure", lambda *args: asked.append(args[-1]) or measure(*args))
+
+    def watched(*args):
+        asked.append(args[-1])
+        return measure(*args)
+
+    monkeypatch.setattr(search, "measure", watched)
     both = search.Measured(params, tokenizer, tmp_path / "x.jsonl")(policies, samples)
     assert asked == [[policies[1]]]
     np.testing.assert_array_equal(both[0], first[0])
