@@ -187,11 +187,14 @@ def measure(
         yield policy, total / counts, (np.concatenate(same, axis=1) | ~counted).all(axis=1)
 
 
-@partial(jax.jit, donate_argnames="cache")
+@jax.jit
 def decode(
     params: Decoder, cache: KVCache, tokens: Int[Array, "B N"], targets: Int[Array, "B N"], lengths: Int[Array, "B"]
 ) -> tuple[KVCache, Float[Array, "B N"], Bool[Array, "B N"]]:
-    """Decodes the first tokens of each row. Returns the bits of the targets, and where they are the most probable."""
+    """Decodes the first tokens of each row. Returns the bits of the targets, and where they are the most probable.
+
+    The cache is not donated, because the caches of one prefill have arrays in common.
+    """
 
     def step(cache: KVCache, t: Int[Array, ""]) -> tuple[KVCache, tuple[Array, Array]]:
         logits, cache = kvjax.extend(params, cache, tokens[:, t][:, None], (t < lengths).astype(jnp.int32))
