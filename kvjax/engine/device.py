@@ -52,7 +52,7 @@ class Device:
         if plans.mesh is not None:
             resident = placed(resident, shardings(resident, plans.mesh))
         programs.add("admit", admit, resident, cache, logits, start, np.int32(0))
-        programs.add("advance", advance, self._leaves, resident, np.zeros(sizes.rows, bool), tree=tree)
+        programs.add("advance", advance, self._leaves, resident, plans.put_rows(np.zeros(sizes.rows, bool)), tree=tree)
         programs.finish()
         self.workspace = programs.workspace
 
@@ -72,7 +72,7 @@ class Device:
 
     def _everywhere(self, start: Start) -> Start:
         """The arrays of a request for each part of the batch."""
-        return jax.tree.map(lambda x: np.repeat(x, self._plans.batch, axis=0), start)
+        return jax.tree.map(lambda x: self._plans.put_rows(np.repeat(x, self._plans.batch, axis=0)), start)
 
     @property
     def cache(self) -> KVCache:
@@ -92,11 +92,13 @@ class Device:
         self.resident, report = self._programs.run(
             "admit", self.resident, cache, logits, self._everywhere(start), np.int32(row)
         )
+        if self._plans.on_hosts:  # each part of the batch reports the same, and this process has one
+            report = report.addressable_data(0)
         report.copy_to_host_async()
         return report
 
     def advance(self, wanted: Bool[np.ndarray, "B"]) -> Int32[Array, "3 B"]:
         """One token for every active row that is wanted. Returns the report of all rows."""
-        self.resident, report = self._programs.run("advance", self._leaves, self.resident, wanted)
+        self.resident, report = self._programs.run("advance", self._leaves, self.resident, self._plans.put_rows(wanted))
         report.copy_to_host_async()
         return report

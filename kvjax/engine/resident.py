@@ -149,4 +149,7 @@ def advance(
     decoding = resident.decoding
     decoding = decoding.with_active(decoding.active & wanted).advance(jax.tree.unflatten(tree, leaves))
     resident = replace(resident, decoding=decoding).within_limits()
-    return resident, resident.report()
+    report, mesh = resident.report(), decoding.cache.mesh
+    if mesh is not None and mesh.is_multi_process:  # process 0 reads all of it
+        report = jax.lax.with_sharding_constraint(report, NamedSharding(mesh, PartitionSpec()))
+    return resident, report
