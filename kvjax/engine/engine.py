@@ -49,6 +49,9 @@ class Engine:
     Threads: the constructor compiles all programs and starts one thread, which alone runs them. Every method may be
     called from any thread. `close` ends the thread; so does the end of a `with` block.
 
+    Several hosts: each process makes the engine with the same arguments. Process 0 takes requests, and all others call
+    `follow`, which runs what process 0 runs.
+
     Attributes:
         params: the model.
         policy: what caches retain.
@@ -133,8 +136,8 @@ class Engine:
             )
         elif prefix_folder is not None:
             raise ValueError(f"prefix_folder={shown(prefix_folder)} without prefix_memory: expected both")
-        if prefix_folder is not None and mesh is not None:
-            raise ValueError("prefix_folder on a mesh: expected prefix_memory alone, or one device")
+        if prefix_folder is not None and plans.on_hosts:
+            raise ValueError("prefix_folder on the devices of several processes: expected prefix_memory alone")
         example = Ticket.of([0], Options(1), self.sizes, None, config.vocab_size)
         device = Device(params, plans, example, self._store)
         self._row = device.row
@@ -145,15 +148,14 @@ class Engine:
         self.warm_up = device.start(example)
         self._cache_bytes = device.cache.nbytes
         channel = Channel() if plans.on_hosts else None
+        leader = None if channel is None else Leader(device, channel)
+        self._loop = Loop(leader or device, rows, max_queue)
         self._follow: Callable[[], None] | None = None
         if channel is not None and jax.process_index() > 0:
             self._follow = partial(follow, device, channel, example.start)
-        leader = None if channel is None else Leader(device, channel)
-        self._loop = Loop(leader or device, rows, max_queue)
+            return
         run = self._loop.run if leader is None else partial(leader.lead, self._loop)
         self._thread = threading.Thread(target=run, name="kvjax.Engine", daemon=True)
-        if self._follow is not None:
-            return
         self._thread.start()
         # Without this the thread would outlive an engine that nobody closes, and the interpreter.
         self._end = weakref.finalize(self, _stop, self._loop, self._thread)
@@ -189,9 +191,12 @@ class Engine:
                 the engine's, bad settings.
             QueueFullError: `max_queue` requests wait already.
             EngineClosedError: the engine is closed, or its loop has failed.
+            RuntimeError: on several hosts, this is not process 0.
         """
         if self._follow is not None:
-            raise RuntimeError(f"requests go to the engine of process 0; on process {jax.process_index()} call follow()")
+            raise RuntimeError(
+                f"requests go to the engine of process 0; on process {jax.process_index()} call follow()"
+            )
         if prefix is not None and self._store is None:
             raise ValueError(f"prefix={shown(prefix)}: expected an engine with prefix_memory=")
         options = Options(max_new_tokens, sampler, seed, eos, stop, log_probs, prefix)

@@ -72,6 +72,11 @@ class Plans:
         """An array of the host with axes [B, ...], as programs take it. One process hands it over as it is."""
         return place(x, rows_sharding(self.mesh)) if self.mesh is not None and self.on_hosts else x
 
+    def put_row(self, cache: KVCache) -> KVCache:
+        """A cache of the host with one row, as programs take it: once for each part of the batch."""
+        cache = jax.tree.map(lambda x: np.repeat(x, self.batch, axis=0), cache)
+        return jax.tree.map(place, cache, cache.shardings) if self.on_hosts else cache
+
     def placed(self, cache: KVCache) -> KVCache:
         """The same shapes of a cache where it lies."""
         return cache if self.mesh is None else placed(cache, cache.shardings)

@@ -150,8 +150,9 @@ def reading_after(
         yield
         store.put(key, jax.tree.map(lambda x: fetch(x)[:1], cache))
     else:
-        cache = jax.tree.map(lambda x: np.repeat(x, plans.batch, axis=0), cache)
+        cache = plans.put_row(cache)
     lengths = np.full(plans.batch, prompt.size, np.int32)
     padded = np.zeros((plans.batch, plans.sizes.padded(prompt.size)), np.int32)
     padded[:, padded.shape[1] - prompt.size :] = prompt
-    return programs.run(("after", padded.shape[1]), params, cache, padded, lengths)
+    put = plans.put_rows
+    return programs.run(("after", padded.shape[1]), params, cache, put(padded), put(lengths))

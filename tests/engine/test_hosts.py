@@ -60,9 +60,11 @@ def test_two_processes_answer_as_one(data: int, model: int, policy: str) -> None
     alone = [kvjax.generate(params, policy=policy, tokenizer=tokenizer(), **request) for request in requests()]
     assert found["devices"] == [2, 4]
     assert found["tokens"] == [one.tokens[0].tolist() for one in alone]
+    read = kvjax.prefill(params, [8] * 20, policy=policy)
+    assert found["prefixed"] == [kvjax.generate(params, [3, 4], cache=read, max_new_tokens=5).tokens[0].tolist()] * 3
     assert found["cancelled"] == "cancelled"
     finish, text, whole = found["stopped"]
     assert finish == "stop"
     assert whole.startswith(text)
     assert len(text) < len(whole)
-    assert found["finished"] == {"length": 6, "stop": 1, "cancelled": 1}
+    assert found["finished"] == {"length": 9, "stop": 1, "cancelled": 1}

@@ -100,6 +100,32 @@ def test_prefixes_on_disk_serve_later_engines(tiny: Decoder, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_prefixes_on_disk_serve_engines_on_other_devices(shallow: Decoder, tmp_path: Path) -> None:
+    """One device writes a prefix that a mesh reads, and the mesh writes another that one device reads."""
+    policy = "adakv:base=h2o,base.budget=12,groups=2"
+    documents, question = [[5] * 20, [9] * 7], [3, 4, 5]
+    options = {**SIZES, "chunk": 32, "prefix_memory": "1MB", "prefix_folder": tmp_path}
+    expected = [
+        kvjax.generate(shallow, question, cache=kvjax.prefill(shallow, document, policy=policy), max_new_tokens=9)
+        for document in documents
+    ]
+
+    def check(params: Decoder, some: list[int]) -> tuple[int, int]:
+        """Asks about some of the documents. Returns how many were stored, and how many were read."""
+        with kvjax.Engine(params, policy, **options) as engine:
+            handles = {i: engine.submit(question, prefix=documents[i], max_new_tokens=9) for i in some}
+            for i, handle in handles.items():
+                assert handle.result(timeout=60).tokens.tolist() == expected[i].tokens[0].tolist()
+            found = engine.stats().prefixes
+        return found.hits, found.misses
+
+    assert check(shallow, [0]) == (0, 1)
+    mesh = kvjax.make_mesh(2, 2, devices=jax.devices()[:4])
+    assert check(kvjax.shard(shallow, mesh), [0, 1]) == (1, 1)
+    assert check(shallow, [1]) == (1, 0)
+
+
+@pytest.mark.slow
 def test_what_does_not_fit_after_a_prefix_is_refused(shallow: Decoder, tmp_path: Path) -> None:
     with kvjax.Engine(shallow, "full", **SIZES, prefix_memory=10**6) as engine:
         with pytest.raises(ValueError, match="the prefix has 29 tokens: expected at most max_prompt=28"):

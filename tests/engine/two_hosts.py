@@ -35,7 +35,7 @@ def main(process: str, port: str, data: str, model: str, policy: str) -> None:
     jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(process))
     params = kvjax.shard(decoder(vocab=len(WORDS)), kvjax.make_mesh(int(data), int(model)))
     hosts.BLOCK = 16  # so that several blocks of messages are sent
-    with kvjax.Engine(params, policy, **SIZES, tokenizer=tokenizer()) as engine:
+    with kvjax.Engine(params, policy, **SIZES, tokenizer=tokenizer(), prefix_memory="1GB") as engine:
         if process == "1":
             with pytest.raises(RuntimeError, match=r"requests go to the engine of process 0; on process 1 call follow"):
                 engine.submit([1])
@@ -56,7 +56,9 @@ def lead(engine: kvjax.Engine) -> dict[str, Any]:
     text = handles[4].result(timeout=60).text
     assert text is not None
     stopped = engine.submit([7, 8], max_new_tokens=19, eos=(), stop=[text.split()[3]]).result(timeout=60)
+    prefixed = [engine.submit([3, 4], prefix=[8] * 20, max_new_tokens=5, eos=()) for _ in range(3)]
     return {
+        "prefixed": [handle.result(timeout=60).tokens.tolist() for handle in prefixed],
         "devices": [jax.local_device_count(), jax.device_count()],
         "tokens": [handle.result(timeout=60).tokens.tolist() for handle in handles],
         "cancelled": running.result(timeout=60).finish,
