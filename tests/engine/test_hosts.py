@@ -1,4 +1,7 @@
-"""An engine on two processes, each with devices of its own, answers as `kvjax.generate` on one device."""
+"""An engine on two processes, each with devices of its own, answers as `kvjax.generate` on one device.
+
+Its followers do what the leader does, in the same order.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,17 @@ import json
 import os
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
 
 import pytest
 
 import kvjax
+from kvjax.engine import EngineClosedError
+from kvjax.engine.hosts import Leader, follow
+from kvjax.engine.loop import Loop
 from kvjax.evaluation.tasks.vocabulary import WORDS, tokenizer
+from tests.engine.test_loop import SIZES, Notes, ticket
 from tests.engine.two_hosts import requests
 from tests.products import part
 from tests.test_multihost import free_port
@@ -25,6 +33,42 @@ ENVIRONMENT = {
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     "PYTHONPATH": str(ROOT),
 }
+
+
+class Messages(deque):
+    """A channel within one process."""
+
+    send, receive = deque.append, deque.popleft
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_followers_do_what_the_leader_does(fails: bool) -> None:
+    """Also after a prompt that was not read to its end, and until the leader fails."""
+    notes, others, messages = Notes(), Notes(), Messages()
+    leader = Leader(notes, messages)
+    loop = Loop(leader, SIZES.rows, 8)
+    unread, *requests = ticket(64), ticket(40, limit=3), ticket(2, limit=5)
+    loop.submit(unread)
+    loop.turn()
+    loop.cancel(unread)
+    for one in requests:
+        loop.submit(one)
+    if fails:
+        while not any("admit" in what for what in notes.done):
+            loop.turn()
+        notes.fails = True
+    else:
+        loop.close(drain=True)
+    leader.lead(loop)
+    if fails:
+        with pytest.raises(EngineClosedError, match="on process 0, the engine has failed with FloatingPointError"):
+            follow(others, messages, ticket(1).start)
+    else:
+        follow(others, messages, ticket(1).start)
+        assert loop.counters.finished == {"cancelled": 1, "length": 2}
+    assert others.done[: len(notes.done)] == notes.done
+    assert not messages
+
 
 CASES = [
     (2, 2, "h2o:budget=12"),  # each process its own rows
