@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from functools import partial
 
 import jax
 import numpy as np
@@ -11,13 +10,12 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
-from kvjax.plan import placed
 
 from .compiling import Programs, WarmUp
 from .plans import Plans
 from .prefixes import PrefixStore
 from .reading import compile_reads, reading, reading_after
-from .resident import Resident, Start, admit, advance, idle, shardings
+from .resident import Resident, Start, compile_rows
 from .ticket import Ticket
 
 Read = tuple[Float[Array, "1 V"], KVCache]
@@ -41,18 +39,10 @@ class Device:
             store: of prefixes; None if requests have none.
         """
         self._params, self._plans, self._store = params, plans, store
-        self._leaves, tree = jax.tree.flatten(params)
+        self._leaves = jax.tree.leaves(params)
         self._programs = programs = Programs()
-        sizes = plans.sizes
         logits, self.row = compile_reads(programs, plans, params, after=store is not None)
-        cache = self.row
-        start, size = self._everywhere(example.start), sizes.max_new_tokens
-        programs.add("idle", idle, cache, logits, start, rows=sizes.rows, size=size)
-        resident = jax.eval_shape(partial(idle, rows=sizes.rows, size=size), cache, logits, start)
-        if plans.mesh is not None:
-            resident = placed(resident, shardings(resident, plans.mesh))
-        programs.add("admit", admit, resident, cache, logits, start, np.int32(0))
-        programs.add("advance", advance, self._leaves, resident, plans.put_rows(np.zeros(sizes.rows, bool)), tree=tree)
+        compile_rows(programs, plans, params, logits, self.row, self._everywhere(example.start))
         programs.finish()
         self.workspace = programs.workspace
 
