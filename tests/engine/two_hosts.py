@@ -17,7 +17,7 @@ from kvjax.engine import hosts
 from kvjax.evaluation.tasks.vocabulary import WORDS, tokenizer
 from tests.tiny import decoder
 
-SIZES = {"rows": 4, "max_prompt": 28, "max_new_tokens": 24, "chunk": 16}
+SIZES = {"rows": 4, "max_prompt": 28, "max_new_tokens": 400, "chunk": 16}
 PROMPT = "recall what the code of anna is :"
 
 
