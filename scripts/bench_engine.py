@@ -15,7 +15,7 @@ are there from the beginning. Prompts have 128 to 2,048 tokens. Both lengths are
 |---|---|
 | static | `generate` on batches of `--rows` requests in their order; a batch ends with its longest answer |
 | engine | the engine under the full cache, with the same number of rows |
-| the policies | the engine under each policy, with as many rows as take the bytes of the full cache's rows |
+| the policies | the engine under each policy, whose rows take the bytes of the full cache's; at most one per request |
 | transformers | its continuous batching under the full cache, with the same number of rows |
 | step | the engine's time per step over that of `generate`, with all rows busy and no prompt to read |
 
