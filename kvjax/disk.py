@@ -91,6 +91,27 @@ def restore_cache(path: str | Path, params: Decoder, policy: Policy | None = Non
     check_path("path", path)
     check_params(params)
     path = Path(path).expanduser().resolve()
+    facts, like = _checked(path, params, policy)
+    check_batch(facts["arrays"]["length"][0][0], like.mesh)
+    if like.mesh is None:  # committed to a device as the weights are, so that the programs of other caches serve
+        weight = jax.tree.leaves(params)[0]
+        return jax.device_put(_read(path, like, _blank(facts)), weight.sharding if weight.committed else None)
+    wanted = {
+        name: jax.ShapeDtypeStruct(*facts["arrays"][name], sharding=sharding)
+        for name, sharding in _named(like.shardings).items()
+    }
+    return _read(path, like, wanted)
+
+
+def restore_on_host(path: Path, params: Decoder) -> KVCache:
+    """The same cache as NumPy arrays, of any number of rows. The arguments and errors are those of `restore_cache`."""
+    path = path.resolve()
+    facts, like = _checked(path, params, None)
+    return _read(path, like, _blank(facts))
+
+
+def _checked(path: Path, params: Decoder, policy: Policy | None) -> tuple[dict[str, Any], KVCache]:
+    """What a folder says about the cache that it holds, and a cache of the same structure."""
     finish(path)
     if not (path / "facts").is_dir():
         raise ValueError(f"{path} holds no saved cache: expected a folder written by save_cache")
@@ -102,23 +123,19 @@ def restore_cache(path: str | Path, params: Decoder, policy: Policy | None = Non
     saved = parse(facts["policy"])
     if policy is not None and policy != saved:
         raise ValueError(f"the cache in {path} was made by {saved}, not by {policy}")
-    check_batch(facts["arrays"]["length"][0][0], mesh_of(params))
-    like = _like(params, saved, facts)
-    wanted: dict[str, Any]
-    if like.mesh is None:
-        wanted = {name: np.broadcast_to(np.zeros((), dtype), shape) for name, (shape, dtype) in facts["arrays"].items()}
-    else:
-        wanted = {
-            name: jax.ShapeDtypeStruct(*facts["arrays"][name], sharding=sharding)
-            for name, sharding in _named(like.shardings).items()
-        }
+    return facts, _like(params, saved, facts)
+
+
+def _blank(facts: dict[str, Any]) -> dict[str, np.ndarray]:
+    """NumPy arrays of the saved shapes, which take no memory."""
+    return {name: np.broadcast_to(np.zeros((), dtype), shape) for name, (shape, dtype) in facts["arrays"].items()}
+
+
+def _read(path: Path, like: KVCache, wanted: dict[str, Any]) -> KVCache:
+    """The saved arrays, where those of `wanted` lie, in the structure of a cache."""
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
         restored = checkpointer.restore(path, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(wanted)))
-    arrays = [restored.arrays[name] for name in _named(like)]
-    if like.mesh is None:  # committed to a device as the weights are, so that the programs of other caches serve
-        weight = jax.tree.leaves(params)[0]
-        arrays = jax.device_put(arrays, weight.sharding if weight.committed else None)
-    return jax.tree.unflatten(jax.tree.structure(like), arrays)
+    return jax.tree.unflatten(jax.tree.structure(like), [restored.arrays[name] for name in _named(like)])
 
 
 def _like(params: Decoder, policy: Policy, facts: dict[str, Any]) -> KVCache:

@@ -12,6 +12,7 @@ from kvjax.cache import Entries, Usage
 from kvjax.checks import LARGEST, check_type, is_integer
 from kvjax.kv_cache import KVCache
 from kvjax.modes import own_modes
+from kvjax.policy import Policy
 from kvjax.programs import jit
 from kvjax.sharding import fetch
 from kvjax.shown import shown
@@ -36,20 +37,12 @@ class Ending(NamedTuple):
 def ending(cache: KVCache, compress: Compress) -> Ending:
     """How a call with this `compress` ends.
 
-    Raises ValueError where an allocated budget would be allocated a second time.
+    Raises ValueError where a cache would be compressed again and its policy can compress it only once.
     """
     policy = cache.policy
-    if policy.allocates and (compress == "chunk" or (compress == "end" and cache.filled)):
-        raise ValueError(
-            f"compress={compress!r} would allocate {type(policy.budget).__name__} more than once: expected 'auto' or "
-            "'never'"
-        )
     again = compress == "chunk" or (compress == "end" and cache.filled)
-    if again and policy.positions == "in_cache" and policy.score.needs.keeps_queries:
-        raise ValueError(
-            f"compress={compress!r} would score by queries that {type(policy.score).__name__} kept before the keys "
-            "moved to other places: expected 'auto' or 'never' with positions='in_cache'"
-        )
+    if again and (reason := only_once(policy)) is not None:
+        raise ValueError(f"compress={compress!r} {reason}: expected 'auto' or 'never'")
     if compress == "auto":
         compresses, final = not cache.filled or policy.every is not None, True
     else:
@@ -59,6 +52,15 @@ def ending(cache: KVCache, compress: Compress) -> Ending:
     if cache.entries.preallocates and policy.every is not None:  # heads that evict have slots for their capacity only
         compresses = True
     return Ending(compresses, allocate=False, final=final)
+
+
+def only_once(policy: Policy) -> str | None:
+    """What would be wrong with compressing a cache a second time; None for a policy that can do so."""
+    if policy.allocates:
+        return f"would allocate {type(policy.budget).__name__} more than once"
+    if policy.positions == "in_cache" and policy.score.needs.keeps_queries:
+        return f"would score by queries that {type(policy.score).__name__} kept before the keys moved to other places"
+    return None
 
 
 def plan_read(cache: KVCache, occupied: Sequence[int], *, new: int, room: int, compress: bool, final: bool) -> ReadPlan:

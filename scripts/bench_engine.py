@@ -1,20 +1,26 @@
-"""Measures `kvjax.Engine` beside `kvjax.generate` in static batches, on requests whose answers differ in length.
+"""Measures `kvjax.Engine` beside `kvjax.generate` in static batches, and transformers' continuous batching.
 
-    python scripts/bench_engine.py --out runs/engine.jsonl
-    python scripts/bench_engine.py --model kvjax/demo_model --max-prompt 384 --max-new-tokens 96 --out runs/demo.jsonl
+    python scripts/bench_engine.py --out runs/engine.jsonl               # hours on two cores; a second call goes on
+    python scripts/bench_engine.py --out /tmp/try.jsonl --rehearsal      # minutes, to see that everything runs
 
-The default model is the one of scripts/bench_cpu.py: 57 million random parameters. Prompts have lengths between 1/16 of
---max-prompt and --max-prompt, answers between 1/64 of --max-new-tokens and --max-new-tokens. Both are drawn
-log-uniformly, so a few answers are much longer than the others. All requests are there from the beginning.
+The models are that of scripts/bench_cpu.py, which has 57 million random parameters, and the demo model. All requests
+are there from the beginning. Prompts have 128 to 2,048 tokens. Both lengths are drawn log-uniformly.
+
+| load | answers |
+|---|---|
+| mixed | 16 to 1,024 tokens: a few are much longer than the others |
+| long | 512 to 1,024 tokens |
 
 | side | what runs |
 |---|---|
 | static | `generate` on batches of `--rows` requests in their order; a batch ends with its longest answer |
 | engine | the engine under the full cache, with the same number of rows |
-| the policies | the engine under each policy, with as many rows as take the bytes of the full cache's rows |
+| the policies | the engine under each policy, whose rows take the bytes of the full cache's; at most one per request |
+| transformers | its continuous batching under the full cache, with the same number of rows |
+| step | the engine's time per step over that of `generate`, with all rows busy and no prompt to read |
 
-The sides take turns, --turns times. Then all rows of an engine are busy with equal requests, and its time per step is
-compared with that of `generate`. The output is a line per measurement, and a table of medians.
+The sides take turns, --turns times. Each measurement is a line of --out, and a later call with the same settings makes
+those that are missing. At the end the script prints a table of medians for each model and load.
 """
 
 from __future__ import annotations
@@ -25,9 +31,10 @@ import json
 import statistics
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +45,33 @@ import kvjax
 from kvjax.engine import Handle
 from kvjax.models import Decoder
 
+DEMO = Path(kvjax.__file__).parent / "demo_model"
+MODELS = ("random", "demo")
 POLICIES = ("morphkv:budget=256,window=32", "snapkv:budget=256,window=32")
+LOADS = {"mixed": 64, "long": 2}  # the longest answer over the shortest
+Side = Callable[[], "Measured"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What two measurements must have in common to be compared.
+
+    Attributes:
+        model: "random" or "demo".
+        load: a name of LOADS.
+        requests: their number.
+        rows: of static batches, and of engines under the full cache.
+        max_prompt, max_new_tokens: the longest prompt and answer.
+        seed: of the requests.
+    """
+
+    model: str
+    load: str
+    requests: int
+    rows: int
+    max_prompt: int
+    max_new_tokens: int
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -54,7 +87,7 @@ class Measured:
     """What a side took.
 
     Attributes:
-        seconds: until the last answer.
+        seconds: until the last answer; for steps, the time of one over that of a bare one.
         first: seconds from the beginning to the first token of each request; empty for static batches.
         between: seconds between one token of a request and the next.
     """
@@ -66,8 +99,9 @@ class Measured:
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    arguments.add_argument("--model", type=Path)
     arguments.add_argument("--out", type=Path, required=True)
+    arguments.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    arguments.add_argument("--loads", nargs="+", choices=LOADS, default=tuple(LOADS))
     arguments.add_argument("--requests", type=int, default=48)
     arguments.add_argument("--rows", type=int, default=8)
     arguments.add_argument("--max-prompt", type=int, default=2048)
@@ -75,49 +109,125 @@ def main() -> None:
     arguments.add_argument("--policies", nargs="+", default=POLICIES)
     arguments.add_argument("--turns", type=int, default=3)
     arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--rehearsal", action="store_true", help="the demo model, and few short requests")
     given = arguments.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        if given.model is None:
-            make_model(Path(folder), CPU, 1, 1)
-        params, _ = kvjax.load(given.model or folder)
-    requests = drawn(given, params.config.vocab_size)
-    sizes = {"max_prompt": given.max_prompt, "max_new_tokens": given.max_new_tokens}
-    engines = {"engine": kvjax.Engine(params, "full", rows=given.rows, **sizes)}
-    held = engines["engine"].stats().cache_bytes
-    for policy in given.policies:
-        one = kvjax.Engine(params, policy, rows=1, **sizes)
-        rows = held // one.stats().cache_bytes
-        one.close()
-        engines[f"{policy}, {rows} rows"] = kvjax.Engine(params, policy, rows=rows, **sizes)
+    if given.rehearsal:
+        small = {"models": ["demo"], "requests": 6, "rows": 2, "max_prompt": 64, "max_new_tokens": 32, "turns": 1}
+        given = argparse.Namespace(**vars(given) | small)
+        given.policies = ["morphkv:budget=16,window=4", "snapkv:budget=16,window=4"]
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    found: dict[str, list[Measured]] = defaultdict(list)
-    tokens = sum(request.new for request in requests)
-    with given.out.open("a") as file:
-        for turn in range(given.turns + 1):
-            for side in ("static", *engines):
-                took = static(params, requests, given.rows) if side == "static" else served(engines[side], requests)
-                if turn:  # the first one compiles what `generate` runs
-                    found[side].append(took)
-                    line = {"side": side, "turn": turn, "requests": len(requests), "tokens": tokens}
-                    print(json.dumps(line | described(took, tokens)), file=file, flush=True)
-        print(table(found, tokens))
-        ratios = [steps(params, engines["engine"], given) for _ in range(given.turns + 1)][1:]
-        print(json.dumps({"side": "step over bare step", "ratios": ratios}), file=file)
-        middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
-        print(f"time of a step, engine over generate: {middle:.3f} ({low:.3f} to {high:.3f})")
-    for engine in engines.values():
-        engine.close()
+    for model in given.models:
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            if model == "random":
+                make_model(Path(folder), CPU, 1, 1)
+            Bench(given, model, DEMO if model == "demo" else Path(folder), stack).run()
 
 
-def drawn(given: argparse.Namespace, vocab: int) -> list[Requested]:
-    """The requests of a run."""
+class Bench:
+    """The measurements of one model. Whatever takes memory is made when it is first needed."""
+
+    def __init__(self, given: argparse.Namespace, model: str, folder: Path, stack: ExitStack) -> None:
+        self.given, self.model, self.folder, self.stack = given, model, folder, stack
+        self.params, _ = kvjax.load(str(folder))
+        self.made: dict[str, Any] = {}
+        self.warm: set[str] = set()
+
+    def run(self) -> None:
+        given = self.given
+        for load in given.loads:
+            settings = Settings(
+                self.model, load, given.requests, given.rows, given.max_prompt, given.max_new_tokens, given.seed
+            )
+            requests = drawn(settings, self.params.config.vocab_size)
+            tokens = sum(request.new for request in requests)
+            sides = self.sides(settings, requests)
+            for turn in range(given.turns):
+                done = {(line["side"], line["turn"]) for line in lines_of(given.out, settings)}
+                for side, measure in sides.items():
+                    if (side, turn) in done:
+                        continue
+                    line = asdict(settings) | {"side": side, "turn": turn, "tokens": tokens}
+                    try:
+                        if side in ("static", "step") and (load + side) not in self.warm:
+                            measure()  # compiles what `generate` runs
+                            self.warm.add(load + side)
+                        line |= described(measure(), tokens if side != "step" else 0)
+                    except (ImportError, NotImplementedError, RuntimeError) as error:
+                        if side != "transformers":
+                            raise
+                        line |= {"error": f"{type(error).__name__}: {error}"[:500]}
+                    write(given.out, line)
+            print(f"\n{self.model}, {load}: {tokens:,} tokens of {len(requests)} answers\n")
+            print(table(lines_of(given.out, settings)), flush=True)
+
+    def sides(self, settings: Settings, requests: Sequence[Requested]) -> dict[str, Side]:
+        """What is measured, by name."""
+        given, config = self.given, self.params.config
+        sizes = {"length": given.max_prompt, "new_tokens": given.max_new_tokens, "dtype": self.params.embed.dtype}
+        held = kvjax.plan_cache(config, kvjax.policies.full(), batch=given.rows, **sizes).nbytes
+        sides: dict[str, Side] = {
+            "static": lambda: static(self.params, requests, given.rows),
+            "engine": partial(self.answered, "full", given.rows, requests),
+        }
+        for policy in given.policies:
+            one = kvjax.plan_cache(config, kvjax.policies.parse(policy), batch=1, **sizes).nbytes
+            rows = min(held // one, len(requests))
+            sides[f"{policy}, {rows} rows"] = partial(self.answered, policy, rows, requests)
+        sides["transformers"] = lambda: continuous(self.peer(), requests, given)
+        if settings.load == "mixed":
+            sides["step"] = lambda: steps(self.params, self.engine("full", given.rows), given)
+        return sides
+
+    def answered(self, policy: str, rows: int, requests: Sequence[Requested]) -> Measured:
+        return served(self.engine(policy, rows), requests)
+
+    def engine(self, policy: str, rows: int) -> kvjax.Engine:
+        """An engine, which stays."""
+        sizes = {"rows": rows, "max_prompt": self.given.max_prompt, "max_new_tokens": self.given.max_new_tokens}
+        return self._once(policy, lambda: self.stack.enter_context(kvjax.Engine(self.params, policy, **sizes)))
+
+    def peer(self) -> Any:
+        """The same model in transformers."""
+        from transformers import AutoModelForCausalLM
+
+        load = partial(AutoModelForCausalLM.from_pretrained, self.folder, dtype="float32")
+        return self._once("transformers", lambda: load(attn_implementation="sdpa").eval())
+
+    def _once(self, name: str, make: Callable[[], Any]) -> Any:
+        if name not in self.made:
+            self.made[name] = make()
+        return self.made[name]
+
+
+def lines_of(path: Path, settings: Settings) -> list[dict[str, Any]]:
+    """The measurements of a file with these settings. A line that was not written to its end does not count."""
+    found, wanted = [], asdict(settings)
+    for text in path.read_text().splitlines() if path.exists() else ():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if wanted.items() <= line.items():
+            found.append(line)
+    return found
+
+
+def write(path: Path, line: dict[str, Any]) -> None:
+    """Appends a measurement, after whatever an earlier call did not write to its end."""
+    torn = path.exists() and not path.read_bytes().endswith(b"\n")
+    with path.open("a") as file:
+        print("\n" * torn + json.dumps(line), file=file)
+
+
+def drawn(given: Settings, vocab: int) -> list[Requested]:
+    """The requests of a load."""
     rng = np.random.default_rng(given.seed)
 
     def lengths(most: int, share: int) -> list[int]:
         low = max(1, most // share)
         return np.exp(rng.uniform(np.log(low), np.log(most), given.requests)).astype(int).tolist()
 
-    prompts, answers = lengths(given.max_prompt, 16), lengths(given.max_new_tokens, 64)
+    prompts, answers = lengths(given.max_prompt, 16), lengths(given.max_new_tokens, LOADS[given.load])
     return [Requested(rng.integers(0, vocab, n).tolist(), new) for n, new in zip(prompts, answers, strict=True)]
 
 
@@ -147,7 +257,18 @@ def served(engine: kvjax.Engine, requests: Sequence[Requested]) -> Measured:
     return Measured(time.perf_counter() - began, [row[0] - began for row in times], between)
 
 
-def steps(params: Decoder, engine: kvjax.Engine, given: argparse.Namespace) -> float:
+def continuous(model: Any, requests: Sequence[Requested], given: argparse.Namespace) -> Measured:
+    """All requests at once, to transformers."""
+    from transformers_batching import answered
+
+    longest = given.max_prompt + given.max_new_tokens
+    prompts, new = [request.prompt for request in requests], [request.new for request in requests]
+    seconds, times = answered(model, prompts, new, rows=given.rows, longest=longest)
+    between = [gap for row in times for gap in np.diff(row).tolist()]
+    return Measured(seconds, [row[0] for row in times], between)
+
+
+def steps(params: Decoder, engine: kvjax.Engine, given: argparse.Namespace) -> Measured:
     """The engine's time per step over that of `generate`, with all rows busy and no prompt to read."""
     rng = np.random.default_rng(given.seed)
     prompts = rng.integers(0, params.config.vocab_size, (given.rows, given.max_prompt // 2))
@@ -163,38 +284,60 @@ def steps(params: Decoder, engine: kvjax.Engine, given: argparse.Namespace) -> f
         return [time.perf_counter() - began, engine.stats().steps - before]
 
     seconds, count = asyncio.run(last_steps())
-    return seconds / count / bare
+    return Measured(seconds / count / bare)
 
 
 def described(took: Measured, tokens: int) -> dict[str, Any]:
-    """A measurement as a JSON object."""
+    """A measurement as a JSON object.
+
+    Args:
+        tokens: of all answers; 0 for a ratio of steps.
+    """
+    if not tokens:
+        return {"ratio": round(took.seconds, 4)}
     quantiles = {
         f"{name}_p{q}": round(float(np.percentile(values, q)), 4)
         for name, values in (("first", took.first), ("between", took.between))
-        if values
+        if len(values)
         for q in (50, 99)
     }
     return {"seconds": round(took.seconds, 2), "tokens_per_second": round(tokens / took.seconds, 1)} | quantiles
 
 
-def table(found: dict[str, list[Measured]], tokens: int) -> str:
-    """Medians of all turns; tokens per second beside static batches."""
-    base = statistics.median(took.seconds for took in found["static"])
+def table(lines: Sequence[dict[str, Any]]) -> str:
+    """Medians of all turns, and the ratio of tokens per second to that of static batches in the same turn."""
     rows = [
-        "| side | tokens/s | ratio | first token, p50 / p99 | between tokens, p50 / p99 |",
+        "| side | tokens/s | over static (least to most) | first token, p50 / p99 | between tokens, p50 / p99 |",
         "|---|---:|---:|---:|---:|",
     ]
-    for side, measured in found.items():
-        seconds = statistics.median(took.seconds for took in measured)
-        cells = [f"{tokens / seconds:.1f}", f"{base / seconds:.2f}"]
-        for values in ([took.first for took in measured], [took.between for took in measured]):
-            p50, p99 = (
-                statistics.median(float(np.percentile(x, q)) for x in values) if values[0] else float("nan")
-                for q in (50, 99)
-            )
-            cells.append(f"{p50:.3f} s / {p99:.3f} s" if values[0] else "")
+    static = {line["turn"]: line["tokens_per_second"] for line in lines if line["side"] == "static"}
+    for side in dict.fromkeys(line["side"] for line in lines):
+        of = [line for line in lines if line["side"] == side]
+        good = [line for line in of if "error" not in line]
+        if side == "step":
+            ratios = [line["ratio"] for line in good]
+            rows.append(f"| step over a bare step | | {spread(ratios)} | | |")
+            continue
+        if not good:
+            rows.append(f"| {side} | {of[0]['error'].splitlines()[0]} | | | |")
+            continue
+        middle = partial(median, good)
+        ratios = [line["tokens_per_second"] / static[line["turn"]] for line in good if line["turn"] in static]
+        cells = [f"{middle('tokens_per_second'):.1f}", spread(ratios)]
+        for name in ("first", "between"):
+            known = f"{name}_p50" in good[0]
+            cells.append(f"{middle(f'{name}_p50'):.3f} s / {middle(f'{name}_p99'):.3f} s" if known else "")
         rows.append(f"| {side} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
+
+
+def median(lines: Sequence[dict[str, Any]], name: str) -> float:
+    return statistics.median(line[name] for line in lines)
+
+
+def spread(ratios: Sequence[float]) -> str:
+    """A median, the least and the most."""
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
 
 
 if __name__ == "__main__":

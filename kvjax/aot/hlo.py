@@ -78,6 +78,36 @@ def _nbytes(dtype: str, dims: str) -> int:
     return math.prod(int(size) for size in dims.split(",") if size) * bits // 8
 
 
+Computations = dict[str, list[Instruction]]
+
+
+def _read(hlo: str) -> tuple[Computations, list[tuple[str, str]], str]:
+    """The computations of a program by name, the condition and the body of each loop, and where the program begins."""
+    computations: Computations = {}
+    loops: list[tuple[str, str]] = []
+    lines: list[Instruction] = []
+    entry = ""
+    for line in hlo.splitlines():
+        if begins := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+            lines = computations.setdefault(begins[2], [])
+            entry = begins[2] if begins[1] else entry
+        elif instruction := Instruction.read(line):
+            lines.append(instruction)
+            loops += re.findall(r" while\(.*condition=%?([\w.\-]+).*body=%?([\w.\-]+)", line)
+    return computations, loops, entry
+
+
+def _run(computations: Computations, name: str) -> Iterator[tuple[Instruction, tuple[Instruction, ...]]]:
+    """The instructions that a computation runs. A fusion is paired with the instructions in it."""
+    for instruction in computations[name]:
+        inner = [pair for other in instruction.calls for pair in _run(computations, other)]
+        if instruction.kind == "fusion":
+            yield instruction, tuple(part for part, _ in inner)
+        else:
+            yield instruction, ()
+            yield from inner
+
+
 @dataclass(frozen=True)
 class Loop:
     """The largest loop of a program: its condition and its body.
@@ -95,29 +125,17 @@ class Loop:
         Raises:
             ValueError: if the program has no loop.
         """
-        computations: dict[str, list[Instruction]] = {}
-        loops: list[tuple[str, str]] = []
-        lines: list[Instruction] = []
-        for line in hlo.splitlines():
-            if begins := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-                lines = computations.setdefault(begins[1], [])
-            elif instruction := Instruction.read(line):
-                lines.append(instruction)
-                loops += re.findall(r" while\(.*condition=%?([\w.\-]+).*body=%?([\w.\-]+)", line)
+        computations, loops, _ = _read(hlo)
         if not loops:
             raise ValueError("the program has no loop")
-
-        def run(name: str) -> Iterator[tuple[Instruction, tuple[Instruction, ...]]]:
-            for instruction in computations[name]:
-                inner = [pair for other in instruction.calls for pair in run(other)]
-                if instruction.kind == "fusion":
-                    yield instruction, tuple(part for part, _ in inner)
-                else:
-                    yield instruction, ()
-                    yield from inner
-
         condition, body = max(loops, key=lambda names: len(computations[names[1]]))
-        return cls((*run(condition), *run(body)))
+        return cls((*_run(computations, condition), *_run(computations, body)))
+
+    @classmethod
+    def whole(cls, hlo: str) -> Loop:
+        """Reads a whole program, as one round of a loop. Loops in it count once."""
+        computations, _, entry = _read(hlo)
+        return cls(tuple(_run(computations, entry)))
 
     @property
     def collectives(self) -> Counter[str]:

@@ -12,6 +12,8 @@ from kvjax.cli.console import bytes_text, keep_compiled, note, working
 
 if TYPE_CHECKING:
     from kvjax.kv_cache import KVCache
+    from kvjax.policy import Policy
+    from kvjax.room import Compress
 
 END = "/exit"
 
@@ -40,6 +42,7 @@ def chat(
     from kvjax.checkpoint import load_named, mesh_sizes
 
     chosen, method = kvjax.policies.parse(policy), sampling.parse(sampler)
+    compress = _compress(policy, chosen)
     keep_compiled()
     with working(f"loading {model}"):
         params, tokenizer = load_named(model, dtype, mesh_sizes(mesh))
@@ -56,7 +59,7 @@ def chat(
             messages,
             policy=chosen,
             cache=cache,
-            compress="end",
+            compress=compress,
             max_new_tokens=max_new_tokens,
             sampler=method,
             seed=seed + turn,
@@ -74,6 +77,24 @@ def chat(
             f"{seen:,} tokens seen; the cache takes {bytes_text(cache.nbytes)}, "
             f"and all tokens would take {bytes_text(seen * token_bytes)}"
         )
+
+
+def _compress(text: str, policy: Policy) -> Compress:
+    """When to compress, so that every message is compressed.
+
+    Raises:
+        ValueError: the policy compresses the first message only. All others would be added to it.
+    """
+    from kvjax.room import only_once
+
+    if policy.every is not None:  # later messages evict too, where a budget was allocated by the shares of the first
+        return "auto"
+    if (reason := only_once(policy)) is not None:
+        raise ValueError(
+            f"--policy {text}: compressing the second message {reason}; expected a policy that evicts while decoding, "
+            "such as morphkv, h2o or d2o, or one that can compress a cache again, such as snapkv or pyramidkv"
+        )
+    return "end"
 
 
 def _messages() -> Iterator[str]:

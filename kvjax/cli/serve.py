@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -41,6 +43,14 @@ def serve(
     mesh: Annotated[
         str, typer.Option(metavar="DATAxMODEL", help="Spread the model over devices, such as 1x4 for four.")
     ] = "1x1",
+    coordinator: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help="On several hosts: that of process 0, or auto under Slurm and on TPU pods."
+        ),
+    ] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="The number of processes.")] = None,
+    process: Annotated[int | None, typer.Option(min=0, help="The index of this process.")] = None,
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; the default is the dtype of the stored weights.")
     ] = None,
@@ -50,6 +60,8 @@ def serve(
         from kvjax.serve import Ending, Settings, application, listen, run
     except ModuleNotFoundError as error:
         raise ValueError(f'{error.name} is not installed: expected pip install "kvjax[serve]"') from None
+    import jax
+
     import kvjax
     from kvjax.checkpoint import load_named, mesh_sizes
     from kvjax.serve.settings import LOOPBACK
@@ -63,14 +75,15 @@ def serve(
         max_body=max_body,
         timeout=timeout,
     )
-    chosen = kvjax.policies.parse(policy)
-    listener = listen(host, port)  # before anything that takes long
-    if not local and api_key is None:
+    chosen, sizes_of_mesh = kvjax.policies.parse(policy), mesh_sizes(mesh)
+    follows = connected(coordinator, processes, process, math.prod(sizes_of_mesh))
+    listener = None if follows else listen(host, port)  # before anything that takes long
+    if not (local or follows) and api_key is None:
         note(f"{host} can be reached from other machines, and there is no --api-key: anybody may use the model")
     keep_compiled()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # requests are tokenized in threads
     with working(f"loading {model}"):
-        params, tokenizer = load_named(model, dtype, mesh_sizes(mesh))
+        params, tokenizer = load_named(model, dtype, sizes_of_mesh)
     sizes = {"rows": rows, "max_prompt": max_prompt, "max_new_tokens": max_new_tokens}
     with working("compiling"):
         engine = kvjax.Engine(
@@ -85,6 +98,11 @@ def serve(
             prefix_folder=prefix_folder,
         )
     with engine:
+        if listener is None:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # process 0 finishes what runs, and ends all
+            note(f"follows process 0 as process {jax.process_index()}")
+            engine.follow()
+            return
         cache = engine.stats().cache_bytes
         note(
             f"{engine.warm_up.programs} programs in {engine.warm_up.seconds:.3g} s; {rows} rows hold "
@@ -95,3 +113,27 @@ def serve(
         address = f"[{host}]" if ":" in host else host
         note(f"{settings.model} at http://{address}:{listener.getsockname()[1]}/v1")
         run(app, ending, listener, patience=timeout)
+
+
+def connected(coordinator: str | None, processes: int | None, process: int | None, devices: int) -> bool:
+    """Connects the processes of several hosts. Returns whether this one follows process 0.
+
+    Args:
+        devices: the number of devices of the mesh, which must be those of all hosts.
+
+    Raises:
+        ValueError: options that do not fit each other, or the devices that there are.
+    """
+    import jax
+
+    stated = coordinator not in (None, "auto")
+    if (processes is not None) != stated or (process is not None) != stated:
+        raise ValueError("expected --coordinator HOST:PORT, --processes and --process together, or --coordinator auto")
+    if processes is not None and process is not None and process >= processes:
+        raise ValueError(f"--process {process}: expected an index below --processes {processes}")
+    if coordinator is None:
+        return False
+    jax.distributed.initialize(coordinator if stated else None, num_processes=processes, process_id=process)
+    if devices != jax.device_count():
+        raise ValueError(f"--mesh of {devices} devices: expected all {jax.device_count()} devices of all hosts")
+    return jax.process_index() > 0

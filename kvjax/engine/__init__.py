@@ -9,6 +9,7 @@
     handle.cancel()                         # the row is free before the next step
     engine.stats()                          # Stats: rows, queue, tokens, histograms of times, bytes
     engine.close()                          # refuses new requests, finishes the others; drain=False cancels them
+    engine.follow()                         # on several hosts, on all processes after process 0: runs what it runs
 
 `submit` raises ValueError for a bad request, QueueFullError if too many wait, and EngineClosedError after `close`.
 """

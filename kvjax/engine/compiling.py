@@ -44,8 +44,11 @@ class Programs:
             static: static arguments.
         """
         lowered = program.lower(*args, **static)
-        self._futures[name] = self._pool.submit(lowered.compile)
+        self._compile(name, lowered)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info)
+
+    def _compile(self, name: Hashable, lowered: jax.stages.Lowered) -> None:
+        self._futures[name] = self._pool.submit(lowered.compile)
 
     def finish(self) -> None:
         """Waits until everything is compiled."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from functools import partial
 
 import jax
 import numpy as np
@@ -11,13 +10,12 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
-from kvjax.plan import placed
 
 from .compiling import Programs, WarmUp
 from .plans import Plans
 from .prefixes import PrefixStore
 from .reading import compile_reads, reading, reading_after
-from .resident import Resident, Start, admit, advance, idle, shardings
+from .resident import Resident, Start, compile_rows
 from .ticket import Ticket
 
 Read = tuple[Float[Array, "1 V"], KVCache]
@@ -41,18 +39,10 @@ class Device:
             store: of prefixes; None if requests have none.
         """
         self._params, self._plans, self._store = params, plans, store
-        self._leaves, tree = jax.tree.flatten(params)
+        self._leaves = jax.tree.leaves(params)
         self._programs = programs = Programs()
-        sizes = plans.sizes
         logits, self.row = compile_reads(programs, plans, params, after=store is not None)
-        cache = self.row
-        start, size = self._everywhere(example.start), sizes.max_new_tokens
-        programs.add("idle", idle, cache, logits, start, rows=sizes.rows, size=size)
-        resident = jax.eval_shape(partial(idle, rows=sizes.rows, size=size), cache, logits, start)
-        if plans.mesh is not None:
-            resident = placed(resident, shardings(resident, plans.mesh))
-        programs.add("admit", admit, resident, cache, logits, start, np.int32(0))
-        programs.add("advance", advance, self._leaves, resident, np.zeros(sizes.rows, bool), tree=tree)
+        compile_rows(programs, plans, params, logits, self.row, self._everywhere(example.start))
         programs.finish()
         self.workspace = programs.workspace
 
@@ -72,7 +62,7 @@ class Device:
 
     def _everywhere(self, start: Start) -> Start:
         """The arrays of a request for each part of the batch."""
-        return jax.tree.map(lambda x: np.repeat(x, self._plans.batch, axis=0), start)
+        return jax.tree.map(lambda x: self._plans.put_rows(np.repeat(x, self._plans.batch, axis=0)), start)
 
     @property
     def cache(self) -> KVCache:
@@ -92,11 +82,13 @@ class Device:
         self.resident, report = self._programs.run(
             "admit", self.resident, cache, logits, self._everywhere(start), np.int32(row)
         )
+        if self._plans.on_hosts:  # each part of the batch reports the same, and this process has one
+            report = report.addressable_data(0)
         report.copy_to_host_async()
         return report
 
     def advance(self, wanted: Bool[np.ndarray, "B"]) -> Int32[Array, "3 B"]:
         """One token for every active row that is wanted. Returns the report of all rows."""
-        self.resident, report = self._programs.run("advance", self._leaves, self.resident, wanted)
+        self.resident, report = self._programs.run("advance", self._leaves, self.resident, self._plans.put_rows(wanted))
         report.copy_to_host_async()
         return report

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from kvjax import policies
@@ -29,6 +30,7 @@ from kvjax.shown import shown
 
 from .device import Device
 from .handle import Handle
+from .hosts import Channel, Leader, check_hosts, follow
 from .loop import Loop
 from .memory import Footprint, bytes_of, device_memory, weights_per_device
 from .plans import Plans
@@ -46,6 +48,9 @@ class Engine:
 
     Threads: the constructor compiles all programs and starts one thread, which alone runs them. Every method may be
     called from any thread. `close` ends the thread; so does the end of a `with` block.
+
+    Several hosts: each process makes the engine with the same arguments. Process 0 takes requests, and all others call
+    `follow`, which runs what process 0 runs.
 
     Attributes:
         params: the model.
@@ -115,8 +120,8 @@ class Engine:
                 stacklevel=3,
             )
         mesh = mesh_of(params)
-        if mesh is not None and mesh.is_multi_process:
-            raise ValueError("the parameters lie on devices of several processes: expected those of this process")
+        if mesh is not None:
+            check_hosts(mesh)
         check_batch(rows, mesh)
         check_groups(self.policy.budget, config.num_kv_heads, 1 if mesh is None else mesh.shape[MODEL])
         plans = Plans.of(config, self.policy, self.sizes, jnp.dtype(params.embed.dtype), mesh, texts)
@@ -131,8 +136,8 @@ class Engine:
             )
         elif prefix_folder is not None:
             raise ValueError(f"prefix_folder={shown(prefix_folder)} without prefix_memory: expected both")
-        if prefix_folder is not None and mesh is not None:
-            raise ValueError("prefix_folder on a mesh: expected prefix_memory alone, or one device")
+        if prefix_folder is not None and plans.on_hosts:
+            raise ValueError("prefix_folder on the devices of several processes: expected prefix_memory alone")
         example = Ticket.of([0], Options(1), self.sizes, None, config.vocab_size)
         device = Device(params, plans, example, self._store)
         self._row = device.row
@@ -142,8 +147,15 @@ class Engine:
             self.footprint.check(rows, most, plans.batch)
         self.warm_up = device.start(example)
         self._cache_bytes = device.cache.nbytes
-        self._loop = Loop(device, rows, max_queue)
-        self._thread = threading.Thread(target=self._loop.run, name="kvjax.Engine", daemon=True)
+        channel = Channel() if plans.on_hosts else None
+        leader = None if channel is None else Leader(device, channel)
+        self._loop = Loop(leader or device, rows, max_queue)
+        self._follow: Callable[[], None] | None = None
+        if channel is not None and jax.process_index() > 0:
+            self._follow = partial(follow, device, channel, example.start)
+            return
+        run = self._loop.run if leader is None else partial(leader.lead, self._loop)
+        self._thread = threading.Thread(target=run, name="kvjax.Engine", daemon=True)
         self._thread.start()
         # Without this the thread would outlive an engine that nobody closes, and the interpreter.
         self._end = weakref.finalize(self, _stop, self._loop, self._thread)
@@ -179,7 +191,12 @@ class Engine:
                 the engine's, bad settings.
             QueueFullError: `max_queue` requests wait already.
             EngineClosedError: the engine is closed, or its loop has failed.
+            RuntimeError: on several hosts, this is not process 0.
         """
+        if self._follow is not None:
+            raise RuntimeError(
+                f"requests go to the engine of process 0; on process {jax.process_index()} call follow()"
+            )
         if prefix is not None and self._store is None:
             raise ValueError(f"prefix={shown(prefix)}: expected an engine with prefix_memory=")
         options = Options(max_new_tokens, sampler, seed, eos, stop, log_probs, prefix)
@@ -209,14 +226,28 @@ class Engine:
             prefixes=Prefixes() if store is None else Prefixes(store.hits, store.misses, store.nbytes),
         )
 
+    def follow(self) -> None:
+        """Runs what process 0 runs, until its engine is closed: on several hosts, what all other processes call.
+
+        Raises:
+            RuntimeError: this is the engine of process 0, or of one process.
+            EngineClosedError: the loop of process 0 has failed.
+        """
+        if self._follow is None:
+            raise RuntimeError("this engine takes requests: expected follow() on the processes after process 0")
+        self._follow()
+
     def close(self, *, drain: bool = True) -> None:
         """Refuses new requests, and waits until all others have ended. A second call only waits.
+
+        On several hosts process 0 ends the engines of all. On the others this does nothing.
 
         Args:
             drain: whether to finish what was accepted. If not, it is cancelled.
         """
-        self._loop.close(drain=drain)
-        self._thread.join()
+        if self._follow is None:
+            self._loop.close(drain=drain)
+            self._thread.join()
 
     def __enter__(self) -> Engine:
         return self

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Array, Int32
@@ -21,6 +22,9 @@ from .device import Device, Read
 from .errors import EngineClosedError, QueueFullError
 from .stats import Counters
 from .ticket import Ticket
+
+if TYPE_CHECKING:
+    from .hosts import Leader
 
 
 @dataclass
@@ -37,9 +41,10 @@ class Loop:
     Attributes:
         counters: what has been done.
         rows: the request of each row; None where the row is free.
+        error: what later requests are refused with, once the loop has failed.
     """
 
-    def __init__(self, device: Device, rows: int, max_queue: int) -> None:
+    def __init__(self, device: Device | Leader, rows: int, max_queue: int) -> None:
         self.counters = Counters()
         self.rows: list[Ticket | None] = [None] * rows
         self._device = device
@@ -49,7 +54,7 @@ class Loop:
         self._reports: deque[tuple[Int32[Array, "3 B"], list[Ticket | None]]] = deque()
         self._changed = threading.Condition()  # guards the queue, and what follows
         self._closing = False
-        self._error: EngineClosedError | None = None
+        self.error: EngineClosedError | None = None
 
     # Any thread.
 
@@ -61,8 +66,8 @@ class Loop:
             EngineClosedError: the engine is closed or has failed.
         """
         with self._changed:
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             if self._closing:
                 raise EngineClosedError("the engine is closed")
             if len(self._queue) >= self._max_queue:
@@ -200,7 +205,7 @@ class Loop:
         closed = EngineClosedError(f"the engine has failed with {type(error).__name__}: {error}")
         closed.__cause__ = error
         with self._changed:
-            self._error = closed
+            self.error = closed
             tickets = self._accepted()
             self._queue.clear()
         for ticket in tickets:

@@ -17,7 +17,7 @@ from kvjax.models import DecoderConfig
 from kvjax.plan import placed
 from kvjax.policy import Policy, Texts
 from kvjax.room import Ending, ending, plan_read
-from kvjax.sharding import DATA, rows_sharding
+from kvjax.sharding import DATA, place, rows_sharding
 
 from .sizes import Sizes
 
@@ -62,6 +62,20 @@ class Plans:
     def placed_rows(self, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """The same shape, with axes [B, ...], where the rows lie."""
         return x if self.mesh is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows_sharding(self.mesh))
+
+    @property
+    def on_hosts(self) -> bool:
+        """Whether the devices belong to several processes."""
+        return self.mesh is not None and self.mesh.is_multi_process
+
+    def put_rows(self, x: Any) -> Any:
+        """An array of the host with axes [B, ...], as programs take it. One process hands it over as it is."""
+        return place(x, rows_sharding(self.mesh)) if self.mesh is not None and self.on_hosts else x
+
+    def put_row(self, cache: KVCache) -> KVCache:
+        """A cache of the host with one row, as programs take it: once for each part of the batch."""
+        cache = jax.tree.map(lambda x: np.repeat(x, self.batch, axis=0), cache)
+        return jax.tree.map(place, cache, cache.shardings) if self.on_hosts else cache
 
     def placed(self, cache: KVCache) -> KVCache:
         """The same shapes of a cache where it lies."""

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.checks import check_path
-from kvjax.disk import fingerprint, restore_cache, save_cache
+from kvjax.disk import fingerprint, restore_on_host, save_cache
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policy import Policy
@@ -111,7 +111,7 @@ class PrefixStore:
         if self._folder is None or not (self._folder / key).is_dir():
             return None
         try:
-            return jax.device_get(restore_cache(self._folder / key, self._params))
+            return restore_on_host(self._folder / key, self._params)
         except ValueError:
             shutil.rmtree(self._folder / key, ignore_errors=True)
             return None

@@ -108,23 +108,23 @@ def reading(
     programs: Programs, plans: Plans, params: Decoder, prompt: Int[np.ndarray, "N"]
 ) -> Generator[None, None, tuple[Float[Array, "1 V"], KVCache]]:
     """Reads a prompt. It yields after each unit of work but the last, and returns the logits and the row's cache."""
-    size, chunk = plans.sizes.padded(prompt.size), plans.sizes.chunk
+    size, chunk, put = plans.sizes.padded(prompt.size), plans.sizes.chunk, plans.put_rows
     lengths = np.full(plans.batch, prompt.size, np.int32)
     padded = np.zeros((plans.batch, size), np.int32)
     padded[:, size - prompt.size :] = prompt
     if size <= chunk:
-        logits, cache = programs.run(("whole", size), params, padded, lengths)
+        logits, cache = programs.run(("whole", size), params, put(padded), put(lengths))
     else:
-        cache = programs.run(("begin", size), params, lengths)
+        cache = programs.run(("begin", size), params, put(lengths))
         for i in range(plans.sizes.chunks(prompt.size) - 1, 0, -1):
             part = np.clip(lengths - i * chunk, 0, chunk)
             end = size - i * chunk
-            _, cache = programs.run(("chunk", size), params, cache, padded[:, end - chunk : end], part)
+            _, cache = programs.run(("chunk", size), params, cache, put(padded[:, end - chunk : end]), put(part))
             yield
         part = np.minimum(lengths, chunk)
-        logits, cache = programs.run(("last", size), params, cache, padded[:, -chunk:], part)
+        logits, cache = programs.run(("last", size), params, cache, put(padded[:, -chunk:]), put(part))
     if plans.end.allocate:
-        for part in programs.run(("passes", size), padded, lengths):
+        for part in programs.run(("passes", size), put(padded), put(lengths)):
             yield
             cache = programs.run(("replay", size, part.tokens.shape), params, cache, part)
         yield
@@ -150,8 +150,9 @@ def reading_after(
         yield
         store.put(key, jax.tree.map(lambda x: fetch(x)[:1], cache))
     else:
-        cache = jax.tree.map(lambda x: np.repeat(x, plans.batch, axis=0), cache)
+        cache = plans.put_row(cache)
     lengths = np.full(plans.batch, prompt.size, np.int32)
     padded = np.zeros((plans.batch, plans.sizes.padded(prompt.size)), np.int32)
     padded[:, padded.shape[1] - prompt.size :] = prompt
-    return programs.run(("after", padded.shape[1]), params, cache, padded, lengths)
+    put = plans.put_rows
+    return programs.run(("after", padded.shape[1]), params, cache, put(padded), put(lengths))

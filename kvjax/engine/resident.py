@@ -9,16 +9,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from kvjax.decode import Answers, Decoding
 from kvjax.gpu_flags import STEP_OPTIONS
 from kvjax.kv_cache import KVCache
+from kvjax.models import Decoder
+from kvjax.plan import placed
 from kvjax.programs import jit
 from kvjax.request import Sampling
 from kvjax.row_samplers import RowSamplers
 from kvjax.sharding import DATA, MODEL
+
+from .compiling import Programs
+from .plans import Plans
 
 
 @jax.tree_util.register_dataclass
@@ -114,11 +120,6 @@ def admit(
     return _on_devices(put, resident, new), new.report()
 
 
-def shardings(resident: Resident, mesh: Mesh) -> Resident:
-    """Where each array of rows lies on a mesh."""
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), _specs(resident))
-
-
 def _on_devices(change: Callable[..., Resident], *rows: Resident) -> Resident:
     """`change(*rows)`. On a mesh each device changes the part that it holds."""
     mesh = rows[0].decoding.cache.mesh
@@ -149,4 +150,26 @@ def advance(
     decoding = resident.decoding
     decoding = decoding.with_active(decoding.active & wanted).advance(jax.tree.unflatten(tree, leaves))
     resident = replace(resident, decoding=decoding).within_limits()
-    return resident, resident.report()
+    report, mesh = resident.report(), decoding.cache.mesh
+    if mesh is not None and mesh.is_multi_process:  # process 0 reads all of it
+        report = jax.lax.with_sharding_constraint(report, NamedSharding(mesh, PartitionSpec()))
+    return resident, report
+
+
+def compile_rows(
+    programs: Programs, plans: Plans, params: Decoder, logits: Float[Array, "B V"], row: KVCache, start: Start
+) -> None:
+    """Adds the programs that make, change and advance all rows.
+
+    Args:
+        logits: the shapes of what a read returns, and so is `row`, its cache.
+        start: of any request.
+    """
+    rows, size = plans.sizes.rows, plans.sizes.max_new_tokens
+    programs.add("idle", idle, row, logits, start, rows=rows, size=size)
+    resident = jax.eval_shape(partial(idle, rows=rows, size=size), row, logits, start)
+    if (mesh := plans.mesh) is not None:
+        resident = placed(resident, jax.tree.map(lambda spec: NamedSharding(mesh, spec), _specs(resident)))
+    programs.add("admit", admit, resident, row, logits, start, np.int32(0))
+    leaves, tree = jax.tree.flatten(params)
+    programs.add("advance", advance, leaves, resident, plans.put_rows(np.zeros(rows, bool)), tree=tree)

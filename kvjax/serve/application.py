@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from kvjax.engine import Engine
@@ -25,7 +25,7 @@ from .gate import Gate
 from .metrics import registry_of
 from .schema import Chat, Completion, parse
 from .settings import Settings
-from .streaming import events
+from .streaming import Events
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -55,8 +55,7 @@ def application(engine: Engine, settings: Settings, is_closing: Callable[[], boo
                 raise ApiError(404, message, "model", "model_not_found")
             asked = await ask(engine, body)
             if body.stream:
-                stream = events(form, asked, settings.timeout)
-                return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+                return Events(form, asked, settings.timeout)
             return JSONResponse(form.whole(asked, await unless_gone(request, asked, settings.timeout)))
 
         return answer

@@ -6,7 +6,12 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from kvjax.engine import Handle, Token
 
@@ -17,29 +22,39 @@ from .errors import ApiError, logger
 Event = tuple[int, Piece, str | None]
 
 
-async def events(form: Form, asked: Asked, timeout: float) -> AsyncIterator[bytes]:
-    """The events of a request. Its rows are free when the last one has been sent, or the client is gone.
+class Events(StreamingResponse):
+    """The events of a request. Its rows are free when the last one has been sent, or the client is gone."""
 
-    An error after the first event is an event of its own, after which the stream ends.
-    """
-    with freed(asked):
-        try:
-            for document in form.opening(asked):
-                yield _event(document)
-            tokens = 0
-            async for index, piece, finish in _merged(asked, timeout):
-                tokens += len(piece[1])
-                yield _event(form.piece(asked, index, piece, finish))
-            options = asked.request.stream_options
-            if options is not None and options.include_usage:
-                empty = form.piece(asked, 0, ("", []), None) | {"choices": []}
-                yield _event(empty | {"usage": asked.usage(tokens)})
-            yield b"data: [DONE]\n\n"
-        except ApiError as error:
-            yield _event(error.document)
-        except Exception as error:
-            logger.error("a stream failed", exc_info=error)
-            yield _event(ApiError(500, "the server made a mistake; its log says more", code="internal_error").document)
+    def __init__(self, form: Form, asked: Asked, timeout: float) -> None:
+        stream = _events(form, asked, timeout)
+        super().__init__(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._asked = asked
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Not in the generator, which never begins if the client leaves while the head of the answer is sent.
+        with freed(self._asked), suppress(ClientDisconnect):
+            await super().__call__(scope, receive, send)
+
+
+async def _events(form: Form, asked: Asked, timeout: float) -> AsyncIterator[bytes]:
+    """The events of a request. An error after the first one is an event of its own, after which the stream ends."""
+    try:
+        for document in form.opening(asked):
+            yield _event(document)
+        tokens = 0
+        async for index, piece, finish in _merged(asked, timeout):
+            tokens += len(piece[1])
+            yield _event(form.piece(asked, index, piece, finish))
+        options = asked.request.stream_options
+        if options is not None and options.include_usage:
+            empty = form.piece(asked, 0, ("", []), None) | {"choices": []}
+            yield _event(empty | {"usage": asked.usage(tokens)})
+        yield b"data: [DONE]\n\n"
+    except ApiError as error:
+        yield _event(error.document)
+    except Exception as error:
+        logger.error("a stream failed", exc_info=error)
+        yield _event(ApiError(500, "the server made a mistake; its log says more", code="internal_error").document)
 
 
 async def _merged(asked: Asked, timeout: float) -> AsyncIterator[Event]:

@@ -36,6 +36,13 @@ def test_rewrites(name: str, body, rewritten: bool) -> None:
     assert bool(Loop.of(loop.as_text()).rewrites(NBYTES)) == rewritten
 
 
+@pytest.mark.parametrize(("body", "rewritten"), [(update, False), (roll, True)])
+def test_a_program_without_loops(body, rewritten: bool) -> None:
+    x = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.float32)
+    program = jax.jit(body, donate_argnums=1).lower(3, x).compile()
+    assert bool(Loop.whole(program.as_text()).rewrites(NBYTES)) == rewritten
+
+
 # As XLA writes programs: asynchronous halves, arrays combined, a TPU's memories, a fusion updating one of two arrays.
 HLO = """HloModule jit_f
 

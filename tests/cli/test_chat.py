@@ -12,24 +12,30 @@ from typer.testing import CliRunner
 import kvjax
 from kvjax.cli import app
 from kvjax.models import Decoder
+from kvjax.room import Compress
 from tests.cli.commands import kv
 
 pytestmark = pytest.mark.slow
-OPTIONS = ["--policy", "morphkv:budget=24,window=4", "--max-new-tokens", "20", "--sampler", "greedy"]
+OPTIONS = ["--max-new-tokens", "20", "--sampler", "greedy"]
 
 
-def test_a_dialogue(shallow: Decoder, talker: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("policy", "compress"), [("morphkv:budget=24,window=4", "end"), ("adakv:base=h2o,base.budget=24,groups=2", "auto")]
+)
+def test_a_dialogue(
+    policy: str, compress: Compress, shallow: Decoder, talker: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     kvjax.save_hf(shallow, tmp_path / "model", talker)
     lines = ["ba ce di", "", "fo gu", "ce", "/exit", "never"]
     result = CliRunner().invoke(
-        app, ["chat", str(tmp_path / "model"), *OPTIONS, "--system", "ga"], input="\n".join(lines)
+        app, ["chat", str(tmp_path / "model"), *OPTIONS, "--policy", policy, "--system", "ga"], input="\n".join(lines)
     )
     assert result.exit_code == 0, result.output
     cache, expected = None, []
     for turn, text in enumerate(["ba ce di", "fo gu", "ce"]):
         messages = [{"role": "system", "content": "ga"}] * (turn == 0) + [{"role": "user", "content": text}]
         out = kvjax.generate(
-            shallow, messages, policy=OPTIONS[1], cache=cache, compress="end", max_new_tokens=20, tokenizer=talker
+            shallow, messages, policy=policy, cache=cache, compress=compress, max_new_tokens=20, tokenizer=talker
         )
         cache = out.cache
         expected.append(out.text)
@@ -44,3 +50,18 @@ def test_a_model_without_a_chat_template(shallow_model: str) -> None:
     status, _, stderr = kv("chat", shallow_model, *OPTIONS)
     assert status == 2
     assert "has no chat template" in stderr
+
+
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        ("kvcompose:budget=0.25", "would allocate CompositeShares more than once"),
+        ("adakv", "would allocate AdaptiveShares more than once"),
+        ("finch:positions='in_cache'", "would score by queries that .* kept before the keys moved"),
+    ],
+)
+def test_a_policy_that_compresses_once(policy: str, reason: str) -> None:
+    """It is refused before the model is read."""
+    status, _, stderr = kv("chat", "no such folder", *OPTIONS, "--policy", policy)
+    assert status == 2
+    assert re.search(rf"--policy {policy}: compressing the second message {reason}.*; expected a policy", stderr)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -97,6 +99,28 @@ def test_prefixes_on_disk_serve_later_engines(tiny: Decoder, tmp_path: Path) -> 
     assert again.get(key) is None
     assert (again.hits, again.misses) == (0, 1)
     assert not (tmp_path / key).exists()
+
+
+@pytest.mark.slow
+def test_a_mesh_writes_prefixes_to_disk_and_reads_them(shallow: Decoder, tmp_path: Path) -> None:
+    """The mesh reads what it wrote, and so does one device."""
+    policy, document, question = "h2o:budget=12", [5] * 20, [3, 4, 5]
+    params = kvjax.shard(shallow, kvjax.make_mesh(2, 2, devices=jax.devices()[:4]))
+    read = kvjax.prefill(shallow, document, policy=policy)
+    expected = kvjax.generate(shallow, question, cache=read, max_new_tokens=9).tokens[0].tolist()
+    options = {**SIZES, "chunk": 32, "prefix_memory": "1MB", "prefix_folder": tmp_path}
+    with kvjax.Engine(params, policy, **options) as engine:
+        for _ in range(2):
+            answer = engine.submit(question, prefix=document, max_new_tokens=9).result(timeout=60)
+            assert answer.tokens.tolist() == expected
+            engine._store._caches.clear()  # as in a later engine
+        stats = engine.stats().prefixes
+        assert (stats.hits, stats.misses) == (1, 1)
+    store = PrefixStore(shallow, parse(policy), engine.sizes, memory=10**6, folder=tmp_path)
+    found = store.get(store.key(np.array(document)))
+    assert found is not None
+    stored = replace(jax.tree.map(jnp.asarray, found), mesh=None)
+    assert kvjax.generate(shallow, question, cache=stored, max_new_tokens=9).tokens[0].tolist() == expected
 
 
 @pytest.mark.slow

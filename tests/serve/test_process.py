@@ -98,6 +98,10 @@ def test_sigterm_finishes_what_runs(folder: str) -> None:
         (["--api-key", ""], "visible ASCII"),
         (["--timeout", "0"], "timeout=0"),
         (["--name", ""], "an empty name"),
+        (["--processes", "2"], "--processes and --process together"),
+        (["--coordinator", "localhost:1", "--processes", "2"], "--processes and --process together"),
+        (["--coordinator", "auto", "--process", "0"], "or --coordinator auto"),
+        (["--coordinator", "localhost:1", "--processes", "2", "--process", "2"], "an index below --processes 2"),
     ],
 )
 def test_options_that_do_not_fit(folder: str, options: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Every request that is not accepted gets OpenAI's form of an error, with the right status."""
 
+import asyncio
 import json
 import socket
 import time
@@ -12,8 +13,8 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvjax.serve import Settings
-from tests.serve.serving import KEY, Serving
+from kvjax.serve import Settings, application
+from tests.serve.serving import KEY, POLICY, Serving
 
 pytestmark = pytest.mark.slow
 GOOD = {"model": "tiny", "prompt": "ba", "max_tokens": 2}
@@ -154,6 +155,39 @@ def test_a_client_that_goes_away_frees_its_row(serving: Serving) -> None:
             wait_for(lambda: serving.engine.stats().rows_busy > 0)
         idle(serving)
         assert serving.engine.stats().finished.get("cancelled", 0) > before
+
+
+@pytest.mark.parametrize("version", ["2.3", "2.4"])
+def test_a_client_that_goes_away_before_the_first_event(serving: Serving, version: str) -> None:
+    """It leaves while the head of the answer waits to be sent. ASGI 2.3 has a message for that, and 2.4 an error."""
+    body = json.dumps(GOOD | {"max_tokens": 512, "ignore_eos": True, "stream": True}).encode()
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+    sent = []
+
+    async def receive() -> Any:
+        return next(messages, {"type": "http.disconnect"})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if version == "2.4":
+            raise OSError("the client is gone")
+        await asyncio.Event().wait()
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": version},
+        "method": "POST",
+        "path": "/v1/completions",
+        "query_string": b"",
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+    }
+    before = serving.engine.stats().finished
+    app = application(serving.engine, Settings("tiny", POLICY))
+    asyncio.run(app(scope, receive, send))
+    assert [message["type"] for message in sent] == ["http.response.start"]
+    idle(serving)
+    after = serving.engine.stats().finished
+    assert after == before | {"cancelled": before.get("cancelled", 0) + 1}
 
 
 def idle(serving: Serving) -> None:

@@ -1,0 +1,75 @@
+"""What `kvjax.Engine` runs, compiled ahead: for a model without weights, and for devices that need not be here."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from kvjax.allocate import encoded_texts
+from kvjax.engine.compiling import Programs
+from kvjax.engine.plans import Plans
+from kvjax.engine.reading import compile_reads
+from kvjax.engine.resident import compile_rows
+from kvjax.engine.sizes import CHUNK, Sizes
+from kvjax.engine.ticket import Options, Ticket
+from kvjax.kv_cache import KVCache
+from kvjax.models import DecoderConfig
+from kvjax.modes import own_modes
+from kvjax.policy import Policy
+from kvjax.sharding import check_batch, fit_mesh
+
+from .lower import plan_params
+
+
+class _Lowered(Programs):
+    """Programs that nobody has compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lowered: dict[Hashable, jax.stages.Lowered] = {}
+
+    def _compile(self, name: Hashable, lowered: jax.stages.Lowered) -> None:
+        self.lowered[name] = lowered
+
+
+@own_modes()
+def lower_engine(
+    config: DecoderConfig,
+    policy: Policy,
+    *,
+    mesh: Mesh,
+    rows: int,
+    max_prompt: int,
+    max_new_tokens: int,
+    dtype: Any = jnp.bfloat16,
+    chunk: int = CHUNK,
+) -> tuple[dict[Hashable, jax.stages.Lowered], KVCache]:
+    """The programs of an engine, for the devices of a mesh of `make_mesh`.
+
+    Args:
+        dtype: of parameters and cache.
+        chunk: as `Engine` takes it.
+
+    Returns:
+        The programs by name. "admit" writes a request into a row, and "advance" is a step of all rows. The others read
+        prompts. And the shapes of the cache of one row.
+
+    Raises:
+        ValueError: for a mesh that does not fit the model or the rows.
+    """
+    params, mesh = plan_params(config, dtype, mesh), fit_mesh(mesh, config)
+    check_batch(rows, mesh)
+    sizes = Sizes.of(rows, max_prompt, max_new_tokens, chunk=chunk)
+    plans = Plans.of(config, policy, sizes, jnp.dtype(dtype), mesh, encoded_texts(policy, None))
+    programs = _Lowered()
+    logits, row = compile_reads(programs, plans, params, after=False)
+    start = jax.tree.map(
+        lambda x: plans.placed_rows(jax.ShapeDtypeStruct((plans.batch, *x.shape[1:]), x.dtype)),
+        Ticket.of([0], Options(1), sizes, None, config.vocab_size).start,
+    )
+    compile_rows(programs, plans, params, logits, row, start)
+    return programs.lowered, row

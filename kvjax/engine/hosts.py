@@ -1,0 +1,156 @@
+"""An engine on several hosts: process 0 leads, and the others run the same programs in the same order.
+
+The leader announces each piece of work before it begins it. The messages go through the key-value store with which
+`jax.distributed` connects the processes, so they never wait for a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import jax
+from flax.serialization import msgpack_restore, msgpack_serialize
+from jax._src import distributed  # the store has no public name
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Int, Int32
+
+from kvjax.modes import own_modes
+
+from .device import Device, Read
+from .errors import EngineClosedError
+from .resident import Start
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from .loop import Loop
+
+BLOCK = 256  # messages that are kept until everybody has received them
+POLL = 10_000  # milliseconds that a process waits for a message before it looks again
+PATIENCE = 600_000  # milliseconds that processes wait for the others at the end of a block
+_engines = count()
+
+
+def check_hosts(mesh: Mesh) -> None:
+    """Raises ValueError for a mesh over some of several processes, of which the others would wait for nothing."""
+    held = {device.process_index for device in mesh.devices.flat}
+    if len(held) > 1 and len(held) < jax.process_count():
+        raise ValueError(
+            f"the parameters lie on devices of {len(held)} of {jax.process_count()} processes: expected a mesh over "
+            "all processes, or over this one"
+        )
+
+
+class Channel:
+    """Messages from process 0 to all others, each of which receives all of them in order.
+
+    A message is a dict of numbers, texts, NumPy arrays, and lists of these.
+    """
+
+    def __init__(self) -> None:
+        """All processes make their channels in the same order."""
+        self._name = f"kvjax/engine/{next(_engines)}"
+        self._client: Any = distributed.global_state.client
+        self._count = 0
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Sends a message. At the end of a block it waits until the others have received the block."""
+        self._client.key_value_set_bytes(self._key, msgpack_serialize(message))
+        if self._next():
+            self._client.key_value_delete(f"{self._name}/{self._count // BLOCK - 1}/")
+
+    def receive(self) -> dict[str, Any]:
+        """Waits for the next message."""
+        while True:
+            try:
+                data = self._client.blocking_key_value_get_bytes(self._key, POLL)
+                break
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+        self._next()
+        return msgpack_restore(data)
+
+    @property
+    def _key(self) -> str:
+        return f"{self._name}/{self._count // BLOCK}/{self._count % BLOCK}"
+
+    def _next(self) -> bool:
+        """Counts a message. Returns whether all have now received all messages of the block before."""
+        first = self._count >= BLOCK and self._count % BLOCK == 0
+        if first:
+            self._client.wait_at_barrier(f"{self._name}/{self._count}", PATIENCE)
+        self._count += 1
+        return first
+
+
+class Leader:
+    """The device of process 0, whose methods have all other processes do the same."""
+
+    def __init__(self, device: Device, channel: Channel) -> None:
+        self._device, self._channel = device, channel
+
+    def read(self, prompt: Int[np.ndarray, "N"], prefix: Int[np.ndarray, "N"] | None) -> Generator[None, None, Read]:
+        """As `Device.read`."""
+        units = self._device.read(prompt, prefix)
+        self._channel.send({"do": "read", "prompt": prompt, "prefix": prefix})
+        while True:
+            try:
+                next(units)
+            except StopIteration as stop:
+                return stop.value
+            yield
+            self._channel.send({"do": "unit"})
+
+    def admit(self, read: Read, start: Start, row: int) -> Int32[Array, "3 _"]:
+        """As `Device.admit`."""
+        self._channel.send({"do": "admit", "start": jax.tree.leaves(start), "row": row})
+        return self._device.admit(read, start, row)
+
+    def advance(self, wanted: Bool[np.ndarray, "B"]) -> Int32[Array, "3 B"]:
+        """As `Device.advance`."""
+        self._channel.send({"do": "advance", "wanted": wanted})
+        return self._device.advance(wanted)
+
+    def lead(self, loop: Loop) -> None:
+        """Runs a loop to its end, and tells the others of it."""
+        loop.run()
+        self._channel.send({"do": "end", "error": None if loop.error is None else str(loop.error)})
+
+
+@own_modes()
+def follow(device: Device, channel: Channel, example: Start) -> None:
+    """Does what process 0 does, until it ends.
+
+    Args:
+        example: the start of any request.
+
+    Raises:
+        EngineClosedError: the loop of process 0 has failed.
+    """
+    units: Generator[None, None, Read] | None = None
+    read: Read | None = None
+    while True:
+        message = channel.receive()
+        match message["do"]:
+            case "read" | "unit" as kind:
+                if kind == "read":
+                    units = device.read(message["prompt"], message["prefix"])
+                assert units is not None
+                try:
+                    next(units)
+                except StopIteration as stop:
+                    read = stop.value
+            case "admit":
+                assert read is not None
+                start = jax.tree.unflatten(jax.tree.structure(example), message["start"])
+                device.admit(read, start, message["row"])
+                units = read = None
+            case "advance":
+                device.advance(message["wanted"])
+            case "end":
+                if message["error"] is not None:
+                    raise EngineClosedError(f"on process 0, {message['error']}")
+                return

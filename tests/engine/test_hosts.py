@@ -1,0 +1,114 @@
+"""An engine on two processes, each with devices of its own, answers as `kvjax.generate` on one device.
+
+Its followers do what the leader does, in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import deque
+from pathlib import Path
+
+import pytest
+
+import kvjax
+from kvjax.engine import EngineClosedError
+from kvjax.engine.hosts import Leader, follow
+from kvjax.engine.loop import Loop
+from kvjax.evaluation.tasks.vocabulary import WORDS, tokenizer
+from tests.engine.test_loop import SIZES, Notes, ticket
+from tests.engine.two_hosts import requests
+from tests.products import part
+from tests.test_multihost import free_port
+from tests.tiny import decoder
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_NUM_CPU_DEVICES": "2",
+    "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "PYTHONPATH": str(ROOT),
+}
+
+
+class Messages(deque):
+    """A channel within one process."""
+
+    send, receive = deque.append, deque.popleft
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_followers_do_what_the_leader_does(fails: bool) -> None:
+    """Also after a prompt that was not read to its end, and until the leader fails."""
+    notes, others, messages = Notes(), Notes(), Messages()
+    leader = Leader(notes, messages)
+    loop = Loop(leader, SIZES.rows, 8)
+    unread, *requests = ticket(64), ticket(40, limit=3), ticket(2, limit=5)
+    loop.submit(unread)
+    loop.turn()
+    loop.cancel(unread)
+    for one in requests:
+        loop.submit(one)
+    if fails:
+        while not any("admit" in what for what in notes.done):
+            loop.turn()
+        notes.fails = True
+    else:
+        loop.close(drain=True)
+    leader.lead(loop)
+    if fails:
+        with pytest.raises(EngineClosedError, match="on process 0, the engine has failed with FloatingPointError"):
+            follow(others, messages, ticket(1).start)
+    else:
+        follow(others, messages, ticket(1).start)
+        assert loop.counters.finished == {"cancelled": 1, "length": 2}
+    assert others.done[: len(notes.done)] == notes.done
+    assert not messages
+
+
+CASES = [
+    (2, 2, "h2o:budget=12"),  # each process its own rows
+    (1, 4, "adakv:base=h2o,base.budget=12,groups=2"),  # each process its own kv head, shared by its two devices
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("data", "model", "policy"), part(CASES, CASES[:1]))
+def test_two_processes_answer_as_one(data: int, model: int, policy: str) -> None:
+    command = [sys.executable, "-m", "tests.engine.two_hosts"]
+    port = str(free_port())
+    started = [
+        subprocess.Popen(
+            [*command, str(index), port, str(data), str(model), policy],
+            cwd=ROOT,
+            env=os.environ | ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    try:
+        finished = [process.communicate(timeout=300) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], "\n".join(stderr for _, stderr in finished)
+    found = json.loads(finished[0][0].splitlines()[-1])
+
+    params = decoder(vocab=len(WORDS))
+    alone = [kvjax.generate(params, policy=policy, tokenizer=tokenizer(), **request) for request in requests()]
+    assert found["devices"] == [2, 4]
+    assert found["tokens"] == [one.tokens[0].tolist() for one in alone]
+    read = kvjax.prefill(params, [8] * 20, policy=policy)
+    assert found["prefixed"] == [kvjax.generate(params, [3, 4], cache=read, max_new_tokens=5).tokens[0].tolist()] * 3
+    assert found["cancelled"] == "cancelled"
+    finish, text, whole = found["stopped"]
+    assert finish == "stop"
+    assert whole.startswith(text)
+    assert len(text) < len(whole)
+    assert found["finished"] == {"length": 9, "stop": 1, "cancelled": 1}
