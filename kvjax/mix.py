@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,9 @@ def over_experts(mesh: Mesh | None) -> Mix:
     if mesh is None:
         return mixed
     axes, rows = heads_axes(mesh), PartitionSpec(DATA)
-    own = PartitionSpec(axes)
+    own: Any = PartitionSpec(axes)
+    router: Any = PartitionSpec()
+    specs = ExpertWeights(router, own, own, own)
 
     def mix(
         x: Float[Array, "B N E"], weights: ExpertWeights, mixture: Mixture, activation: Activation
@@ -34,7 +37,7 @@ def over_experts(mesh: Mesh | None) -> Mix:
         @partial(
             jax.shard_map,
             mesh=mesh,
-            in_specs=(rows, ExpertWeights(router=PartitionSpec(), gate=own, up=own, down=own)),
+            in_specs=(rows, specs),
             out_specs=rows,
             check_vma=False,
         )
@@ -68,7 +71,7 @@ def mixed(
     tokens = x.reshape(-1, x.shape[-1])
     chosen, shares = routed(tokens, weights.router, mixture)
     expert = chosen - first
-    mine = (0 <= expert) & (expert < len(weights.gate))
+    mine = (expert >= 0) & (expert < len(weights.gate))
     arguments = tokens, jnp.where(mine, expert, 0), mine, weights
     run = partial(sorted_products, activation=activation)
     if chosen.size <= mixture.experts:

@@ -1,8 +1,8 @@
 """Meshes of several devices, and the shardings of parameters and batches on them.
 
-The batch is sharded over the mesh axis `data`, and heads, experts and MLP columns over `model`. If `model` exceeds the number of
-kv heads, the devices that hold the same kv head form a third axis, `replica`. Keys and values are then sharded over
-`model` and replicated over `replica`, and query heads, experts and MLP columns are sharded over both.
+The batch is sharded over the mesh axis `data`, and heads, experts and MLP columns over `model`. If `model` exceeds the
+number of kv heads, the devices that hold the same kv head form a third axis, `replica`. Keys and values are then
+sharded over `model` and replicated over `replica`, and query heads, experts and MLP columns are sharded over both.
 """
 
 from __future__ import annotations
@@ -116,12 +116,19 @@ def logical_sharding(mesh: Mesh, axes: Sequence[str], shape: Sequence[int]) -> N
 
     Args:
         mesh: the mesh from `fit_mesh`.
-        axes: the logical name of each axis: "batch", "vocab", "heads", "kv_heads", "mlp", "experts", or any other name for an axis
-            that is never sharded.
+        axes: the logical name of each axis: "batch", "vocab", "heads", "kv_heads", "mlp", "experts", or any other name for an
+            axis that is never sharded.
         shape: the size of each axis.
     """
     model_axes = heads_axes(mesh)
-    rules = {"batch": DATA, "vocab": model_axes, "heads": model_axes, "kv_heads": MODEL, "mlp": model_axes, "experts": model_axes}
+    rules = {
+        "batch": DATA,
+        "vocab": model_axes,
+        "heads": model_axes,
+        "kv_heads": MODEL,
+        "mlp": model_axes,
+        "experts": model_axes,
+    }
     devices = mesh.size // mesh.shape[DATA]
     spec = [
         None if name == "vocab" and size % devices else rules.get(name) for name, size in zip(axes, shape, strict=True)

@@ -36,7 +36,7 @@ from .fields import UnsupportedModelError
 from .mixture import ExpertWeights, Mix, Mixture, densely, routed
 from .rope import Rope, rotate
 from .unknown import beyond_llama
-from .weights import FusedRows, Layout, Weight, by_path, by_tensor, hf_shapes, read_parameter
+from .weights import FusedRows, Layout, Weight, by_parameter, by_tensor, hf_shapes, read_parameter
 
 FAMILIES: dict[str, ModuleType] = {
     "gemma2": gemma2,
@@ -100,7 +100,7 @@ __all__ = [
     "Rope",
     "UnsupportedModelError",
     "Weight",
-    "by_path",
+    "by_parameter",
     "by_tensor",
     "config_from_hf",
     "densely",

@@ -217,7 +217,10 @@ class Layer(nnx.Module):
 
     def feed_forward(self, x: Float[Array, "B n E"], mix: Mix) -> Float[Array, "B n E"]:
         """The MLP, or the mixture of experts in its place."""
-        return self.mlp(x) if self.experts is None else self.experts(x, mix)
+        if self.experts is not None:
+            return self.experts(x, mix)
+        assert self.mlp is not None
+        return self.mlp(x)
 
     def scaled(self, x: Float[Array, "B n E"]) -> Float[Array, "B n E"]:
         """What is added to the hidden states. A product with a factor of 1 would be one more kernel."""

@@ -43,7 +43,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
 
 
 def dense_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
-    """Reads which layers have an MLP: those that `mlp_only_layers` lists, and all but every `decoder_sparse_step`-th."""
+    """Reads which layers have an MLP: those of `mlp_only_layers`, and all but every `decoder_sparse_step`-th layer."""
     layers, named, step = layer_count(hf), hf.get("mlp_only_layers") or [], integer(hf, "decoder_sparse_step", 1)
     if not isinstance(named, list) or not all(type(layer) is int and 0 <= layer < layers for layer in named):
         raise unsupported("mlp_only_layers", named, f"a list of layers in 0 .. {layers - 1}")

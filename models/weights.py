@@ -165,7 +165,7 @@ def _runs(indices: np.ndarray, longest: int) -> Iterator[slice]:
             yield slice(start, min(start + longest, int(run[-1]) + 1))
 
 
-def by_path(table: Iterable[Weight]) -> dict[str, list[Weight]]:
+def by_parameter(table: Iterable[Weight]) -> dict[str, list[Weight]]:
     """Groups weights by the parameter that they hold: one weight, or one for each expert."""
     grouped: dict[str, list[Weight]] = {}
     for weight in table:
@@ -180,9 +180,10 @@ def read_parameter(
     index: tuple[slice, ...],
     dtype: DTypeLike,
 ) -> np.ndarray:
-    """Reads slice `index` of the parameter that `weights` of `by_path` hold. The arguments are those of `Weight.read`.
+    """Reads slice `index` of the parameter that `weights` of `by_parameter` hold.
 
-    Of a parameter with an item for each expert, it reads the tensors of the experts in the slice only.
+    Of a parameter with an item for each expert, it reads the tensors of the experts in the slice only. The arguments
+    are those of `Weight.read`.
     """
     if weights[0].expert is None:
         return weights[0].read(tensors[weights[0].name], shape, index, dtype)

@@ -16,7 +16,7 @@ Axis letters, in every signature of this package:
     T   rows per lane of a pool
     D   head size, in channels
     E   hidden size of the model; no kernel sees it
-    I   inputs of a matrix; O its outputs. A grouped product has X matrices and M rows
+    I   inputs of a matrix, O its outputs, in a product
 
 One rule says what a query sees: a key at position p is visible from position t if 0 <= p <= t, and t - p < window if
 the model has a sliding window. `window` is always that sliding window. Empty slots and padding have position -1, so

@@ -1,7 +1,7 @@
 """Experts that a checkpoint has in one tensor, as tensors of one expert each.
 
-Published checkpoints have a tensor for each expert and matrix. transformers holds all experts of a layer in two tensors,
-[X, 2 F, E] of gate and up, and [X, E, F], and `save_pretrained(..., save_original_format=False)` writes these.
+Published checkpoints have a tensor for each expert and matrix. transformers holds all experts of a layer in two
+tensors, [X, 2 F, E] of gate and up, and [X, E, F], and `save_pretrained(..., save_original_format=False)` writes these.
 """
 
 from __future__ import annotations

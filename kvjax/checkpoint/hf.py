@@ -34,7 +34,7 @@ from kvjax.checkpoint.parameters import Blank, Progress, by_path, from_slices
 from kvjax.checkpoint.source import Source, source_of
 from kvjax.checkpoint.tensors import DERIVED, TensorSpec, compare, files_of, write_file, write_index
 from kvjax.checks import check_params, check_saved, is_integer
-from kvjax.models import Decoder, by_path, by_tensor, family, hf_shapes, read_parameter
+from kvjax.models import Decoder, by_parameter, by_tensor, family, hf_shapes, read_parameter
 from kvjax.sharding import fetch
 from kvjax.shown import shown
 from kvjax.writing import new_folder
@@ -93,7 +93,7 @@ def load(
         arrays: dict[str, jax.Array] = {}
         done, total = 0, sum(map(math.prod, blank.shapes.values())) * jnp.dtype(dtype).itemsize
         shapes = blank.shapes
-        for name, weights in by_path(table).items():
+        for name, weights in by_parameter(table).items():
             read = partial(read_parameter, weights, tensors, shapes[name], dtype=dtype)
             arrays[name] = from_slices(shapes[name], blank.sharding(name), read)
             done += arrays[name].nbytes
@@ -162,7 +162,9 @@ def write_hf(
         content = np.empty(tensor.shape, tensor.dtype)
         for weight in parts[tensor.name]:
             array = arrays[weight.path]
-            held = array if weight.expert is None else jax.lax.dynamic_index_in_dim(array, weight.expert, keepdims=False)
+            held = (
+                array if weight.expert is None else jax.lax.dynamic_index_in_dim(array, weight.expert, keepdims=False)
+            )
             weight.write(fetch(held), content)
         done += tensor.nbytes
         if progress is not None:

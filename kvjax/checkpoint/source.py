@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from kvjax.checkpoint.errors import CheckpointError
-from kvjax.checkpoint.folder import read_config, read_tokenizer
 from kvjax.checkpoint.experts import experts_apart
+from kvjax.checkpoint.folder import read_config, read_tokenizer
 from kvjax.checkpoint.tensors import Stored, open_tensors
 from kvjax.models import DecoderConfig, Weight, family
 

@@ -1,8 +1,8 @@
 """The definition of `grouped_product` in XLA.
 
 XLA has a kernel for `jax.lax.ragged_dot` on TPUs, which reads each matrix that has rows once. On CPUs and GPUs it
-multiplies all rows with all matrices and masks the results: X times the operations, and X times the rows in memory. A
-loop over tiles of rows takes its place there.
+multiplies all rows with all matrices and masks: for g matrices it takes g times the operations, and g times the rows in
+memory. A loop over tiles of rows takes its place there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .tiles import tiles_of
 
 
 def grouped_product(
-    rows: Float[Array, "M I"], matrices: Float[Array, "X I O"], sizes: Int[Array, "X"]
+    rows: Float[Array, "M I"], matrices: Float[Array, "groups I O"], sizes: Int[Array, "groups"]
 ) -> Float[Array, "M O"]:
     """Multiplies the first `sizes[0]` rows with the first matrix, the next `sizes[1]` rows with the second, and so on.
 
@@ -31,14 +31,14 @@ def grouped_product(
 
 
 def by_tiles(
-    rows: Float[Array, "M I"], matrices: Float[Array, "X I O"], sizes: Int[Array, "X"]
+    rows: Float[Array, "M I"], matrices: Float[Array, "groups I O"], sizes: Int[Array, "groups"]
 ) -> Float[Array, "M O"]:
     """The same by a loop over the tiles in use.
 
     The last tile of a matrix may reach into the rows of later ones, which overwrite them.
     """
-    (M, _), X = rows.shape, len(sizes)
-    tiles = tiles_of(sizes, M, rows_per_tile := _rows_per_tile(M, X))
+    M = len(rows)
+    tiles = tiles_of(sizes, M, rows_per_tile := _rows_per_tile(M, len(sizes)))
     padded = jnp.pad(rows, ((0, rows_per_tile), (0, 0)))
 
     def multiply(i: Int[Array, ""], out: Float[Array, "M+tile O"]) -> Float[Array, "M+tile O"]:

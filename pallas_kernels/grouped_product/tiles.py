@@ -24,7 +24,7 @@ class Tiles(NamedTuple):
     used: Int[Array, ""]
 
 
-def tiles_of(sizes: Int[Array, "X"], rows: int, rows_per_tile: int) -> Tiles:
+def tiles_of(sizes: Int[Array, "groups"], rows: int, rows_per_tile: int) -> Tiles:
     """Cuts groups of consecutive rows into tiles. Every group begins a tile.
 
     Args:

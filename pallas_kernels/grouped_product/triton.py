@@ -24,7 +24,11 @@ OFFSETS = 2**31  # beyond it, the offset of a matrix does not fit into 32 bits
 
 
 def grouped_product(
-    rows: Float[Array, "M I"], matrices: Float[Array, "X I O"], sizes: Int[Array, "X"], *, interpret: bool = False
+    rows: Float[Array, "M I"],
+    matrices: Float[Array, "groups I O"],
+    sizes: Int[Array, "groups"],
+    *,
+    interpret: bool = False,
 ) -> Float[Array, "M O"]:
     """Computes what the reference defines.
 
@@ -38,26 +42,34 @@ def grouped_product(
         raise NotImplementedError(f"dtypes {', '.join(sorted(kinds))}: expected one of float32, bfloat16 and float16")
     if max(rows.size, matrices.size, len(rows) * matrices.shape[-1]) >= OFFSETS:
         raise NotImplementedError(f"{matrices.size:,} numbers in all matrices: expected less than {OFFSETS:,}")
-    (M, _), (X, _, O) = rows.shape, matrices.shape
+    M, (groups, _, outputs) = len(rows), matrices.shape
     wide = rows.dtype == jnp.float32
-    tile = min(power_of_two(-(-M // X), 16), 32 if wide else 128)
+    tile = min(power_of_two(-(-M // groups), 16), 32 if wide else 128)
     columns = 32 if wide else 64
     tiles = tiles_of(sizes, M, tile)
     return pl.pallas_call(
         partial(grouped_product_kernel, tile=tile, columns=columns),
-        grid=(pl.cdiv(O, columns), len(tiles.group)),
-        out_shape=jax.ShapeDtypeStruct((M, O), rows.dtype),
+        grid=(pl.cdiv(outputs, columns), len(tiles.group)),
+        out_shape=jax.ShapeDtypeStruct((M, outputs), rows.dtype),
         compiler_params=plgpu.CompilerParams(num_warps=8 if tile == 128 else 4, num_stages=3),
         interpret=interpret,
     )(rows, matrices, tiles.group, tiles.first, tiles.end)
 
 
 def grouped_product_kernel(
-    rows_ref: Any, matrices_ref: Any, group_ref: Any, first_ref: Any, end_ref: Any, out_ref: Any, *, tile: int, columns: int
+    rows_ref: Any,
+    matrices_ref: Any,
+    group_ref: Any,
+    first_ref: Any,
+    end_ref: Any,
+    out_ref: Any,
+    *,
+    tile: int,
+    columns: int,
 ) -> None:
     """One tile of rows, and `columns` columns of the product."""
     own = pl.program_id(1)
-    (_, inputs), outputs = rows_ref.shape, out_ref.shape[1]
+    inputs, outputs = rows_ref.shape[1], out_ref.shape[1]
     group, first, end = group_ref[own], first_ref[own], end_ref[own]
     column = pl.program_id(0) * columns
     row_there = first + jnp.arange(tile) < end
