@@ -116,8 +116,8 @@ def logical_sharding(mesh: Mesh, axes: Sequence[str], shape: Sequence[int]) -> N
 
     Args:
         mesh: the mesh from `fit_mesh`.
-        axes: the logical name of each axis: "batch", "vocab", "heads", "kv_heads", "mlp", "experts", or any other name for an
-            axis that is never sharded.
+        axes: the logical name of each axis: "batch", "vocab", "heads", "kv_heads", "mlp", "experts", or any other name
+            for an axis that is never sharded.
         shape: the size of each axis.
     """
     model_axes = heads_axes(mesh)
