@@ -145,21 +145,21 @@ def asking(draw: Callable[..., list[Any]], facts: dict[str, int], asked: int, sc
 def experts_case(tokens: int, small: bool) -> Case:
     """The first product of tokens with their 8 of 128 experts, of the shape of Qwen3 30B-A3B."""
     count, inputs, outputs = (8, 128, 96) if small else (128, 2048, 768)
-    rows, dtype = tokens * 8, jnp.bfloat16
+    rows, dtype = tokens * 8, jnp.float32 if small else jnp.bfloat16
     sizes = jnp.bincount(jax.random.randint(jax.random.key(0), (rows,), 0, count), length=count)
 
     def draw(key: Any) -> list[Any]:
         matrices = jax.random.normal(key, (count, inputs, outputs), dtype)
         return [jax.random.normal(key, (rows, inputs), dtype), matrices, sizes]
 
-    work = (2 * int((sizes > 0).sum()) * inputs * outputs, "bytes")
+    read = (jnp.dtype(dtype).itemsize * int((sizes > 0).sum()) * inputs * outputs, "bytes")
     operations = (2 * rows * inputs * outputs, "operations")
     return Case(
         "grouped_product",
         {"rows": rows, "matrices": count},
         lambda *arrays: {"products": pallas_kernels.grouped_product(*arrays)},
         draw,
-        work if tokens <= count else operations,
+        read if tokens <= count else operations,
     )
 
 
