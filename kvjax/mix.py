@@ -61,8 +61,8 @@ def mixed(
 ) -> Float[Array, "B N E"]:
     """What the experts of a device give to each token, times the token's shares.
 
-    A GPU gathers the matrices of the chosen experts if these are few. XLA reads them in the kernel that multiplies, and
-    writes no copy.
+    A GPU gathers the matrices of the chosen experts if there are at most as many choices as experts on the device. XLA
+    reads them in the kernel that multiplies, and writes no copy.
 
     Args:
         weights: of the consecutive experts that the device has, and the router for all experts.
@@ -74,7 +74,7 @@ def mixed(
     mine = (expert >= 0) & (expert < len(weights.gate))
     arguments = tokens, jnp.where(mine, expert, 0), mine, weights
     run = partial(sorted_products, activation=activation)
-    if chosen.size <= mixture.experts:
+    if chosen.size <= len(weights.gate):
         gather = partial(gathered_products, activation=activation)
         each = jax.lax.platform_dependent(*arguments, cuda=gather, default=run)
     else:

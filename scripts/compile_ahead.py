@@ -4,9 +4,9 @@
     python scripts/compile_ahead.py > compile_ahead.jsonl                                  # a 70B's decode loop
     python scripts/compile_ahead.py h200:1 v6e:2x2 --program prefill --shape 8b --model 1  # an 8B reads a prompt
 
-The model has the shape of a Llama 3, or of Qwen3 30B-A3B, in bfloat16, and no weights: the compiler gets shapes only. The
-output is one JSON line per target. Bytes are per device. Collectives, and arrays of the size of a layer's keys (or of
-1 MB) that are written in full, are counted per decode step; for a pool of segments, keys are those of all layers.
+The model has the shape of a Llama 3, or of Qwen3 30B-A3B, in bfloat16, and no weights: the compiler gets shapes only.
+The output is one JSON line per target. Bytes are per device. Collectives, and arrays of the size of a layer's keys (or
+of 1 MB) that are written in full, are counted per decode step; for a pool of segments, keys are those of all layers.
 Temporaries do not include arguments and outputs. Outputs that are aliased take no memory of their own.
 """
 
