@@ -15,6 +15,7 @@ from kvjax.attend import over_heads, over_layers, replaying
 from kvjax.cache import UNLIMITED, Entries, Layers, Segments
 from kvjax.heads import Heads
 from kvjax.kv_cache import KVCache
+from kvjax.mix import over_experts
 from kvjax.models import AttentionLayer, Decoder
 from kvjax.pallas_kernels import PAGE
 from kvjax.policy import Moment, Pass, Policy, Texts
@@ -83,7 +84,7 @@ def replay(params: Decoder, cache: KVCache, part: Pass) -> KVCache:
     positions = jnp.where(behind < part.lengths[:, None], end[:, None] - 1 - behind, -1)
     rows = {"positions": positions, "lengths": part.lengths, "first": part.first, "last": part.last}
     attend = over_heads(cache.mesh, partial(replaying, cache.policy), **rows, rope=cache.rope)
-    _, entries = params(part.tokens, attend, cache.entries)
+    _, entries = params(part.tokens, attend, cache.entries, over_experts(cache.mesh))
     return replace(cache, entries=entries).in_place()
 
 

@@ -15,6 +15,7 @@ from kvjax.allocate import allocated, check_one_call, replayed
 from kvjax.attend import ReadPlan, over_heads, pays, reading, stepping, twice
 from kvjax.checks import check_integers, check_params, check_type
 from kvjax.kv_cache import KVCache
+from kvjax.mix import over_experts
 from kvjax.models import Decoder
 from kvjax.modes import own_modes
 from kvjax.policy import Policy
@@ -101,7 +102,7 @@ def read(
     positions = jnp.where(behind < lengths[:, None], next_position[:, None] - 1 - behind, -1)
     rows = {"positions": positions, "lengths": lengths, "next_position": next_position, "rope": cache.rope}
     attend = over_heads(cache.mesh, partial(reading, cache.policy, plan=plan), **rows)
-    hidden, entries = params(tokens, attend, cache.entries)
+    hidden, entries = params(tokens, attend, cache.entries, over_experts(cache.mesh))
     cache = replace(cache, entries=entries, length=next_position, filled=cache.filled or plan.final)
     return _by_row(params.logits(hidden[:, -1]), cache), cache.in_place()
 
@@ -113,7 +114,7 @@ def step(
     rows = {"positions": cache.length, "incoming": incoming, "rope": cache.rope}
     attend = over_heads(cache.mesh, partial(stepping, cache.policy), **rows)
     run = partial(twice, params) if pays(cache.batch_size, cache.mesh) else params
-    hidden, entries = run(tokens[:, None], attend, cache.entries)
+    hidden, entries = run(tokens[:, None], attend, cache.entries, over_experts(cache.mesh))
     cache = replace(cache, entries=entries, length=cache.length + incoming)
     return _by_row(params.logits(hidden[:, 0]), cache), cache.in_place()
 

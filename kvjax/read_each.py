@@ -21,6 +21,7 @@ from kvjax.attend import ReadPlan, expired, finished, met_keys, over_heads, over
 from kvjax.cache import Layers, Slots
 from kvjax.heads import Heads
 from kvjax.kv_cache import KVCache
+from kvjax.mix import over_experts
 from kvjax.models import AttentionLayer, Decoder, embedded
 from kvjax.policy import LayerShape, Moment, Policy, Together
 from kvjax.programs import jit
@@ -195,7 +196,7 @@ def _read_layer(
     """The hidden states behind a layer, and its entries."""
     record = replace(facts, index=index, output=layer.attention.output[...])
     attend = over_heads(mesh, partial(reading, policy, plan=plan), **rows)
-    x, after = layer(x, record, attend, Layers((entries,)))
+    x, after = layer(x, record, attend, Layers((entries,)), over_experts(mesh))
     return _in_rows(x, mesh), after.each[0]
 
 

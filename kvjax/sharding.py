@@ -1,8 +1,8 @@
 """Meshes of several devices, and the shardings of parameters and batches on them.
 
-The batch is sharded over the mesh axis `data`, and heads and MLP columns over `model`. If `model` exceeds the number of
-kv heads, the devices that hold the same kv head form a third axis, `replica`. Keys and values are then sharded over
-`model` and replicated over `replica`, and query heads and MLP columns are sharded over both.
+The batch is sharded over the mesh axis `data`, and heads, experts and MLP columns over `model`. If `model` exceeds the
+number of kv heads, the devices that hold the same kv head form a third axis, `replica`. Keys and values are then
+sharded over `model` and replicated over `replica`, and query heads, experts and MLP columns are sharded over both.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | Non
 
     Args:
         data: the number of devices that batches are sharded over.
-        model: the number of devices that heads and MLP columns are sharded over.
+        model: the number of devices that heads, experts and MLP columns are sharded over.
         devices: exactly data * model devices. By default the first available ones, in an order that suits their
             interconnect.
 
@@ -79,21 +79,29 @@ def kv_replicas(model: int, config: DecoderConfig) -> int:
     """
     accepted = [size for size in range(1, config.num_heads + 1) if _divides(size, config)]
     if model not in accepted:
+        fed = " and ".join(f"{size} {what}" for what, size in _feed_forward(config).items())
         raise ValueError(
-            f"model={model} does not fit {config.num_heads} query heads, {config.num_kv_heads} kv heads and "
-            f"{config.mlp_size} MLP columns; accepted for this model are {', '.join(map(str, accepted))}"
+            f"model={model} does not fit {config.num_heads} query heads, {config.num_kv_heads} kv heads and {fed}; "
+            f"accepted for this model are {', '.join(map(str, accepted))}"
         )
     return max(1, model // config.num_kv_heads)
 
 
 def _divides(model: int, config: DecoderConfig) -> bool:
-    """Whether `model` devices get equal numbers of heads and MLP columns.
+    """Whether `model` devices get equal numbers of heads, experts and MLP columns.
 
     Each device gets complete kv heads, or an equal part of the query heads of one kv head.
     """
     complete = config.num_kv_heads % model == 0
     replicated = model % config.num_kv_heads == 0 and config.num_heads % model == 0
-    return (complete or replicated) and config.mlp_size % model == 0
+    return (complete or replicated) and all(size % model == 0 for size in _feed_forward(config).values())
+
+
+def _feed_forward(config: DecoderConfig) -> dict[str, int]:
+    """What is sharded of MLPs and of experts, if there are layers with them."""
+    kinds = {config.has_experts(layer) for layer in range(config.num_layers)}
+    experts = {} if config.mixture is None else {"experts": config.mixture.experts}
+    return (experts if True in kinds else {}) | ({"MLP columns": config.mlp_size} if False in kinds else {})
 
 
 def heads_axes(mesh: Mesh) -> str | tuple[str, ...]:
@@ -108,12 +116,19 @@ def logical_sharding(mesh: Mesh, axes: Sequence[str], shape: Sequence[int]) -> N
 
     Args:
         mesh: the mesh from `fit_mesh`.
-        axes: the logical name of each axis: "batch", "vocab", "heads", "kv_heads", "mlp", or any other name for an axis
-            that is never sharded.
+        axes: the logical name of each axis: "batch", "vocab", "heads", "kv_heads", "mlp", "experts", or any other name
+            for an axis that is never sharded.
         shape: the size of each axis.
     """
     model_axes = heads_axes(mesh)
-    rules = {"batch": DATA, "vocab": model_axes, "heads": model_axes, "kv_heads": MODEL, "mlp": model_axes}
+    rules = {
+        "batch": DATA,
+        "vocab": model_axes,
+        "heads": model_axes,
+        "kv_heads": MODEL,
+        "mlp": model_axes,
+        "experts": model_axes,
+    }
     devices = mesh.size // mesh.shape[DATA]
     spec = [
         None if name == "vocab" and size % devices else rules.get(name) for name, size in zip(axes, shape, strict=True)

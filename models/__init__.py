@@ -2,9 +2,9 @@
 
 Axis letters, in every shape of `kvjax.models` and `kvjax.checkpoint`:
 
-    B batch, N tokens, E hidden size, F MLP columns, V vocabulary, L layers,
+    B batch, N tokens, E hidden size, F MLP columns (of an expert), V vocabulary, L layers,
     H kv heads, Hq query heads, G = Hq / H query heads per kv head (the group), D head size,
-    C rotated channels of a head (C <= D)
+    C rotated channels of a head (C <= D), X experts, K experts per token
 """
 
 from __future__ import annotations
@@ -13,14 +13,30 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from . import gemma2, gemma3_text, granite, internlm2, llama, ministral, mistral, olmo2, phi3, qwen2, qwen3, smollm3
+from . import (
+    gemma2,
+    gemma3_text,
+    granite,
+    internlm2,
+    llama,
+    ministral,
+    mistral,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
 from .attend import Attend, AttentionLayer
 from .config import DecoderConfig
 from .decoder import Decoder, embedded
 from .fields import UnsupportedModelError
+from .mixture import ExpertWeights, Mix, Mixture, densely, routed
 from .rope import Rope, rotate
 from .unknown import beyond_llama
-from .weights import FusedRows, Layout, Weight, by_tensor, hf_shapes
+from .weights import FusedRows, Layout, Weight, by_parameter, by_tensor, hf_shapes, read_parameter
 
 FAMILIES: dict[str, ModuleType] = {
     "gemma2": gemma2,
@@ -30,10 +46,12 @@ FAMILIES: dict[str, ModuleType] = {
     "llama": llama,
     "ministral": ministral,
     "mistral": mistral,
+    "mixtral": mixtral,
     "olmo2": olmo2,
     "phi3": phi3,
     "qwen2": qwen2,
     "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
     "smollm3": smollm3,
 }
 
@@ -74,15 +92,22 @@ __all__ = [
     "AttentionLayer",
     "Decoder",
     "DecoderConfig",
+    "ExpertWeights",
     "FusedRows",
     "Layout",
+    "Mix",
+    "Mixture",
     "Rope",
     "UnsupportedModelError",
     "Weight",
+    "by_parameter",
     "by_tensor",
     "config_from_hf",
+    "densely",
     "embedded",
     "family",
     "hf_shapes",
+    "read_parameter",
     "rotate",
+    "routed",
 ]

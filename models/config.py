@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .fields import UnsupportedModelError, flag, integer, number, require
+from .mixture import Mixture
 from .rope import NO_ROPE, Rope
 from .rope_config import rope_from_hf, rope_to_hf
 
@@ -25,7 +26,7 @@ class DecoderConfig:
         family: the Hugging Face `model_type` that this decoder is read from and written to.
         vocab_size: V.
         hidden_size: E.
-        mlp_size: F.
+        mlp_size: F of an MLP; `mixture` has that of experts.
         num_heads: Hq, a multiple of H.
         num_kv_heads: H.
         head_dim: D.
@@ -52,6 +53,7 @@ class DecoderConfig:
         embedding_scale: the factor of the embeddings, rounded to their dtype.
         residual_scale: the factor of what attention and the MLP add to the hidden states.
         logit_divisor: what logits are divided by.
+        mixture: the experts that layers have instead of an MLP; None for no experts.
 
     Raises:
         UnsupportedModelError: `num_heads` is not a multiple of `num_kv_heads`, `rope` or `window_rope` cannot rotate
@@ -87,6 +89,7 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_divisor: float = 1.0
+    mixture: Mixture | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -119,6 +122,10 @@ class DecoderConfig:
     def scale(self) -> float:
         """The softmax scale."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, by its index, has experts instead of an MLP."""
+        return self.mixture is not None and layer not in self.mixture.dense_layers
 
     def rope_of(self, layer: int) -> Rope:
         """The RoPE of a layer, by its index."""

@@ -2,7 +2,7 @@
 
 Attention is an argument. A layer computes q, k and v, passes them to `attend` *before rotation* together with the
 opaque cache, and projects the result. The caller of the decoder defines what the cache is and which tokens a query
-sees; this module knows no cache and no policy.
+sees; this module knows no cache and no policy. How experts are computed is an argument, too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from .attend import Attend, AttentionLayer
 from .config import DecoderConfig
+from .mixture import ExpertWeights, Mix, densely
 
 BLOCK = 8192  # the largest number of tokens, over all rows, in a block of `by_blocks`
 
@@ -169,10 +170,27 @@ class MLP(nnx.Module):
         return linear(ACTIVATIONS[self.activation](gate) * up, self.down[...], self.down_bias)
 
 
+class Experts(nnx.Module):
+    """The experts of a layer, each a gated MLP, and the router that chooses among them (arXiv 1701.06538)."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: DTypeLike):
+        assert config.mixture is not None
+        X, E, F = config.mixture.experts, config.hidden_size, config.mixture.size
+        self.mixture, self.activation = config.mixture, config.activation
+        self.router = weight(rngs, (E, X), ("embed", "choices"), E, dtype)
+        self.gate = weight(rngs, (X, E, F), ("experts", "embed", "expert_mlp"), E, dtype)
+        self.up = weight(rngs, (X, E, F), ("experts", "embed", "expert_mlp"), E, dtype)
+        self.down = weight(rngs, (X, F, E), ("experts", "expert_mlp", "embed"), F, dtype)
+
+    def __call__(self, x: Float[Array, "B N E"], mix: Mix) -> Float[Array, "B N E"]:
+        weights = ExpertWeights(self.router[...], self.gate[...], self.up[...], self.down[...])
+        return mix(x, weights, self.mixture, ACTIVATIONS[self.activation])
+
+
 class Layer(nnx.Module):
     """One decoder layer: attention and MLP, each with RMS norms before or after it, and a residual connection."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: DTypeLike):
+    def __init__(self, config: DecoderConfig, index: int, rngs: nnx.Rngs, dtype: DTypeLike):
         def norm(wanted: bool) -> RMSNorm | None:
             return RMSNorm(config, (config.hidden_size,), ("embed",), dtype) if wanted else None
 
@@ -181,19 +199,28 @@ class Layer(nnx.Module):
         self.attention = Attention(config, rngs, dtype)
         self.attention_post_norm = norm(config.post_norm)
         self.mlp_norm = norm(config.pre_norm)
-        self.mlp = MLP(config, rngs, dtype)
+        experts = config.has_experts(index)
+        self.mlp = None if experts else MLP(config, rngs, dtype)
+        self.experts = Experts(config, rngs, dtype) if experts else None
         self.mlp_post_norm = norm(config.post_norm)
 
     def __call__(
-        self, x: Float[Array, "B N E"], layer: AttentionLayer, attend: Attend, cache: Any
+        self, x: Float[Array, "B N E"], layer: AttentionLayer, attend: Attend, cache: Any, mix: Mix = densely
     ) -> tuple[Float[Array, "B N E"], Any]:
         context, cache = self.attention(maybe(self.attention_norm, x), layer, attend, cache)
 
         def after_attention(x: Float[Array, "B n E"], context: Float[Array, "B Hq n D"]) -> Float[Array, "B n E"]:
             x = x + self.scaled(maybe(self.attention_post_norm, self.attention.project_out(context)))
-            return x + self.scaled(maybe(self.mlp_post_norm, self.mlp(maybe(self.mlp_norm, x))))
+            return x + self.scaled(maybe(self.mlp_post_norm, self.feed_forward(maybe(self.mlp_norm, x), mix)))
 
         return by_blocks(after_attention, x, context), cache
+
+    def feed_forward(self, x: Float[Array, "B n E"], mix: Mix) -> Float[Array, "B n E"]:
+        """The MLP, or the mixture of experts in its place."""
+        if self.experts is not None:
+            return self.experts(x, mix)
+        assert self.mlp is not None
+        return self.mlp(x)
 
     def scaled(self, x: Float[Array, "B n E"]) -> Float[Array, "B n E"]:
         """What is added to the hidden states. A product with a factor of 1 would be one more kernel."""
@@ -251,12 +278,12 @@ class Decoder(nnx.Module):
         V, E = config.vocab_size, config.hidden_size
         self.config = config
         self.embed = weight(rngs, (V, E), ("vocab", "embed"), E, dtype)
-        self.layers = nnx.List([Layer(config, rngs, dtype) for _ in config.windows])
+        self.layers = nnx.List([Layer(config, index, rngs, dtype) for index in range(config.num_layers)])
         self.norm = RMSNorm(config, (E,), ("embed",), dtype)
         self.unembed = None if config.tie_embeddings else weight(rngs, (E, V), ("embed", "vocab"), E, dtype)
 
     def __call__(
-        self, tokens: Int[Array, "B N"], attend: Attend, cache: Any = None
+        self, tokens: Int[Array, "B N"], attend: Attend, cache: Any = None, mix: Mix = densely
     ) -> tuple[Float[Array, "B N E"], Any]:
         """Runs the layers, unrolled.
 
@@ -266,13 +293,14 @@ class Decoder(nnx.Module):
             tokens: token ids.
             attend: the attention function. Every layer calls it with the cache that the layer before returned.
             cache: the first layer's cache; any pytree that `attend` accepts.
+            mix: computes the mixtures of layers with experts. By default every expert treats every token.
 
         Returns:
             The hidden states before the last norm, in the dtype of the weights, and the last layer's cache.
         """
         x = embedded(self.embed, tokens, self.config.embedding_scale)
         for layer, record in zip(self.layers, self.attention_layers, strict=True):
-            x, cache = layer(x, record, attend, cache)
+            x, cache = layer(x, record, attend, cache, mix)
         return x, cache
 
     @property

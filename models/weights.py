@@ -7,7 +7,7 @@ parameter is one tensor, or some rows of a fused one, with heads as axes of thei
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -51,12 +51,15 @@ class Weight:
             | `linear_from_heads` | [*in, out]  | [out, in] | the attention output projection |
 
         rows: the parameter's rows of a fused tensor; None if the tensor holds this parameter alone.
+        expert: the index of the item of the parameter's first axis that the tensor holds; None if it holds all of the
+            parameter. The layouts above are then of that item.
     """
 
     path: str
     name: str
     layout: Layout
     rows: FusedRows | None = None
+    expert: int | None = None
 
     def hf_shape(self, shape: Shape) -> Shape:
         """Returns the shape of the checkpoint tensor that holds this parameter of shape `shape`.
@@ -64,6 +67,7 @@ class Weight:
         Raises:
             ValueError: `rows` does not divide the parameter.
         """
+        shape = self._held(shape)
         _, columns = self._axes(shape)
         blocks, part = self._blocks(shape)
         return (blocks * part.block, math.prod(shape[columns])) if shape[columns] else (blocks * part.block,)
@@ -77,12 +81,13 @@ class Weight:
         Args:
             tensor: the checkpoint's tensor, of shape `hf_shape(shape)`; only slices are taken of it.
             shape: the shape of the whole parameter.
-            index: a slice of step 1 for each axis of the parameter.
+            index: a slice of step 1 for each axis of the parameter. That of experts is not looked at.
             dtype: the dtype of the result.
 
         Returns:
-            A C-contiguous array of the shape of the slice.
+            A C-contiguous array of the shape of the slice, of one expert if the tensor holds one.
         """
+        shape, index = self._held(shape), self._held(index)
         rows, columns = self._axes(shape)
         blocks, part = self._blocks(shape)
         all_rows = np.arange(blocks * part.block).reshape(blocks, part.block)[:, part.start : part.stop]
@@ -103,12 +108,16 @@ class Weight:
         return result.reshape([len(range(size)[taken]) for size, taken in zip(shape, index, strict=True)])
 
     def write(self, parameter: np.ndarray, tensor: np.ndarray) -> None:
-        """Writes `parameter` into its rows of `tensor`, a contiguous array of shape `hf_shape(parameter.shape)`."""
+        """Writes what the tensor holds of the parameter into its rows of `tensor`, a contiguous array."""
         _, columns = self._axes(parameter.shape)
         blocks, part = self._blocks(parameter.shape)
         width = math.prod(parameter.shape[columns])
         matrix = parameter.reshape(width, -1).T if self._transposed else parameter.reshape(-1, width)
         tensor.reshape(blocks, part.block, width)[:, part.start : part.stop] = matrix.reshape(blocks, -1, width)
+
+    def _held(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Of what there is for each axis of the parameter, that for the axes that the tensor holds."""
+        return axes if self.expert is None else axes[1:]
 
     @property
     def _transposed(self) -> bool:
@@ -154,6 +163,35 @@ def _runs(indices: np.ndarray, longest: int) -> Iterator[slice]:
     for run in np.split(indices, np.flatnonzero(np.diff(indices) != 1) + 1):
         for start in range(int(run[0]), int(run[-1]) + 1, longest):
             yield slice(start, min(start + longest, int(run[-1]) + 1))
+
+
+def by_parameter(table: Iterable[Weight]) -> dict[str, list[Weight]]:
+    """Groups weights by the parameter that they hold: one weight, or one for each expert."""
+    grouped: dict[str, list[Weight]] = {}
+    for weight in table:
+        grouped.setdefault(weight.path, []).append(weight)
+    return grouped
+
+
+def read_parameter(
+    weights: Sequence[Weight],
+    tensors: Mapping[str, Sliceable],
+    shape: Shape,
+    index: tuple[slice, ...],
+    dtype: DTypeLike,
+) -> np.ndarray:
+    """Reads slice `index` of the parameter that `weights` of `by_parameter` hold.
+
+    Of a parameter with an item for each expert, it reads the tensors of the experts in the slice only. The arguments
+    are those of `Weight.read`.
+    """
+    if weights[0].expert is None:
+        return weights[0].read(tensors[weights[0].name], shape, index, dtype)
+    result = _aligned(tuple(len(range(size)[taken]) for size, taken in zip(shape, index, strict=True)), dtype)
+    own = {weight.expert: weight for weight in weights}
+    for i, expert in enumerate(range(shape[0])[index[0]]):
+        result[i] = own[expert].read(tensors[own[expert].name], shape, index, dtype)
+    return result
 
 
 def by_tensor(table: Iterable[Weight]) -> dict[str, tuple[Weight, ...]]:

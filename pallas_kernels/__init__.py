@@ -16,6 +16,7 @@ Axis letters, in every signature of this package:
     T   rows per lane of a pool
     D   head size, in channels
     E   hidden size of the model; no kernel sees it
+    I   inputs of a matrix, O its outputs, in a product
 
 One rule says what a query sees: a key at position p is visible from position t if 0 <= p <= t, and t - p < window if
 the model has a sliding window. `window` is always that sliding window. Empty slots and padding have position -1, so
@@ -24,6 +25,7 @@ they neither see nor are seen.
 
 from .arrays import after_last, fold
 from .dispatch import Implementation, implementations, use
+from .grouped_product import grouped_product
 from .prompt_attention import prompt_attention
 from .quantized import QuantizedArray, Stored, plain, updated
 from .segment_attention import PAGE, SegmentAttention, pages, segment_attention
@@ -48,6 +50,7 @@ __all__ = [
     "capped",
     "compact",
     "fold",
+    "grouped_product",
     "implementations",
     "pages",
     "plain",

@@ -142,6 +142,27 @@ def asking(draw: Callable[..., list[Any]], facts: dict[str, int], asked: int, sc
     return Case("slot_attention", facts, together, partial(draw, rows=1 + asked), (nbytes, "bytes"), 1.0, rival=apart)
 
 
+def experts_case(tokens: int, small: bool) -> Case:
+    """The first product of tokens with their 8 of 128 experts, of the shape of Qwen3 30B-A3B."""
+    count, inputs, outputs = (8, 128, 96) if small else (128, 2048, 768)
+    rows, dtype = tokens * 8, jnp.float32 if small else jnp.bfloat16
+    sizes = jnp.bincount(jax.random.randint(jax.random.key(0), (rows,), 0, count), length=count)
+
+    def draw(key: Any) -> list[Any]:
+        matrices = jax.random.normal(key, (count, inputs, outputs), dtype)
+        return [jax.random.normal(key, (rows, inputs), dtype), matrices, sizes]
+
+    read = (jnp.dtype(dtype).itemsize * int((sizes > 0).sum()) * inputs * outputs, "bytes")
+    operations = (2 * rows * inputs * outputs, "operations")
+    return Case(
+        "grouped_product",
+        {"rows": rows, "matrices": count},
+        lambda *arrays: {"products": pallas_kernels.grouped_product(*arrays)},
+        draw,
+        read if tokens <= count else operations,
+    )
+
+
 def cases(small: bool) -> Iterator[Case]:
     """All of them; `small` ones are for any machine."""
     dtype, scale = jnp.float32 if small else jnp.bfloat16, DIM**-0.5
@@ -224,6 +245,7 @@ def cases(small: bool) -> Iterator[Case]:
         10.0,
         rival=lambda x: jax.lax.top_k(x, count),
     )
+    yield from (experts_case(tokens, small) for tokens in ([16] if small else [64, 4096]))
     batch, slots, channels = (2, 256, 64) if small else (8, 2048, 64)
 
     def entries(key: Any) -> list[Any]:

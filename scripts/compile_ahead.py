@@ -4,10 +4,10 @@
     python scripts/compile_ahead.py > compile_ahead.jsonl                                  # a 70B's decode loop
     python scripts/compile_ahead.py h200:1 v6e:2x2 --program prefill --shape 8b --model 1  # an 8B reads a prompt
 
-The model has the shape of a Llama 3 in bfloat16 and no weights: the compiler gets shapes only. The output is one JSON
-line per target. Bytes are per device. Collectives, and arrays of the size of a layer's keys (or of 1 MB) that are
-written in full, are counted per decode step; for a pool of segments, keys are those of all layers. Temporaries do not
-include arguments and outputs. Outputs that are aliased take no memory of their own.
+The model has the shape of a Llama 3, or of Qwen3 30B-A3B, in bfloat16, and no weights: the compiler gets shapes only.
+The output is one JSON line per target. Bytes are per device. Collectives, and arrays of the size of a layer's keys (or
+of 1 MB) that are written in full, are counted per decode step; for a pool of segments, keys are those of all layers.
+Temporaries do not include arguments and outputs. Outputs that are aliased take no memory of their own.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import math
 import os
 import time
+from dataclasses import replace
 from typing import Any, get_args
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # what is here is not asked
@@ -27,19 +28,34 @@ import kvjax
 from kvjax.aot.hlo import Loop
 from kvjax.aot.lower import Part, lower_decode, lower_prefill, plan_params
 from kvjax.aot.targets import target
-from kvjax.models import DecoderConfig, Rope
+from kvjax.models import DecoderConfig, Mixture, Rope
 
 MB = 1_000_000
 
 
-# layers, hidden size, MLP size, heads
-SHAPES = {"8b": (32, 4096, 14_336, 32), "70b": (80, 8192, 28_672, 64)}
+def llama(layers: int, hidden: int, mlp: int, heads: int) -> DecoderConfig:
+    return DecoderConfig("llama", 128_256, hidden, mlp, heads, 8, 128, (None,) * layers, Rope(500_000.0), 131_072)
 
 
-def llama(shape: str, layers: int | None) -> DecoderConfig:
-    whole, hidden, mlp, heads = SHAPES[shape]
-    rope = Rope(500_000.0)
-    return DecoderConfig("llama", 128_256, hidden, mlp, heads, 8, 128, (None,) * (layers or whole), rope, 131_072)
+# Llama 3 8B and 70B, and Qwen3 30B-A3B, which has experts.
+SHAPES = {
+    "8b": llama(32, 4096, 14_336, 32),
+    "70b": llama(80, 8192, 28_672, 64),
+    "30b-a3b": DecoderConfig(
+        "qwen3_moe",
+        vocab_size=151_936,
+        hidden_size=2048,
+        mlp_size=6144,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        windows=(None,) * 48,
+        rope=Rope(1_000_000.0),
+        max_positions=40_960,
+        qk_norm=True,
+        mixture=Mixture(experts=128, per_token=8, size=768),
+    ),
+}
 
 
 def held(tree: Any) -> int:
@@ -53,7 +69,7 @@ def held(tree: Any) -> int:
 
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     config, policy, there = (
-        llama(arguments.shape, arguments.layers),
+        replace(SHAPES[arguments.shape], windows=SHAPES[arguments.shape].windows[: arguments.layers]),
         kvjax.policies.parse(arguments.policy),
         target(name),
     )

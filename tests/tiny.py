@@ -13,7 +13,7 @@ from kvjax import policies
 from kvjax.attend.causal import causal
 from kvjax.extend import step as one_step
 from kvjax.kv_cache import KVCache
-from kvjax.models import Decoder, DecoderConfig, Rope
+from kvjax.models import Decoder, DecoderConfig, Mixture, Rope
 from kvjax.policy import Policy
 from kvjax.prefill import read_prompt
 
@@ -22,10 +22,14 @@ VOCAB = 64
 
 @cache
 def decoder(
-    heads: int = 4, kv_heads: int = 2, windows: tuple[int | None, ...] = (None,), vocab: int = VOCAB
+    heads: int = 4,
+    kv_heads: int = 2,
+    windows: tuple[int | None, ...] = (None,),
+    vocab: int = VOCAB,
+    mixture: Mixture | None = None,
 ) -> Decoder:
     """A decoder with random weights: one layer per window, of width 32, with heads of 8 channels."""
-    config = DecoderConfig("llama", vocab, 32, 48, heads, kv_heads, 8, windows, Rope(1e4), 4096)
+    config = DecoderConfig("llama", vocab, 32, 48, heads, kv_heads, 8, windows, Rope(1e4), 4096, mixture=mixture)
     return Decoder(config, nnx.Rngs(0))
 
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.cache import Entries
-from kvjax.models import Attend, AttentionLayer, Decoder
+from kvjax.models import Attend, AttentionLayer, Decoder, Mix
 from kvjax.sharding import DATA
 
 
@@ -27,9 +27,9 @@ def pays(batch: int, mesh: Mesh | None) -> bool:
 
 
 def twice(
-    params: Decoder, tokens: Int[Array, "B 1"], attend: Attend, entries: Entries
+    params: Decoder, tokens: Int[Array, "B 1"], attend: Attend, entries: Entries, mix: Mix
 ) -> tuple[Float[Array, "B 1 E"], Entries]:
-    """Returns `params(tokens, attend, entries)`. Each row runs twice, and attends once."""
+    """Returns `params(tokens, attend, entries, mix)`. Each row runs twice, and attends once."""
     B = len(tokens)
 
     def first(x: Array) -> Array:
@@ -41,7 +41,7 @@ def twice(
         context, entries = attend(layer, first(q), first(k), first(v), entries)
         return jnp.repeat(context, 2, axis=0), entries
 
-    hidden, entries = params(_repeated(tokens), attend_once, entries)
+    hidden, entries = params(_repeated(tokens), attend_once, entries, mix)
     return first(hidden), entries
 
 

@@ -34,7 +34,7 @@ from kvjax.checkpoint.parameters import Blank, Progress, by_path, from_slices
 from kvjax.checkpoint.source import Source, source_of
 from kvjax.checkpoint.tensors import DERIVED, TensorSpec, compare, files_of, write_file, write_index
 from kvjax.checks import check_params, check_saved, is_integer
-from kvjax.models import Decoder, by_tensor, family, hf_shapes
+from kvjax.models import Decoder, by_parameter, by_tensor, family, hf_shapes, read_parameter
 from kvjax.sharding import fetch
 from kvjax.shown import shown
 from kvjax.writing import new_folder
@@ -92,11 +92,11 @@ def load(
             dtype = jnp.result_type(*{DTYPES[tensors[weight.name].get_dtype()] for weight in table})
         arrays: dict[str, jax.Array] = {}
         done, total = 0, sum(map(math.prod, blank.shapes.values())) * jnp.dtype(dtype).itemsize
-        for weight in table:
-            shape = blank.shapes[weight.path]
-            read = partial(weight.read, tensors[weight.name], shape, dtype=dtype)
-            arrays[weight.path] = from_slices(shape, blank.sharding(weight.path), read)
-            done += arrays[weight.path].nbytes
+        shapes = blank.shapes
+        for name, weights in by_parameter(table).items():
+            read = partial(read_parameter, weights, tensors, shapes[name], dtype=dtype)
+            arrays[name] = from_slices(shapes[name], blank.sharding(name), read)
+            done += arrays[name].nbytes
             if progress is not None:
                 progress(done, total)
     return blank.filled(arrays), tokenizer
@@ -161,7 +161,11 @@ def write_hf(
         nonlocal done
         content = np.empty(tensor.shape, tensor.dtype)
         for weight in parts[tensor.name]:
-            weight.write(fetch(arrays[weight.path]), content)
+            array = arrays[weight.path]
+            held = (
+                array if weight.expert is None else jax.lax.dynamic_index_in_dim(array, weight.expert, keepdims=False)
+            )
+            weight.write(fetch(held), content)
         done += tensor.nbytes
         if progress is not None:
             progress(done, total)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from kvjax.checkpoint.errors import CheckpointError
+from kvjax.checkpoint.experts import experts_apart
 from kvjax.checkpoint.folder import read_config, read_tokenizer
 from kvjax.checkpoint.tensors import Stored, open_tensors
 from kvjax.models import DecoderConfig, Weight, family
@@ -58,7 +59,8 @@ class Folder:
         return read_tokenizer(self.path, problems)
 
     def open(self, stack: ExitStack, problems: list[str]) -> tuple[dict[str, Stored], set[str] | None]:
-        return open_tensors(self.path, stack, problems)
+        tensors, unreadable = open_tensors(self.path, stack, problems)
+        return experts_apart(tensors, self.config()), unreadable
 
 
 def source_of(path: Path) -> Source:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from dataclasses import asdict
 from itertools import groupby, product
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -85,6 +86,7 @@ def info(
         "query_heads": config.num_heads,
         "kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
+        "experts": None if config.mixture is None else asdict(config.mixture),
         "vocabulary": config.vocab_size,
         "rope": _ropes(config),
         "windows": config.windows,
@@ -139,6 +141,16 @@ def _ropes(config: DecoderConfig) -> str:
     return "; ".join(f"{kind} in {count} of {config.num_layers} layers" for kind, count in kinds.items())
 
 
+def _experts(config: DecoderConfig) -> str:
+    """The experts of a layer, how many of them a token takes, and how many layers have some."""
+    assert config.mixture is not None
+    mixed = sum(map(config.has_experts, range(config.num_layers)))
+    return (
+        f"{config.mixture.experts} of {config.mixture.size:,} columns, {config.mixture.per_token} per token, "
+        f"in {mixed} of {config.num_layers} layers"
+    )
+
+
 def _show(facts: dict[str, Any], config: DecoderConfig) -> None:
     windows = sorted({window for window in config.windows if window})
     sliding = sum(window is not None for window in config.windows)
@@ -150,6 +162,7 @@ def _show(facts: dict[str, Any], config: DecoderConfig) -> None:
         ("parameters", f"{facts['parameters']:,} in {' and '.join(facts['stored'])}"),
         ("layers", f"{config.num_layers}, {config.hidden_size:,} wide"),
         ("heads", f"{config.num_heads} query, {config.num_kv_heads} kv, of {config.head_dim} channels"),
+        *([("experts", _experts(config))] if config.mixture else []),
         ("vocabulary", f"{config.vocab_size:,}"),
         ("rope", facts["rope"]),
         ("window", f"{', '.join(map(str, windows))} in {sliding} of {config.num_layers} layers" if windows else "none"),

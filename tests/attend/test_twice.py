@@ -11,12 +11,13 @@ import kvjax
 from kvjax.attend import pays
 from kvjax.attend.twice import in_array
 from kvjax.extend import step
+from kvjax.models import Mixture
 from tests.tiny import VOCAB, decoder
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_rows_that_run_twice(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    params, rng = decoder(), np.random.default_rng(0)
+@pytest.mark.parametrize(("batch", "mixture"), [(1, None), (3, None), (1, Mixture(4, 2, 24))])
+def test_rows_that_run_twice(batch: int, mixture: Mixture | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    params, rng = decoder(mixture=mixture), np.random.default_rng(0)
     cache = kvjax.prefill(params, list(rng.integers(0, VOCAB, (batch, 9))), policy="morphkv:budget=8,window=4")
     tokens, incoming = jnp.asarray(rng.integers(0, VOCAB, batch)), jnp.arange(batch) != 1
     expected = jax.jit(step)(params, cache, tokens, incoming)

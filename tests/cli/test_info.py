@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import kvjax
+from kvjax.models import Decoder, config_from_hf
 from tests.cli.commands import PROMPT, kv
 
 
@@ -28,6 +29,23 @@ def test_info_agrees_with_the_model_and_the_plan(model: str) -> None:
     planned = kvjax.plan_cache(params.config, policy, batch=3, length=96, new_tokens=20, dtype="float32")
     assert document["plans"][1]["bytes"] == planned.nbytes
     assert document["plans"][1]["slots"] == [104, 104]
+
+
+def test_experts_are_counted(tmp_path: Path) -> None:
+    """Of all experts in every layer that has them, in the table, in JSON and in the weights of a plan."""
+    fields = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "mlp_only_layers": [0]}
+    sizes = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
+    hf = {"model_type": "qwen3_moe", "num_attention_heads": 4, "num_key_value_heads": 2} | sizes | fields
+    params = Decoder(config_from_hf(hf), nnx.Rngs(0))
+    kvjax.save_hf(params, tmp_path / "model")
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert count > 2 * 6 * 3 * 16 * 20
+    document = json.loads(kv("info", tmp_path / "model", "--policy", "full", "--json")[1])
+    assert document["parameters"] == count
+    assert document["experts"] == {"experts": 6, "per_token": 2, "size": 20, "normalized": False, "dense_layers": [0]}
+    assert "6 of 20 columns, 2 per token, in 2 of 3 layers" in kv("info", tmp_path / "model", "--policy", "full")[1]
+    plan = json.loads(kv("plan", tmp_path / "model", "--memory", "1GB", "--json")[1])
+    assert plan["plans"][0]["weights"] == 4 * count
 
 
 @pytest.mark.slow
@@ -53,7 +71,7 @@ def test_info_of_several_sizes_on_a_mesh(shallow_model: str) -> None:
 
 def test_info_says_which_kernels_run_and_why(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     attention = {f"{what}_attention" for what in ("prompt", "segment", "slot")}
-    operations = attention | {"top_tokens", "window_scores", "write_rows"}
+    operations = attention | {"grouped_product", "top_tokens", "window_scores", "write_rows"}
     kernels = json.loads(kv("info", model, "--policy", "full", "--json")[1])["kernels"]
     assert kernels.keys() == operations
     assert {kernel["name"] for kernel in kernels.values()} == {"reference"}

@@ -9,11 +9,12 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax.models import Decoder
+from kvjax.models import Decoder, Mixture
 from kvjax.models.rope import DynamicScaling, Rope
 from tests.conftest import POLICIES
 from tests.engine.traffic import GREEDY, MAX_NEW, MAX_PROMPT, MIXED, Asked, run
 from tests.products import part
+from tests.tiny import decoder
 
 KINDS = {
     "full": "slots that grow",
@@ -78,3 +79,16 @@ def test_rows_keep_the_rope_of_their_own_prompt(shallow: Decoder) -> None:
     assert isinstance(rope, Rope)
     assert rope.depends_on_length
     check(params, "snapkv:budget=12,window=4", GREEDY, requests=16, rows=2)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_tokens_of_a_mixture_of_experts() -> None:
+    """The requests in company choose experts of their own, and so does what an empty row holds."""
+    check(
+        decoder(mixture=Mixture(experts=6, per_token=2, size=24)),
+        "morphkv:budget=12,window=4",
+        GREEDY,
+        requests=6,
+        rows=3,
+    )

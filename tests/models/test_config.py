@@ -24,6 +24,8 @@ SMOLLM3 = QWEN2 | {"model_type": "smollm3"}
 OLMO2 = LLAMA | {"model_type": "olmo2"}
 GEMMA2 = QWEN2 | {"model_type": "gemma2", "head_dim": 8}
 GEMMA3 = GEMMA2 | {"model_type": "gemma3_text"}
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_key_value_heads": 2}
+QWEN3_MOE = QWEN2 | {"model_type": "qwen3_moe"}
 GRANITE = LLAMA | {"model_type": "granite"}
 INTERNLM2 = LLAMA | {"model_type": "internlm2"}
 LONGROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
@@ -281,6 +283,20 @@ def test_unsupported_fields_are_named(fields, message):
         (SMOLLM3, {"layer_types": [FULL, SLIDING]}, "needs use_sliding_window"),
         (OLMO2, {"sliding_window": 8}, "sliding_window=8"),
         (OLMO2, {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+        (MIXTRAL, {"num_local_experts": 0}, "num_local_experts=0"),
+        (MIXTRAL, {"num_experts_per_tok": 9}, "num_experts_per_tok=9 is more than num_local_experts=8"),
+        (MIXTRAL, {"attention_bias": True}, "attention_bias=True"),
+        (MIXTRAL, {"layer_types": [FULL, SLIDING]}, "layer_types="),
+        (QWEN3_MOE, {"num_experts": 4}, "num_experts_per_tok=8 is more than num_experts=4"),
+        (
+            QWEN3_MOE,
+            {"mlp_only_layers": [2]},
+            "mlp_only_layers=[2] is not supported; accepted: a list of layers in 0 .. 1",
+        ),
+        (QWEN3_MOE, {"mlp_only_layers": 1}, "mlp_only_layers=1"),
+        (QWEN3_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
+        (QWEN3_MOE, {"norm_topk_prob": 1}, "norm_topk_prob=1"),
+        (QWEN3_MOE, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         (GRANITE, {"residual_multiplier": 0.0}, "residual_multiplier=0.0"),
         (GRANITE, {"num_local_experts": 8}, "num_local_experts=8"),
         (LLAMA, {"embedding_multiplier": 2.0}, "embedding_multiplier=2.0"),

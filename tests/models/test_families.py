@@ -31,9 +31,11 @@ OWN = {
     "llama": {"mlp_bias": True},
     "ministral": {"attention_bias": None},
     "mistral": {"attention_bias": None},
+    "mixtral": {"attention_bias": None, "num_local_experts": 8},
     "phi3": {"head_dim": None, "attention_bias": None},
     "qwen2": {},
     "qwen3": {},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "mlp_only_layers": [1]},
     "olmo2": {"head_dim": None},
     "smollm3": {"head_dim": None, "mlp_bias": True, "no_rope_layers": [1, 0]},
 }

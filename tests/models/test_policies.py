@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax.models import Decoder, Rope
+from kvjax.models import Decoder, Mixture, Rope
 from tests.tiny import VOCAB, decoder, full_logits, held
 
 LENGTHS = (12, 20, 60)
@@ -31,13 +31,14 @@ FACTS = {
     "embedding_scale": 3.0,
     "residual_scale": 0.8,
     "logit_divisor": 0.5,
+    "mixture": Mixture(experts=4, per_token=2, size=12, dense_layers=(1,)),
 }
 ROWS = [np.random.default_rng(n).integers(0, VOCAB, n) for n in LENGTHS]
 
 
 @cache
 def everything() -> Decoder:
-    """Two layers: with a window and its own RoPE, and with full attention and no RoPE."""
+    """Two layers: with a window, its own RoPE and experts, and with full attention, no RoPE and an MLP."""
     config = replace(decoder(windows=(WINDOW, None)).config, **FACTS)
     noise = np.random.default_rng(0)  # or norms would be ones, and 1 + 0
     return jax.tree.map(
@@ -51,12 +52,13 @@ def test_the_facts_matter():
     params = everything()
     expected = full_logits(params, [ROWS[1]], 20)[0]
     neutral = type(params.config).__dataclass_fields__
-    for name in FACTS.keys() - {"post_norm", "qk_norm"}:  # whose parameters would be missing
+    for name in FACTS.keys() - {"post_norm", "qk_norm", "mixture"}:  # whose parameters would be missing
         graph, state = nnx.split(params)
         other = nnx.merge(graph, state)
         other.config = replace(params.config, **{name: neutral[name].default})
         for layer in other.layers:
-            layer.residual_scale, layer.mlp.activation = other.config.residual_scale, other.config.activation
+            layer.residual_scale, fed = other.config.residual_scale, layer.mlp or layer.experts
+            fed.activation = other.config.activation
         for norm in (x for _, x in nnx.iter_modules(other) if hasattr(x, "unit_offset")):
             norm.unit_offset = other.config.unit_offset_norms
         assert np.abs(full_logits(other, [ROWS[1]], 20)[0] - expected).max() > 1e-2, name

@@ -1,8 +1,11 @@
 """The configs of published models: the fields that describe the model, as their authors wrote them."""
 
+import math
+
 import pytest
 
-from kvjax.models import config_from_hf
+from kvjax.checkpoint.parameters import Blank
+from kvjax.models import Mixture, config_from_hf
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 SMOLLM3 = {
@@ -100,6 +103,73 @@ def test_gemma_3_1b():
     assert config.windows == (512, 512, 512, 512, 512, None) * 4 + (512, 512)
     assert [config.rope_of(i).theta for i in (4, 5)] == [1e4, 1e6]
     assert (config.scale, config.embedding_scale, config.tie_embeddings) == (1 / 16, 1152**0.5, True)
+
+
+def test_qwen3_30b_a3b():
+    """The fields of Qwen/Qwen3-30B-A3B that describe the model, and those that transformers writes for them."""
+    hf = {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40_960,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1_000_000.0,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151_936,
+    }
+    config = config_from_hf(hf)
+    assert config.mixture == Mixture(128, 8, 768)
+    sizes = Blank.of(config).shapes
+    assert sum(map(math.prod, sizes.values())) == 30_532_122_624
+    written = {name: value for name, value in hf.items() if name != "num_experts"} | {"num_local_experts": 128}
+    assert config_from_hf(written) == config
+
+
+def test_mixtral_8x7b():
+    """The fields of mistralai/Mixtral-8x7B-v0.1 that describe the model."""
+    config = config_from_hf(
+        {
+            "model_type": "mixtral",
+            "architectures": ["MixtralForCausalLM"],
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "intermediate_size": 14_336,
+            "max_position_embeddings": 32_768,
+            "num_attention_heads": 32,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "output_router_logits": False,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 1_000_000.0,
+            "router_aux_loss_coef": 0.02,
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+            "vocab_size": 32_000,
+        }
+    )
+    assert config.mixture == Mixture(8, 2, 14_336)
+    assert sum(map(math.prod, Blank.of(config).shapes.values())) == 46_702_792_704
 
 
 def test_layers_without_rope():

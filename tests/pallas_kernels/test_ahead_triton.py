@@ -30,6 +30,7 @@ KERNELS = {
     "segment_attention": {"attend_kernel"},
     "window_scores": {"window_scores_kernel"},
     "top_tokens": {"top_tokens_kernel"},
+    "grouped_product": {"grouped_product_kernel"},
 }
 
 
@@ -80,6 +81,14 @@ def scores(batch: int, entries: int):
         "scores": ((*rows, entries), jnp.float32),
         "positions": ((*rows, entries), jnp.int32),
         "counts": (rows, jnp.int32),
+    }
+
+
+def experts(rows: int, count: int, inputs: int, outputs: int, dtype: Any = jnp.bfloat16):
+    return {
+        "rows": ((rows, inputs), dtype),
+        "matrices": ((count, inputs, outputs), dtype),
+        "sizes": ((count,), jnp.int32),
     }
 
 
@@ -143,6 +152,9 @@ PROBLEMS = {
     "top-1k-of-2k": ("top_tokens", {"size": 1024}, scores(8, 2048)),
     "top-2k-of-128k": ("top_tokens", {"size": 2048}, scores(1, 131_072)),
     "top-8k-of-1m": ("top_tokens", {"size": 8192}, scores(1, 1 << 20)),
+    "experts-30b-4k": ("grouped_product", {}, experts(32_768, 128, 2048, 768)),
+    "experts-47b-64": ("grouped_product", {}, experts(128, 8, 14_336, 4096)),
+    "experts-47b-float32": ("grouped_product", {}, experts(4096, 8, 4096, 14_336, jnp.float32)),
 }
 
 
@@ -161,7 +173,14 @@ SMALL = Gpu(
 
 # Of each operation, a problem that is compiled for all GPUs. The others are compiled for one.
 GPUS = ("a100", "h200", "b200")
-EVERYWHERE = ("decode-8b-2k-extra-25", "segments-8b-8-bits", "prompt-8b-32k", "window-8b-mean-of-32k", "top-2k-of-128k")
+EVERYWHERE = (
+    "decode-8b-2k-extra-25",
+    "segments-8b-8-bits",
+    "prompt-8b-32k",
+    "window-8b-mean-of-32k",
+    "top-2k-of-128k",
+    "experts-30b-4k",
+)
 SMALLER = ("decode-256-channels", "decode-7b-32k-extra-25", "prompt-8b-32k", "window-8b-32-of-128k", "top-2k-of-128k")
 # These differ from another problem in sizes alone, or are compiled for smaller GPUs or with wide offsets below.
 ALIKE = {
@@ -204,7 +223,7 @@ def test_compiles_for_gpus_with_100_kb_of_shared_memory(problem: str, tmp_path: 
 def compiles(problem: str, device: jax.Device, tmp_path: Path) -> None:
     assembler()
     operation, static, shapes = PROBLEMS[problem]
-    if operation != "top_tokens":
+    if operation not in ("top_tokens", "grouped_product"):
         static = static | {"scale": 0.09}
     kernel = getattr(import_module(f"kvjax.pallas_kernels.{operation}.triton"), operation)
     if "asked" in shapes:
@@ -214,7 +233,10 @@ def compiles(problem: str, device: jax.Device, tmp_path: Path) -> None:
     for kernel in kernels:
         print(problem, device.device_kind, kernel)
         assert kernel.spilled == 0, kernel
-        if kernel.name in ("attend_kernel", "window_scores_kernel") and "float32" not in problem:
+        if (
+            kernel.name in ("attend_kernel", "window_scores_kernel", "grouped_product_kernel")
+            and "float32" not in problem
+        ):
             assert kernel.products, kernel
 
 

@@ -1,0 +1,8 @@
+"""Products of sorted rows, each group of them with a matrix of its own."""
+
+from ..dispatch import dispatch
+from . import reference
+
+grouped_product = dispatch(reference.grouped_product, "triton")
+
+__all__ = ["grouped_product"]

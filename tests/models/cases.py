@@ -1,0 +1,186 @@
+"""Tiny models of every family: `(model_type, fields of config.json)` by name, for comparisons with transformers.
+
+The lengths that the tests read and decode are above 32 and below 128 positions.
+"""
+
+# hidden size, query heads, kv heads
+GROUP1 = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
+GROUP4 = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 2}
+GROUP5 = {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 1}
+GROUP7 = {"hidden_size": 56, "num_attention_heads": 14, "num_key_value_heads": 2}
+GROUP8 = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 1}
+TIED = {"tie_word_embeddings": True}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LOCAL = {"rope_type": "default", "rope_theta": 100.0}
+LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+MSCALE = {"mscale": 2.0, "mscale_all_dim": 0.5, "beta_fast": 8.0, "beta_slow": 0.5, "truncate": False}
+PARTIAL = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+SLIDING, FULL = "sliding_attention", "full_attention"
+MIXED = {"layer_types": [FULL, SLIDING]}
+SHORT = {"max_position_embeddings": 32}
+FACTORS = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 3.0,
+}
+
+
+def longrope(pairs: int, original: int, **fields) -> dict:
+    """LongRoPE fields. The two lists of factors differ so much that a test with the wrong one fails."""
+    factors = {"short_factor": [1 + 0.1 * i for i in range(pairs)], "long_factor": [2.0 + i for i in range(pairs)]}
+    return {
+        "rope_parameters": {"rope_type": "longrope", "rope_theta": 10_000.0, **factors, **fields},
+        "original_max_position_embeddings": original,
+    }
+
+
+CASES = {
+    "llama-group1": ("llama", GROUP1 | {"num_hidden_layers": 2}),
+    "llama-group4-tied": ("llama", GROUP4 | TIED | {"num_hidden_layers": 2}),
+    "llama-group7-head_dim": ("llama", GROUP7 | {"head_dim": 10}),
+    "llama-group8-bias": ("llama", GROUP8 | {"attention_bias": True, "mlp_bias": True}),
+    "llama-llama3": ("llama", GROUP4 | {"head_dim": 16, "rope_parameters": LLAMA3}),
+    "llama-linear": ("llama", GROUP5 | {"rope_parameters": LINEAR}),
+    "llama-dynamic": ("llama", GROUP4 | {"rope_parameters": DYNAMIC, "max_position_embeddings": 32}),
+    "llama-dynamic-short": ("llama", GROUP4 | {"rope_parameters": DYNAMIC, "max_position_embeddings": 128}),
+    "llama-yarn": ("llama", GROUP1 | {"head_dim": 16, "rope_parameters": YARN}),
+    "llama-yarn-mscale": ("llama", GROUP1 | {"head_dim": 16, "rope_parameters": YARN | MSCALE}),
+    "mistral-window": ("mistral", GROUP4 | {"sliding_window": 9, "num_hidden_layers": 2}),
+    "mistral-window-tied": ("mistral", GROUP7 | TIED | {"head_dim": 16, "sliding_window": 16}),
+    "mistral-full": ("mistral", GROUP1 | {"sliding_window": None, "rms_norm_eps": 1e-5}),
+    "qwen2-group7": ("qwen2", GROUP7 | {"rope_parameters": YARN}),
+    "qwen2-layers-tied": (
+        "qwen2",
+        GROUP5
+        | TIED
+        | {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "qwen3-head_dim": ("qwen3", GROUP4 | {"head_dim": 16, "use_sliding_window": False}),
+    "qwen3-layers-bias-tied": (
+        "qwen3",
+        GROUP8
+        | TIED
+        | {"num_hidden_layers": 2, "head_dim": 10, "attention_bias": True}
+        | {"use_sliding_window": True, "sliding_window": 9, "layer_types": [SLIDING, FULL]},
+    ),
+    "phi3-group1": ("phi3", GROUP1 | {"num_hidden_layers": 2}),
+    "phi3-partial-window-tied": (
+        "phi3",
+        GROUP8 | TIED | {"sliding_window": 9, "rope_parameters": PARTIAL},
+    ),
+    "phi3-longrope": ("phi3", GROUP4 | {"hidden_size": 64} | longrope(4, 32)),
+    "phi3-longrope-short": ("phi3", GROUP5 | longrope(4, 128)),
+    "phi3-longrope-partial": ("phi3", GROUP4 | {"hidden_size": 64} | longrope(2, 32, partial_rotary_factor=0.5)),
+    "internlm2-group1-bias": ("internlm2", GROUP1 | {"bias": True, "num_hidden_layers": 2}),
+    "internlm2-group4-linear-tied": ("internlm2", GROUP4 | TIED | {"bias": False, "rope_parameters": LINEAR}),
+    "internlm2-group7-dynamic": (
+        "internlm2",
+        GROUP7 | {"bias": False, "rope_parameters": DYNAMIC, "max_position_embeddings": 32},
+    ),
+    "ministral-layers": ("ministral", GROUP4 | {"num_hidden_layers": 2, "head_dim": 8, "sliding_window": 9} | MIXED),
+    "ministral-window": ("ministral", GROUP1 | {"head_dim": 16, "sliding_window": 9}),
+    "smollm3-layers-tied": (
+        "smollm3",
+        GROUP4 | TIED | {"num_hidden_layers": 2, "no_rope_layers": [1, 0]} | {"rope_parameters": DYNAMIC, **SHORT},
+    ),
+    "smollm3-window-bias": (
+        "smollm3",
+        GROUP7
+        | {"num_hidden_layers": 2, "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 9}
+        | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+    ),
+    "gemma2-group4-layers": (
+        "gemma2",
+        GROUP4
+        | {"num_hidden_layers": 2, "head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 9}
+        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 10.0},
+    ),
+    "gemma2-group1-bias-untied": (
+        "gemma2",
+        GROUP1
+        | {"head_dim": 10, "attention_bias": True, "tie_word_embeddings": False, "layer_types": [FULL]}
+        | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": None},
+    ),
+    "gemma3_text-group4-layers": (
+        "gemma3_text",
+        GROUP4
+        | {"num_hidden_layers": 2, "head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 9}
+        | {"rope_parameters": {FULL: LINEAR, SLIDING: LOCAL}, "layer_types": [SLIDING, FULL]},
+    ),
+    "gemma3_text-group8-bias-untied": (
+        "gemma3_text",
+        GROUP8 | {"head_dim": 10, "attention_bias": True, "tie_word_embeddings": False, "sliding_window": 9},
+    ),
+    "mixtral-group4-window": (
+        "mixtral",
+        GROUP4 | {"num_hidden_layers": 2, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 9},
+    ),
+    "mixtral-group7-tied": ("mixtral", GROUP7 | TIED | {"num_local_experts": 4, "num_experts_per_tok": 1}),
+    "qwen3_moe-group8-layers": (
+        "qwen3_moe",
+        GROUP8
+        | {"num_hidden_layers": 4, "head_dim": 10, "num_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": True}
+        | {"moe_intermediate_size": 24, "mlp_only_layers": [0, 3], "attention_bias": True},
+    ),
+    "qwen3_moe-group1-step-window-tied": (
+        "qwen3_moe",
+        GROUP1
+        | TIED
+        | {"num_hidden_layers": 2, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        | {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 9},
+    ),
+    "olmo2-group1": ("olmo2", GROUP1 | {"num_hidden_layers": 2}),
+    "olmo2-group4-bias-tied": ("olmo2", GROUP4 | TIED | {"attention_bias": True, "rope_parameters": YARN}),
+    "granite-group4-tied": ("granite", GROUP4 | TIED | FACTORS | {"num_hidden_layers": 2}),
+    "granite-group7-bias": ("granite", GROUP7 | FACTORS | {"attention_bias": True, "mlp_bias": True}),
+}
+
+# One of each way to rotate and to mask the keys of earlier tokens, of every family.
+DECODED = (
+    "llama-group7-head_dim",
+    "llama-dynamic",
+    "llama-dynamic-short",
+    "llama-yarn-mscale",
+    "mistral-window",
+    "qwen2-layers-tied",
+    "qwen3-layers-bias-tied",
+    "phi3-partial-window-tied",
+    "phi3-longrope",
+    "internlm2-group1-bias",
+    "ministral-layers",
+    "smollm3-layers-tied",
+    "smollm3-window-bias",
+    "olmo2-group4-bias-tied",
+    "granite-group4-tied",
+    "gemma2-group4-layers",
+    "gemma3_text-group4-layers",
+    "mixtral-group4-window",
+    "qwen3_moe-group8-layers",
+)
+# Every family, and every term that is rounded: biases, norms of heads, tied embeddings, scaled and partial rotations.
+ROUNDED = (
+    "llama-group8-bias",
+    "llama-yarn-mscale",
+    "mistral-window-tied",
+    "qwen2-group7",
+    "qwen3-layers-bias-tied",
+    "phi3-longrope-partial",
+    "internlm2-group1-bias",
+    "smollm3-window-bias",
+    "olmo2-group4-bias-tied",
+    "granite-group4-tied",
+    "gemma2-group4-layers",
+    "gemma3_text-group8-bias-untied",
+    "mixtral-group4-window",
+    "qwen3_moe-group8-layers",
+)
