@@ -100,18 +100,40 @@ def admit(
     """
     new = Resident.begin(cache, logits, start, size=resident.decoding.answers.tokens.shape[1])
 
-    def put(resident: Resident, new: Resident) -> Resident:
-        held = resident.limits.size
-        at = row if cache.mesh is None else row - held * jax.lax.axis_index(DATA)
-        inside, at = (at >= 0) & (at < held), jnp.clip(at, 0, held - 1)
+    return _on_devices(partial(_put, row=row), resident, new), new.report()
 
-        def put_row(x: Array, new: Array) -> Array:
-            old = jax.lax.dynamic_slice_in_dim(x, at, 1, axis=0)
-            return jax.lax.dynamic_update_slice_in_dim(x, jnp.where(inside, new, old), at, axis=0)
 
-        return jax.tree.map(put_row, resident, new)
+@partial(jit, donate_argnames="resident")
+def place(resident: Resident, read: Resident, source: Int[Array, ""], row: Int[Array, ""]) -> Resident:
+    """Writes row `source` of rows that have been read together into a row. Both have the same shapes, but for B."""
+    return _on_devices(lambda resident, read: _put(resident, _row(read, source), row), resident, read)
 
-    return _on_devices(put, resident, new), new.report()
+
+def _put(resident: Resident, new: Resident, row: Int[Array, ""]) -> Resident:
+    """The rows of a device with a new one at `row` of all rows, if the device holds that row."""
+    held = resident.limits.size
+    at = row if resident.decoding.cache.mesh is None else row - held * jax.lax.axis_index(DATA)
+    inside, at = (at >= 0) & (at < held), jnp.clip(at, 0, held - 1)
+
+    def put_row(x: Array, new: Array) -> Array:
+        old = jax.lax.dynamic_slice_in_dim(x, at, 1, axis=0)
+        return jax.lax.dynamic_update_slice_in_dim(x, jnp.where(inside, new, old), at, axis=0)
+
+    return jax.tree.map(put_row, resident, new)
+
+
+def _row(rows: Resident, source: Int[Array, ""]) -> Resident:
+    """Row `source` of all rows, on every device."""
+    held = rows.limits.size
+    if rows.decoding.cache.mesh is None:
+        return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, source, 1, axis=0), rows)
+    first = jnp.clip(source - held * jax.lax.axis_index(DATA), 0, held - 1)
+
+    def gathered(x: Array) -> Array:  # one row of each device moves
+        own = jax.lax.dynamic_slice_in_dim(x, first, 1, axis=0)
+        return jax.lax.all_gather(own, DATA)[source // held]
+
+    return jax.tree.map(gathered, rows)
 
 
 def shardings(resident: Resident, mesh: Mesh) -> Resident:

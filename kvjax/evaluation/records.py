@@ -17,6 +17,9 @@ from kvjax.evaluation.lines import Key, Line, encoded, key_of, read_answer
 from kvjax.writing import new_file
 
 
+RESULTS, TIMINGS = "results.jsonl", "timings.jsonl"
+
+
 class Records:
     """A context manager for the results file. Only one process at a time can open the file.
 
