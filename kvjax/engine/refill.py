@@ -256,7 +256,5 @@ class Refill:
 
 def _alike(resident: Resident, read: Resident) -> bool:
     """Whether rows have the same shapes."""
-    if jax.tree.structure(resident) != jax.tree.structure(read):
-        return False
-    pairs = zip(jax.tree.leaves(resident), jax.tree.leaves(read), strict=True)
-    return all(x.shape == y.shape and x.dtype == y.dtype for x, y in pairs)
+    (ours, tree), (theirs, other) = jax.tree.flatten(resident), jax.tree.flatten(read)
+    return tree == other and all(x.shape == y.shape and x.dtype == y.dtype for x, y in zip(ours, theirs, strict=True))

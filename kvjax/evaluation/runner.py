@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Protocol, TypeAlias
 
-from kvjax.evaluation.batches import Reading
 from kvjax.evaluation.grid import Cell
 from kvjax.evaluation.header import check_results, write_header
 from kvjax.evaluation.lines import Key, Line, encoded, key_of, read_timing
-from kvjax.evaluation.planning import RunPlan, Sweep, keys_of, sentence
+from kvjax.evaluation.planning import RunPlan, keys_of, sentence
 from kvjax.evaluation.records import RESULTS, TIMINGS, Records, repaired
-from kvjax.evaluation.sweeping import Answering, Asked, Part, Say, Sweeping, Task
+from kvjax.evaluation.sweeping import Answering, Part, Say, Sweeping, Task
 
 Work: TypeAlias = Callable[[Sequence[Task], Say], Iterator[Part]]
 """Answers tasks in any order. It tells the user of events by the function that it gets."""
@@ -88,8 +87,8 @@ def record(plan: RunPlan, work: Work, out: Path, watch: Watch | None = None) -> 
         planned = [key for one in cells for batch in one.batches for key in keys_of(one.cell, batch.readings)]
         before = sum(key in records for key in planned)
         watch.begin(len(planned) - before)
-        tasks = [task for i, sweep in enumerate(plan.sweeps) if (task := _missing(i, sweep, records)).asked]
-        for part in work(tasks, watch.say):
+        tasks = [task.without(records) for task in _tasks(plan)]
+        for part in work([task for task in tasks if task.asked], watch.say):
             watch.cell(part.cell)
             failed |= {key_of(line): line for line in part.lines if "error" in line}
             new = sum(key_of(line) not in records for line in part.lines)
@@ -103,23 +102,13 @@ def record(plan: RunPlan, work: Work, out: Path, watch: Watch | None = None) -> 
     return Summary(after, len(planned), after - before, tuple(map(sentence, [*refused, *failed.values()])))
 
 
+def _tasks(plan: RunPlan) -> Iterator[Task]:
+    """All that a plan asks, a task per sweep."""
+    for i, sweep in enumerate(plan.sweeps):
+        yield Task(i, sweep.refilled, tuple((batch, sweep.cells) for batch in sweep.batches))
+
+
 def _timings(path: Path, say: Callable[[str], None]) -> BinaryIO:
     """Opens the timings file to append to it, after the lines that a kill left incomplete are dropped."""
     repaired(path, read_timing, say, "its times are lost")
     return path.open("ab")
-
-
-def _missing(index: int, sweep: Sweep, records: Records) -> Task:
-    """What of a sweep the results file lacks: whole batches, or the single prompts of rows that are refilled."""
-
-    def lacks(cell: Cell, *readings: Reading) -> bool:
-        return any(key not in records for key in keys_of(cell, readings))
-
-    asked: list[Asked] = []
-    for batch in sweep.batches:
-        cells = [cell for cell in sweep.cells if lacks(cell, *batch.readings)]
-        if cells and sweep.refilled:
-            batch = replace(batch, readings=tuple(one for one in batch.readings if lacks(cells[0], one)))
-        if cells:
-            asked.append((batch, cells))
-    return Task(index, sweep.refilled, tuple(asked))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 import jax
@@ -13,8 +13,8 @@ import jax
 from kvjax.evaluation.asking import Answer, Answers, Ended, Took
 from kvjax.evaluation.batches import Ask, Reading, ReadingBatch, halves
 from kvjax.evaluation.grid import Cell
-from kvjax.evaluation.lines import Line, checked_scores
-from kvjax.evaluation.planning import RunPlan, about, cell_fields, name_of
+from kvjax.evaluation.lines import Key, Line, checked_scores
+from kvjax.evaluation.planning import RunPlan, about, cell_fields, keys_of, name_of
 from kvjax.policies import parse
 from kvjax.policy import Policy
 
@@ -44,6 +44,21 @@ class Task:
     sweep: int
     refilled: bool
     asked: tuple[Asked, ...]
+
+    def without(self, answered: Container[Key]) -> Task:
+        """What is left of the task: batches with the cells that lack answers; of refilled rows, the prompts that do."""
+
+        def left(cell: Cell, *readings: Reading) -> bool:
+            return any(key not in answered for key in keys_of(cell, readings))
+
+        asked: list[Asked] = []
+        for batch, cells in self.asked:
+            cells = [cell for cell in cells if left(cell, *batch.readings)]
+            if cells and self.refilled:
+                batch = replace(batch, readings=tuple(one for one in batch.readings if left(cells[0], one)))
+            if cells:
+                asked.append((batch, cells))
+        return replace(self, asked=tuple(asked))
 
 
 @dataclass(frozen=True)
