@@ -5,7 +5,8 @@
         ended.name, ended.tokens
 
 Prompts are read as `kvjax.generate` reads them, and a row takes the next request as soon as its answer has ended. The
-next batch is read when a row is free and no request waits, so at most one batch waits. Nothing here has a thread.
+next batch is read when a row is free and no request waits, so at most one batch waits. One program runs the steps until
+an answer ends, so the host takes part once per answer and not once per token. Nothing here has a thread.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
+from kvjax.checks import LARGEST
 from kvjax.clock import Clock
 from kvjax.decode import Decoding, take
 from kvjax.kv_cache import KVCache
@@ -34,7 +36,9 @@ from kvjax.row_text import RowText, check_fast, stop_strings
 from kvjax.sampling import SamplingMethod
 from kvjax.sharding import fetch
 
-from .resident import Resident, advance, place
+from .resident import Resident, advance_until, answers, place
+
+STOP_STEPS = 8  # between two looks for stop strings, which only the host finds
 
 
 @dataclass(eq=False)
@@ -43,33 +47,29 @@ class Ended:
 
     Attributes:
         name: what the caller calls it.
-        limit: the most tokens of the answer.
         tokens: the ids of the answer. An end token, and the tokens of a stop string, belong to them.
         text: the answer before its stop string, without special tokens; empty if there are no stop strings.
         decoder: makes the text of the tokens; None if there are no stop strings.
-        steps: the number of decode steps that have been started for the request.
     """
 
     name: Any
-    limit: int
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     decoder: RowText | None = None
-    steps: int = 0
 
-    def take(self, token: int, active: bool) -> bool:
-        """Adds a token, and returns whether the answer goes on."""
-        self.tokens.append(token)
-        on = active and len(self.tokens) < self.limit
-        if self.decoder is not None:
-            self.text += self.decoder.add(token, last=not on)
-            on = on and not self.decoder.stopped
-        return on
+    def take(self, tokens: Sequence[int], active: bool) -> bool:
+        """Adds the next tokens, and returns whether the answer goes on.
 
-    @property
-    def wants_step(self) -> bool:
-        """Whether another step can add a token. The first token takes none."""
-        return self.steps < self.limit - 1
+        Args:
+            active: whether it goes on after the last one, as the device sees it.
+        """
+        for i, token in enumerate(tokens, 1):
+            self.tokens.append(token)
+            if self.decoder is not None:
+                self.text += self.decoder.add(token, last=i == len(tokens) and not active)
+                if self.decoder.stopped:
+                    return False
+        return active
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,8 @@ class ReadBatch:
         logits, filled = read_request(params, request, clock)
         first = take(Decoding.begin(request, filled, size=max_new_tokens, log_probs=True), logits)
         limits = filled.put_rows(np.full(len(request.batch.lengths), max_new_tokens, np.int32))
-        requests = [Ended(name, max_new_tokens, decoder=RowText(tokenizer, stops) if stops else None) for name in names]
-        return cls(requests, Resident(first, jnp.asarray(limits)))
+        requests = [Ended(name, decoder=RowText(tokenizer, stops) if stops else None) for name in names]
+        return cls(requests, Resident(first, jnp.asarray(limits)).within_limits())
 
     @property
     def nbytes(self) -> int:
@@ -146,7 +146,6 @@ class Refill:
         self._resident: Resident | None = None
         self._rows: list[Ended | None] = []  # of each row; None where it is free
         self._waiting: deque[tuple[ReadBatch, int]] = deque()  # requests of one batch, and their rows in it
-        self._reports: deque[tuple[Int32[Array, "3 B"], list[Ended | None]]] = deque()
         self._compiled: set[Any] = set()
 
     def run(self, batches: Iterator[ReadBatch]) -> Iterator[Ended]:
@@ -164,7 +163,7 @@ class Refill:
                 if batch is not None:
                     yield from self._begin(batch)
             self._admit()
-            yield from self._step()
+            yield from self._advance()
 
     @property
     def _busy(self) -> bool:
@@ -191,13 +190,8 @@ class Refill:
     def _begin(self, batch: ReadBatch) -> list[Ended]:
         """Lets the requests of a batch wait for rows. Returns those whose first token is their last one."""
         with self._working():
-            tokens, _, active = fetch(batch.rows.report())[:, : len(batch.requests)].tolist()
-        ended = []
-        for i, (request, token, on) in enumerate(zip(batch.requests, tokens, active, strict=True)):
-            if request.take(token, bool(on)):
-                self._waiting.append((batch, i))
-            else:
-                ended.append(request)
+            ended = _delivered(batch.requests, self._run(answers, batch.rows))
+        self._waiting += [(batch, i) for i, request in enumerate(batch.requests) if request not in ended]
         return ended
 
     def _admit(self) -> None:
@@ -209,7 +203,6 @@ class Refill:
             if self._resident is None or not _alike(self._resident, batch.rows):
                 self._compiled.clear()
             self._resident, self._rows = batch.rows, [None] * batch.rows.limits.size
-            self._reports.clear()
             while self._waiting:
                 _, i = self._waiting.popleft()
                 self._rows[i] = batch.requests[i]
@@ -224,34 +217,30 @@ class Refill:
                 self._resident = self._run(place, self._resident, batch.rows, np.int32(i), np.int32(row))
                 self._rows[row] = batch.requests[i]
 
-    def _step(self) -> list[Ended]:
-        """One token for every row that has a request. Returns the requests that the step before has ended."""
-        going = [None if request is None or not request.wants_step else request for request in self._rows]
+    def _advance(self) -> list[Ended]:
+        """Steps of all rows until an answer ends. Returns the requests whose answers have ended."""
+        if not any(self._rows):
+            return []
+        wanted = np.array([request is not None for request in self._rows])
+        stops = any(request is not None and request.decoder is not None for request in self._rows)
+        most = np.int32(STOP_STEPS if stops else LARGEST)
         with self._working():
-            if any(going):
-                wanted = np.array([request is not None for request in going])
-                self._resident, report = self._run(advance, self._leaves, self._resident, wanted, tree=self._tree)
-                report.copy_to_host_async()
-                self._reports.append((report, going))
-                self.steps += 1
-                for request in filter(None, going):
-                    request.steps += 1
-            ended = []
-            while len(self._reports) > any(going):  # the device works on the last one
-                ended += self._deliver(*self._reports.popleft())
+            self._resident, found, steps = self._run(
+                advance_until, self._leaves, self._resident, wanted, most, tree=self._tree
+            )
+            ended = _delivered(self._rows, found)
+            self.steps += int(steps)
+        self._rows = [None if request in ended else request for request in self._rows]
         return ended
 
-    def _deliver(self, report: Int32[Array, "3 B"], requests: Sequence[Ended | None]) -> list[Ended]:
-        """Gives each request that has not ended meanwhile its token. Returns those that it ends."""
-        tokens, _, active = fetch(report).tolist()
-        ended = []
-        for row, request in enumerate(requests):
-            if request is None or self._rows[row] is not request:
-                continue
-            if not request.take(tokens[row], bool(active[row])):
-                self._rows[row] = None
-                ended.append(request)
-        return ended
+
+def _delivered(requests: Sequence[Ended | None], found: Int32[Array, "B 2+T"]) -> list[Ended]:
+    """Gives requests their new tokens. Returns those whose answers have ended."""
+    ended = []
+    for request, (active, length, *tokens) in zip(requests, fetch(found).tolist(), strict=False):
+        if request is not None and not request.take(tokens[len(request.tokens) : length], bool(active)):
+            ended.append(request)
+    return ended
 
 
 def _alike(resident: Resident, read: Resident) -> bool:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 from kvjax.decode import Answers, Decoding
 from kvjax.gpu_flags import STEP_OPTIONS
 from kvjax.kv_cache import KVCache
+from kvjax.models import Decoder
 from kvjax.programs import jit
 from kvjax.request import Sampling
 from kvjax.row_samplers import RowSamplers
@@ -66,6 +67,20 @@ class Resident:
         """The same rows, of which those are active whose answers may go on."""
         answers = self.decoding.answers
         return replace(self, decoding=self.decoding.with_active(answers.active & (answers.lengths < self.limits)))
+
+    def wanted(self, wanted: Bool[Array, "B"]) -> Resident:
+        """The same rows, of which only those that are wanted stay active."""
+        return replace(self, decoding=self.decoding.with_active(self.decoding.active & wanted))
+
+    def advance(self, params: Decoder) -> Resident:
+        """One token for every active row."""
+        return replace(self, decoding=self.decoding.advance(params)).within_limits()
+
+    def answers(self) -> Int32[Array, "B 2+T"]:
+        """For the host: whether each row goes on, the number of its tokens, and these."""
+        answers = self.decoding.answers
+        facts = jnp.stack([answers.active.astype(jnp.int32), answers.lengths], axis=1)
+        return jnp.concatenate([facts, answers.tokens], axis=1)
 
     def report(self) -> Int32[Array, "3 B"]:
         """For the host: each row's last token, the bits of its log-probability, and whether the row goes on."""
@@ -131,6 +146,9 @@ def _row(rows: Resident, source: Int[Array, ""]) -> Resident:
 
     def gathered(x: Array) -> Array:  # one row of each device moves
         own = jax.lax.dynamic_slice_in_dim(x, first, 1, axis=0)
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # collectives know no keys
+            data = jax.lax.all_gather(jax.random.key_data(own), DATA)[source // held]
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(own))
         return jax.lax.all_gather(own, DATA)[source // held]
 
     return jax.tree.map(gathered, rows)
@@ -168,7 +186,32 @@ def advance(
         leaves: the model's weights. A call with a list takes a fraction of the time of a call with a module.
         tree: the model's structure.
     """
-    decoding = resident.decoding
-    decoding = decoding.with_active(decoding.active & wanted).advance(jax.tree.unflatten(tree, leaves))
-    resident = replace(resident, decoding=decoding).within_limits()
+    resident = resident.wanted(wanted).advance(jax.tree.unflatten(tree, leaves))
     return resident, resident.report()
+
+
+@partial(jit, static_argnames="tree", donate_argnames="resident", compiler_options=STEP_OPTIONS)
+def advance_until(
+    leaves: list[Array], resident: Resident, wanted: Bool[Array, "B"], most: Int[Array, ""], *, tree: Any
+) -> tuple[Resident, Int32[Array, "B 2+T"], Int[Array, ""]]:
+    """Steps of every active row that is still wanted, until one of them ends; `most` steps at most.
+
+    Returns:
+        The rows, `Resident.answers`, and the number of steps.
+    """
+    params, first = jax.tree.unflatten(tree, leaves), resident.wanted(wanted)
+    active = first.decoding.active
+
+    def goes_on(carry: tuple[Resident, Array]) -> Array:
+        rows, steps = carry
+        return (steps < most) & jnp.any(active) & jnp.all(rows.decoding.active == active)
+
+    def body(carry: tuple[Resident, Array]) -> tuple[Resident, Array]:
+        rows, steps = carry
+        return rows.advance(params), steps + 1
+
+    resident, steps = jax.lax.while_loop(goes_on, body, (first, jnp.int32(0)))
+    return resident, resident.answers(), steps
+
+
+answers = jit(Resident.answers)
