@@ -102,17 +102,19 @@ class Sweeping:
             taken: list[ReadingBatch] = []
             try:
                 for ended in self.ask.refilled(self._taken(waiting, taken), parse(cell.policy)):
-                    lines = [self._line(cell, ended.reading, ended.index, ended.answer)]
+                    timing = None
                     if ended.took is not None:
-                        taken.remove(ended.batch)
-                    timing = None if ended.took is None else self._timing(cell, ended.batch, ended.took, 1)
-                    yield Part(cell, lines, timing)
+                        taken[:] = [batch for batch in taken if batch is not ended.batch]
+                        timing = self._timing(cell, ended.batch, ended.took, 1)
+                    yield Part(cell, [self._line(cell, ended.reading, ended.index, ended.answer)], timing)
             except Exception as error:  # a policy may raise anything
-                if not taken:
-                    taken.append(waiting.pop())
-                if out_of_memory(error):
-                    self._halve_rows(cell, taken[0])
-                yield from self._padded([(batch, [cell]) for batch in taken])
+                problem, full = f"{type(error).__name__}: {error}", out_of_memory(error)
+            else:
+                continue
+            left = taken or [waiting.pop()]
+            if not (full and self._halve_rows(cell, left[0])):
+                self.say(f"{name_of(cell)}: {problem}; the run asks {len(left)} batches one by one")
+            yield from self._padded([(batch, [cell]) for batch in left])
 
     def _taken(self, waiting: list[ReadingBatch], taken: list[ReadingBatch]) -> Iterator[ReadingBatch]:
         """Takes the batches that wait, last first, in parts that fit into the memory."""

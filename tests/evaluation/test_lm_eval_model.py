@@ -107,7 +107,8 @@ def test_rows_are_refilled_and_little_is_written_behind_a_stop_string(
     stops = [" kettle", "no such text", " is"] * 3  # the others end at their end token
     given = [(CONTEXT, {"until": [stop], "max_gen_toks": 256}) for stop in stops]
     texts = full.generate_until(requests(*given), disable_tqdm=True)
-    (whole,) = kvjax.generate(full.params, [CONTEXT], max_new_tokens=256, tokenizer=full.tokenizer).text
+    whole = kvjax.generate(full.params, CONTEXT, max_new_tokens=256, tokenizer=full.tokenizer).text
+    assert isinstance(whole, str)
     assert texts == [whole.split(stop)[0] for stop in stops]
     assert texts[0] == "anna is"
     assert sum(one.steps for one in rows) <= 3 * STOP_STEPS
