@@ -11,11 +11,11 @@ With `--prefill`, it measures the prefill that twelve presets share at these bud
 scripts/bench_cpu.py, against the prefill of the full cache alone. The two take turns. Each is measured in wall-clock
 time and in the processor time of this process, which other work on the machine affects less.
 
-    python scripts/bench_eval.py --refill --length 256 --examples 64 --policy morphkv:budget=64,window=8
+    python scripts/bench_eval.py --refill --length 128 --examples 96 --policy morphkv:budget=64,window=8 --repeats 5
 
-With `--refill`, it measures one policy on answers of very different lengths: draws at a temperature of 4 end after one
+With `--refill`, it measures one policy on answers of very different lengths: draws at a temperature of 5 end after one
 token or after hundreds. Rows that are refilled and padded batches take turns and must give the same answers. A line per
-turn has the seconds of both, and the last one the ratios.
+turn has the wall-clock and processor seconds of both, and the last one the ratios.
 """
 
 from __future__ import annotations
@@ -117,16 +117,18 @@ def refilled(ask: Asker, asked: Sequence[ReadingBatch], policy: Policy, repeats:
 
     ratios, lengths = [], np.zeros(0)
     for turn in range(repeats + 1):
-        seconds, answers = [], []
+        seconds, processor, answers = [], [], []
         for side in (padded, refill):
-            started = time.perf_counter()
+            started, used = time.perf_counter(), time.process_time()
             answers.append(side())
             seconds.append(time.perf_counter() - started)
+            processor.append(time.process_time() - used)
         assert answers[0] == answers[1]
         lengths = np.array(sorted(map(len, answers[0].values())))
         if turn:  # the first one compiles
             ratios.append(seconds[0] / seconds[1])
-            print(json.dumps({"turn": turn, "padded_seconds": seconds[0], "refilled_seconds": seconds[1]}), flush=True)
+            line = {"turn": turn, "padded": seconds[0], "refilled": seconds[1]}
+            print(json.dumps(line | {"padded_cpu": processor[0], "refilled_cpu": processor[1]}), flush=True)
     facts = {
         "answers": len(lengths),
         "rows": asked[0].rows,
@@ -158,7 +160,7 @@ def main() -> None:
     params, tokenizer = load_model(grid)
     items = [item for item in read_items(grid, tokenizer, params.config.max_positions) if isinstance(item, Item)]
     if args.refill:
-        sampled = Asker(params, tokenizer, Sampler(temperature=4.0))
+        sampled = Asker(params, tokenizer, Sampler(temperature=5.0))
         made = readings([replace(item, new_tokens=args.new_tokens) for item in items], "before")
         policy = kvjax.policies.parse(args.policy.format(budget=args.budgets[0]))
         refilled(sampled, batches(made, lambda _: args.batch), policy, args.repeats)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -51,7 +52,9 @@ def connected(address: str) -> Iterator[ModuleType]:
     elif address != "auto":
         _check_reachable(address)
     try:
-        ray.init(address, **options)
+        with warnings.catch_warnings():  # JAX warns of a fork, after which Ray runs another program at once
+            warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+            ray.init(address, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(
