@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +24,7 @@ from kvjax.evaluation.worker import Worker, load_asker
 from kvjax.shown import shown
 
 LOCAL = "local"
+TOKEN = Path("~/.ray/auth_token")  # of a cluster, on each of its machines
 TRIES = 3  # workers that may die of one task, and of all tasks in a row per worker
 TOGETHER = 8  # the most batches of a task whose rows are refilled
 CONNECT = 5.0  # seconds to wait for an address to answer
@@ -41,6 +43,8 @@ def connected(address: str) -> Iterator[ModuleType]:
     Raises:
         ValueError: Ray is not installed, or there is no such cluster.
     """
+    if address != LOCAL and TOKEN.expanduser().exists():  # `ray start` asks for it. Ray looks here when it is imported.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
         import ray
     except ModuleNotFoundError:
