@@ -10,6 +10,12 @@ prefills the context again for each question and budget, in a batch of one. The 
 With `--prefill`, it measures the prefill that twelve presets share at these budgets, on the random model of
 scripts/bench_cpu.py, against the prefill of the full cache alone. The two take turns. Each is measured in wall-clock
 time and in the processor time of this process, which other work on the machine affects less.
+
+    python scripts/bench_eval.py --refill --length 128 --examples 96 --policy morphkv:budget=64,window=8 --repeats 5
+
+With `--refill`, it measures one policy on answers of very different lengths: draws at a temperature of 5 end after one
+token or after hundreds. Rows that are refilled and padded batches take turns and must give the same answers. A line per
+turn has the wall-clock and processor seconds of both, and the last one the ratios.
 """
 
 from __future__ import annotations
@@ -29,14 +35,15 @@ from flax import nnx
 
 import kvjax
 from kvjax.evaluation.asking import Asker
-from kvjax.evaluation.batches import Reading, batches, readings
+from kvjax.evaluation.batches import Reading, ReadingBatch, batches, readings
 from kvjax.evaluation.grid import SETTINGS, Grid
 from kvjax.evaluation.items import Item, read_items
 from kvjax.evaluation.model import load_model
 from kvjax.models import Decoder, DecoderConfig, Rope
 from kvjax.policy import Policy
-from kvjax.sampling import Greedy
+from kvjax.sampling import Greedy, Sampler
 
+Tokens = dict[str, list[int]]
 Answers = dict[tuple[Policy, str, str, int], list[int]]
 
 
@@ -92,6 +99,44 @@ def shared_prefill(length: int, budgets: Sequence[float], repeats: int, layers: 
             print(json.dumps(line | {"compiles": turn == 0}), flush=True)
 
 
+def refilled(ask: Asker, asked: Sequence[ReadingBatch], policy: Policy, repeats: int) -> None:
+    """Prints the times of padded batches and of rows that are refilled."""
+
+    def padded() -> Tokens:
+        return {
+            one.item.example.id: answer.tokens
+            for batch in asked
+            for answers, _ in ask(batch, [policy])
+            for reading, mine in zip(batch.readings, answers, strict=True)
+            for one, answer in zip(reading.asks, mine, strict=True)
+        }
+
+    def refill() -> Tokens:
+        found = ask.refilled(iter(asked), policy)
+        return {ended.reading.asks[ended.index].item.example.id: ended.answer.tokens for ended in found}
+
+    ratios, lengths = [], np.zeros(0)
+    for turn in range(repeats + 1):
+        seconds, processor, answers = [], [], []
+        for side in (padded, refill):
+            started, used = time.perf_counter(), time.process_time()
+            answers.append(side())
+            seconds.append(time.perf_counter() - started)
+            processor.append(time.process_time() - used)
+        assert answers[0] == answers[1]
+        lengths = np.array(sorted(map(len, answers[0].values())))
+        if turn:  # the first one compiles
+            ratios.append(seconds[0] / seconds[1])
+            line = {"turn": turn, "padded": seconds[0], "refilled": seconds[1]}
+            print(json.dumps(line | {"padded_cpu": processor[0], "refilled_cpu": processor[1]}), flush=True)
+    facts = {
+        "answers": len(lengths),
+        "rows": asked[0].rows,
+        "tokens": np.percentile(lengths, [0, 50, 90, 100]).tolist(),
+    }
+    print(json.dumps(facts | {"median": float(np.median(ratios)), "ratios": ratios}), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=512, help="tokens per prompt")
@@ -103,15 +148,23 @@ def main() -> None:
         "--budgets", type=float, nargs="+", default=[0.25], help="budgets, for which eval prefills a prompt once"
     )
     parser.add_argument("--prefill", action="store_true", help="measure the shared prefill of twelve presets")
+    parser.add_argument("--refill", action="store_true", help="measure rows that are refilled on one policy")
+    parser.add_argument("--new-tokens", type=int, default=512, help="most tokens of an answer for --refill")
     parser.add_argument("--layers", type=int, default=CPU.layers, help="layers of the model for --prefill")
     args = parser.parse_args()
     if args.prefill:
         shared_prefill(args.length, args.budgets, args.repeats, args.layers)
         return
-    tasks = [{"name": "demo/*", "lengths": [args.length]}]
+    tasks = [{"name": "demo/needle" if args.refill else "demo/*", "lengths": [args.length]}]
     grid = Grid.of({"tasks": tasks, "limit": args.examples, "policies": [args.policy], "budgets": args.budgets})
     params, tokenizer = load_model(grid)
     items = [item for item in read_items(grid, tokenizer, params.config.max_positions) if isinstance(item, Item)]
+    if args.refill:
+        sampled = Asker(params, tokenizer, Sampler(temperature=5.0))
+        made = readings([replace(item, new_tokens=args.new_tokens) for item in items], "before")
+        policy = kvjax.policies.parse(args.policy.format(budget=args.budgets[0]))
+        refilled(sampled, batches(made, lambda _: args.batch), policy, args.repeats)
+        return
     policies = [kvjax.policies.parse(args.policy.format(budget=budget)) for budget in args.budgets]
     ask = Asker(params, tokenizer, Greedy())
 

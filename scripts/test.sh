@@ -6,7 +6,7 @@
 #     bash scripts/test.sh -k name      any argument of pytest
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source scripts/setup_venv.sh dev parity plot eval lm-eval
+source scripts/setup_venv.sh dev parity plot eval lm-eval ray
 
 if [ "${1:-}" = --fast ]; then
     shift

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvjax.cli.console import bytes_text, keep_compiled, note, working
+from kvjax.cli.console import bytes_text, note, working
+from kvjax.compiled import keep_compiled
 
 if TYPE_CHECKING:
     from kvjax.kv_cache import KVCache

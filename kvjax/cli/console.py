@@ -1,9 +1,8 @@
-"""Common parts of the commands: one-line errors, progress on stderr, readable numbers, and the compilation cache."""
+"""Common parts of the commands: one-line errors, progress on stderr, and readable numbers."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -118,16 +117,3 @@ def bytes_text(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{f'{count:#.3g}'.rstrip('.')} {unit}"
         count /= 1000
     return f"{count:,.1f} TB"
-
-
-def keep_compiled() -> None:
-    """Stores compiled programs in the user's cache folder, so that only the first run of a command compiles them.
-
-    The environment variable JAX_COMPILATION_CACHE_DIR sets another folder. An empty value disables the cache.
-    """
-    import jax
-
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        jax.config.update("jax_compilation_cache_dir", str(Path(home) / "kvjax" / "compiled"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from kvjax.cli.console import keep_compiled, print_json, working
+from kvjax.cli.console import print_json, working
 from kvjax.cli.needles import answer_needles
 from kvjax.cli.outcomes import Outcome, Shown, draw, most_telling, panel_of, table_of
 from kvjax.cli.progress import Bar
+from kvjax.compiled import keep_compiled
 
 if TYPE_CHECKING:
     from kvjax.evaluation.tasks.demo import DemoExample

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,12 +11,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvjax.cli.console import bytes_text, keep_compiled, show_warning, stderr, working
+from kvjax.cli.console import bytes_text, show_warning, stderr, working
 from kvjax.cli.progress import Bar
-from kvjax.shown import shown
+from kvjax.compiled import keep_compiled
 
 if TYPE_CHECKING:
     from kvjax.evaluation.planning import RunPlan
+    from kvjax.evaluation.runner import Summary
 
 INCOMPLETE = 1  # the exit status of a run with errors
 SHOWN = 10  # the largest number of errors in the summary; the results file has all of them
@@ -59,25 +60,32 @@ def evaluate(
         str | None,
         typer.Option(metavar="DATAxMODEL", help="Device mesh for rows x heads, such as 2x4."),
     ] = None,
-    host: Annotated[
-        str,
+    ray: Annotated[
+        str | None,
         typer.Option(
-            metavar="I/N",
-            help="Index of this host, from 0, among N hosts that divide the work.",
+            metavar="ADDRESS|local",
+            help="Divide the work over a Ray cluster: HOST:PORT of its head, auto, or local for this machine.",
         ),
-    ] = "0/1",
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="With --ray: most workers. Default: one per group of accelerators, or one per machine without any.",
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the tasks, batches and memory.")] = False,
 ) -> None:
     """Run tasks under cache policies and record every answer. `kvjax report` makes tables and plots of the results."""
     from kvjax.checkpoint import mesh_sizes
-    from kvjax.evaluation.asking import Asker
     from kvjax.evaluation.grid import Grid
     from kvjax.evaluation.items import Item, Refusal, read_items
-    from kvjax.evaluation.model import describe_model, load_model
+    from kvjax.evaluation.model import describe_model
     from kvjax.evaluation.planning import RunPlan
-    from kvjax.evaluation.runner import run
-    from kvjax.sampling import parse
+    from kvjax.evaluation.records import RESULTS
 
+    if workers is not None and ray is None:
+        raise ValueError(f"--workers {workers} without --ray: expected both")
     grid = Grid.of(SMALL) if grid_file is None else Grid.read(grid_file)
     grid = grid.but(
         model=model,
@@ -98,20 +106,15 @@ def evaluate(
         refusals=tuple(refusal for refusal in found if isinstance(refusal, Refusal)),
         config=config,
         dtype=dtype,
-        host=_host(host),
     )
     if dry_run:
         show_plan(plan)
         raise typer.Exit(INCOMPLETE if plan.errors() else 0)
     for text in refused(plan):
         show_warning(text)
-    with working(f"loading {grid.model}"):
-        params, tokenizer = load_model(grid)
-    ask = Asker(params, tokenizer, parse(grid.sampler), grid.seed, grid.chunk, grid.ends)
-    with Watching("answers") as bar:
-        summary = run(plan, ask, out, bar)
+    summary = _here(plan, out) if ray is None else _on_ray(plan, out, ray, workers)
     stderr().print(
-        f"{summary.answers:,} of {summary.planned:,} answers are in {escape(str(out / plan.path))}, "
+        f"{summary.answers:,} of {summary.planned:,} answers are in {escape(str(out / RESULTS))}, "
         f"{summary.new:,} of them new",
         soft_wrap=True,
     )
@@ -133,11 +136,27 @@ def refused(plan: RunPlan) -> list[str]:
     return [*errors[:SHOWN], *([f"not asked: {more:,} more, which --dry-run lists"] if more > 0 else [])]
 
 
-def _host(text: str) -> tuple[int, int]:
-    parts = re.fullmatch(r"(\d+)/([1-9]\d*)", text)
-    if parts is None or int(parts[1]) >= int(parts[2]):
-        raise ValueError(f"host {shown(text)}: expected I/N with I from 0 to N - 1, such as 0/2")
-    return int(parts[1]), int(parts[2])
+def _here(plan: RunPlan, out: Path) -> Summary:
+    """Runs a plan in this process."""
+    from kvjax.evaluation.runner import run
+    from kvjax.evaluation.worker import load_asker
+
+    with working(f"loading {plan.grid.model}"):
+        ask = load_asker(plan)
+    with Watching("answers") as bar:
+        return run(plan, ask, out, bar)
+
+
+def _on_ray(plan: RunPlan, out: Path, address: str, workers: int | None) -> Summary:
+    """Runs a plan on a Ray cluster."""
+    import jax
+
+    from kvjax.evaluation.cluster import answer, connected
+    from kvjax.evaluation.runner import record
+
+    jax.config.update("jax_platforms", "cpu")  # the workers have the accelerators
+    with connected(address) as module, Watching("answers") as bar:
+        return record(plan, partial(answer, module, plan, workers=workers), out, bar)
 
 
 class Watching(Bar):

@@ -12,12 +12,12 @@ import typer
 
 from kvjax.cli.console import (
     bytes_text,
-    keep_compiled,
     note,
     print_json,
     prompt_text,
     working,
 )
+from kvjax.compiled import keep_compiled
 from kvjax.shown import shown
 
 if TYPE_CHECKING:

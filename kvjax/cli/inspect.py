@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from kvjax.cli.console import keep_compiled, note, prompt_text, working
+from kvjax.cli.console import note, prompt_text, working
+from kvjax.compiled import keep_compiled
 
 TASK, LENGTH, SEED = (
     "needles",

@@ -39,6 +39,7 @@ def answer_needles(
     from kvjax.evaluation.lines import read_answer, read_lines, read_timing
     from kvjax.evaluation.model import describe_model, load_model
     from kvjax.evaluation.planning import RunPlan
+    from kvjax.evaluation.records import RESULTS, TIMINGS
     from kvjax.evaluation.runner import run
     from kvjax.sampling import Greedy
 
@@ -62,7 +63,7 @@ def answer_needles(
     config, words, dtype = describe_model(grid)
     found = list(read_items(grid, words, config.max_positions))
     items = tuple(item for item in found if isinstance(item, Item))
-    plan = RunPlan(grid, items=items, refusals=(), config=config, dtype=dtype, host=(0, 1))
+    plan = RunPlan(grid, items=items, refusals=(), config=config, dtype=dtype)
     refused = [f"{one.task}: {one.reason}" for one in found if not isinstance(one, Item)]
     refused += [str(planned.error) for planned in plan.cells if planned.error is not None]
     if refused:
@@ -72,7 +73,7 @@ def answer_needles(
         summary = run(plan, Asker(params, tokenizer, Greedy(), seed), out, bar)
     if summary.errors:
         raise ValueError(summary.errors[0])
-    lines, timings = read_lines(out / plan.path, read_answer), read_lines(out / plan.timings, read_timing)
+    lines, timings = read_lines(out / RESULTS, read_answer), read_lines(out / TIMINGS, read_timing)
     cells = [("full", None), *((name, budget) for name in policies for budget in budgets)]
     full = _lines_of(lines, cells[0], items)
     outcomes = [_outcome(cell, _lines_of(lines, cell, items), timings, full) for cell in cells]

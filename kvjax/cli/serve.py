@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from kvjax.cli.console import bytes_text, keep_compiled, note, working
+from kvjax.cli.console import bytes_text, note, working
+from kvjax.compiled import keep_compiled
 
 KEY = "KVJAX_API_KEY"
 

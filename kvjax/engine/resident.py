@@ -73,6 +73,20 @@ class Resident:
         answers = self.decoding.answers
         return replace(self, decoding=self.decoding.with_active(answers.active & (answers.lengths < self.limits)))
 
+    def wanted(self, wanted: Bool[Array, "B"]) -> Resident:
+        """The same rows, of which only those that are wanted stay active."""
+        return replace(self, decoding=self.decoding.with_active(self.decoding.active & wanted))
+
+    def advance(self, params: Decoder) -> Resident:
+        """One token for every active row."""
+        return replace(self, decoding=self.decoding.advance(params)).within_limits()
+
+    def answers(self) -> Int32[Array, "B 2+T"]:
+        """For the host: whether each row goes on, the number of its tokens, and these."""
+        answers = self.decoding.answers
+        facts = jnp.stack([answers.active.astype(jnp.int32), answers.lengths], axis=1)
+        return jnp.concatenate([facts, answers.tokens], axis=1)
+
     def report(self) -> Int32[Array, "3 B"]:
         """For the host: each row's last token, the bits of its log-probability, and whether the row goes on."""
         answers = self.decoding.answers
@@ -106,18 +120,43 @@ def admit(
     """
     new = Resident.begin(cache, logits, start, size=resident.decoding.answers.tokens.shape[1])
 
-    def put(resident: Resident, new: Resident) -> Resident:
-        held = resident.limits.size
-        at = row if cache.mesh is None else row - held * jax.lax.axis_index(DATA)
-        inside, at = (at >= 0) & (at < held), jnp.clip(at, 0, held - 1)
+    return _on_devices(partial(_put, row=row), resident, new), new.report()
 
-        def put_row(x: Array, new: Array) -> Array:
-            old = jax.lax.dynamic_slice_in_dim(x, at, 1, axis=0)
-            return jax.lax.dynamic_update_slice_in_dim(x, jnp.where(inside, new, old), at, axis=0)
 
-        return jax.tree.map(put_row, resident, new)
+@partial(jit, donate_argnames="resident")
+def place(resident: Resident, read: Resident, source: Int[Array, ""], row: Int[Array, ""]) -> Resident:
+    """Writes row `source` of rows that have been read together into a row. Both have the same shapes, but for B."""
+    return _on_devices(lambda resident, read: _put(resident, _row(read, source), row), resident, read)
 
-    return _on_devices(put, resident, new), new.report()
+
+def _put(resident: Resident, new: Resident, row: Int[Array, ""]) -> Resident:
+    """The rows of a device with a new one at `row` of all rows, if the device holds that row."""
+    held = resident.limits.size
+    at = row if resident.decoding.cache.mesh is None else row - held * jax.lax.axis_index(DATA)
+    inside, at = (at >= 0) & (at < held), jnp.clip(at, 0, held - 1)
+
+    def put_row(x: Array, new: Array) -> Array:
+        old = jax.lax.dynamic_slice_in_dim(x, at, 1, axis=0)
+        return jax.lax.dynamic_update_slice_in_dim(x, jnp.where(inside, new, old), at, axis=0)
+
+    return jax.tree.map(put_row, resident, new)
+
+
+def _row(rows: Resident, source: Int[Array, ""]) -> Resident:
+    """Row `source` of all rows, on every device."""
+    held = rows.limits.size
+    if rows.decoding.cache.mesh is None:
+        return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, source, 1, axis=0), rows)
+    first = jnp.clip(source - held * jax.lax.axis_index(DATA), 0, held - 1)
+
+    def gathered(x: Array) -> Array:  # one row of each device moves
+        own = jax.lax.dynamic_slice_in_dim(x, first, 1, axis=0)
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # collectives know no keys
+            data = jax.lax.all_gather(jax.random.key_data(own), DATA)[source // held]
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(own))
+        return jax.lax.all_gather(own, DATA)[source // held]
+
+    return jax.tree.map(gathered, rows)
 
 
 def _on_devices(change: Callable[..., Resident], *rows: Resident) -> Resident:
@@ -147,13 +186,38 @@ def advance(
         leaves: the model's weights. A call with a list takes a fraction of the time of a call with a module.
         tree: the model's structure.
     """
-    decoding = resident.decoding
-    decoding = decoding.with_active(decoding.active & wanted).advance(jax.tree.unflatten(tree, leaves))
-    resident = replace(resident, decoding=decoding).within_limits()
-    report, mesh = resident.report(), decoding.cache.mesh
+    resident = resident.wanted(wanted).advance(jax.tree.unflatten(tree, leaves))
+    report, mesh = resident.report(), resident.decoding.cache.mesh
     if mesh is not None and mesh.is_multi_process:  # process 0 reads all of it
         report = jax.lax.with_sharding_constraint(report, NamedSharding(mesh, PartitionSpec()))
     return resident, report
+
+
+@partial(jit, static_argnames="tree", donate_argnames="resident", compiler_options=STEP_OPTIONS)
+def advance_until(
+    leaves: list[Array], resident: Resident, wanted: Bool[Array, "B"], most: Int[Array, ""], *, tree: Any
+) -> tuple[Resident, Int32[Array, "B 2+T"], Int[Array, ""]]:
+    """Steps of every active row that is still wanted, until one of them ends; `most` steps at most.
+
+    Returns:
+        The rows, `Resident.answers`, and the number of steps.
+    """
+    params, first = jax.tree.unflatten(tree, leaves), resident.wanted(wanted)
+    active = first.decoding.active
+
+    def goes_on(carry: tuple[Resident, Array]) -> Array:
+        rows, steps = carry
+        return (steps < most) & jnp.any(active) & jnp.all(rows.decoding.active == active)
+
+    def body(carry: tuple[Resident, Array]) -> tuple[Resident, Array]:
+        rows, steps = carry
+        return rows.advance(params), steps + 1
+
+    resident, steps = jax.lax.while_loop(goes_on, body, (first, jnp.int32(0)))
+    return resident, resident.answers(), steps
+
+
+answers = jit(Resident.answers)
 
 
 def compile_rows(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
@@ -12,8 +12,9 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax.clock import Clock
-from kvjax.evaluation.batches import Ask, ReadingBatch
-from kvjax.generate import Generation, generate
+from kvjax.engine.refill import ReadBatch, Refill
+from kvjax.evaluation.batches import Ask, Reading, ReadingBatch
+from kvjax.generate import generate
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policy import Policy
@@ -58,6 +59,26 @@ class Took:
 
 
 @dataclass(frozen=True)
+class Ended:
+    """An answer that has ended in a row that is refilled.
+
+    Attributes:
+        batch: the batch of the question.
+        reading: the prompt.
+        index: the index of the question within the reading.
+        answer: the answer.
+        took: once all answers of the batch have ended: the seconds of reading it, and of decoding all rows since the
+            batch that ended before it.
+    """
+
+    batch: ReadingBatch
+    reading: Reading
+    index: int
+    answer: Answer
+    took: Took | None
+
+
+@dataclass(frozen=True)
 class Asker:
     """A callable that answers batches of questions with one model and one sampler.
 
@@ -83,32 +104,75 @@ class Asker:
         Several policies must be able to share one prefill, see `kvjax.prefill_each`. The time of that prefill is
         counted once, under the first policy.
         """
+        clock = Clock()
+        tallies = [Tally(self, batch) for _ in policies]
+        for i, asks, cache in self._read(batch, policies, clock):
+            tallies[i].add(cache, asks, clock)
+            if len(tallies[i].answers[0]) == len(batch.readings[0].asks):
+                yield tallies[i].answers, tallies[i].took
+
+    def refilled(self, batches: Iterable[ReadingBatch], policy: Policy) -> Iterator[Ended]:
+        """Yields the answers to the questions of many batches under one policy, in the order in which they end.
+
+        A row takes the next prompt as soon as its answer has ended. The next batch is taken when a row is free, and
+        read as the others are; a reading of each question counts as a batch here.
+        """
+        reading, refill, decoded = Clock(), Refill(self.params), 0
+
+        def read() -> Iterator[ReadBatch]:
+            for batch in batches:
+                state = _Open(batch)
+                for column, (_, asks, cache) in enumerate(self._read(batch, [policy], reading)):
+                    kept, turn = fetch(_kept(cache)), Clock()
+                    names = [_Asked(state, row, column) for row in range(len(batch.readings))]
+                    made = ReadBatch.of(self.params, names=names, clock=turn, **self._options(cache, asks, batch))
+                    for row, name in enumerate(names):
+                        name.facts = _facts(kept[row], cache, made.nbytes, batch.rows)
+                    state.read_seconds += reading.seconds.pop("prefill", 0.0)
+                    state.ask_seconds += turn.seconds["prefill"]
+                    state.compile_seconds += reading.seconds.pop("compile", 0.0) + turn.seconds["compile"]
+                    yield made
+
+        for ended in refill.run(read()):
+            asked: _Asked = ended.name
+            state, batch = asked.state, asked.state.batch
+            decoded += len(ended.tokens) - 1
+            state.left -= 1
+            took = None
+            if not state.left:  # the times of rows count for the batch that ends next
+                seconds = refill.clock.seconds
+                compiled = state.compile_seconds + seconds.pop("compile", 0.0)
+                took = Took(state.read_seconds, state.ask_seconds, seconds.pop("decode", 0.0), compiled, decoded)
+                decoded = 0
+            text = self.tokenizer.decode(ended.tokens, skip_special_tokens=True)
+            answer = Answer(tokens=ended.tokens, text=text, **asked.facts)
+            yield Ended(batch, batch.readings[asked.row], asked.column, answer, took)
+
+    def _read(
+        self, batch: ReadingBatch, policies: Sequence[Policy], clock: Clock
+    ) -> Iterator[tuple[int, Sequence[Ask], KVCache]]:
+        """Prefills a batch. Yields a policy's index, a question per row, and the cache that the questions follow."""
         filled = [*batch.readings, *[batch.readings[-1]] * (batch.rows - len(batch.readings))]
         prompts, columns = [reading.prompt for reading in filled], list(zip(*(r.asks for r in filled), strict=True))
-        clock = Clock()
         options: dict[str, Any] = {
             "policies": policies,
             "tokenizer": self.tokenizer,
             "chunk": self.chunk,
             "clock": clock,
         }
-        tallies = [Tally(self, batch) for _ in policies]
         if columns[0][0].lead.size:  # each question has caches of its own, which extend the cache of the context
             text = begin_each(self.params, prompts, **options)
             for asks in columns:
                 leads = [ask.lead for ask in asks]
-                caches = prefill_each(self.params, leads, cache=text, **options)
-                for tally, cache in zip(tallies, caches, strict=True):
-                    tally.add(cache, asks, clock)
-            yield from ((tally.answers, tally.took) for tally in tallies)
+                for i, cache in enumerate(prefill_each(self.params, leads, cache=text, **options)):
+                    yield i, asks, cache
             return
-        for tally, cache in zip(tallies, prefill_each(self.params, prompts, **options), strict=True):
+        for i, cache in enumerate(prefill_each(self.params, prompts, **options)):
             for asks in columns:
-                tally.add(cache, asks, clock)
-            yield tally.answers, tally.took
+                yield i, asks, cache
 
-    def answer(self, cache: KVCache, asks: Sequence[Ask], new_tokens: int) -> Generation:
-        """Generates the answer to each row's question."""
+    def _options(self, cache: KVCache, asks: Sequence[Ask], batch: ReadingBatch) -> dict[str, Any]:
+        """The arguments of `generate` that answer each row's question."""
         tails: list[np.ndarray] | None = [ask.tail for ask in asks]
         if all(ask.tail.size == 1 for ask in asks):  # a turn of one token would run prefill instead of a decode step
             pending = cache.put_rows(np.array([ask.tail[0] for ask in asks], np.int32))
@@ -116,16 +180,45 @@ class Asker:
         seed: int | list[int] = self.seed
         if not isinstance(self.sampler, Greedy):
             seed = [_seed(self.seed, ask) for ask in asks]
-        return generate(
-            self.params,
-            tails,
-            cache=cache,
-            max_new_tokens=new_tokens,
-            sampler=self.sampler,
-            seed=seed,
-            eos=None if self.ends else (),
-            tokenizer=self.tokenizer,
-        )
+        return {
+            "prompt": tails,
+            "cache": cache,
+            "max_new_tokens": batch.readings[0].new_tokens,
+            "sampler": self.sampler,
+            "seed": seed,
+            "eos": None if self.ends else (),
+            "tokenizer": self.tokenizer,
+        }
+
+
+@dataclass
+class _Open:
+    """A batch whose answers have not all ended: how many are left, and the seconds of its reading."""
+
+    batch: ReadingBatch
+    left: int = 0
+    read_seconds: float = 0.0
+    ask_seconds: float = 0.0
+    compile_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.left = sum(len(reading.asks) for reading in self.batch.readings)
+
+
+@dataclass
+class _Asked:
+    """A question of a batch, by its row and its index, and the facts of its cache."""
+
+    state: _Open
+    row: int
+    column: int
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def _facts(kept: Float[np.ndarray, "L"], cache: KVCache, end: int, rows: int) -> dict[str, Any]:
+    """The fields of an answer that describe its cache, of a batch with `end` bytes when its answers have ended."""
+    counts = [round(float(count), 2) for count in kept]
+    return {"kept": counts, "kv_bytes": cache.nbytes // rows, "kv_bytes_end": end // rows}
 
 
 class Tally:
@@ -138,19 +231,12 @@ class Tally:
 
     def add(self, cache: KVCache, asks: Sequence[Ask], clock: Clock) -> None:
         """Answers one question per row. The times on the clock move to this policy and are removed from the clock."""
-        rows, kept = self._batch.rows, fetch(_kept(cache))
-        out = self._asker.answer(cache, asks, self._batch.readings[0].new_tokens)
+        asker, rows, kept = self._asker, self._batch.rows, fetch(_kept(cache))
+        out = generate(asker.params, **asker._options(cache, asks, self._batch))
         assert isinstance(out.text, list)
         for row, mine in enumerate(self.answers):
-            mine.append(
-                Answer(
-                    tokens=out.tokens[row, : out.lengths[row]].tolist(),
-                    text=out.text[row],
-                    kept=[round(float(count), 2) for count in kept[row]],
-                    kv_bytes=cache.nbytes // rows,
-                    kv_bytes_end=out.stats.cache_bytes // rows,
-                )
-            )
+            facts = _facts(kept[row], cache, out.stats.cache_bytes, rows)
+            mine.append(Answer(tokens=out.tokens[row, : out.lengths[row]].tolist(), text=out.text[row], **facts))
         self.took = Took(
             self.took.read_seconds + clock.seconds.pop("prefill", 0.0),
             self.took.ask_seconds + out.stats.prefill_seconds,

@@ -48,6 +48,11 @@ class Reading:
         """The length of the prompt, rounded up to its bucket."""
         return bucket(self.prompt.size)
 
+    @property
+    def refilled(self) -> bool:
+        """Whether rows are refilled as the answers end."""
+        return self.asks[0].item.refilled
+
 
 @dataclass(frozen=True)
 class ReadingBatch:
@@ -55,6 +60,11 @@ class ReadingBatch:
 
     readings: tuple[Reading, ...]
     rows: int
+
+    @property
+    def refilled(self) -> bool:
+        """Whether rows are refilled as the answers end."""
+        return self.readings[0].refilled
 
 
 def readings(items: Iterable[Item], question: Setting, whole: bool = False) -> list[Reading]:
@@ -103,7 +113,7 @@ def batches(made: Sequence[Reading], most: Callable[[Reading], int], multiple: i
             bucket(max(sizes)) for sizes in zip(*((a.lead.size, a.tail.size) for a in reading.asks), strict=True)
         )
         read_in_two = reading.asks[0].lead.size > 0
-        key = (reading.size, read_in_two, lead, tail, len(reading.asks), reading.new_tokens)
+        key = (reading.size, read_in_two, lead, tail, len(reading.asks), reading.new_tokens, reading.refilled)
         groups.setdefault(key, []).append(reading)
         of_size[reading.size] += 1
     found = []

@@ -137,6 +137,8 @@ class Grid:
         chunk: the number of tokens that prefill reads at a time; None reads a prompt at once.
         chat: whether prompts get the checkpoint's chat template, for the tasks whose benchmark uses one.
         ends: whether answers stop at an end token; otherwise every answer has the largest number of tokens.
+        refill: whether a row takes the next prompt as soon as its answer has ended; otherwise a batch ends with its
+            longest answer. The task decides by default. Without `ends` nothing is refilled.
         judge: the options of `judge.Endpoint`, at least url and model, for metrics that ask a judge.
     """
 
@@ -159,6 +161,7 @@ class Grid:
     chunk: int | None = None
     chat: bool = False
     ends: bool = True
+    refill: bool | None = None
     judge: Mapping[str, Any] | None = None
 
     @classmethod
@@ -188,6 +191,8 @@ class Grid:
                 raise ValueError(f"{name} is missing: expected a list of at least one entry")
         values = {name: _read(name, value) for name, value in given.items() if value is not None}
         grid = cls(**values)
+        if grid.refill and not grid.ends:
+            raise ValueError("refill: true with ends: false: expected one of them, because answers then end together")
         parse_sampler(grid.sampler)
         for cell in grid.cells():
             try:
@@ -321,6 +326,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "seed": lambda given: _whole(given, least=0),
     "chat": _flag,
     "ends": _flag,
+    "refill": _flag,
     "judge": _judge,
     "mesh": _mesh,
     "memory_gb": _size,

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kvjax.evaluation.grid import PolicyLine
 from kvjax.evaluation.lines import is_number
 from kvjax.evaluation.planning import RunPlan
+from kvjax.evaluation.records import RESULTS
 from kvjax.shown import shown
 from kvjax.writing import write_file
 
@@ -29,36 +28,21 @@ FIXED = (
 )  # the fields of a grid that must be equal for all lines of a file
 
 
-def check_results(plan: RunPlan, out: Path) -> None:
+def check_results(out: Path) -> None:
     """Raises ValueError if the results file is not of a run: opening it would drop its lines as incomplete ones."""
-    path = out / plan.path
+    path = out / RESULTS
     if path.exists() and path.stat().st_size and not (out / "run.json").exists():
         raise ValueError(f"{out} holds {path.name} without run.json: expected a folder of kvjax eval, or another one")
 
 
-@contextmanager
-def written_header(plan: RunPlan, out: Path) -> Iterator[None]:
-    """Writes the grid and the model to `run.json`. Until the end of the block, only hosts of the same grid can do so.
+def write_header(plan: RunPlan, out: Path) -> None:
+    """Writes the grid and the model to `run.json`. The caller holds the results file open.
 
     Raises:
-        ValueError: if the file is of a run with other answers, or of another grid that is running.
+        ValueError: if the file is of a run with other answers.
     """
-    path, header = out / "run.json", _header(plan)
-    with (out / ".run.json.lock").open("w") as running, (out / ".run.json.write.lock").open("w") as writing:
-        fcntl.flock(writing, fcntl.LOCK_EX)
-        if not (path.exists() and path.read_bytes() == header.encode()):
-            try:
-                fcntl.flock(running, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise ValueError(
-                    f"{out} holds a run of another grid, which is running: expected the same grid on all hosts, "
-                    "or another folder"
-                ) from None
-            _check_fixed(plan, out)
-            write_file(path, header)
-        fcntl.flock(running, fcntl.LOCK_SH)
-        fcntl.flock(writing, fcntl.LOCK_UN)
-        yield
+    _check_fixed(plan, out)
+    write_file(out / "run.json", _header(plan))
 
 
 def _header(plan: RunPlan) -> str:

@@ -33,6 +33,7 @@ class Item:
         questions: the ids of each question, at least one token each.
         new_tokens: the largest number of tokens of an answer.
         cut: the number of tokens that were removed from the context.
+        refilled: whether a row takes the next prompt as soon as its answer has ended, because answers differ in length.
     """
 
     task: Task
@@ -42,6 +43,7 @@ class Item:
     questions: tuple[Ids, ...]
     new_tokens: int
     cut: int = 0
+    refilled: bool = False
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,8 @@ def tokenized(example: Example, task: Task, length: int | None, grid: Grid, toke
             )
         front -= mark.size
         kept, cut = np.concatenate([ids[:front], mark, ids[ids.size - back :]]), ids.size - front - back
-    return Item(task, length, example, kept, tuple(questions), new_tokens, cut)
+    refilled = grid.ends and (task.varied if grid.refill is None else grid.refill)
+    return Item(task, length, example, kept, tuple(questions), new_tokens, cut, refilled)
 
 
 def _in_template(context: str, question: Question, tokenizer: Any) -> tuple[str, str]:

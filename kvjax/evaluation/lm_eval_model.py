@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,9 +24,9 @@ import kvjax
 from kvjax import sampling
 from kvjax.cache import bucket
 from kvjax.checkpoint import load_named, mesh_sizes
+from kvjax.engine.refill import ReadBatch, Refill
 from kvjax.evaluation.continuations import marks, score
 from kvjax.kv_cache import KVCache
-from kvjax.models import Decoder
 from kvjax.request import Request, read_request
 from kvjax.room import with_room
 from kvjax.sharding import fetch
@@ -65,7 +65,7 @@ class KVJaxLM(TemplateLM):
             arguments at commas.
         dtype: float32, bfloat16 or float16; the stored dtype by default.
         mesh: the shape of the device mesh, DATAxMODEL.
-        batch_size: the number of prompts per batch.
+        batch_size: the number of prompts per batch, and of answers that are decoded together.
         max_length: the largest number of tokens of a prompt and its answer; the model's limit by default. A longer
             prompt loses its beginning, with a warning.
         max_gen_toks: the largest number of tokens of an answer, for tasks that do not define it.
@@ -146,36 +146,37 @@ class KVJaxLM(TemplateLM):
                         f"max_gen_toks={wanted['max_gen_toks']}: expected less than max_length={self.max_length}"
                     )
                 sampler = _sampler(wanted)
-                for batch in self._batches(self._cut(group, [room] * len(group))):
-                    answers = self._answers([context for context, _ in batch], sampler, wanted, [i for _, i in batch])
-                    for (_, i), answer in zip(batch, answers, strict=False):  # the last batch has filler rows
-                        texts[i] = postprocess_generated_text(answer, wanted["until"], None)
-                        self.cache_hook.add_partial("generate_until", requests[i].args, texts[i])
-                    bar.update(len(batch))
+                batches = self._batches(self._cut(group, [room] * len(group)))
+                read = (self._asked(batch, sampler, wanted) for batch in batches)
+                for ended in Refill(self.params).run(read):
+                    text = ended.text
+                    if not wanted["until"]:
+                        text = self.tokenizer.decode(ended.tokens, skip_special_tokens=True)
+                    i = ended.name
+                    texts[i] = postprocess_generated_text(text, wanted["until"], None)
+                    self.cache_hook.add_partial("generate_until", requests[i].args, texts[i])
+                    bar.update()
         return texts
 
-    def _answers(
-        self, contexts: list[Ids], sampler: sampling.SamplingMethod, wanted: dict[str, Any], numbers: list[int]
-    ) -> list[str]:
-        contexts = self._filled(contexts)
+    def _asked(
+        self, batch: list[tuple[Ids, int]], sampler: sampling.SamplingMethod, wanted: dict[str, Any]
+    ) -> ReadBatch:
+        """Reads the prompts of a batch of requests, by their numbers."""
+        contexts, numbers = [context for context, _ in self._filled(batch)], [i for _, i in self._filled(batch)]
         asked: dict[str, Any] = {
             "max_new_tokens": wanted["max_gen_toks"],
             "sampler": sampler,
+            "seed": self.seed if isinstance(sampler, sampling.Greedy) else [self.seed + i for i in numbers],
+            "stop": wanted["until"],
             "tokenizer": self.tokenizer,
         }
-        if not isinstance(sampler, sampling.Greedy):
-            asked["seed"] = [self.seed + i for i in self._filled(numbers)]
         if len(contexts[0]) == 1:
             asked |= {"prompt": contexts, "policy": self.policy}
         else:
             _, cache, _ = self._context(contexts)
             last = cache.put_rows(np.array([context[-1] for context in contexts], np.int32))
             asked |= {"prompt": None, "cache": replace(cache, pending=jnp.asarray(last))}
-        if wanted["until"]:  # most answers end long before max_gen_toks
-            return ["".join(texts) for texts in zip(*_texts(self.params, wanted["until"], asked), strict=True)]
-        out = kvjax.generate(self.params, **asked)
-        assert isinstance(out.text, list)
-        return out.text
+        return ReadBatch.of(self.params, names=numbers[: len(batch)], **asked)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, Ids, Ids]], disable_tqdm: bool = False, **kwargs: Any
@@ -287,12 +288,6 @@ class KVJaxLM(TemplateLM):
     def _filled(self, rows: list[T]) -> list[T]:
         """Repeats the last row up to `batch_size` rows, so that few programs are compiled."""
         return rows + rows[-1:] * (self.batch_size - len(rows))
-
-
-def _texts(params: Decoder, stops: list[str], asked: dict[str, Any]) -> Iterator[list[str]]:
-    for piece in kvjax.stream(params, stop=stops, **asked):
-        assert piece.text is not None
-        yield piece.text
 
 
 def _sampler(wanted: dict[str, Any]) -> sampling.SamplingMethod:

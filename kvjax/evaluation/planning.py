@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -18,13 +18,12 @@ from kvjax.plan import plan_cache
 from kvjax.policies import parse
 from kvjax.policy import Policy
 
-MANY = 4  # policies per host
 FULL_CACHES = 16  # the memory of all caches of a batch, in uncompressed caches of it, for a grid without a limit
 
 
 @dataclass(frozen=True)
 class PlannedCell:
-    """A cell and the batches that this host runs in it.
+    """A cell and its batches.
 
     Attributes:
         cell: the cell.
@@ -42,12 +41,15 @@ class Sweep:
     """Cells whose batches are the same, and which share the prefill of each batch.
 
     Attributes:
-        cells: the cells, in the order of the grid.
+        cells: the cells, in the order of the grid; one alone if rows are refilled.
         batches: the batches of each of them.
+        refilled: whether a row that has ended takes the next prompt, of any of the batches; otherwise each batch ends
+            with its longest answer.
     """
 
     cells: tuple[Cell, ...]
     batches: tuple[ReadingBatch, ...]
+    refilled: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,6 @@ class RunPlan:
         refusals: the examples and tasks that cannot be asked.
         config: the config of the model.
         dtype: the dtype of the cache.
-        host: this host's index and the number of hosts. If there are many policies, each host takes some of the
-            policies, so that each program is compiled on one host only. If there are few, each host takes some of the
-            batches of every policy.
     """
 
     grid: Grid
@@ -70,23 +69,9 @@ class RunPlan:
     refusals: tuple[Refusal, ...]
     config: DecoderConfig
     dtype: Any
-    host: tuple[int, int] = (0, 1)
-
-    @property
-    def path(self) -> str:
-        """The name of the results file."""
-        index, hosts = self.host
-        return "results.jsonl" if hosts == 1 else f"results.{index}of{hosts}.jsonl"
-
-    @property
-    def timings(self) -> str:
-        """The name of the timings file."""
-        return self.path.replace("results", "timings")
 
     def errors(self) -> list[dict[str, Any]]:
-        """The lines of refused examples and of cells that cannot run. Only the first host writes them."""
-        if self.host[0]:
-            return []
+        """The lines of refused examples and of cells that cannot run."""
         nothing: dict[str, Any] = dict.fromkeys(KEY)
         lines = [nothing | {"task": r.task, "length": r.length, "id": r.id, "error": r.reason} for r in self.refusals]
         for planned in self.cells:
@@ -97,7 +82,7 @@ class RunPlan:
         return lines
 
     def batches(self, cell: Cell) -> list[ReadingBatch]:
-        """The batches that this host runs in a cell. Raises ValueError if the policy does not suit the model."""
+        """The batches of a cell. Raises ValueError if the policy does not suit the model."""
         policy = parse(cell.policy)
         alike = [other for near, other in self._parsed if (near.label, near.question) == (cell.label, cell.question)]
         policy.budget.check_model(self.config.num_layers, self.config.num_kv_heads)
@@ -106,13 +91,7 @@ class RunPlan:
         def most(reading: Reading) -> int:
             return min(self._rows(reading, other) for other in alike)
 
-        index, hosts = self.host
-        names = list(dict.fromkeys(line.label for line in self.grid.policies))
-        of_policies = hosts > 1 and len(names) >= MANY * hosts
-        if of_policies and names.index(cell.label) % hosts != index:
-            return []
-        asked = batches(readings(self.items, cell.question, self._one_call(policy)), most, self.grid.mesh[0])
-        return asked if of_policies else asked[index::hosts]
+        return batches(readings(self.items, cell.question, self._one_call(policy)), most, self.grid.mesh[0])
 
     def _one_call(self, policy: Policy) -> bool:
         """Whether a policy needs each prompt in one part."""
@@ -123,15 +102,20 @@ class RunPlan:
         """The cells that can run, divided into those that share their prefills.
 
         Policies share a prefill if their batches are the same, they treat a prompt alike until they compress it, and
-        their caches fit into the memory together.
+        their caches fit into the memory together. Where rows are refilled, answers are long and each cell has prefills
+        of its own: its rows hold answers of several batches, so other policies would have to hold theirs for as long.
         """
         alike: dict[Any, list[PlannedCell]] = {}
+        refilled = []
         for planned in self.cells:
-            if planned.error is None and planned.batches:
-                policy, shapes = parse(planned.cell.policy), tuple(batch.rows for batch in planned.batches)
+            padded = tuple(batch for batch in planned.batches if not batch.refilled)
+            if own := tuple(batch for batch in planned.batches if batch.refilled):
+                refilled.append(Sweep((planned.cell,), own, refilled=True))
+            if padded:
+                policy, shapes = parse(planned.cell.policy), tuple(batch.rows for batch in padded)
                 key = planned.cell.question, policy.positions, policy.storage, self._one_call(policy), shapes
-                alike.setdefault(key, []).append(planned)
-        return tuple(sweep for cells in alike.values() for sweep in self._divided(cells))
+                alike.setdefault(key, []).append(replace(planned, batches=padded))
+        return (*(sweep for cells in alike.values() for sweep in self._divided(cells)), *refilled)
 
     def _divided(self, cells: Sequence[PlannedCell]) -> Iterator[Sweep]:
         """Divides cells with the same batches into sweeps whose caches fit into the memory."""
@@ -168,7 +152,8 @@ class RunPlan:
         """The largest number of bytes of a row's caches, if several policies share a prefill.
 
         These are the compressed caches of all policies, a copy of one that an answer extends, and the full layers that
-        they are made from. A budget that is divided among layers has its cache only while its answers are generated.
+        they are made from. Rows that are refilled hold another such copy, while the next batch waits for them. A budget
+        that is divided among layers has its cache only while its answers are generated.
         There is one full layer at a time in general. There are all layers if a budget is divided among them, or if
         several questions use the prefill before the compression.
         """
@@ -182,7 +167,7 @@ class RunPlan:
         extended = max(kept(policy, new) + policy.allocates * kept(policy, 1) for policy in policies)
         layers = self.config.num_layers if lead or any(policy.allocates for policy in policies) else 1
         token = self.config.bytes_per_token(self.dtype) // self.config.num_layers
-        return held + extended + (reading.size + lead) * token * layers
+        return held + extended * (1 + reading.refilled) + (reading.size + lead) * token * layers
 
     def batch_bytes(self, batch: ReadingBatch, policies: Sequence[Policy]) -> int:
         """The largest number of bytes that the caches of a batch take, if several policies share its prefill."""
@@ -204,7 +189,8 @@ class RunPlan:
         """The keys of the lines of the results file, in its order."""
         yield from map(key_of, self.errors())
         for planned in self.cells:
-            yield from keys_of(planned.cell, planned.batches)
+            for batch in planned.batches:
+                yield from keys_of(planned.cell, batch.readings)
 
 
 @cache
@@ -228,9 +214,9 @@ def about(cell: Cell, made: Sequence[Reading]) -> list[dict[str, Any]]:
     ]
 
 
-def keys_of(cell: Cell, asked: Sequence[ReadingBatch]) -> list[Key]:
-    """The keys of the lines of some batches of a cell."""
-    return [key_of(line) for batch in asked for line in about(cell, batch.readings)]
+def keys_of(cell: Cell, made: Sequence[Reading]) -> list[Key]:
+    """The keys of the lines of some readings of a cell."""
+    return [key_of(line) for line in about(cell, made)]
 
 
 def sentence(line: dict[str, Any]) -> str:

@@ -16,6 +16,8 @@ from typing import Any
 from kvjax.evaluation.lines import Key, Line, encoded, key_of, read_answer
 from kvjax.writing import new_file
 
+RESULTS, TIMINGS = "results.jsonl", "timings.jsonl"
+
 
 class Records:
     """A context manager for the results file. Only one process at a time can open the file.
@@ -52,7 +54,7 @@ class Records:
         self._file.close()
         self._lock.close()
 
-    def __contains__(self, key: Key) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._at and key not in self._failed
 
     def append(self, lines: Sequence[Mapping[str, Any]]) -> None:

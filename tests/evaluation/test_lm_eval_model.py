@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +17,10 @@ from tests.tiny import full_logits
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (the extra `lm-eval`)")
 
+from kvjax.engine.refill import STOP_STEPS, Refill
+from kvjax.evaluation import lm_eval_model
 from kvjax.evaluation.lm_eval_model import KVJaxLM
+from kvjax.models import Decoder
 
 DEMO = str(Path(kvjax.__file__).parent / "demo_model")
 
@@ -92,20 +93,28 @@ def test_answers_are_those_of_generate(full: KVJaxLM) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_written_behind_a_stop_string(full: KVJaxLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = []
-    stream = kvjax.stream
+def test_rows_are_refilled_and_little_is_written_behind_a_stop_string(
+    full: KVJaxLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = []
 
-    def counted(*args: Any, **options: Any) -> Iterator[kvjax.Piece]:
-        for piece in stream(*args, **options):
-            steps.append(piece.tokens)
-            yield piece
+    class Counted(Refill):
+        def __init__(self, params: Decoder):
+            super().__init__(params)
+            rows.append(self)
 
-    monkeypatch.setattr(kvjax, "stream", counted)
-    wanted = {"until": [" kettle"], "max_gen_toks": 16}
-    texts = full.generate_until(requests((CONTEXT, wanted), (CONTEXT, wanted)), disable_tqdm=True)
-    assert texts == ["anna is"] * 2
-    assert len(steps) == 3
+    monkeypatch.setattr(lm_eval_model, "Refill", Counted)
+    stops = [" kettle", "no such text", " is"] * 3  # the others end at their end token
+    given = [(CONTEXT, {"until": [stop], "max_gen_toks": 256}) for stop in stops]
+    texts = full.generate_until(requests(*given), disable_tqdm=True)
+    whole = kvjax.generate(full.params, CONTEXT, max_new_tokens=256, tokenizer=full.tokenizer).text
+    assert isinstance(whole, str)
+    assert texts == [whole.split(stop)[0] for stop in stops]
+    assert texts[0] == "anna is"
+    assert sum(one.steps for one in rows) <= 3 * STOP_STEPS
+    again = full.generate_until(requests(*[(CONTEXT, {"until": [" is"], "max_gen_toks": 256})] * 9), disable_tqdm=True)
+    assert again == ["anna"] * 9
+    assert rows[-1].steps <= 3 * STOP_STEPS
 
 
 @pytest.mark.slow

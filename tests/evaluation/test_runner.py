@@ -37,7 +37,7 @@ GRID = Grid.of(
 )
 
 
-def plan(grid: Grid = GRID, found: Sequence[Item | Refusal] | None = None, host: tuple[int, int] = (0, 1)) -> RunPlan:
+def plan(grid: Grid = GRID, found: Sequence[Item | Refusal] | None = None) -> RunPlan:
     found = list(read_items(grid, tokenizer(), 4096)) if found is None else found
     return RunPlan(
         grid,
@@ -45,7 +45,6 @@ def plan(grid: Grid = GRID, found: Sequence[Item | Refusal] | None = None, host:
         tuple(refusal for refusal in found if isinstance(refusal, Refusal)),
         decoder().config,
         jax.numpy.dtype("float32"),
-        host,
     )
 
 

@@ -113,7 +113,11 @@ def _checks(record: Record, name: str) -> Mapping[str, str]:
 
 TASKS = tuple(
     LongGenBenchTask(
-        name=f"longgenbench/{name}", new_tokens=tokens, metric=Checked(), file=DataFile(f"longgenbench/{file}")
+        name=f"longgenbench/{name}",
+        new_tokens=tokens,
+        metric=Checked(),
+        varied=True,
+        file=DataFile(f"longgenbench/{file}"),
     )
     for name, tokens, file in (("16k", 16_000, "Dataset_short.json"), ("32k", 32_000, "Dataset_long.json"))
 )

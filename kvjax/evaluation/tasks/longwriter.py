@@ -88,7 +88,13 @@ class LongWriterTask(Task):
 
 
 TASKS = tuple(
-    LongWriterTask(name=f"longwriter/{name}", new_tokens=32_768, metric=Written(), file=DataFile(f"longwriter/{file}"))
+    LongWriterTask(
+        name=f"longwriter/{name}",
+        new_tokens=32_768,
+        metric=Written(),
+        varied=True,
+        file=DataFile(f"longwriter/{file}"),
+    )
     for name, file in (
         ("write", "longbench_write.jsonl"),
         ("write_en", "longbench_write_en.jsonl"),

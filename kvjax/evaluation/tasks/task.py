@@ -137,6 +137,8 @@ class Task(ABC):
         truncation: the treatment of a prompt that is too long: "refuse" refuses it, "middle" cuts tokens out of the
             middle of the prompt, and "end" cuts them off the end of the context.
         chat: whether a run with chat templates applies one; some benchmarks exclude some tasks.
+        varied: whether answers are long and differ much in length, so that a batch of them would mostly wait for its
+            longest one. Runs then refill the rows.
     """
 
     name: str
@@ -145,6 +147,7 @@ class Task(ABC):
     generated: bool = False
     truncation: Literal["refuse", "middle", "end"] = "refuse"
     chat: bool = True
+    varied: bool = False
 
     @abstractmethod
     def examples(self, source: Source) -> Iterator[Example | Fault]:

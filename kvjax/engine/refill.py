@@ -1,0 +1,249 @@
+"""Rows that are refilled: many requests, whose prompts are read in batches, are answered in the rows of one batch.
+
+    batches = (ReadBatch.of(params, prompts, names, max_new_tokens=512, tokenizer=tokenizer) for prompts, names in ...)
+    for ended in Refill(params).run(batches):
+        ended.name, ended.tokens
+
+Prompts are read as `kvjax.generate` reads them, and a row takes the next request as soon as its answer has ended. The
+next batch is read when a row is free and no request waits, so at most one batch waits. One program runs the steps until
+an answer ends, so the host takes part once per answer and not once per token. Nothing here has a thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+from kvjax.checks import LARGEST
+from kvjax.clock import Clock
+from kvjax.decode import Decoding, take
+from kvjax.kv_cache import KVCache
+from kvjax.models import Decoder
+from kvjax.modes import own_modes
+from kvjax.policy import Policy
+from kvjax.prompts import Prompt
+from kvjax.request import AnswerOptions, EndTokens, Request, Seed, read_request
+from kvjax.row_text import RowText, check_fast, stop_strings
+from kvjax.sampling import SamplingMethod
+from kvjax.sharding import fetch
+
+from .resident import Resident, advance_until, answers, place
+
+STOP_STEPS = 8  # between two looks for stop strings, which only the host finds
+
+
+@dataclass(eq=False)
+class Ended:
+    """A request, and its answer once that has ended.
+
+    Attributes:
+        name: what the caller calls it.
+        tokens: the ids of the answer. An end token, and the tokens of a stop string, belong to them.
+        text: the answer before its stop string, without special tokens; empty if there are no stop strings.
+        decoder: makes the text of the tokens; None if there are no stop strings.
+    """
+
+    name: Any
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    decoder: RowText | None = None
+
+    def take(self, tokens: Sequence[int], active: bool) -> bool:
+        """Adds the next tokens, and returns whether the answer goes on.
+
+        Args:
+            active: whether it goes on after the last one, as the device sees it.
+        """
+        for i, token in enumerate(tokens, 1):
+            self.tokens.append(token)
+            if self.decoder is not None:
+                self.text += self.decoder.add(token, last=i == len(tokens) and not active)
+                if self.decoder.stopped:
+                    return False
+        return active
+
+
+@dataclass(frozen=True)
+class ReadBatch:
+    """Requests whose prompts have been read together.
+
+    Attributes:
+        requests: one for each of the first rows; further rows only fill the batch.
+        rows: their caches, and the first token of each answer.
+    """
+
+    requests: Sequence[Ended]
+    rows: Resident
+
+    @classmethod
+    @own_modes()
+    def of(
+        cls,
+        params: Decoder,
+        prompt: Prompt | None,
+        names: Sequence[Any],
+        *,
+        max_new_tokens: int,
+        policy: Policy | str | None = None,
+        sampler: SamplingMethod | None = None,
+        seed: Seed = 0,
+        eos: EndTokens = None,
+        stop: str | Sequence[str] = (),
+        tokenizer: Any = None,
+        cache: KVCache | None = None,
+        chunk: int | None = None,
+        clock: Clock | None = None,
+    ) -> ReadBatch:
+        """Reads a batch of prompts. The answers will be those of `kvjax.stream` with the same arguments.
+
+        Args:
+            names: of the requests in the first rows.
+            clock: adds up the seconds of the programs under "prefill" and "compile".
+
+        Raises:
+            ValueError: for any argument that is not accepted, before anything is compiled.
+        """
+        stops = stop_strings(stop, tokenizer)
+        if stops:
+            check_fast(tokenizer)
+        answer = AnswerOptions(max_new_tokens, sampler, seed, eos)
+        request = Request.of(
+            params, prompt, policy=policy, tokenizer=tokenizer, cache=cache, chunk=chunk, answer=answer
+        )
+        logits, filled = read_request(params, request, clock)
+        first = take(Decoding.begin(request, filled, size=max_new_tokens, log_probs=True), logits)
+        limits = filled.put_rows(np.full(len(request.batch.lengths), max_new_tokens, np.int32))
+        requests = [Ended(name, decoder=RowText(tokenizer, stops) if stops else None) for name in names]
+        return cls(requests, Resident(first, jnp.asarray(limits)).within_limits())
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the cache, which answers do not change."""
+        return self.rows.decoding.cache.nbytes
+
+
+class Refill:
+    """Rows of one model.
+
+    Attributes:
+        clock: adds up the seconds of answering under "decode" and "compile", without those of reading.
+        steps: the number of decode steps of all rows.
+    """
+
+    def __init__(self, params: Decoder, clock: Clock | None = None) -> None:
+        self.clock = clock or Clock()
+        self.steps = 0
+        self._leaves, self._tree = jax.tree.flatten(params)
+        self._resident: Resident | None = None
+        self._rows: list[Ended | None] = []  # of each row; None where it is free
+        self._waiting: deque[tuple[ReadBatch, int]] = deque()  # requests of one batch, and their rows in it
+        self._compiled: set[Any] = set()
+
+    def run(self, batches: Iterator[ReadBatch]) -> Iterator[Ended]:
+        """Yields requests as their answers end.
+
+        Args:
+            batches: the requests. A batch is asked for when a row is free. One whose caches have other shapes than
+                those before it waits until all rows are free.
+        """
+        more = True
+        while more or self._busy:
+            while more and not self._waiting and (not self._busy or None in self._rows):
+                batch = next(batches, None)
+                more = batch is not None
+                if batch is not None:
+                    yield from self._begin(batch)
+            self._admit()
+            yield from self._advance()
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._waiting) or any(self._rows)
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Work on the device, in kvjax's modes. Its seconds count."""
+        started, compiled = time.perf_counter(), self.clock.seconds["compile"]
+        with own_modes():
+            yield
+        compiled = self.clock.seconds["compile"] - compiled
+        self.clock.seconds["decode"] += time.perf_counter() - started - compiled
+
+    def _run(self, program: Any, *args: Any, **static: Any) -> Any:
+        """Starts a program. The first time it is compiled, which counts apart."""
+        if program not in self._compiled:
+            started = time.perf_counter()
+            program.lower(*args, **static).compile()
+            self.clock.seconds["compile"] += time.perf_counter() - started
+            self._compiled.add(program)
+        return program(*args, **static)
+
+    def _begin(self, batch: ReadBatch) -> list[Ended]:
+        """Lets the requests of a batch wait for rows. Returns those whose first token is their last one."""
+        with self._working():
+            ended = _delivered(batch.requests, self._run(answers, batch.rows))
+        self._waiting += [(batch, i) for i, request in enumerate(batch.requests) if request not in ended]
+        return ended
+
+    def _admit(self) -> None:
+        """Gives free rows to requests that wait."""
+        if not self._waiting:
+            return
+        batch = self._waiting[0][0]
+        if not any(self._rows):  # the batch itself becomes the rows
+            if self._resident is None or not _alike(self._resident, batch.rows):
+                self._compiled.clear()
+            self._resident, self._rows = batch.rows, [None] * batch.rows.limits.size
+            while self._waiting:
+                _, i = self._waiting.popleft()
+                self._rows[i] = batch.requests[i]
+            return
+        assert self._resident is not None
+        if not _alike(self._resident, batch.rows):
+            return
+        with self._working():
+            while self._waiting and None in self._rows:
+                _, i = self._waiting.popleft()
+                row = self._rows.index(None)
+                self._resident = self._run(place, self._resident, batch.rows, np.int32(i), np.int32(row))
+                self._rows[row] = batch.requests[i]
+
+    def _advance(self) -> list[Ended]:
+        """Steps of all rows until an answer ends. Returns the requests whose answers have ended."""
+        if not any(self._rows):
+            return []
+        wanted = np.array([request is not None for request in self._rows])
+        stops = any(request is not None and request.decoder is not None for request in self._rows)
+        most = np.int32(STOP_STEPS if stops else LARGEST)
+        with self._working():
+            self._resident, found, steps = self._run(
+                advance_until, self._leaves, self._resident, wanted, most, tree=self._tree
+            )
+            ended = _delivered(self._rows, found)
+            self.steps += int(steps)
+        self._rows = [None if request in ended else request for request in self._rows]
+        return ended
+
+
+def _delivered(requests: Sequence[Ended | None], found: Int32[Array, "B 2+T"]) -> list[Ended]:
+    """Gives requests their new tokens. Returns those whose answers have ended."""
+    ended = []
+    for request, (active, length, *tokens) in zip(requests, fetch(found).tolist(), strict=False):
+        if request is not None and not request.take(tokens[len(request.tokens) : length], bool(active)):
+            ended.append(request)
+    return ended
+
+
+def _alike(resident: Resident, read: Resident) -> bool:
+    """Whether rows have the same shapes."""
+    shapes = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), rows) for rows in (resident, read)]
+    return shapes[0] == shapes[1]
