@@ -66,17 +66,17 @@ def of_prompts(budget: Budget, instructed: bool = True) -> Space:
     """
     presets = _compressing(budget, instructed)
     parts: dict[str, dict[str, Change]] = {
-        "score": {name: _scored_as(policy) for name, policy in _prompt_scores(presets).items()},
-        "window": {str(n): _window(n) for n in (8, 16, 32, 64)},
         "pooling": {
             "none": _pooling(None),
             **{f"{kind} of {n}": _pooling(Pooling(kind, n)) for kind in ("max", "avg") for n in (7, 15, 31, 63)},
         },
+        "window": {str(n): _window(n) for n in (8, 16, 32, 64)},
         "mean or maximum": {
             f"{rows} of queries, {group} of group": _reduction(rows, group)
             for rows in ("mean", "max")
             for group in ("mean", "max")
         },
+        "score": {name: _scored_as(policy) for name, policy in _prompt_scores(presets).items()},
         "values": {"norms of projected values": _projected, "none": _unprojected},
         "budget": {
             "alike": lambda policy: replace(policy, budget=_size(policy)),
