@@ -77,6 +77,8 @@ def of_prompts(budget: Budget, instructed: bool = True) -> Space:
             for group in ("mean", "max")
         },
         "score": {name: _scored_as(policy) for name, policy in _prompt_scores(presets).items()},
+        "sinks": {str(n): _protected(sinks=n) for n in (0, 4, 16)},
+        "recent": {str(n): _behind(n) for n in (0, 8, 32)},
         "values": {"norms of projected values": _projected, "none": _unprojected},
         "budget": {
             "alike": lambda policy: replace(policy, budget=_size(policy)),
@@ -237,6 +239,15 @@ def _fitted(policy: Policy) -> Policy:
 
 def _protected(**tokens: int | float) -> Change:
     return lambda policy: replace(policy, protect=Protect(**{**vars(policy.protect), **tokens}))
+
+
+def _behind(tokens: int) -> Change:
+    """Protects the newest tokens, unless a window does."""
+
+    def change(policy: Policy) -> Policy | None:
+        return _protected(recent=tokens)(policy) if _attention(policy) is None else None
+
+    return change
 
 
 def _every(tokens: int) -> Change:
