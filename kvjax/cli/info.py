@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvjax.cli.choices import CHOICES
 from kvjax.cli.console import bytes_text, print_json, working
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ def info(
         "new_tokens": max_new_tokens,
         "mesh": {"data": data, "model": model},
         "plans": plans,
+        "choices": [choice._asdict() for choice in CHOICES],
         "kernels": {operation: chosen._asdict() for operation, chosen in implementations().items()},
     }
     if as_json:
@@ -193,6 +195,12 @@ def _show(facts: dict[str, Any], config: DecoderConfig) -> None:
         console.print(
             "", f"on {devices} devices, data={facts['mesh']['data']} x model={facts['mesh']['model']}", sep="\n"
         )
+    uses = Table(title="Which policy: docs/choosing.md has the evidence", title_justify="left", title_style="bold")
+    for name in ("use", "policy"):
+        uses.add_column(name, overflow="fold")
+    for choice in CHOICES:
+        uses.add_row(choice.use, choice.policy)
+    console.print("", uses, sep="\n")
     kernels = Table(title="Kernels on this machine", title_justify="left", title_style="bold")
     for name in ("operation", "implementation", "reason"):
         kernels.add_column(name)

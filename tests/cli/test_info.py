@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from flax import nnx
 
 import kvjax
+from kvjax.cli.choices import CHOICES
 from kvjax.models import Decoder, config_from_hf
 from tests.cli.commands import PROMPT, kv
 
@@ -46,6 +48,19 @@ def test_experts_are_counted(tmp_path: Path) -> None:
     assert "6 of 20 columns, 2 per token, in 2 of 3 layers" in kv("info", tmp_path / "model", "--policy", "full")[1]
     plan = json.loads(kv("plan", tmp_path / "model", "--memory", "1GB", "--json")[1])
     assert plan["plans"][0]["weights"] == 4 * count
+
+
+def test_recommendations_are_those_of_the_page(model: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "choosing.md").read_text()
+    rows = re.findall(r"^\| (.+?) \| `(.+?)` \|", page, re.MULTILINE)
+    assert rows == [tuple(choice) for choice in CHOICES]
+    for choice in CHOICES:
+        kvjax.policies.parse(choice.policy.format(budget=0.25))
+    status, stdout, _ = kv("info", model, "--policy", "full")
+    assert status == 0
+    assert all(choice.policy in stdout for choice in CHOICES)
+    document = json.loads(kv("info", model, "--policy", "full", "--json")[1])
+    assert document["choices"] == [choice._asdict() for choice in CHOICES]
 
 
 @pytest.mark.slow
