@@ -2,6 +2,7 @@
 
     python scripts/search_policy.py MODEL DATA --use seen --out runs/search
     python scripts/search_policy.py MODEL DATA --use answers --budget 256 --out runs/search
+    python scripts/search_policy.py MODEL DATA --use seen --out runs/search --compare full snapkv:budget=0.1
 
 MODEL is what `kvjax.load` takes, or "demo"; DATA is the folder of RULER's essays, which the demo model does not need.
 The uses:
@@ -111,6 +112,7 @@ def main() -> None:
     arguments.add_argument("--length", type=int, default=1024, help="tokens of a prompt or text")
     arguments.add_argument("--samples", type=int, default=12, help="of each task, or texts")
     arguments.add_argument("--rounds", type=int, default=2)
+    arguments.add_argument("--compare", nargs="+", metavar="POLICY", help="only compare these with the first of them")
     given = arguments.parse_args()
     constant = given.use in ("answers", "dialogue")
     budget = int(given.budget) if given.budget > 1 else given.budget
@@ -126,8 +128,15 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     measured = Measured(params, tokenizer, given.out / f"{given.use}.jsonl")
     samples = partial(samples_of, grid, tokenizer, given.use, given.length, given.samples)
+    if given.compare:
+        policies = {text: kvjax.policies.parse(text) for text in given.compare}
+        for half in ("search", "confirm"):
+            print(f"\n{half}\n\n{compared(policies, measured, samples(half))}", flush=True)
+        return
     best = climbed(space, partial(measured, samples=samples("search")), given.rounds)
-    print(confirmed(best, space, measured, samples("confirm")))
+    presets = {text: kvjax.policies.parse(text) for text in space.presets}
+    policies = {"the search's": best, "full": kvjax.policies.full(), **presets}
+    print(compared(policies, measured, samples("confirm")))
 
 
 def samples_of(grid: Grid, tokenizer: Any, use: str, length: int, count: int, half: str) -> list[Sample]:
@@ -239,17 +248,13 @@ def climbed(space: Space, measured: partial[Float[np.ndarray, "P N 2"]], rounds:
     return best
 
 
-def confirmed(best: kvjax.Policy, space: Space, measured: Measured, samples: list[Sample]) -> str:
-    """A table of the result beside the presets, on samples that the search has not seen."""
-    policies: Mapping[str, kvjax.Policy] = {
-        "full": kvjax.policies.full(),
-        "the search's": best,
-        **{text: kvjax.policies.parse(text) for text in space.presets},
-    }
+def compared(policies: Mapping[str, kvjax.Policy], measured: Measured, samples: list[Sample]) -> str:
+    """A table of policies beside the first of them, the one with the fewest bits first."""
     found = dict(zip(policies, measured(list(policies.values()), samples), strict=True))
-    rows = ["| policy | bits per token | greedy answers | bits above the search's |", "|---|---:|---:|---:|"]
+    first = next(iter(policies))
+    rows = [f"| policy | bits per token | greedy answers | bits above {first} |", "|---|---:|---:|---:|"]
     for name, of_samples in sorted(found.items(), key=lambda pair: pair[1][:, 0].mean()):
-        more, spread = interval(of_samples[:, 0] - found["the search's"][:, 0])
+        more, spread = interval(of_samples[:, 0] - found[first][:, 0])
         bits, greedy = of_samples.mean(axis=0)
         rows.append(f"| {name} | {bits:.3f} | {greedy:.2f} | {more:+.3f} ±{spread:.3f} |")
     return "\n".join(rows)
