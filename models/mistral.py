@@ -19,10 +19,15 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     hf = DEFAULTS | dict(hf)
     require(hf, "attention_bias", None, False)
     require(hf, "mlp_bias", None, False)
+    return base_config(hf, ARCHITECTURE, windows=same_windows(hf))
+
+
+def same_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """The sliding window of every layer, `sliding_window`. Raises UnsupportedModelError if `layer_types` differs."""
     window = None if hf["sliding_window"] is None else integer(hf, "sliding_window")
     layers = layer_count(hf)
     require(hf, "layer_types", None, ["full_attention" if window is None else "sliding_attention"] * layers)
-    return base_config(hf, ARCHITECTURE, windows=(window,) * layers)
+    return (window,) * layers
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from . import llama
 from .config import DecoderConfig, base_config, base_hf_config
-from .fields import UnsupportedModelError, integer, layer_count, require
+from .fields import UnsupportedModelError, integer, require
+from .mistral import same_windows
 from .mixture import Mixture
 from .weights import Weight, linear_weights
 
@@ -43,10 +44,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     hf = DEFAULTS | dict(hf)
     require(hf, "attention_bias", None, False)
     require(hf, "mlp_bias", None, False)
-    window = None if hf["sliding_window"] is None else integer(hf, "sliding_window")
-    layers = layer_count(hf)
-    require(hf, "layer_types", None, ["full_attention" if window is None else "sliding_attention"] * layers)
-    config = base_config(hf, ARCHITECTURE, windows=(window,) * layers, computed=COMPUTED)
+    config = base_config(hf, ARCHITECTURE, windows=same_windows(hf), computed=COMPUTED)
     experts, per_token = expert_counts(hf, "num_local_experts")
     return replace(config, mixture=Mixture(experts, per_token, config.mlp_size))
 

@@ -28,6 +28,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvjax
+from kvjax.evaluation.continuations import marks
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 
@@ -118,7 +119,7 @@ def decode(
     def step(cache: KVCache, pair: tuple[Array, Array]) -> tuple[KVCache, Array]:
         token, target = pair
         logits, cache = kvjax.extend(params, cache, token[:, None])
-        return cache, -jnp.take_along_axis(jax.nn.log_softmax(logits), target[:, None], 1)[:, 0] / jnp.log(2.0)
+        return cache, -marks(logits, target)[0] / jnp.log(2.0)
 
     cache, bits = jax.lax.scan(step, cache, (tokens.T, targets.T))
     return cache, bits.T

@@ -42,6 +42,7 @@ from search_space import Space, of_answers, of_prompts
 
 import kvjax
 from kvjax.evaluation.batches import readings
+from kvjax.evaluation.continuations import marks
 from kvjax.evaluation.grid import Grid
 from kvjax.evaluation.items import Ids, Item, read_items
 from kvjax.evaluation.model import load_model
@@ -207,9 +208,8 @@ def decode(
 
     def step(cache: KVCache, t: Int[Array, ""]) -> tuple[KVCache, tuple[Array, Array]]:
         logits, cache = kvjax.extend(params, cache, tokens[:, t][:, None], (t < lengths).astype(jnp.int32))
-        target = targets[:, t]
-        bits = -jnp.take_along_axis(jax.nn.log_softmax(logits), target[:, None], 1)[:, 0] / jnp.log(2.0)
-        return cache, (bits, jnp.argmax(logits, 1) == target)
+        chosen, same = marks(logits, targets[:, t])
+        return cache, (-chosen / jnp.log(2.0), same)
 
     cache, (bits, same) = jax.lax.scan(step, cache, jnp.arange(tokens.shape[1]))
     return cache, bits.T, same.T

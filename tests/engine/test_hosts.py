@@ -6,11 +6,8 @@ Its followers do what the leader does, in the same order.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections import deque
-from pathlib import Path
 
 import pytest
 
@@ -21,18 +18,9 @@ from kvjax.engine.loop import Loop
 from kvjax.evaluation.tasks.vocabulary import WORDS, tokenizer
 from tests.engine.test_loop import SIZES, Notes, ticket
 from tests.engine.two_hosts import requests
+from tests.processes import free_port, last_lines
 from tests.products import part
-from tests.test_multihost import free_port
 from tests.tiny import decoder
-
-ROOT = Path(__file__).resolve().parents[2]
-ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "JAX_NUM_CPU_DEVICES": "2",
-    "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    "PYTHONPATH": str(ROOT),
-}
 
 
 class Messages(deque):
@@ -79,26 +67,9 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("data", "model", "policy"), part(CASES, CASES[:1]))
 def test_two_processes_answer_as_one(data: int, model: int, policy: str) -> None:
-    command = [sys.executable, "-m", "tests.engine.two_hosts"]
-    port = str(free_port())
-    started = [
-        subprocess.Popen(
-            [*command, str(index), port, str(data), str(model), policy],
-            cwd=ROOT,
-            env=os.environ | ENVIRONMENT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    try:
-        finished = [process.communicate(timeout=300) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], "\n".join(stderr for _, stderr in finished)
-    found = json.loads(finished[0][0].splitlines()[-1])
+    command, port = [sys.executable, "-m", "tests.engine.two_hosts"], str(free_port())
+    lines = last_lines([[*command, str(index), port, str(data), str(model), policy] for index in range(2)])
+    found = json.loads(lines[0])
 
     params = decoder(vocab=len(WORDS))
     alone = [kvjax.generate(params, policy=policy, tokenizer=tokenizer(), **request) for request in requests()]
