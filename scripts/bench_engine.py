@@ -17,7 +17,7 @@ are there from the beginning. Prompts have 128 to 2,048 tokens. Both lengths are
 | engine | the engine under the full cache, with the same number of rows |
 | the policies | the engine under each policy, whose rows take the bytes of the full cache's; at most one per request |
 | transformers | its continuous batching under the full cache, with the same number of rows |
-| step | the engine's time per step over that of `generate`, with all rows busy and no prompt to read |
+| step | the engine's time per step over that of `generate`, with all rows busy, no prompt to read, and equal shapes |
 
 The sides take turns, --turns times. Each measurement is a line of --out, and a later call with the same settings makes
 those that are missing. At the end the script prints a table of medians for each model and load.
@@ -269,10 +269,13 @@ def continuous(model: Any, requests: Sequence[Requested], given: argparse.Namesp
 
 
 def steps(params: Decoder, engine: kvjax.Engine, given: argparse.Namespace) -> Measured:
-    """The engine's time per step over that of `generate`, with all rows busy and no prompt to read."""
+    """The engine's time per step over that of `generate`, with all rows busy and no prompt to read.
+
+    All requests are the longest, so that both caches have the same number of slots: a step on a CPU reads all of them.
+    """
     rng = np.random.default_rng(given.seed)
-    prompts = rng.integers(0, params.config.vocab_size, (given.rows, given.max_prompt // 2))
-    new = given.max_new_tokens // 2
+    prompts = rng.integers(0, params.config.vocab_size, (given.rows, given.max_prompt))
+    new = given.max_new_tokens
     bare = kvjax.generate(params, prompts, max_new_tokens=new, eos=()).stats.decode_seconds / (new - 1)
 
     async def last_steps() -> list[float]:
