@@ -19,8 +19,9 @@ are there from the beginning. Prompts have 128 to 2,048 tokens. Both lengths are
 | transformers | its continuous batching under the full cache, with the same number of rows |
 | step | the engine's time per step over that of `generate`, with all rows busy, no prompt to read, and equal shapes |
 
-The sides take turns, --turns times. Each measurement is a line of --out, and a later call with the same settings makes
-those that are missing. At the end the script prints a table of medians for each model and load.
+The sides take turns, --turns times; --without names some that are left out. Each measurement is a line of --out, and a
+later call with the same settings makes those that are missing. At the end the script prints a table of medians for each
+model and load.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from kvjax.models import Decoder
 DEMO = Path(kvjax.__file__).parent / "demo_model"
 MODELS = ("random", "demo")
 POLICIES = ("morphkv:budget=256,window=32", "snapkv:budget=256,window=32")
+SIDES = ("static", "engine", "transformers", "step")
 LOADS = {"mixed": 64, "long": 2}  # the longest answer over the shortest
 Side = Callable[[], "Measured"]
 
@@ -107,6 +109,7 @@ def main() -> None:
     arguments.add_argument("--max-prompt", type=int, default=2048)
     arguments.add_argument("--max-new-tokens", type=int, default=1024)
     arguments.add_argument("--policies", nargs="+", default=POLICIES)
+    arguments.add_argument("--without", nargs="+", choices=SIDES, default=(), help="sides that are not measured")
     arguments.add_argument("--turns", type=int, default=3)
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--rehearsal", action="store_true", help="the demo model, and few short requests")
@@ -176,7 +179,7 @@ class Bench:
         sides["transformers"] = lambda: continuous(self.peer(), requests, given)
         if settings.load == "mixed":
             sides["step"] = lambda: steps(self.params, self.engine("full", given.rows), given)
-        return sides
+        return {name: side for name, side in sides.items() if name not in given.without}
 
     def answered(self, policy: str, rows: int, requests: Sequence[Requested]) -> Measured:
         return served(self.engine(policy, rows), requests)
