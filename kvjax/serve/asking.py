@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
 from kvjax.engine import Answer, Engine, EngineClosedError, Handle, QueueFullError
+from kvjax.prompts import Prompt
 
 from .errors import ApiError, closing
 from .schema import Chat, Completion
@@ -100,12 +102,19 @@ async def ask(engine: Engine, request: Completion | Chat) -> Asked:
         log_probs=request.log_probs,
         prefix=request.stored,
     )
-    seed = request.first_seed
+    seed, gone = request.first_seed, threading.Event()
+
+    def submit_one(prompt: Prompt, seed: int) -> None:
+        handles.append(submit(prompt, seed=seed))
+        if gone.is_set():  # this coroutine was cancelled, and the thread went on
+            handles[-1].cancel()
+
     try:
         for prompt in request.prompts:
             for i in range(request.n or 1):
-                handles.append(await run_in_threadpool(submit, prompt, seed=_wrapped(seed + i)))
+                await run_in_threadpool(submit_one, prompt, _wrapped(seed + i))
     except BaseException as error:
+        gone.set()
         for handle in handles:
             handle.cancel()
         raise _told(error) from None

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -13,7 +14,10 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvjax.engine import Handle
 from kvjax.serve import Settings, application
+from kvjax.serve.asking import ask
+from kvjax.serve.schema import Completion
 from tests.serve.serving import KEY, POLICY, Serving
 
 pytestmark = pytest.mark.slow
@@ -155,6 +159,30 @@ def test_a_client_that_goes_away_frees_its_row(serving: Serving) -> None:
             wait_for(lambda: serving.engine.stats().rows_busy > 0)
         idle(serving)
         assert serving.engine.stats().finished.get("cancelled", 0) > before
+
+
+def test_a_request_that_is_cancelled_while_it_is_submitted(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that submits cannot be stopped, and the answer must not run on without a reader."""
+    submit, entered, goes_on, handles = serving.engine.submit, threading.Event(), threading.Event(), []
+
+    def held(*args: Any, **options: Any) -> Handle:
+        entered.set()
+        assert goes_on.wait(10)
+        handles.append(submit(*args, **options))
+        return handles[-1]
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(ask(serving.engine, Completion(**GOOD | {"max_tokens": 512, "ignore_eos": True})))
+        await asyncio.to_thread(entered.wait, 10)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        goes_on.set()
+
+    monkeypatch.setattr(serving.engine, "submit", held)
+    asyncio.run(cancelled())
+    idle(serving)
+    assert [handle.result().finish for handle in handles] == ["cancelled"]
 
 
 @pytest.mark.parametrize("version", ["2.3", "2.4"])
