@@ -98,7 +98,8 @@ class NoisyAttention(Score):
         cooling = 1 / (self.temperature + self.growth * decoded.astype(jnp.float32))[:, :, None, None, None]
         queries = attended.heads.whole_groups(attended.queries)
         # With devices that share a kv head, the log-sum-exp of the whole group would have to be gathered as well.
-        by_peak = self.temperature < STEEP or attended.heads.group_axis is not None
+        # With sinks it may be far above all logits of entries.
+        by_peak = self.temperature < STEEP or attended.heads.group_axis is not None or attended.layer.sinks is not None
         lse = jnp.zeros(queries.shape[:3]) if by_peak else attended.lse
         B, Hq, W, D = queries.shape
         H, M = entries.positions.shape[1:]

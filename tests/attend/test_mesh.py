@@ -115,9 +115,9 @@ def test_a_prompt_in_chunks(text: str) -> None:
         {"qk_norm": True, "joint_qk_norm": True, "pre_norm": False, "post_norm": True}
         | {"attention_scale": 0.5, "embedding_scale": 2.0, "residual_scale": 0.5, "logit_divisor": 3.0}
         | {"attention_softcap": 0.5, "logit_softcap": 2.0, "activation": "gelu_tanh"},
-        {"mixture": Mixture(experts=8, per_token=3, size=20)},
+        {"mixture": Mixture(experts=8, per_token=3, size=20, biased=True, limit=1.0), "attention_sinks": True},
     ],
-    ids=["biases", "norms, factors and caps", "experts"],
+    ids=["biases", "norms, factors and caps", "experts and sinks"],
 )
 def test_windows_and_frequencies_by_row_with(facts: dict[str, Any]) -> None:
     """Everything that a family may add to a layer, with RoPE that depends on each row's length."""
