@@ -36,6 +36,7 @@ from .decoder import Decoder, embedded
 from .fields import UnsupportedModelError
 from .mixture import ExpertWeights, Mix, Mixture, densely, gated, routed
 from .rope import Rope, rotate
+from .stacked import StackedWeight
 from .unknown import beyond_llama
 from .weights import FusedRows, Layout, Weight, by_parameter, by_tensor, hf_shapes, read_parameter
 
@@ -100,6 +101,7 @@ __all__ = [
     "Mix",
     "Mixture",
     "Rope",
+    "StackedWeight",
     "UnsupportedModelError",
     "Weight",
     "by_parameter",
