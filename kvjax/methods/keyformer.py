@@ -4,6 +4,7 @@ Differences from the paper and its code: the noise is a function of the seed, th
 positions, so that a row's result does not depend on its batch; the released code draws it from a global generator. The
 released code also adds up scores over the rows of a batch; here each row has its own. Evicted tokens never return; the
 released code for GPT-J masks them and keeps them in memory. The temperature grows with the tokens that a row decodes.
+The noisy softmax is over entries alone: a model's attention sinks do not join it.
 """
 
 from __future__ import annotations

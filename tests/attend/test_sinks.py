@@ -38,7 +38,7 @@ def model(layers: int = 2) -> Decoder:
 
 
 def sinks_of(params: Decoder, layer: int) -> np.ndarray:
-    return np.asarray(params.layers[layer].attention.sinks[...])
+    return np.asarray(params.attention_layers[layer].sinks)
 
 
 @jax.jit

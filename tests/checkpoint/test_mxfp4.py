@@ -92,7 +92,8 @@ def folder(tmp_path: Path) -> tuple[Path, Path]:
     params = decoder(**FIELDS)
     rng = np.random.default_rng(1)
     save_hf(jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), params), plain)
-    tensors, quantised = load_file(plain / WEIGHTS), {}
+    tensors = load_file(plain / WEIGHTS)
+    quantised: dict[str, np.ndarray] = {}
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         blocks, scales = stored(rng, *tensors[name].shape, 119, 128)
         quantised |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
