@@ -136,6 +136,29 @@ def test_windows_and_frequencies_by_row_with(facts: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "text",
+    [
+        "adakv:base=h2o,base.budget=24,groups=2",
+        "kvzip:budget=24,score.chunk=16,score.instruction='',score.starting='',score.suffix='',groups=2",
+        pytest.param("morphkv:budget=24,window=4,block=2", marks=pytest.mark.exhaustive),
+        pytest.param("keyformer:budget=24,recent=8", marks=pytest.mark.exhaustive),
+        pytest.param("kvcompose:budget=24", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_sinks_on_shared_heads(text: str) -> None:
+    """Devices that share a kv head have the sinks of their own query heads, and scores look at the whole group."""
+    layers = layers_for(text)
+    config = replace(decoder(HEADS, 4, (None,) * layers).config, attention_sinks=True)
+    params = Decoder(config, nnx.Rngs(0))
+    for layer in params.layers:
+        layer.attention.sinks[...] = jnp.linspace(-1.0, 3.0, HEADS)
+    options = {"policy": policy_for(text, 4), "max_new_tokens": NEW, "log_probs": True}
+    one_device = kvjax.generate(params, ROWS, **options)
+    assert_equal(kvjax.generate(kvjax.shard(params, mesh(1, 8)), ROWS, **options), one_device)
+
+
+@pytest.mark.slow
 def test_stream_and_sampler(compiled: list[str]) -> None:
     """Draws, penalties and ends of rows are those of one device, and later steps compile nothing."""
     options = {
