@@ -43,12 +43,12 @@ class Weight:
         name: the tensor's name in the checkpoint.
         layout: how the parameter's axes map to the tensor's:
 
-            | layout              | parameter   | tensor    | used by |
-            |---------------------|-------------|-----------|---------|
-            | `vector`            | [*out]      | [out]     | biases, norm scales |
-            | `embedding`         | [V, E]      | [V, E]    | the embedding |
-            | `linear`            | [in, *out]  | [out, in] | query, key, value, MLP, the output matrix |
-            | `linear_from_heads` | [*in, out]  | [out, in] | the attention output projection |
+            | layout              | parameter     | tensor        | used by |
+            |---------------------|---------------|---------------|---------|
+            | `vector`            | [*out]        | [out]         | biases, norm scales |
+            | `embedding`         | [V, E]        | [V, E]        | the embedding |
+            | `linear`            | [in, *out]    | [out, in]     | query, key, value, MLP, the output matrix |
+            | `linear_from_heads` | [*in, out]    | [out, in]     | the attention output projection |
             | `stacked`           | [X, *in, out] | [X, *in, out] | `StackedWeight` alone |
 
         rows: the parameter's rows of a fused tensor; None if the tensor holds this parameter alone.
