@@ -152,7 +152,9 @@ def test_sinks_on_shared_heads(text: str) -> None:
     config = replace(decoder(HEADS, 4, (None,) * layers).config, attention_sinks=True)
     params = Decoder(config, nnx.Rngs(0))
     for layer in params.layers:
-        layer.attention.sinks[...] = jnp.linspace(-1.0, 3.0, HEADS)
+        sinks = layer.attention.sinks
+        assert sinks is not None
+        sinks[...] = jnp.linspace(-1.0, 3.0, HEADS)
     options = {"policy": policy_for(text, 4), "max_new_tokens": NEW, "log_probs": True}
     one_device = kvjax.generate(params, ROWS, **options)
     assert_equal(kvjax.generate(kvjax.shard(params, mesh(1, 8)), ROWS, **options), one_device)
