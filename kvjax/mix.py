@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.models import ExpertWeights, Mix, Mixture, routed
+from kvjax.models import ExpertWeights, Mix, Mixture, gated, routed
 from kvjax.pallas_kernels import grouped_product
 from kvjax.sharding import DATA, heads_axes
 
@@ -29,7 +29,7 @@ def over_experts(mesh: Mesh | None) -> Mix:
     axes, rows = heads_axes(mesh), PartitionSpec(DATA)
     own: Any = PartitionSpec(axes)
     router: Any = PartitionSpec()
-    specs = ExpertWeights(router, own, own, own)
+    specs = ExpertWeights(router, own, own, own, router, own, own, own)
 
     def mix(
         x: Float[Array, "B N E"], weights: ExpertWeights, mixture: Mixture, activation: Activation
@@ -69,13 +69,13 @@ def mixed(
         first: the index of the first expert that the device has.
     """
     tokens = x.reshape(-1, x.shape[-1])
-    chosen, shares = routed(tokens, weights.router, mixture)
+    chosen, shares = routed(tokens, weights.router, mixture, weights.router_bias)
     expert = chosen - first
     mine = (expert >= 0) & (expert < len(weights.gate))
     arguments = tokens, jnp.where(mine, expert, 0), mine, weights
-    run = partial(sorted_products, activation=activation)
+    run = partial(sorted_products, activation=activation, limit=mixture.limit)
     if chosen.size <= len(weights.gate):
-        gather = partial(gathered_products, activation=activation)
+        gather = partial(gathered_products, activation=activation, limit=mixture.limit)
         each = jax.lax.platform_dependent(*arguments, cuda=gather, default=run)
     else:
         each = run(*arguments)
@@ -90,15 +90,24 @@ def sorted_products(
     weights: ExpertWeights,
     *,
     activation: Activation,
+    limit: float | None = None,
 ) -> Float[Array, "n K E"]:
     """What experts give to each token, by products of the tokens of an expert with its matrices."""
     X = len(weights.gate)
     key = jnp.where(mine, expert, X).reshape(-1)
     order = jnp.argsort(key)
+    of_row = jnp.minimum(key[order], X - 1)
     sizes = jnp.bincount(key, length=X + 1)[:X].astype(jnp.int32)
     rows = x[order // expert.shape[1]]
-    gate, up = (grouped_product(rows, matrices, sizes) for matrices in (weights.gate, weights.up))
-    each = grouped_product(activation(gate) * up, weights.down, sizes)
+
+    def times(
+        rows: Float[Array, "M I"], matrices: Float[Array, "X I O"], bias: Float[Array, "X O"] | None
+    ) -> Float[Array, "M O"]:
+        products = grouped_product(rows, matrices, sizes)
+        return products if bias is None else products + bias[of_row]
+
+    gate, up = times(rows, weights.gate, weights.gate_bias), times(rows, weights.up, weights.up_bias)
+    each = times(gated(gate, up, activation, limit), weights.down, weights.down_bias)
     return jnp.zeros_like(each).at[order].set(each, unique_indices=True).reshape(*expert.shape, -1)
 
 
@@ -109,6 +118,7 @@ def gathered_products(
     weights: ExpertWeights,
     *,
     activation: Activation,
+    limit: float | None = None,
 ) -> Float[Array, "n K E"]:
     """The same by products of each token with the matrices of its experts. Others than the device's are not masked.
 
@@ -117,8 +127,12 @@ def gathered_products(
     flat = expert.T.reshape(-1)
     rows = jnp.tile(x, (expert.shape[1], 1))
 
-    def times(rows: Float[Array, "M I"], matrices: Float[Array, "X I O"]) -> Float[Array, "M O"]:
-        return jnp.einsum("mi,mio->mo", rows, matrices[flat])
+    def times(
+        rows: Float[Array, "M I"], matrices: Float[Array, "X I O"], bias: Float[Array, "X O"] | None
+    ) -> Float[Array, "M O"]:
+        products = jnp.einsum("mi,mio->mo", rows, matrices[flat])
+        return products if bias is None else products + bias[flat]
 
-    each = times(activation(times(rows, weights.gate)) * times(rows, weights.up), weights.down)
+    gate, up = times(rows, weights.gate, weights.gate_bias), times(rows, weights.up, weights.up_bias)
+    each = times(gated(gate, up, activation, limit), weights.down, weights.down_bias)
     return jnp.swapaxes(each.reshape(*expert.T.shape, -1), 0, 1)

@@ -130,7 +130,7 @@ def read_to_end(
             capacities = np.stack([end.policy.capacity(i, length, len(cache.entries)) for end in group], axis=1)
             compressed = run(
                 _compress_layer,
-                record.output,
+                record.weights,
                 i,
                 held,
                 rows | {"capacities": cache.put_rows(capacities)},
@@ -159,7 +159,7 @@ def _groups(ends: Sequence[End]) -> list[tuple[list[End], list[End]]]:
 def _facts(record: AttentionLayer) -> AttentionLayer:
     """What layers of a kind have in common; static."""
     nothing: Any = None
-    return replace(record, index=0, output=nothing, alone=True)
+    return replace(record, index=0, output=nothing, sinks=None, alone=True)
 
 
 @partial(jit, static_argnames=("scale", "mesh"))
@@ -194,7 +194,7 @@ def _read_layer(
     mesh: Mesh | None,
 ) -> tuple[Float[Array, "B N E"], Slots]:
     """The hidden states behind a layer, and its entries."""
-    record = replace(facts, index=index, output=layer.attention.output[...])
+    record = replace(facts, index=index, **layer.attention.weights)
     attend = over_heads(mesh, partial(reading, policy, plan=plan), **rows)
     x, after = layer(x, record, attend, Layers((entries,)), over_experts(mesh))
     return _in_rows(x, mesh), after.each[0]
@@ -202,7 +202,7 @@ def _read_layer(
 
 @partial(jit, static_argnames=("facts", "together", "ends", "mesh"))
 def _compress_layer(
-    output: Float[Array, "Hq D E"],
+    weights: dict[str, Any],
     index: Int[Array, ""],
     held: Slots,
     rows: dict[str, Any],
@@ -214,7 +214,7 @@ def _compress_layer(
 ) -> tuple[Slots, ...]:
     """A layer that has been read to the end of the prompt, under each of several policies."""
     change = partial(_compressed, together, ends)
-    return over_layers(mesh, change, [replace(facts, index=index, output=output)], held, **rows)
+    return over_layers(mesh, change, [replace(facts, index=index, **weights)], held, **rows)
 
 
 def _compressed(

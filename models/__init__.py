@@ -16,6 +16,7 @@ from typing import Any
 from . import (
     gemma2,
     gemma3_text,
+    gpt_oss,
     granite,
     internlm2,
     llama,
@@ -29,18 +30,20 @@ from . import (
     qwen3_moe,
     smollm3,
 )
-from .attend import Attend, AttentionLayer
+from .attend import Attend, AttentionLayer, join_sinks
 from .config import DecoderConfig
 from .decoder import Decoder, embedded
 from .fields import UnsupportedModelError
-from .mixture import ExpertWeights, Mix, Mixture, densely, routed
+from .mixture import ExpertWeights, Mix, Mixture, densely, gated, routed
 from .rope import Rope, rotate
+from .stacked import StackedWeight
 from .unknown import beyond_llama
 from .weights import FusedRows, Layout, Weight, by_parameter, by_tensor, hf_shapes, read_parameter
 
 FAMILIES: dict[str, ModuleType] = {
     "gemma2": gemma2,
     "gemma3_text": gemma3_text,
+    "gpt_oss": gpt_oss,
     "granite": granite,
     "internlm2": internlm2,
     "llama": llama,
@@ -98,6 +101,7 @@ __all__ = [
     "Mix",
     "Mixture",
     "Rope",
+    "StackedWeight",
     "UnsupportedModelError",
     "Weight",
     "by_parameter",
@@ -106,7 +110,9 @@ __all__ = [
     "densely",
     "embedded",
     "family",
+    "gated",
     "hf_shapes",
+    "join_sinks",
     "read_parameter",
     "rotate",
     "routed",

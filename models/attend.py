@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .rope import Rope
@@ -21,6 +23,7 @@ class AttentionLayer:
         scale: the softmax scale.
         softcap: the soft cap of the scaled attention logits, or None.
         output: the weight of the attention output projection.
+        sinks: the logit of each query head that `join_sinks` adds to each softmax, or None.
         alone: whether the cache that is passed along is that of this layer only.
     """
 
@@ -31,6 +34,12 @@ class AttentionLayer:
     output: Float[Array, "Hq D E"]
     alone: bool = False
     softcap: float | None = None
+    sinks: Float[Array, "Hq"] | None = None
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        """The fields that hold weights, which are sharded over query heads."""
+        return {"output": self.output, "sinks": self.sinks}
 
     @property
     def logits(self) -> dict[str, Any]:
@@ -41,6 +50,30 @@ class AttentionLayer:
     def place(self) -> int:
         """The place of this layer in the cache that is passed along."""
         return 0 if self.alone else int(self.index)
+
+
+def join_sinks(
+    context: Float[Array, "B Hq N D"], lse: Float[Array, "B Hq N"], sinks: Float[Array, "Hq"] | None
+) -> tuple[Float[Array, "B Hq N D"], Float[Array, "B Hq N"]]:
+    """Returns context and log-sum-exp of softmaxes that attention sinks (arXiv 2508.10925) have joined.
+
+    A sink s of a head is one more logit of each softmax, without a value. From a softmax without it follow
+
+        context' = context exp(lse - lse'),    lse' = log(exp(lse) + exp(s)).
+
+    A sink must join once, after all keys. Queries that see no key keep a context of 0 and a log-sum-exp of -inf.
+
+    Args:
+        context: without sinks.
+        lse: likewise, in float32.
+        sinks: None returns the other arguments.
+    """
+    if sinks is None:
+        return context, lse
+    own = sinks.astype(jnp.float32)[:, None]
+    share = jax.nn.sigmoid(lse - own)[..., None]
+    joined = jnp.where(jnp.isneginf(lse), lse, jnp.logaddexp(lse, own))
+    return (context.astype(jnp.float32) * share).astype(context.dtype), joined
 
 
 class Attend(Protocol):

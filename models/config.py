@@ -48,6 +48,7 @@ class DecoderConfig:
         pre_norm: whether an RMS norm is applied to the input of attention and of the MLP.
         post_norm: whether an RMS norm is applied to the output of attention and of the MLP, before it is added.
         attention_scale: the factor of q k^T; None for 1 / sqrt(D).
+        attention_sinks: whether each query head has a logit that joins the denominator of its softmax.
         attention_softcap: c of c tanh(x / c), which is applied to the scaled attention logits; None for no cap.
         logit_softcap: the same for the logits of tokens.
         embedding_scale: the factor of the embeddings, rounded to their dtype.
@@ -84,6 +85,7 @@ class DecoderConfig:
     unit_offset_norms: bool = False
     activation: str = "silu"
     attention_scale: float | None = None
+    attention_sinks: bool = False
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
@@ -135,7 +137,11 @@ class DecoderConfig:
 
 
 # The activations of the MLP, by the names that configs have for them; the first one is written.
-ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
+ACTIVATIONS = {
+    "silu": ("silu", "swish"),
+    "gelu_tanh": ("gelu_pytorch_tanh",),
+    "quick_gelu": ("quick_gelu",),
+}
 
 # Fields of computations that the decoder does not implement, or only for some families, with the values that turn the
 # computation off.
@@ -162,6 +168,8 @@ NOT_COMPUTED: dict[str, tuple[Any, ...]] = {
     "lm_head_bias": (None, False),
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
+    "swiglu_alpha": (None,),
+    "swiglu_limit": (None,),
     "is_encoder_decoder": (None, False),
     "add_cross_attention": (None, False),
 }

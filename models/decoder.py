@@ -80,6 +80,7 @@ class RMSNorm(nnx.Module):
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
 
 
@@ -104,6 +105,7 @@ class Attention(nnx.Module):
         self.key_bias = bias(config.qkv_bias, (H, D), ("kv_heads", "head_dim"), dtype)
         self.value_bias = bias(config.qkv_bias, (H, D), ("kv_heads", "head_dim"), dtype)
         self.output_bias = bias(config.output_bias, (E,), ("embed",), dtype)
+        self.sinks = bias(config.attention_sinks, (Hq,), ("heads",), dtype)
         self.joint_norm = config.joint_qk_norm
         norms: list[RMSNorm | None] = [None, None]
         if config.qk_norm:
@@ -124,6 +126,11 @@ class Attention(nnx.Module):
             heads = [maybe(norm, y) for norm, y in zip(norms, heads, strict=True)]
         q, k, v = heads
         return attend(layer, q, k, v, cache)
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        """The weights that an `AttentionLayer` has."""
+        return {"output": self.output[...], "sinks": None if self.sinks is None else self.sinks[...]}
 
     def project_out(self, context: Float[Array, "B Hq N D"]) -> Float[Array, "B N E"]:
         """Projects the contexts of all heads back to hidden states."""
@@ -181,9 +188,18 @@ class Experts(nnx.Module):
         self.gate = weight(rngs, (X, E, F), ("experts", "embed", "expert_mlp"), E, dtype)
         self.up = weight(rngs, (X, E, F), ("experts", "embed", "expert_mlp"), E, dtype)
         self.down = weight(rngs, (X, F, E), ("experts", "expert_mlp", "embed"), F, dtype)
+        biased = config.mixture.biased
+        self.router_bias = bias(biased, (X,), ("choices",), dtype)
+        self.gate_bias = bias(biased, (X, F), ("experts", "expert_mlp"), dtype)
+        self.up_bias = bias(biased, (X, F), ("experts", "expert_mlp"), dtype)
+        self.down_bias = bias(biased, (X, E), ("experts", "embed"), dtype)
 
     def __call__(self, x: Float[Array, "B N E"], mix: Mix) -> Float[Array, "B N E"]:
-        weights = ExpertWeights(self.router[...], self.gate[...], self.up[...], self.down[...])
+        biases = self.router_bias, self.gate_bias, self.up_bias, self.down_bias
+        weights = ExpertWeights(
+            *(matrix[...] for matrix in (self.router, self.gate, self.up, self.down)),
+            *(None if vector is None else vector[...] for vector in biases),
+        )
         return mix(x, weights, self.mixture, ACTIVATIONS[self.activation])
 
 
@@ -313,7 +329,7 @@ class Decoder(nnx.Module):
                 config.rope_of(index),
                 window,
                 config.scale,
-                output=layer.attention.output[...],
+                **layer.attention.weights,
                 softcap=config.attention_softcap,
             )
             for index, (layer, window) in enumerate(zip(self.layers, config.windows, strict=True))

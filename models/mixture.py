@@ -24,6 +24,8 @@ class Mixture:
         size: F of an expert.
         normalized: whether a token's K shares are divided by their sum.
         dense_layers: the indices of the layers with an ordinary MLP.
+        biased: whether the router and the three matrices of each expert have biases.
+        limit: c of `gated`, which clamps gate and up; None for a product of the two.
     """
 
     experts: int
@@ -31,15 +33,21 @@ class Mixture:
     size: int
     normalized: bool = True
     dense_layers: tuple[int, ...] = ()
+    biased: bool = False
+    limit: float | None = None
 
 
 class ExpertWeights(NamedTuple):
-    """The weights of a layer's experts."""
+    """The weights of a layer's experts. Biases are None if the mixture has none."""
 
     router: Float[Array, "E X"]
     gate: Float[Array, "X E F"]
     up: Float[Array, "X E F"]
     down: Float[Array, "X F E"]
+    router_bias: Float[Array, "X"] | None = None
+    gate_bias: Float[Array, "X F"] | None = None
+    up_bias: Float[Array, "X F"] | None = None
+    down_bias: Float[Array, "X E"] | None = None
 
 
 class Mix(Protocol):
@@ -56,25 +64,47 @@ class Mix(Protocol):
 
 
 def routed(
-    x: Float[Array, "... E"], router: Float[Array, "E X"], mixture: Mixture
+    x: Float[Array, "... E"],
+    router: Float[Array, "E X"],
+    mixture: Mixture,
+    bias: Float[Array, "X"] | None = None,
 ) -> tuple[Int[Array, "... K"], Float[Array, "... K"]]:
     """Returns the experts that each token takes, best first, and their shares in float32.
 
-    The shares are the softmax over all experts, of the K chosen ones. Of equal experts, the first ones are chosen.
+    The shares are the softmax over all experts, of the K chosen ones. Of equal experts, the first ones are chosen. With
+    `normalized` shares this is the softmax over the K chosen ones alone. The bias is added to the logits.
     """
     logits = jnp.einsum("...E,EX->...X", x, router, preferred_element_type=jnp.float32)
+    if bias is not None:
+        logits += bias
     shares, chosen = jax.lax.top_k(jax.nn.softmax(logits), mixture.per_token)
     if mixture.normalized:
         shares /= jnp.sum(shares, axis=-1, keepdims=True)
     return chosen, shares
 
 
+def gated(
+    gate: Float[Array, "*n F"], up: Float[Array, "*n F"], activation: Callable[[Array], Array], limit: float | None
+) -> Float[Array, "*n F"]:
+    """Returns activation(gate) up, or activation(min(gate, c)) (clip(up, -c, c) + 1) with a limit c."""
+    if limit is None:
+        return activation(gate) * up
+    return activation(jnp.minimum(gate, limit)) * (jnp.clip(up, -limit, limit) + 1)
+
+
 def densely(
     x: Float[Array, "B N E"], weights: ExpertWeights, mixture: Mixture, activation: Callable[[Array], Array]
 ) -> Float[Array, "B N E"]:
     """The definition: every expert treats every token, and those that a token did not choose have a share of 0."""
-    chosen, shares = routed(x, weights.router, mixture)
+    chosen, shares = routed(x, weights.router, mixture, weights.router_bias)
     share = jnp.sum(jax.nn.one_hot(chosen, mixture.experts) * shares[..., None], axis=-2)
-    gate, up = jnp.einsum("BNE,XEF->BNXF", x, weights.gate), jnp.einsum("BNE,XEF->BNXF", x, weights.up)
-    each = jnp.einsum("BNXF,XFE->BNXE", activation(gate) * up, weights.down, preferred_element_type=jnp.float32)
+
+    def plus(products: Float[Array, "B N X O"], bias: Float[Array, "X O"] | None) -> Float[Array, "B N X O"]:
+        return products if bias is None else products + bias
+
+    gate = plus(jnp.einsum("BNE,XEF->BNXF", x, weights.gate), weights.gate_bias)
+    up = plus(jnp.einsum("BNE,XEF->BNXF", x, weights.up), weights.up_bias)
+    inner = gated(gate, up, activation, mixture.limit)
+    down = jnp.einsum("BNXF,XFE->BNXE", inner, weights.down, preferred_element_type=jnp.float32)
+    each = plus(down, weights.down_bias)
     return jnp.einsum("BNXE,BNX->BNE", each, share).astype(x.dtype)

@@ -15,7 +15,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 Shape = tuple[int, ...]
-Layout = Literal["vector", "embedding", "linear", "linear_from_heads"]
+Layout = Literal["vector", "embedding", "linear", "linear_from_heads", "stacked"]
 READ = 2**22  # the number of elements per read, which bounds the memory of a read beyond its result
 
 
@@ -43,12 +43,13 @@ class Weight:
         name: the tensor's name in the checkpoint.
         layout: how the parameter's axes map to the tensor's:
 
-            | layout              | parameter   | tensor    | used by |
-            |---------------------|-------------|-----------|---------|
-            | `vector`            | [*out]      | [out]     | biases, norm scales |
-            | `embedding`         | [V, E]      | [V, E]    | the embedding |
-            | `linear`            | [in, *out]  | [out, in] | query, key, value, MLP, the output matrix |
-            | `linear_from_heads` | [*in, out]  | [out, in] | the attention output projection |
+            | layout              | parameter     | tensor        | used by |
+            |---------------------|---------------|---------------|---------|
+            | `vector`            | [*out]        | [out]         | biases, norm scales |
+            | `embedding`         | [V, E]        | [V, E]        | the embedding |
+            | `linear`            | [in, *out]    | [out, in]     | query, key, value, MLP, the output matrix |
+            | `linear_from_heads` | [*in, out]    | [out, in]     | the attention output projection |
+            | `stacked`           | [X, *in, out] | [X, *in, out] | `StackedWeight` alone |
 
         rows: the parameter's rows of a fused tensor; None if the tensor holds this parameter alone.
         expert: the index of the item of the parameter's first axis that the tensor holds; None if it holds all of the
@@ -97,7 +98,7 @@ class Weight:
         chosen = slice(None) if len(wanted_columns) == last - first else wanted_columns - first
         transposed = self._transposed
         sides = (len(wanted_columns), len(wanted_rows)) if transposed else (len(wanted_rows), len(wanted_columns))
-        result = _aligned(sides, dtype)
+        result = aligned(sides, dtype)
         target = result.T if transposed else result
         done = 0
         for run in _runs(wanted_rows, max(READ // (last - first), 1)):
@@ -150,7 +151,7 @@ def linear_weights(
     return [matrix, Weight(f"{path}_bias", f"{name}.bias", "vector", rows)] if bias else [matrix]
 
 
-def _aligned(shape: Shape, dtype: DTypeLike) -> np.ndarray:
+def aligned(shape: Shape, dtype: DTypeLike) -> np.ndarray:
     """Returns an empty array aligned to 64 bytes, which JAX takes over on the CPU without a copy."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     raw = np.empty(size + 64, np.uint8)
@@ -187,7 +188,7 @@ def read_parameter(
     """
     if weights[0].expert is None:
         return weights[0].read(tensors[weights[0].name], shape, index, dtype)
-    result = _aligned(tuple(len(range(size)[taken]) for size, taken in zip(shape, index, strict=True)), dtype)
+    result = aligned(tuple(len(range(size)[taken]) for size, taken in zip(shape, index, strict=True)), dtype)
     own = {weight.expert: weight for weight in weights}
     for i, expert in enumerate(range(shape[0])[index[0]]):
         result[i] = own[expert].read(tensors[own[expert].name], shape, index, dtype)

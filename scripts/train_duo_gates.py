@@ -29,7 +29,7 @@ from jaxtyping import Array, Bool, Float, Int
 import kvjax
 from kvjax.evaluation.tasks.demo import Deck, codes, weave
 from kvjax.evaluation.tasks.vocabulary import encode
-from kvjax.models import AttentionLayer, Decoder, rotate
+from kvjax.models import AttentionLayer, Decoder, join_sinks, rotate
 from kvjax.pallas_kernels import capped
 
 KEYS = 10
@@ -107,7 +107,7 @@ def gated(gates: Gates | None, sinks: int, recent: int) -> Callable[..., tuple[A
     """Attention whose heads look at everything as far as their gates say; at everything if there are none."""
 
     @partial(jax.checkpoint, static_argnums=0)
-    def heads(layer: Any, q: Array, k: Array, v: Array, alpha: Array | None) -> Array:
+    def heads(layer: Any, q: Array, k: Array, v: Array, alpha: Array | None, attention_sinks: Array | None) -> Array:
         B, Hq, N, D = q.shape
         at = jnp.arange(N)
         rope = layer.rope.row_frequencies(D, jnp.full(B, N))
@@ -119,8 +119,13 @@ def gated(gates: Gates | None, sinks: int, recent: int) -> Callable[..., tuple[A
         near = full & ((at < sinks) | (distance < recent))
 
         def seeing(mask: Array) -> Array:
-            weights = jax.nn.softmax(jnp.where(mask, capped(logits * layer.scale, layer.softcap), -jnp.inf), axis=-1)
-            return jnp.einsum("BHGNS,BHSD->BHGND", weights.astype(v.dtype), v)
+            masked = jnp.where(mask, capped(logits * layer.scale, layer.softcap), -jnp.inf)
+            weights = jax.nn.softmax(masked, axis=-1)
+            context = jnp.einsum("BHGNS,BHSD->BHGND", weights.astype(v.dtype), v)
+            if attention_sinks is None:
+                return context
+            lse = jax.nn.logsumexp(masked, axis=-1).reshape(B, Hq, N)
+            return join_sinks(context.reshape(B, Hq, N, D), lse, attention_sinks)[0].reshape(context.shape)
 
         out = seeing(full)
         if alpha is not None:
@@ -129,7 +134,8 @@ def gated(gates: Gates | None, sinks: int, recent: int) -> Callable[..., tuple[A
         return out.reshape(B, Hq, N, D)
 
     def attend(layer: AttentionLayer, q: Array, k: Array, v: Array, cache: Any) -> tuple[Array, Any]:
-        return heads(_Static(layer), q, k, v, None if gates is None else gates[layer.index]), cache
+        alpha = None if gates is None else gates[layer.index]
+        return heads(_Static(layer), q, k, v, alpha, layer.sinks), cache
 
     return attend
 

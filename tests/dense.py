@@ -21,8 +21,11 @@ def assert_close(actual, expected, typical: float = 1e-5, worst: float = 1e-4) -
     )
 
 
-def attention(q, k, q_positions, k_positions, scale, window=None, lse=None, bias=None, softcap=None):
-    """(weights [B, Hq, W, M], lse [B, Hq, W], visible [B, H, W, M]); rows that see nothing have weights 0, lse -inf."""
+def attention(q, k, q_positions, k_positions, scale, window=None, lse=None, bias=None, softcap=None, sinks=None):
+    """(weights [B, Hq, W, M], lse [B, Hq, W], visible [B, H, W, M]); rows that see nothing have weights 0, lse -inf.
+
+    Sinks [Hq] are one more logit of each row that sees something, whose weight is left out.
+    """
     q, k = np.asarray(q, np.float64), np.asarray(k, np.float64)
     groups = q.shape[1] // k.shape[1]
     t, p = np.asarray(q_positions)[:, None, :, None], np.asarray(k_positions)[:, :, None, :]
@@ -33,6 +36,10 @@ def attention(q, k, q_positions, k_positions, scale, window=None, lse=None, bias
     if bias is not None:
         logits += np.repeat(np.asarray(bias, np.float64), groups, axis=1)[:, :, None]
     logits = np.where(np.repeat(visible, groups, axis=1), logits, -np.inf)
+    if lse is None and sinks is not None:
+        seen = np.isfinite(logits).any(axis=-1, keepdims=True)
+        column = np.where(seen, np.asarray(sinks, np.float64)[:, None, None], -np.inf)
+        logits = np.concatenate([logits, column], axis=-1)
     if lse is None:
         peak = logits.max(axis=-1, keepdims=True)
         peak = np.where(np.isneginf(peak), 0, peak)
@@ -40,7 +47,7 @@ def attention(q, k, q_positions, k_positions, scale, window=None, lse=None, bias
             lse = (peak + np.log(np.exp(logits - peak).sum(axis=-1, keepdims=True)))[..., 0]
     lse = np.asarray(lse, np.float64)
     weights = np.exp(logits - np.where(np.isneginf(lse), 0, lse)[..., None])
-    return weights, lse, visible
+    return weights[..., : k.shape[2]], lse, visible
 
 
 def context(weights, v):

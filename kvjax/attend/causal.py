@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.models import Attend, AttentionLayer
+from kvjax.models import Attend, AttentionLayer, join_sinks
 from kvjax.pallas_kernels import capped
 
 from .rotation import rotated
@@ -46,7 +46,11 @@ def causal(positions: Int[Array, "B N"], block: int = 128) -> Attend:
             visible = (distance >= 0) & (distance < (layer.window or N))
             logits = jnp.where(visible, capped(logits * layer.scale, layer.softcap), -jnp.inf)
             weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
-            contexts.append(jnp.einsum("BHGNS,BHSD->BHGND", weights, v[:, :, first:stop]))
-        return jnp.concatenate(contexts, axis=3).reshape(B, Hq, N, D), cache
+            context = jnp.einsum("BHGNS,BHSD->BHGND", weights, v[:, :, first:stop]).reshape(B, Hq, -1, D)
+            if layer.sinks is not None:
+                lse = jax.nn.logsumexp(logits, axis=-1).reshape(B, Hq, -1)
+                context, _ = join_sinks(context, lse, layer.sinks)
+            contexts.append(context)
+        return jnp.concatenate(contexts, axis=2), cache
 
     return attend

@@ -40,20 +40,20 @@ def over_heads(mesh: Mesh | None, make: Callable[..., Attend], **rows: Any) -> A
         PartitionSpec(DATA, MODEL),
         PartitionSpec(DATA, heads_axes(mesh)),
     )
-    output_head = PartitionSpec(heads_axes(mesh))
+    weight_head = PartitionSpec(heads_axes(mesh))
 
     def attend(layer: AttentionLayer, q: Array, k: Array, v: Array, entries: Entries) -> tuple[Array, Entries]:
         @partial(
             jax.shard_map,
             mesh=mesh,
-            in_specs=(row, output_head, query_head, kv_head, kv_head, kv_head),
+            in_specs=(row, weight_head, query_head, kv_head, kv_head, kv_head),
             out_specs=(query_head, kv_head),
             check_vma=False,  # that replicas are equal is not for the compiler to prove
         )
-        def local(rows: Any, output: Array, q: Array, k: Array, v: Array, part: Entries) -> tuple[Array, Entries]:
-            return make(**rows, heads=heads)(replace(layer, output=output), q, k, v, part)
+        def local(rows: Any, weights: Any, q: Array, k: Array, v: Array, part: Entries) -> tuple[Array, Entries]:
+            return make(**rows, heads=heads)(replace(layer, **weights), q, k, v, part)
 
-        context, part = local(rows, layer.output, q, k, v, entries.local(layer.place))
+        context, part = local(rows, layer.weights, q, k, v, entries.local(layer.place))
         return context, entries.with_local(layer.place, part)
 
     return attend
@@ -78,11 +78,11 @@ def over_layers(
         out_specs=kv_head,
         check_vma=False,
     )
-    def local(outputs: list[Array], layers: Given, rows: Any) -> Changed:
-        own = [replace(record, output=output) for record, output in zip(records, outputs, strict=True)]
+    def local(weights: list[Any], layers: Given, rows: Any) -> Changed:
+        own = [replace(record, **held) for record, held in zip(records, weights, strict=True)]
         return change(own, layers, **rows, heads=heads_of(mesh))
 
-    return local([record.output for record in records], layers, rows)
+    return local([record.weights for record in records], layers, rows)
 
 
 def heads_of(mesh: Mesh) -> Heads:

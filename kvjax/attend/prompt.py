@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Entries, Slots
 from kvjax.heads import ALL_HEADS, Heads
-from kvjax.models import Attend, AttentionLayer
+from kvjax.models import Attend, AttentionLayer, join_sinks
 from kvjax.pallas_kernels import compact, prompt_attention
 from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Received
 
@@ -94,6 +94,7 @@ def reading(
             **layer.logits,
             bias=held.bias,
         )
+        context, lse = join_sinks(context, lse, layer.sinks)  # earlier chunks are among the keys, so they join once
         if observes:
             # With the barriers a state has the same bits in every program, whatever else the program computes.
             given = jax.lax.optimization_barrier((q, lse, replace(seen, keys=keys)))

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Entries, Slots
 from kvjax.heads import ALL_HEADS, Heads
-from kvjax.models import Attend, AttentionLayer
+from kvjax.models import Attend, AttentionLayer, join_sinks
 from kvjax.pallas_kernels import prompt_attention
 from kvjax.policy import Attended, Policy
 
@@ -52,6 +52,7 @@ def replaying(
         context, lse = prompt_attention(
             q, held.keys, held.values, positions, held.positions, bias=held.bias, **layer.logits
         )
+        context, lse = join_sinks(context, lse, layer.sinks)
         attended = Attended(
             queries=unrotated if needs.queries == "unrotated" else q,
             positions=positions,

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Entries, Slots, Take
 from kvjax.heads import ALL_HEADS, Heads
-from kvjax.models import Attend, AttentionLayer
+from kvjax.models import Attend, AttentionLayer, join_sinks
 from kvjax.policy import Attended, Moment, Policy
 
 from .rotation import expired, places, rotated
@@ -96,25 +96,41 @@ def stepping(
         wish = score.needs.received if room.count else None
         asked = score.asks(entries.rows(i), query_positions[:, 0]) if room.count else None
         groups = wish is not None or asked is not None  # the score looks at all query heads of a kv head
+        queries, sinks = q, layer.sinks
+        if groups:
+            queries = heads.whole_groups(q)
+            sinks = None if sinks is None else heads.whole_groups(sinks[None])[0]
+        # A kernel's weights are of a softmax without sinks, and already reduced over the group. With sinks they are
+        # computed from the log-sum-exp that sinks have joined, in one more pass over the keys.
+        again = sinks is not None and wish is not None
         found = entries.attend(
             i,
-            heads.whole_groups(q) if groups else q,
+            queries,
             query_positions,
             **layer.logits,
-            reduction=None if wish is None else wish.reduction,
+            reduction=None if wish is None or again else wish.reduction,
             asked=asked,
             seen=seen,
         )
-        context, lse = (heads.own_queries(x) if groups else x for x in (found.context, found.lse))
+        joined = join_sinks(found.context, found.lse, sinks)
+        context, lse = (heads.own_queries(x) if groups else x for x in joined)
         if not room.count:
             return context, entries
+
+        def received(held: Slots, take: Take) -> Float[Array, "B H M"] | None:
+            if wish is None or not again:
+                return None if found.received is None else found.received(held, take)
+            met = held if seen is None else replace(held, keys=seen.keys)
+            return met.received(
+                q=queries, lse=joined[1], query_positions=query_positions, **layer.logits, reduction=wish.reduction
+            )
 
         def show(held: Slots, take: Take) -> tuple[Array, Array]:
             attended = Attended(
                 queries=unrotated if score.needs.queries == "unrotated" else q,
                 positions=query_positions,
                 lse=lse,
-                received=None if found.received is None else found.received(held, take),
+                received=received(held, take),
                 lengths=incoming.astype(jnp.int32),
                 layer=layer,
                 heads=heads,

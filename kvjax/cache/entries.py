@@ -36,7 +36,7 @@ class StepAttention(NamedTuple):
 
     Attributes:
         context: the weighted mean of the values.
-        lse: the log-sum-exp of each query's scaled logits.
+        lse: the log-sum-exp of each query's scaled logits, without sinks.
         received: gives the attention that entries received from the query, reduced as asked for, [B, H, M]. Its
             arguments are those that `Entries.observe` passes to `show`. None if no reduction was asked for.
         asked: gives the attention that entries received from the extra query rows, [B, H, M], from the same arguments;

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvjax.checkpoint.errors import CheckpointError
 from kvjax.checkpoint.experts import experts_apart
 from kvjax.checkpoint.folder import read_config, read_tokenizer
+from kvjax.checkpoint.mxfp4 import dequantised
 from kvjax.checkpoint.tensors import Stored, open_tensors
 from kvjax.models import DecoderConfig, Weight, family
 
@@ -60,7 +61,7 @@ class Folder:
 
     def open(self, stack: ExitStack, problems: list[str]) -> tuple[dict[str, Stored], set[str] | None]:
         tensors, unreadable = open_tensors(self.path, stack, problems)
-        return experts_apart(tensors, self.config()), unreadable
+        return experts_apart(dequantised(tensors), self.config()), unreadable
 
 
 def source_of(path: Path) -> Source:

@@ -2,6 +2,7 @@
 
 Differences from kvpress, which has the authors' code: statistics are kept per row, so that rows of different lengths do
 not mix, and a prompt may be read in chunks. The rotation is averaged over the positions that follow each row's own end.
+The estimate has no attention sinks, which are no part of the paper: a model's sinks are left out of its softmax.
 """
 
 from __future__ import annotations

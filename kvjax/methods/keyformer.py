@@ -4,6 +4,7 @@ Differences from the paper and its code: the noise is a function of the seed, th
 positions, so that a row's result does not depend on its batch; the released code draws it from a global generator. The
 released code also adds up scores over the rows of a batch; here each row has its own. Evicted tokens never return; the
 released code for GPT-J masks them and keeps them in memory. The temperature grows with the tokens that a row decodes.
+The noisy softmax is over entries alone: a model's attention sinks do not join it.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ class NoisyAttention(Score):
         cooling = 1 / (self.temperature + self.growth * decoded.astype(jnp.float32))[:, :, None, None, None]
         queries = attended.heads.whole_groups(attended.queries)
         # With devices that share a kv head, the log-sum-exp of the whole group would have to be gathered as well.
-        by_peak = self.temperature < STEEP or attended.heads.group_axis is not None
+        # With sinks it may be far above all logits of entries.
+        by_peak = self.temperature < STEEP or attended.heads.group_axis is not None or attended.layer.sinks is not None
         lse = jnp.zeros(queries.shape[:3]) if by_peak else attended.lse
         B, Hq, W, D = queries.shape
         H, M = entries.positions.shape[1:]

@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Slots
 from kvjax.heads import Heads
-from kvjax.pallas_kernels import Reduction, compact, window_scores
+from kvjax.models import join_sinks
+from kvjax.pallas_kernels import Reduction, compact, prompt_attention, window_scores
 from kvjax.policy import (
     AllocatedBudget,
     Attended,
@@ -124,12 +125,20 @@ class Reconstruction(Score):
         replayed = jnp.broadcast_to(jnp.arange(past, entries.slots), (*visible.shape[:2], own))
         index = jnp.concatenate([visible, replayed], axis=-1)
         among = entries.gather(index)
+        queries, layer = attended.queries, attended.layer
+        lse: Float[Array, "B Hq W"] | None = None
+        if layer.sinks is not None:  # the softmax over these entries has the sinks that every softmax of the layer has
+            context, lse = prompt_attention(
+                queries, among.keys, among.values, attended.positions, among.positions, **layer.logits
+            )
+            lse = attended.heads.whole_groups(join_sinks(context, lse, layer.sinks)[1])
         weights = window_scores(
-            attended.heads.whole_groups(attended.queries),
+            attended.heads.whole_groups(queries),
             among.keys,
             attended.positions,
             among.positions,
-            **attended.layer.logits,
+            lse=lse,
+            **layer.logits,
             reduction=Reduction(rows="max", group="max"),
         )
         counts = (index >= 0) & jnp.take_along_axis(repeated, jnp.maximum(index, 0), axis=-1)

@@ -113,7 +113,8 @@ class Attended:
     Attributes:
         queries: in the form that `Needs.queries` names.
         positions: of the queries, ascending, -1 for padding, which is on the left.
-        lse: the log-sum-exp of each query's scaled logits.
+        lse: the log-sum-exp of each query's scaled logits, and of the head's sink if the layer has sinks. -inf for a
+            query that saw no entry.
         received: the attention that entries received, reduced as `Needs.received` asks; None if it does not ask, or not
             in this call.
         lengths: the number of real queries in each row.

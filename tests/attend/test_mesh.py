@@ -115,9 +115,9 @@ def test_a_prompt_in_chunks(text: str) -> None:
         {"qk_norm": True, "joint_qk_norm": True, "pre_norm": False, "post_norm": True}
         | {"attention_scale": 0.5, "embedding_scale": 2.0, "residual_scale": 0.5, "logit_divisor": 3.0}
         | {"attention_softcap": 0.5, "logit_softcap": 2.0, "activation": "gelu_tanh"},
-        {"mixture": Mixture(experts=8, per_token=3, size=20)},
+        {"mixture": Mixture(experts=8, per_token=3, size=20, biased=True, limit=1.0), "attention_sinks": True},
     ],
-    ids=["biases", "norms, factors and caps", "experts"],
+    ids=["biases", "norms, factors and caps", "experts and sinks"],
 )
 def test_windows_and_frequencies_by_row_with(facts: dict[str, Any]) -> None:
     """Everything that a family may add to a layer, with RoPE that depends on each row's length."""
@@ -133,6 +133,31 @@ def test_windows_and_frequencies_by_row_with(facts: dict[str, Any]) -> None:
     assert_equal(answer, one_device)
     assert answer.cache.rope.sharding.spec[0] == "data"
     assert answer.cache.entries[0].slots == 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "text",
+    [
+        "adakv:base=h2o,base.budget=24,groups=2",
+        "kvzip:budget=24,score.chunk=16,score.instruction='',score.starting='',score.suffix='',groups=2",
+        pytest.param("morphkv:budget=24,window=4,block=2", marks=pytest.mark.exhaustive),
+        pytest.param("keyformer:budget=24,recent=8", marks=pytest.mark.exhaustive),
+        pytest.param("kvcompose:budget=24", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_sinks_on_shared_heads(text: str) -> None:
+    """Devices that share a kv head have the sinks of their own query heads, and scores look at the whole group."""
+    layers = layers_for(text)
+    config = replace(decoder(HEADS, 4, (None,) * layers).config, attention_sinks=True)
+    params = Decoder(config, nnx.Rngs(0))
+    for layer in params.layers:
+        sinks = layer.attention.sinks
+        assert sinks is not None
+        sinks[...] = jnp.linspace(-1.0, 3.0, HEADS)
+    options = {"policy": policy_for(text, 4), "max_new_tokens": NEW, "log_probs": True}
+    one_device = kvjax.generate(params, ROWS, **options)
+    assert_equal(kvjax.generate(kvjax.shard(params, mesh(1, 8)), ROWS, **options), one_device)
 
 
 @pytest.mark.slow

@@ -139,6 +139,23 @@ CASES = {
         | {"num_hidden_layers": 2, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
         | {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 9},
     ),
+    "gpt_oss-group4-layers": (
+        "gpt_oss",
+        GROUP4
+        | {"num_hidden_layers": 2, "head_dim": 16, "sliding_window": 9, "swiglu_limit": 0.7}
+        | {"num_local_experts": 5, "num_experts_per_tok": 3, "rope_parameters": YARN | {"truncate": False}},
+    ),
+    "gpt_oss-group7-tied": (
+        "gpt_oss",
+        GROUP7
+        | TIED
+        | {"head_dim": 8, "layer_types": [FULL], "attention_bias": False, "rope_parameters": LINEAR}
+        | {"num_local_experts": 4, "num_experts_per_tok": 1},
+    ),
+    "gpt_oss-group1-window": (
+        "gpt_oss",
+        GROUP1 | {"head_dim": 8, "sliding_window": 9, "num_local_experts": 4, "num_experts_per_tok": 4},
+    ),
     "olmo2-group1": ("olmo2", GROUP1 | {"num_hidden_layers": 2}),
     "olmo2-group4-bias-tied": ("olmo2", GROUP4 | TIED | {"attention_bias": True, "rope_parameters": YARN}),
     "granite-group4-tied": ("granite", GROUP4 | TIED | FACTORS | {"num_hidden_layers": 2}),
@@ -166,6 +183,7 @@ DECODED = (
     "gemma3_text-group4-layers",
     "mixtral-group4-window",
     "qwen3_moe-group8-layers",
+    "gpt_oss-group4-layers",
 )
 # Every family, and every term that is rounded: biases, norms of heads, tied embeddings, scaled and partial rotations.
 ROUNDED = (
@@ -183,4 +201,5 @@ ROUNDED = (
     "gemma3_text-group8-bias-untied",
     "mixtral-group4-window",
     "qwen3_moe-group8-layers",
+    "gpt_oss-group4-layers",
 )

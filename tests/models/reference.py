@@ -40,6 +40,8 @@ def reference(model_type: str, fields: dict) -> Any:
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):  # ones by default, which would hide a missing or swapped norm
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        if name.endswith("sinks"):  # close to 0 by default
+            torch.nn.init.normal_(parameter)
         if name.endswith("bias"):  # zeros by default
             torch.nn.init.normal_(parameter, std=0.3)
     return model

@@ -26,6 +26,7 @@ GEMMA2 = QWEN2 | {"model_type": "gemma2", "head_dim": 8}
 GEMMA3 = GEMMA2 | {"model_type": "gemma3_text"}
 MIXTRAL = LLAMA | {"model_type": "mixtral", "num_key_value_heads": 2}
 QWEN3_MOE = QWEN2 | {"model_type": "qwen3_moe"}
+GPT_OSS = LLAMA | {"model_type": "gpt_oss", "num_key_value_heads": 2, "rope_scaling": {"type": "linear", "factor": 2.0}}
 GRANITE = LLAMA | {"model_type": "granite"}
 INTERNLM2 = LLAMA | {"model_type": "internlm2"}
 LONGROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
@@ -169,6 +170,9 @@ def test_rope_of_phi():
         GEMMA2 | {"layer_types": [FULL, FULL], "attention_bias": True},
         GEMMA3 | {"sliding_window_pattern": 2, "rope_local_base_freq": 500.0, "final_logit_softcapping": 20.0},
         GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "layer_types": [FULL, SLIDING]},
+        GPT_OSS,
+        GPT_OSS | {"layer_types": [FULL, FULL], "attention_bias": False, "swiglu_limit": 3.0},
+        GPT_OSS | {"rope_scaling": {"type": "yarn", **YARN}, "quantization_config": {"quant_method": "mxfp4"}},
         GRANITE | {"embedding_multiplier": 12, "residual_multiplier": 0.2, "logits_scaling": 8.0},
         INTERNLM2,
         INTERNLM2 | {"bias": False, "rope_theta": 1e6, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
@@ -194,7 +198,7 @@ def test_config_written_is_read_back(hf):
     [
         (
             {"model_type": "gpt2"},
-            "model_type 'gpt2' is not supported; accepted: gemma2, gemma3_text, granite, internlm2, llama",
+            "model_type 'gpt2' is not supported; accepted: gemma2, gemma3_text, gpt_oss, granite, internlm2",
         ),
         ({"model_type": "gpt2"}, "Beyond Llama, its config has: nothing"),
         (
@@ -297,6 +301,16 @@ def test_unsupported_fields_are_named(fields, message):
         (QWEN3_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
         (QWEN3_MOE, {"norm_topk_prob": 1}, "norm_topk_prob=1"),
         (QWEN3_MOE, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        (GPT_OSS, {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
+        (GPT_OSS, {"swiglu_limit": 0}, "swiglu_limit=0"),
+        (GPT_OSS, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config={'quant_method': 'fp8'}"),
+        (GPT_OSS, {"quantization_config": "mxfp4"}, "quantization_config='mxfp4'"),
+        (GPT_OSS, {"num_experts_per_tok": 200}, "num_experts_per_tok=200 is more than num_local_experts=128"),
+        (GPT_OSS, {"layer_types": [SLIDING]}, "accepted: 2 of"),
+        (GPT_OSS, {"mlp_bias": True}, "mlp_bias=True"),
+        (GPT_OSS, {"attention_bias": 1}, "attention_bias=1"),
+        (MIXTRAL, {"swiglu_limit": 7.0}, "swiglu_limit=7.0"),
+        (MIXTRAL, {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config="),
         (GRANITE, {"residual_multiplier": 0.0}, "residual_multiplier=0.0"),
         (GRANITE, {"num_local_experts": 8}, "num_local_experts=8"),
         (LLAMA, {"embedding_multiplier": 2.0}, "embedding_multiplier=2.0"),

@@ -14,6 +14,7 @@ import kvjax
 from kvjax.checkpoint import CheckpointError, load, restore, save
 from kvjax.mix import gathered_products, mixed, over_experts, sorted_products
 from kvjax.models import ExpertWeights, Mixture, densely, routed
+from kvjax.models.decoder import ACTIVATIONS
 from kvjax.sharding import fit_mesh
 from tests.tiny import decoder
 
@@ -28,22 +29,25 @@ def problem(batch: int, tokens: int, mixture: Mixture) -> tuple[jax.Array, Exper
     router = rng.normal(size=(E, X)) / E**0.5
     router[:, X // 2] += 0.2
     gate, up, down = (rng.normal(size=shape) / 4 for shape in ((X, E, F), (X, E, F), (X, F, E)))
-    return jnp.asarray(x, jnp.float32), ExpertWeights(*(jnp.asarray(a, jnp.float32) for a in (router, gate, up, down)))
+    biases = [rng.normal(size=shape) for shape in ((X,), (X, F), (X, F), (X, E)) if mixture.biased]
+    arrays = (jnp.asarray(a, jnp.float32) for a in (router, gate, up, down, *biases))
+    return jnp.asarray(x, jnp.float32), ExpertWeights(*arrays)
 
 
-@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("facts", [{}, {"normalized": False}, {"biased": True, "limit": 0.5}])
 @pytest.mark.parametrize(("batch", "tokens", "experts", "per_token"), SIZES)
-def test_tokens_that_go_to_their_experts(batch, tokens, experts, per_token, normalized):
-    mixture = Mixture(experts, per_token, F, normalized)
+def test_tokens_that_go_to_their_experts(batch, tokens, experts, per_token, facts):
+    mixture = Mixture(experts, per_token, F, **facts)
     x, weights = problem(batch, tokens, mixture)
     expected = jax.jit(partial(densely, mixture=mixture, activation=jax.nn.silu))(x, weights)
     got = jax.jit(partial(mixed, mixture=mixture, activation=jax.nn.silu))(x, weights)
     np.testing.assert_allclose(got, expected, atol=2e-5)
     rows = x.reshape(-1, E)
-    chosen, _ = routed(rows, weights.router, mixture)
+    chosen, _ = routed(rows, weights.router, mixture, weights.router_bias)
     mine = (chosen % 2 == 0) | (experts == 1)
     arguments = rows, chosen, mine, weights
-    ways = (jax.jit(partial(way, activation=jax.nn.silu))(*arguments) for way in (sorted_products, gathered_products))
+    options = {"activation": jax.nn.silu, "limit": mixture.limit}
+    ways = (jax.jit(partial(way, **options))(*arguments) for way in (sorted_products, gathered_products))
     one, other = (np.where(mine[..., None], each, 0) for each in ways)
     np.testing.assert_allclose(one, other, atol=2e-5)
 
@@ -63,12 +67,32 @@ def test_shares_are_those_of_the_best_experts():
     np.testing.assert_allclose(shares.sum(-1), 1, rtol=1e-6)
 
 
+def test_biases_and_clamps():
+    """gpt-oss's definition, token by token: softmax over the best logits alone, clamped gates and linear parts."""
+    mixture = Mixture(5, 2, F, biased=True, limit=0.5)
+    x, weights = problem(1, 6, mixture)
+    router, gate, up, down, router_bias, gate_bias, up_bias, down_bias = (np.asarray(w, np.float64) for w in weights)
+    expected, clamped = np.zeros((6, E)), 0
+    for n, token in enumerate(np.asarray(x[0], np.float64)):
+        logits = token @ router + router_bias
+        best = np.argsort(-logits)[:2]
+        shares = np.exp(logits[best]) / np.exp(logits[best]).sum()
+        for share, i in zip(shares, best, strict=True):
+            gates, linear = token @ gate[i] + gate_bias[i], token @ up[i] + up_bias[i]
+            clamped += (gates > 0.5).sum() + (linear > 0.5).sum() + (linear < -0.5).sum()
+            gates, linear = np.minimum(gates, 0.5), np.minimum(np.maximum(linear, -0.5), 0.5)
+            expected[n] += share * ((gates / (1 + np.exp(-1.702 * gates)) * (linear + 1)) @ down[i] + down_bias[i])
+    assert clamped > 50
+    np.testing.assert_allclose(densely(x, weights, mixture, ACTIVATIONS["quick_gelu"])[0], expected, atol=1e-5)
+
+
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+@pytest.mark.parametrize("facts", [{}, {"biased": True, "limit": 0.5}])
 @pytest.mark.parametrize("tokens", [1, 9])
 @pytest.mark.parametrize(("data", "model"), [(2, 4), (1, 8), (2, 2)])
-def test_experts_on_a_mesh(data, model, tokens):
+def test_experts_on_a_mesh(data, model, tokens, facts):
     """There are two kv heads, so that four and eight devices hold replicas of kv heads, but not of experts."""
-    mixture = Mixture(8, 3, F)
+    mixture = Mixture(8, 3, F, **facts)
     x, weights = problem(4, tokens, mixture)
     mesh = fit_mesh(kvjax.make_mesh(data=data, model=model), decoder(8, 2, mixture=mixture).config)
     mix = jax.jit(lambda x, weights: over_experts(mesh)(x, weights, mixture, jax.nn.silu))
@@ -95,7 +119,9 @@ FIELDS = {
         "head_dim": 8,
         "norm_topk_prob": True,
     },
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 3, "head_dim": 8, "sliding_window": 9},
 }
+APART = sorted(FIELDS.keys() - {"gpt_oss"})  # whose published checkpoints have a tensor for each expert
 LENGTHS, NEW = (3, 17, 40, 1), 12
 
 
@@ -115,6 +141,7 @@ def published(request, tmp_path_factory):
 
 @pytest.mark.parity
 @pytest.mark.parametrize("model", [None, 2, 4])
+@pytest.mark.parametrize("published", APART, indirect=True)
 def test_both_forms_of_experts_are_read(published, model):
     _, apart, together = published
     assert len(list(apart.glob("*.safetensors"))) > 2
@@ -125,6 +152,7 @@ def test_both_forms_of_experts_are_read(published, model):
 
 
 @pytest.mark.parity
+@pytest.mark.parametrize("published", APART, indirect=True)
 def test_faults_of_either_form_are_named(published, tmp_path):
     _, _, together = published
     tensors = load_file(together / "model.safetensors")

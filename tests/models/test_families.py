@@ -26,6 +26,7 @@ HF = {
 OWN = {
     "gemma2": {},
     "gemma3_text": {"sliding_window_pattern": 2},
+    "gpt_oss": {"num_local_experts": 8, "sliding_window": 5},
     "granite": {"mlp_bias": True, "residual_multiplier": 0.5},
     "internlm2": {"head_dim": None, "attention_bias": None, "bias": True},
     "llama": {"mlp_bias": True},

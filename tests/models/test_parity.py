@@ -118,6 +118,7 @@ def test_shards(tmp_path, tokens):
         ("phi3-partial-window-tied", {"sliding_window": None}),
         ("mixtral-group4-window", {"sliding_window": None}),
         ("qwen3_moe-group1-step-window-tied", {"use_sliding_window": False}),
+        ("gpt_oss-group4-layers", {"layer_types": [FULL, FULL]}),
     ],
 )
 def test_window_matters(name, changed, tokens):
@@ -160,6 +161,7 @@ def test_transformers_reads_back_what_it_wrote(case, model, folder, tmp_path, to
         ("gemma3_text-group4-layers", jnp.float32),
         ("mixtral-group7-tied", jnp.bfloat16),
         ("qwen3_moe-group8-layers", jnp.float32),
+        ("gpt_oss-group4-layers", jnp.float32),
     ],
 )
 def test_transformers_reads_a_decoder_of_ours(name, dtype, tmp_path, tokens):

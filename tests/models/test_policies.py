@@ -27,11 +27,12 @@ FACTS = {
     "activation": "gelu_tanh",
     "attention_scale": 0.5,
     "attention_softcap": 1.0,
+    "attention_sinks": True,
     "logit_softcap": 4.0,
     "embedding_scale": 3.0,
     "residual_scale": 0.8,
     "logit_divisor": 0.5,
-    "mixture": Mixture(experts=4, per_token=2, size=12, dense_layers=(1,)),
+    "mixture": Mixture(experts=4, per_token=2, size=12, dense_layers=(1,), biased=True, limit=0.5),
 }
 ROWS = [np.random.default_rng(n).integers(0, VOCAB, n) for n in LENGTHS]
 
@@ -52,7 +53,12 @@ def test_the_facts_matter():
     params = everything()
     expected = full_logits(params, [ROWS[1]], 20)[0]
     neutral = type(params.config).__dataclass_fields__
-    for name in FACTS.keys() - {"post_norm", "qk_norm", "mixture"}:  # whose parameters would be missing
+    for name in FACTS.keys() - {
+        "post_norm",
+        "qk_norm",
+        "attention_sinks",
+        "mixture",
+    }:  # whose parameters would be missing
         graph, state = nnx.split(params)
         other = nnx.merge(graph, state)
         other.config = replace(params.config, **{name: neutral[name].default})

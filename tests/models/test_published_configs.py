@@ -172,6 +172,53 @@ def test_mixtral_8x7b():
     assert sum(map(math.prod, Blank.of(config).shapes.values())) == 46_702_792_704
 
 
+@pytest.mark.parametrize(("layers", "experts", "billions"), [(24, 32, 20.91), (36, 128, 116.83)])
+def test_gpt_oss(layers, experts, billions):
+    """The fields of openai/gpt-oss-20b and -120b that describe the model. The paper states the sizes (table 1)."""
+    config = config_from_hf(
+        {
+            "model_type": "gpt_oss",
+            "architectures": ["GptOssForCausalLM"],
+            "attention_bias": True,
+            "experts_per_token": 4,
+            "head_dim": 64,
+            "hidden_act": "silu",
+            "hidden_size": 2880,
+            "initial_context_length": 4096,
+            "intermediate_size": 2880,
+            "layer_types": [SLIDING, FULL] * (layers // 2),
+            "max_position_embeddings": 131_072,
+            "num_attention_heads": 64,
+            "num_experts_per_tok": 4,
+            "num_hidden_layers": layers,
+            "num_key_value_heads": 8,
+            "num_local_experts": experts,
+            "quantization_config": {
+                "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+                "quant_method": "mxfp4",
+            },
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "rope_type": "yarn",
+                "truncate": False,
+            },
+            "rope_theta": 150_000,
+            "sliding_window": 128,
+            "swiglu_limit": 7.0,
+            "tie_word_embeddings": False,
+            "vocab_size": 201_088,
+        }
+    )
+    assert config.mixture == Mixture(experts, 4, 2880, biased=True, limit=7.0)
+    assert config.windows == (128, None) * (layers // 2)
+    assert config.rope.attention_factor == pytest.approx(0.1 * math.log(32) + 1)
+    assert sum(map(math.prod, Blank.of(config).shapes.values())) / 1e9 == pytest.approx(billions, abs=5e-3)
+
+
 def test_layers_without_rope():
     config = config_from_hf(SMOLLM3)
     assert [str(config.rope_of(i)) for i in range(3, 5)] == ["none", "base 2,000,000"]
