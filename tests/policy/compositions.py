@@ -63,6 +63,7 @@ from kvjax.parts import (
     Recency,
     Reconstruction,
     Representatives,
+    RobustAttention,
     SimilarityMerge,
     SquaredNorms,
     StochasticAttention,
@@ -110,6 +111,7 @@ SCORES: tuple[Score, ...] = (
     GlobalAttention(4, 0.8, 0.5, 0.5),
     LazyAttention(2, 4, 1),
     StochasticAttention(4, Pooling("avg", 3), 0.25, 2, 0),
+    RobustAttention(0.4),
     TaskAttention("self"),
     Reconstruction(),
 )
@@ -167,7 +169,7 @@ def refused(score: Score, budget: Any, select: Any, merge: Merge, every: int | N
         or (isinstance(merge, GaussianMerge | SimilarityMerge) and every is not None and window)
         or (isinstance(score, WindowAttention) and score.pooling is not None and every is not None)
         or (
-            isinstance(score, ProjectedValues | BlockByBlock | StochasticAttention)
+            isinstance(score, ProjectedValues | BlockByBlock | StochasticAttention | RobustAttention)
             and isinstance(select, Chunks | Pages)
         )
         or (select == QUERY_BITS and not isinstance(score, QueryHeadAttention))

@@ -30,6 +30,7 @@ from kvjax.parts import (
     Quantized,
     QueryHeadAttention,
     QuerySample,
+    RobustAttention,
     SimilarityMerge,
     StochasticAttention,
     WindowAttention,
@@ -80,7 +81,7 @@ def state_numbers(policy: Policy, config) -> tuple[int, int]:
         per_slot += 1
     if isinstance(score, NoisyAttention):
         per_row += heads
-    if isinstance(score, GlobalAttention):
+    if isinstance(score, GlobalAttention | RobustAttention):
         per_slot += 2
     if isinstance(score, Neglect):
         per_slot += -(-score.window // 32)

@@ -51,6 +51,7 @@ from kvjax.parts import (
     Recency,
     Reconstruction,
     Representatives,
+    RobustAttention,
     SimilarityMerge,
     SquaredNorms,
     StochasticAttention,
@@ -111,6 +112,7 @@ STATE = {
     GlobalAttention: (2, RING),
     LazyAttention: (0, RING // 4),
     StochasticAttention: (0, RING),
+    RobustAttention: (2, 0),
     TaskAttention: (G + 1, 0),
     Reconstruction: (1, 0),
 }
@@ -149,6 +151,7 @@ TRIED: dict[type[Score], list[list[tuple[Select, Merge]]]] = {
     LazyAttention: [[(TopTokens(), DROP)], [(REPRESENTATIVES, DROP)]],
     GlobalAttention: [[(TopTokens(), DROP)], [(CHUNKS, DROP)]],
     StochasticAttention: [[(EVEN, DROP)], [(TopTokens(), DROP)]],
+    RobustAttention: [[(TopTokens(), DROP)], [(REPRESENTATIVES, SIMILAR)]],
     BlockByBlock: [[(TopTokens(), DROP)], [(REPRESENTATIVES, DROP)]],
     TaskAttention: [[(REPRESENTATIVES, DROP)], [(PAGES, DROP)]],
     Reconstruction: [[], [(TopTokens(), GAUSSIAN)]],
