@@ -31,6 +31,7 @@ from kvjax.policy import (
 
 from .common.budgets import budget_of
 from .common.drop import Drop
+from .common.query_bits import check_rotation
 from .common.top_tokens import TopTokens
 from .registry import preset
 
@@ -68,11 +69,7 @@ class RobustAttention(Score):
         return Needs(received=Received(Reduction(), stepwise=True), queries="rotated", by_count=True)
 
     def check(self, policy: Policy) -> None:
-        if policy.positions != "original":
-            raise ValueError(
-                "RobustAttention scores the prompt's keys as they were rotated when they came in; it cannot be "
-                f"combined with positions={policy.positions!r}"
-            )
+        check_rotation(type(self).__name__, policy)
         if policy.select.compares == "means":
             raise ValueError(
                 "RobustAttention scores entries with large deviations above all others, and "

@@ -73,6 +73,7 @@ from kvjax.parts import (
     ValueCapacity,
     ValueMerge,
     VarianceShares,
+    Votes,
     WindowAttention,
 )
 from kvjax.policy import LayerShape, Merge, Moment, Needs, Policy, Protect, Score
@@ -112,6 +113,7 @@ SCORES: tuple[Score, ...] = (
     LazyAttention(2, 4, 1),
     StochasticAttention(4, Pooling("avg", 3), 0.25, 2, 0),
     RobustAttention(0.4),
+    Votes(window=8),
     TaskAttention("self"),
     Reconstruction(),
 )

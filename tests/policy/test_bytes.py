@@ -33,6 +33,7 @@ from kvjax.parts import (
     RobustAttention,
     SimilarityMerge,
     StochasticAttention,
+    Votes,
     WindowAttention,
 )
 from kvjax.policy import Policy
@@ -83,8 +84,10 @@ def state_numbers(policy: Policy, config) -> tuple[int, int]:
         per_row += heads
     if isinstance(score, GlobalAttention | RobustAttention):
         per_slot += 2
-    if isinstance(score, Neglect):
+    if isinstance(score, Neglect | Votes):
         per_slot += -(-score.window // 32)
+    if isinstance(score, Votes):
+        per_slot += 1
     if isinstance(score, FoldedWindow):
         per_slot += score.columns + score.ahead
     if isinstance(

@@ -60,6 +60,7 @@ from kvjax.parts import (
     UniformShares,
     ValueCapacity,
     ValueMerge,
+    Votes,
     WindowAttention,
 )
 from kvjax.policy import Merge, Part, Score, Select, Storage
@@ -113,6 +114,7 @@ STATE = {
     LazyAttention: (0, RING // 4),
     StochasticAttention: (0, RING),
     RobustAttention: (2, 0),
+    Votes: (2, 0),
     TaskAttention: (G + 1, 0),
     Reconstruction: (1, 0),
 }
@@ -152,6 +154,7 @@ TRIED: dict[type[Score], list[list[tuple[Select, Merge]]]] = {
     GlobalAttention: [[(TopTokens(), DROP)], [(CHUNKS, DROP)]],
     StochasticAttention: [[(EVEN, DROP)], [(TopTokens(), DROP)]],
     RobustAttention: [[(TopTokens(), DROP)], [(REPRESENTATIVES, SIMILAR)]],
+    Votes: [[(CHUNKS, SIMILAR)], [(TopTokens(), DROP)]],
     BlockByBlock: [[(TopTokens(), DROP)], [(REPRESENTATIVES, DROP)]],
     TaskAttention: [[(REPRESENTATIVES, DROP)], [(PAGES, DROP)]],
     Reconstruction: [[], [(TopTokens(), GAUSSIAN)]],

@@ -36,6 +36,7 @@ DEFAULTS = {
         "recent": 4,
     },
     "criticalkv": {"first": 0.5, "epsilon": 0.0001},
+    "corm": {"budget": 1024, "window": 256, "recent": 256, "every": 1},
     "cur": {"budget": 1024, "kind": "product", "window": 16, "sinks": 4, "every": None},
     "d2o": {
         "budget": 0.2,
