@@ -39,6 +39,7 @@ from kvjax.parts import (
     GaussianMerge,
     GlobalAttention,
     GlobalShares,
+    ImportanceShares,
     JointImportance,
     KeyDifference,
     KeyNorm,
@@ -132,6 +133,7 @@ ALLOCATED = (
     VarianceShares(Fixed(12), first=0, last=0),
     UniformShares(Fixed(12)),
     LazyLayers(Fixed(12), 6, 0.5),
+    ImportanceShares(Fixed(12), ((0.1, 0.5, 0.2, 0.35), (0.3, 0.05, 0.15, 0.25)), groups=2),
     GatedShares(Fixed(12), full=((True, False, False, False), (False, True, False, True))),
 )
 QUERY_BITS = Representatives(TopTokens(), 0.5, bits="query")
@@ -164,7 +166,10 @@ def refused(score: Score, budget: Any, select: Any, merge: Merge, every: int | N
     keeps = WindowAttention | FoldedWindow | JointImportance | NonCausalAttention | LeveragedAttention | QuerySample
     window = isinstance(score, keeps | GlobalAttention | StochasticAttention | LazyAttention)
     return (
-        (isinstance(score, LastAttention) and isinstance(budget, GlobalShares | AdaptiveShares | GatedShares))
+        (
+            isinstance(score, LastAttention)
+            and isinstance(budget, GlobalShares | AdaptiveShares | GatedShares | ImportanceShares)
+        )
         or (isinstance(score, Reconstruction | TaskAttention) and every is not None)
         or (isinstance(score, Reconstruction) and budget not in ALLOCATED)
         or (isinstance(merge, ValueMerge) and (every is None or not accumulates))

@@ -12,6 +12,7 @@ from kvjax.parts import (
     DynamicShares,
     GatedShares,
     GlobalShares,
+    ImportanceShares,
     LazyLayers,
     UniformShares,
     VarianceShares,
@@ -39,6 +40,8 @@ def allocated(budget: AllocatedBudget, scores: np.ndarray, mean: int, least: int
         counts = np.where(budget.full, N, mean)
     elif isinstance(budget, LazyLayers):
         counts = np.repeat(lazy(budget, scores, mean, least)[:, None], H, axis=1)
+    elif isinstance(budget, ImportanceShares):
+        counts = by_importance(budget, N, mean, least)
     elif isinstance(budget, GlobalShares):
         counts = competing(raised.reshape(L, budget.groups, H // budget.groups, N), mean, least).reshape(L, H)
     elif isinstance(budget, CompositeShares):
@@ -67,6 +70,24 @@ def competing(scores: np.ndarray, mean: int, least: int) -> np.ndarray:
         top = sorted(entries, key=lambda entry: (-entry[0], *entry[1:]))[: L * mean * heads]
         for _, layer, head in top:
             counts[layer, g, head] += 1
+    return counts
+
+
+def by_importance(budget: ImportanceShares, N: int, mean: int, least: int) -> np.ndarray:
+    """HeadKV: the counts [L, H] of a prompt of N tokens."""
+    importance = np.array(budget.importance)
+    if mean >= N:
+        return np.full(importance.shape, N)
+    protected = min(N, SINKS + RECENT)
+    pool = min(int((mean - protected) / budget.beta), mean - max(least, protected))
+    counts = np.zeros(importance.shape, int)
+    for heads in np.split(np.arange(importance.shape[1]), budget.groups):
+        own = importance[:, heads]
+        wanted = own / own.sum() * pool * own.size
+        given = np.floor(wanted + 1e-9).astype(int)
+        order = np.argsort((given - wanted).ravel(), kind="stable")
+        given.flat[order[: pool * own.size - given.sum()]] += 1
+        counts[:, heads] = mean - pool + given
     return counts
 
 

@@ -73,6 +73,16 @@ DEFAULTS = {
     "full": {},
     "gkv": {"budget": 1024, "window": 16, "decay": 0.8, "mix": 0.5, "threshold": 0.5, "every": 128},
     "h2o": {"budget": 1024, "recent": 0.5, "group": "mean", "every": 1, "sinks": 0},
+    "headkv": {
+        "budget": 1024,
+        "importance": "demo",
+        "group": 1,
+        "beta": 1.5,
+        "window": 8,
+        "kernel": 7,
+        "pool": "max",
+        "groups": 1,
+    },
     "key_rerotation": {},
     "keydiff": {"budget": 1024, "sinks": 0, "recent": 0, "every": None},
     "keyformer": {
