@@ -43,6 +43,7 @@ from kvjax.parts import (
     JointImportance,
     KeyDifference,
     KeyNorm,
+    Ladder,
     LagDifference,
     LastAttention,
     LazyAttention,
@@ -115,6 +116,7 @@ SCORES: tuple[Score, ...] = (
     StochasticAttention(4, Pooling("avg", 3), 0.25, 2, 0),
     RobustAttention(0.4),
     Votes(window=8),
+    Ladder(2, 4, 3, 1),
     TaskAttention("self"),
     Reconstruction(),
 )
@@ -171,12 +173,13 @@ def refused(score: Score, budget: Any, select: Any, merge: Merge, every: int | N
             and isinstance(budget, GlobalShares | AdaptiveShares | GatedShares | ImportanceShares)
         )
         or (isinstance(score, Reconstruction | TaskAttention) and every is not None)
+        or (isinstance(score, Ladder) and every not in (None, 1))
         or (isinstance(score, Reconstruction) and budget not in ALLOCATED)
         or (isinstance(merge, ValueMerge) and (every is None or not accumulates))
         or (isinstance(merge, GaussianMerge | SimilarityMerge) and every is not None and window)
         or (isinstance(score, WindowAttention) and score.pooling is not None and every is not None)
         or (
-            isinstance(score, ProjectedValues | BlockByBlock | StochasticAttention | RobustAttention)
+            isinstance(score, ProjectedValues | BlockByBlock | StochasticAttention | RobustAttention | Ladder)
             and isinstance(select, Chunks | Pages)
         )
         or (select == QUERY_BITS and not isinstance(score, QueryHeadAttention))

@@ -145,6 +145,15 @@ DEFAULTS = {
         "score.starting": "\n\nRepeat the part of the previous context exactly, starting with",
         "score.suffix": "\n",
     },
+    "lacache": {
+        "budget": 1024,
+        "run": 2,
+        "keep": 1,
+        "sinks": 4,
+        "recent": 32,
+        "positions": "original",
+        "every": 1,
+    },
     "lagkv": {"budget": 1024, "sinks": 4, "lag": 128, "cross": False, "every": None},
     "leverage_score": {"budget": 1024, "sketch": 48, "seed": 0, "sinks": 0, "recent": 0},
     "morphkv": {
