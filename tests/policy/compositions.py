@@ -23,6 +23,7 @@ from kvjax.pallas_kernels import Reduction
 from kvjax.parts import (
     AccumulatedAttention,
     AdaptiveShares,
+    AttentionClasses,
     BlockByBlock,
     Chunks,
     CompositeShares,
@@ -64,6 +65,7 @@ from kvjax.parts import (
     RandomDraw,
     Recency,
     Reconstruction,
+    RecoveringHeads,
     Representatives,
     RobustAttention,
     SimilarityMerge,
@@ -117,6 +119,7 @@ SCORES: tuple[Score, ...] = (
     RobustAttention(0.4),
     Votes(window=8),
     Ladder(2, 4, 3, 1),
+    AttentionClasses(sinks=2),
     TaskAttention("self"),
     Reconstruction(),
 )
@@ -135,6 +138,7 @@ ALLOCATED = (
     VarianceShares(Fixed(12), first=0, last=0),
     UniformShares(Fixed(12)),
     LazyLayers(Fixed(12), 6, 0.5),
+    RecoveringHeads(Fixed(12), 0.8, groups=2),
     ImportanceShares(Fixed(12), ((0.1, 0.5, 0.2, 0.35), (0.3, 0.05, 0.15, 0.25)), groups=2),
     GatedShares(Fixed(12), full=((True, False, False, False), (False, True, False, True))),
 )
@@ -170,8 +174,9 @@ def refused(score: Score, budget: Any, select: Any, merge: Merge, every: int | N
     return (
         (
             isinstance(score, LastAttention)
-            and isinstance(budget, GlobalShares | AdaptiveShares | GatedShares | ImportanceShares)
+            and isinstance(budget, GlobalShares | AdaptiveShares | GatedShares | ImportanceShares | RecoveringHeads)
         )
+        or (isinstance(budget, RecoveringHeads) and not isinstance(score, AttentionClasses))
         or (isinstance(score, Reconstruction | TaskAttention) and every is not None)
         or (isinstance(score, Ladder) and every not in (None, 1))
         or (isinstance(score, Reconstruction) and budget not in ALLOCATED)

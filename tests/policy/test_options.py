@@ -69,6 +69,7 @@ DEFAULTS = {
         "value_norm": True,
         "epsilon": 0.0,
     },
+    "fastgen": {"budget": 1.0, "recovery": 0.95, "sinks": 4, "frequent": 0.3, "local": 0.3, "groups": 1},
     "finch": {"budget": 1024, "window": 32, "chunk": None, "rescale": True, "positions": "original"},
     "full": {},
     "gkv": {"budget": 1024, "window": 16, "decay": 0.8, "mix": 0.5, "threshold": 0.5, "every": 128},

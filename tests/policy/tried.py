@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvjax.parts import (
     AccumulatedAttention,
+    AttentionClasses,
     BlockByBlock,
     Chunks,
     EvenChunks,
@@ -67,6 +68,7 @@ STATE = {
     StochasticAttention: (0, RING),
     RobustAttention: (2, 0),
     Votes: (2, 0),
+    AttentionClasses: (1, 0),
     TaskAttention: (G + 1, 0),
     Reconstruction: (1, 0),
 }
@@ -107,6 +109,7 @@ TRIED: dict[type[Score], list[list[tuple[Select, Merge]]]] = {
     StochasticAttention: [[(EVEN, DROP)], [(TopTokens(), DROP)]],
     RobustAttention: [[(TopTokens(), DROP)], [(REPRESENTATIVES, SIMILAR)]],
     Votes: [[(CHUNKS, SIMILAR)], [(TopTokens(), DROP)]],
+    AttentionClasses: [[(REPRESENTATIVES, DROP)], [(TopTokens(), DROP)]],
     Ladder: [[(TopTokens(), DROP)], [(REPRESENTATIVES, DROP)]],
     BlockByBlock: [[(TopTokens(), DROP)], [(REPRESENTATIVES, DROP)]],
     TaskAttention: [[(REPRESENTATIVES, DROP)], [(PAGES, DROP)]],
