@@ -109,8 +109,8 @@ def main() -> None:
     from kvjax.pallas_kernels import Reduction, window_scores
     from kvjax.policies import PRESETS, parse
 
-    # DuoAttention's gates are a model's own, and of another one.
-    presets = arguments.preset or [name for name in PRESETS if name not in ("full", "duo_attention")]
+    # DuoAttention's gates and HeadKV's importance are a model's own, and of another one.
+    presets = arguments.preset or [name for name in PRESETS if name not in ("full", "duo_attention", "headkv")]
     if unknown := set(presets) - set(PRESETS):
         parser.error(f"unknown presets {sorted(unknown)}: expected {', '.join(PRESETS)}")
     rng = np.random.default_rng(0)

@@ -119,7 +119,7 @@ def _presets(length: int, config: DecoderConfig) -> list[str]:
     presets = (
         name + next((text for option, text in options.items() if option in inspect.signature(preset).parameters), "")
         for name, preset in PRESETS.items()
-        if "gates" not in inspect.signature(preset).parameters  # gates belong to one model
+        if {"gates", "importance"}.isdisjoint(inspect.signature(preset).parameters)  # these belong to one model
     )
     return [text for text in presets if _suits(text, config)]
 

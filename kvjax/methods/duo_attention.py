@@ -7,11 +7,8 @@ quantile, so that ties need no noise.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,13 +22,10 @@ from kvjax.shown import shown
 from .common.allocation import check_mean, check_share
 from .common.budgets import Fixed
 from .common.drop import Drop
+from .common.head_numbers import HeadNumbers, check_groups, check_shape, head_numbers
 from .common.recency import Recency
 from .common.top_tokens import TopTokens
 from .registry import preset
-
-Gates: TypeAlias = tuple[tuple[float, ...], ...]  # by layer and kv head
-
-DEMO = Path(__file__).parents[1] / "demo_model" / "duo_gates.json"
 
 
 @dataclass(frozen=True)
@@ -61,19 +55,15 @@ class GatedShares(AllocatedBudget):
         sizes = {len(layer) if isinstance(layer, tuple) else 0 for layer in layers}
         if len(sizes) != 1 or 0 in sizes:
             raise ValueError(f"full={shown(self.full)}: expected a tuple per layer of equally many truth values")
-        _check_groups(self.groups, len(self.full[0]))
+        check_groups(self.groups, len(self.full[0]))
 
     @property
     def layout(self) -> Layout:
         return Layout(groups=self.groups, growing=int(max(np.sum(self._by_group, axis=(0, 2)))))
 
     def check_model(self, layers: int, kv_heads: int) -> None:
-        ours = len(self.full), len(self.full[0])
-        if ours != (layers, kv_heads):
-            raise ValueError(
-                f"gates of {ours[0]} layers with {ours[1]} kv heads for a model of {layers} with {kv_heads}: expected "
-                "gates that were trained on this model, see scripts/train_duo_gates.py"
-            )
+        expected = "gates that were trained on this model, see scripts/train_duo_gates.py"
+        check_shape("gates", self.full, layers, kv_heads, expected)
 
     def entries(self, slots: Sequence[int], heads: int) -> int:
         full = np.sum(self._by_group, axis=2)
@@ -97,7 +87,7 @@ class GatedShares(AllocatedBudget):
         return np.array(self.full).reshape(len(self.full), self.groups, -1)
 
 
-def full_heads(gates: Gates, sparsity: float, groups: int) -> tuple[tuple[bool, ...], ...]:
+def full_heads(gates: HeadNumbers, sparsity: float, groups: int) -> tuple[tuple[bool, ...], ...]:
     """Whether each kv head is full, by layer: in each group of consecutive heads, the share `sparsity` is not.
 
     The heads with the smallest gates of all layers stream. Of equal gates the earlier layer's and head's is the
@@ -105,7 +95,7 @@ def full_heads(gates: Gates, sparsity: float, groups: int) -> tuple[tuple[bool, 
     """
     values = np.asarray(gates, float)
     layers, heads = values.shape
-    _check_groups(groups, heads)
+    check_groups(groups, heads)
     by_group = np.moveaxis(values.reshape(layers, groups, -1), 1, 0).reshape(groups, -1)
     rank = np.argsort(np.argsort(by_group, axis=1, kind="stable"), axis=1)
     full = rank >= round(by_group.shape[1] * sparsity)
@@ -113,30 +103,9 @@ def full_heads(gates: Gates, sparsity: float, groups: int) -> tuple[tuple[bool, 
     return tuple(map(tuple, full.tolist()))
 
 
-def read_gates(path: str | Path) -> Gates:
-    """A gate for each layer and kv head. Raises ValueError for a file that has none."""
-    path = Path(path)
-    try:
-        if path.suffix == ".json":
-            rows = json.loads(path.read_text())["gates"]
-        elif path.suffix == ".npz":
-            with np.load(path) as arrays:
-                rows = arrays["gates"].tolist()
-        elif path.suffix == ".tsv":
-            rows = np.loadtxt(path, delimiter="\t", ndmin=2).tolist()
-        else:
-            raise ValueError("unknown ending")
-        return tuple(tuple(float(gate) for gate in row) for row in rows)
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"gates={shown(str(path))} cannot be read ({error}): expected a .json or .npz file with 'gates', or a .tsv "
-            "file, with a row per layer"
-        ) from error
-
-
 @preset
 def duo_attention(
-    gates: str | Gates = "demo",
+    gates: str | HeadNumbers = "demo",
     sparsity: float = 0.5,
     sinks: int = 128,
     recent: int = 256,
@@ -168,26 +137,12 @@ def duo_attention(
     check_integer("recent", recent, least=1)
     check_integer("groups", groups, least=1)
     check_share("sparsity", sparsity)
-    values = read_gates(DEMO if gates == "demo" else gates) if isinstance(gates, str) else gates
+    full = full_heads(head_numbers("gates", gates), sparsity, groups)
     return Policy(
         score=Recency(),
-        budget=GatedShares(Fixed(sinks + recent), full_heads(_checked(values), sparsity, groups), groups),
+        budget=GatedShares(Fixed(sinks + recent), full, groups),
         select=TopTokens(),
         merge=Drop(),
         protect=Protect(sinks=sinks),
         every=every,
     )
-
-
-def _checked(gates: Gates) -> Gates:
-    rows = {len(layer) if isinstance(layer, tuple) else 0 for layer in gates} if isinstance(gates, tuple) else {0}
-    if len(rows) != 1 or 0 in rows or not np.isfinite(np.array(gates, float)).all():
-        raise ValueError(
-            f"gates={shown(gates)}: expected the name of a file, or a tuple per layer of equally many numbers"
-        )
-    return gates
-
-
-def _check_groups(groups: int, heads: int) -> None:
-    if heads % groups:
-        raise ValueError(f"groups={groups} of {heads} kv heads: expected a divisor of {heads}")

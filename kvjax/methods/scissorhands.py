@@ -7,14 +7,11 @@ have one query head per kv head.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Float, UInt32
 
 from kvjax.cache import Slots
-from kvjax.pallas_kernels import Reduction, window_scores
 from kvjax.policy import (
     Attended,
     LayerShape,
@@ -22,19 +19,16 @@ from kvjax.policy import (
     Needs,
     Policy,
     Protect,
-    Received,
     Score,
     check_integer,
     check_number,
 )
 
+from .common import query_bits
 from .common.budgets import budget_of
 from .common.drop import Drop
 from .common.top_tokens import TopTokens
 from .registry import preset
-
-WORD = 32  # bits of state per number
-MEAN = Reduction(rows="sum", group="mean")
 
 
 @dataclass(frozen=True)
@@ -57,62 +51,22 @@ class Neglect(Score):
 
     @property
     def needs(self) -> Needs:
-        return Needs(received=Received(MEAN, stepwise=True), queries="rotated", signed=True)
+        return replace(query_bits.NEEDS, signed=True)
 
     def check(self, policy: Policy) -> None:
-        if policy.positions != "original":
-            raise ValueError(
-                "Neglect scores the prompt's keys as they were rotated when they came in; it cannot be combined with "
-                f"positions={policy.positions!r}"
-            )
+        query_bits.check_rotation(type(self).__name__, policy)
 
     def init(self, shape: LayerShape, slots: int) -> tuple[UInt32[Array, "B H window/32 S"], None]:
-        return jnp.zeros((shape.batch, shape.kv_heads, -(-self.window // WORD), slots), jnp.uint32), None
+        return query_bits.no_bits(shape, slots, self.window), None
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[UInt32[Array, "B H window/32 M"], None]:
-        if attended.received is not None:
-            return self._note(entries, attended, entries.per_slot, attended.received, attended.positions[:, 0]), None
-        last = slice(-self.window, None)
-        queries, lse = (attended.heads.whole_groups(x[:, :, last]) for x in (attended.queries, attended.lse))
+        def low(relative: Array, seen: Array) -> Array:
+            return seen & (relative < 1)
 
-        def note(bits: Array, row: tuple[Array, Array, Array]) -> tuple[Array, None]:
-            query, sums, position = row
-            weights = window_scores(
-                query[:, :, None],
-                entries.keys,
-                position[:, None],
-                entries.positions,
-                bias=entries.bias,
-                lse=sums[:, :, None],
-                **attended.layer.logits,
-                reduction=MEAN,
-            )
-            return self._note(entries, attended, bits, weights, position), None
-
-        rows = jnp.moveaxis(queries, 2, 0), jnp.moveaxis(lse, 2, 0), attended.positions[:, last].T
-        return jax.lax.scan(note, entries.per_slot, rows)[0], None
+        return query_bits.noted(entries.per_slot, self.window, entries, attended, low)[0], None
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
-        return -jnp.sum(jax.lax.population_count(entries.per_slot), axis=2).astype(jnp.float32)
-
-    def _note(
-        self,
-        entries: Slots,
-        attended: Attended,
-        bits: UInt32[Array, "B H window/32 M"],
-        weights: Float[Array, "B H M"],
-        position: Int[Array, "B"],
-    ) -> UInt32[Array, "B H window/32 M"]:
-        """The bits with those of one query in each row, which saw the entries that are not newer than it."""
-        at = position[:, None, None]
-        seen: Bool[Array, "B H M"] = (entries.positions >= 0) & (entries.positions <= at)
-        if attended.window is not None:
-            seen &= entries.positions > at - attended.window
-        low = seen & (weights * jnp.sum(seen, axis=-1, keepdims=True) < 1)
-        index = (position % self.window)[:, None, None, None]
-        own = (jnp.arange(bits.shape[2])[:, None] == index // WORD) & (at >= 0)[..., None]
-        bit = jnp.where(own, jnp.uint32(1) << (index % WORD).astype(jnp.uint32), jnp.uint32(0))
-        return (bits & ~bit) | jnp.where(low[:, :, None], bit, jnp.uint32(0))
+        return -query_bits.number(entries.per_slot)
 
 
 @preset

@@ -66,6 +66,7 @@ class Needs:
         by_count: whether scores depend on how many entries a head retains (`Moment.counts`).
         by_query_head: whether `Score.by_query_head` is defined.
         samples: whether its state has a sample of queries, for a merge that asks them.
+        classes: whether a score is a class from 0 to 3 plus half of the entry's share of the head's attention.
     """
 
     received: Received | None = None
@@ -81,6 +82,7 @@ class Needs:
     by_count: bool = False
     by_query_head: bool = False
     samples: bool = False
+    classes: bool = False
 
     @property
     def asks_the_end(self) -> bool:

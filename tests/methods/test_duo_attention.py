@@ -11,7 +11,8 @@ import pytest
 
 import kvjax
 from kvjax.evaluation.tasks.demo import example
-from kvjax.methods.duo_attention import DEMO, full_heads, read_gates
+from kvjax.methods.common.head_numbers import DEMO, head_numbers
+from kvjax.methods.duo_attention import full_heads
 from kvjax.policies import duo_attention, parse
 from tests import tiny
 from tests.dense import assert_close
@@ -140,7 +141,7 @@ def test_gates_of_the_demo_model_tell_which_heads_fetch_facts():
     """With half of its heads streaming it answers as before; not so if it is the other half."""
     params, tokenizer = kvjax.load(DEMO.parent)
     examples = [example("keys", 512, rng) for rng in map(np.random.default_rng, range(8))]
-    gates = read_gates(DEMO)
+    gates = head_numbers("gates", "demo")
     others = tuple(tuple(1 - gate for gate in layer) for layer in gates)
     hits = []
     for each in (gates, others):

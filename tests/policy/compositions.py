@@ -23,6 +23,7 @@ from kvjax.pallas_kernels import Reduction
 from kvjax.parts import (
     AccumulatedAttention,
     AdaptiveShares,
+    AttentionClasses,
     BlockByBlock,
     Chunks,
     CompositeShares,
@@ -39,9 +40,11 @@ from kvjax.parts import (
     GaussianMerge,
     GlobalAttention,
     GlobalShares,
+    ImportanceShares,
     JointImportance,
     KeyDifference,
     KeyNorm,
+    Ladder,
     LagDifference,
     LastAttention,
     LazyAttention,
@@ -62,7 +65,9 @@ from kvjax.parts import (
     RandomDraw,
     Recency,
     Reconstruction,
+    RecoveringHeads,
     Representatives,
+    RobustAttention,
     SimilarityMerge,
     SquaredNorms,
     StochasticAttention,
@@ -72,6 +77,7 @@ from kvjax.parts import (
     ValueCapacity,
     ValueMerge,
     VarianceShares,
+    Votes,
     WindowAttention,
 )
 from kvjax.policy import LayerShape, Merge, Moment, Needs, Policy, Protect, Score
@@ -110,6 +116,10 @@ SCORES: tuple[Score, ...] = (
     GlobalAttention(4, 0.8, 0.5, 0.5),
     LazyAttention(2, 4, 1),
     StochasticAttention(4, Pooling("avg", 3), 0.25, 2, 0),
+    RobustAttention(0.4),
+    Votes(window=8),
+    Ladder(2, 4, 3, 1),
+    AttentionClasses(sinks=2),
     TaskAttention("self"),
     Reconstruction(),
 )
@@ -128,6 +138,8 @@ ALLOCATED = (
     VarianceShares(Fixed(12), first=0, last=0),
     UniformShares(Fixed(12)),
     LazyLayers(Fixed(12), 6, 0.5),
+    RecoveringHeads(Fixed(12), 0.8, groups=2),
+    ImportanceShares(Fixed(12), ((0.1, 0.5, 0.2, 0.35), (0.3, 0.05, 0.15, 0.25)), groups=2),
     GatedShares(Fixed(12), full=((True, False, False, False), (False, True, False, True))),
 )
 QUERY_BITS = Representatives(TopTokens(), 0.5, bits="query")
@@ -160,14 +172,19 @@ def refused(score: Score, budget: Any, select: Any, merge: Merge, every: int | N
     keeps = WindowAttention | FoldedWindow | JointImportance | NonCausalAttention | LeveragedAttention | QuerySample
     window = isinstance(score, keeps | GlobalAttention | StochasticAttention | LazyAttention)
     return (
-        (isinstance(score, LastAttention) and isinstance(budget, GlobalShares | AdaptiveShares | GatedShares))
+        (
+            isinstance(score, LastAttention)
+            and isinstance(budget, GlobalShares | AdaptiveShares | GatedShares | ImportanceShares | RecoveringHeads)
+        )
+        or (isinstance(budget, RecoveringHeads) and not isinstance(score, AttentionClasses))
         or (isinstance(score, Reconstruction | TaskAttention) and every is not None)
+        or (isinstance(score, Ladder) and every not in (None, 1))
         or (isinstance(score, Reconstruction) and budget not in ALLOCATED)
         or (isinstance(merge, ValueMerge) and (every is None or not accumulates))
         or (isinstance(merge, GaussianMerge | SimilarityMerge) and every is not None and window)
         or (isinstance(score, WindowAttention) and score.pooling is not None and every is not None)
         or (
-            isinstance(score, ProjectedValues | BlockByBlock | StochasticAttention)
+            isinstance(score, ProjectedValues | BlockByBlock | StochasticAttention | RobustAttention | Ladder)
             and isinstance(select, Chunks | Pages)
         )
         or (select == QUERY_BITS and not isinstance(score, QueryHeadAttention))

@@ -12,7 +12,9 @@ from kvjax.parts import (
     DynamicShares,
     GatedShares,
     GlobalShares,
+    ImportanceShares,
     LazyLayers,
+    RecoveringHeads,
     UniformShares,
     VarianceShares,
 )
@@ -39,6 +41,10 @@ def allocated(budget: AllocatedBudget, scores: np.ndarray, mean: int, least: int
         counts = np.where(budget.full, N, mean)
     elif isinstance(budget, LazyLayers):
         counts = np.repeat(lazy(budget, scores, mean, least)[:, None], H, axis=1)
+    elif isinstance(budget, ImportanceShares):
+        counts = by_importance(budget, N, mean, least)
+    elif isinstance(budget, RecoveringHeads):
+        counts = recovering(budget, scores, mean, least)
     elif isinstance(budget, GlobalShares):
         counts = competing(raised.reshape(L, budget.groups, H // budget.groups, N), mean, least).reshape(L, H)
     elif isinstance(budget, CompositeShares):
@@ -67,6 +73,44 @@ def competing(scores: np.ndarray, mean: int, least: int) -> np.ndarray:
         top = sorted(entries, key=lambda entry: (-entry[0], *entry[1:]))[: L * mean * heads]
         for _, layer, head in top:
             counts[layer, g, head] += 1
+    return counts
+
+
+def by_importance(budget: ImportanceShares, N: int, mean: int, least: int) -> np.ndarray:
+    """HeadKV: the counts [L, H] of a prompt of N tokens."""
+    importance = np.array(budget.importance)
+    if mean >= N:
+        return np.full(importance.shape, N)
+    protected = min(N, SINKS + RECENT)
+    pool = min(int((mean - protected) / budget.beta), mean - max(least, protected))
+    counts = np.zeros(importance.shape, int)
+    for heads in np.split(np.arange(importance.shape[1]), budget.groups):
+        own = importance[:, heads]
+        wanted = own / own.sum() * pool * own.size
+        given = np.floor(wanted + 1e-9).astype(int)
+        order = np.argsort((given - wanted).ravel(), kind="stable")
+        given.flat[order[: pool * own.size - given.sum()]] += 1
+        counts[:, heads] = mean - pool + given
+    return counts
+
+
+def recovering(budget: RecoveringHeads, scores: np.ndarray, mean: int, least: int) -> np.ndarray:
+    """FastGen: the counts [L, H], with the largest recovery that fits of those that any set of entries has."""
+    L, H, N = scores.shape
+    kind = np.floor(scores)
+    held = [kind >= lowest for lowest in (3, 2, 1)]
+    shares = [np.where(own, 2 * (scores - kind), 0).sum(axis=2, dtype=np.float32) for own in held]
+    counts = np.zeros((L, H), int)
+    for heads in np.split(np.arange(H), budget.groups):
+        tried = {0.0, budget.recovery, *(float(x[layer, h]) for x in shares for layer in range(L) for h in heads)}
+        for recovery in sorted((x for x in tried if x <= budget.recovery), reverse=True):
+            for layer in range(L):
+                for head in heads:
+                    enough = [own for own, x in zip(held, shares, strict=True) if x[layer, head] >= recovery]
+                    sizes = [own[layer, head].sum() for own in enough]
+                    counts[layer, head] = min(max(min(sizes, default=N), least), N)
+            if counts[:, heads].sum() <= L * len(heads) * mean:
+                break
     return counts
 
 

@@ -136,9 +136,9 @@ some_alone = pytest.mark.parametrize("spec", part(ALL, ALONE), scope="session")
 
 def decoder(spec: str) -> Decoder:
     """One layer suffices for policies that treat all layers alike."""
-    if "duo_attention" in spec:
+    if "duo_attention" in spec or "headkv" in spec:
         return tiny.decoder(windows=(None,) * 4)  # the gates that kvjax contains are for four layers and two kv heads
-    layers_differ = policies.parse(spec).allocates or "dense_layers" in spec or "pyramid" in spec
+    layers_differ = policies.parse(spec).allocates or any(x in spec for x in ("dense_layers", "pyramid", "lacache"))
     return tiny.decoder(windows=(None, None) if layers_differ else (None,))
 
 

@@ -32,6 +32,7 @@ OPTIONS = {  # for each preset that has the option, itself or in one of its part
     "starting": (9, 4),
     "suffix": (33,),
     "gates": GATES,
+    "importance": GATES,
 }
 
 

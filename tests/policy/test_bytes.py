@@ -30,8 +30,10 @@ from kvjax.parts import (
     Quantized,
     QueryHeadAttention,
     QuerySample,
+    RobustAttention,
     SimilarityMerge,
     StochasticAttention,
+    Votes,
     WindowAttention,
 )
 from kvjax.policy import Policy
@@ -80,10 +82,12 @@ def state_numbers(policy: Policy, config) -> tuple[int, int]:
         per_slot += 1
     if isinstance(score, NoisyAttention):
         per_row += heads
-    if isinstance(score, GlobalAttention):
+    if isinstance(score, GlobalAttention | RobustAttention):
         per_slot += 2
-    if isinstance(score, Neglect):
+    if isinstance(score, Neglect | Votes):
         per_slot += -(-score.window // 32)
+    if isinstance(score, Votes):
+        per_slot += 1
     if isinstance(score, FoldedWindow):
         per_slot += score.columns + score.ahead
     if isinstance(

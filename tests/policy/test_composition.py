@@ -17,65 +17,29 @@ import pytest
 from kvjax import parts
 from kvjax.heads import ALL_HEADS
 from kvjax.parts import (
-    AccumulatedAttention,
-    BlockByBlock,
-    Chunks,
-    EvenChunks,
     Everything,
-    ExpectedAttention,
     FittedEntries,
     Fixed,
-    FoldedWindow,
     GatedShares,
     GaussianMerge,
-    GlobalAttention,
-    JointImportance,
-    KeyDifference,
-    KeyNorm,
-    LagDifference,
-    LastAttention,
-    LazyAttention,
-    LeveragedAttention,
-    LeverageScore,
-    Neglect,
-    Newest,
-    NoisyAttention,
-    NonCausalAttention,
-    ObservedAttention,
-    Pages,
     Pooling,
-    ProjectedValues,
-    QueryHeadAttention,
-    QuerySample,
-    RandomDraw,
-    Recency,
     Reconstruction,
-    Representatives,
     SimilarityMerge,
-    SquaredNorms,
-    StochasticAttention,
-    TaskAttention,
-    TopTokens,
     UniformShares,
-    ValueCapacity,
     ValueMerge,
-    WindowAttention,
 )
-from kvjax.policy import Merge, Part, Score, Select, Storage
+from kvjax.policy import Part, Storage
 from tests.policy.compositions import (
     ALLOCATED,
     BUDGETS,
     INCOMING,
     LENGTHS,
     MERGES,
-    QUERY_BITS,
     RHYTHMS,
     ROWS,
     SCORES,
     SELECTS,
     SIZE,
-    D,
-    G,
     H,
     L,
     after,
@@ -88,71 +52,8 @@ from tests.policy.compositions import (
 )
 from tests.policy.literal_allocation import RECENT, SINKS, allocated
 from tests.policy.literal_selection import after_eviction, after_prompt
+from tests.policy.tried import STATE, TRIED
 from tests.products import part
-
-# Numbers of 32 bits that a score keeps for each slot of a kv head, and for each row.
-RING = 4 * (H * G * (D + 1) + H)
-STATE = {
-    AccumulatedAttention: (1, 0),
-    QueryHeadAttention: (1 + G, 0),
-    NoisyAttention: (1, H),
-    Neglect: (1, 0),
-    LastAttention: (1, 0),
-    WindowAttention: (0, RING),
-    FoldedWindow: (3, RING),
-    JointImportance: (0, RING),
-    ExpectedAttention: (0, H * G * (1 + D + D * D)),
-    ProjectedValues: (1, 0),
-    ObservedAttention: (1, 0),
-    ValueCapacity: (0, H * G * (1 + D)),
-    NonCausalAttention: (1, 5 * RING // 4),
-    LeveragedAttention: (1, 7 * RING // 4),
-    QuerySample: (1, 3 * (H * G * D + 2 * H)),
-    GlobalAttention: (2, RING),
-    LazyAttention: (0, RING // 4),
-    StochasticAttention: (0, RING),
-    TaskAttention: (G + 1, 0),
-    Reconstruction: (1, 0),
-}
-
-
-REPRESENTATIVES, CHUNKS, EVEN, PAGES = (
-    next(select for select in SELECTS if type(select) is kind) for kind in (Representatives, Chunks, EvenChunks, Pages)
-)
-DROP, VALUES, GAUSSIAN, SIMILAR = MERGES
-# The selection and the merge that each score tries, with all rhythms that it can have: on budgets that are not
-# allocated, then on allocated ones. A program serves all scores, so that one of each kind of them tries a pair. Window
-# scores have no rhythm under a merge, so that they try merges of prompts.
-TRIED: dict[type[Score], list[list[tuple[Select, Merge]]]] = {
-    Recency: [[(Newest(), SIMILAR)], [(EVEN, DROP)]],
-    RandomDraw: [[(TopTokens(), DROP)], [(Newest(), SIMILAR)]],
-    KeyNorm: [[(Newest(), DROP)], [(TopTokens(), DROP)]],
-    KeyDifference: [[(REPRESENTATIVES, DROP)], [(Newest(), DROP)]],
-    LeverageScore: [[(CHUNKS, DROP)], [(EVEN, SIMILAR)]],
-    LagDifference: [[(EVEN, DROP)], [(REPRESENTATIVES, DROP)]],
-    ExpectedAttention: [[(PAGES, DROP)], [(CHUNKS, DROP)]],
-    AccumulatedAttention: [[(Newest(), VALUES)], [(TopTokens(), VALUES)]],
-    QueryHeadAttention: [[(QUERY_BITS, DROP), (QUERY_BITS, GAUSSIAN)]] * 2,
-    NoisyAttention: [[(TopTokens(), VALUES)], [(Newest(), VALUES)]],
-    Neglect: [[(EVEN, SIMILAR)], [(PAGES, DROP)]],
-    LastAttention: [[(TopTokens(), DROP)], [(Newest(), DROP)]],
-    WindowAttention: [[(TopTokens(), GAUSSIAN)], [(CHUNKS, GAUSSIAN)]],
-    FoldedWindow: [[(PAGES, SIMILAR)], [(REPRESENTATIVES, SIMILAR)]],
-    JointImportance: [[(CHUNKS, GAUSSIAN)], [(PAGES, SIMILAR)]],
-    ProjectedValues: [[(EVEN, DROP)], [(TopTokens(), DROP)]],
-    ObservedAttention: [[(TopTokens(), DROP)], [(CHUNKS, DROP)]],
-    SquaredNorms: [[(EVEN, DROP)], [(TopTokens(), DROP)]],
-    ValueCapacity: [[(REPRESENTATIVES, DROP)], [(EVEN, DROP)]],
-    NonCausalAttention: [[(TopTokens(), GAUSSIAN)], [(REPRESENTATIVES, DROP)]],
-    LeveragedAttention: [[(PAGES, DROP)], [(CHUNKS, GAUSSIAN)]],
-    QuerySample: [[(TopTokens(), VALUES)], [(EVEN, DROP)]],
-    LazyAttention: [[(TopTokens(), DROP)], [(REPRESENTATIVES, DROP)]],
-    GlobalAttention: [[(TopTokens(), DROP)], [(CHUNKS, DROP)]],
-    StochasticAttention: [[(EVEN, DROP)], [(TopTokens(), DROP)]],
-    BlockByBlock: [[(TopTokens(), DROP)], [(REPRESENTATIVES, DROP)]],
-    TaskAttention: [[(REPRESENTATIVES, DROP)], [(PAGES, DROP)]],
-    Reconstruction: [[], [(TopTokens(), GAUSSIAN)]],
-}
 
 
 def test_what_makes_no_sense_is_refused_by_name():

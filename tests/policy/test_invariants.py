@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 from kvjax import policies
 from kvjax.cache import Layers, Slots
-from kvjax.parts import DynamicShares, GatedShares, GaussianMerge, LazyLayers
+from kvjax.parts import DynamicShares, GatedShares, GaussianMerge, ImportanceShares, LazyLayers, RecoveringHeads
 from kvjax.policy import PLAIN, Moment, Policy
 from tests import tiny
 from tests.methods.literal_crush import literal as crushed
@@ -168,7 +168,9 @@ def check_allocation(policy: Policy, layers: list[list[list[int]]], length: int,
         return
     kept = sum(map(len, heads)) - answer * len(heads)
     most = len(heads) * min(mean, read)
-    assert kept == most or isinstance(policy.budget, DynamicShares | LazyLayers), "layers compete for the whole total"
+    assert kept == most or isinstance(policy.budget, DynamicShares | LazyLayers | ImportanceShares | RecoveringHeads), (
+        "layers compete for the whole total"
+    )
     assert kept <= most
 
 

@@ -1,0 +1,90 @@
+"""A number for each head of a model, measured on that model before, as methods take it from a file or a tuple."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kvjax.shown import shown
+
+HeadNumbers: TypeAlias = tuple[tuple[float, ...], ...]  # by layer and head
+
+DEMO = Path(__file__).parents[2] / "demo_model" / "duo_gates.json"
+
+
+def read_numbers(name: str, path: str | Path, key: str | None = None) -> HeadNumbers:
+    """The numbers of a file: a row per layer.
+
+    Args:
+        name: of the option, for the message.
+        path: a .json or .npz file that has the rows under `key`, or a .tsv file. A .json file may also have an entry
+            "layer-head" for each head, a number or a list of numbers, of which the mean is taken.
+        key: the name of the option unless it is given.
+
+    Raises:
+        ValueError: for a file that has no such numbers.
+    """
+    path, key = Path(path), key or name
+    try:
+        if path.suffix == ".json":
+            found = json.loads(path.read_text())
+            rows = found[key] if key in found else _by_name(found)
+        elif path.suffix == ".npz":
+            with np.load(path) as arrays:
+                rows = arrays[key].tolist()
+        elif path.suffix == ".tsv":
+            rows = np.loadtxt(path, delimiter="\t", ndmin=2).tolist()
+        else:
+            raise ValueError("unknown ending")
+        return tuple(tuple(float(number) for number in row) for row in rows)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name}={shown(str(path))} cannot be read ({error}): expected a .json or .npz file with {key!r}, or a "
+            ".tsv file, with a row per layer"
+        ) from error
+
+
+def _by_name(found: dict[str, Any]) -> list[list[float]]:
+    """Rows from {"layer-head": number or numbers}."""
+    numbers: dict[int, dict[int, float]] = {}
+    for name, value in found.items():
+        layer, head = map(int, name.split("-"))
+        numbers.setdefault(layer, {})[head] = float(np.mean(value))
+    return [[numbers[layer][head] for head in range(len(numbers[layer]))] for layer in range(len(numbers))]
+
+
+def head_numbers(name: str, given: str | HeadNumbers) -> HeadNumbers:
+    """The numbers that an option names: a file, a tuple of numbers per layer, or "demo" for the demo model's gates.
+
+    Raises:
+        ValueError: for another value, or a file that has none.
+    """
+    numbers = given
+    if isinstance(given, str):
+        numbers = read_numbers(name, DEMO, "gates") if given == "demo" else read_numbers(name, given)
+    rows = {len(layer) if isinstance(layer, tuple) else 0 for layer in numbers} if isinstance(numbers, tuple) else {0}
+    if len(rows) != 1 or 0 in rows or not np.isfinite(np.array(numbers, float)).all():
+        raise ValueError(
+            f"{name}={shown(numbers)}: expected the name of a file, or a tuple per layer of equally many numbers"
+        )
+    assert not isinstance(numbers, str)
+    return numbers
+
+
+def check_groups(groups: int, heads: int) -> None:
+    """Raises ValueError unless so many groups have equally many of the heads."""
+    if heads % groups:
+        raise ValueError(f"groups={groups} of {heads} kv heads: expected a divisor of {heads}")
+
+
+def check_shape(name: str, numbers: tuple[tuple[Any, ...], ...], layers: int, kv_heads: int, expected: str) -> None:
+    """Raises ValueError unless there is a number for each layer and kv head of a model."""
+    ours = len(numbers), len(numbers[0])
+    if ours != (layers, kv_heads):
+        raise ValueError(
+            f"{name} of {ours[0]} layers with {ours[1]} kv heads for a model of {layers} with {kv_heads}: expected "
+            f"{expected}"
+        )

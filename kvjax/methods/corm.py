@@ -1,0 +1,101 @@
+"""CORM (Dai et al., arXiv 2404.15949): the recent queries vote for the tokens that they give more than the mean.
+
+Differences from the paper. Its cache has no bound: it retains whatever a recent query voted for, and nothing else. A
+compiled program has a fixed number of slots, so that here the budget is a bound: the tokens with the fewest votes leave
+when it is full, and a token without votes stays as long as nothing needs its slot. A query gives a token the mean of
+what the query group gives. The mean weight is that of the tokens which are cached when the query attends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt32
+
+from kvjax.cache import Slots
+from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_integer
+
+from .common import query_bits
+from .common.budgets import budget_of
+from .common.drop import Drop
+from .common.top_tokens import TopTokens
+from .registry import preset
+
+
+class Heard(NamedTuple):
+    """One bit for each query of the window, which says that it voted, and the weight from the last query."""
+
+    votes: UInt32[Array, "B H window/32 S"]
+    weight: Float[Array, "B H S"]
+
+
+@dataclass(frozen=True)
+class Votes(Score):
+    """The number of the last `window` queries that gave a token the mean weight of all that they saw, or more.
+
+    Of tokens with equally many votes, that with the larger weight from the last query scores higher. The weight adds
+    half of its fourth root, which keeps small weights apart in float32. Queries older than a token, or that attended
+    before it was cached, do not count.
+
+    Attributes:
+        window: the number of queries. The state is ceil(window / 32) uint32 numbers and a float32 number per slot.
+    """
+
+    window: int
+
+    def __post_init__(self) -> None:
+        check_integer("window", self.window, least=1)
+
+    @property
+    def needs(self) -> Needs:
+        return query_bits.NEEDS
+
+    def check(self, policy: Policy) -> None:
+        query_bits.check_rotation(type(self).__name__, policy)
+
+    def init(self, shape: LayerShape, slots: int) -> tuple[Heard, None]:
+        weight = jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32)
+        return Heard(query_bits.no_bits(shape, slots, self.window), weight), None
+
+    def observe(self, entries: Slots, attended: Attended) -> tuple[Heard, None]:
+        def voted(relative: Array, seen: Array) -> Array:
+            return seen & (relative >= 1)
+
+        before: Heard = entries.per_slot
+        votes, weight = query_bits.noted(before.votes, self.window, entries, attended, voted)
+        asks = (attended.lengths > 0)[:, None, None]
+        return Heard(votes, jnp.where(asks, weight, before.weight)), None
+
+    def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
+        votes, weight = entries.per_slot
+        return query_bits.number(votes) + jnp.sqrt(jnp.sqrt(weight)) / 2
+
+
+@preset
+def corm(budget: int | float = 1024, window: int = 256, recent: int = 256, every: int | None = 1) -> Policy:
+    """Retains the tokens to which most of the recent queries gave at least the mean weight.
+
+    A query r that sees t tokens votes for token c if softmax(q_r . k)_c, averaged over the query group, is 1/t or more;
+    c is then no minor key of r. The tokens with the fewest votes of the last `window` queries are evicted, of equal
+    ones that with the smallest weight from the last query, but never the `recent` newest.
+
+    Args:
+        budget: the most entries that a query sees, itself included. An integer >= 1, or a float in (0, 1] for that
+            share of each row's prompt. The paper has no bound.
+        window: the number of queries that vote, the paper's w.
+        recent: the number of most recent tokens, which are always retained, the paper's r.
+        every: the number of tokens that are evicted at a time while decoding; None compresses the prompt only.
+
+    Raises:
+        ValueError: for a value that is not accepted, or an integer budget smaller than recent + `every`.
+    """
+    return Policy(
+        score=Votes(window),
+        budget=budget_of(budget),
+        select=TopTokens(),
+        merge=Drop(),
+        protect=Protect(recent=recent),
+        every=every,
+    )

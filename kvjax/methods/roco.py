@@ -1,0 +1,166 @@
+"""RoCo, robust cache omission (Ren and Zhu, arXiv 2402.06262): mean attention evicts, its deviation exempts.
+
+Differences from the paper and its code (EasyKV): a prompt is compressed once at its end; the code evicts while it reads
+a prompt, or leaves the prompt as it is. The attention of all queries counts, as with the code's `keep_attention`. The
+code exempts int(`exempt` * b) + 1 of b + 1 entries, here it is the share of the budget, rounded down.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.cache import Slots, mark
+from kvjax.pallas_kernels import Reduction, capped, top_tokens, visible
+from kvjax.pallas_kernels.arrays import pad
+from kvjax.policy import (
+    Attended,
+    LayerShape,
+    Moment,
+    Needs,
+    Policy,
+    Protect,
+    Received,
+    Score,
+    check_number,
+)
+
+from .common.budgets import budget_of
+from .common.drop import Drop
+from .common.query_bits import check_rotation
+from .common.top_tokens import TopTokens
+from .registry import preset
+
+ROWS = 64  # queries that are scored at once
+ABOVE = 2.0  # beyond any mean of weights
+
+
+class Moments(NamedTuple):
+    """The sums of the weights that each entry received from all queries so far, and of their squares."""
+
+    first: Float[Array, "B H S"]
+    second: Float[Array, "B H S"]
+
+
+@dataclass(frozen=True)
+class RobustAttention(Score):
+    """The mean weight from the queries that saw an entry; those with the largest standard deviation score above all.
+
+    The weights of a query group are averaged first. While an allocated budget compares scores, no deviation counts. A
+    prompt is scored in blocks of queries, because sums of squares of averages are no reduction of the kernels. On a
+    mesh where devices hold the same kv head, they exchange the group's queries.
+
+    Attributes:
+        exempt: the share of the entries that a head retains which have the largest deviations, protected ones among
+            them.
+    """
+
+    exempt: float
+
+    def __post_init__(self) -> None:
+        check_number("exempt", self.exempt, "a number in [0, 1)", lambda x: 0 <= x < 1)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(received=Received(Reduction(), stepwise=True), queries="rotated", by_count=True)
+
+    def check(self, policy: Policy) -> None:
+        check_rotation(type(self).__name__, policy)
+        if policy.select.compares == "means":
+            raise ValueError(
+                "RobustAttention scores entries with large deviations above all others, and "
+                f"{type(policy.select).__name__} compares means of scores; they cannot be combined"
+            )
+
+    def init(self, shape: LayerShape, slots: int) -> tuple[Moments, None]:
+        none = jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32)
+        return Moments(none, none), None
+
+    def observe(self, entries: Slots, attended: Attended) -> tuple[Moments, None]:
+        new = attended.received
+        found = moments_of(entries, attended) if new is None else Moments(new, new * new)
+        return jax.tree.map(jnp.add, entries.per_slot, found), None
+
+    def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
+        queries = moment.next_position[:, None, None] - entries.positions
+        if moment.window is not None:
+            queries = jnp.minimum(queries, moment.window)
+        mean, square = (x / jnp.maximum(queries, 1) for x in entries.per_slot)
+        if moment.counts is None:
+            return mean
+        deviation = jnp.sqrt(jnp.maximum(square - mean * mean, 0))
+        if moment.protected is not None:
+            deviation = jnp.where(moment.protected, jnp.inf, deviation)
+        deviation = jnp.where(entries.positions >= 0, deviation, -jnp.inf)
+        number = jnp.floor(moment.counts * self.exempt + 1e-4).astype(jnp.int32)
+        largest = top_tokens(deviation, entries.positions, number, size=entries.slots)
+        return jnp.where(mark(largest, entries.slots), ABOVE + mean, mean)
+
+
+def moments_of(entries: Slots, attended: Attended) -> Moments:
+    """The sums over the queries of a call of the mean weight of each query group, and of its square."""
+    queries, lse = (attended.heads.whole_groups(x) for x in (attended.queries, attended.lse))
+    B, Hq, W, D = queries.shape
+    H, rows = entries.positions.shape[1], min(ROWS, W)
+    of_groups = (B, H, Hq // H, -1, rows)
+    q = pad(queries, -W % rows, axis=2).reshape(*of_groups, D)
+    lse = pad(jnp.where(jnp.isneginf(lse), 0.0, lse), -W % rows, axis=2).reshape(of_groups)
+    t = pad(attended.positions, -W % rows, axis=1, value=-1).reshape(B, -1, rows)
+
+    def add(moments: Moments, block: tuple[Array, Array, Array]) -> tuple[Moments, None]:
+        q, lse, t = block
+        logits = jnp.einsum("BHGRD,BHMD->BHGRM", q, entries.keys, preferred_element_type=jnp.float32)
+        logits = capped(logits * attended.scale, attended.layer.softcap)
+        if entries.bias is not None:
+            logits = logits + entries.bias[:, :, None, None]
+        seen = visible(t, entries.positions, attended.window)[:, :, None]
+        weights = jnp.mean(jnp.exp(jnp.where(seen, logits - lse[..., None], -jnp.inf)), axis=2)
+        found = Moments(jnp.sum(weights, axis=2), jnp.sum(weights * weights, axis=2))
+        return jax.tree.map(jnp.add, moments, found), None
+
+    none = jnp.zeros(entries.positions.shape, jnp.float32)
+    blocks = jnp.moveaxis(q, 3, 0), jnp.moveaxis(lse, 3, 0), jnp.moveaxis(t, 1, 0)
+    return jax.lax.scan(add, Moments(none, none), blocks)[0]
+
+
+@preset
+def roco(
+    budget: int | float = 1024,
+    exempt: float = 0.3,
+    recent: int = 10,
+    sinks: int = 0,
+    every: int | None = 1,
+) -> Policy:
+    """Evicts the token with the least mean attention among those whose attention varies little.
+
+    With a_r[c] the weight softmax(q_r . k)_c averaged over the query group, and n_c the number of queries that saw c,
+
+        score[c] = MAS[c] = sum over r of a_r[c] / n_c
+        std[c] = sqrt(sum over r of a_r[c]^2 / n_c - MAS[c]^2)
+
+    The tokens with the largest std, `exempt` times the budget of them, are not evicted, and the newest count as such.
+
+    Args:
+        budget: the entries that a query sees, itself included: the paper's budget + 1 while decoding. An integer >= 1,
+            or a float in (0, 1] for that share of each row's prompt.
+        exempt: the share of the budget that the deviation exempts from eviction, the paper's r, in [0, 1) (released:
+            0.3). It includes the protected tokens.
+        recent: the number of most recent tokens, which are always retained (released: 10).
+        sinks: the number of first tokens, which are always retained.
+        every: the number of tokens that are evicted at a time while decoding; None compresses the prompt only.
+
+    Raises:
+        ValueError: for a value that is not accepted, or an integer budget smaller than sinks + recent + `every`.
+    """
+    return Policy(
+        score=RobustAttention(exempt),
+        budget=budget_of(budget),
+        select=TopTokens(),
+        merge=Drop(),
+        protect=Protect(sinks=sinks, recent=recent),
+        every=every,
+    )
