@@ -144,9 +144,10 @@ def by_variance(scores: np.ndarray, mean: int, least: int) -> np.ndarray:
     if mean >= N:
         return np.full(L, N)
     v = scores.var(axis=2)
+    v_max = v.max(axis=1, keepdims=True)
     v -= v.min(axis=1, keepdims=True)
     widest = v.max(axis=1, keepdims=True)
-    e = np.exp(-(v / np.where(widest > 0, widest, 1)).mean(axis=1))
+    e = np.exp(-np.where(widest > 1e-5 * v_max, v / np.maximum(widest, 1e-30), 0).mean(axis=1))
     floor = min(mean, max(least, math.ceil(N / 100)))
     wanted = np.clip(e / e.sum() * L * mean, floor, N)
     beyond = wanted - floor

@@ -181,6 +181,7 @@ def test_a_request_that_is_cancelled_while_it_is_submitted(serving: Serving, mon
 
     monkeypatch.setattr(serving.engine, "submit", held)
     asyncio.run(cancelled())
+    wait_for(lambda: bool(handles))
     idle(serving)
     assert [handle.result().finish for handle in handles] == ["cancelled"]
 

@@ -12,13 +12,16 @@ from kvjax.cache import UNLIMITED
 from kvjax.heads import Heads
 from kvjax.policy import AllocatedBudget, Layout, check_alike, check_integer
 
+EQUAL = 1e-5  # variances that differ by less, relatively, differ by the rounding of their sums
+
 
 @dataclass(frozen=True)
 class VarianceShares(AllocatedBudget):
     """Allocates a budget to layers by the variance of their scores over a prompt; outer layers retain everything.
 
     v is the variance of a head's scores over all tokens of the prompt, protected ones included. x is the mean of
-    (v - min v) / (max v - min v) over the heads of a layer, 0 if all are equal. A layer retains the share
+    (v - min v) / (max v - min v) over the heads of a layer, 0 if all are equal but for rounding. Scores that are ranks,
+    as LagKV's are, have equal variances. A layer retains the share
 
         clamp(softmax(-x) * L * rho, 0.01, 1)
 
@@ -71,7 +74,8 @@ class VarianceShares(AllocatedBudget):
         square = jnp.where(there, (scores - average[..., None]) ** 2, 0.0)
         variance = heads.whole_layer(jnp.moveaxis(jnp.sum(square, axis=-1) / jnp.maximum(held, 1), 0, 2))
         low, high = jnp.min(variance, axis=1, keepdims=True), jnp.max(variance, axis=1, keepdims=True)
-        x = jnp.mean((variance - low) / jnp.where(high > low, high - low, 1.0), axis=1)[:, compressed]
+        spread = jnp.where(high - low > EQUAL * high, (variance - low) / jnp.maximum(high - low, 1e-30), 0.0)
+        x = jnp.mean(spread, axis=1)[:, compressed]
         total = mean * x.shape[1]
         lengths = jnp.max(held, axis=2).T
         floor = jnp.minimum(jnp.maximum(least, (lengths + 99) // 100), mean[:, None])[:, compressed]
