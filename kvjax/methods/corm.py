@@ -3,7 +3,8 @@
 Differences from the paper. Its cache has no bound: it retains whatever a recent query voted for, and nothing else. A
 compiled program has a fixed number of slots, so that here the budget is a bound: the tokens with the fewest votes leave
 when it is full, and a token without votes stays as long as nothing needs its slot. A query gives a token the mean of
-what the query group gives. The mean weight is that of the tokens which are cached when the query attends.
+what the query group gives. The mean weight is that of the tokens which are cached when the query attends. The defaults
+of `window` and `recent` were not compared with the paper's text.
 """
 
 from __future__ import annotations

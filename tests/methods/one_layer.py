@@ -49,6 +49,42 @@ def held(entries, row) -> list[list[int]]:
     return [sorted(head[head >= 0].tolist()) for head in np.asarray(entries[0].positions[row])]
 
 
+def assert_follows(policy, literal, lengths, prompt, q, k, v):
+    """Reads prompts and steps through the other tokens, and asserts that heads hold what literal heads hold.
+
+    Args:
+        policy: with a budget of a fixed number of entries, which evicts while decoding.
+        literal: [B][H] heads of one text. Each has `keys` by position, `see(position, q, k)` for the next token with
+            the queries of the group, and `evict(now, count)`, which drops nothing if count is not positive.
+        lengths: of the prompts, which are padded on the left to `prompt` tokens.
+        q, k, v: of prompts and steps.
+    """
+    budget, group = policy.budget.entries, q.shape[1] // k.shape[1]
+    heads = list(np.ndindex(len(lengths), k.shape[1]))
+    _, entries = read(policy, lengths, prompt, q, k, v)
+
+    def see(row, h, position, at):
+        literal[row][h].see(position, q[row, h * group : (h + 1) * group, at], k[row, h, at])
+
+    def assert_same():
+        for row, own in enumerate(literal):
+            assert held(entries, row) == [sorted(head.keys) for head in own]
+
+    for row, h in heads:
+        for p in range(lengths[row]):
+            see(row, h, p, prompt - lengths[row] + p)
+        literal[row][h].evict(lengths[row], lengths[row] - budget)
+    assert_same()
+    for t in range(q.shape[2] - prompt):
+        for row, h in heads:
+            if len(literal[row][h].keys) >= budget:
+                literal[row][h].evict(lengths[row] + t, policy.every)
+            see(row, h, lengths[row] + t, prompt + t)
+        at = slice(prompt + t, prompt + t + 1)
+        _, entries = step(policy, lengths + t, entries, q[:, :, at], k[:, :, at], v[:, :, at])
+        assert_same()
+
+
 def random_streams(seed, rows, kv_heads, group, tokens, dim=8):
     """q [B, Hq, T, D], k and v [B, H, T, D] from a normal distribution."""
     rng = np.random.default_rng(seed)

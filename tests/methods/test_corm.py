@@ -53,28 +53,7 @@ def test_is_the_literal_count(group, window, every):
     policy = parse(f"corm:budget={BUDGET},window={window},recent={RECENT},every={every}")
     q, k, v = one_layer.random_streams(group, 3, heads, group, size + steps)
     literal = [[Head(window) for _ in range(heads)] for _ in lengths]
-    _, entries = one_layer.read(policy, lengths, size, q, k, v)
-
-    def see(row, h, position, at):
-        literal[row][h].see(position, q[row, h * group : (h + 1) * group, at], k[row, h, at])
-
-    def assert_same():
-        for row, own in enumerate(literal):
-            assert one_layer.held(entries, row) == [sorted(head.keys) for head in own]
-
-    for row, h in np.ndindex(len(lengths), heads):
-        for p in range(lengths[row]):
-            see(row, h, p, size - lengths[row] + p)
-        literal[row][h].evict(lengths[row], lengths[row] - BUDGET)
-    assert_same()
-    for t in range(steps):
-        for row, h in np.ndindex(len(lengths), heads):
-            if len(literal[row][h].keys) >= BUDGET:
-                literal[row][h].evict(lengths[row] + t, every)
-            see(row, h, lengths[row] + t, size + t)
-        at = slice(size + t, size + t + 1)
-        _, entries = one_layer.step(policy, lengths + t, entries, q[:, :, at], k[:, :, at], v[:, :, at])
-        assert_same()
+    one_layer.assert_follows(policy, literal, lengths, size, q, k, v)
     assert min(head.closest for own in literal for head in own) > 1e-5
 
 

@@ -25,41 +25,33 @@ def test_old_tokens_have_no_advantage():
         assert held == sorted([0, *sorted(range(1, 28), key=lambda p: -means[p])[:9], 28, 29])
 
 
+class Head:
+    """One kv head with its query heads: the keys it holds, and the sum of the weights that each has received."""
+
+    def __init__(self):
+        self.keys, self.sums = {}, {}
+
+    def see(self, position, q, k):
+        self.keys[position] = rotated(k, position, 1e4)
+        queries = rotated(q, position, 1e4)
+        weights = softmax(queries @ np.stack(list(self.keys.values())).T / np.sqrt(k.shape[-1])).mean(axis=0)
+        for token, weight in zip(self.keys, weights, strict=True):
+            self.sums[token] = self.sums.get(token, 0) + weight
+
+    def evict(self, now, count):
+        ranked = sorted((p for p in self.keys if p < now - 1), key=lambda p: self.sums[p] / (now - p))
+        for p in ranked[: max(count, 0)]:
+            del self.keys[p], self.sums[p]
+
+
 @pytest.mark.slow
 def test_steps_evict_the_smallest_mean():
     """Rows of different lengths, two heads of three query heads each, one eviction in each of 12 steps."""
     heads, group, size, steps, lengths = 2, 3, 16, 12, np.array([16, 9, 3])
     policy = parse("observed_attention:budget=8,recent=1,every=1")
     q, k, v = one_layer.random_streams(5, 3, heads, group, size + steps)
-    _, entries = one_layer.read(policy, lengths, size, q, k, v)
-    sums = [[{} for _ in range(heads)] for _ in lengths]
-    keys = [[{} for _ in range(heads)] for _ in lengths]
-
-    def see(row, h, p, at):
-        own = keys[row][h]
-        own[p] = rotated(k[row, h, at], p, 1e4)
-        queries = rotated(q[row, h * group : (h + 1) * group, at], p, 1e4)
-        weights = softmax(queries @ np.stack(list(own.values())).T / np.sqrt(8)).mean(axis=0)
-        for token, weight in zip(own, weights, strict=True):
-            sums[row][h][token] = sums[row][h].get(token, 0) + weight
-
-    def evict(row, h, now, count):
-        ranked = sorted((p for p in keys[row][h] if p < now - 1), key=lambda p: sums[row][h][p] / (now - p))
-        for p in ranked[: max(count, 0)]:
-            del keys[row][h][p], sums[row][h][p]
-
-    for row, h in np.ndindex(3, heads):
-        for p in range(lengths[row]):
-            see(row, h, p, size - lengths[row] + p)
-        evict(row, h, lengths[row], lengths[row] - 8)
-    for t in range(steps):
-        for row, h in np.ndindex(3, heads):
-            evict(row, h, lengths[row] + t, len(keys[row][h]) - 7)
-            see(row, h, lengths[row] + t, size + t)
-        at = slice(size + t, size + t + 1)
-        _, entries = one_layer.step(policy, lengths + t, entries, q[:, :, at], k[:, :, at], v[:, :, at])
-        for row in range(3):
-            assert one_layer.held(entries, row) == [sorted(own) for own in keys[row]]
+    literal = [[Head() for _ in range(heads)] for _ in lengths]
+    one_layer.assert_follows(policy, literal, lengths, size, q, k, v)
 
 
 def test_a_sliding_window_counts_its_queries_only():
