@@ -24,6 +24,7 @@ from kvjax.pallas_kernels import capped
 from kvjax.policy import Effects, Keep, Merge, Moment, Policy, check_kind, check_number
 
 from .common.matrices import solve_positive
+from .common.own_positions import check_own_positions
 from .common.query_sample import QuerySample, sample_of
 from .registry import preset
 from .snapkv import snapkv
@@ -75,11 +76,7 @@ class FittedEntries(Merge):
                 f"FittedEntries asks a sample of queries, and {type(policy.score).__name__} takes none; expected a "
                 "score within QuerySample"
             )
-        if policy.positions != "original":
-            raise ValueError(
-                "FittedEntries asks cached keys with queries at the next position; it cannot be combined with "
-                f"positions={policy.positions!r}"
-            )
+        check_own_positions(policy, "FittedEntries asks cached keys with queries at the next position")
 
     def compress(
         self,

@@ -31,7 +31,7 @@ from kvjax.policy import (
 
 from .common.budgets import budget_of
 from .common.drop import Drop
-from .common.query_bits import check_rotation
+from .common.own_positions import check_first_rotation
 from .common.top_tokens import TopTokens
 from .registry import preset
 
@@ -69,7 +69,7 @@ class RobustAttention(Score):
         return Needs(received=Received(Reduction(), stepwise=True), queries="rotated", by_count=True)
 
     def check(self, policy: Policy) -> None:
-        check_rotation(type(self).__name__, policy)
+        check_first_rotation(type(self).__name__, policy)
         if policy.select.compares == "means":
             raise ValueError(
                 "RobustAttention scores entries with large deviations above all others, and "

@@ -27,6 +27,7 @@ from kvjax.policy import (
 from .common import query_bits
 from .common.budgets import budget_of
 from .common.drop import Drop
+from .common.own_positions import check_first_rotation
 from .common.top_tokens import TopTokens
 from .registry import preset
 
@@ -54,7 +55,7 @@ class Neglect(Score):
         return replace(query_bits.NEEDS, signed=True)
 
     def check(self, policy: Policy) -> None:
-        query_bits.check_rotation(type(self).__name__, policy)
+        check_first_rotation(type(self).__name__, policy)
 
     def init(self, shape: LayerShape, slots: int) -> tuple[UInt32[Array, "B H window/32 S"], None]:
         return query_bits.no_bits(shape, slots, self.window), None

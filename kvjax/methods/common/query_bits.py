@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kvjax.cache import Slots
 from kvjax.pallas_kernels import Reduction, window_scores
-from kvjax.policy import Attended, LayerShape, Needs, Policy, Received
+from kvjax.policy import Attended, LayerShape, Needs, Received
 
 WORD = 32  # bits of state per number
 MEAN = Reduction(rows="sum", group="mean")
@@ -82,16 +82,3 @@ def _note(
     own = (jnp.arange(bits.shape[2])[:, None] == index // WORD) & (at >= 0)[..., None]
     bit = jnp.where(own, jnp.uint32(1) << (index % WORD).astype(jnp.uint32), jnp.uint32(0))
     return (bits & ~bit) | jnp.where(new[:, :, None], bit, jnp.uint32(0)), weights
-
-
-def check_rotation(name: str, policy: Policy) -> None:
-    """Raises ValueError if a policy rotates keys anew, after the queries of a prompt have met them.
-
-    Args:
-        name: of the score.
-    """
-    if policy.positions != "original":
-        raise ValueError(
-            f"{name} scores the prompt's keys as they were rotated when they came in; it cannot be combined with "
-            f"positions={policy.positions!r}"
-        )
