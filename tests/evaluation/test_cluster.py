@@ -40,11 +40,12 @@ def cluster() -> Iterator[ModuleType]:
 
 
 def until(there: Callable[[], bool]) -> None:
-    for _ in range(1200):
+    """Waits for minutes: Ray's workers have a low priority, and beside other tests they start slowly."""
+    for _ in range(12_000):
         if there():
             return
         time.sleep(0.05)
-    raise AssertionError("it took more than a minute")
+    raise AssertionError("it took more than ten minutes")
 
 
 def mortal(folder: Path) -> Callable[[RunPlan], Any]:
@@ -68,7 +69,7 @@ def mortal(folder: Path) -> Callable[[RunPlan], Any]:
                 until(lambda: len(kills(folder)) >= min(calls, KILLS))
             elif len(kills(folder)) < KILLS and len(list(folder.glob(f"victim-{name(batch)}-*"))) < TRIES - 1:
                 (folder / f"victim-{name(batch)}-{os.getpid()}").touch()
-                time.sleep(60)
+                until(lambda: (folder / "over").exists())
             return right(batch, policies)
 
         return ask
@@ -88,12 +89,20 @@ def kills(folder: Path) -> list[Path]:
 
 def kill_victims(folder: Path) -> None:
     """Kills every worker that waits for it, five times."""
-    for count in range(KILLS):
-        until(lambda: len(list(folder.glob("victim-*"))) > count)  # noqa: B023
-        dead = {path.name.rpartition("-")[2] for path in kills(folder)}
-        (victim,) = {path.name.rpartition("-")[2] for path in folder.glob("victim-*")} - dead
-        os.kill(int(victim), signal.SIGKILL)
-        (folder / f"killed-{victim}").touch()
+    try:
+        for count in range(KILLS):
+            kill_one(folder, count)
+    finally:
+        (folder / "over").touch()
+
+
+def kill_one(folder: Path, count: int) -> None:
+    """Kills the worker that waits for it after `count` others."""
+    until(lambda: len(list(folder.glob("victim-*"))) > count)
+    dead = {path.name.rpartition("-")[2] for path in kills(folder)}
+    (victim,) = {path.name.rpartition("-")[2] for path in folder.glob("victim-*")} - dead
+    os.kill(int(victim), signal.SIGKILL)
+    (folder / f"killed-{victim}").touch()
 
 
 @pytest.mark.slow
