@@ -155,7 +155,6 @@ def kvjax_side(folder: Path, machine: Machine) -> Measure:
 def peer_side(folder: Path, machine: Machine) -> Measure:
     import contextlib
 
-    import kvpress
     import numpy as np
     import torch
     from transformers import AutoModelForCausalLM
@@ -185,6 +184,8 @@ def peer_side(folder: Path, machine: Machine) -> Measure:
         prompt, new, clock = prompts[: request["batch"], : request["prompt"]], request["new"], Clock()
         press: contextlib.AbstractContextManager = contextlib.nullcontext()
         if request["name"] == "snapkv":
+            import kvpress
+
             press = kvpress.SnapKVPress(1 - SHARE, window_size=WINDOW)(model)
         with press:
             out = model.generate(

@@ -16,6 +16,10 @@ time and in the processor time of this process, which other work on the machine 
 With `--refill`, it measures one policy on answers of very different lengths: draws at a temperature of 5 end after one
 token or after hundreds. Rows that are refilled and padded batches take turns and must give the same answers. A line per
 turn has the wall-clock and processor seconds of both, and the last one the ratios.
+
+    python scripts/bench_eval.py --refill --model MODEL --data DATA --task ruler/niah_single_2 --temperature 1.2 ...
+
+measures them on another model and task, as `kvjax eval` takes them.
 """
 
 from __future__ import annotations
@@ -150,17 +154,24 @@ def main() -> None:
     parser.add_argument("--prefill", action="store_true", help="measure the shared prefill of twelve presets")
     parser.add_argument("--refill", action="store_true", help="measure rows that are refilled on one policy")
     parser.add_argument("--new-tokens", type=int, default=512, help="most tokens of an answer for --refill")
+    parser.add_argument("--model", default="demo", help="for --refill")
+    parser.add_argument("--data", help="the folder of the texts, for --refill")
+    parser.add_argument("--task", default="demo/needle", help="for --refill")
+    parser.add_argument("--temperature", type=float, default=5.0, help="of the draws, for --refill")
     parser.add_argument("--layers", type=int, default=CPU.layers, help="layers of the model for --prefill")
     args = parser.parse_args()
     if args.prefill:
         shared_prefill(args.length, args.budgets, args.repeats, args.layers)
         return
-    tasks = [{"name": "demo/needle" if args.refill else "demo/*", "lengths": [args.length]}]
-    grid = Grid.of({"tasks": tasks, "limit": args.examples, "policies": [args.policy], "budgets": args.budgets})
+    tasks = [{"name": args.task if args.refill else "demo/*", "lengths": [args.length]}]
+    source = {"model": args.model, "data": args.data} if args.refill else {}
+    grid = Grid.of(
+        {"tasks": tasks, "limit": args.examples, "policies": [args.policy], "budgets": args.budgets} | source
+    )
     params, tokenizer = load_model(grid)
     items = [item for item in read_items(grid, tokenizer, params.config.max_positions) if isinstance(item, Item)]
     if args.refill:
-        sampled = Asker(params, tokenizer, Sampler(temperature=5.0))
+        sampled = Asker(params, tokenizer, Sampler(temperature=args.temperature))
         made = readings([replace(item, new_tokens=args.new_tokens) for item in items], "before")
         policy = kvjax.policies.parse(args.policy.format(budget=args.budgets[0]))
         refilled(sampled, batches(made, lambda _: args.batch), policy, args.repeats)

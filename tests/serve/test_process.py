@@ -15,11 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 import kvjax
 from kvjax.models import Decoder
 from tests.cli.commands import kv
+from tests.processes import free_port
 from tests.serve.serving import POLICY
 
 pytestmark = pytest.mark.slow
@@ -35,20 +37,31 @@ def folder(shallow: Decoder, talker: Any, tmp_path_factory: pytest.TempPathFacto
 
 
 @contextmanager
-def served(folder: str, *options: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A running server and its port."""
+def started(folder: str, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """A process of a server, with one device."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_NUM_CPU_DEVICES": "1"}
     with subprocess.Popen([*SERVE, folder, *SIZES, *options], env=environment, stderr=subprocess.PIPE, text=True) as it:
         try:
-            assert it.stderr is not None
-            found = None
-            while found is None:
-                line = it.stderr.readline()
-                assert line, "the server has ended"
-                found = re.search(r"http://127.0.0.1:(\d+)/v1", line)
-            yield it, int(found[1])
+            yield it
         finally:
             it.kill()
+
+
+def said(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
+    """Waits for a line of a process, and returns what of it matches."""
+    assert process.stderr is not None
+    while True:
+        line = process.stderr.readline()
+        assert line, "the process has ended"
+        if found := re.search(pattern, line):
+            return found
+
+
+@contextmanager
+def served(folder: str, *options: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A running server and its port."""
+    with started(folder, *options) as process:
+        yield process, int(said(process, r"http://127.0.0.1:(\d+)/v1")[1])
 
 
 def ask(port: int, tokens: int) -> socket.socket:
@@ -88,8 +101,28 @@ def test_sigterm_finishes_what_runs(folder: str) -> None:
         assert process.wait(timeout=30) == 0
 
 
+def test_two_processes_serve_one_model(folder: str, shallow: Decoder, talker: Any) -> None:
+    """Requests go to process 0, whose end is that of both."""
+    mesh = ("--mesh", "1x2", "--coordinator", f"localhost:{free_port()}", "--processes", "2")
+    with (
+        started(folder, *mesh, "--process", "1") as follower,
+        served(folder, *mesh, "--process", "0") as (leader, port),
+    ):
+        said(follower, "follows process 0 as process 1")
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60) as client:
+            options = {"temperature": 0.0, "max_tokens": 20, "extra_body": {"ignore_eos": True}}
+            found = [client.completions.create(model="tiny", prompt=text, **options) for text in ("ba", "bo ba")]
+        for process in (follower, leader):  # the follower has no end of its own
+            process.send_signal(signal.SIGTERM)
+        assert leader.wait(timeout=60) == follower.wait(timeout=60) == 0
+    texts = [one.choices[0].text for one in found]
+    alone = kvjax.generate(shallow, ["ba", "bo ba"], policy=POLICY, tokenizer=talker, max_new_tokens=20, eos=())
+    assert texts == alone.text
+    assert all(texts)
+
+
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "problem"),
     [
         (["--rows", "0"], "rows=0"),
         (["--host", "203.0.113.7"], "expected a free port of an address of this machine"),
@@ -104,11 +137,13 @@ def test_sigterm_finishes_what_runs(folder: str) -> None:
         (["--coordinator", "localhost:1", "--processes", "2", "--process", "2"], "an index below --processes 2"),
     ],
 )
-def test_options_that_do_not_fit(folder: str, options: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_do_not_fit(
+    folder: str, options: list[str], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")
     status, _, stderr = kv("serve", folder, *SIZES, *options)
     assert status == 2
-    assert said in stderr
+    assert problem in stderr
     assert len(stderr.splitlines()) == 1
 
 
