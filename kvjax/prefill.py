@@ -11,6 +11,7 @@ from kvjax.allocate import allocated, check_one_call, replayed
 from kvjax.clock import Clock
 from kvjax.extend import jitted_read, jitted_step, read
 from kvjax.kv_cache import KVCache
+from kvjax.layerwise import pays, read_by_layers
 from kvjax.models import Decoder
 from kvjax.policy import Texts
 from kvjax.programs import jit
@@ -69,7 +70,10 @@ def read_prompt(
     last = plan_read(
         cache, occupied, new=chunk, room=0 if end.allocate else room, compress=end.compress, final=end.final
     )
-    logits, cache = run(jitted_read, params, cache, part, part_lengths, plan=last)
+    if pays(params, cache, last):
+        logits, cache = read_by_layers(params, cache, part, part_lengths, plan=last, run=run)
+    else:
+        logits, cache = run(jitted_read, params, cache, part, part_lengths, plan=last)
     if end.allocate:
         cache = replayed(params, cache, put(prompt[0]), put(prompt[1]), texts, run)
         cache = allocated(params, cache, room, begins, run)

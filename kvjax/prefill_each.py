@@ -14,12 +14,13 @@ from kvjax.cache import Entries, Layers, bucket
 from kvjax.checks import LARGEST, check_params, check_type
 from kvjax.clock import Clock
 from kvjax.kv_cache import KVCache, check_groups
+from kvjax.layerwise import read_layers
 from kvjax.models import Decoder
 from kvjax.modes import own_modes
 from kvjax.parts import Drop, Fixed, TopTokens
 from kvjax.policy import Policy, Score, Texts, Together
 from kvjax.prompts import Prompt
-from kvjax.read_each import End, read_layers, read_to_end, under
+from kvjax.read_each import End, read_to_end, under
 from kvjax.request import Request, as_policy, texts_of
 from kvjax.room import grown, occupied_slots, plan_read
 from kvjax.sharding import MODEL, fetch, mesh_of
@@ -231,7 +232,7 @@ class _Reading:
         for tokens, lengths in chunks:
             tokens, lengths = map(cache.put_rows, (tokens, lengths))
             layers = read_layers(self.params, cache, tokens, lengths, plan=plan, run=self._run)
-            cache = replace(cache, entries=Layers(tuple(layers)), length=cache.length + lengths)
+            cache = replace(cache, entries=Layers(tuple(held for _, held in layers)), length=cache.length + lengths)
         return cache
 
     def _end(self, policy: Policy, cache: KVCache, lengths: Int[np.ndarray, "B"], new: int) -> End:

@@ -1,31 +1,27 @@
-"""Reading a prompt layer by layer: all layers of a kind share one program, and each is compressed under many policies.
-
-The programs of a deep model are therefore those of a shallow one, and a layer is forgotten before the next one is read.
-"""
+"""The end of a prompt that is read for many policies: each layer that has been read is compressed under all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kvjax.allocate import Run
-from kvjax.attend import ReadPlan, expired, finished, met_keys, over_heads, over_layers, reading
+from kvjax.attend import expired, finished, met_keys, over_layers
 from kvjax.cache import Layers, Slots
 from kvjax.heads import Heads
 from kvjax.kv_cache import KVCache
-from kvjax.mix import over_experts
-from kvjax.models import AttentionLayer, Decoder, embedded
+from kvjax.layerwise import facts_of, read_layers
+from kvjax.models import AttentionLayer, Decoder
 from kvjax.policy import LayerShape, Moment, Policy, Together
 from kvjax.programs import jit
-from kvjax.sharding import fetch, rows_sharding
+from kvjax.sharding import fetch
 
 MOST = 18  # ends that one program computes; the time to compile a program grows faster than its length
 
@@ -67,41 +63,6 @@ class End:
         return replace(self, kept=(self.kept[i],), slots=(self.slots[i],))
 
 
-def read_layers(
-    params: Decoder,
-    cache: KVCache,
-    tokens: Int[Array, "B N"],
-    lengths: Int[Array, "B"],
-    *,
-    plan: ReadPlan | None,
-    run: Run,
-) -> Iterator[Slots]:
-    """Each layer of a cache after it has been extended by up to N tokens per row.
-
-    Args:
-        cache: read under the policy of `kvjax.prefill_each.reading_policy`.
-        tokens: right-aligned, on the devices of the cache.
-        plan: as `reading` takes it.
-    """
-    scale = params.config.embedding_scale
-    x, rows = run(_begin, params.embed, cache.length, tokens, lengths, scale=scale, mesh=cache.mesh)
-    for i, (layer, record) in enumerate(zip(params.layers, params.attention_layers, strict=True)):
-        own = None if plan is None else ReadPlan((plan.slots[i],), (plan.kept[i],), plan.final)
-        x, held = run(
-            _read_layer,
-            layer,
-            i,
-            x,
-            cache.entries.layer(i, 0),
-            rows | {"rope": cache.rope},
-            facts=_facts(record),
-            policy=cache.policy,
-            plan=own,
-            mesh=cache.mesh,
-        )
-        yield held
-
-
 def read_to_end(
     params: Decoder,
     cache: KVCache,
@@ -125,7 +86,7 @@ def read_to_end(
     rows = {"next_position": cache.put_rows(length), "rope": cache.rope}
     found: dict[End, list[Slots]] = {end: [] for end in ends}
     read = read_layers(params, cache, cache.put_rows(tokens), cache.put_rows(lengths), plan=None, run=run)
-    for i, (record, held) in enumerate(zip(params.attention_layers, read, strict=True)):
+    for i, (record, (_, held)) in enumerate(zip(params.attention_layers, read, strict=True)):
         for group, wide in groups:
             capacities = np.stack([end.policy.capacity(i, length, len(cache.entries)) for end in group], axis=1)
             compressed = run(
@@ -134,7 +95,7 @@ def read_to_end(
                 i,
                 held,
                 rows | {"capacities": cache.put_rows(capacities)},
-                facts=_facts(record),
+                facts=facts_of(record),
                 together=together,
                 ends=tuple(end.of_layer(i) for end in wide),
                 mesh=cache.mesh,
@@ -154,50 +115,6 @@ def _groups(ends: Sequence[End]) -> list[tuple[list[End], list[End]]]:
     alike, others = ([pair for pair in pairs if pair[1].alike is same] for same in (True, False))
     groups = [alike[i : i + MOST] for i in range(0, len(alike), MOST)] + [[pair] for pair in others]
     return [([end for end, _ in group], [wide for _, wide in group]) for group in groups]
-
-
-def _facts(record: AttentionLayer) -> AttentionLayer:
-    """What layers of a kind have in common; static."""
-    nothing: Any = None
-    return replace(record, index=0, output=nothing, sinks=None, alone=True)
-
-
-@partial(jit, static_argnames=("scale", "mesh"))
-def _begin(
-    embed: Any,
-    length: Int[Array, "B"],
-    tokens: Int[Array, "B N"],
-    lengths: Int[Array, "B"],
-    *,
-    scale: float,
-    mesh: Mesh | None,
-) -> tuple[Float[Array, "B N E"], dict[str, Array]]:
-    """The first hidden states of tokens that extend rows of a length, and what attention has to know of them."""
-    behind = jnp.arange(tokens.shape[1] - 1, -1, -1)
-    next_position = length + lengths
-    positions = jnp.where(behind < lengths[:, None], next_position[:, None] - 1 - behind, -1)
-    rows = {"positions": positions, "lengths": lengths, "next_position": next_position}
-    return _in_rows(embedded(embed, tokens, scale), mesh), rows
-
-
-@partial(jit, static_argnames=("facts", "policy", "plan", "mesh"), donate_argnames="x")
-def _read_layer(
-    layer: Any,
-    index: Int[Array, ""],
-    x: Float[Array, "B N E"],
-    entries: Slots,
-    rows: dict[str, Any],
-    *,
-    facts: AttentionLayer,
-    policy: Policy,
-    plan: ReadPlan | None,
-    mesh: Mesh | None,
-) -> tuple[Float[Array, "B N E"], Slots]:
-    """The hidden states behind a layer, and its entries."""
-    record = replace(facts, index=index, **layer.attention.weights)
-    attend = over_heads(mesh, partial(reading, policy, plan=plan), **rows)
-    x, after = layer(x, record, attend, Layers((entries,)), over_experts(mesh))
-    return _in_rows(x, mesh), after.each[0]
 
 
 @partial(jit, static_argnames=("facts", "together", "ends", "mesh"))
@@ -258,7 +175,3 @@ def under(policy: Policy, entries: Slots, *, capacity: Int[Array, "B H"], mergin
 def _trimmed(layers: Layers, *, slots: tuple[int, ...]) -> Layers:
     """The layers without the slots that they have because another layer has them."""
     return Layers(tuple(layer.trim(most) for layer, most in zip(layers, slots, strict=True)))
-
-
-def _in_rows(x: Float[Array, "B N E"], mesh: Mesh | None) -> Float[Array, "B N E"]:
-    return x if mesh is None else jax.lax.with_sharding_constraint(x, rows_sharding(mesh))

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ from tests.serve.serving import POLICY
 pytestmark = pytest.mark.slow
 SERVE = [sys.executable, "-c", "from kvjax_command import main; main()", "serve"]
 SIZES = ["--policy", POLICY, "--rows", "2", "--max-prompt", "16", "--max-new-tokens", "1500", "--port", "0"]
+
+
+ENDLESS = {"ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +114,10 @@ def test_two_processes_serve_one_model(folder: str, shallow: Decoder, talker: An
     ):
         said(follower, "follows process 0 as process 1")
         with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60) as client:
-            options = {"temperature": 0.0, "max_tokens": 20, "extra_body": {"ignore_eos": True}}
-            found = [client.completions.create(model="tiny", prompt=text, **options) for text in ("ba", "bo ba")]
+            greedily = partial(
+                client.completions.create, model="tiny", temperature=0, max_tokens=20, extra_body=ENDLESS
+            )
+            found = [greedily(prompt=text) for text in ("ba", "bo ba")]
         for process in (follower, leader):  # the follower has no end of its own
             process.send_signal(signal.SIGTERM)
         assert leader.wait(timeout=60) == follower.wait(timeout=60) == 0

@@ -1,0 +1,60 @@
+"""Prompts that are read layer by layer have the logits and the caches of one program, bit by bit."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import layerwise
+from kvjax.kv_cache import KVCache
+from kvjax.models import Decoder
+from tests.policy.presets import ALL
+from tests.test_prefill_each import MIXED, assert_same
+from tests.tiny import VOCAB, decoder
+
+ROWS = [np.random.default_rng(b).integers(0, VOCAB, n) for b, n in enumerate((40, 23, 3))]
+TURN = [[5, 6, 7], [8], [9, 10]]
+APART = ("pyramidkv", "d2o", "dense_layers", "simlayerkv", "headkv")  # their layers differ in size
+SEGMENTS = ("dynamickv", "kvcompose")
+
+
+def both_turns(params: Decoder, text: str) -> tuple[KVCache, KVCache, list[Any]]:
+    """The caches after a prompt and after another turn, and the answers to them."""
+    first = kvjax.prefill(params, ROWS, policy=text)
+    answer = kvjax.generate(params, ROWS, policy=text, max_new_tokens=5, log_probs=True)
+    second = kvjax.generate(params, TURN, cache=answer.cache, max_new_tokens=5, log_probs=True)
+    return first, second.cache, [x.tolist() for one in (answer, second) for x in (one.tokens, one.log_probs)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", [*MIXED, *(pytest.param(text, marks=pytest.mark.exhaustive) for text in ALL)])
+def test_it_is_what_one_program_gives(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of different lengths are padded on the left. Half of the layers have a sliding window."""
+    params, by_layers = decoder(windows=(None, 16) * 2), []
+    expected = both_turns(params, text)
+
+    def pays(*given: Any) -> bool:
+        by_layers.append(layerwise.pays(*given))
+        return by_layers[-1]
+
+    monkeypatch.setattr(sys.modules["kvjax.prefill"], "pays", pays)
+    monkeypatch.setattr(layerwise, "DEEP", 2)
+    found = both_turns(params, text)
+    assert_same(found[0], expected[0])
+    assert_same(found[1], expected[1])
+    assert found[2] == expected[2]
+    if text in MIXED:
+        assert by_layers[0] is not any(name in text for name in APART)
+
+
+@pytest.mark.slow
+def test_a_deep_model_compiles_the_programs_of_one_layer(compiled: list[str]) -> None:
+    kvjax.prefill(decoder(windows=(None,) * layerwise.DEEP), ROWS, policy="snapkv:budget=12,window=4")
+    assert [name for name in compiled if "read" in name] == ["jit(_read_layer)"]
+    compiled.clear()
+    kvjax.prefill(decoder(windows=(None,) * (layerwise.DEEP - 1)), ROWS, policy="snapkv:budget=12,window=4")
+    assert [name for name in compiled if "read" in name] == ["jit(read)"]
