@@ -14,6 +14,7 @@ for kvjax mostly compilation. Tokens per second are those of all rows together. 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -153,8 +154,6 @@ def kvjax_side(folder: Path, machine: Machine) -> Measure:
 
 
 def peer_side(folder: Path, machine: Machine) -> Measure:
-    import contextlib
-
     import numpy as np
     import torch
     from transformers import AutoModelForCausalLM
