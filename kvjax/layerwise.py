@@ -30,7 +30,7 @@ DEEP = 8  # layers per kind, from which on a prompt is read layer by layer
 
 
 def pays(params: Decoder, cache: KVCache, plan: ReadPlan) -> bool:
-    """Whether `read_by_layers` is ready sooner than `kvjax.extend.read`: on one CPU, if many layers are alike.
+    """Whether `read_by_layers` compiles faster than `kvjax.extend.read`: on one CPU, if many layers are alike.
 
     XLA compiles each of the equal layers of one program. On accelerators a prompt stays one program, which the host
     starts once.
@@ -52,7 +52,7 @@ def read_by_layers(
     plan: ReadPlan,
     run: Run,
 ) -> tuple[Float[Array, "B V"], KVCache]:
-    """What `kvjax.extend.read` returns for a cache of one device."""
+    """What `kvjax.extend.read` returns for a cache of one device. Arguments are those of `read_layers`."""
     found = list(read_layers(params, cache, tokens, lengths, plan=plan, run=run))
     logits = run(_logits, params, found[-1][0])
     entries, length = Layers(tuple(held for _, held in found)), cache.length + lengths
@@ -68,12 +68,11 @@ def read_layers(
     plan: ReadPlan | None,
     run: Run,
 ) -> Iterator[tuple[Float[Array, "B N E"], Slots]]:
-    """Each layer of a cache after it has been extended by up to N tokens per row.
+    """The hidden states behind each layer, and its entries after up to N tokens per row have been appended.
 
-    The hidden states behind the layer come with it. They are given away when the next layer is read.
+    The hidden states are donated to the next layer when it is read.
 
     Args:
-        cache: read under the policy of `kvjax.prefill_each.reading_policy`.
         tokens: right-aligned, on the devices of the cache.
         plan: as `reading` takes it.
     """

@@ -28,8 +28,6 @@ from tests.serve.serving import POLICY
 pytestmark = pytest.mark.slow
 SERVE = [sys.executable, "-c", "from kvjax_command import main; main()", "serve"]
 SIZES = ["--policy", POLICY, "--rows", "2", "--max-prompt", "16", "--max-new-tokens", "1500", "--port", "0"]
-
-
 ENDLESS = {"ignore_eos": True}
 
 
