@@ -156,6 +156,7 @@ DEFAULTS = {
         "every": 1,
     },
     "lagkv": {"budget": 1024, "sinks": 4, "lag": 128, "cross": False, "every": None},
+    "lazyeviction": {"budget": 1024, "window": 175, "alpha": 1e-4},
     "leverage_score": {"budget": 1024, "sketch": 48, "seed": 0, "sinks": 0, "recent": 0},
     "morphkv": {
         "budget": 2048,
