@@ -73,6 +73,7 @@ from kvjax.parts import (
     SquaredNorms,
     StochasticAttention,
     TaskAttention,
+    ThresholdShares,
     TopTokens,
     UniformShares,
     ValueCapacity,
@@ -141,6 +142,7 @@ ALLOCATED = (
     UniformShares(Fixed(12)),
     LazyLayers(Fixed(12), 6, 0.5),
     RecoveringHeads(Fixed(12), 0.8, groups=2),
+    ThresholdShares(Fixed(12), 0.05, groups=2),
     ImportanceShares(Fixed(12), ((0.1, 0.5, 0.2, 0.35), (0.3, 0.05, 0.15, 0.25)), groups=2),
     GatedShares(Fixed(12), full=((True, False, False, False), (False, True, False, True))),
 )
@@ -173,11 +175,9 @@ def refused(score: Score, budget: Any, select: Any, merge: Merge, every: int | N
     accumulates = type(score) in (AccumulatedAttention, NoisyAttention, QueryHeadAttention, QuerySample)
     keeps = WindowAttention | FoldedWindow | JointImportance | NonCausalAttention | LeveragedAttention | QuerySample
     window = isinstance(score, keeps | GlobalAttention | StochasticAttention | LazyAttention)
+    by_head = GlobalShares | AdaptiveShares | GatedShares | ImportanceShares | RecoveringHeads | ThresholdShares
     return (
-        (
-            isinstance(score, LastAttention)
-            and isinstance(budget, GlobalShares | AdaptiveShares | GatedShares | ImportanceShares | RecoveringHeads)
-        )
+        (isinstance(score, LastAttention) and isinstance(budget, by_head))
         or (isinstance(budget, RecoveringHeads) and not isinstance(score, AttentionClasses))
         or (isinstance(score, Reconstruction | TaskAttention) and every is not None)
         or (isinstance(score, Ladder) and every not in (None, 1))

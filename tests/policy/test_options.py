@@ -50,6 +50,7 @@ DEFAULTS = {
         "merge.alpha": 0.5,
         "merge.beta": 0.5,
     },
+    "dms": {"threshold": -0.5, "window": 128, "budget": 1.0, "groups": 1},
     "duo_attention": {"gates": "demo", "sparsity": 0.5, "sinks": 128, "recent": 256, "every": 1, "groups": 1},
     "dynamickv": {
         "budget": 1024,
