@@ -166,7 +166,7 @@ def _compressing(budget: Budget, instructed: bool) -> tuple[str, ...]:
                 policy = policies.parse(text)
             except ValueError:  # the preset has no such option, or the budget is smaller than its window
                 continue
-            if policy.every is None and name not in ("simlayerkv", "fastgen", "quantize", "headkv"):
+            if policy.every is None and name not in ("simlayerkv", "fastgen", "dms", "quantize", "headkv"):
                 found.append(text)
                 break
     return tuple(found)

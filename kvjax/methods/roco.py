@@ -7,16 +7,15 @@ code exempts int(`exempt` * b) + 1 of b + 1 entries, here it is the share of the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Slots, mark
-from kvjax.pallas_kernels import Reduction, capped, top_tokens, visible
-from kvjax.pallas_kernels.arrays import pad
+from kvjax.pallas_kernels import top_tokens
 from kvjax.policy import (
     Attended,
     LayerShape,
@@ -24,18 +23,17 @@ from kvjax.policy import (
     Needs,
     Policy,
     Protect,
-    Received,
     Score,
     check_number,
 )
 
+from .common import group_weights
 from .common.budgets import budget_of
 from .common.drop import Drop
 from .common.own_positions import check_first_rotation
 from .common.top_tokens import TopTokens
 from .registry import preset
 
-ROWS = 64  # queries that are scored at once
 ABOVE = 2.0  # beyond any mean of weights
 
 
@@ -66,7 +64,7 @@ class RobustAttention(Score):
 
     @property
     def needs(self) -> Needs:
-        return Needs(received=Received(Reduction(), stepwise=True), queries="rotated", by_count=True)
+        return replace(group_weights.NEEDS, by_count=True)
 
     def check(self, policy: Policy) -> None:
         check_first_rotation(type(self).__name__, policy)
@@ -81,9 +79,11 @@ class RobustAttention(Score):
         return Moments(none, none), None
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[Moments, None]:
-        new = attended.received
-        found = moments_of(entries, attended) if new is None else Moments(new, new * new)
-        return jax.tree.map(jnp.add, entries.per_slot, found), None
+        def add(moments: Moments, weights: Float[Array, "B H R M"], _: Int[Array, "B R"]) -> Moments:
+            found = Moments(jnp.sum(weights, axis=2), jnp.sum(weights * weights, axis=2))
+            return jax.tree.map(jnp.add, moments, found)
+
+        return group_weights.fold_weights(add, entries.per_slot, entries, attended), None
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         queries = moment.next_position[:, None, None] - entries.positions
@@ -99,32 +99,6 @@ class RobustAttention(Score):
         number = jnp.floor(moment.counts * self.exempt + 1e-4).astype(jnp.int32)
         largest = top_tokens(deviation, entries.positions, number, size=entries.slots)
         return jnp.where(mark(largest, entries.slots), ABOVE + mean, mean)
-
-
-def moments_of(entries: Slots, attended: Attended) -> Moments:
-    """The sums over the queries of a call of the mean weight of each query group, and of its square."""
-    queries, lse = (attended.heads.whole_groups(x) for x in (attended.queries, attended.lse))
-    B, Hq, W, D = queries.shape
-    H, rows = entries.positions.shape[1], min(ROWS, W)
-    of_groups = (B, H, Hq // H, -1, rows)
-    q = pad(queries, -W % rows, axis=2).reshape(*of_groups, D)
-    lse = pad(jnp.where(jnp.isneginf(lse), 0.0, lse), -W % rows, axis=2).reshape(of_groups)
-    t = pad(attended.positions, -W % rows, axis=1, value=-1).reshape(B, -1, rows)
-
-    def add(moments: Moments, block: tuple[Array, Array, Array]) -> tuple[Moments, None]:
-        q, lse, t = block
-        logits = jnp.einsum("BHGRD,BHMD->BHGRM", q, entries.keys, preferred_element_type=jnp.float32)
-        logits = capped(logits * attended.scale, attended.layer.softcap)
-        if entries.bias is not None:
-            logits = logits + entries.bias[:, :, None, None]
-        seen = visible(t, entries.positions, attended.window)[:, :, None]
-        weights = jnp.mean(jnp.exp(jnp.where(seen, logits - lse[..., None], -jnp.inf)), axis=2)
-        found = Moments(jnp.sum(weights, axis=2), jnp.sum(weights * weights, axis=2))
-        return jax.tree.map(jnp.add, moments, found), None
-
-    none = jnp.zeros(entries.positions.shape, jnp.float32)
-    blocks = jnp.moveaxis(q, 3, 0), jnp.moveaxis(lse, 3, 0), jnp.moveaxis(t, 1, 0)
-    return jax.lax.scan(add, Moments(none, none), blocks)[0]
 
 
 @preset

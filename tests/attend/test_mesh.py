@@ -42,10 +42,15 @@ CHOSEN = {
     (2, 4, 2, "compactor:budget=24,chunk=16,sketch=6"),
     (1, 8, 4, "h2o:budget=24,group=max"),
     (1, 8, 4, "keyformer:budget=24,recent=8"),
+    (1, 8, 4, "lazyeviction:budget=24,window=4,alpha=0.04"),
     (8, 1, 2, "tova:budget=24"),
 }
 GROWING = ("full", "kvcompose:budget=24")  # slots and a pool
-ON_SHARED_HEADS = ("h2o:budget=24,group=max", "morphkv:budget=24,window=4,block=2")
+ON_SHARED_HEADS = (
+    "h2o:budget=24,group=max",
+    "morphkv:budget=24,window=4,block=2",
+    "lazyeviction:budget=24,window=4,alpha=0.04",
+)
 SIZES = [(8, 1, 2), (4, 2, 2), (2, 4, 2), (1, 8, 4)]  # data, model, kv heads; the last two share each kv head
 
 

@@ -6,14 +6,20 @@ import pytest
 
 import kvjax
 from kvjax.parts import Reconstruction
-from kvjax.policies import adakv, duo_attention, h2o, headkv, kvzip
+from kvjax.policies import adakv, dms, duo_attention, h2o, headkv, knorm, kvzip
 from tests.attend.meshes import NEW, ROWS, assert_equal, mesh, of_allocation, sharded
 from tests.tiny import decoder
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 
 KV_HEADS, GROUPS = 8, 4  # two kv heads to a group
-LAYERS = {"kvzip": 2, "adakv": 1, "duo_attention": 1, "headkv": 1}  # heads of other layers compete under one of them
+LAYERS = {
+    "kvzip": 2,
+    "adakv": 1,
+    "duo_attention": 1,
+    "headkv": 1,
+    "dms": 2,
+}  # heads of other layers compete under one of them
 GATES = tuple(map(tuple, np.random.default_rng(1).random((1, KV_HEADS)).tolist()))
 
 
@@ -26,13 +32,20 @@ POLICIES = {
     "adakv": adakv(h2o(12), groups=GROUPS),
     "duo_attention": duo_attention(GATES, sinks=2, recent=10, groups=GROUPS),
     "headkv": headkv(12, GATES, window=4, groups=GROUPS),
+    "dms": dms(knorm(), -2.5, window=4, groups=GROUPS),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "data", "model", "kv_heads"),
-    [("kvzip", 1, 8, 4), ("adakv", 2, 4, KV_HEADS), ("duo_attention", 2, 4, KV_HEADS), ("headkv", 2, 4, KV_HEADS)],
+    [
+        ("kvzip", 1, 8, 4),
+        ("adakv", 2, 4, KV_HEADS),
+        ("duo_attention", 2, 4, KV_HEADS),
+        ("headkv", 2, 4, KV_HEADS),
+        ("dms", 2, 4, KV_HEADS),
+    ],
 )
 def test_groups_on_devices_of_their_own_keep_the_same(
     name: str, data: int, model: int, kv_heads: int, compiled: list[str]
@@ -60,7 +73,7 @@ def test_groups_on_devices_of_their_own_keep_the_same(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["kvzip", "adakv", "headkv"])
+@pytest.mark.parametrize("name", ["kvzip", "adakv", "headkv", "dms"])
 def test_the_allocation_communicates_nothing(name: str) -> None:
     assert not of_allocation(sharded(2, 4, KV_HEADS, LAYERS[name]), POLICIES[name]).counts
 
@@ -73,6 +86,7 @@ def test_a_mesh_that_cuts_a_group_is_refused(groups: int) -> None:
         adakv(h2o(12), groups=groups),
         duo_attention(GATES, groups=groups),
         headkv(12, GATES, groups=groups),
+        dms(groups=groups),
     ):
         with pytest.raises(ValueError, match=rf"groups={groups} on a mesh with 4 devices .*expected a multiple of 4"):
             kvjax.generate(params, ROWS, policy=policy)

@@ -66,12 +66,14 @@ from kvjax.parts import (
     Recency,
     Reconstruction,
     RecoveringHeads,
+    RecurrenceInterval,
     Representatives,
     RobustAttention,
     SimilarityMerge,
     SquaredNorms,
     StochasticAttention,
     TaskAttention,
+    ThresholdShares,
     TopTokens,
     UniformShares,
     ValueCapacity,
@@ -118,6 +120,7 @@ SCORES: tuple[Score, ...] = (
     StochasticAttention(4, Pooling("avg", 3), 0.25, 2, 0),
     RobustAttention(0.4),
     Votes(window=8),
+    RecurrenceInterval(0.1),
     Ladder(2, 4, 3, 1),
     AttentionClasses(sinks=2),
     TaskAttention("self"),
@@ -139,6 +142,7 @@ ALLOCATED = (
     UniformShares(Fixed(12)),
     LazyLayers(Fixed(12), 6, 0.5),
     RecoveringHeads(Fixed(12), 0.8, groups=2),
+    ThresholdShares(Fixed(12), 0.05, groups=2),
     ImportanceShares(Fixed(12), ((0.1, 0.5, 0.2, 0.35), (0.3, 0.05, 0.15, 0.25)), groups=2),
     GatedShares(Fixed(12), full=((True, False, False, False), (False, True, False, True))),
 )
@@ -171,11 +175,9 @@ def refused(score: Score, budget: Any, select: Any, merge: Merge, every: int | N
     accumulates = type(score) in (AccumulatedAttention, NoisyAttention, QueryHeadAttention, QuerySample)
     keeps = WindowAttention | FoldedWindow | JointImportance | NonCausalAttention | LeveragedAttention | QuerySample
     window = isinstance(score, keeps | GlobalAttention | StochasticAttention | LazyAttention)
+    by_head = GlobalShares | AdaptiveShares | GatedShares | ImportanceShares | RecoveringHeads | ThresholdShares
     return (
-        (
-            isinstance(score, LastAttention)
-            and isinstance(budget, GlobalShares | AdaptiveShares | GatedShares | ImportanceShares | RecoveringHeads)
-        )
+        (isinstance(score, LastAttention) and isinstance(budget, by_head))
         or (isinstance(budget, RecoveringHeads) and not isinstance(score, AttentionClasses))
         or (isinstance(score, Reconstruction | TaskAttention) and every is not None)
         or (isinstance(score, Ladder) and every not in (None, 1))

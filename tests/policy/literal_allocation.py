@@ -15,6 +15,7 @@ from kvjax.parts import (
     ImportanceShares,
     LazyLayers,
     RecoveringHeads,
+    ThresholdShares,
     UniformShares,
     VarianceShares,
 )
@@ -45,6 +46,9 @@ def allocated(budget: AllocatedBudget, scores: np.ndarray, mean: int, least: int
         counts = by_importance(budget, N, mean, least)
     elif isinstance(budget, RecoveringHeads):
         counts = recovering(budget, scores, mean, least)
+    elif isinstance(budget, ThresholdShares):
+        counts = above(raised.reshape(L, budget.groups, H // budget.groups, N), budget.threshold, mean, least)
+        counts = counts.reshape(L, H)
     elif isinstance(budget, GlobalShares):
         counts = competing(raised.reshape(L, budget.groups, H // budget.groups, N), mean, least).reshape(L, H)
     elif isinstance(budget, CompositeShares):
@@ -72,6 +76,24 @@ def competing(scores: np.ndarray, mean: int, least: int) -> np.ndarray:
             entries += [(np.inf if i < least else x, layer, head) for i, x in enumerate(best)]
         top = sorted(entries, key=lambda entry: (-entry[0], *entry[1:]))[: L * mean * heads]
         for _, layer, head in top:
+            counts[layer, g, head] += 1
+    return counts
+
+
+def above(scores: np.ndarray, threshold: float, mean: int, least: int) -> np.ndarray:
+    """DMS: the counts [L, groups, heads] of the scores that reach the threshold, or of the best of them."""
+    enough = np.where(scores >= threshold, scores, np.nan)
+    order = np.argsort(np.argsort(-scores, axis=-1, kind="stable"), axis=-1, kind="stable")
+    enough = np.where((order < least) & np.isnan(enough), np.inf, enough)
+    totals = scores.shape[0] * scores.shape[2] * mean
+    counts = np.zeros(scores.shape[:3], int)
+    for g in range(scores.shape[1]):
+        entries = [
+            (np.inf if order[layer, g, head, i] < least else x, layer, head)
+            for (layer, head, i), x in np.ndenumerate(enough[:, g])
+            if not np.isnan(x)
+        ]
+        for _, layer, head in sorted(entries, key=lambda entry: (-entry[0], *entry[1:]))[:totals]:
             counts[layer, g, head] += 1
     return counts
 

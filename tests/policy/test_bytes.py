@@ -30,6 +30,7 @@ from kvjax.parts import (
     Quantized,
     QueryHeadAttention,
     QuerySample,
+    RecurrenceInterval,
     RobustAttention,
     SimilarityMerge,
     StochasticAttention,
@@ -82,7 +83,7 @@ def state_numbers(policy: Policy, config) -> tuple[int, int]:
         per_slot += 1
     if isinstance(score, NoisyAttention):
         per_row += heads
-    if isinstance(score, GlobalAttention | RobustAttention):
+    if isinstance(score, GlobalAttention | RecurrenceInterval | RobustAttention):
         per_slot += 2
     if isinstance(score, Neglect | Votes):
         per_slot += -(-score.window // 32)

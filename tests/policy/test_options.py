@@ -50,6 +50,7 @@ DEFAULTS = {
         "merge.alpha": 0.5,
         "merge.beta": 0.5,
     },
+    "dms": {"threshold": -0.5, "window": 128, "budget": 1.0, "groups": 1},
     "duo_attention": {"gates": "demo", "sparsity": 0.5, "sinks": 128, "recent": 256, "every": 1, "groups": 1},
     "dynamickv": {
         "budget": 1024,
@@ -156,6 +157,7 @@ DEFAULTS = {
         "every": 1,
     },
     "lagkv": {"budget": 1024, "sinks": 4, "lag": 128, "cross": False, "every": None},
+    "lazyeviction": {"budget": 1024, "window": 175, "alpha": 1e-4},
     "leverage_score": {"budget": 1024, "sketch": 48, "seed": 0, "sinks": 0, "recent": 0},
     "morphkv": {
         "budget": 2048,
