@@ -48,6 +48,7 @@ def random_gates(layers: int, kv_heads: int, group: int) -> tuple[Gates, ...]:
     rng = np.random.default_rng(1)
     sizes: dict[str, dict[str, int | None]] = {
         "kvzap": {"input_dim": 32, "output_dim": kv_heads, "hidden_dim": 5},
+        "fastkvzip": {"input_dim": 32, "nhead": kv_heads, "ngroup": group, "output_dim": 6, "sink": 3},
     }
     return tuple(
         Gates(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvjax.checkpoint.folder import DTYPE_NAMES, DTYPES, form_of
 from kvjax.checkpoint.hf import load
 from kvjax.checkpoint.orbax import restore
-from kvjax.gates import with_gates
+from kvjax.gates.attach import with_gates
 from kvjax.models import Decoder
 from kvjax.sharding import make_mesh
 from kvjax.shown import shown

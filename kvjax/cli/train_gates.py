@@ -18,6 +18,7 @@ class Method(StrEnum):
     """The methods whose gates can be trained."""
 
     kvzap = "kvzap"
+    fastkvzip = "fastkvzip"
 
 
 def train_gates(
@@ -45,7 +46,7 @@ def train_gates(
     from kvjax.checkpoint import load_named, mesh_sizes
     from kvjax.checks import check_size
     from kvjax.gates.objective import Recipe
-    from kvjax.gates.reconstruction import log_scores
+    from kvjax.gates.reconstruction import cross_entropy, log_scores
     from kvjax.gates.texts import read_stream
     from kvjax.gates.training import check_training, train
     from kvjax.shown import shown
@@ -54,6 +55,8 @@ def train_gates(
     check_size("save_every", save_every)
     if inner is not None and inner < 0:
         raise ValueError(f"inner={shown(inner)}: expected an integer >= 0")
+    if inner is not None and method is not Method.kvzap:
+        raise ValueError(f"inner={inner} with method={method.value}: expected no inner, which kvzap alone has")
     check_training(out)
     keep_compiled()
     with working(f"loading {model}"):
@@ -62,7 +65,10 @@ def train_gates(
         raise ValueError(f"length={length}: expected at most {params.config.max_positions}, the model's positions")
     stream = read_stream(data, tokenizer, least=length)
     width = max(params.config.hidden_size // 8, 1) if inner is None else inner or None
-    objective = log_scores(params, recipe, stream, tokenizer, width)
+    if method is Method.kvzap:
+        objective = log_scores(params, recipe, stream, tokenizer, width)
+    else:
+        objective = cross_entropy(params, recipe, stream, tokenizer)
     facts = {"model": model, "data": str(data)}
     with Bar("steps") as bar:
         bar.begin(steps)

@@ -23,6 +23,7 @@ from .forms import FORMS
 from .objective import Objective, Recipe, Weights
 from .texts import Stream
 
+CHANNELS = KEYS = 16  # of Fast KVzip's gates
 FLOOR = 1e-6  # smaller scores of KVzip count as this one, or their logarithms would dominate the loss
 
 Batch = tuple[Float[Array, "L B N E"], Float[Array, "L B H N"]]  # hidden states, and KVzip's scores
@@ -51,6 +52,32 @@ def log_scores(params: Decoder, recipe: Recipe, stream: Stream, tokenizer: Any, 
         return jnp.mean(jnp.square(predicted("kvzap", weights, batch[0]) - _logarithm(batch[1])))
 
     return Objective("kvzap", sizes, initial, batch, loss)
+
+
+def cross_entropy(params: Decoder, recipe: Recipe, stream: Stream, tokenizer: Any) -> Objective:
+    """Fast KVzip's objective (arXiv 2601.17668): the binary cross-entropy between gates and KVzip's scores.
+
+    The sizes are those of the released gates: 16 channels and 16 learned keys.
+    """
+    config = params.config
+    sizes = {
+        "input_dim": config.hidden_size,
+        "nhead": config.num_kv_heads,
+        "ngroup": config.num_heads // config.num_kv_heads,
+        "output_dim": CHANNELS,
+        "sink": KEYS,
+    }
+
+    def initial() -> Weights:
+        drawn_weights = random_weights("fastkvzip", sizes, config.num_layers, recipe.seed)
+        ones = {name: jnp.ones(CHANNELS) for name in ("q_norm.weight", "k_norm.weight")}
+        return tuple({**layer, **ones, "b": jnp.zeros_like(layer["b"])} for layer in drawn_weights)
+
+    def loss(weights: Weights, params: Decoder, batch: Batch) -> Float[Array, ""]:
+        found, wanted = jnp.clip(predicted("fastkvzip", weights, batch[0]), FLOOR, 1 - FLOOR), batch[1]
+        return -jnp.mean(wanted * jnp.log(found) + (1 - wanted) * jnp.log1p(-found))
+
+    return Objective("fastkvzip", sizes, initial, partial(drawn, params, recipe, stream, tokenizer), loss)
 
 
 def _logarithm(scores: Float[Array, "..."]) -> Float[Array, "..."]:

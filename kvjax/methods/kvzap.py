@@ -9,43 +9,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from kvjax.policy import AllocatedBudget, Budget, Policy, Protect, check_choice
+from kvjax.policy import Policy, Protect
 
-from .adakv import AdaptiveShares
-from .common.budgets import budget_of
-from .common.drop import Drop
-from .common.global_shares import GlobalShares
-from .common.learned import LearnedScore
-from .common.top_tokens import TopTokens
+from .common.learned_policy import learned
 from .registry import preset
-
-
-def learned(
-    gates: str,
-    budget: int | float,
-    protect: Protect,
-    every: int | None,
-    level: Literal["global", "layer", "head"],
-    groups: int,
-) -> Policy:
-    """The policy of a method whose networks have that name. The options are those of `kvzap`."""
-    check_choice("level", level, "global", "layer", "head")
-    if groups != 1 and level == "head":
-        raise ValueError(f"groups={groups} with level='head', where no heads compete: expected groups=1")
-    entries = budget_of(budget)
-    shared: dict[str, AllocatedBudget | Budget] = {"head": entries}
-    if level == "global":
-        shared["global"] = GlobalShares(entries, groups)
-    elif level == "layer":
-        shared["layer"] = AdaptiveShares(entries, alpha=0.0, normalise=False, groups=groups)
-    return Policy(
-        score=LearnedScore(gates),
-        budget=shared[level],
-        select=TopTokens(),
-        merge=Drop(),
-        protect=protect,
-        every=every,
-    )
 
 
 @preset

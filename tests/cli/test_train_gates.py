@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.gates import read_gates
+from kvjax.gates.files import read_gates
 from kvjax.gates.objective import Recipe
-from kvjax.gates.reconstruction import FLOOR, hidden_states, kvzip_scores, log_scores
+from kvjax.gates.reconstruction import FLOOR, cross_entropy, hidden_states, kvzip_scores, log_scores
 from kvjax.gates.texts import Stream
 from kvjax.gates.training import train
 from tests import tiny
@@ -111,6 +111,26 @@ def test_an_interrupted_run_ends_with_the_same_gates(
 
 
 @pytest.mark.slow
+def test_the_cross_entropy_falls(tmp_path: Path) -> None:
+    """On one text, towards the entropy of the targets."""
+    params = tiny.decoder(windows=(None, None))
+    stream = Stream(np.random.default_rng(0).permutation(tiny.VOCAB).astype(np.int32))
+    recipe = Recipe(steps=100, batch=1, length=tiny.VOCAB, learning_rate=0.03)
+    objective = cross_entropy(params, recipe, stream, Letters())
+    batch = objective.batch(0)
+    train(params, replace(objective, batch=lambda step: batch), recipe, tmp_path / "out", facts={})
+    losses = [line["loss"] for line in curve(tmp_path / "out")]
+    p = np.clip(np.asarray(batch[1], np.float64), 1e-9, 1 - 1e-9)
+    entropy = -np.mean(p * np.log(p) + (1 - p) * np.log1p(-p))
+    assert entropy < losses[-1]
+    assert losses[-1] - entropy < 0.3 * (losses[0] - entropy)
+    gates = read_gates(tmp_path / "out", "fastkvzip")
+    assert kvjax.prefill(
+        kvjax.with_gates(params, gates), stream.tokens[None], policy="fastkvzip:budget=12,recent=2"
+    ).filled
+
+
+@pytest.mark.slow
 def test_the_loss_falls(tmp_path: Path) -> None:
     """On one text, from the variance of the targets of each head, with which training begins, to a fifth of it."""
     params = tiny.decoder(windows=(None, None))
@@ -154,6 +174,7 @@ def test_targets_are_the_scores_that_kvzip_compares() -> None:
         (("--length", 129), "length=129: expected at most 128, the model's positions"),
         (("--method", "snapkv"), "'snapkv' is not"),
         (("--gates", "x"), "No such option"),
+        (("--method", "fastkvzip"), "inner=4 with method=fastkvzip: expected no inner"),
     ],
 )
 def test_bad_settings(model: str, texts: Path, tmp_path: Path, options: tuple, says: str) -> None:

@@ -13,11 +13,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import kvjax
-from kvjax.attend.causal import causal
-from kvjax.gates import Gates, read_gates, with_gates, write_gates
+from kvjax.gates.attach import with_gates
+from kvjax.gates.files import Gates, read_gates, write_gates
 from kvjax.gates.forms import FORMS
 from kvjax.policies import kvzap
 from tests import tiny
+from tests.methods.hidden import hidden_states, scored
 
 # What the tests of all presets run (tests/policy/presets.py).
 OPTIONS = (
@@ -41,19 +42,6 @@ def network(tensors, hidden):
     return (gelu(hidden @ w["0.weight"].T + w["0.bias"]) @ w["2.weight"].T + w["2.bias"]).T
 
 
-def hidden_states(params, row):
-    """What attention reads of a text in each layer, [N, E], in float64, by causal attention over the whole text."""
-    seen = []
-    attend = causal(np.arange(len(row))[None])
-
-    def look(layer, *args):
-        seen.append(np.asarray(layer.hidden[0].astype(jnp.float32), np.float64))
-        return attend(layer, *args)
-
-    params(np.asarray(row)[None], look)
-    return seen
-
-
 @cache
 def model(heads, kv_heads, linear=False, layers=2):
     """A decoder with gates, and these."""
@@ -64,15 +52,6 @@ def model(heads, kv_heads, linear=False, layers=2):
         gates = Gates("kvzap", {**gates.sizes, "hidden_dim": None}, each)
     params = tiny.decoder(heads, kv_heads, (None,) * layers)
     return with_gates(params, gates), gates
-
-
-def scored(cache, b):
-    """{position: score} of each head of a row, by layer."""
-    layers = []
-    for layer in cache.entries:
-        heads = zip(np.asarray(layer.positions[b]), np.asarray(layer.per_slot[b]), strict=True)
-        layers.append([{int(p): s for p, s in zip(*pair, strict=True) if p >= 0} for pair in heads])
-    return layers
 
 
 def test_a_worked_example():

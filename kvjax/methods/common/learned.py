@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.cache import Slots
-from kvjax.policy import Attended, LayerShape, Moment, Needs, Score
+from kvjax.gates.forms import FORMS
+from kvjax.policy import Attended, LayerShape, Moment, Needs, Score, check_choice
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,12 @@ class LearnedScore(Score):
 
     gates: str
 
+    def __post_init__(self) -> None:
+        check_choice("gates", self.gates, *(name for name, form in FORMS.items() if form.score is not None))
+
     @property
     def needs(self) -> Needs:
-        return Needs(hidden=True, gates=self.gates, slotwise=True, signed=True)
+        return Needs(hidden=True, gates=self.gates, slotwise=True, signed=FORMS[self.gates].signed)
 
     def init(self, shape: LayerShape, slots: int) -> tuple[Float[Array, "B H S"], None]:
         return jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32), None
