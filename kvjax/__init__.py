@@ -5,6 +5,7 @@ from kvjax.checkpoint import CheckpointError, load, restore, save, save_hf
 from kvjax.disk import restore_cache, save_cache
 from kvjax.engine import Engine
 from kvjax.extend import extend
+from kvjax.gates.attach import with_gates
 from kvjax.generate import Generation, Stats, generate, prefill
 from kvjax.kv_cache import KVCache, empty_cache
 from kvjax.plan import plan_cache
@@ -53,5 +54,6 @@ __all__ = [
     "save_hf",
     "shard",
     "stream",
+    "with_gates",
     "with_room",
 ]

@@ -83,7 +83,9 @@ def replay(params: Decoder, cache: KVCache, part: Pass) -> KVCache:
     end = cache.length + part.lengths
     positions = jnp.where(behind < part.lengths[:, None], end[:, None] - 1 - behind, -1)
     rows = {"positions": positions, "lengths": part.lengths, "first": part.first, "last": part.last}
-    attend = over_heads(cache.mesh, partial(replaying, cache.policy), **rows, rope=cache.rope)
+    attend = over_heads(
+        cache.mesh, partial(replaying, cache.policy), hidden=cache.policy.score.needs.hidden, **rows, rope=cache.rope
+    )
     _, entries = params(part.tokens, attend, cache.entries, over_experts(cache.mesh))
     return replace(cache, entries=entries).in_place()
 

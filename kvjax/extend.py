@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.allocate import allocated, check_one_call, replayed
 from kvjax.attend import ReadPlan, over_heads, pays, reading, stepping, twice
 from kvjax.checks import check_integers, check_params, check_type
-from kvjax.kv_cache import KVCache
+from kvjax.kv_cache import KVCache, check_gates
 from kvjax.mix import over_experts
 from kvjax.models import Decoder
 from kvjax.modes import own_modes
@@ -61,6 +61,7 @@ def extend(
     check_type("cache", cache, KVCache)
     check_policy(cache, policy)
     check_mesh(cache, params)
+    check_gates(cache.policy, params)
     check_ids(tokens, params.config.vocab_size)
     tokens = jnp.asarray(tokens).astype(jnp.int32)
     if tokens.ndim != 2 or tokens.shape[0] != cache.batch_size or tokens.shape[1] < 1:
@@ -101,7 +102,9 @@ def read(
     next_position = cache.length + lengths
     positions = jnp.where(behind < lengths[:, None], next_position[:, None] - 1 - behind, -1)
     rows = {"positions": positions, "lengths": lengths, "next_position": next_position, "rope": cache.rope}
-    attend = over_heads(cache.mesh, partial(reading, cache.policy, plan=plan), **rows)
+    attend = over_heads(
+        cache.mesh, partial(reading, cache.policy, plan=plan), hidden=cache.policy.score.needs.hidden, **rows
+    )
     hidden, entries = params(tokens, attend, cache.entries, over_experts(cache.mesh))
     cache = replace(cache, entries=entries, length=next_position, filled=cache.filled or plan.final)
     return _by_row(params.logits(hidden[:, -1]), cache), cache.in_place()
@@ -112,7 +115,7 @@ def step(
 ) -> tuple[Float[Array, "B V"], KVCache]:
     """`extend` by one token in the rows where one is incoming; the others stay as they are."""
     rows = {"positions": cache.length, "incoming": incoming, "rope": cache.rope}
-    attend = over_heads(cache.mesh, partial(stepping, cache.policy), **rows)
+    attend = over_heads(cache.mesh, partial(stepping, cache.policy), hidden=cache.policy.score.needs.hidden, **rows)
     run = partial(twice, params) if pays(cache.batch_size, cache.mesh) else params
     hidden, entries = run(tokens[:, None], attend, cache.entries, over_experts(cache.mesh))
     cache = replace(cache, entries=entries, length=cache.length + incoming)

@@ -170,6 +170,7 @@ def empty_cache(params: Decoder, policy: Policy, prompt_lengths: Int[Array, "B"]
     if lengths.ndim != 1 or lengths.size == 0 or lengths.dtype.kind not in "iu" or int(lengths.min()) < 1:
         raise ValueError(f"prompt_lengths={prompt_lengths}: expected integers [B], each at least 1")
     size = int(lengths.max())
+    check_gates(policy, params)
     return KVCache.empty(params.config, policy, lengths.astype(jnp.int32), size, params.embed.dtype, mesh_of(params))
 
 
@@ -184,4 +185,15 @@ def check_groups(budget: Budget, kv_heads: int, devices: int) -> None:
         raise ValueError(
             f"{type(budget).__name__} with groups={groups} on a mesh with {devices} devices over kv heads would cut a "
             f"group: expected a multiple of {devices}, with which one device retains the same"
+        )
+
+
+def check_gates(policy: Policy, params: Decoder) -> None:
+    """Raises ValueError if the score reads networks that the parameters do not have."""
+    name, held = policy.score.needs.gates, params.layers[0].attention.gates
+    if name and name not in held:
+        has = f"have those of {', '.join(held)}" if len(held) else "have none"
+        raise ValueError(
+            f"{policy.score} reads gates of {name!r}, and the parameters {has}: expected "
+            "params = kvjax.with_gates(params, FOLDER)"
         )

@@ -134,7 +134,7 @@ def _read_layer(
 ) -> tuple[Float[Array, "B N E"], Slots]:
     """The hidden states behind a layer, and its entries."""
     record = replace(facts, index=index, **layer.attention.weights)
-    attend = over_heads(mesh, partial(reading, policy, plan=plan), **rows)
+    attend = over_heads(mesh, partial(reading, policy, plan=plan), hidden=policy.score.needs.hidden, **rows)
     x, after = layer(x, record, attend, Layers((entries,)), over_experts(mesh))
     return _in_rows(x, mesh), after.each[0]
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .rope import Rope
+
+Gate: TypeAlias = Callable[[Float[Array, "B N E"]], Float[Array, "B H N"]]  # a number per kv head and token
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,9 @@ class AttentionLayer:
         output: the weight of the attention output projection.
         sinks: the logit of each query head that `join_sinks` adds to each softmax, or None.
         alone: whether the cache that is passed along is that of this layer only.
+        hidden: the hidden states that q, k and v of a call are projected from, after the norm before attention if the
+            family has one; None outside of a call.
+        gates: the networks of this layer that read hidden states, by name; None outside of a call.
     """
 
     index: int | Int[Array, ""]
@@ -35,6 +41,8 @@ class AttentionLayer:
     alone: bool = False
     softcap: float | None = None
     sinks: Float[Array, "Hq"] | None = None
+    hidden: Float[Array, "B N E"] | None = None
+    gates: Mapping[str, Gate] | None = None
 
     @property
     def weights(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ sees; this module knows no cache and no policy. How experts are computed is an a
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,42 +20,10 @@ from jaxtyping import Array, Float, Int
 
 from .attend import Attend, AttentionLayer
 from .config import DecoderConfig
+from .linear import bias, linear, weight
 from .mixture import ExpertWeights, Mix, densely
 
 BLOCK = 8192  # the largest number of tokens, over all rows, in a block of `by_blocks`
-
-
-def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int, dtype: DTypeLike) -> nnx.Param:
-    """Returns a normal weight of variance 1 / fan_in, tagged with its logical axes.
-
-    `kvjax.sharding` maps the logical axes to mesh axes.
-    """
-    value = jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5
-    return nnx.Param(value.astype(dtype), out_sharding=axes, eager_sharding=False)
-
-
-def bias(wanted: bool, shape: tuple[int, ...], axes: tuple[str, ...], dtype: DTypeLike) -> nnx.Param | None:
-    """Returns a zero bias, or None if the family has no such bias."""
-    return nnx.Param(jnp.zeros(shape, dtype), out_sharding=axes, eager_sharding=False) if wanted else None
-
-
-def linear(x: Float[Array, "... I"], weight: Float[Array, "I O"], bias: nnx.Param | None) -> Float[Array, "... O"]:
-    """Returns `x @ weight`, plus the flattened bias if there is one."""
-    if x.size == x.shape[-1] and x.size % 2 == 0 and x.dtype == weight.dtype == jnp.float32:
-        product = jax.lax.platform_dependent(x, weight, cpu=_by_halves, default=jnp.matmul)
-    else:
-        product = x @ weight
-    return product if bias is None else product + bias[...].reshape(-1)
-
-
-def _by_halves(x: Float[Array, "... I"], weight: Float[Array, "I O"]) -> Float[Array, "... O"]:
-    """Returns `x @ weight` of a single row as a batch of two products.
-
-    A CPU reads the weights faster in this form (docs/benchmarks.md). No array of the weight's size is written.
-    """
-    inputs, outputs = weight.shape
-    halves = jnp.einsum("hi,hio->ho", x.reshape(2, -1), weight.reshape(2, inputs // 2, outputs))
-    return (halves[0] + halves[1]).reshape(*x.shape[:-1], outputs)
 
 
 class RMSNorm(nnx.Module):
@@ -92,7 +61,8 @@ def maybe(norm: RMSNorm | None, x: Float[Array, "... C"]) -> Float[Array, "... C
 class Attention(nnx.Module):
     """The projections to query, key and value heads and back, without attention itself.
 
-    Some families have biases, or norms on the query and key heads.
+    Some families have biases, or norms on the query and key heads. `gates` holds networks by name that read the same
+    hidden states, such as those of `kvjax.with_gates`; a checkpoint of the model has none.
     """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: DTypeLike):
@@ -112,6 +82,7 @@ class Attention(nnx.Module):
             leading = ((Hq, "heads"), (H, "kv_heads")) if config.joint_qk_norm else ((), ())
             norms = [RMSNorm(config, (*x[:1], D), (*x[1:], "head_dim"), dtype) for x in leading]
         self.query_norm, self.key_norm = norms
+        self.gates: nnx.Dict[Any] = nnx.Dict()
 
     def __call__(
         self, x: Float[Array, "B N E"], layer: AttentionLayer, attend: Attend, cache: Any
@@ -125,7 +96,7 @@ class Attention(nnx.Module):
         if not self.joint_norm:
             heads = [maybe(norm, y) for norm, y in zip(norms, heads, strict=True)]
         q, k, v = heads
-        return attend(layer, q, k, v, cache)
+        return attend(replace(layer, hidden=x, gates=self.gates), q, k, v, cache)
 
     @property
     def weights(self) -> dict[str, Any]:

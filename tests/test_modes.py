@@ -43,7 +43,7 @@ OPTIONS = {"max_new_tokens": 4, "eos": ()}
 @cache
 def tokens(policy: str | kvjax.Policy, mode: str | None = None) -> np.ndarray:
     """The answers under a policy. Presets have two layers, since the gates of duo_attention are for two."""
-    params = decoder() if isinstance(policy, str) else decoder(8, 4, (None, None))
+    params = decoder() if isinstance(policy, str) else decoder(8, 4, (None, None), gates=True)
     with MODES[mode]() if mode else nullcontext(), warnings.catch_warnings():
         warnings.simplefilter("error")
         return kvjax.generate(params, ROWS, policy=policy, **OPTIONS).tokens

@@ -53,7 +53,7 @@ def alike(texts: Sequence[str]) -> list[list[Policy]]:
 @pytest.mark.parametrize("texts", [MIXED, pytest.param(ALL, marks=pytest.mark.exhaustive)])
 def test_each_is_what_prefill_gives(texts: tuple[str, ...]) -> None:
     """Rows of different lengths are padded on the left. One of the layers has a sliding window."""
-    params = decoder(windows=(None, 16) if texts is MIXED else (None, 16, None, None))
+    params = decoder(windows=(None, 16) if texts is MIXED else (None, 16, None, None), gates=True)
     for policies in alike(texts):
         for policy, ours in zip(policies, kvjax.prefill_each(params, ROWS, policies=policies), strict=True):
             assert_same(ours, kvjax.prefill(params, ROWS, policy=policy))

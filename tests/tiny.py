@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+import kvjax
 from kvjax import policies
 from kvjax.attend.causal import causal
 from kvjax.extend import step as one_step
+from kvjax.gates.files import Gates
+from kvjax.gates.forms import FORMS
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder, DecoderConfig, Mixture, Rope
 from kvjax.policy import Policy
@@ -27,10 +30,37 @@ def decoder(
     windows: tuple[int | None, ...] = (None,),
     vocab: int = VOCAB,
     mixture: Mixture | None = None,
+    gates: bool = False,
 ) -> Decoder:
-    """A decoder with random weights: one layer per window, of width 32, with heads of 8 channels."""
+    """A decoder with random weights: one layer per window, of width 32, with heads of 8 channels.
+
+    With `gates`, it has random networks of each method that scores hidden states.
+    """
     config = DecoderConfig("llama", vocab, 32, 48, heads, kv_heads, 8, windows, Rope(1e4), 4096, mixture=mixture)
-    return Decoder(config, nnx.Rngs(0))
+    params = Decoder(config, nnx.Rngs(0))
+    for each in random_gates(len(windows), kv_heads, heads // kv_heads) if gates else ():
+        params = kvjax.with_gates(params, each)
+    return params
+
+
+def random_gates(layers: int, kv_heads: int, group: int) -> tuple[Gates, ...]:
+    """Gates of each method that scores hidden states, for a decoder of width 32."""
+    rng = np.random.default_rng(1)
+    sizes: dict[str, dict[str, int | None]] = {
+        "kvzap": {"input_dim": 32, "output_dim": kv_heads, "hidden_dim": 5},
+        "fastkvzip": {"input_dim": 32, "nhead": kv_heads, "ngroup": group, "output_dim": 6, "sink": 3},
+    }
+    return tuple(
+        Gates(
+            method,
+            own,
+            tuple(
+                {name: rng.normal(size=shape).astype(np.float32) for name, shape in FORMS[method].shapes(own).items()}
+                for _ in range(layers)
+            ),
+        )
+        for method, own in sizes.items()
+    )
 
 
 def left_pad(rows: list[np.ndarray], size: int) -> tuple[np.ndarray, np.ndarray]:

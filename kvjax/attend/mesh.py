@@ -25,11 +25,12 @@ Given = TypeVar("Given")
 Changed = TypeVar("Changed")
 
 
-def over_heads(mesh: Mesh | None, make: Callable[..., Attend], **rows: Any) -> Attend:
+def over_heads(mesh: Mesh | None, make: Callable[..., Attend], *, hidden: bool, **rows: Any) -> Attend:
     """The attention function `make(**rows)`, on a mesh.
 
     Args:
         make: takes the rows, and as `heads=` the heads that a device holds.
+        hidden: whether it looks at hidden states and gates. Each device is shown those of its rows, and all gates.
         rows: arrays with axes [B, ...], or None.
     """
     if mesh is None:
@@ -46,14 +47,18 @@ def over_heads(mesh: Mesh | None, make: Callable[..., Attend], **rows: Any) -> A
         @partial(
             jax.shard_map,
             mesh=mesh,
-            in_specs=(row, weight_head, query_head, kv_head, kv_head, kv_head),
+            in_specs=(row, weight_head, row, PartitionSpec(), query_head, kv_head, kv_head, kv_head),
             out_specs=(query_head, kv_head),
             check_vma=False,  # that replicas are equal is not for the compiler to prove
         )
-        def local(rows: Any, weights: Any, q: Array, k: Array, v: Array, part: Entries) -> tuple[Array, Entries]:
-            return make(**rows, heads=heads)(replace(layer, **weights), q, k, v, part)
+        def local(
+            rows: Any, weights: Any, hidden: Any, gates: Any, q: Array, k: Array, v: Array, part: Entries
+        ) -> tuple[Array, Entries]:
+            own = replace(layer, **weights, hidden=hidden, gates=gates)
+            return make(**rows, heads=heads)(own, q, k, v, part)
 
-        context, part = local(rows, layer.weights, q, k, v, entries.local(layer.place))
+        read = (layer.hidden, layer.gates) if hidden else (None, None)
+        context, part = local(rows, layer.weights, *read, q, k, v, entries.local(layer.place))
         return context, entries.with_local(layer.place, part)
 
     return attend

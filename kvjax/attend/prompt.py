@@ -97,7 +97,8 @@ def reading(
         context, lse = join_sinks(context, lse, layer.sinks)  # earlier chunks are among the keys, so they join once
         if observes:
             # With the barriers a state has the same bits in every program, whatever else the program computes.
-            given = jax.lax.optimization_barrier((q, lse, replace(seen, keys=keys)))
+            hidden = layer.hidden if policy.score.needs.hidden else None
+            *given, hidden = jax.lax.optimization_barrier((q, lse, replace(seen, keys=keys), hidden))
             attended = partial(Attended, positions=positions, lse=lse, lengths=lengths, layer=layer, heads=heads)
 
             @cache
@@ -110,7 +111,9 @@ def reading(
 
             def show(needs: Needs) -> Attended:
                 queries = unrotated if needs.queries == "unrotated" else q
-                return attended(queries=queries, received=shown(needs.received))
+                return attended(
+                    queries=queries, received=shown(needs.received), hidden=hidden if needs.hidden else None
+                )
 
             per_slot, per_row = jax.lax.optimization_barrier(policy.score.watch(seen, show))
             held = replace(held, per_slot=per_slot, per_row=per_row)

@@ -62,6 +62,7 @@ def replaying(
             layer=layer,
             heads=heads,
             replay=(first, last),
+            hidden=layer.hidden if needs.hidden else None,
         )
         per_slot, per_row = policy.score.observe(held, attended)
         per_slot = jax.tree.map(lambda x: x[..., : old.slots], per_slot)

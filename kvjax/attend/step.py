@@ -136,6 +136,7 @@ def stepping(
                 heads=heads,
                 decoding=True,
                 asked=None if found.asked is None else found.asked(held, take),
+                hidden=layer.hidden if score.needs.hidden else None,
             )
             return score.observe(held, attended)
 

@@ -10,6 +10,8 @@ common array. A single number does not count as an array.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -38,7 +40,8 @@ def twice(
     def attend_once(
         layer: AttentionLayer, q: Array, k: Array, v: Array, entries: Entries
     ) -> tuple[Float[Array, "2*B Hq 1 D"], Entries]:
-        context, entries = attend(layer, first(q), first(k), first(v), entries)
+        once = replace(layer, hidden=jax.tree.map(first, layer.hidden))
+        context, entries = attend(once, first(q), first(k), first(v), entries)
         return jnp.repeat(context, 2, axis=0), entries
 
     hidden, entries = params(_repeated(tokens), attend_once, entries, mix)

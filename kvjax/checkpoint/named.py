@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvjax.checkpoint.folder import DTYPE_NAMES, DTYPES, form_of
 from kvjax.checkpoint.hf import load
 from kvjax.checkpoint.orbax import restore
+from kvjax.gates.attach import with_gates
 from kvjax.models import Decoder
 from kvjax.sharding import make_mesh
 from kvjax.shown import shown
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def load_named(
-    model: str, dtype: str | None = None, mesh: tuple[int, int] = (1, 1)
+    model: str, dtype: str | None = None, mesh: tuple[int, int] = (1, 1), gates: Sequence[str] = ()
 ) -> tuple[Decoder, PreTrainedTokenizerBase]:
     """Loads a decoder and its tokenizer, for text prompts.
 
@@ -26,9 +28,10 @@ def load_named(
         model: a folder in Hugging Face or Orbax form, a GGUF file, or a hub id.
         dtype: the name of the dtype of the weights: float32, bfloat16 or float16. By default the stored one.
         mesh: the sizes of a mesh, (data, model); (1, 1) is the default device.
+        gates: folders or hub ids of the gates to attach, as `kvjax.with_gates` takes them.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read.
+        CheckpointError: the checkpoint or the gates cannot be read.
         UnsupportedModelError: the config asks for a computation that is not implemented.
         ValueError: the model has no tokenizer or does not fit the mesh, or `dtype` or `mesh` is not accepted. The two
             errors above are ValueErrors too.
@@ -38,6 +41,8 @@ def load_named(
     params, tokenizer = read(model, wanted, devices)
     if tokenizer is None:
         raise ValueError(f"{model} has no tokenizer, which text prompts need")
+    for folder in gates:
+        params = with_gates(params, folder)
     return params, tokenizer
 
 

@@ -63,8 +63,9 @@ class Blank:
 
 
 def by_path(params: Decoder) -> dict[str, Array]:
-    """Returns the array of each parameter by path."""
-    return {".".join(map(str, path)): parameter[...] for path, parameter in nnx.to_flat_state(nnx.state(params))}
+    """Returns the array of each parameter of a checkpoint by path: all but gates, which have folders of their own."""
+    flat = nnx.to_flat_state(nnx.state(params))
+    return {".".join(map(str, path)): parameter[...] for path, parameter in flat if "gates" not in path}
 
 
 def from_slices(

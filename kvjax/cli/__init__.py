@@ -20,6 +20,7 @@ from kvjax.cli.inspect import inspect
 from kvjax.cli.plan import plan
 from kvjax.cli.report import report
 from kvjax.cli.serve import serve
+from kvjax.cli.train_gates import train_gates
 from kvjax.gpu_flags import set_gpu_flags
 
 app = typer.Typer(
@@ -39,6 +40,7 @@ app.command("eval")(evaluate)
 app.command()(report)
 app.command()(inspect)
 app.command()(serve)
+app.command("train-gates")(train_gates)
 
 
 def _version(wanted: bool) -> None:

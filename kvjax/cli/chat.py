@@ -36,6 +36,9 @@ def chat(
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; the default is the dtype of the stored weights.")
     ] = None,
+    gates: Annotated[
+        list[str] | None, typer.Option(help="Folder of gates that the policy reads; may be given several times.")
+    ] = None,
 ) -> None:
     """Talk to a model. Each line of the input is a message; /exit or the end of the input ends the dialogue."""
     import kvjax
@@ -46,7 +49,7 @@ def chat(
     compress = _compress(policy, chosen)
     keep_compiled()
     with working(f"loading {model}"):
-        params, tokenizer = load_named(model, dtype, mesh_sizes(mesh))
+        params, tokenizer = load_named(model, dtype, mesh_sizes(mesh), gates or ())
     if tokenizer is None or tokenizer.chat_template is None:
         raise ValueError(f"{model} has no chat template: expected a checkpoint of a model that chats")
     cache: KVCache | None = None

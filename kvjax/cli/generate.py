@@ -48,6 +48,9 @@ def generate(
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; the default is the dtype of the stored weights.")
     ] = None,
+    gates: Annotated[
+        list[str] | None, typer.Option(help="Folder of gates that the policy reads; may be given several times.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     stream: Annotated[bool, typer.Option("--stream", help="Print the answer as it is decoded.")] = False,
 ) -> None:
@@ -69,7 +72,7 @@ def generate(
     chosen, method = kvjax.policies.parse(policy), sampling.parse(sampler)
     keep_compiled()
     with working(f"loading {model}", quiet=as_json):
-        params, tokenizer = load_named(model, dtype, mesh_sizes(mesh))
+        params, tokenizer = load_named(model, dtype, mesh_sizes(mesh), gates or ())
     options: dict[str, Any] = {
         "policy": chosen,
         "max_new_tokens": max_new_tokens,

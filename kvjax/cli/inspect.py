@@ -40,6 +40,9 @@ def inspect(
         typer.Option(metavar="DATAxMODEL", help="Device mesh for rows x heads, such as 1x4."),
     ] = "1x1",
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the stored dtype.")] = None,
+    gates: Annotated[
+        list[str] | None, typer.Option(help="Folder of gates that the policy reads; may be given several times.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("inspect.html"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
 ) -> None:
@@ -66,7 +69,7 @@ def inspect(
     keep_compiled()
     source = str(DEMO) if model is None else model
     with working(f"loading {source}"):
-        params, tokenizer = load_named(source, dtype, mesh_sizes(mesh))
+        params, tokenizer = load_named(source, dtype, mesh_sizes(mesh), gates or ())
     with working("compiling and generating"):
         recording = record(
             params,

@@ -55,6 +55,9 @@ def serve(
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; the default is the dtype of the stored weights.")
     ] = None,
+    gates: Annotated[
+        list[str] | None, typer.Option(help="Folder of gates that the policy reads; may be given several times.")
+    ] = None,
 ) -> None:
     """Serve a model to clients of OpenAI's API: completions, chats, and a page at /."""
     try:
@@ -84,7 +87,7 @@ def serve(
     keep_compiled()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # requests are tokenized in threads
     with working(f"loading {model}"):
-        params, tokenizer = load_named(model, dtype, sizes_of_mesh)
+        params, tokenizer = load_named(model, dtype, sizes_of_mesh, gates or ())
     sizes = {"rows": rows, "max_prompt": max_prompt, "max_new_tokens": max_new_tokens}
     with working("compiling"):
         engine = kvjax.Engine(

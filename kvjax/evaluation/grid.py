@@ -123,6 +123,7 @@ class Grid:
         title: a description of what the run reproduces.
         model: a folder, a GGUF file, a repository on the hub, or "demo" for the model that ships with kvjax.
         dtype: the dtype of the weights and of the cache; the stored dtype by default.
+        gates: folders or repositories of gates, as `kvjax.with_gates` takes them.
         data: the folder of the benchmarks' data files; None downloads them from the hub.
         budgets: floats are shares of the prompt, integers are entries per kv head.
         question: the settings to run.
@@ -147,6 +148,7 @@ class Grid:
     title: str = ""
     model: str = "demo"
     dtype: str | None = None
+    gates: tuple[str, ...] = ()
     data: str | None = None
     budgets: tuple[Budget, ...] = ()
     question: tuple[Setting, ...] = ("after",)
@@ -320,6 +322,7 @@ def _size(given: Any) -> float:
 _READERS: dict[str, Callable[[Any], Any]] = {
     "tasks": lambda given: tuple(_line(TaskLine, "name", line) for line in _several(given)),
     "policies": lambda given: tuple(_line(PolicyLine, "policy", line) for line in _several(given)),
+    "gates": lambda given: tuple(map(_text, _several(given))),
     "budgets": lambda given: tuple(map(_budget, _several(given))),
     "lengths": lambda given: tuple(_whole(length, most=TOKENS) for length in _several(given)),
     "question": _setting,

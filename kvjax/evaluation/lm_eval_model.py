@@ -65,6 +65,7 @@ class KVJaxLM(TemplateLM):
             arguments at commas.
         dtype: float32, bfloat16 or float16; the stored dtype by default.
         mesh: the shape of the device mesh, DATAxMODEL.
+        gates: folders or repositories of gates that the policy reads, with semicolons between them.
         batch_size: the number of prompts per batch, and of answers that are decoded together.
         max_length: the largest number of tokens of a prompt and its answer; the model's limit by default. A longer
             prompt loses its beginning, with a warning.
@@ -84,6 +85,7 @@ class KVJaxLM(TemplateLM):
         policy: str = "full",
         dtype: str | None = None,
         mesh: str = "1x1",
+        gates: str = "",
         batch_size: int | str = 1,
         max_length: int | None = None,
         max_gen_toks: int = 256,
@@ -100,7 +102,7 @@ class KVJaxLM(TemplateLM):
                 f"max_batch_size={shown(max_batch_size)}: expected None; batch_size is the number of prompts per batch"
             )
         self.policy = kvjax.policies.parse(policy.replace(";", ","))
-        self.params, tokenizer = load_named(pretrained, dtype, mesh_sizes(mesh))
+        self.params, tokenizer = load_named(pretrained, dtype, mesh_sizes(mesh), gates.split(";") if gates else ())
         self.tokenizer: Any = tokenizer
         self.pretrained, self.batch_size, self.chunk, self.seed = pretrained, int(batch_size), chunk, seed
         self.max_length = max_length or self.params.config.max_positions

@@ -23,7 +23,7 @@ def load_model(grid: Grid) -> tuple[Decoder, Any]:
         ValueError: if the model cannot be loaded or has no tokenizer, if the dtype is unknown, or if the mesh does not
             fit the model.
     """
-    return load_named(_path(grid), grid.dtype, grid.mesh)
+    return load_named(_path(grid), grid.dtype, grid.mesh, grid.gates)
 
 
 def describe_model(grid: Grid) -> tuple[DecoderConfig, Any, Any]:

@@ -67,6 +67,9 @@ class Needs:
         by_query_head: whether `Score.by_query_head` is defined.
         samples: whether its state has a sample of queries, for a merge that asks them.
         classes: whether a score is a class from 0 to 3 plus half of the entry's share of the head's attention.
+        hidden: whether it is shown the hidden state of each token when the token enters. No cache holds hidden states,
+            so that an entry whose state was forgotten cannot be scored again.
+        gates: the name of the networks that it asks of the parameters (`kvjax.with_gates`), '' for none.
     """
 
     received: Received | None = None
@@ -83,6 +86,8 @@ class Needs:
     by_query_head: bool = False
     samples: bool = False
     classes: bool = False
+    hidden: bool = False
+    gates: str = ""
 
     @property
     def asks_the_end(self) -> bool:
@@ -126,6 +131,8 @@ class Attended:
         asked: the attention that entries received from the extra query rows of `Score.asks`; None if nothing was asked.
         replay: (first, last) of the `Pass` that these queries belong to, whose own entries are the last W of the M;
             None for the text itself.
+        hidden: the hidden states of the queries' tokens, as the layer's attention reads them: after the norm before
+            attention if the family has one (kvpress shows its presses the same). None unless `Needs.hidden` asks.
     """
 
     queries: Float[Array, "B Hq W D"]
@@ -138,6 +145,7 @@ class Attended:
     decoding: bool = False
     asked: Float[Array, "B H M"] | None = None
     replay: tuple[Int[Array, "B"], Int[Array, "B"]] | None = None
+    hidden: Float[Array, "B W E"] | None = None
 
     @property
     def scale(self) -> float:

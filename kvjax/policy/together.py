@@ -32,6 +32,7 @@ class Together(Score):
         return Needs(
             keeps_queries=any(needs.keeps_queries for needs in each),
             whole_prompt=any(needs.whole_prompt for needs in each),
+            hidden=any(needs.hidden for needs in each),
         )
 
     def init(self, shape: LayerShape, slots: int) -> tuple[Any, Any]:

@@ -49,6 +49,7 @@ from kvjax.parts import (
     LastAttention,
     LazyAttention,
     LazyLayers,
+    LearnedScore,
     LeveragedAttention,
     LeverageScore,
     Neglect,
@@ -98,6 +99,7 @@ SCORES: tuple[Score, ...] = (
     LeverageScore(),
     LagDifference(sinks=2, lag=4),
     ExpectedAttention(sinks=2, future=4),
+    LearnedScore("kvzap"),
     AccumulatedAttention(),
     QueryHeadAttention(AccumulatedAttention()),
     NoisyAttention(),
@@ -166,7 +168,15 @@ INCOMING = np.arange(L * ROWS) % ROWS != 3
 ORIGIN = np.broadcast_to(np.arange(SIZE, dtype=np.int32), (L * ROWS, H, SIZE))
 
 RNG = np.random.default_rng(0)
-LAYER = AttentionLayer(1, Rope(1e4), None, D**-0.5, jnp.asarray(RNG.normal(size=(H * G, D, 16)), jnp.float32))
+LAYER = AttentionLayer(
+    1,
+    Rope(1e4),
+    None,
+    D**-0.5,
+    jnp.asarray(RNG.normal(size=(H * G, D, 16)), jnp.float32),
+    hidden=jnp.asarray(np.random.default_rng(1).normal(size=(L * ROWS, SIZE, H)), jnp.float32),
+    gates={"kvzap": lambda hidden: jnp.swapaxes(hidden, 1, 2)},
+)
 QUERIES, KEYS, VALUES = (jnp.asarray(RNG.normal(size=(L * ROWS, n, SIZE, D)), jnp.float32) for n in (H * G, H, H))
 
 

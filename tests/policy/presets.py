@@ -138,8 +138,9 @@ def decoder(spec: str) -> Decoder:
     """One layer suffices for policies that treat all layers alike."""
     if "duo_attention" in spec or "headkv" in spec:
         return tiny.decoder(windows=(None,) * 4)  # the gates that kvjax contains are for four layers and two kv heads
-    layers_differ = policies.parse(spec).allocates or any(x in spec for x in ("dense_layers", "pyramid", "lacache"))
-    return tiny.decoder(windows=(None, None) if layers_differ else (None,))
+    policy = policies.parse(spec)
+    layers_differ = policy.allocates or any(x in spec for x in ("dense_layers", "pyramid", "lacache"))
+    return tiny.decoder(windows=(None, None) if layers_differ else (None,), gates=bool(policy.score.needs.gates))
 
 
 def draw(seed: int, lengths: tuple[int, ...], steps: int = STEPS) -> tuple[list[np.ndarray], np.ndarray]:

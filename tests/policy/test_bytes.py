@@ -24,6 +24,7 @@ from kvjax.parts import (
     GlobalAttention,
     JointImportance,
     LastAttention,
+    LearnedScore,
     Neglect,
     NoisyAttention,
     ProjectedValues,
@@ -79,7 +80,7 @@ def state_numbers(policy: Policy, config) -> tuple[int, int]:
         score = score.base
     if isinstance(score, QuerySample):
         per_row, score = score.queries * (config.num_heads * config.head_dim + 2 * heads), score.base
-    if isinstance(score, AccumulatedAttention | LastAttention | NoisyAttention):
+    if isinstance(score, AccumulatedAttention | LastAttention | LearnedScore | NoisyAttention):
         per_slot += 1
     if isinstance(score, NoisyAttention):
         per_row += heads

@@ -36,8 +36,8 @@ OTHERS = {
     "QueryHeadAttention": ("scissorhands",),
     "QuerySample": ("expected_attention",),
 }
-ONE = tiny.decoder(8, 4)
-TWO = tiny.decoder(8, 4, (None, None))
+ONE = tiny.decoder(8, 4, gates=True)
+TWO = tiny.decoder(8, 4, (None, None), gates=True)
 RNG = np.random.default_rng(7)
 ROWS = [RNG.integers(0, tiny.VOCAB, n) for n in (22, 7)]
 SIZE = 24

@@ -18,6 +18,7 @@ from kvjax.parts import (
     LagDifference,
     LastAttention,
     LazyAttention,
+    LearnedScore,
     LeveragedAttention,
     LeverageScore,
     Neglect,
@@ -73,6 +74,7 @@ STATE = {
     AttentionClasses: (1, 0),
     TaskAttention: (G + 1, 0),
     Reconstruction: (1, 0),
+    LearnedScore: (1, 0),
 }
 
 
@@ -117,4 +119,5 @@ TRIED: dict[type[Score], list[list[tuple[Select, Merge]]]] = {
     BlockByBlock: [[(TopTokens(), DROP)], [(REPRESENTATIVES, DROP)]],
     TaskAttention: [[(REPRESENTATIVES, DROP)], [(PAGES, DROP)]],
     Reconstruction: [[], [(TopTokens(), GAUSSIAN)]],
+    LearnedScore: [[(TopTokens(), DROP)], [(REPRESENTATIVES, DROP)]],
 }

@@ -1,0 +1,1 @@
+"""Gates: small networks that were trained to score tokens by their hidden states, and their files."""

@@ -1,0 +1,67 @@
+"""What is minimised when gates are trained, and the settings of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from jaxtyping import Array, Float
+
+from kvjax.checks import check_size
+from kvjax.models import Decoder
+from kvjax.policy import check_number
+
+from .forms import Tensors
+
+Weights: TypeAlias = tuple[Tensors, ...]  # the tensors of each layer
+ANY_POSITIVE = "a number above 0"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The settings of a run that all methods have. Batches are functions of the seed and the step.
+
+    Attributes:
+        steps: the number of batches.
+        batch: the number of texts per batch.
+        length: the number of tokens per text.
+        learning_rate: the largest one, after a linear warm-up of a twentieth of the steps; it falls to 0 as a cosine.
+        seed: of the initial weights and of the texts.
+
+    Raises:
+        ValueError: for a value that is not accepted.
+    """
+
+    steps: int
+    batch: int
+    length: int
+    learning_rate: float
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "length"):
+            check_size(name, getattr(self, name))
+        check_number("learning_rate", self.learning_rate, ANY_POSITIVE, lambda x: x > 0)
+        check_number("seed", self.seed, "an integer in 0 .. 2**31 - 1", lambda x: x == int(x) and 0 <= x < 2**31)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a method minimises.
+
+    Attributes:
+        method: a key of `FORMS`.
+        sizes: of the method's tensors.
+        initial: makes the weights that training begins with.
+        batch: makes the batch of a step.
+        loss: of weights on a batch.
+        bounded: what becomes of the weights after each step.
+    """
+
+    method: str
+    sizes: Mapping[str, int | None]
+    initial: Callable[[], Weights]
+    batch: Callable[[int], Any]
+    loss: Callable[[Weights, Decoder, Any], Float[Array, ""]]
+    bounded: Callable[[Weights], Weights] = lambda weights: weights

@@ -1,0 +1,146 @@
+"""The loop that trains gates. It resumes where it was interrupted."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jaxtyping import Array, Float
+
+from kvjax.models import Decoder
+from kvjax.programs import jit
+from kvjax.writing import write_file
+
+from .files import FILES, Gates, write_gates
+from .objective import Objective, Recipe, Weights
+
+TRAINING = "training"  # the folder of the state, the curve and the settings of a run
+SETTINGS, CURVE, STATE = "settings.json", "curve.jsonl", "state"
+Report = Callable[[Mapping[str, float]], None]  # a callback that receives each line of the curve
+
+
+def train(
+    params: Decoder,
+    objective: Objective,
+    recipe: Recipe,
+    out: Path,
+    *,
+    facts: Mapping[str, Any],
+    save_every: int = 100,
+    report: Report = lambda line: None,
+) -> Gates:
+    """Trains gates, and writes them to a folder.
+
+    The folder has the state of the run in `training/`: an Orbax checkpoint after every `save_every` steps, the settings
+    in settings.json, and curve.jsonl with a line {"step", "loss", "learning_rate", "seconds"} per step. The same call
+    goes on from the last checkpoint, to the same gates.
+
+    Args:
+        params: the model, which does not change.
+        objective: what is minimised.
+        recipe: the settings that all methods have.
+        out: an absent or empty folder, or one of an interrupted run with the same settings.
+        facts: how the gates are made: the settings of this run, and lines of the card.
+        save_every: the number of steps between two checkpoints.
+        report: receives each line of the curve.
+
+    Raises:
+        ValueError: the extra `train` is not installed, or the folder holds something else than this run.
+        OSError: the folder cannot be written.
+    """
+    optax = _optax()
+    settings = {"method": objective.method, **objective.sizes, **dataclasses.asdict(recipe), **facts}
+    folder = _begun(out, settings)
+    warm_up = max(recipe.steps // 20, 1)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, recipe.learning_rate, warm_up, max(recipe.steps, warm_up + 1))
+    optimizer = optax.adamw(schedule, weight_decay=0.0)
+
+    @jit
+    def update(weights: Weights, state: Any, params: Decoder, batch: Any) -> tuple[Weights, Any, Float[Array, ""]]:
+        loss, gradient = jax.value_and_grad(objective.loss)(weights, params, batch)
+        change, state = optimizer.update(gradient, state, weights)
+        return objective.bounded(optax.apply_updates(weights, change)), state, loss
+
+    weights = objective.initial()
+    state = optimizer.init(weights)
+    options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
+    with ocp.CheckpointManager((folder / STATE).absolute(), options=options) as manager:
+        first = manager.latest_step() or 0
+        if first:
+            restored = manager.restore(first, args=ocp.args.StandardRestore((weights, state)))
+            weights, state = jax.tree.map(np.asarray, restored)  # of no device, as the model may be on a mesh
+        lines = [line for line in _curve(folder) if line["step"] <= first]
+        write_file(folder / CURVE, "".join(f"{json.dumps(line)}\n" for line in lines))
+        began = time.monotonic() - (lines[-1]["seconds"] if lines else 0.0)
+        for step in range(first + 1, recipe.steps + 1):
+            weights, state, loss = update(weights, state, params, objective.batch(step - 1))
+            line = {
+                "step": step,
+                "loss": float(loss),
+                "learning_rate": float(schedule(step - 1)),
+                "seconds": round(time.monotonic() - began, 3),
+            }
+            with (folder / CURVE).open("a") as curve:
+                curve.write(f"{json.dumps(line)}\n")
+            report(line)
+            if step % save_every == 0 or step == recipe.steps:
+                manager.save(step, args=ocp.args.StandardSave((weights, state)))
+    layers = tuple({name: np.asarray(tensor) for name, tensor in layer.items()} for layer in weights)
+    gates = Gates(objective.method, dict(objective.sizes), layers)
+    write_gates(gates, out, facts=settings, overwrite=True)
+    return gates
+
+
+def check_training(out: Path) -> None:
+    """Raises ValueError if optax is absent, or if `out` can hold no new run and no interrupted one."""
+    _optax()
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file: expected a folder")
+    if (out / FILES[0]).exists():
+        raise ValueError(f"{out} holds gates, or a model: expected an empty or absent folder, or an interrupted run")
+    if out.exists() and {path.name for path in out.iterdir()} - {TRAINING}:
+        raise ValueError(f"{out} is not empty: expected an empty or absent folder, or an interrupted run")
+
+
+def _begun(out: Path, settings: Mapping[str, Any]) -> Path:
+    """The folder of a run, which is new or has these settings."""
+    check_training(out)
+    folder = out / TRAINING
+    mine = json.loads(json.dumps(settings))
+    if (folder / SETTINGS).exists():
+        theirs = json.loads((folder / SETTINGS).read_text())
+        if differing := sorted(name for name in {*mine, *theirs} if mine.get(name) != theirs.get(name)):
+            name = differing[0]
+            raise ValueError(
+                f"{out} has a run with {name}={theirs.get(name)}, not {mine.get(name)}: expected the same settings, or "
+                "another folder"
+            )
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    write_file(folder / SETTINGS, json.dumps(mine, indent=2) + "\n")
+    return folder
+
+
+def _curve(folder: Path) -> Iterator[dict[str, float]]:
+    """The lines of the curve; a kill may have cut the last one short."""
+    path = folder / CURVE
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            return
+
+
+def _optax() -> Any:
+    try:
+        import optax
+    except ImportError:
+        raise ValueError('training needs optax: expected the extra train, as in pip install "kvjax[train]"') from None
+    return optax

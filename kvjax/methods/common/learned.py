@@ -1,0 +1,50 @@
+"""The score that a network reads from the hidden state of a token when the token enters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.cache import Slots
+from kvjax.gates.forms import FORMS
+from kvjax.policy import Attended, LayerShape, Moment, Needs, Score, check_choice
+
+
+@dataclass(frozen=True)
+class LearnedScore(Score):
+    """What the networks of that name beside the parameters (`kvjax.with_gates`) say of an entry's hidden state.
+
+    A score is computed once, when the token enters, and kept with the entry. On a mesh nothing is communicated: each
+    device has the networks of all kv heads, and keeps the scores of its own.
+
+    Attributes:
+        gates: the name of the networks.
+    """
+
+    gates: str
+
+    def __post_init__(self) -> None:
+        check_choice("gates", self.gates, *(name for name, form in FORMS.items() if form.score is not None))
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(hidden=True, gates=self.gates, slotwise=True, signed=FORMS[self.gates].signed)
+
+    def init(self, shape: LayerShape, slots: int) -> tuple[Float[Array, "B H S"], None]:
+        return jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32), None
+
+    def observe(self, entries: Slots, attended: Attended) -> tuple[Any, None]:
+        assert attended.layer.gates is not None
+        assert attended.hidden is not None
+        scores = attended.layer.gates[self.gates](attended.hidden)
+        own = scores[:, attended.heads.kv_indices(entries.positions.shape[1])]
+        if not attended.decoding:  # the tokens have entered in the last slots
+            return jnp.concatenate([entries.per_slot[..., : -own.shape[2]], own], axis=-1), None
+        entered = (entries.positions >= 0) & (entries.positions == attended.positions[:, None])
+        return jnp.where(entered, own, entries.per_slot), None
+
+    def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
+        return entries.per_slot

@@ -1,0 +1,48 @@
+"""KVzap (Jegou et al., arXiv 2601.07891): KVzip's scores, as small networks predict them from hidden states.
+
+Differences from the paper. A budget retains the entries with the largest scores, where the paper evicts all whose score
+is below a threshold: the arrays of a cache have fixed shapes. With level="global" all heads and layers compete, as they
+do under one threshold.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from kvjax.policy import Policy, Protect
+
+from .common.learned_policy import learned
+from .registry import preset
+
+
+@preset
+def kvzap(
+    budget: int | float = 0.3,
+    sinks: int = 0,
+    recent: int = 128,
+    every: int | None = None,
+    level: Literal["global", "layer", "head"] = "global",
+    groups: int = 1,
+) -> Policy:
+    """Retains the entries for which a network predicts that KVzip would score them highest, at the cost of one pass.
+
+    score[h, c] = f_l(x_c)[h], an estimate of the logarithm of KVzip's score. x_c is the hidden state of token c that
+    attention reads in layer l, after the norm before attention; f_l is linear, or W_2 gelu(W_1 x + b_1) + b_2. The
+    networks are gates beside the parameters: `kvjax.with_gates(params, FOLDER)` reads those that `kvjax train-gates`
+    writes or the authors published.
+
+    Args:
+        budget: entries of the mean kv head. A float is a share of each row's prompt.
+        sinks: the number of first tokens, which are always retained (the paper: none).
+        recent: the number of most recent tokens, which are always retained (the paper's w = 128).
+        every: the number of entries that a full head evicts at a time while decoding; None compresses the prompt only.
+        level: which heads compete: those of all layers ("global"), those of each layer ("layer"), or none, so that each
+            head retains its budget and each layer is compressed before the next one is read ("head").
+        groups: the number of groups of consecutive kv heads that compete among themselves. On a mesh that divides kv
+            heads over D devices it must be a multiple of D; one device with that number of groups retains the same.
+
+    Raises:
+        ValueError: for a value that is not accepted, and for `groups` at a level where they mean nothing. Parameters
+            without these gates are refused when a prompt is read.
+    """
+    return learned("kvzap", budget, Protect(sinks, recent), every, level, groups)
