@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,25 +50,26 @@ class Gates:
         return FORMS[self.method]
 
 
-def read_gates(path_or_hub_id: str | os.PathLike[str], method: str | None = None) -> Gates:
+def read_gates(path_or_hub_id: str | os.PathLike[str]) -> Gates:
     """Reads gates from a folder, or from a repository on the hub such as `nvidia/KVzap-mlp-Qwen3-8B`.
 
     Args:
         path_or_hub_id: the folder or repository.
-        method: the method that the gates must be of; None accepts all.
 
     Raises:
-        CheckpointError: the gates are absent, incomplete, of another method or in another form. It lists all problems.
+        CheckpointError: the gates are absent, incomplete, of an unknown method or in another form. It lists all
+            problems.
     """
     folder = locate(path_or_hub_id, FILES)
-    accepted = ", ".join(FORMS) if method is None else method
     if not (folder / FILES[0]).is_file():
         reason = f"it has no {FILES[0]}: expected a folder of gates, with {FILES[0]} and {FILES[1]}"
         raise CheckpointError(folder, [reason])
     config = read_json(folder / FILES[0])
     found = config.get("model_type")
-    if found not in FORMS or method not in (None, found):
-        raise CheckpointError(folder, [f"config.json has model_type={shown(found)}: expected gates of {accepted}"])
+    if found not in FORMS:
+        raise CheckpointError(
+            folder, [f"config.json has model_type={shown(found)}: expected gates of {', '.join(FORMS)}"]
+        )
     form = FORMS[found]
     sizes = {name: config.get(name) for name in form.sizes}
     wrong = [
@@ -140,8 +140,3 @@ def _card(gates: Gates, facts: Mapping[str, Any]) -> str:
     lines = [f"| {name} | {value} |" for name, value in rows.items()]
     head = f"---\nlibrary_name: kvjax\ntags: [kv-cache, {gates.method}]\n---\n\n# Gates of {gates.method}\n\n"
     return head + "\n".join(["| | |", "|---|---|", *lines]) + "\n"
-
-
-def folder_of_gates(path: str) -> bool:
-    """Whether a path is a folder with gates in it."""
-    return (Path(path).expanduser() / FILES[0]).is_file()

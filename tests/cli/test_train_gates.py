@@ -61,7 +61,8 @@ def test_gates_are_trained_and_read(model: str, texts: Path, tmp_path: Path) -> 
     assert [line["step"] for line in lines] == list(range(1, 7))
     assert set(lines[0]) == {"step", "loss", "learning_rate", "seconds"}
     assert lines[-1]["learning_rate"] < max(line["learning_rate"] for line in lines) < 1.001e-3
-    gates = read_gates(out, "kvzap")
+    gates = read_gates(out)
+    assert gates.method == "kvzap"
     assert (gates.sizes["hidden_dim"], len(gates.layers)) == (4, 2)
     card = (out / "README.md").read_text()
     assert f"| data | {texts} |" in card
@@ -124,7 +125,8 @@ def test_the_cross_entropy_falls(tmp_path: Path) -> None:
     entropy = -np.mean(p * np.log(p) + (1 - p) * np.log1p(-p))
     assert entropy < losses[-1]
     assert losses[-1] - entropy < 0.3 * (losses[0] - entropy)
-    gates = read_gates(tmp_path / "out", "fastkvzip")
+    gates = read_gates(tmp_path / "out")
+    assert gates.method == "fastkvzip"
     assert kvjax.prefill(
         kvjax.with_gates(params, gates), stream.tokens[None], policy="fastkvzip:budget=12,recent=2"
     ).filled

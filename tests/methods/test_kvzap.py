@@ -172,7 +172,8 @@ def test_files(tmp_path):
     assert set(tensors) == names
     assert tensors["layers.1.0.weight"].shape == (5, 32)
     assert "| steps | 7 |" in (tmp_path / "gates" / "README.md").read_text()
-    read = read_gates(tmp_path / "gates", "kvzap")
+    read = read_gates(tmp_path / "gates")
+    assert read.method == "kvzap"
     for mine, theirs in zip(read.layers, gates.layers, strict=True):
         assert all(np.array_equal(mine[name], theirs[name]) for name in theirs)
     kvjax.save_hf(params, tmp_path / "model")
