@@ -4,7 +4,7 @@
     python scripts/compile_ahead.py > compile_ahead.jsonl                                  # a 70B's decode loop
     python scripts/compile_ahead.py h200:1 v6e:2x2 --program prefill --shape 8b --model 1  # an 8B reads a prompt
 
-The model has the shape of a Llama 3, or of Qwen3 30B-A3B, in bfloat16, and no weights: the compiler gets shapes only.
+The model has the shape of a Llama 3, of Qwen3 30B-A3B or of gpt-oss 20B, in bfloat16, and no weights.
 The output is one JSON line per target. Bytes are per device. Collectives, and arrays of the size of a layer's keys (or
 of 1 MB) that are written in full, are counted per decode step; for a pool of segments, keys are those of all layers.
 Temporaries do not include arguments and outputs. Outputs that are aliased take no memory of their own.
@@ -28,7 +28,7 @@ import kvjax
 from kvjax.aot.hlo import Loop
 from kvjax.aot.lower import Part, lower_decode, lower_prefill, plan_params
 from kvjax.aot.targets import target
-from kvjax.models import DecoderConfig, Mixture, Rope
+from kvjax.models import DecoderConfig, Mixture, Rope, config_from_hf
 
 MB = 1_000_000
 
@@ -37,7 +37,7 @@ def llama(layers: int, hidden: int, mlp: int, heads: int) -> DecoderConfig:
     return DecoderConfig("llama", 128_256, hidden, mlp, heads, 8, 128, (None,) * layers, Rope(500_000.0), 131_072)
 
 
-# Llama 3 8B and 70B, and Qwen3 30B-A3B, which has experts.
+# Llama 3 8B and 70B, Qwen3 30B-A3B, which has experts, and gpt-oss 20B, which has experts, attention sinks and windows.
 SHAPES = {
     "8b": llama(32, 4096, 14_336, 32),
     "70b": llama(80, 8192, 28_672, 64),
@@ -54,6 +54,16 @@ SHAPES = {
         max_positions=40_960,
         qk_norm=True,
         mixture=Mixture(experts=128, per_token=8, size=768),
+    ),
+    "gpt-oss-20b": config_from_hf(
+        {
+            "model_type": "gpt_oss",
+            "vocab_size": 201_088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 24,
+            "num_local_experts": 32,
+        }
     ),
 }
 

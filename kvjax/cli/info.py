@@ -87,6 +87,8 @@ def info(
         "query_heads": config.num_heads,
         "kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
+        "attention_sinks": config.attention_sinks,
+        "attention_softcap": config.attention_softcap,
         "experts": None if config.mixture is None else asdict(config.mixture),
         "vocabulary": config.vocab_size,
         "rope": _ropes(config),
@@ -143,6 +145,13 @@ def _ropes(config: DecoderConfig) -> str:
     return "; ".join(f"{kind} in {count} of {config.num_layers} layers" for kind, count in kinds.items())
 
 
+def _attention(config: DecoderConfig) -> str:
+    """What changes the softmax of attention; empty if nothing does."""
+    sinks = ["a learned sink per query head"] if config.attention_sinks else []
+    softcap = config.attention_softcap
+    return ", ".join(sinks + ([f"logits capped at {softcap:g}"] if softcap is not None else []))
+
+
 def _experts(config: DecoderConfig) -> str:
     """The experts of a layer, how many of them a token takes, and how many layers have some."""
     assert config.mixture is not None
@@ -164,6 +173,7 @@ def _show(facts: dict[str, Any], config: DecoderConfig) -> None:
         ("parameters", f"{facts['parameters']:,} in {' and '.join(facts['stored'])}"),
         ("layers", f"{config.num_layers}, {config.hidden_size:,} wide"),
         ("heads", f"{config.num_heads} query, {config.num_kv_heads} kv, of {config.head_dim} channels"),
+        *([("attention", _attention(config))] if _attention(config) else []),
         *([("experts", _experts(config))] if config.mixture else []),
         ("vocabulary", f"{config.vocab_size:,}"),
         ("rope", facts["rope"]),

@@ -1,4 +1,4 @@
-"""Mixtures of experts on accelerators: a step reads experts where they are. The shapes are those of Qwen3 30B-A3B."""
+"""Mixtures of experts on accelerators: a step reads experts where they are. Shapes of Qwen3 30B-A3B and gpt-oss 20B."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvjax.aot.graphs import compile_listed, outside_graphs
 from kvjax.aot.hlo import Loop
 from kvjax.aot.lower import lower_decode, lower_prefill
 from kvjax.aot.targets import target
-from kvjax.models import DecoderConfig, Mixture, Rope
+from kvjax.models import DecoderConfig, Mixture, Rope, config_from_hf
 from kvjax.policies import parse
 
 pytestmark = [
@@ -37,6 +37,16 @@ QWEN = DecoderConfig(
 )
 MATRIX = 2048 * 768 * 2  # bytes of one of the three matrices of an expert
 SNAPKV = "snapkv:budget=1024,window=32"
+GPT_OSS = config_from_hf(
+    {
+        "model_type": "gpt_oss",
+        "vocab_size": 201_088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 2,  # one has a window
+        "num_local_experts": 32,
+    }
+)
 
 
 def mesh_of(name: str) -> jax.sharding.Mesh:
@@ -88,3 +98,22 @@ def test_a_prompt_goes_to_its_experts_only(name: str) -> None:
     compiled = lower_prefill(config, parse("full"), mesh=mesh_of(name), batch=1, length=4096, new_tokens=64).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 2.5 * 4096 * 8 * 2048 * 2
     assert ("grouped_product_kernel" if name == "h200:1" else "ragged-dot") in compiled.as_text()
+
+
+@pytest.mark.parametrize("name", ["h200:1", pytest.param("v5e:2x4", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("policy", ["full", SNAPKV])
+def test_a_step_of_gpt_oss_reads_experts_and_keys_where_they_are(name: str, policy: str) -> None:
+    """With sinks, biases and a window. A TPU turns around the table of embeddings, once per call."""
+    mesh = mesh_of(name)
+    sizes = {"batch": 8, "length": 4096, "new_tokens": 1024}
+    lowered = lower_decode(GPT_OSS, parse(policy), mesh=mesh, **sizes)
+    if name == "h200:1":
+        compiled, launches = compile_listed(lowered)
+        assert not outside_graphs(launches)
+    else:
+        compiled = lowered.compile()
+    loop, memory = Loop.of(compiled.as_text()), compiled.memory_analysis()
+    keys = 8 * 8 * 1024 * 64 * 2 // mesh.size  # bytes of the keys of 1,024 tokens
+    assert loop.rewrites(keys) == []
+    embeddings = 201_088 * 2880 * 2 // mesh.size if mesh.size > 1 else 0
+    assert memory.temp_size_in_bytes < embeddings + 0.015 * memory.argument_size_in_bytes

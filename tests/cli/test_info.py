@@ -51,6 +51,30 @@ def test_experts_are_counted(tmp_path: Path) -> None:
     assert plan["plans"][0]["weights"] == 4 * count
 
 
+@pytest.mark.parametrize(
+    ("fields", "facts", "shown"),
+    [
+        (
+            {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2},
+            (True, None),
+            "a learned sink per query head",
+        ),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, (False, 50.0), "logits capped at 50"),
+        ({"model_type": "llama"}, (False, None), None),
+    ],
+)
+def test_what_changes_the_softmax_is_shown(
+    tmp_path: Path, fields: dict, facts: tuple[bool, float | None], shown: str | None
+) -> None:
+    sizes = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
+    hf = fields | {"num_attention_heads": 4, "num_key_value_heads": 2} | sizes
+    kvjax.save_hf(Decoder(config_from_hf(hf), nnx.Rngs(0)), tmp_path / "model")
+    document = json.loads(kv("info", tmp_path / "model", "--policy", "full", "--json")[1])
+    assert (document["attention_sinks"], document["attention_softcap"]) == facts
+    text = kv("info", tmp_path / "model", "--policy", "full")[1]
+    assert shown in text if shown else "attention " not in text.partition("Cache of")[0]
+
+
 def test_recommendations_are_those_of_the_page(model: str) -> None:
     page = (Path(__file__).parents[2] / "docs" / "choosing.md").read_text()
     rows = re.findall(r"^\| (.+?) \| `(.+?)` \|", page, re.MULTILINE)
