@@ -114,6 +114,7 @@ DISTINCT = (
 BUDGETED = (
     "full",
     "pyramidkv:budget=0.5,window=3,kernel=3,beta=2,formula=code",
+    "per_layer:base=snapkv,base.budget=0.5,base.window=3,base.kernel=3,shares=(1.3,1.0)",
 )
 
 # `tests/test_kv_cache.py` asks in company and alone under policies of the other kinds. The scores of h2o, tova and
@@ -139,7 +140,7 @@ def decoder(spec: str) -> Decoder:
     if "duo_attention" in spec or "headkv" in spec:
         return tiny.decoder(windows=(None,) * 4)  # the gates that kvjax contains are for four layers and two kv heads
     policy = policies.parse(spec)
-    layers_differ = policy.allocates or any(x in spec for x in ("dense_layers", "pyramid", "lacache"))
+    layers_differ = policy.allocates or any(x in spec for x in ("dense_layers", "pyramid", "lacache", "per_layer"))
     return tiny.decoder(windows=(None, None) if layers_differ else (None,), gates=bool(policy.score.needs.gates))
 
 
