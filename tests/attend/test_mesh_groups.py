@@ -15,6 +15,7 @@ pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices"
 KV_HEADS, GROUPS = 8, 4  # two kv heads to a group
 LAYERS = {
     "kvzip": 2,
+    "kvzip+": 2,
     "adakv": 1,
     "duo_attention": 1,
     "headkv": 1,
@@ -24,12 +25,14 @@ LAYERS = {
 GATES = tuple(map(tuple, np.random.default_rng(1).random((1, KV_HEADS)).tolist()))
 
 
-def kvzip_of(groups: int) -> kvjax.Policy:
-    return kvzip(12, 2, groups=groups, score=Reconstruction(2, 48, instruction=(3, 1), starting=(5,), suffix=(2,)))
+def kvzip_of(groups: int, normalise: bool = False) -> kvjax.Policy:
+    score = Reconstruction(2, 48, instruction=(3, 1), starting=(5,), suffix=(2,), normalise=normalise)
+    return kvzip(12, 2, groups=groups, score=score)
 
 
 POLICIES = {
     "kvzip": kvzip_of(GROUPS),
+    "kvzip+": kvzip_of(GROUPS, normalise=True),
     "adakv": adakv(h2o(12), groups=GROUPS),
     "duo_attention": duo_attention(GATES, sinks=2, recent=10, groups=GROUPS),
     "headkv": headkv(12, GATES, window=4, groups=GROUPS),
@@ -43,6 +46,7 @@ POLICIES = {
     ("name", "data", "model", "kv_heads"),
     [
         ("kvzip", 1, 8, 4),
+        ("kvzip+", 1, 8, 4),
         ("adakv", 2, 4, KV_HEADS),
         ("duo_attention", 2, 4, KV_HEADS),
         ("headkv", 2, 4, KV_HEADS),

@@ -68,7 +68,10 @@ SPECS = {
         "base=snapkv,base.budget=12,base.window=4,base.kernel=3",
         "base=h2o,base.budget=12,base.recent=3,alpha=0.5,formula=kvpress",
     ),
-    "kvzip": ("budget=0.5,sinks=2,score.chunk=10,score.instruction='',score.starting='',score.suffix=''",),
+    "kvzip": (
+        "budget=0.5,sinks=2,score.chunk=10,score.instruction='',score.starting='',score.suffix=''",
+        "budget=12,score.chunk=10,score.instruction=(7,),score.starting='',score.suffix='',score.normalise=True",
+    ),
     "duo_attention": ("sinks=2,recent=10,groups=2",),
     "criticalkv": ("base=h2o,base.budget=12,base.recent=3,first=0.4",),
     "quantize": (

@@ -146,6 +146,7 @@ DEFAULTS = {
         "score.instruction": "\n\nRepeat the previous context exactly.",
         "score.starting": "\n\nRepeat the part of the previous context exactly, starting with",
         "score.suffix": "\n",
+        "score.normalise": False,
     },
     "lacache": {
         "budget": 1024,
