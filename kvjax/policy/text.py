@@ -136,9 +136,10 @@ def _literal(text: str) -> Any:
 def _check_kind(name: str, option: str, value: Any, parameter: inspect.Parameter) -> None:
     """Raises ValueError for a word where a number is expected, and the other way round. Presets judge tuples."""
     default, annotation = parameter.default, str(parameter.annotation)
-    if (value is None and default is None) or isinstance(value, tuple):
-        return
     boolean = isinstance(default, bool) or "bool" in annotation
+    judged_later = isinstance(value, tuple) and not boolean and not isinstance(default, Policy)
+    if (value is None and default is None) or judged_later:
+        return
     wants = bool if boolean else str if isinstance(default, str | Policy) else None
     given = next((kind for kind in (bool, str) if isinstance(value, kind)), None)
     word_or_number = wants is str and given is None and not {"int", "float"}.isdisjoint(annotation.split(" | "))
