@@ -20,7 +20,8 @@ def parse(description: str) -> Policy:
 
     The options of an option that is itself a policy follow under its name: `kvcrush:base=h2o,base.budget=512`. The same
     holds for an option that is a part, such as a merge or a score, whose default they change:
-    `kvmerger:budget=0.5,merge.theta=0.3`, `kvcrush:base=kvmerger,base.merge.theta=None`.
+    `kvmerger:budget=0.5,merge.theta=0.3`, `kvcrush:base=kvmerger,base.merge.theta=None`. A tuple is written as in
+    Python: `per_layer:shares=(1.5,0.5)`.
 
     Raises:
         ValueError: for an unknown preset or option, or a value that it does not accept; the message names those that

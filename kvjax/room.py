@@ -41,13 +41,13 @@ def ending(cache: KVCache, compress: Compress) -> Ending:
     """
     policy = cache.policy
     again = compress == "chunk" or (compress == "end" and cache.filled)
+    if again and (reason := only_once(policy)) is not None:
+        raise ValueError(f"compress={compress!r} {reason}: expected 'auto' or 'never'")
     if again and cache.filled and policy.every is None and policy.score.needs.hidden:
         raise ValueError(
             f"compress={compress!r} would score tokens whose hidden states are gone with their prompt: expected 'auto' "
             f"or 'never', or every= of the policy, with which {type(policy.score).__name__} keeps their scores"
         )
-    if again and (reason := only_once(policy)) is not None:
-        raise ValueError(f"compress={compress!r} {reason}: expected 'auto' or 'never'")
     if compress == "auto":
         compresses, final = not cache.filled or policy.every is not None, True
     else:

@@ -35,6 +35,7 @@ from typing import Any
 CASES = ("prefill", "replay", "crush", "decode", "budgets", "clustering")
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 8, 2, 64
 SLOTS = 512
+OF_A_MODEL = ("duo_attention", "headkv", "lukv", "per_layer")  # their numbers are for other layers and heads
 VARIANTS = {
     "d2o": ("layer_budgets=False", "dense_first=1,dense_last=0"),
     "kvmerger": ("", "merge.theta=None"),
@@ -110,7 +111,7 @@ def main() -> None:
     from kvjax.policies import PRESETS, parse
 
     # DuoAttention's gates and HeadKV's importance are a model's own, and of another one.
-    presets = arguments.preset or [name for name in PRESETS if name not in ("full", "duo_attention", "headkv")]
+    presets = arguments.preset or [name for name in PRESETS if name not in ("full", *OF_A_MODEL)]
     if unknown := set(presets) - set(PRESETS):
         parser.error(f"unknown presets {sorted(unknown)}: expected {', '.join(PRESETS)}")
     rng = np.random.default_rng(0)

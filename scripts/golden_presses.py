@@ -27,6 +27,31 @@ class DrawnGates(kvpress.DuoAttentionPress):
         return 4, 28, self.gates
 
 
+class DrawnCurve(kvpress.LUKVPress):
+    """LU-KV with a curve from a fixed seed. The press itself would download that of a large model.
+
+    At 160 tokens and a ratio r the heads retain 160 (1 - r) entries on average. The total of each layer is an integer,
+    so that it needs no rounding, and in each layer the first head's remainder is the largest.
+    """
+
+    def post_init_from_model(self, model: PreTrainedModel) -> None:
+        self._budget_curves = None  # that of the model before
+        super().post_init_from_model(model)
+
+    def _load_budget_curves(self, model: PreTrainedModel) -> np.ndarray:
+        layers, heads = self._model_curve_shape(model)
+        rng = np.random.default_rng(0)
+        by_layer = np.array({3: (-24, 0, 24), 4: (-24, -8, 8, 24)}[layers])[:, None]
+        by_head = np.array({2: (-8, 8), 4: (-20, -8, 8, 20)}[heads])
+        more = rng.permutation(by_layer) + rng.permuted(np.tile(by_head, (layers, 1)), axis=1)
+        means = 160 - 1.6 * np.arange(1, 100)[:, None, None]
+        retained = means + more * means / 80
+        retained[..., 0] -= 0.3
+        retained[..., 1] += 0.3
+        self.curve = np.clip(1 - retained / 160, 0, 1)
+        return self.curve
+
+
 class DrawnSketches(kvpress.CompactorPress):
     """Compactor with sketches from a fixed seed. The press itself would draw other ones in float64."""
 
@@ -89,6 +114,12 @@ PRESSES: dict[str, kvpress.BasePress] = {
     "finch_consecutive_w16_r75": finch(0.75, 16, rerotate=True),
     "key_rerotation_snapkv_r50": kvpress.KeyRerotationPress(kvpress.SnapKVPress(0.5, window_size=8, kernel_size=5)),
     "blockwise_keydiff_b32_r50": kvpress.BlockPress(kvpress.KeyDiffPress(0.5), 32),
+    "kvzip_plus_c64_r50": kvpress.KVzipPress(0.5, chunk_size=64, kvzip_plus_normalization=True),
+    "per_layer_snapkv": kvpress.PerLayerCompressionPress(
+        kvpress.SnapKVPress(window_size=16, kernel_size=5), [0.5, 0.75, 0.25, 0.6]
+    ),
+    "lukv_expected_r50": DrawnCurve(kvpress.ExpectedAttentionPress(epsilon=2e-2), 0.5),
+    "lukv_snapkv_s2_r75": DrawnCurve(kvpress.SnapKVPress(window_size=8, kernel_size=5), 0.75, sink=2, window=3),
 }
 
 

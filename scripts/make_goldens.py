@@ -7,6 +7,8 @@ transformers than this project may have installed:
     .venv-kvpress/bin/pip install torch==2.13.0 transformers==5.2.0 kvpress==0.5.5 safetensors==0.8.0 tokenizers==0.22.2
     .venv-kvpress/bin/python scripts/make_goldens.py
 
+`--press LABEL` adds a press to the archives that exist, and leaves the others in them as they are.
+
 Everything is drawn from fixed seeds on the CPU. The script refuses a model whose selections or tokens differ between
 float32 and float64, or depend on nearly equal scores, so no golden depends on a rounding error.
 """
@@ -27,7 +29,7 @@ import kvpress.attention_patch
 import numpy as np
 import torch
 from golden_models import MODELS, VOCABULARY, TinyModel
-from golden_presses import DESCRIPTIONS, PRESSES, DrawnGates, DrawnSketches
+from golden_presses import DESCRIPTIONS, PRESSES, DrawnCurve, DrawnGates, DrawnSketches
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -38,6 +40,13 @@ kvpress.attention_patch.search_hyperplane = lambda queries: 1000 * masking_key(q
 
 PROMPT_LENGTH, STEPS = 160, 16
 LEAST_MARGIN = 5e-5  # of `margin`
+WRAPPERS = (
+    kvpress.ChunkKVPress,
+    kvpress.AdaKVPress,
+    kvpress.KeyRerotationPress,
+    kvpress.PerLayerCompressionPress,
+    kvpress.LUKVPress,
+)
 PACKAGES = ("torch", "transformers", "kvpress", "safetensors", "tokenizers", "numpy")
 
 
@@ -70,7 +79,7 @@ def recording(press: kvpress.BasePress, scores: list[torch.Tensor]) -> Iterator[
         scorer, name = press, "compress_post"
     else:
         scorer, name = press, "score"
-        if isinstance(press, kvpress.ChunkKVPress | kvpress.AdaKVPress | kvpress.KeyRerotationPress):
+        if isinstance(press, WRAPPERS):
             scorer = press.press
     method = getattr(scorer, name)
 
@@ -192,19 +201,21 @@ def margin(scores: np.ndarray, pos: np.ndarray) -> float:
     return float(((last - first) / np.maximum(np.abs(last), np.abs(first))).min())
 
 
-def make(name: str, tiny: TinyModel, folder: Path) -> None:
-    """Writes a model and its goldens."""
+def make(name: str, tiny: TinyModel, folder: Path, labels: list[str]) -> None:
+    """Writes a model and its goldens, those of these presses."""
     model = tiny.build()
     model.save_pretrained(folder / name)
     (folder / name / "generation_config.json").unlink(missing_ok=True)
     wide = tiny.build().double()
     with tempfile.TemporaryDirectory() as tokenizer:
         model.config.name_or_path = wide.config.name_or_path = characters(tokenizer)
-        record(name, tiny, folder, model, wide)
+        record(name, tiny, folder, model, wide, labels)
 
 
-def record(name: str, tiny: TinyModel, folder: Path, model: PreTrainedModel, wide: PreTrainedModel) -> None:
-    """Runs all presses on a model in float32 and float64 (`wide`), and writes the archive."""
+def record(
+    name: str, tiny: TinyModel, folder: Path, model: PreTrainedModel, wide: PreTrainedModel, labels: list[str]
+) -> None:
+    """Runs presses on a model in float32 and float64 (`wide`), and writes the archive, or adds to it."""
     # The tokens are distinct, because equal tokens have equal key norms and would tie.
     prompt = np.random.default_rng(tiny.seed).permutation(VOCABULARY)[:PROMPT_LENGTH]
     ids = torch.from_numpy(prompt)
@@ -214,7 +225,12 @@ def record(name: str, tiny: TinyModel, folder: Path, model: PreTrainedModel, wid
     arrays = {"prompt": prompt.astype(np.int32), "logits": full["sdpa"]["logits"]}
     arrays |= {f"full/{key}": full["sdpa"][key] for key in ("tokens", "step_logits")}
     presses = {}
-    for label, press in PRESSES.items():
+    if len(labels) < len(PRESSES):
+        with np.load(folder / f"{name}.npz") as archive:
+            arrays |= dict(archive)
+        presses = json.loads(str(arrays.pop("meta")))["presses"]
+    for label in labels:
+        press = PRESSES[label]
         attention = attention_of(press)
         out, out_wide = run(model, ids, attention, press), run(wide, ids, attention, press)
         if any(out["hidden"]):
@@ -235,6 +251,8 @@ def record(name: str, tiny: TinyModel, folder: Path, model: PreTrainedModel, wid
         else:
             gap = margin(*competing(press, out["scores"], pos))
             arrays[f"{label}/scores"] = out["scores"]
+        if isinstance(press, DrawnCurve):
+            arrays[f"{label}/curve"] = press.curve
         if isinstance(press, DrawnSketches):
             arrays[f"{label}/gaussian"] = press.gaussian
         if isinstance(press, kvpress.KVComposePress):
@@ -268,7 +286,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path(__file__).parents[1] / "tests" / "golden")
     parser.add_argument("--model", choices=MODELS, nargs="+", default=list(MODELS), help="default: all")
+    parser.add_argument("--press", choices=PRESSES, nargs="+", default=list(PRESSES), help="default: all")
     arguments = parser.parse_args()
     torch.set_num_threads(2)
     for name in arguments.model:
-        make(name, MODELS[name], arguments.folder)
+        make(name, MODELS[name], arguments.folder, arguments.press)

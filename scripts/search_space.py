@@ -40,6 +40,7 @@ Change: TypeAlias = Callable[[Policy], Policy | None]
 Budget: TypeAlias = int | float
 
 UNINSTRUCTED = ",score.instruction='',score.starting='',score.suffix=''"
+LEFT_OUT = ("simlayerkv", "fastgen", "dms", "quantize", "headkv", "lukv", "per_layer")
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,15 @@ def _compressing(budget: Budget, instructed: bool) -> tuple[str, ...]:
                 policy = policies.parse(text)
             except ValueError:  # the preset has no such option, or the budget is smaller than its window
                 continue
-            if policy.every is None and name not in ("simlayerkv", "fastgen", "dms", "quantize", "headkv"):
+            if policy.every is None and name not in (
+                "simlayerkv",
+                "fastgen",
+                "dms",
+                "quantize",
+                "headkv",
+                "lukv",
+                "per_layer",
+            ):
                 found.append(text)
                 break
     return tuple(found)

@@ -20,4 +20,4 @@ def test_every_preset_has_a_text(name: str, budget: int) -> None:
     spec.loader.exec_module(script)
     for text in script.texts(name, budget):
         smallest = parse(text).budget.smallest
-        assert smallest in (None, budget) or name == "pyramidkv"
+        assert smallest in (None, budget) or name == "per_layer"

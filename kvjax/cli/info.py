@@ -118,10 +118,11 @@ def _presets(length: int, config: DecoderConfig) -> list[str]:
         "base": f":base=snapkv,base.budget={budget}",
         "policy": f":policy=snapkv,policy.budget={budget}",
     }
+    of_one_model = {"gates", "importance", "curve", "shares"}
     presets = (
         name + next((text for option, text in options.items() if option in inspect.signature(preset).parameters), "")
         for name, preset in PRESETS.items()
-        if {"gates", "importance"}.isdisjoint(inspect.signature(preset).parameters)  # these belong to one model
+        if of_one_model.isdisjoint(inspect.signature(preset).parameters)
     )
     return [text for text in presets if _suits(text, config)]
 

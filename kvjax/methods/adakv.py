@@ -79,10 +79,6 @@ class AdaptiveShares(AllocatedBudget):
         """The budget, if it is allocated itself."""
         return None if self.budget.layout is None else cast(AllocatedBudget, self.budget)
 
-    def check_model(self, layers: int, kv_heads: int) -> None:
-        if self.allocated is not None:
-            self.allocated.check_model(layers, kv_heads)
-
     def entries(self, slots: Sequence[int], heads: int) -> int:
         total = super().entries(slots, heads) if self.allocated is None else self.allocated.entries(slots, heads)
         rounded_up = heads // 2 if self.formula == "code" else 0

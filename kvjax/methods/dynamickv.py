@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -19,7 +18,7 @@ from kvjax.heads import Heads
 from kvjax.pallas_kernels import top_counts
 from kvjax.policy import AllocatedBudget, Layout, Policy, check_integer, check_number
 
-from .common.allocation import check_mean
+from .common.allocation import check_mean, scaled
 from .common.budgets import budget_of
 from .registry import preset
 from .snapkv import snapkv
@@ -109,24 +108,9 @@ def _as_released(
     counts = counts // n
     if n == layers:
         counts = counts.at[:, -1].add(base * heads - jnp.sum(counts, axis=-1))
-    shares = _scaled(cap[:, None], counts, jnp.sum(counts, axis=-1, keepdims=True))
-    given = _scaled(shares, (base * layers)[:, None], jnp.sum(shares, axis=-1, keepdims=True))
+    shares = scaled(cap[:, None], counts, jnp.sum(counts, axis=-1, keepdims=True))
+    given = scaled(shares, (base * layers)[:, None], jnp.sum(shares, axis=-1, keepdims=True))
     return given.at[:, -1].add(base * layers - jnp.sum(given, axis=-1))
-
-
-def _scaled(a: Int[Array, "..."], b: Int[Array, "..."], c: Int[Array, "..."]) -> Int[Array, "..."]:
-    """floor(a * b / c), 0 if c is 0, by long multiplication, because the product may exceed 32 bits."""
-    c = jnp.maximum(c, 1)
-    quotient_of_b, part = jnp.divmod(b, c)
-
-    def add_bit(i: Array, sum_and_rest: tuple[Array, Array]) -> tuple[Array, Array]:
-        quotient, rest = sum_and_rest
-        rest = 2 * rest + jnp.where((a >> (30 - i)) & 1, part, 0)
-        return 2 * quotient + rest // c, rest % c
-
-    zeros = jnp.zeros(jnp.broadcast_shapes(a.shape, b.shape, c.shape), jnp.int32)
-    quotient, _ = jax.lax.fori_loop(0, 31, add_bit, (zeros, zeros))
-    return a * quotient_of_b + quotient
 
 
 @preset

@@ -18,11 +18,11 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.heads import Heads
 from kvjax.policy import AllocatedBudget, Layout, Policy, check_integer, check_number
-from kvjax.shown import shown
 
 from .common.allocation import check_mean
 from .common.budgets import budget_of
-from .common.head_numbers import HeadNumbers, check_groups, check_shape, head_numbers
+from .common.head_numbers import HeadNumbers, check_shape, head_numbers
+from .common.proportional import apportioned, check_proportions, proportions
 from .registry import preset
 from .snapkv import snapkv
 
@@ -53,12 +53,7 @@ class ImportanceShares(AllocatedBudget):
         check_mean(self.budget, "ImportanceShares")
         check_number("beta", self.beta, "a number >= 1", lambda x: x >= 1)
         check_integer("groups", self.groups, least=1)
-        rows = head_numbers("importance", self.importance)
-        check_groups(self.groups, len(rows[0]))
-        if np.min(rows) < 0 or not np.all(np.sum(self._by_group, axis=(0, 2))):
-            raise ValueError(
-                f"importance={shown(rows)}: expected numbers >= 0, and one above 0 in each of {self.groups} groups"
-            )
+        check_proportions("importance", self.importance, self.groups)
 
     @property
     def layout(self) -> Layout:
@@ -71,7 +66,7 @@ class ImportanceShares(AllocatedBudget):
     def allocate(
         self, scores: Float[Array, "L B H M"], means: Int[Array, "L B"], least: int, heads: Heads
     ) -> Int[Array, "L B H"]:
-        L, B, H, M = scores.shape
+        _, _, H, M = scores.shape
         groups = self.groups // heads.kv_devices()
         protected = jnp.sum(jnp.isposinf(scores), axis=-1)
         most_protected = jnp.max(protected, axis=(0, 2))
@@ -79,28 +74,12 @@ class ImportanceShares(AllocatedBudget):
         ratio = fractions.Fraction(self.beta).limit_denominator(1000)
         pool = jnp.minimum(free * ratio.denominator // ratio.numerator, means[0] - jnp.maximum(least, most_protected))
         pool = jnp.maximum(pool, 0)
-        shares = jnp.asarray(self._shares, jnp.float32)[:, heads.kv_indices(H)]
-        shares = jnp.moveaxis(shares.reshape(L, groups, H // groups), 1, 0).reshape(groups, -1)
-        wanted = shares * pool[:, None, None]
-        given = jnp.floor(wanted).astype(jnp.int32)
-        left = pool[:, None] * shares.shape[1] - jnp.sum(given, axis=-1)
-        rank = jnp.argsort(jnp.argsort(given - wanted, axis=-1, stable=True), axis=-1)
-        given = jnp.moveaxis((given + (rank < left[..., None])).reshape(B, groups, L, -1), 2, 0).reshape(L, B, H)
+        shares = jnp.asarray(proportions(self.importance, self.groups), jnp.float32)[:, heads.kv_indices(H)]
+        given = apportioned(shares, pool, groups)
         held = jnp.sum(scores > -jnp.inf, axis=-1)
         within = jnp.max(held, axis=(0, 2)) <= means[0]
         counts = protected + (free - pool)[:, None] + given
         return jnp.where(within[:, None], M, jnp.minimum(held, counts))
-
-    @property
-    def _by_group(self) -> np.ndarray:
-        """Importance, [L, groups, heads of a group]."""
-        return np.array(self.importance, float).reshape(len(self.importance), self.groups, -1)
-
-    @property
-    def _shares(self) -> np.ndarray:
-        """Importance [L, H] on the scale on which the mean of each group is 1."""
-        shares = self._by_group / np.mean(self._by_group, axis=(0, 2), keepdims=True)
-        return shares.reshape(len(self.importance), -1)
 
 
 @preset

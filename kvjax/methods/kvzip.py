@@ -3,6 +3,7 @@
 Differences from the paper. `sinks` first tokens are always retained, where the released code retains the system prompt.
 The total is exact; `strict=True` retains only what exceeds a threshold, as released. Instructions are text without a
 chat template, unless `score.suffix` gives one. The context-independent variant with head-level scores is not here.
+`score.normalise=True` is KVzip+, after kvpress, whose scores the networks of KVzap (arXiv 2601.07891) predict.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -41,6 +43,7 @@ from .common.allocation import check_limited
 from .common.budgets import budget_of
 from .common.drop import Drop
 from .common.global_shares import GlobalShares
+from .common.projected_norms import projected_norms
 from .common.top_tokens import TopTokens
 from .registry import preset
 
@@ -55,7 +58,14 @@ class Reconstruction(Score):
     chunk on the instruction quotes the tokens before the chunk. Replayed tokens attend to everything, as they would if
     they were generated. The weights that count are those of a softmax over the first `sinks` entries, the chunk's own
     entries and the tokens replayed so far. On a mesh where devices share a kv head its queries are gathered, once per
-    chunk.
+    chunk, and the norms of projected values with them.
+
+    KVzip+ scales the weight a[g, t, c] that query head g of the replayed token t gives to entry c before the maximum:
+
+        score[h, c] = max over g and t of a[g, t, c] |W_O[g] v_c| / |x_t|
+
+    x_t is the hidden state of the replayed token that attention reads, after the norm before attention if the family
+    has one. It belongs to t in the replay, not to the prompt's token that t repeats.
 
     Attributes:
         sinks: the number of first entries that every chunk's softmax covers.
@@ -63,6 +73,7 @@ class Reconstruction(Score):
         instruction: before the first chunk: text, which needs a tokenizer, or token ids. '' is nothing.
         starting: before the other chunks, followed by the 8 tokens that precede the chunk.
         suffix: between the instruction and the chunk, such as what the model's chat template puts before an answer.
+        normalise: whether weights are scaled as in KVzip+.
 
     Raises:
         ValueError: for a value that is not accepted.
@@ -73,6 +84,7 @@ class Reconstruction(Score):
     instruction: str | tuple[int, ...] = "\n\nRepeat the previous context exactly."
     starting: str | tuple[int, ...] = "\n\nRepeat the part of the previous context exactly, starting with"
     suffix: str | tuple[int, ...] = "\n"
+    normalise: bool = False
 
     def __post_init__(self) -> None:
         check_integer("sinks", self.sinks, least=0)
@@ -84,7 +96,13 @@ class Reconstruction(Score):
 
     @property
     def needs(self) -> Needs:
-        return Needs(queries="rotated", whole_prompt=True, texts=(self.instruction, self.starting, self.suffix))
+        return Needs(
+            queries="rotated",
+            whole_prompt=True,
+            texts=(self.instruction, self.starting, self.suffix),
+            weighs_values=self.normalise,
+            hidden=self.normalise,
+        )
 
     def check(self, policy: Policy) -> None:
         if policy.every is not None:
@@ -125,22 +143,7 @@ class Reconstruction(Score):
         replayed = jnp.broadcast_to(jnp.arange(past, entries.slots), (*visible.shape[:2], own))
         index = jnp.concatenate([visible, replayed], axis=-1)
         among = entries.gather(index)
-        queries, layer = attended.queries, attended.layer
-        lse: Float[Array, "B Hq W"] | None = None
-        if layer.sinks is not None:  # the softmax over these entries has the sinks that every softmax of the layer has
-            context, lse = prompt_attention(
-                queries, among.keys, among.values, attended.positions, among.positions, **layer.logits
-            )
-            lse = attended.heads.whole_groups(join_sinks(context, lse, layer.sinks)[1])
-        weights = window_scores(
-            attended.heads.whole_groups(queries),
-            among.keys,
-            attended.positions,
-            among.positions,
-            lse=lse,
-            **layer.logits,
-            reduction=Reduction(rows="max", group="max"),
-        )
+        weights = _normalised(among, attended) if self.normalise else _largest(among, attended)
         counts = (index >= 0) & jnp.take_along_axis(repeated, jnp.maximum(index, 0), axis=-1)
         b, h = jnp.arange(index.shape[0])[:, None, None], jnp.arange(index.shape[1])[:, None]
         index = jnp.where(counts, index, entries.slots)
@@ -148,6 +151,55 @@ class Reconstruction(Score):
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         return entries.per_slot
+
+
+def _largest(among: Slots, attended: Attended) -> Float[Array, "B H M"]:
+    """The largest weight of each entry in a softmax over these entries."""
+    lse = None if attended.layer.sinks is None else attended.heads.whole_groups(_sums(among, attended))
+    return window_scores(
+        attended.heads.whole_groups(attended.queries),
+        among.keys,
+        attended.positions,
+        among.positions,
+        lse=lse,
+        **attended.layer.logits,
+        reduction=Reduction(rows="max", group="max"),
+    )
+
+
+def _normalised(among: Slots, attended: Attended) -> Float[Array, "B H M"]:
+    """The same with weights times the norm of the projected value, divided by that of the query's hidden state."""
+    assert attended.hidden is not None
+    B, H, M, _ = among.keys.shape
+    size = jnp.linalg.norm(attended.hidden.astype(jnp.float32), axis=-1)
+    lse = _sums(among, attended) + jnp.log(jnp.maximum(size, 1e-30))[:, None]  # divides the weights by the size
+    norms = projected_norms(among.values, attended.layer.output, order=2).reshape(B, -1, M)
+    whole = map(attended.heads.whole_groups, (attended.queries, lse, norms))
+
+    def of_head(head: tuple[Array, Array, Array]) -> Float[Array, "B H M"]:
+        """From one query head of each group."""
+        queries, lse, norms = head
+        weights = window_scores(
+            queries,
+            among.keys,
+            attended.positions,
+            among.positions,
+            lse=lse,
+            **attended.layer.logits,
+            reduction=Reduction(rows="max"),
+        )
+        return weights * norms
+
+    by_group = tuple(jnp.moveaxis(x.reshape(B, H, -1, *x.shape[2:]), 2, 0) for x in whole)
+    return jnp.max(jax.lax.map(of_head, by_group), axis=0)
+
+
+def _sums(among: Slots, attended: Attended) -> Float[Array, "B Hq W"]:
+    """The log-sum-exp of each query over these entries, and over the sinks that every softmax of the layer has."""
+    context, lse = prompt_attention(
+        attended.queries, among.keys, among.values, attended.positions, among.positions, **attended.layer.logits
+    )
+    return join_sinks(context, lse, attended.layer.sinks)[1]
 
 
 def _chunk(
@@ -225,8 +277,8 @@ def kvzip(
             one entry less is retained. Only with level="global".
         groups: the number of groups of consecutive kv heads that compete among themselves. On a mesh that divides kv
             heads over D devices it must be a multiple of D; one device with that number of groups retains the same.
-        score: the length of chunks and the instructions. Its options are those of `Reconstruction`, as text
-            `score.chunk`, `score.instruction` and so on; its sinks are those of the policy.
+        score: the length of chunks, the instructions, and whether weights are scaled (KVzip+). Its options are those of
+            `Reconstruction`, as text `score.chunk`, `score.normalise` and so on; its sinks are those of the policy.
 
     Raises:
         ValueError: for a value that is not accepted, for `strict` or `groups` at a level where they mean nothing, and

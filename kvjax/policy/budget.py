@@ -106,6 +106,9 @@ class AllocatedBudget(Budget):
     def smallest(self) -> int | None:
         return self.budget.smallest
 
+    def check_model(self, layers: int, kv_heads: int) -> None:
+        self.budget.check_model(layers, kv_heads)
+
     def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> Int[Array, "B"] | None:
         """Of the mean kv head."""
         return self.budget.capacity(layer, prompt_lengths, layers)

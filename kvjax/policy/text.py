@@ -30,7 +30,7 @@ def parse(text: str, presets: Presets, parts: Mapping[str, type[Part]]) -> Polic
     if name not in presets:
         raise ValueError(f"unknown policy {shown(name)}: expected {', '.join(presets)}")
     given: dict[str, str] = {}
-    for item in filter(None, rest.split(",")):
+    for item in filter(None, _items(rest)):
         option, equals, value = (part.strip() for part in item.partition("="))
         if not equals or not value:
             raise ValueError(f"{shown(item)} in {shown(text)}: expected option=value")
@@ -38,6 +38,20 @@ def parse(text: str, presets: Presets, parts: Mapping[str, type[Part]]) -> Polic
             raise ValueError(f"{shown(text)} says {option} twice: expected once")
         given[option] = value
     return _preset(name, given, presets)
+
+
+def _items(options: str) -> list[str]:
+    """What commas separate, except for those within a tuple: "budget=8", "shares=(1.5,0.5)"."""
+    items: list[str] = []
+    within = False
+    for piece in options.split(","):
+        if within:
+            items[-1] += f",{piece}"
+        else:
+            items.append(piece)
+        value = items[-1].partition("=")[2].strip()
+        within = value.startswith("(") and value.count("(") > value.count(")")
+    return items
 
 
 def _preset(name: str, given: Mapping[str, str], presets: Presets) -> Policy:
@@ -120,16 +134,18 @@ def _literal(text: str) -> Any:
 
 
 def _check_kind(name: str, option: str, value: Any, parameter: inspect.Parameter) -> None:
-    """Raises ValueError for a word where a number is expected, and the other way round."""
+    """Raises ValueError for a word where a number is expected, and the other way round. Presets judge tuples."""
     default, annotation = parameter.default, str(parameter.annotation)
-    if value is None and default is None:
-        return
     boolean = isinstance(default, bool) or "bool" in annotation
+    judged_later = isinstance(value, tuple) and not boolean and not isinstance(default, Policy)
+    if (value is None and default is None) or judged_later:
+        return
     wants = bool if boolean else str if isinstance(default, str | Policy) else None
     given = next((kind for kind in (bool, str) if isinstance(value, kind)), None)
     word_or_number = wants is str and given is None and not {"int", "float"}.isdisjoint(annotation.split(" | "))
     if given is not wants and not word_or_number:
-        kind = {bool: "True or False", str: "a word", None: "a number"}[wants]
+        other = "a tuple" if isinstance(default, tuple) else "a number"
+        kind = {bool: "True or False", str: "a word", None: other}[wants]
         raise ValueError(f"{name}: {option}={shown(value)} is not {kind} (the default is {shown(default)})")
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import kvjax
 from kvjax.parts import Reconstruction
-from kvjax.policies import adakv, dms, duo_attention, h2o, headkv, knorm, kvzip
+from kvjax.policies import adakv, dms, duo_attention, h2o, headkv, knorm, kvzip, lukv
 from tests.attend.meshes import NEW, ROWS, assert_equal, mesh, of_allocation, sharded
 from tests.tiny import decoder
 
@@ -15,23 +15,28 @@ pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices"
 KV_HEADS, GROUPS = 8, 4  # two kv heads to a group
 LAYERS = {
     "kvzip": 2,
+    "kvzip+": 2,
     "adakv": 1,
     "duo_attention": 1,
     "headkv": 1,
+    "lukv": 1,
     "dms": 2,
 }  # heads of other layers compete under one of them
 GATES = tuple(map(tuple, np.random.default_rng(1).random((1, KV_HEADS)).tolist()))
 
 
-def kvzip_of(groups: int) -> kvjax.Policy:
-    return kvzip(12, 2, groups=groups, score=Reconstruction(2, 48, instruction=(3, 1), starting=(5,), suffix=(2,)))
+def kvzip_of(groups: int, normalise: bool = False) -> kvjax.Policy:
+    score = Reconstruction(2, 48, instruction=(3, 1), starting=(5,), suffix=(2,), normalise=normalise)
+    return kvzip(12, 2, groups=groups, score=score)
 
 
 POLICIES = {
     "kvzip": kvzip_of(GROUPS),
+    "kvzip+": kvzip_of(GROUPS, normalise=True),
     "adakv": adakv(h2o(12), groups=GROUPS),
     "duo_attention": duo_attention(GATES, sinks=2, recent=10, groups=GROUPS),
     "headkv": headkv(12, GATES, window=4, groups=GROUPS),
+    "lukv": lukv(knorm(), GATES, 12, groups=GROUPS),
     "dms": dms(knorm(), -2.5, window=4, groups=GROUPS),
 }
 
@@ -41,9 +46,11 @@ POLICIES = {
     ("name", "data", "model", "kv_heads"),
     [
         ("kvzip", 1, 8, 4),
+        ("kvzip+", 1, 8, 4),
         ("adakv", 2, 4, KV_HEADS),
         ("duo_attention", 2, 4, KV_HEADS),
         ("headkv", 2, 4, KV_HEADS),
+        ("lukv", 2, 4, KV_HEADS),
         ("dms", 2, 4, KV_HEADS),
     ],
 )
@@ -69,11 +76,11 @@ def test_groups_on_devices_of_their_own_keep_the_same(
     compiled.clear()
     others = kvjax.generate(params, [row[::-1] for row in ROWS], policy=policy, max_new_tokens=NEW, log_probs=True)
     assert compiled == []
-    assert name in ("duo_attention", "headkv") or (np.asarray(others.cache.entries.used) != pools[1].used).any()
+    assert name in ("duo_attention", "headkv", "lukv") or (np.asarray(others.cache.entries.used) != pools[1].used).any()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["kvzip", "adakv", "headkv", "dms"])
+@pytest.mark.parametrize("name", ["kvzip", "adakv", "headkv", "lukv", "dms"])
 def test_the_allocation_communicates_nothing(name: str) -> None:
     assert not of_allocation(sharded(2, 4, KV_HEADS, LAYERS[name]), POLICIES[name]).counts
 
@@ -86,6 +93,7 @@ def test_a_mesh_that_cuts_a_group_is_refused(groups: int) -> None:
         adakv(h2o(12), groups=groups),
         duo_attention(GATES, groups=groups),
         headkv(12, GATES, groups=groups),
+        lukv(knorm(), GATES, 12, groups=groups),
         dms(groups=groups),
     ):
         with pytest.raises(ValueError, match=rf"groups={groups} on a mesh with 4 devices .*expected a multiple of 4"):

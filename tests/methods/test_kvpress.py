@@ -7,6 +7,7 @@ import subprocess
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import jax
@@ -69,6 +70,10 @@ PRESSES = (
     "finch_consecutive_w16_r75",
     "key_rerotation_snapkv_r50",
     "blockwise_keydiff_b32_r50",
+    "kvzip_plus_c64_r50",
+    "per_layer_snapkv",
+    "lukv_expected_r50",
+    "lukv_snapkv_s2_r75",
 )
 # One of each way to store what is retained: slots, keys at their own or consecutive positions, segments of layers and
 # of heads, heads that grow.
@@ -83,38 +88,26 @@ ANSWERED = (
     "duo_attention_r50",
 )
 # Budgets that depend on the number of layers, or on scores of all of them. The others treat all layers alike.
-OVER_LAYERS = ("pyramidkv", "kvcompose", "kvzip_c64", "duo_attention")
-# One of each score, and of each rule by which layers, heads and chunks divide the budget.
-COMPARED = (
-    "snapkv_w16_k5_r75",
-    "tova_r50",
-    "streaming_llm_r50",
-    "knorm_r50",
-    "keydiff_r50",
-    "pyramidkv_w8_k5_b4_r75",
-    "pyramidkv_w8_k5_b20_r40",
-    "expected_attention_r75",
-    "lagkv_l26_r75",
-    "chunkkv_knorm_l20_r50",
-    "criticalkv_snapkv_r50",
-    "criticalkv_expected_r75",
-    "finch_w16_r50",
-    "finch_w24_r75",
-    "kvcompose_r45",
-    "kvcompose_heads_r75",
-    "adakv_snapkv_r50",
-    "adakv_expected_a50_r75",
-    "kvzip_c64_r50",
-    "kvzip_layerwise_r75",
-    "duo_attention_r50",
-    "observed_attention_r50",
-    "non_causal_attention_c40_r50",
-    "compactor_c37_r75",
-    "cur_r50",
-    "cur_mean_r75",
-    "capkv_t2_f64_r75",
-    "blockwise_keydiff_b32_r50",
+OVER_LAYERS = ("pyramidkv", "kvcompose", "kvzip_c64", "kvzip_plus", "duo_attention", "per_layer", "lukv")
+# The scores and rules of other presses, with other numbers, or as ANSWERED has them.
+ALIKE = (
+    "snapkv_w8_k5_r50",
+    "snapkv_w16_k7_r50",
+    "snapkv_w32_k7_r75",
+    "tova_r75",
+    "streaming_llm_r75",
+    "pyramidkv_w8_k5_b20_r75",
+    "expected_attention_e01_f64_r40",
+    "lagkv_l32_r45",
+    "chunkkv_snapkv_l16_r50",
+    "kvcompose_r85",
+    "kvcompose_mean_r25",
+    "capkv_r50",
+    "finch_consecutive_w16_r75",
+    "key_rerotation_snapkv_r50",
 )
+# One of each score, and of each rule by which layers, heads and chunks divide the budget.
+COMPARED = [press for press in PRESSES if press not in ALIKE]
 PYTHON = "KVJAX_KVPRESS_PYTHON"
 
 
@@ -148,6 +141,12 @@ class Golden(NamedTuple):
             gates = tuple(map(tuple, self.arrays[f"{press}/gates"].tolist()))
             sparsity = self.meta["presses"][press]["kwargs"]["head_compression_ratio"]
             return kvjax.policies.duo_attention(gates, sparsity, sinks=4, recent=28, every=None)
+        if f"{press}/curve" in self.arrays:
+            with TemporaryDirectory() as folder:
+                np.save(f"{folder}/curve.npy", self.arrays[f"{press}/curve"])
+                kwargs = self.meta["presses"][press]["kwargs"]
+                budget, base = 1 - kwargs["compression_ratio"], self.described(kwargs["press"])
+                return kvjax.policies.lukv(base, f"{folder}/curve.npy", budget, kwargs["sink"], kwargs["window"])
         return self.described(self.meta["presses"][press])
 
     def described(self, press: dict[str, Any]) -> kvjax.Policy:
@@ -161,6 +160,9 @@ class Golden(NamedTuple):
                     return kvjax.policies.criticalkv(base, kwargs["first_stage_ratio"], kwargs["epsilon"])
                 case "KeyRerotationPress":
                     return kvjax.policies.key_rerotation(base)
+                case "PerLayerCompressionPress":
+                    ratios = kwargs["compression_ratios"][: self.params.config.num_layers]
+                    return kvjax.policies.per_layer(base, tuple(round(1 - ratio, 6) for ratio in ratios))
                 case "BlockPress":
                     return kvjax.policies.blockwise(base, kwargs["block_size"])
                 case "AdaKVPress":
@@ -196,7 +198,8 @@ class Golden(NamedTuple):
                 level, chunk = "layer" if kwargs["layerwise"] else "global", kwargs["chunk_size"]
                 score = kvjax.parts.Reconstruction()
                 instructions = (tuple(map(ord, text)) for text in (score.instruction, score.starting, score.suffix))
-                score = kvjax.parts.Reconstruction(kwargs["n_sink"], chunk, *instructions)
+                plus = kwargs["kvzip_plus_normalization"]
+                score = kvjax.parts.Reconstruction(kwargs["n_sink"], chunk, *instructions, normalise=plus)
                 return kvjax.policies.kvzip(budget, kwargs["n_sink"], level, score=score)
             case "ObservedAttentionPress":
                 return kvjax.policies.observed_attention(budget)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache, partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,12 +18,14 @@ from kvjax.policies import adakv, criticalkv, kvzip
 from tests import tiny
 from tests.dense import assert_close
 from tests.methods import allocating
+from tests.methods.hidden import hidden_states
 from tests.methods.literal_budgets import adaptive, best, projected, two_stages
 from tests.methods.reference import Reader, softmax
 
 SIZE, CHUNK, SINKS = 32, 12, 3
 WORDS = {"instruction": (7, 60, 2), "starting": (9, 4), "suffix": (33,)}
 SCORE = Reconstruction(chunk=CHUNK, **WORDS)
+PLUS = replace(SCORE, normalise=True)
 ROWS = [np.random.default_rng(4).integers(0, tiny.VOCAB, n) for n in (30, 9, 13, 24)]  # of 3, 1, 2 and 2 chunks
 PARAMS = tiny.decoder(4, 2, (None, None))
 
@@ -34,24 +37,28 @@ def repetition(row: np.ndarray, first: int) -> list[int]:
 
 
 @cache
-def literal(b: int) -> np.ndarray:
-    """Scores [L, H, N] of a row."""
+def literal(b: int, plus: bool = False) -> np.ndarray:
+    """Scores [L, H, N] of a row, KVzip's or those of KVzip+."""
     row, text = ROWS[b], Reader(PARAMS)
     n = len(row)
     text.read(row)
+    norms = projected(PARAMS, text.values(), order=2)
     scores = np.zeros((len(text.heads), len(text.heads[0]), n))
     for first in range(0, n, CHUNK):
         last = min(first + CHUNK, n)
         tokens = repetition(row, first)
         text.read(np.array(tokens))
+        hidden = hidden_states(PARAMS, [*row, *tokens]) if plus else []
         for layer, head in np.ndindex(scores.shape[:2]):
             for query in range(n, n + len(tokens)):
                 seen = text.heads[layer][head].rows[query]
                 keys = sorted({*range(min(SINKS, n)), *range(first, last), *range(n, query + 1)})
-                weights = softmax(np.stack([seen[key][0] for key in keys], axis=-1)).max(axis=0)
-                for key, weight in zip(keys, weights, strict=True):
+                weights = softmax(np.stack([seen[key][0] for key in keys], axis=-1))
+                for key, weight in zip(keys, weights.T, strict=True):
                     if first <= key < last:
-                        scores[layer, head, key] = max(scores[layer, head, key], weight)
+                        if plus:
+                            weight = weight * norms[layer, head, :, key] / np.linalg.norm(hidden[layer][query])
+                        scores[layer, head, key] = max(scores[layer, head, key], weight.max())
         text.forget(n)
     return scores
 
@@ -69,15 +76,16 @@ def keep(scores: np.ndarray, mean: int, level: str) -> list[list[list[int]]]:
 
 
 @cache
-def replays() -> kvjax.KVCache:
+def replays(plus: bool = False) -> kvjax.KVCache:
     """All tokens of the rows and their scores, whoever competes by them."""
-    return allocating.read(PARAMS, kvzip(0.5, SINKS, score=SCORE), ROWS, SIZE)
+    return allocating.read(PARAMS, kvzip(0.5, SINKS, score=PLUS if plus else SCORE), ROWS, SIZE)
 
 
 @pytest.mark.slow
-def test_scores_are_the_definition():
+@pytest.mark.parametrize("plus", [False, True])
+def test_scores_are_the_definition(plus):
     """Chunks that not all rows have, a last one that is short, a prompt within one chunk; sinks are only looked at."""
-    filled, policy = replays(), kvzip(0.5, SINKS, score=SCORE)
+    filled, policy = replays(plus), kvzip(0.5, SINKS, score=SCORE)
     tokens, lengths = map(jnp.asarray, tiny.left_pad(ROWS, SIZE))
     for i, part in enumerate(policy.score.passes(tokens, lengths, policy.score.needs.texts)):
         for b, row in enumerate(ROWS):
@@ -89,19 +97,19 @@ def test_scores_are_the_definition():
             for head in range(2):
                 held = positions[head] >= 0
                 assert positions[head][held].tolist() == list(range(len(row)))
-                assert_close(ours[head][held], literal(b)[layer, head])
+                assert_close(ours[head][held], literal(b, plus)[layer, head])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["global", "layer", "head"])
-def test_keeps_the_best_of_those_who_compete(level):
-    policy = kvzip(0.5, SINKS, level, score=SCORE)
+@pytest.mark.parametrize(("level", "plus"), [("global", False), ("layer", False), ("head", False), ("global", True)])
+def test_keeps_the_best_of_those_who_compete(level, plus):
+    policy = kvzip(0.5, SINKS, level, score=PLUS if plus else SCORE)
     if level == "global":
         _, filled = tiny.prefill(PARAMS, policy, ROWS, SIZE)
     else:
         filled = allocating.reallocated(PARAMS, replays(), policy, SIZE)
     for b, row in enumerate(ROWS):
-        assert tiny.held(filled, b) == keep(literal(b), len(row) // 2, level)
+        assert tiny.held(filled, b) == keep(literal(b, plus), len(row) // 2, level)
     sizes = {len(head) for layer in tiny.held(filled, 0) for head in layer}
     assert (len(sizes) == 1) == (level == "head")
 
@@ -136,6 +144,27 @@ def test_adakv_of_uniform_heads_replays_too():
     for b, row in enumerate(ROWS):
         scores, _ = protected(b)
         assert tiny.held(filled, b) == best(scores, [adaptive(own, len(row) // 2) for own in scores])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (7, 1)])
+def test_kvzip_plus_of_other_groups(heads, kv_heads):
+    """Groups of 1 and 7, in bfloat16, against KVzip+'s scores in float32."""
+    params = tiny.decoder(heads, kv_heads, (None,))
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    policy = kvzip(0.5, SINKS, score=PLUS)
+    exact, rounded = (allocating.read(model, policy, ROWS, SIZE).entries[0].per_slot for model in (params, half))
+    plain = allocating.read(params, kvzip(0.5, SINKS, score=SCORE), ROWS, SIZE).entries[0].per_slot
+    exact, rounded, plain = (np.asarray(x, np.float64) for x in (exact, rounded, plain))
+    scored = exact > 0
+    assert (scored == (plain > 0)).all()
+    assert np.quantile(np.abs(rounded[scored] / exact[scored] - 1), 0.9) < 0.1
+    assert np.std(np.log(exact[scored] / plain[scored])) > 0.05  # the norms differ
+
+
+def test_criticalkv_on_kvzip_plus_would_weigh_values_twice():
+    with pytest.raises(ValueError, match="Reconstruction"):
+        criticalkv(kvzip(8, score=PLUS))
 
 
 def test_uniform_heads_of_a_layer_retain_what_the_layer_has():

@@ -40,6 +40,7 @@ from kvjax.parts import (
     GaussianMerge,
     GlobalAttention,
     GlobalShares,
+    HeadShares,
     ImportanceShares,
     JointImportance,
     KeyDifference,
@@ -58,6 +59,7 @@ from kvjax.parts import (
     NonCausalAttention,
     ObservedAttention,
     Pages,
+    PerLayer,
     Pooling,
     ProjectedValues,
     Pyramid,
@@ -133,6 +135,7 @@ BUDGETS = {  # and what each gives two layers, before that is raised to the mini
     Fraction(0.5): lambda length: (length // 2, length // 2),
     DenseLayers(Fixed(12), 1): lambda length: (None, 12),
     Pyramid(Fixed(12), window=4, beta=2): lambda length: (16, 8),  # 4 and 12, 4 and 4
+    PerLayer(Fixed(12), (1.0, 1.5)): lambda length: (12, 18),
 }
 ALLOCATED = (
     CompositeShares(Fixed(12)),
@@ -146,6 +149,7 @@ ALLOCATED = (
     RecoveringHeads(Fixed(12), 0.8, groups=2),
     ThresholdShares(Fixed(12), 0.05, groups=2),
     ImportanceShares(Fixed(12), ((0.1, 0.5, 0.2, 0.35), (0.3, 0.05, 0.15, 0.25)), groups=2),
+    HeadShares(Fixed(12), ((0.9, 0.4, 0.1, 0.3), (0.3, 0.05, 0.6, 0.7)), groups=2),
     GatedShares(Fixed(12), full=((True, False, False, False), (False, True, False, True))),
 )
 QUERY_BITS = Representatives(TopTokens(), 0.5, bits="query")
@@ -185,7 +189,8 @@ def refused(score: Score, budget: Any, select: Any, merge: Merge, every: int | N
     accumulates = type(score) in (AccumulatedAttention, NoisyAttention, QueryHeadAttention, QuerySample)
     keeps = WindowAttention | FoldedWindow | JointImportance | NonCausalAttention | LeveragedAttention | QuerySample
     window = isinstance(score, keeps | GlobalAttention | StochasticAttention | LazyAttention)
-    by_head = GlobalShares | AdaptiveShares | GatedShares | ImportanceShares | RecoveringHeads | ThresholdShares
+    by_head = AdaptiveShares | GatedShares | GlobalShares | HeadShares | ImportanceShares
+    by_head |= RecoveringHeads | ThresholdShares
     return (
         (isinstance(score, LastAttention) and isinstance(budget, by_head))
         or (isinstance(budget, RecoveringHeads) and not isinstance(score, AttentionClasses))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvjax.parts import Pyramid
+from kvjax.parts import PerLayer, Pyramid
 from kvjax.policy import Policy
 
 
@@ -25,4 +25,8 @@ def budget_of(policy: Policy, layer: int, length: int) -> int | None:
             if length < max(2 * (entries - window), entries):
                 levels = [entries - window] * 2
         entries = levels[layer] + window
+    if isinstance(policy.budget, PerLayer):
+        share = round(policy.budget.shares[layer] * 100)
+        entries = entries * share // 100
+        entries = min(entries, length) if hasattr(budget, "share") else entries
     return max(entries, policy.minimum)

@@ -12,6 +12,7 @@ from kvjax.parts import (
     DynamicShares,
     GatedShares,
     GlobalShares,
+    HeadShares,
     ImportanceShares,
     LazyLayers,
     RecoveringHeads,
@@ -44,6 +45,8 @@ def allocated(budget: AllocatedBudget, scores: np.ndarray, mean: int, least: int
         counts = np.repeat(lazy(budget, scores, mean, least)[:, None], H, axis=1)
     elif isinstance(budget, ImportanceShares):
         counts = by_importance(budget, N, mean, least)
+    elif isinstance(budget, HeadShares):
+        counts = in_proportion(budget, N, mean, least)
     elif isinstance(budget, RecoveringHeads):
         counts = recovering(budget, scores, mean, least)
     elif isinstance(budget, ThresholdShares):
@@ -113,6 +116,26 @@ def by_importance(budget: ImportanceShares, N: int, mean: int, least: int) -> np
         order = np.argsort((given - wanted).ravel(), kind="stable")
         given.flat[order[: pool * own.size - given.sum()]] += 1
         counts[:, heads] = mean - pool + given
+    return counts
+
+
+def in_proportion(budget: HeadShares, N: int, mean: int, least: int) -> np.ndarray:
+    """LU-KV: the counts [L, H] of a prompt of N tokens."""
+    shares = np.array(budget.shares)
+    if mean >= N:
+        return np.full(shares.shape, N)
+    floor = min(N, max(least, SINKS + RECENT))
+    counts = np.zeros(shares.shape, int)
+    for heads in np.split(np.arange(shares.shape[1]), budget.groups):
+        own = shares[:, heads].ravel()
+        total = own.size * mean
+        wanted = own / own.sum() * total
+        given = np.floor(wanted + 1e-6).astype(int)
+        given[np.argsort(given - wanted, kind="stable")[: total - given.sum()]] += 1
+        given = np.clip(given, floor, N)
+        over, beyond = max(0, int(given.sum()) - total), np.cumsum(given - floor).tolist()
+        ends = [over * x // max(1, beyond[-1]) for x in beyond]
+        counts[:, heads] = (given - np.diff([0, *ends])).reshape(len(shares), -1)
     return counts
 
 

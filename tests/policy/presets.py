@@ -68,7 +68,10 @@ SPECS = {
         "base=snapkv,base.budget=12,base.window=4,base.kernel=3",
         "base=h2o,base.budget=12,base.recent=3,alpha=0.5,formula=kvpress",
     ),
-    "kvzip": ("budget=0.5,sinks=2,score.chunk=10,score.instruction='',score.starting='',score.suffix=''",),
+    "kvzip": (
+        "budget=0.5,sinks=2,score.chunk=10,score.instruction='',score.starting='',score.suffix=''",
+        "budget=12,score.chunk=10,score.instruction=(7,),score.starting='',score.suffix='',score.normalise=True",
+    ),
     "duo_attention": ("sinks=2,recent=10,groups=2",),
     "criticalkv": ("base=h2o,base.budget=12,base.recent=3,first=0.4",),
     "quantize": (
@@ -114,6 +117,7 @@ DISTINCT = (
 BUDGETED = (
     "full",
     "pyramidkv:budget=0.5,window=3,kernel=3,beta=2,formula=code",
+    "per_layer:base=snapkv,base.budget=0.5,base.window=3,base.kernel=3,shares=(1.3,1.0)",
 )
 
 # `tests/test_kv_cache.py` asks in company and alone under policies of the other kinds. The scores of h2o, tova and
@@ -139,7 +143,7 @@ def decoder(spec: str) -> Decoder:
     if "duo_attention" in spec or "headkv" in spec:
         return tiny.decoder(windows=(None,) * 4)  # the gates that kvjax contains are for four layers and two kv heads
     policy = policies.parse(spec)
-    layers_differ = policy.allocates or any(x in spec for x in ("dense_layers", "pyramid", "lacache"))
+    layers_differ = policy.allocates or any(x in spec for x in ("dense_layers", "pyramid", "lacache", "per_layer"))
     return tiny.decoder(windows=(None, None) if layers_differ else (None,), gates=bool(policy.score.needs.gates))
 
 

@@ -33,6 +33,8 @@ OPTIONS = {  # for each preset that has the option, itself or in one of its part
     "suffix": (33,),
     "gates": GATES,
     "importance": GATES,
+    "curve": GATES,
+    "shares": (1.25, 0.75),
 }
 
 

@@ -25,9 +25,9 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax import policies
+from kvjax import parts, policies
 from kvjax.cache import Layers, Slots
-from kvjax.parts import DynamicShares, GatedShares, GaussianMerge, ImportanceShares, LazyLayers, RecoveringHeads
+from kvjax.parts import GatedShares, GaussianMerge
 from kvjax.policy import PLAIN, Moment, Policy
 from tests import tiny
 from tests.methods.literal_crush import literal as crushed
@@ -168,9 +168,8 @@ def check_allocation(policy: Policy, layers: list[list[list[int]]], length: int,
         return
     kept = sum(map(len, heads)) - answer * len(heads)
     most = len(heads) * min(mean, read)
-    assert kept == most or isinstance(policy.budget, DynamicShares | LazyLayers | ImportanceShares | RecoveringHeads), (
-        "layers compete for the whole total"
-    )
+    fewer = parts.DynamicShares | parts.HeadShares | parts.ImportanceShares | parts.LazyLayers | parts.RecoveringHeads
+    assert kept == most or isinstance(policy.budget, fewer), "layers compete for the whole total"
     assert kept <= most
 
 

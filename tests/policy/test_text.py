@@ -15,6 +15,7 @@ from kvjax.policies import (
     PRESETS,
     d2o,
     h2o,
+    headkv,
     kvcompose,
     kvcrush,
     kvmerger,
@@ -60,9 +61,14 @@ def test_text_means_what_the_call_means(budget, window, fusion, every):
         ("streaming_llm:positions=in_cache", streaming_llm(positions="in_cache")),
         ("snapkv:pool='none'", snapkv(pool="none")),
         ("h2o:recent=0.25,group=max", h2o(recent=0.25, group="max")),
+        ("headkv:importance=((1.0, 0.5),(0.2,0.1)),budget=64", headkv(64, ((1.0, 0.5), (0.2, 0.1)))),
+        (
+            "kvzip:score.instruction=(7,60),score.suffix=(2,)",
+            kvzip(score=Reconstruction(4, 2048, (7, 60), suffix=(2,))),
+        ),
     ],
 )
-def test_words_numbers_and_none(text, policy):
+def test_words_numbers_tuples_and_none(text, policy):
     assert parse(text) == policy
 
 
@@ -96,6 +102,8 @@ def test_options_of_a_policy_within_a_policy(nested, text, policy):
         ("doubled:base.budget=3", "options of base without base itself"),
         ("doubled:base=3", "base=3 is not a word"),
         ("doubled:base=h3o", "base='h3o'.*adakv.*h2o"),
+        ("doubled:base=([1],)", r"base=\(\[1\],\) is not a word"),
+        ("doubled:recent=(True,)", r"recent=\(True,\) is not True or False"),
         ("doubled:base=h2o,base.size=3", "h2o has no option 'size'"),
         ("doubled:base=h2o,times.size=3", "times is no policy.*'size'"),
         ("doubled:recent=1", "recent=1 is not True or False"),
@@ -186,6 +194,9 @@ def test_policies_that_differ_are_told_apart():
         ("morphkv:budget=", "option=value"),
         ("morphkv:budget=many", "budget='many' is not a number"),
         ("morphkv:budget=True", "budget=True is not a number"),
+        ("morphkv:budget=(1,2)", r"budget=\(1, 2\): expected an integer >= 1 or a float"),
+        ("morphkv:fusion=(1,2),window=4", r"\(1, 2\): expected 'sum' or 'max'"),
+        ("morphkv:budget=(1,2", r"budget='\(1,2' is not a number"),
         ("morphkv:fusion=3", "fusion=3 is not a word"),
         ("morphkv:fusion=product", "'product': expected 'sum' or 'max'"),
         ("morphkv:group=mean", "group='mean': expected 'sum' or 'max' or 'logits'"),

@@ -69,6 +69,8 @@ def test_every_preset_runs(real: Real, name: str) -> None:
         spec = kvjax.policies.duo_attention(((0.1, 0.9, 0.4), (0.8, 0.2, 0.3)), sinks=2, recent=10)
     if name == "headkv":
         spec = kvjax.policies.headkv(12, ((0.1, 0.9, 0.4), (0.8, 0.2, 0.3)), window=4)
+    if name == "lukv":
+        spec = kvjax.policies.lukv(kvjax.policies.snapkv(window=4), ((0.1, 0.9, 0.4), (0.8, 0.2, 0.3)), 12, sinks=2)
     prompts = [real.essay[:64], real.essay[100:150]]
     out = kvjax.generate(params, prompts, policy=spec, max_new_tokens=3, eos=(), log_probs=True)
     assert out.tokens.shape == (2, 3)

@@ -1,9 +1,10 @@
-"""What budgets that are allocated by score have in common: checks, and scores that are raised above all others."""
+"""What budgets that are allocated have in common: checks, scores above all others, exact parts of a number."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -41,3 +42,18 @@ def raise_best(scores: Float[Array, "B X M"], least: int | Int[Array, "#B #X"]) 
     ordered = jnp.flip(jnp.sort(scores, axis=-1), axis=-1)
     raised = jnp.arange(scores.shape[-1]) < jnp.asarray(least)[..., None]
     return jnp.where(raised & (ordered > -jnp.inf), jnp.inf, ordered)
+
+
+def scaled(a: Int[Array, "..."], b: Int[Array, "..."], c: Int[Array, "..."]) -> Int[Array, "..."]:
+    """floor(a * b / c), 0 if c is 0, by long multiplication, because the product may exceed 32 bits."""
+    c = jnp.maximum(c, 1)
+    quotient_of_b, part = jnp.divmod(b, c)
+
+    def add_bit(i: Array, sum_and_rest: tuple[Array, Array]) -> tuple[Array, Array]:
+        quotient, rest = sum_and_rest
+        rest = 2 * rest + jnp.where((a >> (30 - i)) & 1, part, 0)
+        return 2 * quotient + rest // c, rest % c
+
+    zeros = jnp.zeros(jnp.broadcast_shapes(a.shape, b.shape, c.shape), jnp.int32)
+    quotient, _ = jax.lax.fori_loop(0, 31, add_bit, (zeros, zeros))
+    return a * quotient_of_b + quotient

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import fractions
-import math
 from dataclasses import dataclass
+from typing import TypeVar
 
 from jaxtyping import Array, Int
 
@@ -64,21 +64,21 @@ class Fraction(Budget):
     def alike(self) -> bool:
         return True
 
-    @property
-    def ratio(self) -> fractions.Fraction:
-        """The share as a rational number: 0.1 is exactly one tenth."""
-        return fractions.Fraction(self.share).limit_denominator(10_000)
-
-    def of(self, total: Int[Array, "..."]) -> Int[Array, "..."]:
-        """The share of an integer, rounded down. The intermediate products stay far below 2^31."""
-        numerator, denominator = self.ratio.numerator, self.ratio.denominator
-        return total // denominator * numerator + total % denominator * numerator // denominator
-
     def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> Int[Array, "B"]:
-        return self.of(prompt_lengths)
+        return share_of(self.share, prompt_lengths)
 
     def slots(self, layer: int, prompt_size: int, layers: int) -> int:
-        return max(1, math.floor(prompt_size * self.ratio))
+        return max(1, share_of(self.share, prompt_size))
+
+
+Total = TypeVar("Total", int, Array)
+
+
+def share_of(share: float, total: Total) -> Total:
+    """The share of an integer, rounded down. 0.1 is exactly one tenth, and the products stay far below 2^31."""
+    ratio = fractions.Fraction(share).limit_denominator(10_000)
+    numerator, denominator = ratio.numerator, ratio.denominator
+    return total // denominator * numerator + total % denominator * numerator // denominator
 
 
 def budget_of(budget: int | float) -> Fixed | Fraction:

@@ -25,7 +25,7 @@ from kvjax.policy import (
 )
 from kvjax.shown import shown
 
-from ..common.budgets import Fraction
+from ..common.budgets import share_of
 from .pages import PageMap, check_entrywise, fill
 from .signatures import Signatures
 
@@ -126,7 +126,7 @@ class Representatives(SelectWrapper):
         compared = self._compared(scores, positions, by_query_head).reshape(B, H, -1, M)
         protected, there = jnp.isposinf(scores), scores > -jnp.inf
         free = counts - jnp.sum(protected, axis=-1)
-        wanted = jnp.clip(free, 0, Fraction(self.share).of(counts))
+        wanted = jnp.clip(free, 0, share_of(self.share, counts))
         if self.granularity == "token":
             important = mark(self.base.keep(scores, positions, counts - wanted, size, heads), M)
             left = there & ~important
@@ -163,7 +163,7 @@ class Representatives(SelectWrapper):
 
     def _most(self, size: int) -> int:
         """The most representatives that a head may have."""
-        tokens = Fraction(self.share).slots(0, size, 1)
+        tokens = max(1, share_of(self.share, size))
         return max(1, tokens if self.granularity == "token" else tokens // self.page)
 
     def _choose(

@@ -1,0 +1,89 @@
+"""Budgets that the user gives each layer (kvpress's PerLayerCompressionPress), over any score."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from kvjax.checks import is_finite
+from kvjax.policy import Budget, Policy, check_kind
+from kvjax.shown import shown
+
+from .common.allocation import check_mean
+from .common.budgets import share_of
+from .registry import preset
+from .snapkv import snapkv
+
+SNAPKV = snapkv()
+
+
+@dataclass(frozen=True)
+class PerLayer(Budget):
+    """Layer l has shares[l] times the entries of another budget, rounded down.
+
+    Attributes:
+        budget: what a share of 1 gives, the same for all layers.
+        shares: of each layer, above 0. A layer never gets more than the prompt if `budget` is a share of the prompt.
+
+    Raises:
+        ValueError: for a value that is not accepted, or a budget that is not the same for all layers.
+    """
+
+    budget: Budget
+    shares: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        check_mean(self.budget, "PerLayer")
+        if not isinstance(self.shares, tuple) or not self.shares or not all(map(_is_share, self.shares)):
+            raise ValueError(f"shares={shown(self.shares)}: expected a tuple of numbers > 0, one for each layer")
+
+    @property
+    def smallest(self) -> int | None:
+        return None if self.budget.smallest is None else share_of(min(self.shares), self.budget.smallest)
+
+    def check_model(self, layers: int, kv_heads: int) -> None:
+        if len(self.shares) != layers:
+            raise ValueError(
+                f"shares of {len(self.shares)} layers for a model of {layers}: expected a share for each layer"
+            )
+
+    def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> Int[Array, "B"]:
+        xp: Any = np if isinstance(prompt_lengths, np.ndarray) else jnp
+        whole: Any = self.budget.capacity(layer, prompt_lengths, layers)
+        entries = share_of(self.shares[layer], whole)
+        of_prompt = self.budget.smallest is None
+        return xp.minimum(entries, prompt_lengths) if of_prompt else entries
+
+    def slots(self, layer: int, prompt_size: int, layers: int) -> int:
+        length: Any = np.array([prompt_size])
+        return max(1, int(self.capacity(layer, length, layers)[0]))
+
+
+def _is_share(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and is_finite(value) and value > 0
+
+
+@preset
+def per_layer(base: Policy = SNAPKV, shares: tuple[float, ...] = (1.5, 1.25, 0.75, 0.5)) -> Policy:
+    """Gives each layer its own budget: layer l retains floor(shares[l] * b) entries, where b is the base's budget.
+
+    A base whose budget is 1.0, the complete prompt, makes each share the part of the prompt that its layer retains: 1
+    minus the compression ratio of kvpress.
+
+    Args:
+        base: the policy that scores, selects and protects. Its budget is the same for all layers: an integer, or a
+            float for that share of each row's prompt.
+        shares: a number > 0 for each layer of the model. Another number of layers is refused when a cache is made. The
+            default is for models of four layers. As text `shares=(1.5,1.25,0.75,0.5)`.
+
+    Raises:
+        ValueError: for a value that is not accepted, a base whose layers have different budgets already, and a layer
+            with fewer entries than the base protects.
+    """
+    check_kind("base", base, Policy)
+    return replace(base, budget=PerLayer(base.budget, shares))
