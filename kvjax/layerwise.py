@@ -39,7 +39,8 @@ def pays(params: Decoder, cache: KVCache, plan: ReadPlan) -> bool:
         return False
     records = params.attention_layers
     limited = [cache.policy.limited(i) for i in range(len(records))]
-    kinds = set(zip(map(facts_of, records), plan.slots, plan.kept, limited, strict=True))
+    settled = plan.settled or plan.slots
+    kinds = set(zip(map(facts_of, records), plan.slots, plan.kept, settled, limited, strict=True))
     return len(records) >= DEEP * len(kinds)
 
 
@@ -79,7 +80,7 @@ def read_layers(
     scale = params.config.embedding_scale
     x, rows = run(_begin, params.embed, cache.length, tokens, lengths, scale=scale, mesh=cache.mesh)
     for i, (layer, record) in enumerate(zip(params.layers, params.attention_layers, strict=True)):
-        own = None if plan is None else ReadPlan((plan.slots[i],), (plan.kept[i],), plan.final)
+        own = None if plan is None else ReadPlan((plan.slots[i],), (plan.kept[i],), plan.final, plan.settled[i : i + 1])
         x, held = run(
             _read_layer,
             layer,

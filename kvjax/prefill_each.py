@@ -240,13 +240,11 @@ class _Reading:
         """How the prompt ends under a policy."""
         layers = len(cache.entries)
         total = fetch(cache.length) + lengths
-        kept: tuple[int | None, ...] = (None,) * layers
-        if policy is not cache.policy:
-            kept = tuple(policy.slots(i, bucket(int(total.max())), layers) for i in range(layers))
-        slots = cache.entries.slots_after(
-            occupied_slots(cache), new=new, room=[0] * layers, kept=kept, windows=cache.windows
-        )
-        return End(policy, kept, slots, final=policy is not cache.policy)
+        kept = tuple(policy.slots(i, bucket(int(total.max())), layers) for i in range(layers))
+        final = policy is not cache.policy
+        under = replace(cache, policy=policy, kept=kept)
+        plan = plan_read(under, occupied_slots(cache), new=new, room=0, compress=final, final=final)
+        return End(policy, plan.kept, plan.slots, final, plan.settled)
 
     def _made(self, end: End, cache: KVCache, lengths: Int[np.ndarray, "B"], layers: Layers) -> KVCache:
         """The cache of the prompt under a policy."""

@@ -35,17 +35,19 @@ class End:
         kept: the number of entries that each layer retains at most; None where it retains everything.
         slots: of each layer.
         final: whether the layers are compressed; otherwise they stay as they are, with the states of all scores.
+        settled: as `ReadPlan` has it.
     """
 
     policy: Policy
     kept: tuple[int | None, ...]
     slots: tuple[int, ...]
     final: bool
+    settled: tuple[int | None, ...] = ()
 
     @property
     def alike(self) -> bool:
         """Whether all layers end alike, so that one program serves them."""
-        return len(set(zip(self.kept, self.slots, strict=True))) == 1
+        return len(set(zip(self.kept, self.slots, self.settled or self.slots, strict=True))) == 1
 
     def widened(self) -> End:
         """The same end with the largest layer's size for all layers, if what is retained does not depend on the size.
@@ -54,13 +56,13 @@ class End:
         """
         free = self.policy.select.compares == "scores" and not self.policy.merge.effects.at_prompt
         limits = [most for most in self.kept if most is not None]
-        if not free or len(limits) < len(self.kept):
+        if not free or len(limits) < len(self.kept) or self.settled:
             return self
         return replace(self, kept=(max(limits),) * len(limits), slots=(max(self.slots),) * len(limits))
 
     def of_layer(self, i: int) -> End:
         """The end of one layer."""
-        return replace(self, kept=(self.kept[i],), slots=(self.slots[i],))
+        return replace(self, kept=(self.kept[i],), slots=(self.slots[i],), settled=self.settled[i : i + 1])
 
 
 def read_to_end(
@@ -154,14 +156,15 @@ def _compressed(
     found = []
     for p, end in enumerate(ends):
         (kept,), (slots,), policy = end.kept, end.slots, end.policy
+        settled = end.settled[0] if end.settled else None
         own, capacity = held, jnp.broadcast_to(capacities[:, p, None], (B, H))
         if end.final and kept is None:
-            own = replace(held.without_state(), capacity=capacity)
+            own = replace(held.without_state(), capacity=capacity, storing=held.storing)
         elif end.final:
             state = together.only(policy.score, held)
             own = under(policy, state, capacity=capacity, merging=policy.merge.init(shape))
         met = None if kept is None else met_keys(policy, whole, moment)
-        found.append(finished(policy, own, moment, met, kept=kept, slots=slots, final=end.final))
+        found.append(finished(policy, own, moment, met, kept=kept, slots=slots, final=end.final, settled=settled))
     return tuple(found)
 
 

@@ -26,6 +26,7 @@ they neither see nor are seen.
 from .arrays import after_last, fold
 from .dispatch import Implementation, implementations, use
 from .grouped_product import grouped_product
+from .joined import joined
 from .prompt_attention import prompt_attention
 from .quantized import QuantizedArray, Stored, plain, updated
 from .segment_attention import PAGE, SegmentAttention, pages, segment_attention
@@ -52,6 +53,7 @@ __all__ = [
     "fold",
     "grouped_product",
     "implementations",
+    "joined",
     "pages",
     "plain",
     "prompt_attention",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import reduce
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,12 @@ def after_last(x: Bool[Array, "... n"]) -> Int[Array, "..."]:
     """Returns the index after the last true entry, or 0 if no entry is true."""
     index = jnp.where(x, jnp.arange(1, x.shape[-1] + 1, dtype=jnp.int32), 0)
     return jax.lax.reduce(index, np.int32(0), jax.lax.max, [x.ndim - 1])  # `initial=` of jnp.max is one more kernel
+
+
+def check_channels(k: Any, v: Any) -> None:
+    """Raises NotImplementedError unless keys and values have the same number of channels, as the kernels expect."""
+    if k.shape[-1] != v.shape[-1]:
+        raise NotImplementedError(f"keys of {k.shape[-1]} channels and values of {v.shape[-1]}: expected as many")
 
 
 def pad(x: Array, amount: int, axis: int, value: float = 0) -> Array:

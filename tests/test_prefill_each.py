@@ -30,6 +30,8 @@ MIXED = (
     "dynamickv:budget=8,window=4",
     "kvcompose:budget=8",
     "kvcompose:budget=0.25",
+    "think:ratio=0.5,window=4,recent=3",
+    "think:base=pyramidkv,base.budget=12,base.window=4,base.beta=2,ratio=0.5,window=4,recent=3",
 )
 
 

@@ -27,11 +27,14 @@ class ReadPlan:
         kept: the number of entries that the compression of each layer leaves at most; None where the layer is not
             compressed in this call.
         final: whether the prompt ends with this call, so that a policy that never evicts again can forget its state.
+        settled: the most entries that each layer retains of a prompt, if its storage settles when this call ends: only
+            the newest are then in `slots`. None for a layer whose storage does not settle; empty if none does.
     """
 
     slots: tuple[int, ...]
     kept: tuple[int | None, ...]
     final: bool
+    settled: tuple[int | None, ...] = ()
 
 
 def reading(
@@ -64,6 +67,7 @@ def reading(
     ) -> tuple[Float[Array, "B Hq N D"], Entries]:
         i = layer.place
         kept, slots = (None, 0) if plan is None else (plan.kept[i], plan.slots[i])
+        settled = plan.settled[i] if plan is not None and plan.settled else None
         moment = Moment(next_position, layer, rope, heads)
         unrotated = q
         forgets = plan is not None and plan.final and kept is None and policy.every is None
@@ -90,16 +94,18 @@ def reading(
             keys,
             seen.values,
             positions,
-            held.positions,
+            seen.positions,
             **layer.logits,
-            bias=held.bias,
+            bias=seen.bias,
         )
         context, lse = join_sinks(context, lse, layer.sinks)  # earlier chunks are among the keys, so they join once
+        attended = partial(Attended, positions=positions, lse=lse, lengths=lengths, layer=layer, heads=heads)
+        if held.storing is not None:
+            held = replace(held, storing=policy.storage.observe(held.storing, attended(queries=q, received=None)))
         if observes:
             # With the barriers a state has the same bits in every program, whatever else the program computes.
             hidden = layer.hidden if policy.score.needs.hidden else None
             *given, hidden = jax.lax.optimization_barrier((q, lse, replace(seen, keys=keys), hidden))
-            attended = partial(Attended, positions=positions, lse=lse, lengths=lengths, layer=layer, heads=heads)
 
             @cache
             def shown(wish: Received | None) -> Float[Array, "B H M"] | None:
@@ -120,7 +126,7 @@ def reading(
         if plan is not None:
             met = None if kept is None else met_keys(policy, held, moment)
             held = expired(held, moment, lengths > 0)
-            held = finished(policy, held, moment, met, kept=kept, slots=slots, final=plan.final)
+            held = finished(policy, held, moment, met, kept=kept, slots=slots, final=plan.final, settled=settled)
         # Without the barrier XLA may compress all layers at the end, and hold their full keys and values until then.
         context, held = jax.lax.optimization_barrier((context, held))
         return context, entries.with_layer(i, held)
@@ -137,16 +143,22 @@ def finished(
     kept: int | None,
     slots: int,
     final: bool,
+    settled: int | None,
 ) -> Slots:
     """A layer at the end of a call: compressed to at most `kept` entries unless that is None, in `slots` slots.
 
     Args:
         met: as `Policy.compress` takes it.
+        settled: the most entries of a layer whose storage settles, of which only the newest stay in `slots`; None if it
+            does not.
     """
+    most = slots if settled is None else settled
     if kept is not None:
-        entries = policy.compress(entries, moment, min(kept, slots), met)
+        entries = policy.compress(entries, moment, min(kept, most), met)
     else:
-        entries = entries.gather(compact(entries.positions >= 0, min(slots, entries.slots)))
+        entries = entries.gather(compact(entries.positions >= 0, min(most, entries.slots)))
+    if settled is not None:
+        entries = policy.storage.settle(entries.grow(settled))
     if final and policy.every is None:
         entries = entries.without_state()
     return entries.grow(slots)

@@ -10,6 +10,7 @@ from .paging import whole_pages
 from .segments import Segments
 from .sizes import UNLIMITED, bucket, room_for
 from .slots import Slots
+from .thin import ThinEntries
 
 __all__ = [
     "UNLIMITED",
@@ -20,6 +21,7 @@ __all__ = [
     "Slots",
     "StepAttention",
     "Take",
+    "ThinEntries",
     "Usage",
     "bucket",
     "mark",

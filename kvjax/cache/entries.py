@@ -257,7 +257,7 @@ class Entries(ABC):
 
     @abstractmethod
     def private(self) -> Self:
-        """The same with copies of the small arrays that a program may hand through and a later one donates."""
+        """The same with copies of the arrays that a program may hand through and a later one donates."""
 
     def bounded(self, layers: tuple[int, ...]) -> Self:
         """The same with a static bound of what heads of these layers hold, found on the host; where it is needed."""
@@ -283,7 +283,7 @@ class Entries(ABC):
     @property
     @abstractmethod
     def position_arrays(self) -> Any:
-        """All position arrays, as a pytree."""
+        """All position arrays, as a pytree; of entries with thin keys too."""
 
     @property
     @abstractmethod

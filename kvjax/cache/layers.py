@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.pallas_kernels import Asked, Reduction, Stored, slot_attention
+from kvjax.pallas_kernels import Asked, Reduction, Stored, joined, slot_attention
 from kvjax.sharding import fetch
 
 from .entries import Entries, MakeRoom, StepAttention, Take, Usage
@@ -84,20 +84,22 @@ class Layers(Entries):
         seen: Slots | None = None,
     ) -> StepAttention:
         entries = self.each[i] if seen is None else seen
+        logits: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
         found = slot_attention(
             q,
             entries.keys,
             entries.values,
             positions,
             entries.positions,
-            scale=scale,
-            window=window,
-            softcap=softcap,
+            **logits,
             bias=entries.bias,
             received=None if reduction is None else reduction.group,
             asked=asked,
         )
-        return StepAttention(found.context, found.lse, _all_of(found.received), _all_of(found.scores))
+        context, lse = found.context, found.lse
+        if entries.thin is not None:  # of a layer that evicts nothing, so that nobody looks at what it received
+            context, lse = joined((context, lse), entries.thin.attention(q, positions, **logits))
+        return StepAttention(context, lse, _all_of(found.received), _all_of(found.scores))
 
     def observe(self, i: int, show: Callable[[Slots, Take], tuple[Any, Any]], room: MakeRoom) -> Layers:
         per_slot, per_row = show(self.each[i].plain(), lambda x: x)
@@ -109,10 +111,11 @@ class Layers(Entries):
 
     @property
     def mean_slots(self) -> tuple[int, ...]:
-        return self.bounds
+        return tuple(layer.all_positions.shape[-1] for layer in self.each)
 
     def held(self) -> Float[Array, "B L"]:
-        return jnp.stack([jnp.mean(layer.occupancy.astype(jnp.float32), axis=1) for layer in self.each], axis=1)
+        counts = [jnp.sum(layer.all_positions >= 0, axis=-1) for layer in self.each]
+        return jnp.stack([jnp.mean(count.astype(jnp.float32), axis=1) for count in counts], axis=1)
 
     def slots_after(
         self,
@@ -159,9 +162,9 @@ class Layers(Entries):
 
     def private(self) -> Layers:
         def own(layer: Slots) -> Slots:
-            small = (layer.capacity, layer.per_row, layer.merging)
-            capacity, per_row, merging = jax.tree.map(jnp.array, small)
-            return replace(layer, capacity=capacity, per_row=per_row, merging=merging)
+            given = (layer.capacity, layer.per_row, layer.merging, layer.storing, layer.thin)
+            capacity, per_row, merging, storing, thin = jax.tree.map(jnp.array, given)
+            return replace(layer, capacity=capacity, per_row=per_row, merging=merging, storing=storing, thin=thin)
 
         return Layers(tuple(map(own, self.each)))
 
@@ -177,7 +180,7 @@ class Layers(Entries):
 
     @property
     def position_arrays(self) -> tuple[Int[Array, "B H S"], ...]:
-        return tuple(layer.positions for layer in self.each)
+        return tuple(layer.all_positions for layer in self.each)
 
     @property
     def value_arrays(self) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.pallas_kernels import Reduction, Stored, plain, traced_once, updated, window_scores, write_rows
 
 from .overwrite import clear_slot, set_slot
+from .thin import ThinEntries
 
 
 @jax.tree_util.register_dataclass
@@ -31,8 +32,11 @@ class Slots:
         per_slot: the score's state with axes [B, H, ..., S]. It moves with its slot and is cleared with it.
         per_row: the score's state with axes [B, H, ...] or [B, Hq, ...].
         merging: the merge's state with axes [B, H, ...].
+        storing: the storage's state until the prompt has been read, with axes [B, H, ...] or [B, Hq, ...].
         bias: float32, added to the attention logits of each slot, 0 for an entry of one token. None unless the policy's
             merge weighs entries.
+        thin: entries of the prompt beside those in slots, whose keys have lost channels. None unless the policy's
+            storage drops channels, and until the prompt has been read.
     """
 
     keys: Float[Array, "B H S D"] | Any
@@ -42,7 +46,9 @@ class Slots:
     per_slot: Any = None
     per_row: Any = None
     merging: Any = None
+    storing: Any = None
     bias: Float[Array, "B H S"] | None = None
+    thin: ThinEntries | None = None
 
     @property
     def slots(self) -> int:
@@ -54,9 +60,37 @@ class Slots:
         """The number of slots that hold a token."""
         return jnp.sum(self.positions >= 0, axis=-1)
 
+    @property
+    def all_positions(self) -> Int[Array, "B H _"]:
+        """The token position of every entry, those of `thin` last."""
+        return self.positions if self.thin is None else jnp.concatenate([self.positions, self.thin.positions], axis=-1)
+
     def plain(self) -> Slots:
-        """The same entries with keys and values as arrays, as policies and attention see them."""
-        return replace(self, keys=plain(self.keys), values=plain(self.values))
+        """The same entries with keys and values as arrays, all of them in slots, as policies and attention see them."""
+        keys, values, thin = plain(self.keys), plain(self.values), self.thin
+        if thin is None:
+            return replace(self, keys=keys, values=values)
+        return replace(
+            self,
+            keys=jnp.concatenate([keys, thin.whole_keys()], axis=2),
+            values=jnp.concatenate([values, thin.values], axis=2),
+            positions=self.all_positions,
+            thin=None,
+        )
+
+    def thinned(self, channels: Int[Array, "B H C"], newest: int) -> Slots:
+        """The latest entries of each head, at most `newest`, as they are; others in `thin`, with these key channels.
+
+        `thin` has the slots that are left, but at least one, because Orbax saves no empty array.
+        """
+        order = jnp.argsort(-self.positions, axis=-1)  # the latest first, and empty slots last
+        index = jnp.where(jnp.take_along_axis(self.positions, order, axis=-1) >= 0, order, -1)
+        index = jnp.pad(index, ((0, 0), (0, 0), (0, int(self.slots <= newest))), constant_values=-1)
+        newest = min(newest, self.slots)
+        older = self.gather(index[..., newest:])
+        keys = jnp.take_along_axis(older.keys, channels[:, :, None], axis=-1, mode="promise_in_bounds")
+        thin = ThinEntries(keys, older.values, older.positions, channels)
+        return replace(self.gather(index[..., :newest]), thin=thin)
 
     def updated(self, before: Slots, after: Slots) -> Slots:
         """Applies the edits that made `after` of `before`, which is `plain()` of these entries.
@@ -96,12 +130,12 @@ class Slots:
 
     @property
     def has_state(self) -> bool:
-        """Whether there is any state of score or merge."""
-        return not (self.per_slot is None and self.per_row is None and self.merging is None)
+        """Whether there is any state of score, merge or storage."""
+        return any(state is not None for state in (self.per_slot, self.per_row, self.merging, self.storing))
 
     def without_state(self) -> Slots:
-        """The same entries without the state of score and merge, which nothing needs once nothing is evicted."""
-        return replace(self, per_slot=None, per_row=None, merging=None)
+        """The same entries without the state of score, merge and storage: nothing needs it once nothing is evicted."""
+        return replace(self, per_slot=None, per_row=None, merging=None, storing=None)
 
     @traced_once
     def gather(self, index: Int[Array, "B H K"]) -> Slots:

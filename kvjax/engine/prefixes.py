@@ -26,9 +26,10 @@ from .sizes import Sizes
 
 def check_prefixes(policy: Policy) -> None:
     """Raises ValueError for a policy that compresses a prompt by its end, where the question would be."""
-    if policy.score.needs.asks_the_end:
+    if policy.asks_the_end:
+        part = policy.score if policy.score.needs.asks_the_end else policy.storage
         raise ValueError(
-            f"{type(policy.score).__name__} scores a prompt by its last queries, so the question must be a part of the "
+            f"{type(part).__name__} looks at the last queries of a prompt, so the question must be a part of the "
             "prompt: expected a policy whose compression does not look at the question, such as kvzip, kvcompose, h2o, "
             "keydiff, knorm, streaming_llm or full, or an engine without prefix_memory"
         )

@@ -44,7 +44,8 @@ def into_at_prompt(params: Decoder, full: KVCache) -> Any:
     if policy.allocates:
         rows = pool_rows(policy, full.kept, params.config.num_kv_heads, room=0)
         return _at_prompt(params, full, rows=rows, slots=())
-    plan = plan_read(full, full.entries.bounds, new=0, room=0, compress=True, final=True)
+    stored = replace(full, policy=replace(policy, storage=PLAIN))
+    plan = plan_read(stored, full.entries.bounds, new=0, room=0, compress=True, final=True)
     return _at_prompt(params, full, rows=0, slots=plan.slots)
 
 
@@ -62,7 +63,7 @@ def _compressed(params: Decoder, cache: KVCache, *, slots: Sequence[int]) -> KVC
         moment = Moment(cache.length, record, cache.rope)
         met = None if kept is None else met_keys(cache.policy, entries, moment)
         entries = expired(entries, moment, cache.length > 0)
-        done.append(finished(cache.policy, entries, moment, met, kept=kept, slots=size, final=True))
+        done.append(finished(cache.policy, entries, moment, met, kept=kept, slots=size, final=True, settled=None))
     return replace(cache, entries=Layers(tuple(done)), filled=True)
 
 

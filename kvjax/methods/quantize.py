@@ -66,16 +66,16 @@ def quantize(policy: Policy = FULL, bits: Literal[8, 4] = 8, group: int | None =
     read at once. Entries that a merge changes are quantised anew; all others keep their codes.
 
     Args:
-        policy: decides what is retained; one that is not quantised.
+        policy: decides what is retained; one that stores keys and values as they are.
         bits: the size of a code, 8 or 4. Two codes of 4 bits share a byte.
         group: the number of channels that share a scale, a divisor of the head size D. None is the greatest common
             divisor of D and 32. A slot of a kv head takes 2 (D bits / 8 + 2 D / group) bytes, and 4 of its position.
 
     Raises:
-        ValueError: for a value that is not accepted, or a policy that is quantised already. For a `group` or `bits`
-            that does not fit the head size, once a model is known.
+        ValueError: for a value that is not accepted, or a policy that stores its cache in another form already. For a
+            `group` or `bits` that does not fit the head size, once a model is known.
     """
     check_kind("policy", policy, Policy)
     if policy.storage != PLAIN:
-        raise ValueError(f"policy with {policy.storage}: expected a policy that is not quantised")
+        raise ValueError(f"policy with {policy.storage}: expected a policy that stores keys and values as they are")
     return replace(policy, storage=Quantized(bits, group))

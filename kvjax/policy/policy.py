@@ -114,7 +114,7 @@ class Policy:
                 f"{_name(self.score)} keeps rotated queries, whose scores are exact only while keys do not change, and "
                 f"{_name(self.merge)} changes them; with every={self.every} they cannot be combined"
             )
-        for part in (self.score, self.budget, self.select, self.merge):
+        for part in (self.score, self.budget, self.select, self.merge, self.storage):
             part.check(self)
         smallest = self.budget.smallest
         if smallest is not None and smallest < self.minimum:
@@ -127,6 +127,11 @@ class Policy:
     def allocates(self) -> bool:
         """Whether the budget is allocated to layers and heads by their scores, once all layers have read a prompt."""
         return self.budget.layout is not None
+
+    @property
+    def asks_the_end(self) -> bool:
+        """Whether the last queries of a prompt decide what stays of it, so that a question must be its end."""
+        return self.score.needs.asks_the_end or self.storage.newest is not None
 
     @property
     def piecewise(self) -> bool:
@@ -165,7 +170,8 @@ class Policy:
         return None if slots is None else max(slots, self.minimum)
 
     def with_state(self, layer: int, entries: Slots, shape: LayerShape) -> Slots:
-        """The entries of a layer with the initial state of score and merge, if the layer has a budget."""
+        """The entries of a layer with the initial state of the storage, and of score and merge if it has a budget."""
+        entries = replace(entries, storing=self.storage.init(shape))
         if not self.limited(layer):
             return entries
         per_slot, per_row = self.score.init(shape, entries.slots)

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from jaxtyping import Array, Float
 
+from kvjax.cache import Slots
 from kvjax.pallas_kernels import Stored
 
 from .part import Part
+from .score import Attended, LayerShape
 
 
 @dataclass(frozen=True)
 class Storage(Part):
-    """Holds keys and values as arrays; a subclass may encode them."""
+    """Holds keys and values as arrays; a subclass may encode them.
+
+    A subclass encodes each token as it comes in (`store`), or it changes what is retained of a prompt after compression
+    (`newest`, `init`, `observe`, `settle`).
+    """
 
     def store(self, x: Float[Array, "*tokens D"]) -> Stored:
         """The stored form: an array, or a pytree whose leaves have the same axes but the last one.
@@ -21,6 +28,23 @@ class Storage(Part):
         Raises ValueError if it does not serve heads of D channels.
         """
         return x
+
+    @property
+    def newest(self) -> int | None:
+        """The number of a prompt's newest entries that `settle` leaves as they are; None if it changes none."""
+        return None
+
+    def init(self, shape: LayerShape) -> Any:
+        """The storage's own state in a layer until a prompt has been read, with axes [B, H, ...] or [B, Hq, ...]."""
+        return None
+
+    def observe(self, state: Any, attended: Attended) -> Any:
+        """The new state after queries attended while a prompt was read. Nothing of `received` is shown."""
+        return state
+
+    def settle(self, entries: Slots) -> Slots:
+        """The entries of a prompt that has been read and compressed, in the form in which they stay."""
+        return entries
 
 
 PLAIN = Storage()

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..dispatch import DeclinedError
+from ..joined import Attention
 from . import triton
-from .parts import Attention, in_parts, separable
+from .parts import in_parts, separable
 
 ROLLED_BYTES = 256 << 20  # queries of padded rows that are moved at a time
 PROBE_TOKENS = 256

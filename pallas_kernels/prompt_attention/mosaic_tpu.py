@@ -17,9 +17,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jaxtyping import Array, Float, Int
 
 from ..arrays import pad
+from ..joined import Attention
 from ..mosaic import LANES, check, round_up
 from .mosaic_by_position import by_position
-from .parts import Attention, in_parts, separable
+from .parts import in_parts, separable
 
 MOST_BLOCKS = 256  # of queries, and of keys; scalar memory holds the table of tiles to visit, of 256 x 256
 LSE_BYTES = 64 << 20  # splash attention writes each log-sum-exp LANES times, so it gets a few heads at a time

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-LEAST_TOKENS = 1024  # from this number of new tokens on, the library saves more time than the join takes
+from ..joined import Attention, joined
 
-Attention = tuple[Float[Array, "B Hq N D"], Float[Array, "B Hq N"]]  # the context and its log-sum-exp
+LEAST_TOKENS = 1024  # from this number of new tokens on, the library saves more time than the join takes
 
 
 def separable(q: Float[Array, "B Hq N D"], k: Float[Array, "B H M D"], bias: Float[Array, "B H M"] | None) -> bool:
@@ -37,16 +36,3 @@ def in_parts(
     if not slots:
         return new
     return joined(new, cached(q, k[:, :, :slots], v[:, :, :slots], q_positions, k_positions[..., :slots]))
-
-
-def joined(one: Attention, other: Attention) -> Attention:
-    """The softmax over the entries of both. It is exactly the one of them if the other saw nothing."""
-    (out, lse), (other_out, other_lse) = one, other
-    peak = jnp.maximum(lse, other_lse)
-    finite = jnp.where(jnp.isneginf(peak), 0.0, peak)
-    share, other_share = jnp.exp(lse - finite), jnp.exp(other_lse - finite)
-    total = share + other_share
-    total = jnp.where(total == 0, 1.0, total)
-    share, other_share = (x[..., None] / total[..., None] for x in (share, other_share))
-    wide = out.astype(jnp.float32) * share + other_out.astype(jnp.float32) * other_share
-    return wide.astype(out.dtype), peak + jnp.log(total)

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from ..arrays import Fold, after_last, fold, pad
+from ..arrays import Fold, after_last, check_channels, fold, pad
 from ..mosaic_gpu import Products, capability, interpreted, over, product, products_for
 from ..quantized import QuantizedArray
 from .reference import Asked, SlotAttention
@@ -52,13 +52,14 @@ def slot_attention(
     """Computes what the reference defines.
 
     Raises:
-        NotImplementedError: for `received` and `asked`; for quantised keys and values; for dtypes that differ or are
-            neither bfloat16 nor float16; for a D that is no multiple of 32 or above 256; for an S that is no multiple
-            of 8; for more query rows per kv head than MOST_ROWS, or than MOST_SUMS allows; for a GPU before Hopper,
-            and for Blackwell under a JAX before 0.11.
+        NotImplementedError: for `received` and `asked`; for quantised keys and values; for values with another number
+            of channels than keys; for dtypes that differ or are neither bfloat16 nor float16; for a D that is no
+            multiple of 32 or above 256; for an S that is no multiple of 8; for more query rows per kv head than
+            MOST_ROWS, or than MOST_SUMS allows; for a GPU before Hopper, and for Blackwell under a JAX before 0.11.
     """
     B, Hq, W, D = q.shape
     H = k.shape[1]
+    check_channels(k, v)
     check(q, k, v, rows=Hq // H * W, others=received is not None or asked is not None)
     arrays: Any = k, v, q_positions, k_positions
     products = "lax" if interpret else products_for(Hq // H * W, capability())

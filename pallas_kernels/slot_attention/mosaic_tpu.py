@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..arrays import Fold, after_last
+from ..arrays import Fold, after_last, check_channels
 from ..mosaic import Interpret
 from ..mosaic_decode import attend, serves
 from ..quantized import QuantizedArray, plain
@@ -37,8 +37,9 @@ def slot_attention(
     """Computes what the reference defines.
 
     Raises:
-        NotImplementedError: as `attend`.
+        NotImplementedError: as `attend`, and for values with another number of channels than keys.
     """
+    check_channels(k, v)
     B, H, S = k_positions.shape
     seen = jnp.any(visible(q_positions, k_positions, window), axis=2)
     scored = seen

@@ -57,7 +57,7 @@ class SlotAttention(NamedTuple):
         scores: float32, the attention that each slot received from the extra query rows; None if there were none.
     """
 
-    context: Float[Array, "B Hq W D"]
+    context: Float[Array, "B Hq W Dv"]
     lse: Float[Array, "B Hq W"]
     received: Float[Array, "B H S"] | None = None
     scores: Float[Array, "B H S"] | None = None
@@ -66,7 +66,7 @@ class SlotAttention(NamedTuple):
 def slot_attention(
     q: Float[Array, "B Hq W D"],
     k: Float[Array, "B H S D"] | QuantizedArray,
-    v: Float[Array, "B H S D"] | QuantizedArray,
+    v: Float[Array, "B H S Dv"] | QuantizedArray,
     q_positions: Int[Array, "B W"],
     k_positions: Int[Array, "B H S"],
     *,
@@ -80,6 +80,7 @@ def slot_attention(
     """Attention of W query rows over slots in any order; W is small.
 
     Args:
+        v: with D channels, or another number: of pruned keys. Kernels serve D alone.
         scale: of the logits, q k^T.
         window: the model's sliding window.
         softcap: of the scaled logits, before the bias; see `capped`.
@@ -115,4 +116,4 @@ def slot_attention(
     scores = None
     if asked is not None:
         scores = asked.scores(window_scores, k, k_positions, scale=scale, window=window, softcap=softcap, bias=bias)
-    return SlotAttention(context.reshape(B, Hq, W, D).astype(q.dtype), lse, received_weights, scores)
+    return SlotAttention(context.reshape(B, Hq, W, v.shape[-1]).astype(q.dtype), lse, received_weights, scores)

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..arrays import Fold, fold, pad
+from ..arrays import Fold, check_channels, fold, pad
 from ..blocks import power_of_two
 from ..quantized import QuantizedArray, plain
 from ..triton import check
@@ -41,8 +41,10 @@ def slot_attention(
 
     Raises:
         NotImplementedError: for dtypes that differ or are not float32, bfloat16 or float16; for D > 256; for codes
-            whose D is not a power of two; for a GPU that is not NVIDIA's or older than the A100.
+            whose D is not a power of two; for values with another number of channels than keys; for a GPU that is not
+            NVIDIA's or older than the A100.
     """
+    check_channels(k, v)
     check(q, k, v, quantized=True)
     B, Hq, W, D = q.shape
     H, S = k.shape[1:3]

@@ -20,7 +20,7 @@ from tests.products import part
 
 RNG = np.random.default_rng(3)
 SIZES = {"rows": 2, "max_prompt": 28, "max_new_tokens": 24, "chunk": 16}
-AGNOSTIC = [text for text in KINDS if not parse(text).score.needs.asks_the_end]
+AGNOSTIC = [text for text in KINDS if not parse(text).asks_the_end]
 CHOSEN = [text for text in AGNOSTIC if text.startswith("adakv")]
 
 
@@ -43,17 +43,18 @@ def test_answers_are_those_of_a_prefilled_cache(policy: str, tiny: Decoder) -> N
 
 
 @pytest.mark.parametrize(
-    "policy",
+    ("policy", "part"),
     [
-        "snapkv:budget=16,window=4",
-        "morphkv:budget=16,window=4",
-        "tova:budget=16",
-        "finch:budget=24,window=4,chunk=8",
-        "criticalkv:base=snapkv,base.budget=16,base.window=4",
+        ("snapkv:budget=16,window=4", "WindowAttention"),
+        ("morphkv:budget=16,window=4", "FoldedWindow"),
+        ("tova:budget=16", "LastAttention"),
+        ("finch:budget=24,window=4,chunk=8", "WindowAttention"),
+        ("criticalkv:base=snapkv,base.budget=16,base.window=4", "ProjectedValues"),
+        ("think:base=knorm,base.budget=16", "ThinKeys"),
     ],
 )
-def test_policies_that_must_see_the_question_are_refused_by_name(policy: str, tiny: Decoder) -> None:
-    with pytest.raises(ValueError, match=rf"^{type(parse(policy).score).__name__} scores a prompt by its last queries"):
+def test_policies_that_must_see_the_question_are_refused_by_name(policy: str, part: str, tiny: Decoder) -> None:
+    with pytest.raises(ValueError, match=rf"^{part} looks at the last queries of a prompt"):
         kvjax.Engine(tiny, policy, **SIZES, prefix_memory="1MB")
 
 

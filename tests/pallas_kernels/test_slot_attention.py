@@ -1,5 +1,7 @@
 """The reference of slot attention against float64 softmax attention."""
 
+import warnings
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -57,6 +59,23 @@ def test_a_bias_is_added_to_the_logits_of_its_slot():
 )
 def test_soft_caps_biases_of_minus_infinity_and_padding_among_many_queries(case):
     check_slots(jitted(slot_attention), case)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton-interpret", "mosaic_gpu-interpret", "mosaic_tpu-interpret"])
+def test_keys_of_fewer_channels_than_values(kernels):
+    """Kernels refuse them by the numbers of channels, and the reference runs."""
+    rng = np.random.default_rng(3)
+    k, _, p = entries(rng, 2, 2, 19, [40, 9])
+    v = rng.normal(size=(2, 2, 19, 13)).astype(np.float32)
+    q, t = rng.normal(size=(2, 8, 1, 8)).astype(np.float32), np.array([[40], [9]])
+    weights, expected_lse, _ = attention(q, k, t, p, 0.5)
+    with use(kernels), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        out, lse, *_ = slot_attention(q, k, v, t, p, scale=0.5)
+    assert_close(out, context(weights, v))
+    assert_close(lse, expected_lse)
+    reason = "keys of 8 channels and values of 13: expected as many"
+    assert [reason in str(each.message) for each in warned] == [True] * (kernels != "reference")
 
 
 OF_FLOAT32 = [case for case in EXTRA_CASES if case[0].dtype == "float32"]

@@ -35,6 +35,7 @@ from kvjax.parts import (
     RobustAttention,
     SimilarityMerge,
     StochasticAttention,
+    ThinKeys,
     Votes,
     WindowAttention,
 )
@@ -54,6 +55,10 @@ def expected_bytes(policy: Policy, batch: int, params: Decoder) -> int:
     heads, dim, total = config.num_kv_heads, config.head_dim, 0
     for layer in range(config.num_layers):
         slots = budget_of(policy, layer, SIZE) or SIZE
+        if isinstance(policy.storage, ThinKeys):  # older entries lie apart, in a slot or more
+            newest, left = min(policy.storage.recent, slots), dim - int(dim * policy.storage.ratio)
+            total += heads * (max(slots - newest, 1) * ((left + dim) * 4 + 4) + left * 4)
+            slots = newest
         if not policy.evicts(layer, config.num_layers):
             slots += ROOM
         if isinstance(policy.storage, Quantized):

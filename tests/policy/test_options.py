@@ -191,6 +191,7 @@ DEFAULTS = {
     "simlayerkv": {"budget": 1.0, "threshold": 0.9, "sinks": 4, "recent": 1024, "last": 1},
     "snapkv": {"budget": 1024, "window": 32, "kernel": 7, "pool": "max", "group": "mean"},
     "streaming_llm": {"budget": 1024, "sinks": 4, "positions": "original", "every": 1},
+    "think": {"ratio": 0.4, "window": 32, "recent": 32},
     "tova": {"budget": 1024, "recent": 0, "every": 1},
     "vase": {"budget": 1024, "window": 64, "large": 0.25, "kernel": 5, "sinks": 4, "seed": 0, "every": 64},
 }
