@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.statistics.measure import measured
 from tests.methods.test_kvpress import GOLDEN
 from tests.models.test_parity import logits
 from tests.policy.presets import SPECS
@@ -69,6 +70,8 @@ def test_every_preset_runs(real: Real, name: str) -> None:
         spec = kvjax.policies.duo_attention(((0.1, 0.9, 0.4), (0.8, 0.2, 0.3)), sinks=2, recent=10)
     if name == "headkv":
         spec = kvjax.policies.headkv(12, ((0.1, 0.9, 0.4), (0.8, 0.2, 0.3)), window=4)
+    if name in ("qfilter", "expected_attention_stats", "triattention"):
+        params = kvjax.with_statistics(params, measured(params, [np.array([real.essay[200:264]])], 4))
     prompts = [real.essay[:64], real.essay[100:150]]
     out = kvjax.generate(params, prompts, policy=spec, max_new_tokens=3, eos=(), log_probs=True)
     assert out.tokens.shape == (2, 3)
