@@ -40,6 +40,8 @@ SEEDS = {
 class GivenFilters(kvpress.QFilterPress):
     """Q-Filters with the filters that are set. The press itself would download those of a large model."""
 
+    q_filters: Any
+
     def post_init_from_model(self, model: PreTrainedModel) -> None:
         self.q_filters = self.q_filters.to(model.dtype)
 
@@ -94,7 +96,7 @@ def record(name: str, tiny: TinyModel, folder: Path) -> None:
     prompt, texts = rng.permutation(VOCABULARY)[:PROMPT_LENGTH], rng.integers(0, VOCABULARY, (TEXTS, LENGTH))
     ids = torch.from_numpy(prompt)
     statistics = {key: x.float() for key, x in measured(wide, torch.from_numpy(texts), tiny.kv_heads).items()}
-    arrays = {"prompt": prompt.astype(np.int32), "texts": texts.astype(np.int32)}
+    arrays: dict[str, Any] = {"prompt": prompt.astype(np.int32), "texts": texts.astype(np.int32)}
     arrays |= {key: statistic.numpy() for key, statistic in statistics.items()}
     full, full_wide = (run(x, ids, "sdpa")["kept"] for x in (model, wide))
     presses = {}
