@@ -16,7 +16,6 @@ from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect
 from .common.budgets import budget_of
 from .common.drop import Drop
 from .common.top_tokens import TopTokens
-from .common.whole_statistics import whole_statistics
 from .expected_attention import ExpectedAttention
 from .registry import preset
 
@@ -38,8 +37,9 @@ class SavedExpectedAttention(ExpectedAttention):
     def query_statistics(
         self, entries: Slots, moment: Moment
     ) -> tuple[Float[Array, "B Hq D"], Float[Array, "B Hq D D"]]:
+        assert moment.layer.statistics is not None
         rows = entries.keys.shape[0]
-        mean, covariance = whole_statistics(moment, "query_mean", "query_cov")
+        mean, covariance = (moment.layer.statistics[name] for name in ("query_mean", "query_cov"))
         return jnp.broadcast_to(mean, (rows, *mean.shape)), jnp.broadcast_to(covariance, (rows, *covariance.shape))
 
 

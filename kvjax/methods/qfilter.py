@@ -34,8 +34,7 @@ class QueryFilter(Score):
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         assert moment.layer.statistics is not None
-        H, D = entries.keys.shape[1], entries.keys.shape[3]
-        filters = moment.layer.statistics["q_filters"].reshape(H, -1, D)[:, 0]  # the same in a query group
+        filters = moment.layer.statistics["q_filters"]
         return -jnp.einsum("BHMD,HD->BHM", entries.keys.astype(jnp.float32), filters, precision="highest")
 
 

@@ -22,7 +22,6 @@ from .common.drop import Drop
 from .common.mean_rotation import mean_rotation
 from .common.own_positions import check_own_positions
 from .common.top_tokens import TopTokens
-from .common.whole_statistics import whole_statistics
 from .registry import preset
 
 LEAST_DEVIATION = 1e-6
@@ -32,8 +31,7 @@ LEAST_DEVIATION = 1e-6
 class DistancePreference(Score):
     """The expected logit of a key at distances to come and a norm term, standardised, the largest of a query group.
 
-    There is no state: mean and norms of queries are statistics (`kvjax.with_statistics`). On a mesh where devices hold
-    the same kv head these are gathered once per call.
+    There is no state: mean and norms of queries are statistics (`kvjax.with_statistics`).
 
     Attributes:
         farthest: the mean is over the distances 1, 2, 4, .. up to this one from the next position.
@@ -53,7 +51,8 @@ class DistancePreference(Score):
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         B, H, _, D = entries.keys.shape
-        mean, norms = whole_statistics(moment, "query_mean", "query_norms")
+        assert moment.layer.statistics is not None
+        mean, norms = (moment.layer.statistics[name] for name in ("query_mean", "query_norms"))
         ahead = 2 ** np.arange(self.farthest.bit_length())
         G = mean.shape[0] // H
         query = mean_rotation(moment, D, ahead)(jnp.broadcast_to(mean[:, None], (B, mean.shape[0], 1, D)))

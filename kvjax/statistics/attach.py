@@ -24,8 +24,7 @@ def with_statistics(
     """The same parameters with statistics of queries beside them, which policies such as `qfilter` read.
 
     Statistics of several folders may be attached; those of a name replace earlier ones. They are float32, and a mesh
-    divides them over query heads: the filter of a kv head is repeated for each of its query heads. `kvjax.save` and
-    `kvjax.save_hf` do not write them.
+    divides them over kv heads. `kvjax.save` and `kvjax.save_hf` do not write them.
 
     Args:
         params: the decoder.
@@ -53,9 +52,9 @@ def with_statistics(
     made = nnx.merge(graph, state)
     mesh = mesh_of(params)
 
-    def parameter(statistic: Float[np.ndarray, "h *rest"]) -> nnx.Param[Array]:
-        whole = np.repeat(np.asarray(statistic, np.float32), config.num_heads // len(statistic), axis=0)
-        axes = ("heads", *("statistic" for _ in whole.shape[1:]))
+    def parameter(statistic: Float[np.ndarray, "heads *rest"]) -> nnx.Param[Array]:
+        whole = np.asarray(statistic, np.float32)
+        axes = ("kv_heads", *("statistic" for _ in whole.shape[1:]))
         host = nnx.Param(whole, out_sharding=axes, eager_sharding=False)
         array = jnp.asarray(whole) if mesh is None else place(whole, parameter_sharding(mesh, host))
         return nnx.Param(array, out_sharding=axes, eager_sharding=False)

@@ -20,8 +20,8 @@ OPTIONS = ("budget=12,sinks=1,recent=2", "budget=12,recent=2,every=3", "budget=0
 
 
 def test_a_worked_example():
-    """The filter (-1, 2) gives the keys (3, 1) and (0, 1) the scores 3 - 2 and -2; two query heads share it."""
-    statistics = {"q_filters": jnp.array([[-1.0, 2.0], [-1.0, 2.0]])}
+    """The filter (-1, 2) gives the keys (3, 1) and (0, 1) the scores 3 - 2 and -2."""
+    statistics = {"q_filters": jnp.array([[-1.0, 2.0]])}
     layer = AttentionLayer(0, Rope(1e4), None, 1.0, jnp.zeros((2, 2, 1)), statistics=statistics)
     entries = one_layer.entries_at([[0, 1]], np.array([[[3.0, 1.0], [0.0, 1.0]]]), np.zeros((1, 2, 2)))
     np.testing.assert_array_equal(QueryFilter()(entries, Moment(jnp.array([2]), layer))[0, 0], [1.0, -2.0])

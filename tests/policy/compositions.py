@@ -183,7 +183,7 @@ LAYER = AttentionLayer(
     hidden=jnp.asarray(np.random.default_rng(1).normal(size=(L * ROWS, SIZE, H)), jnp.float32),
     gates={"kvzap": lambda hidden: jnp.swapaxes(hidden, 1, 2)},
     statistics={
-        "q_filters": jnp.asarray(np.random.default_rng(2).normal(size=(H, 1, D)).repeat(G, 1).reshape(-1, D)),
+        "q_filters": jnp.asarray(np.random.default_rng(2).normal(size=(H, D))),
         "query_mean": jnp.asarray(np.random.default_rng(3).normal(size=(H * G, D))),
         "query_cov": jnp.asarray(np.random.default_rng(4).uniform(size=(H * G, D, 1)) * np.eye(D)),
         "query_norms": jnp.asarray(np.random.default_rng(5).uniform(1, 5, size=(H * G, D // 2))),

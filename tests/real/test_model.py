@@ -65,13 +65,13 @@ CHOSEN = ("snapkv", "morphkv", "kvcompose")
 def test_every_preset_runs(real: Real, name: str) -> None:
     """On the first two layers: 3 kv heads of 64 channels, groups of 3 query heads, keys of real text."""
     params = first_layers(real.params, 2)
+    if name in ("qfilter", "expected_attention_stats", "triattention"):
+        params = kvjax.with_statistics(params, measured(params, [np.array([real.essay[200:264]])], 4))
     spec: kvjax.Policy | str = f"{name}:{SPECS[name][0]}".rstrip(":")
     if name == "duo_attention":  # gates belong to one model
         spec = kvjax.policies.duo_attention(((0.1, 0.9, 0.4), (0.8, 0.2, 0.3)), sinks=2, recent=10)
     if name == "headkv":
         spec = kvjax.policies.headkv(12, ((0.1, 0.9, 0.4), (0.8, 0.2, 0.3)), window=4)
-    if name in ("qfilter", "expected_attention_stats", "triattention"):
-        params = kvjax.with_statistics(params, measured(params, [np.array([real.essay[200:264]])], 4))
     prompts = [real.essay[:64], real.essay[100:150]]
     out = kvjax.generate(params, prompts, policy=spec, max_new_tokens=3, eos=(), log_probs=True)
     assert out.tokens.shape == (2, 3)
