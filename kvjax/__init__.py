@@ -14,6 +14,7 @@ from kvjax.prefill_each import begin_each, prefill_each
 from kvjax.room import with_room
 from kvjax.sampling import Greedy, Sampler, SamplingMethod
 from kvjax.sharding import make_mesh, shard
+from kvjax.statistics.attach import with_statistics
 from kvjax.stream import Piece, Stream, stream
 
 __all__ = [
@@ -56,4 +57,5 @@ __all__ = [
     "stream",
     "with_gates",
     "with_room",
+    "with_statistics",
 ]

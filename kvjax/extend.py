@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.allocate import allocated, check_one_call, replayed
 from kvjax.attend import ReadPlan, over_heads, pays, reading, stepping, twice
 from kvjax.checks import check_integers, check_params, check_type
-from kvjax.kv_cache import KVCache, check_gates
+from kvjax.kv_cache import KVCache, check_attached
 from kvjax.mix import over_experts
 from kvjax.models import Decoder
 from kvjax.modes import own_modes
@@ -61,7 +61,7 @@ def extend(
     check_type("cache", cache, KVCache)
     check_policy(cache, policy)
     check_mesh(cache, params)
-    check_gates(cache.policy, params)
+    check_attached(cache.policy, params)
     check_ids(tokens, params.config.vocab_size)
     tokens = jnp.asarray(tokens).astype(jnp.int32)
     if tokens.ndim != 2 or tokens.shape[0] != cache.batch_size or tokens.shape[1] < 1:

@@ -170,7 +170,7 @@ def empty_cache(params: Decoder, policy: Policy, prompt_lengths: Int[Array, "B"]
     if lengths.ndim != 1 or lengths.size == 0 or lengths.dtype.kind not in "iu" or int(lengths.min()) < 1:
         raise ValueError(f"prompt_lengths={prompt_lengths}: expected integers [B], each at least 1")
     size = int(lengths.max())
-    check_gates(policy, params)
+    check_attached(policy, params)
     return KVCache.empty(params.config, policy, lengths.astype(jnp.int32), size, params.embed.dtype, mesh_of(params))
 
 
@@ -188,12 +188,19 @@ def check_groups(budget: Budget, kv_heads: int, devices: int) -> None:
         )
 
 
-def check_gates(policy: Policy, params: Decoder) -> None:
-    """Raises ValueError if the score reads networks that the parameters do not have."""
-    name, held = policy.score.needs.gates, params.layers[0].attention.gates
+def check_attached(policy: Policy, params: Decoder) -> None:
+    """Raises ValueError if the score reads networks or statistics that the parameters do not have."""
+    needs, attention = policy.score.needs, params.layers[0].attention
+    name, held = needs.gates, attention.gates
     if name and name not in held:
         has = f"have those of {', '.join(held)}" if len(held) else "have none"
         raise ValueError(
             f"{policy.score} reads gates of {name!r}, and the parameters {has}: expected "
             "params = kvjax.with_gates(params, FOLDER)"
+        )
+    if missing := [name for name in needs.statistics if name not in attention.statistics]:
+        has = f"have {', '.join(attention.statistics)}" if len(attention.statistics) else "have none"
+        raise ValueError(
+            f"{policy.score} reads the statistics {', '.join(missing)}, and the parameters {has}: expected "
+            "params = kvjax.with_statistics(params, FOLDER)"
         )

@@ -99,7 +99,7 @@ def read_layers(
 def facts_of(record: AttentionLayer) -> AttentionLayer:
     """What layers of a kind have in common; static."""
     nothing: Any = None
-    return replace(record, index=0, output=nothing, sinks=None, alone=True)
+    return replace(record, index=0, output=nothing, sinks=None, statistics=None, alone=True)
 
 
 @partial(jit, static_argnames=("scale", "mesh"))

@@ -13,7 +13,7 @@ from kvjax.allocate import allocated, check_one_call, replayed
 from kvjax.cache import Entries, Layers, bucket
 from kvjax.checks import LARGEST, check_params, check_type
 from kvjax.clock import Clock
-from kvjax.kv_cache import KVCache, check_gates, check_groups
+from kvjax.kv_cache import KVCache, check_attached, check_groups
 from kvjax.layerwise import read_layers
 from kvjax.models import Decoder
 from kvjax.modes import own_modes
@@ -141,7 +141,7 @@ def check_model(policy: Policy, params: Decoder) -> None:
     """Raises ValueError for a policy that does not fit a model on its devices."""
     mesh = mesh_of(params)
     policy.budget.check_model(params.config.num_layers, params.config.num_kv_heads)
-    check_gates(policy, params)
+    check_attached(policy, params)
     check_groups(policy.budget, params.config.num_kv_heads, 1 if mesh is None else mesh.shape[MODEL])
 
 

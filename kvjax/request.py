@@ -19,7 +19,7 @@ from kvjax.cache import room_for
 from kvjax.checks import LARGEST, check_params, check_size, is_integer
 from kvjax.clock import Clock
 from kvjax.extend import check_mesh, check_policy
-from kvjax.kv_cache import KVCache, check_gates
+from kvjax.kv_cache import KVCache, check_attached
 from kvjax.models import Decoder
 from kvjax.policy import Policy, Texts
 from kvjax.prefill import read_prompt
@@ -121,7 +121,7 @@ class Request:
             rows = _after_pending(cache, rows)
         elif prompt is None:
             raise ValueError("prompt=None and cache=None: expected a prompt, a cache to continue, or both")
-        check_gates(cache.policy if cache is not None else policy or policies.full(), params)
+        check_attached(cache.policy if cache is not None else policy or policies.full(), params)
         mesh = mesh_of(params)
         check_batch(len(rows), mesh)
         # Without a prompt the pending tokens are decoded in one step, which needs no bucket.

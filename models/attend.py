@@ -27,6 +27,8 @@ class AttentionLayer:
         softcap: the soft cap of the scaled attention logits, or None.
         output: the weight of the attention output projection.
         sinks: the logit of each query head that `join_sinks` adds to each softmax, or None.
+        statistics: float32 statistics of this layer's queries by name, per query head or kv head, such as those of
+            `kvjax.with_statistics`.
         alone: whether the cache that is passed along is that of this layer only.
         hidden: the hidden states that q, k and v of a call are projected from, after the norm before attention if the
             family has one; None outside of a call.
@@ -41,13 +43,14 @@ class AttentionLayer:
     alone: bool = False
     softcap: float | None = None
     sinks: Float[Array, "Hq"] | None = None
+    statistics: Mapping[str, Float[Array, "heads *rest"]] | None = None
     hidden: Float[Array, "B N E"] | None = None
     gates: Mapping[str, Gate] | None = None
 
     @property
     def weights(self) -> dict[str, Any]:
-        """The fields that hold weights, which are sharded over query heads."""
-        return {"output": self.output, "sinks": self.sinks}
+        """The fields that hold arrays. They are sharded over query heads, and `statistics` over kv heads."""
+        return {"output": self.output, "sinks": self.sinks, "statistics": self.statistics}
 
     @property
     def logits(self) -> dict[str, Any]:

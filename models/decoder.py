@@ -62,7 +62,8 @@ class Attention(nnx.Module):
     """The projections to query, key and value heads and back, without attention itself.
 
     Some families have biases, or norms on the query and key heads. `gates` holds networks by name that read the same
-    hidden states, such as those of `kvjax.with_gates`; a checkpoint of the model has none.
+    hidden states, such as those of `kvjax.with_gates`, and `statistics` what was measured of the queries, such as that
+    of `kvjax.with_statistics`. A checkpoint of the model has neither.
     """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: DTypeLike):
@@ -83,6 +84,7 @@ class Attention(nnx.Module):
             norms = [RMSNorm(config, (*x[:1], D), (*x[1:], "head_dim"), dtype) for x in leading]
         self.query_norm, self.key_norm = norms
         self.gates: nnx.Dict[Any] = nnx.Dict()
+        self.statistics: nnx.Dict[Any] = nnx.Dict()
 
     def __call__(
         self, x: Float[Array, "B N E"], layer: AttentionLayer, attend: Attend, cache: Any
@@ -101,7 +103,11 @@ class Attention(nnx.Module):
     @property
     def weights(self) -> dict[str, Any]:
         """The weights that an `AttentionLayer` has."""
-        return {"output": self.output[...], "sinks": None if self.sinks is None else self.sinks[...]}
+        return {
+            "output": self.output[...],
+            "sinks": None if self.sinks is None else self.sinks[...],
+            "statistics": {name: statistic[...] for name, statistic in self.statistics.items()},
+        }
 
     def project_out(self, context: Float[Array, "B Hq N D"]) -> Float[Array, "B N E"]:
         """Projects the contexts of all heads back to hidden states."""

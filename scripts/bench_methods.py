@@ -109,6 +109,7 @@ def main() -> None:
     from kvjax.models import Decoder, DecoderConfig, Rope
     from kvjax.pallas_kernels import Reduction, window_scores
     from kvjax.policies import PRESETS, parse
+    from kvjax.statistics.forms import STATISTICS
 
     # DuoAttention's gates and HeadKV's importance are a model's own, and of another one.
     presets = arguments.preset or [name for name in PRESETS if name not in ("full", *OF_A_MODEL)]
@@ -117,7 +118,9 @@ def main() -> None:
     rng = np.random.default_rng(0)
     windows, rope = (None,) * LAYERS, Rope(10_000.0)
     config = DecoderConfig("llama", 32_000, 512, 1536, HEADS, KV_HEADS, HEAD_DIM, windows, rope, 32_768)
-    params = Decoder(config, nnx.Rngs(0), jnp.float32)
+    shapes = {name: shape(config) for name, shape in STATISTICS.items()}
+    statistics = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    params = kvjax.with_statistics(Decoder(config, nnx.Rngs(0), jnp.float32), statistics)
     prompt = rng.integers(0, config.vocab_size, (1, arguments.prompt)).astype(np.int32)
 
     def reads(text: str) -> Run:

@@ -39,6 +39,8 @@ from kvjax.parts import (
 Change: TypeAlias = Callable[[Policy], Policy | None]
 Budget: TypeAlias = int | float
 
+# Presets that read gates or statistics of one model.
+ATTACHED = ("kvzap", "fastkvzip", "qfilter", "expected_attention_stats", "triattention")
 UNINSTRUCTED = ",score.instruction='',score.starting='',score.suffix=''"
 LEFT_OUT = ("simlayerkv", "fastgen", "dms", "quantize", "headkv", "lukv", "per_layer")
 
@@ -160,7 +162,7 @@ def _decoding(budget: int) -> tuple[str, ...]:
 def _compressing(budget: Budget, instructed: bool) -> tuple[str, ...]:
     """The presets that compress a prompt once, with their papers' settings; those with a base have SnapKV as theirs."""
     found = []
-    for name in policies.PRESETS:
+    for name in (name for name in policies.PRESETS if name not in ATTACHED):
         options = UNINSTRUCTED if name == "kvzip" and not instructed else ""
         for text in (f"{name}:budget={budget}{options}", f"{name}:base=snapkv,base.budget={budget}"):
             try:

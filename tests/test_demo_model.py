@@ -16,6 +16,8 @@ from kvjax.attend.causal import causal
 from kvjax.checkpoint import load
 from kvjax.evaluation.tasks.demo import TASKS, example
 from kvjax.evaluation.tasks.vocabulary import IDS, STOP, decode, tokenizer
+from kvjax.statistics.files import read_statistics
+from kvjax.statistics.measure import measured
 
 FOLDER = Path(kvjax.__file__).parent / "demo_model"
 LENGTH = 256  # of prompts
@@ -89,3 +91,20 @@ def test_transformers_computes_the_same_logits_and_answers(decoder):
         written = theirs.generate(prompt, max_new_tokens=10, attention_mask=torch.ones_like(prompt)).numpy()
     np.testing.assert_allclose(np.asarray(logits(decoder, tokens)), expected, atol=1e-3, rtol=1e-4)
     np.testing.assert_array_equal(written[:, LENGTH : LENGTH + answers.shape[1]], answers)
+
+
+@pytest.mark.slow
+def test_the_statistics_are_those_of_its_queries(decoder):
+    """Other texts have nearly the same; a policy that reads them answers from half of a text."""
+    given = read_statistics(FOLDER / "statistics")
+    texts = [draw(task, 2)[0][:, :LENGTH] for task in TASKS]
+    found = measured(decoder, texts, sinks=4)
+    assert given.keys() == found.keys()
+    for name in ("query_mean", "query_cov", "query_norms"):
+        assert np.linalg.norm(given[name] - found[name]) < 0.1 * np.linalg.norm(given[name]), name
+    params = kvjax.with_statistics(decoder, given)
+    tokens, answers = draw("needle", 10)
+    prompts = tokens[:, :LENGTH]
+    policy = "triattention:budget=0.5,recent=16,every=None"
+    out = kvjax.generate(params, prompts, policy=policy, max_new_tokens=answers.shape[1])
+    assert np.sum((np.asarray(out.tokens) == answers).all(axis=1)) >= 9

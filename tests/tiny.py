@@ -19,6 +19,7 @@ from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder, DecoderConfig, Mixture, Rope
 from kvjax.policy import Policy
 from kvjax.prefill import read_prompt
+from kvjax.statistics.forms import STATISTICS
 
 VOCAB = 64
 
@@ -34,13 +35,23 @@ def decoder(
 ) -> Decoder:
     """A decoder with random weights: one layer per window, of width 32, with heads of 8 channels.
 
-    With `gates`, it has random networks of each method that scores hidden states.
+    With `gates`, it has random networks of each method that scores hidden states, and random statistics.
     """
     config = DecoderConfig("llama", vocab, 32, 48, heads, kv_heads, 8, windows, Rope(1e4), 4096, mixture=mixture)
     params = Decoder(config, nnx.Rngs(0))
     for each in random_gates(len(windows), kv_heads, heads // kv_heads) if gates else ():
         params = kvjax.with_gates(params, each)
-    return params
+    return kvjax.with_statistics(params, random_statistics(config)) if gates else params
+
+
+def random_statistics(config: DecoderConfig) -> dict[str, np.ndarray]:
+    """Statistics that a model's queries could have: covariances are positive, norms at least those of the mean."""
+    rng = np.random.default_rng(2)
+    found = {name: rng.normal(size=shape(config)).astype(np.float32) for name, shape in STATISTICS.items()}
+    found["query_cov"] = np.einsum("...ij,...kj->...ik", found["query_cov"], found["query_cov"]) / config.head_dim
+    first, second = np.split(found["query_mean"], 2, axis=-1)
+    found["query_norms"] = np.hypot(first, second) + np.abs(found["query_norms"])
+    return found
 
 
 def random_gates(layers: int, kv_heads: int, group: int) -> tuple[Gates, ...]:

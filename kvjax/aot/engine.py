@@ -16,7 +16,7 @@ from kvjax.engine.reading import compile_reads
 from kvjax.engine.resident import compile_rows
 from kvjax.engine.sizes import CHUNK, Sizes
 from kvjax.engine.ticket import Options, Ticket
-from kvjax.kv_cache import KVCache, check_gates
+from kvjax.kv_cache import KVCache, check_attached
 from kvjax.models import DecoderConfig
 from kvjax.modes import own_modes
 from kvjax.policy import Policy
@@ -62,7 +62,7 @@ def lower_engine(
         ValueError: for a mesh that does not fit the model or the rows.
     """
     params, mesh = plan_params(config, dtype, mesh), fit_mesh(mesh, config)
-    check_gates(policy, params)
+    check_attached(policy, params)
     check_batch(rows, mesh)
     sizes = Sizes.of(rows, max_prompt, max_new_tokens, chunk=chunk)
     plans = Plans.of(config, policy, sizes, jnp.dtype(dtype), mesh, encoded_texts(policy, None))

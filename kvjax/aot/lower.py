@@ -19,7 +19,7 @@ from kvjax.cache import bucket, room_for
 from kvjax.checkpoint.parameters import Blank
 from kvjax.decode import Answers, Decoding, decode
 from kvjax.extend import jitted_read, read
-from kvjax.kv_cache import KVCache, check_gates
+from kvjax.kv_cache import KVCache, check_attached
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.modes import own_modes
 from kvjax.plan import check_sizes, placed, plan_cache
@@ -75,7 +75,7 @@ def lower_prefill(
     """
     check_sizes(batch=batch, length=length, new_tokens=new_tokens)
     params, mesh, size = plan_params(config, dtype, mesh), fit_mesh(mesh, config), bucket(length)
-    check_gates(policy, params)
+    check_attached(policy, params)
     check_batch(batch, mesh)
     chunk = min(chunk or size, size)
     tokens, lengths = (
@@ -125,7 +125,7 @@ def lower_decode(
     """
     sampler = sampler or Greedy()
     params = plan_params(config, dtype, mesh)
-    check_gates(policy, params)
+    check_attached(policy, params)
     cache = plan_cache(config, policy, batch=batch, length=length, new_tokens=new_tokens, dtype=dtype, mesh=mesh)
     assert cache.mesh is not None
     by_row = rows_sharding(cache.mesh)

@@ -41,13 +41,12 @@ def over_heads(mesh: Mesh | None, make: Callable[..., Attend], *, hidden: bool, 
         PartitionSpec(DATA, MODEL),
         PartitionSpec(DATA, heads_axes(mesh)),
     )
-    weight_head = PartitionSpec(heads_axes(mesh))
 
     def attend(layer: AttentionLayer, q: Array, k: Array, v: Array, entries: Entries) -> tuple[Array, Entries]:
         @partial(
             jax.shard_map,
             mesh=mesh,
-            in_specs=(row, weight_head, row, PartitionSpec(), query_head, kv_head, kv_head, kv_head),
+            in_specs=(row, _weight_specs(mesh, layer), row, PartitionSpec(), query_head, kv_head, kv_head, kv_head),
             out_specs=(query_head, kv_head),
             check_vma=False,  # that replicas are equal is not for the compiler to prove
         )
@@ -79,7 +78,7 @@ def over_layers(
     @partial(
         jax.shard_map,
         mesh=mesh,
-        in_specs=(PartitionSpec(heads_axes(mesh)), kv_head, row),
+        in_specs=([_weight_specs(mesh, record) for record in records], kv_head, row),
         out_specs=kv_head,
         check_vma=False,
     )
@@ -88,6 +87,12 @@ def over_layers(
         return change(own, layers, **rows, heads=heads_of(mesh))
 
     return local([record.weights for record in records], layers, rows)
+
+
+def _weight_specs(mesh: Mesh, layer: AttentionLayer) -> dict[str, PartitionSpec]:
+    """How `AttentionLayer.weights` are sharded. Devices that share a kv head have the statistics of its whole group."""
+    query_head = PartitionSpec(heads_axes(mesh))
+    return {name: PartitionSpec(MODEL) if name == "statistics" else query_head for name in layer.weights}
 
 
 def heads_of(mesh: Mesh) -> Heads:

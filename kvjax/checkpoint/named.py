@@ -14,6 +14,8 @@ from kvjax.gates.attach import with_gates
 from kvjax.models import Decoder
 from kvjax.sharding import make_mesh
 from kvjax.shown import shown
+from kvjax.statistics.attach import with_statistics
+from kvjax.statistics.files import holds_statistics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,10 +30,11 @@ def load_named(
         model: a folder in Hugging Face or Orbax form, a GGUF file, or a hub id.
         dtype: the name of the dtype of the weights: float32, bfloat16 or float16. By default the stored one.
         mesh: the sizes of a mesh, (data, model); (1, 1) is the default device.
-        gates: folders or hub ids of the gates to attach, as `kvjax.with_gates` takes them.
+        gates: folders or hub ids of the gates and statistics to attach, as `kvjax.with_gates` and
+            `kvjax.with_statistics` take them.
 
     Raises:
-        CheckpointError: the checkpoint or the gates cannot be read.
+        CheckpointError: the checkpoint, the gates or the statistics cannot be read.
         UnsupportedModelError: the config asks for a computation that is not implemented.
         ValueError: the model has no tokenizer or does not fit the mesh, or `dtype` or `mesh` is not accepted. The two
             errors above are ValueErrors too.
@@ -42,7 +45,7 @@ def load_named(
     if tokenizer is None:
         raise ValueError(f"{model} has no tokenizer, which text prompts need")
     for folder in gates:
-        params = with_gates(params, folder)
+        params = (with_statistics if holds_statistics(folder) else with_gates)(params, folder)
     return params, tokenizer
 
 

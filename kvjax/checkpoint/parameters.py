@@ -63,9 +63,10 @@ class Blank:
 
 
 def by_path(params: Decoder) -> dict[str, Array]:
-    """Returns the array of each parameter of a checkpoint by path: all but gates, which have folders of their own."""
+    """Returns the array of each parameter of a checkpoint by path. Gates and statistics have folders of their own."""
     flat = nnx.to_flat_state(nnx.state(params))
-    return {".".join(map(str, path)): parameter[...] for path, parameter in flat if "gates" not in path}
+    beside = {"gates", "statistics"}
+    return {".".join(map(str, path)): parameter[...] for path, parameter in flat if beside.isdisjoint(path)}
 
 
 def from_slices(

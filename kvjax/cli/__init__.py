@@ -17,6 +17,7 @@ from kvjax.cli.evaluate import evaluate
 from kvjax.cli.generate import generate
 from kvjax.cli.info import info
 from kvjax.cli.inspect import inspect
+from kvjax.cli.measure_statistics import measure_statistics
 from kvjax.cli.plan import plan
 from kvjax.cli.report import report
 from kvjax.cli.serve import serve
@@ -41,6 +42,7 @@ app.command()(report)
 app.command()(inspect)
 app.command()(serve)
 app.command("train-gates")(train_gates)
+app.command("measure-statistics")(measure_statistics)
 
 
 def _version(wanted: bool) -> None:

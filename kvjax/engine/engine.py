@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from kvjax import policies
 from kvjax.checks import check_params, check_size
-from kvjax.kv_cache import check_gates, check_groups
+from kvjax.kv_cache import check_attached, check_groups
 from kvjax.models import Decoder
 from kvjax.modes import own_modes
 from kvjax.policy import Policy
@@ -123,7 +123,7 @@ class Engine:
         if mesh is not None:
             check_hosts(mesh)
         check_batch(rows, mesh)
-        check_gates(self.policy, params)
+        check_attached(self.policy, params)
         check_groups(self.policy.budget, config.num_kv_heads, 1 if mesh is None else mesh.shape[MODEL])
         plans = Plans.of(config, self.policy, self.sizes, jnp.dtype(params.embed.dtype), mesh, texts)
         self.footprint = Footprint.of(config, plans, weights_per_device(params))

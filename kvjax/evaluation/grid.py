@@ -123,7 +123,8 @@ class Grid:
         title: a description of what the run reproduces.
         model: a folder, a GGUF file, a repository on the hub, or "demo" for the model that ships with kvjax.
         dtype: the dtype of the weights and of the cache; the stored dtype by default.
-        gates: folders or repositories of gates, as `kvjax.with_gates` takes them.
+        gates: folders or repositories of gates and statistics, as `kvjax.with_gates` and `kvjax.with_statistics` take
+            them.
         data: the folder of the benchmarks' data files; None downloads them from the hub.
         budgets: floats are shares of the prompt, integers are entries per kv head.
         question: the settings to run.

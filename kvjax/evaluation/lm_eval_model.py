@@ -65,7 +65,7 @@ class KVJaxLM(TemplateLM):
             arguments at commas.
         dtype: float32, bfloat16 or float16; the stored dtype by default.
         mesh: the shape of the device mesh, DATAxMODEL.
-        gates: folders or repositories of gates that the policy reads, with semicolons between them.
+        gates: folders or repositories of gates and statistics that the policy reads, with semicolons between them.
         batch_size: the number of prompts per batch, and of answers that are decoded together.
         max_length: the largest number of tokens of a prompt and its answer; the model's limit by default. A longer
             prompt loses its beginning, with a warning.

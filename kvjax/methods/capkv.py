@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax.cache import Slots
@@ -88,7 +89,7 @@ class ValueCapacity(Score):
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         B, H, M, D = entries.keys.shape
-        anchor = mean_rotation(moment, D, self.future)(entries.per_row.mean[:, :, None])[:, :, 0]
+        anchor = mean_rotation(moment, D, np.arange(self.future))(entries.per_row.mean[:, :, None])[:, :, 0]
         scored = entries.positions >= self.sinks
         keys = entries.keys.astype(jnp.float32)
         keys /= jnp.maximum(jnp.linalg.norm(keys, axis=-1, keepdims=True), 1e-12)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax.cache import Slots
@@ -92,22 +93,28 @@ class ExpectedAttention(Score):
                 "own; it cannot be combined with positions='in_cache'"
             )
 
-    def init(self, shape: LayerShape, slots: int) -> tuple[None, QueryStatistics]:
+    def init(self, shape: LayerShape, slots: int) -> tuple[None, QueryStatistics | None]:
         B, Hq, D = shape.batch, shape.heads, shape.head_dim
         return None, QueryStatistics(*(jnp.zeros(s, jnp.float32) for s in ((B, Hq), (B, Hq, D), (B, Hq, D, D))))
 
-    def observe(self, entries: Slots, attended: Attended) -> tuple[None, QueryStatistics]:
+    def observe(self, entries: Slots, attended: Attended) -> tuple[None, QueryStatistics | None]:
         counted = (attended.positions >= self.sinks)[:, None].astype(jnp.float32)
         new = QueryStatistics.of(attended.queries, counted)
         return None, entries.per_row.joined(QueryStatistics(*map(attended.heads.whole_groups, new)))
 
-    def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
+    def query_statistics(
+        self, entries: Slots, moment: Moment
+    ) -> tuple[Float[Array, "B Hq D"], Float[Array, "B Hq D D"]]:
+        """The mean and the covariance of queries before rotation, of all query heads of the kv heads."""
         statistics: QueryStatistics = entries.per_row
+        return statistics.mean, statistics.scatter / jnp.maximum(statistics.number, 1)[..., None, None]
+
+    def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         B, H, M, D = entries.keys.shape
         keys = entries.keys.astype(jnp.float32)
-        turn = mean_rotation(moment, D, self.future)
-        mean = turn(statistics.mean[:, :, None])[:, :, 0]
-        covariance = statistics.scatter / jnp.maximum(statistics.number, 1)[..., None, None]
+        turn = mean_rotation(moment, D, np.arange(self.future))
+        mean, covariance = self.query_statistics(entries, moment)
+        mean = turn(mean[:, :, None])[:, :, 0]
         covariance = turn(jnp.swapaxes(turn(covariance), -1, -2))  # R C R', because C is symmetric
         scored = entries.positions >= self.sinks
 

@@ -70,6 +70,7 @@ class Needs:
         hidden: whether it is shown the hidden state of each token when the token enters. No cache holds hidden states,
             so that an entry whose state was forgotten cannot be scored again.
         gates: the name of the networks that it asks of the parameters (`kvjax.with_gates`), '' for none.
+        statistics: the names of what it asks of `AttentionLayer.statistics` (`kvjax.with_statistics`).
     """
 
     received: Received | None = None
@@ -88,6 +89,7 @@ class Needs:
     classes: bool = False
     hidden: bool = False
     gates: str = ""
+    statistics: tuple[str, ...] = ()
 
     @property
     def asks_the_end(self) -> bool:

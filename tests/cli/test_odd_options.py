@@ -33,6 +33,7 @@ BASES = {  # arguments that are accepted
     "plan": ["MODEL", "--memory", "1GB"],
     "chat": ["MODEL"],
     "serve": ["MODEL"],
+    "measure-statistics": ["MODEL", "--data=nowhere", "--out=out"],
     "train-gates": ["MODEL", "--method=kvzap", "--data=nowhere", "--out=out"],
 }
 COMMANDS: Any = get_command(app)

@@ -28,6 +28,7 @@ from kvjax.parts import (
     Chunks,
     CompositeShares,
     DenseLayers,
+    DistancePreference,
     Drop,
     DynamicShares,
     EvenChunks,
@@ -63,6 +64,7 @@ from kvjax.parts import (
     Pooling,
     ProjectedValues,
     Pyramid,
+    QueryFilter,
     QueryHeadAttention,
     QuerySample,
     RandomDraw,
@@ -72,6 +74,7 @@ from kvjax.parts import (
     RecurrenceInterval,
     Representatives,
     RobustAttention,
+    SavedExpectedAttention,
     SimilarityMerge,
     SquaredNorms,
     StochasticAttention,
@@ -101,6 +104,9 @@ SCORES: tuple[Score, ...] = (
     LeverageScore(),
     LagDifference(sinks=2, lag=4),
     ExpectedAttention(sinks=2, future=4),
+    SavedExpectedAttention(sinks=2, future=4),
+    QueryFilter(),
+    DistancePreference(8),
     LearnedScore("kvzap"),
     AccumulatedAttention(),
     QueryHeadAttention(AccumulatedAttention()),
@@ -180,6 +186,12 @@ LAYER = AttentionLayer(
     jnp.asarray(RNG.normal(size=(H * G, D, 16)), jnp.float32),
     hidden=jnp.asarray(np.random.default_rng(1).normal(size=(L * ROWS, SIZE, H)), jnp.float32),
     gates={"kvzap": lambda hidden: jnp.swapaxes(hidden, 1, 2)},
+    statistics={
+        "q_filters": jnp.asarray(np.random.default_rng(2).normal(size=(H, D))),
+        "query_mean": jnp.asarray(np.random.default_rng(3).normal(size=(H * G, D))),
+        "query_cov": jnp.asarray(np.random.default_rng(4).uniform(size=(H * G, D, 1)) * np.eye(D)),
+        "query_norms": jnp.asarray(np.random.default_rng(5).uniform(1, 5, size=(H * G, D // 2))),
+    },
 )
 QUERIES, KEYS, VALUES = (jnp.asarray(RNG.normal(size=(L * ROWS, n, SIZE, D)), jnp.float32) for n in (H * G, H, H))
 

@@ -145,7 +145,10 @@ def decoder(spec: str) -> Decoder:
         return tiny.decoder(windows=(None,) * 4)  # the gates that kvjax contains are for four layers and two kv heads
     policy = policies.parse(spec)
     layers_differ = policy.allocates or any(x in spec for x in ("dense_layers", "pyramid", "lacache", "per_layer"))
-    return tiny.decoder(windows=(None, None) if layers_differ else (None,), gates=bool(policy.score.needs.gates))
+    return tiny.decoder(
+        windows=(None, None) if layers_differ else (None,),
+        gates=bool(policy.score.needs.gates or policy.score.needs.statistics),
+    )
 
 
 def draw(seed: int, lengths: tuple[int, ...], steps: int = STEPS) -> tuple[list[np.ndarray], np.ndarray]:

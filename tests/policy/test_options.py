@@ -70,6 +70,15 @@ DEFAULTS = {
         "value_norm": True,
         "epsilon": 0.0,
     },
+    "expected_attention_stats": {
+        "budget": 1024,
+        "sinks": 4,
+        "future": 512,
+        "covariance": True,
+        "value_norm": True,
+        "epsilon": 0.0,
+        "every": None,
+    },
     "fastgen": {"budget": 1.0, "recovery": 0.95, "sinks": 4, "frequent": 0.3, "local": 0.3, "groups": 1},
     "finch": {"budget": 1024, "window": 32, "chunk": None, "rescale": True, "positions": "original"},
     "full": {},
@@ -183,6 +192,7 @@ DEFAULTS = {
         "beta": 20,
         "formula": "paper",
     },
+    "qfilter": {"budget": 1024, "sinks": 0, "recent": 0, "every": None},
     "quantize": {"bits": 8, "group": None},
     "random": {"budget": 1024, "seed": 0, "sinks": 0, "recent": 0, "every": None},
     "rkv": {"budget": 1024, "window": 8, "kernel": 7, "mix": 0.07, "threshold": 0.5, "every": 128},
@@ -193,6 +203,7 @@ DEFAULTS = {
     "streaming_llm": {"budget": 1024, "sinks": 4, "positions": "original", "every": 1},
     "think": {"ratio": 0.4, "window": 32, "recent": 32},
     "tova": {"budget": 1024, "recent": 0, "every": 1},
+    "triattention": {"budget": 2048, "sinks": 0, "recent": 128, "every": 128, "farthest": 65536},
     "vase": {"budget": 1024, "window": 64, "large": 0.25, "kernel": 5, "sinks": 4, "seed": 0, "every": 64},
 }
 COSINES = {"merge.theta", "threshold"}  # -1 is one

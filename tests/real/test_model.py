@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.statistics.measure import measured
 from tests.methods.test_kvpress import GOLDEN
 from tests.models.test_parity import logits
 from tests.policy.presets import SPECS
@@ -64,6 +65,8 @@ CHOSEN = ("snapkv", "morphkv", "kvcompose")
 def test_every_preset_runs(real: Real, name: str) -> None:
     """On the first two layers: 3 kv heads of 64 channels, groups of 3 query heads, keys of real text."""
     params = first_layers(real.params, 2)
+    if name in ("qfilter", "expected_attention_stats", "triattention"):
+        params = kvjax.with_statistics(params, measured(params, [np.array([real.essay[200:264]])], 4))
     spec: kvjax.Policy | str = f"{name}:{SPECS[name][0]}".rstrip(":")
     if name == "duo_attention":  # gates belong to one model
         spec = kvjax.policies.duo_attention(((0.1, 0.9, 0.4), (0.8, 0.2, 0.3)), sinks=2, recent=10)

@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Float, Int
 
 from kvjax.policy import Moment
 
 
 def mean_rotation(
-    moment: Moment, dim: int, future: int
+    moment: Moment, dim: int, ahead: Int[np.ndarray, "T"]
 ) -> Callable[[Float[Array, "B H N D"]], Float[Array, "B H N D"]]:
-    """The mean RoPE matrix over the next `future` positions of each row. It is linear, but no longer a rotation."""
+    """The mean RoPE matrix over positions that are `ahead` of each row's next position.
+
+    It is linear, but no longer a rotation.
+    """
     rope = moment.layer.rope
     frequencies = jnp.asarray(rope.frequencies_of(dim, moment.rope))
-    positions = moment.next_position[:, None] + jnp.arange(future)
+    positions = moment.next_position[:, None] + ahead
     angles = positions[..., None].astype(jnp.float32) * jnp.expand_dims(frequencies, -2)
     cos, sin = (rope.attention_factor * jnp.mean(f(angles), axis=1)[:, None, None] for f in (jnp.cos, jnp.sin))
     half = frequencies.shape[-1]

@@ -1,0 +1,65 @@
+"""Statistics beside the parameters of a model, where scores find them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from kvjax.checks import check_params
+from kvjax.models import Decoder
+from kvjax.sharding import mesh_of, parameter_sharding, place
+
+from .files import read_statistics
+from .forms import STATISTICS
+
+
+def with_statistics(
+    params: Decoder, statistics: Mapping[str, Float[np.ndarray, "L *rest"]] | str | os.PathLike[str]
+) -> Decoder:
+    """The same parameters with statistics of queries beside them, which policies such as `qfilter` read.
+
+    Statistics of several folders may be attached; those of a name replace earlier ones. They are float32, and a mesh
+    divides them over kv heads. `kvjax.save` and `kvjax.save_hf` do not write them.
+
+    Args:
+        params: the decoder.
+        statistics: a folder of statistics, a repository on the hub, or arrays by name. `query_mean` is [L, Hq, D],
+            `query_cov` [L, Hq, D, D], `query_norms` [L, Hq, D / 2], `q_filters` [L, H, D].
+
+    Raises:
+        CheckpointError: the statistics cannot be read.
+        ValueError: a name is unknown, or a shape is not that of the model.
+    """
+    check_params(params)
+    given = statistics if isinstance(statistics, Mapping) else read_statistics(statistics)
+    if unknown := sorted(given.keys() - STATISTICS.keys()):
+        raise ValueError(f"statistics {', '.join(map(str, unknown))}: expected some of {', '.join(STATISTICS)}")
+    config = params.config
+    expected = {name: STATISTICS[name](config) for name in given}
+    wrong = [
+        f"{name} has shape {np.shape(given[name])}, expected {shape}"
+        for name, shape in expected.items()
+        if np.shape(given[name]) != shape
+    ]
+    if wrong:
+        raise ValueError(f"statistics of another model: {'; '.join(wrong)}")
+    graph, state = nnx.split(params)
+    made = nnx.merge(graph, state)
+    mesh = mesh_of(params)
+
+    def parameter(statistic: Float[np.ndarray, "heads *rest"]) -> nnx.Param[Array]:
+        whole = np.asarray(statistic, np.float32)
+        axes = ("kv_heads", *("statistic" for _ in whole.shape[1:]))
+        host = nnx.Param(whole, out_sharding=axes, eager_sharding=False)
+        array = jnp.asarray(whole) if mesh is None else place(whole, parameter_sharding(mesh, host))
+        return nnx.Param(array, out_sharding=axes, eager_sharding=False)
+
+    for i, layer in enumerate(made.layers):
+        own = {name: parameter(statistic[i]) for name, statistic in given.items()}
+        layer.attention.statistics = nnx.Dict({**dict(layer.attention.statistics), **own})
+    return made

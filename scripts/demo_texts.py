@@ -1,0 +1,31 @@
+"""Prints texts of the demo model's tasks, each with a question and its answer, one text per line.
+
+    python scripts/demo_texts.py --count 400 > texts.txt
+    kvjax measure-statistics kvjax/demo_model --data texts.txt --out statistics --batches 64 --batch 4
+
+No text is one of the evaluation, whose texts have other seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+
+from kvjax.evaluation.tasks.demo import TASKS, example
+from kvjax.evaluation.tasks.vocabulary import STOP, decode
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=400, help="the number of texts")
+    parser.add_argument("--length", type=int, default=1024, help="the number of tokens of a text and its question")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    for i in range(arguments.count):
+        drawn = example(list(TASKS)[i % len(TASKS)], arguments.length, np.random.default_rng([arguments.seed, i]))
+        print(decode(drawn.prompt), decode(drawn.answer), STOP)
+
+
+if __name__ == "__main__":
+    main()
