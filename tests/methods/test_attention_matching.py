@@ -60,7 +60,8 @@ def read(spec):
 def test_biases_and_values_are_the_ridge_solutions(bias, queries):
     """A sink and three recent tokens stay as they are, and so does the row that fits into the budget."""
     base = f"base=knorm,base.budget={BUDGET},base.sinks=1,base.recent=3"
-    for entries, row, head, q, k, v in read(f"attention_matching:{base},queries={queries},merge.bias={bias}"):
+    merge = f"merge.bias={bias},merge.ridge={RIDGE}"
+    for entries, row, head, q, k, v in read(f"attention_matching:{base},queries={queries},{merge}"):
         positions = np.asarray(entries.positions[row, head])
         order = np.argsort(positions)[(positions < 0).sum() :]
         kept, found = positions[order], np.asarray(entries.values[row, head])[order]
@@ -76,7 +77,8 @@ def test_biases_and_values_are_the_ridge_solutions(bias, queries):
 def test_the_fit_is_nearer_to_full_attention():
     """Squared errors on the queries that were fitted: of the output, and of the sum of exponents, relative."""
     errors = []
-    fits = [f"attention_matching:base=knorm,base.budget={BUDGET},merge.bias={bias}" for bias in (False, True)]
+    fitted = f"attention_matching:base=knorm,base.budget={BUDGET},merge.ridge={RIDGE}"
+    fits = [f"{fitted},merge.bias={bias}" for bias in (False, True)]
     for spec in (f"knorm:budget={BUDGET}", *fits):
         outputs = masses = 0
         for entries, row, head, q, k, v in read(spec):

@@ -16,10 +16,10 @@ from tests.policy.compositions import ALLOCATED, BUDGETS, MERGES, SCORES, SELECT
 DEFAULTS = {
     "adakv": {"alpha": 0.2, "normalise": None, "formula": "paper", "groups": 1},
     "attention_matching": {
-        "queries": 64,
+        "queries": 256,
         "seed": 0,
         "merge.bias": True,
-        "merge.ridge": 1e-3,
+        "merge.ridge": 1.0,
         "merge.bound": 3.0,
     },
     "blockwise": {"block": 128},

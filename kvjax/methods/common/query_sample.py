@@ -43,7 +43,7 @@ class QuerySample(ScoreWrapper):
         seed: of the lots.
     """
 
-    queries: int = 64
+    queries: int = 256
     seed: int = 0
 
     def __post_init__(self) -> None:
