@@ -40,7 +40,7 @@ class AttendOutput(NamedTuple):
         scores: float32, what each slot received from the extra rows; undefined in tiles that are not read.
     """
 
-    out: Float[Array, "B H R D"] | None
+    out: Float[Array, "B H R Dv"] | None
     lse: Float[Array, "B H R"]
     logits: Float[Array, "B P R T"] | None
     scores: Float[Array, "B P T"] | None
@@ -74,7 +74,7 @@ def attend_blocks(rows: int, k: Any, extra: int = 0) -> Blocks:
 def attend(
     q: Float[Array, "B H R D"],
     k: Float[Array, "B P T D"] | QuantizedArray,
-    v: Float[Array, "B P T D"] | QuantizedArray | None,
+    v: Float[Array, "B P T Dv"] | QuantizedArray | None,
     q_positions: Int[Array, "B W"],
     k_positions: Int[Array, "B P T"],
     used: Int[Array, "B H"] | None = None,
@@ -94,7 +94,7 @@ def attend(
     """Attention of the R = G W rows of each kv head. Row r is a query at position q_positions[:, r mod W].
 
     Args:
-        k, v: P lanes of T slots, with H / P consecutive heads per lane.
+        k, v: P lanes of T slots, with H / P consecutive heads per lane. Arrays may differ in their number of channels.
         used: the number of slots that are read; up to the last occupied one if None. No slot is read if all queries,
             extra rows included, have position -1.
         start: the first slot of a head in its lane; 0 if None.
@@ -107,7 +107,8 @@ def attend(
     B, H, R, D = q.shape
     P, T = k.shape[1:3]
     W = q_positions.shape[1]
-    Dp = power_of_two(D)
+    Dv = D if v is None else v.shape[-1]
+    Dp, Dvp = power_of_two(D), power_of_two(Dv)
     blocks = blocks or attend_blocks(R, k, 0 if extra is None else extra.lse.shape[2])
     row_blocks = pl.cdiv(R, blocks.rows)
     programs = PROGRAMS if start is None else SEGMENT_PROGRAMS
@@ -127,7 +128,7 @@ def attend(
     def entries(x: Array | QuantizedArray) -> Any:
         if isinstance(x, QuantizedArray):
             return jax.tree.map(lambda array: lane(T, array.shape[-1]), x)
-        return lane(T, Dp)
+        return lane(T, power_of_two(x.shape[-1]))
 
     def part(*shape: int) -> pl.BlockSpec:
         """One split's block of rows in an array with axes [B, H, splits, R, ...]."""
@@ -137,8 +138,8 @@ def attend(
     shapes = {"lse": jax.ShapeDtypeStruct((B, H, splits, R), jnp.float32)}
     specs = {"lse": part(blocks.rows)}
     if v is not None:
-        shapes["out"] = jax.ShapeDtypeStruct((B, H, splits, R, D), out_dtype)
-        specs["out"] = part(blocks.rows, Dp)
+        shapes["out"] = jax.ShapeDtypeStruct((B, H, splits, R, Dv), out_dtype)
+        specs["out"] = part(blocks.rows, Dvp)
     if logits:
         shapes["logits"] = jax.ShapeDtypeStruct((B, P, R, T), jnp.float32)
         specs["logits"] = lane(R, T)
@@ -154,7 +155,7 @@ def attend(
             attend_kernel,
             blocks=blocks,
             splits=splits,
-            sizes=(R, W, D),
+            sizes=(R, W, D, Dv),
             scale=scale,
             window=window,
             softcap=softcap,

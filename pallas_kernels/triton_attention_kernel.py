@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from .blocks import Blocks
+from .blocks import Blocks, power_of_two
 from .quantized import QuantizedArray
 from .softcap import capped
 from .triton import channel_slices, dequantize_tile, product, tiles_per_number
@@ -71,11 +71,11 @@ def attend_kernel(
     """Writes lse, and of out, logits and scores those that `results` has; see `triton_attention.attend`.
 
     Args:
-        sizes: R, W and D.
+        sizes: R, W, D and Dv, the channels of a value.
         ragged: whether a tile may reach beyond the slots of its lane.
     """
-    R, W, D = sizes
-    Dp = q_ref.shape[-1]
+    R, W, D, Dv = sizes
+    Dp, Dvp = q_ref.shape[-1], power_of_two(Dv)
     s, i = pl.program_id(0), pl.program_id(1)
     start = 0 if start_ref is None else start_ref[()]
     first = 0 if spans_ref is None else spans_ref[i, 0]
@@ -100,22 +100,23 @@ def attend_kernel(
             newest = jnp.maximum(newest, jnp.max(extra[-1][2]))
     own = jnp.where(newest >= 0, own, 0)
 
-    def load(ref: Any, place: Any, occupied: Array, c: Any = slice(None)) -> Array:
-        if not ragged and Dp == D:
+    def load(ref: Any, size: int, place: Any, occupied: Array, c: Any = slice(None)) -> Array:
+        """A tile of some channels of `ref`, which has the numbers of `size` channels."""
+        if not ragged and power_of_two(size) == size:
             return ref[place, c]
         x = ref.at[place, c]
-        return plgpu.load(x, mask=occupied[:, None] & (jnp.arange(x.shape[-1]) < D)[None], other=0)
+        return plgpu.load(x, mask=occupied[:, None] & (jnp.arange(x.shape[-1]) < size)[None], other=0)
 
-    def load_numbers(ref: Any, place: Any, occupied: Array) -> list[Array]:
+    def load_numbers(ref: Any, size: int, place: Any, occupied: Array) -> list[Array]:
         """A tile of keys or values: one array of all channels, or one for each half of the channels."""
         if not isinstance(ref, QuantizedArray):
-            return [load(ref, place, occupied)]
-        codes = load(ref.codes, place, occupied)
+            return [load(ref, size, place, occupied)]
+        codes = load(ref.codes, size, place, occupied)
         if ref.bits == 8:
-            return [dequantize_tile(codes, load(ref.scales, place, occupied), ref.dtype)]
+            return [dequantize_tile(codes, load(ref.scales, size, place, occupied), ref.dtype)]
         groups = ref.scales.shape[-1]
         halves = [slice(None)] * 2 if groups == 1 else [pl.ds(0, groups // 2), pl.ds(groups // 2, groups // 2)]
-        low, high = (load(ref.scales, place, occupied, half) for half in halves)
+        low, high = (load(ref.scales, size, place, occupied, half) for half in halves)
         return [dequantize_tile((codes << 4) >> 4, low, ref.dtype), dequantize_tile(codes >> 4, high, ref.dtype)]
 
     def add(n: Array, running: tuple[list[Array], Array, Array]) -> tuple[list[Array], Array, Array]:
@@ -126,7 +127,7 @@ def attend_kernel(
         occupied = slot < used
         place = pl.ds(start + j * blocks.slots, blocks.slots)
         p = plgpu.load(p_ref.at[place], mask=occupied, other=-1)[None]
-        keys = load_numbers(k_ref, place, occupied)
+        keys = load_numbers(k_ref, D, place, occupied)
         bias = None if bias_ref is None else plgpu.load(bias_ref.at[place], mask=occupied, other=0)[None]
 
         def logits_of(q: list[Array], t: Array) -> Array:
@@ -153,13 +154,13 @@ def attend_kernel(
         weights = jnp.exp(logits - finite[:, None])
         shrink = jnp.exp(peak - finite)
         if v_ref is not None:
-            values = load_numbers(v_ref, place, occupied)
+            values = load_numbers(v_ref, Dv, place, occupied)
             out = [x * shrink[:, None] + product(weights.astype(y.dtype), y) for x, y in zip(out, values, strict=True)]
         return out, total * shrink + jnp.sum(weights, axis=1), higher
 
     zeros = jnp.zeros(blocks.rows, jnp.float32)
-    value_slices = [] if v_ref is None else channel_slices(tiles_per_number(v_ref), D, Dp)
-    out = [jnp.zeros((blocks.rows, Dp // len(value_slices)), jnp.float32) for _ in value_slices]
+    value_slices = [] if v_ref is None else channel_slices(tiles_per_number(v_ref), Dv, Dvp)
+    out = [jnp.zeros((blocks.rows, Dvp // len(value_slices)), jnp.float32) for _ in value_slices]
     out, total, peak = jax.lax.fori_loop(0, own, add, (out, zeros, zeros - jnp.inf))
     total = jnp.where(total == 0, 1.0, total)
     plgpu.store(results["lse"], peak + jnp.log(total), mask=row < R)

@@ -111,7 +111,7 @@ class Layers(Entries):
 
     @property
     def mean_slots(self) -> tuple[int, ...]:
-        return tuple(layer.all_positions.shape[-1] for layer in self.each)
+        return tuple(layer.slots + (0 if layer.thin is None else layer.thin.slots) for layer in self.each)
 
     def held(self) -> Float[Array, "B L"]:
         counts = [jnp.sum(layer.all_positions >= 0, axis=-1) for layer in self.each]

@@ -80,7 +80,7 @@ def slot_attention(
     """Attention of W query rows over slots in any order; W is small.
 
     Args:
-        v: with D channels, or another number: of pruned keys. Kernels serve D alone.
+        v: with D channels, or another number: of pruned keys. The kernels for TPUs and of Mosaic GPU serve D alone.
         scale: of the logits, q k^T.
         window: the model's sliding window.
         softcap: of the scaled logits, before the bias; see `capped`.

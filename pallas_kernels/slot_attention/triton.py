@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..arrays import Fold, check_channels, fold, pad
+from ..arrays import Fold, fold, pad
 from ..blocks import power_of_two
 from ..quantized import QuantizedArray, plain
 from ..triton import check
@@ -25,7 +25,7 @@ MOST_EXTRA_BYTES = 48 << 10  # of the extra rows of a kv head; more leave no roo
 def slot_attention(
     q: Float[Array, "B Hq W D"],
     k: Float[Array, "B H S D"] | QuantizedArray,
-    v: Float[Array, "B H S D"] | QuantizedArray,
+    v: Float[Array, "B H S Dv"] | QuantizedArray,
     q_positions: Int[Array, "B W"],
     k_positions: Int[Array, "B H S"],
     *,
@@ -41,10 +41,8 @@ def slot_attention(
 
     Raises:
         NotImplementedError: for dtypes that differ or are not float32, bfloat16 or float16; for D > 256; for codes
-            whose D is not a power of two; for values with another number of channels than keys; for a GPU that is not
-            NVIDIA's or older than the A100.
+            whose D is not a power of two; for a GPU that is not NVIDIA's or older than the A100.
     """
-    check_channels(k, v)
     check(q, k, v, quantized=True)
     B, Hq, W, D = q.shape
     H, S = k.shape[1:3]
@@ -74,7 +72,7 @@ def slot_attention(
             scores = scores / (Hq // H)
     elif asked is not None:
         scores = asked.scores(window_scores, plain(k), k_positions, **options)
-    return SlotAttention(results.out.reshape(q.shape), lse, weights, scores)
+    return SlotAttention(results.out.reshape(B, Hq, W, -1), lse, weights, scores)
 
 
 def extra_options(

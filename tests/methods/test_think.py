@@ -12,6 +12,7 @@ import pytest
 
 import kvjax
 from kvjax.cache import Layers
+from kvjax.inspection import record
 from kvjax.policies import full, morphkv, parse, quantize, snapkv, think
 from kvjax.policy import PLAIN, Policy
 from tests import tiny
@@ -213,6 +214,23 @@ def test_on_a_mesh(data: int, model: int) -> None:
     meshes.assert_equal(ours, theirs)
     assert ours.cache.nbytes == theirs.cache.nbytes
     assert ours.cache.entries[0].thin.keys.addressable_shards[0].data.shape[:2] == (8 // data, 1)
+
+
+@pytest.mark.slow
+def test_entries_with_thin_keys_are_seen_by_inspection_and_counted() -> None:
+    """Merged entries of the prompt are followed as under the base, and no entry leaves."""
+    params, base = tiny.decoder(), "kvmerger:budget=12,recent=4,merge.heavy=2,merge.theta=None"
+    thin = think(parse(base), ratio=0.5, window=4, recent=4)
+    ours, theirs = (record(params, ROWS[0], policy=policy, max_new_tokens=3) for policy in (thin, base))
+    np.testing.assert_array_equal(ours.left[..., :40], theirs.left[..., :40])
+    assert ours.into is not None
+    assert theirs.into is not None
+    np.testing.assert_array_equal(ours.into[..., :40], theirs.into[..., :40])
+    assert (theirs.into[..., :40] >= 0).any()
+    held, expected = (kvjax.prefill(params, ROWS, policy=policy).entries.held() for policy in (thin, base))
+    np.testing.assert_array_equal(held, expected)
+    planned = kvjax.plan_cache(params.config, thin, batch=1, length=40, new_tokens=9, dtype=np.float32)
+    assert planned.entries.mean_slots == (12 + 64,)
 
 
 def test_as_text() -> None:

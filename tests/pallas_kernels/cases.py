@@ -32,6 +32,7 @@ class Case:
         lse: whether the log-sum-exp is given to `window_scores`.
         bits: of quantised keys and values.
         per_scale: channels per scale of quantised keys and values.
+        value_dim: channels of values; as many as keys have if None.
     """
 
     head_dim: int
@@ -49,6 +50,7 @@ class Case:
     reduction: Reduction = DEFAULT_REDUCTION
     bits: int | None = None
     per_scale: int = 32
+    value_dim: int | None = None
 
     def __str__(self) -> str:
         extras = [
@@ -62,6 +64,7 @@ class Case:
                 ("all", not self.causal),
                 ("own_lse", not self.lse),
                 (f"{self.bits}_bits_by_{self.per_scale}", self.bits is not None),
+                (f"values_of_{self.value_dim}", self.value_dim is not None),
                 (
                     f"{self.reduction.rows}_{self.reduction.group}_{self.reduction.first}",
                     self.reduction != DEFAULT_REDUCTION,
@@ -101,6 +104,8 @@ class Case:
             bias = np.full(positions.shape, -np.inf, np.float32)
             if self.bias == "some":
                 bias = rng.normal(size=positions.shape).astype(np.float32)
+        if self.value_dim is not None:
+            v = rng.normal(size=(3, heads, self.slots, self.value_dim))
         return q.astype(dtype), k.astype(dtype), v.astype(dtype), t, positions, bias
 
     def stored(self, x: Any) -> Any:
@@ -118,6 +123,12 @@ class Case:
         return TOLERANCE[jnp.dtype(values.dtype).name]
 
 
+THIN_CASES = [  # keys with fewer channels than values
+    Case(77, 4, 1, 300, "bfloat16", value_dim=128),
+    Case(77, 1, 1, 64, value_dim=128),
+    Case(5, 7, 3, 130, window=60, bias="some", received="sum", value_dim=8),
+    Case(48, 2, 40, 90, "float16", softcap=2.0, value_dim=64),
+]
 SLOT_CASES = [
     Case(64, 1, 1, 50),
     Case(64, 4, 1, 130, received="sum"),

@@ -34,12 +34,20 @@ KERNELS = {
 }
 
 
-def attention(group: int, batch: int, slots: int, queries: int = 1, dtype: Any = jnp.bfloat16, head_dim: int = 128):
+def attention(
+    group: int,
+    batch: int,
+    slots: int,
+    queries: int = 1,
+    dtype: Any = jnp.bfloat16,
+    head_dim: int = 128,
+    value_dim: int | None = None,
+):
     heads = batch, KV_HEADS
     return {
         "q": ((batch, KV_HEADS * group, queries, head_dim), dtype),
         "k": ((*heads, slots, head_dim), dtype),
-        "v": ((*heads, slots, head_dim), dtype),
+        "v": ((*heads, slots, value_dim or head_dim), dtype),
         "q_positions": ((batch, queries), jnp.int32),
         "k_positions": ((*heads, slots), jnp.int32),
     }
@@ -100,6 +108,8 @@ PROBLEMS = {
     "decode-8b-2k-float32": ("slot_attention", {}, attention(4, 8, 2048, dtype=jnp.float32)),
     "decode-256-channels": ("slot_attention", {}, attention(4, 8, 2048, head_dim=256)),
     "decode-96-channels": ("slot_attention", {}, attention(4, 8, 2048, head_dim=96)),
+    "decode-77-of-128-channels": ("slot_attention", {}, attention(4, 8, 2048, head_dim=77, value_dim=128)),
+    "decode-80-of-128-channels": ("slot_attention", {}, attention(4, 8, 2048, head_dim=80, value_dim=128)),
     "question-8b-128k": ("slot_attention", {}, attention(4, 1, 131_072, queries=32)),
     "decode-past-2**31": ("slot_attention", {}, attention(4, 32, 131_072)),
     "decode-8b-2k-extra-4": ("slot_attention", {"received": "sum", "reduction": SUMS}, with_extra(4, 8, 2048, 4)),

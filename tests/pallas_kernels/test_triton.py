@@ -23,6 +23,7 @@ from tests.pallas_kernels.cases import (
     QUANTIZED_SEGMENT_CASES,
     SEGMENT_CASES,
     SLOT_CASES,
+    THIN_CASES,
     WINDOW_CASES,
 )
 from tests.pallas_kernels.checks import (
@@ -55,7 +56,7 @@ here = partial(jitted, interpret=INTERPRET)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", SLOT_CASES + QUANTIZED_CASES, ids=str)
+@pytest.mark.parametrize("case", SLOT_CASES + QUANTIZED_CASES + THIN_CASES, ids=str)
 def test_slot_attention(case):
     check_slots(here(slot.slot_attention), case)
 
