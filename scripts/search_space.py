@@ -42,7 +42,7 @@ Budget: TypeAlias = int | float
 # Presets that read gates or statistics of one model.
 ATTACHED = ("kvzap", "fastkvzip", "qfilter", "expected_attention_stats", "triattention")
 UNINSTRUCTED = ",score.instruction='',score.starting='',score.suffix=''"
-LEFT_OUT = ("simlayerkv", "fastgen", "dms", "quantize", "headkv", "lukv", "per_layer")
+LEFT_OUT = ("simlayerkv", "fastgen", "dms", "quantize", "think", "headkv", "lukv", "per_layer")
 
 
 @dataclass(frozen=True)
@@ -169,15 +169,7 @@ def _compressing(budget: Budget, instructed: bool) -> tuple[str, ...]:
                 policy = policies.parse(text)
             except ValueError:  # the preset has no such option, or the budget is smaller than its window
                 continue
-            if policy.every is None and name not in (
-                "simlayerkv",
-                "fastgen",
-                "dms",
-                "quantize",
-                "headkv",
-                "lukv",
-                "per_layer",
-            ):
+            if policy.every is None and name not in LEFT_OUT:
                 found.append(text)
                 break
     return tuple(found)
