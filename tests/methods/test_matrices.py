@@ -49,5 +49,5 @@ def test_calls_of_lapack_have_one_matrix(f: Callable[..., jax.Array]) -> None:
 def test_no_other_module_calls_lapack() -> None:
     for path in Path(kvjax.__file__).parent.rglob("*.py"):
         if path.name != "matrices.py":
-            found = re.findall(r"linalg\.(?!norm\b)\w+", path.read_text())
+            found = re.findall(r"(?<!\bnp\.)linalg\.(?!norm\b)\w+", path.read_text())  # NumPy's may stay
             assert not found, f"{path}: {found}; expected the functions of kvjax/methods/common/matrices.py"
