@@ -4,9 +4,8 @@ Differences from the paper and its code. Queries are a sample of the prompt's ow
 paper generates them by letting the model repeat or study the text. Any policy selects the keys, where the paper takes
 those with the most attention or a greedy pursuit. Entries that the policy protects stay as they are. Both least-squares
 problems are solved by their ridge solutions around the unchanged entry, so that what no query asks for stays as it is;
-the paper's solution is that of ridge=0 where there are at least as many queries as entries. With few queries and a
-small ridge the fit serves the sample and ruins other queries: docs/results/smollm2.md has the measurements behind the
-defaults.
+the paper's solution is that of ridge=0 where there are at least as many queries as entries. docs/results/smollm2.md has
+the measurements behind the defaults.
 """
 
 from __future__ import annotations

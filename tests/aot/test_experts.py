@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import jax
 import pytest
@@ -57,6 +58,16 @@ def mesh_of(name: str) -> jax.sharding.Mesh:
         pytest.skip(str(error))
 
 
+def compiled_step(name: str, config: DecoderConfig, policy: str, mesh: jax.sharding.Mesh, batch: int) -> Any:
+    """A decode loop. On one GPU the whole loop is a CUDA graph."""
+    lowered = lower_decode(config, parse(policy), mesh=mesh, batch=batch, length=4096, new_tokens=1024)
+    if name != "h200:1":
+        return lowered.compile()
+    compiled, launches = compile_listed(lowered)
+    assert not outside_graphs(launches)
+    return compiled
+
+
 @pytest.mark.parametrize(
     ("name", "batch", "layers"),
     [
@@ -70,14 +81,9 @@ def mesh_of(name: str) -> jax.sharding.Mesh:
     ],
 )
 def test_no_matrix_of_an_expert_is_copied_in_a_step(name: str, batch: int, layers: int) -> None:
-    """Devices exchange what they do for an MLP. On one GPU the whole loop is a CUDA graph."""
+    """Devices exchange what they do for an MLP."""
     config, mesh = replace(QWEN, windows=(None,) * layers), mesh_of(name)
-    lowered = lower_decode(config, parse(SNAPKV), mesh=mesh, batch=batch, length=4096, new_tokens=1024)
-    if name == "h200:1":
-        compiled, launches = compile_listed(lowered)
-        assert not outside_graphs(launches)
-    else:
-        compiled = lowered.compile()
+    compiled = compiled_step(name, config, SNAPKV, mesh, batch)
     loop, memory = Loop.of(compiled.as_text()), compiled.memory_analysis()
     assert loop.collectives == (
         Counter({"all-reduce": 2 * layers + 1, "all-gather": 1}) if mesh.size > 1 else Counter()
@@ -105,13 +111,7 @@ def test_a_prompt_goes_to_its_experts_only(name: str) -> None:
 def test_a_step_of_gpt_oss_reads_experts_and_keys_where_they_are(name: str, policy: str) -> None:
     """With sinks, biases and a window. A TPU turns around the table of embeddings, once per call."""
     mesh = mesh_of(name)
-    sizes = {"batch": 8, "length": 4096, "new_tokens": 1024}
-    lowered = lower_decode(GPT_OSS, parse(policy), mesh=mesh, **sizes)
-    if name == "h200:1":
-        compiled, launches = compile_listed(lowered)
-        assert not outside_graphs(launches)
-    else:
-        compiled = lowered.compile()
+    compiled = compiled_step(name, GPT_OSS, policy, mesh, batch=8)
     loop, memory = Loop.of(compiled.as_text()), compiled.memory_analysis()
     keys = 8 * 8 * 1024 * 64 * 2 // mesh.size  # bytes of the keys of 1,024 tokens
     assert loop.rewrites(keys) == []

@@ -2,8 +2,6 @@
 
 import functools
 import json
-import os
-import subprocess
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -19,12 +17,10 @@ from flax import nnx
 import kvjax
 from kvjax.attend.causal import causal
 from kvjax.models import Decoder
+from tests.methods.goldens import GOLDEN, MODELS, check_made_again, needs_kvpress
 from tests.products import part
 from tests.tiny import held
 
-ROOT = Path(__file__).resolve().parents[2]
-GOLDEN = ROOT / "tests" / "golden"
-MODELS = ("llama_group1", "llama_group4", "llama_group7", "mistral")
 ONE = "llama_group4"
 DISTINCT = ("snapkv_w16_k5_r75", "kvcompose_r45", "adakv_snapkv_r50")  # the scores whose sums a group's heads share
 PRESSES = (
@@ -108,7 +104,6 @@ ALIKE = (
 )
 # One of each score, and of each rule by which layers, heads and chunks divide the budget.
 COMPARED = [press for press in PRESSES if press not in ALIKE]
-PYTHON = "KVJAX_KVPRESS_PYTHON"
 
 
 COMPACTOR = ("chunk_size", "sketch_dimension", "sink_size_start", "sink_size_end")
@@ -321,18 +316,8 @@ def test_goldens_are_all_compared() -> None:
 
 
 @pytest.mark.parity
-@pytest.mark.skipif(
-    PYTHON not in os.environ, reason=f"{PYTHON} names no interpreter with kvpress; see golden/README.md"
-)
+@needs_kvpress
 def test_goldens_can_be_made_again(tmp_path: Path) -> None:
-    script = ROOT / "scripts" / "make_goldens.py"
-    command = [os.environ[PYTHON], str(script), "--folder", str(tmp_path), "--model", "llama_group7"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    expected = golden("llama_group7").arrays
-    with np.load(tmp_path / "llama_group7.npz") as made:
-        assert set(made) == set(expected)
-        for name in set(expected) - {"meta"}:
-            np.testing.assert_allclose(made[name], expected[name], atol=1e-4, rtol=0, err_msg=name)
+    check_made_again("make_goldens.py", "", golden("llama_group7").arrays, tmp_path)
     weights = "llama_group7/model.safetensors"
     assert (tmp_path / weights).read_bytes() == (GOLDEN / weights).read_bytes()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,12 +13,10 @@ import pytest
 import kvjax
 from kvjax.models import Decoder
 from kvjax.statistics.measure import measured
+from tests.methods.goldens import GOLDEN, MODELS, check_made_again, needs_kvpress
 from tests.products import part
 from tests.tiny import held
 
-ROOT = Path(__file__).resolve().parents[2]
-GOLDEN = ROOT / "tests" / "golden"
-MODELS = ("llama_group1", "llama_group4", "llama_group7", "mistral")
 PRESSES = (
     "qfilter_r50",
     "qfilter_r75",
@@ -28,7 +24,6 @@ PRESSES = (
     "expected_attention_stats_e01_f64_r40",
 )
 STATISTICS = ("q_filters", "query_mean", "query_cov")
-PYTHON = "KVJAX_KVPRESS_PYTHON"
 
 
 class Golden(NamedTuple):
@@ -87,16 +82,6 @@ def test_goldens_are_all_compared() -> None:
 
 
 @pytest.mark.parity
-@pytest.mark.skipif(
-    PYTHON not in os.environ, reason=f"{PYTHON} names no interpreter with kvpress; see golden/README.md"
-)
+@needs_kvpress
 def test_goldens_can_be_made_again(tmp_path: Path) -> None:
-    script = ROOT / "scripts" / "make_statistics_goldens.py"
-    command = [os.environ[PYTHON], str(script), "--folder", str(tmp_path), "--model", "llama_group7"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    expected = golden("llama_group7").arrays
-    with np.load(tmp_path / "llama_group7_statistics.npz") as made:
-        assert set(made) == set(expected)
-        for name in set(expected) - {"meta"}:
-            np.testing.assert_allclose(made[name], expected[name], atol=1e-4, rtol=0, err_msg=name)
+    check_made_again("make_statistics_goldens.py", "_statistics", golden("llama_group7").arrays, tmp_path)
