@@ -1,4 +1,4 @@
-"""`kvjax train-gates`: trains the networks that learned policies read."""
+"""`kvjax train-gates`: trains the gates that learned policies read."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class Method(StrEnum):
 
     kvzap = "kvzap"
     fastkvzip = "fastkvzip"
+    duo_attention = "duo_attention"
 
 
 def train_gates(
@@ -29,9 +30,18 @@ def train_gates(
     steps: Annotated[int, typer.Option(help="The number of batches.")] = 1000,
     batch: Annotated[int, typer.Option(help="The number of texts per batch.")] = 1,
     length: Annotated[int, typer.Option(help="The number of tokens per text.")] = 2048,
-    learning_rate: Annotated[float, typer.Option(help="The largest learning rate.")] = 1e-3,
+    learning_rate: Annotated[
+        float | None,
+        typer.Option(help="The largest learning rate. Default: 0.02 of duo_attention, 0.001 of the others."),
+    ] = None,
     inner: Annotated[
-        int | None, typer.Option(help="Width of the networks' hidden layer; 0: linear. Default: hidden size / 8.")
+        int | None, typer.Option(help="kvzap: width of the hidden layer; 0: linear. Default: hidden size / 8.")
+    ] = None,
+    sinks: Annotated[
+        int | None, typer.Option(help="duo_attention: first tokens that streaming heads see. Default: 128.")
+    ] = None,
+    recent: Annotated[
+        int | None, typer.Option(help="duo_attention: most recent tokens that streaming heads see. Default: 256.")
     ] = None,
     seed: Annotated[int, typer.Option(help="The seed of the initial weights and of the texts.")] = 0,
     save_every: Annotated[int, typer.Option(help="The number of steps between two checkpoints of the run.")] = 100,
@@ -42,21 +52,20 @@ def train_gates(
         str | None, typer.Option(help="float32, bfloat16 or float16; the default is the dtype of the stored weights.")
     ] = None,
 ) -> None:
-    """Train gates that predict KVzip's scores, e.g. --method kvzap --data texts/ --out gates/."""
+    """Train the gates of a learned policy, e.g. --method kvzap --data texts/ --out gates/."""
     from kvjax.checkpoint import load_named, mesh_sizes
     from kvjax.checks import check_size
+    from kvjax.gates.methods import TRAININGS, check_options
     from kvjax.gates.objective import Recipe
-    from kvjax.gates.reconstruction import cross_entropy, log_scores
     from kvjax.gates.texts import read_stream
     from kvjax.gates.training import check_training, train
-    from kvjax.shown import shown
 
-    recipe = Recipe(steps, batch, length, learning_rate, seed)
+    training = TRAININGS[method.value]
+    recipe = Recipe(steps, batch, length, training.learning_rate if learning_rate is None else learning_rate, seed)
     check_size("save_every", save_every)
-    if inner is not None and inner < 0:
-        raise ValueError(f"inner={shown(inner)}: expected an integer >= 0")
-    if inner is not None and method is not Method.kvzap:
-        raise ValueError(f"inner={inner} with method={method.value}: expected no inner, which kvzap alone has")
+    options = {"inner": inner, "sinks": sinks, "recent": recent}
+    given = {name: value for name, value in options.items() if value is not None}
+    check_options(method.value, given)
     check_training(out)
     keep_compiled()
     with working(f"loading {model}"):
@@ -64,11 +73,7 @@ def train_gates(
     if length > params.config.max_positions:
         raise ValueError(f"length={length}: expected at most {params.config.max_positions}, the model's positions")
     stream = read_stream(data, tokenizer, least=length)
-    width = max(params.config.hidden_size // 8, 1) if inner is None else inner or None
-    if method is Method.kvzap:
-        objective = log_scores(params, recipe, stream, tokenizer, width)
-    else:
-        objective = cross_entropy(params, recipe, stream, tokenizer)
+    objective = training.objective(params, recipe, stream, tokenizer, **given)
     facts = {"model": model, "data": str(data)}
     with Bar("steps") as bar:
         bar.begin(steps)
@@ -77,5 +82,8 @@ def train_gates(
             bar.at(f"loss {line['loss']:.4g}")
             bar.advance()
 
-        train(params, objective, recipe, out, facts=facts, save_every=save_every, report=report)
-    note(f"{out} has the gates; kvjax.with_gates(params, {str(out)!r}) attaches them")
+        gates = train(params, objective, recipe, out, facts=facts, save_every=save_every, report=report)
+    if gates.form.score is None:
+        note(f"{out} has the gates; the policy {method.value}:gates={out} reads them")
+    else:
+        note(f"{out} has the gates; kvjax.with_gates(params, {str(out)!r}) attaches them")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from jaxtyping import Array, Float
@@ -57,6 +57,8 @@ class Objective:
         batch: makes the batch of a step.
         loss: of weights on a batch.
         bounded: what becomes of the weights after each step.
+        settings: what the method alone has, by name. An interrupted run goes on with the same settings only, and the
+            card lists them.
     """
 
     method: str
@@ -65,3 +67,4 @@ class Objective:
     batch: Callable[[int], Any]
     loss: Callable[[Weights, Decoder, Any], Float[Array, ""]]
     bounded: Callable[[Weights], Weights] = lambda weights: weights
+    settings: Mapping[str, Any] = field(default_factory=dict)

@@ -56,7 +56,8 @@ def train(
         OSError: the folder cannot be written.
     """
     optax = _optax()
-    settings = {"method": objective.method, **objective.sizes, **dataclasses.asdict(recipe), **facts}
+    own = {**objective.sizes, **objective.settings}
+    settings = {"method": objective.method, **own, **dataclasses.asdict(recipe), **facts}
     folder = _begun(out, settings)
     warm_up = max(recipe.steps // 20, 1)
     schedule = optax.warmup_cosine_decay_schedule(0.0, recipe.learning_rate, warm_up, max(recipe.steps, warm_up + 1))

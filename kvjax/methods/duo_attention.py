@@ -62,7 +62,7 @@ class GatedShares(AllocatedBudget):
         return Layout(groups=self.groups, growing=int(max(np.sum(self._by_group, axis=(0, 2)))))
 
     def check_model(self, layers: int, kv_heads: int) -> None:
-        expected = "gates that were trained on this model, see scripts/train_duo_gates.py"
+        expected = "gates that were trained on this model, see kvjax train-gates"
         check_shape("gates", self.full, layers, kv_heads, expected)
 
     def entries(self, slots: Sequence[int], heads: int) -> int:
@@ -118,9 +118,10 @@ def duo_attention(
     model's answers need it to see everything (section 2.2), and the heads with the smallest gates stream.
 
     Args:
-        gates: a file (.json or .npz as `scripts/train_duo_gates.py` writes, .tsv as the authors released), a tuple of
-            numbers per layer, or "demo" for the model that comes with kvjax. Gates for another number of layers or kv
-            heads than the model has are refused when a cache is made; another model of the same sizes is not noticed.
+        gates: a folder that `kvjax train-gates --method duo_attention` wrote, a file (.json or .npz with rows under
+            "gates", .tsv as the authors released), a tuple of numbers per layer, or "demo" for the model that comes
+            with kvjax. Gates for another number of layers or kv heads than the model has are refused when a cache is
+            made; another model of the same sizes is not noticed.
         sparsity: the share of all kv heads that stream, from 0 to 1 (the paper: 0.5 for models with query groups, 0.75
             without).
         sinks: the number of first tokens, which are always retained.

@@ -24,8 +24,14 @@ def shallow_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return saved(tmp_path_factory.mktemp("shallow_model"), layers=1)
 
 
-def saved(folder: Path, layers: int) -> str:
-    config = DecoderConfig("llama", len(WORDS), 16, 16, 4, 2, 8, (None,) * layers, Rope(1e4), 128)
+@pytest.fixture(scope="session")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The model with more positions, for texts with pass keys."""
+    return saved(tmp_path_factory.mktemp("long_model"), layers=2, positions=512)
+
+
+def saved(folder: Path, layers: int, positions: int = 128) -> str:
+    config = DecoderConfig("llama", len(WORDS), 16, 16, 4, 2, 8, (None,) * layers, Rope(1e4), positions)
     kvjax.save_hf(Decoder(config, nnx.Rngs(0)), folder, tokenizer())
     return str(folder)
 

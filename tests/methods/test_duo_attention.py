@@ -11,6 +11,7 @@ import pytest
 
 import kvjax
 from kvjax.evaluation.tasks.demo import example
+from kvjax.gates.files import Gates, write_gates
 from kvjax.methods.common.head_numbers import DEMO, head_numbers
 from kvjax.methods.duo_attention import full_heads
 from kvjax.policies import duo_attention, parse
@@ -112,6 +113,19 @@ def test_files_of_gates(tmp_path):
     for name in ("gates.json", "gates.npz", "full_attention_heads.tsv"):
         text = f"duo_attention:gates={tmp_path / name},sinks=2,recent=6"
         assert parse(text) == duo_attention(GATES, sinks=2, recent=6)
+
+
+def test_folders_of_gates(tmp_path):
+    layers = tuple({"gates": np.array(row, np.float32)} for row in GATES)
+    write_gates(Gates("duo_attention", {"output_dim": 4}, layers), tmp_path / "gates", facts={})
+    assert parse(f"duo_attention:gates={tmp_path / 'gates'},sinks=2,recent=6") == duo_attention(
+        GATES, sinks=2, recent=6
+    )
+    write_gates(tiny.random_gates(2, 4, 1)[0], tmp_path / "networks", facts={})
+    (tmp_path / "empty").mkdir()
+    for name, says in (("networks", "its gates of kvzap are networks"), ("empty", "it has no config.json: expected")):
+        with pytest.raises(ValueError, match=rf"gates=.*{name}' cannot be read \({says}.*or a folder of gates"):
+            duo_attention(str(tmp_path / name))
 
 
 def test_gates_of_another_model_are_refused():

@@ -20,16 +20,19 @@ def read_numbers(name: str, path: str | Path, key: str | None = None) -> HeadNum
 
     Args:
         name: of the option, for the message.
-        path: a .json or .npz file that has the rows under `key`, or a .tsv file. A .json file may also have an entry
-            "layer-head" for each head, a number or a list of numbers, of which the mean is taken.
+        path: a .json or .npz file that has the rows under `key`, a .tsv file, or a folder of gates that
+            `kvjax train-gates --method duo_attention` wrote. A .json file may also have an entry "layer-head" for each
+            head, a number or a list of numbers, of which the mean is taken.
         key: the name of the option unless it is given.
 
     Raises:
-        ValueError: for a file that has no such numbers.
+        ValueError: for a file or a folder that has no such numbers.
     """
     path, key = Path(path), key or name
     try:
-        if path.suffix == ".json":
+        if path.is_dir():
+            rows = _of_folder(path)
+        elif path.suffix == ".json":
             found = json.loads(path.read_text())
             rows = found[key] if key in found else _by_name(found)
         elif path.suffix == ".npz":
@@ -42,9 +45,22 @@ def read_numbers(name: str, path: str | Path, key: str | None = None) -> HeadNum
         return tuple(tuple(float(number) for number in row) for row in rows)
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{name}={shown(str(path))} cannot be read ({error}): expected a .json or .npz file with {key!r}, or a "
-            ".tsv file, with a row per layer"
+            f"{name}={shown(str(path))} cannot be read ({error}): expected a .json or .npz file with {key!r}, a "
+            ".tsv file, with a row per layer, or a folder of gates"
         ) from error
+
+
+def _of_folder(path: Path) -> list[list[float]]:
+    from kvjax.checkpoint.errors import CheckpointError  # policies exist before what reads checkpoints
+    from kvjax.gates.files import read_gates
+
+    try:
+        gates = read_gates(path)
+    except CheckpointError as error:
+        raise ValueError("; ".join(error.problems)) from error
+    if gates.form.score is not None:
+        raise ValueError(f"its gates of {gates.method} are networks")
+    return [layer["gates"].tolist() for layer in gates.layers]
 
 
 def _by_name(found: dict[str, Any]) -> list[list[float]]:
@@ -57,7 +73,7 @@ def _by_name(found: dict[str, Any]) -> list[list[float]]:
 
 
 def head_numbers(name: str, given: str | HeadNumbers) -> HeadNumbers:
-    """The numbers that an option names: a file, a tuple of numbers per layer, or "demo" for the demo model's gates.
+    """The numbers that an option names: a file, a folder, a tuple per layer, or "demo" for the demo model's gates.
 
     Raises:
         ValueError: for another value, or a file that has none.
