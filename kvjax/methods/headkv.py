@@ -106,9 +106,9 @@ def headkv(
         budget: entries of the mean kv head, window included. An integer >= 1, or a float in (0, 1] for that share of
             each row's prompt.
         importance: a file (.json or .npz with 'importance', .tsv, or the authors' .json with "layer-head": scores), a
-            tuple of numbers >= 0 per layer, or "demo" for the model that comes with kvjax, whose DuoAttention gates
-            serve. Importance for another number of layers or kv heads than the model has is refused when a cache is
-            made; another model of the same sizes is not noticed.
+            folder of DuoAttention's gates, a tuple of numbers >= 0 per layer, or "demo" for the model that comes with
+            kvjax, whose DuoAttention gates serve. Importance for another number of layers or kv heads than the model
+            has is refused when a cache is made; another model of the same sizes is not noticed.
         group: the number of consecutive numbers of a layer that are averaged for a kv head: 1 for numbers per kv head,
             the query heads per kv head for numbers per query head (the authors' files for Llama 3 8B: 4).
         beta: the pool is 1 / beta of the budget, at least 1 (the paper's results are the best of 1.005 to 10; released:

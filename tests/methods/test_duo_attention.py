@@ -153,7 +153,7 @@ def test_what_makes_no_sense_is_refused(options, says):
 @pytest.mark.slow
 def test_gates_of_the_demo_model_tell_which_heads_fetch_facts():
     """With half of its heads streaming it answers as before; not so if it is the other half."""
-    params, tokenizer = kvjax.load(DEMO.parent)
+    params, tokenizer = kvjax.load(DEMO.parents[1])
     examples = [example("keys", 512, rng) for rng in map(np.random.default_rng, range(8))]
     gates = head_numbers("gates", "demo")
     others = tuple(tuple(1 - gate for gate in layer) for layer in gates)

@@ -12,32 +12,31 @@ from kvjax.shown import shown
 
 HeadNumbers: TypeAlias = tuple[tuple[float, ...], ...]  # by layer and head
 
-DEMO = Path(__file__).parents[2] / "demo_model" / "duo_gates.json"
+DEMO = Path(__file__).parents[2] / "demo_model" / "gates" / "duo_attention"
 
 
-def read_numbers(name: str, path: str | Path, key: str | None = None) -> HeadNumbers:
+def read_numbers(name: str, path: str | Path) -> HeadNumbers:
     """The numbers of a file: a row per layer.
 
     Args:
-        name: of the option, for the message.
-        path: a .json or .npz file that has the rows under `key`, a .tsv file, or a folder of gates that
+        name: of the option.
+        path: a .json or .npz file that has the rows under `name`, a .tsv file, or a folder of gates that
             `kvjax train-gates --method duo_attention` wrote. A .json file may also have an entry "layer-head" for each
             head, a number or a list of numbers, of which the mean is taken.
-        key: the name of the option unless it is given.
 
     Raises:
         ValueError: for a file or a folder that has no such numbers.
     """
-    path, key = Path(path), key or name
+    path = Path(path)
     try:
         if path.is_dir():
             rows = _of_folder(path)
         elif path.suffix == ".json":
             found = json.loads(path.read_text())
-            rows = found[key] if key in found else _by_name(found)
+            rows = found[name] if name in found else _by_name(found)
         elif path.suffix == ".npz":
             with np.load(path) as arrays:
-                rows = arrays[key].tolist()
+                rows = arrays[name].tolist()
         elif path.suffix == ".tsv":
             rows = np.loadtxt(path, delimiter="\t", ndmin=2).tolist()
         else:
@@ -45,7 +44,7 @@ def read_numbers(name: str, path: str | Path, key: str | None = None) -> HeadNum
         return tuple(tuple(float(number) for number in row) for row in rows)
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{name}={shown(str(path))} cannot be read ({error}): expected a .json or .npz file with {key!r}, a "
+            f"{name}={shown(str(path))} cannot be read ({error}): expected a .json or .npz file with {name!r}, a "
             ".tsv file, with a row per layer, or a folder of gates"
         ) from error
 
@@ -80,7 +79,7 @@ def head_numbers(name: str, given: str | HeadNumbers) -> HeadNumbers:
     """
     numbers = given
     if isinstance(given, str):
-        numbers = read_numbers(name, DEMO, "gates") if given == "demo" else read_numbers(name, given)
+        numbers = read_numbers(name, DEMO if given == "demo" else given)
     rows = {len(layer) if isinstance(layer, tuple) else 0 for layer in numbers} if isinstance(numbers, tuple) else {0}
     if len(rows) != 1 or 0 in rows or not np.isfinite(np.array(numbers, float)).all():
         raise ValueError(
