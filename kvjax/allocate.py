@@ -20,6 +20,7 @@ from kvjax.models import AttentionLayer, Decoder
 from kvjax.pallas_kernels import PAGE
 from kvjax.policy import Moment, Pass, Policy, Texts
 from kvjax.programs import jit
+from kvjax.sensitivity import replayed_backwards
 from kvjax.shown import shown
 
 Run: TypeAlias = Callable[..., Any]
@@ -82,11 +83,13 @@ def replay(params: Decoder, cache: KVCache, part: Pass) -> KVCache:
     behind = jnp.arange(part.tokens.shape[1] - 1, -1, -1)
     end = cache.length + part.lengths
     positions = jnp.where(behind < part.lengths[:, None], end[:, None] - 1 - behind, -1)
-    rows = {"positions": positions, "lengths": part.lengths, "first": part.first, "last": part.last}
-    attend = over_heads(
-        cache.mesh, partial(replaying, cache.policy), hidden=cache.policy.score.needs.hidden, **rows, rope=cache.rope
-    )
-    _, entries = params(part.tokens, attend, cache.entries, over_experts(cache.mesh))
+    rows = {"positions": positions, "lengths": part.lengths, "first": part.first, "last": part.last, "rope": cache.rope}
+    needs = cache.policy.score.needs
+    observing = partial(over_heads, cache.mesh, partial(replaying, cache.policy), hidden=needs.hidden, **rows)
+    if needs.sensitivity:
+        entries = replayed_backwards(params, cache, part.tokens, positions, observing)
+    else:
+        _, entries = params(part.tokens, observing(), cache.entries, over_experts(cache.mesh))
     return replace(cache, entries=entries).in_place()
 
 

@@ -200,13 +200,25 @@ class Layer(nnx.Module):
     def __call__(
         self, x: Float[Array, "B N E"], layer: AttentionLayer, attend: Attend, cache: Any, mix: Mix = densely
     ) -> tuple[Float[Array, "B N E"], Any]:
-        context, cache = self.attention(maybe(self.attention_norm, x), layer, attend, cache)
+        context, cache = self.attended(x, layer, attend, cache)
 
-        def after_attention(x: Float[Array, "B n E"], context: Float[Array, "B Hq n D"]) -> Float[Array, "B n E"]:
-            x = x + self.scaled(maybe(self.attention_post_norm, self.attention.project_out(context)))
-            return x + self.scaled(maybe(self.mlp_post_norm, self.feed_forward(maybe(self.mlp_norm, x), mix)))
+        def update(x: Float[Array, "B n E"], context: Float[Array, "B Hq n D"]) -> Float[Array, "B n E"]:
+            return self.after_attention(x, self.attention.project_out(context), mix)
 
-        return by_blocks(after_attention, x, context), cache
+        return by_blocks(update, x, context), cache
+
+    def attended(
+        self, x: Float[Array, "B N E"], layer: AttentionLayer, attend: Attend, cache: Any
+    ) -> tuple[Float[Array, "B Hq N D"], Any]:
+        """The contexts of all heads, and the layer's cache."""
+        return self.attention(maybe(self.attention_norm, x), layer, attend, cache)
+
+    def after_attention(
+        self, x: Float[Array, "B n E"], attention: Float[Array, "B n E"], mix: Mix
+    ) -> Float[Array, "B n E"]:
+        """What the layer returns, from its input and the projected contexts."""
+        x = x + self.scaled(maybe(self.attention_post_norm, attention))
+        return x + self.scaled(maybe(self.mlp_post_norm, self.feed_forward(maybe(self.mlp_norm, x), mix)))
 
     def feed_forward(self, x: Float[Array, "B n E"], mix: Mix) -> Float[Array, "B n E"]:
         """The MLP, or the mixture of experts in its place."""

@@ -35,13 +35,15 @@ from typing import Any
 CASES = ("prefill", "replay", "crush", "decode", "budgets", "clustering")
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 8, 2, 64
 SLOTS = 512
+UNINSTRUCTED = "score.instruction='',score.starting='',score.suffix=''"  # there is no tokenizer
 OF_A_MODEL = ("duo_attention", "headkv", "lukv", "per_layer")  # their numbers are for other layers and heads
 VARIANTS = {
     "d2o": ("layer_budgets=False", "dense_first=1,dense_last=0"),
     "kvmerger": ("", "merge.theta=None"),
     "morphkv": ("", "every=8"),
     "simlayerkv": ("recent=256",),
-    "kvzip": ("score.instruction='',score.starting='',score.suffix=''",),  # there is no tokenizer
+    "kvzip": (UNINSTRUCTED,),
+    "kvgrad": (UNINSTRUCTED,),
 }
 # Prefill over full attention, at most.
 GOALS = {"snapkv": 1.03, "pyramidkv": 1.03, "morphkv": 1.03, "tova": 1.03, "h2o": 1.6, "kvmerger": 1.6}

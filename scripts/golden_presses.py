@@ -115,6 +115,8 @@ PRESSES: dict[str, kvpress.BasePress] = {
     "key_rerotation_snapkv_r50": kvpress.KeyRerotationPress(kvpress.SnapKVPress(0.5, window_size=8, kernel_size=5)),
     "blockwise_keydiff_b32_r50": kvpress.BlockPress(kvpress.KeyDiffPress(0.5), 32),
     "kvzip_plus_c64_r50": kvpress.KVzipPress(0.5, chunk_size=64, kvzip_plus_normalization=True),
+    "kvgrad_c64_r50": kvpress.KVgradPress(0.5, chunk_size=64),
+    "kvgrad_layerwise_r75": kvpress.KVgradPress(0.75, layerwise=True),
     "per_layer_snapkv": kvpress.PerLayerCompressionPress(
         kvpress.SnapKVPress(window_size=16, kernel_size=5), [0.5, 0.75, 0.25, 0.6]
     ),

@@ -163,7 +163,7 @@ def _compressing(budget: Budget, instructed: bool) -> tuple[str, ...]:
     """The presets that compress a prompt once, with their papers' settings; those with a base have SnapKV as theirs."""
     found = []
     for name in (name for name in policies.PRESETS if name not in ATTACHED):
-        options = UNINSTRUCTED if name == "kvzip" and not instructed else ""
+        options = UNINSTRUCTED if name in ("kvzip", "kvgrad") and not instructed else ""
         for text in (f"{name}:budget={budget}{options}", f"{name}:base=snapkv,base.budget={budget}"):
             try:
                 policy = policies.parse(text)

@@ -4,6 +4,7 @@ Each returns an `attend(layer, q, k, v, entries) -> (context, entries)`. The dec
 layers; every layer's part is replaced once that layer has attended.
 """
 
+from .differentiable import differentiable
 from .mesh import over_heads, over_layers, over_rows
 from .prompt import ReadPlan, finished, reading
 from .replay import replaying
@@ -14,6 +15,7 @@ from .twice import pays, twice
 __all__ = [
     "ReadPlan",
     "RoomMaker",
+    "differentiable",
     "expired",
     "finished",
     "met_keys",

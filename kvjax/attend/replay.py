@@ -24,6 +24,7 @@ def replaying(
     lengths: Int[Array, "B"],
     first: Int[Array, "B"],
     last: Int[Array, "B"],
+    sensitivity: Float[Array, "B W"] | None = None,
     *,
     rope: Float[Array, "B C/2"] | None = None,
     heads: Heads = ALL_HEADS,
@@ -33,6 +34,7 @@ def replaying(
     Args:
         positions, lengths, rope, heads: as `reading` takes them.
         first, last: of the pass.
+        sensitivity: of each token, in the layer that is called; see `Attended`.
     """
 
     def attend(
@@ -45,10 +47,7 @@ def replaying(
         i, needs = layer.place, policy.score.needs
         old, unrotated = entries.layer(i, 0), q
         q, k = (rotated(layer, x, positions[:, None], rope) for x in (q, k))
-        state = jax.tree.map(lambda x: jnp.zeros((*x.shape[:-1], k.shape[2]), x.dtype), old.per_slot)
-        at = jnp.broadcast_to(positions[:, None], k.shape[:3])
-        own = Slots(policy.storage.store(k), policy.storage.store(v), at, old.capacity, state)
-        held = old.append(own).plain()
+        held = followed(policy, old, k, v, positions)
         context, lse = prompt_attention(
             q, held.keys, held.values, positions, held.positions, bias=held.bias, **layer.logits
         )
@@ -63,9 +62,24 @@ def replaying(
             heads=heads,
             replay=(first, last),
             hidden=layer.hidden if needs.hidden else None,
+            sensitivity=sensitivity,
         )
         per_slot, per_row = policy.score.observe(held, attended)
         per_slot = jax.tree.map(lambda x: x[..., : old.slots], per_slot)
         return context, entries.with_layer(i, replace(old, per_slot=per_slot, per_row=per_row))
 
     return attend
+
+
+def followed(
+    policy: Policy,
+    old: Slots,
+    k: Float[Array, "B H W D"],
+    v: Float[Array, "B H W D"],
+    positions: Int[Array, "B W"],
+) -> Slots:
+    """A layer's entries, and behind them those of a pass: `k` after RoPE, `v` and both as the storage rounds them."""
+    state = jax.tree.map(lambda x: jnp.zeros((*x.shape[:-1], k.shape[2]), x.dtype), old.per_slot)
+    at = jnp.broadcast_to(positions[:, None], k.shape[:3])
+    own = Slots(policy.storage.store(k), policy.storage.store(v), at, old.capacity, state)
+    return old.append(own).plain()

@@ -69,6 +69,7 @@ class Needs:
         classes: whether a score is a class from 0 to 3 plus half of the entry's share of the head's attention.
         hidden: whether it is shown the hidden state of each token when the token enters. No cache holds hidden states,
             so that an entry whose state was forgotten cannot be scored again.
+        sensitivity: whether its passes also run backwards, so that it is shown `Attended.sensitivity`.
         gates: the name of the networks that it asks of the parameters (`kvjax.with_gates`), '' for none.
         statistics: the names of what it asks of `AttentionLayer.statistics` (`kvjax.with_statistics`).
     """
@@ -88,6 +89,7 @@ class Needs:
     samples: bool = False
     classes: bool = False
     hidden: bool = False
+    sensitivity: bool = False
     gates: str = ""
     statistics: tuple[str, ...] = ()
 
@@ -135,6 +137,10 @@ class Attended:
             None for the text itself.
         hidden: the hidden states of the queries' tokens, as the layer's attention reads them: after the norm before
             attention if the family has one (kvpress shows its presses the same). None unless `Needs.hidden` asks.
+        sensitivity: of each token t of a `Pass`, how much the pass depends on what this layer's attention gave to t:
+            |d Phi / d y_t|, float32. y_t is the context of t after the output projection, and Phi = sum over t of
+            |h_t|^2 for the hidden states h before the last norm. 0 for padding. None unless `Needs.sensitivity` asks,
+            and for the prompt itself.
     """
 
     queries: Float[Array, "B Hq W D"]
@@ -148,6 +154,7 @@ class Attended:
     asked: Float[Array, "B H M"] | None = None
     replay: tuple[Int[Array, "B"], Int[Array, "B"]] | None = None
     hidden: Float[Array, "B W E"] | None = None
+    sensitivity: Float[Array, "B W"] | None = None
 
     @property
     def scale(self) -> float:

@@ -67,6 +67,8 @@ PRESSES = (
     "key_rerotation_snapkv_r50",
     "blockwise_keydiff_b32_r50",
     "kvzip_plus_c64_r50",
+    "kvgrad_c64_r50",
+    "kvgrad_layerwise_r75",
     "per_layer_snapkv",
     "lukv_expected_r50",
     "lukv_snapkv_s2_r75",
@@ -84,7 +86,7 @@ ANSWERED = (
     "duo_attention_r50",
 )
 # Budgets that depend on the number of layers, or on scores of all of them. The others treat all layers alike.
-OVER_LAYERS = ("pyramidkv", "kvcompose", "kvzip_c64", "kvzip_plus", "duo_attention", "per_layer", "lukv")
+OVER_LAYERS = ("pyramidkv", "kvcompose", "kvzip_c64", "kvzip_plus", "kvgrad", "duo_attention", "per_layer", "lukv")
 # The scores and rules of other presses, with other numbers, or as ANSWERED has them.
 ALIKE = (
     "snapkv_w8_k5_r50",
@@ -196,6 +198,12 @@ class Golden(NamedTuple):
                 plus = kwargs["kvzip_plus_normalization"]
                 score = kvjax.parts.Reconstruction(kwargs["n_sink"], chunk, *instructions, normalise=plus)
                 return kvjax.policies.kvzip(budget, kwargs["n_sink"], level, score=score)
+            case "KVgradPress":
+                level, chunk = "layer" if kwargs["layerwise"] else "global", kwargs["chunk_size"]
+                score = kvjax.parts.Attribution()
+                instructions = (tuple(map(ord, text)) for text in (score.instruction, score.starting, score.suffix))
+                score = kvjax.parts.Attribution(kwargs["n_sink"], chunk, *instructions)
+                return kvjax.policies.kvgrad(budget, kwargs["n_sink"], level, score=score)
             case "ObservedAttentionPress":
                 return kvjax.policies.observed_attention(budget)
             case "NonCausalAttnPress":

@@ -129,6 +129,17 @@ DEFAULTS = {
         "page": 32,
         "bits": "kv",
     },
+    "kvgrad": {
+        "budget": 0.3,
+        "sinks": 4,
+        "level": "global",
+        "groups": 1,
+        "score.sinks": 4,
+        "score.chunk": 512,
+        "score.instruction": "\n\nRepeat the previous context exactly.",
+        "score.starting": "\n\nRepeat the part of the previous context exactly, starting with",
+        "score.suffix": "\n",
+    },
     "kvmerger": {
         "budget": 0.5,
         "recent": 0.34,

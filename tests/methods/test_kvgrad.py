@@ -1,0 +1,199 @@
+"""KVgrad: its sensitivities against derivatives that PyTorch takes of the whole text, and its scores against NumPy.
+
+`test_kvpress.py` compares what is retained with kvpress.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.models import Decoder, Mixture
+from kvjax.parts import Attribution, Fixed, Reconstruction
+from kvjax.policies import criticalkv, kvgrad
+from kvjax.sensitivity import replayed_backwards
+from tests import tiny
+from tests.dense import assert_close
+from tests.methods import allocating
+from tests.methods.literal_budgets import projected
+from tests.methods.reference import Reader, softmax
+
+WITHOUT_TEXT = "score.instruction='',score.starting='',score.suffix=''"
+OPTIONS = (
+    f"budget=0.5,sinks=2,score.chunk=10,{WITHOUT_TEXT}",
+    "budget=12,level=layer,score.chunk=10,score.instruction=(7,),score.starting='',score.suffix=''",
+)
+SIZE, CHUNK, SINKS = 32, 12, 3
+SCORE = Attribution(SINKS, CHUNK, instruction=(7, 60, 2), starting=(9, 4), suffix=(33,))
+POLICY = kvgrad(0.5, SINKS, score=SCORE)
+ROWS = [np.random.default_rng(4).integers(0, tiny.VOCAB, n) for n in (30, 9, 13)]
+PARAMS = tiny.decoder(4, 2, (None, None))
+# Norms before and after, factors, caps, windows, sinks, biases, experts with and without a limit.
+FAMILIES = ("llama-group4-tied", "gemma2-group4-layers", "mixtral-group4-window", "gpt_oss", "granite", "olmo2")
+
+
+def sensitivities(params: Decoder, rows: list[np.ndarray], texts: list[np.ndarray], policy: Any = POLICY) -> np.ndarray:
+    """[L, B, W] of texts that follow rows, with padding on the left of both."""
+    width = max(map(len, texts))
+    _, cache = tiny.prefill(params, policy, rows, max(map(len, rows)), compress="never")
+    tokens, lengths = tiny.left_pad(texts, width)
+    places = np.arange(width) - (width - lengths[:, None])
+    positions = np.where(places >= 0, places + np.array([[len(row)] for row in rows]), -1)
+
+    @jax.jit
+    def of(params: Decoder, cache: kvjax.KVCache, tokens: jax.Array, positions: jax.Array) -> list[jax.Array]:
+        seen: list[jax.Array] = []
+
+        def observing(*, sensitivity: jax.Array) -> Any:
+            seen.append(sensitivity)
+            return lambda layer, q, k, v, entries: (q, entries)
+
+        replayed_backwards(params, cache, tokens, positions, observing)
+        return seen[::-1]
+
+    return np.stack(of(params, cache, jnp.asarray(tokens), jnp.asarray(positions)))
+
+
+def literal(model: Any, row: np.ndarray, text: np.ndarray) -> np.ndarray:
+    """[L, W] by PyTorch, which reads the row and the text in one call: no row's token sees the text."""
+    import torch
+
+    given: list[Any] = []
+    last: list[Any] = []
+
+    def keep(kept: list[Any]) -> Any:
+        def hook(module: Any, args: Any, out: Any) -> None:
+            kept.append(out[0] if isinstance(out, tuple) else out)
+            kept[-1].retain_grad()
+
+        return hook
+
+    layers = model.model.layers
+    hooks = [layer.self_attn.register_forward_hook(keep(given)) for layer in layers]
+    hooks.append(layers[-1].register_forward_hook(keep(last)))
+    model(torch.from_numpy(np.concatenate([row, text]))[None])
+    for hook in hooks:
+        hook.remove()
+    last[0][0, len(row) :].square().sum().backward()
+    return np.stack([out.grad[0, len(row) :].norm(dim=-1).numpy() for out in given])
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sensitivities_are_the_derivatives_that_pytorch_takes(family: str, tmp_path: Any) -> None:
+    """Rows and texts of different lengths, of which the longer text fills more than one block of queries."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from tests.models import reference
+    from tests.models.cases import CASES
+
+    case = CASES[next(name for name in CASES if name.startswith(family))]
+    model = reference.reference(*case)
+    reference.save(model, case[0], tmp_path)
+    params, _ = kvjax.load(tmp_path)
+    rng = np.random.default_rng(1)
+    rows, texts = ([rng.integers(0, reference.VOCAB, n) for n in lengths] for lengths in ((19, 8), (11, 70)))
+    ours = sensitivities(params, rows, texts)
+    for b, (row, text) in enumerate(zip(rows, texts, strict=True)):
+        padding = ours.shape[-1] - len(text)
+        assert (ours[:, b, :padding] == 0).all()
+        expected = literal(model, row, text)
+        assert expected.std() > 0
+        assert_close(ours[:, b, padding:] / expected.mean(), expected / expected.mean())
+
+
+def scores(b: int, text: np.ndarray, first: int, sensitivity: np.ndarray) -> np.ndarray:
+    """[L, H, n] of the n entries of the chunk of row b that a text repeats, from sensitivities [L, W]."""
+    row, reader = ROWS[b], Reader(PARAMS)
+    n = len(row)
+    last = min(first + CHUNK, n)
+    reader.read(row)
+    norms = projected(PARAMS, reader.values(), order=2)
+    reader.read(text)
+    found = np.zeros((len(reader.heads), len(reader.heads[0]), last - first))
+    for layer, head in np.ndindex(found.shape[:2]):
+        for query in range(n, n + len(text)):
+            seen = reader.heads[layer][head].rows[query]
+            keys = sorted({*range(min(SINKS, n)), *range(first, last), *range(n, query + 1)})
+            weights = softmax(np.stack([seen[key][0] for key in keys], axis=-1))
+            chunk = weights[:, [keys.index(key) for key in range(first, last)]]
+            parts = chunk * norms[layer, head, :, first:last] * sensitivity[layer, query - n]
+            found[layer, head] = np.maximum(found[layer, head], parts.max(axis=0))
+    return found
+
+
+@pytest.mark.slow
+def test_scores_are_the_definition() -> None:
+    """Chunks that not all rows have, a last one that is short, and a prompt within one chunk."""
+    filled = allocating.read(PARAMS, POLICY, ROWS, SIZE)
+    tokens, lengths = map(jnp.asarray, tiny.left_pad(ROWS, SIZE))
+    for i, part in enumerate(SCORE.passes(tokens, lengths, SCORE.needs.texts)):
+        for b, row in enumerate(ROWS):
+            first = i * CHUNK
+            if first >= len(row):
+                continue
+            text = np.asarray(part.tokens[b])[-int(part.lengths[b]) :]
+            expected = scores(b, text, first, sensitivities(PARAMS, [row], [text])[:, 0])
+            for layer, entries in enumerate(filled.entries):
+                held = np.asarray(entries.positions[b])
+                chunk = (held >= first) & (held < first + CHUNK)
+                ours = np.asarray(entries.per_slot[b])[chunk].reshape(expected[layer].shape)
+                assert_close(ours, expected[layer])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (7, 1)])
+def test_bfloat16_of_other_groups(heads: int, kv_heads: int) -> None:
+    params = tiny.decoder(heads, kv_heads, (None,))
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    exact, rounded = (
+        np.asarray(allocating.read(model, POLICY, ROWS, SIZE).entries[0].per_slot, np.float64)
+        for model in (params, half)
+    )
+    scored = exact > 0
+    assert np.isfinite(rounded).all()
+    assert np.quantile(np.abs(rounded[scored] / exact[scored] - 1), 0.9) < 0.1
+
+
+@pytest.mark.slow
+def test_codes_are_differentiated_as_what_they_stand_for() -> None:
+    """Keys and values in 8 bits change the sensitivities of a text by little."""
+    rows, texts = [ROWS[0], ROWS[1]], [ROWS[2], ROWS[1]]
+    stored = replace(POLICY, storage=kvjax.policies.quantize(kvjax.policies.full(), bits=8, group=4).storage)
+    exact, coded = (sensitivities(PARAMS, rows, texts, policy) for policy in (POLICY, stored))
+    assert 0 < np.abs(coded - exact).max() < 0.1 * exact.max()
+
+
+@pytest.mark.slow
+def test_experts_are_those_that_tokens_take() -> None:
+    """With as many experts for each token as there are, and with fewer."""
+    for taken in (1, 4):
+        params = tiny.decoder(mixture=Mixture(experts=4, per_token=taken, size=24))
+        answer = kvjax.generate(params, ROWS, policy=POLICY, max_new_tokens=3)
+        alone = kvjax.generate(params, [ROWS[1]], policy=POLICY, max_new_tokens=3)
+        assert answer.tokens[1].tolist() == alone.tokens[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: kvgrad(8, level="token"), "level='token': expected 'global' or 'layer' or 'head'"),
+        (lambda: kvgrad(8, level="head", groups=2), "groups=2 with level='head'"),
+        (lambda: kvgrad(8, score=Attribution(chunk=0)), "chunk=0: expected an integer >= 1"),
+        (lambda: kvgrad(8, sinks=3, score=Attribution(2)), "score.sinks=2 with sinks=3: expected sinks=2"),
+        (lambda: kvgrad(8, score=Reconstruction()), "expected a Attribution"),
+        (lambda: criticalkv(kvgrad(8, score=SCORE, sinks=SINKS)), "Attribution"),
+        (lambda: replace(kvgrad(8), budget=Fixed(8)), "Attribution .* Fixed.*expected a budget that is allocated"),
+        (lambda: replace(kvgrad(8), every=1), "Attribution scores a prompt.*every=1 it cannot be combined"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make()
