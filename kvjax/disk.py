@@ -144,9 +144,12 @@ def _like(params: Decoder, policy: Policy, facts: dict[str, Any]) -> KVCache:
     pairs = zip(_layers(like), facts["stateless"], strict=True)
     layers = tuple(layer.without_state() if stateless else layer for layer, stateless in pairs)
     if facts["filled"] and policy.storage.newest is not None:
-        settled = jax.eval_shape(lambda: [policy.storage.settle(layer.grow(1)).thin for layer in like.entries])
+        logits, settle = params.config.logits_of, policy.storage.settle
+        settled = jax.eval_shape(
+            lambda: [settle(layer.grow(1), **logits(i)).settled for i, layer in enumerate(like.entries)]
+        )
         parts = zip(layers, settled, like.windows, strict=True)
-        layers = tuple(layer if window else replace(layer, thin=thin) for layer, thin, window in parts)
+        layers = tuple(layer if window else replace(layer, settled=form) for layer, form, window in parts)
     entries: Entries = Layers(layers)
     if facts["segments"]:
         pack = partial(Segments.pack, lanes=1, rows=1, room=0, growing=0)

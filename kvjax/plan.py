@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from kvjax.allocate import growing_segments, pool_rows
 from kvjax.attend import ReadPlan
-from kvjax.cache import UNLIMITED, Entries, Layers, Segments, bucket, room_for
+from kvjax.cache import UNLIMITED, Entries, Layers, Segments, Slots, bucket, room_for
 from kvjax.checks import check_size, check_type, dtype_of
 from kvjax.kv_cache import KVCache
 from kvjax.models import DecoderConfig
@@ -63,7 +63,7 @@ def plan_cache(
             kept = (UNLIMITED,) * config.num_layers
             return replace(cache, entries=_allocated(cache, config, room), kept=kept, filled=True)
         plan = plan_read(cache, cache.entries.bounds, new=size, room=room, compress=True, final=True)
-        entries = (_settled(cache, plan) if plan.settled else cache.entries).grow(plan.slots)
+        entries = (_settled(cache, config, plan) if plan.settled else cache.entries).grow(plan.slots)
         if policy.every is None:  # the prompt has been compressed, and no state is needed any more
             entries = entries.without_state()
         return replace(cache, entries=entries, filled=True)
@@ -72,10 +72,13 @@ def plan_cache(
     return cache if mesh is None else placed(cache, cache.shardings)
 
 
-def _settled(cache: KVCache, plan: ReadPlan) -> Entries:
-    """The entries once the policy's storage has dropped channels of a prompt's keys."""
-    settle, pairs = cache.policy.storage.settle, zip(cache.entries, plan.settled, strict=True)
-    return Layers(tuple(layer if most is None else settle(layer.grow(most)) for layer, most in pairs))
+def _settled(cache: KVCache, config: DecoderConfig, plan: ReadPlan) -> Entries:
+    """The entries once the policy's storage has settled a prompt."""
+
+    def settled(i: int, layer: Slots, most: int | None) -> Slots:
+        return layer if most is None else cache.policy.storage.settle(layer.grow(most), **config.logits_of(i))
+
+    return Layers(tuple(map(settled, range(len(plan.settled)), cache.entries, plan.settled)))
 
 
 def check_sizes(**sizes: int) -> None:

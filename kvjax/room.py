@@ -64,7 +64,7 @@ def only_once(policy: Policy) -> str | None:
     if policy.allocates:
         return f"would allocate {type(policy.budget).__name__} more than once"
     if policy.storage.newest is not None:
-        return f"would have {type(policy.storage).__name__} drop channels of keys more than once"
+        return f"would have {type(policy.storage).__name__} settle a prompt more than once"
     if policy.positions == "in_cache" and policy.score.needs.keeps_queries:
         return f"would score by queries that {type(policy.score).__name__} kept before the keys moved to other places"
     return None
@@ -77,11 +77,12 @@ def plan_read(cache: KVCache, occupied: Sequence[int], *, new: int, room: int, c
     rooms, newest = [room if grows else 0 for grows in cache.grows], cache.policy.storage.newest
     if newest is None or not (compress and final):
         return ReadPlan(after(room=rooms, kept=kept), kept, final)
-    # The entries of a sliding-window layer leave while an answer grows, and slots for thin keys are never used again.
+    # The entries of a sliding-window layer leave while an answer grows, and slots of settled ones are never used again.
     retained = after(room=[0] * len(kept), kept=kept)
     settled = [None if window else most for most, window in zip(retained, cache.windows, strict=True)]
     stay = [most if all_of is None else min(newest, all_of) for most, all_of in zip(kept, settled, strict=True)]
-    return ReadPlan(after(room=rooms, kept=stay), kept, final, tuple(settled))
+    slots = tuple(max(n, 1) for n in after(room=rooms, kept=stay))  # Orbax saves no empty array
+    return ReadPlan(slots, kept, final, tuple(settled))
 
 
 @jit

@@ -135,6 +135,10 @@ class DecoderConfig:
             return NO_ROPE
         return self.rope if self.window_rope is None or self.windows[layer] is None else self.window_rope
 
+    def logits_of(self, layer: int) -> dict[str, Any]:
+        """How a layer's logits follow from queries and keys, as `AttentionLayer.logits` has it."""
+        return {"scale": self.scale, "window": self.windows[layer], "softcap": self.attention_softcap}
+
 
 # The activations of the MLP, by the names that configs have for them; the first one is written.
 ACTIVATIONS = {

@@ -313,15 +313,8 @@ class Decoder(nnx.Module):
         """The record of each layer that its attention function receives."""
         config = self.config
         return [
-            AttentionLayer(
-                index,
-                config.rope_of(index),
-                window,
-                config.scale,
-                **layer.attention.weights,
-                softcap=config.attention_softcap,
-            )
-            for index, (layer, window) in enumerate(zip(self.layers, config.windows, strict=True))
+            AttentionLayer(index, config.rope_of(index), **config.logits_of(index), **layer.attention.weights)
+            for index, layer in enumerate(self.layers)
         ]
 
     def logits(self, hidden: Float[Array, "... E"]) -> Float[Array, "... V"]:

@@ -42,7 +42,7 @@ Budget: TypeAlias = int | float
 # Presets that read gates or statistics of one model.
 ATTACHED = ("kvzap", "fastkvzip", "qfilter", "expected_attention_stats", "triattention")
 UNINSTRUCTED = ",score.instruction='',score.starting='',score.suffix=''"
-LEFT_OUT = ("simlayerkv", "fastgen", "dms", "quantize", "think", "headkv", "lukv", "per_layer")
+LEFT_OUT = ("simlayerkv", "fastgen", "dms", "quantize", "think", "zipcache", "headkv", "lukv", "per_layer")
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ MIXED = (
     "kvcompose:budget=0.25",
     "think:ratio=0.5,window=4,recent=3",
     "think:base=pyramidkv,base.budget=12,base.window=4,base.beta=2,ratio=0.5,window=4,recent=3",
+    "zipcache:window=4,queries=3",
+    "zipcache:base=pyramidkv,base.budget=12,base.window=4,base.beta=2,window=4,queries=3",
 )
 
 

@@ -158,7 +158,7 @@ def finished(
     else:
         entries = entries.gather(compact(entries.positions >= 0, min(most, entries.slots)))
     if settled is not None:
-        entries = policy.storage.settle(entries.grow(settled))
+        entries = policy.storage.settle(entries.grow(settled), **moment.layer.logits)
     if final and policy.every is None:
         entries = entries.without_state()
     return entries.grow(slots)

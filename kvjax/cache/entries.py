@@ -283,7 +283,7 @@ class Entries(ABC):
     @property
     @abstractmethod
     def position_arrays(self) -> Any:
-        """All position arrays, as a pytree; of entries with thin keys too."""
+        """All position arrays, as a pytree; of settled entries too."""
 
     @property
     @abstractmethod

@@ -97,8 +97,8 @@ class Layers(Entries):
             asked=asked,
         )
         context, lse = found.context, found.lse
-        if entries.thin is not None:  # of a layer that evicts nothing, so that nobody looks at what it received
-            context, lse = joined((context, lse), entries.thin.attention(q, positions, **logits))
+        if entries.settled is not None:  # of a layer that evicts nothing, so that nobody looks at what it received
+            context, lse = joined((context, lse), entries.settled.attention(q, positions, **logits))
         return StepAttention(context, lse, _all_of(found.received), _all_of(found.scores))
 
     def observe(self, i: int, show: Callable[[Slots, Take], tuple[Any, Any]], room: MakeRoom) -> Layers:
@@ -111,7 +111,7 @@ class Layers(Entries):
 
     @property
     def mean_slots(self) -> tuple[int, ...]:
-        return tuple(layer.slots + (0 if layer.thin is None else layer.thin.slots) for layer in self.each)
+        return tuple(layer.all_positions.shape[-1] for layer in self.each)
 
     def held(self) -> Float[Array, "B L"]:
         counts = [jnp.sum(layer.all_positions >= 0, axis=-1) for layer in self.each]
@@ -162,9 +162,9 @@ class Layers(Entries):
 
     def private(self) -> Layers:
         def own(layer: Slots) -> Slots:
-            given = (layer.capacity, layer.per_row, layer.merging, layer.storing, layer.thin)
-            capacity, per_row, merging, storing, thin = jax.tree.map(jnp.array, given)
-            return replace(layer, capacity=capacity, per_row=per_row, merging=merging, storing=storing, thin=thin)
+            given = (layer.capacity, layer.per_row, layer.merging, layer.storing, layer.settled)
+            capacity, per_row, merging, storing, settled = jax.tree.map(jnp.array, given)
+            return replace(layer, capacity=capacity, per_row=per_row, merging=merging, storing=storing, settled=settled)
 
         return Layers(tuple(map(own, self.each)))
 

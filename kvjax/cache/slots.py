@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.pallas_kernels import Reduction, Stored, plain, traced_once, updated, window_scores, write_rows
 
 from .overwrite import clear_slot, set_slot
-from .thin import ThinEntries
+from .settled import Settled
 
 
 @jax.tree_util.register_dataclass
@@ -35,8 +35,8 @@ class Slots:
         storing: the storage's state until the prompt has been read, with axes [B, H, ...] or [B, Hq, ...].
         bias: float32, added to the attention logits of each slot, 0 for an entry of one token. None unless the policy's
             merge weighs entries.
-        thin: entries of the prompt beside those in slots, whose keys have lost channels. None unless the policy's
-            storage drops channels, and until the prompt has been read.
+        settled: entries of the prompt beside those in slots, in another form. None unless the policy's storage settles
+            a prompt, and until the prompt has been read.
     """
 
     keys: Float[Array, "B H S D"] | Any
@@ -48,7 +48,7 @@ class Slots:
     merging: Any = None
     storing: Any = None
     bias: Float[Array, "B H S"] | None = None
-    thin: ThinEntries | None = None
+    settled: Settled | None = None
 
     @property
     def slots(self) -> int:
@@ -62,35 +62,36 @@ class Slots:
 
     @property
     def all_positions(self) -> Int[Array, "B H _"]:
-        """The token position of every entry, those of `thin` last."""
-        return self.positions if self.thin is None else jnp.concatenate([self.positions, self.thin.positions], axis=-1)
+        """The token position of every entry, those of `settled` last."""
+        if self.settled is None:
+            return self.positions
+        return jnp.concatenate([self.positions, self.settled.positions], axis=-1)
 
     def plain(self) -> Slots:
         """The same entries with keys and values as arrays, all of them in slots, as policies and attention see them."""
-        keys, values, thin = plain(self.keys), plain(self.values), self.thin
-        if thin is None:
+        keys, values = plain(self.keys), plain(self.values)
+        if self.settled is None:
             return replace(self, keys=keys, values=values)
+        settled_keys, settled_values = self.settled.plain()
         return replace(
             self,
-            keys=jnp.concatenate([keys, thin.whole_keys()], axis=2),
-            values=jnp.concatenate([values, thin.values], axis=2),
+            keys=jnp.concatenate([keys, settled_keys], axis=2),
+            values=jnp.concatenate([values, settled_values], axis=2),
             positions=self.all_positions,
-            thin=None,
+            settled=None,
         )
 
-    def thinned(self, channels: Int[Array, "B H C"], newest: int) -> Slots:
-        """The latest entries of each head, at most `newest`, as they are; others in `thin`, with these key channels.
+    def parted(self, newest: int) -> tuple[Slots, Slots]:
+        """The latest entries of each head, at most `newest`, and the older ones.
 
-        `thin` has the slots that are left, but at least one, because Orbax saves no empty array.
+        The older ones have the slots that are left, but at least one, because Orbax saves no empty array. They are in
+        order of position, empty slots first.
         """
         order = jnp.argsort(-self.positions, axis=-1)  # the latest first, and empty slots last
         index = jnp.where(jnp.take_along_axis(self.positions, order, axis=-1) >= 0, order, -1)
         index = jnp.pad(index, ((0, 0), (0, 0), (0, int(self.slots <= newest))), constant_values=-1)
         newest = min(newest, self.slots)
-        older = self.gather(index[..., newest:])
-        keys = jnp.take_along_axis(older.keys, channels[:, :, None], axis=-1, mode="promise_in_bounds")
-        thin = ThinEntries(keys, older.values, older.positions, channels)
-        return replace(self.gather(index[..., :newest]), thin=thin)
+        return self.gather(index[..., :newest]), self.gather(jnp.flip(index[..., newest:], axis=-1))
 
     def updated(self, before: Slots, after: Slots) -> Slots:
         """Applies the edits that made `after` of `before`, which is `plain()` of these entries.

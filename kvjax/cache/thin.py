@@ -31,22 +31,17 @@ class ThinEntries:
     positions: Int[Array, "B H T"]
     channels: Int[Array, "B H C"]
 
-    @property
-    def slots(self) -> int:
-        """T, the number of slots."""
-        return self.positions.shape[-1]
-
-    def whole_keys(self) -> Float[Array, "B H T D"]:
-        """The keys with all channels, zero where they were dropped."""
+    def plain(self) -> tuple[Float[Array, "B H T D"], Float[Array, "B H T D"]]:
+        """Keys with all channels, zero where they were dropped, and values."""
         at = self.channels[..., None, :] == jnp.arange(self.values.shape[-1])[:, None]  # [B, H, D, C]
         source = jnp.sum(jnp.where(at, jnp.arange(self.channels.shape[-1]), 0), axis=-1)
         keys = jnp.take_along_axis(self.keys, source[:, :, None], axis=-1, mode="promise_in_bounds")
-        return jnp.where(jnp.any(at, axis=-1)[:, :, None], keys, 0)
+        return jnp.where(jnp.any(at, axis=-1)[:, :, None], keys, 0), self.values
 
     def attention(
         self, q: Float[Array, "B Hq W D"], positions: Int[Array, "B W"], **logits: Any
     ) -> tuple[Float[Array, "B Hq W D"], Float[Array, "B Hq W"]]:
-        """The context and the log-sum-exp of W query rows; arguments are those of `slot_attention`."""
+        """As `Settled.attention`; the queries ask by the channels that are left."""
         B, H, _ = self.channels.shape
         grouped = q.reshape(B, H, -1, q.shape[-1])
         own = jnp.take_along_axis(grouped, self.channels[:, :, None], axis=-1, mode="promise_in_bounds")

@@ -9,14 +9,15 @@ channels of all keys of the prompt, which is `recent=0` here. It sets them to ze
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import Slots
+from kvjax.cache import Slots, ThinEntries
 from kvjax.policy import PLAIN, Attended, LayerShape, Policy, Storage, check_integer, check_kind, check_number
 
-from .common.own_positions import check_own_positions
+from .common.settling import check_settling
 from .common.window_attention import QueryRing
 from .full import full
 from .registry import preset
@@ -52,22 +53,7 @@ class ThinKeys(Storage):
         return self.recent
 
     def check(self, policy: Policy) -> None:
-        check_own_positions(policy, "ThinKeys drops channels of keys that were rotated when they came in")
-        if policy.every is not None:
-            raise ValueError(
-                f"ThinKeys drops channels once, when a prompt has been read, and every={policy.every} evicts while "
-                "decoding; expected a policy with every=None"
-            )
-        if policy.allocates:
-            raise ValueError(
-                f"{type(policy.budget).__name__} stores heads in segments of different lengths, and ThinKeys stores "
-                "the same number of entries for each head of a layer; they cannot be combined"
-            )
-        if policy.merge.effects.bias:
-            raise ValueError(
-                f"{type(policy.merge).__name__} weighs entries by a bias, which thin entries do not have; it cannot be "
-                "combined with ThinKeys"
-            )
+        check_settling("ThinKeys", "drops channels of keys", policy)
 
     def init(self, shape: LayerShape) -> QueryRing:
         return QueryRing.empty(shape, self.window)
@@ -75,13 +61,16 @@ class ThinKeys(Storage):
     def observe(self, state: QueryRing, attended: Attended) -> QueryRing:
         return state.push(attended)
 
-    def settle(self, entries: Slots) -> Slots:
+    def settle(self, entries: Slots, **logits: Any) -> Slots:
         B, H, _, D = entries.keys.shape
         queries = entries.storing.queries.astype(jnp.float32).reshape(B, H, -1, D)
         keys = jnp.where(entries.positions[..., None] >= 0, entries.keys.astype(jnp.float32), 0)
         scores = jnp.sum(queries**2, axis=2) * jnp.sum(keys**2, axis=2)
         _, channels = jax.lax.top_k(scores, D - int(D * self.ratio))
-        return entries.thinned(jnp.sort(channels, axis=-1), self.recent)
+        channels = jnp.sort(channels, axis=-1)
+        newest, older = entries.parted(self.recent)
+        left = jnp.take_along_axis(older.keys, channels[:, :, None], axis=-1, mode="promise_in_bounds")
+        return replace(newest, settled=ThinEntries(left, older.values, older.positions, channels))
 
 
 @preset

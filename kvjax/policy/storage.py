@@ -42,8 +42,12 @@ class Storage(Part):
         """The new state after queries attended while a prompt was read. Nothing of `received` is shown."""
         return state
 
-    def settle(self, entries: Slots) -> Slots:
-        """The entries of a prompt that has been read and compressed, in the form in which they stay."""
+    def settle(self, entries: Slots, **logits: Any) -> Slots:
+        """The entries of a prompt that has been read and compressed, in the form in which they stay.
+
+        Args:
+            logits: of the layer, as `AttentionLayer.logits` has them.
+        """
         return entries
 
 

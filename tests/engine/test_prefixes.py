@@ -51,6 +51,7 @@ def test_answers_are_those_of_a_prefilled_cache(policy: str, tiny: Decoder) -> N
         ("finch:budget=24,window=4,chunk=8", "WindowAttention"),
         ("criticalkv:base=snapkv,base.budget=16,base.window=4", "ProjectedValues"),
         ("think:base=knorm,base.budget=16", "ThinKeys"),
+        ("zipcache:base=knorm,base.budget=16", "SalientCodes"),
     ],
 )
 def test_policies_that_must_see_the_question_are_refused_by_name(policy: str, part: str, tiny: Decoder) -> None:

@@ -21,6 +21,7 @@ KINDS = {
     "morphkv:budget=12,window=4,every=4": "constant slots",
     "quantize:policy=pyramidkv,policy.budget=12,policy.window=4,policy.beta=2,bits=8": "layer budgets, quantised",
     "think:base=snapkv,base.budget=12,base.window=4,ratio=0.5,window=4,recent=3": "slots beside thin keys",
+    "zipcache:base=snapkv,base.budget=12,base.window=4,window=4,queries=3": "slots beside codes",
     "adakv:base=h2o,base.budget=12,groups=2": "segments that evict, shown whole",
     "kvzip:budget=12,score.chunk=16,score.instruction='',score.starting='',score.suffix='',groups=2": "replays",
 }

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import Layers
+from kvjax.cache import Layers, ThinEntries
 from kvjax.inspection import record
 from kvjax.policies import full, morphkv, parse, quantize, snapkv, think
 from kvjax.policy import PLAIN, Policy
@@ -67,8 +67,8 @@ def test_channels_and_attention_are_those_of_keys_with_zeros(base: str, heads: i
         part = (x[:, :, prompt + i : prompt + i + 1] for x in (q, k, v))
         context, grown = one_layer.step(policy, jnp.asarray(lengths + i), grown, *part)
         contexts.append(np.asarray(context)[:, :, 0])
-    thin = entries[0].thin
-    assert thin is not None
+    thin = entries[0].settled
+    assert isinstance(thin, ThinEntries)
     assert thin.keys.shape[-1] == D - 4
     for b, n in enumerate(lengths.tolist()):
         held = one_layer.held(plain, b)
@@ -108,12 +108,12 @@ def with_zeros(whole: kvjax.KVCache, thin: kvjax.KVCache) -> kvjax.KVCache:
     """The same entries with all channels, of which those are zero that the other cache does not have."""
     layers = []
     for layer, other in zip(whole.entries, thin.entries, strict=True):
-        if other.thin is None:  # a layer with a sliding window
+        if other.settled is None:  # a layer with a sliding window
             layers.append(layer)
             continue
-        positions = jnp.where(other.thin.positions < 0, -2, other.thin.positions)
+        positions = jnp.where(other.settled.positions < 0, -2, other.settled.positions)
         older = jnp.any(layer.positions[..., None] == positions[:, :, None], axis=-1)
-        left = jnp.any(other.thin.channels[..., None] == jnp.arange(layer.keys.shape[-1]), axis=-2)
+        left = jnp.any(other.settled.channels[..., None] == jnp.arange(layer.keys.shape[-1]), axis=-2)
         layers.append(replace(layer, keys=jnp.where(older[..., None] & ~left[:, :, None], 0, layer.keys)))
     return replace(whole, entries=Layers(tuple(layers)))
 
@@ -145,8 +145,8 @@ def test_a_prompt_in_pieces_is_the_prompt_at_once(spec: str) -> None:
     begun = kvjax.prefill(params, [row[:-2] for row in ROWS], policy=policy, compress="never")
     ended = kvjax.extend(params, begun, [row[-2:] for row in ROWS])[1]
     for found in (chunked, ended):
-        np.testing.assert_array_equal(found.entries[0].thin.channels, expected.entries[0].thin.channels)
-        assert found.entries[1].thin is None
+        np.testing.assert_array_equal(found.entries[0].settled.channels, expected.entries[0].settled.channels)
+        assert found.entries[1].settled is None
         for row in range(3):
             assert tiny.held(found, row) == tiny.held(expected, row)
         logits, wanted = (kvjax.extend(params, kvjax.with_room(x, 1), [[5]] * 3)[0] for x in (found, expected))
@@ -213,7 +213,7 @@ def test_on_a_mesh(data: int, model: int) -> None:
     )
     meshes.assert_equal(ours, theirs)
     assert ours.cache.nbytes == theirs.cache.nbytes
-    assert ours.cache.entries[0].thin.keys.addressable_shards[0].data.shape[:2] == (8 // data, 1)
+    assert ours.cache.entries[0].settled.keys.addressable_shards[0].data.shape[:2] == (8 // data, 1)
 
 
 @pytest.mark.slow
@@ -272,8 +272,8 @@ def test_refusals(ask, says: str) -> None:
 @pytest.mark.slow
 def test_a_second_compression_is_refused() -> None:
     params = tiny.decoder()
-    with pytest.raises(ValueError, match="compress='chunk' would have ThinKeys drop channels of keys more than once"):
+    with pytest.raises(ValueError, match="compress='chunk' would have ThinKeys settle a prompt more than once"):
         kvjax.prefill(params, ROWS, policy=SPEC, chunk=8, compress="chunk")
     cache = kvjax.prefill(params, ROWS, policy=SPEC)
-    with pytest.raises(ValueError, match="compress='end' would have ThinKeys drop channels"):
+    with pytest.raises(ValueError, match="compress='end' would have ThinKeys settle a prompt more than once"):
         kvjax.extend(params, cache, [[1, 2]] * 3, compress="end")

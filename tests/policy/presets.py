@@ -111,6 +111,7 @@ DISTINCT = (
     "quantize:policy=morphkv,policy.budget=12,policy.window=4",
     "rkv:budget=12,window=4,kernel=3,every=3",
     "think:base=snapkv,base.budget=12,base.window=4,base.kernel=3,ratio=0.5,window=4,recent=3",
+    "zipcache:base=snapkv,base.budget=12,base.window=4,base.kernel=3,window=4,queries=3",
 )
 
 # Those whose layers have budgets of their own, or none; `tests/methods/test_dynamickv.py` has layers that compete.

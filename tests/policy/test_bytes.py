@@ -33,6 +33,7 @@ from kvjax.parts import (
     QuerySample,
     RecurrenceInterval,
     RobustAttention,
+    SalientCodes,
     SimilarityMerge,
     StochasticAttention,
     ThinKeys,
@@ -59,6 +60,13 @@ def expected_bytes(policy: Policy, batch: int, params: Decoder) -> int:
             newest, left = min(policy.storage.recent, slots), dim - int(dim * policy.storage.ratio)
             total += heads * (max(slots - newest, 1) * ((left + dim) * 4 + 4) + left * 4)
             slots = newest
+        if isinstance(policy.storage, SalientCodes):  # nothing of the prompt is in slots
+            others = int(slots * (1 - policy.storage.salient) + 1e-9)
+            for count, bits in ((slots - others, policy.storage.bits), (others, policy.storage.other_bits)):
+                ranges = 2 * count + 2 * dim
+                total += heads * (count * (2 * (dim * bits // 8) + 4) + ranges * 4)
+            total += heads * dim * 4
+            slots = 0
         if not policy.evicts(layer, config.num_layers):
             slots += ROOM
         if isinstance(policy.storage, Quantized):

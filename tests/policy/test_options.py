@@ -216,6 +216,7 @@ DEFAULTS = {
     "tova": {"budget": 1024, "recent": 0, "every": 1},
     "triattention": {"budget": 2048, "sinks": 0, "recent": 128, "every": 128, "farthest": 65536},
     "vase": {"budget": 1024, "window": 64, "large": 0.25, "kernel": 5, "sinks": 4, "seed": 0, "every": 64},
+    "zipcache": {"salient": 0.6, "bits": 4, "other_bits": 2, "window": 64, "queries": 64, "seed": 0},
 }
 COSINES = {"merge.theta", "threshold"}  # -1 is one
 

@@ -78,26 +78,10 @@ class QuerySample(ScoreWrapper):
 
     def _drawn(self, old: Sample, attended: Attended) -> Sample:
         """The sample of the old one and the new queries."""
-        R, positions = self.queries, attended.positions
-
-        def lot(position: Array) -> Array:
-            return jax.random.uniform(jax.random.fold_in(jax.random.key(self.seed), position))
-
-        lots = jnp.where(positions >= 0, jax.vmap(jax.vmap(lot))(positions), -1.0)
-        lots, chosen = jax.lax.top_k(jnp.concatenate([old.lots[:, 0], lots], axis=1), R)
-        is_old = chosen < R
-        before, after = jnp.minimum(chosen, R - 1), jnp.maximum(chosen - R, 0)
-        given = attended.heads.whole_groups(attended.queries)
-        queries = jnp.where(
-            is_old[:, None, :, None],
-            jnp.take_along_axis(old.queries, before[:, None, :, None], axis=2),
-            jnp.take_along_axis(given, after[:, None, :, None], axis=2),
-        )
-        positions = jnp.where(
-            is_old,
-            jnp.take_along_axis(old.positions[:, 0], before, axis=1),
-            jnp.take_along_axis(positions, after, axis=1),
-        )
+        R = self.queries
+        lots = jnp.concatenate([old.lots[:, 0], lots_of(self.seed, attended.positions)], axis=1)
+        lots, chosen = jax.lax.top_k(lots, R)
+        queries, positions = chosen_queries(old.queries, old.positions[:, 0], attended, chosen)
         heads = old.lots.shape[:2]
         return Sample(queries, *(jnp.broadcast_to(x[:, None], (*heads, R)) for x in (positions, lots)))
 
@@ -106,6 +90,36 @@ class QuerySample(ScoreWrapper):
 
     def by_query_head(self, entries: Slots, moment: Moment) -> Float[Array, "B Hq M"]:
         return self.base.by_query_head(_of_base(entries), moment)
+
+
+def lots_of(seed: int, positions: Int[Array, "B W"]) -> Float[Array, "B W"]:
+    """A number in [0, 1) for each position, a function of the seed and the position; -1 for padding."""
+
+    def lot(position: Array) -> Array:
+        return jax.random.uniform(jax.random.fold_in(jax.random.key(seed), position))
+
+    return jnp.where(positions >= 0, jax.vmap(jax.vmap(lot))(positions), -1.0)
+
+
+def chosen_queries(
+    queries: Float[Array, "B Hq R D"], positions: Int[Array, "B R"], attended: Attended, chosen: Int[Array, "B R"]
+) -> tuple[Float[Array, "B Hq R D"], Int[Array, "B R"]]:
+    """R of a row's old queries, then the new ones, by their indices; in whole query groups, with their positions."""
+    R = positions.shape[1]
+    is_old = chosen < R
+    before, after = jnp.minimum(chosen, R - 1), jnp.maximum(chosen - R, 0)
+    new = jnp.take_along_axis(attended.queries, after[:, None, :, None], axis=2)
+    queries = jnp.where(
+        is_old[:, None, :, None],
+        jnp.take_along_axis(queries, before[:, None, :, None], axis=2),
+        attended.heads.whole_groups(new),
+    )
+    positions = jnp.where(
+        is_old,
+        jnp.take_along_axis(positions, before, axis=1),
+        jnp.take_along_axis(attended.positions, after, axis=1),
+    )
+    return queries, positions
 
 
 def sample_of(entries: Slots) -> Sample:
