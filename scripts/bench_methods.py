@@ -17,8 +17,8 @@ reported beside the CPU time of the process, which is more reliable on a busy ma
                 four times the keys; reference: the sets of the first
 
 A preset with a budget retains a quarter of the prompt (`prefill`), or 512 entries of 1,024 (`decode`). A preset that
-needs another policy has SnapKV. The model is that of scripts/bench_cpu.py with two layers, with random weights in
-float32.
+needs another policy has SnapKV. The model is that of scripts/bench_cpu.py with two layers, with random weights, gates
+and statistics in float32.
 """
 
 from __future__ import annotations
@@ -46,7 +46,11 @@ VARIANTS = {
     "kvgrad": (UNINSTRUCTED,),
 }
 # Prefill over full attention, at most.
-GOALS = {"snapkv": 1.03, "pyramidkv": 1.03, "morphkv": 1.03, "tova": 1.03, "h2o": 1.6, "kvmerger": 1.6}
+GOALS = {
+    **dict.fromkeys(("snapkv", "pyramidkv", "morphkv", "tova"), 1.03),
+    **dict.fromkeys(("kvzap", "fastkvzip"), 1.05),
+    **dict.fromkeys(("h2o", "kvmerger"), 1.6),
+}
 
 Run = Callable[[], Any]
 
@@ -107,6 +111,8 @@ def main() -> None:
     from flax import nnx
 
     import kvjax
+    from kvjax.gates.files import Gates
+    from kvjax.gates.reconstruction import random_weights
     from kvjax.methods.kvmerger.cluster import set_ends, solve_theta
     from kvjax.models import Decoder, DecoderConfig, Rope
     from kvjax.pallas_kernels import Reduction, window_scores
@@ -123,6 +129,10 @@ def main() -> None:
     shapes = {name: shape(config) for name, shape in STATISTICS.items()}
     statistics = {name: rng.normal(size=shape) for name, shape in shapes.items()}
     params = kvjax.with_statistics(Decoder(config, nnx.Rngs(0), jnp.float32), statistics)
+    of_heads = {"input_dim": config.hidden_size, "output_dim": KV_HEADS, "hidden_dim": config.hidden_size // 8}
+    of_keys = {"input_dim": config.hidden_size, "nhead": KV_HEADS, "ngroup": HEADS // KV_HEADS}
+    for method, sizes in {"kvzap": of_heads, "fastkvzip": {**of_keys, "output_dim": 16, "sink": 16}}.items():
+        params = kvjax.with_gates(params, Gates(method, sizes, random_weights(method, sizes, LAYERS, seed=0)))
     prompt = rng.integers(0, config.vocab_size, (1, arguments.prompt)).astype(np.int32)
 
     def reads(text: str) -> Run:

@@ -5,6 +5,7 @@
 #     bash scripts/demo_results.sh methods [FOLDER]    # every method at four ratios, 1,024 tokens, 100 questions per task; takes hours
 #     bash scripts/demo_results.sh kvcrush [FOLDER]    # the effect of KVCrush's representatives
 #     bash scripts/demo_results.sh statistics [FOLDER] # policies that read statistics of queries
+#     bash scripts/demo_results.sh gates [FOLDER]      # policies that read trained gates, beside KVzip
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup_venv.sh plot ray

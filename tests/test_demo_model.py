@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -16,6 +17,7 @@ from kvjax.attend.causal import causal
 from kvjax.checkpoint import load
 from kvjax.evaluation.tasks.demo import TASKS, example
 from kvjax.evaluation.tasks.vocabulary import IDS, STOP, decode, tokenizer
+from kvjax.gates.files import read_gates
 from kvjax.statistics.files import read_statistics
 from kvjax.statistics.measure import measured
 
@@ -108,3 +110,25 @@ def test_the_statistics_are_those_of_its_queries(decoder):
     policy = "triattention:budget=0.5,recent=16,every=None"
     out = kvjax.generate(params, prompts, policy=policy, max_new_tokens=answers.shape[1])
     assert np.sum((np.asarray(out.tokens) == answers).all(axis=1)) >= 9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["kvzap", "fastkvzip"])
+def test_with_the_gates_it_answers_from_a_quarter(decoder, method):
+    """Without a second reading, in every task; random gates answer from no quarter."""
+    gates = read_gates(FOLDER / "gates" / method)
+    rng = np.random.default_rng(0)
+    layers = tuple({name: rng.normal(size=x.shape) * 0.1 for name, x in layer.items()} for layer in gates.layers)
+    drawn = {task: draw(task, 5) for task in TASKS}
+
+    def right(params) -> int:
+        count = 0
+        for tokens, answers in drawn.values():
+            prompts = tokens[:, :LENGTH]
+            policy = f"{method}:budget=0.25,recent=16"
+            out = kvjax.generate(params, prompts, policy=policy, max_new_tokens=answers.shape[1])
+            count += np.sum((np.asarray(out.tokens) == answers).all(axis=1))
+        return count
+
+    assert right(kvjax.with_gates(decoder, gates)) >= 0.95 * 5 * len(TASKS)
+    assert right(kvjax.with_gates(decoder, replace(gates, layers=layers))) < 0.5 * 5 * len(TASKS)
