@@ -111,7 +111,8 @@ class Layers(Entries):
 
     @property
     def mean_slots(self) -> tuple[int, ...]:
-        return tuple(layer.all_positions.shape[-1] for layer in self.each)
+        settled = [0 if layer.settled is None else layer.settled.positions.shape[-1] for layer in self.each]
+        return tuple(layer.slots + more for layer, more in zip(self.each, settled, strict=True))
 
     def held(self) -> Float[Array, "B L"]:
         counts = [jnp.sum(layer.all_positions >= 0, axis=-1) for layer in self.each]

@@ -154,11 +154,12 @@ def test_a_prompt_in_pieces_is_the_prompt_at_once(spec: str) -> None:
 
 
 @pytest.mark.slow
-def test_one_document_serves_two_questions_and_a_saved_one_another(tmp_path: Path) -> None:
-    """Decoding donates its cache, and thin keys go from call to call as they are."""
+@pytest.mark.parametrize("spec", [SPEC, SPEC.replace("recent=5", "recent=0")])
+def test_one_document_serves_two_questions_and_a_saved_one_another(spec: str, tmp_path: Path) -> None:
+    """Decoding donates its cache, and thin keys go from call to call as they are; also where all keys are thin."""
     params = tiny.decoder()
-    half = kvjax.prefill(params, ROWS, policy=SPEC, compress="never")
-    document = kvjax.prefill(params, ROWS, policy=SPEC)
+    half = kvjax.prefill(params, ROWS, policy=spec, compress="never")
+    document = kvjax.prefill(params, ROWS, policy=spec)
     answers = []
     for name, cache in (("half", half), ("document", document)):
         kvjax.save_cache(tmp_path / name, cache, params)

@@ -13,6 +13,7 @@ import pytest
 
 import kvjax
 from kvjax.cache import CodedEntries, Layers, Slots
+from kvjax.inspection import record
 from kvjax.policies import full, morphkv, parse, quantize, snapkv, think, zipcache
 from tests import tiny
 from tests.attend import meshes
@@ -260,6 +261,22 @@ def test_scale_and_soft_cap_of_the_layer_decide_who_is_salient() -> None:
         assert positions_of(found, 0, 0)[0] == expected
         answers.add(tuple(expected))
     assert len(answers) == 3
+
+
+@pytest.mark.slow
+def test_entries_with_codes_are_seen_by_inspection_and_counted() -> None:
+    """Merged entries of the prompt are followed as under the base, and no entry leaves."""
+    params, base = tiny.decoder(), "kvmerger:budget=12,recent=4,merge.heavy=2,merge.theta=None"
+    policy = zipcache(parse(base), window=4, queries=3)
+    ours, theirs = (record(params, ROWS[0], policy=given, max_new_tokens=3) for given in (policy, base))
+    np.testing.assert_array_equal(ours.left[..., :40], theirs.left[..., :40])
+    assert ours.into is not None
+    assert theirs.into is not None
+    np.testing.assert_array_equal(ours.into[..., :40], theirs.into[..., :40])
+    held, expected = (kvjax.prefill(params, ROWS, policy=given).entries.held() for given in (policy, base))
+    np.testing.assert_array_equal(held, expected)
+    planned = kvjax.plan_cache(params.config, policy, batch=1, length=40, new_tokens=9, dtype=np.float32)
+    assert planned.entries.mean_slots == (12 + 64,)
 
 
 def test_as_text() -> None:
