@@ -22,6 +22,7 @@ CHOICES = (
     Choice("the same, and the answer quotes numbers or names", "snapkv:budget={budget},kernel=31"),
     Choice("questions follow a text that is read once", "kvcompose:budget={budget}"),
     Choice("the same, without a second reading", "dynamickv:budget={budget}"),
+    Choice("the same, with gates that were trained for the model", "fastkvzip:budget={budget}"),
     Choice("long answers or dialogues in constant memory", "morphkv:budget={budget}"),
     Choice("half the memory without a loss", "quantize:bits=8"),
 )
