@@ -64,6 +64,7 @@ DECLARED = {
     "kvcompose:budget=24": (0, 0),
     "adakv:base=h2o,base.budget=24,groups=2": (0, 1),  # as h2o
     "kvzip:budget=24,score.chunk=16,score.instruction='',score.starting='',score.suffix='',groups=2": (0, 0),
+    "kvgrad:budget=24,score.chunk=16,score.instruction='',score.starting='',score.suffix='',groups=2": (0, 0),
 }
 
 

@@ -68,7 +68,7 @@ def check(
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", part([*KINDS, *POLICIES[1:]], KINDS))
 def test_tokens_are_those_of_the_request_alone(policy: str, tiny: Decoder, shallow: Decoder) -> None:
-    by_layer = policy.startswith(("quantize", "pyramidkv", "adakv", "dynamickv", "kvcompose", "kvzip"))
+    by_layer = policy.startswith(("quantize", "pyramidkv", "adakv", "dynamickv", "kvcompose", "kvzip", "kvgrad"))
     samplers = MIXED if policy.startswith("morphkv") else GREEDY
     longest = 44 if policy == "full" else MAX_PROMPT  # of three chunks, of which the one between is full
     check(tiny if by_layer else shallow, policy, samplers, requests=16, rows=3, longest=longest)
