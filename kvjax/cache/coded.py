@@ -70,5 +70,7 @@ class CodedEntries:
         self, q: Float[Array, "B Hq W D"], positions: Int[Array, "B W"], **logits: Any
     ) -> tuple[Float[Array, "B Hq W D"], Float[Array, "B Hq W"]]:
         """As `Settled.attention`, over arrays."""
-        found = slot_attention(q, *self.plain(), positions, self.positions, **logits)
+        # Without the barrier XLA makes arrays of all layers at the beginning of a step, and holds them.
+        q, own = jax.lax.optimization_barrier((q, self))
+        found = slot_attention(q, *own.plain(), positions, own.positions, **logits)
         return found.context, found.lse

@@ -72,7 +72,9 @@ class Slots:
         keys, values = plain(self.keys), plain(self.values)
         if self.settled is None:
             return replace(self, keys=keys, values=values)
-        settled_keys, settled_values = self.settled.plain()
+        # Without the barrier XLA makes arrays of all layers before the tokens of this layer are there, and holds them.
+        keys, values, settled = jax.lax.optimization_barrier((keys, values, self.settled))
+        settled_keys, settled_values = settled.plain()
         return replace(
             self,
             keys=jnp.concatenate([keys, settled_keys], axis=2),
