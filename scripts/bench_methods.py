@@ -132,7 +132,8 @@ def main() -> None:
     of_heads = {"input_dim": config.hidden_size, "output_dim": KV_HEADS, "hidden_dim": config.hidden_size // 8}
     of_keys = {"input_dim": config.hidden_size, "nhead": KV_HEADS, "ngroup": HEADS // KV_HEADS}
     for method, sizes in {"kvzap": of_heads, "fastkvzip": {**of_keys, "output_dim": 16, "sink": 16}}.items():
-        params = kvjax.with_gates(params, Gates(method, sizes, random_weights(method, sizes, LAYERS, seed=0)))
+        drawn = jax.tree.map(np.asarray, random_weights(method, sizes, LAYERS, seed=0))
+        params = kvjax.with_gates(params, Gates(method, sizes, drawn))
     prompt = rng.integers(0, config.vocab_size, (1, arguments.prompt)).astype(np.int32)
 
     def reads(text: str) -> Run:
