@@ -47,8 +47,8 @@ def replayed_backwards(
         x, _ = layer(x, record, attend, cache.entries, mix)
     gradient = jnp.where(positions[..., None] >= 0, 2 * x, 0)  # of Phi
     for (layer, record), x in zip(reversed(layers), reversed(before), strict=True):
-        # The barrier keeps XLA from holding what the layer computed on the way forwards.
-        x, gradient = jax.lax.optimization_barrier((x, gradient))
+        # The barrier, and on a CPU the sum, keep XLA from holding what the layer computed on the way forwards.
+        x, gradient = jax.lax.optimization_barrier((x + 0 * gradient, gradient))
         attending = partial(layer.attended, layer=record, attend=attend, cache=cache.entries)
         gradient, of_given = _backwards(layer, attending, x, gradient)
         sensitivity = jnp.linalg.norm(of_given.astype(jnp.float32), axis=-1)

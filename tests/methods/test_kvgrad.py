@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import kvjax
+from kvjax.allocate import replay
 from kvjax.models import Decoder, Mixture
 from kvjax.parts import Attribution, Fixed, Reconstruction
 from kvjax.policies import criticalkv, kvgrad
@@ -179,6 +181,22 @@ def test_experts_are_those_that_tokens_take() -> None:
         answer = kvjax.generate(params, ROWS, policy=POLICY, max_new_tokens=3)
         alone = kvjax.generate(params, [ROWS[1]], policy=POLICY, max_new_tokens=3)
         assert answer.tokens[1].tolist() == alone.tokens[0].tolist()
+
+
+@pytest.mark.slow
+def test_a_layer_more_holds_no_activations_more(optimized: None) -> None:
+    """But its hidden states, and what it is observed with. An MLP alone would hold five arrays of its width."""
+    temporaries, policy = [], kvgrad(0.5, score=replace(SCORE, sinks=4, chunk=256))
+    rows, width = [np.arange(512) % tiny.VOCAB], 512
+    for layers in (1, 2):
+        config = replace(tiny.decoder(8, 2, (None,) * layers).config, hidden_size=64, mlp_size=width)
+        params = Decoder(config, nnx.Rngs(0))
+        _, cache = tiny.prefill(params, policy, rows, 512, compress="never")
+        tokens, lengths = map(jnp.asarray, tiny.left_pad(rows, 512))
+        part = policy.score.passes(tokens, lengths, policy.score.needs.texts)[0]
+        memory = replay.lower(params, cache, part).compile().memory_analysis()
+        temporaries.append(memory.temp_size_in_bytes)
+    assert temporaries[1] - temporaries[0] < 2 * 256 * width * 4
 
 
 @pytest.mark.parametrize(
