@@ -41,14 +41,19 @@ def presets() -> dict[str, Callable[..., Policy]]:
 
 
 def parts() -> dict[str, type[Part]]:
-    """All parts that methods define, by class name, in alphabetical order."""
+    """All parts that methods define, by class name, in alphabetical order; no base classes of several of them."""
     found = {
         name: value
         for module in _modules()
         for name, value in vars(module).items()
         if inspect.isclass(value) and issubclass(value, Part) and value.__module__ == module.__name__
+        if not _lacks_methods(value)
     }
     return dict(sorted(found.items()))
+
+
+def _lacks_methods(part: type[Part]) -> bool:
+    return any(getattr(getattr(part, name), "__isabstractmethod__", False) for name in dir(part))
 
 
 def _modules() -> list[ModuleType]:

@@ -18,12 +18,14 @@ import numpy as np
 
 from kvjax.attend import ReadPlan, RoomMaker, reading
 from kvjax.cache import Layers, Slots
+from kvjax.methods.common.repetition import Repetition
 from kvjax.models import AttentionLayer, Rope
 from kvjax.pallas_kernels import Reduction
 from kvjax.parts import (
     AccumulatedAttention,
     AdaptiveShares,
     AttentionClasses,
+    Attribution,
     BlockByBlock,
     Chunks,
     CompositeShares,
@@ -135,6 +137,7 @@ SCORES: tuple[Score, ...] = (
     AttentionClasses(sinks=2),
     TaskAttention("self"),
     Reconstruction(),
+    Attribution(),
 )
 BUDGETS = {  # and what each gives two layers, before that is raised to the minimum; None for all entries
     Fixed(12): lambda length: (12, 12),
@@ -206,9 +209,9 @@ def refused(score: Score, budget: Any, select: Any, merge: Merge, every: int | N
     return (
         (isinstance(score, LastAttention) and isinstance(budget, by_head))
         or (isinstance(budget, RecoveringHeads) and not isinstance(score, AttentionClasses))
-        or (isinstance(score, Reconstruction | TaskAttention) and every is not None)
+        or (isinstance(score, Repetition | TaskAttention) and every is not None)
         or (isinstance(score, Ladder) and every not in (None, 1))
-        or (isinstance(score, Reconstruction) and budget not in ALLOCATED)
+        or (isinstance(score, Repetition) and budget not in ALLOCATED)
         or (isinstance(merge, ValueMerge) and (every is None or not accumulates))
         or (isinstance(merge, GaussianMerge | SimilarityMerge) and every is not None and window)
         or (isinstance(score, WindowAttention) and score.pooling is not None and every is not None)
@@ -276,7 +279,7 @@ def observed(score: Score) -> Slots:
     """The complete prompt, packed in order of position, after the score has seen it."""
     behind = jnp.arange(SIZE - 1, -1, -1)
     positions = jnp.where(behind < both[:, None], both[:, None] - 1 - behind, -1)
-    budget = UniformShares(Fixed(12)) if isinstance(score, Reconstruction) else Fixed(12)
+    budget = UniformShares(Fixed(12)) if isinstance(score, Repetition) else Fixed(12)
     policy = Policy(score, budget, TopTokens(), Drop(), PROTECT)
     nothing = jnp.zeros((L * ROWS, H, 0), int)
     empty = Slots(KEYS[:, :, :0], VALUES[:, :, :0], nothing, jnp.full((L * ROWS, H), 12, jnp.int32))
@@ -289,7 +292,7 @@ def observed(score: Score) -> Slots:
 @partial(jax.jit, static_argnums=0)
 def judged(score: Score, entries: Slots, counts: Any) -> tuple[Any, Any]:
     """The scores of all entries, -inf for empty slots; and those to query heads, 0 where the score has none."""
-    budget = UniformShares(Fixed(12)) if isinstance(score, Reconstruction) else Fixed(12)
+    budget = UniformShares(Fixed(12)) if isinstance(score, Repetition) else Fixed(12)
     policy, moment = Policy(score, budget, TopTokens(), Drop(), PROTECT), Moment(jnp.asarray(both), LAYER)
     queries = jnp.zeros((*entries.positions.shape[:2], G, entries.slots))
     if score.needs.by_query_head:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvjax.parts import (
     AccumulatedAttention,
     AttentionClasses,
+    Attribution,
     BlockByBlock,
     Chunks,
     DistancePreference,
@@ -77,6 +78,7 @@ STATE = {
     AttentionClasses: (1, 0),
     TaskAttention: (G + 1, 0),
     Reconstruction: (1, 0),
+    Attribution: (1, 0),
     LearnedScore: (1, 0),
 }
 
@@ -122,6 +124,7 @@ TRIED: dict[type[Score], list[list[tuple[Select, Merge]]]] = {
     BlockByBlock: [[(TopTokens(), DROP)], [(REPRESENTATIVES, DROP)]],
     TaskAttention: [[(REPRESENTATIVES, DROP)], [(PAGES, DROP)]],
     Reconstruction: [[], [(TopTokens(), GAUSSIAN)]],
+    Attribution: [[], [(EVEN, DROP)]],
     LearnedScore: [[(TopTokens(), DROP)], [(REPRESENTATIVES, DROP)]],
     SavedExpectedAttention: [[(TopTokens(), DROP)], [(EVEN, DROP)]],
     QueryFilter: [[(EVEN, DROP)], [(TopTokens(), DROP)]],
