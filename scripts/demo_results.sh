@@ -2,6 +2,7 @@
 # Runs a grid of configs/demo on the model that ships with kvjax and copies its report to docs/results.
 # Two workers divide the work on two cores. A run that was stopped continues where it stopped.
 #     bash scripts/demo_results.sh policies [FOLDER]   # presets that need no training at eight ratios, 512 tokens
+#     bash scripts/demo_results.sh later [FOLDER]      # presets that came after these, at three ratios
 #     bash scripts/demo_results.sh methods [FOLDER]    # every method at four ratios, 1,024 tokens, 100 questions per task; takes hours
 #     bash scripts/demo_results.sh kvcrush [FOLDER]    # the effect of KVCrush's representatives
 #     bash scripts/demo_results.sh statistics [FOLDER] # policies that read statistics of queries
