@@ -37,7 +37,7 @@ def chat(
         str | None, typer.Option(help="float32, bfloat16 or float16; the default is the dtype of the stored weights.")
     ] = None,
     gates: Annotated[
-        list[str] | None, typer.Option(help="Folder of gates or statistics for the policy; may be given several times.")
+        list[str] | None, typer.Option(help="Folder or file of gates or statistics for the policy; may be repeated.")
     ] = None,
 ) -> None:
     """Talk to a model. Each line of the input is a message; /exit or the end of the input ends the dialogue."""

@@ -49,7 +49,7 @@ def generate(
         str | None, typer.Option(help="float32, bfloat16 or float16; the default is the dtype of the stored weights.")
     ] = None,
     gates: Annotated[
-        list[str] | None, typer.Option(help="Folder of gates or statistics for the policy; may be given several times.")
+        list[str] | None, typer.Option(help="Folder or file of gates or statistics for the policy; may be repeated.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     stream: Annotated[bool, typer.Option("--stream", help="Print the answer as it is decoded.")] = False,

@@ -41,7 +41,7 @@ def inspect(
     ] = "1x1",
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the stored dtype.")] = None,
     gates: Annotated[
-        list[str] | None, typer.Option(help="Folder of gates or statistics for the policy; may be given several times.")
+        list[str] | None, typer.Option(help="Folder or file of gates or statistics for the policy; may be repeated.")
     ] = None,
     out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("inspect.html"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,

@@ -56,7 +56,7 @@ def serve(
         str | None, typer.Option(help="float32, bfloat16 or float16; the default is the dtype of the stored weights.")
     ] = None,
     gates: Annotated[
-        list[str] | None, typer.Option(help="Folder of gates or statistics for the policy; may be given several times.")
+        list[str] | None, typer.Option(help="Folder or file of gates or statistics for the policy; may be repeated.")
     ] = None,
 ) -> None:
     """Serve a model to clients of OpenAI's API: completions, chats, and a page at /."""
