@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.attend import over_heads, over_layers, replaying
+from kvjax.attend import over_heads, over_layers, positions_behind, replaying
 from kvjax.cache import UNLIMITED, Entries, Layers, Segments
 from kvjax.heads import Heads
 from kvjax.kv_cache import KVCache
@@ -80,9 +80,7 @@ passes = jit(
 @jit
 def replay(params: Decoder, cache: KVCache, part: Pass) -> KVCache:
     """The same cache after its score has observed a pass."""
-    behind = jnp.arange(part.tokens.shape[1] - 1, -1, -1)
-    end = cache.length + part.lengths
-    positions = jnp.where(behind < part.lengths[:, None], end[:, None] - 1 - behind, -1)
+    positions = positions_behind(cache.length, part.lengths, part.tokens.shape[1])
     rows = {"positions": positions, "lengths": part.lengths, "first": part.first, "last": part.last, "rope": cache.rope}
     needs = cache.policy.score.needs
     observing = partial(over_heads, cache.mesh, partial(replaying, cache.policy), hidden=needs.hidden, **rows)

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.allocate import allocated, check_one_call, replayed
-from kvjax.attend import ReadPlan, over_heads, pays, reading, stepping, twice
+from kvjax.attend import ReadPlan, over_heads, pays, positions_behind, reading, stepping, twice
 from kvjax.checks import check_integers, check_params, check_type
 from kvjax.kv_cache import KVCache, check_attached
 from kvjax.mix import over_experts
@@ -98,9 +98,8 @@ def read(
     params: Decoder, cache: KVCache, tokens: Int[Array, "B N"], lengths: Int[Array, "B"], *, plan: ReadPlan
 ) -> tuple[Float[Array, "B V"], KVCache]:
     """`extend` by several tokens, with every static choice made."""
-    behind = jnp.arange(tokens.shape[1] - 1, -1, -1)
     next_position = cache.length + lengths
-    positions = jnp.where(behind < lengths[:, None], next_position[:, None] - 1 - behind, -1)
+    positions = positions_behind(cache.length, lengths, tokens.shape[1])
     rows = {"positions": positions, "lengths": lengths, "next_position": next_position, "rope": cache.rope}
     attend = over_heads(
         cache.mesh, partial(reading, cache.policy, plan=plan), hidden=cache.policy.score.needs.hidden, **rows

@@ -12,12 +12,11 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kvjax.allocate import Run
-from kvjax.attend import ReadPlan, over_heads, reading
+from kvjax.attend import ReadPlan, over_heads, positions_behind, reading
 from kvjax.cache import Layers, Slots
 from kvjax.kv_cache import KVCache
 from kvjax.mix import over_experts
@@ -113,10 +112,8 @@ def _begin(
     mesh: Mesh | None,
 ) -> tuple[Float[Array, "B N E"], dict[str, Array]]:
     """The first hidden states of tokens that extend rows of a length, and what attention has to know of them."""
-    behind = jnp.arange(tokens.shape[1] - 1, -1, -1)
-    next_position = length + lengths
-    positions = jnp.where(behind < lengths[:, None], next_position[:, None] - 1 - behind, -1)
-    rows = {"positions": positions, "lengths": lengths, "next_position": next_position}
+    positions = positions_behind(length, lengths, tokens.shape[1])
+    rows = {"positions": positions, "lengths": lengths, "next_position": length + lengths}
     return _in_rows(embedded(embed, tokens, scale), mesh), rows
 
 

@@ -15,6 +15,7 @@ from kvjax.layerwise import pays, read_by_layers
 from kvjax.models import Decoder
 from kvjax.policy import Texts
 from kvjax.programs import jit
+from kvjax.prompts import Batch
 from kvjax.room import Compress, ending, grown, occupied_slots, plan_read, with_room
 
 read_on = jit(read, static_argnames="plan", donate_argnames="cache")
@@ -44,37 +45,32 @@ def read_prompt(
     run, put = partial((clock or Clock()).run, "prefill"), cache.put_rows
     if tokens.shape[1] == 1 and cache.filled and compress == "auto":
         return run(jitted_step, params, with_room(cache, room), put(tokens[:, 0]), put(lengths > 0))
-    end, prompt = ending(cache, compress), (tokens, lengths)
+    end = ending(cache, compress)
     occupied = occupied_slots(cache)
     begins = not any(occupied)
     if end.allocate:
         check_one_call(cache.policy, begins)
     if cache.entries.preallocates:
         cache, chunk = with_room(cache, tokens.shape[1] + room), None
-    chunk = min(chunk or tokens.shape[1], tokens.shape[1])
-    chunks = -(-tokens.shape[1] // chunk)
-    tokens = np.pad(tokens, ((0, 0), (chunks * chunk - tokens.shape[1], 0)))
-    if chunks > 1:
-        between = plan_read(
-            cache, occupied, new=(chunks - 1) * chunk, room=0, compress=compress == "chunk", final=False
-        )
+    *before, last = Batch(tokens, lengths).chunks(chunk)
+    size = last.tokens.shape[1]
+    if before:
+        between = plan_read(cache, occupied, new=len(before) * size, room=0, compress=compress == "chunk", final=False)
         if not begins:  # the first chunk of a prompt has no slots to attend to, and the slots are made when it ends
             cache = grown(cache, size=between.slots)
-    for i in range(chunks):
-        rest = (chunks - 1 - i) * chunk
-        part, part_lengths = put(tokens[:, i * chunk : (i + 1) * chunk]), put(np.clip(lengths - rest, 0, chunk))
-        if rest:
-            go = read_on if i else jitted_read  # the first cache is the caller's
-            _, cache = run(go, params, cache, part, part_lengths, plan=between)
-            occupied = occupied_slots(cache)
-    last = plan_read(
-        cache, occupied, new=chunk, room=0 if end.allocate else room, compress=end.compress, final=end.final
+    for i, part in enumerate(before):
+        go = read_on if i else jitted_read  # the first cache is the caller's
+        _, cache = run(go, params, cache, put(part.tokens), put(part.lengths), plan=between)
+        occupied = occupied_slots(cache)
+    plan = plan_read(
+        cache, occupied, new=size, room=0 if end.allocate else room, compress=end.compress, final=end.final
     )
-    if pays(params, cache, last):
-        logits, cache = read_by_layers(params, cache, part, part_lengths, plan=last, run=run)
+    rest = put(last.tokens), put(last.lengths)
+    if pays(params, cache, plan):
+        logits, cache = read_by_layers(params, cache, *rest, plan=plan, run=run)
     else:
-        logits, cache = run(jitted_read, params, cache, part, part_lengths, plan=last)
+        logits, cache = run(jitted_read, params, cache, *rest, plan=plan)
     if end.allocate:
-        cache = replayed(params, cache, put(prompt[0]), put(prompt[1]), texts, run)
+        cache = replayed(params, cache, put(tokens), put(lengths), texts, run)
         cache = allocated(params, cache, room, begins, run)
     return logits, cache

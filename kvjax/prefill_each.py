@@ -19,7 +19,7 @@ from kvjax.models import Decoder
 from kvjax.modes import own_modes
 from kvjax.parts import Drop, Fixed, TopTokens
 from kvjax.policy import Policy, Score, Texts, Together
-from kvjax.prompts import Prompt
+from kvjax.prompts import Batch, Prompt
 from kvjax.read_each import End, read_to_end, under
 from kvjax.request import Request, as_policy, texts_of
 from kvjax.room import grown, occupied_slots, plan_read
@@ -189,11 +189,12 @@ class _Reading:
 
     def begun(self) -> KVCache:
         """The cache of the whole request, uncompressed."""
-        return self._appended(self._chunks())
+        return self._appended(self.request.batch.chunks(self.request.chunk))
 
     def caches(self) -> Iterator[KVCache]:
         """The compressed caches. Nothing is computed before the first one is asked for."""
-        *before, (tokens, lengths) = self._chunks()
+        *before, last = self.request.batch.chunks(self.request.chunk)
+        tokens, lengths = last.tokens, last.lengths
         cache = self._appended(before)
         ends = [self._end(policy, cache, lengths, tokens.shape[1]) for policy in self._ends()]
         entries = read_to_end(self.params, cache, tokens, lengths, together=self.together, ends=ends, run=self._run)
@@ -212,26 +213,17 @@ class _Reading:
         stays = any(policy.allocates for policy in each)
         return [policy for policy in each if not policy.allocates] + [self.request.cache.policy] * stays
 
-    def _chunks(self) -> list[tuple[Int[np.ndarray, "B n"], Int[np.ndarray, "B"]]]:
-        """The prompt in chunks, with the number of tokens that each row has in each. All rows end in the last one."""
-        tokens, lengths = self.request.batch.tokens, self.request.batch.lengths
-        size = min(self.request.chunk or tokens.shape[1], tokens.shape[1])
-        chunks = -(-tokens.shape[1] // size)
-        tokens = np.pad(tokens, ((0, 0), (chunks * size - tokens.shape[1], 0)))
-        rest = [(chunks - 1 - i) * size for i in range(chunks)]
-        return [(tokens[:, i * size :][:, :size], np.clip(lengths - rest[i], 0, size)) for i in range(chunks)]
-
-    def _appended(self, chunks: Sequence[tuple[Int[np.ndarray, "B n"], Int[np.ndarray, "B"]]]) -> KVCache:
+    def _appended(self, chunks: Sequence[Batch]) -> KVCache:
         """The cache of the request with some chunks appended to it."""
         cache = self.request.cache
-        occupied, new = occupied_slots(cache), sum(tokens.shape[1] for tokens, _ in chunks)
+        occupied, new = occupied_slots(cache), sum(chunk.tokens.shape[1] for chunk in chunks)
         if not chunks:
             return cache
         plan = plan_read(cache, occupied, new=new, room=0, compress=False, final=False)
         if any(occupied):  # the first chunk of a prompt has no slots to attend to
             cache = grown(cache, size=plan.slots)
-        for tokens, lengths in chunks:
-            tokens, lengths = map(cache.put_rows, (tokens, lengths))
+        for chunk in chunks:
+            tokens, lengths = map(cache.put_rows, (chunk.tokens, chunk.lengths))
             layers = read_layers(self.params, cache, tokens, lengths, plan=plan, run=self._run)
             cache = replace(cache, entries=Layers(tuple(held for _, held in layers)), length=cache.length + lengths)
         return cache

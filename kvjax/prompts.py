@@ -54,6 +54,15 @@ class Batch:
             padded[padded.size - row.size :] = row
         return cls(tokens, lengths)
 
+    def chunks(self, size: int | None) -> list[Batch]:
+        """Cuts the columns into chunks of `size`, None for one; the first one is padded. All rows end in the last."""
+        columns = self.tokens.shape[1]
+        size = min(size or columns, columns)
+        number = -(-columns // size)
+        tokens = np.split(np.pad(self.tokens, ((0, 0), (number * size - columns, 0))), number, axis=1)
+        behind = range((number - 1) * size, -1, -size)
+        return [Batch(part, np.clip(self.lengths - rest, 0, size)) for part, rest in zip(tokens, behind, strict=True)]
+
 
 def rows_of(
     prompt: Prompt, tokenizer: Any, vocab_size: int, *, begins: bool, answered: bool = True

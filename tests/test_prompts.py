@@ -46,6 +46,20 @@ def test_rows_are_padded_on_the_left() -> None:
     assert Batch.of([np.array([7]), np.array([8])], size=1).tokens.tolist() == [[7], [8]]
 
 
+def test_chunks_end_together() -> None:
+    batch = Batch.of([np.arange(1, 8), np.array([9])], size=7)
+    found = [(chunk.tokens.tolist(), chunk.lengths.tolist()) for chunk in batch.chunks(3)]
+    assert found == [
+        ([[0, 0, 1], [0, 0, 0]], [1, 0]),
+        ([[2, 3, 4], [0, 0, 0]], [3, 0]),
+        ([[5, 6, 7], [0, 0, 9]], [3, 1]),
+    ]
+    for size in (None, 7, 100):
+        (whole,) = batch.chunks(size)
+        assert whole.tokens.tolist() == batch.tokens.tolist()
+        assert whole.lengths.tolist() == [7, 1]
+
+
 def test_special_tokens_stand_where_a_text_begins(tokenizer: PreTrainedTokenizerFast) -> None:
     texts = ["ba ce", "di"]
     begun, continued = ([row.tolist() for row in rows_of(texts, tokenizer, 101, begins=b)] for b in (True, False))

@@ -13,12 +13,14 @@ from safetensors.numpy import load_file, save_file
 
 import kvjax
 from kvjax.attend.causal import causal
+from kvjax.checkpoint.errors import CheckpointError
 from kvjax.checkpoint.named import load_named
 from kvjax.gates.files import write_gates
 from kvjax.models import Decoder, DecoderConfig, Rope
 from kvjax.statistics.files import holds_statistics, read_statistics, write_statistics
 from kvjax.statistics.measure import measured
 from tests import tiny
+from tests.checkpoint.torch_zip import save
 from tests.methods.reference import rotated
 
 SINKS = 3
@@ -171,6 +173,63 @@ def test_the_published_forms(tmp_path):
     assert sorted(params.layers[1].attention.statistics) == ["q_filters", "query_cov", "query_mean"]
 
 
+def published(statistics):
+    """The content of a file of TriAttention's authors, whose heads are in no order."""
+    real, imaginary = np.split(statistics["query_mean"], 2, axis=-1)
+    parts = {"q_mean_real": real, "q_mean_imag": imaginary, "q_abs_mean": statistics["query_norms"]}
+    places = list(np.ndindex(real.shape[:2]))[::-1]
+    heads = {f"layer{i:02d}_head{h:02d}": {name: part[i, h] for name, part in parts.items()} for i, h in places}
+    facts = {"num_traces": 1, "head_dim": 8, "rope_style": "half", "sampled_heads": [list(at) for at in places]}
+    return {"metadata": facts, "stats": heads}
+
+
+def test_files_of_triattention(tmp_path):
+    params = tiny.decoder(8, 2, (None, None))
+    given = tiny.random_statistics(params.config)
+    file = save(published(given), tmp_path / "x.pt")
+    read = read_statistics(file)
+    assert sorted(read) == ["query_mean", "query_norms"]
+    for name, statistic in read.items():
+        np.testing.assert_array_equal(statistic, given[name])
+        assert statistic.dtype == np.float32
+    assert holds_statistics(file)
+    row, policy = [list(range(1, 20))], "triattention:budget=8,recent=1,every=2"
+    of_file, of_arrays = (
+        kvjax.prefill(kvjax.with_statistics(params, source), row, policy=policy) for source in (file, given)
+    )
+    assert tiny.held(of_file, 0) == tiny.held(of_arrays, 0)
+
+
+def test_what_is_no_file_of_triattention(tmp_path):
+    params = tiny.decoder(8, 2, (None, None))
+    good = published(tiny.random_statistics(params.config))
+    first, *others = good["stats"]
+    head = good["stats"][first]
+    for says, content in [
+        ("it has no dictionaries 'stats' and 'metadata'", []),
+        ("it has no dictionaries 'stats' and 'metadata'", {"stats": good["stats"]}),
+        ("its rope_style is not 'half'", good | {"metadata": {"rope_style": "interleaved"}}),
+        ("'stats' has 0 entries of 0 layers and 0 heads", good | {"stats": {}}),
+        ("'stats' has 15 entries of 2 layers and 8 heads", good | {"stats": {at: good["stats"][at] for at in others}}),
+        ("'stats' has 17 entries of 2 layers and 8 heads", good | {"stats": good["stats"] | {"mean": head}}),
+        ("a head lacks one of q_mean_real", good | {"stats": good["stats"] | {first: {}}}),
+        ("a head lacks one of q_mean_real", good | {"stats": good["stats"] | {first: 3}}),
+        (
+            "or their sizes differ",
+            good | {"stats": good["stats"] | {first: head | {"q_abs_mean": np.zeros(3, np.float32)}}},
+        ),
+        (
+            "query_norms has numbers that are not finite",
+            good
+            | {"stats": {at: x | {"q_abs_mean": np.full(4, np.nan, np.float32)} for at, x in good["stats"].items()}},
+        ),
+    ]:
+        with pytest.raises(CheckpointError, match=says):
+            read_statistics(save(content, tmp_path / "x.pt"))
+    with pytest.raises(ValueError, match=r"statistics of another model: query_mean has shape \(2, 8, 8\)"):
+        kvjax.with_statistics(tiny.decoder(4, 2), save(good, tmp_path / "x.pt"))
+
+
 def test_bfloat16_files_and_models(tmp_path):
     """Statistics are float32 whatever the dtypes of their file and of the model."""
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny.decoder(8, 2))
@@ -193,8 +252,13 @@ def test_commands_attach_either_kind(tmp_path, monkeypatch):
     write_gates(gates, tmp_path / "gates", facts={})
     write_statistics(tiny.random_statistics(params.config), tmp_path / "statistics", facts={})
     monkeypatch.setattr("kvjax.checkpoint.named.load", lambda *_: (params, "tokenizer"))
-    found, _ = load_named("model", gates=[str(tmp_path / "gates"), str(tmp_path / "statistics")])
-    assert sorted(found.layers[0].attention.gates) == ["kvzap"]
+    *_, others = tiny.random_gates(1, 2, 4)
+    files = (
+        save({"module": list(others.layers)}, tmp_path / "g.pt"),
+        save(published(tiny.random_statistics(params.config)), tmp_path / "s.pt"),
+    )
+    found, _ = load_named("model", gates=[str(tmp_path / "gates"), str(tmp_path / "statistics"), *map(str, files)])
+    assert sorted(found.layers[0].attention.gates) == ["fastkvzip", "kvzap"]
     assert sorted(found.layers[0].attention.statistics) == sorted(tiny.random_statistics(params.config))
 
 

@@ -54,12 +54,12 @@ def random_statistics(config: DecoderConfig) -> dict[str, np.ndarray]:
     return found
 
 
-def random_gates(layers: int, kv_heads: int, group: int) -> tuple[Gates, ...]:
-    """Gates of each method that scores hidden states, for a decoder of width 32."""
+def random_gates(layers: int, kv_heads: int, group: int, width: int = 32) -> tuple[Gates, ...]:
+    """Gates of each method that scores hidden states, for a decoder of that width."""
     rng = np.random.default_rng(1)
     sizes: dict[str, dict[str, int | None]] = {
-        "kvzap": {"input_dim": 32, "output_dim": kv_heads, "hidden_dim": 5},
-        "fastkvzip": {"input_dim": 32, "nhead": kv_heads, "ngroup": group, "output_dim": 6, "sink": 3},
+        "kvzap": {"input_dim": width, "output_dim": kv_heads, "hidden_dim": 5},
+        "fastkvzip": {"input_dim": width, "nhead": kv_heads, "ngroup": group, "output_dim": 6, "sink": 3},
     }
     return tuple(
         Gates(

@@ -6,6 +6,7 @@ layers; every layer's part is replaced once that layer has attended.
 
 from .differentiable import differentiable
 from .mesh import over_heads, over_layers, over_rows
+from .positions import positions_behind
 from .prompt import ReadPlan, finished, reading
 from .replay import replaying
 from .rotation import expired, met_keys, rotated
@@ -23,6 +24,7 @@ __all__ = [
     "over_layers",
     "over_rows",
     "pays",
+    "positions_behind",
     "reading",
     "replaying",
     "rotated",

@@ -1,6 +1,6 @@
 """Reads and writes checkpoints: Hugging Face folders of safetensors, and Orbax. It reads GGUF files, too.
 
-It never runs pickle or remote code.
+It never unpickles, and never runs remote code.
 
 `CheckpointError` is the only exception that this package defines. `kvjax.models` explains the axis letters of shapes.
 """

@@ -30,7 +30,7 @@ def load_named(
         model: a folder in Hugging Face or Orbax form, a GGUF file, or a hub id.
         dtype: the name of the dtype of the weights: float32, bfloat16 or float16. By default the stored one.
         mesh: the sizes of a mesh, (data, model); (1, 1) is the default device.
-        gates: folders or hub ids of the gates and statistics to attach, as `kvjax.with_gates` and
+        gates: folders, files or hub ids of the gates and statistics to attach, as `kvjax.with_gates` and
             `kvjax.with_statistics` take them.
 
     Raises:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvjax.cli.console import bytes_text, note, working
+from kvjax.cli.options import Dtype, Gates, Mesh, Model
 from kvjax.compiled import keep_compiled
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ END = "/exit"
 
 
 def chat(
-    model: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file, or repository on the hub.")],
+    model: Model,
     policy: Annotated[
         str, typer.Option(help="What the cache retains: PRESET or PRESET:OPTION=VALUE,...")
     ] = "morphkv:budget=1024",
@@ -30,15 +31,9 @@ def chat(
         str, typer.Option(help="greedy, or settings as in temperature=0.7,top_p=0.9.")
     ] = "temperature=0.7,top_p=0.95",
     seed: Annotated[int, typer.Option(help="The seed of the draws.")] = 0,
-    mesh: Annotated[
-        str, typer.Option(metavar="DATAxMODEL", help="Spread the model over devices, such as 1x4 for four.")
-    ] = "1x1",
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; the default is the dtype of the stored weights.")
-    ] = None,
-    gates: Annotated[
-        list[str] | None, typer.Option(help="Folder of gates or statistics for the policy; may be given several times.")
-    ] = None,
+    mesh: Mesh = "1x1",
+    dtype: Dtype = None,
+    gates: Gates = None,
 ) -> None:
     """Talk to a model. Each line of the input is a message; /exit or the end of the input ends the dialogue."""
     import kvjax

@@ -17,6 +17,7 @@ from kvjax.cli.console import (
     prompt_text,
     working,
 )
+from kvjax.cli.options import Dtype, Gates, Mesh, Model
 from kvjax.compiled import keep_compiled
 from kvjax.shown import shown
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def generate(
-    model: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file, or repository on the hub.")],
+    model: Model,
     prompt: Annotated[str | None, typer.Argument(help="The text to continue.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(help="Read the prompt from a file instead; - is standard input.")
@@ -42,15 +43,9 @@ def generate(
     chunk: Annotated[
         int | None, typer.Option(help="The number of prompt tokens to read at a time, to use less memory.")
     ] = None,
-    mesh: Annotated[
-        str, typer.Option(metavar="DATAxMODEL", help="Spread the model over devices, such as 1x4 for four.")
-    ] = "1x1",
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; the default is the dtype of the stored weights.")
-    ] = None,
-    gates: Annotated[
-        list[str] | None, typer.Option(help="Folder of gates or statistics for the policy; may be given several times.")
-    ] = None,
+    mesh: Mesh = "1x1",
+    dtype: Dtype = None,
+    gates: Gates = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     stream: Annotated[bool, typer.Option("--stream", help="Print the answer as it is decoded.")] = False,
 ) -> None:

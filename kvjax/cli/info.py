@@ -15,13 +15,14 @@ from rich.table import Table
 
 from kvjax.cli.choices import CHOICES
 from kvjax.cli.console import bytes_text, print_json, working
+from kvjax.cli.options import Model
 
 if TYPE_CHECKING:
     from kvjax.models import DecoderConfig
 
 
 def info(
-    path: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file, or repository on the hub.")],
+    path: Model,
     policy: Annotated[
         list[str] | None, typer.Option(help="Policy; may be repeated. Default: all presets with a budget of 1/4.")
     ] = None,

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvjax.cli.console import note, prompt_text, working
+from kvjax.cli.options import Gates
 from kvjax.compiled import keep_compiled
 
 TASK, LENGTH, SEED = (
@@ -40,9 +41,7 @@ def inspect(
         typer.Option(metavar="DATAxMODEL", help="Device mesh for rows x heads, such as 1x4."),
     ] = "1x1",
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the stored dtype.")] = None,
-    gates: Annotated[
-        list[str] | None, typer.Option(help="Folder of gates or statistics for the policy; may be given several times.")
-    ] = None,
+    gates: Gates = None,
     out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("inspect.html"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
 ) -> None:

@@ -8,33 +8,29 @@ from typing import Annotated, Any
 
 import typer
 
-from kvjax.cli.console import note, working
+from kvjax.cli.console import note
+from kvjax.cli.options import Batch, Batches, Data, Dtype, Length, Mesh, Model
 from kvjax.cli.progress import Bar
+from kvjax.cli.texts import load_with_texts
 from kvjax.compiled import keep_compiled
 
 
 def measure_statistics(
-    model: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file, or repository on the hub.")],
-    data: Annotated[Path, typer.Option(help="A text file, or a folder with files *.txt.")],
+    model: Model,
+    data: Data,
     out: Annotated[Path, typer.Option(help="The folder to write.")],
-    batches: Annotated[int, typer.Option(help="The number of batches.")] = 100,
-    batch: Annotated[int, typer.Option(help="The number of texts per batch.")] = 1,
-    length: Annotated[int, typer.Option(help="The number of tokens per text.")] = 1024,
+    batches: Batches = 100,
+    batch: Batch = 1,
+    length: Length = 1024,
     sinks: Annotated[int, typer.Option(help="The number of first tokens of each text that do not count.")] = 4,
     seed: Annotated[int, typer.Option(help="The seed of the texts.")] = 0,
-    mesh: Annotated[
-        str, typer.Option(metavar="DATAxMODEL", help="Spread the model over devices, such as 1x4 for four.")
-    ] = "1x1",
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; the default is the dtype of the stored weights.")
-    ] = None,
+    mesh: Mesh = "1x1",
+    dtype: Dtype = None,
 ) -> None:
     """Measure what qfilter, expected_attention_stats and triattention read, e.g. --data texts/ --out statistics/."""
     import numpy as np
 
-    from kvjax.checkpoint import load_named, mesh_sizes
     from kvjax.checks import check_size
-    from kvjax.gates.texts import read_stream
     from kvjax.policy import check_integer
     from kvjax.statistics.files import write_statistics
     from kvjax.statistics.measure import measured
@@ -48,11 +44,7 @@ def measure_statistics(
         raise ValueError(f"length={length}: expected an integer > sinks + 1 = {sinks + 1}")
     check_folder(out, overwrite=False, argument="another folder")
     keep_compiled()
-    with working(f"loading {model}"):
-        params, tokenizer = load_named(model, dtype, mesh_sizes(mesh))
-    if length > params.config.max_positions:
-        raise ValueError(f"length={length}: expected at most {params.config.max_positions}, the model's positions")
-    stream = read_stream(data, tokenizer, least=length)
+    params, _, stream = load_with_texts(model, dtype, mesh, data, length)
     with Bar("batches") as bar:
         bar.begin(batches)
         bar.at("measuring")

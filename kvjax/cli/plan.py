@@ -10,10 +10,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvjax.cli.console import bytes_text, print_json, working
+from kvjax.cli.options import Model
 
 
 def plan(
-    path: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file, or repository on the hub.")],
+    path: Model,
     memory: Annotated[str, typer.Option(help="The memory of the device, such as 80GB or 16GiB.")],
     policy: Annotated[list[str] | None, typer.Option(help="Policy; may be repeated. Default: full.")] = None,
     max_prompt: Annotated[int, typer.Option(help="The most tokens that a prompt may have.")] = 8192,

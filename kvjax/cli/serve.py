@@ -11,13 +11,14 @@ from typing import Annotated
 import typer
 
 from kvjax.cli.console import bytes_text, note, working
+from kvjax.cli.options import Dtype, Gates, Mesh, Model
 from kvjax.compiled import keep_compiled
 
 KEY = "KVJAX_API_KEY"
 
 
 def serve(
-    model: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file, or repository on the hub.")],
+    model: Model,
     policy: Annotated[str, typer.Option(help="What the cache retains: PRESET or PRESET:OPTION=VALUE,...")] = "full",
     rows: Annotated[int, typer.Option(help="The number of requests that are decoded together.")] = 8,
     max_prompt: Annotated[int, typer.Option(help="The most tokens of a prompt.")] = 4096,
@@ -41,9 +42,7 @@ def serve(
     ] = None,
     prefix_folder: Annotated[Path | None, typer.Option(help="Keep prefixes on disk too.")] = None,
     chunk: Annotated[int, typer.Option(help="The most tokens of a prompt that are read between two steps.")] = 512,
-    mesh: Annotated[
-        str, typer.Option(metavar="DATAxMODEL", help="Spread the model over devices, such as 1x4 for four.")
-    ] = "1x1",
+    mesh: Mesh = "1x1",
     coordinator: Annotated[
         str | None,
         typer.Option(
@@ -52,12 +51,8 @@ def serve(
     ] = None,
     processes: Annotated[int | None, typer.Option(min=1, help="The number of processes.")] = None,
     process: Annotated[int | None, typer.Option(min=0, help="The index of this process.")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; the default is the dtype of the stored weights.")
-    ] = None,
-    gates: Annotated[
-        list[str] | None, typer.Option(help="Folder of gates or statistics for the policy; may be given several times.")
-    ] = None,
+    dtype: Dtype = None,
+    gates: Gates = None,
 ) -> None:
     """Serve a model to clients of OpenAI's API: completions, chats, and a page at /."""
     try:

@@ -9,8 +9,10 @@ from typing import Annotated
 
 import typer
 
-from kvjax.cli.console import note, working
+from kvjax.cli.console import note
+from kvjax.cli.options import Batch, Batches, Data, Dtype, Length, Mesh, Model
 from kvjax.cli.progress import Bar
+from kvjax.cli.texts import load_with_texts
 from kvjax.compiled import keep_compiled
 
 
@@ -23,13 +25,13 @@ class Method(StrEnum):
 
 
 def train_gates(
-    model: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file, or repository on the hub.")],
+    model: Model,
     method: Annotated[Method, typer.Option(help="The policy that will read the gates.")],
-    data: Annotated[Path, typer.Option(help="A text file, or a folder with files *.txt.")],
+    data: Data,
     out: Annotated[Path, typer.Option(help="The folder to write; an interrupted run in it goes on.")],
-    steps: Annotated[int, typer.Option(help="The number of batches.")] = 1000,
-    batch: Annotated[int, typer.Option(help="The number of texts per batch.")] = 1,
-    length: Annotated[int, typer.Option(help="The number of tokens per text.")] = 2048,
+    steps: Batches = 1000,
+    batch: Batch = 1,
+    length: Length = 2048,
     learning_rate: Annotated[
         float | None,
         typer.Option(help="The largest learning rate. Default: 0.02 of duo_attention, 0.001 of the others."),
@@ -45,19 +47,13 @@ def train_gates(
     ] = None,
     seed: Annotated[int, typer.Option(help="The seed of the initial weights and of the texts.")] = 0,
     save_every: Annotated[int, typer.Option(help="The number of steps between two checkpoints of the run.")] = 100,
-    mesh: Annotated[
-        str, typer.Option(metavar="DATAxMODEL", help="Spread the model over devices, such as 1x4 for four.")
-    ] = "1x1",
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; the default is the dtype of the stored weights.")
-    ] = None,
+    mesh: Mesh = "1x1",
+    dtype: Dtype = None,
 ) -> None:
     """Train the gates of a learned policy, e.g. --method kvzap --data texts/ --out gates/."""
-    from kvjax.checkpoint import load_named, mesh_sizes
     from kvjax.checks import check_size
     from kvjax.gates.methods import TRAININGS, check_options
     from kvjax.gates.objective import Recipe
-    from kvjax.gates.texts import read_stream
     from kvjax.gates.training import check_training, train
 
     training = TRAININGS[method.value]
@@ -68,11 +64,7 @@ def train_gates(
     check_options(method.value, given)
     check_training(out)
     keep_compiled()
-    with working(f"loading {model}"):
-        params, tokenizer = load_named(model, dtype, mesh_sizes(mesh))
-    if length > params.config.max_positions:
-        raise ValueError(f"length={length}: expected at most {params.config.max_positions}, the model's positions")
-    stream = read_stream(data, tokenizer, least=length)
+    params, tokenizer, stream = load_with_texts(model, dtype, mesh, data, length)
     objective = training.objective(params, recipe, stream, tokenizer, **given)
     facts = {"model": model, "data": str(data)}
     with Bar("steps") as bar:

@@ -50,7 +50,7 @@ def with_gates(params: Decoder, gates: Gates | str | os.PathLike[str]) -> Decode
 
     Args:
         params: the decoder.
-        gates: a folder of gates, a repository on the hub, or `Gates`.
+        gates: a folder of gates, a repository on the hub, a file of Fast KVzip's authors (`read_gates`), or `Gates`.
 
     Raises:
         CheckpointError: the gates cannot be read.

@@ -1,7 +1,8 @@
-"""Files of gates: a folder with config.json, model.safetensors and a card, README.md.
+"""Files of gates: a folder with config.json, model.safetensors and a card, README.md; or a file of Fast KVzip.
 
 config.json has `model_type`, the method; `n_modules`, the number of layers; and the sizes of the method's tensors. The
-tensor NAME of layer i is called `layers.i.NAME`. The gates that the authors of KVzap published have this form.
+tensor NAME of layer i is called `layers.i.NAME`. The gates that the authors of KVzap published have this form. Those of
+Fast KVzip are in files of torch.save: `module` is a list of a dictionary of tensors per layer.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,11 +22,12 @@ from safetensors.numpy import save_file
 from kvjax.checkpoint.errors import CheckpointError
 from kvjax.checkpoint.folder import DTYPES, locate, read_json
 from kvjax.checkpoint.tensors import open_tensors
+from kvjax.checkpoint.torch_files import locate_file, read_torch
 from kvjax.checks import is_integer
 from kvjax.shown import shown
 from kvjax.writing import new_folder
 
-from .forms import FORMS, Form
+from .forms import FORMS, Form, Shapes
 
 FILES = ("config.json", "model.safetensors", "README.md")
 OWNED = re.compile("|".join(map(re.escape, FILES)))
@@ -51,15 +54,19 @@ class Gates:
 
 
 def read_gates(path_or_hub_id: str | os.PathLike[str]) -> Gates:
-    """Reads gates from a folder, or from a repository on the hub such as `nvidia/KVzap-mlp-Qwen3-8B`.
+    """Reads gates from a folder or a file, or from the hub.
 
     Args:
-        path_or_hub_id: the folder or repository.
+        path_or_hub_id: a folder or a repository on the hub, such as `nvidia/KVzap-mlp-Qwen3-8B`; or a file that ends in
+            .pt, or one of a repository, such as `Jang-Hyun/Fast-KVzip/qwen3-8b/q4_dim16_sink16.pt`.
 
     Raises:
         CheckpointError: the gates are absent, incomplete, of an unknown method or in another form. It lists all
             problems.
     """
+    file = locate_file(path_or_hub_id)
+    if file is not None:
+        return _of_file(file)
     folder = locate(path_or_hub_id, FILES)
     if not (folder / FILES[0]).is_file():
         reason = f"it has no {FILES[0]}: expected a folder of gates, with {FILES[0]} and {FILES[1]}"
@@ -80,29 +87,61 @@ def read_gates(path_or_hub_id: str | os.PathLike[str]) -> Gates:
     if wrong:
         raise CheckpointError(folder, wrong)
     problems: list[str] = []
-    shapes = {
-        f"layers.{i}.{name}": shape for i in range(config["n_modules"]) for name, shape in form.shapes(sizes).items()
-    }
     with ExitStack() as stack:
         stored, _ = open_tensors(folder, stack, problems)
-        if not problems:
-            if missing := sorted(shapes.keys() - stored.keys()):
-                problems.append(f"missing tensor(s): {', '.join(missing)}")
-            if others := sorted(stored.keys() - shapes.keys()):
-                problems.append(f"unexpected tensor(s): {', '.join(others)}")
-        for name in sorted(shapes.keys() & stored.keys()):
-            tensor = stored[name]
-            if tuple(tensor.get_shape()) != shapes[name]:
-                problems.append(f"{name} has shape {tuple(tensor.get_shape())}: expected {shapes[name]}")
-            if tensor.get_dtype() not in DTYPES:
-                problems.append(f"{name} has dtype {tensor.get_dtype()}: expected {', '.join(DTYPES)}")
         if problems:
             raise CheckpointError(folder, problems)
+        given = {name: (tuple(tensor.get_shape()), tensor.get_dtype()) for name, tensor in stored.items()}
+        _check(folder, form.shapes(sizes), config["n_modules"], given)
         layers = tuple(
             {name: np.asarray(stored[f"layers.{i}.{name}"][...]) for name in form.shapes(sizes)}
             for i in range(config["n_modules"])
         )
     return Gates(found, sizes, layers)
+
+
+def _of_file(file: Path) -> Gates:
+    """The gates of a file of Fast KVzip's authors, whose sizes follow from the tensors of the first layer."""
+    content = read_torch(file)
+    modules = content.get("module") if isinstance(content, dict) else None
+    if not isinstance(modules, list) or not modules or not all(isinstance(layer, dict) for layer in modules):
+        raise CheckpointError(file, ["it has no list 'module' of a dictionary per layer, as files of Fast KVzip have"])
+    layers = tuple({name: x for name, x in layer.items() if isinstance(x, np.ndarray)} for layer in modules)
+    try:
+        H, _, S, C = layers[0]["k_base"].shape
+        (*_, G), (*_, E) = (layers[0][name].shape for name in ("b", "q_proj.weight"))
+    except (KeyError, ValueError):
+        reason = "its first layer lacks k_base [H, 1, S, C], b [H, 1, G] or q_proj.weight [H * G * C, E]"
+        raise CheckpointError(file, [reason]) from None
+    sizes: dict[str, int | None] = {"input_dim": E, "nhead": H, "ngroup": G, "output_dim": C, "sink": S}
+    if not all(sizes.values()):
+        raise CheckpointError(file, [f"its gates have the sizes {shown(sizes)}: expected integers >= 1"])
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    given = {
+        f"layers.{i}.{name}": (tensor.shape, names.get(tensor.dtype, str(tensor.dtype)))
+        for i, layer in enumerate(layers)
+        for name, tensor in layer.items()
+    }
+    _check(file, FORMS["fastkvzip"].shapes(sizes), len(layers), given)
+    return Gates("fastkvzip", sizes, layers)
+
+
+def _check(source: Path, shapes: Shapes, number: int, given: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
+    """Raises CheckpointError unless the shapes and dtypes are those of a number of layers, each of `shapes`."""
+    expected = {f"layers.{i}.{name}": shape for i in range(number) for name, shape in shapes.items()}
+    problems = []
+    if missing := sorted(expected.keys() - given.keys()):
+        problems.append(f"missing tensor(s): {', '.join(missing)}")
+    if others := sorted(given.keys() - expected.keys()):
+        problems.append(f"unexpected tensor(s): {', '.join(others)}")
+    for name in sorted(expected.keys() & given.keys()):
+        shape, dtype = given[name]
+        if shape != expected[name]:
+            problems.append(f"{name} has shape {shape}: expected {expected[name]}")
+        if dtype not in DTYPES:
+            problems.append(f"{name} has dtype {dtype}: expected {', '.join(DTYPES)}")
+    if problems:
+        raise CheckpointError(source, problems)
 
 
 def write_gates(

@@ -9,11 +9,11 @@ from typing import Any
 from kvjax.models import Decoder
 from kvjax.policy import check_integer
 from kvjax.shown import shown
+from kvjax.texts import Stream
 
 from .mixing import distillation
 from .objective import Objective, Recipe
 from .reconstruction import cross_entropy, log_scores
-from .texts import Stream
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from kvjax.attend.causal import causal
 from kvjax.attend.rotation import rotated
 from kvjax.models import Attend, AttentionLayer, Decoder, join_sinks
 from kvjax.pallas_kernels import capped
+from kvjax.texts import Stream
 
 from .objective import Objective, Recipe, Weights
 from .passkeys import KEYS, PassKeys, wording_of
-from .texts import Stream
 
 REGULARISATION = 0.05
 

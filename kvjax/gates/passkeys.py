@@ -10,8 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from kvjax.evaluation.tasks.vocabulary import NAMES, THINGS
-
-from .texts import Stream
+from kvjax.texts import Stream
 
 KEYS = 10  # per text
 

@@ -18,10 +18,10 @@ from kvjax.models import AttentionLayer, Decoder
 from kvjax.policies import kvzip
 from kvjax.programs import jit
 from kvjax.request import texts_of
+from kvjax.texts import Stream
 
 from .forms import FORMS
 from .objective import Objective, Recipe, Weights
-from .texts import Stream
 
 CHANNELS = KEYS = 16  # of Fast KVzip's gates
 FLOOR = 1e-6  # smaller scores of KVzip count as this one, or their logarithms would dominate the loss

@@ -31,7 +31,8 @@ def fastkvzip(
 
         score[h, c] = mean_g exp(k q_g / 4 + b_g) / (exp(k q_g / 4 + b_g) + sum_i exp(s_i q_g / 4))
 
-    The gates lie beside the parameters: `kvjax.with_gates(params, FOLDER)` reads those that `kvjax train-gates` writes.
+    The gates lie beside the parameters: `kvjax.with_gates(params, PATH)` reads those that `kvjax train-gates` writes,
+    and files of the authors.
 
     Args:
         budget: entries of the mean kv head. A float is a share of each row's prompt.

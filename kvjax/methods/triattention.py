@@ -92,8 +92,8 @@ def triattention(
     where the expectations are those of a set of texts. The first sum is the logit that the mean query would give, the
     second is large where queries are spread. It needs neither attention weights nor state.
 
-    The expectations are statistics beside the parameters: `kvjax.with_statistics(params, FOLDER)` reads those that
-    `kvjax measure-statistics` writes.
+    The expectations are statistics beside the parameters: `kvjax.with_statistics(params, PATH)` reads those that
+    `kvjax measure-statistics` writes, and the authors' files.
 
     Args:
         budget: the number of entries that a kv head retains and that a query sees, itself included. An integer >= 1, or

@@ -28,8 +28,9 @@ def with_statistics(
 
     Args:
         params: the decoder.
-        statistics: a folder of statistics, a repository on the hub, or arrays by name. `query_mean` is [L, Hq, D],
-            `query_cov` [L, Hq, D, D], `query_norms` [L, Hq, D / 2], `q_filters` [L, H, D].
+        statistics: a folder of statistics, a repository on the hub, a file of TriAttention's authors, or arrays by
+            name. `query_mean` is [L, Hq, D], `query_cov` [L, Hq, D, D], `query_norms` [L, Hq, D / 2], `q_filters`
+            [L, H, D].
 
     Raises:
         CheckpointError: the statistics cannot be read.

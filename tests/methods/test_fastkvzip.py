@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.checkpoint.errors import CheckpointError
 from kvjax.gates.attach import with_gates
 from kvjax.gates.files import Gates, read_gates, write_gates
 from kvjax.gates.forms import FORMS
 from kvjax.policies import fastkvzip
 from tests import tiny
+from tests.checkpoint.torch_zip import save
 from tests.methods.hidden import hidden_states, scored
 
 # What the tests of all presets run (tests/policy/presets.py).
@@ -106,6 +108,82 @@ def test_files(tmp_path):
     assert config == {"model_type": "fastkvzip", "n_modules": 2, **sizes}
     for mine, theirs in zip(read_gates(tmp_path / "gates").layers, gates.layers, strict=True):
         assert all(np.array_equal(mine[name], theirs[name]) for name in theirs)
+
+
+def published(gates):
+    """What the authors' training saves of gates: projections and b in bfloat16, norms and k_base in float32."""
+    return [
+        {name: x if "norm" in name or name == "k_base" else x.astype(jnp.bfloat16) for name, x in layer.items()}
+        for layer in gates.layers
+    ]
+
+
+def test_published_files(tmp_path):
+    """Sizes follow from the tensors, as in kvpress."""
+    *_, gates = tiny.random_gates(2, 2, 4)
+    file = save({"module": published(gates), "loss": [0.25], "acc": [0.5]}, tmp_path / "q4_dim6_sink3.pt")
+    read = read_gates(file)
+    assert (read.method, read.sizes) == ("fastkvzip", gates.sizes)
+    for mine, theirs in zip(read.layers, published(gates), strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(mine[name].dtype == x.dtype and np.array_equal(mine[name], x) for name, x in theirs.items())
+    params = with_gates(tiny.decoder(8, 2, (None, None)), file)
+    assert kvjax.generate(params, ROWS, policy=fastkvzip(8, 1, 2), max_new_tokens=2).tokens.shape == (3, 2)
+
+
+def test_what_is_no_published_file(tmp_path):
+    *_, gates = tiny.random_gates(2, 2, 4)
+    first, second = published(gates)
+    without = {name: x for name, x in second.items() if name != "b"}
+    for says, content in [
+        ("it has no list 'module'", [first]),
+        ("it has no list 'module'", {"module": []}),
+        ("it has no list 'module'", {"module": [first, 3]}),
+        (r"its first layer lacks k_base \[H, 1, S, C\]", {"module": [{"weight": np.zeros((2, 2), np.float32)}]}),
+        ("'sink': 0}: expected integers >= 1", {"module": [first | {"k_base": np.zeros((2, 1, 0, 6), np.float32)}]}),
+        (r"missing tensor\(s\): layers.1.b$", {"module": [first, without]}),
+        (r"unexpected tensor\(s\): layers.1.scale$", {"module": [first, second | {"scale": second["b"]}]}),
+        (
+            r"layers.1.b has shape \(1,\): expected \(2, 1, 4\)\n.*1.k_proj.weight has dtype int64: expected F32",
+            {"module": [first, second | {"b": np.zeros(1, np.float32), "k_proj.weight": np.zeros((12, 32), np.int64)}]},
+        ),
+    ]:
+        with pytest.raises(CheckpointError, match=says):
+            read_gates(save(content, tmp_path / "x.pt"))
+    with pytest.raises(ValueError, match=r"gates for layers 1, .*: expected gates for layers 2"):
+        with_gates(tiny.decoder(8, 2, (None, None)), save({"module": [first]}, tmp_path / "x.pt"))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_file_of_pytorch_modules(tmp_path, dtype):
+    """Scores are those of the modules that kvpress loads, written out with PyTorch's own parts."""
+    torch = pytest.importorskip("torch")
+    E, H, G, C, S = 32, 2, 4, 6, 3
+    own = getattr(torch, dtype)
+
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q_proj = torch.nn.Linear(E, H * G * C, dtype=own)
+            self.k_proj = torch.nn.Linear(E, H * C, bias=False, dtype=own)
+            self.q_norm, self.k_norm = torch.nn.RMSNorm(C, eps=1e-6), torch.nn.RMSNorm(C, eps=1e-6)
+            self.k_base = torch.nn.Parameter(torch.randn(H, 1, S, C))
+            self.b = torch.nn.Parameter(torch.randn(H, 1, G).to(own))
+
+        def forward(self, x):  # [N, E] to [H, N]
+            q = self.q_norm(self.q_proj(x).view(len(x), H, G, C).float()).transpose(0, 1).transpose(-1, -2)
+            k = self.k_norm(self.k_proj(x).view(len(x), H, 1, C).float()).transpose(0, 1)
+            logit = k @ q / C**0.5 + self.b.unsqueeze(2)
+            return (1 / (1 + torch.exp(self.k_base @ q / C**0.5 - logit).sum(2, keepdim=True))).mean(-1)[..., 0]
+
+    torch.manual_seed(0)
+    modules = [Module() for _ in range(2)]
+    torch.save({"module": [module.state_dict() for module in modules], "loss": np.ones((2, 3))}, tmp_path / "x.pt")
+    hidden = torch.randn(9, E).to(own)
+    for layer, module in zip(read_gates(tmp_path / "x.pt").layers, modules, strict=True):
+        found = FORMS["fastkvzip"].score(layer, jnp.asarray(hidden.float().numpy(), dtype)[None])[0]
+        np.testing.assert_allclose(found, module(hidden).detach().numpy(), atol=1e-5 if dtype == "float32" else 1e-2)
 
 
 def test_both_kinds_of_gates_lie_beside_one_model():

@@ -9,6 +9,7 @@ import pytest
 
 import kvjax
 from kvjax.statistics.measure import measured
+from tests import tiny
 from tests.methods.test_kvpress import GOLDEN
 from tests.models.test_parity import logits
 from tests.policy.presets import SPECS
@@ -67,7 +68,10 @@ def test_every_preset_runs(real: Real, name: str) -> None:
     params = first_layers(real.params, 2)
     if name in ("qfilter", "expected_attention_stats", "triattention"):
         params = kvjax.with_statistics(params, measured(params, [np.array([real.essay[200:264]])], 4))
-    spec: kvjax.Policy | str = f"{name}:{SPECS[name][0]}".rstrip(":")
+    config = params.config
+    for gates in tiny.random_gates(2, config.num_kv_heads, 3, config.hidden_size):
+        params = kvjax.with_gates(params, gates) if gates.method == name else params
+    spec: kvjax.Policy | str = f"{name}:{SPECS[name][0]}".rstrip(":").replace("groups=2", "groups=3")
     if name == "duo_attention":  # gates belong to one model
         spec = kvjax.policies.duo_attention(((0.1, 0.9, 0.4), (0.8, 0.2, 0.3)), sinks=2, recent=10)
     if name == "headkv":

@@ -1,4 +1,4 @@
-"""The texts that gates are trained on: windows of a stream of tokens."""
+"""Texts that gates are trained on and statistics measured on: windows of a stream of tokens."""
 
 from __future__ import annotations
 

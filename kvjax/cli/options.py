@@ -1,0 +1,23 @@
+"""Arguments that several commands have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+import typer
+
+Model: TypeAlias = Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file, or repository on the hub.")]
+Gates: TypeAlias = Annotated[
+    list[str] | None, typer.Option(help="Folder or file of gates or statistics for the policy; may be repeated.")
+]
+Mesh: TypeAlias = Annotated[
+    str, typer.Option(metavar="DATAxMODEL", help="Spread the model over devices, such as 1x4 for four.")
+]
+Dtype: TypeAlias = Annotated[
+    str | None, typer.Option(help="float32, bfloat16 or float16; the default is the dtype of the stored weights.")
+]
+Data: TypeAlias = Annotated[Path, typer.Option(help="A text file, or a folder with files *.txt.")]
+Batches: TypeAlias = Annotated[int, typer.Option(help="The number of batches.")]
+Batch: TypeAlias = Annotated[int, typer.Option(help="The number of texts per batch.")]
+Length: TypeAlias = Annotated[int, typer.Option(help="The number of tokens per text.")]
