@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -193,12 +195,42 @@ class Handle:
         )
 
 
+class Bell:
+    """Wakes coroutines of one event loop from other threads: those that are due by the time that the loop looks.
+
+    A call from thread to thread takes longer than a token's delivery, and the rows of a step ring at once.
+    """
+
+    _of: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, Bell]] = WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self._due: deque[asyncio.Event] = deque()
+        self._called = False
+
+    @classmethod
+    def here(cls) -> Bell:
+        """The one of the running loop."""
+        return cls._of.setdefault(asyncio.get_running_loop(), cls())
+
+    def ring(self, loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+        """Sets an event of the loop. Any thread may call it."""
+        self._due.append(event)
+        if not self._called:
+            self._called = True
+            loop.call_soon_threadsafe(self._set)
+
+    def _set(self) -> None:
+        self._called = False  # first, so that an event that comes too late for the rest calls again
+        while self._due:
+            self._due.popleft().set()
+
+
 class _Alarm:
     """Wakes one coroutine whenever a feed changes."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._bell = asyncio.get_running_loop(), Bell.here()
         self._event = asyncio.Event()
 
     def __enter__(self) -> _Alarm:
@@ -212,7 +244,7 @@ class _Alarm:
 
     def _ring(self) -> None:
         with suppress(RuntimeError):  # the coroutine's loop has been closed meanwhile
-            self._loop.call_soon_threadsafe(self._event.set)
+            self._bell.ring(self._loop, self._event)
 
     async def wait(self) -> None:
         """Waits until the feed has changed since the last call."""

@@ -183,12 +183,13 @@ class Loop:
     def _deliver(self, report: Int32[Array, "3 B"], tickets: list[Ticket | None]) -> None:
         """Gives each request that has not ended meanwhile its token."""
         tokens, bits, active = np.ascontiguousarray(np.asarray(report)[:, : len(tickets)])
-        for ticket, token, log_prob, on in zip(tickets, tokens, bits.view(np.float32), active, strict=True):
+        found = tokens.tolist(), bits.view(np.float32).tolist(), active.astype(bool).tolist()
+        for ticket, token, log_prob, on in zip(tickets, *found, strict=True):
             if ticket is None or ticket.feed.ended:
                 continue
             ticket.last = self.counters.token(ticket.submitted, ticket.last)
             try:
-                goes_on = ticket.take(int(token), float(log_prob), bool(on))
+                goes_on = ticket.take(token, log_prob, on)
             except Exception as error:  # of the tokenizer, which concerns this request alone
                 ticket.feed.fail(error)
                 goes_on = False

@@ -4,9 +4,10 @@
     for ended in Refill(params).run(batches):
         ended.name, ended.tokens
 
-Prompts are read as `kvjax.generate` reads them, and a row takes the next request as soon as its answer has ended. The
-next batch is read when a row is free and no request waits, so at most one batch waits. One program runs the steps until
-an answer ends, so the host takes part once per answer and not once per token. Nothing here has a thread.
+Prompts are read as `kvjax.generate` reads them, and a row takes the next request as soon as its answer has ended. One
+program runs the steps until an answer ends, so the host takes part once per answer and not once per token. While the
+device works on them, the caller gets the answers that ended before, and the next batch is read if no request waits, so
+that at most one batch waits. Nothing here has a thread.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Int, Int32
 
 from kvjax.checks import LARGEST
 from kvjax.clock import Clock
@@ -120,10 +122,15 @@ class ReadBatch:
             params, prompt, policy=policy, tokenizer=tokenizer, cache=cache, chunk=chunk, answer=answer
         )
         logits, filled = read_request(params, request, clock)
-        first = take(Decoding.begin(request, filled, size=max_new_tokens, log_probs=True), logits)
+        first = take(Decoding.begin(request, filled, size=max_new_tokens, log_probs=False), logits)
         limits = filled.put_rows(np.full(len(request.batch.lengths), max_new_tokens, np.int32))
         requests = [Ended(name, decoder=RowText(tokenizer, stops) if stops else None) for name in names]
         return cls(requests, Resident(first, jnp.asarray(limits)).within_limits())
+
+    @cached_property
+    def shapes(self) -> Resident:
+        """The shapes of the rows, which stay when these become the rows that are refilled."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.rows)
 
     @property
     def nbytes(self) -> int:
@@ -135,7 +142,8 @@ class Refill:
     """Rows of one model.
 
     Attributes:
-        clock: adds up the seconds of answering under "decode" and "compile", without those of reading.
+        clock: adds up the seconds of answering under "decode" and "compile", without those of reading, during which
+            rows take steps too.
         steps: the number of decode steps of all rows.
     """
 
@@ -144,6 +152,7 @@ class Refill:
         self.steps = 0
         self._leaves, self._tree = jax.tree.flatten(params)
         self._resident: Resident | None = None
+        self._shapes: Resident | None = None  # of the resident rows
         self._rows: list[Ended | None] = []  # of each row; None where it is free
         self._waiting: deque[tuple[ReadBatch, int]] = deque()  # requests of one batch, and their rows in it
         self._compiled: set[Any] = set()
@@ -152,18 +161,22 @@ class Refill:
         """Yields requests as their answers end.
 
         Args:
-            batches: the requests. A batch is asked for when a row is free. One whose caches have other shapes than
+            batches: the requests. A batch is asked for when no request waits. One whose caches have other shapes than
                 those before it waits until all rows are free.
         """
-        more = True
-        while more or self._busy:
-            while more and not self._waiting and (not self._busy or None in self._rows):
+        more, ended = True, list[Ended]()
+        while more or ended or self._busy:
+            self._admit()
+            steps = self._start()
+            yield from ended
+            ended = []
+            if more and not self._waiting:
                 batch = next(batches, None)
                 more = batch is not None
                 if batch is not None:
-                    yield from self._begin(batch)
-            self._admit()
-            yield from self._advance()
+                    ended += self._begin(batch)
+            if steps is not None:
+                ended += self._finish(*steps)
 
     @property
     def _busy(self) -> bool:
@@ -200,15 +213,14 @@ class Refill:
             return
         batch = self._waiting[0][0]
         if not any(self._rows):  # the batch itself becomes the rows
-            if self._resident is None or not _alike(self._resident, batch.rows):
+            if self._shapes != batch.shapes:
                 self._compiled.clear()
-            self._resident, self._rows = batch.rows, [None] * batch.rows.limits.size
+            self._resident, self._shapes, self._rows = batch.rows, batch.shapes, [None] * batch.rows.limits.size
             while self._waiting:
                 _, i = self._waiting.popleft()
                 self._rows[i] = batch.requests[i]
             return
-        assert self._resident is not None
-        if not _alike(self._resident, batch.rows):
+        if self._shapes != batch.shapes:
             return
         with self._working():
             while self._waiting and None in self._rows:
@@ -217,10 +229,10 @@ class Refill:
                 self._resident = self._run(place, self._resident, batch.rows, np.int32(i), np.int32(row))
                 self._rows[row] = batch.requests[i]
 
-    def _advance(self) -> list[Ended]:
-        """Steps of all rows until an answer ends. Returns the requests whose answers have ended."""
+    def _start(self) -> tuple[Array, Array] | None:
+        """Starts the steps of all rows until an answer ends, if there are rows. Returns what `_finish` takes."""
         if not any(self._rows):
-            return []
+            return None
         wanted = np.array([request is not None for request in self._rows])
         stops = any(request is not None and request.decoder is not None for request in self._rows)
         most = np.int32(STOP_STEPS if stops else LARGEST)
@@ -228,6 +240,11 @@ class Refill:
             self._resident, found, steps = self._run(
                 advance_until, self._leaves, self._resident, wanted, most, tree=self._tree
             )
+        return found, steps
+
+    def _finish(self, found: Int32[Array, "B 2+T"], steps: Int[Array, ""]) -> list[Ended]:
+        """Waits for steps. Returns the requests whose answers have ended."""
+        with self._working():
             ended = _delivered(self._rows, found)
             self.steps += int(steps)
         self._rows = [None if request in ended else request for request in self._rows]
@@ -241,9 +258,3 @@ def _delivered(requests: Sequence[Ended | None], found: Int32[Array, "B 2+T"]) -
         if request is not None and not request.take(tokens[len(request.tokens) : length], bool(active)):
             ended.append(request)
     return ended
-
-
-def _alike(resident: Resident, read: Resident) -> bool:
-    """Whether rows have the same shapes."""
-    shapes = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), rows) for rows in (resident, read)]
-    return shapes[0] == shapes[1]

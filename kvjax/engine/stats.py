@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 BOUNDS = tuple(0.0005 * 2**i for i in range(18))  # seconds, to about a minute
@@ -103,7 +104,7 @@ class _Times:
         self.sum = 0.0
 
     def add(self, seconds: float) -> None:
-        self.counts[sum(seconds > bound for bound in BOUNDS)] += 1
+        self.counts[bisect_left(BOUNDS, seconds)] += 1
         self.sum += seconds
 
     def histogram(self) -> Histogram:

@@ -14,7 +14,7 @@ from ..arrays import Fold, fold
 from ..quantized import QuantizedArray, plain
 from ..softcap import capped
 from ..visibility import visible
-from ..window_scores.reference import Reduction, window_scores
+from ..window_scores.reference import Reduction
 
 
 @jax.tree_util.register_dataclass
@@ -45,6 +45,16 @@ class Asked:
         """
         lse, reduction = self.lse, self.reduction
         return by(self.queries, k, self.positions, k_positions, lse=lse, reduction=reduction, **options)
+
+    def reduced(
+        self, logits: Float[Array, "B H S G X"], k_positions: Int[Array, "B H S"], window: int | None
+    ) -> Float[Array, "B H S"]:
+        """Returns the reduced weights, given the logits of the extra rows with all keys."""
+        seen = jnp.swapaxes(visible(self.positions, k_positions, window), 2, 3)
+        lse = self.lse.reshape(logits.shape[0], logits.shape[1], 1, *logits.shape[3:])
+        lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse)  # a query that saw nothing gives no weight
+        weights = jnp.exp(jnp.where(seen[:, :, :, None], logits - lse, -jnp.inf))
+        return self.reduction.ended(self.reduction.begun(weights), jnp.sum(seen, axis=3), k_positions)
 
 
 class SlotAttention(NamedTuple):
@@ -88,18 +98,22 @@ def slot_attention(
         received: also return the attention that each slot received: the weights, reduced in this way over the query
             heads of a kv head and then summed over the W rows.
         asked: extra query rows. Also return their reduced weights on the slots, as `window_scores` defines them.
-            Kernels compute them in the same pass over the keys.
+            They are computed in the same pass over the keys.
     """
     B, Hq, W, D = q.shape
     H, S = k.shape[1:3]
     k, v = plain(k), plain(v)
-    rows = (q * scale).reshape(B, H, -1, D)
+    G = Hq // H
+    queries = [q] if asked is None else [q, asked.queries]
+    rows = jnp.concatenate([(x * scale).reshape(B, H, -1, D) for x in queries], axis=2)
     # Keys come first, and the swap is behind a barrier. XLA would otherwise swap the product's operands, which makes it
     # a quarter slower on a CPU.
     logits = jax.lax.optimization_barrier(jnp.einsum("BHSD,BHRD->BHSR", k, rows, preferred_element_type=jnp.float32))
-    logits = capped(jnp.swapaxes(logits, 2, 3).reshape(B, H, -1, W, S), softcap)
+    logits = capped(logits, softcap)
     if bias is not None:
-        logits = logits + bias[:, :, None, None]
+        logits = logits + bias[..., None]
+    logits, others = jnp.split(logits, [G * W], axis=3)
+    logits = jnp.swapaxes(logits, 2, 3).reshape(B, H, G, W, S)
     logits = jnp.where(visible(q_positions, k_positions, window)[:, :, None], logits, -jnp.inf)
     peak = jnp.max(logits, axis=-1, keepdims=True)
     exponentials = jnp.exp(logits - jnp.where(jnp.isneginf(peak), 0.0, peak))
@@ -115,5 +129,5 @@ def slot_attention(
         received_weights = fold(exponentials / divisor, received, axis=2).sum(axis=2)
     scores = None
     if asked is not None:
-        scores = asked.scores(window_scores, k, k_positions, scale=scale, window=window, softcap=softcap, bias=bias)
+        scores = asked.reduced(others.reshape(B, H, S, G, -1), k_positions, window)
     return SlotAttention(context.reshape(B, Hq, W, v.shape[-1]).astype(q.dtype), lse, received_weights, scores)

@@ -50,6 +50,23 @@ class Reduction:
         """Whether the two reductions give the same score in either order, up to rounding."""
         return (self.rows == "max") == (self.group == "max")
 
+    def begun(self, weights: Float[Array, "B H K G R"]) -> Float[Array, "B H K F"]:
+        """Reduces over R of the queries, and over the group (F = 1) unless it comes after all queries (F = G)."""
+        over_rows = jnp.max if self.rows == "max" else jnp.sum
+        if self.commutes:
+            return over_rows(weights, axis=(3, 4))[..., None] / (weights.shape[3] if self.group == "mean" else 1)
+        if self.first == "group":
+            return over_rows(fold(weights, self.group, axis=3), axis=3)[..., None]
+        return over_rows(weights, axis=4)
+
+    def ended(
+        self, score: Float[Array, "B H K F"], viewers: Int[Array, "B H K"], k_positions: Int[Array, "B H K"]
+    ) -> Float[Array, "B H K"]:
+        """The scores of all queries, whose parts `begun` has reduced, and of which `viewers` see each key."""
+        if self.rows == "mean":
+            score = score / jnp.maximum(viewers, 1)[..., None]
+        return jnp.where(k_positions >= 0, fold(score, self.group, axis=3), 0.0)
+
 
 DEFAULT_REDUCTION = Reduction()
 
@@ -128,15 +145,6 @@ def window_scores(
     padding = jnp.moveaxis(t.reshape(B, blocks, rows), 1, 0)[:, :, None, None] < 0
     lse_blocks = jnp.where(padding | jnp.isneginf(lse_blocks), jnp.inf, lse_blocks)
 
-    def reduce_tile(weights: Float[Array, "B H K G R"]) -> Float[Array, "B H K F"]:
-        """Reduces over the tile's queries, and over the group (F = 1) unless it comes after all queries (F = G)."""
-        over_rows = jnp.max if reduction.rows == "max" else jnp.sum
-        if reduction.commutes:
-            return over_rows(weights, axis=(3, 4))[..., None] / (G if reduction.group == "mean" else 1)
-        if reduction.first == "group":
-            return over_rows(fold(weights, reduction.group, axis=3), axis=3)[..., None]
-        return over_rows(weights, axis=4)
-
     def key_block(j: Array) -> Float[Array, "B H K"]:
         positions = jax.lax.dynamic_slice_in_dim(p, j * keys, keys, axis=2)
 
@@ -145,18 +153,16 @@ def window_scores(
             logits = logits_of(i, j) - lse_blocks[i][:, :, None]
             if pairwise:
                 logits = jnp.where(seen_of(i, j)[:, :, :, None], logits, -jnp.inf)
-            tile = reduce_tile(jnp.exp(logits))
+            tile = reduction.begun(jnp.exp(logits))
             score = jnp.maximum(score, tile) if reduction.rows == "max" else score + tile
             return score, viewers + jnp.sum(seen_of(i, j), axis=3) if reduction.rows == "mean" else viewers
 
         oldest = jnp.min(jnp.where(positions >= 0, positions, jnp.iinfo(jnp.int32).max))
         start = jnp.argmax(newest >= oldest)  # earlier blocks of queries see no key of this tile
-        score_shape = jax.eval_shape(reduce_tile, jax.ShapeDtypeStruct((B, H, keys, G, rows), jnp.float32)).shape
+        score_shape = jax.eval_shape(reduction.begun, jax.ShapeDtypeStruct((B, H, keys, G, rows), jnp.float32)).shape
         carry = (jnp.zeros(score_shape, jnp.float32), jnp.zeros((B, H, keys), jnp.int32))
         score, viewers = jax.lax.fori_loop(start, blocks, add, carry) if blocks > 1 else add(jnp.int32(0), carry)
-        if reduction.rows == "mean":
-            score = score / jnp.maximum(viewers, 1)[..., None]
-        return jnp.where(positions >= 0, fold(score, reduction.group, axis=3), 0.0)
+        return reduction.ended(score, viewers, positions)
 
     if k.shape[2] == keys:
         return key_block(jnp.int32(0))[..., :M]

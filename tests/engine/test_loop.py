@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import asyncio
+from collections.abc import Callable, Generator
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvjax.engine import EngineClosedError
+from kvjax.engine.handle import Bell
 from kvjax.engine.loop import Loop
 from kvjax.engine.sizes import Sizes
 from kvjax.engine.ticket import Options, Ticket
@@ -179,3 +181,23 @@ def test_counts_and_histograms(loop: Loop) -> None:
     assert stats.tokens_per_second == 9 / stats.busy_seconds
     assert 0 < stats.first_token.quantile(0.5) <= stats.first_token.quantile(1.0) < 60
     assert stats.first_token.sum >= stats.between_tokens.sum / 6
+
+
+def test_a_step_wakes_an_event_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many coroutines wait; and what comes after the loop has looked wakes it again."""
+
+    async def rung() -> list[int]:
+        loop, bell = asyncio.get_running_loop(), Bell.here()
+        calls: list[Callable[[], None]] = []
+        monkeypatch.setattr(loop, "call_soon_threadsafe", calls.append)
+        events, counts = [asyncio.Event() for _ in range(4)], []
+        for step in (events[:3], events[3:]):
+            for event in step:
+                bell.ring(loop, event)
+            counts.append(len(calls))
+            calls[-1]()
+            assert all(event.is_set() for event in step)
+        assert Bell.here() is bell
+        return counts
+
+    assert asyncio.run(rung()) == [1, 2]

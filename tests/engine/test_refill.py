@@ -92,6 +92,16 @@ def test_a_row_that_has_ended_takes_the_next_prompt(params: Decoder) -> None:
 
 
 @pytest.mark.slow
+def test_the_next_batch_is_read_while_rows_are_busy(params: Decoder) -> None:
+    """It is there before an answer ends, and the one after it is not read before all of its requests have rows."""
+    events: list[str] = []
+    for ended in Refill(params).run(batches(params, prompts(12), lambda first: events.append(f"read {first}"), eos=())):
+        events.append(f"ended {ended.name}")
+    assert events[:2] == ["read 0", "read 4"]
+    assert set(events[2 : events.index("read 8")]) == {f"ended {i}" for i in range(ROWS)}
+
+
+@pytest.mark.slow
 def test_batches_of_other_shapes_and_single_tokens(params: Decoder) -> None:
     """Prompts of another bucket wait until rows are free; answers of one token never take one."""
     given = prompts(5) + prompts(6, longest=90)

@@ -19,6 +19,7 @@ from tests.tiny import decoder
 KINDS = {
     "full": "slots that grow",
     "morphkv:budget=12,window=4,every=4": "constant slots",
+    "morphkv:budget=24,window=16": "earlier queries that are asked again",
     "quantize:policy=pyramidkv,policy.budget=12,policy.window=4,policy.beta=2,bits=8": "layer budgets, quantised",
     "think:base=snapkv,base.budget=12,base.window=4,ratio=0.5,window=4,recent=3": "slots beside thin keys",
     "zipcache:base=snapkv,base.budget=12,base.window=4,window=4,queries=3": "slots beside codes",

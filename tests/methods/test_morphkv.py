@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
+from kvjax.extend import step
 from kvjax.policies import morphkv, parse
 from tests import tiny
 from tests.dense import assert_close
@@ -80,6 +82,20 @@ def test_retains_what_algorithm_1_retains(group, fusion, every):
 @pytest.mark.parametrize("options", [{"group": "max"}, {"group": "logits"}, {"group": "max", "fusion": "max"}])
 def test_released_normalisation_and_group_rules(options):
     compare(4, 100, budget=20, window=5, normalise="distant", **options)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads a CPU's program")
+def test_a_step_does_not_copy_the_queries_of_the_window(optimized):
+    """It reads them before it writes the newest one, and XLA must see that it does."""
+    params = tiny.decoder()
+    _, cache = tiny.prefill(params, "morphkv:budget=40,window=24", [np.arange(50), np.arange(45)], 64)
+    program = jax.jit(step, donate_argnums=1).lower(params, cache, np.zeros(2, np.int32), np.ones(2, bool))
+    text = program.compile().as_text()
+    rings = {x.shape for x in jax.tree.leaves(cache) if x.ndim == 4 and x.shape[2] == 24}
+    assert len(rings) == 1
+    shape = ",".join(map(str, *rings))
+    assert f"f32[{shape}]" in text
+    assert re.findall(rf"= f32\[{shape}\]\S* copy\(", text) == []
 
 
 @pytest.mark.slow
