@@ -6,6 +6,8 @@ number of entries that are held, not with the size of the pool.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -113,30 +115,27 @@ def segment_attention(
     start, used = start.reshape(B, P, J), used.reshape(B, P, J)
     tiles = (used + TILE_ROWS - 1) // TILE_ROWS
     ends = jnp.cumsum(tiles, axis=-1)
-    lane = jnp.arange(P)[:, None]
+    before = start - (ends - tiles) * TILE_ROWS  # the row where the tiles of a head would begin if tile 0 were its own
+    lane, pool = jnp.arange(P)[:, None], jax.tree.map(jnp.asarray, (k, v, k_positions, bias))
 
     def per_head(x: Array, head: Int[Array, "B P tiles"]) -> Array:
         """Takes the entry of each tile's head from an array with axes [B, P, J, ...]."""
         return jnp.take_along_axis(x, head.reshape(*head.shape, *(1,) * (x.ndim - 3)), axis=2)
 
-    def add(i: Array, carry: tuple[RunningSoftmax, Any, Any]) -> tuple[RunningSoftmax, Any, Any]:
+    def add(i: Array, carry: tuple[Any, RunningSoftmax, Any, Any]) -> tuple[Any, RunningSoftmax, Any, Any]:
         """Adds round i of tiles, and writes their logits and scores. Tiles beyond the last of a lane are masked."""
-        running, stored, scores = carry
+        read, running, stored, scores = carry
         number = i * TILES + jnp.arange(TILES)
         head = jnp.minimum(jnp.sum(number[:, None] >= ends[:, :, None], axis=-1), J - 1)
-        first = (number - per_head(ends - tiles, head)) * TILE_ROWS
-        page = ((per_head(start, head) + first) // PAGE)[..., None] + jnp.arange(TILE_ROWS // PAGE)
-
-        def tile(x: Array) -> Array:
-            return pages(x, lane[..., None], page).reshape(B, P, TILES, TILE_ROWS, *x.shape[3:])
-
-        keys, values = (plain(jax.tree.map(tile, x)) for x in (k, v))
-        positions = tile(k_positions)
-        occupied = (first[..., None] + jnp.arange(TILE_ROWS) < per_head(used, head)[..., None]) & (
-            number < ends[..., -1:]
-        )[..., None]
-        at = jnp.where(occupied, positions, -1).reshape(B, -1, TILE_ROWS)
-        seen, tile_bias = visible(q_positions, at, window), None if bias is None else tile(bias)
+        row, own = number * TILE_ROWS + per_head(before, head), head[..., None] == jnp.arange(J)
+        page = row[..., None] // PAGE + jnp.arange(TILE_ROWS // PAGE)
+        stop = per_head(start + used, head)
+        read = _read(read, pool, jnp.where(row < stop, row, 0))
+        k_tiles, v_tiles, tile_positions, tile_bias = jax.tree.map(lambda x: x.reshape(B, P, TILES, *x.shape[1:]), read)
+        keys, values = plain(k_tiles), plain(v_tiles)
+        occupied = row[..., None] + jnp.arange(TILE_ROWS) < stop[..., None]
+        at = jnp.where(occupied, tile_positions, -1).reshape(B, -1, TILE_ROWS)
+        seen = visible(q_positions, at, window)
         found = jnp.einsum("BPKSD,BPKRD->BPKSR", keys, per_head(rows, head), preferred_element_type=jnp.float32)
         found = capped(jnp.swapaxes(jax.lax.optimization_barrier(found), 3, 4), softcap)
         if tile_bias is not None:
@@ -163,30 +162,28 @@ def segment_attention(
                 reduction=asked.reduction,
             )
             scores = put_pages(scores, lane, held, given.reshape(B, P, TILES, TILE_ROWS))
-        own = head[..., None] == jnp.arange(J)
-        tops = jnp.where(own[..., None], jnp.max(masked, axis=-1)[:, :, :, None], -jnp.inf)
-        peak = jnp.maximum(running.peak, jnp.max(tops, axis=2))
-        finite = jnp.where(jnp.isneginf(peak), 0.0, peak)
-        shrink = jnp.exp(running.peak - finite)
-        weights = jnp.exp(masked - per_head(finite, head)[..., None])
+        top = jnp.max(masked, axis=-1)
+        weights = jnp.exp(masked - _finite(top)[..., None])
+        total = jnp.sum(weights, axis=-1)
         out = jnp.einsum("BPKRS,BPKSD->BPKRD", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
-        to_heads = own.astype(jnp.float32)
-        running = RunningSoftmax(
-            running.out * shrink[..., None] + jnp.einsum("BPKRD,BPKJ->BPJRD", out, to_heads, precision="highest"),
-            running.total * shrink
-            + jnp.einsum("BPKR,BPKJ->BPJR", jnp.sum(weights, axis=-1), to_heads, precision="highest"),
-            peak,
-        )
-        return running, stored, scores
+        tops = jnp.where(own[..., None], top[:, :, :, None], -jnp.inf)
+        peak = jnp.maximum(running.peak, jnp.max(tops, axis=2))
+        shrink, share = jnp.exp(running.peak - _finite(peak)), jnp.exp(tops - _finite(peak)[:, :, None])
+        summed = running.out * shrink[..., None]
+        for n in range(TILES):  # elementwise, and so in one pass over the state
+            summed += share[:, :, n, ..., None] * out[:, :, n, None]
+        running = RunningSoftmax(summed, running.total * shrink + jnp.sum(share * total[:, :, :, None], axis=2), peak)
+        return read, running, stored, scores
 
     zeros = jnp.zeros((B, P, J, R), jnp.float32)
     begin = (
+        jax.tree.map(lambda x: jnp.zeros((B * P * TILES, TILE_ROWS, *x.shape[3:]), x.dtype), pool),
         RunningSoftmax(jnp.zeros((B, P, J, R, D), jnp.float32), zeros, zeros - jnp.inf),
         jnp.zeros((B, P, T // PAGE, R, PAGE), jnp.float32) if logits else None,
         None if asked is None else jnp.zeros((B, P, T // PAGE, PAGE), jnp.float32),
     )
     rounds = (jnp.max(ends[..., -1]) + TILES - 1) // TILES
-    running, stored, scores = jax.lax.fori_loop(0, rounds, add, begin)
+    _, running, stored, scores = jax.lax.fori_loop(0, rounds, add, begin)
     total = jnp.where(running.total == 0, 1.0, running.total)
     context = (running.out / total[..., None]).reshape(B, Hq, W, D).astype(q.dtype)
     return SegmentAttention(
@@ -195,3 +192,48 @@ def segment_attention(
         None if stored is None else jnp.swapaxes(stored, 2, 3).reshape(B, P, R, T),
         None if scores is None else scores.reshape(B, P, T),
     )
+
+
+def _read(tiles: Any, arrays: Any, row: Int[Array, "B P tiles"]) -> Any:
+    """Reads one tile from each `row` on, of arrays with axes [B, P, T, ...]. Rows that do not exist are undefined.
+
+    A CPU copies one slice after another into `tiles`, [B P tiles, TILE_ROWS, ...], in less CPU time than a
+    gather of pages takes. A slice ends within its lane, so tiles that go beyond it are gathered in either case.
+    """
+    B, P, n = row.shape
+    T = jax.tree.leaves(arrays)[0].shape[2]
+
+    at_page = row[..., None] // PAGE + jnp.arange(TILE_ROWS // PAGE)
+
+    def by_page(tiles: Any, arrays: Any) -> Any:
+        page = at_page.reshape(B, P, -1)
+        return jax.tree.map(lambda tile, x: pages(x, jnp.arange(P)[:, None], page).reshape(tile.shape), tiles, arrays)
+
+    def by_slice(tiles: Any, arrays: Any) -> Any:
+        def put(read: Callable[[Array, Array, Array, Array], Array], i: Array, tiles: Any) -> Any:
+            b, p, k = i // (P * n), i // n % P, i % n
+
+            def one(tile: Array, x: Array) -> Array:
+                return jax.lax.dynamic_update_index_in_dim(tile, read(x, b, p, k).reshape(tile.shape[1:]), i, 0)
+
+            return jax.tree.map(one, tiles, arrays)
+
+        def whole(x: Array, b: Array, p: Array, k: Array) -> Array:
+            at = (b, p, row[b, p, k], *(0,) * (x.ndim - 3))
+            return jax.lax.dynamic_slice(x, at, (1, 1, TILE_ROWS, *x.shape[3:]))
+
+        def cut(x: Array, b: Array, p: Array, k: Array) -> Array:
+            paged = x.reshape(B, P, T // PAGE, PAGE, *x.shape[3:])
+            return paged.at[b, p, at_page[b, p, k]].get(mode="clip")
+
+        beyond = jnp.any(row + TILE_ROWS > T)
+        tiles = jax.lax.fori_loop(0, B * P * n, partial(put, whole), tiles)
+        return jax.lax.fori_loop(0, jnp.where(beyond, B * P * n, 0), partial(put, cut), tiles)
+
+    if T < TILE_ROWS:
+        return by_page(tiles, arrays)
+    return jax.lax.platform_dependent(tiles, arrays, cpu=by_slice, default=by_page)
+
+
+def _finite(peak: Array) -> Array:
+    return jnp.where(jnp.isneginf(peak), 0.0, peak)
