@@ -29,6 +29,7 @@ from .grouped_product import grouped_product
 from .joined import joined
 from .prompt_attention import prompt_attention
 from .quantized import QuantizedArray, Stored, plain, updated
+from .scored_attention import in_one_pass, scored_attention
 from .segment_attention import PAGE, SegmentAttention, pages, segment_attention
 from .slot_attention import Asked, SlotAttention, slot_attention
 from .softcap import capped
@@ -53,10 +54,12 @@ __all__ = [
     "fold",
     "grouped_product",
     "implementations",
+    "in_one_pass",
     "joined",
     "pages",
     "plain",
     "prompt_attention",
+    "scored_attention",
     "segment_attention",
     "set_slots",
     "slot_attention",

@@ -11,10 +11,11 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Entries, Slots
 from kvjax.heads import ALL_HEADS, Heads
-from kvjax.models import Attend, AttentionLayer, join_sinks
-from kvjax.pallas_kernels import compact, prompt_attention
+from kvjax.models import Attend, AttentionLayer
+from kvjax.pallas_kernels import compact
 from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Received
 
+from .received import attention, received
 from .rotation import expired, met_keys, places, rotated
 
 
@@ -89,31 +90,24 @@ def reading(
             at = places(held.positions)
             keys = rotated(layer, keys, at, rope)
             q = rotated(layer, q, jnp.repeat(at[..., -q.shape[2] :], q.shape[1] // k.shape[1], axis=1), rope)
-        context, lse = prompt_attention(
-            q,
-            keys,
-            seen.values,
-            positions,
-            seen.positions,
-            **layer.logits,
-            bias=seen.bias,
-        )
-        context, lse = join_sinks(context, lse, layer.sinks)  # earlier chunks are among the keys, so they join once
+        met = replace(seen, keys=keys)
+        wishes = policy.score.needs.wishes if observes else ()
+        context, lse, found = attention(layer, heads, q, met, positions, "prompts", wishes)
         attended = partial(Attended, positions=positions, lse=lse, lengths=lengths, layer=layer, heads=heads)
         if held.storing is not None:
             held = replace(held, storing=policy.storage.observe(held.storing, attended(queries=q, received=None)))
         if observes:
             # With the barriers a state has the same bits in every program, whatever else the program computes.
             hidden = layer.hidden if policy.score.needs.hidden else None
-            *given, hidden = jax.lax.optimization_barrier((q, lse, replace(seen, keys=keys), hidden))
+            *given, hidden, found = jax.lax.optimization_barrier((q, lse, met, hidden, found))
 
             @cache
-            def shown(wish: Received | None) -> Float[Array, "B H M"] | None:
+            def shown(wish: Received | None) -> Float[Array, "B H *G M"] | None:
                 nonlocal given
                 queries, sums, entries = given
-                found = received(wish, layer, heads, queries, sums, entries, positions)
-                given, found = jax.lax.optimization_barrier((given, found))
-                return found
+                result = received(wish, "prompts", found, layer, heads, queries, sums, entries, positions)
+                given, result = jax.lax.optimization_barrier((given, result))
+                return result
 
             def show(needs: Needs) -> Attended:
                 queries = unrotated if needs.queries == "unrotated" else q
@@ -124,9 +118,9 @@ def reading(
             per_slot, per_row = jax.lax.optimization_barrier(policy.score.watch(seen, show))
             held = replace(held, per_slot=per_slot, per_row=per_row)
         if plan is not None:
-            met = None if kept is None else met_keys(policy, held, moment)
+            met_by = None if kept is None else met_keys(policy, held, moment)
             held = expired(held, moment, lengths > 0)
-            held = finished(policy, held, moment, met, kept=kept, slots=slots, final=plan.final, settled=settled)
+            held = finished(policy, held, moment, met_by, kept=kept, slots=slots, final=plan.final, settled=settled)
         # Without the barrier XLA may compress all layers at the end, and hold their full keys and values until then.
         context, held = jax.lax.optimization_barrier((context, held))
         return context, entries.with_layer(i, held)
@@ -162,26 +156,3 @@ def finished(
     if final and policy.every is None:
         entries = entries.without_state()
     return entries.grow(slots)
-
-
-def received(
-    wish: Received | None,
-    layer: AttentionLayer,
-    heads: Heads,
-    q: Float[Array, "B Hq N D"],
-    lse: Float[Array, "B Hq N"],
-    entries: Slots,
-    positions: Int[Array, "B N"],
-) -> Float[Array, "B H M"] | None:
-    """The attention that entries received from the queries of a call, as the score asks for it."""
-    if wish is None or wish.stepwise:
-        return None
-    last = slice(-wish.last if wish.last else None, None)
-    q, lse = (heads.whole_groups(x[:, :, last]) for x in (q, lse))
-    return entries.received(
-        q=q,
-        lse=lse,
-        query_positions=positions[:, last],
-        **layer.logits,
-        reduction=wish.reduction,
-    )

@@ -10,11 +10,10 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Entries, Slots
 from kvjax.heads import ALL_HEADS, Heads
-from kvjax.models import Attend, AttentionLayer, join_sinks
-from kvjax.pallas_kernels import prompt_attention
+from kvjax.models import Attend, AttentionLayer
 from kvjax.policy import Attended, Policy
 
-from .prompt import received
+from .received import attention, received
 from .rotation import rotated
 
 
@@ -48,15 +47,12 @@ def replaying(
         old, unrotated = entries.layer(i, 0), q
         q, k = (rotated(layer, x, positions[:, None], rope) for x in (q, k))
         held = followed(policy, old, k, v, positions)
-        context, lse = prompt_attention(
-            q, held.keys, held.values, positions, held.positions, bias=held.bias, **layer.logits
-        )
-        context, lse = join_sinks(context, lse, layer.sinks)
+        context, lse, found = attention(layer, heads, q, held, positions, "replays", needs.wishes)
         attended = Attended(
             queries=unrotated if needs.queries == "unrotated" else q,
             positions=positions,
             lse=lse,
-            received=received(needs.received, layer, heads, q, lse, held, positions),
+            received=received(needs.received, "replays", found, layer, heads, q, lse, held, positions),
             lengths=lengths,
             layer=layer,
             heads=heads,

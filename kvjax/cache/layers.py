@@ -93,7 +93,7 @@ class Layers(Entries):
             entries.positions,
             **logits,
             bias=entries.bias,
-            received=None if reduction is None else reduction.group,
+            received=None if reduction is None else reduction.of_group,
             asked=asked,
         )
         context, lse = found.context, found.lse

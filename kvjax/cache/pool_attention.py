@@ -69,7 +69,7 @@ def _received(
     logits = jnp.swapaxes(take(jnp.swapaxes(found.logits, 2, 3)), 2, 3)
     lse = found.lse.reshape(*logits.shape[:3], 1)
     weights = jnp.exp(logits - jnp.where(jnp.isneginf(lse), 0.0, lse))
-    return fold(jnp.where(visible(positions, held.positions, window), weights, 0.0), reduction.group, axis=2)
+    return fold(jnp.where(visible(positions, held.positions, window), weights, 0.0), reduction.of_group, axis=2)
 
 
 def _asked_for(

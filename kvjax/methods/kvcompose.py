@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Slots
 from kvjax.heads import Heads
-from kvjax.pallas_kernels import Reduction, fold, top_counts, window_scores
+from kvjax.pallas_kernels import Reduction, fold, top_counts
 from kvjax.policy import (
     AllocatedBudget,
     Attended,
@@ -28,6 +27,7 @@ from kvjax.policy import (
     Needs,
     Pass,
     Policy,
+    Received,
     Score,
     Texts,
     check_choice,
@@ -112,8 +112,9 @@ class TaskAttention(Score):
 
     @property
     def needs(self) -> Needs:
+        reduction = Reduction(rows="max" if self.rows == "max" else "sum", group="none")
         return Needs(
-            queries="rotated",
+            received=Received(reduction, calls="prompts" if self.source == "self" else "replays"),
             whole_prompt=self.source == "replay",
             texts=self._texts,
             weighs_values=self.value_norm != "none",
@@ -150,26 +151,8 @@ class TaskAttention(Score):
         old: TaskWeights = entries.per_slot
         if (attended.replay is None) != (self.source == "self"):
             return old, None
-        q, lse = (attended.heads.whole_groups(x) for x in (attended.queries, attended.lse))
-        B, _, W, D = q.shape
-        H, G = old.weights.shape[1:3]
-
-        def of_head(head: tuple[Array, Array]) -> Float[Array, "B H S"]:
-            """From one query head of each group."""
-            q, lse = head
-            return window_scores(
-                q,
-                entries.keys,
-                attended.positions,
-                entries.positions,
-                lse=lse,
-                **attended.layer.logits,
-                bias=entries.bias,
-                reduction=Reduction(rows="max" if self.rows == "max" else "sum"),
-            )
-
-        heads = (jnp.moveaxis(q.reshape(B, H, G, W, D), 2, 0), jnp.moveaxis(lse.reshape(B, H, G, W), 2, 0))
-        new = jnp.moveaxis(jax.lax.map(of_head, heads), 0, 2)
+        new = attended.received
+        assert new is not None
         weights = jnp.maximum(old.weights, new) if self.rows == "max" else old.weights + new
         return TaskWeights(weights, old.queries + _viewers(entries.positions, attended)), None
 

@@ -96,7 +96,7 @@ class FoldedWindow(Score):
 
     @property
     def needs(self) -> Needs:
-        received = Received(self.reduction, stepwise=True)
+        received = Received(self.reduction, calls="steps")
         return Needs(received=received, queries="rotated", keeps_queries=True, slotwise=True)
 
     def check(self, policy: Policy) -> None:

@@ -40,12 +40,17 @@ class Received(NamedTuple):
     Attributes:
         reduction: over the queries of a call and over the query group.
         last: the number of queries that count, from the last; None for all.
-        stepwise: whether it is shown in decode steps only, where a call has one query per row.
+        calls: the calls in which it is shown: decode steps, where a call has one query per row, prompts, the replays of
+            a `Pass`, or all of these.
     """
 
     reduction: Reduction
     last: int | None = None
-    stepwise: bool = False
+    calls: Literal["all", "steps", "prompts", "replays"] = "all"
+
+    def shown(self, call: Literal["steps", "prompts", "replays"]) -> bool:
+        """Whether it is shown in a call of this kind."""
+        return self.calls in ("all", call)
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class Needs:
 
     Attributes:
         received: the attention it is shown, None for none.
+        also_received: the attention that `watch` asks for beside it, if the score observes for several ones.
         queries: which queries it is shown: "none", as they met the keys ("rotated"), or before RoPE ("unrotated").
         keeps_queries: whether its state holds rotated queries, which score exactly only while keys do not change.
         whole_prompt: whether it replays the prompt's own tokens, so that the prompt must be read in one call.
@@ -75,6 +81,7 @@ class Needs:
     """
 
     received: Received | None = None
+    also_received: tuple[Received, ...] = ()
     queries: Literal["none", "rotated", "unrotated"] = "none"
     keeps_queries: bool = False
     whole_prompt: bool = False
@@ -92,6 +99,11 @@ class Needs:
     sensitivity: bool = False
     gates: str = ""
     statistics: tuple[str, ...] = ()
+
+    @property
+    def wishes(self) -> tuple[Received, ...]:
+        """All the attention that is asked for, so that the pass over the keys may compute it on the way."""
+        return (*(() if self.received is None else (self.received,)), *self.also_received)
 
     @property
     def asks_the_end(self) -> bool:
@@ -126,8 +138,8 @@ class Attended:
         positions: of the queries, ascending, -1 for padding, which is on the left.
         lse: the log-sum-exp of each query's scaled logits, and of the head's sink if the layer has sinks. -inf for a
             query that saw no entry.
-        received: the attention that entries received, reduced as `Needs.received` asks; None if it does not ask, or not
-            in this call.
+        received: the attention that entries received, reduced as `Needs.received` asks, with an axis of query heads if
+            its group is "none"; None if it does not ask, or not in this call.
         lengths: the number of real queries in each row.
         layer: the layer's constants and its output projection.
         heads: the heads that queries and entries belong to. A score reaches other devices of a mesh through them.
@@ -146,7 +158,7 @@ class Attended:
     queries: Float[Array, "B Hq W D"]
     positions: Int[Array, "B W"]
     lse: Float[Array, "B Hq W"]
-    received: Float[Array, "B H M"] | None
+    received: Float[Array, "B H *G M"] | None
     lengths: Int[Array, "B"]
     layer: AttentionLayer
     heads: Heads = ALL_HEADS

@@ -30,6 +30,7 @@ class Together(Score):
         """What matters before a cache is compressed. Each score is shown what it needs itself."""
         each = [score.needs for score in self.scores]
         return Needs(
+            also_received=tuple(dict.fromkeys(wish for needs in each for wish in needs.wishes)),
             keeps_queries=any(needs.keeps_queries for needs in each),
             whole_prompt=any(needs.whole_prompt for needs in each),
             hidden=any(needs.hidden for needs in each),

@@ -1,9 +1,45 @@
 """The attention that each key received from a window of queries: the score of most policies."""
 
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
 from ..dispatch import dispatch
 from . import reference
-from .reference import Reduction
+from .reference import DEFAULT_REDUCTION, Reduction
 
-window_scores = dispatch(reference.window_scores, "triton", "mosaic_tpu")
+_scores = dispatch(reference.window_scores, "triton", "mosaic_tpu")
 
 __all__ = ["Reduction", "window_scores"]
+
+
+def window_scores(
+    q: Float[Array, "B Hq W D"],
+    k: Float[Array, "B H M D"],
+    q_positions: Int[Array, "B W"],
+    k_positions: Int[Array, "B H M"],
+    *,
+    lse: Float[Array, "B Hq W"] | None = None,
+    reduction: Reduction = DEFAULT_REDUCTION,
+    **options: Any,
+) -> Float[Array, "B H *G M"]:
+    """What the reference defines; with group="none", one query head of each group after another, [B, H, G, M]."""
+    if reduction.group != "none":
+        return _scores(q, k, q_positions, k_positions, lse=lse, reduction=reduction, **options)
+    B, H = k_positions.shape[:2]
+
+    def by_head(x: Array) -> Float[Array, "G B H ..."]:
+        return jnp.moveaxis(x.reshape(B, H, -1, *x.shape[2:]), 2, 0)
+
+    def of_head(head: tuple[Array, Array | None]) -> Float[Array, "B H M"]:
+        q, lse = head
+        alone = replace(reduction, group="sum")
+        return _scores(q, k, q_positions, k_positions, lse=lse, reduction=alone, **options)
+
+    heads = by_head(q), None if lse is None else by_head(lse)
+    return jnp.moveaxis(jax.lax.map(of_head, heads), 0, 2)

@@ -27,7 +27,7 @@ class Reduction:
 
     Attributes:
         rows: the reduction over the W queries. "mean" divides by the number of queries that see the key.
-        group: the reduction over the G query heads of the kv head.
+        group: the reduction over the G query heads of the kv head. "none" keeps them apart: a score for each.
         first: the axis that is reduced first. The order matters only if one of the reductions is "max".
 
     Raises:
@@ -35,15 +35,22 @@ class Reduction:
     """
 
     rows: Fold = "sum"
-    group: Fold = "mean"
+    group: Fold | Literal["none"] = "mean"
     first: Literal["rows", "group"] = "rows"
 
     def __post_init__(self) -> None:
-        for name, value in (("rows", self.rows), ("group", self.group)):
-            if value not in ("sum", "mean", "max"):
-                raise ValueError(f"{name}={value!r}: expected 'sum', 'mean' or 'max'")
+        if self.rows not in ("sum", "mean", "max"):
+            raise ValueError(f"rows={self.rows!r}: expected 'sum', 'mean' or 'max'")
+        if self.group not in ("sum", "mean", "max", "none"):
+            raise ValueError(f"group={self.group!r}: expected 'sum', 'mean', 'max' or 'none'")
         if self.first not in ("rows", "group"):
             raise ValueError(f"first={self.first!r}: expected 'rows' or 'group'")
+
+    @property
+    def of_group(self) -> Fold:
+        """The reduction over the group, where query heads are not kept apart."""
+        assert self.group != "none"
+        return self.group
 
     @property
     def commutes(self) -> bool:
@@ -56,7 +63,7 @@ class Reduction:
         if self.commutes:
             return over_rows(weights, axis=(3, 4))[..., None] / (weights.shape[3] if self.group == "mean" else 1)
         if self.first == "group":
-            return over_rows(fold(weights, self.group, axis=3), axis=3)[..., None]
+            return over_rows(fold(weights, self.of_group, axis=3), axis=3)[..., None]
         return over_rows(weights, axis=4)
 
     def ended(
@@ -65,7 +72,7 @@ class Reduction:
         """The scores of all queries, whose parts `begun` has reduced, and of which `viewers` see each key."""
         if self.rows == "mean":
             score = score / jnp.maximum(viewers, 1)[..., None]
-        return jnp.where(k_positions >= 0, fold(score, self.group, axis=3), 0.0)
+        return jnp.where(k_positions >= 0, fold(score, self.of_group, axis=3), 0.0)
 
 
 DEFAULT_REDUCTION = Reduction()

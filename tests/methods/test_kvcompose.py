@@ -250,15 +250,12 @@ def test_g8d_rows_before_group() -> None:
     state = TaskWeights(jnp.zeros((1, 1, 2, 4)), jnp.zeros((1, 1, 4), jnp.int32))
     entries = Slots(keys, keys, jnp.arange(4)[None, None], jnp.array([[4]]), state)
     queries = jnp.log(jnp.array(weights, jnp.float32))[None]
-    attended = Attended(
-        queries,
-        jnp.array([[4, 5]]),
-        jnp.zeros((1, 2, 2)),
-        None,
-        jnp.array([2]),
-        replace(LAYER, scale=1.0),
-        replay=(jnp.array([0]), jnp.array([4])),
-    )
+    lse, positions, layer = jnp.zeros((1, 2, 2)), jnp.array([[4, 5]]), replace(LAYER, scale=1.0)
+    wish = score.needs.received
+    assert wish is not None
+    received = entries.received(q=queries, lse=lse, query_positions=positions, **layer.logits, reduction=wish.reduction)
+    replay = (jnp.array([0]), jnp.array([4]))
+    attended = Attended(queries, positions, lse, received, jnp.array([2]), layer, replay=replay)
     state, _ = score.observe(entries, attended)
     np.testing.assert_allclose(state.weights[0, 0], [[0.3, 0.6, 0.2, 0.2], [0.5, 0.1, 0.7, 0.2]], rtol=1e-6)
     scores = score(replace(entries, per_slot=state), Moment(jnp.array([4]), LAYER))

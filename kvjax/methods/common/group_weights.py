@@ -16,7 +16,7 @@ from kvjax.policy import Attended, Needs, Received
 
 ROWS = 64  # queries that are scored at once
 # The observation that a score of such weights declares.
-NEEDS = Needs(received=Received(Reduction(), stepwise=True), queries="rotated")
+NEEDS = Needs(received=Received(Reduction(), calls="steps"), queries="rotated")
 
 State = TypeVar("State")
 

@@ -16,7 +16,7 @@ from kvjax.policy import Attended, LayerShape, Needs, Received
 WORD = 32  # bits of state per number
 MEAN = Reduction(rows="sum", group="mean")
 # The observation that a score of such bits declares.
-NEEDS = Needs(received=Received(MEAN, stepwise=True), queries="rotated")
+NEEDS = Needs(received=Received(MEAN, calls="steps"), queries="rotated")
 
 # (weights of one query, averaged over the query group, as multiples of the mean weight; what it saw) -> its bits
 Rule: TypeAlias = Callable[[Float[Array, "B H M"], Bool[Array, "B H M"]], Bool[Array, "B H M"]]

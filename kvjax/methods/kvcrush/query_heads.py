@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -85,21 +84,11 @@ def _of_base(entries: Slots) -> Slots:
 
 def _received(entries: Slots, attended: Attended) -> Float[Array, "B H G M"]:
     """The attention of this call's queries, query head by query head, so that no group is reduced."""
-    H = entries.positions.shape[1]
-
-    def split(x: Array) -> Array:
-        """One query head of each group at a time: [G, B, H, ...]."""
-        x = attended.heads.whole_groups(x)
-        return jnp.moveaxis(x.reshape(x.shape[0], H, -1, *x.shape[2:]), 2, 0)
-
-    def of_head(queries: tuple[Array, Array]) -> Float[Array, "B H M"]:
-        q, lse = queries
-        return entries.received(
-            q=q,
-            lse=lse,
-            query_positions=attended.positions,
-            **attended.layer.logits,
-            reduction=Reduction(rows="sum"),
-        )
-
-    return jnp.moveaxis(jax.lax.map(of_head, (split(attended.queries), split(attended.lse))), 0, 2)
+    q, lse = (attended.heads.whole_groups(x) for x in (attended.queries, attended.lse))
+    return entries.received(
+        q=q,
+        lse=lse,
+        query_positions=attended.positions,
+        **attended.layer.logits,
+        reduction=Reduction(rows="sum", group="none"),
+    )

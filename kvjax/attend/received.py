@@ -1,0 +1,77 @@
+"""Attention of a call's queries and what entries receive of it: in the same pass, or else in a second one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache import Slots
+from kvjax.heads import Heads
+from kvjax.models import AttentionLayer, join_sinks
+from kvjax.pallas_kernels import in_one_pass, prompt_attention, scored_attention
+from kvjax.policy import Received
+
+
+def attention(
+    layer: AttentionLayer,
+    heads: Heads,
+    q: Float[Array, "B Hq N D"],
+    entries: Slots,
+    positions: Int[Array, "B N"],
+    call: Literal["prompts", "replays"],
+    wishes: Sequence[Received] = (),
+) -> tuple[Float[Array, "B Hq N D"], Float[Array, "B Hq N"], dict[Received, Array]]:
+    """Context and log-sum-exp of new tokens, and of what a score asks to be shown, what the same pass computes.
+
+    Args:
+        entries: the cached entries, and the new tokens' own behind them; as arrays.
+        wishes: what the score that observes asks for.
+    """
+    served = [wish for wish in wishes if wish.shown(call) and _in_one_pass(wish, layer, heads)]
+    arrays = q, entries.keys, entries.values, positions, entries.positions
+    if served:
+        reductions = tuple(wish.reduction for wish in served)
+        context, lse, sums = scored_attention(*arrays, **layer.logits, bias=entries.bias, reductions=reductions)
+    else:
+        context, lse = prompt_attention(*arrays, **layer.logits, bias=entries.bias)
+        sums = ()
+    context, lse = join_sinks(context, lse, layer.sinks)  # earlier chunks are among the keys, so they join once
+    return context, lse, dict(zip(served, sums, strict=True))
+
+
+def _in_one_pass(wish: Received, layer: AttentionLayer, heads: Heads) -> bool:
+    """Whether all queries count, all of them are here, and they attend with the log-sum-exp that attention computes."""
+    return wish.last is None and heads.group_axis is None and layer.sinks is None and in_one_pass(wish.reduction)
+
+
+def received(
+    wish: Received | None,
+    call: Literal["prompts", "replays"],
+    found: dict[Received, Array],
+    layer: AttentionLayer,
+    heads: Heads,
+    q: Float[Array, "B Hq N D"],
+    lse: Float[Array, "B Hq N"],
+    entries: Slots,
+    positions: Int[Array, "B N"],
+) -> Float[Array, "B H *G M"] | None:
+    """The attention that entries received from the queries of a call, as the score asks for it.
+
+    Args:
+        found: what `attention` computed. Anything else is computed from `q` and `lse`.
+    """
+    if wish is None or not wish.shown(call):
+        return None
+    if wish in found:
+        return found[wish]
+    last = slice(-wish.last if wish.last else None, None)
+    q, lse = (heads.whole_groups(x[:, :, last]) for x in (q, lse))
+    return entries.received(
+        q=q,
+        lse=lse,
+        query_positions=positions[:, last],
+        **layer.logits,
+        reduction=wish.reduction,
+    )
