@@ -3,6 +3,9 @@
 import gc
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
 
 import jax
 import numpy as np
@@ -10,10 +13,12 @@ import pytest
 from flax import nnx
 
 import kvjax
+from kvjax.extend import step
 from kvjax.models import Decoder
 from kvjax.policies import parse
 from kvjax.prompts import bucket
 from tests.products import part
+from tests.tiny import decoder
 
 RNG = np.random.default_rng(2)
 EVERY_FOURTH = "morphkv:budget=16,window=4,every=4"
@@ -118,6 +123,29 @@ def test_two_thousand_streamed_tokens_need_nothing_new(tiny: Decoder, compiled: 
     assert compiled == []
     assert alive() == before
     assert next(pieces).cache is not None
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a CPU's products of a single row")
+def test_a_deep_model_is_simplified_as_often_as_a_shallow_one(tmp_path: Path) -> None:
+    """XLA simplifies a program until nothing changes, or 25 times. A change may not wander from layer to layer."""
+
+    def rounds(layers: int) -> int:
+        """How often XLA simplifies the decode step of a single row."""
+        params, folder = decoder(windows=(None,) * layers), tmp_path / str(layers)
+        cache = kvjax.prefill(params, [1, 2, 3])
+        given = params, cache, np.array([4], np.int32), np.array([True])
+        options = {"xla_dump_to": str(folder), "xla_dump_hlo_pass_re": "simplification"}
+
+        def fresh(*given: Any) -> Any:
+            return step(*given)
+
+        fresh.__name__ = f"step_{uuid4().hex}"  # a name that no cache on disk has
+        jax.jit(fresh).lower(*given).compile(compiler_options=options)
+        return len(list(folder.glob("*.simplification.after_pipeline-start.*")))
+
+    assert 2 <= rounds(10) <= rounds(2) + 1
 
 
 def alive() -> tuple[int, int]:
