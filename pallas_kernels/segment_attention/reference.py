@@ -197,12 +197,11 @@ def segment_attention(
 def _read(tiles: Any, arrays: Any, row: Int[Array, "B P tiles"]) -> Any:
     """Reads one tile from each `row` on, of arrays with axes [B, P, T, ...]. Rows that do not exist are undefined.
 
-    A CPU copies one slice after another into `tiles`, [B P tiles, TILE_ROWS, ...], in less CPU time than a
-    gather of pages takes. A slice ends within its lane, so tiles that go beyond it are gathered in either case.
+    A CPU copies one slice after another into `tiles`, [B P tiles, TILE_ROWS, ...], in less CPU time than a gather of
+    pages takes. A slice ends within its lane, so tiles that go beyond it are gathered in either case.
     """
     B, P, n = row.shape
     T = jax.tree.leaves(arrays)[0].shape[2]
-
     at_page = row[..., None] // PAGE + jnp.arange(TILE_ROWS // PAGE)
 
     def by_page(tiles: Any, arrays: Any) -> Any:
@@ -219,7 +218,7 @@ def _read(tiles: Any, arrays: Any, row: Int[Array, "B P tiles"]) -> Any:
             return jax.tree.map(one, tiles, arrays)
 
         def whole(x: Array, b: Array, p: Array, k: Array) -> Array:
-            at = (b, p, row[b, p, k], *(0,) * (x.ndim - 3))
+            at = [b, p, row[b, p, k], *[jnp.zeros_like(b)] * (x.ndim - 3)]
             return jax.lax.dynamic_slice(x, at, (1, 1, TILE_ROWS, *x.shape[3:]))
 
         def cut(x: Array, b: Array, p: Array, k: Array) -> Array:
