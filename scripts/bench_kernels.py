@@ -115,6 +115,12 @@ def prompt(q: Any, k: Any, v: Any, t: Any, p: Any, scale: float) -> dict[str, An
     return {"context": context, "lse": lse}
 
 
+def scored_prompt(q: Any, k: Any, v: Any, t: Any, p: Any, scale: float) -> dict[str, Any]:
+    """Attention of a prompt over itself, and scores of keys by its queries."""
+    context, lse, (received,) = pallas_kernels.scored_attention(q, k, v, t, p, scale=scale, reductions=(Reduction(),))
+    return {"context": context, "lse": lse, "scores": received}
+
+
 def scores(q: Any, k: Any, v: Any, t: Any, p: Any, scale: float) -> dict[str, Any]:
     """Scores of keys by queries whose log-sum-exp is known."""
     lse = jnp.full(q.shape[:3], NEAR_LSE)
@@ -226,7 +232,10 @@ def cases(small: bool) -> Iterator[Case]:
             0.80 if rows == 32 else None,
         )
     for size in [256] if small else [8192, 32_768]:
-        for name, call, operations in (("window_scores", scores, 2), ("prompt_attention", prompt, 4)):
+        ways = [("window_scores", scores, 2), ("prompt_attention", prompt, 4)]
+        if small:  # no kernel computes both at once
+            ways.append(("scored_attention", scored_prompt, 4))
+        for name, call, operations in ways:
             yield Case(
                 name,
                 {"batch": 1, "group": 4, "tokens": size},

@@ -83,7 +83,7 @@ def test_chunks_shorter_than_the_window_and_nearly_the_prompt(spec, chunk):
 
 def test_the_first_chunk_is_a_plain_prompt(monkeypatch):
     """It attends to itself alone, the second to the slots that both leave as well."""
-    module = import_module("kvjax.attend.prompt")
+    module = import_module("kvjax.attend.received")
     seen, attend = [], module.prompt_attention
 
     def counted(q, k, *arrays, **options):
@@ -301,14 +301,17 @@ def test_buckets_are_few_and_tight():
     "spec", ["full", "streaming_llm:positions=in_cache", "h2o", "tova", "snapkv:budget=512", "morphkv:budget=512"]
 )
 def test_a_prompt_of_32k_tokens_never_holds_its_scores(spec):
-    """The program is compiled, not run. All its temporaries take fewer bytes than one head has N x N weights."""
+    """The program is compiled, not run. All its temporaries take fewer bytes than one head has N x N weights.
+
+    H2O keeps the exponentials of 256 queries and two heads, those of one layer at a time.
+    """
     size = 32_768
-    config = DecoderConfig("llama", 8, 16, 16, 2, 1, 8, (None,), Rope(1e4), size)
+    config = DecoderConfig("llama", 8, 16, 16, 2, 1, 8, (None, None), Rope(1e4), size)
     params = jax.eval_shape(lambda: Decoder(config, nnx.Rngs(0)))
     policy = policies.parse(spec)
     cache = jax.eval_shape(lambda: KVCache.empty(config, policy, jnp.array([size]), size, jnp.float32))
-    plan = plan_read(cache, [0], new=size, room=16, compress=True, final=True)
+    plan = plan_read(cache, [0, 0], new=size, room=16, compress=True, final=True)
     lowered = jax.jit(partial(read, plan=plan)).lower(
         params, cache, jax.ShapeDtypeStruct((1, size), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
     )
-    assert lowered.compile().memory_analysis().temp_size_in_bytes < size * 2048 < size * size // 8
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < size * 3072 < size * size // 8

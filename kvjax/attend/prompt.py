@@ -99,7 +99,8 @@ def reading(
         if observes:
             # With the barriers a state has the same bits in every program, whatever else the program computes.
             hidden = layer.hidden if policy.score.needs.hidden else None
-            *given, hidden, found = jax.lax.optimization_barrier((q, lse, met, hidden, found))
+            *given, hidden, sums = jax.lax.optimization_barrier((q, lse, met, hidden, tuple(found.values())))
+            found = dict(zip(found, sums, strict=True))
 
             @cache
             def shown(wish: Received | None) -> Float[Array, "B H *G M"] | None:

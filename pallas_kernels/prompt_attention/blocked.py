@@ -120,7 +120,10 @@ def blocked(
     )
     runs = [Run(first, length) for first, length in ((0, M - N), (M - N, N)) if length]
     shapes = [(run.tiles(run.length), P, G * block, run.size) for run in runs if reductions]
-    kept = [Kept(jnp.zeros(shape, jnp.float32), jnp.zeros(shape[:3], jnp.float32)) for shape in shapes]
+    # What is kept is written before it is read. Its first contents come from the layer's queries: of contents that are
+    # the same in all layers of a program, XLA holds a copy for each layer at once.
+    any_number = q[0, 0, 0, 0].astype(jnp.float32)
+    kept = [Kept(jnp.full(shape, any_number), jnp.full(shape[:3], any_number)) for shape in shapes]
     attend = partial(_attend, runs=runs, block=block, window=window, softcap=softcap, reductions=tuple(reductions))
     _, (out, lse, received) = jax.lax.scan(attend, kept, each)
     out, lse = out.reshape(B, Hq, rows, D), lse.reshape(B, Hq, rows)
