@@ -45,6 +45,13 @@ def train_gates(
     recent: Annotated[
         int | None, typer.Option(help="duo_attention: most recent tokens that streaming heads see. Default: 256.")
     ] = None,
+    distinct: Annotated[
+        int | None,
+        typer.Option(
+            help="The number of different batches, which steps use in turn; OUT holds them until the run ends. "
+            "Default: each step draws its own."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="The seed of the initial weights and of the texts.")] = 0,
     save_every: Annotated[int, typer.Option(help="The number of steps between two checkpoints of the run.")] = 100,
     mesh: Mesh = "1x1",
@@ -57,7 +64,8 @@ def train_gates(
     from kvjax.gates.training import check_training, train
 
     training = TRAININGS[method.value]
-    recipe = Recipe(steps, batch, length, training.learning_rate if learning_rate is None else learning_rate, seed)
+    rate = training.learning_rate if learning_rate is None else learning_rate
+    recipe = Recipe(steps, batch, length, rate, seed, distinct)
     check_size("save_every", save_every)
     options = {"inner": inner, "sinks": sinks, "recent": recent}
     given = {name: value for name, value in options.items() if value is not None}

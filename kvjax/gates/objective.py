@@ -28,6 +28,7 @@ class Recipe:
         length: the number of tokens per text.
         learning_rate: the largest one, after a linear warm-up of a twentieth of the steps; it falls to 0 as a cosine.
         seed: of the initial weights and of the texts.
+        distinct: the number of different batches, which steps use in turn; None: each step has its own.
 
     Raises:
         ValueError: for a value that is not accepted.
@@ -38,12 +39,19 @@ class Recipe:
     length: int
     learning_rate: float
     seed: int = 0
+    distinct: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "length"):
             check_size(name, getattr(self, name))
         check_number("learning_rate", self.learning_rate, ANY_POSITIVE, lambda x: x > 0)
         check_number("seed", self.seed, "an integer in 0 .. 2**31 - 1", lambda x: x == int(x) and 0 <= x < 2**31)
+        if self.distinct is not None:
+            check_size("distinct", self.distinct)
+            if self.distinct > self.steps:
+                raise ValueError(
+                    f"distinct={self.distinct} with steps={self.steps}: expected at most one batch per step"
+                )
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class Objective:
         method: a key of `FORMS`.
         sizes: of the method's tensors.
         initial: makes the weights that training begins with.
-        batch: makes the batch of a step.
+        batch: makes the arrays of the batch of a step.
         loss: of weights on a batch.
         bounded: what becomes of the weights after each step.
         settings: what the method alone has, by name. An interrupted run goes on with the same settings only, and the
@@ -64,7 +72,7 @@ class Objective:
     method: str
     sizes: Mapping[str, int | None]
     initial: Callable[[], Weights]
-    batch: Callable[[int], Any]
+    batch: Callable[[int], tuple[Any, ...]]
     loss: Callable[[Weights, Decoder, Any], Float[Array, ""]]
     bounded: Callable[[Weights], Weights] = lambda weights: weights
     settings: Mapping[str, Any] = field(default_factory=dict)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,11 +19,12 @@ from kvjax.models import Decoder
 from kvjax.programs import jit
 from kvjax.writing import write_file
 
+from .batches import InTurn
 from .files import FILES, Gates, write_gates
 from .objective import Objective, Recipe, Weights
 
 TRAINING = "training"  # the folder of the state, the curve and the settings of a run
-SETTINGS, CURVE, STATE = "settings.json", "curve.jsonl", "state"
+SETTINGS, CURVE, STATE, BATCHES = "settings.json", "curve.jsonl", "state", "batches"
 Report = Callable[[Mapping[str, float]], None]  # a callback that receives each line of the curve
 
 
@@ -40,7 +42,8 @@ def train(
 
     The folder has the state of the run in `training/`: an Orbax checkpoint after every `save_every` steps, the settings
     in settings.json, and curve.jsonl with a line {"step", "loss", "learning_rate", "seconds"} per step. The same call
-    goes on from the last checkpoint, to the same gates.
+    goes on from the last checkpoint, to the same gates. With `recipe.distinct`, training/batches/ holds the batches
+    until the gates are written.
 
     Args:
         params: the model, which does not change.
@@ -57,18 +60,23 @@ def train(
     """
     optax = _optax()
     own = {**objective.sizes, **objective.settings}
-    settings = {"method": objective.method, **own, **dataclasses.asdict(recipe), **facts}
+    chosen = {name: value for name, value in dataclasses.asdict(recipe).items() if value is not None}
+    settings = {"method": objective.method, **own, **chosen, **facts}
     folder = _begun(out, settings)
     warm_up = max(recipe.steps // 20, 1)
     schedule = optax.warmup_cosine_decay_schedule(0.0, recipe.learning_rate, warm_up, max(recipe.steps, warm_up + 1))
     optimizer = optax.adamw(schedule, weight_decay=0.0)
 
     @jit
-    def update(weights: Weights, state: Any, params: Decoder, batch: Any) -> tuple[Weights, Any, Float[Array, ""]]:
+    def update(
+        weights: Weights, state: Any, params: Decoder, batch: tuple[Any, ...]
+    ) -> tuple[Weights, Any, Float[Array, ""]]:
         loss, gradient = jax.value_and_grad(objective.loss)(weights, params, batch)
         change, state = optimizer.update(gradient, state, weights)
         return objective.bounded(optax.apply_updates(weights, change)), state, loss
 
+    count = recipe.distinct
+    batch = objective.batch if count is None else InTurn(objective.batch, count, folder / BATCHES)
     weights = objective.initial()
     state = optimizer.init(weights)
     options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
@@ -81,7 +89,7 @@ def train(
         write_file(folder / CURVE, "".join(f"{json.dumps(line)}\n" for line in lines))
         began = time.monotonic() - (lines[-1]["seconds"] if lines else 0.0)
         for step in range(first + 1, recipe.steps + 1):
-            weights, state, loss = update(weights, state, params, objective.batch(step - 1))
+            weights, state, loss = update(weights, state, params, batch(step - 1))
             line = {
                 "step": step,
                 "loss": float(loss),
@@ -96,6 +104,7 @@ def train(
     layers = tuple({name: np.asarray(tensor) for name, tensor in layer.items()} for layer in weights)
     gates = Gates(objective.method, dict(objective.sizes), layers)
     write_gates(gates, out, facts=settings, overwrite=True)
+    shutil.rmtree(folder / BATCHES, ignore_errors=True)
     return gates
 
 

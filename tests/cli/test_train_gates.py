@@ -112,6 +112,35 @@ def test_an_interrupted_run_ends_with_the_same_gates(
 
 
 @pytest.mark.slow
+def test_distinct_batches_are_drawn_once_and_used_in_turn(
+    model: str, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A learning rate near 0 leaves the weights as they are, so that a loss tells its batch."""
+    drawn, out = [], tmp_path / "gates"
+    windows = Stream.windows
+
+    def counting(self, count, length, rng):
+        drawn.append(rng.bit_generator.seed_seq.entropy[1])
+        return windows(self, count, length, rng)
+
+    monkeypatch.setattr(Stream, "windows", counting)
+    asked = ("train-gates", model, "--method", "kvzap", "--data", texts, *SMALL, "--learning-rate", 1e-12)
+    assert kv(*asked, "--out", out, "--distinct", 2)[0] == 0
+    losses = [line["loss"] for line in curve(out)]
+    assert losses[0] != losses[1]
+    np.testing.assert_allclose(losses, losses[:2] * 3, rtol=1e-6)
+    assert sorted(set(drawn)) == [0, 1]
+    assert len(drawn) <= 3  # kvzap begins at the mean of the first batch
+    assert not (out / "training" / "batches").exists()
+    assert "| distinct | 2 |" in (out / "README.md").read_text()
+    assert kv(*asked, "--out", tmp_path / "other")[0] == 0
+    assert [line["loss"] for line in curve(tmp_path / "other")][:2] == losses[:2]
+    status, _, stderr = kv(*asked, "--out", tmp_path / "more", "--distinct", 7)
+    assert status == 2
+    assert "distinct=7 with steps=6: expected at most one batch per step" in stderr
+
+
+@pytest.mark.slow
 def test_the_cross_entropy_falls(tmp_path: Path) -> None:
     """On one text, towards the entropy of the targets."""
     params = tiny.decoder(windows=(None, None))

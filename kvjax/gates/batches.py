@@ -1,0 +1,38 @@
+"""Batches that are drawn once, kept on disk, and used in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Array
+from safetensors.numpy import load_file, save_file
+
+from kvjax.writing import new_file
+
+
+@dataclass(frozen=True)
+class InTurn:
+    """The batch of a step: one of `count`, each of which is drawn when it is first used.
+
+    Attributes:
+        draw: makes the batch of an index in 0 .. count - 1.
+        count: the number of different batches.
+        folder: holds them, so that an interrupted run does not draw them again.
+    """
+
+    draw: Callable[[int], tuple[Array | np.ndarray, ...]]
+    count: int
+    folder: Path
+
+    def __call__(self, step: int) -> tuple[np.ndarray, ...]:
+        index = step % self.count
+        path = self.folder / f"{index}.safetensors"
+        if not path.exists():
+            self.folder.mkdir(exist_ok=True)
+            with new_file(path) as new:
+                save_file({str(at): np.asarray(array) for at, array in enumerate(self.draw(index))}, new)
+        arrays = load_file(path)
+        return tuple(arrays[str(at)] for at in range(len(arrays)))
