@@ -29,7 +29,8 @@ def attention(
         entries: the cached entries, and the new tokens' own behind them; as arrays.
         wishes: what the score that observes asks for.
     """
-    served = [wish for wish in wishes if wish.shown(call) and _in_one_pass(wish, layer, heads)]
+    before = entries.slots - q.shape[2]
+    served = [wish for wish in wishes if wish.shown(call, before) and _in_one_pass(wish, layer, heads)]
     arrays = q, entries.keys, entries.values, positions, entries.positions
     if served:
         reductions = tuple(wish.reduction for wish in served)
@@ -62,7 +63,7 @@ def received(
     Args:
         found: what `attention` computed. Anything else is computed from `q` and `lse`.
     """
-    if wish is None or not wish.shown(call):
+    if wish is None or not wish.shown(call, entries.slots - q.shape[2]):
         return None
     if wish in found:
         return found[wish]

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.cache import Slots
-from kvjax.policy import AllocatedBudget, Attended, Needs, Policy, Protect, check_choice, check_kind
+from kvjax.pallas_kernels import Reduction
+from kvjax.policy import AllocatedBudget, Attended, Needs, Policy, Protect, Received, check_choice, check_kind
 
 from .adakv import AdaptiveShares
 from .common.budgets import budget_of
@@ -25,6 +26,8 @@ from .common.repetition import Repetition, largest_contributions, largest_weight
 from .common.top_tokens import TopTokens
 from .common.uniform_shares import UniformShares
 from .registry import preset
+
+LARGEST = Reduction(rows="max", group="max")
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,15 @@ class Reconstruction(Repetition):
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, weighs_values=self.normalise, hidden=self.normalise)
+        if self.normalise:
+            return replace(super().needs, weighs_values=True, hidden=True)
+        return replace(super().needs, received=Received(LARGEST, calls="replays", slots=self.chunk))
+
+    def observe(self, entries: Slots, attended: Attended) -> tuple[Float[Array, "B H M"], None]:
+        if attended.replay is None or attended.received is None:
+            return super().observe(entries, attended)
+        # One chunk is the complete prompt, so that the softmax is the attention's own, which was reduced on the way.
+        return jnp.where(entries.positions < 0, entries.per_slot, attended.received), None
 
     def weighed(self, among: Slots, attended: Attended) -> Float[Array, "B H M"]:
         if not self.normalise:

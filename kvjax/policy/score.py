@@ -42,15 +42,17 @@ class Received(NamedTuple):
         last: the number of queries that count, from the last; None for all.
         calls: the calls in which it is shown: decode steps, where a call has one query per row, prompts, the replays of
             a `Pass`, or all of these.
+        slots: the largest number of slots of a prompt for which it is shown, in calls other than steps; None for any.
     """
 
     reduction: Reduction
     last: int | None = None
     calls: Literal["all", "steps", "prompts", "replays"] = "all"
+    slots: int | None = None
 
-    def shown(self, call: Literal["steps", "prompts", "replays"]) -> bool:
-        """Whether it is shown in a call of this kind."""
-        return self.calls in ("all", call)
+    def shown(self, call: Literal["steps", "prompts", "replays"], slots: int = 0) -> bool:
+        """Whether it is shown in a call of this kind, whose tokens follow this number of slots."""
+        return self.calls in ("all", call) and (self.slots is None or slots <= self.slots)
 
 
 @dataclass(frozen=True)

@@ -30,23 +30,23 @@ ROWS = [np.random.default_rng(4).integers(0, tiny.VOCAB, n) for n in (30, 9, 13,
 PARAMS = tiny.decoder(4, 2, (None, None))
 
 
-def repetition(row: np.ndarray, first: int) -> list[int]:
+def repetition(row: np.ndarray, first: int, chunk: int = CHUNK) -> list[int]:
     """What follows the prompt to have a chunk of it repeated."""
     lead = (*WORDS["starting"], *row[first - 8 : first]) if first else WORDS["instruction"]
-    return [*lead, *WORDS["suffix"], *row[first : first + CHUNK]]
+    return [*lead, *WORDS["suffix"], *row[first : first + chunk]]
 
 
 @cache
-def literal(b: int, plus: bool = False) -> np.ndarray:
+def literal(b: int, plus: bool = False, chunk: int = CHUNK) -> np.ndarray:
     """Scores [L, H, N] of a row, KVzip's or those of KVzip+."""
     row, text = ROWS[b], Reader(PARAMS)
     n = len(row)
     text.read(row)
     norms = projected(PARAMS, text.values(), order=2)
     scores = np.zeros((len(text.heads), len(text.heads[0]), n))
-    for first in range(0, n, CHUNK):
-        last = min(first + CHUNK, n)
-        tokens = repetition(row, first)
+    for first in range(0, n, chunk):
+        last = min(first + chunk, n)
+        tokens = repetition(row, first, chunk)
         text.read(np.array(tokens))
         hidden = hidden_states(PARAMS, [*row, *tokens]) if plus else []
         for layer, head in np.ndindex(scores.shape[:2]):
@@ -76,20 +76,23 @@ def keep(scores: np.ndarray, mean: int, level: str) -> list[list[list[int]]]:
 
 
 @cache
-def replays(plus: bool = False) -> kvjax.KVCache:
+def replays(plus: bool = False, chunk: int = CHUNK) -> kvjax.KVCache:
     """All tokens of the rows and their scores, whoever competes by them."""
-    return allocating.read(PARAMS, kvzip(0.5, SINKS, score=PLUS if plus else SCORE), ROWS, SIZE)
+    return allocating.read(PARAMS, kvzip(0.5, SINKS, score=replace(PLUS if plus else SCORE, chunk=chunk)), ROWS, SIZE)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plus", [False, True])
-def test_scores_are_the_definition(plus):
-    """Chunks that not all rows have, a last one that is short, a prompt within one chunk; sinks are only looked at."""
-    filled, policy = replays(plus), kvzip(0.5, SINKS, score=SCORE)
+@pytest.mark.parametrize(("plus", "chunk"), [(False, CHUNK), (True, CHUNK), (False, SIZE), (True, SIZE)])
+def test_scores_are_the_definition(plus, chunk):
+    """Chunks that not all rows have, a last one that is short, a prompt within one chunk; sinks are only looked at.
+
+    Where a chunk has room for all prompts, the scores come from the pass that attends.
+    """
+    filled, policy = replays(plus, chunk), kvzip(0.5, SINKS, score=replace(SCORE, chunk=chunk))
     tokens, lengths = map(jnp.asarray, tiny.left_pad(ROWS, SIZE))
     for i, part in enumerate(policy.score.passes(tokens, lengths, policy.score.needs.texts)):
         for b, row in enumerate(ROWS):
-            expected = repetition(row, i * CHUNK) if i * CHUNK < len(row) else []
+            expected = repetition(row, i * chunk, chunk) if i * chunk < len(row) else []
             assert part.tokens[b, len(part.tokens[b]) - int(part.lengths[b]) :].tolist() == expected
     for layer, entries in enumerate(filled.entries):
         for b, row in enumerate(ROWS):
@@ -97,7 +100,7 @@ def test_scores_are_the_definition(plus):
             for head in range(2):
                 held = positions[head] >= 0
                 assert positions[head][held].tolist() == list(range(len(row)))
-                assert_close(ours[head][held], literal(b, plus)[layer, head])
+                assert_close(ours[head][held], literal(b, plus, chunk)[layer, head])
 
 
 @pytest.mark.slow
