@@ -72,5 +72,5 @@ def lower_engine(
         lambda x: plans.placed_rows(jax.ShapeDtypeStruct((plans.batch, *x.shape[1:]), x.dtype)),
         Ticket.of([0], Options(1), sizes, None, config.vocab_size).start,
     )
-    compile_rows(programs, plans, params, logits, row, start)
+    compile_rows(programs, plans, params, logits, row, start, at_once=1)
     return programs.lowered, row

@@ -6,7 +6,7 @@
     answer = handle.result()                # Answer(tokens, text, log_probs, finish, prompt_tokens)
     async for token in handle: ...          # the same in a coroutine
     answer = await handle
-    handle.cancel()                         # the row is free before the next step
+    handle.cancel()                         # the row is free before the next program
     engine.stats()                          # Stats: rows, queue, tokens, histograms of times, bytes
     engine.close()                          # refuses new requests, finishes the others; drain=False cancels them
     engine.follow()                         # on several hosts, on all processes after process 0: runs what it runs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator
 
 import jax
@@ -19,6 +20,9 @@ from .resident import Resident, Start, compile_rows
 from .ticket import Ticket
 
 Read = tuple[Float[Array, "1 V"], KVCache]
+# The host's part of a program takes time of a CPU's cores, so a CPU takes several steps of a small model at once.
+CPU_STEPS = 16  # of a program, at most
+CPU_SECONDS = 0.05  # of a program: a request that comes meanwhile waits for two of them
 
 
 class Device:
@@ -26,10 +30,13 @@ class Device:
 
     Attributes:
         row: the shapes of the cache of a row.
+        at_once: the most steps of a program. `start` may lower it.
         workspace: the most bytes that a program needs beside its arguments and results.
     """
 
-    def __init__(self, params: Decoder, plans: Plans, example: Ticket, store: PrefixStore | None) -> None:
+    def __init__(
+        self, params: Decoder, plans: Plans, example: Ticket, store: PrefixStore | None, at_once: int | None
+    ) -> None:
         """Compiles all programs. `start` makes the rows.
 
         Args:
@@ -37,12 +44,17 @@ class Device:
             plans: the static choices.
             example: a request of one token, which is not answered.
             store: of prefixes; None if requests have none.
+            at_once: the most steps of a program. None: one, and on CPUs as many as take CPU_SECONDS.
         """
         self._params, self._plans, self._store = params, plans, store
         self._leaves = jax.tree.leaves(params)
+        on_cpu = next(iter(self._leaves[0].sharding.device_set)).platform == "cpu"
+        self._timed = on_cpu and at_once is None
+        self.at_once = min(at_once or (CPU_STEPS if on_cpu else 1), plans.sizes.max_new_tokens)
         self._programs = programs = Programs()
         logits, self.row = compile_reads(programs, plans, params, after=store is not None)
-        compile_rows(programs, plans, params, logits, self.row, self._everywhere(example.start))
+        start = self._everywhere(example.start)
+        compile_rows(programs, plans, params, logits, self.row, start, at_once=self.at_once)
         programs.finish()
         self.workspace = programs.workspace
 
@@ -57,8 +69,16 @@ class Device:
                 break
         self.resident: Resident = self._programs.run("idle", cache, logits, self._everywhere(example.start))
         np.asarray(self.admit(read, example.start, 0))
-        np.asarray(self.advance(np.zeros(self._plans.sizes.rows, bool)))
+        seconds = min(self._step_seconds() for _ in range(3))
+        if self._timed:
+            self.at_once = min(max(1, int(CPU_SECONDS / seconds)), self.at_once)
         return self._programs.warm_up
+
+    def _step_seconds(self) -> float:
+        """What a step takes. On a CPU, which reads all slots, that does not depend on the rows."""
+        started = time.perf_counter()
+        jax.block_until_ready(self.advance(np.zeros(self._plans.sizes.rows, bool), 1))
+        return time.perf_counter() - started
 
     def _everywhere(self, start: Start) -> Start:
         """The arrays of a request for each part of the batch."""
@@ -76,7 +96,7 @@ class Device:
         assert self._store is not None
         return reading_after(self._programs, self._plans, self._params, prompt, prefix, self._store)
 
-    def admit(self, read: Read, start: Start, row: int) -> Int32[Array, "3 _"]:
+    def admit(self, read: Read, start: Start, row: int) -> Int32[Array, "3 _ 1"]:
         """Puts a request whose prompt has been read into a row. Returns the report of its first token, first."""
         logits, cache = read
         self.resident, report = self._programs.run(
@@ -87,8 +107,18 @@ class Device:
         report.copy_to_host_async()
         return report
 
-    def advance(self, wanted: Bool[np.ndarray, "B"]) -> Int32[Array, "3 B"]:
-        """One token for every active row that is wanted. Returns the report of all rows."""
-        self.resident, report = self._programs.run("advance", self._leaves, self.resident, self._plans.put_rows(wanted))
-        report.copy_to_host_async()
-        return report
+    def advance(self, wanted: Bool[np.ndarray, "B"], most: int) -> tuple[Int32[Array, "3 B K"], Int[Array, ""]]:
+        """Steps of every active row that is wanted, until one of them ends.
+
+        Args:
+            most: the most steps, at least 1 and at most `at_once`.
+
+        Returns:
+            The report of all rows, and the number of steps.
+        """
+        wanted = self._plans.put_rows(wanted)
+        self.resident, *found = self._programs.run("advance", self._leaves, self.resident, wanted, np.int32(most))
+        for array in found:
+            array.copy_to_host_async()
+        report, steps = found
+        return report, steps

@@ -58,6 +58,7 @@ class Engine:
         tokenizer: encodes prompts and decodes answers, or None.
         sizes: rows, max_prompt, max_new_tokens, chunk.
         footprint: the bytes that the engine holds on each device.
+        steps_at_once: the most steps of one program.
         warm_up: the number of programs, and the seconds that they took. No program is compiled later.
     """
 
@@ -74,6 +75,7 @@ class Engine:
         chunk: int = CHUNK,
         max_queue: int = 1024,
         max_end_tokens: int = 8,
+        steps_at_once: int | None = None,
         memory: int | str | None = None,
         prefix_memory: int | str | None = None,
         prefix_folder: str | Path | None = None,
@@ -91,6 +93,9 @@ class Engine:
             chunk: the most tokens of a prompt that are read between two steps. It is rounded up to a bucket.
             max_queue: the most requests that wait for a row.
             max_end_tokens: the most end tokens of a request.
+            steps_at_once: the most steps of one program, which it takes while no request could be admitted. A request
+                that comes meanwhile waits for at most two programs. The default is 1, and on CPUs as many steps as take
+                50 ms at the warm-up, at most 16.
             memory: of each device: a number of bytes, or a text such as "80GB". The default is what the device says it
                 has; a CPU does not say.
             prefix_memory: the most bytes of stored prefixes on the host, in the same form. None: requests have no
@@ -108,6 +113,8 @@ class Engine:
         given = {"rows": rows, "max_prompt": max_prompt, "max_new_tokens": max_new_tokens, "chunk": chunk}
         for name, value in {**given, "max_queue": max_queue, "max_end_tokens": max_end_tokens}.items():
             check_size(name, value)
+        if steps_at_once is not None:
+            check_size("steps_at_once", steps_at_once)
         config = params.config
         self.params, self.tokenizer = params, tokenizer
         self.policy = as_policy(policy) or policies.full()
@@ -140,17 +147,18 @@ class Engine:
         if prefix_folder is not None and plans.on_hosts:
             raise ValueError("prefix_folder on the devices of several processes: expected prefix_memory alone")
         example = Ticket.of([0], Options(1), self.sizes, None, config.vocab_size)
-        device = Device(params, plans, example, self._store)
+        device = Device(params, plans, example, self._store, steps_at_once)
         self._row = device.row
         self._plans = plans
         self.footprint = replace(self.footprint, workspace=device.workspace)
         if most is not None:
             self.footprint.check(rows, most, plans.batch)
         self.warm_up = device.start(example)
+        self.steps_at_once = device.at_once
         self._cache_bytes = device.cache.nbytes
         channel = Channel() if plans.on_hosts else None
         leader = None if channel is None else Leader(device, channel)
-        self._loop = Loop(leader or device, rows, max_queue)
+        self._loop = Loop(leader or device, rows, max_queue, device.at_once)
         self._follow: Callable[[], None] | None = None
         if channel is not None and jax.process_index() > 0:
             self._follow = partial(follow, device, channel, example.start)

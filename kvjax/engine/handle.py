@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -72,10 +72,10 @@ class Feed:
     def ended(self) -> bool:
         return self.finish is not None or self.error is not None
 
-    def add(self, token: Token, finish: Finish | None = None) -> None:
-        """Adds a token, which is the last one if there is a reason to finish."""
+    def add(self, tokens: Sequence[Token], finish: Finish | None = None) -> None:
+        """Adds tokens, which are the last ones if there is a reason to finish."""
         with self.changed:
-            self.tokens.append(token)
+            self.tokens.extend(tokens)
             self.finish = finish
             self._tell()
 
@@ -120,7 +120,7 @@ class Handle:
         return self._feed.ended
 
     def cancel(self) -> None:
-        """Ends the answer after the tokens so far. Its row is free before the next step. It does not wait."""
+        """Ends the answer after the tokens so far. Its row is free before the next program. It does not wait."""
         self._cancel()
 
     def tokens(self) -> Iterator[Token]:

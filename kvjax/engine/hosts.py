@@ -104,15 +104,15 @@ class Leader:
             yield
             self._channel.send({"do": "unit"})
 
-    def admit(self, read: Read, start: Start, row: int) -> Int32[Array, "3 _"]:
+    def admit(self, read: Read, start: Start, row: int) -> Int32[Array, "3 _ 1"]:
         """As `Device.admit`."""
         self._channel.send({"do": "admit", "start": jax.tree.leaves(start), "row": row})
         return self._device.admit(read, start, row)
 
-    def advance(self, wanted: Bool[np.ndarray, "B"]) -> Int32[Array, "3 B"]:
+    def advance(self, wanted: Bool[np.ndarray, "B"], most: int) -> tuple[Int32[Array, "3 B K"], Int[Array, ""]]:
         """As `Device.advance`."""
-        self._channel.send({"do": "advance", "wanted": wanted})
-        return self._device.advance(wanted)
+        self._channel.send({"do": "advance", "wanted": wanted, "most": most})
+        return self._device.advance(wanted, most)
 
     def lead(self, loop: Loop) -> None:
         """Runs a loop to its end, and tells the others of it."""
@@ -149,7 +149,7 @@ def follow(device: Device, channel: Channel, example: Start) -> None:
                 device.admit(read, start, message["row"])
                 units = read = None
             case "advance":
-                device.advance(message["wanted"])
+                device.advance(message["wanted"], message["most"])
             case "end":
                 if message["error"] is not None:
                     raise EngineClosedError(f"on process 0, {message['error']}")

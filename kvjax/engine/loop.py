@@ -1,7 +1,8 @@
 """The loop of an engine: one thread runs it, and any thread submits, cancels and closes.
 
-A turn reads one chunk of a prompt, if there is a free row and a request that waits, and takes one step of all rows.
-The device works on a step while the host delivers the tokens of the step before.
+A turn reads one chunk of a prompt, if there is a free row and a request that waits, and starts a program of all rows.
+The program takes up to `at_once` steps, until an answer ends, but one step if a request could be admitted after it. The
+device works on it while the host delivers the tokens of the program before.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Int, Int32
 
 from kvjax.modes import own_modes
 
@@ -44,14 +46,15 @@ class Loop:
         error: what later requests are refused with, once the loop has failed.
     """
 
-    def __init__(self, device: Device | Leader, rows: int, max_queue: int) -> None:
+    def __init__(self, device: Device | Leader, rows: int, max_queue: int, at_once: int) -> None:
         self.counters = Counters()
         self.rows: list[Ticket | None] = [None] * rows
         self._device = device
         self._max_queue = max_queue
+        self._at_once = at_once
         self._queue: deque[Ticket] = deque()
         self._reading: Reading | None = None
-        self._reports: deque[tuple[Int32[Array, "3 B"], list[Ticket | None]]] = deque()
+        self._due: deque[Callable[[], None]] = deque()  # deliveries of what programs find
         self._changed = threading.Condition()  # guards the queue, and what follows
         self._closing = False
         self.error: EngineClosedError | None = None
@@ -77,7 +80,7 @@ class Loop:
             self._changed.notify()
 
     def cancel(self, ticket: Ticket) -> None:
-        """Ends a request: at once if it waits, and else before the next step."""
+        """Ends a request: at once if it waits, and else before the next program."""
         with self._changed:
             ticket.cancelled = True
             if ticket in self._queue:
@@ -122,12 +125,12 @@ class Loop:
             self._fail(error)
 
     def turn(self) -> None:
-        """One chunk of a prompt, one step of all rows, and what the step before has found."""
+        """One chunk of a prompt, one program of all rows, and what the program before has found."""
         self._drop_cancelled()
         self._read()
-        stepped = self._step()
-        while len(self._reports) > stepped:
-            self._deliver(*self._reports.popleft())
+        started = self._advance()
+        while len(self._due) > started:
+            self._due.popleft()()
 
     def _wait(self) -> bool:
         """Waits for work. Returns False if there will be none."""
@@ -137,7 +140,7 @@ class Loop:
 
     @property
     def _working(self) -> bool:
-        return bool(self._reading or self._reports) or any(self.rows)
+        return bool(self._reading or self._due) or any(self.rows)
 
     def _drop_cancelled(self) -> None:
         """Frees the rows of requests that are not wanted any more."""
@@ -167,33 +170,41 @@ class Loop:
             self.counters.finish("failed")
         except StopIteration as stop:
             row = self.rows.index(None)
-            self._reports.append((self._device.admit(stop.value, ticket.start, row), [ticket]))
+            report = self._device.admit(stop.value, ticket.start, row)
+            self._due.append(partial(self._deliver, report, 1, [ticket]))
             self.counters.prompt_tokens += ticket.prompt_tokens
             self.rows[row], self._reading = ticket, None
 
-    def _step(self) -> bool:
+    def _advance(self) -> bool:
         """Advances all rows. Returns whether there were any."""
         if not any(self.rows):
             return False
         wanted = np.array([ticket is not None for ticket in self.rows])
-        self._reports.append((self._device.advance(wanted), list(self.rows)))
-        self.counters.steps += 1
+        admits = self._reading is not None or (self._queue and None in self.rows)
+        found = self._device.advance(wanted, 1 if admits else self._at_once)
+        self._due.append(partial(self._finish, *found, list(self.rows)))
         return True
 
-    def _deliver(self, report: Int32[Array, "3 B"], tickets: list[Ticket | None]) -> None:
-        """Gives each request that has not ended meanwhile its token."""
-        tokens, bits, active = np.ascontiguousarray(np.asarray(report)[:, : len(tickets)])
-        found = tokens.tolist(), bits.view(np.float32).tolist(), active.astype(bool).tolist()
-        for ticket, token, log_prob, on in zip(tickets, *found, strict=True):
+    def _finish(self, report: Int32[Array, "3 B K"], steps: Int[Array, ""], tickets: list[Ticket | None]) -> None:
+        """Delivers what steps have found."""
+        self.counters.steps += int(steps)
+        self._deliver(report, int(steps), tickets)
+
+    def _deliver(self, report: Int32[Array, "3 B K"], steps: int, tickets: list[Ticket | None]) -> None:
+        """Gives each request that has not ended meanwhile its tokens."""
+        tokens, bits, active = np.ascontiguousarray(np.asarray(report)[:, : len(tickets), :steps])
+        found = tokens.tolist(), bits.view(np.float32).tolist(), active[:, -1].astype(bool).tolist()
+        for ticket, ids, log_probs, goes_on in zip(tickets, *found, strict=True):
             if ticket is None or ticket.feed.ended:
                 continue
-            ticket.last = self.counters.token(ticket.submitted, ticket.last)
             try:
-                goes_on = ticket.take(token, log_prob, on)
+                taken, finish = ticket.take(ids, log_probs, goes_on)
             except Exception as error:  # of the tokenizer, which concerns this request alone
                 ticket.feed.fail(error)
-                goes_on = False
-            if not goes_on:
+            else:
+                ticket.last = self.counters.take(len(taken), ticket.submitted, ticket.last)
+                ticket.feed.add(taken, finish)
+            if ticket.feed.ended:
                 self.rows[self.rows.index(ticket)] = None
                 self.counters.finish(ticket.feed.finish or "failed")
 

@@ -87,14 +87,20 @@ class Resident:
         facts = jnp.stack([answers.active.astype(jnp.int32), answers.lengths], axis=1)
         return jnp.concatenate([facts, answers.tokens], axis=1)
 
-    def report(self) -> Int32[Array, "3 B"]:
-        """For the host: each row's last token, the bits of its log-probability, and whether the row goes on."""
+    def report(self, first: Int[Array, "B"], *, steps: int) -> Int32[Array, "3 B K"]:
+        """For the host: tokens of each row, the bits of their log-probabilities, and whether the row goes on.
+
+        Args:
+            first: the index of the first of these tokens in each row's answer.
+            steps: their number. Those that no row has taken yet have no meaning.
+        """
         answers = self.decoding.answers
         assert answers.log_probs is not None
-        last = jnp.maximum(answers.lengths - 1, 0)[:, None]
-        log_probs = jnp.take_along_axis(answers.log_probs, last, axis=1)[:, 0]
+        columns = jnp.minimum(first[:, None] + jnp.arange(steps), answers.tokens.shape[1] - 1)
+        tokens, log_probs = (jnp.take_along_axis(x, columns, axis=1) for x in (answers.tokens, answers.log_probs))
         bits = jax.lax.bitcast_convert_type(log_probs, jnp.int32)
-        return jnp.stack([self.decoding.cache.pending, bits, answers.active.astype(jnp.int32)])
+        active = jnp.broadcast_to(answers.active[:, None], tokens.shape).astype(jnp.int32)
+        return jnp.stack([tokens, bits, active])
 
 
 @partial(jit, static_argnames=("rows", "size"))
@@ -112,7 +118,7 @@ def idle(cache: KVCache, logits: Float[Array, "B V"], start: Start, *, rows: int
 @partial(jit, donate_argnames="resident")
 def admit(
     resident: Resident, cache: KVCache, logits: Float[Array, "B V"], start: Start, row: Int[Array, ""]
-) -> tuple[Resident, Int32[Array, "3 B"]]:
+) -> tuple[Resident, Int32[Array, "3 B 1"]]:
     """Writes a request into a row, and samples the first token of its answer.
 
     On a mesh each part of the batch has read the prompt, and the devices that hold the row write it. The parts report
@@ -120,7 +126,7 @@ def admit(
     """
     new = Resident.begin(cache, logits, start, size=resident.decoding.answers.tokens.shape[1])
 
-    return _on_devices(partial(_put, row=row), resident, new), new.report()
+    return _on_devices(partial(_put, row=row), resident, new), new.report(jnp.zeros_like(start.limit), steps=1)
 
 
 @partial(jit, donate_argnames="resident")
@@ -176,58 +182,79 @@ def _specs(resident: Resident) -> Resident:
     return replace(specs, decoding=replace(specs.decoding, cache=cache))
 
 
-@partial(jit, static_argnames="tree", donate_argnames="resident", compiler_options=STEP_OPTIONS)
+@partial(jit, static_argnames=("tree", "at_once"), donate_argnames="resident", compiler_options=STEP_OPTIONS)
 def advance(
-    leaves: list[Array], resident: Resident, wanted: Bool[Array, "B"], *, tree: Any
-) -> tuple[Resident, Int32[Array, "3 B"]]:
-    """One token for every active row that is still wanted.
+    leaves: list[Array], resident: Resident, wanted: Bool[Array, "B"], most: Int[Array, ""], *, tree: Any, at_once: int
+) -> tuple[Resident, Int32[Array, "3 B K"], Int[Array, ""]]:
+    """Steps of every active row that is still wanted, until one of them ends; `most` steps at most.
 
     Args:
         leaves: the model's weights. A call with a list takes a fraction of the time of a call with a module.
         tree: the model's structure.
+        at_once: bounds `most`. A program of one step has no loop, which a GPU may not capture in a graph.
+
+    Returns:
+        The rows, `Resident.report` of all steps, and their number.
     """
-    resident = resident.wanted(wanted).advance(jax.tree.unflatten(tree, leaves))
-    report, mesh = resident.report(), resident.decoding.cache.mesh
+    params, before = jax.tree.unflatten(tree, leaves), resident.decoding.answers.lengths
+    resident, steps = resident.wanted(wanted), jnp.int32(1)
+    if at_once == 1:
+        resident = resident.advance(params)
+    else:
+        resident, steps = _steps(params, resident, wanted, most)
+    report, mesh = resident.report(before, steps=at_once), resident.decoding.cache.mesh
     if mesh is not None and mesh.is_multi_process:  # process 0 reads all of it
         report = jax.lax.with_sharding_constraint(report, NamedSharding(mesh, PartitionSpec()))
-    return resident, report
+    return resident, report, steps
 
 
 @partial(jit, static_argnames="tree", donate_argnames="resident", compiler_options=STEP_OPTIONS)
 def advance_until(
     leaves: list[Array], resident: Resident, wanted: Bool[Array, "B"], most: Int[Array, ""], *, tree: Any
 ) -> tuple[Resident, Int32[Array, "B 2+T"], Int[Array, ""]]:
-    """Steps of every active row that is still wanted, until one of them ends; `most` steps at most.
+    """As `advance`, without a bound on `most`. Returns the rows, `Resident.answers`, and the number of steps."""
+    resident, steps = _steps(jax.tree.unflatten(tree, leaves), resident.wanted(wanted), wanted, most)
+    return resident, resident.answers(), steps
 
-    Returns:
-        The rows, `Resident.answers`, and the number of steps.
+
+def _steps(
+    params: Decoder, resident: Resident, wanted: Bool[Array, "B"], most: Int[Array, ""]
+) -> tuple[Resident, Int[Array, ""]]:
+    """One step of every active row, and further ones while all wanted rows are active; `most` steps at most.
+
+    If a row has ended before, the host does not know it yet: after one step it can give the row to another request.
     """
-    params, first = jax.tree.unflatten(tree, leaves), resident.wanted(wanted)
-    active = first.decoding.active
 
     def goes_on(carry: tuple[Resident, Array]) -> Array:
         rows, steps = carry
-        return (steps < most) & jnp.any(active) & jnp.all(rows.decoding.active == active)
+        return (steps < most) & ((steps == 0) | jnp.all(rows.decoding.active == wanted))
 
     def body(carry: tuple[Resident, Array]) -> tuple[Resident, Array]:
         rows, steps = carry
         return rows.advance(params), steps + 1
 
-    resident, steps = jax.lax.while_loop(goes_on, body, (first, jnp.int32(0)))
-    return resident, resident.answers(), steps
+    return jax.lax.while_loop(goes_on, body, (resident, jnp.int32(0)))
 
 
 answers = jit(Resident.answers)
 
 
 def compile_rows(
-    programs: Programs, plans: Plans, params: Decoder, logits: Float[Array, "B V"], row: KVCache, start: Start
+    programs: Programs,
+    plans: Plans,
+    params: Decoder,
+    logits: Float[Array, "B V"],
+    row: KVCache,
+    start: Start,
+    *,
+    at_once: int,
 ) -> None:
     """Adds the programs that make, change and advance all rows.
 
     Args:
         logits: the shapes of what a read returns, and so is `row`, its cache.
         start: of any request.
+        at_once: the most steps of a program.
     """
     rows, size = plans.sizes.rows, plans.sizes.max_new_tokens
     programs.add("idle", idle, row, logits, start, rows=rows, size=size)
@@ -236,4 +263,5 @@ def compile_rows(
         resident = placed(resident, jax.tree.map(lambda spec: NamedSharding(mesh, spec), _specs(resident)))
     programs.add("admit", admit, resident, row, logits, start, np.int32(0))
     leaves, tree = jax.tree.flatten(params)
-    programs.add("advance", advance, leaves, resident, plans.put_rows(np.zeros(rows, bool)), tree=tree)
+    wanted = plans.put_rows(np.zeros(rows, bool))
+    programs.add("advance", advance, leaves, resident, wanted, np.int32(0), tree=tree, at_once=at_once)

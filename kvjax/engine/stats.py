@@ -70,7 +70,7 @@ class Stats:
         seconds: since the start.
         busy_seconds: during which there was work.
         first_token: times from `submit` to the first token.
-        between_tokens: times between one token of a request and the next.
+        between_tokens: times between one token of a request and the next; 0 if both come from one program.
         cache_bytes: the size of the resident cache.
         prefixes: what the prefix store has done.
     """
@@ -103,9 +103,9 @@ class _Times:
         self.counts = [0] * (len(BOUNDS) + 1)
         self.sum = 0.0
 
-    def add(self, seconds: float) -> None:
-        self.counts[bisect_left(BOUNDS, seconds)] += 1
-        self.sum += seconds
+    def add(self, seconds: float, count: int = 1) -> None:
+        self.counts[bisect_left(BOUNDS, seconds)] += count
+        self.sum += count * seconds
 
     def histogram(self) -> Histogram:
         return Histogram(counts=tuple(self.counts), sum=self.sum)
@@ -126,20 +126,22 @@ class Counters:
     between_tokens: _Times = field(default_factory=_Times)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def token(self, submitted: float, last: float | None) -> float:
-        """Counts a token of a request, and returns its time.
+    def take(self, count: int, submitted: float, last: float | None) -> float:
+        """Counts tokens of a request that come together, and returns their time.
 
         Args:
+            count: their number.
             submitted: the time of the request.
-            last: the time of the token before it; None for the first one.
+            last: the time of the token before them; None if the first one is among them.
         """
         now = time.perf_counter()
         with self.lock:
-            self.tokens += 1
+            self.tokens += count
             if last is None:
                 self.first_token.add(now - submitted)
             else:
                 self.between_tokens.add(now - last)
+            self.between_tokens.add(0.0, count - 1)
         return now
 
     def finish(self, reason: str) -> None:

@@ -116,20 +116,25 @@ class Ticket:
         """The number of tokens of prefix and prompt."""
         return self.prompt.size + (0 if self.prefix is None else self.prefix.size)
 
-    def take(self, token: int, log_prob: float, active: bool) -> bool:
-        """Adds a token to the answer, and returns whether the answer goes on.
+    def take(
+        self, tokens: Sequence[int], log_probs: Sequence[float], active: bool
+    ) -> tuple[list[Token], Finish | None]:
+        """The next tokens for the feed, up to a stop string, and why the answer ends with them, if it does.
 
         Args:
-            active: whether the row goes on, as the device sees it.
+            active: whether the row goes on after the last of them, as the device sees it.
         """
-        text = None if self.text is None else self.text.add(token, last=not active)
-        finish: Finish | None = None
-        if self.text is not None and self.text.stopped:
-            finish = "stop"
-        elif not active:
-            finish = "end" if token in self.ends else "length"
-        self.feed.add(Token(token, text, log_prob if self.log_probs else None), finish)
-        return finish is None
+        taken = []
+        for i, (token, log_prob) in enumerate(zip(tokens, log_probs, strict=True), 1):
+            text = None
+            if self.text is not None:
+                text = self.text.add(token, last=i == len(tokens) and not active)
+            taken.append(Token(token, text, log_prob if self.log_probs else None))
+            if self.text is not None and self.text.stopped:
+                return taken, "stop"
+        if active:
+            return taken, None
+        return taken, "end" if tokens[-1] in self.ends else "length"
 
 
 def _row(

@@ -34,7 +34,7 @@ def test_followers_do_what_the_leader_does(fails: bool) -> None:
     """Also after a prompt that was not read to its end, and until the leader fails."""
     notes, others, messages = Notes(), Notes(), Messages()
     leader = Leader(notes, messages)
-    loop = Loop(leader, SIZES.rows, 8)
+    loop = Loop(leader, SIZES.rows, 8, at_once=4)
     unread, *requests = ticket(64), ticket(40, limit=3), ticket(2, limit=5)
     loop.submit(unread)
     loop.turn()

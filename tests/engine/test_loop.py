@@ -22,6 +22,8 @@ SIZES = Sizes.of(2, 64, 16, chunk=16)
 class Notes:
     """A device on which token n of an answer is n, and answers end after as many tokens as their limit."""
 
+    at_once = 4
+
     def __init__(self) -> None:
         self.done: list[str] = []
         self.counts = np.zeros(2, np.int32)
@@ -38,18 +40,20 @@ class Notes:
     def admit(self, read: Any, start: Any, row: int) -> np.ndarray:
         self.done.append(f"admit {row}")
         self.counts[row], self.limits[row] = 1, start.limit[0]
-        return self.report()[:, row : row + 1]
+        return self.report(np.ones((2, 1), np.int32))[:, row : row + 1]
 
-    def advance(self, wanted: np.ndarray) -> np.ndarray:
+    def advance(self, wanted: np.ndarray, most: int) -> tuple[np.ndarray, int]:
         if self.fails:
             raise FloatingPointError("no more steps")
-        self.done.append("step " + "".join("x" if one else "." for one in wanted))
-        self.counts += self.counts < self.limits
-        return self.report()
+        steps = min(most, max(1, int((self.limits - self.counts)[wanted].min())))
+        self.done.append("step " + "".join("x" if one else "." for one in wanted) * steps)
+        tokens = self.counts[:, None] + np.arange(1, 1 + self.at_once, dtype=np.int32)
+        self.counts = np.minimum(self.counts + steps, self.limits)
+        return self.report(tokens), steps
 
-    def report(self) -> np.ndarray:
-        bits = np.zeros(2, np.float32).view(np.int32)
-        return np.stack([self.counts, bits, (self.counts < self.limits).astype(np.int32)])
+    def report(self, tokens: np.ndarray) -> np.ndarray:
+        active = np.broadcast_to(self.counts < self.limits, tokens.shape[::-1]).T
+        return np.stack([tokens, np.zeros_like(tokens), active.astype(np.int32)])
 
 
 def ticket(length: int, limit: int = 16) -> Ticket:
@@ -63,7 +67,7 @@ def notes() -> Notes:
 
 @pytest.fixture
 def loop(notes: Notes) -> Loop:
-    return Loop(notes, 2, 8)
+    return Loop(notes, 2, 8, at_once=1)
 
 
 def test_running_rows_wait_for_one_chunk_at_most(loop: Loop, notes: Notes) -> None:
@@ -74,6 +78,31 @@ def test_running_rows_wait_for_one_chunk_at_most(loop: Loop, notes: Notes) -> No
     for _ in range(4):
         loop.turn()
     assert notes.done[3:] == ["chunk", "step x.", "chunk", "step x.", "chunk", "admit 1", "step xx", "step xx"]
+
+
+def test_several_steps_at_once_while_no_request_could_be_admitted(notes: Notes) -> None:
+    loop = Loop(notes, 2, 8, at_once=4)
+    for one in (ticket(10, limit=9), ticket(40, limit=12), ticket(10, limit=2)):
+        loop.submit(one)
+
+    def turn() -> list[str]:
+        notes.done.clear()
+        loop.turn()
+        return list(notes.done)
+
+    # Two rows are free, or one row is free and a prompt is read.
+    assert turn() == ["chunk", "admit 0", "step x."]
+    assert turn() == turn() == ["chunk", "step x."]
+    assert turn() == ["chunk", "admit 1", "step xx" + 3 * "xx"]  # no row is free for the third
+    assert turn() == ["step xx"]  # the first ends
+    assert turn() == ["step xx"]  # the host does not know it yet
+    assert turn() == ["chunk", "admit 0", "step xx"]  # the third ends
+    assert turn() == ["step xx"]
+    assert turn() == ["step .x" + 2 * ".x"]  # the queue is empty
+    while loop.busy:
+        turn()
+    assert loop.counters.finished == {"length": 3}
+    assert loop.counters.tokens == 9 + 12 + 2
 
 
 def test_tokens_come_one_step_after_their_program(loop: Loop) -> None:
@@ -154,7 +183,7 @@ def test_an_error_of_the_text_ends_its_request_alone(loop: Loop) -> None:
 
 def test_close_waits_or_cancels(notes: Notes) -> None:
     for drain, finish, tokens in ((True, "length", 5), (False, "cancelled", 1)):
-        loop = Loop(notes, 2, 8)
+        loop = Loop(notes, 2, 8, at_once=1)
         tickets = [ticket(1, limit=5) for _ in range(5)]
         for one in tickets:
             loop.submit(one)

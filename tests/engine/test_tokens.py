@@ -47,7 +47,14 @@ def check(
     rng = np.random.default_rng(1)
     asked = [Asked.at_random(rng, params.config.vocab_size, samplers, longest) for _ in range(requests)]
     with kvjax.Engine(
-        params, policy, rows=rows, max_prompt=longest, max_new_tokens=MAX_NEW, chunk=16, max_end_tokens=32
+        params,
+        policy,
+        rows=rows,
+        max_prompt=longest,
+        max_new_tokens=MAX_NEW,
+        chunk=16,
+        max_end_tokens=32,
+        steps_at_once=5,
     ) as engine:
         runs = [run(engine, some, rng) for some in (asked, asked[::-1])]
         answers = [[handle.result(timeout=60) for handle in handles] for handles in runs]

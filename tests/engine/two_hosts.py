@@ -17,7 +17,7 @@ from kvjax.engine import hosts
 from kvjax.evaluation.tasks.vocabulary import WORDS, tokenizer
 from tests.tiny import decoder
 
-SIZES = {"rows": 4, "max_prompt": 28, "max_new_tokens": 400, "chunk": 16}
+SIZES = {"rows": 4, "max_prompt": 28, "max_new_tokens": 400, "chunk": 16, "steps_at_once": 5}
 PROMPT = "recall what the code of anna is :"
 
 
