@@ -33,6 +33,7 @@ from .scored_attention import in_one_pass, scored_attention
 from .segment_attention import PAGE, SegmentAttention, pages, segment_attention
 from .slot_attention import Asked, SlotAttention, slot_attention
 from .softcap import capped
+from .softmax import finite_or_zero
 from .top_tokens import compact, top_counts, top_tokens
 from .traced_once import traced_once
 from .visibility import visible
@@ -51,6 +52,7 @@ __all__ = [
     "after_last",
     "capped",
     "compact",
+    "finite_or_zero",
     "fold",
     "grouped_product",
     "implementations",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from .softmax import finite_or_zero
+
 Attention = tuple[Float[Array, "B Hq N D"], Float[Array, "B Hq N"]]  # the context and its log-sum-exp
 
 
@@ -12,7 +14,7 @@ def joined(one: Attention, other: Attention) -> Attention:
     """The softmax over the entries of both. It is exactly the one of them if the other saw nothing."""
     (out, lse), (other_out, other_lse) = one, other
     peak = jnp.maximum(lse, other_lse)
-    finite = jnp.where(jnp.isneginf(peak), 0.0, peak)
+    finite = finite_or_zero(peak)
     share, other_share = jnp.exp(lse - finite), jnp.exp(other_lse - finite)
     total = share + other_share
     total = jnp.where(total == 0, 1.0, total)

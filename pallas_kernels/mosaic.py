@@ -13,6 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from .quantized import QuantizedArray
+from .softmax import finite_or_zero
 
 Interpret = bool | pltpu.InterpretParams
 
@@ -116,7 +117,7 @@ class SoftmaxScratch(NamedTuple):
         """
         before = self.peak[...]
         peak = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
-        finite = jnp.where(peak == -jnp.inf, 0.0, peak)
+        finite = finite_or_zero(peak)
         weights = jnp.exp(logits - finite)
         shrink = jnp.exp(before - finite)
         self.peak[...] = peak

@@ -17,6 +17,7 @@ from .mosaic import SoftmaxScratch, visible_in_tile
 from .mosaic_codes import clear_outside, read, tile_logits, weighted_values
 from .mosaic_steps import Steps
 from .softcap import capped
+from .softmax import finite_or_zero
 from .window_scores.reference import Reduction
 
 
@@ -115,7 +116,7 @@ class Body:
             out[...], lse[...] = context.astype(out.dtype), sums
             if received is not None and stored_logits is not None and self.fold is not None:
                 reduction = Reduction("sum", self.fold, "group")
-                finite = jnp.where(sums == -jnp.inf, 0.0, sums)[: stored_logits.shape[0]]
+                finite = finite_or_zero(sums)[: stored_logits.shape[0]]
                 received[...] = jnp.zeros(received.shape, jnp.float32)
 
                 def receive(block: Array, _: None) -> None:

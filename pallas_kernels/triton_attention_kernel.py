@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from .blocks import Blocks, power_of_two
 from .quantized import QuantizedArray
 from .softcap import capped
+from .softmax import finite_or_zero
 from .triton import channel_slices, dequantize_tile, product, tiles_per_number
 
 SCANNED = 256  # positions that a program reads at once to find its last occupied tile; more spill registers
@@ -150,7 +151,7 @@ def attend_kernel(
             scores = jnp.max(scores, axis=0) if extra_reduction.rows == "max" else jnp.sum(scores, axis=0)
             plgpu.store(results["scores"].at[place], scores, mask=occupied)
         higher = jnp.maximum(peak, jnp.max(logits, axis=1))
-        finite = jnp.where(higher == -jnp.inf, 0.0, higher)
+        finite = finite_or_zero(higher)
         weights = jnp.exp(logits - finite[:, None])
         shrink = jnp.exp(peak - finite)
         if v_ref is not None:

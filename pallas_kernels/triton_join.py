@@ -13,6 +13,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
 from .blocks import power_of_two
+from .softmax import finite_or_zero
 
 
 def join(
@@ -58,7 +59,7 @@ def join_kernel(out_ref: Any, lse_ref: Any, joined_ref: Any, joined_lse_ref: Any
     lse = plgpu.load(lse_ref, mask=part, other=-jnp.inf)
     out = plgpu.load(out_ref, mask=part[:, None] & channel[None], other=0)
     peak = jnp.max(lse)
-    shares = jnp.exp(lse - jnp.where(peak == -jnp.inf, 0.0, peak))
+    shares = jnp.exp(lse - finite_or_zero(peak))
     total = jnp.sum(shares)
     total = jnp.where(total == 0, 1.0, total)
     joined = jnp.sum(out * (shares / total)[:, None], axis=0)

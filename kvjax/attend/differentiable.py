@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache import Entries
 from kvjax.heads import ALL_HEADS, Heads
 from kvjax.models import Attend, AttentionLayer
-from kvjax.pallas_kernels import capped, visible
+from kvjax.pallas_kernels import capped, finite_or_zero, visible
 from kvjax.policy import Policy
 
 from .replay import followed
@@ -62,7 +62,7 @@ def differentiable(
             seen = visible(at, held.positions, layer.window)[:, :, None]
             together = jnp.where(seen, together, -jnp.inf)
             peak = jax.lax.stop_gradient(jnp.max(together, axis=-1))
-            peak = jnp.where(jnp.isneginf(peak), 0, peak)  # of padding, which sees nothing
+            peak = finite_or_zero(peak)  # of padding, which sees nothing
             if sinks is not None:
                 peak = jnp.maximum(peak, sinks)
             weights = jnp.exp(together - peak[..., None])

@@ -8,7 +8,16 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.pallas_kernels import Asked, Reduction, SegmentAttention, Stored, fold, segment_attention, visible
+from kvjax.pallas_kernels import (
+    Asked,
+    Reduction,
+    SegmentAttention,
+    Stored,
+    finite_or_zero,
+    fold,
+    segment_attention,
+    visible,
+)
 
 from .entries import StepAttention, Take
 from .slots import Slots
@@ -68,7 +77,7 @@ def _received(
         return held.received(q=q, lse=found.lse, query_positions=positions, **options)
     logits = jnp.swapaxes(take(jnp.swapaxes(found.logits, 2, 3)), 2, 3)
     lse = found.lse.reshape(*logits.shape[:3], 1)
-    weights = jnp.exp(logits - jnp.where(jnp.isneginf(lse), 0.0, lse))
+    weights = jnp.exp(logits - finite_or_zero(lse))
     return fold(jnp.where(visible(positions, held.positions, window), weights, 0.0), reduction.of_group, axis=2)
 
 

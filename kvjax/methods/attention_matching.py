@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Slots
 from kvjax.models import rotate
-from kvjax.pallas_kernels import capped
+from kvjax.pallas_kernels import capped, finite_or_zero
 from kvjax.policy import Effects, Keep, Merge, Moment, Policy, check_kind, check_number
 
 from .common.matrices import solve_positive
@@ -129,7 +129,7 @@ class FittedEntries(Merge):
         """The biases to add, and the values."""
         logits = capped(jnp.einsum("nD,MD->nM", fit.queries, fit.keys, precision="highest"), softcap) + fit.logits
         top = jnp.max(logits, axis=-1, keepdims=True)
-        weights = jnp.where(fit.asks[:, None], jnp.exp(logits - jnp.where(jnp.isneginf(top), 0, top)), 0)
+        weights = jnp.where(fit.asks[:, None], jnp.exp(logits - finite_or_zero(top)), 0)
         mass = jnp.sum(weights, axis=-1)
         output = jnp.einsum("nM,MD->nD", weights, fit.values, precision="highest") / jnp.maximum(mass, 1e-30)[:, None]
         own = jnp.where(fit.kept >= 0, jnp.take(weights, jnp.maximum(fit.kept, 0), axis=1), 0)

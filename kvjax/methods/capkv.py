@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax.cache import Slots
+from kvjax.pallas_kernels import finite_or_zero
 from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_integer, check_number
 
 from .common.budgets import budget_of
@@ -101,7 +102,7 @@ class ValueCapacity(Score):
             cosine = jnp.clip(jnp.einsum("BHMD,BHD->BHM", keys, anchor, precision="highest"), -1, 1)
             cosine = jnp.where(scored, cosine, -jnp.inf)
             top = jnp.max(cosine, axis=-1, keepdims=True)
-            weights = jnp.where(scored, jnp.exp(self.tau * (cosine - jnp.where(jnp.isneginf(top), 0, top))), 0)
+            weights = jnp.where(scored, jnp.exp(self.tau * (cosine - finite_or_zero(top))), 0)
             weighed = values * (weights + self.epsilon)[..., None]
             capacity = jnp.eye(D) + jnp.einsum("BHMD,BHME->BHDE", weighed, values, precision="highest")
             factor = cholesky(capacity)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from kvjax.cache import Slots
-from kvjax.pallas_kernels import capped
+from kvjax.pallas_kernels import capped, finite_or_zero
 from kvjax.pallas_kernels.arrays import pad
 from kvjax.pallas_kernels.exponential import exp
 from kvjax.pallas_kernels.visibility import span, visible, visible_tiles
@@ -104,7 +104,7 @@ class NoisyAttention(Score):
         G, rows = Hq // H, min(ROWS, W)
         size = min(KEYS * ROWS // rows, M)
         queries = pad(queries.reshape(B, H, G, W, D) * attended.scale, -W % rows, axis=3)
-        lse = pad(jnp.where(jnp.isneginf(lse), 0.0, lse).reshape(B, H, G, W), -W % rows, axis=3)
+        lse = pad(finite_or_zero(lse).reshape(B, H, G, W), -W % rows, axis=3)
         positions = pad(attended.positions, -W % rows, axis=1, value=-1)
         held = pad(entries.positions, -M % size, axis=2, value=-1)
         keys = jnp.swapaxes(pad(entries.keys, -M % size, axis=2), 2, 3)
@@ -143,7 +143,7 @@ class NoisyAttention(Score):
                     return jnp.maximum(peak, jnp.max(noisy(block, tile, tile_of(tile, of_entry, 2)), axis=-1))
 
                 peak = jax.lax.fori_loop(first, last, higher, peak - jnp.inf)
-                peak = jnp.where(jnp.isneginf(peak), 0.0, peak)
+                peak = finite_or_zero(peak)
 
             def fill(tile: Array, found: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
                 """Adds a tile's weights to those found, and to their sum.

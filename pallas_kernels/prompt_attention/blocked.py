@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from ..arrays import after_last, pad
 from ..exponential import exp
 from ..softcap import capped
-from ..softmax import RunningSoftmax
+from ..softmax import RunningSoftmax, finite_or_zero
 from ..window_scores.reference import Reduction
 from .received import Total, Weights
 
@@ -165,7 +165,7 @@ def _attend(
             seen &= t_rows[:, :, None] - places < window
         logits = jnp.where(seen[:, None], logits.reshape(P, G, block, run.size), -jnp.inf).reshape(logits.shape)
         peak = jnp.maximum(running.peak, jnp.max(logits, axis=-1))
-        finite = jnp.where(jnp.isneginf(peak), 0.0, peak)
+        finite = finite_or_zero(peak)
         weights = exp(logits - finite[..., None])
         shrink = exp(running.peak - finite)
         out = jnp.einsum("PRK,PKD->PRD", weights.astype(v.dtype), values, preferred_element_type=jnp.float32)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from ..quantized import QuantizedArray, plain
 from ..slot_attention.reference import Asked
 from ..softcap import capped
-from ..softmax import RunningSoftmax
+from ..softmax import RunningSoftmax, finite_or_zero
 from ..visibility import visible
 from ..window_scores.reference import window_scores
 
@@ -163,12 +163,12 @@ def segment_attention(
             )
             scores = put_pages(scores, lane, held, given.reshape(B, P, TILES, TILE_ROWS))
         top = jnp.max(masked, axis=-1)
-        weights = jnp.exp(masked - _finite(top)[..., None])
+        weights = jnp.exp(masked - finite_or_zero(top)[..., None])
         total = jnp.sum(weights, axis=-1)
         out = jnp.einsum("BPKRS,BPKSD->BPKRD", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
         tops = jnp.where(own[..., None], top[:, :, :, None], -jnp.inf)
         peak = jnp.maximum(running.peak, jnp.max(tops, axis=2))
-        shrink, share = jnp.exp(running.peak - _finite(peak)), jnp.exp(tops - _finite(peak)[:, :, None])
+        shrink, share = jnp.exp(running.peak - finite_or_zero(peak)), jnp.exp(tops - finite_or_zero(peak)[:, :, None])
         summed = running.out * shrink[..., None]
         for n in range(TILES):  # elementwise, and so in one pass over the state
             summed += share[:, :, n, ..., None] * out[:, :, n, None]
@@ -232,7 +232,3 @@ def _read(tiles: Any, arrays: Any, row: Int[Array, "B P tiles"]) -> Any:
     if T < TILE_ROWS:
         return by_page(tiles, arrays)
     return jax.lax.platform_dependent(tiles, arrays, cpu=by_slice, default=by_page)
-
-
-def _finite(peak: Array) -> Array:
-    return jnp.where(jnp.isneginf(peak), 0.0, peak)

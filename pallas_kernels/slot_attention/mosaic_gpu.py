@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from ..arrays import Fold, after_last, check_channels, fold, pad
 from ..mosaic_gpu import Products, capability, interpreted, over, product, products_for
 from ..quantized import QuantizedArray
+from ..softmax import finite_or_zero
 from .reference import Asked, SlotAttention
 
 TILE_ELEMENTS = 8 << 10  # of a tile of keys: 32 KiB of keys and values in 16 bits
@@ -264,7 +265,7 @@ def attend_kernel(
             seen &= t - p < window
         logits = jnp.where(seen, logits, -jnp.inf)
         higher = jnp.maximum(peak, jnp.max(logits, axis=1))
-        finite = jnp.where(higher == -jnp.inf, 0.0, higher)
+        finite = finite_or_zero(higher)
         weights = jnp.exp2(logits - over(finite, (rows, tile), 0))
         shrink = jnp.exp2(peak - finite)
         total = total * shrink + jnp.sum(weights, axis=1)
@@ -302,7 +303,7 @@ def join(
     if lse.shape[2] == 1:
         return jnp.squeeze(out, 2), jnp.squeeze(lse, 2)
     peak = fold(lse, "max", 2)
-    shares = jnp.exp(lse - jnp.where(jnp.isneginf(peak), 0.0, peak)[:, :, None])
+    shares = jnp.exp(lse - finite_or_zero(peak)[:, :, None])
     total = fold(shares, "sum", 2)
     joined = fold(out * shares[..., None], "sum", 2) / jnp.where(total == 0, 1.0, total)[..., None]
     return joined.astype(dtype), peak + jnp.log(total)

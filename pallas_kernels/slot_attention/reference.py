@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from ..arrays import Fold, fold
 from ..quantized import QuantizedArray, plain
 from ..softcap import capped
+from ..softmax import finite_or_zero
 from ..visibility import visible
 from ..window_scores.reference import Reduction
 
@@ -116,7 +117,7 @@ def slot_attention(
     logits = jnp.swapaxes(logits, 2, 3).reshape(B, H, G, W, S)
     logits = jnp.where(visible(q_positions, k_positions, window)[:, :, None], logits, -jnp.inf)
     peak = jnp.max(logits, axis=-1, keepdims=True)
-    exponentials = jnp.exp(logits - jnp.where(jnp.isneginf(peak), 0.0, peak))
+    exponentials = jnp.exp(logits - finite_or_zero(peak))
     total = jnp.sum(exponentials, axis=-1, keepdims=True)
     lse = (peak + jnp.log(total))[..., 0].reshape(B, Hq, W)
     divisor = jnp.where(total == 0, 1.0, total)

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from ..arrays import Fold, fold, pad
 from ..blocks import power_of_two
 from ..quantized import QuantizedArray, plain
+from ..softmax import finite_or_zero
 from ..triton import check
 from ..triton_attention import attend, attend_blocks
 from ..triton_attention_kernel import ExtraReduction, ExtraRows
@@ -57,7 +58,7 @@ def slot_attention(
     lse = results.lse.reshape(B, Hq, W)
     weights = scores = None
     if results.logits is not None and received is not None:
-        finite = jnp.where(jnp.isneginf(lse), 0.0, lse).reshape(B, H, -1, W, 1)
+        finite = finite_or_zero(lse).reshape(B, H, -1, W, 1)
         weights = jnp.exp(results.logits.reshape(B, H, -1, W, S) - finite)
         # Logits of slots that were not read are undefined; no query sees these slots.
         weights = jnp.where(visible(q_positions, k_positions, window)[:, :, None], weights, 0.0)

@@ -32,6 +32,7 @@ from ..mosaic import (
     visible_in_tile,
 )
 from ..softcap import capped
+from ..softmax import finite_or_zero
 from .reference import DEFAULT_REDUCTION, Reduction
 
 BLOCK_Q = 256  # query rows of a head per tile
@@ -313,7 +314,7 @@ def _sum_kernel(sizes: Sizes, q: Any, t: Any, k: Any, p: Any, *refs: Any) -> Non
         logits = jnp.where(see, logits, -jnp.inf)
         before = peak[g : g + 1]
         new = jnp.maximum(before, jnp.max(logits, axis=0, keepdims=True))
-        finite = jnp.where(new == -jnp.inf, 0.0, new)
+        finite = finite_or_zero(new)
         weights = jnp.sum(jnp.exp(logits - finite), axis=0, keepdims=True)
         total[g : g + 1] = total[g : g + 1] * jnp.exp(before - finite) + weights
         peak[g : g + 1] = new

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Slots
-from kvjax.pallas_kernels import Reduction, capped, visible
+from kvjax.pallas_kernels import Reduction, capped, finite_or_zero, visible
 from kvjax.pallas_kernels.arrays import pad
 from kvjax.policy import Attended, Needs, Received
 
@@ -44,7 +44,7 @@ def fold_weights(
     H, rows = entries.positions.shape[1], min(ROWS, W)
     of_groups = (B, H, Hq // H, -1, rows)
     q = pad(queries, -W % rows, axis=2).reshape(*of_groups, D)
-    lse = pad(jnp.where(jnp.isneginf(lse), 0.0, lse), -W % rows, axis=2).reshape(of_groups)
+    lse = pad(finite_or_zero(lse), -W % rows, axis=2).reshape(of_groups)
     t = pad(attended.positions, -W % rows, axis=1, value=-1).reshape(B, -1, rows)
 
     def add(state: State, block: tuple[Array, Array, Array]) -> tuple[State, None]:

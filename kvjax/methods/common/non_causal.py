@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Slots
+from kvjax.pallas_kernels import finite_or_zero
 from kvjax.policy import Attended, LayerShape, Moment, Needs, Score, check_integer
 
 from .pooling import Pooling
@@ -106,7 +107,7 @@ class NonCausalAttention(Score):
             logits = jnp.einsum("BHGWD,BHCD->BHGWC", grouped, keys, preferred_element_type=jnp.float32)
             logits = jnp.where(far, -jnp.inf, logits + bias[:, :, None, None])
             top = jnp.max(logits, axis=-1, keepdims=True)
-            weights = jnp.exp(logits - jnp.where(jnp.isneginf(top), 0, top))
+            weights = jnp.exp(logits - finite_or_zero(top))
             weights /= jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-30)
             return jnp.mean(jnp.sum(jnp.where(asks[:, None, None, :, None], weights, 0), axis=3), axis=2)
 

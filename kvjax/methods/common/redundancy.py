@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kvjax.cache import Slots
+from kvjax.pallas_kernels import finite_or_zero
 
 BLOCK = 128  # keys that are compared with all keys at once
 
@@ -42,5 +43,5 @@ def redundancy(entries: Slots, threshold: float) -> Float[Array, "B H M"]:
 def softmax(x: Float[Array, "*B M"], counted: Bool[Array, "*B M"]) -> Float[Array, "*B M"]:
     """The softmax over the entries that are counted, 0 for the others."""
     top = jnp.max(jnp.where(counted, x, -jnp.inf), axis=-1, keepdims=True)
-    weights = jnp.where(counted, jnp.exp(x - jnp.where(jnp.isneginf(top), 0, top)), 0)
+    weights = jnp.where(counted, jnp.exp(x - finite_or_zero(top)), 0)
     return weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-30)
