@@ -15,19 +15,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.cache import Slots
-from kvjax.pallas_kernels import Reduction
 from kvjax.policy import AllocatedBudget, Attended, Needs, Policy, Protect, Received, check_choice, check_kind
 
 from .adakv import AdaptiveShares
 from .common.budgets import budget_of
 from .common.drop import Drop
 from .common.global_shares import GlobalShares
-from .common.repetition import Repetition, largest_contributions, largest_weights
+from .common.repetition import LARGEST, Repetition, largest_contributions, largest_weights
 from .common.top_tokens import TopTokens
 from .common.uniform_shares import UniformShares
 from .registry import preset
-
-LARGEST = Reduction(rows="max", group="max")
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ class Reconstruction(Repetition):
         return replace(super().needs, received=Received(LARGEST, calls="replays", slots=self.chunk))
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[Float[Array, "B H M"], None]:
-        if attended.replay is None or attended.received is None:
+        if attended.received is None:
             return super().observe(entries, attended)
         # One chunk is the complete prompt, so that the softmax is the attention's own, which was reduced on the way.
         return jnp.where(entries.positions < 0, entries.per_slot, attended.received), None

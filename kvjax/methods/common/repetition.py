@@ -19,6 +19,7 @@ from kvjax.shown import shown
 from .projected_norms import projected_norms
 
 REPEATED = 8  # the number of tokens before a chunk that its instruction quotes
+LARGEST = Reduction(rows="max", group="max")
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def largest_weights(among: Slots, attended: Attended) -> Float[Array, "B H M"]:
         among.positions,
         lse=lse,
         **attended.layer.logits,
-        reduction=Reduction(rows="max", group="max"),
+        reduction=LARGEST,
     )
 
 
