@@ -22,6 +22,7 @@ from kvjax.modes import own_modes
 
 from .device import Device, Read
 from .errors import EngineClosedError, QueueFullError
+from .handle import Finish, Token
 from .stats import Counters
 from .ticket import Ticket
 
@@ -197,13 +198,18 @@ class Loop:
         for ticket, ids, log_probs, goes_on in zip(tickets, *found, strict=True):
             if ticket is None or ticket.feed.ended:
                 continue
+            taken: list[tuple[Token, Finish | None]] = []
+            failure = None
             try:
-                taken, finish = ticket.take(ids, log_probs, goes_on)
+                for one in ticket.take(ids, log_probs, goes_on):
+                    taken.append(one)
             except Exception as error:  # of the tokenizer, which concerns this request alone
-                ticket.feed.fail(error)
-            else:
+                failure = error
+            if taken:
                 ticket.last = self.counters.take(len(taken), ticket.submitted, ticket.last)
-                ticket.feed.add(taken, finish)
+                ticket.feed.add([token for token, _ in taken], taken[-1][1])
+            if failure is not None:
+                ticket.feed.fail(failure)
             if ticket.feed.ended:
                 self.rows[self.rows.index(ticket)] = None
                 self.counters.finish(ticket.feed.finish or "failed")

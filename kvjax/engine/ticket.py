@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,23 +118,21 @@ class Ticket:
 
     def take(
         self, tokens: Sequence[int], log_probs: Sequence[float], active: bool
-    ) -> tuple[list[Token], Finish | None]:
-        """The next tokens for the feed, up to a stop string, and why the answer ends with them, if it does.
+    ) -> Iterator[tuple[Token, Finish | None]]:
+        """Yields the next tokens for the feed, up to a stop string; with the last of an answer, why it ends.
 
         Args:
-            active: whether the row goes on after the last of them, as the device sees it.
+            active: whether the row goes on after all of them, as the device sees it.
         """
-        taken = []
         for i, (token, log_prob) in enumerate(zip(tokens, log_probs, strict=True), 1):
-            text = None
+            last = i == len(tokens) and not active
+            text, finish = None, ("end" if token in self.ends else "length") if last else None
             if self.text is not None:
-                text = self.text.add(token, last=i == len(tokens) and not active)
-            taken.append(Token(token, text, log_prob if self.log_probs else None))
-            if self.text is not None and self.text.stopped:
-                return taken, "stop"
-        if active:
-            return taken, None
-        return taken, "end" if tokens[-1] in self.ends else "length"
+                text = self.text.add(token, last=last)
+                finish = "stop" if self.text.stopped else finish
+            yield Token(token, text, log_prob if self.log_probs else None), finish
+            if finish is not None:
+                return
 
 
 def _row(

@@ -163,22 +163,28 @@ def test_an_error_of_the_device_ends_everything(loop: Loop, notes: Notes) -> Non
         loop.submit(ticket(1))
 
 
-def test_an_error_of_the_text_ends_its_request_alone(loop: Loop) -> None:
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_an_error_of_the_text_ends_its_request_alone(notes: Notes, at_once: int) -> None:
     class Broken(RowText):
         def __init__(self) -> None:
             self.stopped = False
 
         def add(self, token: int, *, last: bool) -> str:
-            raise UnicodeError("no text")
+            if token == 3:
+                raise UnicodeError("no text")
+            return str(token)
 
-    one, other = ticket(1, limit=3), ticket(1, limit=3)
+    loop, one, other = Loop(notes, 2, 8, at_once=at_once), ticket(1, limit=5), ticket(1, limit=5)
     one.text = Broken()
     loop.submit(one)
     loop.submit(other)
     loop.close(drain=True)
     loop.run()
     assert isinstance(one.feed.error, UnicodeError)
-    assert [token.id for token in other.feed.tokens] == [1, 2, 3]
+    assert [token.text for token in one.feed.tokens] == ["1", "2"]
+    assert [token.id for token in other.feed.tokens] == [1, 2, 3, 4, 5]
+    assert loop.counters.tokens == 2 + 5
+    assert loop.counters.finished == {"failed": 1, "length": 1}
 
 
 def test_close_waits_or_cancels(notes: Notes) -> None:
