@@ -126,7 +126,8 @@ class Ticket:
         """
         for i, (token, log_prob) in enumerate(zip(tokens, log_probs, strict=True), 1):
             last = i == len(tokens) and not active
-            text, finish = None, ("end" if token in self.ends else "length") if last else None
+            text = None
+            finish: Finish | None = ("end" if token in self.ends else "length") if last else None
             if self.text is not None:
                 text = self.text.add(token, last=last)
                 finish = "stop" if self.text.stopped else finish
