@@ -25,7 +25,7 @@ from kvjax.policy import Policy, Texts
 from kvjax.prefill import read_prompt
 from kvjax.programs import make_room
 from kvjax.prompts import Batch, Prompt, rows_of
-from kvjax.room import Compress, check_reading
+from kvjax.room import Compress, check_reading, ending
 from kvjax.row_samplers import RowSamplers
 from kvjax.sampling import Greedy, SamplingMethod
 from kvjax.sharding import check_batch, fetch, mesh_of
@@ -121,12 +121,14 @@ class Request:
             rows = _after_pending(cache, rows)
         elif prompt is None:
             raise ValueError("prompt=None and cache=None: expected a prompt, a cache to continue, or both")
-        check_attached(cache.policy if cache is not None else policy or policies.full(), params)
+        under = cache.policy if cache is not None else policy or policies.full()
+        check_attached(under, params)
         mesh = mesh_of(params)
         check_batch(len(rows), mesh)
         # Without a prompt the pending tokens are decoded in one step, which needs no bucket.
         batch = Batch.of(rows, size=1 if prompt is None else None)
-        texts = texts_of(cache.policy if cache is not None else policy or policies.full(), tokenizer, config.vocab_size)
+        replays = cache is None or ending(cache, compress).allocate
+        texts = texts_of(under, tokenizer, config.vocab_size) if replays else ()
         sampling = None if answer is None else _sampling(answer, tokenizer, rows, config.vocab_size)
         # Everything has been checked. From here on programs may be compiled.
         make_room()

@@ -4,7 +4,8 @@
     python scripts/search_policy.py MODEL DATA --use answers --budget 256 --out runs/search
     python scripts/search_policy.py MODEL DATA --use seen --out runs/search --compare full snapkv:budget=0.1
 
-MODEL is what `kvjax.load` takes, or "demo"; DATA is the folder of RULER's essays, which the demo model does not need.
+MODEL is what `kvjax.load` takes, or "demo"; DATA is the folder with PaulGrahamEssays, which the demo model needs for
+`answers` only.
 The uses:
 
     seen        a prompt that ends with its question is compressed at once
@@ -36,6 +37,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from fetch_real_model import ESSAYS
 from jaxtyping import Array, Bool, Float, Int
 from measure_language import cut, interval
 from search_space import Space, of_answers, of_prompts
@@ -49,13 +51,14 @@ from kvjax.evaluation.model import load_model
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 
-ESSAYS = {  # RULER's tasks with one answer, so that its tokens are known
+NEEDLES = {  # RULER's tasks with one answer, so that its tokens are known
     "search": ("ruler/niah_single_2", "ruler/niah_multikey_1"),
     "confirm": ("ruler/niah_single_1", "ruler/niah_single_3"),
 }
 WORDS = {"search": ("demo/needle", "demo/variables", "demo/frequent"), "confirm": ("demo/keys", "demo/labels")}
 START = 64  # tokens of a text that are read before it is decoded token by token
 CALL = 64  # steps of a program
+TOGETHER = 12  # policies that share a reading, whose caches are held at once
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,8 @@ class Measured:
         alike: dict[object, list[kvjax.Policy]] = defaultdict(list)
         for policy in missing:
             alike[policy.storage, policy.positions].append(policy)
-        for together in alike.values():
+        shared = [group[i : i + TOGETHER] for group in alike.values() for i in range(0, len(group), TOGETHER)]
+        for together in shared:
             for policy, bits, greedy in measure(self._params, self._tokenizer, samples, together):
                 with self._path.open("a") as file:
                     for sample, b, g in zip(samples, bits.tolist(), greedy.tolist(), strict=True):
@@ -117,6 +121,8 @@ def main() -> None:
     given = arguments.parse_args()
     constant = given.use in ("answers", "dialogue")
     budget = int(given.budget) if given.budget > 1 else given.budget
+    if given.data is None and (given.model != "demo" or given.use == "answers"):
+        raise SystemExit(f"DATA is missing: expected the folder with {ESSAYS}")
     if constant and isinstance(budget, float):
         raise SystemExit(f"--budget {budget}: expected a number of entries for {given.use}")
     space = (
@@ -143,10 +149,10 @@ def main() -> None:
 def samples_of(grid: Grid, tokenizer: Any, use: str, length: int, count: int, half: str) -> list[Sample]:
     """The samples of a use: `count` of each task of this half of the tasks, or `count` texts of this half."""
     if use == "answers":
-        texts = cut(Path(grid.data or ""), tokenizer, tokens=length, texts=2 * count)
+        texts = cut(Path(grid.data or "", ESSAYS), tokenizer, tokens=length, texts=2 * count)
         rows = enumerate(texts[count:] if half == "confirm" else texts[:count])
         return [Sample(f"{half} {i}", row[:1], row[:0], row[1:], row.size - 2) for i, row in rows]
-    tasks = (WORDS if grid.model == "demo" else ESSAYS)[half]
+    tasks = (WORDS if grid.model == "demo" else NEEDLES)[half]
     lines = [{"name": name, "lengths": [length], "limit": count} for name in tasks]
     asked = Grid.of({**grid.document(), "tasks": lines, "seed": ["search", "confirm"].index(half)})
     items = [item for item in read_items(asked, tokenizer, length * 2) if isinstance(item, Item)]

@@ -199,6 +199,11 @@ def test_instructions_as_text(tokenizer, tiny):
     assert encoded_texts(policy, encode) == (tuple(encode("ba be")), (7, 8), ())
     with pytest.raises(ValueError, match="replays the text 'ba be' and there is no tokenizer"):
         kvjax.generate(tiny, [1, 2, 3], policy=policy)
+    # What follows a compressed prompt is not replayed.
+    cache = kvjax.prefill(tiny, [1, 2, 3], policy=policy, tokenizer=tokenizer)
+    options = {"cache": cache, "max_new_tokens": 4, "eos": ()}
+    without, with_one = (kvjax.generate(tiny, [4, 5], tokenizer=given, **options) for given in (None, tokenizer))
+    assert without.tokens.tolist() == with_one.tokens.tolist()
     policy = kvzip(8, score=Reconstruction(instruction=(500,), starting="", suffix=""))
     with pytest.raises(ValueError, match=r"replays .*500.*expected ids in 0 .. 100"):
         kvjax.generate(tiny, [1, 2, 3], policy=policy)
