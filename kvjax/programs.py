@@ -1,13 +1,17 @@
 """The compiled programs of kvjax. Their number is bounded, so that a process that tries many policies does not grow.
 
-A program belongs to a policy, to its options and to the sizes of a batch. It takes some megabytes, and some hundred of
-the 65,530 memory maps that Linux gives a process. JAX itself keeps up to 4,096 programs of each function.
+A program belongs to a policy, to its options and to the sizes of a batch. It takes some megabytes of the host per layer
+of the model, and some hundred of the 65,530 memory maps that Linux gives a process. JAX itself keeps up to 4,096
+programs of each function.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +19,9 @@ import jax
 from kvjax.checks import check_size
 
 KEPT = 128  # programs, unless `keep` says otherwise
+SHORT = 1 / 8  # the share of the host's memory that is available, below which programs are forgotten earlier
+FEW = 16  # programs that stay even then
+MEMORY = Path("/proc/meminfo")
 
 
 class _Programs:
@@ -39,7 +46,8 @@ def keep(most: int) -> None:
     """Sets the number of programs that stay compiled. The default is 128.
 
     When a call finds more than that, kvjax forgets all of its programs, and compiles again what is used. JAX's
-    persistent cache (`jax_compilation_cache_dir`) makes that fast. Programs of the caller are not touched.
+    persistent cache (`jax_compilation_cache_dir`) makes that fast. Programs of the caller are not touched. When less
+    than an eighth of the host's memory is available, a call forgets them if it finds more than 16.
 
     Raises:
         ValueError: for a number that is not in 1 .. 2**31 - 1.
@@ -54,8 +62,24 @@ def count() -> int:
 
 
 def make_room() -> None:
-    """Forgets all programs if there are more than the limit. Public functions call it before they compile."""
-    if count() > _programs.most:
+    """Forgets all programs if there are more than the limit. Public functions call it before they compile.
+
+    If the host is short of memory, the limit is 16 programs at most.
+    """
+    found = count()
+    if found > _programs.most or (found > FEW and _available() < SHORT):
         for function in _programs.functions:
             function.clear_cache()
         gc.collect()  # programs are in cycles
+        with suppress(OSError, AttributeError):  # only the GNU C library has it, and keeps freed memory without it
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def _available() -> float:
+    """The share of the host's memory that new allocations can have; 1 where the system does not say."""
+    try:
+        lines = (line.split() for line in MEMORY.read_text().splitlines())
+        kilobytes = {name: int(number) for name, number, *_ in lines}
+        return kilobytes["MemAvailable:"] / kilobytes["MemTotal:"]
+    except (OSError, ValueError, KeyError):  # not Linux
+        return 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,28 @@ def test_a_sweep_keeps_few_programs() -> None:
     assert mine._cache_size() == 1
     again = kvjax.generate(decoder(), [[1, 2, 3]], policy="knorm:budget=13", max_new_tokens=2).tokens
     np.testing.assert_array_equal(again, first)
+
+
+@pytest.mark.slow
+def test_fewer_programs_stay_when_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "meminfo"
+    monkeypatch.setattr(programs, "MEMORY", info)
+    monkeypatch.setattr(programs, "FEW", 4)
+
+    def counts(available: str) -> list[int]:
+        info.write_text(f"MemTotal:       8000 kB\nMemFree:          10 kB\n{available}HugePages_Total:   0\n")
+        found = []
+        for budget in range(8, 13):
+            kvjax.generate(decoder(), [[1, 2, 3]], policy=f"knorm:budget={budget}", max_new_tokens=2)
+            found.append(programs.count())
+        return found
+
+    for plenty in ("MemAvailable:  1000 kB\n", "", "MemAvailable:  much kB\n"):
+        found = counts(plenty)
+        assert found == sorted(found)
+    info.unlink()
+    assert programs._available() == 1
+    assert max(counts("MemAvailable:   999 kB\n")[1:]) <= 4 + 4  # a call adds a few to what it finds
 
 
 @pytest.mark.slow
