@@ -1,8 +1,8 @@
 """The compiled programs of kvjax. Their number is bounded, so that a process that tries many policies does not grow.
 
-A program belongs to a policy, to its options and to the sizes of a batch. It takes some megabytes of the host per layer
-of the model, and some hundred of the 65,530 memory maps that Linux gives a process. JAX itself keeps up to 4,096
-programs of each function.
+A program belongs to a policy, to its options and to the sizes of a batch. Per layer of the model it takes some
+megabytes of the host, and on a CPU some tens of the 65,530 memory maps that Linux gives a process: beyond these XLA
+ends the process. JAX itself keeps up to 4,096 programs of each function.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from kvjax.checks import check_size
 
 KEPT = 128  # programs, unless `keep` says otherwise
 SHORT = 1 / 8  # the share of the host's memory that is available, below which programs are forgotten earlier
+CROWDED = 1 / 2  # the share of the memory maps that are taken, above which they are, too
 FEW = 16  # programs that stay even then
-MEMORY = Path("/proc/meminfo")
+MEMORY, MAPS, MOST_MAPS = Path("/proc/meminfo"), Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
 
 
 class _Programs:
-    """The functions whose programs count, and how many may stay."""
+    """The functions whose programs count, how many may stay, and how many there were when a call looked last."""
 
     def __init__(self) -> None:
         self.functions: list[Any] = []
         self.most = KEPT
+        self.seen = 0
 
 
 _programs = _Programs()
@@ -47,7 +49,8 @@ def keep(most: int) -> None:
 
     When a call finds more than that, kvjax forgets all of its programs, and compiles again what is used. JAX's
     persistent cache (`jax_compilation_cache_dir`) makes that fast. Programs of the caller are not touched. When less
-    than an eighth of the host's memory is available, a call forgets them if it finds more than 16.
+    than an eighth of the host's memory is available, or the process has half of the memory maps that Linux gives it, a
+    call forgets programs if it finds more than 16.
 
     Raises:
         ValueError: for a number that is not in 1 .. 2**31 - 1.
@@ -64,10 +67,12 @@ def count() -> int:
 def make_room() -> None:
     """Forgets all programs if there are more than the limit. Public functions call it before they compile.
 
-    If the host is short of memory, the limit is 16 programs at most.
+    If the host is short of memory or of memory maps, the limit is 16 programs at most.
     """
     found = count()
-    if found > _programs.most or (found > FEW and _available() < SHORT):
+    grown, _programs.seen = found > _programs.seen, found
+    if found > _programs.most or (grown and found > FEW and (_available() < SHORT or _maps() > CROWDED)):
+        _programs.seen = 0
         for function in _programs.functions:
             function.clear_cache()
         gc.collect()  # programs are in cycles
@@ -83,3 +88,11 @@ def _available() -> float:
         return kilobytes["MemAvailable:"] / kilobytes["MemTotal:"]
     except (OSError, ValueError, KeyError):  # not Linux
         return 1.0
+
+
+def _maps() -> float:
+    """The share of the process's memory maps that are taken; 0 where the system does not say."""
+    try:
+        return MAPS.read_bytes().count(b"\n") / int(MOST_MAPS.read_text())
+    except (OSError, ValueError):  # not Linux
+        return 0.0

@@ -40,26 +40,44 @@ def test_a_sweep_keeps_few_programs() -> None:
     np.testing.assert_array_equal(again, first)
 
 
-@pytest.mark.slow
-def test_fewer_programs_stay_when_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    info = tmp_path / "meminfo"
-    monkeypatch.setattr(programs, "MEMORY", info)
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with what the system says of its memory and of the process's maps: just enough of both."""
+    for name in ("MEMORY", "MAPS", "MOST_MAPS"):
+        monkeypatch.setattr(programs, name, tmp_path / name)
+    (tmp_path / "MEMORY").write_text("MemTotal:       8000 kB\nMemAvailable:   1000 kB\nHugePages_Total:   0\n")
+    (tmp_path / "MAPS").write_text("one\n" * 20)
+    (tmp_path / "MOST_MAPS").write_text("40\n")
     monkeypatch.setattr(programs, "FEW", 4)
+    return tmp_path
 
-    def counts(available: str) -> list[int]:
-        info.write_text(f"MemTotal:       8000 kB\nMemFree:          10 kB\n{available}HugePages_Total:   0\n")
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [("MEMORY", "MemTotal:  8000 kB\nMemAvailable:  999 kB\n"), ("MAPS", "one\n" * 21), ("MOST_MAPS", "39\n")],
+)
+def test_fewer_programs_stay_when_memory_or_maps_are_short(system: Path, name: str, short: str) -> None:
+    def counts(least: int) -> list[int]:
         found = []
-        for budget in range(8, 13):
+        for budget in range(least, least + 5):
             kvjax.generate(decoder(), [[1, 2, 3]], policy=f"knorm:budget={budget}", max_new_tokens=2)
             found.append(programs.count())
         return found
 
-    for plenty in ("MemAvailable:  1000 kB\n", "", "MemAvailable:  much kB\n"):
-        found = counts(plenty)
-        assert found == sorted(found)
-    info.unlink()
-    assert programs._available() == 1
-    assert max(counts("MemAvailable:   999 kB\n")[1:]) <= 4 + 4  # a call adds a few to what it finds
+    found = counts(8)
+    (system / name).write_text("much")  # nothing that could be read
+    found += counts(13)
+    assert found == sorted(found)
+    (system / name).write_text(short)
+    assert max(counts(18)[1:]) <= 4 + 4  # a call adds a few to what it finds
+
+
+def test_what_the_system_says(system: Path) -> None:
+    assert (programs._available(), programs._maps()) == (1 / 8, 1 / 2)
+    for path in system.iterdir():
+        path.unlink()
+    assert (programs._available(), programs._maps()) == (1, 0)
 
 
 @pytest.mark.slow
