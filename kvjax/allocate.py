@@ -13,8 +13,10 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.attend import over_heads, over_layers, positions_behind, replaying
 from kvjax.cache import UNLIMITED, Entries, Layers, Segments
+from kvjax.clock import Run, run_at_once
 from kvjax.heads import Heads
 from kvjax.kv_cache import KVCache
+from kvjax.layerwise import replay_by_layers, replay_pays
 from kvjax.mix import over_experts
 from kvjax.models import AttentionLayer, Decoder
 from kvjax.pallas_kernels import PAGE
@@ -23,13 +25,7 @@ from kvjax.programs import jit
 from kvjax.sensitivity import replayed_backwards
 from kvjax.shown import shown
 
-Run: TypeAlias = Callable[..., Any]
 Encode: TypeAlias = Callable[[str], Sequence[int]]
-
-
-def run_at_once(program: Run, *args: Any, **kwargs: Any) -> Any:
-    """Runs a program, and counts nothing."""
-    return program(*args, **kwargs)
 
 
 def encoded_texts(policy: Policy, encode: Encode | None) -> Texts:
@@ -68,7 +64,11 @@ def replayed(
     score = cache.policy.score
     texts = encoded_texts(cache.policy, None) if texts is None else texts
     for part in passes(score, tokens, lengths, texts):
-        cache = run(replay, params, cache, jax.tree.map(cache.put_rows, part))
+        part = jax.tree.map(cache.put_rows, part)
+        if replay_pays(params, cache):
+            cache = replay_by_layers(params, cache, part, run=run)
+        else:
+            cache = run(replay, params, cache, part)
     return cache
 
 

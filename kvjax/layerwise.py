@@ -1,4 +1,4 @@
-"""Reading a prompt layer by layer: all layers of a kind share one program.
+"""Reading and replaying a prompt layer by layer: all layers of a kind share one program.
 
 The programs of a deep model are therefore those of a shallow one, and a layer's activations are forgotten before the
 next one is read.
@@ -15,13 +15,13 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from kvjax.allocate import Run
-from kvjax.attend import ReadPlan, over_heads, positions_behind, reading
+from kvjax.attend import ReadPlan, over_heads, positions_behind, reading, replaying
 from kvjax.cache import Layers, Slots
+from kvjax.clock import Run
 from kvjax.kv_cache import KVCache
 from kvjax.mix import over_experts
 from kvjax.models import AttentionLayer, Decoder, embedded
-from kvjax.policy import Policy
+from kvjax.policy import Pass, Policy
 from kvjax.programs import jit
 from kvjax.sharding import rows_sharding
 
@@ -34,13 +34,27 @@ def pays(params: Decoder, cache: KVCache, plan: ReadPlan) -> bool:
     XLA compiles each of the equal layers of one program. On accelerators a prompt stays one program, which the host
     starts once.
     """
-    if jax.default_backend() != "cpu" or cache.mesh is not None or cache.entries.preallocates:
+    if not _on_one_cpu(cache):
         return False
     records = params.attention_layers
     limited = [cache.policy.limited(i) for i in range(len(records))]
     settled = plan.settled or plan.slots
     kinds = set(zip(map(facts_of, records), plan.slots, plan.kept, settled, limited, strict=True))
     return len(records) >= DEEP * len(kinds)
+
+
+def replay_pays(params: Decoder, cache: KVCache) -> bool:
+    """Whether `replay_by_layers` compiles faster than `kvjax.allocate.replay`, as `pays` has it."""
+    if not _on_one_cpu(cache) or cache.policy.score.needs.sensitivity:
+        return False
+    kinds = set(zip(map(facts_of, params.attention_layers), cache.entries.bounds, strict=True))
+    return len(params.attention_layers) >= DEEP * len(kinds)
+
+
+def _on_one_cpu(cache: KVCache) -> bool:
+    """Whether programs of single layers can be called with layers of slots, outside of another program."""
+    traced = isinstance(cache.length, jax.core.Tracer)
+    return jax.default_backend() == "cpu" and cache.mesh is None and not cache.entries.preallocates and not traced
 
 
 def read_by_layers(
@@ -95,6 +109,22 @@ def read_layers(
         yield x, held
 
 
+def replay_by_layers(params: Decoder, cache: KVCache, part: Pass, *, run: Run) -> KVCache:
+    """What `kvjax.allocate.replay` returns for a cache of one device and a score that needs no gradients."""
+    scale, records = params.config.embedding_scale, params.attention_layers
+    x, rows = run(_begin, params.embed, cache.length, part.tokens, part.lengths, scale=scale, mesh=None)
+    rows = {name: rows[name] for name in ("positions", "lengths")}
+    rows |= {"first": part.first, "last": part.last, "rope": cache.rope}
+    found = []
+    for i, (layer, record) in enumerate(zip(params.layers, records, strict=True)):
+        held, last = cache.entries.layer(i, 0), i == len(records) - 1
+        x, (per_slot, per_row) = run(
+            _replay_layer, layer, i, x, held, rows, facts=facts_of(record), policy=cache.policy, last=last
+        )
+        found.append(replace(held, per_slot=per_slot, per_row=per_row))
+    return replace(cache, entries=Layers(tuple(found)))
+
+
 def facts_of(record: AttentionLayer) -> AttentionLayer:
     """What layers of a kind have in common; static."""
     nothing: Any = None
@@ -135,6 +165,26 @@ def _read_layer(
     attend = over_heads(mesh, partial(reading, policy, plan=plan), hidden=policy.score.needs.hidden, **rows)
     x, after = layer(x, record, attend, Layers((entries,)), over_experts(mesh))
     return _in_rows(x, mesh), after.each[0]
+
+
+@partial(jit, static_argnames=("facts", "policy", "last"))
+def _replay_layer(
+    layer: Any,
+    index: Int[Array, ""],
+    x: Float[Array, "B W E"],
+    entries: Slots,
+    rows: dict[str, Any],
+    *,
+    facts: AttentionLayer,
+    policy: Policy,
+    last: bool,
+) -> tuple[Float[Array, "B W E"] | None, tuple[Any, Any]]:
+    """The hidden states of a pass behind a layer, unless it is the last, and the score's state of its entries."""
+    record = replace(facts, index=index, **layer.attention.weights)
+    attend = over_heads(None, partial(replaying, policy), hidden=policy.score.needs.hidden, **rows)
+    x, after = layer(x, record, attend, Layers((entries,)), over_experts(None))
+    (held,) = after.each
+    return None if last else x, (held.per_slot, held.per_row)
 
 
 @jit

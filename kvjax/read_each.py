@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from kvjax.allocate import Run
 from kvjax.attend import expired, finished, met_keys, over_layers
 from kvjax.cache import Layers, Slots
+from kvjax.clock import Run
 from kvjax.heads import Heads
 from kvjax.kv_cache import KVCache
 from kvjax.layerwise import facts_of, read_layers

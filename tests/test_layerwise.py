@@ -1,4 +1,4 @@
-"""Prompts that are read layer by layer have the logits and the caches of one program, bit by bit."""
+"""Prompts that are read and replayed layer by layer have the logits and the caches of one program, bit by bit."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tests.test_prefill_each import MIXED, assert_same
 from tests.tiny import VOCAB, decoder
 
 ROWS = [np.random.default_rng(b).integers(0, VOCAB, n) for b, n in enumerate((40, 23, 3))]
+REPLAYED = "kvzip:budget=8,score.instruction='',score.starting='',score.suffix='',score.chunk=16"
 TURN = [[5, 6, 7], [8], [9, 10]]
 
 
@@ -29,17 +30,24 @@ def both_turns(params: Decoder, text: str) -> tuple[KVCache, KVCache, list[Any]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", [*MIXED, *(pytest.param(text, marks=pytest.mark.exhaustive) for text in ALL)])
+@pytest.mark.parametrize(
+    "text", [*MIXED, REPLAYED, *(pytest.param(text, marks=pytest.mark.exhaustive) for text in ALL)]
+)
 def test_it_is_what_one_program_gives(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of different lengths are padded on the left. Half of the layers have a sliding window."""
-    params, by_layers = decoder(windows=(None, 16) * 2), []
+    params, by_layers, replays = decoder(windows=(None, 16) * 2), [], []
     expected = both_turns(params, text)
 
     def pays(*given: Any) -> bool:
         by_layers.append(layerwise.pays(*given))
         return by_layers[-1]
 
+    def replay_pays(*given: Any) -> bool:
+        replays.append(layerwise.replay_pays(*given))
+        return replays[-1]
+
     monkeypatch.setattr(sys.modules["kvjax.prefill"], "pays", pays)
+    monkeypatch.setattr(sys.modules["kvjax.allocate"], "replay_pays", replay_pays)
     monkeypatch.setattr(layerwise, "DEEP", 2)
     found = both_turns(params, text)
     assert_same(found[0], expected[0])
@@ -47,6 +55,9 @@ def test_it_is_what_one_program_gives(text: str, monkeypatch: pytest.MonkeyPatch
     assert found[2] == expected[2]
     if text in MIXED:
         assert by_layers[0] is ("pyramidkv" not in text)  # its layers differ in size
+    if text == REPLAYED or text.startswith("kvcompose"):
+        assert replays
+        assert all(replays)
 
 
 @pytest.mark.slow
@@ -56,3 +67,13 @@ def test_a_deep_model_compiles_the_programs_of_one_layer(compiled: list[str]) ->
     compiled.clear()
     kvjax.prefill(decoder(windows=(None,) * (layerwise.DEEP - 1)), ROWS, policy="snapkv:budget=12,window=4")
     assert [name for name in compiled if "read" in name] == ["jit(read)"]
+
+
+@pytest.mark.slow
+def test_a_deep_model_replays_with_the_programs_of_one_layer(compiled: list[str]) -> None:
+    kvjax.prefill(decoder(windows=(None,) * layerwise.DEEP), ROWS, policy="kvcompose:budget=12")
+    # The hidden states behind the last layer are not computed.
+    assert [name for name in compiled if "replay" in name] == ["jit(_replay_layer)"] * 2
+    compiled.clear()
+    kvjax.prefill(decoder(windows=(None,) * (layerwise.DEEP - 1)), ROWS, policy="kvcompose:budget=12")
+    assert [name for name in compiled if "replay" in name] == ["jit(replay)"]

@@ -71,7 +71,7 @@ def _write(out: Path, several: Sequence[Results], against: Sequence[str], say: C
 
 def _counted(results: Results) -> list[str]:
     answers, model = sum(len(cell.lines) for cell in results.cells.values()), escape.markdown(results.model)
-    text = f"{answers:,} answers of {model} under {len(results.policies)} policies, {len(results.columns)} tasks."
+    text = f"{answers:,} answers of {model} under {len(results.policies)} policies, {results.tasks}."
     if results.errors:
         text += f" **{results.errors:,} answers are missing because of errors**, which the results file lists."
     if results.dropped:

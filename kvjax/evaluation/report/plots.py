@@ -61,7 +61,7 @@ def curves(path: Path, results: Results) -> bool:
         axes.set_xlabel("dropped entries of the prompt, %")
         axes.set_xlim(0, 100)
         axes.set_ylim(-4, 104)
-    panels[0].set_ylabel(f"mean score of {len(results.columns)} tasks, %")
+    panels[0].set_ylabel(f"mean score of {results.tasks}, %")
     handles, labels = panels[0].get_legend_handles_labels()
     shown = [escape.plot(policy) for policy in ranked]
     order = np.argsort([shown.index(label) if label in shown else -1 for label in labels])

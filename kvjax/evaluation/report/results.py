@@ -113,6 +113,11 @@ class Results:
         return tuple(sorted(found, key=lambda column: (place.get(column[0], len(place)), column[0], column[1] or 0)))
 
     @property
+    def tasks(self) -> str:
+        """The number of columns in words: "1 task", "7 tasks"."""
+        return f"{len(self.columns)} task{'' if len(self.columns) == 1 else 's'}"
+
+    @property
     def policies(self) -> tuple[str, ...]:
         """The names of all policies, in the order of the runs."""
         return tuple(dict.fromkeys(name.policy for name in self.cells))

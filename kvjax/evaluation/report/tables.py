@@ -141,7 +141,7 @@ def averages(results: Results, question: str) -> Table:
     intervals = f"95 % bootstrap intervals where each task has {FEWEST} examples or more"
     return Table(
         f"averages_{question}",
-        f"{results.model}: mean of {len(results.columns)} tasks with {intervals}, {MEANING[question]}",
+        f"{results.model}: mean of {results.tasks} with {intervals}, {MEANING[question]}",
         ("policy", *map(budget_text, budgets or [None])),
         tuple(rows),
     )
