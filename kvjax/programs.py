@@ -11,18 +11,17 @@ import ctypes
 import gc
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from kvjax.checks import check_size
+from kvjax.host_limits import available, maps_taken
 
 KEPT = 128  # programs, unless `keep` says otherwise
-SHORT = 1 / 8  # the share of the host's memory that is available, below which programs are forgotten earlier
+SHORT = 1 / 8  # the share of the memory that is available, below which programs are forgotten earlier
 CROWDED = 1 / 2  # the share of the memory maps that are taken, above which they are, too
 FEW = 16  # programs that stay even then
-MEMORY, MAPS, MOST_MAPS = Path("/proc/meminfo"), Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
 
 
 class _Programs:
@@ -49,8 +48,8 @@ def keep(most: int) -> None:
 
     When a call finds more than that, kvjax forgets all of its programs, and compiles again what is used. JAX's
     persistent cache (`jax_compilation_cache_dir`) makes that fast. Programs of the caller are not touched. When less
-    than an eighth of the host's memory is available, or the process has half of the memory maps that Linux gives it, a
-    call forgets programs if it finds more than 16.
+    than an eighth of the memory of the host or container is available, or the process has half of the memory maps that
+    Linux gives it, a call forgets programs if it finds more than 16.
 
     Raises:
         ValueError: for a number that is not in 1 .. 2**31 - 1.
@@ -67,32 +66,14 @@ def count() -> int:
 def make_room() -> None:
     """Forgets all programs if there are more than the limit. Public functions call it before they compile.
 
-    If the host is short of memory or of memory maps, the limit is 16 programs at most.
+    If the host or container is short of memory, or the process of maps, the limit is 16 programs at most.
     """
     found = count()
     grown, _programs.seen = found > _programs.seen, found
-    if found > _programs.most or (grown and found > FEW and (_available() < SHORT or _maps() > CROWDED)):
+    if found > _programs.most or (grown and found > FEW and (available() < SHORT or maps_taken() > CROWDED)):
         _programs.seen = 0
         for function in _programs.functions:
             function.clear_cache()
         gc.collect()  # programs are in cycles
         with suppress(OSError, AttributeError):  # only the GNU C library has it, and keeps freed memory without it
             ctypes.CDLL(None).malloc_trim(0)
-
-
-def _available() -> float:
-    """The share of the host's memory that new allocations can have; 1 where the system does not say."""
-    try:
-        lines = (line.split() for line in MEMORY.read_text().splitlines())
-        kilobytes = {name: int(number) for name, number, *_ in lines}
-        return kilobytes["MemAvailable:"] / kilobytes["MemTotal:"]
-    except (OSError, ValueError, KeyError):  # not Linux
-        return 1.0
-
-
-def _maps() -> float:
-    """The share of the process's memory maps that are taken; 0 where the system does not say."""
-    try:
-        return MAPS.read_bytes().count(b"\n") / int(MOST_MAPS.read_text())
-    except (OSError, ValueError):  # not Linux
-        return 0.0

@@ -37,6 +37,7 @@ from tests.tiny import decoder
 
 set_gpu_flags()  # programs for GPUs are compiled as the command line compiles them
 kvjax.programs.keep(2**31 - 1)  # the fixture `memory` forgets programs, between tests
+kvjax.programs.FEW = 2**31 - 1  # also when memory is short
 jax.config.update("jax_num_cpu_devices", 8)  # for the tests of many devices; the others use the first
 if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
     jax.config.update("jax_disable_most_optimizations", True)  # each program runs a few times, on a few numbers

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import programs
+from kvjax import host_limits, programs
 from tests.tiny import decoder
 
 MOST = 6
@@ -44,7 +44,11 @@ def test_a_sweep_keeps_few_programs() -> None:
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with what the system says of its memory and of the process's maps: just enough of both."""
     for name in ("MEMORY", "MAPS", "MOST_MAPS"):
-        monkeypatch.setattr(programs, name, tmp_path / name)
+        monkeypatch.setattr(host_limits, name, tmp_path / name)
+    monkeypatch.setattr(host_limits, "CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("8000\n")
+    (tmp_path / "memory.current").write_text("7500\n")
+    (tmp_path / "memory.stat").write_text("anon 6000\ninactive_file 500\n")
     (tmp_path / "MEMORY").write_text("MemTotal:       8000 kB\nMemAvailable:   1000 kB\nHugePages_Total:   0\n")
     (tmp_path / "MAPS").write_text("one\n" * 20)
     (tmp_path / "MOST_MAPS").write_text("40\n")
@@ -55,7 +59,12 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "short"),
-    [("MEMORY", "MemTotal:  8000 kB\nMemAvailable:  999 kB\n"), ("MAPS", "one\n" * 21), ("MOST_MAPS", "39\n")],
+    [
+        ("MEMORY", "MemTotal:  8000 kB\nMemAvailable:  999 kB\n"),
+        ("memory.current", "7501\n"),
+        ("MAPS", "one\n" * 21),
+        ("MOST_MAPS", "39\n"),
+    ],
 )
 def test_fewer_programs_stay_when_memory_or_maps_are_short(system: Path, name: str, short: str) -> None:
     def counts(least: int) -> list[int]:
@@ -74,10 +83,14 @@ def test_fewer_programs_stay_when_memory_or_maps_are_short(system: Path, name: s
 
 
 def test_what_the_system_says(system: Path) -> None:
-    assert (programs._available(), programs._maps()) == (1 / 8, 1 / 2)
+    assert (host_limits.available(), host_limits.maps_taken()) == (1 / 8, 1 / 2)
+    (system / "memory.stat").write_text("anon 6500\ninactive_file 0\n")
+    assert host_limits.available() == 1 / 16
+    (system / "memory.max").write_text("max\n")
+    assert host_limits.available() == 1 / 8
     for path in system.iterdir():
         path.unlink()
-    assert (programs._available(), programs._maps()) == (1, 0)
+    assert (host_limits.available(), host_limits.maps_taken()) == (1, 0)
 
 
 @pytest.mark.slow
