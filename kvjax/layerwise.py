@@ -20,7 +20,7 @@ from kvjax.cache import Layers, Slots
 from kvjax.clock import Run
 from kvjax.kv_cache import KVCache
 from kvjax.mix import over_experts
-from kvjax.models import AttentionLayer, Decoder, embedded
+from kvjax.models import Attend, AttentionLayer, Decoder, embedded
 from kvjax.policy import Pass, Policy
 from kvjax.programs import jit
 from kvjax.sharding import rows_sharding
@@ -161,10 +161,9 @@ def _read_layer(
     mesh: Mesh | None,
 ) -> tuple[Float[Array, "B N E"], Slots]:
     """The hidden states behind a layer, and its entries."""
-    record = replace(facts, index=index, **layer.attention.weights)
     attend = over_heads(mesh, partial(reading, policy, plan=plan), hidden=policy.score.needs.hidden, **rows)
-    x, after = layer(x, record, attend, Layers((entries,)), over_experts(mesh))
-    return _in_rows(x, mesh), after.each[0]
+    x, held = _applied(layer, facts, index, x, entries, attend, mesh)
+    return _in_rows(x, mesh), held
 
 
 @partial(jit, static_argnames=("facts", "policy", "last"))
@@ -180,11 +179,24 @@ def _replay_layer(
     last: bool,
 ) -> tuple[Float[Array, "B W E"] | None, tuple[Any, Any]]:
     """The hidden states of a pass behind a layer, unless it is the last, and the score's state of its entries."""
-    record = replace(facts, index=index, **layer.attention.weights)
     attend = over_heads(None, partial(replaying, policy), hidden=policy.score.needs.hidden, **rows)
-    x, after = layer(x, record, attend, Layers((entries,)), over_experts(None))
-    (held,) = after.each
+    x, held = _applied(layer, facts, index, x, entries, attend, None)
     return None if last else x, (held.per_slot, held.per_row)
+
+
+def _applied(
+    layer: Any,
+    facts: AttentionLayer,
+    index: Int[Array, ""],
+    x: Float[Array, "B N E"],
+    entries: Slots,
+    attend: Attend,
+    mesh: Mesh | None,
+) -> tuple[Float[Array, "B N E"], Slots]:
+    """The hidden states behind a layer that attends as given, and its entries."""
+    record = replace(facts, index=index, **layer.attention.weights)
+    x, after = layer(x, record, attend, Layers((entries,)), over_experts(mesh))
+    return x, after.each[0]
 
 
 @jit

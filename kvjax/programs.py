@@ -7,16 +7,14 @@ ends the process. JAX itself keeps up to 4,096 programs of each function.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import jax
 
 from kvjax.checks import check_size
-from kvjax.host_limits import available, maps_taken
+from kvjax.host_limits import available, maps_taken, return_freed
 
 KEPT = 128  # programs, unless `keep` says otherwise
 SHORT = 1 / 8  # the share of the memory that is available, below which programs are forgotten earlier
@@ -75,5 +73,4 @@ def make_room() -> None:
         for function in _programs.functions:
             function.clear_cache()
         gc.collect()  # programs are in cycles
-        with suppress(OSError, AttributeError):  # only the GNU C library has it, and keeps freed memory without it
-            ctypes.CDLL(None).malloc_trim(0)
+        return_freed()

@@ -1,6 +1,5 @@
 """What all tests share: JAX on 8 CPU devices unless the environment says otherwise, hypothesis, a tiny decoder."""
 
-import ctypes
 import gc
 import os
 import string
@@ -30,6 +29,7 @@ from transformers import PreTrainedTokenizerFast
 
 import kvjax
 from kvjax.gpu_flags import set_gpu_flags
+from kvjax.host_limits import maps_taken, return_freed
 from kvjax.models import Decoder
 from kvjax.parts import AdaptiveShares, Everything, Fixed
 from tests.products import part
@@ -88,7 +88,7 @@ POLICIES = (*DISTINCT, *ALIKE)
 POLICY_PARAMS = part(POLICIES, DISTINCT)
 
 
-MAPS = 30_000  # memory maps of a process; Linux gives it 65,530
+MAPS = 30_000 / 65_530  # the share of the memory maps that a process may take
 PAGE = os.sysconf("SC_PAGE_SIZE")
 # Bytes; a smaller process forgets nothing. Two workers leave half of the machine to compilers for accelerators.
 LEAST = min(max(3 << 29, os.sysconf("SC_PHYS_PAGES") * PAGE // 5), 3 << 30)
@@ -96,7 +96,7 @@ GROWTH = LEAST // 2  # bytes that a process may take after it has forgotten its 
 
 
 class Memory:
-    """Forgets compiled programs when a process grows by GROWTH beyond what it needs without them, or has MAPS maps.
+    """Forgets compiled programs when a process grows by GROWTH beyond what it needs without them, or has too many maps.
 
     A small program holds some 8 MB and 60 maps. Tests that need a forgotten program trace it again; the cache on disk
     serves the compiled code. The C library keeps freed memory until malloc_trim returns it to the system. What is still
@@ -108,13 +108,11 @@ class Memory:
     def check(self) -> None:
         if not Path("/proc/self").exists():
             return
-        maps = Path("/proc/self/maps").read_bytes().count(b"\n")
-        if self.resident() < self.limit and maps < MAPS:
+        if self.resident() < self.limit and maps_taken() < MAPS:
             return
         jax.clear_caches()
         gc.collect()
-        if hasattr(library := ctypes.CDLL(None), "malloc_trim"):
-            library.malloc_trim(0)
+        return_freed()
         self.limit = max(LEAST, self.resident() + GROWTH)
 
     def resident(self) -> int:
