@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 from jaxtyping import Array, UInt32
 
 from kvjax import checksums
-from kvjax.cache import Entries, Layers, Segments, Slots
+from kvjax.cache import Entries, Layers, Slots, pack
 from kvjax.checkpoint.errors import CheckpointError, orbax_writes
 from kvjax.checkpoint.folder import ORBAX
 from kvjax.checks import check_params, check_path, check_type
@@ -152,8 +152,8 @@ def _like(params: Decoder, policy: Policy, facts: dict[str, Any]) -> KVCache:
         layers = tuple(layer if window else replace(layer, settled=form) for layer, form, window in parts)
     entries: Entries = Layers(layers)
     if facts["segments"]:
-        pack = partial(Segments.pack, lanes=1, rows=1, room=0, growing=0)
-        entries = replace(jax.eval_shape(pack, layers), **facts["segments"])
+        pool = jax.eval_shape(partial(pack, lanes=1, rows=1, room=0, growing=0), layers)
+        entries = replace(pool, **facts["segments"])
     return replace(like, entries=entries, kept=tuple(facts["kept"]), filled=facts["filled"], mesh=mesh_of(params))
 
 

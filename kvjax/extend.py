@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.allocate import allocated, check_one_call, replayed
+from kvjax.allocate import allocated
 from kvjax.attend import ReadPlan, over_heads, pays, positions_behind, reading, stepping, twice
 from kvjax.checks import check_integers, check_params, check_type
 from kvjax.kv_cache import KVCache, check_attached
@@ -20,6 +20,7 @@ from kvjax.models import Decoder
 from kvjax.modes import own_modes
 from kvjax.policy import Policy
 from kvjax.programs import jit
+from kvjax.replays import check_one_call, replayed
 from kvjax.room import Compress, check_reading, check_room, ending, occupied_slots, plan_read, with_room
 from kvjax.sharding import logical_sharding, mesh_of, rows_sharding
 from kvjax.shown import shown

@@ -43,9 +43,9 @@ def pays(params: Decoder, cache: KVCache, plan: ReadPlan) -> bool:
     return len(records) >= DEEP * len(kinds)
 
 
-def replay_pays(params: Decoder, cache: KVCache) -> bool:
-    """Whether `replay_by_layers` compiles faster than `kvjax.allocate.replay`, as `pays` has it."""
-    if not _on_one_cpu(cache) or cache.policy.score.needs.sensitivity:
+def layers_pay(params: Decoder, cache: KVCache) -> bool:
+    """Whether programs of single layers compile faster, for what follows a prompt, than one of all layers."""
+    if not _on_one_cpu(cache):
         return False
     kinds = set(zip(map(facts_of, params.attention_layers), cache.entries.bounds, strict=True))
     return len(params.attention_layers) >= DEEP * len(kinds)
@@ -110,7 +110,7 @@ def read_layers(
 
 
 def replay_by_layers(params: Decoder, cache: KVCache, part: Pass, *, run: Run) -> KVCache:
-    """What `kvjax.allocate.replay` returns for a cache of one device and a score that needs no gradients."""
+    """What `kvjax.replays.replay` returns for a cache of one device and a score that needs no gradients."""
     scale, records = params.config.embedding_scale, params.attention_layers
     x, rows = run(_begin, params.embed, cache.length, part.tokens, part.lengths, scale=scale, mesh=None)
     rows = {name: rows[name] for name in ("positions", "lengths")}

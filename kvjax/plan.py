@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from kvjax.allocate import growing_segments, pool_rows
+from kvjax.allocate import laid_out, pool_rows
 from kvjax.attend import ReadPlan
-from kvjax.cache import UNLIMITED, Entries, Layers, Segments, Slots, bucket, room_for
+from kvjax.cache import UNLIMITED, Entries, Layers, Slots, bucket, pack, room_for
 from kvjax.checks import check_size, check_type, dtype_of
+from kvjax.heads import ALL_HEADS
 from kvjax.kv_cache import KVCache
 from kvjax.models import DecoderConfig
 from kvjax.modes import own_modes
@@ -90,14 +91,11 @@ def check_sizes(**sizes: int) -> None:
 def _allocated(cache: KVCache, config: DecoderConfig, room: int) -> Entries:
     """The entries once the policy's budget has been allocated."""
     policy, entries = cache.policy, cache.entries
-    layout = policy.budget.layout
-    assert layout is not None
     if policy.every is None:
         entries = entries.without_state()
-    lanes = layout.lanes(config.num_kv_heads)
-    growing = growing_segments(policy, config.num_layers, config.num_kv_heads // lanes)
+    lanes, growing = laid_out(policy, config.num_layers, config.num_kv_heads, ALL_HEADS)
     rows = pool_rows(policy, cache.kept, config.num_kv_heads, room)
-    return Segments.pack(tuple(entries), lanes=lanes, rows=rows, room=room, growing=growing)
+    return pack(tuple(entries), lanes=lanes, rows=rows, room=room, growing=growing)
 
 
 def bytes_per_device(cache: KVCache, config: DecoderConfig, *, data: int = 1, model: int = 1) -> int:

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.allocate import allocated, check_one_call, replayed
+from kvjax.allocate import allocated
 from kvjax.clock import Clock
 from kvjax.extend import jitted_read, jitted_step, read
 from kvjax.kv_cache import KVCache
@@ -16,6 +16,7 @@ from kvjax.models import Decoder
 from kvjax.policy import Texts
 from kvjax.programs import jit
 from kvjax.prompts import Batch
+from kvjax.replays import check_one_call, replayed
 from kvjax.room import Compress, ending, grown, occupied_slots, plan_read, with_room
 
 read_on = jit(read, static_argnames="plan", donate_argnames="cache")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.allocate import allocated, check_one_call, replayed
+from kvjax.allocate import allocated
 from kvjax.cache import Entries, Layers, bucket
 from kvjax.checks import LARGEST, check_params, check_type
 from kvjax.clock import Clock
@@ -21,6 +21,7 @@ from kvjax.parts import Drop, Fixed, TopTokens
 from kvjax.policy import Policy, Score, Texts, Together
 from kvjax.prompts import Batch, Prompt
 from kvjax.read_each import End, read_to_end, under
+from kvjax.replays import check_one_call, replayed
 from kvjax.request import Request, as_policy, texts_of
 from kvjax.room import grown, occupied_slots, plan_read
 from kvjax.sharding import MODEL, fetch, mesh_of

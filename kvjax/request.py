@@ -14,7 +14,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax import policies
-from kvjax.allocate import encoded_texts
 from kvjax.cache import room_for
 from kvjax.checks import LARGEST, check_params, check_size, is_integer
 from kvjax.clock import Clock
@@ -25,6 +24,7 @@ from kvjax.policy import Policy, Texts
 from kvjax.prefill import read_prompt
 from kvjax.programs import make_room
 from kvjax.prompts import Batch, Prompt, rows_of
+from kvjax.replays import encoded_texts
 from kvjax.room import Compress, check_reading, ending
 from kvjax.row_samplers import RowSamplers
 from kvjax.sampling import Greedy, SamplingMethod

@@ -2,26 +2,41 @@
 
     python scripts/gate_texts.py DATA runs/texts
     kvjax train-gates SMOLLM2 --method fastkvzip --data runs/texts/train --out runs/gates/fastkvzip \
-        --steps 600 --length 1024 --distinct 100
+        --steps 600 --length 1024 --distinct 150
     kvjax eval --config configs/smollm2/gates.yaml --model SMOLLM2 --data runs/texts/test --out runs/gates_results
 
-DATA is the folder that `bash scripts/real_model.sh` names. OUT/train has every other essay and four modules of Python's
-standard library, in which there are numbers and code; OUT/test/PaulGrahamEssays has the other essays.
+DATA is the folder that `bash scripts/real_model.sh` names. OUT/train has every other essay as it is; the same essays
+with facts between their sentences, made of words and random numbers, in other sentences than RULER's needles; and
+modules of Python's standard library, in which there are tables, numbers and code. OUT/test/PaulGrahamEssays has the
+other essays.
 """
 
 from __future__ import annotations
 
 import argparse
-import calendar
-import datetime
-import ipaddress
+import importlib
+import random
+import re
 import shutil
-import statistics
+from collections.abc import Mapping, Sequence
+from html.entities import name2codepoint
 from pathlib import Path
 
 from fetch_real_model import ESSAYS
 
-MODULES = (calendar, datetime, ipaddress, statistics)
+MODULES = (
+    "calendar",
+    "colorsys",
+    "datetime",
+    "encodings.aliases",
+    "html.entities",
+    "ipaddress",
+    "locale",
+    "pydoc_data.topics",
+    "statistics",
+)
+LONGEST = 200_000  # characters of a module
+FACTS = 0.12  # the share of sentences that a fact follows
 
 
 def main() -> None:
@@ -37,9 +52,39 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for text in texts:
             shutil.copy(text, folder)
-    for module in MODULES:
-        assert module.__file__ is not None
-        shutil.copy(module.__file__, train / f"python_{module.__name__}.txt")
+    for name, text in with_facts({path.name: path.read_text() for path in essays[::2]}).items():
+        (train / f"facts_{name}").write_text(text)
+    for name in MODULES:
+        source = Path(importlib.import_module(name).__file__ or "").read_text()
+        (train / f"python_{name}.txt").write_text(source[:LONGEST])
+
+
+def with_facts(texts: Mapping[str, str]) -> dict[str, str]:
+    """Texts with facts behind some of their sentences."""
+    rng = random.Random(0)
+    words = sorted({word for text in texts.values() for word in re.findall(r"\b[a-z]{5,12}\b", text)})
+
+    def behind(space: re.Match[str]) -> str:
+        return f"{space[0]}{fact(rng, words)} " if rng.random() < FACTS else space[0]
+
+    return {name: re.sub(r"(?<=[.!?])\s+", behind, text) for name, text in texts.items()}
+
+
+def fact(rng: random.Random, words: Sequence[str]) -> str:
+    """A sentence about words, names and numbers of two to eight digits."""
+    name, year = rng.choice(sorted(name2codepoint)), rng.randrange(1900, 2025)
+    first, second, third = (rng.choice(words) for _ in range(3))
+    number, other = (rng.randrange(10 ** rng.randint(2, 8)) for _ in range(2))
+    return rng.choice(
+        (
+            f"The HTML name {name} stands for code point {name2codepoint[name]}.",
+            f"Order {number} was sent to the {first} store.",
+            f"The telephone number of the {first} office is {number}.",
+            f"In {year}, {number} copies of {first} {second} were sold.",
+            f"The password for {first}: {third}-{number}.",
+            f"{first.capitalize()} costs {number} dollars, {second} {other}.",
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Prompts that are read and replayed layer by layer have the logits and the caches of one program, bit by bit."""
+"""Prompts that pass through one layer after the other have the logits and caches of one program, bit by bit."""
 
 from __future__ import annotations
 
@@ -35,19 +35,20 @@ def both_turns(params: Decoder, text: str) -> tuple[KVCache, KVCache, list[Any]]
 )
 def test_it_is_what_one_program_gives(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of different lengths are padded on the left. Half of the layers have a sliding window."""
-    params, by_layers, replays = decoder(windows=(None, 16) * 2), [], []
+    params, by_layers, after = decoder(windows=(None, 16) * 2), [], []
     expected = both_turns(params, text)
 
     def pays(*given: Any) -> bool:
         by_layers.append(layerwise.pays(*given))
         return by_layers[-1]
 
-    def replay_pays(*given: Any) -> bool:
-        replays.append(layerwise.replay_pays(*given))
-        return replays[-1]
+    def layers_pay(*given: Any) -> bool:
+        after.append(layerwise.layers_pay(*given))
+        return after[-1]
 
     monkeypatch.setattr(sys.modules["kvjax.prefill"], "pays", pays)
-    monkeypatch.setattr(sys.modules["kvjax.allocate"], "replay_pays", replay_pays)
+    for module in ("kvjax.replays", "kvjax.allocate"):
+        monkeypatch.setattr(sys.modules[module], "layers_pay", layers_pay)
     monkeypatch.setattr(layerwise, "DEEP", 2)
     found = both_turns(params, text)
     assert_same(found[0], expected[0])
@@ -56,8 +57,8 @@ def test_it_is_what_one_program_gives(text: str, monkeypatch: pytest.MonkeyPatch
     if text in MIXED:
         assert by_layers[0] is ("pyramidkv" not in text)  # its layers differ in size
     if text == REPLAYED or text.startswith("kvcompose"):
-        assert replays
-        assert all(replays)
+        assert len(after) == 4  # the replay and the allocation, of two prompts
+        assert all(after)
 
 
 @pytest.mark.slow
@@ -77,3 +78,14 @@ def test_a_deep_model_replays_with_the_programs_of_one_layer(compiled: list[str]
     compiled.clear()
     kvjax.prefill(decoder(windows=(None,) * (layerwise.DEEP - 1)), ROWS, policy="kvcompose:budget=12")
     assert [name for name in compiled if "replay" in name] == ["jit(replay)"]
+
+
+@pytest.mark.slow
+def test_a_deep_model_allocates_with_the_programs_of_one_layer(compiled: list[str]) -> None:
+    steps = ["jit(_ranked)", "jit(_counted)", "jit(_size)", "jit(_empty)", "jit(_put)"]
+    text = "adakv:base=snapkv,base.budget=12,base.window=4"
+    kvjax.prefill(decoder(windows=(None,) * layerwise.DEEP), ROWS, policy=text)
+    assert [name for name in compiled if name in steps] == steps
+    compiled.clear()
+    kvjax.prefill(decoder(windows=(None,) * (layerwise.DEEP - 1)), ROWS, policy=text)
+    assert [name for name in compiled if name in (*steps, "jit(allocate)")] == ["jit(allocate)"]

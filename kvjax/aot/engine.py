@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from kvjax.allocate import encoded_texts
 from kvjax.engine.compiling import Programs
 from kvjax.engine.plans import Plans
 from kvjax.engine.reading import compile_reads
@@ -20,6 +19,7 @@ from kvjax.kv_cache import KVCache, check_attached
 from kvjax.models import DecoderConfig
 from kvjax.modes import own_modes
 from kvjax.policy import Policy
+from kvjax.replays import encoded_texts
 from kvjax.sharding import check_batch, fit_mesh
 
 from .lower import plan_params

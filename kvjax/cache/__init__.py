@@ -7,6 +7,7 @@ from .coded import CodedEntries
 from .entries import Entries, MakeRoom, StepAttention, Take, Usage
 from .layers import Layers
 from .overwrite import mark
+from .packing import empty_pool, pack
 from .paging import whole_pages
 from .segments import Segments
 from .settled import Settled
@@ -28,7 +29,9 @@ __all__ = [
     "ThinEntries",
     "Usage",
     "bucket",
+    "empty_pool",
     "mark",
+    "pack",
     "room_for",
     "whole_pages",
 ]

@@ -24,7 +24,7 @@ from .paging import MovePages, PutPages, longest_segment, starts, whole_pages
 from .pieces import evicted, observed
 from .pool_attention import attention
 from .sizes import UNLIMITED, bucket
-from .slots import Slots
+from .slots import Slots, slots_third
 
 
 @jax.tree_util.register_dataclass
@@ -66,43 +66,6 @@ class Segments(Entries):
     longest: int | None = field(default=None, metadata={"static": True})
 
     preallocates: ClassVar[bool] = True
-
-    @classmethod
-    def pack(cls, layers: Sequence[Slots], *, lanes: int, rows: int, room: int, growing: int) -> Segments:
-        """The entries of all layers in a pool.
-
-        Args:
-            layers: each head's entries are in its first slots. A head that can grow has an UNLIMITED capacity.
-            lanes: P.
-            rows: the number of rows per lane, which must suffice. It is rounded up to whole pages.
-            room: the number of slots for tokens to come in each segment that can grow.
-            growing: the number of segments per lane that can grow.
-        """
-        first, T = layers[0], whole_pages(rows)
-        capacity = jnp.stack([layer.capacity for layer in layers], axis=-1)
-        used = jnp.stack([layer.occupancy for layer in layers], axis=-1)
-        size = whole_pages(jnp.where(capacity < UNLIMITED, jnp.maximum(capacity, used), used + room))
-
-        def empty(x: Array, fill: int = 0) -> Array:
-            return jnp.full((len(x), lanes, T, *x.shape[3:]), fill, x.dtype)
-
-        pool = cls(
-            keys=jax.tree.map(empty, first.keys),
-            values=jax.tree.map(empty, first.values),
-            positions=empty(first.positions, -1),
-            start=starts(size, lanes),
-            size=size,
-            used=used,
-            capacity=capacity,
-            per_slot=jax.tree.map(lambda x: empty(jnp.moveaxis(x, -1, 2)), first.per_slot),
-            per_row=tuple(layer.per_row for layer in layers),
-            merging=tuple(layer.merging for layer in layers),
-            bias=jax.tree.map(empty, first.bias),
-            growing=growing,
-        )
-        for i, layer in enumerate(layers):
-            pool = pool.with_layer(i, layer)
-        return pool
 
     def __len__(self) -> int:
         return self.start.shape[-1]
@@ -158,24 +121,28 @@ class Segments(Entries):
         )
 
     def with_layer(self, i: int, layer: Slots) -> Segments:
+        pool = self.with_entries(i, layer)
+        return replace(pool, per_row=_put(self.per_row, i, layer.per_row), merging=_put(self.merging, i, layer.merging))
+
+    def with_entries(self, i: Int[Array, ""] | int, layer: Slots) -> Segments:
+        """The same pool with the entries of a layer, but without its state per row and the merge's."""
         entries = layer.grow(whole_pages(layer.slots))
         put = PutPages(*self._pages(i, 0, entries.slots))
         return replace(
-            self.with_state(i, 0, entries),
-            merging=(*self.merging[:i], entries.merging, *self.merging[i + 1 :]),
+            self,
             keys=jax.tree.map(put, self.keys, entries.keys),
             values=jax.tree.map(put, self.values, entries.values),
             positions=put(self.positions, entries.positions),
             bias=jax.tree.map(put, self.bias, entries.bias),
             used=self.used.at[..., i].set(after_last(entries.positions >= 0)),
+            per_slot=jax.tree.map(put, self.per_slot, jax.tree.map(slots_third, entries.per_slot)),
         )
 
     def with_state(self, layer: int, first: Int[Array, ""] | int, entries: Slots) -> Segments:
         """The same entries with the score's state of a view that begins at page `first`."""
         put = PutPages(*self._pages(layer, first, entries.slots))
-        per_slot = jax.tree.map(lambda x, new: put(x, jnp.moveaxis(new, -1, 2)), self.per_slot, entries.per_slot)
-        per_row = (*self.per_row[:layer], entries.per_row, *self.per_row[layer + 1 :])
-        return replace(self, per_slot=per_slot, per_row=per_row)
+        per_slot = jax.tree.map(put, self.per_slot, jax.tree.map(slots_third, entries.per_slot))
+        return replace(self, per_slot=per_slot, per_row=_put(self.per_row, layer, entries.per_row))
 
     def make_room(self, i: int, incoming: Bool[Array, "B"], room: MakeRoom) -> tuple[Segments, Int[Array, "B H"]]:
         pool, slot = (self, self.used[..., i]) if not room.count else evicted(self, i, incoming, room)
@@ -327,7 +294,9 @@ class Segments(Entries):
             bias=jax.tree.map(move, self.bias),
         )
 
-    def _pages(self, layer: int, first: Int[Array, ""] | int, slots: int) -> tuple[Array, Array, Array]:
+    def _pages(
+        self, layer: Int[Array, ""] | int, first: Int[Array, ""] | int, slots: int
+    ) -> tuple[Array, Array, Array]:
         """(lane [H, 1], page [B, H, n], whether it is within the segment [B, H, n]) of `slots` slots."""
         H = self.start.shape[1]
         offset = first + jnp.arange(slots // PAGE)
@@ -339,3 +308,8 @@ class Segments(Entries):
         B, H = slot.shape
         row = jnp.where(slot < self.size[..., layer], self.start[..., layer] + slot, self.positions.shape[2])
         return jnp.arange(B)[:, None], jnp.arange(H) // (H // self.lanes), row
+
+
+def _put(each: tuple[Any, ...], i: int, new: Any) -> tuple[Any, ...]:
+    """What all layers have, with that of layer i replaced."""
+    return (*each[:i], new, *each[i + 1 :])

@@ -227,3 +227,8 @@ class Slots:
             per_slot=jax.tree.map(lambda x: x[..., :slots], self.per_slot),
             bias=None if self.bias is None else self.bias[..., :slots],
         )
+
+
+def slots_third(x: Array) -> Array:
+    """An array [B, H, ..., S] as [B, H, S, ...]."""
+    return jnp.moveaxis(x, -1, 2)

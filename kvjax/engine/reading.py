@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from kvjax.allocate import allocate, passes, pool_rows, replay
+from kvjax.allocate import allocate, pool_rows
 from kvjax.attend import ReadPlan
 from kvjax.extend import jitted_read, read
 from kvjax.kv_cache import KVCache
@@ -24,6 +24,7 @@ from kvjax.models import Decoder
 from kvjax.policy import Policy
 from kvjax.prefill import read_on
 from kvjax.programs import jit
+from kvjax.replays import passes, replay
 from kvjax.sharding import fetch
 
 from .compiling import Programs

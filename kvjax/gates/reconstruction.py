@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.allocate import replayed
 from kvjax.attend.causal import causal
 from kvjax.generate import prefill
 from kvjax.kv_cache import KVCache
 from kvjax.models import AttentionLayer, Decoder
 from kvjax.policies import kvzip
 from kvjax.programs import jit
+from kvjax.replays import replayed
 from kvjax.request import texts_of
 from kvjax.texts import Stream
 

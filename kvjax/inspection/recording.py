@@ -9,7 +9,6 @@ import numpy as np
 from jaxtyping import Bool, Int
 from tokenizers.decoders import DecodeStream
 
-from kvjax.allocate import replayed
 from kvjax.decode import Decoding, take
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
@@ -17,6 +16,7 @@ from kvjax.modes import own_modes
 from kvjax.policy import Policy
 from kvjax.programs import jit
 from kvjax.prompts import Prompt
+from kvjax.replays import replayed
 from kvjax.request import AnswerOptions, EndTokens, Request, Seed, read_request
 from kvjax.sampling import SamplingMethod
 from kvjax.sharding import fetch

@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax.allocate import replayed
 from kvjax.models import Decoder, Mixture
 from kvjax.parts import Attribution
 from kvjax.policies import kvgrad
+from kvjax.replays import replayed
 from kvjax.sharding import mesh_of
 from tests.attend.meshes import ROWS, mesh
 from tests.tiny import decoder, left_pad

@@ -8,11 +8,12 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.allocate import allocated, replayed
+from kvjax.allocate import allocated
 from kvjax.cache import Layers
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policy import Policy
+from kvjax.replays import replayed
 from tests import tiny
 
 

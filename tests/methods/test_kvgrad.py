@@ -15,10 +15,10 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax.allocate import replay
 from kvjax.models import Decoder, Mixture
 from kvjax.parts import Attribution, Fixed, Reconstruction
 from kvjax.policies import criticalkv, kvgrad
+from kvjax.replays import replay
 from kvjax.sensitivity import replayed_backwards
 from tests import tiny
 from tests.dense import assert_close

@@ -1,0 +1,68 @@
+"""How the layers of a prompt are laid out in a pool, once it is known how many entries each head retains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from .paging import starts, whole_pages
+from .segments import Segments
+from .sizes import UNLIMITED
+from .slots import Slots, slots_third
+
+
+def pack(layers: Sequence[Slots], *, lanes: int, rows: int, room: int, growing: int) -> Segments:
+    """The entries of all layers in a pool. Arguments are those of `empty_pool`."""
+    capacity = jnp.stack([layer.capacity for layer in layers], axis=-1)
+    used = jnp.stack([layer.occupancy for layer in layers], axis=-1)
+    pool = empty_pool(layers[0], capacity, used, lanes=lanes, rows=rows, room=room, growing=growing)
+    for i, layer in enumerate(layers):
+        pool = pool.with_layer(i, layer)
+    return pool
+
+
+def empty_pool(
+    like: Slots,
+    capacity: Int[Array, "B H L"],
+    used: Int[Array, "B H L"],
+    *,
+    lanes: int,
+    rows: int,
+    room: int,
+    growing: int,
+) -> Segments:
+    """A pool whose segments are laid out for layers that are not there yet.
+
+    Args:
+        like: a layer, whose entries have the form of all others. Each head's entries are in its first slots.
+        capacity: of each head; UNLIMITED for one that can grow.
+        used: the number of entries of each head.
+        lanes: P.
+        rows: the number of rows per lane, which must suffice. It is rounded up to whole pages.
+        room: the number of slots for tokens to come in each segment that can grow.
+        growing: the number of segments per lane that can grow.
+    """
+    size = whole_pages(jnp.where(capacity < UNLIMITED, jnp.maximum(capacity, used), used + room))
+    nothing = (None,) * size.shape[-1]
+
+    def rows_of(x: Any, fill: int = 0) -> Array:
+        return jnp.full((len(size), lanes, whole_pages(rows), *x.shape[3:]), fill, x.dtype)
+
+    return Segments(
+        keys=jax.tree.map(rows_of, like.keys),
+        values=jax.tree.map(rows_of, like.values),
+        positions=rows_of(like.positions, fill=-1),
+        start=starts(size, lanes),
+        size=size,
+        used=used,
+        capacity=capacity,
+        per_slot=jax.tree.map(lambda x: rows_of(jax.eval_shape(slots_third, x)), like.per_slot),
+        per_row=nothing,
+        merging=nothing,
+        bias=jax.tree.map(rows_of, like.bias),
+        growing=growing,
+    )
