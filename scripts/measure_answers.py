@@ -32,6 +32,7 @@ import kvjax
 from kvjax.evaluation.metrics import repetition
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
+from kvjax.programs import jit
 
 REQUESTS = (
     "Write a long story about a lighthouse keeper who finds a letter from her future self.",
@@ -119,7 +120,7 @@ def divergences(
     return np.stack(found, axis=1)
 
 
-@partial(jax.jit, donate_argnames="caches")
+@partial(jit, donate_argnames="caches")
 def compare(
     params: Decoder, caches: list[KVCache], tokens: Int[Array, "B N"], there: Bool[Array, "B N"]
 ) -> tuple[list[KVCache], Float[Array, "B N"]]:

@@ -31,6 +31,7 @@ import kvjax
 from kvjax.evaluation.continuations import marks
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
+from kvjax.programs import jit
 
 POLICIES = (
     "full",
@@ -110,7 +111,7 @@ def surprisals(params: Decoder, texts: Int[np.ndarray, "B T+2"], policy: kvjax.P
     return np.concatenate(bits, axis=1)
 
 
-@partial(jax.jit, donate_argnames="cache")
+@partial(jit, donate_argnames="cache")
 def decode(
     params: Decoder, cache: KVCache, tokens: Int[Array, "B N"], targets: Int[Array, "B N"]
 ) -> tuple[KVCache, Float[Array, "B N"]]:

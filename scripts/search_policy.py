@@ -50,6 +50,7 @@ from kvjax.evaluation.items import Ids, Item, read_items
 from kvjax.evaluation.model import load_model
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
+from kvjax.programs import jit
 
 NEEDLES = {  # RULER's tasks with one answer, so that its tokens are known
     "search": ("ruler/niah_single_2", "ruler/niah_multikey_1"),
@@ -203,7 +204,7 @@ def measure(
         yield policy, total / counts, (np.concatenate(same, axis=1) | ~counted).all(axis=1)
 
 
-@jax.jit
+@jit
 def decode(
     params: Decoder, cache: KVCache, tokens: Int[Array, "B N"], targets: Int[Array, "B N"], lengths: Int[Array, "B"]
 ) -> tuple[KVCache, Float[Array, "B N"], Bool[Array, "B N"]]:

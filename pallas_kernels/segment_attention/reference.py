@@ -6,8 +6,6 @@ number of entries that are held, not with the size of the pool.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -127,13 +125,15 @@ def segment_attention(
         read, running, stored, scores = carry
         number = i * TILES + jnp.arange(TILES)
         head = jnp.minimum(jnp.sum(number[:, None] >= ends[:, :, None], axis=-1), J - 1)
-        row, own = number * TILE_ROWS + per_head(before, head), head[..., None] == jnp.arange(J)
-        page = row[..., None] // PAGE + jnp.arange(TILE_ROWS // PAGE)
+        first, own = number * TILE_ROWS + per_head(before, head), head[..., None] == jnp.arange(J)
         stop = per_head(start + used, head)
-        read = _read(read, pool, jnp.where(row < stop, row, 0))
+        row = jnp.where(first < stop, jnp.minimum(first, max(T - TILE_ROWS, 0)), 0)  # a tile ends within its lane
+        page = jax.lax.div(row, PAGE)[..., None] + jnp.arange(TILE_ROWS // PAGE)
+        read = _read(read, pool, row)
         k_tiles, v_tiles, tile_positions, tile_bias = jax.tree.map(lambda x: x.reshape(B, P, TILES, *x.shape[1:]), read)
         keys, values = plain(k_tiles), plain(v_tiles)
-        occupied = row[..., None] + jnp.arange(TILE_ROWS) < stop[..., None]
+        of_tile = row[..., None] + jnp.arange(TILE_ROWS)
+        occupied = (of_tile >= first[..., None]) & (of_tile < stop[..., None])
         at = jnp.where(occupied, tile_positions, -1).reshape(B, -1, TILE_ROWS)
         seen = visible(q_positions, at, window)
         found = jnp.einsum("BPKSD,BPKRD->BPKSR", keys, per_head(rows, head), preferred_element_type=jnp.float32)
@@ -198,36 +198,28 @@ def _read(tiles: Any, arrays: Any, row: Int[Array, "B P tiles"]) -> Any:
     """Reads one tile from each `row` on, of arrays with axes [B, P, T, ...]. Rows that do not exist are undefined.
 
     A CPU copies one slice after another into `tiles`, [B P tiles, TILE_ROWS, ...], in less CPU time than a gather of
-    pages takes. A slice ends within its lane, so tiles that go beyond it are gathered in either case.
+    pages takes.
     """
     B, P, n = row.shape
     T = jax.tree.leaves(arrays)[0].shape[2]
-    at_page = row[..., None] // PAGE + jnp.arange(TILE_ROWS // PAGE)
 
     def by_page(tiles: Any, arrays: Any) -> Any:
-        page = at_page.reshape(B, P, -1)
+        page = (jax.lax.div(row, PAGE)[..., None] + jnp.arange(TILE_ROWS // PAGE)).reshape(B, P, -1)
         return jax.tree.map(lambda tile, x: pages(x, jnp.arange(P)[:, None], page).reshape(tile.shape), tiles, arrays)
 
     def by_slice(tiles: Any, arrays: Any) -> Any:
-        def put(read: Callable[[Array, Array, Array, Array], Array], i: Array, tiles: Any) -> Any:
-            b, p, k = i // (P * n), i // n % P, i % n
+        rows, lanes = row.ravel(), jax.tree.map(lambda x: x.reshape(B * P, *x.shape[2:]), arrays)
 
+        def put(i: Array, tiles: Any) -> Any:
             def one(tile: Array, x: Array) -> Array:
-                return jax.lax.dynamic_update_index_in_dim(tile, read(x, b, p, k).reshape(tile.shape[1:]), i, 0)
+                at = [jax.lax.div(i, n), rows[i], *[jnp.zeros_like(i)] * (x.ndim - 2)]
+                return jax.lax.dynamic_update_slice_in_dim(
+                    tile, jax.lax.dynamic_slice(x, at, (1, TILE_ROWS, *x.shape[2:])), i, 0
+                )
 
-            return jax.tree.map(one, tiles, arrays)
+            return jax.tree.map(one, tiles, lanes)
 
-        def whole(x: Array, b: Array, p: Array, k: Array) -> Array:
-            at = [b, p, row[b, p, k], *[jnp.zeros_like(b)] * (x.ndim - 3)]
-            return jax.lax.dynamic_slice(x, at, (1, 1, TILE_ROWS, *x.shape[3:]))
-
-        def cut(x: Array, b: Array, p: Array, k: Array) -> Array:
-            paged = x.reshape(B, P, T // PAGE, PAGE, *x.shape[3:])
-            return paged.at[b, p, at_page[b, p, k]].get(mode="clip")
-
-        beyond = jnp.any(row + TILE_ROWS > T)
-        tiles = jax.lax.fori_loop(0, B * P * n, partial(put, whole), tiles)
-        return jax.lax.fori_loop(0, jnp.where(beyond, B * P * n, 0), partial(put, cut), tiles)
+        return jax.lax.fori_loop(0, B * P * n, put, tiles)
 
     if T < TILE_ROWS:
         return by_page(tiles, arrays)
