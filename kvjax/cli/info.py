@@ -208,8 +208,8 @@ def _show(facts: dict[str, Any], config: DecoderConfig) -> None:
             "", f"on {devices} devices, data={facts['mesh']['data']} x model={facts['mesh']['model']}", sep="\n"
         )
     uses = Table(title="Which policy: docs/choosing.md has the evidence", title_justify="left", title_style="bold")
-    for name in ("use", "policy"):
-        uses.add_column(name, overflow="fold")
+    uses.add_column("use", overflow="fold")
+    uses.add_column("policy", no_wrap=True)  # to be copied
     for choice in CHOICES:
         uses.add_row(choice.use, choice.policy)
     console.print("", uses, sep="\n")
