@@ -71,7 +71,7 @@ def with_facts(texts: Mapping[str, str]) -> dict[str, str]:
 
 
 def fact(rng: random.Random, words: Sequence[str]) -> str:
-    """A sentence about words, names and numbers of two to eight digits."""
+    """A sentence about words, names and numbers of up to eight digits."""
     name, year = rng.choice(sorted(name2codepoint)), rng.randrange(1900, 2025)
     first, second, third = (rng.choice(words) for _ in range(3))
     number, other = (rng.randrange(10 ** rng.randint(2, 8)) for _ in range(2))
