@@ -2,7 +2,7 @@
 
     python scripts/gate_texts.py DATA runs/texts
     kvjax train-gates SMOLLM2 --method fastkvzip --data runs/texts/train --out runs/gates/fastkvzip \
-        --steps 600 --length 1024 --distinct 75
+        --steps 600 --length 1024 --distinct 75    # and the same with kvzap
     kvjax eval --config configs/smollm2/gates.yaml --model SMOLLM2 --data runs/texts/test --out runs/gates_results
 
 DATA is the folder that `bash scripts/real_model.sh` names. OUT/train has every other essay as it is; the same essays

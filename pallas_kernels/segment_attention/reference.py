@@ -20,7 +20,7 @@ from ..visibility import visible
 from ..window_scores.reference import window_scores
 
 PAGE = 16  # rows of a pool; segments begin at multiples of it
-TILE_ROWS = 8 * PAGE
+TILE_ROWS = 4 * PAGE
 TILES = 4  # tiles of a lane per round of the loop
 
 
@@ -122,19 +122,20 @@ def segment_attention(
 
     def add(i: Array, carry: tuple[Any, RunningSoftmax, Any, Any]) -> tuple[Any, RunningSoftmax, Any, Any]:
         """Adds round i of tiles, and writes their logits and scores. Tiles beyond the last of a lane are masked."""
-        read, running, stored, scores = carry
+        room, running, stored, scores = carry
         number = i * TILES + jnp.arange(TILES)
         head = jnp.minimum(jnp.sum(number[:, None] >= ends[:, :, None], axis=-1), J - 1)
         first, own = number * TILE_ROWS + per_head(before, head), head[..., None] == jnp.arange(J)
         stop = per_head(start + used, head)
         row = jnp.where(first < stop, jnp.minimum(first, max(T - TILE_ROWS, 0)), 0)  # a tile ends within its lane
         page = jax.lax.div(row, PAGE)[..., None] + jnp.arange(TILE_ROWS // PAGE)
-        read = _read(read, pool, row)
+        read = _read(room, pool, row)
         k_tiles, v_tiles, tile_positions, tile_bias = jax.tree.map(lambda x: x.reshape(B, P, TILES, *x.shape[1:]), read)
         keys, values = plain(k_tiles), plain(v_tiles)
         of_tile = row[..., None] + jnp.arange(TILE_ROWS)
         occupied = (of_tile >= first[..., None]) & (of_tile < stop[..., None])
-        at = jnp.where(occupied, tile_positions, -1).reshape(B, -1, TILE_ROWS)
+        # Without the barriers XLA computes positions and visibility anew for every query row, and logits twice.
+        at = jax.lax.optimization_barrier(jnp.where(occupied, tile_positions, -1).reshape(B, -1, TILE_ROWS))
         seen = visible(q_positions, at, window)
         found = jnp.einsum("BPKSD,BPKRD->BPKSR", keys, per_head(rows, head), preferred_element_type=jnp.float32)
         found = capped(jnp.swapaxes(jax.lax.optimization_barrier(found), 3, 4), softcap)
@@ -142,7 +143,8 @@ def segment_attention(
             found += tile_bias[:, :, :, None]
         masked = jnp.where(
             seen.reshape(B, P, TILES, 1, W, TILE_ROWS), found.reshape(B, P, TILES, R // W, W, TILE_ROWS), -jnp.inf
-        ).reshape(B, P, TILES, R, TILE_ROWS)
+        )
+        masked = jax.lax.optimization_barrier(masked.reshape(B, P, TILES, R, TILE_ROWS))
         held = jnp.where(jnp.any(occupied.reshape(*page.shape, PAGE), axis=-1), page, T // PAGE)
         if logits:
             stored = put_pages(stored, lane, held, masked)
@@ -173,11 +175,11 @@ def segment_attention(
         for n in range(TILES):  # elementwise, and so in one pass over the state
             summed += share[:, :, n, ..., None] * out[:, :, n, None]
         running = RunningSoftmax(summed, running.total * shrink + jnp.sum(share * total[:, :, :, None], axis=2), peak)
-        return read, running, stored, scores
+        return None if room is None else read, running, stored, scores
 
     zeros = jnp.zeros((B, P, J, R), jnp.float32)
     begin = (
-        jax.tree.map(lambda x: jnp.zeros((B * P * TILES, TILE_ROWS, *x.shape[3:]), x.dtype), pool),
+        _room(pool),
         RunningSoftmax(jnp.zeros((B, P, J, R, D), jnp.float32), zeros, zeros - jnp.inf),
         jnp.zeros((B, P, T // PAGE, R, PAGE), jnp.float32) if logits else None,
         None if asked is None else jnp.zeros((B, P, T // PAGE, PAGE), jnp.float32),
@@ -194,31 +196,43 @@ def segment_attention(
     )
 
 
+def _room(arrays: Any) -> Any:
+    """What a round of tiles is read into, of arrays with axes [B, P, T, ...]; None if the round has a single lane."""
+
+    def room(x: Array) -> Array:
+        return jnp.zeros((x.shape[0] * x.shape[1] * TILES, TILE_ROWS, *x.shape[3:]), x.dtype)
+
+    return None if jax.tree.leaves(arrays)[0].shape[:2] == (1, 1) else jax.tree.map(room, arrays)
+
+
 def _read(tiles: Any, arrays: Any, row: Int[Array, "B P tiles"]) -> Any:
     """Reads one tile from each `row` on, of arrays with axes [B, P, T, ...]. Rows that do not exist are undefined.
 
-    A CPU copies one slice after another into `tiles`, [B P tiles, TILE_ROWS, ...], in less CPU time than a gather of
-    pages takes.
+    A CPU copies one slice after another, in less CPU time than a gather of pages takes: into `tiles`, [B P tiles,
+    TILE_ROWS, ...], or of a single lane into an array that need not be initialised.
     """
     B, P, n = row.shape
     T = jax.tree.leaves(arrays)[0].shape[2]
 
     def by_page(tiles: Any, arrays: Any) -> Any:
         page = (jax.lax.div(row, PAGE)[..., None] + jnp.arange(TILE_ROWS // PAGE)).reshape(B, P, -1)
-        return jax.tree.map(lambda tile, x: pages(x, jnp.arange(P)[:, None], page).reshape(tile.shape), tiles, arrays)
+        lane = jnp.arange(P)[:, None]
+        return jax.tree.map(lambda x: pages(x, lane, page).reshape(B * P * n, TILE_ROWS, *x.shape[3:]), arrays)
 
     def by_slice(tiles: Any, arrays: Any) -> Any:
         rows, lanes = row.ravel(), jax.tree.map(lambda x: x.reshape(B * P, *x.shape[2:]), arrays)
 
+        def tile(x: Array, lane: Array | int, i: Array | int) -> Array:
+            return jax.lax.dynamic_slice(x, [lane, rows[i], *[0] * (x.ndim - 2)], (1, TILE_ROWS, *x.shape[2:]))
+
         def put(i: Array, tiles: Any) -> Any:
-            def one(tile: Array, x: Array) -> Array:
-                at = [jax.lax.div(i, n), rows[i], *[jnp.zeros_like(i)] * (x.ndim - 2)]
-                return jax.lax.dynamic_update_slice_in_dim(
-                    tile, jax.lax.dynamic_slice(x, at, (1, TILE_ROWS, *x.shape[2:])), i, 0
-                )
+            def one(to: Array, x: Array) -> Array:
+                return jax.lax.dynamic_update_slice_in_dim(to, tile(x, jax.lax.div(i, n), i), i, 0)
 
             return jax.tree.map(one, tiles, lanes)
 
+        if tiles is None:
+            return jax.tree.map(lambda x: jnp.concatenate([tile(x, 0, i) for i in range(n)]), lanes)
         return jax.lax.fori_loop(0, B * P * n, put, tiles)
 
     if T < TILE_ROWS:
