@@ -19,7 +19,7 @@ class Choice(NamedTuple):
 
 CHOICES = (
     Choice("the prompt ends with its question", "dynamickv:budget={budget}"),
-    Choice("the same, and the answer quotes numbers or names", "snapkv:budget={budget},kernel=31"),
+    Choice("the same, and the answer quotes numbers or names", "snapkv:budget={budget},kernel=31,pool=avg"),
     Choice("questions follow a text that is read once", "kvcompose:budget={budget}"),
     Choice("the same, without a second reading", "dynamickv:budget={budget}"),
     Choice("the same, with gates that were trained for the model", "fastkvzip:budget={budget}"),
