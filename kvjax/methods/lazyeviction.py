@@ -67,13 +67,20 @@ class RecurrenceInterval(Score):
         return Recurrence(never, never), None
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[Recurrence, None]:
-        def track(past: Recurrence, weights: Float[Array, "B H R M"], t: Int[Array, "B R"]) -> Recurrence:
-            held, at = entries.positions[:, :, None], t[:, None, :, None]
-            active = (weights >= self.alpha) & (held >= 0) & (at >= 0)
-            times = jnp.where(active, at - held + 1, 0)
-            last = jax.lax.cummax(jnp.concatenate([past.last[:, :, None], times], axis=2), axis=2)
-            intervals = jnp.where(active, times - last[:, :, :-1], 0)
-            return Recurrence(last[:, :, -1], jnp.maximum(past.longest, jnp.max(intervals, axis=2)))
+        def track(
+            past: Recurrence,
+            weights: Float[Array, "B H R M"],
+            t: Int[Array, "B R"],
+            held: Int[Array, "B H M"],
+        ) -> Recurrence:
+            def ask(r: Array, past: Recurrence) -> Recurrence:
+                at = t[:, r][:, None, None]
+                active = (weights[:, :, r] >= self.alpha) & (held >= 0) & (at >= 0)
+                time = at - held + 1
+                interval = jnp.where(active, time - past.last, 0)
+                return Recurrence(jnp.where(active, time, past.last), jnp.maximum(past.longest, interval))
+
+            return jax.lax.fori_loop(0, t.shape[1], ask, past, unroll=8)
 
         return group_weights.fold_weights(track, entries.per_slot, entries, attended), None
 

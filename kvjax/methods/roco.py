@@ -79,7 +79,7 @@ class RobustAttention(Score):
         return Moments(none, none), None
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[Moments, None]:
-        def add(moments: Moments, weights: Float[Array, "B H R M"], _: Int[Array, "B R"]) -> Moments:
+        def add(moments: Moments, weights: Float[Array, "B H R M"], *_: Int[Array, "..."]) -> Moments:
             found = Moments(jnp.sum(weights, axis=2), jnp.sum(weights * weights, axis=2))
             return jax.tree.map(jnp.add, moments, found)
 
