@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.pallas_kernels import PAGE, Asked, Reduction, Stored, after_last, pages, plain, set_slots, write_rows
@@ -301,13 +302,13 @@ class Segments(Entries):
         H = self.start.shape[1]
         offset = first + jnp.arange(slots // PAGE)
         page = self.start[..., layer, None] // PAGE + offset
-        return jnp.arange(H)[:, None] // (H // self.lanes), page, offset < self.size[..., layer, None] // PAGE
+        return np.arange(H)[:, None] // (H // self.lanes), page, offset < self.size[..., layer, None] // PAGE
 
-    def _rows(self, layer: int, slot: Int[Array, "B H"]) -> tuple[Array, Array, Array]:
+    def _rows(self, layer: int, slot: Int[Array, "B H"]) -> tuple[Any, Any, Array]:
         """(row of the batch, lane, row of the pool) of a slot; past the pool's end if past the segment's."""
         B, H = slot.shape
         row = jnp.where(slot < self.size[..., layer], self.start[..., layer] + slot, self.positions.shape[2])
-        return jnp.arange(B)[:, None], jnp.arange(H) // (H // self.lanes), row
+        return np.arange(B)[:, None], np.arange(H) // (H // self.lanes), row
 
 
 def _put(each: tuple[Any, ...], i: int, new: Any) -> tuple[Any, ...]:

@@ -111,14 +111,15 @@ def segment_attention(
     J, R = H // P, Hq // H * W
     rows = (q * scale).reshape(B, P, J, R, D)
     start, used = start.reshape(B, P, J), used.reshape(B, P, J)
-    tiles = (used + TILE_ROWS - 1) // TILE_ROWS
+    tiles = jax.lax.div(used + (TILE_ROWS - 1), TILE_ROWS)
     ends = jnp.cumsum(tiles, axis=-1)
     before = start - (ends - tiles) * TILE_ROWS  # the row where the tiles of a head would begin if tile 0 were its own
     lane, pool = jnp.arange(P)[:, None], jax.tree.map(jnp.asarray, (k, v, k_positions, bias))
 
     def per_head(x: Array, head: Int[Array, "B P tiles"]) -> Array:
         """Takes the entry of each tile's head from an array with axes [B, P, J, ...]."""
-        return jnp.take_along_axis(x, head.reshape(*head.shape, *(1,) * (x.ndim - 3)), axis=2)
+        index = head.reshape(*head.shape, *(1,) * (x.ndim - 3))
+        return jnp.take_along_axis(x, index, axis=2, mode="promise_in_bounds")
 
     def add(i: Array, carry: tuple[Any, RunningSoftmax, Any, Any]) -> tuple[Any, RunningSoftmax, Any, Any]:
         """Adds round i of tiles, and writes their logits and scores. Tiles beyond the last of a lane are masked."""
@@ -184,7 +185,7 @@ def segment_attention(
         jnp.zeros((B, P, T // PAGE, R, PAGE), jnp.float32) if logits else None,
         None if asked is None else jnp.zeros((B, P, T // PAGE, PAGE), jnp.float32),
     )
-    rounds = (jnp.max(ends[..., -1]) + TILES - 1) // TILES
+    rounds = jax.lax.div(jnp.max(ends[..., -1]) + (TILES - 1), TILES)
     _, running, stored, scores = jax.lax.fori_loop(0, rounds, add, begin)
     total = jnp.where(running.total == 0, 1.0, running.total)
     context = (running.out / total[..., None]).reshape(B, Hq, W, D).astype(q.dtype)
@@ -223,7 +224,8 @@ def _read(tiles: Any, arrays: Any, row: Int[Array, "B P tiles"]) -> Any:
         rows, lanes = row.ravel(), jax.tree.map(lambda x: x.reshape(B * P, *x.shape[2:]), arrays)
 
         def tile(x: Array, lane: Array | int, i: Array | int) -> Array:
-            return jax.lax.dynamic_slice(x, [lane, rows[i], *[0] * (x.ndim - 2)], (1, TILE_ROWS, *x.shape[2:]))
+            at, size = [lane, rows[i], *[0] * (x.ndim - 2)], (1, TILE_ROWS, *x.shape[2:])
+            return jax.lax.dynamic_slice(x, at, size, allow_negative_indices=False)
 
         def put(i: Array, tiles: Any) -> Any:
             def one(to: Array, x: Array) -> Array:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int, Shaped
 
 SINGLY = 16
@@ -36,6 +37,6 @@ def write_rows(stored: Any, row: Int[Array, "B H"], new: Any) -> Any:
     B, H = row.shape
 
     def put(x: Array, y: Array) -> Array:
-        return set_slots(x, (jnp.arange(B)[:, None], jnp.arange(H) // (H // x.shape[1]), row), y)
+        return set_slots(x, (np.arange(B)[:, None], np.arange(H) // (H // x.shape[1]), row), y)
 
     return jax.tree.map(put, stored, new)
