@@ -295,9 +295,7 @@ class Segments(Entries):
             bias=jax.tree.map(move, self.bias),
         )
 
-    def _pages(
-        self, layer: Int[Array, ""] | int, first: Int[Array, ""] | int, slots: int
-    ) -> tuple[Array, Array, Array]:
+    def _pages(self, layer: Int[Array, ""] | int, first: Int[Array, ""] | int, slots: int) -> tuple[Any, Array, Array]:
         """(lane [H, 1], page [B, H, n], whether it is within the segment [B, H, n]) of `slots` slots."""
         H = self.start.shape[1]
         offset = first + jnp.arange(slots // PAGE)

@@ -27,6 +27,7 @@ from kvjax.policy import (
     Needs,
     Pass,
     Policy,
+    Protect,
     Received,
     Score,
     Texts,
@@ -235,6 +236,7 @@ def kvcompose(
     groups: int = 1,
     min_tokens: int = 0,
     first_layer: bool = False,
+    recent: int = 0,
     score: TaskAttention = SCORE,
 ) -> Policy:
     """Compresses the prompt once, after all layers have read it, by the attention of a task; the answer is added to it.
@@ -258,6 +260,8 @@ def kvcompose(
             of devices over which kv heads are divided.
         min_tokens: no layer (no head, if not structured) retains fewer; out of the same total.
         first_layer: whether composites of the first layer count as the largest of their rank in any layer, as released.
+        recent: the number of last tokens, which are always retained (paper: none). It should cover a question at the
+            end of a prompt, which is scored as the text is, and of which a small budget may retain too little.
         score: the task, whose attention counts, and how S reduces it. Its options are those of `TaskAttention`, as text
             `score.source`, `score.rows` and so on.
 
@@ -275,4 +279,5 @@ def kvcompose(
         if heads != "mean":
             raise ValueError(f"heads={heads!r} with structured=False, where no composites exist: expected 'mean'")
         allocated = GlobalShares(budget_of(budget), groups, min_tokens)
-    return Policy(score=score, budget=allocated, select=TopTokens(), merge=Drop())
+    protect = Protect(recent=recent)
+    return Policy(score=score, budget=allocated, select=TopTokens(), merge=Drop(), protect=protect)

@@ -14,7 +14,7 @@ from typing import Literal
 from jaxtyping import Array, Float
 
 from kvjax.cache import Slots
-from kvjax.policy import Attended, Needs, Policy, check_kind
+from kvjax.policy import Attended, Needs, Policy, Protect, check_kind
 
 from .common.repetition import Repetition, largest_contributions
 from .kvzip import by_repetition
@@ -59,6 +59,7 @@ def kvgrad(
     sinks: int = 4,
     level: Literal["global", "layer", "head"] = "global",
     groups: int = 1,
+    recent: int = 0,
     score: Attribution = SCORE,
 ) -> Policy:
     """Compresses the prompt by how much its repetition depends on each entry, by input times gradient.
@@ -79,6 +80,7 @@ def kvgrad(
             or none, so that each head retains its budget ("head").
         groups: the number of groups of consecutive kv heads that compete among themselves. On a mesh that divides kv
             heads over D devices it must be a multiple of D; one device with that number of groups retains the same.
+        recent: the number of last tokens, which are always retained (kvpress: none).
         score: the length of chunks and the instructions. Its options are those of `Attribution`, as text `score.chunk`
             and so on; its sinks are those of the policy.
 
@@ -87,4 +89,4 @@ def kvgrad(
             than `sinks`.
     """
     check_kind("score", score, Attribution)
-    return by_repetition(score, budget, sinks, level, False, groups)
+    return by_repetition(score, budget, Protect(sinks, recent), level, False, groups)

@@ -82,6 +82,7 @@ def kvzip(
     level: Literal["global", "layer", "head"] = "global",
     strict: bool = False,
     groups: int = 1,
+    recent: int = 0,
     score: Reconstruction = SCORE,
 ) -> Policy:
     """Compresses the prompt by what the model attends to when it repeats the prompt, whatever is asked later.
@@ -100,6 +101,8 @@ def kvzip(
             one entry less is retained. Only with level="global".
         groups: the number of groups of consecutive kv heads that compete among themselves. On a mesh that divides kv
             heads over D devices it must be a multiple of D; one device with that number of groups retains the same.
+        recent: the number of last tokens, which are always retained (paper: none). It should cover a question at the
+            end of a prompt, which is scored as the text is, and of which a small budget may retain too little.
         score: the length of chunks, the instructions, and whether weights are scaled (KVzip+). Its options are those of
             `Reconstruction`, as text `score.chunk`, `score.normalise` and so on; its sinks are those of the policy.
 
@@ -108,19 +111,21 @@ def kvzip(
             for a score with other sinks than `sinks`.
     """
     check_kind("score", score, Reconstruction)
-    return by_repetition(score, budget, sinks, level, strict, groups)
+    return by_repetition(score, budget, Protect(sinks, recent), level, strict, groups)
 
 
-def by_repetition(score: Repetition, budget: int | float, sinks: int, level: str, strict: bool, groups: int) -> Policy:
+def by_repetition(
+    score: Repetition, budget: int | float, protect: Protect, level: str, strict: bool, groups: int
+) -> Policy:
     """The policy of `kvzip` with any score by repetition, which is given the policy's sinks."""
     check_choice("level", level, "global", "layer", "head")
     if strict and level != "global":
         raise ValueError(f"strict=True with level={level!r}: expected level='global'")
     if groups != 1 and level == "head":
         raise ValueError(f"groups={groups} with level='head', where no heads compete: expected groups=1")
-    if score.sinks not in (SCORE.sinks, sinks):
+    if score.sinks not in (SCORE.sinks, protect.sinks):
         raise ValueError(
-            f"score.sinks={score.sinks} with sinks={sinks}: expected sinks={score.sinks}, or no score.sinks"
+            f"score.sinks={score.sinks} with sinks={protect.sinks}: expected sinks={score.sinks}, or no score.sinks"
         )
     entries = budget_of(budget)
     allocated: AllocatedBudget = UniformShares(entries)
@@ -129,9 +134,9 @@ def by_repetition(score: Repetition, budget: int | float, sinks: int, level: str
     elif level == "layer":
         allocated = AdaptiveShares(entries, alpha=0.0, normalise=False, groups=groups)
     return Policy(
-        score=replace(score, sinks=sinks),
+        score=replace(score, sinks=protect.sinks),
         budget=allocated,
         select=TopTokens(),
         merge=Drop(),
-        protect=Protect(sinks=sinks),
+        protect=protect,
     )

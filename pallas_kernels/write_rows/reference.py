@@ -13,14 +13,14 @@ SINGLY = 16
 
 
 def set_slots(
-    x: Shaped[Array, "B P S *D"], at: tuple[Array, Array, Array], new: Shaped[Array, "B H *D"] | int
+    x: Shaped[Array, "B P S *D"], at: tuple[Array | np.ndarray, ...], new: Shaped[Array, "B H *D"] | int
 ) -> Shaped[Array, "B P S *D"]:
     """Writes `new` to these slots. Slots beyond the last one are dropped.
 
     A slot with few numbers, such as scales, is written number by number. XLA would otherwise lay these numbers out
     along a TPU's vector lanes without filling them: 8 numbers per slot would take the memory and the time of 128.
     """
-    index: tuple[Array, ...] = at
+    index = at
     if x.ndim == 4 and x.shape[3] <= SINGLY:
         index = *(i[..., None] for i in at), jnp.arange(x.shape[3])
     return x.at[index].set(new, mode="drop", unique_indices=True)

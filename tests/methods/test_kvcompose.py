@@ -108,14 +108,19 @@ def filled_by(params, policy) -> kvjax.KVCache:
         (4, {"budget": 0.5, "structured": False, "min_tokens": 2}),
         (4, {"budget": 3, "first_layer": True}),
         (4, {"budget": 8, "heads": "max"}),
+        (4, {"budget": 8, "recent": 3}),
+        (4, {"budget": 8, "structured": False, "recent": 3}),
     ],
 )
 def test_retains_what_the_equations_keep(group: int, options: dict) -> None:
     cache = filled_by(decoder(group), kvcompose(**options))
-    budget, others = options["budget"], {name: value for name, value in options.items() if name != "budget"}
+    budget, recent = options["budget"], options.get("recent", 0)
+    others = {name: value for name, value in options.items() if name not in ("budget", "recent")}
     for b, row in enumerate(ROWS):
         mean = int(len(row) * budget) if isinstance(budget, float) else budget
-        kept = compose(equations(task_weights(group, b, "replay")), mean, **others)
+        scores = equations(task_weights(group, b, "replay")).copy()
+        scores[..., len(row) - recent :] = np.inf
+        kept = compose(scores, mean, **others)
         assert tiny.held(cache, b) == kept
         assert sum(len(head) for layer in kept for head in layer) == min(mean, len(row)) * LAYERS * 2
     assert len({len(layer[0]) for layer in tiny.held(cache, 0)}) == LAYERS, "or layers would not have competed"

@@ -104,15 +104,22 @@ def test_scores_are_the_definition(plus, chunk):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("level", "plus"), [("global", False), ("layer", False), ("head", False), ("global", True)])
-def test_keeps_the_best_of_those_who_compete(level, plus):
-    policy = kvzip(0.5, SINKS, level, score=PLUS if plus else SCORE)
+@pytest.mark.parametrize(
+    ("level", "plus", "recent"),
+    [("global", False, 0), ("layer", False, 0), ("head", False, 0), ("global", True, 0)]
+    + [(level, False, 2) for level in ("global", "layer", "head")],
+)
+def test_keeps_the_best_of_those_who_compete(level, plus, recent):
+    policy = kvzip(0.5, SINKS, level, recent=recent, score=PLUS if plus else SCORE)
     if level == "global":
         _, filled = tiny.prefill(PARAMS, policy, ROWS, SIZE)
     else:
         filled = allocating.reallocated(PARAMS, replays(), policy, SIZE)
     for b, row in enumerate(ROWS):
-        assert tiny.held(filled, b) == keep(literal(b, plus), len(row) // 2, level)
+        scores = literal(b, plus).copy()
+        scores[..., len(row) - recent :] = np.inf
+        mean = max(len(row) // 2, SINKS + recent + 1)  # protected entries and one more
+        assert tiny.held(filled, b) == keep(scores, mean, level)
     sizes = {len(head) for layer in tiny.held(filled, 0) for head in layer}
     assert (len(sizes) == 1) == (level == "head")
 
