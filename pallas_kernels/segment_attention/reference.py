@@ -111,6 +111,7 @@ def segment_attention(
     J, R = H // P, Hq // H * W
     rows = (q * scale).reshape(B, P, J, R, D)
     start, used = start.reshape(B, P, J), used.reshape(B, P, J)
+    # Quotients and indices of numbers >= 0: JAX's other forms add operations that XLA compiles for every layer.
     tiles = jax.lax.div(used + (TILE_ROWS - 1), TILE_ROWS)
     ends = jnp.cumsum(tiles, axis=-1)
     before = start - (ends - tiles) * TILE_ROWS  # the row where the tiles of a head would begin if tile 0 were its own

@@ -37,6 +37,7 @@ def write_rows(stored: Any, row: Int[Array, "B H"], new: Any) -> Any:
     B, H = row.shape
 
     def put(x: Array, y: Array) -> Array:
+        # NumPy's indices are constants; a floored quotient of JAX's is 18 operations for XLA, in every layer.
         return set_slots(x, (np.arange(B)[:, None], np.arange(H) // (H // x.shape[1]), row), y)
 
     return jax.tree.map(put, stored, new)
