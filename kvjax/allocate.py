@@ -217,7 +217,7 @@ def _empty(
 ) -> Segments:
     """A pool for layers that retain like this one."""
     like = jax.eval_shape(partial(retain, policy, *_of_layer(given, facts)), scores, counts[0])
-    capacity, used = (jnp.stack(arrays, axis=-1) for arrays in zip(*sizes, strict=True))
+    capacity, used = zip(*sizes, strict=True)
     lanes, growing = laid_out(policy, len(counts), counts[0].shape[1], ALL_HEADS)
     return empty_pool(like, capacity, used, lanes=lanes, rows=rows, room=room, growing=growing)
 
@@ -228,4 +228,5 @@ def _put(
 ) -> tuple[Segments, tuple[Any, Any]]:
     """The pool with what a layer retains, and the state of the layer that a pool does not hold."""
     kept = retain(policy, *_of_layer(given, facts), scores, count)
-    return pool.with_entries(given["index"], kept), (kept.per_row, kept.merging)
+    start, size = (jnp.stack(each)[given["index"]] for each in (pool.start, pool.size))
+    return pool.with_entries(start, size, kept), (kept.per_row, kept.merging)

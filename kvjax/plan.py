@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from kvjax.allocate import laid_out, pool_rows
 from kvjax.attend import ReadPlan
-from kvjax.cache import UNLIMITED, Entries, Layers, Slots, bucket, pack, room_for
+from kvjax.cache import UNLIMITED, Entries, Layers, Slots, bucket, empty_pool, room_for
 from kvjax.checks import check_size, check_type, dtype_of
 from kvjax.heads import ALL_HEADS
 from kvjax.kv_cache import KVCache
@@ -93,9 +93,15 @@ def _allocated(cache: KVCache, config: DecoderConfig, room: int) -> Entries:
     policy, entries = cache.policy, cache.entries
     if policy.every is None:
         entries = entries.without_state()
+    layers = tuple(entries)
     lanes, growing = laid_out(policy, config.num_layers, config.num_kv_heads, ALL_HEADS)
     rows = pool_rows(policy, cache.kept, config.num_kv_heads, room)
-    return pack(tuple(entries), lanes=lanes, rows=rows, room=room, growing=growing)
+    capacity = tuple(layer.capacity for layer in layers)
+    # The shapes of a pool do not depend on its entries, and tracing how it takes them in is slow.
+    pool = empty_pool(layers[0], capacity, capacity, lanes=lanes, rows=rows, room=room, growing=growing)
+    return replace(
+        pool, per_row=tuple(layer.per_row for layer in layers), merging=tuple(layer.merging for layer in layers)
+    )
 
 
 def bytes_per_device(cache: KVCache, config: DecoderConfig, *, data: int = 1, model: int = 1) -> int:

@@ -152,7 +152,8 @@ def samples_of(grid: Grid, tokenizer: Any, use: str, length: int, count: int, ha
     if use == "answers":
         texts = cut(Path(grid.data or "", ESSAYS), tokenizer, tokens=length, texts=2 * count)
         rows = enumerate(texts[count:] if half == "confirm" else texts[:count])
-        return [Sample(f"{half} {i}", row[:1], row[:0], row[1:], row.size - 2) for i, row in rows]
+        name = f"{half} {{}} of {count}, {length} tokens"
+        return [Sample(name.format(i), row[:1], row[:0], row[1:], row.size - 2) for i, row in rows]
     tasks = (WORDS if grid.model == "demo" else NEEDLES)[half]
     lines = [{"name": name, "lengths": [length], "limit": count} for name in tasks]
     asked = Grid.of({**grid.document(), "tasks": lines, "seed": ["search", "confirm"].index(half)})

@@ -17,8 +17,7 @@ from .slots import Slots, slots_third
 
 def pack(layers: Sequence[Slots], *, lanes: int, rows: int, room: int, growing: int) -> Segments:
     """The entries of all layers in a pool. Arguments are those of `empty_pool`."""
-    capacity = jnp.stack([layer.capacity for layer in layers], axis=-1)
-    used = jnp.stack([layer.occupancy for layer in layers], axis=-1)
+    capacity, used = tuple(layer.capacity for layer in layers), tuple(layer.occupancy for layer in layers)
     pool = empty_pool(layers[0], capacity, used, lanes=lanes, rows=rows, room=room, growing=growing)
     for i, layer in enumerate(layers):
         pool = pool.with_layer(i, layer)
@@ -27,8 +26,8 @@ def pack(layers: Sequence[Slots], *, lanes: int, rows: int, room: int, growing: 
 
 def empty_pool(
     like: Slots,
-    capacity: Int[Array, "B H L"],
-    used: Int[Array, "B H L"],
+    capacity: tuple[Int[Array, "B H"], ...],
+    used: tuple[Int[Array, "B H"], ...],
     *,
     lanes: int,
     rows: int,
@@ -39,18 +38,21 @@ def empty_pool(
 
     Args:
         like: a layer, whose entries have the form of all others. Each head's entries are in its first slots.
-        capacity: of each head; UNLIMITED for one that can grow.
-        used: the number of entries of each head.
+        capacity: of each head of each layer; UNLIMITED for one that can grow.
+        used: the number of entries of each head of each layer.
         lanes: P.
         rows: the number of rows per lane, which must suffice. It is rounded up to whole pages.
         room: the number of slots for tokens to come in each segment that can grow.
         growing: the number of segments per lane that can grow.
     """
-    size = whole_pages(jnp.where(capacity < UNLIMITED, jnp.maximum(capacity, used), used + room))
-    nothing = (None,) * size.shape[-1]
+    size = tuple(
+        whole_pages(jnp.where(most < UNLIMITED, jnp.maximum(most, held), held + room))
+        for most, held in zip(capacity, used, strict=True)
+    )
+    nothing = (None,) * len(size)
 
     def rows_of(x: Any, fill: int = 0) -> Array:
-        return jnp.full((len(size), lanes, whole_pages(rows), *x.shape[3:]), fill, x.dtype)
+        return jnp.full((len(size[0]), lanes, whole_pages(rows), *x.shape[3:]), fill, x.dtype)
 
     return Segments(
         keys=jax.tree.map(rows_of, like.keys),

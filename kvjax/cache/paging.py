@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,24 +17,24 @@ def whole_pages(rows: Any) -> Any:
     return (rows + PAGE - 1) // PAGE * PAGE
 
 
-@partial(jit, static_argnames="layers")
-def longest_segment(size: Int[Array, "B H L"], layers: tuple[int, ...]) -> Int[Array, ""]:
-    """The number of rows of the longest segment of these layers."""
-    return jnp.max(size[..., list(layers)], initial=0)
+@jit
+def longest_segment(size: tuple[Int[Array, "B H"], ...]) -> Int[Array, ""]:
+    """The number of rows of the longest of the segments of these layers."""
+    return jnp.max(jnp.array([jnp.max(rows) for rows in size]), initial=0)
 
 
-def starts(size: Int[Array, "B H L"], lanes: int) -> Int[Array, "B H L"]:
+def starts(size: tuple[Int[Array, "B H"], ...], lanes: int) -> tuple[Int[Array, "B H"], ...]:
     """The first row of each segment, where segments follow one another in each lane: by layer, then by head."""
     in_order = _in_order(size, lanes)
-    B, H, L = size.shape
-    start = (jnp.cumsum(in_order, axis=-1) - in_order).reshape(B, lanes, L, H // lanes)
-    return jnp.swapaxes(start, 2, 3).reshape(B, H, L)
+    B, H = size[0].shape
+    start = (jnp.cumsum(in_order, axis=-1) - in_order).reshape(B, lanes, len(size), H // lanes)
+    return tuple(start[:, :, i].reshape(B, H) for i in range(len(size)))
 
 
-def _in_order(x: Int[Array, "B H L"], lanes: int) -> Int[Array, "B P n"]:
+def _in_order(each: tuple[Int[Array, "B H"], ...], lanes: int) -> Int[Array, "B P n"]:
     """The segments of each lane in their order."""
-    B, H, L = x.shape
-    return jnp.swapaxes(x.reshape(B, lanes, H // lanes, L), 2, 3).reshape(B, lanes, -1)
+    B, H = each[0].shape
+    return jnp.stack([x.reshape(B, lanes, H // lanes) for x in each], axis=2).reshape(B, lanes, -1)
 
 
 @dataclass(frozen=True)
@@ -77,9 +76,9 @@ class MovePages:
     @classmethod
     def of(
         cls,
-        old: Int[Array, "B H L"],
-        new: Int[Array, "B H L"],
-        size: Int[Array, "B H L"],
+        old: tuple[Int[Array, "B H"], ...],
+        new: tuple[Int[Array, "B H"], ...],
+        size: tuple[Int[Array, "B H"], ...],
         shape: tuple[int, ...],
         added: int,
     ) -> MovePages:
@@ -92,11 +91,11 @@ class MovePages:
         """
         _, P, T = shape
         page = jnp.arange((T + added) // PAGE)
-        old, new, rows = (_in_order(x, P) // PAGE for x in (old, new, size))
-        segment = jnp.sum(page[:, None] >= new[:, :, None], axis=-1) - 1
-        offset = page - jnp.take_along_axis(new, segment, axis=-1)
+        before, after, rows = (_in_order(x, P) // PAGE for x in (old, new, size))
+        segment = jnp.sum(page[:, None] >= after[:, :, None], axis=-1) - 1
+        offset = page - jnp.take_along_axis(after, segment, axis=-1)
         return cls(
-            source=jnp.take_along_axis(old, segment, axis=-1) + offset,
+            source=jnp.take_along_axis(before, segment, axis=-1) + offset,
             kept=offset < jnp.take_along_axis(rows, segment, axis=-1),
         )
 

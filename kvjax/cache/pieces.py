@@ -29,11 +29,11 @@ class Paged(Protocol):
     @property
     def positions(self) -> Int[Array, "B P T"]: ...
     @property
-    def size(self) -> Int[Array, "B H L"]: ...
+    def size(self) -> tuple[Int[Array, "B H"], ...]: ...
     @property
-    def used(self) -> Int[Array, "B H L"]: ...
+    def used(self) -> tuple[Int[Array, "B H"], ...]: ...
     @property
-    def capacity(self) -> Int[Array, "B H L"]: ...
+    def capacity(self) -> tuple[Int[Array, "B H"], ...]: ...
     @property
     def per_slot(self) -> Any: ...
     @property
@@ -54,21 +54,21 @@ def evicted(pool: Pool, i: int, incoming: Bool[Array, "B"], room: MakeRoom) -> t
     """The pool after the full heads of layer i have evicted `room.count` entries each, and an empty row per segment."""
     count, beyond = room.count, pool.positions.shape[2]
     length = _length(pool, room)
-    pieces = (jnp.max(pool.size[..., i]) + length - 1) // length
-    none = jnp.full(pool.used.shape[:2], beyond)
+    pieces = (jnp.max(pool.size[i]) + length - 1) // length
+    none = jnp.full(pool.used[i].shape, beyond)
 
     def survey(j: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
         """Counts entries and finds the first empty row."""
         occupancy, first = found
         entries, slots = _piece(pool, i, j, length, room)
-        empty = (entries.positions < 0) & (slots < pool.size[..., i, None])
+        empty = (entries.positions < 0) & (slots < pool.size[i][..., None])
         return (
             occupancy + entries.occupancy,
             jnp.minimum(first, jnp.min(jnp.where(empty, slots, none[..., None]), axis=-1)),
         )
 
     occupancy, first = jax.lax.fori_loop(0, pieces, survey, (jnp.zeros_like(none), none))
-    full = (occupancy >= pool.capacity[..., i]) & incoming[:, None]
+    full = (occupancy >= pool.capacity[i]) & incoming[:, None]
 
     def judge(j: Array, worst: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         """Keeps the lowest scores of the pieces so far."""
@@ -93,7 +93,7 @@ def evicted(pool: Pool, i: int, incoming: Bool[Array, "B"], room: MakeRoom) -> t
         return pool.drop(i, victims), jnp.minimum(first, jnp.min(victims, axis=-1))
     entries, slots = _piece(pool, i, jnp.int32(0), length, room)
     entries = room.release(entries, mark(victims, length))  # other entries than the victims may leave
-    empty = (entries.positions < 0) & (slots < pool.size[..., i, None])
+    empty = (entries.positions < 0) & (slots < pool.size[i][..., None])
     return pool.with_layer(i, entries), jnp.min(jnp.where(empty, slots, none[..., None]), axis=-1)
 
 
@@ -109,7 +109,7 @@ def observed(pool: Pool, i: int, show: Callable[[Slots, Take], tuple[Any, Any]],
 
     if not jax.tree.leaves(pool.per_slot):
         return show_piece(jnp.int32(0), pool)
-    pieces = (jnp.max(pool.used[..., i]) + length - 1) // length
+    pieces = (jnp.max(pool.used[i]) + length - 1) // length
     return jax.lax.fori_loop(0, jnp.maximum(pieces, 1), show_piece, pool)
 
 

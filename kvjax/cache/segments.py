@@ -38,11 +38,11 @@ class Segments(Entries):
             whose leaves have axes [B, P, T, ...].
         values: in the same form.
         positions: the token position in each row, int32, -1 if the row is empty.
-        start: the first row of each segment in its lane.
-        size: the number of rows of each segment, in whole pages.
-        used: the number of rows, from the first, beyond which a segment holds nothing.
-        capacity: the number of entries that a head may hold before it must evict; UNLIMITED where nothing is ever
-            evicted.
+        start: the first row of each segment in its lane, for each layer.
+        size: the number of rows of each segment, in whole pages, for each layer.
+        used: the number of rows, from the first, beyond which a segment holds nothing, for each layer.
+        capacity: the number of entries that a head may hold before it must evict, for each layer; UNLIMITED where
+            nothing is ever evicted.
         per_slot: the score's state with axes [B, P, T, ...].
         per_row: the score's state with axes [B, H, ...] or [B, Hq, ...], for each layer.
         merging: the merge's state with axes [B, H, ...], for each layer.
@@ -55,10 +55,10 @@ class Segments(Entries):
     keys: Float[Array, "B P T D"] | Any
     values: Float[Array, "B P T D"] | Any
     positions: Int[Array, "B P T"]
-    start: Int[Array, "B H L"]
-    size: Int[Array, "B H L"]
-    used: Int[Array, "B H L"]
-    capacity: Int[Array, "B H L"]
+    start: tuple[Int[Array, "B H"], ...]
+    size: tuple[Int[Array, "B H"], ...]
+    used: tuple[Int[Array, "B H"], ...]
+    capacity: tuple[Int[Array, "B H"], ...]
     per_slot: Any
     per_row: tuple[Any, ...]
     merging: tuple[Any, ...]
@@ -69,7 +69,7 @@ class Segments(Entries):
     preallocates: ClassVar[bool] = True
 
     def __len__(self) -> int:
-        return self.start.shape[-1]
+        return len(self.start)
 
     @property
     def stored(self) -> tuple[Stored, Stored]:
@@ -77,7 +77,7 @@ class Segments(Entries):
 
     @property
     def kv_heads(self) -> int:
-        return self.start.shape[1]
+        return self.start[0].shape[1]
 
     @property
     def bounds(self) -> tuple[int, ...]:
@@ -102,19 +102,19 @@ class Segments(Entries):
 
     def take(self, layer: int, first: Int[Array, ""] | int, slots: int, x: Array) -> Array:
         """[B, H, slots, ...]: of an array [B, P, T, ...], the rows of `view`; undefined beyond a segment's end."""
-        lane, page, _ = self._pages(layer, first, slots)
+        lane, page, _ = self._pages_of(layer, first, slots)
         taken = pages(x, lane, page)
         return taken.reshape(*taken.shape[:2], slots, *taken.shape[4:])
 
     def view(self, layer: int, first: Int[Array, ""] | int, slots: int) -> Slots:
         """`slots` rows of each head's segment in a layer, from page `first` on; rows beyond its end are empty slots."""
-        take, inside = partial(self.take, layer, first, slots), self._pages(layer, first, slots)[2]
+        take, inside = partial(self.take, layer, first, slots), self._pages_of(layer, first, slots)[2]
         positions = jnp.where(jnp.repeat(inside, PAGE, axis=-1), take(self.positions), -1)
         return Slots(
             keys=jax.tree.map(take, self.keys),
             values=jax.tree.map(take, self.values),
             positions=positions,
-            capacity=self.capacity[..., layer],
+            capacity=self.capacity[layer],
             per_slot=jax.tree.map(lambda x: jnp.moveaxis(take(x), 2, -1), self.per_slot),
             per_row=self.per_row[layer],
             merging=self.merging[layer],
@@ -122,32 +122,35 @@ class Segments(Entries):
         )
 
     def with_layer(self, i: int, layer: Slots) -> Segments:
-        pool = self.with_entries(i, layer)
-        return replace(pool, per_row=_put(self.per_row, i, layer.per_row), merging=_put(self.merging, i, layer.merging))
+        return replace(
+            self.with_entries(self.start[i], self.size[i], layer),
+            used=_put(self.used, i, after_last(layer.positions >= 0)),
+            per_row=_put(self.per_row, i, layer.per_row),
+            merging=_put(self.merging, i, layer.merging),
+        )
 
-    def with_entries(self, i: Int[Array, ""] | int, layer: Slots) -> Segments:
-        """The same pool with the entries of a layer, but without its state per row and the merge's."""
+    def with_entries(self, start: Int[Array, "B H"], size: Int[Array, "B H"], layer: Slots) -> Segments:
+        """The same pool with the entries of a layer in the segments that begin at `start` and have `size` rows."""
         entries = layer.grow(whole_pages(layer.slots))
-        put = PutPages(*self._pages(i, 0, entries.slots))
+        put = PutPages(*self._pages(start, size, 0, entries.slots))
         return replace(
             self,
             keys=jax.tree.map(put, self.keys, entries.keys),
             values=jax.tree.map(put, self.values, entries.values),
             positions=put(self.positions, entries.positions),
             bias=jax.tree.map(put, self.bias, entries.bias),
-            used=self.used.at[..., i].set(after_last(entries.positions >= 0)),
             per_slot=jax.tree.map(put, self.per_slot, jax.tree.map(slots_third, entries.per_slot)),
         )
 
     def with_state(self, layer: int, first: Int[Array, ""] | int, entries: Slots) -> Segments:
         """The same entries with the score's state of a view that begins at page `first`."""
-        put = PutPages(*self._pages(layer, first, entries.slots))
+        put = PutPages(*self._pages_of(layer, first, entries.slots))
         per_slot = jax.tree.map(put, self.per_slot, jax.tree.map(slots_third, entries.per_slot))
         return replace(self, per_slot=per_slot, per_row=_put(self.per_row, layer, entries.per_row))
 
     def make_room(self, i: int, incoming: Bool[Array, "B"], room: MakeRoom) -> tuple[Segments, Int[Array, "B H"]]:
-        pool, slot = (self, self.used[..., i]) if not room.count else evicted(self, i, incoming, room)
-        return pool, jnp.where(incoming[:, None], slot, pool.size[..., i])
+        pool, slot = (self, self.used[i]) if not room.count else evicted(self, i, incoming, room)
+        return pool, jnp.where(incoming[:, None], slot, pool.size[i])
 
     def write(
         self, i: int, slot: Int[Array, "B H"], key: Stored, value: Stored, position: Int[Array, "B H"]
@@ -158,14 +161,14 @@ class Segments(Entries):
             return set_slots(x, at, new)
 
         keys, values = write_rows((self.keys, self.values), at[2], (key, value))
-        used = self.used[..., i]
-        used = jnp.where(slot < self.size[..., i], jnp.maximum(used, slot + 1), used)
+        used = self.used[i]
+        used = jnp.where(slot < self.size[i], jnp.maximum(used, slot + 1), used)
         return replace(
             self,
             keys=keys,
             values=values,
             positions=put(self.positions, position),
-            used=self.used.at[..., i].set(used),
+            used=_put(self.used, i, used),
             per_slot=jax.tree.map(lambda x: put(x, 0), self.per_slot),
             bias=jax.tree.map(lambda x: put(x, 0), self.bias),
         )
@@ -183,7 +186,7 @@ class Segments(Entries):
         asked: Asked | None = None,
         seen: Slots | None = None,
     ) -> StepAttention:
-        segments = (self.start[..., i], self.used[..., i])
+        segments = (self.start[i], self.used[i])
         logits: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
         options: dict[str, Any] = logits | {"reduction": reduction, "asked": asked}
         return attention(q, self.keys, self.values, positions, self.positions, *segments, self.bias, **options)
@@ -200,17 +203,18 @@ class Segments(Entries):
         return replace(self, positions=positions)
 
     def usage(self) -> Usage:
-        grows = self.capacity >= UNLIMITED
-        occupied = jnp.maximum(self.used, jnp.where(grows, 0, self.capacity))
-        free = jnp.where(grows, self.size - self.used, UNLIMITED)
+        capacity, used, size = (jnp.stack(each, axis=-1) for each in (self.capacity, self.used, self.size))
+        grows = capacity >= UNLIMITED
+        occupied = jnp.maximum(used, jnp.where(grows, 0, capacity))
+        free = jnp.where(grows, size - used, UNLIMITED)
         return Usage(jnp.max(occupied, axis=(0, 1)), jnp.min(free, axis=(0, 1)))
 
     @property
     def mean_slots(self) -> tuple[int, ...]:
-        return (self.positions.size // self.start.size,)
+        return (self.positions.size // (self.start[0].size * len(self)),)
 
     def held(self) -> Float[Array, "B L"]:
-        return jnp.mean(self.used.astype(jnp.float32), axis=1)
+        return jnp.mean(jnp.stack(self.used, axis=-1).astype(jnp.float32), axis=1)
 
     def slots_after(
         self,
@@ -239,7 +243,7 @@ class Segments(Entries):
         return replace(self, start=start, size=size, used=used, capacity=capacity, per_row=per_row, merging=merging)
 
     def bounded(self, layers: tuple[int, ...]) -> Segments:
-        return self.within(int(fetch(longest_segment(self.size, layers))))
+        return self.within(int(fetch(longest_segment(tuple(self.size[i] for i in layers)))))
 
     def within(self, slots: int) -> Segments:
         return replace(self, longest=whole_pages(bucket(slots)))
@@ -267,7 +271,7 @@ class Segments(Entries):
         return replace(self, values=values)
 
     def by_head(self, arrays: Any, row: int) -> list[list[Any]]:
-        start, size = (fetch(x)[row] for x in (self.start, self.size))
+        start, size = (np.stack([fetch(x)[row] for x in each], axis=-1) for each in (self.start, self.size))
         arrays = fetch(arrays)[row]
         heads, layers = start.shape
 
@@ -280,7 +284,10 @@ class Segments(Entries):
     def grow(self, size: tuple[int, ...]) -> Segments:
         """The same entries with `size[0]` more rows, in whole pages, in every segment that can grow."""
         room = whole_pages(size[0])
-        sizes = self.size + jnp.where(self.capacity < UNLIMITED, 0, room)
+        sizes = tuple(
+            size + jnp.where(capacity < UNLIMITED, 0, room)
+            for size, capacity in zip(self.size, self.capacity, strict=True)
+        )
         start = starts(sizes, self.lanes)
         move = MovePages.of(self.start, start, self.size, self.positions.shape, self.growing * room)
         return replace(
@@ -295,17 +302,22 @@ class Segments(Entries):
             bias=jax.tree.map(move, self.bias),
         )
 
-    def _pages(self, layer: Int[Array, ""] | int, first: Int[Array, ""] | int, slots: int) -> tuple[Any, Array, Array]:
-        """(lane [H, 1], page [B, H, n], whether it is within the segment [B, H, n]) of `slots` slots."""
-        H = self.start.shape[1]
+    def _pages_of(self, layer: int, first: Int[Array, ""] | int, slots: int) -> tuple[Any, Array, Array]:
+        return self._pages(self.start[layer], self.size[layer], first, slots)
+
+    def _pages(
+        self, start: Int[Array, "B H"], size: Int[Array, "B H"], first: Int[Array, ""] | int, slots: int
+    ) -> tuple[Any, Array, Array]:
+        """(lane [H, 1], page [B, H, n], whether it is in the segment [B, H, n]) of slots from page `first` on."""
+        H = self.kv_heads
         offset = first + jnp.arange(slots // PAGE)
-        page = self.start[..., layer, None] // PAGE + offset
-        return np.arange(H)[:, None] // (H // self.lanes), page, offset < self.size[..., layer, None] // PAGE
+        page = start[..., None] // PAGE + offset
+        return np.arange(H)[:, None] // (H // self.lanes), page, offset < size[..., None] // PAGE
 
     def _rows(self, layer: int, slot: Int[Array, "B H"]) -> tuple[Any, Any, Array]:
         """(row of the batch, lane, row of the pool) of a slot; past the pool's end if past the segment's."""
         B, H = slot.shape
-        row = jnp.where(slot < self.size[..., layer], self.start[..., layer] + slot, self.positions.shape[2])
+        row = jnp.where(slot < self.size[layer], self.start[layer] + slot, self.positions.shape[2])
         return np.arange(B)[:, None], np.arange(H) // (H // self.lanes), row
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
-from kvjax.cache import bucket
+from kvjax.cache import bucket, room_for
 from kvjax.evaluation.batches import Reading, ReadingBatch, batches, readings
 from kvjax.evaluation.grid import Cell, Grid
 from kvjax.evaluation.items import Item, Refusal
@@ -161,7 +161,7 @@ class RunPlan:
         length, new = reading.prompt.size + lead, reading.new_tokens + tail
 
         def kept(policy: Policy, new_tokens: int) -> int:
-            return _kept_bytes(self.config, policy, bucket(length), new_tokens, self.dtype)
+            return _kept_bytes(self.config, policy, bucket(length), room_for(new_tokens), self.dtype)
 
         held = sum(kept(policy, 1) for policy in policies if not policy.allocates)
         extended = max(kept(policy, new) + policy.allocates * kept(policy, 1) for policy in policies)
@@ -195,7 +195,10 @@ class RunPlan:
 
 @cache
 def _kept_bytes(config: DecoderConfig, policy: Policy, length: int, new_tokens: int, dtype: Any) -> int:
-    """The bytes of the compressed cache of one prompt. A grid needs the same values many times, so they are cached."""
+    """The bytes of the compressed cache of one prompt, for a padded length and the room of an answer.
+
+    A grid needs the same values many times, and a plan takes a tenth of a second, so they are cached.
+    """
     return plan_cache(config, policy, batch=1, length=length, new_tokens=new_tokens, dtype=dtype).nbytes
 
 

@@ -162,7 +162,7 @@ STEP_KERNELS = [  # of a layer and step, for jax 0.10; later versions launch few
     ("snapkv:budget=2048", 1, 14),
     ("h2o:budget=2048", 1, 16),
     ("streaming_llm:budget=2048", 1, 16),
-    ("kvcompose:budget=0.25", 1, 24),
+    ("kvcompose:budget=0.25", 1, 18),
     ("quantize:policy=snapkv,bits=8", 1, 19),
 ]
 

@@ -52,11 +52,11 @@ WINDOWED = (None, 16)
 def segments(cache) -> list[list[list[list[int]]]]:
     """Positions held, ascending, by row, layer and head."""
     starts, used, positions = (np.asarray(getattr(cache.entries, name)) for name in ("start", "used", "positions"))
-    rows, heads, layers = starts.shape
+    layers, rows, heads = starts.shape
     J = heads // cache.entries.lanes
 
     def of(b, i, h):
-        own = positions[b, h // J, starts[b, h, i] :][: used[b, h, i]]
+        own = positions[b, h // J, starts[i, b, h] :][: used[i, b, h]]
         return sorted(own[own >= 0].tolist())
 
     return [[[of(b, i, h) for h in range(heads)] for i in range(layers)] for b in range(rows)]
@@ -203,7 +203,7 @@ def test_floors_come_out_of_the_total():
     policy = on(GlobalShares(Fixed(16), min_tokens=9), "random:budget=16,sinks=0")
     policy = replace(policy, score=policies.parse("knorm:budget=16").score)
     _, cache = prefill(params(), policy, ROWS, 64)
-    counts = np.asarray(cache.entries.used)[1]
+    counts = np.asarray(cache.entries.used)[:, 1]
     assert counts.sum() == 16 * HEADS * LAYERS
     assert counts.min() >= 9
     assert len(set(counts.ravel())) > 1
@@ -289,11 +289,11 @@ def test_an_empty_layer_works():
 
     policy = on(First(Fixed(20)), "snapkv:budget=20,window=4")
     _, cache = prefill(params(), policy, ROWS, 64)
-    assert np.asarray(cache.entries.used)[1, :, 0].tolist() == [40] * HEADS
-    assert not np.asarray(cache.entries.used)[:, :, 1].any()
+    assert cache.entries.used[0][1].tolist() == [40] * HEADS
+    assert not cache.entries.used[1].any()
     logits, cache = step(params(), cache, np.array([1, 2, 3]), np.ones(3, bool))
     assert np.isfinite(logits).all()
-    assert np.asarray(cache.entries.used)[:, :, 1].tolist() == [[1] * HEADS] * 3
+    assert cache.entries.used[1].tolist() == [[1] * HEADS] * 3
 
 
 @pytest.mark.slow

@@ -226,7 +226,7 @@ def test_layers_retain_their_shares():
     assert plan.nbytes == answer.cache.nbytes == 4 * 4 * 4 * (rows * (2 * 8 + 1 + 1) + LAYERS * (4 + 1))
 
     pool = answer.cache.entries
-    capacity, used = np.asarray(pool.capacity), np.asarray(pool.used)
+    capacity, used = np.stack(pool.capacity, axis=-1), np.stack(pool.used, axis=-1)
     for b, row in enumerate(ROWS):
         n = len(row)
         fits = n <= 16
@@ -253,7 +253,7 @@ def test_which_prompt_tokens_are_retained():
     for i in range(1, LAYERS):
         scores = received(1)[i]
         for h in range(4):
-            start, count = int(pool.start[1, h, i]), int(pool.capacity[1, h, i])
+            start, count = int(pool.start[i][1, h]), int(pool.capacity[i][1, h])
             own = np.asarray(pool.positions[1, h, start : start + count])
             recent = count // 2
             middle = 4 + np.argsort(-scores[h, 4 : n - recent], kind="stable")[: count - recent - 4]
@@ -266,7 +266,7 @@ def test_after_a_turn_layers_hold_what_they_may():
     _, after = tiny.step(params(), kvjax.with_room(turn, 1), np.arange(len(ROWS)), np.ones(len(ROWS), bool))
     for filled in (turn, after):
         used, capacity = np.asarray(filled.entries.used), np.asarray(filled.entries.capacity)
-        seen = np.asarray(filled.length)[:, None, None]
+        seen = np.asarray(filled.length)[:, None]
         assert (used == np.where(capacity == UNLIMITED, seen, capacity)).all()
 
 

@@ -78,7 +78,7 @@ def test_the_cache_is_constant_and_holds_what_literal_heads_hold(budget) -> None
     for b, (text, row) in enumerate(zip(texts, ROWS, strict=True)):
         assert_close(logits[b], text.read(row))
         compress(text, budget)
-    capacity, size = np.asarray(cache.entries.capacity), cache.nbytes
+    capacity, size = np.stack(cache.entries.capacity, axis=-1), cache.nbytes
     assert len(np.unique(capacity)) > 1, "or layers and heads did not compete"
     for token in ANSWER:
         for b, text in enumerate(texts):

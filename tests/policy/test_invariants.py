@@ -206,8 +206,8 @@ def shuffled(cache, seed, alike):
         return replace(cache, entries=Layers(tuple(map(shuffle, cache.entries))))
     pool = cache.entries
     rows = np.broadcast_to(np.arange(pool.positions.shape[2]), pool.positions.shape).copy()
-    for (b, h, i), first in np.ndenumerate(np.asarray(pool.start)):  # within the used rows of each segment
-        own = rows[b, h * pool.lanes // pool.start.shape[1], first : first + int(pool.used[b, h, i])]
+    for (i, b, h), first in np.ndenumerate(np.asarray(pool.start)):  # within the used rows of each segment
+        own = rows[b, h * pool.lanes // pool.kv_heads, first : first + int(pool.used[i][b, h])]
         rng.shuffle(own)
     b, lane = np.arange(len(rows))[:, None, None], np.arange(pool.lanes)[:, None]
     moved = {name: getattr(pool, name) for name in ("keys", "values", "positions", "per_slot", "bias")}
