@@ -6,17 +6,18 @@ next one is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kvjax.attend import ReadPlan, over_heads, positions_behind, reading, replaying
-from kvjax.cache import Layers, Slots
+from kvjax.cache import Entries, Layers, Slots
 from kvjax.clock import Run
 from kvjax.kv_cache import KVCache
 from kvjax.mix import over_experts
@@ -37,24 +38,23 @@ def pays(params: Decoder, cache: KVCache, plan: ReadPlan) -> bool:
     if not _on_one_cpu(cache):
         return False
     records = params.attention_layers
-    limited = [cache.policy.limited(i) for i in range(len(records))]
-    settled = plan.settled or plan.slots
-    kinds = set(zip(map(facts_of, records), plan.slots, plan.kept, settled, limited, strict=True))
+    if len({cache.policy.limited(i) for i in range(len(records))}) > 1:  # a program of one layer cannot tell which
+        return False
+    kinds = set(zip(map(facts_of, records), plan.slots, plan.kept, plan.settled or plan.slots, strict=True))
     return len(records) >= DEEP * len(kinds)
 
 
 def layers_pay(params: Decoder, cache: KVCache) -> bool:
     """Whether programs of single layers compile faster, for what follows a prompt, than one of all layers."""
-    if not _on_one_cpu(cache):
+    if cache.entries.preallocates or not _on_one_cpu(cache):
         return False
     kinds = set(zip(map(facts_of, params.attention_layers), cache.entries.bounds, strict=True))
     return len(params.attention_layers) >= DEEP * len(kinds)
 
 
 def _on_one_cpu(cache: KVCache) -> bool:
-    """Whether programs of single layers can be called with layers of slots, outside of another program."""
-    traced = isinstance(cache.length, jax.core.Tracer)
-    return jax.default_backend() == "cpu" and cache.mesh is None and not cache.entries.preallocates and not traced
+    """Whether programs of single layers can be called, outside of another program."""
+    return jax.default_backend() == "cpu" and cache.mesh is None and not isinstance(cache.length, jax.core.Tracer)
 
 
 def read_by_layers(
@@ -66,11 +66,17 @@ def read_by_layers(
     plan: ReadPlan,
     run: Run,
 ) -> tuple[Float[Array, "B V"], KVCache]:
-    """What `kvjax.extend.read` returns for a cache of one device. Arguments are those of `read_layers`."""
-    found = list(read_layers(params, cache, tokens, lengths, plan=plan, run=run))
-    logits = run(_logits, params, found[-1][0])
-    entries, length = Layers(tuple(held for _, held in found)), cache.length + lengths
-    return logits, replace(cache, entries=entries, length=length, filled=cache.filled or plan.final)
+    """What `kvjax.extend.read` returns for a cache of one device. Arguments are those of `read_layers`.
+
+    A pool passes through all programs, each of which changes it in place. The first is given a copy.
+    """
+    entries = jax.tree.map(jnp.array, cache.entries) if cache.entries.preallocates else cache.entries
+    read, x = _reader(params, cache, tokens, lengths, plan=plan, run=run)
+    for i in range(len(params.layers)):
+        x, part = read(i, x, entries.alone(i))
+        entries = entries.with_alone(i, part)
+    logits = run(_logits, params, x)
+    return logits, replace(cache, entries=entries, length=cache.length + lengths, filled=cache.filled or plan.final)
 
 
 def read_layers(
@@ -81,32 +87,51 @@ def read_layers(
     *,
     plan: ReadPlan | None,
     run: Run,
-) -> Iterator[tuple[Float[Array, "B N E"], Slots]]:
-    """The hidden states behind each layer, and its entries after up to N tokens per row have been appended.
-
-    The hidden states are donated to the next layer when it is read.
+) -> Iterator[Slots]:
+    """The entries of each layer of slots after up to N tokens per row have been appended, one layer after another.
 
     Args:
         tokens: right-aligned, on the devices of the cache.
         plan: as `reading` takes it.
     """
-    scale = params.config.embedding_scale
+    read, x = _reader(params, cache, tokens, lengths, plan=plan, run=run)
+    for i in range(len(params.layers)):
+        x, part = read(i, x, cache.entries.alone(i))
+        yield part.layer(0, 0)
+
+
+def _reader(
+    params: Decoder,
+    cache: KVCache,
+    tokens: Int[Array, "B N"],
+    lengths: Int[Array, "B"],
+    *,
+    plan: ReadPlan | None,
+    run: Run,
+) -> tuple[Callable[[int, Array, Entries], tuple[Array, Entries]], Float[Array, "B N E"]]:
+    """What reads a layer: the hidden states behind it, and its entries. And the hidden states before the first.
+
+    The hidden states that a layer is given are donated, and so is a pool.
+    """
+    scale, go = params.config.embedding_scale, _read_pool if cache.entries.preallocates else _read_slots
     x, rows = run(_begin, params.embed, cache.length, tokens, lengths, scale=scale, mesh=cache.mesh)
-    for i, (layer, record) in enumerate(zip(params.layers, params.attention_layers, strict=True)):
+
+    def read(i: int, x: Array, entries: Entries) -> tuple[Array, Entries]:
         own = None if plan is None else ReadPlan((plan.slots[i],), (plan.kept[i],), plan.final, plan.settled[i : i + 1])
-        x, held = run(
-            _read_layer,
-            layer,
+        return run(
+            go,
+            params.layers[i],
             i,
             x,
-            cache.entries.layer(i, 0),
+            entries,
             rows | {"rope": cache.rope},
-            facts=facts_of(record),
+            facts=facts_of(params.attention_layers[i]),
             policy=cache.policy,
             plan=own,
             mesh=cache.mesh,
         )
-        yield x, held
+
+    return read, x
 
 
 def replay_by_layers(params: Decoder, cache: KVCache, part: Pass, *, run: Run) -> KVCache:
@@ -147,23 +172,27 @@ def _begin(
     return _in_rows(embedded(embed, tokens, scale), mesh), rows
 
 
-@partial(jit, static_argnames=("facts", "policy", "plan", "mesh"), donate_argnames="x")
 def _read_layer(
     layer: Any,
     index: Int[Array, ""],
     x: Float[Array, "B N E"],
-    entries: Slots,
+    entries: Entries,
     rows: dict[str, Any],
     *,
     facts: AttentionLayer,
     policy: Policy,
     plan: ReadPlan | None,
     mesh: Mesh | None,
-) -> tuple[Float[Array, "B N E"], Slots]:
+) -> tuple[Float[Array, "B N E"], Entries]:
     """The hidden states behind a layer, and its entries."""
     attend = over_heads(mesh, partial(reading, policy, plan=plan), hidden=policy.score.needs.hidden, **rows)
-    x, held = _applied(layer, facts, index, x, entries, attend, mesh)
-    return _in_rows(x, mesh), held
+    x, after = _applied(layer, facts, index, x, entries, attend, mesh)
+    return _in_rows(x, mesh), after
+
+
+STATIC = ("facts", "policy", "plan", "mesh")
+_read_slots = jit(_read_layer, static_argnames=STATIC, donate_argnames="x")
+_read_pool = jit(_read_layer, static_argnames=STATIC, donate_argnames=("x", "entries"))
 
 
 @partial(jit, static_argnames=("facts", "policy", "last"))
@@ -180,7 +209,8 @@ def _replay_layer(
 ) -> tuple[Float[Array, "B W E"] | None, tuple[Any, Any]]:
     """The hidden states of a pass behind a layer, unless it is the last, and the score's state of its entries."""
     attend = over_heads(None, partial(replaying, policy), hidden=policy.score.needs.hidden, **rows)
-    x, held = _applied(layer, facts, index, x, entries, attend, None)
+    x, after = _applied(layer, facts, index, x, Layers((entries,)), attend, None)
+    held = after.layer(0, 0)
     return None if last else x, (held.per_slot, held.per_row)
 
 
@@ -189,14 +219,13 @@ def _applied(
     facts: AttentionLayer,
     index: Int[Array, ""],
     x: Float[Array, "B N E"],
-    entries: Slots,
+    entries: Entries,
     attend: Attend,
     mesh: Mesh | None,
-) -> tuple[Float[Array, "B N E"], Slots]:
+) -> tuple[Float[Array, "B N E"], Entries]:
     """The hidden states behind a layer that attends as given, and its entries."""
     record = replace(facts, index=index, **layer.attention.weights)
-    x, after = layer(x, record, attend, Layers((entries,)), over_experts(mesh))
-    return x, after.each[0]
+    return layer(x, record, attend, entries, over_experts(mesh))
 
 
 @jit

@@ -226,7 +226,7 @@ class _Reading:
         for chunk in chunks:
             tokens, lengths = map(cache.put_rows, (chunk.tokens, chunk.lengths))
             layers = read_layers(self.params, cache, tokens, lengths, plan=plan, run=self._run)
-            cache = replace(cache, entries=Layers(tuple(held for _, held in layers)), length=cache.length + lengths)
+            cache = replace(cache, entries=Layers(tuple(layers)), length=cache.length + lengths)
         return cache
 
     def _end(self, policy: Policy, cache: KVCache, lengths: Int[np.ndarray, "B"], new: int) -> End:

@@ -88,7 +88,7 @@ def read_to_end(
     rows = {"next_position": cache.put_rows(length), "rope": cache.rope}
     found: dict[End, list[Slots]] = {end: [] for end in ends}
     read = read_layers(params, cache, cache.put_rows(tokens), cache.put_rows(lengths), plan=None, run=run)
-    for i, (record, (_, held)) in enumerate(zip(params.attention_layers, read, strict=True)):
+    for i, (record, held) in enumerate(zip(params.attention_layers, read, strict=True)):
         for group, wide in groups:
             capacities = np.stack([end.policy.capacity(i, length, len(cache.entries)) for end in group], axis=1)
             compressed = run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -57,6 +58,8 @@ def test_it_is_what_one_program_gives(text: str, monkeypatch: pytest.MonkeyPatch
     assert_same(found[0], expected[0])
     assert_same(found[1], expected[1])
     assert found[2] == expected[2]
+    if "kvcompose" in text:
+        assert all(by_layers)  # turns over a pool, too
     if text in MIXED:
         assert by_layers[0] is ("pyramidkv" not in text)  # its layers differ in size
     if text == REPLAYED or text.startswith("kvcompose"):
@@ -71,6 +74,29 @@ def test_a_deep_model_compiles_the_programs_of_one_layer(compiled: list[str]) ->
     compiled.clear()
     kvjax.prefill(decoder(windows=(None,) * (layerwise.DEEP - 1)), ROWS, policy="snapkv:budget=12,window=4")
     assert [name for name in compiled if "read" in name] == ["jit(read)"]
+
+
+@pytest.mark.slow
+def test_a_turn_into_a_pool_has_the_programs_of_one_layer(compiled: list[str]) -> None:
+    """And leaves the cache that it extends as it is."""
+    params, text = decoder(windows=(None,) * layerwise.DEEP), "adakv:base=snapkv,base.budget=10,base.window=4"
+    cache = kvjax.prefill(params, ROWS, policy=text)
+    before = [np.array(leaf) for leaf in jax.tree.leaves(cache)]
+    compiled.clear()
+    turns = [kvjax.prefill(params, TURN, cache=cache) for _ in range(2)]
+    assert [name for name in compiled if "read" in name] == ["jit(_read_layer)"]
+    assert_same(*turns)
+    for leaf, expected in zip(jax.tree.leaves(cache), before, strict=True):
+        np.testing.assert_array_equal(leaf, expected)
+
+
+@pytest.mark.slow
+def test_the_first_layers_of_a_deep_model_retain_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, text = decoder(windows=(None,) * 2 * layerwise.DEEP), "morphkv:budget=12,window=4,dense_layers=2"
+    found = kvjax.prefill(params, ROWS, policy=text)
+    assert found.entries.bounds[:3] == (48, 48, 12)
+    monkeypatch.setattr(layerwise, "DEEP", 100)
+    assert_same(found, kvjax.prefill(params, ROWS, policy=text))
 
 
 @pytest.mark.slow

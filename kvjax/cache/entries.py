@@ -157,6 +157,14 @@ class Entries(ABC):
     def with_local(self, i: int, part: Self) -> Self:
         """The same entries, with what became of `local(i)`."""
 
+    @abstractmethod
+    def alone(self, i: int) -> Self:
+        """The entries of layer i as those of a model of one layer. A pool keeps its rows, of all layers."""
+
+    @abstractmethod
+    def with_alone(self, i: int, part: Self) -> Self:
+        """The same entries, with what became of `alone(i)`."""
+
     # A decode step of one layer: make room, write, attend, observe.
 
     @abstractmethod

@@ -59,6 +59,12 @@ class Layers(Entries):
     def with_local(self, i: int, part: Layers) -> Layers:
         return self.with_layer(i, part.each[i])
 
+    def alone(self, i: int) -> Layers:
+        return Layers((self.each[i],))
+
+    def with_alone(self, i: int, part: Layers) -> Layers:
+        return self.with_layer(i, part.each[0])
+
     def make_room(self, i: int, incoming: Bool[Array, "B"], room: MakeRoom) -> tuple[Layers, Int[Array, "B H"]]:
         entries = room.expire(self.each[i])
         slot = _first_empty(entries, incoming)

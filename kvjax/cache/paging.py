@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
@@ -52,13 +53,22 @@ class PutPages:
     inside: Array
 
     def __call__(self, x: Array, new: Array) -> Array:
-        B, P, T = x.shape[:3]
-        n = self.page.shape[-1]
-        page = jnp.where(self.inside, self.page, T // PAGE)
-        paged = x.reshape(B, P, T // PAGE, PAGE, *x.shape[3:])
-        new = new.reshape(*new.shape[:2], n, PAGE, *new.shape[3:])
-        row = jnp.arange(B)[:, None, None]
-        return paged.at[row, self.lane, page].set(new, mode="drop", unique_indices=True).reshape(x.shape)
+        B, H, n = self.page.shape
+        row = jnp.where(self.inside, self.page * PAGE, x.shape[2])  # rows past the end are dropped
+        at = jnp.broadcast_arrays(jnp.arange(B)[:, None, None], self.lane, row)
+        whole = tuple(range(3, x.ndim + 1))
+        # A scatter of windows of PAGE rows. Of an array in pages, which is a reshape, XLA's CPU backend lays out the
+        # result otherwise if there is a single lane, and copies the whole pool.
+        return jax.lax.scatter(
+            x,
+            jnp.stack(at, axis=-1),
+            new.reshape(B, H, n, PAGE, *x.shape[3:]),
+            jax.lax.ScatterDimensionNumbers(
+                update_window_dims=whole, inserted_window_dims=(0, 1), scatter_dims_to_operand_dims=(0, 1, 2)
+            ),
+            unique_indices=True,
+            mode="drop",
+        )
 
 
 @dataclass(frozen=True)

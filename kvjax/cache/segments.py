@@ -27,6 +27,8 @@ from .pool_attention import attention
 from .sizes import UNLIMITED, bucket
 from .slots import Slots, slots_third
 
+BY_LAYER = ("start", "size", "used", "capacity", "per_row", "merging")  # the fields that have an item for each layer
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -99,6 +101,14 @@ class Segments(Entries):
 
     def with_local(self, i: int, part: Segments) -> Segments:
         return part
+
+    def alone(self, i: int) -> Segments:
+        own: Any = {name: getattr(self, name)[i : i + 1] for name in BY_LAYER}
+        return replace(self, **own)
+
+    def with_alone(self, i: int, part: Segments) -> Segments:
+        each: Any = {name: _put(getattr(self, name), i, getattr(part, name)[0]) for name in BY_LAYER}
+        return replace(part, **each)
 
     def take(self, layer: int, first: Int[Array, ""] | int, slots: int, x: Array) -> Array:
         """[B, H, slots, ...]: of an array [B, P, T, ...], the rows of `view`; undefined beyond a segment's end."""
@@ -311,8 +321,9 @@ class Segments(Entries):
         """(lane [H, 1], page [B, H, n], whether it is in the segment [B, H, n]) of slots from page `first` on."""
         H = self.kv_heads
         offset = first + jnp.arange(slots // PAGE)
-        page = start[..., None] // PAGE + offset
-        return np.arange(H)[:, None] // (H // self.lanes), page, offset < size[..., None] // PAGE
+        # Quotients of numbers >= 0: JAX's other form adds operations that XLA compiles for every layer.
+        page, count = jax.lax.div(start, PAGE)[..., None] + offset, jax.lax.div(size, PAGE)[..., None]
+        return np.arange(H)[:, None] // (H // self.lanes), page, offset < count
 
     def _rows(self, layer: int, slot: Int[Array, "B H"]) -> tuple[Any, Any, Array]:
         """(row of the batch, lane, row of the pool) of a slot; past the pool's end if past the segment's."""
