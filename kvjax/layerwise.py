@@ -113,7 +113,8 @@ def _reader(
 
     The hidden states that a layer is given are donated, and so is a pool.
     """
-    scale, go = params.config.embedding_scale, _read_pool if cache.entries.preallocates else _read_slots
+    go = _read_pool if cache.entries.preallocates else _read_slots
+    scale, facts = params.config.embedding_scale, [facts_of(record) for record in params.attention_layers]
     x, rows = run(_begin, params.embed, cache.length, tokens, lengths, scale=scale, mesh=cache.mesh)
 
     def read(i: int, x: Array, entries: Entries) -> tuple[Array, Entries]:
@@ -125,7 +126,7 @@ def _reader(
             x,
             entries,
             rows | {"rope": cache.rope},
-            facts=facts_of(params.attention_layers[i]),
+            facts=facts[i],
             policy=cache.policy,
             plan=own,
             mesh=cache.mesh,

@@ -155,8 +155,12 @@ def _decode_scores(budget: int) -> dict[str, Policy]:
 
 
 def _decoding(budget: int) -> tuple[str, ...]:
-    """The presets that evict while decoding, with the settings of `measure_language.py`."""
-    return tuple(text.format(budget=budget) for text in POLICIES if "{budget}" in text)
+    """The presets that evict while decoding, with the settings of `measure_language.py`.
+
+    D2O's own budgets let some layers retain everything, which would be no cache of the same size.
+    """
+    alike = {"d2o:budget={budget}": "d2o:budget={budget},layer_budgets=False"}
+    return tuple(alike.get(text, text).format(budget=budget) for text in POLICIES if "{budget}" in text)
 
 
 def _compressing(budget: Budget, instructed: bool) -> tuple[str, ...]:
