@@ -24,6 +24,6 @@ CHOICES = (
     Choice("the same, without a second reading", "dynamickv:budget={budget}"),
     Choice("the same, with gates that were trained for the model", "fastkvzip:budget={budget}"),
     Choice("long answers or dialogues in constant memory", "morphkv:budget={budget}"),
-    Choice("the same, and facts are asked for much later", "keydiff:budget={budget},recent=32,every=1"),
+    Choice("the same, and facts are asked for much later", "keydiff_codes:budget={budget}"),
     Choice("half the memory without a loss", "quantize:bits=8"),
 )

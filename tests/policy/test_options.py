@@ -96,6 +96,7 @@ DEFAULTS = {
     },
     "key_rerotation": {},
     "keydiff": {"budget": 1024, "sinks": 0, "recent": 0, "every": None},
+    "keydiff_codes": {"budget": 1920, "recent": 32, "bits": 8},
     "keyformer": {
         "budget": 0.6,
         "recent": 0.3,
