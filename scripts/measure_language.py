@@ -140,12 +140,16 @@ def table(lines: list[dict[str, Any]]) -> str:
     tokens = lines[0]["tokens"]
     quarters = [f"{q * tokens // 4} to {(q + 1) * tokens // 4}" for q in range(4)]
     rows = ["| policy | " + " | ".join(quarters) + " | all | above `full` |", "|---|" + "---:|" * 6]
-    full = np.array([found["full"][i] for i in sorted(found["full"])]).mean(axis=1)
+    full = None
+    if "full" in found:
+        full = np.array([found["full"][i] for i in sorted(found["full"])]).mean(axis=1)
     for policy, texts in found.items():
         bits = np.array([texts[i] for i in sorted(texts)])
         means = [part.mean() for part in np.array_split(bits, 4, axis=1)]
-        more, spread = interval(bits.mean(axis=1) - full)
-        beside = "" if policy == "full" else f"{more:+.3f} ±{spread:.3f}"
+        beside = ""
+        if full is not None and policy != "full":
+            more, spread = interval(bits.mean(axis=1) - full)
+            beside = f"{more:+.3f} ±{spread:.3f}"
         cells = " | ".join(f"{x:.3f}" for x in [*means, bits.mean()])
         rows.append(f"| `{policy}` | {cells} | {beside} |")
     return "\n".join(rows)
