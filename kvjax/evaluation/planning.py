@@ -197,7 +197,7 @@ class RunPlan:
 def _kept_bytes(config: DecoderConfig, policy: Policy, length: int, new_tokens: int, dtype: Any) -> int:
     """The bytes of the compressed cache of one prompt, for a padded length and the room of an answer.
 
-    A grid needs the same values many times, and a plan takes a tenth of a second, so they are cached.
+    A grid needs the same values many times, and a plan is slow to trace, so they are cached.
     """
     return plan_cache(config, policy, batch=1, length=length, new_tokens=new_tokens, dtype=dtype).nbytes
 

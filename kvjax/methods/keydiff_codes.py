@@ -1,4 +1,4 @@
-"""KeyDiff in codes of 8 bits, a composition that `scripts/search_policy.py` found for dialogues; it has no paper.
+"""KeyDiff in codes of 8 bits, the best of what `scripts/search_policy.py` compared for dialogues; it has no paper.
 
 A document of 512 tokens is decoded token by token in the bytes of 128 entries in bfloat16, and a question about it
 follows. Bits for each token of the known answer, on two halves of the tasks, beside the published preset of the same
