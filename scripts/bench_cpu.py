@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import statistics
 import subprocess
@@ -99,6 +100,9 @@ GPU = Machine(  # Llama-3.1-8B's shape
         (("kvjax", "morphkv"), ("kvjax", "slots"), {1: 1 / 1.03, 8: 1 / 1.03}),
         (("kvjax", "morphkv_every_8"), ("kvjax", "slots"), {1: 1 / 1.01, 8: 1 / 1.01}),
     ),
+)
+SMALL = replace(
+    CPU, layers=2, sizes={**CPU.sizes, "vocab_size": 1000, "hidden_size": 64, "mlp_size": 128, "head_dim": 8}
 )
 MACHINES = {machine.platform: machine for machine in (CPU, GPU)}
 SMOLLM2 = CPU.sizes | {"vocab_size": 49_152, "hidden_size": 576, "num_heads": 9, "num_kv_heads": 3}
@@ -312,7 +316,9 @@ def main(description: str | None = __doc__, machine: Machine = CPU) -> None:
     parser.add_argument("--repeats", type=int, default=5, help="measurements beyond the first, which compiles")
     parser.add_argument("--threads", type=int, help="cores that both sides are confined to; on a CPU 2 by default")
     parser.add_argument("--folder", type=Path, help="the model's folder; made if absent, a temporary one by default")
-    parser.add_argument("--smollm2", action="store_true", help="a model of SmolLM2-135M's shape; on a CPU only")
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument("--smollm2", action="store_true", help="a model of SmolLM2-135M's shape; on a CPU only")
+    shape.add_argument("--small", action="store_true", help="a small model, on the CPU of any machine")
     parser.add_argument("--serve", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--machine", choices=MACHINES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -324,6 +330,9 @@ def main(description: str | None = __doc__, machine: Machine = CPU) -> None:
     if int(arguments.prompt * SHARE) <= max(WINDOW, arguments.new):
         parser.error(f"a quarter of --prompt must be more than the window of {WINDOW} and more than --new")
 
+    if arguments.small:
+        machine = SMALL
+        os.environ["JAX_PLATFORMS"] = "cpu"
     # Inherited by both sides; XLA and OpenMP size their thread pools by it.
     threads = arguments.threads or (2 if machine is CPU else None)
     if machine is CPU and arguments.smollm2:
@@ -332,7 +341,13 @@ def main(description: str | None = __doc__, machine: Machine = CPU) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         if not (folder / "prompts.npy").exists():
-            make_model(folder, machine, max(arguments.batch), arguments.prompt)
+            # A process of its own, so that it does not hold a GPU's memory while the sides run.
+            sizes = (folder, machine, max(arguments.batch), arguments.prompt)
+            maker = multiprocessing.get_context("spawn").Process(target=make_model, args=sizes)
+            maker.start()
+            maker.join()
+            if maker.exitcode:
+                sys.exit(f"the weights could not be written to {folder}; the error is above")
         sides = [] if arguments.peer_only else [Side("kvjax", sys.executable, folder, machine)]
         if arguments.peer_python:
             sides.append(Side("peer", arguments.peer_python, folder, machine))

@@ -13,6 +13,7 @@ measurement, then the ratio of the medians and its goal. The cases, each divided
     batch       tokens/s of all rows of MorphKV (600 entries); reference: SnapKV (1,024), each with the rows that fit
     flat        a step after an answer of 8,192 tokens under MorphKV; reference: a step after the prompt
     kvcrush     reading a prompt; reference: its base, SnapKV
+    prompt      reading a prompt at once or in chunks, with all kernels or without cuDNN; reference: at once, with all
     prefill     the peak memory that reading a long prompt takes, beyond weights and the retained cache
 """
 
@@ -35,6 +36,7 @@ import numpy as np
 from device_time import Kernel, has_cupti, kernels
 
 import kvjax
+from kvjax import pallas_kernels
 from kvjax.aot.lower import plan_params
 from kvjax.clock import Clock
 from kvjax.decode import Decoding, decode
@@ -97,6 +99,11 @@ class Bench:
         ]
         return jax.tree.unflatten(tree, leaves)
 
+    @property
+    def memory(self) -> int:
+        """Bytes of the device that JAX may take."""
+        return (jax.devices()[0].memory_stats() or {"bytes_limit": 1 << 30})["bytes_limit"]
+
     def size(self, tokens: int) -> int:
         """So many tokens, or a sixteenth where all is small."""
         return tokens // 16 if self.small else tokens
@@ -143,6 +150,8 @@ class Bench:
             micros = {
                 name: 1e6 * (kernel.seconds - short.get(name, zero).seconds) / new for name, kernel in long.items()
             }
+            if not counts:
+                raise RuntimeError("CUPTI saw no kernel: is another profiler attached?")
             total = {"launches": sum(counts.values()), "microseconds": sum(micros.values())}
             slowest = [
                 (name, counts[name], round(micros[name], 1)) for name in sorted(micros, key=lambda n: -micros[n])
@@ -181,7 +190,9 @@ class Bench:
             compare("morphkv", sides, self.repeats, "<= 1.03, 1.10, 1.01", batch=batch)
 
     def dynamickv(self) -> None:
-        tokens, new, batch = self.size(32_768), self.size(512), 2 if self.small else 8
+        tokens, new = self.size(32_768), self.size(512)
+        # The full cache takes 4.3 GB per row, and as much again if it grows.
+        batch = 2 if self.small else 8 if self.memory > 120e9 else 4
         texts = ("full", f"dynamickv:budget={self.size(128)},window={self.size(32)}")
         prompt, firsts, rates = self.prompt(batch, tokens), {}, {}
         for text in texts:  # not both in memory at once
@@ -197,8 +208,7 @@ class Bench:
 
     def batch(self) -> None:
         tokens, new = self.size(1024), self.size(256)
-        stats = jax.devices()[0].memory_stats() or {"bytes_limit": 1 << 30}
-        free = 0.85 * stats["bytes_limit"] - sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
+        free = 0.85 * self.memory - sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
         rates = {}
         for text in (
             f"snapkv:budget={tokens},window={self.size(64)}",
@@ -241,6 +251,28 @@ class Bench:
         texts = (f"snapkv:{base.replace('base.', '')}", f"kvcrush:base=snapkv,base.{base}")
         compare("kvcrush", {text: read(text) for text in texts}, self.repeats, "<= 1.002", tokens=tokens)
 
+    def prompt_reading(self) -> None:
+        policy = parse(f"snapkv:budget={self.size(2048)},window={self.size(64)}")
+        chosen = "reference" if self.small else "triton"
+
+        def reads(tokens: int, chunk: int | None, choice: str) -> Run:
+            def run() -> float:
+                started = time.perf_counter()
+                with pallas_kernels.use(choice):
+                    jax.block_until_ready(
+                        kvjax.prefill(self.params, self.prompt(1, tokens), policy=policy, chunk=chunk)
+                    )
+                return time.perf_counter() - started
+
+            return run
+
+        for tokens in map(self.size, (4096, 32_768, 131_072)):
+            ways = itertools.product(
+                (None, self.size(4096)) if tokens > self.size(4096) else (None,), ("default", chosen)
+            )
+            sides = {f"chunk={chunk}, {choice}": reads(tokens, chunk, choice) for chunk, choice in ways}
+            compare("prompt", sides, self.repeats, "without cuDNN >= 1", tokens=tokens)
+
     def prefill(self) -> None:
         tokens, device = self.size(131_072), jax.devices()[0]
         jax.block_until_ready(self.params)
@@ -254,21 +286,22 @@ class Bench:
         show(case="prefill", beyond=beyond, layers=None if beyond is None else beyond / layer, **facts)
 
 
-CASES = (
-    "prefill",
-    "kernels",
-    "roofline",
-    "morphkv",
-    "kvcrush",
-    "dynamickv",
-    "batch",
-    "flat",
-)  # the peak of memory comes first
+CASES = {  # the peak of memory comes first
+    "prefill": Bench.prefill,
+    "kernels": Bench.kernels,
+    "roofline": Bench.roofline,
+    "morphkv": Bench.morphkv,
+    "prompt": Bench.prompt_reading,
+    "kvcrush": Bench.kvcrush,
+    "dynamickv": Bench.dynamickv,
+    "batch": Bench.batch,
+    "flat": Bench.flat,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--small", action="store_true", help="a small model and a sixteenth of all sizes, in float32")
     parser.add_argument("--layers", type=int, help="all of the model's by default")
     parser.add_argument("--repeats", type=int, default=5)
@@ -276,9 +309,9 @@ def main() -> None:
     set_gpu_flags()
     bench = Bench(given.small, given.repeats, given.layers)
     show(device=jax.devices()[0].device_kind, jax=jax.__version__, small=given.small, layers=bench.config.num_layers)
-    for case in CASES:
+    for case, measure in CASES.items():
         if case in given.case:
-            getattr(bench, case)()
+            measure(bench)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@
 The script first measures the device's own rates: bytes of a copy, read and written, and operations of a matrix product.
 Times are those of scripts/device_time.py: of kernels alone on GPUs, of calls in a row elsewhere. The output is JSON
 lines: the rates, and for each case the median of `--repeats`, the necessary bytes or operations divided by that time,
-and their share of the device's rate, with a goal where there is one. A case whose result differs from the reference's
-is not timed, and the program ends with an error after the other cases. Kernels that run only if they are chosen
-(`mosaic_gpu`) have cases of their own, beside the default ones on the same arrays.
+and their share of the device's rate, with a goal where there is one. A case that fails, or whose result differs from
+the reference's, is not timed, and the program ends with an error after the other cases. Kernels that run only if they
+are chosen (`mosaic_gpu`) have cases of their own, beside the default ones on the same arrays.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ ROTATED = 1 << 28  # bytes of all sets of arrays together, at least
 PEAK = 8  # standard deviation of the logits, so that few entries have most of the weight
 NEAR_LSE = 4.0 * PEAK  # a log-sum-exp of such logits
 RELATIVE = {"bfloat16": 1e-2, "float32": 1e-3}  # the largest relative error of a result, by the dtype of the arrays
+CHOICES = ("default", "mosaic_gpu")  # the second runs only if it is chosen
 ABSOLUTE = {"lse": 2e-3, "indices": 0.0}  # the largest difference of results that must be close one by one
 
 
@@ -314,6 +315,7 @@ def served_by(case: Case, arrays: Sequence[Any]) -> str | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", nargs="+", help="operations; all by default")
+    parser.add_argument("--choice", nargs="+", choices=CHOICES, default=CHOICES, help="whose cases; all by default")
     parser.add_argument("--small", action="store_true", help="sizes for any machine, in float32")
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
@@ -323,27 +325,37 @@ def main() -> None:
     print(json.dumps(facts | {f"{kind}_per_second": value for kind, value in rate.items()}), flush=True)
     failed = False
     for case in cases(arguments.small):
-        if arguments.case and case.name not in arguments.case:
+        if case.choice not in arguments.choice or (arguments.case and case.name not in arguments.case):
             continue
-        sets = several(case.draw)
-        line = {"case": case.name, **case.facts, "by": served_by(case, sets[0])}
-        if line["by"] is None:
-            print(json.dumps(line | {"refused": f"{case.choice} does not serve these arguments here"}), flush=True)
-            continue
+        line = {"case": case.name, **case.facts, "choice": case.choice}
         try:
-            line |= {"errors": check(case, sets[0], reference(case, sets[0]))}
-        except ValueError as error:
-            print(json.dumps(line | {"failed": str(error)}), flush=True)
+            line |= measured(case, rate, arguments.repeats)
+        except Exception as error:  # a compiler may raise anything, and the other cases are still to be measured
+            line |= {"failed": f"{type(error).__name__}: {error}".partition("\n")[0]}
             failed = True
-            continue
-        with pallas_kernels.use(case.choice):
-            taken = seconds(case.call, sets, arguments.repeats)
-        amount, kind = case.work
-        line |= {"seconds": taken, f"{kind}_per_second": amount / taken, "of_device": amount / taken / rate[kind]}
-        if case.rival is not None:
-            line["rival_over_ours"] = seconds(case.rival, sets, arguments.repeats) / taken
-        print(json.dumps(line | {"goal": case.goal}), flush=True)
+        print(json.dumps(line), flush=True)
     sys.exit(failed)
+
+
+def measured(case: Case, rate: dict[str, float], repeats: int) -> dict[str, Any]:
+    """The facts of a case: what served it, its errors, its time, and its share of the device's rate.
+
+    Raises:
+        ValueError: if a result is wrong.
+    """
+    sets = several(case.draw)
+    by = served_by(case, sets[0])
+    if by is None:
+        return {"refused": f"{case.choice} does not serve these arguments here"}
+    errors = check(case, sets[0], reference(case, sets[0]))
+    with pallas_kernels.use(case.choice):
+        taken = seconds(case.call, sets, repeats)
+    amount, kind = case.work
+    line = {"by": by, "errors": errors, "seconds": taken, f"{kind}_per_second": amount / taken}
+    line |= {"of_device": amount / taken / rate[kind], "goal": case.goal}
+    if case.rival is not None:
+        line["rival_over_ours"] = seconds(case.rival, sets, repeats) / taken
+    return line
 
 
 if __name__ == "__main__":

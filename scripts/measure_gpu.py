@@ -1,19 +1,21 @@
 """Runs the checks and benchmarks of a GPU in stages, each of which takes less than ten minutes on an H100.
 
-    python scripts/measure_gpu.py correctness decode --out results     # some stages
-    python scripts/measure_gpu.py --out results                        # all that are not finished there
-    python scripts/measure_gpu.py --out results --small                # a rehearsal on any machine
+    python scripts/measure_gpu.py correctness roofline --out results     # some stages
+    python scripts/measure_gpu.py --out results                          # all that are not finished there
+    python scripts/measure_gpu.py --out results --small                  # a rehearsal on any machine
 
-A stage's output is written to OUT/STAGE.jsonl (or .log) as it comes. A stage that ended is not run again while
-OUT/STAGE.done exists; one that was cut off begins anew. The environment needs kvjax with a JAX for GPUs, and for the
-correctness stage pytest with pytest-xdist, hypothesis and transformers. `peers` needs PEER_PYTHON, an interpreter with
-a torch for GPUs, transformers and kvpress.
+A stage appends its output to OUT/STAGE.jsonl (or .log) as it comes. A stage that ended is not run again while
+OUT/STAGE.done exists; one that was cut off begins anew, and what it wrote stays. The stages share a compilation cache
+beside OUT, so that a second try compiles less. The environment needs kvjax with a JAX for GPUs, and for the
+stages `correctness` and `mosaic_gpu` pytest with pytest-xdist, hypothesis and transformers. `transformers` and `peers`
+need PEER_PYTHON, an interpreter with a torch for GPUs, transformers and kvpress.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+LEAST = 30  # seconds that must be left for a stage to begin
+GPU = "import jax; assert jax.devices()[0].platform == 'gpu', f'JAX has a {jax.devices()[0].platform} here'"
+PEER = "import kvpress, torch, transformers; assert torch.cuda.is_available(), 'torch has no GPU here'"
 
 
 @dataclass(frozen=True)
@@ -28,64 +33,90 @@ class Stage:
     """One command.
 
     Attributes:
-        command: after the interpreter, from the root of the checkout.
+        command: after the interpreter, from the root of the checkout. "{peer}" is PEER_PYTHON, and "{out}" the file of
+            the output.
         small: further arguments of a rehearsal.
         environment: variables that are set for it.
         suffix: of the output's file.
+        peer: "no"; "runs": PEER_PYTHON runs the command; "beside": the command starts PEER_PYTHON.
     """
 
     command: tuple[str, ...]
     small: tuple[str, ...] = ("--small",)
     environment: dict[str, str] = field(default_factory=dict)
     suffix: str = "jsonl"
+    peer: str = "no"
 
 
-TESTS = (
-    "test_triton",
-    "test_mosaic_gpu",
-    "test_cudnn",
-    "test_policies",
-    "test_prompt_attention",
-    "test_slot_attention",
-    "test_top_tokens",
-)
+def tests(*names: str) -> Stage:
+    """Tests of kernels, run natively. Each result is printed as it comes, and a test that hangs prints its stack."""
+    files = [f"tests/pallas_kernels/test_{name}.py" for name in names]
+    options = ("-v", "--tb=short", "-n", "auto", "--durations=5", "-o", "faulthandler_timeout=120")
+    environment = {
+        "JAX_PLATFORMS": "",  # tests run on a CPU unless this is set
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # the workers share the GPU
+    }
+    return Stage(("-m", "pytest", *options, *files), ("-k", "refused", "-n", "2"), environment, "log")
+
+
+def decode(*arguments: str, **environment: str) -> Stage:
+    return Stage(("scripts/bench_decode.py", *arguments), environment=environment)
+
+
 STAGES = {
-    "correctness": Stage(
-        ("-m", "pytest", "-q", "-n", "auto", "--durations=5", *(f"tests/pallas_kernels/{name}.py" for name in TESTS)),
-        ("-k", "refused", "-n", "2"),
-        {
-            "JAX_PLATFORMS": "",  # tests run on a CPU unless this is set
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # the workers share the GPU
-        },
-        "log",
+    "correctness": tests(
+        "triton",
+        "cudnn",
+        "policies",
+        "prompt_attention",
+        "slot_attention",
+        "segment_attention",
+        "window_scores",
+        "top_tokens",
+        "grouped_product",
     ),
-    "decode": Stage(("scripts/bench_decode.py", "--case", "kernels", "roofline", "morphkv")),
-    "kernels": Stage(("scripts/bench_kernels.py",)),
-    "prefill": Stage(("scripts/bench_decode.py", "--case", "prefill", "kvcrush")),
-    "tuning": Stage(("scripts/tune_kernels.py",)),
-    "policies": Stage(("scripts/bench_decode.py", "--case", "dynamickv", "batch", "flat", "--repeats", "3")),
-    "transformers": Stage(("scripts/bench_transformers.py",), ("--help",)),
+    "roofline": decode("--case", "roofline"),
+    "morphkv": decode("--case", "morphkv", "--layers", "8", "--repeats", "3"),
+    # Without CUDA graphs, CUPTI sees each kernel of a loop.
+    "launches": decode("--case", "kernels", "--layers", "8", XLA_FLAGS="--xla_gpu_enable_command_buffer="),
+    "kernels": Stage(("scripts/bench_kernels.py", "--choice", "default")),
+    "prompts": decode("--case", "prompt", "--layers", "8", "--repeats", "3"),
+    "memory": decode("--case", "prefill", "kvcrush"),
+    "tuning": Stage(("scripts/tune_kernels.py", "--most", "12", "--resume", "{out}")),
+    "dynamickv": decode("--case", "dynamickv"),
+    "batch": decode("--case", "batch"),
+    "flat": decode("--case", "flat", "--repeats", "3"),
+    "transformers": Stage(("scripts/bench_transformers.py",), peer="runs"),
     "peers": Stage(
-        ("scripts/bench_gpu.py", "--repeats", "3", "--case", "full", "snapkv", "--peer-python", "{peer}"), ("--help",)
+        ("scripts/bench_gpu.py", "--repeats", "3", "--case", "full", "snapkv", "--peer-python", "{peer}"),
+        ("--small", "--batch", "1", "--prompt", "512", "--new", "32"),
+        peer="beside",
     ),
+    # These run only if they are chosen. No GPU has run them yet, so they come last: one may end the process or hang.
+    "mosaic_gpu": tests("mosaic_gpu"),
+    "mosaic_kernels": Stage(("scripts/bench_kernels.py", "--choice", "mosaic_gpu")),
 }
 
 
 def run(name: str, out: Path, *, small: bool, seconds: float) -> bool:
     """Runs a stage to its end, or for `seconds`. Returns whether it succeeded."""
     stage, started = STAGES[name], time.monotonic()
-    command = [part.format(peer=os.environ.get("PEER_PYTHON", sys.executable)) for part in stage.command]
-    command = [sys.executable, *command, *(stage.small if small else ())]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | stage.environment
-    log, errors = out / f"{name}.{stage.suffix}", out / f"{name}.err"
-    with log.open("w") as output, errors.open("w") as error:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=error)
+    log, errors = out.resolve() / f"{name}.{stage.suffix}", out.resolve() / f"{name}.err"
+    peer = os.environ.get("PEER_PYTHON", "")
+    command = [part.format(peer=peer, out=log) for part in stage.command]
+    command = [peer if stage.peer == "runs" else sys.executable, *command, *(stage.small if small else ())]
+    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(out.resolve().with_name(f"{out.name}_compiled")))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    environment |= {"PYTHONUNBUFFERED": "1", "JAX_COMPILATION_CACHE_DIR": cache} | stage.environment
+    with log.open("a") as output, errors.open("a") as error:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=error, start_new_session=True
+        )
         try:
             code: int | str = process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # what the command started holds the GPU, too
             process.wait()
             code = f"stopped after {seconds:.0f} s"
     print(f"{name}: {time.monotonic() - started:.0f} s, exit {code}; {log}", flush=True)
@@ -96,19 +127,46 @@ def run(name: str, out: Path, *, small: bool, seconds: float) -> bool:
     return False
 
 
+def lacking(names: list[str], *, small: bool) -> str | None:
+    """What the stages need and this machine does not have, found out in processes of their own."""
+    peer = os.environ.get("PEER_PYTHON")
+    compared = [name for name in names if STAGES[name].peer != "no"]
+    if compared and not peer:
+        needed = "expected an interpreter with torch, transformers and kvpress"
+        return f"{', '.join(compared)}: PEER_PYTHON is not set; {needed}"
+    checks = [] if small else [(sys.executable, GPU), *([(peer, PEER)] if compared and peer else [])]
+    for python, check in checks:
+        found = subprocess.run([python, "-c", check], capture_output=True, text=True, check=False)
+        if found.returncode:
+            return f"{python}: {found.stderr.strip().splitlines()[-1]}"
+    return None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", nargs="*", choices=[*STAGES, []], metavar="STAGE", help=", ".join(STAGES))
     parser.add_argument("--out", type=Path, required=True, help="the folder of the results; made if absent")
     parser.add_argument("--small", action="store_true", help="small sizes, on any machine")
-    parser.add_argument("--limit", type=float, default=600, help="seconds of all stages together")
+    parser.add_argument("--limit", type=float, default=600, help="seconds of a stage")
+    parser.add_argument("--total", type=float, default=float("inf"), help="seconds of all stages together")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    end, failed = time.monotonic() + arguments.limit, []
+    end, failed, names = time.monotonic() + arguments.total, [], []
     for name in arguments.stage or STAGES:
         if (arguments.out / f"{name}.done").exists():
             print(f"{name}: done before")
-        elif not run(name, arguments.out, small=arguments.small, seconds=max(1, end - time.monotonic())):
+        elif not arguments.stage and STAGES[name].peer != "no" and "PEER_PYTHON" not in os.environ:
+            print(f"{name}: left out; it needs PEER_PYTHON")
+        else:
+            names.append(name)
+    if names and (lack := lacking(names, small=arguments.small)):
+        sys.exit(lack)
+    for name in names:
+        left = end - time.monotonic()
+        if left < LEAST:
+            print(f"{name}: not begun, {left:.0f} s are left")
+            failed.append(name)
+        elif not run(name, arguments.out, small=arguments.small, seconds=min(arguments.limit, left)):
             failed.append(name)
     sys.exit(f"did not succeed: {', '.join(failed)}" if failed else 0)
 

@@ -4,10 +4,12 @@
     python scripts/tune_kernels.py --small                         # anywhere, as a check; it writes nothing
 
 Each kind of work is timed as in scripts/bench_kernels.py, first with the tile sizes of the kernel's rule, and then with
-each combination of a grid of rows, slots, warps and stages that fits into shared memory. A combination that the
+combinations of rows, slots, warps and stages that fit into shared memory: all of a grid, or the `--most` that are
+nearest to the rule's, where each doubling of a number and each stage counts as one. A combination that the
 compiler refuses is skipped. A result that differs from the reference's ends the program with an error. The best
 combination goes into pallas_kernels/blocks.json if it is faster than the rule's by at least `--gain`, so that noise
-changes nothing. The output is JSON lines: every measurement, then the best.
+changes nothing. The output is JSON lines: every measurement, then the best. Work whose best is in the file `--resume`,
+the output of an earlier call, is not measured again; its best goes into the table as it did then.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,6 +31,8 @@ from device_time import seconds
 from kvjax import pallas_kernels
 from kvjax.pallas_kernels import QuantizedArray
 from kvjax.pallas_kernels.blocks import TABLE, Blocks, Work, power_of_two, table
+from kvjax.pallas_kernels.triton_attention import attend_blocks
+from kvjax.pallas_kernels.window_scores.triton import score_blocks
 
 SHARED = 224 << 10  # bytes of shared memory per core of an H100
 WRITTEN = Path(__file__).resolve().parents[1] / "pallas_kernels" / TABLE.name
@@ -94,6 +99,7 @@ def works(small: bool) -> Iterator[tuple[Work, Case]]:
 
 
 def cuts(work: Work, small: bool) -> Iterator[Blocks]:
+    """The grid, without what does not fit."""
     if small:
         yield from (Blocks(power_of_two(work.rows), slots, 4, 2) for slots in (16, 32))
         return
@@ -103,6 +109,23 @@ def cuts(work: Work, small: bool) -> Iterator[Blocks]:
         tiles = (2 if work.operation == "attend" else 1) * cut.slots * cut.stages  # of keys and values
         if (tiles * work.bits // 8 + cut.rows * 2) * work.head_dim <= SHARED:
             yield cut
+
+
+def nearest(tried: Sequence[Blocks], rule: Blocks, most: int) -> list[Blocks]:
+    """The `most` cuts that are nearest to the rule's, and not the rule's own."""
+
+    def steps(cut: Blocks) -> float:
+        doublings = sum(abs(math.log2(x / y)) for x, y in zip(cut[:3], rule[:3], strict=True))
+        return doublings + abs(cut.stages - rule.stages)
+
+    return sorted((cut for cut in tried if cut != rule), key=steps)[:most]
+
+
+def rule_of(work: Work, case: Case) -> Blocks:
+    """The kernel's rule, without the table."""
+    keys = jax.eval_shape(case.draw, jax.random.key(0))[1]
+    table().get(jax.devices()[0].device_kind, {}).pop(work.name, None)
+    return attend_blocks(work.rows, keys) if work.operation == "attend" else score_blocks(work.rows, keys)
 
 
 def measure(work: Work, case: Case, tried: Sequence[Blocks], repeats: int) -> Iterator[tuple[Blocks | None, float]]:
@@ -125,14 +148,29 @@ def measure(work: Work, case: Case, tried: Sequence[Blocks], repeats: int) -> It
             yield cut, taken
 
 
-def choose(work: Work, taken: dict[Blocks | None, float], gain: float) -> None:
-    """Leaves the best cut in the kernels' table, or none if the rule's is as good."""
-    kind, best = jax.devices()[0].device_kind, min(taken, key=lambda cut: taken[cut])
+def choose(work: Work, taken: dict[Blocks | None, float]) -> dict[str, Any]:
+    """The line of the best cut."""
+    best = min(taken, key=lambda cut: taken[cut])
     gained = 1 - taken[best] / taken.get(None, float("inf"))
-    table()[kind].pop(work.name, None)
-    if best is not None and gained >= gain:
-        table()[kind][work.name] = list(best)
-    print(json.dumps({"device": kind, "work": work.name, "best": best, "gained": gained}), flush=True)
+    return {"device": jax.devices()[0].device_kind, "work": work.name, "best": best, "gained": gained}
+
+
+def enter(line: dict[str, Any], gain: float) -> None:
+    """Leaves the best cut in the kernels' table, or none if the rule's is as good."""
+    cuts = table().setdefault(line["device"], {})
+    cuts.pop(line["work"], None)
+    if line["best"] is not None and line["gained"] >= gain:
+        cuts[line["work"]] = list(line["best"])
+
+
+def bests(path: Path | None) -> Iterator[dict[str, Any]]:
+    """The lines of best cuts that an earlier call wrote on this kind of device."""
+    text = path.read_text(encoding="utf-8") if path is not None and path.exists() else ""
+    for line in text.splitlines():
+        if '"best"' in line and line.endswith("}"):  # the last line of a call that was stopped may be incomplete
+            found = json.loads(line)
+            if found["device"] == jax.devices()[0].device_kind:
+                yield found
 
 
 def main() -> None:
@@ -141,16 +179,27 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a few cuts, interpreted, at sizes for any machine")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--gain", type=float, default=0.03, help="the least that a cut must win over the rule's")
+    parser.add_argument("--most", type=int, help="cuts per work; all of the grid by default")
+    parser.add_argument("--resume", type=Path, help="the output of an earlier call")
     arguments = parser.parse_args()
     small = arguments.small
     if not small and pallas_kernels.implementations()["slot_attention"].name != "triton":
         parser.error("there is no GPU here, or KVJAX_KERNELS asks for something else; accepted anywhere is --small")
+    done = {line["work"]: line for line in bests(arguments.resume)}
     with pallas_kernels.use("triton-interpret" if small else "default"):
         for work, case in works(small):
-            if work.name.startswith(tuple(arguments.work)):
-                choose(work, dict(measure(work, case, list(cuts(work, small)), arguments.repeats)), arguments.gain)
-                if not small:
-                    WRITTEN.write_text(json.dumps(table(), indent=1) + "\n", encoding="utf-8")
+            if not work.name.startswith(tuple(arguments.work)):
+                continue
+            best = done.get(work.name)
+            if best is None:
+                tried = list(cuts(work, small))
+                if arguments.most is not None:
+                    tried = nearest(tried, rule_of(work, case), arguments.most)
+                best = choose(work, dict(measure(work, case, tried, arguments.repeats)))
+                print(json.dumps(best), flush=True)
+            enter(best, arguments.gain)
+            if not small:
+                WRITTEN.write_text(json.dumps(table(), indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
