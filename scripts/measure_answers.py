@@ -10,14 +10,15 @@ MODEL is what `kvjax.load` takes; its chat template forms the prompts. Two thing
   distributions is recorded at each token, in bits.
 
 Answers are sampled with a seed. Results are appended to OUT/answers.jsonl, one line per policy, budget and request; a
-second call computes what is missing. The output is the table of all lines.
+second call computes what is missing. The output is the table of all lines of this model, length, seed and number of
+requests.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
-from measure_language import interval, read
+from measure_language import interval
+from measured_lines import MeasuredLines
 
 import kvjax
 from kvjax.evaluation.metrics import repetition
@@ -70,32 +72,32 @@ def main() -> None:
     given = arguments.parse_args()
     params, tokenizer = kvjax.load(given.model)
     prompts = [prompt_of(tokenizer, text) for text in REQUESTS[: given.requests]]
-    given.out.mkdir(parents=True, exist_ok=True)
-    lines = given.out / "answers.jsonl"
-    setting = {"tokens": given.tokens, "seed": given.seed}
+    setting = {"model": given.model, "tokens": given.tokens, "seed": given.seed, "requests": len(prompts)}
+    lines = MeasuredLines(given.out / "answers.jsonl", setting, key=("policy", "request"))
     answer = partial(
         kvjax.generate, params, tokenizer=tokenizer, max_new_tokens=given.tokens, sampler=SAMPLER, seed=given.seed
     )
-    done = {(x["policy"], x["request"]) for x in read(lines) if setting.items() <= x.items()}
     answered: kvjax.Generation | None = None
     for name in dict.fromkeys(p.format(budget=b) for p in given.policies for b in given.budgets):
-        if all((name, i) in done for i in range(len(prompts))):
+        if all((name, i) in lines for i in range(len(prompts))):
             continue
         answered = answered or answer(prompts, policy="full")
         own = answered if name == "full" else answer(prompts, policy=name)
         apart = divergences(params, prompts, answered, kvjax.policies.parse(name))
-        with lines.open("a") as file:
-            for i in range(len(prompts)):
-                result = {
-                    "length": int(own.lengths[i]),
-                    "repetition": repetition(own.text[i]) if own.text else None,
-                    "divergence": [None if np.isnan(x) else round(float(x), 5) for x in apart[i]],
-                    "tokens_per_second": round(own.stats.decode_tokens_per_second, 2),
-                    "cache_bytes": own.stats.cache_bytes // len(prompts),
-                }
-                print(json.dumps({"policy": name, "request": i} | setting | result), file=file)
+        lines.append(
+            {
+                "policy": name,
+                "request": i,
+                "length": int(own.lengths[i]),
+                "repetition": repetition(own.text[i]) if own.text else None,
+                "divergence": [None if np.isnan(x) else round(float(x), 5) for x in apart[i]],
+                "tokens_per_second": round(own.stats.decode_tokens_per_second, 2),
+                "cache_bytes": own.stats.cache_bytes // len(prompts),
+            }
+            for i in range(len(prompts))
+        )
         print(f"{name}: {np.nanmean(apart):.4f} bits apart", flush=True)
-    print(table([x for x in read(lines) if setting.items() <= x.items()]))
+    print(table(lines))
 
 
 def prompt_of(tokenizer: Any, text: str) -> list[int]:
@@ -137,8 +139,8 @@ def compare(
     return caches, bits.T
 
 
-def table(lines: list[dict[str, Any]]) -> str:
-    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+def table(lines: Iterable[Mapping[str, Any]]) -> str:
+    found: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for line in lines:
         found[line["policy"]].append(line)
     names = ["policy", "KL, first half", "KL, second half", "repetition, %", "tokens", "tokens/s", "MB per row"]

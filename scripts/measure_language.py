@@ -7,17 +7,16 @@
 MODEL is what `kvjax.load` takes, ESSAYS a folder of .txt files. Each text is a piece of the essays, cut where its
 number of tokens is reached, and no two texts overlap. A text is decoded from its second token on, so that a policy
 evicts as it does in an answer. Results are appended to OUT/language.jsonl, one line per policy, budget and text; a
-second call computes what is missing. The output is the table of all lines: bits per token by position, and the
-difference to the full cache with a 95 % interval over texts.
+second call computes what is missing. The output is the table of all lines of this model, number of tokens and number
+of texts: bits per token by position, and the difference to the full cache with a 95 % interval over texts.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+from measured_lines import MeasuredLines
 
 import kvjax
 from kvjax.evaluation.continuations import marks
@@ -66,25 +66,22 @@ def main() -> None:
     arguments.add_argument("--budgets", type=int, nargs="+", default=[128, 256, 512])
     arguments.add_argument("--policies", nargs="+", default=POLICIES)
     given = arguments.parse_args()
-    if given.tokens % BLOCK:
+    if given.tokens < 1 or given.tokens % BLOCK:
         raise SystemExit(f"--tokens {given.tokens}: expected a multiple of {BLOCK}")
     params, tokenizer = kvjax.load(given.model)
     texts = cut(given.essays, tokenizer, tokens=given.tokens, texts=given.texts)
-    given.out.mkdir(parents=True, exist_ok=True)
-    lines = given.out / "language.jsonl"
-    done = {(x["policy"], x["tokens"], x["text"]) for x in read(lines)}
+    setting = {"model": given.model, "tokens": given.tokens, "texts": given.texts}
+    lines = MeasuredLines(given.out / "language.jsonl", setting, key=("policy", "text"))
     for name in dict.fromkeys(p.format(budget=b) for p in given.policies for b in given.budgets):
-        if all((name, given.tokens, i) in done for i in range(given.texts)):
+        if all((name, i) in lines for i in range(given.texts)):
             continue
         began = time.time()
         bits = surprisals(params, texts, kvjax.policies.parse(name))
         seconds = round(time.time() - began, 1)
-        with lines.open("a") as file:
-            for i, row in enumerate(bits.reshape(given.texts, -1, BLOCK).mean(axis=2).tolist()):
-                line = {"policy": name, "tokens": given.tokens, "text": i, "bits": row, "seconds": seconds}
-                print(json.dumps(line), file=file)
+        rows = bits.reshape(given.texts, -1, BLOCK).mean(axis=2).tolist()
+        lines.append({"policy": name, "text": i, "bits": row, "seconds": seconds} for i, row in enumerate(rows))
         print(f"{name}: {bits.mean():.3f} bits per token, {seconds} s", flush=True)
-    print(table([x for x in read(lines) if x["tokens"] == given.tokens]))
+    print(table(list(lines)))
 
 
 def cut(folder: Path, tokenizer: Any, *, tokens: int, texts: int) -> Int[np.ndarray, "texts tokens+2"]:
@@ -126,29 +123,23 @@ def decode(
     return cache, bits.T
 
 
-def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of an earlier call."""
-    if path.exists():
-        yield from map(json.loads, path.read_text().splitlines())
-
-
-def table(lines: list[dict[str, Any]]) -> str:
-    """Bits per token in each quarter of the texts; the last column is over all tokens, beside the full cache."""
+def table(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Bits per token in each quarter of the texts, in whole blocks; the last columns are over all tokens."""
     found: dict[str, dict[int, list[float]]] = defaultdict(dict)
     for line in lines:
         found[line["policy"]][line["text"]] = line["bits"]
-    tokens = lines[0]["tokens"]
-    quarters = [f"{q * tokens // 4} to {(q + 1) * tokens // 4}" for q in range(4)]
-    rows = ["| policy | " + " | ".join(quarters) + " | all | above `full` |", "|---|" + "---:|" * 6]
-    full = None
-    if "full" in found:
-        full = np.array([found["full"][i] for i in sorted(found["full"])]).mean(axis=1)
+    blocks = np.arange(len(lines[0]["bits"]))
+    quarters = np.array_split(blocks, min(4, blocks.size))
+    names = [f"{part[0] * BLOCK} to {(part[-1] + 1) * BLOCK}" for part in quarters]
+    rows = ["| policy | " + " | ".join(names) + " | all | above `full` |", "|---|" + "---:|" * (len(names) + 2)]
+    full = found.get("full", {})
     for policy, texts in found.items():
-        bits = np.array([texts[i] for i in sorted(texts)])
-        means = [part.mean() for part in np.array_split(bits, 4, axis=1)]
+        bits = np.array(list(texts.values()))
+        means = [bits[:, part].mean() for part in quarters]
         beside = ""
-        if full is not None and policy != "full":
-            more, spread = interval(bits.mean(axis=1) - full)
+        # A policy whose lines were incomplete has fewer texts until it is measured again.
+        if policy != "full" and (both := sorted(texts.keys() & full.keys())):
+            more, spread = interval(np.array([np.mean(texts[i]) - np.mean(full[i]) for i in both]))
             beside = f"{more:+.3f} ±{spread:.3f}"
         cells = " | ".join(f"{x:.3f}" for x in [*means, bits.mean()])
         rows.append(f"| `{policy}` | {cells} | {beside} |")
