@@ -19,16 +19,16 @@ more than the interval of the difference, and ends when a round over all parts c
 tasks and texts. The result is then compared on the other half with every published preset of the same size. Intervals
 are those of paired differences, at 95 %, by bootstrap.
 
-Results are appended to OUT/USE.jsonl, one line per policy and sample; a second call computes what is missing.
+Results are appended to OUT/USE.jsonl, one line per policy and sample; a second call computes what is missing. Another
+--seed draws other prompts, or takes the essays that follow those of the seeds below it, to confirm a result.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -40,6 +40,7 @@ import numpy as np
 from fetch_real_model import ESSAYS
 from jaxtyping import Array, Bool, Float, Int
 from measure_language import cut, interval
+from measured_lines import MeasuredLines
 from search_space import Space, of_answers, of_prompts
 
 import kvjax
@@ -84,28 +85,25 @@ class Sample:
 class Measured:
     """The bits per counted token of every policy and sample, kept in a file."""
 
-    def __init__(self, params: Decoder, tokenizer: Any, path: Path):
-        self._params, self._tokenizer, self._path = params, tokenizer, path
-        self._found: dict[tuple[str, str], tuple[float, bool]] = {}
-        if path.exists():
-            for line in map(json.loads, path.read_text().splitlines()):
-                self._found[line["policy"], line["sample"]] = line["bits"], line["greedy"]
+    def __init__(self, params: Decoder, tokenizer: Any, path: Path, model: str):
+        self._params, self._tokenizer = params, tokenizer
+        self._lines = MeasuredLines(path, {"model": model}, key=("policy", "sample"))
 
     def __call__(self, policies: Sequence[kvjax.Policy], samples: Sequence[Sample]) -> Float[np.ndarray, "P N 2"]:
         """Bits per counted token, and 1 where greedy decoding writes all of them."""
-        missing = [p for p in policies if any((repr(p), sample.name) not in self._found for sample in samples)]
+        missing = [p for p in policies if any((repr(p), sample.name) not in self._lines for sample in samples)]
         alike: dict[object, list[kvjax.Policy]] = defaultdict(list)
         for policy in missing:
             alike[policy.storage, policy.positions].append(policy)
         shared = [group[i : i + TOGETHER] for group in alike.values() for i in range(0, len(group), TOGETHER)]
         for together in shared:
             for policy, bits, greedy in measure(self._params, self._tokenizer, samples, together):
-                with self._path.open("a") as file:
-                    for sample, b, g in zip(samples, bits.tolist(), greedy.tolist(), strict=True):
-                        self._found[repr(policy), sample.name] = b, g
-                        line = {"policy": repr(policy), "sample": sample.name, "bits": b, "greedy": g}
-                        print(json.dumps(line), file=file)
-        return np.array([[self._found[repr(p), sample.name] for sample in samples] for p in policies])
+                self._lines.append(
+                    {"policy": repr(policy), "sample": sample.name, "bits": b, "greedy": g}
+                    for sample, b, g in zip(samples, bits.tolist(), greedy.tolist(), strict=True)
+                )
+        found = [[self._lines[repr(p), sample.name] for sample in samples] for p in policies]
+        return np.array([[(line["bits"], line["greedy"]) for line in lines] for lines in found])
 
 
 def main() -> None:
@@ -119,6 +117,7 @@ def main() -> None:
     arguments.add_argument("--samples", type=int, default=12, help="of each task, or texts")
     arguments.add_argument("--rounds", type=int, default=2)
     arguments.add_argument("--compare", nargs="+", metavar="POLICY", help="only compare these with the first of them")
+    arguments.add_argument("--seed", type=int, default=0, help="of the prompts, or which essays are cut")
     given = arguments.parse_args()
     constant = given.use in ("answers", "dialogue")
     budget = int(given.budget) if given.budget > 1 else given.budget
@@ -126,15 +125,17 @@ def main() -> None:
         raise SystemExit(f"DATA is missing: expected the folder with {ESSAYS}")
     if constant and isinstance(budget, float):
         raise SystemExit(f"--budget {budget}: expected a number of entries for {given.use}")
+    if given.seed < 0:
+        raise SystemExit(f"--seed {given.seed}: expected an integer >= 0")
     space = (
         of_answers(budget)
         if isinstance(budget, int) and constant
         else of_prompts(budget, instructed=given.model != "demo")
     )
-    grid = Grid.of({"model": given.model, "policies": ["full"], "data": given.data, "tasks": ["demo/needle"]})
+    asked = {"model": given.model, "data": given.data, "seed": given.seed}
+    grid = Grid.of({**asked, "policies": ["full"], "tasks": ["demo/needle"]})
     params, tokenizer = load_model(grid)
-    given.out.mkdir(parents=True, exist_ok=True)
-    measured = Measured(params, tokenizer, given.out / f"{given.use}.jsonl")
+    measured = Measured(params, tokenizer, given.out / f"{given.use}.jsonl", given.model)
     samples = partial(samples_of, grid, tokenizer, given.use, given.length, given.samples)
     if given.compare:
         policies = {text: kvjax.policies.parse(text) for text in given.compare}
@@ -148,17 +149,22 @@ def main() -> None:
 
 
 def samples_of(grid: Grid, tokenizer: Any, use: str, length: int, count: int, half: str) -> list[Sample]:
-    """The samples of a use: `count` of each task of this half of the tasks, or `count` texts of this half."""
+    """The samples of a use: `count` of each task of this half of the tasks, or `count` texts of this half.
+
+    Another seed of the grid draws other prompts, or takes other texts, and is part of the samples' names.
+    """
+    number = 2 * grid.seed + ("search", "confirm").index(half)
+    suffix = f", seed {grid.seed}" if grid.seed else ""
     if use == "answers":
-        texts = cut(Path(grid.data or "", ESSAYS), tokenizer, tokens=length, texts=2 * count)
-        rows = enumerate(texts[count:] if half == "confirm" else texts[:count])
-        name = f"{half} {{}} of {count}, {length} tokens"
-        return [Sample(name.format(i), row[:1], row[:0], row[1:], row.size - 2) for i, row in rows]
+        texts = cut(Path(grid.data or "", ESSAYS), tokenizer, tokens=length, texts=(number + 1) * count)[-count:]
+        names = [f"{half} {i} of {count}, {length} tokens{suffix}" for i in range(count)]
+        return [Sample(n, row[:1], row[:0], row[1:], row.size - 2) for n, row in zip(names, texts, strict=True)]
     tasks = (WORDS if grid.model == "demo" else NEEDLES)[half]
     lines = [{"name": name, "lengths": [length], "limit": count} for name in tasks]
-    asked = Grid.of({**grid.document(), "tasks": lines, "seed": ["search", "confirm"].index(half)})
+    asked = Grid.of({**grid.document(), "tasks": lines, "seed": number})
     items = [item for item in read_items(asked, tokenizer, length * 2) if isinstance(item, Item)]
-    return [one for item in items for one in islice(_questions(item, use, tokenizer), 1)]
+    samples = [one for item in items for one in islice(_questions(item, use, tokenizer), 1)]
+    return [replace(sample, name=sample.name + suffix) for sample in samples]
 
 
 def _questions(item: Item, use: str, tokenizer: Any) -> Iterator[Sample]:

@@ -1,10 +1,7 @@
 """The search over parts: what it measures, what it accepts, and the sizes of what it compares."""
 
-import importlib
-import sys
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 
 import jax.numpy as jnp
@@ -14,19 +11,16 @@ import pytest
 import kvjax
 from kvjax.evaluation.grid import Grid
 from kvjax.evaluation.model import load_model
+from kvjax.evaluation.tasks.vocabulary import WORDS
+from tests.scripts import script
 from tests.tiny import full_logits
 
-SCRIPTS = Path(__file__).parent.parent / "scripts"
 GRID = Grid.of({"model": "demo", "policies": ["full"], "tasks": ["demo/needle"]})
 
 
 @pytest.fixture(scope="module")
 def search() -> ModuleType:
-    sys.path.insert(0, str(SCRIPTS))
-    try:
-        return importlib.import_module("search_policy")
-    finally:
-        sys.path.remove(str(SCRIPTS))
+    return script("search_policy")
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +50,32 @@ def test_halves_have_no_task_in_common(search, demo) -> None:
     halves = [{s.name for s in search.samples_of(GRID, demo[1], "seen", 256, 2, half)} for half in search.WORDS]
     assert all(halves)
     assert not halves[0] & halves[1]
+
+
+def test_another_seed_draws_prompts_and_names_of_its_own(search, demo) -> None:
+    halves = [
+        search.samples_of(GRID.but(seed=seed), demo[1], "seen", 256, 2, half)
+        for seed in (0, 1)
+        for half in search.WORDS
+    ]
+    prompts = [{tuple(sample.prompt) for sample in half} for half in halves]
+    assert sum(map(len, prompts)) == len(set.union(*prompts))
+    assert [sample.name.endswith(", seed 1") for half in halves for sample in half] == [False] * 10 + [True] * 10
+
+
+def test_another_seed_takes_the_texts_that_follow(search, demo, tmp_path) -> None:
+    folder = tmp_path / search.ESSAYS
+    folder.mkdir()
+    text = " ".join(WORDS * 2)
+    (folder / "a.txt").write_text(text)
+    found = [
+        np.concatenate([sample.prompt, sample.steps])
+        for seed in (0, 1)
+        for half in search.WORDS
+        for sample in search.samples_of(GRID.but(seed=seed, data=str(tmp_path)), demo[1], "answers", 64, 2, half)
+    ]
+    ids = demo[1](text, add_special_tokens=False)["input_ids"]
+    np.testing.assert_array_equal(np.concatenate(found), ids[: 8 * 66])
 
 
 @pytest.mark.slow
@@ -120,7 +140,7 @@ def test_the_second_call_measures_what_is_missing(search, demo, tmp_path, monkey
     params, tokenizer = demo
     samples = search.samples_of(GRID, tokenizer, "seen", 256, 1, "search")
     policies = [kvjax.policies.snapkv(0.5, window=8), kvjax.policies.knorm(0.5)]
-    first = search.Measured(params, tokenizer, tmp_path / "x.jsonl")(policies[:1], samples)
+    first = search.Measured(params, tokenizer, tmp_path / "x.jsonl", "demo")(policies[:1], samples)
     asked, measure = [], search.measure
 
     def watched(*args):
@@ -128,6 +148,6 @@ def test_the_second_call_measures_what_is_missing(search, demo, tmp_path, monkey
         return measure(*args)
 
     monkeypatch.setattr(search, "measure", watched)
-    both = search.Measured(params, tokenizer, tmp_path / "x.jsonl")(policies, samples)
+    both = search.Measured(params, tokenizer, tmp_path / "x.jsonl", "demo")(policies, samples)
     assert asked == [[policies[1]]]
     np.testing.assert_array_equal(both[0], first[0])
