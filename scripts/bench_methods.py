@@ -38,7 +38,7 @@ SLOTS = 512
 UNINSTRUCTED = "score.instruction='',score.starting='',score.suffix=''"  # there is no tokenizer
 OF_A_MODEL = ("duo_attention", "headkv", "lukv", "per_layer")  # their numbers are for other layers and heads
 VARIANTS = {
-    "d2o": ("layer_budgets=False", "dense_first=1,dense_last=0"),
+    "d2o": ("layer_budgets=False", "dense_first=0,dense_last=0"),
     "kvmerger": ("", "merge.theta=None"),
     "morphkv": ("", "every=8"),
     "simlayerkv": ("recent=256",),

@@ -4,6 +4,7 @@
 #     bash scripts/demo_results.sh policies [FOLDER]   # presets that need no training at eight ratios, 512 tokens
 #     bash scripts/demo_results.sh later [FOLDER]      # presets that came after these, at three ratios
 #     bash scripts/demo_results.sh methods [FOLDER]    # every method at four ratios, 1,024 tokens, 100 questions per task; takes hours
+#     bash scripts/demo_results.sh once [FOLDER]       # policies that read a text once, question unknown, 1,024 tokens
 #     bash scripts/demo_results.sh kvcrush [FOLDER]    # the effect of KVCrush's representatives
 #     bash scripts/demo_results.sh statistics [FOLDER] # policies that read statistics of queries
 #     bash scripts/demo_results.sh gates [FOLDER]      # policies that read trained gates, beside KVzip

@@ -25,6 +25,7 @@ grid                 20
 values               24
 pooling              not recorded
 needles_unknown      not recorded
+later_unknown        not recorded
 gates                not recorded
 retention            not recorded
 language             not recorded
@@ -123,6 +124,10 @@ for step in ${*:-$names}; do
             train_kvzap
             statistics
             evaluate later "$data"
+            ;;
+        later_unknown)
+            statistics
+            evaluate later_unknown "$data"
             ;;
         gates)
             train_fastkvzip

@@ -18,12 +18,21 @@ class Choice(NamedTuple):
 
 
 CHOICES = (
-    Choice("the prompt ends with its question", "dynamickv:budget={budget}"),
-    Choice("the same, and the answer quotes numbers or names", "snapkv:budget={budget},kernel=31,pool=avg"),
-    Choice("questions follow a text that is read once", "kvcompose:budget={budget}"),
-    Choice("the same, without a second reading", "dynamickv:budget={budget}"),
-    Choice("the same, with gates that were trained for the model", "fastkvzip:budget={budget}"),
-    Choice("long answers or dialogues in constant memory", "morphkv:budget={budget}"),
-    Choice("the same, and facts are asked for much later", "keydiff_codes:budget={budget}"),
+    Choice("a prompt that ends with its question", "dynamickv:budget={budget}"),
+    Choice(
+        "a prompt that ends with its question, and the answer quotes numbers or names",
+        "snapkv:budget={budget},kernel=31,pool=avg",
+    ),
+    Choice("a question that comes after its text is compressed", "kvzip:budget={budget}"),
+    Choice(
+        "a question that comes after, from one reading of the text",
+        "compactor:budget={budget}",
+    ),
+    Choice(
+        "a question that comes after, with gates trained for the model",
+        "fastkvzip:budget={budget},recent=16",
+    ),
+    Choice("long answers in constant memory", "morphkv:budget={budget}"),
+    Choice("dialogues in constant memory, where facts are asked for much later", "keydiff_codes:budget={budget}"),
     Choice("half the memory without a loss", "quantize:bits=8"),
 )
