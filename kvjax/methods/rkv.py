@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -80,13 +79,12 @@ class JointImportance(Score):
         held = entries.positions
         B, H, M, D = entries.keys.shape
 
-        def largest(logits: Array, queries: Array) -> tuple[Array, None]:
-            """One query head of every group, so that the logits of one head are in memory and not of all."""
+        # One query head of every group after the other, so that the logits of one head are in memory and not of all. A
+        # loop of the program would leave the CUDA graph of a step.
+        logits = jnp.full((B, H, self.window, M), -jnp.inf)
+        for queries in jnp.moveaxis(ring.queries.reshape(B, H, -1, self.window, D), 2, 0):
             new = jnp.einsum("BHRD,BHMD->BHRM", queries, entries.keys, preferred_element_type=jnp.float32)
-            return jnp.maximum(logits, capped(new * moment.scale, moment.layer.softcap)), None
-
-        heads = jnp.moveaxis(ring.queries.reshape(B, H, -1, self.window, D), 2, 0)
-        logits, _ = jax.lax.scan(largest, jnp.full((B, H, self.window, M), -jnp.inf), heads)
+            logits = jnp.maximum(logits, capped(new * moment.scale, moment.layer.softcap))
         if entries.bias is not None:
             logits = logits + entries.bias[:, :, None]
         distant = (held >= 0) & (held < moment.next_position[:, None, None] - self.window)
