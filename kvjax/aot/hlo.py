@@ -59,9 +59,9 @@ class Instruction:
         if found is None:
             return None
         result, kind, operands = found.groups()
-        calls = re.findall(
-            r"(?:calls|to_apply|body|condition|called_computations|branch_computations)=(\{.*?\}|\S+)", line
-        )
+        # XLA writes a condition that is an integer with branch_computations, and one that is a bool with the other two.
+        names = "calls|to_apply|body|condition|(?:called|branch)_computations|(?:true|false)_computation"
+        calls = re.findall(rf"(?:{names})=(\{{.*?\}}|\S+)", line)
         parts = re.findall(r"([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?", result)
         return cls(
             kind,

@@ -64,6 +64,14 @@ HLO = """HloModule jit_f
   ROOT %ar = f32[8]{0} all-reduce(%p), to_apply=%add
 }
 
+%then (p: f32[64,128]) -> f32[64,128] {
+  ROOT %turned = f32[64,128]{0,1} transpose(%p), dimensions={1,0}
+}
+
+%otherwise (p: f32[64,128]) -> f32[64,128] {
+  ROOT %p = f32[64,128]{1,0} parameter(0)
+}
+
 %body (arg: (f32[64,128], s32[])) -> (f32[64,128], s32[]) {
   %arg = (f32[64,128]{1,0:T(8,128)}, s32[]{:T(128)}) parameter(0)
   %all-reduce-start = (bf16[4]{0}, bf16[8]{0}) all-reduce-start(%a, %b), channel_id=2, to_apply=%add
@@ -77,6 +85,7 @@ HLO = """HloModule jit_f
   %real = (f32[64,128]{0,1:T(8,128)}, f32[64,128]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%e)
   %done = f32[64,128]{0,1:T(8,128)} copy-done(%real)
   %fusion = (f32[64,128]{1,0}, f32[64,128]{1,0}) fusion(%e), kind=kLoop, calls=%fused_computation
+  %either = f32[64,128]{1,0} conditional(%g, %e, %e), true_computation=%then, false_computation=%otherwise
   %half = pred[64,128]{1,0} copy(%g)
   ROOT %tuple.2 = (f32[64,128]{1,0:T(8,128)}, s32[]) tuple(%e, %f)
 }
@@ -92,7 +101,8 @@ def test_a_program_by_hand() -> None:
     loop = Loop.of(HLO)
     assert loop.collectives == {"all-reduce": 4, "all-gather": 1}
     size = 64 * 128 * 4
-    assert loop.rewrites(size) == [f"copy-start of {size:,} bytes"] * 2 + [f"fusion of {size:,} bytes"]
+    kinds = ["copy-start"] * 2 + ["fusion", "transpose"]
+    assert loop.rewrites(size) == [f"{kind} of {size:,} bytes" for kind in kinds]
     assert loop.rewrites(size // 4) == [*loop.rewrites(size), f"copy of {size // 4:,} bytes"]
 
 
