@@ -13,7 +13,7 @@ from kvjax.aot.engine import lower_engine
 from kvjax.aot.hlo import Loop
 from kvjax.kv_cache import KVCache
 from kvjax.policies import parse
-from tests.aot.test_lower import CONFIG, SINGLE_LAYERS, accelerators
+from tests.aot.compiled import CONFIG, SINGLE_LAYERS, accelerators
 from tests.products import part
 
 ROWS = 8

@@ -5,7 +5,7 @@ import pytest
 import kvjax
 from kvjax.aot.lower import lower_decode
 from kvjax.policies import parse
-from tests.aot.test_lower import accelerators, llama
+from tests.aot.compiled import accelerators, llama
 
 
 @pytest.mark.aot

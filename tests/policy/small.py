@@ -1,8 +1,12 @@
-"""Every preset with options that suit prompts of some twenty tokens, for tests of all that there are."""
+"""Every preset with options that suit prompts of some twenty tokens, for tests of all that there are.
+
+`preset` builds them with other options, for tests of other sizes.
+"""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import cache
 from typing import Any
@@ -41,16 +45,18 @@ OPTIONS = {  # for each preset that has the option, itself or in one of its part
 @cache
 def small(name: str) -> Policy:
     """The preset of that name; one that builds on another policy builds on a small SnapKV."""
-    make = policies.PRESETS[name]
-    parameters = inspect.signature(make).parameters
-    options = {option: value for option, value in OPTIONS.items() if option in parameters}
-    if "every" in parameters and (parameters["every"].default or 1) > 1:
-        options["every"] = 4
-    options |= {option: small("snapkv") for option in ("base", "policy") if option in parameters}
-    if "every" in parameters and (parameters["every"].default or 0) > BUDGET:
-        options["every"] = 2
+    every = inspect.signature(policies.PRESETS[name]).parameters.get("every")
+    seldom = every.default or 1 if every else 1  # a budget of few slots leaves no room to evict that seldom
+    return preset(name, OPTIONS | ({"every": 2 if seldom > BUDGET else 4} if seldom > 1 else {}))
+
+
+def preset(name: str, given: Mapping[str, Any]) -> Policy:
+    """The preset with those of the options that it has, itself or in its parts. SnapKV is what others build on."""
+    parameters = inspect.signature(policies.PRESETS[name]).parameters
+    options = {option: value for option, value in given.items() if option in parameters}
+    options |= {option: preset("snapkv", given) for option in ("base", "policy") if option in parameters}
     defaults: dict[str, Any] = {name: parameter.default for name, parameter in parameters.items()}
     for option in [name for name, default in defaults.items() if isinstance(default, Part)]:
         own = {field.name for field in fields(defaults[option])}
-        options[option] = replace(defaults[option], **{key: value for key, value in OPTIONS.items() if key in own})
-    return make(**options)
+        options[option] = replace(defaults[option], **{key: value for key, value in given.items() if key in own})
+    return policies.PRESETS[name](**options)
