@@ -11,6 +11,7 @@ import numpy as np
 
 from kvjax.pallas_kernels import QuantizedArray, Reduction
 
+CHIPS = {"v5e": (1 << 19, 1), "v5p": (1 << 20, 2), "v6e": (1 << 20, 1)}  # bytes of a tile's keys, and cores
 TOLERANCE = {"float32": (1e-5, 1e-4), "bfloat16": (1e-2, 2e-2), "float16": (1e-3, 2e-3)}  # by the dtype of the result
 DEFAULT_REDUCTION = Reduction()
 quantized = jax.jit(QuantizedArray.of, static_argnums=(1, 2))

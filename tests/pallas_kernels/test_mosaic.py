@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
 
 from kvjax.pallas_kernels import QuantizedArray, Reduction
 from tests.dense import assert_close, attention, context, left_padded
@@ -155,68 +154,6 @@ def test_slots_beyond_the_last_visible_tile_are_not_read(small_tiles):
     k, v = (np.where(beyond, np.float32(np.nan), x) for x in (k, v))
     for x, y in zip(clean[:2], attend(q, k, v, t, positions)[:2], strict=True):
         np.testing.assert_array_equal(x, y)
-
-
-@pytest.fixture
-def fetched(monkeypatch):
-    """A list that a kernel call fills with the number of its steps, and then with the number of blocks that it would
-    fetch of each operand. It runs nothing.
-
-    Mosaic fetches a block whenever a step's block differs from that of the step before.
-    """
-    counts, call = [], pl.pallas_call
-
-    def counting(body, *, grid_spec, **options):
-        kernel = call(body, grid_spec=grid_spec, **options)
-
-        def run(*operands):
-            scalars = [np.asarray(x) for x in operands[: grid_spec.num_scalar_prefetch]]
-            steps = np.indices([int(n) for n in grid_spec.grid]).reshape(len(grid_spec.grid), -1)
-            counts.append(steps.shape[1])
-
-            def blocks(spec):
-                return jax.vmap(lambda *step: jnp.stack(spec.index_map(*step, *map(jnp.asarray, scalars))))(*steps)
-
-            for each in jax.jit(lambda: [blocks(spec) for spec in grid_spec.in_specs])():
-                counts.append(1 + int(np.any(np.diff(np.asarray(each), axis=0), axis=1).sum()))
-            return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(kernel, *operands))
-
-        return run
-
-    monkeypatch.setattr(pl, "pallas_call", counting)
-    return counts
-
-
-@pytest.mark.slow
-def test_only_occupied_tiles_take_a_step_and_only_occupied_parts_are_fetched(fetched, small_tiles, monkeypatch):
-    """Parts have 128 entries. A head without entries takes a step and fetches nothing."""
-    bounds = np.array([[600, 1, 128, 129], [0, 300, 0, 512]])
-    q, k = np.zeros((2, 8, 1, 128), np.float32), np.zeros((2, 4, 600, 128), np.float32)
-    at = np.arange(600)
-    positions = np.where(at < bounds[..., None], at, -1)
-    slot.slot_attention(q, k, k, np.full((2, 1), 700), positions, scale=0.1, interpret=True)
-    steps, _, _, *parts = fetched
-    assert steps == np.maximum(-(-bounds // (4 * 128)), 1).sum() == 9
-    assert sum(parts[:4]) == sum(parts[4:8]) == (-(-bounds // 128)).sum()
-    assert parts[8] == (-(-bounds // (4 * 128))).sum()  # of positions, which are fetched by tile
-    fetched.clear()
-    # The segments of all heads lie one after another in one lane. Heads share the parts at their ends.
-    bounds = np.array([[1000, 1, 128, 129], [600, 300, 40, 512]])
-    sizes, pool = bounds + -bounds % 16, np.zeros((2, 1, 2048, 128), np.float32)
-    start = np.cumsum(sizes, axis=1) - sizes
-    given = np.full((2, 1), 2000), np.zeros((2, 1, 2048), np.int32), start, bounds
-    segment.segment_attention(q, pool, pool, *given, scale=0.1, interpret=True)
-    steps, _, _, *parts = fetched
-    assert steps == (-(-(start + bounds) // (8 * 128)) - start // (8 * 128)).sum() == 9
-    assert sum(parts[:8]) == sum(parts[8:16]) == (-(-(start + bounds)[:, -1] // 128)).sum()
-    fetched.clear()
-    # 256 queries in two blocks follow 300 cached slots. The first block sees 4 of 5 tiles of 128, the second sees all.
-    monkeypatch.setattr(by_position, "BLOCK_ROWS", 1)
-    monkeypatch.setattr(by_position, "MOST_TILE_KEYS", 128)
-    q, k = np.zeros((1, 2, 256, 128), np.float32), np.zeros((1, 2, 556, 128), np.float32)
-    t, p = np.arange(300, 556, dtype=np.int32)[None], np.broadcast_to(np.arange(556, dtype=np.int32), (1, 2, 556))
-    prompt.prompt_attention(q, k, k, t, p, scale=0.1, interpret=True)
-    assert fetched[3:5] == [2 * (4 + 5)] * 2
 
 
 @pytest.mark.parametrize(("tokens", "size"), [(17, 5), (300, 300), (2100, 130), (16_500, 700)])
