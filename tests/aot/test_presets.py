@@ -42,8 +42,6 @@ IN_CACHE = 3.5  # positions in the cache rotate all keys at each step
 # They read all keys to evict. A TPU's compiler may fetch these into its fast memory, where they are read twice and one
 # of them is overwritten, and write them back meanwhile.
 READING_KEYS = (KeyDifference, SimilarityMerge)
-# Its scores are products with slices of the queries in a loop, which XLA does not put into graphs.
-OUTSIDE_GRAPHS = (JointImportance,)
 
 # Of each preset, those with options that tests of other modules have, or its own defaults.
 EACH = [*POLICIES, *(name for name in PRESETS if not any(text.split(":")[0] == name for text in POLICIES))]
@@ -75,7 +73,7 @@ def test_presets_on_one_device(name: str, text: str) -> None:
     parts = (policy.score, policy.merge, policy.storage)
     hlo, loop, memory, keys, outside = answering(name, SINGLE_LAYERS[name], policy, 8, 1)
     assert not loop.collectives
-    assert bool(outside) == (name == "h200:1" and isinstance(policy.score, OUTSIDE_GRAPHS))
+    assert not outside
     anew = [times for kind, times in REWRITING.items() if any(isinstance(each, kind) for each in parts)]
     if policy.positions == "in_cache":
         anew.append(IN_CACHE)
