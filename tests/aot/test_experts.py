@@ -89,7 +89,8 @@ def test_no_matrix_of_an_expert_is_copied_in_a_step(name: str, batch: int, layer
         Counter({"all-reduce": 2 * layers + 1, "all-gather": 1}) if mesh.size > 1 else Counter()
     )
     assert loop.rewrites(MATRIX) == []
-    assert memory.temp_size_in_bytes < 0.015 * memory.argument_size_in_bytes
+    logits = batch * config.vocab_size * 4 if mesh.size > 1 else 0  # each device gathers those of all others
+    assert memory.temp_size_in_bytes < logits + 0.015 * memory.argument_size_in_bytes
     taken = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     assert taken + memory.temp_size_in_bytes < target(name).chip.memory
 
