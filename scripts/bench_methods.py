@@ -49,7 +49,8 @@ VARIANTS = {
 GOALS = {
     **dict.fromkeys(("snapkv", "pyramidkv", "morphkv", "tova"), 1.03),
     **dict.fromkeys(("kvzap", "fastkvzip"), 1.05),
-    **dict.fromkeys(("h2o", "kvmerger"), 1.6),
+    **dict.fromkeys(("h2o", "kvmerger", "cam", "d2o"), 1.2),
+    "keyformer": 2.0,
 }
 
 Run = Callable[[], Any]
