@@ -14,7 +14,6 @@ for kvjax mostly compilation. Tokens per second are those of all rows together. 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import multiprocessing
 import os
@@ -22,14 +21,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-SHARE = 0.25  # of the prompt, which SnapKV and MorphKV keep
-WINDOW = 32
+from bench_sides import SHARE, WINDOW
+
 SEED = 0
 
 
@@ -104,10 +102,7 @@ GPU = Machine(  # Llama-3.1-8B's shape
 SMALL = replace(
     CPU, layers=2, sizes={**CPU.sizes, "vocab_size": 1000, "hidden_size": 64, "mlp_size": 128, "head_dim": 8}
 )
-MACHINES = {machine.platform: machine for machine in (CPU, GPU)}
 SMOLLM2 = CPU.sizes | {"vocab_size": 49_152, "hidden_size": 576, "num_heads": 9, "num_kv_heads": 3}
-
-Measure = Callable[[dict[str, Any]], dict[str, float]]
 
 
 def make_model(folder: Path, machine: Machine, batch: int, prompt: int) -> None:
@@ -131,107 +126,13 @@ def make_model(folder: Path, machine: Machine, batch: int, prompt: int) -> None:
     np.save(folder / "prompts.npy", np.random.default_rng(SEED).integers(0, config.vocab_size, (batch, prompt)))
 
 
-def kvjax_side(folder: Path, machine: Machine) -> Measure:
-    import jax
-    import numpy as np
-
-    import kvjax
-
-    if jax.devices()[0].platform != machine.platform:
-        raise SystemExit(f"JAX has a {jax.devices()[0].platform} here: expected a {machine.platform}")
-    params, _ = kvjax.load(folder, dtype=machine.dtype)
-    prompts = np.load(folder / "prompts.npy").astype(np.int32)
-
-    def measure(request: dict[str, Any]) -> dict[str, float]:
-        out = kvjax.generate(
-            params,
-            prompts[: request["batch"], : request["prompt"]],
-            policy=kvjax.policies.parse(request["policy"]),
-            max_new_tokens=request["new"],
-        )
-        return {
-            "prefill_seconds": out.stats.prefill_seconds,
-            "decode_tokens_per_second": out.stats.decode_tokens_per_second,
-        }
-
-    return measure
-
-
-def peer_side(folder: Path, machine: Machine) -> Measure:
-    import numpy as np
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.generation.streamers import BaseStreamer
-    from transformers.utils.logging import disable_progress_bar
-
-    class Clock(BaseStreamer):
-        """Notes when each token arrives."""
-
-        def __init__(self) -> None:
-            self.times: list[float] = []
-
-        def put(self, value: torch.Tensor) -> None:
-            self.times.append(time.perf_counter())
-
-        def end(self) -> None:
-            pass
-
-    disable_progress_bar()
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    device = torch.device("cuda" if machine.platform == "gpu" else "cpu")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, machine.dtype)).eval().to(device)
-    prompts = torch.from_numpy(np.load(folder / "prompts.npy")).to(device)
-
-    @torch.inference_mode()
-    def measure(request: dict[str, Any]) -> dict[str, float]:
-        prompt, new, clock = prompts[: request["batch"], : request["prompt"]], request["new"], Clock()
-        press: contextlib.AbstractContextManager = contextlib.nullcontext()
-        if request["name"] == "snapkv":
-            import kvpress
-
-            press = kvpress.SnapKVPress(1 - SHARE, window_size=WINDOW)(model)
-        with press:
-            out = model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                do_sample=False,
-                min_new_tokens=new,
-                max_new_tokens=new,
-                streamer=clock,
-                return_dict_in_generate=True,
-            )
-        expected = new - 1 + (request["budget"] if request["name"] == "snapkv" else request["prompt"])
-        held = out.past_key_values.layers[0].keys.shape[2]
-        if held != expected:
-            raise RuntimeError(f"the peer's cache holds {held} tokens, not {expected}: nothing comparable was measured")
-        start, first, *_, last = clock.times  # the streamer is handed the prompt before it is read
-        return {
-            "prefill_seconds": first - start,
-            "decode_tokens_per_second": request["batch"] * (new - 1) / (last - first),
-        }
-
-    return measure
-
-
-SIDES = {"kvjax": kvjax_side, "peer": peer_side}
-
-
-def serve(side: str, folder: Path, machine: Machine) -> None:
-    """Answers each line of standard input, a request in JSON, with a measurement in JSON."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # libraries may print
-    measure = SIDES[side](folder, machine)
-    for line in sys.stdin:
-        start = time.perf_counter()
-        result = measure(json.loads(line))
-        print(json.dumps(result | {"wall_seconds": time.perf_counter() - start}), file=answers, flush=True)
-
-
 class Side:
     """A process that serves measurements."""
 
     def __init__(self, name: str, python: str, folder: Path, machine: Machine):
         self.name = name
-        command = [python, __file__, "--serve", name, "--machine", machine.platform, "--folder", str(folder)]
+        script = Path(__file__).with_name("bench_sides.py")
+        command = [python, str(script), name, str(folder), machine.platform, machine.dtype]
         environment = os.environ | {
             "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
             "JAX_ENABLE_COMPILATION_CACHE": "0",  # the first call is to be a cold one
@@ -319,12 +220,7 @@ def main(description: str | None = __doc__, machine: Machine = CPU) -> None:
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--smollm2", action="store_true", help="a model of SmolLM2-135M's shape; on a CPU only")
     shape.add_argument("--small", action="store_true", help="a small model, on the CPU of any machine")
-    parser.add_argument("--serve", choices=SIDES, help=argparse.SUPPRESS)
-    parser.add_argument("--machine", choices=MACHINES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.serve:
-        serve(arguments.serve, arguments.folder, MACHINES[arguments.machine])
-        return
     if arguments.peer_only and not arguments.peer_python:
         parser.error("--peer-only needs --peer-python")
     if int(arguments.prompt * SHARE) <= max(WINDOW, arguments.new):

@@ -25,8 +25,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from bench_kernels import HEADS, Case, attention, check, reference, scores, several, slots_of
+from bench_kernels import check, reference, several
 from device_time import seconds
+from kernel_cases import HEADS, Case, attention, scores, slots_of
 
 from kvjax import pallas_kernels
 from kvjax.pallas_kernels import QuantizedArray

@@ -1,12 +1,8 @@
 """The benchmark of kernels runs anywhere, and times nothing that is wrong."""
 
-import importlib
-import importlib.util
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,21 +11,14 @@ import jax.numpy as jnp
 import pytest
 
 from kvjax import pallas_kernels
+from tests import scripts
 
 Case = Any  # of the script
-SCRIPT = Path(__file__).parent.parent / "scripts" / "bench_kernels.py"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def script() -> ModuleType:
-    sys.path.insert(0, str(SCRIPT.parent))
-    spec = importlib.util.spec_from_file_location("bench_kernels", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look names up
-    spec.loader.exec_module(module)
-    return module
+    return scripts.script("bench_kernels")
 
 
 @pytest.mark.slow
@@ -72,8 +61,9 @@ def production(script: ModuleType) -> Case:
     The scale is a power of two, because the reference rounds scaled queries to bfloat16.
     """
     sizes = {"batch": 1, "heads": 2, "slots": 2048, "rows": 1, "group": 4, "head_dim": 64}
-    draw = partial(script.slots_of, **sizes, dtype=jnp.bfloat16)
-    return script.Case("slot_attention", {}, partial(script.attention, scale=0.125), draw, (0, "bytes"))
+    kinds = scripts.script("kernel_cases")
+    draw = partial(kinds.slots_of, **sizes, dtype=jnp.bfloat16)
+    return kinds.Case("slot_attention", {}, partial(kinds.attention, scale=0.125), draw, (0, "bytes"))
 
 
 @pytest.mark.parametrize("fault", [zero, nan, swapped_heads])
@@ -134,7 +124,7 @@ def test_dropped_slots_fail_the_check(script: ModuleType) -> None:
         script.check(replace(case, call=without), arrays, script.reference(case, arrays))
 
 
-def test_kernels_are_timed_on_gpus_only(script: ModuleType) -> None:
-    device_time = importlib.import_module("device_time")
+def test_kernels_are_timed_on_gpus_only() -> None:
+    device_time = scripts.script("device_time")
     with pytest.raises(RuntimeError, match="timed by CUPTI on NVIDIA's GPUs; this is cpu"):
         device_time.kernels(jax.jit(lambda x: x + 1), 1)

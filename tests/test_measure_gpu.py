@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -13,7 +12,8 @@ from types import ModuleType
 
 import pytest
 
-SCRIPTS = Path(__file__).parent.parent / "scripts"
+from tests import scripts
+
 # A command that starts another, whose number it prints.
 LONG = """
 import subprocess, sys, time
@@ -24,12 +24,7 @@ time.sleep(60)
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("measure_gpu", SCRIPTS / "measure_gpu.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)  # where dataclasses look names up
-    spec.loader.exec_module(module)
+    module = scripts.script("measure_gpu")
     stages = {
         "good": module.Stage(("-c", "print('first')"), ()),
         "bad": module.Stage(("-c", "raise SystemExit('no GPU')"), ()),
@@ -123,8 +118,8 @@ def test_without_a_gpu_nothing_begins(
 
 @pytest.mark.slow
 def test_the_decoding_benchmark_runs_on_any_machine(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPTS / "bench_decode.py"), "--small", "--layers", "1", "--repeats", "1"]
-    environment = os.environ | {"PYTHONPATH": str(SCRIPTS.parent), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(scripts.SCRIPTS / "bench_decode.py"), "--small", "--layers", "1", "--repeats", "1"]
+    environment = os.environ | {"PYTHONPATH": str(scripts.SCRIPTS.parent), "JAX_PLATFORMS": "cpu"}
     command += ["--case", "prefill", "flat", "prompt"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
@@ -133,12 +128,7 @@ def test_the_decoding_benchmark_runs_on_any_machine(tmp_path: Path) -> None:
 
 
 def test_commands_name_files_that_exist() -> None:
-    spec = importlib.util.spec_from_file_location("measure_gpu_stages", SCRIPTS / "measure_gpu.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    module = scripts.script("measure_gpu")
     files = [part for stage in module.STAGES.values() for part in stage.command if part.endswith(".py")]
     assert files
     assert [file for file in files if not (module.ROOT / file).exists()] == []

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
 from types import ModuleType
 
 import jax
 import pytest
 
-SCRIPTS = Path(__file__).parent.parent / "scripts"
+from tests import scripts
 
 
 @pytest.fixture
 def script(monkeypatch) -> ModuleType:
-    monkeypatch.syspath_prepend(SCRIPTS)
-    spec = importlib.util.spec_from_file_location("tune_kernels", SCRIPTS / "tune_kernels.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = scripts.script("tune_kernels")
     kept: dict[str, dict[str, list[int]]] = {}
     monkeypatch.setattr(module, "table", lambda: kept)
     return module
