@@ -22,16 +22,16 @@ ratios               not recorded
 longer               18
 longest              14
 grid                 20
-values               24
+values               31
 pooling              not recorded
 needles_unknown      not recorded
-later_unknown        not recorded
+later_unknown        32, of 30 prompts
 gates                not recorded
 retention            not recorded
 language             not recorded
 language_8192        44
 answers              not recorded
-speed                not recorded
+speed                13, on two cores
 search_seen          not recorded
 search_unknown       70
 search_answers       40
