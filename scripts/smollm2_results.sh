@@ -25,7 +25,7 @@ grid                 20
 values               31
 pooling              not recorded
 needles_unknown      not recorded
-later_unknown        32, of 30 prompts
+later_unknown        35, of 30 prompts
 gates                not recorded
 retention            not recorded
 language             not recorded
