@@ -38,14 +38,19 @@ class Stage:
         small: further arguments of a rehearsal.
         environment: variables that are set for it.
         suffix: of the output's file.
-        peer: "no"; "runs": PEER_PYTHON runs the command; "beside": the command starts PEER_PYTHON.
+        python: the interpreter, "{python}" for this one or "{peer}".
     """
 
     command: tuple[str, ...]
     small: tuple[str, ...] = ("--small",)
     environment: dict[str, str] = field(default_factory=dict)
     suffix: str = "jsonl"
-    peer: str = "no"
+    python: str = "{python}"
+
+    @property
+    def compares(self) -> bool:
+        """Whether the stage needs PEER_PYTHON."""
+        return any("{peer}" in part for part in (self.python, *self.command))
 
 
 def tests(*names: str) -> Stage:
@@ -87,11 +92,10 @@ STAGES = {
     "dynamickv": decode("--case", "dynamickv"),
     "batch": decode("--case", "batch"),
     "flat": decode("--case", "flat", "--repeats", "3"),
-    "transformers": Stage(("scripts/bench_transformers.py",), peer="runs"),
+    "transformers": Stage(("scripts/bench_transformers.py",), python="{peer}"),
     "peers": Stage(
         ("scripts/bench_gpu.py", "--repeats", "3", "--case", "full", "snapkv", "--peer-python", "{peer}"),
         ("--small", "--batch", "1", "--prompt", "512", "--new", "32"),
-        peer="beside",
     ),
     # These run only if they are chosen. No GPU has run them yet, so they come last: one may end the process or hang.
     "mosaic_gpu": tests("mosaic_gpu"),
@@ -103,9 +107,9 @@ def run(name: str, out: Path, *, small: bool, seconds: float) -> bool:
     """Runs a stage to its end, or for `seconds`. Returns whether it succeeded."""
     stage, started = STAGES[name], time.monotonic()
     log, errors = out.resolve() / f"{name}.{stage.suffix}", out.resolve() / f"{name}.err"
-    peer = os.environ.get("PEER_PYTHON", "")
-    command = [part.format(peer=peer, out=log) for part in stage.command]
-    command = [peer if stage.peer == "runs" else sys.executable, *command, *(stage.small if small else ())]
+    names = {"python": sys.executable, "peer": os.environ.get("PEER_PYTHON", ""), "out": log}
+    command = [part.format(**names) for part in (stage.python, *stage.command)]
+    command += stage.small if small else ()
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(out.resolve().with_name(f"{out.name}_compiled")))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     environment |= {"PYTHONUNBUFFERED": "1", "JAX_COMPILATION_CACHE_DIR": cache} | stage.environment
@@ -130,7 +134,7 @@ def run(name: str, out: Path, *, small: bool, seconds: float) -> bool:
 def lacking(names: list[str], *, small: bool) -> str | None:
     """What the stages need and this machine does not have, found out in processes of their own."""
     peer = os.environ.get("PEER_PYTHON")
-    compared = [name for name in names if STAGES[name].peer != "no"]
+    compared = [name for name in names if STAGES[name].compares]
     if compared and not peer:
         needed = "expected an interpreter with torch, transformers and kvpress"
         return f"{', '.join(compared)}: PEER_PYTHON is not set; {needed}"
@@ -155,7 +159,7 @@ def main() -> None:
     for name in arguments.stage or STAGES:
         if (arguments.out / f"{name}.done").exists():
             print(f"{name}: done before")
-        elif not arguments.stage and STAGES[name].peer != "no" and "PEER_PYTHON" not in os.environ:
+        elif not arguments.stage and STAGES[name].compares and "PEER_PYTHON" not in os.environ:
             print(f"{name}: left out; it needs PEER_PYTHON")
         else:
             names.append(name)

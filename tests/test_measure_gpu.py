@@ -29,7 +29,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         "good": module.Stage(("-c", "print('first')"), ()),
         "bad": module.Stage(("-c", "raise SystemExit('no GPU')"), ()),
         "long": module.Stage(("-c", LONG), ()),
-        "peer": module.Stage(("-c", "print('peer')"), (), peer="runs"),
+        "peer": module.Stage(("-c", "print('peer')"), (), python="{peer}"),
     }
     monkeypatch.setattr(module, "STAGES", stages)
     return module
