@@ -70,7 +70,7 @@ def main() -> None:
         raise SystemExit(f"--tokens {given.tokens}: expected a multiple of {BLOCK}")
     params, tokenizer = kvjax.load(given.model)
     texts = cut(given.essays, tokenizer, tokens=given.tokens, texts=given.texts)
-    setting = {"model": given.model, "tokens": given.tokens, "texts": given.texts}
+    setting = {"model": given.model, "essays": str(given.essays), "tokens": given.tokens, "texts": given.texts}
     lines = MeasuredLines(given.out / "language.jsonl", setting, key=("policy", "text"))
     for name in dict.fromkeys(p.format(budget=b) for p in given.policies for b in given.budgets):
         if all((name, i) in lines for i in range(given.texts)):

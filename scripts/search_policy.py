@@ -85,9 +85,8 @@ class Sample:
 class Measured:
     """The bits per counted token of every policy and sample, kept in a file."""
 
-    def __init__(self, params: Decoder, tokenizer: Any, path: Path, model: str):
-        self._params, self._tokenizer = params, tokenizer
-        self._lines = MeasuredLines(path, {"model": model}, key=("policy", "sample"))
+    def __init__(self, params: Decoder, tokenizer: Any, lines: MeasuredLines):
+        self._params, self._tokenizer, self._lines = params, tokenizer, lines
 
     def __call__(self, policies: Sequence[kvjax.Policy], samples: Sequence[Sample]) -> Float[np.ndarray, "P N 2"]:
         """Bits per counted token, and 1 where greedy decoding writes all of them."""
@@ -123,22 +122,23 @@ def main() -> None:
     budget = int(given.budget) if given.budget > 1 else given.budget
     if given.data is None and (given.model != "demo" or given.use == "answers"):
         raise SystemExit(f"DATA is missing: expected the folder with {ESSAYS}")
-    if constant and isinstance(budget, float):
+    if constant and isinstance(budget, float) and not given.compare:
         raise SystemExit(f"--budget {budget}: expected a number of entries for {given.use}")
     if given.seed < 0:
         raise SystemExit(f"--seed {given.seed}: expected an integer >= 0")
-    space = (
-        of_answers(budget)
-        if isinstance(budget, int) and constant
-        else of_prompts(budget, instructed=given.model != "demo")
-    )
+    try:
+        policies = {text: kvjax.policies.parse(text) for text in given.compare or ()}
+    except ValueError as error:
+        raise SystemExit(f"--compare: {error}") from None
+    space = None if policies else space_of(budget, constant, instructed=given.model != "demo")
     asked = {"model": given.model, "data": given.data, "seed": given.seed}
     grid = Grid.of({**asked, "policies": ["full"], "tasks": ["demo/needle"]})
     params, tokenizer = load_model(grid)
-    measured = Measured(params, tokenizer, given.out / f"{given.use}.jsonl", given.model)
+    setting = {"model": given.model, "data": given.data}
+    lines = MeasuredLines(given.out / f"{given.use}.jsonl", setting, key=("policy", "sample"))
+    measured = Measured(params, tokenizer, lines)
     samples = partial(samples_of, grid, tokenizer, given.use, given.length, given.samples)
-    if given.compare:
-        policies = {text: kvjax.policies.parse(text) for text in given.compare}
+    if space is None:
         for half in ("search", "confirm"):
             print(f"\n{half}\n\n{compared(policies, measured, samples(half))}", flush=True)
         return
@@ -146,6 +146,14 @@ def main() -> None:
     presets = {text: kvjax.policies.parse(text) for text in space.presets}
     policies = {"the search's": best, "full": kvjax.policies.full(), **presets}
     print(compared(policies, measured, samples("confirm")))
+
+
+def space_of(budget: int | float, constant: bool, instructed: bool) -> Space:
+    """The space of a use. Ends the program if the budget is too small for a policy of it."""
+    try:
+        return of_answers(int(budget)) if constant else of_prompts(budget, instructed)
+    except ValueError as error:
+        raise SystemExit(f"--budget {budget}: {error}") from None
 
 
 def samples_of(grid: Grid, tokenizer: Any, use: str, length: int, count: int, half: str) -> list[Sample]:

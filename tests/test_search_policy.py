@@ -135,12 +135,32 @@ def test_a_change_must_help_by_more_than_its_interval(search, of_prompts) -> Non
     assert search.climbed(replace(of_prompts, parts={"window": only}), measured, 2) == of_prompts.start
 
 
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--use", "answers"], "DATA is missing"),
+        (["--use", "dialogue"], "--budget 0.1: expected a number of entries for dialogue"),
+        (["--use", "dialogue", "--budget", "4"], "--budget 4: a budget of 4 entries is smaller than"),
+        (["--use", "seen", "--compare", "snapkv:budgets=1"], "--compare: .*budgets"),
+        (["--use", "seen", "--seed", "-1"], "--seed -1: expected an integer >= 0"),
+    ],
+)
+def test_what_it_does_not_accept(search, monkeypatch, tmp_path, options, error) -> None:
+    monkeypatch.setattr("sys.argv", ["search_policy.py", "demo", *options, "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match=error):
+        search.main()
+
+
 @pytest.mark.slow
 def test_the_second_call_measures_what_is_missing(search, demo, tmp_path, monkeypatch) -> None:
     params, tokenizer = demo
     samples = search.samples_of(GRID, tokenizer, "seen", 256, 1, "search")
     policies = [kvjax.policies.snapkv(0.5, window=8), kvjax.policies.knorm(0.5)]
-    first = search.Measured(params, tokenizer, tmp_path / "x.jsonl", "demo")(policies[:1], samples)
+
+    def lines() -> object:
+        return script("measured_lines").MeasuredLines(tmp_path / "x.jsonl", {"model": "demo"}, ("policy", "sample"))
+
+    first = search.Measured(params, tokenizer, lines())(policies[:1], samples)
     asked, measure = [], search.measure
 
     def watched(*args):
@@ -148,6 +168,6 @@ def test_the_second_call_measures_what_is_missing(search, demo, tmp_path, monkey
         return measure(*args)
 
     monkeypatch.setattr(search, "measure", watched)
-    both = search.Measured(params, tokenizer, tmp_path / "x.jsonl", "demo")(policies, samples)
+    both = search.Measured(params, tokenizer, lines())(policies, samples)
     assert asked == [[policies[1]]]
     np.testing.assert_array_equal(both[0], first[0])
