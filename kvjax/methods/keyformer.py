@@ -107,7 +107,7 @@ class NoisyAttention(Score):
         lse = pad(finite_or_zero(lse).reshape(B, H, G, W), -W % rows, axis=3)
         positions = pad(attended.positions, -W % rows, axis=1, value=-1)
         held = pad(entries.positions, -M % size, axis=2, value=-1)
-        keys = jnp.swapaxes(pad(entries.keys, -M % size, axis=2), 2, 3)
+        keys = pad(entries.keys, -M % size, axis=2)
         bias = None if entries.bias is None else pad(entries.bias, -M % size, axis=2)
         of_query = query_bits(self._keys(attended, H, G)[:, :, None], positions[:, None, None])
         of_entry = position_bits(held)
@@ -119,8 +119,8 @@ class NoisyAttention(Score):
             """(logits + g - log-sum-exp) / tau of a block of queries and a tile of entries."""
             own = partial(jax.lax.dynamic_slice_in_dim, start_index=block * rows, slice_size=rows)
             near = partial(tile_of, tile)
-            q, k = own(queries, axis=3), near(keys, axis=3)
-            logits = jnp.einsum("BHGRD,BHDM->BHGRM", q, k, preferred_element_type=jnp.float32)
+            q, k = own(queries, axis=3), near(keys, axis=2)
+            logits = jnp.einsum("BHGRD,BHMD->BHGRM", q, k, preferred_element_type=jnp.float32)
             logits = capped(logits, attended.layer.softcap) - own(lse, axis=3)[..., None]
             if bias is not None:
                 logits = logits + near(bias, axis=2)[:, :, None, None]

@@ -35,19 +35,17 @@ REWRITING: dict[type, float] = {
     JointImportance: 5,  # it compares normalised keys in float32 whenever it evicts
     GlobalAttention: 5,  # the same
     DistancePreference: 1.5,  # it computes norms of all pairs of channels in float32 whenever it evicts
-    NoisyAttention: 1.5,  # it turns all keys around at each step, for products that no kernel computes
     SalientCodes: 2.5,  # codes become arrays, one layer at a time
 }
 IN_CACHE = 3.5  # positions in the cache rotate all keys at each step
-# They read all keys to evict. A TPU's compiler may fetch these into its fast memory, where they are read twice and one
-# of them is overwritten, and write them back meanwhile.
-READING_KEYS = (KeyDifference, SimilarityMerge)
+# They read all keys without a kernel. A TPU's compiler may fetch these into its fast memory, where they are read twice
+# and one of them is overwritten, and write them back meanwhile.
+READING_KEYS = (KeyDifference, NoisyAttention, SimilarityMerge)
 
 # Of each preset, those with options that tests of other modules have, or its own defaults.
 EACH = [*POLICIES, *(name for name in PRESETS if not any(text.split(":")[0] == name for text in POLICIES))]
-# tests/aot/test_steps.py compiles larger programs of full and morphkv for the H200. The scores of keyformer take the
-# kernels of h2o, which adakv has here.
-H200_PRESETS = [text for text in DISTINCT if not text.startswith(("full", "morphkv", "keyformer"))]
+# tests/aot/test_steps.py compiles larger programs of full and morphkv for the H200.
+H200_PRESETS = [text for text in DISTINCT if not text.startswith(("full", "morphkv"))]
 # Presets that store entries in forms of their own, or evict by what no policy above looks at.
 H200_PRESETS += ["fastgen", "gkv", "keydiff_codes", "lacache", "quantize", "rkv", "think", "zipcache"]
 
