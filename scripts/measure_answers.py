@@ -10,8 +10,8 @@ MODEL is what `kvjax.load` takes; its chat template forms the prompts. Two thing
   distributions is recorded at each token, in bits.
 
 Answers are sampled with a seed. Results are appended to OUT/answers.jsonl, one line per policy, budget and request; a
-second call computes what is missing. The output is the table of all lines of this model, length, seed and number of
-requests.
+second call computes what is missing. The output is two tables of all lines of this model, length, seed and number of
+requests: one with halves of each answer, and one with the divergence by position.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ POLICIES = (
 )
 SAMPLER = kvjax.Sampler(temperature=0.8, top_p=0.95)
 BLOCK = 128  # tokens per call, whose mean divergence is stored
+SPAN = 2  # blocks of a column of the table by position
 
 
 def main() -> None:
@@ -97,7 +98,7 @@ def main() -> None:
             for i in range(len(prompts))
         )
         print(f"{name}: {np.nanmean(apart):.4f} bits apart", flush=True)
-    print(table(lines))
+    print(f"\n{table(lines)}\n\n{by_position(lines)}")
 
 
 def prompt_of(tokenizer: Any, text: str) -> list[int]:
@@ -153,6 +154,26 @@ def table(lines: Iterable[Mapping[str, Any]]) -> str:
         cells.append("{:.1f} ±{:.1f}".format(*interval(100 * repeated)))
         cells.append(f"{np.mean([line['length'] for line in some]):.0f}")
         cells += [f"{some[0]['tokens_per_second']:.1f}", f"{some[0]['cache_bytes'] / 1e6:.1f}"]
+        rows.append(f"| `{policy}` | " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def by_position(lines: Iterable[Mapping[str, Any]]) -> str:
+    """A table of the divergence in each span of tokens, over the answers that reach it."""
+    found: dict[str, list[Any]] = defaultdict(list)
+    for line in lines:
+        found[line["policy"]].append(line["divergence"])
+    each = {policy: np.array(some, float) for policy, some in found.items()}
+    starts = range(0, max((apart.shape[1] for apart in each.values()), default=0), SPAN)
+    spans = {
+        policy: [[np.nanmean(row) for row in apart[:, s : s + SPAN] if not np.isnan(row).all()] for s in starts]
+        for policy, apart in each.items()
+    }
+    reach = [max((len(some[i]) for some in spans.values()), default=0) for i in range(len(starts))]
+    names = [f"tokens {s * BLOCK + 1:,} to {(s + SPAN) * BLOCK:,}: {n}" for s, n in zip(starts, reach, strict=True)]
+    rows = ["| KL, policy | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
+    for policy, some in spans.items():
+        cells = ["{:.3f} ±{:.3f}".format(*interval(np.array(span))) if span else "" for span in some]
         rows.append(f"| `{policy}` | " + " | ".join(cells) + " |")
     return "\n".join(rows)
 

@@ -26,14 +26,17 @@ values               31
 pooling              not recorded
 needles_unknown      not recorded
 later_unknown        35, of 30 prompts
+longer_unknown       NN
+grid_unknown         NN
 gates                not recorded
 retention            not recorded
 language             not recorded
 language_8192        44
 answers              not recorded
 speed                13, on two cores
-search_seen          not recorded
-search_unknown       70
+bits_seen            not recorded
+search_seen          33
+search_unknown       103
 search_answers       40
 search_dialogue      100
 END
@@ -99,13 +102,13 @@ show() { # STEP COMMAND...
     mv "$output.part" "$output"
 }
 
-search() { # USE OPTION...
-    show "search_$1" python scripts/search_policy.py "$model" "$data" --use "$1" --out "runs/smollm2/search_$1" "${@:2}"
+search() { # STEP USE OPTION...
+    show "$1" python scripts/search_policy.py "$model" "$data" --use "$2" --out "runs/smollm2/$1" "${@:3}"
 }
 
 # 8 and 4 bits hold 1.88 and 3.56 times the entries of a tenth in the same bytes.
-search_seen() {
-    search seen --compare snapkv:budget=0.1,kernel=31 full \
+bits_seen() {
+    search bits_seen seen --compare snapkv:budget=0.1,kernel=31 full \
         quantize:policy=snapkv,policy.budget=0.1882,policy.kernel=31,bits=8 \
         quantize:policy=dynamickv,policy.budget=0.1882,policy.kernel=31,bits=8 \
         quantize:policy=snapkv,policy.budget=0.3556,policy.kernel=31,bits=4 \
@@ -118,7 +121,7 @@ for step in ${*:-$names}; do
     echo "$step"
     out="runs/smollm2/$step"
     case "$step" in
-        train_* | statistics | search_seen) "$step" ;;
+        train_* | statistics | bits_seen) "$step" ;;
         later)
             train_fastkvzip
             train_kvzap
@@ -147,8 +150,8 @@ for step in ${*:-$names}; do
             ;;
         answers) show "$step" python scripts/measure_answers.py "$model" --out "$out" ;;
         speed) show "$step" python scripts/bench_answers.py "$model" --out "$out" ;;
-        search_unknown) search unknown --budget 0.1 --samples 8 ;;
-        search_*) search "${step#search_}" --budget 128 --length 512 --samples 8 --rounds 1 ;;
+        search_seen | search_unknown) search "$step" "${step#search_}" --budget 0.1 --samples 8 ;;
+        search_*) search "$step" "${step#search_}" --budget 128 --length 512 --samples 8 --rounds 1 ;;
         *) evaluate "$step" "$data" ;;
     esac
 done

@@ -22,6 +22,21 @@ def test_the_table_of_answers_divides_each_answer_in_halves() -> None:
     ]
 
 
+def test_the_table_by_position_has_the_answers_that_reach_it() -> None:
+    lines = [
+        {"policy": "full", "divergence": [0.0] * 4},
+        {"policy": "h2o", "divergence": [0.25, 0.75, 1.0, 2.0]},
+        {"policy": "h2o", "divergence": [0.5, 0.5, 1.5, None]},
+        {"policy": "h2o", "divergence": [0.5, None, None, None]},
+    ]
+    assert answers.by_position(lines).splitlines() == [
+        "| KL, policy | tokens 1 to 256: 3 | tokens 257 to 512: 2 |",
+        "|---|---:|---:|",
+        "| `full` | 0.000 ±0.000 | 0.000 ±0.000 |",
+        "| `h2o` | 0.500 ±0.000 | 1.500 ±0.000 |",
+    ]
+
+
 def test_the_table_of_speeds_pairs_the_policies_of_a_turn() -> None:
     found = {"full": [10.0, 20.0, 40.0], "h2o": [20.0, 30.0, 50.0]}
     lines = [
