@@ -18,15 +18,17 @@ POWERS = (1.0, 0.69314706, 0.24022235, 0.055506784, 0.009671962, 0.0013274633)
 
 
 def exp(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns e^x of float32 numbers x < 88. The result is 0 for x < -87.3.
+    """Returns e^x of float32 numbers x < 88. The result is 0 for x < -87.7.
 
     On a CPU it takes half the time of XLA's function, and less where XLA fuses it with other operations. The relative
     error is at most 3e-7 + 1e-7 |x|.
     """
     if platform() != "cpu":
         return jnp.exp(x)
-    x = jnp.maximum(x * math.log2(math.e), -127.0)  # where the exponent's bits are 0
+    x = x * math.log2(math.e)
     nearest = jax.lax.bitcast_convert_type(x + ROUND, jnp.int32) - ROUND_BITS
     fraction = x - nearest.astype(jnp.float32)
     polynomial = reduce(lambda total, power: total * fraction + power, reversed(POWERS), jnp.zeros_like(x))
-    return jax.lax.bitcast_convert_type((nearest + 127) << 23, jnp.float32) * polynomial
+    # XLA sums rows by a library, which may take the products before a sum into its own loop and compute the exponentials
+    # a second time, in ten times the time. It takes no selection.
+    return jnp.where(x < -126.5, 0.0, jax.lax.bitcast_convert_type((nearest + 127) << 23, jnp.float32) * polynomial)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from jaxtyping import Array, Float, Int
 
@@ -25,6 +25,8 @@ def attention(
 ) -> tuple[Float[Array, "B Hq N D"], Float[Array, "B Hq N"], dict[Received, Array]]:
     """Context and log-sum-exp of new tokens, and of what a score asks to be shown, what the same pass computes.
 
+    Nobody looks at what the tokens of a replay receive, which leave no entries.
+
     Args:
         entries: the cached entries, and the new tokens' own behind them; as arrays.
         wishes: what the score that observes asks for.
@@ -33,8 +35,8 @@ def attention(
     served = [wish for wish in wishes if wish.shown(call, before) and _in_one_pass(wish, layer, heads)]
     arrays = q, entries.keys, entries.values, positions, entries.positions
     if served:
-        reductions = tuple(wish.reduction for wish in served)
-        context, lse, sums = scored_attention(*arrays, **layer.logits, bias=entries.bias, reductions=reductions)
+        asked: dict[str, Any] = {"reductions": tuple(wish.reduction for wish in served), "own": call != "replays"}
+        context, lse, sums = scored_attention(*arrays, **layer.logits, bias=entries.bias, **asked)
     else:
         context, lse = prompt_attention(*arrays, **layer.logits, bias=entries.bias)
         sums = ()

@@ -101,6 +101,7 @@ def blocked(
     softcap: float | None = None,
     bias: Float[Array, "B H M"] | None = None,
     reductions: Sequence[Reduction] = (),
+    own: bool = True,
 ) -> tuple[Float[Array, "B Hq N D"], Float[Array, "B Hq N"], tuple[Float[Array, "B H *G M"], ...]]:
     """What `scored_attention` returns; `prompt_attention` returns the first two."""
     B, Hq, N, D = q.shape
@@ -119,7 +120,8 @@ def blocked(
         None if bias is None else bias.reshape(-1, P, M),
     )
     runs = [Run(first, length) for first, length in ((0, M - N), (M - N, N)) if length]
-    shapes = [(run.tiles(run.length), P, G * block, run.size) for run in runs if reductions]
+    scored = (runs if own or len(runs) == 1 else runs[:-1]) if reductions else []
+    shapes = [(run.tiles(run.length), P, G * block, run.size) for run in scored]
     # What is kept is written before it is read. Its first contents come from the layer's queries: of contents that are
     # the same in all layers of a program, XLA holds a copy for each layer at once.
     any_number = q[0, 0, 0, 0].astype(jnp.float32)
@@ -175,7 +177,7 @@ def _attend(
     def query_block(
         carry: tuple[list[Kept], list[Array]], i: Array
     ) -> tuple[tuple[list[Kept], list[Array]], tuple[Array, Array]]:
-        kept, totals = carry
+        kept, totals = carry  # `kept` is of all runs, of the first one, or of none
         queries = jax.lax.dynamic_slice_in_dim(q, i * block, block, axis=2).reshape(P, G * block, D)
         t_rows = jax.lax.dynamic_slice_in_dim(t, i * block, block, axis=1)
         running = RunningSoftmax(
@@ -201,7 +203,7 @@ def _attend(
         total = jnp.where(running.total == 0, 1.0, running.total)
         context, lse = (running.out / total[..., None]).astype(v.dtype), running.peak + jnp.log(total)
         shift = jnp.where(jnp.isneginf(lse), jnp.inf, lse)  # a query that sees nothing gives no weight
-        for run, number, held in zip(runs, numbers, written, strict=True) if reductions else ():
+        for run, number, held in zip(runs, numbers, written, strict=False):
 
             def reduce_tile(j: Array, totals: list[Array], run: Run = run, held: Kept = held) -> list[Array]:
                 weights = held.scaled(j, shift)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxtyping import Array, Float, Int
 
 from ..prompt_attention.blocked import blocked
@@ -20,15 +22,16 @@ def scored_attention(
     window: int | None = None,
     softcap: float | None = None,
     bias: Float[Array, "B H M"] | None = None,
+    own: bool = True,
 ) -> tuple[Float[Array, "B Hq N D"], Float[Array, "B Hq N"], tuple[Float[Array, "B H *G M"], ...]]:
     """What `prompt_attention` returns, bit by bit, and what `window_scores` computes from it in a second pass.
 
     Args:
         reductions: of the weights of all N queries. "mean" over queries is not served.
+        own: whether what the last N keys received is asked for, too. If not, and there are others, their scores are 0.
 
     Returns:
         Context and log-sum-exp, and the float32 scores of each reduction, [B, H, M], or [B, H, G, M] with group="none".
     """
-    return blocked(
-        q, k, v, q_positions, k_positions, scale=scale, window=window, softcap=softcap, bias=bias, reductions=reductions
-    )
+    logits: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "bias": bias}
+    return blocked(q, k, v, q_positions, k_positions, **logits, reductions=reductions, own=own)

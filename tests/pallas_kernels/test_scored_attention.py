@@ -89,6 +89,23 @@ def test_a_score_does_not_depend_on_the_others(name):
         np.testing.assert_array_equal(alone, all_scores[i])
 
 
+@pytest.mark.parametrize("name", ["short", "short over slots", "long over slots", "bfloat16"])
+def test_what_earlier_keys_received_alone(name):
+    """Contexts and the earlier keys' scores have the same bits; the new ones' are 0, unless there are no others."""
+    *sizes, options, dtype = PROBLEMS[name]
+    arrays, slots = problem(*sizes, dtype), sizes[4]
+    of_all, earlier = (
+        compiled(scored_attention, *arrays, scale=0.35, **options, reductions=REDUCTIONS, own=own)
+        for own in (True, False)
+    )
+    for one, other in zip(of_all[:2], earlier[:2], strict=True):
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+    for one, other in zip(of_all[2], earlier[2], strict=True):
+        np.testing.assert_array_equal(one[..., : slots or None], other[..., : slots or None])
+        assert np.any(one[..., slots:])
+        assert np.any(other[..., slots:]) == (slots == 0)
+
+
 @pytest.mark.parametrize(
     ("new", "slots", "window"), [(1, 0, None), (8, 16, None), (29, 0, 5), (13, 37, None), (40, 5, 14)]
 )
