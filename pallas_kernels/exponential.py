@@ -29,6 +29,6 @@ def exp(x: Float[Array, "..."]) -> Float[Array, "..."]:
     nearest = jax.lax.bitcast_convert_type(x + ROUND, jnp.int32) - ROUND_BITS
     fraction = x - nearest.astype(jnp.float32)
     polynomial = reduce(lambda total, power: total * fraction + power, reversed(POWERS), jnp.zeros_like(x))
-    # XLA sums rows by a library, which may take the products before a sum into its own loop and compute the exponentials
-    # a second time, in ten times the time. It takes no selection.
+    # XLA sums rows by a library, which may take the products before a sum into its own loop. It then computes the
+    # exponentials a second time, in ten times the time. It takes no selection.
     return jnp.where(x < -126.5, 0.0, jax.lax.bitcast_convert_type((nearest + 127) << 23, jnp.float32) * polynomial)
