@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from ..arrays import fold
 from ..window_scores.reference import Reduction
 
-PARTS = 8  # of a block's queries, which are added to each other as the weights are read
+PARTS = 4  # of a block's queries, which are added to each other as the weights are read
 # From a row of a tile and a number of rows, their weights [P, rows, K]. The rows of each query head are consecutive.
 Weights: TypeAlias = Callable[[int, int], Array]
 
@@ -56,7 +56,10 @@ class Total(NamedTuple):
             return reduce(jnp.maximum if kind == "max" else jnp.add, each)
 
         def over_rows(each: Iterable[Array]) -> Float[Array, "P K"]:
-            return (jnp.max if self.rows == "max" else jnp.sum)(over(self.rows, each), axis=1)
+            # The condition always holds. XLA reduces rows by a library that takes no selection. Without one the library
+            # would take the parts, each of which would be copied for it.
+            rows = jnp.where(start >= 0, over(self.rows, each), 0.0)
+            return (jnp.max if self.rows == "max" else jnp.sum)(rows, axis=1)
 
         by_part = map(of_heads, range(parts))
         if self.group == "none":
