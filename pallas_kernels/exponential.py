@@ -25,7 +25,7 @@ def exp(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """
     if platform() != "cpu":
         return jnp.exp(x)
-    x = x * math.log2(math.e)
+    x = jnp.maximum(x * math.log2(math.e), -127.0)  # nothing below becomes NaN, which `jax_debug_nans` would report
     nearest = jax.lax.bitcast_convert_type(x + ROUND, jnp.int32) - ROUND_BITS
     fraction = x - nearest.astype(jnp.float32)
     polynomial = reduce(lambda total, power: total * fraction + power, reversed(POWERS), jnp.zeros_like(x))

@@ -20,3 +20,5 @@ def test_is_the_exponential_function():
 def test_is_zero_far_below_zero_and_one_at_zero():
     x = np.float32([-np.inf, -1e30, -200, -88, 0])
     np.testing.assert_array_equal(jax.jit(exp)(x), [0, 0, 0, 0, 1])
+    with jax.debug_nans(True), jax.disable_jit():
+        np.testing.assert_array_equal(exp(x), [0, 0, 0, 0, 1])
