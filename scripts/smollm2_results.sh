@@ -26,7 +26,7 @@ values               31
 pooling              not recorded
 needles_unknown      not recorded
 later_unknown        35, of 30 prompts
-longer_unknown       97, of which 50 idle
+longer_unknown       100, of which about 40 paused
 gates                not recorded
 retention            not recorded
 language             not recorded

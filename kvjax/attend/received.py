@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from jaxtyping import Array, Float, Int
 
@@ -35,8 +35,10 @@ def attention(
     served = [wish for wish in wishes if wish.shown(call, before) and _in_one_pass(wish, layer, heads)]
     arrays = q, entries.keys, entries.values, positions, entries.positions
     if served:
-        asked: dict[str, Any] = {"reductions": tuple(wish.reduction for wish in served), "own": call != "replays"}
-        context, lse, sums = scored_attention(*arrays, **layer.logits, bias=entries.bias, **asked)
+        reductions, own = tuple(wish.reduction for wish in served), call != "replays"
+        context, lse, sums = scored_attention(
+            *arrays, **layer.logits, bias=entries.bias, reductions=reductions, own=own
+        )
     else:
         context, lse = prompt_attention(*arrays, **layer.logits, bias=entries.bias)
         sums = ()

@@ -120,8 +120,8 @@ def blocked(
         None if bias is None else bias.reshape(-1, P, M),
     )
     runs = [Run(first, length) for first, length in ((0, M - N), (M - N, N)) if length]
-    scored = (runs if own or len(runs) == 1 else runs[:-1]) if reductions else []
-    shapes = [(run.tiles(run.length), P, G * block, run.size) for run in scored]
+    scored = runs if own else runs[:1]
+    shapes = [(run.tiles(run.length), P, G * block, run.size) for run in scored if reductions]
     # What is kept is written before it is read. Its first contents come from the layer's queries: of contents that are
     # the same in all layers of a program, XLA holds a copy for each layer at once.
     any_number = q[0, 0, 0, 0].astype(jnp.float32)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from jaxtyping import Array, Float, Int
 
 from ..prompt_attention.blocked import blocked
@@ -33,5 +31,16 @@ def scored_attention(
     Returns:
         Context and log-sum-exp, and the float32 scores of each reduction, [B, H, M], or [B, H, G, M] with group="none".
     """
-    logits: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "bias": bias}
-    return blocked(q, k, v, q_positions, k_positions, **logits, reductions=reductions, own=own)
+    return blocked(
+        q,
+        k,
+        v,
+        q_positions,
+        k_positions,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        bias=bias,
+        reductions=reductions,
+        own=own,
+    )
