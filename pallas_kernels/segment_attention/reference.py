@@ -21,7 +21,7 @@ from ..window_scores.reference import window_scores
 
 PAGE = 16  # rows of a pool; segments begin at multiples of it
 TILE_ROWS = 4 * PAGE
-TILES = 4  # tiles of a lane per round of the loop
+TILES = 4  # tiles of a lane per round of the loop; at most so many in all are read without a loop of their own
 
 
 class SegmentAttention(NamedTuple):
@@ -109,12 +109,14 @@ def segment_attention(
     P, T = k_positions.shape[1:]
     H = start.shape[1]
     J, R = H // P, Hq // H * W
+    one = J == 1 and T >= TILES * TILE_ROWS  # the tiles of a lane's only head follow each other, and are read as one
+    count, size = (1, TILES * TILE_ROWS) if one else (TILES, TILE_ROWS)
     rows = (q * scale).reshape(B, P, J, R, D)
     start, used = start.reshape(B, P, J), used.reshape(B, P, J)
     # Quotients and indices of numbers >= 0: JAX's other forms add operations that XLA compiles for every layer.
-    tiles = jax.lax.div(used + (TILE_ROWS - 1), TILE_ROWS)
+    tiles = jax.lax.div(used + (size - 1), size)
     ends = jnp.cumsum(tiles, axis=-1)
-    before = start - (ends - tiles) * TILE_ROWS  # the row where the tiles of a head would begin if tile 0 were its own
+    before = start - (ends - tiles) * size  # the row where the tiles of a head would begin if tile 0 were its own
     lane, pool = jnp.arange(P)[:, None], jax.tree.map(jnp.asarray, (k, v, k_positions, bias))
 
     def per_head(x: Array, head: Int[Array, "B P tiles"]) -> Array:
@@ -125,28 +127,26 @@ def segment_attention(
     def add(i: Array, carry: tuple[Any, RunningSoftmax, Any, Any]) -> tuple[Any, RunningSoftmax, Any, Any]:
         """Adds round i of tiles, and writes their logits and scores. Tiles beyond the last of a lane are masked."""
         room, running, stored, scores = carry
-        number = i * TILES + jnp.arange(TILES)
+        number = i * count + jnp.arange(count)
         head = jnp.minimum(jnp.sum(number[:, None] >= ends[:, :, None], axis=-1), J - 1)
-        first, own = number * TILE_ROWS + per_head(before, head), head[..., None] == jnp.arange(J)
+        first, own = number * size + per_head(before, head), head[..., None] == jnp.arange(J)
         stop = per_head(start + used, head)
-        row = jnp.where(first < stop, jnp.minimum(first, max(T - TILE_ROWS, 0)), 0)  # a tile ends within its lane
-        page = jax.lax.div(row, PAGE)[..., None] + jnp.arange(TILE_ROWS // PAGE)
-        read = _read(room, pool, row)
-        k_tiles, v_tiles, tile_positions, tile_bias = jax.tree.map(lambda x: x.reshape(B, P, TILES, *x.shape[1:]), read)
+        row = jnp.where(first < stop, jnp.minimum(first, max(T - size, 0)), 0)  # a tile ends within its lane
+        page = jax.lax.div(row, PAGE)[..., None] + jnp.arange(size // PAGE)
+        read = _read(room, pool, row, size)
+        k_tiles, v_tiles, tile_positions, tile_bias = jax.tree.map(lambda x: x.reshape(B, P, count, *x.shape[1:]), read)
         keys, values = plain(k_tiles), plain(v_tiles)
-        of_tile = row[..., None] + jnp.arange(TILE_ROWS)
+        of_tile = row[..., None] + jnp.arange(size)
         occupied = (of_tile >= first[..., None]) & (of_tile < stop[..., None])
         # Without the barriers XLA computes positions and visibility anew for every query row, and logits twice.
-        at = jax.lax.optimization_barrier(jnp.where(occupied, tile_positions, -1).reshape(B, -1, TILE_ROWS))
+        at = jax.lax.optimization_barrier(jnp.where(occupied, tile_positions, -1).reshape(B, -1, size))
         seen = visible(q_positions, at, window)
         found = jnp.einsum("BPKSD,BPKRD->BPKSR", keys, per_head(rows, head), preferred_element_type=jnp.float32)
         found = capped(jnp.swapaxes(jax.lax.optimization_barrier(found), 3, 4), softcap)
         if tile_bias is not None:
             found += tile_bias[:, :, :, None]
-        masked = jnp.where(
-            seen.reshape(B, P, TILES, 1, W, TILE_ROWS), found.reshape(B, P, TILES, R // W, W, TILE_ROWS), -jnp.inf
-        )
-        masked = jax.lax.optimization_barrier(masked.reshape(B, P, TILES, R, TILE_ROWS))
+        masked = jnp.where(seen.reshape(B, P, count, 1, W, size), found.reshape(B, P, count, R // W, W, size), -jnp.inf)
+        masked = jax.lax.optimization_barrier(masked.reshape(B, P, count, R, size))
         held = jnp.where(jnp.any(occupied.reshape(*page.shape, PAGE), axis=-1), page, T // PAGE)
         if logits:
             stored = put_pages(stored, lane, held, masked)
@@ -155,7 +155,7 @@ def segment_attention(
             queries, lse = (x.reshape(B, -1, *x.shape[4:]) for x in by_tile)
             given = window_scores(
                 queries,
-                keys.reshape(B, -1, TILE_ROWS, D),
+                keys.reshape(B, -1, size, D),
                 asked.positions,
                 at,
                 lse=lse,
@@ -165,7 +165,7 @@ def segment_attention(
                 bias=None if tile_bias is None else tile_bias.reshape(at.shape),
                 reduction=asked.reduction,
             )
-            scores = put_pages(scores, lane, held, given.reshape(B, P, TILES, TILE_ROWS))
+            scores = put_pages(scores, lane, held, given.reshape(B, P, count, size))
         top = jnp.max(masked, axis=-1)
         weights = jnp.exp(masked - finite_or_zero(top)[..., None])
         total = jnp.sum(weights, axis=-1)
@@ -174,19 +174,19 @@ def segment_attention(
         peak = jnp.maximum(running.peak, jnp.max(tops, axis=2))
         shrink, share = jnp.exp(running.peak - finite_or_zero(peak)), jnp.exp(tops - finite_or_zero(peak)[:, :, None])
         summed = running.out * shrink[..., None]
-        for n in range(TILES):  # elementwise, and so in one pass over the state
+        for n in range(count):  # elementwise, and so in one pass over the state
             summed += share[:, :, n, ..., None] * out[:, :, n, None]
         running = RunningSoftmax(summed, running.total * shrink + jnp.sum(share * total[:, :, :, None], axis=2), peak)
         return None if room is None else read, running, stored, scores
 
     zeros = jnp.zeros((B, P, J, R), jnp.float32)
     begin = (
-        _room(pool),
+        _room(pool, count, size),
         RunningSoftmax(jnp.zeros((B, P, J, R, D), jnp.float32), zeros, zeros - jnp.inf),
         jnp.zeros((B, P, T // PAGE, R, PAGE), jnp.float32) if logits else None,
         None if asked is None else jnp.zeros((B, P, T // PAGE, PAGE), jnp.float32),
     )
-    rounds = jax.lax.div(jnp.max(ends[..., -1]) + (TILES - 1), TILES)
+    rounds = jax.lax.div(jnp.max(ends[..., -1]) + (count - 1), count)
     _, running, stored, scores = jax.lax.fori_loop(0, rounds, add, begin)
     total = jnp.where(running.total == 0, 1.0, running.total)
     context = (running.out / total[..., None]).reshape(B, Hq, W, D).astype(q.dtype)
@@ -198,35 +198,39 @@ def segment_attention(
     )
 
 
-def _room(arrays: Any) -> Any:
-    """What a round of tiles is read into, of arrays with axes [B, P, T, ...]; None if the round has a single lane."""
+def _room(arrays: Any, count: int, size: int) -> Any:
+    """What a round's `count` tiles of `size` rows of each lane are read into, of arrays with axes [B, P, T, ...].
+
+    None if they are TILES or fewer, which need no room.
+    """
+    B, P = jax.tree.leaves(arrays)[0].shape[:2]
 
     def room(x: Array) -> Array:
-        return jnp.zeros((x.shape[0] * x.shape[1] * TILES, TILE_ROWS, *x.shape[3:]), x.dtype)
+        return jnp.zeros((B * P * count, size, *x.shape[3:]), x.dtype)
 
-    return None if jax.tree.leaves(arrays)[0].shape[:2] == (1, 1) else jax.tree.map(room, arrays)
+    return None if B * P * count <= TILES else jax.tree.map(room, arrays)
 
 
-def _read(tiles: Any, arrays: Any, row: Int[Array, "B P tiles"]) -> Any:
-    """Reads one tile from each `row` on, of arrays with axes [B, P, T, ...]. Rows that do not exist are undefined.
+def _read(tiles: Any, arrays: Any, row: Int[Array, "B P tiles"], size: int) -> Any:
+    """Reads a tile of `size` rows from each `row` on, of arrays with axes [B, P, T, ...].
 
-    A CPU copies one slice after another, in less CPU time than a gather of pages takes: into `tiles`, [B P tiles,
-    TILE_ROWS, ...], or of a single lane into an array that need not be initialised.
+    Rows that do not exist are undefined. A CPU copies one slice after another, in less CPU time than a gather of pages
+    takes: into `tiles`, [B P tiles, size, ...], or a few of them into an array that need not be initialised.
     """
     B, P, n = row.shape
     T = jax.tree.leaves(arrays)[0].shape[2]
 
     def by_page(tiles: Any, arrays: Any) -> Any:
-        page = (jax.lax.div(row, PAGE)[..., None] + jnp.arange(TILE_ROWS // PAGE)).reshape(B, P, -1)
+        page = (jax.lax.div(row, PAGE)[..., None] + jnp.arange(size // PAGE)).reshape(B, P, -1)
         lane = jnp.arange(P)[:, None]
-        return jax.tree.map(lambda x: pages(x, lane, page).reshape(B * P * n, TILE_ROWS, *x.shape[3:]), arrays)
+        return jax.tree.map(lambda x: pages(x, lane, page).reshape(B * P * n, size, *x.shape[3:]), arrays)
 
     def by_slice(tiles: Any, arrays: Any) -> Any:
         rows, lanes = row.ravel(), jax.tree.map(lambda x: x.reshape(B * P, *x.shape[2:]), arrays)
 
         def tile(x: Array, lane: Array | int, i: Array | int) -> Array:
-            at, size = [lane, rows[i], *[0] * (x.ndim - 2)], (1, TILE_ROWS, *x.shape[2:])
-            return jax.lax.dynamic_slice(x, at, size, allow_negative_indices=False)
+            at, shape = [lane, rows[i], *[0] * (x.ndim - 2)], (1, size, *x.shape[2:])
+            return jax.lax.dynamic_slice(x, at, shape, allow_negative_indices=False)
 
         def put(i: Array, tiles: Any) -> Any:
             def one(to: Array, x: Array) -> Array:
@@ -235,9 +239,9 @@ def _read(tiles: Any, arrays: Any, row: Int[Array, "B P tiles"]) -> Any:
             return jax.tree.map(one, tiles, lanes)
 
         if tiles is None:
-            return jax.tree.map(lambda x: jnp.concatenate([tile(x, 0, i) for i in range(n)]), lanes)
+            return jax.tree.map(lambda x: jnp.concatenate([tile(x, i // n, i) for i in range(B * P * n)]), lanes)
         return jax.lax.fori_loop(0, B * P * n, put, tiles)
 
-    if T < TILE_ROWS:
+    if size > T:
         return by_page(tiles, arrays)
     return jax.lax.platform_dependent(tiles, arrays, cpu=by_slice, default=by_page)
