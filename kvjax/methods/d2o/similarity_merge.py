@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from kvjax.cache import Slots, mark
 from kvjax.pallas_kernels import compact
 from kvjax.policy import Effects, Keep, LayerShape, Merge, Moment, Policy, check_choice, check_number
 
-BLOCK = 128  # the number of evicted entries that are compared with the others at once
+BLOCK, PIECE = 128, 2048  # the largest numbers of evicted entries and of others that are compared at once
 # Cosines that differ by less count as equal. Otherwise rounding decides: in a first layer the key of a token has the
 # same cosine with equal tokens at the same distance before and after it, and with each repetition of a token.
 CLOSE = 1e-5
@@ -101,7 +102,7 @@ class SimilarityMerge(Merge):
         others = replace(entries, positions=jnp.where(lost, -1, entries.positions), per_slot=None, bias=None)
         if kept is not None:
             others = others.gather(kept)
-        u, target = _nearest(entries.keys[b, h, victims], others)
+        u, target = _nearest(entries.keys[b, h, victims], jnp.sum(victims >= 0, axis=-1), others)
         if kept is not None:
             target = jnp.take_along_axis(kept, target, axis=-1)
         there = (victims >= 0) & (u > -jnp.inf)
@@ -140,26 +141,60 @@ def _by_position(index: Int[Array, "B H E"], positions: Int[Array, "B H S"]) -> 
     return jnp.take_along_axis(index, order, axis=-1)
 
 
-def _nearest(keys: Float[Array, "B H E D"], others: Slots) -> tuple[Float[Array, "B H E"], Int[Array, "B H E"]]:
-    """The largest cosine of each key with those of the others, -inf if there are none, and the other's slot."""
-    positions = others.positions[:, :, None]
-    far = jnp.iinfo(jnp.int32).max
-    directions = _unit(others.keys)
+def _nearest(
+    keys: Float[Array, "B H E D"], count: Int[Array, "B H"], others: Slots
+) -> tuple[Float[Array, "B H E"], Int[Array, "B H E"]]:
+    """The largest cosine of each of the first `count` keys with those of the others, and the other's slot.
 
-    def compare(keys: Float[Array, "B H E D"]) -> tuple[Array, Array]:
-        cosines = jnp.einsum("BHED,BHSD->BHES", _unit(keys), directions, precision="highest")
-        cosines = jnp.where(positions >= 0, cosines, -jnp.inf)
-        best = jnp.max(cosines, axis=-1, keepdims=True)
-        best_ones = cosines >= best - CLOSE
-        earliest = jnp.min(jnp.where(best_ones, positions, far), axis=-1, keepdims=True)
-        slot = jnp.where(best_ones & (positions == earliest), jnp.arange(others.slots), others.slots - 1)
-        return best[..., 0], jnp.min(slot, axis=-1)
-
+    The cosine is -inf if there are no others. Results of further keys are undefined.
+    """
     B, H, E, D = keys.shape
+    S = others.slots
+    directions, far = _unit(others.keys), jnp.iinfo(jnp.int32).max
+    at_once = E <= BLOCK or S <= PIECE
+    width = S if at_once else PIECE
+    end = jnp.max(jnp.where(others.positions >= 0, jnp.arange(1, S + 1), 0))
+    pieces = (end + width - 1) // width
+
+    def each_piece(body: Callable[[Array | int, Any], Any], found: Any) -> Any:
+        return body(0, found) if at_once else jax.lax.fori_loop(0, pieces, body, found)
+
+    def cosines(keys: Float[Array, "B H n D"], first: Array | int) -> tuple[Array, Array]:
+        """Of keys of length 1 and a piece of the others, -inf if they are not there, and the positions of these."""
+        part, positions = (jax.lax.dynamic_slice_in_dim(x, first, width, 2) for x in (directions, others.positions))
+        found = jnp.einsum("BHED,BHSD->BHES", keys, part, precision="highest")
+        return jnp.where(positions[:, :, None] >= 0, found, -jnp.inf), positions[:, :, None]
+
+    def compare(keys: Float[Array, "B H n D"]) -> tuple[Float[Array, "B H n"], Int[Array, "B H n"]]:
+        keys = _unit(keys)
+
+        def larger(i: Array | int, best: Array) -> Array:
+            return jnp.maximum(best, jnp.max(cosines(keys, i * width)[0], axis=-1))
+
+        best = each_piece(larger, jnp.full(keys.shape[:3], -jnp.inf))
+
+        def earlier(i: Array | int, found: tuple[Array, Array]) -> tuple[Array, Array]:
+            first = jnp.minimum(i * width, S - width)  # where a slice begins that would end after the last slot
+            piece, positions = cosines(keys, first)
+            close = piece >= best[..., None] - CLOSE
+            earliest = jnp.min(jnp.where(close, positions, far), axis=-1)
+            here = close & (positions == earliest[..., None])
+            slot = first + jnp.min(jnp.where(here, jnp.arange(width), width - 1), axis=-1)
+            before = earliest < found[0]
+            return jnp.where(before, earliest, found[0]), jnp.where(before, slot, found[1])
+
+        return best, each_piece(earlier, (jnp.full(best.shape, far), jnp.full(best.shape, S - 1)))[1]
+
     if E <= BLOCK:
         return compare(keys)
-    blocks = jnp.pad(keys, [(0, 0), (0, 0), (0, -E % BLOCK), (0, 0)]).reshape(B, H, -1, BLOCK, D)
-    u, slot = jax.lax.map(compare, jnp.moveaxis(blocks, 2, 0))
+    blocks = jnp.moveaxis(jnp.pad(keys, [(0, 0), (0, 0), (0, -E % BLOCK), (0, 0)]).reshape(B, H, -1, BLOCK, D), 2, 0)
+
+    def add(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+        u, slot = compare(blocks[i])
+        return found[0].at[i].set(u), found[1].at[i].set(slot)
+
+    nothing = jnp.full(blocks.shape[:-1], -jnp.inf), jnp.zeros(blocks.shape[:-1], jnp.int32)
+    u, slot = jax.lax.fori_loop(0, (jnp.max(count) + BLOCK - 1) // BLOCK, add, nothing)
     u, slot = (jnp.moveaxis(x, 0, 2).reshape(B, H, -1)[..., :E] for x in (u, slot))
     return u, slot
 
