@@ -47,7 +47,7 @@ KEYS = 512  # entries per tile; with few queries, a tile has more
 STEEP = 0.25  # the temperature below which exp((logit + g - lse) / tau) may overflow, since g <= 16.7
 ROOT_HALF = 0x3F3504F3  # the bits of 0.5^0.5
 # log2(1 + z) / z for 1 + z in [0.5^0.5, 2^0.5), lowest power first: the smallest maximum of the relative error
-LOG2 = (1.44269642, -0.7213636, 0.48062676, -0.35937174, 0.29569981, -0.26931941, 0.17162238)
+LOG2 = (1.44270162, -0.72120671, 0.47981066, -0.36648789, 0.3182109, -0.20621108)
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
 
 
 def _log2(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The binary logarithm of positive normal numbers, relative error 2e-6, in half the time of XLA's log on a CPU.
+    """The binary logarithm of positive normal numbers, relative error 8e-6, in half the time of XLA's log on a CPU.
 
     x = 2^e (1 + z) with 1 + z in [0.5^0.5, 2^0.5), so that the logarithm is e + z P(z).
     """
