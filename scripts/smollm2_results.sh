@@ -27,6 +27,7 @@ pooling              not recorded
 needles_unknown      not recorded
 later_unknown        35, of 30 prompts
 longer_unknown       100, of which about 40 paused
+grid_unknown         42
 gates                not recorded
 retention            not recorded
 language             not recorded

@@ -24,7 +24,7 @@ CHOICES = (
         "snapkv:budget={budget},kernel=31,pool=avg",
     ),
     Choice("a question that comes after its text is compressed", "kvzip:budget={budget}"),
-    Choice("a question that comes after, from one reading of the text", "compactor:budget={budget}"),
+    Choice("a question that comes after, from one reading of the text", "leverage_score:budget={budget}"),
     Choice("a question that comes after, with gates trained for the model", "fastkvzip:budget={budget},recent=16"),
     Choice("long answers in constant memory", "morphkv:budget={budget}"),
     Choice("dialogues in constant memory, where facts are asked for much later", "keydiff_codes:budget={budget}"),
