@@ -54,6 +54,20 @@ def test_each_head_attends_to_its_own_segment(group, queries, lanes, window):
     assert np.all(np.isneginf(lse[0, :group]))
 
 
+@pytest.mark.parametrize("lanes", [4, 2, 1])
+def test_a_row_alone_gives_what_it_gives_in_a_batch(lanes):
+    """A CPU reads the few tiles of one row without the loop that copies those of a batch."""
+    rng = np.random.default_rng(lanes)
+    k, v, positions, start, _ = pool(rng, lanes)
+    q, t = rng.normal(size=(3, 8, 1, 8)).astype(np.float32), np.array([[720], [310], [50]])
+    together = attend(q, k, v, t, positions, start, LENGTHS, scale=0.5)
+    for b in range(3):
+        row = slice(b, b + 1)
+        alone = attend(q[row], k[row], v[row], t[row], positions[row], start[row], LENGTHS[row], scale=0.5)
+        assert_close(alone.context, together.context[row])
+        assert_close(alone.lse, together.lse[row])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantised_entries_give_the_results_of_their_numbers(bits):

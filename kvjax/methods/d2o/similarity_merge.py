@@ -159,23 +159,23 @@ def _nearest(
     def each_piece(body: Callable[[Array | int, Any], Any], found: Any) -> Any:
         return body(0, found) if at_once else jax.lax.fori_loop(0, pieces, body, found)
 
-    def cosines(keys: Float[Array, "B H n D"], first: Array | int) -> tuple[Array, Array]:
-        """Of keys of length 1 and a piece of the others, -inf if they are not there, and the positions of these."""
+    def cosines(keys: Float[Array, "B H n D"], i: Array | int) -> tuple[Array, Array, Array]:
+        """Of keys of length 1 and piece i of the others, -inf if they are not there, their positions, and its start."""
+        first = jnp.minimum(i * width, S - width)  # the last piece ends with the last slot
         part, positions = (jax.lax.dynamic_slice_in_dim(x, first, width, 2) for x in (directions, others.positions))
         found = jnp.einsum("BHED,BHSD->BHES", keys, part, precision="highest")
-        return jnp.where(positions[:, :, None] >= 0, found, -jnp.inf), positions[:, :, None]
+        return jnp.where(positions[:, :, None] >= 0, found, -jnp.inf), positions[:, :, None], first
 
     def compare(keys: Float[Array, "B H n D"]) -> tuple[Float[Array, "B H n"], Int[Array, "B H n"]]:
         keys = _unit(keys)
 
         def larger(i: Array | int, best: Array) -> Array:
-            return jnp.maximum(best, jnp.max(cosines(keys, i * width)[0], axis=-1))
+            return jnp.maximum(best, jnp.max(cosines(keys, i)[0], axis=-1))
 
         best = each_piece(larger, jnp.full(keys.shape[:3], -jnp.inf))
 
         def earlier(i: Array | int, found: tuple[Array, Array]) -> tuple[Array, Array]:
-            first = jnp.minimum(i * width, S - width)  # where a slice begins that would end after the last slot
-            piece, positions = cosines(keys, first)
+            piece, positions, first = cosines(keys, i)
             close = piece >= best[..., None] - CLOSE
             earliest = jnp.min(jnp.where(close, positions, far), axis=-1)
             here = close & (positions == earliest[..., None])
