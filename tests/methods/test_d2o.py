@@ -185,6 +185,23 @@ def test_the_nearest_by_blocks_and_pieces(slots, monkeypatch):
                 assert slot[b, h, i] == close.argmin()
 
 
+@pytest.mark.parametrize("best_at", [0, 1])
+def test_pieces_that_are_nearly_as_near_as_each_other(best_at, monkeypatch):
+    """An entry close to the nearest of its own piece counts only if it is close to the nearest of all pieces."""
+    monkeypatch.setattr(similarity_merge, "BLOCK", 8)
+    monkeypatch.setattr(similarity_merge, "PIECE", 16)
+    cosines = np.zeros((2, 16))
+    cosines[1 - best_at, [4, 9]] = 0.5 - np.array([1.5, 0.6]) * similarity_merge.CLOSE
+    cosines[best_at, 7] = 0.5
+    held = np.stack([cosines.ravel(), np.sqrt(1 - cosines.ravel() ** 2)], axis=-1).astype(np.float32)[None, None]
+    positions = np.roll(np.arange(32, dtype=np.int32), 16 * (1 - best_at))[None, None]  # the other piece is earlier
+    others = Slots(jnp.asarray(held), jnp.asarray(held), jnp.asarray(positions), jnp.full((1, 1), 32))
+    keys = jnp.tile(jnp.array([1.0, 0.0]), (1, 1, 9, 1))
+    u, slot = jax.jit(similarity_merge._nearest)(keys, jnp.full((1, 1), 9), others)
+    np.testing.assert_allclose(u, 0.5, atol=1e-6)
+    np.testing.assert_array_equal(slot, 16 * (1 - best_at) + 9)
+
+
 def literal_counts(scores, lengths, mean, least, dense):
     """Entries of each layer of one row, from scores [L, H, N]."""
     x = []

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -156,9 +155,6 @@ def _nearest(
     end = jnp.max(jnp.where(others.positions >= 0, jnp.arange(1, S + 1), 0))
     pieces = (end + width - 1) // width
 
-    def each_piece(body: Callable[[Array | int, Any], Any], found: Any) -> Any:
-        return body(0, found) if at_once else jax.lax.fori_loop(0, pieces, body, found)
-
     def cosines(keys: Float[Array, "B H n D"], i: Array | int) -> tuple[Array, Array, Array]:
         """Of keys of length 1 and piece i of the others, -inf if they are not there, their positions, and its start."""
         first = jnp.minimum(i * width, S - width)  # the last piece ends with the last slot
@@ -166,24 +162,42 @@ def _nearest(
         found = jnp.einsum("BHED,BHSD->BHES", keys, part, precision="highest")
         return jnp.where(positions[:, :, None] >= 0, found, -jnp.inf), positions[:, :, None], first
 
+    def earliest(piece: tuple[Array, Array, Array], best: Float[Array, "B H n"]) -> tuple[Array, Array]:
+        """The first position in a piece of those as near as `best`, and its slot."""
+        found, positions, first = piece
+        close = found >= best[..., None] - CLOSE
+        position = jnp.min(jnp.where(close, positions, far), axis=-1)
+        here = close & (positions == position[..., None])
+        return position, first + jnp.min(jnp.where(here, jnp.arange(width), width - 1), axis=-1)
+
     def compare(keys: Float[Array, "B H n D"]) -> tuple[Float[Array, "B H n"], Int[Array, "B H n"]]:
         keys = _unit(keys)
+        if at_once:
+            piece = cosines(keys, 0)
+            best = jnp.max(piece[0], axis=-1)
+            return best, earliest(piece, best)[1]
 
-        def larger(i: Array | int, best: Array) -> Array:
-            return jnp.maximum(best, jnp.max(cosines(keys, i)[0], axis=-1))
+        def nearer(i: Array, found: tuple[Array, ...]) -> tuple[Array, ...]:
+            best, position, slot, unsure = found
+            piece = cosines(keys, i)
+            own = jnp.max(piece[0], axis=-1)
+            at, where = earliest(piece, own)
+            rival = jnp.abs(own - best) <= 2 * CLOSE  # twice, so that rounding leaves no pair out
+            takes = jnp.where(rival, at < position, own > best)
+            # What is close to the nearer of two rivals is among what is close to each, but need not be the earliest.
+            unsure |= jnp.any(rival & (own != best))
+            return jnp.maximum(own, best), jnp.where(takes, at, position), jnp.where(takes, where, slot), unsure
 
-        best = each_piece(larger, jnp.full(keys.shape[:3], -jnp.inf))
+        def again(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+            at, where = earliest(cosines(keys, i), best)
+            takes = at < found[0]
+            return jnp.where(takes, at, found[0]), jnp.where(takes, where, found[1])
 
-        def earlier(i: Array | int, found: tuple[Array, Array]) -> tuple[Array, Array]:
-            piece, positions, first = cosines(keys, i)
-            close = piece >= best[..., None] - CLOSE
-            earliest = jnp.min(jnp.where(close, positions, far), axis=-1)
-            here = close & (positions == earliest[..., None])
-            slot = first + jnp.min(jnp.where(here, jnp.arange(width), width - 1), axis=-1)
-            before = earliest < found[0]
-            return jnp.where(before, earliest, found[0]), jnp.where(before, slot, found[1])
-
-        return best, each_piece(earlier, (jnp.full(best.shape, far), jnp.full(best.shape, S - 1)))[1]
+        none, nowhere = (jnp.full(keys.shape[:3], x) for x in (far, S - 1))
+        first = jnp.full(keys.shape[:3], -jnp.inf), none, nowhere, jnp.array(False)
+        best, position, slot, unsure = jax.lax.fori_loop(0, pieces, nearer, first)
+        start = jnp.where(unsure, none, position), jnp.where(unsure, nowhere, slot)
+        return best, jax.lax.fori_loop(0, jnp.where(unsure, pieces, 0), again, start)[1]
 
     if E <= BLOCK:
         return compare(keys)
