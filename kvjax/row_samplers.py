@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32, Key
 
-from kvjax.sampling import SamplingMethod, keep_min_p, keep_top_p, penalize_repetition, tempered
+from kvjax.sampling import SamplingMethod, keep_min_p, keep_top_p, most_probable, penalize_repetition, tempered
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +59,7 @@ class RowSamplers:
         assert seen is not None
         penalty = self.penalty[:, None]
         logits = _where_set(penalty != 1, lambda x: penalize_repetition(x, seen, penalty), logits.astype(jnp.float32))
-        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        best = most_probable(logits)
 
         def draw() -> Int32[Array, "B"]:
             filtered = tempered(logits, self.temperature[:, None])

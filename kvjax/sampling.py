@@ -13,6 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -41,6 +42,21 @@ def log_probability(logits: Float[Array, "B V"], tokens: Int[Array, "B"]) -> Flo
     logits = logits.astype(jnp.float32)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
     return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def most_probable(logits: Float[Array, "B V"]) -> Int32[Array, "B"]:
+    """The token with the largest logit of each row, and the first of equal ones. NaN is larger than any number."""
+    return jax.lax.platform_dependent(
+        logits, cpu=_first_largest, default=partial(jax.lax.argmax, axis=1, index_dtype=jnp.int32)
+    )
+
+
+def _first_largest(logits: Float[Array, "B V"]) -> Int32[Array, "B"]:
+    """An argmax as two reductions, because XLA compares one pair of numbers at a time on a CPU (docs/benchmarks.md)."""
+    logits = jnp.where(jnp.isnan(logits), jnp.inf, logits)  # a CPU's maximum passes over NaN
+    largest = jnp.max(logits, axis=1, keepdims=True)
+    tokens = jnp.arange(logits.shape[1], dtype=jnp.int32)
+    return jnp.min(jnp.where(logits == largest, tokens, logits.shape[1]), axis=1)
 
 
 def penalize_repetition(
@@ -211,7 +227,7 @@ class Greedy(SamplingMethod):
         keys: Key[Array, "B"] | None = None,
         seen: Bool[Array, "B V"] | None = None,
     ) -> Int32[Array, "B"]:
-        return jnp.argmax(self.penalized(logits, seen), axis=-1).astype(jnp.int32)
+        return most_probable(self.penalized(logits, seen))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.sampling import Greedy, Sampler, keep_min_p, keep_top_k, keep_top_p, log_probability, mark_seen, parse
+from kvjax.sampling import (
+    Greedy,
+    Sampler,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    log_probability,
+    mark_seen,
+    most_probable,
+    parse,
+)
 
 V = 97
 
@@ -75,6 +85,22 @@ def test_top_p_applies_to_the_tokens_that_top_k_kept():
     logits = jnp.log(jnp.asarray([[0.5, 0.3, 0.1, 0.1]]))
     assert kept(Sampler(top_p=0.6).filtered(logits)) == [{0, 1}]
     assert kept(Sampler(top_p=0.6, top_k=2).filtered(logits)) == [{0}]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_most_probable_token_is_the_first_of_equal_ones(dtype):
+    logits = np.tile(random_logits(7), 50)  # each number is there fifty times
+    logits[1] = -np.inf
+    logits[2, 40:60] = np.inf
+    logits[3, [300, 200]] = np.nan
+    logits[4] = np.nan
+    logits[5] = -0.0
+    logits[5, 9] = 0.0  # equal to the others
+    logits = jnp.asarray(logits, dtype)
+    for function in (most_probable, jax.jit(most_probable)):
+        tokens = function(logits)
+        assert tokens.dtype == jnp.int32
+        assert tokens.tolist() == [*np.argmax(np.asarray(logits[:5], np.float32), axis=1), 0, int(np.argmax(logits[6]))]
 
 
 def test_temperature_acts_before_the_filters():

@@ -10,12 +10,13 @@ from kvjax.extend import extend
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.programs import jit
+from kvjax.sampling import most_probable
 
 
 def marks(logits: Float[Array, "B V"], targets: Int[Array, "B"]) -> tuple[Float[Array, "B"], Bool[Array, "B"]]:
     """The log-probability of each target, and whether it is the most probable token."""
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], 1)[:, 0]
-    return chosen, jnp.argmax(logits, 1) == targets
+    return chosen, most_probable(logits) == targets
 
 
 @jit
