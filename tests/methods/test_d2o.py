@@ -14,7 +14,6 @@ import kvjax
 from kvjax import policies
 from kvjax.cache import UNLIMITED, Slots
 from kvjax.heads import ALL_HEADS
-from kvjax.methods.d2o import similarity_merge
 from kvjax.models import AttentionLayer, Rope
 from kvjax.pallas_kernels import PAGE
 from kvjax.parts import AccumulatedAttention, Fixed, Fraction, SimilarityMerge, TopTokens, VarianceShares
@@ -157,49 +156,6 @@ def test_paper_weights_by_hand():
     out = absorbed(SimilarityMerge(), entries, jnp.array([[[True, False, True]]]), count=2)
     weights = np.exp([0.9, 1, 0.6])
     np.testing.assert_allclose(out.values[0, 0, 1, 0], weights @ [1, 2, 7] / weights.sum(), rtol=1e-6)
-
-
-@pytest.mark.parametrize("slots", [10, 16, 45])
-def test_the_nearest_by_blocks_and_pieces(slots, monkeypatch):
-    """Against one comparison with all others: equal keys, empty slots among others, heads that evict less."""
-    monkeypatch.setattr(similarity_merge, "BLOCK", 8)
-    monkeypatch.setattr(similarity_merge, "PIECE", 16)
-    rng = np.random.default_rng(slots)
-    distinct = rng.normal(size=(6, 4)).astype(np.float32)
-    keys, held = distinct[rng.integers(0, 6, (2, 3, 21))], distinct[rng.integers(0, 6, (2, 3, slots))]
-    positions = rng.permuted(np.broadcast_to(np.arange(slots, dtype=np.int32), (2, 3, slots)), axis=2)
-    positions[rng.random(positions.shape) < 0.4] = -1
-    positions[0, 0, slots // 2 :] = -1
-    positions[1, 2] = -1
-    count = np.array([[21, 3, 0], [8, 9, 17]])
-    others = Slots(jnp.asarray(held), jnp.asarray(held), jnp.asarray(positions), jnp.full((2, 3), slots))
-    u, slot = jax.jit(similarity_merge._nearest)(jnp.asarray(keys), jnp.asarray(count), others)
-    for b, h in np.ndindex(2, 3):
-        for i in range(count[b, h]):
-            key = keys[b, h, i] / np.linalg.norm(keys[b, h, i])
-            cosines = held[b, h] @ key / np.linalg.norm(held[b, h], axis=1)
-            cosines[positions[b, h] < 0] = -np.inf
-            np.testing.assert_allclose(u[b, h, i], cosines.max(), atol=1e-5)
-            if cosines.max() > -np.inf:
-                close = np.where(cosines >= cosines.max() - 2e-5, positions[b, h], slots)
-                assert slot[b, h, i] == close.argmin()
-
-
-@pytest.mark.parametrize("best_at", [0, 1])
-def test_pieces_that_are_nearly_as_near_as_each_other(best_at, monkeypatch):
-    """An entry close to the nearest of its own piece counts only if it is close to the nearest of all pieces."""
-    monkeypatch.setattr(similarity_merge, "BLOCK", 8)
-    monkeypatch.setattr(similarity_merge, "PIECE", 16)
-    cosines = np.zeros((2, 16))
-    cosines[1 - best_at, [4, 9]] = 0.5 - np.array([1.5, 0.6]) * similarity_merge.CLOSE
-    cosines[best_at, 7] = 0.5
-    held = np.stack([cosines.ravel(), np.sqrt(1 - cosines.ravel() ** 2)], axis=-1).astype(np.float32)[None, None]
-    positions = np.roll(np.arange(32, dtype=np.int32), 16 * (1 - best_at))[None, None]  # the other piece is earlier
-    others = Slots(jnp.asarray(held), jnp.asarray(held), jnp.asarray(positions), jnp.full((1, 1), 32))
-    keys = jnp.tile(jnp.array([1.0, 0.0]), (1, 1, 9, 1))
-    u, slot = jax.jit(similarity_merge._nearest)(keys, jnp.full((1, 1), 9), others)
-    np.testing.assert_allclose(u, 0.5, atol=1e-6)
-    np.testing.assert_array_equal(slot, 16 * (1 - best_at) + 9)
 
 
 def literal_counts(scores, lengths, mean, least, dense):
