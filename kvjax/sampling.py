@@ -45,7 +45,7 @@ def log_probability(logits: Float[Array, "B V"], tokens: Int[Array, "B"]) -> Flo
 
 
 def most_probable(logits: Float[Array, "B V"]) -> Int32[Array, "B"]:
-    """The token with the largest logit of each row, and the first of equal ones. NaN is larger than any number."""
+    """The token with the largest logit of each row, and the first of equal ones. NaN exceeds all finite ones."""
     return jax.lax.platform_dependent(
         logits, cpu=_first_largest, default=partial(jax.lax.argmax, axis=1, index_dtype=jnp.int32)
     )
