@@ -71,12 +71,12 @@ def read_by_layers(
     A pool passes through all programs, each of which changes it in place. The first is given a copy.
     """
     entries = jax.tree.map(jnp.array, cache.entries) if cache.entries.preallocates else cache.entries
-    read, x = _reader(params, cache, tokens, lengths, plan=plan, run=run)
+    read, x, rows = _reader(params, cache, tokens, lengths, plan=plan, run=run)
     for i in range(len(params.layers)):
         x, part = read(i, x, entries.alone(i))
         entries = entries.with_alone(i, part)
     logits = run(_logits, params, x)
-    return logits, replace(cache, entries=entries, length=cache.length + lengths, filled=cache.filled or plan.final)
+    return logits, replace(cache, entries=entries, length=rows["next_position"], filled=cache.filled or plan.final)
 
 
 def read_layers(
@@ -94,7 +94,7 @@ def read_layers(
         tokens: right-aligned, on the devices of the cache.
         plan: as `reading` takes it.
     """
-    read, x = _reader(params, cache, tokens, lengths, plan=plan, run=run)
+    read, x, _ = _reader(params, cache, tokens, lengths, plan=plan, run=run)
     for i in range(len(params.layers)):
         x, part = read(i, x, cache.entries.alone(i))
         yield part.layer(0, 0)
@@ -108,8 +108,8 @@ def _reader(
     *,
     plan: ReadPlan | None,
     run: Run,
-) -> tuple[Callable[[int, Array, Entries], tuple[Array, Entries]], Float[Array, "B N E"]]:
-    """What reads a layer: the hidden states behind it, and its entries. And the hidden states before the first.
+) -> tuple[Callable[[int, Array, Entries], tuple[Array, Entries]], Float[Array, "B N E"], dict[str, Array]]:
+    """What reads a layer: the hidden states behind it, and its entries. And what `_begin` returns.
 
     The hidden states that a layer is given are donated, and so is a pool.
     """
@@ -132,7 +132,7 @@ def _reader(
             mesh=cache.mesh,
         )
 
-    return read, x
+    return read, x, rows
 
 
 def replay_by_layers(params: Decoder, cache: KVCache, part: Pass, *, run: Run) -> KVCache:

@@ -14,6 +14,7 @@ from flax import nnx
 
 import kvjax
 from kvjax.extend import step
+from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policies import parse
 from kvjax.prompts import bucket
@@ -77,7 +78,22 @@ def test_equal_policies_and_samplers_share_programs(tiny: Decoder, compiled: lis
     assert compiled == ["jit(decode)"]
     compiled.clear()
     answer(9, 0.5)
-    assert Counter(compiled) == {"jit(read)": 1, "jit(decode)": 1}
+    assert Counter(compiled) == {"jit(_unfilled)": 1, "jit(read)": 1, "jit(decode)": 1}
+
+
+@pytest.mark.slow
+def test_one_program_makes_an_empty_cache(tiny: Decoder, compiled: list[str]) -> None:
+    """Arrays that are made one by one take milliseconds in every request, and a program for each shape in the first."""
+    params, policy = smaller(tiny, vocab_size=57), parse("morphkv:budget=0.5,window=5")
+    first, second = (jax.device_put(np.array([n, 7], np.int32)) for n in (20, 40))
+    compiled.clear()
+    cache = KVCache.empty(params.config, policy, first, 20, np.float32)
+    assert compiled == ["jit(_unfilled)"]
+    other = KVCache.empty(params.config, policy, second, 40, np.float32)
+    assert compiled == ["jit(_unfilled)"]
+    assert [layer.capacity.tolist() for layer in (cache.entries[0], other.entries[0])] == [
+        [[n] * params.config.num_kv_heads for n in row] for row in ([10, 6], [20, 6])
+    ]
 
 
 @pytest.mark.slow
