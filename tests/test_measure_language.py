@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvjax.evaluation.model import DEMO
+from kvjax.checkpoint.folder import DEMO
 from kvjax.evaluation.tasks.vocabulary import WORDS, tokenizer
 from tests.scripts import script
 

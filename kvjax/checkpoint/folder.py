@@ -50,6 +50,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16": jnp.dtype("float16")}
 DTYPE_NAMES = ", ".join(map(str, DTYPES.values()))
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+DEMO = Path(__file__).parents[1] / "demo_model"  # the model that ships with kvjax
 
 Form = Literal["hf", "gguf", "orbax", "cache"]
 CONTENTS: dict[Form, str] = {  # what a form holds, and which function reads it
@@ -64,7 +65,7 @@ def locate(path_or_hub_id: str | os.PathLike[str], patterns: Sequence[str] = DOW
     """Returns the folder or GGUF file of a checkpoint, or downloads a folder from the Hugging Face hub.
 
     Args:
-        path_or_hub_id: an existing folder or GGUF file, or else a hub id.
+        path_or_hub_id: an existing folder or GGUF file, or else "demo", the model that ships with kvjax, or a hub id.
         patterns: the glob patterns of the files to download.
 
     Raises:
@@ -81,6 +82,8 @@ def locate(path_or_hub_id: str | os.PathLike[str], patterns: Sequence[str] = DOW
             reason = "it is a file; expected the folder that holds config.json and the weights, or a GGUF file"
             raise CheckpointError(folder, [reason])
         return folder
+    if path_or_hub_id == "demo":
+        return DEMO
     if not isinstance(path_or_hub_id, str) or not HUB_ID.fullmatch(path_or_hub_id):
         raise CheckpointError(folder, ["no such folder"])
     from huggingface_hub import snapshot_download

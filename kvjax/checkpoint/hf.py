@@ -60,7 +60,8 @@ def load(
     checkpoint has an output matrix as well, the two must be equal.
 
     Args:
-        path_or_hub_id: an existing folder or GGUF file, or else a hub id such as `mistralai/Mistral-7B-v0.3`.
+        path_or_hub_id: an existing folder or GGUF file, or else "demo", the model that ships with kvjax, or a hub id
+            such as `mistralai/Mistral-7B-v0.3`.
         dtype: the dtype that all weights are cast to: float32, bfloat16 or float16. By default the stored dtype; if
             several are stored, the smallest that represents them all. Quantised weights are float32.
         mesh: a mesh of `make_mesh` to shard the parameters over. By default they are placed on the default device.

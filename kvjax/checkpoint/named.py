@@ -27,7 +27,7 @@ def load_named(
     """Loads a decoder and its tokenizer, for text prompts.
 
     Args:
-        model: a folder in Hugging Face or Orbax form, a GGUF file, or a hub id.
+        model: a folder in Hugging Face or Orbax form, a GGUF file, "demo", or a hub id, as `load` takes it.
         dtype: the name of the dtype of the weights: float32, bfloat16 or float16. By default the stored one.
         mesh: the sizes of a mesh, (data, model); (1, 1) is the default device.
         gates: folders, files or hub ids of the gates and statistics to attach, as `kvjax.with_gates` and

@@ -102,6 +102,7 @@ def _with_demo_model(
     import numpy as np
 
     import kvjax
+    from kvjax.checkpoint.folder import DEMO
     from kvjax.evaluation.answers import answer
     from kvjax.evaluation.tasks import demo as tasks
     from kvjax.evaluation.tasks.vocabulary import decode
@@ -111,7 +112,7 @@ def _with_demo_model(
         (name, size): kvjax.policies.parse(f"{name}:budget={size}") for name in COMPRESSING for size in budgets
     }
     with working("loading the demo model", quiet=quiet):
-        params, tokenizer = kvjax.load(Path(kvjax.__file__).parent / "demo_model")
+        params, tokenizer = kvjax.load(DEMO)
     assert tokenizer is not None
     rng = np.random.default_rng(seed)
     names = list(tasks.TASKS)

@@ -50,7 +50,7 @@ def inspect(
 
     from kvjax import policies, sampling
     from kvjax.checkpoint import load_named, mesh_sizes
-    from kvjax.evaluation.model import DEMO
+    from kvjax.checkpoint.folder import DEMO
     from kvjax.evaluation.tasks import demo
     from kvjax.inspection import page, record
     from kvjax.prompts import Prompt

@@ -7,7 +7,12 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-Model: TypeAlias = Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file, or repository on the hub.")]
+Model: TypeAlias = Annotated[
+    str,
+    typer.Argument(
+        help="Checkpoint folder, GGUF file, repository on the hub, or demo: the model that ships with kvjax."
+    ),
+]
 Gates: TypeAlias = Annotated[
     list[str] | None, typer.Option(help="Folder or file of gates or statistics for the policy; may be repeated.")
 ]

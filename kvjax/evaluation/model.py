@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 
-import kvjax
 from kvjax.checkpoint import CheckpointError, dtype_named, load_named, locate, read_headers, source_of
-from kvjax.checkpoint.folder import DOWNLOADED
+from kvjax.checkpoint.folder import DEMO, DOWNLOADED
 from kvjax.evaluation.grid import Grid
 from kvjax.models import Decoder, DecoderConfig
-
-DEMO = Path(kvjax.__file__).parent / "demo_model"
 
 
 def load_model(grid: Grid) -> tuple[Decoder, Any]:

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 import kvjax
 from kvjax.checkpoint import CheckpointError, load, read_headers, save_hf, source_of
+from kvjax.checkpoint.folder import DEMO
 from kvjax.models import UnsupportedModelError
 from tests.checkpoint.folders import EMBED, HEAD, HF, INDEX, QUERY, WEIGHTS, assert_equal, decoder, problems
 
@@ -257,6 +258,16 @@ def test_existing_folder_goes_before_the_hub(folder, monkeypatch):
     monkeypatch.chdir(folder.parent)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     assert_equal(load("model")[0], decoder())
+
+
+def test_demo_is_the_model_that_ships_unless_a_folder_has_this_name(folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+    params, tokenizer = load("demo")
+    assert_equal(params, load(DEMO)[0])
+    assert tokenizer is not None
+    folder.rename("demo")
+    assert_equal(load("demo")[0], decoder())
 
 
 def test_fused_tensor_that_is_misshapen(tmp_path):
