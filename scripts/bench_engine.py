@@ -43,10 +43,10 @@ import numpy as np
 from bench_cpu import CPU, make_model
 
 import kvjax
+from kvjax.checkpoint.folder import DEMO
 from kvjax.engine import Handle
 from kvjax.models import Decoder
 
-DEMO = Path(kvjax.__file__).parent / "demo_model"
 MODELS = ("random", "demo")
 POLICIES = ("morphkv:budget=256,window=32", "snapkv:budget=256,window=32")
 SIDES = ("static", "engine", "transformers", "step")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,19 +14,19 @@ from transformers import AutoTokenizer
 import kvjax
 from kvjax.attend.causal import causal
 from kvjax.checkpoint import load
+from kvjax.checkpoint.folder import DEMO
 from kvjax.evaluation.tasks.demo import TASKS, example
 from kvjax.evaluation.tasks.vocabulary import IDS, STOP, decode, tokenizer
 from kvjax.gates.files import read_gates
 from kvjax.statistics.files import read_statistics
 from kvjax.statistics.measure import measured
 
-FOLDER = Path(kvjax.__file__).parent / "demo_model"
 LENGTH = 256  # of prompts
 
 
 @pytest.fixture(scope="module")
 def decoder():
-    return load(FOLDER)[0]
+    return load(DEMO)[0]
 
 
 @jax.jit
@@ -46,14 +45,14 @@ def draw(task: str, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_the_weights_are_small_and_the_config_says_where_an_answer_ends():
-    assert (FOLDER / "model.safetensors").stat().st_size <= 8e6
-    config = json.loads((FOLDER / "config.json").read_text())
+    assert (DEMO / "model.safetensors").stat().st_size <= 8e6
+    config = json.loads((DEMO / "config.json").read_text())
     assert config["vocab_size"] == len(IDS)
     assert config["eos_token_id"] == IDS[STOP]
 
 
 def test_transformers_loads_the_tokenizer_and_it_is_the_vocabularys():
-    loaded = AutoTokenizer.from_pretrained(FOLDER)
+    loaded = AutoTokenizer.from_pretrained(DEMO)
     assert loaded.get_vocab() == IDS
     assert loaded.backend_tokenizer.to_str() == tokenizer().backend_tokenizer.to_str()
     prompt = example("variables", 128, np.random.default_rng(0)).prompt
@@ -85,7 +84,7 @@ def test_transformers_computes_the_same_logits_and_answers(decoder):
     torch = pytest.importorskip("torch", reason="comparing with transformers needs torch (the extra `parity`)")
     from transformers import AutoModelForCausalLM
 
-    theirs = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     tokens, answers = draw("copying", 2)
     with torch.no_grad():
         expected = theirs(torch.from_numpy(tokens).long()).logits.numpy()
@@ -98,7 +97,7 @@ def test_transformers_computes_the_same_logits_and_answers(decoder):
 @pytest.mark.slow
 def test_the_statistics_are_those_of_its_queries(decoder):
     """Other texts have nearly the same; a policy that reads them answers from half of a text."""
-    given = read_statistics(FOLDER / "statistics")
+    given = read_statistics(DEMO / "statistics")
     texts = [draw(task, 2)[0][:, :LENGTH] for task in TASKS]
     found = measured(decoder, texts, sinks=4)
     assert given.keys() == found.keys()
@@ -116,7 +115,7 @@ def test_the_statistics_are_those_of_its_queries(decoder):
 @pytest.mark.parametrize("method", ["kvzap", "fastkvzip"])
 def test_with_the_gates_it_answers_from_a_quarter(decoder, method):
     """Without a second reading, in every task; random gates answer from no quarter."""
-    gates = read_gates(FOLDER / "gates" / method)
+    gates = read_gates(DEMO / "gates" / method)
     rng = np.random.default_rng(0)
     layers = tuple({name: rng.normal(size=x.shape) * 0.1 for name, x in layer.items()} for layer in gates.layers)
     drawn = {task: draw(task, 5) for task in TASKS}

@@ -7,7 +7,6 @@ Difference from the paper: it reads prompts in blocks and compresses after each 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -34,22 +33,24 @@ class KeyDifference(Score):
         keys = entries.keys.astype(jnp.float32)
         length = jnp.maximum(jnp.sqrt(jnp.sum(keys * keys, axis=-1)), 1e-12)
         share = jnp.where(entries.positions >= 0, 1 / length, 0)
-        # Sums of products avoid an array of unit keys, which XLA would write out in float32 at the size of the keys. A
-        # CPU takes a tenth of their time for a product of matrices, for which an accelerator might write out the keys.
-        anchor = jax.lax.platform_dependent(
-            keys,
-            share,
-            cpu=partial(jnp.einsum, "BHMD,BHM->BHD", precision="highest"),
-            default=lambda keys, share: jnp.sum(keys * share[..., None], axis=2),
-        )
-        anchor /= jnp.maximum(jnp.linalg.norm(anchor, axis=-1, keepdims=True), 1e-12)  # which leaves the order
-        along = jax.lax.platform_dependent(
-            keys,
-            anchor,
-            cpu=partial(jnp.einsum, "BHMD,BHD->BHM", precision="highest"),
-            default=lambda keys, anchor: jnp.sum(keys * anchor[:, :, None], axis=-1),
-        )
-        return -along / length
+        return -jax.lax.platform_dependent(keys, share, cpu=_by_products, default=_by_sums) / length
+
+
+def _by_products(keys: Float[Array, "B H M D"], share: Float[Array, "B H M"]) -> Float[Array, "B H M"]:
+    """The product of each key with the anchor, by products of matrices, which a CPU runs faster than the sums below."""
+    anchor = jnp.einsum("BHMD,BHM->BHD", keys, share, precision="highest")
+    return jnp.einsum("BHMD,BHD->BHM", keys, _unit(anchor), precision="highest")
+
+
+def _by_sums(keys: Float[Array, "B H M D"], share: Float[Array, "B H M"]) -> Float[Array, "B H M"]:
+    """The same by sums of products. XLA would write an array of unit keys out in float32, at the size of the keys."""
+    anchor = jnp.sum(keys * share[..., None], axis=2)
+    return jnp.sum(keys * _unit(anchor)[:, :, None], axis=-1)
+
+
+def _unit(anchor: Float[Array, "B H D"]) -> Float[Array, "B H D"]:
+    """The sum of all unit keys scaled to length 1, which the mean scaled to length 1 equals."""
+    return anchor / jnp.maximum(jnp.linalg.norm(anchor, axis=-1, keepdims=True), 1e-12)
 
 
 @preset

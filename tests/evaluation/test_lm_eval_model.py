@@ -22,12 +22,10 @@ from kvjax.evaluation import lm_eval_model
 from kvjax.evaluation.lm_eval_model import KVJaxLM
 from kvjax.models import Decoder
 
-DEMO = str(Path(kvjax.__file__).parent / "demo_model")
-
 
 @pytest.fixture(scope="module")
 def full() -> KVJaxLM:
-    return KVJaxLM(DEMO, batch_size=4, dtype="float32")
+    return KVJaxLM("demo", batch_size=4, dtype="float32")
 
 
 def requests(*arguments: tuple) -> list[SimpleNamespace]:
@@ -119,7 +117,7 @@ def test_rows_are_refilled_and_little_is_written_behind_a_stop_string(
 
 @pytest.mark.slow
 def test_the_first_answer_token_depends_on_what_was_kept(full: KVJaxLM) -> None:
-    small = KVJaxLM(DEMO, policy="streaming_llm:budget=8;sinks=1", batch_size=4, dtype="float32")
+    small = KVJaxLM("demo", policy="streaming_llm:budget=8;sinks=1", batch_size=4, dtype="float32")
     pair = (CONTEXT, " anna")
     assert small.policy == kvjax.policies.streaming_llm(budget=8, sinks=1)
     (kept,), (all_,) = (lm.loglikelihood(requests(pair), disable_tqdm=True) for lm in (small, full))
@@ -127,7 +125,7 @@ def test_the_first_answer_token_depends_on_what_was_kept(full: KVJaxLM) -> None:
 
 
 def test_prompts_that_are_too_long_lose_their_beginning(full: KVJaxLM, caplog: pytest.LogCaptureFixture) -> None:
-    short = KVJaxLM(DEMO, batch_size=4, dtype="float32", max_length=16)
+    short = KVJaxLM("demo", batch_size=4, dtype="float32", max_length=16)
     with caplog.at_level(logging.WARNING, "kvjax.evaluation.lm_eval_model"):
         (found,) = short.loglikelihood(requests((CONTEXT, " anna is")), disable_tqdm=True)
     assert "1 of 1 prompts are too long for the model and lost their beginning" in caplog.text
@@ -147,7 +145,7 @@ def test_prompts_that_are_too_long_lose_their_beginning(full: KVJaxLM, caplog: p
 )
 def test_arguments_that_are_not_accepted(arguments: dict[str, object], error: str) -> None:
     with pytest.raises(ValueError, match=error):
-        KVJaxLM(DEMO, **arguments)
+        KVJaxLM("demo", **arguments)
 
 
 def test_generation_arguments_that_are_not_known(full: KVJaxLM) -> None:
@@ -179,7 +177,7 @@ def test_a_task_of_the_harness(tmp_path: Path) -> None:
     }
     results = lm_eval.simple_evaluate(
         model="kvjax",
-        model_args=f"pretrained={DEMO},policy=snapkv:budget=128;window=16",
+        model_args="pretrained=demo,policy=snapkv:budget=128;window=16",
         tasks=[stub],
         batch_size=2,
         task_manager=TaskManager(include_defaults=False),  # reading the harness's thousands of tasks takes long

@@ -134,7 +134,7 @@ def test_logits_are_those_of_rounded_keys_and_values(bits: int) -> None:
 @pytest.mark.parametrize("bits", part([8, 4], [4]))
 def test_the_demo_model_answers(bits: int) -> None:
     """Facts looked up in 512 tokens."""
-    params, _ = kvjax.load(Path(kvjax.__file__).parent / "demo_model")
+    params, _ = kvjax.load("demo")
     examples = [example("keys", 512, np.random.default_rng(seed)) for seed in range(12)]
     answers = np.stack([np.append(each.answer, IDS[STOP]) for each in examples])
     prompts = np.stack([each.prompt for each in examples])
