@@ -14,9 +14,10 @@ from jaxtyping import Array, Float, Int
 from kvjax.attend import over_layers
 from kvjax.cache import UNLIMITED, Entries, Layers, Segments, Slots, empty_pool, pack
 from kvjax.clock import Run, run_at_once
+from kvjax.each_layer import facts_of
 from kvjax.heads import ALL_HEADS, Heads
 from kvjax.kv_cache import KVCache
-from kvjax.layerwise import facts_of, layers_pay
+from kvjax.layerwise import layers_pay
 from kvjax.models import AttentionLayer, Decoder
 from kvjax.pallas_kernels import PAGE
 from kvjax.policy import Moment, Policy

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +11,10 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.allocate import allocated
-from kvjax.attend import ReadPlan, over_heads, pays, positions_behind, reading, stepping, twice
+from kvjax.attend import Reading, ReadPlan, Stepping, in_array, pays, positions_behind
 from kvjax.checks import check_integers, check_params, check_type
+from kvjax.each_layer import Call, through_layers
 from kvjax.kv_cache import KVCache, check_attached
-from kvjax.mix import over_experts
 from kvjax.models import Decoder
 from kvjax.modes import own_modes
 from kvjax.policy import Policy
@@ -102,10 +101,8 @@ def read(
     next_position = cache.length + lengths
     positions = positions_behind(cache.length, lengths, tokens.shape[1])
     rows = {"positions": positions, "lengths": lengths, "next_position": next_position, "rope": cache.rope}
-    attend = over_heads(
-        cache.mesh, partial(reading, cache.policy, plan=plan), hidden=cache.policy.score.needs.hidden, **rows
-    )
-    hidden, entries = params(tokens, attend, cache.entries, over_experts(cache.mesh))
+    call = Call(Reading(cache.policy, cache.policy.limits(len(cache.entries)), plan), cache.mesh)
+    hidden, entries = through_layers(params, tokens, cache.entries, call, **rows)
     cache = replace(cache, entries=entries, length=next_position, filled=cache.filled or plan.final)
     return _by_row(params.logits(hidden[:, -1]), cache), cache.in_place()
 
@@ -114,10 +111,10 @@ def step(
     params: Decoder, cache: KVCache, tokens: Int[Array, "B"], incoming: Bool[Array, "B"]
 ) -> tuple[Float[Array, "B V"], KVCache]:
     """`extend` by one token in the rows where one is incoming; the others stay as they are."""
-    rows = {"positions": cache.length, "incoming": incoming, "rope": cache.rope}
-    attend = over_heads(cache.mesh, partial(stepping, cache.policy), hidden=cache.policy.score.needs.hidden, **rows)
-    run = partial(twice, params) if pays(cache.batch_size, cache.mesh) else params
-    hidden, entries = run(tokens[:, None], attend, cache.entries, over_experts(cache.mesh))
+    rows = {"positions": in_array(cache.length), "incoming": in_array(incoming), "rope": cache.rope}
+    stepping = Stepping(cache.policy, cache.policy.limits(len(cache.entries)))
+    call = Call(stepping, cache.mesh, doubled=pays(cache.batch_size, cache.mesh))
+    hidden, entries = through_layers(params, tokens[:, None], cache.entries, call, **rows)
     cache = replace(cache, entries=entries, length=cache.length + incoming)
     return _by_row(params.logits(hidden[:, 0]), cache), cache.in_place()
 

@@ -144,15 +144,15 @@ def _unfilled(
     def layer(i: int) -> Slots:
         stored = policy.storage.store(jnp.zeros((batch, shape.kv_heads, 0, shape.head_dim), dtype))
         capacity = policy.capacity(i, prompt_lengths, layers)
-        biased = policy.merge.effects.bias and policy.limited(i)
+        limited = policy.limited(i)
         entries = Slots(
             keys=stored,
             values=stored,
             positions=jnp.zeros(stored.shape[:3], jnp.int32),
             capacity=jnp.broadcast_to(capacity[:, None], stored.shape[:2]),
-            bias=jnp.zeros(stored.shape[:3], jnp.float32) if biased else None,
+            bias=jnp.zeros(stored.shape[:3], jnp.float32) if limited and policy.merge.effects.bias else None,
         )
-        return policy.with_state(i, entries, shape)
+        return policy.with_state(entries, shape, limited=limited)
 
     return {
         "entries": Layers(tuple(layer(i) for i in range(layers))),

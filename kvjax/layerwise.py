@@ -16,13 +16,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from kvjax.attend import ReadPlan, over_heads, positions_behind, reading, replaying
+from kvjax.attend import Reading, ReadPlan, Replaying, positions_behind
 from kvjax.cache import Entries, Layers, Slots
 from kvjax.clock import Run
+from kvjax.each_layer import Call, facts_of, through_layer
 from kvjax.kv_cache import KVCache
-from kvjax.mix import over_experts
-from kvjax.models import Attend, AttentionLayer, Decoder, embedded
-from kvjax.policy import Pass, Policy
+from kvjax.models import AttentionLayer, Decoder, embedded
+from kvjax.policy import Pass
 from kvjax.programs import jit
 from kvjax.sharding import rows_sharding
 
@@ -38,9 +38,8 @@ def pays(params: Decoder, cache: KVCache, plan: ReadPlan) -> bool:
     if not _on_one_cpu(cache):
         return False
     records = params.attention_layers
-    if len({cache.policy.limited(i) for i in range(len(records))}) > 1:  # a program of one layer cannot tell which
-        return False
-    kinds = set(zip(map(facts_of, records), plan.slots, plan.kept, plan.settled or plan.slots, strict=True))
+    limited = cache.policy.limits(len(records)).limited
+    kinds = set(zip(map(facts_of, records), limited, plan.slots, plan.kept, plan.settled or plan.slots, strict=True))
     return len(records) >= DEEP * len(kinds)
 
 
@@ -115,10 +114,10 @@ def _reader(
     """
     go = _read_pool if cache.entries.preallocates else _read_slots
     scale, facts = params.config.embedding_scale, [facts_of(record) for record in params.attention_layers]
+    call = Call(Reading(cache.policy, cache.policy.limits(len(facts)), plan), cache.mesh)
     x, rows = run(_begin, params.embed, cache.length, tokens, lengths, scale=scale, mesh=cache.mesh)
 
     def read(i: int, x: Array, entries: Entries) -> tuple[Array, Entries]:
-        own = None if plan is None else ReadPlan((plan.slots[i],), (plan.kept[i],), plan.final, plan.settled[i : i + 1])
         return run(
             go,
             params.layers[i],
@@ -127,9 +126,7 @@ def _reader(
             entries,
             rows | {"rope": cache.rope},
             facts=facts[i],
-            policy=cache.policy,
-            plan=own,
-            mesh=cache.mesh,
+            call=call.of_layer(i),
         )
 
     return read, x, rows
@@ -141,20 +138,14 @@ def replay_by_layers(params: Decoder, cache: KVCache, part: Pass, *, run: Run) -
     x, rows = run(_begin, params.embed, cache.length, part.tokens, part.lengths, scale=scale, mesh=None)
     rows = {name: rows[name] for name in ("positions", "lengths")}
     rows |= {"first": part.first, "last": part.last, "rope": cache.rope}
-    found = []
+    found, call = [], Call(Replaying(cache.policy), None)
     for i, (layer, record) in enumerate(zip(params.layers, records, strict=True)):
         held, last = cache.entries.layer(i, 0), i == len(records) - 1
         x, (per_slot, per_row) = run(
-            _replay_layer, layer, i, x, held, rows, facts=facts_of(record), policy=cache.policy, last=last
+            _replay_layer, layer, i, x, held, rows, facts=facts_of(record), call=call, last=last
         )
         found.append(replace(held, per_slot=per_slot, per_row=per_row))
     return replace(cache, entries=Layers(tuple(found)))
-
-
-def facts_of(record: AttentionLayer) -> AttentionLayer:
-    """What layers of a kind have in common; static."""
-    nothing: Any = None
-    return replace(record, index=0, output=nothing, sinks=None, statistics=None, alone=True)
 
 
 @partial(jit, static_argnames=("scale", "mesh"))
@@ -181,22 +172,19 @@ def _read_layer(
     rows: dict[str, Any],
     *,
     facts: AttentionLayer,
-    policy: Policy,
-    plan: ReadPlan | None,
-    mesh: Mesh | None,
+    call: Call,
 ) -> tuple[Float[Array, "B N E"], Entries]:
     """The hidden states behind a layer, and its entries."""
-    attend = over_heads(mesh, partial(reading, policy, plan=plan), hidden=policy.score.needs.hidden, **rows)
-    x, after = _applied(layer, facts, index, x, entries, attend, mesh)
-    return _in_rows(x, mesh), after
+    x, after = through_layer(layer, index, x, entries, rows, facts=facts, call=call)
+    return _in_rows(x, call.mesh), after
 
 
-STATIC = ("facts", "policy", "plan", "mesh")
+STATIC = ("facts", "call")
 _read_slots = jit(_read_layer, static_argnames=STATIC, donate_argnames="x")
 _read_pool = jit(_read_layer, static_argnames=STATIC, donate_argnames=("x", "entries"))
 
 
-@partial(jit, static_argnames=("facts", "policy", "last"))
+@partial(jit, static_argnames=("facts", "call", "last"))
 def _replay_layer(
     layer: Any,
     index: Int[Array, ""],
@@ -205,28 +193,13 @@ def _replay_layer(
     rows: dict[str, Any],
     *,
     facts: AttentionLayer,
-    policy: Policy,
+    call: Call,
     last: bool,
 ) -> tuple[Float[Array, "B W E"] | None, tuple[Any, Any]]:
     """The hidden states of a pass behind a layer, unless it is the last, and the score's state of its entries."""
-    attend = over_heads(None, partial(replaying, policy), hidden=policy.score.needs.hidden, **rows)
-    x, after = _applied(layer, facts, index, x, Layers((entries,)), attend, None)
+    x, after = through_layer(layer, index, x, Layers((entries,)), rows, facts=facts, call=call)
     held = after.layer(0, 0)
     return None if last else x, (held.per_slot, held.per_row)
-
-
-def _applied(
-    layer: Any,
-    facts: AttentionLayer,
-    index: Int[Array, ""],
-    x: Float[Array, "B N E"],
-    entries: Entries,
-    attend: Attend,
-    mesh: Mesh | None,
-) -> tuple[Float[Array, "B N E"], Entries]:
-    """The hidden states behind a layer that attends as given, and its entries."""
-    record = replace(facts, index=index, **layer.attention.weights)
-    return layer(x, record, attend, entries, over_experts(mesh))
 
 
 @jit

@@ -15,9 +15,10 @@ from jaxtyping import Array, Float, Int
 from kvjax.attend import expired, finished, met_keys, over_layers
 from kvjax.cache import Layers, Slots
 from kvjax.clock import Run
+from kvjax.each_layer import facts_of
 from kvjax.heads import Heads
 from kvjax.kv_cache import KVCache
-from kvjax.layerwise import facts_of, read_layers
+from kvjax.layerwise import read_layers
 from kvjax.models import AttentionLayer, Decoder
 from kvjax.policy import LayerShape, Moment, Policy, Together
 from kvjax.programs import jit

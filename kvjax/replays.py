@@ -10,11 +10,11 @@ from typing import TypeAlias
 import jax
 from jaxtyping import Array, Int
 
-from kvjax.attend import over_heads, positions_behind, replaying
+from kvjax.attend import Replaying, positions_behind
 from kvjax.clock import Run, run_at_once
+from kvjax.each_layer import Call, through_layers
 from kvjax.kv_cache import KVCache
 from kvjax.layerwise import layers_pay, replay_by_layers
-from kvjax.mix import over_experts
 from kvjax.models import Decoder
 from kvjax.policy import Pass, Policy, Texts
 from kvjax.programs import jit
@@ -76,12 +76,11 @@ def replay(params: Decoder, cache: KVCache, part: Pass) -> KVCache:
     """The same cache after its score has observed a pass."""
     positions = positions_behind(cache.length, part.lengths, part.tokens.shape[1])
     rows = {"positions": positions, "lengths": part.lengths, "first": part.first, "last": part.last, "rope": cache.rope}
-    needs = cache.policy.score.needs
-    observing = partial(over_heads, cache.mesh, partial(replaying, cache.policy), hidden=needs.hidden, **rows)
-    if needs.sensitivity:
-        entries = replayed_backwards(params, cache, part.tokens, positions, observing)
+    call = Call(Replaying(cache.policy), cache.mesh)
+    if cache.policy.score.needs.sensitivity:
+        entries = replayed_backwards(params, cache, part.tokens, positions, partial(call.attend, **rows))
     else:
-        _, entries = params(part.tokens, observing(), cache.entries, over_experts(cache.mesh))
+        _, entries = through_layers(params, part.tokens, cache.entries, call, **rows)
     return replace(cache, entries=entries).in_place()
 
 

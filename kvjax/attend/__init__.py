@@ -7,27 +7,30 @@ layers; every layer's part is replaced once that layer has attended.
 from .differentiable import differentiable
 from .mesh import over_heads, over_layers, over_rows
 from .positions import positions_behind
-from .prompt import ReadPlan, finished, reading
-from .replay import replaying
+from .prompt import Reading, ReadPlan, finished
+from .replay import Replaying
 from .rotation import expired, met_keys, rotated
-from .step import RoomMaker, stepping
-from .twice import pays, twice
+from .step import RoomMaker, Stepping
+from .twice import attending_once, first, in_array, pays, twice
 
 __all__ = [
     "ReadPlan",
+    "Reading",
+    "Replaying",
     "RoomMaker",
+    "Stepping",
+    "attending_once",
     "differentiable",
     "expired",
     "finished",
+    "first",
+    "in_array",
     "met_keys",
     "over_heads",
     "over_layers",
     "over_rows",
     "pays",
     "positions_behind",
-    "reading",
-    "replaying",
     "rotated",
-    "stepping",
     "twice",
 ]

@@ -25,13 +25,13 @@ def differentiable(
     rope: Float[Array, "B C/2"] | None = None,
     heads: Heads = ALL_HEADS,
 ) -> Attend:
-    """The attention of `replaying` without a score, in XLA alone. It returns the entries as they were.
+    """The attention of `Replaying` without a score, in XLA alone. It returns the entries as they were.
 
     The prompt's entries are constants. A storage that rounds the pass's own keys and values is differentiated as if it
     did not. No array has size W x M: backwards, the weights of each block of queries are computed once more.
 
     Args:
-        positions, rope, heads: as `replaying` takes them.
+        positions, rope, heads: as `Replaying` takes them.
     """
 
     def attend(

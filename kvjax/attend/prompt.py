@@ -13,7 +13,7 @@ from kvjax.cache import Entries, Slots
 from kvjax.heads import ALL_HEADS, Heads
 from kvjax.models import Attend, AttentionLayer
 from kvjax.pallas_kernels import compact
-from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Received
+from kvjax.policy import Attended, LayerShape, Limits, Moment, Needs, Policy, Received
 
 from .received import attention, received
 from .rotation import expired, met_keys, places, rotated
@@ -37,96 +37,117 @@ class ReadPlan:
     final: bool
     settled: tuple[int | None, ...] = ()
 
+    def of_layer(self, i: int) -> ReadPlan:
+        """The plan of one layer."""
+        return replace(self, slots=(self.slots[i],), kept=(self.kept[i],), settled=self.settled[i : i + 1])
 
-def reading(
-    policy: Policy,
-    positions: Int[Array, "B N"],
-    lengths: Int[Array, "B"],
-    next_position: Int[Array, "B"],
-    *,
-    rope: Float[Array, "B C/2"] | None = None,
-    plan: ReadPlan | None,
-    heads: Heads = ALL_HEADS,
-) -> Attend:
-    """Attention for several new tokens per row; the layer is compressed as soon as it has attended.
 
-    Args:
-        positions: of the new tokens, -1 for padding, which is on the left.
-        lengths: the number of new tokens in each row.
-        next_position: each row's position after this call.
-        rope: the frequencies of each row, where they depend on its length.
+@dataclass(frozen=True)
+class Reading:
+    """Attention for several new tokens per row; a layer is compressed as soon as it has attended.
+
+    Attributes:
+        policy: its score observes the tokens.
+        limits: of the layers in the entries.
         plan: the static choices of the call; None leaves each layer as it is after it has attended.
-        heads: those that this device holds, on a mesh; q, k, v and the entries are then its own.
     """
 
-    def attend(
-        layer: AttentionLayer,
-        q: Float[Array, "B Hq N D"],
-        k: Float[Array, "B H N D"],
-        v: Float[Array, "B H N D"],
-        entries: Entries,
-    ) -> tuple[Float[Array, "B Hq N D"], Entries]:
-        i = layer.place
-        kept, slots = (None, 0) if plan is None else (plan.kept[i], plan.slots[i])
-        settled = plan.settled[i] if plan is not None and plan.settled else None
-        moment = Moment(next_position, layer, rope, heads)
-        unrotated = q
-        forgets = plan is not None and plan.final and kept is None and policy.every is None
-        observes = policy.limited(i) and not forgets
-        old = entries.layer(i, slots)
-        shape = LayerShape(q.shape[0], heads.whole_groups_of(q.shape[1]), k.shape[1], k.shape[3], k.dtype)
-        if observes and not old.has_state:  # it was forgotten when the prompt had been read
-            old = policy.with_state(i, old, shape)
-        if policy.positions == "original":
-            q, k = (rotated(layer, x, positions[:, None], rope) for x in (q, k))
-        at = jnp.broadcast_to(positions[:, None], k.shape[:3])
-        new = Slots(policy.storage.store(k), policy.storage.store(v), at, old.capacity)
-        if observes:
-            new = policy.with_state(i, new, shape)
-        held = old.append(new)
-        seen = held.plain()  # an array of its own only if something looks at it
-        keys = seen.keys
-        if policy.positions == "in_cache":
-            at = places(held.positions)
-            keys = rotated(layer, keys, at, rope)
-            q = rotated(layer, q, jnp.repeat(at[..., -q.shape[2] :], q.shape[1] // k.shape[1], axis=1), rope)
-        met = replace(seen, keys=keys)
-        wishes = policy.score.needs.wishes if observes else ()
-        context, lse, found = attention(layer, heads, q, met, positions, "prompts", wishes)
-        attended = partial(Attended, positions=positions, lse=lse, lengths=lengths, layer=layer, heads=heads)
-        if held.storing is not None:
-            held = replace(held, storing=policy.storage.observe(held.storing, attended(queries=q, received=None)))
-        if observes:
-            # With the barriers a state has the same bits in every program, whatever else the program computes.
-            hidden = layer.hidden if policy.score.needs.hidden else None
-            *given, hidden, sums = jax.lax.optimization_barrier((q, lse, met, hidden, tuple(found.values())))
-            found = dict(zip(found, sums, strict=True))
+    policy: Policy
+    limits: Limits
+    plan: ReadPlan | None
 
-            @cache
-            def shown(wish: Received | None) -> Float[Array, "B H *G M"] | None:
-                nonlocal given
-                queries, sums, entries = given
-                result = received(wish, "prompts", found, layer, heads, queries, sums, entries, positions)
-                given, result = jax.lax.optimization_barrier((given, result))
-                return result
+    def of_layer(self, i: int) -> Reading:
+        """That of one layer over its own entries."""
+        return replace(self, limits=self.limits.of_layer(i), plan=None if self.plan is None else self.plan.of_layer(i))
 
-            def show(needs: Needs) -> Attended:
-                queries = unrotated if needs.queries == "unrotated" else q
-                return attended(
-                    queries=queries, received=shown(needs.received), hidden=hidden if needs.hidden else None
-                )
+    def __call__(
+        self,
+        positions: Int[Array, "B N"],
+        lengths: Int[Array, "B"],
+        next_position: Int[Array, "B"],
+        *,
+        rope: Float[Array, "B C/2"] | None = None,
+        heads: Heads = ALL_HEADS,
+    ) -> Attend:
+        """The attention function.
 
-            per_slot, per_row = jax.lax.optimization_barrier(policy.score.watch(seen, show))
-            held = replace(held, per_slot=per_slot, per_row=per_row)
-        if plan is not None:
-            met_by = None if kept is None else met_keys(policy, held, moment)
-            held = expired(held, moment, lengths > 0)
-            held = finished(policy, held, moment, met_by, kept=kept, slots=slots, final=plan.final, settled=settled)
-        # Without the barrier XLA may compress all layers at the end, and hold their full keys and values until then.
-        context, held = jax.lax.optimization_barrier((context, held))
-        return context, entries.with_layer(i, held)
+        Args:
+            positions: of the new tokens, -1 for padding, which is on the left.
+            lengths: the number of new tokens in each row.
+            next_position: each row's position after this call.
+            rope: the frequencies of each row, where they depend on its length.
+            heads: those that this device holds, on a mesh; q, k, v and the entries are then its own.
+        """
+        policy, plan = self.policy, self.plan
 
-    return attend
+        def attend(
+            layer: AttentionLayer,
+            q: Float[Array, "B Hq N D"],
+            k: Float[Array, "B H N D"],
+            v: Float[Array, "B H N D"],
+            entries: Entries,
+        ) -> tuple[Float[Array, "B Hq N D"], Entries]:
+            i = layer.place
+            kept, slots = (None, 0) if plan is None else (plan.kept[i], plan.slots[i])
+            settled = plan.settled[i] if plan is not None and plan.settled else None
+            moment = Moment(next_position, layer, rope, heads)
+            unrotated = q
+            forgets = plan is not None and plan.final and kept is None and policy.every is None
+            observes = self.limits.limited[i] and not forgets
+            old = entries.layer(i, slots)
+            shape = LayerShape(q.shape[0], heads.whole_groups_of(q.shape[1]), k.shape[1], k.shape[3], k.dtype)
+            if observes and not old.has_state:  # it was forgotten when the prompt had been read
+                old = policy.with_state(old, shape, limited=True)
+            if policy.positions == "original":
+                q, k = (rotated(layer, x, positions[:, None], rope) for x in (q, k))
+            at = jnp.broadcast_to(positions[:, None], k.shape[:3])
+            new = Slots(policy.storage.store(k), policy.storage.store(v), at, old.capacity)
+            if observes:
+                new = policy.with_state(new, shape, limited=True)
+            held = old.append(new)
+            seen = held.plain()  # an array of its own only if something looks at it
+            keys = seen.keys
+            if policy.positions == "in_cache":
+                at = places(held.positions)
+                keys = rotated(layer, keys, at, rope)
+                q = rotated(layer, q, jnp.repeat(at[..., -q.shape[2] :], q.shape[1] // k.shape[1], axis=1), rope)
+            met = replace(seen, keys=keys)
+            wishes = policy.score.needs.wishes if observes else ()
+            context, lse, found = attention(layer, heads, q, met, positions, "prompts", wishes)
+            attended = partial(Attended, positions=positions, lse=lse, lengths=lengths, layer=layer, heads=heads)
+            if held.storing is not None:
+                held = replace(held, storing=policy.storage.observe(held.storing, attended(queries=q, received=None)))
+            if observes:
+                # With the barriers a state has the same bits in every program, whatever else the program computes.
+                hidden = layer.hidden if policy.score.needs.hidden else None
+                *given, hidden, sums = jax.lax.optimization_barrier((q, lse, met, hidden, tuple(found.values())))
+                found = dict(zip(found, sums, strict=True))
+
+                @cache
+                def shown(wish: Received | None) -> Float[Array, "B H *G M"] | None:
+                    nonlocal given
+                    queries, sums, entries = given
+                    result = received(wish, "prompts", found, layer, heads, queries, sums, entries, positions)
+                    given, result = jax.lax.optimization_barrier((given, result))
+                    return result
+
+                def show(needs: Needs) -> Attended:
+                    queries = unrotated if needs.queries == "unrotated" else q
+                    return attended(
+                        queries=queries, received=shown(needs.received), hidden=hidden if needs.hidden else None
+                    )
+
+                per_slot, per_row = jax.lax.optimization_barrier(policy.score.watch(seen, show))
+                held = replace(held, per_slot=per_slot, per_row=per_row)
+            if plan is not None:
+                met_by = None if kept is None else met_keys(policy, held, moment)
+                held = expired(held, moment, lengths > 0)
+                held = finished(policy, held, moment, met_by, kept=kept, slots=slots, final=plan.final, settled=settled)
+            # Without the barrier XLA may compress all layers at the end, and hold their keys and values until then.
+            context, held = jax.lax.optimization_barrier((context, held))
+            return context, entries.with_layer(i, held)
+
+        return attend
 
 
 def finished(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -17,54 +17,69 @@ from .received import attention, received
 from .rotation import rotated
 
 
-def replaying(
-    policy: Policy,
-    positions: Int[Array, "B W"],
-    lengths: Int[Array, "B"],
-    first: Int[Array, "B"],
-    last: Int[Array, "B"],
-    sensitivity: Float[Array, "B W"] | None = None,
-    *,
-    rope: Float[Array, "B C/2"] | None = None,
-    heads: Heads = ALL_HEADS,
-) -> Attend:
+@dataclass(frozen=True)
+class Replaying:
     """Attention for the tokens of a `kvjax.policy.Pass`, over a prompt's whole cache and causally over themselves.
 
-    Args:
-        positions, lengths, rope, heads: as `reading` takes them.
-        first, last: of the pass.
-        sensitivity: of each token, in the layer that is called; see `Attended`.
+    Attributes:
+        policy: its score observes the pass.
     """
 
-    def attend(
-        layer: AttentionLayer,
-        q: Float[Array, "B Hq W D"],
-        k: Float[Array, "B H W D"],
-        v: Float[Array, "B H W D"],
-        entries: Entries,
-    ) -> tuple[Float[Array, "B Hq W D"], Entries]:
-        i, needs = layer.place, policy.score.needs
-        old, unrotated = entries.layer(i, 0), q
-        q, k = (rotated(layer, x, positions[:, None], rope) for x in (q, k))
-        held = followed(policy, old, k, v, positions)
-        context, lse, found = attention(layer, heads, q, held, positions, "replays", needs.wishes)
-        attended = Attended(
-            queries=unrotated if needs.queries == "unrotated" else q,
-            positions=positions,
-            lse=lse,
-            received=received(needs.received, "replays", found, layer, heads, q, lse, held, positions),
-            lengths=lengths,
-            layer=layer,
-            heads=heads,
-            replay=(first, last),
-            hidden=layer.hidden if needs.hidden else None,
-            sensitivity=sensitivity,
-        )
-        per_slot, per_row = policy.score.observe(held, attended)
-        per_slot = jax.tree.map(lambda x: x[..., : old.slots], per_slot)
-        return context, entries.with_layer(i, replace(old, per_slot=per_slot, per_row=per_row))
+    policy: Policy
 
-    return attend
+    def of_layer(self, i: int) -> Replaying:
+        """That of one layer over its own entries."""
+        return self
+
+    def __call__(
+        self,
+        positions: Int[Array, "B W"],
+        lengths: Int[Array, "B"],
+        first: Int[Array, "B"],
+        last: Int[Array, "B"],
+        sensitivity: Float[Array, "B W"] | None = None,
+        *,
+        rope: Float[Array, "B C/2"] | None = None,
+        heads: Heads = ALL_HEADS,
+    ) -> Attend:
+        """The attention function.
+
+        Args:
+            positions, lengths, rope, heads: as `Reading` takes them.
+            first, last: of the pass.
+            sensitivity: of each token, in the layer that is called; see `Attended`.
+        """
+        policy = self.policy
+
+        def attend(
+            layer: AttentionLayer,
+            q: Float[Array, "B Hq W D"],
+            k: Float[Array, "B H W D"],
+            v: Float[Array, "B H W D"],
+            entries: Entries,
+        ) -> tuple[Float[Array, "B Hq W D"], Entries]:
+            i, needs = layer.place, policy.score.needs
+            old, unrotated = entries.layer(i, 0), q
+            q, k = (rotated(layer, x, positions[:, None], rope) for x in (q, k))
+            held = followed(policy, old, k, v, positions)
+            context, lse, found = attention(layer, heads, q, held, positions, "replays", needs.wishes)
+            attended = Attended(
+                queries=unrotated if needs.queries == "unrotated" else q,
+                positions=positions,
+                lse=lse,
+                received=received(needs.received, "replays", found, layer, heads, q, lse, held, positions),
+                lengths=lengths,
+                layer=layer,
+                heads=heads,
+                replay=(first, last),
+                hidden=layer.hidden if needs.hidden else None,
+                sensitivity=sensitivity,
+            )
+            per_slot, per_row = policy.score.observe(held, attended)
+            per_slot = jax.tree.map(lambda x: x[..., : old.slots], per_slot)
+            return context, entries.with_layer(i, replace(old, per_slot=per_slot, per_row=per_row))
+
+        return attend
 
 
 def followed(

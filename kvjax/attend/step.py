@@ -10,10 +10,9 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import Entries, Slots, Take
 from kvjax.heads import ALL_HEADS, Heads
 from kvjax.models import Attend, AttentionLayer, join_sinks
-from kvjax.policy import Attended, Moment, Policy
+from kvjax.policy import Attended, Limits, Moment, Policy
 
 from .rotation import expired, places, rotated
-from .twice import in_array
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,9 @@ class RoomMaker:
     count: int
 
     @classmethod
-    def of(cls, policy: Policy, moment: Moment, incoming: Bool[Array, "B"], layers: int) -> RoomMaker:
-        """For the layer of a moment, one of `layers`."""
-        evicts = policy.evicts(moment.layer.place, layers)
+    def of(cls, policy: Policy, moment: Moment, incoming: Bool[Array, "B"], limits: Limits) -> RoomMaker:
+        """For the layer of a moment, one of those with these limits."""
+        evicts = limits.evicts[moment.layer.place]
         return cls(policy, moment, incoming, (policy.every or 0) if evicts else 0)
 
     @property
@@ -57,93 +56,109 @@ class RoomMaker:
         return self.policy.release(entries, self.moment, lost, self.count)
 
 
-def stepping(
-    policy: Policy,
-    positions: Int[Array, "B"],
-    incoming: Bool[Array, "B"],
-    *,
-    rope: Float[Array, "B C/2"] | None = None,
-    heads: Heads = ALL_HEADS,
-) -> Attend:
+@dataclass(frozen=True)
+class Stepping:
     """Attention for one new token per row.
 
-    Args:
-        positions: of the new tokens.
-        incoming: the rows that have one. The others stay as they are.
-        rope: the frequencies of each row, where they depend on its length.
-        heads: those that this device holds, on a mesh; q, k, v and the entries are then its own.
+    Attributes:
+        policy: makes room for the token.
+        limits: of the layers in the entries.
     """
-    positions, incoming = in_array(positions), in_array(incoming)
-    query_positions = jnp.where(incoming, positions, -1)[:, None]
 
-    def attend(
-        layer: AttentionLayer,
-        q: Float[Array, "B Hq 1 D"],
-        k: Float[Array, "B H 1 D"],
-        v: Float[Array, "B H 1 D"],
-        entries: Entries,
-    ) -> tuple[Float[Array, "B Hq 1 D"], Entries]:
-        i, score = layer.place, policy.score
-        room = RoomMaker.of(policy, Moment(positions, layer, rope, heads), incoming, len(entries))
-        unrotated, seen = q, None
-        if policy.positions == "original":
-            q, k = (rotated(layer, x, positions[:, None, None], rope) for x in (q, k))
-        entries, slot = entries.make_room(i, incoming, room)
-        at = jnp.broadcast_to(positions[:, None], k.shape[:2])
-        entries = entries.write(i, slot, policy.storage.store(k[:, :, 0]), policy.storage.store(v[:, :, 0]), at)
-        if policy.positions == "in_cache":
-            q, seen = _by_place(layer, q, entries.layer(i, 0), rope)
-        wish = score.needs.received if room.count else None
-        wish = wish if wish is not None and wish.shown("steps") else None
-        asked = score.asks(entries.rows(i), query_positions[:, 0]) if room.count else None
-        groups = wish is not None or asked is not None  # the score looks at all query heads of a kv head
-        queries, sinks = q, layer.sinks
-        if groups:
-            queries = heads.whole_groups(q)
-            sinks = None if sinks is None else heads.whole_groups(sinks[None])[0]
-        # A kernel's weights are of a softmax without sinks, and already reduced over the group. With sinks they are
-        # computed from the log-sum-exp that sinks have joined, in one more pass over the keys.
-        again = sinks is not None and wish is not None
-        found = entries.attend(
-            i,
-            queries,
-            query_positions,
-            **layer.logits,
-            reduction=None if wish is None or again else wish.reduction,
-            asked=asked,
-            seen=seen,
-        )
-        joined = join_sinks(found.context, found.lse, sinks)
-        context, lse = (heads.own_queries(x) if groups else x for x in joined)
-        if not room.count:
-            return context, entries
+    policy: Policy
+    limits: Limits
 
-        def received(held: Slots, take: Take) -> Float[Array, "B H M"] | None:
-            if wish is None or not again:
-                return None if found.received is None else found.received(held, take)
-            met = held if seen is None else replace(held, keys=seen.keys)
-            return met.received(
-                q=queries, lse=joined[1], query_positions=query_positions, **layer.logits, reduction=wish.reduction
+    def of_layer(self, i: int) -> Stepping:
+        """That of one layer over its own entries."""
+        return replace(self, limits=self.limits.of_layer(i))
+
+    def __call__(
+        self,
+        positions: Int[Array, "B"],
+        incoming: Bool[Array, "B"],
+        *,
+        rope: Float[Array, "B C/2"] | None = None,
+        heads: Heads = ALL_HEADS,
+    ) -> Attend:
+        """The attention function.
+
+        Args:
+            positions: of the new tokens.
+            incoming: the rows that have one. The others stay as they are.
+            rope: the frequencies of each row, where they depend on its length.
+            heads: those that this device holds, on a mesh; q, k, v and the entries are then its own.
+        """
+        policy = self.policy
+        query_positions = jnp.where(incoming, positions, -1)[:, None]
+
+        def attend(
+            layer: AttentionLayer,
+            q: Float[Array, "B Hq 1 D"],
+            k: Float[Array, "B H 1 D"],
+            v: Float[Array, "B H 1 D"],
+            entries: Entries,
+        ) -> tuple[Float[Array, "B Hq 1 D"], Entries]:
+            i, score = layer.place, policy.score
+            room = RoomMaker.of(policy, Moment(positions, layer, rope, heads), incoming, self.limits)
+            unrotated, seen = q, None
+            if policy.positions == "original":
+                q, k = (rotated(layer, x, positions[:, None, None], rope) for x in (q, k))
+            entries, slot = entries.make_room(i, incoming, room)
+            at = jnp.broadcast_to(positions[:, None], k.shape[:2])
+            entries = entries.write(i, slot, policy.storage.store(k[:, :, 0]), policy.storage.store(v[:, :, 0]), at)
+            if policy.positions == "in_cache":
+                q, seen = _by_place(layer, q, entries.layer(i, 0), rope)
+            wish = score.needs.received if room.count else None
+            wish = wish if wish is not None and wish.shown("steps") else None
+            asked = score.asks(entries.rows(i), query_positions[:, 0]) if room.count else None
+            groups = wish is not None or asked is not None  # the score looks at all query heads of a kv head
+            queries, sinks = q, layer.sinks
+            if groups:
+                queries = heads.whole_groups(q)
+                sinks = None if sinks is None else heads.whole_groups(sinks[None])[0]
+            # A kernel's weights are of a softmax without sinks, and already reduced over the group. With sinks they are
+            # computed from the log-sum-exp that sinks have joined, in one more pass over the keys.
+            again = sinks is not None and wish is not None
+            found = entries.attend(
+                i,
+                queries,
+                query_positions,
+                **layer.logits,
+                reduction=None if wish is None or again else wish.reduction,
+                asked=asked,
+                seen=seen,
             )
+            joined = join_sinks(found.context, found.lse, sinks)
+            context, lse = (heads.own_queries(x) if groups else x for x in joined)
+            if not room.count:
+                return context, entries
 
-        def show(held: Slots, take: Take) -> tuple[Array, Array]:
-            attended = Attended(
-                queries=unrotated if score.needs.queries == "unrotated" else q,
-                positions=query_positions,
-                lse=lse,
-                received=received(held, take),
-                lengths=incoming.astype(jnp.int32),
-                layer=layer,
-                heads=heads,
-                decoding=True,
-                asked=None if found.asked is None else found.asked(held, take),
-                hidden=layer.hidden if score.needs.hidden else None,
-            )
-            return score.observe(held, attended)
+            def received(held: Slots, take: Take) -> Float[Array, "B H M"] | None:
+                if wish is None or not again:
+                    return None if found.received is None else found.received(held, take)
+                met = held if seen is None else replace(held, keys=seen.keys)
+                return met.received(
+                    q=queries, lse=joined[1], query_positions=query_positions, **layer.logits, reduction=wish.reduction
+                )
 
-        return context, entries.observe(i, show, room)
+            def show(held: Slots, take: Take) -> tuple[Array, Array]:
+                attended = Attended(
+                    queries=unrotated if score.needs.queries == "unrotated" else q,
+                    positions=query_positions,
+                    lse=lse,
+                    received=received(held, take),
+                    lengths=incoming.astype(jnp.int32),
+                    layer=layer,
+                    heads=heads,
+                    decoding=True,
+                    asked=None if found.asked is None else found.asked(held, take),
+                    hidden=layer.hidden if score.needs.hidden else None,
+                )
+                return score.observe(held, attended)
 
-    return attend
+            return context, entries.observe(i, show, room)
+
+        return attend
 
 
 def _by_place(

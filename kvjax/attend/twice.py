@@ -15,10 +15,10 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Shaped
 
 from kvjax.cache import Entries
-from kvjax.models import Attend, AttentionLayer, Decoder, Mix
+from kvjax.models import Attend, AttentionLayer
 from kvjax.sharding import DATA
 
 
@@ -28,14 +28,8 @@ def pays(batch: int, mesh: Mesh | None) -> bool:
     return platform == "gpu" and batch == (1 if mesh is None else mesh.shape[DATA])
 
 
-def twice(
-    params: Decoder, tokens: Int[Array, "B 1"], attend: Attend, entries: Entries, mix: Mix
-) -> tuple[Float[Array, "B 1 E"], Entries]:
-    """Returns `params(tokens, attend, entries, mix)`. Each row runs twice, and attends once."""
-    B = len(tokens)
-
-    def first(x: Array) -> Array:
-        return x.reshape(B, 2, *x.shape[1:])[:, 0]
+def attending_once(attend: Attend) -> Attend:
+    """The attention function of rows that run twice, each of which attends once."""
 
     def attend_once(
         layer: AttentionLayer, q: Array, k: Array, v: Array, entries: Entries
@@ -44,17 +38,21 @@ def twice(
         context, entries = attend(once, first(q), first(k), first(v), entries)
         return jnp.repeat(context, 2, axis=0), entries
 
-    hidden, entries = params(_repeated(tokens), attend_once, entries, mix)
-    return first(hidden), entries
+    return attend_once
 
 
 def in_array(x: Shaped[Array, "B"]) -> Shaped[Array, "B"]:
     """Returns `x`. On a GPU a single number is read from an array of two."""
     if len(x) != 1:
         return x
-    return jax.lax.platform_dependent(x, cuda=lambda x: _repeated(x)[:1], default=lambda x: x)
+    return jax.lax.platform_dependent(x, cuda=lambda x: twice(x)[:1], default=lambda x: x)
 
 
-def _repeated(x: Shaped[Array, "B ..."]) -> Shaped[Array, "2*B ..."]:
+def twice(x: Shaped[Array, "B ..."]) -> Shaped[Array, "2*B ..."]:
     """Every row twice. XLA does not see that they are equal."""
     return jax.lax.optimization_barrier(jnp.repeat(x, 2, axis=0))
+
+
+def first(x: Shaped[Array, "2*B ..."]) -> Shaped[Array, "B ..."]:
+    """One of the two of each row."""
+    return x.reshape(len(x) // 2, 2, *x.shape[1:])[:, 0]

@@ -75,8 +75,9 @@ def into_at_step(params: Decoder, cache: KVCache) -> Any:
 
 def _made_room(params: Decoder, cache: KVCache) -> KVCache:
     entries, incoming = cache.entries, jnp.ones(cache.length.shape, bool)
+    limits = cache.policy.limits(len(entries))
     for i, record in enumerate(params.attention_layers):
-        room = RoomMaker.of(cache.policy, Moment(cache.length, record, cache.rope), incoming, len(entries))
+        room = RoomMaker.of(cache.policy, Moment(cache.length, record, cache.rope), incoming, limits)
         entries, _ = entries.make_room(i, incoming, room)
     return replace(cache, entries=entries)
 

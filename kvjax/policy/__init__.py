@@ -3,7 +3,7 @@
 from .budget import AllocatedBudget, Budget, Layout, check_alike
 from .merge import Effects, Keep, Merge
 from .part import Part, check_choice, check_integer, check_kind, check_number
-from .policy import Policy, Protect
+from .policy import Limits, Policy, Protect
 from .score import Attended, LayerShape, Moment, Needs, Pass, Received, Score, ScoreWrapper, Texts
 from .select import ByQueryHead, Select, SelectWrapper
 from .storage import PLAIN, Storage
@@ -19,6 +19,7 @@ __all__ = [
     "Keep",
     "LayerShape",
     "Layout",
+    "Limits",
     "Merge",
     "Moment",
     "Needs",

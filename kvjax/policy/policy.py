@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -59,6 +59,22 @@ class Protect(Part):
         )
         oldest = next_position[:, None] - recent
         return (positions >= 0) & ((positions < self.sinks) | (positions >= oldest[..., None]))
+
+
+class Limits(NamedTuple):
+    """What a policy's budget says of some layers, each by its place among them.
+
+    Attributes:
+        limited: whether a layer has a budget at all.
+        evicts: whether decoding evicts from it. If not, the layer grows with the answer.
+    """
+
+    limited: tuple[bool, ...]
+    evicts: tuple[bool, ...]
+
+    def of_layer(self, i: int) -> Limits:
+        """Those of one layer."""
+        return Limits(self.limited[i : i + 1], self.evicts[i : i + 1])
 
 
 @dataclass(frozen=True)
@@ -153,6 +169,11 @@ class Policy:
         dense = layout is not None and layout.dense(layer, layers)
         return self.every is not None and self.limited(layer) and not dense
 
+    def limits(self, layers: int) -> Limits:
+        """What the budget says of each of the model's `layers`."""
+        each = range(layers)
+        return Limits(tuple(map(self.limited, each)), tuple(self.evicts(i, layers) for i in each))
+
     def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> Int[Array, "B"]:
         """Entries that a kv head of each row retains in one of the model's `layers`, at least `minimum`.
 
@@ -169,10 +190,10 @@ class Policy:
         slots = self.budget.slots(layer, prompt_size, layers)
         return None if slots is None else max(slots, self.minimum)
 
-    def with_state(self, layer: int, entries: Slots, shape: LayerShape) -> Slots:
-        """The entries of a layer with the initial state of the storage, and of score and merge if it has a budget."""
+    def with_state(self, entries: Slots, shape: LayerShape, *, limited: bool) -> Slots:
+        """The entries of a layer with the initial state of the storage, and of score and merge if it is limited."""
         entries = replace(entries, storing=self.storage.init(shape))
-        if not self.limited(layer):
+        if not limited:
             return entries
         per_slot, per_row = self.score.init(shape, entries.slots)
         return replace(entries, per_slot=per_slot, per_row=per_row, merging=self.merge.init(shape))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.attend import reading, stepping
+from kvjax.attend import Reading, Stepping
 from kvjax.cache import Slots
 from kvjax.kv_cache import KVCache
 from kvjax.models import AttentionLayer, DecoderConfig, Rope
@@ -26,14 +26,14 @@ def read(policy, lengths, prompt, q, k, v):
     plan = plan_read(cache, [0], new=prompt, room=0, compress=True, final=True)
     behind = np.arange(prompt)[::-1]
     positions = jnp.where(behind < lengths[:, None], lengths[:, None] - 1 - behind, -1)
-    attend = reading(policy, positions, lengths, lengths, plan=plan)
+    attend = Reading(policy, policy.limits(1), plan)(positions, lengths, lengths)
     return attend(layer, *(x[:, :, :prompt] for x in (q, k, v)), cache.entries)
 
 
 @partial(jax.jit, static_argnames="policy")
 def step(policy, positions, entries, q, k, v):
     """The context [B, Hq, 1, D] of one more token per row, at these positions, and the entries after it."""
-    attend = stepping(policy, positions, jnp.ones(len(positions), bool))
+    attend = Stepping(policy, policy.limits(1))(positions, jnp.ones(len(positions), bool))
     return attend(describe(q, k)[1], q, k, v, entries)
 
 
@@ -117,5 +117,6 @@ def scores(policy, lengths, prompt, q, k, v):
     plan = plan_read(cache, [0], new=prompt, room=0, compress=False, final=False)
     behind = np.arange(prompt)[::-1]
     positions = jnp.where(behind < lengths[:, None], lengths[:, None] - 1 - behind, -1)
-    _, entries = reading(policy, positions, lengths, lengths, plan=plan)(layer, q, k, v, cache.entries)
+    attend = Reading(policy, policy.limits(1), plan)(positions, lengths, lengths)
+    _, entries = attend(layer, q, k, v, cache.entries)
     return policy.rank(entries.layer(0, prompt), Moment(lengths, layer), None, raised=False)

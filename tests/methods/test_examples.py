@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.attend import reading, stepping
+from kvjax.attend import Reading, Stepping
 from kvjax.cache import Layers, Slots
 from kvjax.kv_cache import KVCache
 from kvjax.models import AttentionLayer, DecoderConfig, Rope
@@ -48,14 +48,14 @@ def read(policy: Policy, compress: bool, q, k) -> Slots:
     lengths = jnp.array([n])
     cache = KVCache.empty(config, policy, lengths, n, jnp.float32)
     plan = plan_read(cache, [0], new=n, room=0, compress=compress, final=False)
-    attend = reading(policy, jnp.arange(n)[None], lengths, lengths, plan=plan)
+    attend = Reading(policy, policy.limits(1), plan)(jnp.arange(n)[None], lengths, lengths)
     return attend(layer(heads), q[None], k[None, None], k[None, None], cache.entries)[1][0]
 
 
 @partial(jax.jit, static_argnames="policy")
 def step(policy: Policy, position, entries: Slots, q, k) -> Slots:
     """The entries after one more token, q [Hq, DIM] and k [DIM]."""
-    attend = stepping(policy, position[None], jnp.array([True]))
+    attend = Stepping(policy, policy.limits(1))(position[None], jnp.array([True]))
     k = k[None, None, None]
     return attend(layer(len(q)), q[None, :, None], k, k, Layers((entries,)))[1][0]
 

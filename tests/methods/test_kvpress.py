@@ -119,8 +119,8 @@ class DrawnLeverage(kvjax.parts.LeverageScore):
 
     def gaussian(self, entries: Any, moment: Any) -> jax.Array:
         heads, dim = entries.keys.shape[1], entries.keys.shape[3]
-        own = np.frombuffer(self.drawn[moment.layer.index], np.float32)
-        return jnp.asarray(own.reshape(heads, dim, self.sketch))
+        drawn = np.stack([np.frombuffer(own, np.float32).reshape(heads, dim, self.sketch) for own in self.drawn])
+        return jnp.asarray(drawn)[moment.layer.index]
 
 
 class Golden(NamedTuple):

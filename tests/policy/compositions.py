@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.attend import ReadPlan, RoomMaker, reading
+from kvjax.attend import Reading, ReadPlan, RoomMaker
 from kvjax.cache import Layers, Slots
 from kvjax.methods.common.repetition import Repetition
 from kvjax.models import AttentionLayer, Rope
@@ -284,7 +284,7 @@ def observed(score: Score) -> Slots:
     nothing = jnp.zeros((L * ROWS, H, 0), int)
     empty = Slots(KEYS[:, :, :0], VALUES[:, :, :0], nothing, jnp.full((L * ROWS, H), 12, jnp.int32))
     plan = ReadPlan((SIZE,) * 2, (None,) * 2, final=False)
-    attend = reading(policy, positions, jnp.asarray(both), jnp.asarray(both), plan=plan)
+    attend = Reading(policy, policy.limits(2), plan)(positions, jnp.asarray(both), jnp.asarray(both))
     _, layers = attend(LAYER, QUERIES, KEYS, VALUES, Layers((empty, empty)))
     return layers[1]
 
@@ -312,7 +312,7 @@ def compressed(policy: Policy, entries: Slots, shown: Shown) -> Slots:
 def with_room(policy: Policy, entries: Slots, scores: Any) -> tuple[Slots, Any]:
     """The entries once full heads have made room for a token, and the slot that is free for it."""
     entries = replace(entries, per_slot=entries.per_slot._replace(scores=scores))
-    room = RoomMaker.of(policy, Moment(jnp.asarray(both), LAYER), jnp.asarray(INCOMING), L)
+    room = RoomMaker.of(policy, Moment(jnp.asarray(both), LAYER), jnp.asarray(INCOMING), policy.limits(L))
     layers, slot = Layers((entries, entries)).make_room(1, jnp.asarray(INCOMING), room)
     return layers[1], slot
 

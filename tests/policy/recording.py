@@ -14,13 +14,17 @@ from kvjax.policy import ScoreWrapper
 NOTES: defaultdict[str, list[tuple[str, Any]]] = defaultdict(list)
 
 
-def note(name: str, what: str, **shown: Any) -> None:
-    """Notes values, arrays as NumPy arrays, when the program that this is traced into runs."""
-    jax.debug.callback(partial(_write, name, what), shown)
+def note(name: str, what: str, layer: Any = None, **shown: Any) -> None:
+    """Notes values, arrays as NumPy arrays, when the program that this is traced into runs.
+
+    Args:
+        what: with a place for the index of the layer.
+    """
+    jax.debug.callback(partial(_write, name, what), layer, shown)
 
 
-def _write(name: str, what: str, shown: Any) -> None:
-    NOTES[name].append((what, jax.device_get(shown)))
+def _write(name: str, what: str, layer: Any, shown: Any) -> None:
+    NOTES[name].append((what.format(layer), jax.device_get(shown)))
 
 
 def notes(name: str) -> list[tuple[str, Any]]:
@@ -53,7 +57,8 @@ class Recording(ScoreWrapper):
     def observe(self, entries, attended):
         note(
             self.name,
-            f"observe in layer {attended.layer.index}, decoding={attended.decoding}",
+            f"observe in layer {{}}, decoding={attended.decoding}",
+            attended.layer.index,
             queries=attended.queries,
             positions=attended.positions,
             lse=attended.lse,
@@ -76,7 +81,8 @@ class Recording(ScoreWrapper):
         scores = self.base(entries, moment)
         note(
             self.name,
-            f"scores of layer {moment.layer.index}",
+            "scores of layer {}",
+            moment.layer.index,
             entries=entries,
             next_position=moment.next_position,
             protected=moment.protected,
