@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
@@ -14,6 +12,7 @@ from kvjax.attend import Reading, Replaying, Stepping, attending_once, first, ov
 from kvjax.cache import Entries
 from kvjax.mix import over_experts
 from kvjax.models import Attend, AttentionLayer, Decoder, embedded
+from kvjax.programs import jit
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def through_layer(
     return layer(x, record, call.attend(**rows), entries, over_experts(call.mesh))
 
 
-_traced = partial(jax.jit, static_argnames=("facts", "call"))(through_layer)
+_traced = jit(through_layer, static_argnames=("facts", "call"))
 
 
 def facts_of(record: AttentionLayer) -> AttentionLayer:

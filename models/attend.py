@@ -20,7 +20,7 @@ class AttentionLayer:
     """The facts about a layer that its attention function receives.
 
     Attributes:
-        index: the layer's index, from 0; a traced integer where one program runs several layers in turn.
+        index: the layer's index, from 0; a traced integer where layers share a trace or a program.
         rope: the rotary position embedding.
         window: the sliding window in tokens, or None for full attention.
         scale: the softmax scale.
