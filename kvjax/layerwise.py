@@ -91,7 +91,7 @@ def read_layers(
 
     Args:
         tokens: right-aligned, on the devices of the cache.
-        plan: as `reading` takes it.
+        plan: as `Reading` has it.
     """
     read, x, _ = _reader(params, cache, tokens, lengths, plan=plan, run=run)
     for i in range(len(params.layers)):
