@@ -43,7 +43,7 @@ def allocated(params: Decoder, cache: KVCache, room: int, begins: bool, run: Run
         cache = run(allocate, params, cache, rows=rows, room=room)
     if not shows_whole_segments(policy) or isinstance(cache.length, jax.core.Tracer):
         return cache
-    evicting = tuple(i for i in range(layers) if policy.evicts(i, layers))
+    evicting = tuple(i for i, evicts in enumerate(policy.limits(layers).evicts) if evicts)
     return replace(cache, entries=cache.entries.bounded(evicting))
 
 

@@ -109,8 +109,7 @@ class KVCache:
     @property
     def grows(self) -> tuple[bool, ...]:
         """Whether decoding adds to each layer for as long as it goes on."""
-        layers = len(self.entries)
-        return tuple(not self.policy.evicts(i, layers) for i in range(layers))
+        return tuple(not evicts for evicts in self.policy.limits(len(self.entries)).evicts)
 
     @property
     def shardings(self) -> KVCache:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -39,25 +41,24 @@ def among_all(params: Decoder, cache: KVCache, tokens: Any, incoming: Any) -> tu
     return params.logits(hidden[:, 0]), replace(cache, entries=entries, length=cache.length + incoming)
 
 
+@partial(jax.jit, static_argnums=0)
+def steps(one: Callable[..., Any], params: Decoder, cache: KVCache) -> tuple[KVCache, Any]:
+    """The cache after a step for each of TOKENS, and the logits of all steps."""
+
+    def advance(cache: KVCache, tokens: Any) -> tuple[KVCache, Any]:
+        logits, cache = one(params, cache, tokens, INCOMING)
+        return cache, logits
+
+    return jax.lax.scan(advance, cache, TOKENS)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("text", [*MIXED, DENSE, *POOLS])
 def test_a_step_is_one_of_all_layers_together(text: str) -> None:
     """Rows of different lengths are padded on the left, one of them has no token, and two layers have a window."""
     params = decoder(windows=(None, 16) * 2, gates=True)
     cache = with_room(kvjax.prefill(params, ROWS, policy=text), len(TOKENS))
-    found = []
-    for one in (step, among_all):
-
-        @jax.jit
-        def run(params: Decoder, cache: KVCache, one: Any = one) -> tuple[KVCache, Any]:
-            def advance(cache: KVCache, tokens: Any) -> tuple[KVCache, Any]:
-                logits, cache = one(params, cache, tokens, INCOMING)
-                return cache, logits
-
-            return jax.lax.scan(advance, cache, TOKENS)
-
-        found.append(run(params, cache))
-    (ours, logits), (theirs, expected) = found
+    (ours, logits), (theirs, expected) = (steps(one, params, cache) for one in (step, among_all))
     assert_same(ours, theirs)
     np.testing.assert_array_equal(logits, expected)
 
