@@ -100,10 +100,14 @@ class SimilarityMerge(Merge):
         victims = _by_position(compact(lost, count), entries.positions)
         others = replace(entries, positions=jnp.where(lost, -1, entries.positions), per_slot=None, bias=None)
         if kept is not None:
-            others = others.gather(kept)
-        u, target = _nearest(entries.keys[b, h, victims], jnp.sum(victims >= 0, axis=-1), others)
-        if kept is not None:
-            target = jnp.take_along_axis(kept, target, axis=-1)
+            kept = _by_position(kept, entries.positions)
+            ranks = jnp.where(kept >= 0, jnp.arange(kept.shape[-1]), -1)
+            others = replace(others.gather(kept), positions=ranks)
+        u, earliest = _nearest(entries.keys[b, h, victims], jnp.sum(victims >= 0, axis=-1), others)
+        if kept is None:
+            target = jnp.argmax(others.positions[:, :, None] == earliest[..., None], axis=-1)
+        else:
+            target = jnp.take_along_axis(kept, earliest, axis=-1, mode="clip")
         there = (victims >= 0) & (u > -jnp.inf)
         u = jnp.where(there, u, 0.0)
         together, heads = jnp.split(moment.heads.mean(jnp.stack([u, there.astype(u.dtype)], axis=2)), 2, axis=2)
@@ -143,9 +147,9 @@ def _by_position(index: Int[Array, "B H E"], positions: Int[Array, "B H S"]) -> 
 def _nearest(
     keys: Float[Array, "B H E D"], count: Int[Array, "B H"], others: Slots
 ) -> tuple[Float[Array, "B H E"], Int[Array, "B H E"]]:
-    """The largest cosine of each of the first `count` keys with those of the others, and the other's slot.
+    """The largest cosine of each of the first `count` keys with those of the others, and the other's position.
 
-    The cosine is -inf if there are no others. Results of further keys are undefined.
+    The cosine is -inf if there are no others. The position is undefined then, and so are all results of further keys.
     """
     B, H, E, D = keys.shape
     S = others.slots
@@ -155,62 +159,57 @@ def _nearest(
     end = jnp.max(jnp.where(others.positions >= 0, jnp.arange(1, S + 1), 0))
     pieces = (end + width - 1) // width
 
-    def cosines(keys: Float[Array, "B H n D"], i: Array | int) -> tuple[Array, Array, Array]:
-        """Of keys of length 1 and piece i of the others, -inf if they are not there, their positions, and its start."""
+    def cosines(keys: Float[Array, "B H n D"], i: Array | int) -> tuple[Array, Array]:
+        """Of keys of length 1 and piece i of the others, -inf if they are not there, and the others' positions."""
         first = jnp.minimum(i * width, S - width)  # the last piece ends with the last slot
         part, positions = (jax.lax.dynamic_slice_in_dim(x, first, width, 2) for x in (directions, others.positions))
         found = jnp.einsum("BHED,BHSD->BHES", keys, part, precision="highest")
-        return jnp.where(positions[:, :, None] >= 0, found, -jnp.inf), positions[:, :, None], first
+        return jnp.where(positions[:, :, None] >= 0, found, -jnp.inf), positions[:, :, None]
 
-    def earliest(piece: tuple[Array, Array, Array], best: Float[Array, "B H n"]) -> tuple[Array, Array]:
-        """The first position in a piece of those as near as `best`, and its slot."""
-        found, positions, first = piece
-        close = found >= best[..., None] - CLOSE
-        position = jnp.min(jnp.where(close, positions, far), axis=-1)
-        here = close & (positions == position[..., None])
-        return position, first + jnp.min(jnp.where(here, jnp.arange(width), width - 1), axis=-1)
+    def earliest(piece: tuple[Array, Array], best: Float[Array, "B H n"]) -> Int[Array, "B H n"]:
+        """The first position in a piece of those as near as `best`."""
+        found, positions = piece
+        return jnp.min(jnp.where(found >= best[..., None] - CLOSE, positions, far), axis=-1)
 
     def compare(keys: Float[Array, "B H n D"]) -> tuple[Float[Array, "B H n"], Int[Array, "B H n"]]:
         keys = _unit(keys)
         if at_once:
             piece = cosines(keys, 0)
             best = jnp.max(piece[0], axis=-1)
-            return best, earliest(piece, best)[1]
+            return best, earliest(piece, best)
 
         def nearer(i: Array, found: tuple[Array, ...]) -> tuple[Array, ...]:
-            best, position, slot, unsure = found
+            best, position, unsure = found
             piece = cosines(keys, i)
             own = jnp.max(piece[0], axis=-1)
-            at, where = earliest(piece, own)
+            at = earliest(piece, own)
             rival = jnp.abs(own - best) <= 2 * CLOSE  # twice, so that rounding leaves no pair out
             takes = jnp.where(rival, at < position, own > best)
             # What is close to the nearer of two rivals is among what is close to each, but need not be the earliest.
             unsure |= jnp.any(rival & (own != best))
-            return jnp.maximum(own, best), jnp.where(takes, at, position), jnp.where(takes, where, slot), unsure
+            return jnp.maximum(own, best), jnp.where(takes, at, position), unsure
 
-        def again(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
-            at, where = earliest(cosines(keys, i), best)
-            takes = at < found[0]
-            return jnp.where(takes, at, found[0]), jnp.where(takes, where, found[1])
+        def again(i: Array, position: Int[Array, "B H n"]) -> Int[Array, "B H n"]:
+            return jnp.minimum(position, earliest(cosines(keys, i), best))
 
-        none, nowhere = (jnp.full(keys.shape[:3], x) for x in (far, S - 1))
-        first = jnp.full(keys.shape[:3], -jnp.inf), none, nowhere, jnp.array(False)
-        best, position, slot, unsure = jax.lax.fori_loop(0, pieces, nearer, first)
-        start = jnp.where(unsure, none, position), jnp.where(unsure, nowhere, slot)
-        return best, jax.lax.fori_loop(0, jnp.where(unsure, pieces, 0), again, start)[1]
+        none = jnp.full(keys.shape[:3], far)
+        first = jnp.full(keys.shape[:3], -jnp.inf), none, jnp.array(False)
+        best, position, unsure = jax.lax.fori_loop(0, pieces, nearer, first)
+        start = jnp.where(unsure, none, position)
+        return best, jax.lax.fori_loop(0, jnp.where(unsure, pieces, 0), again, start)
 
     if E <= BLOCK:
         return compare(keys)
     blocks = jnp.moveaxis(jnp.pad(keys, [(0, 0), (0, 0), (0, -E % BLOCK), (0, 0)]).reshape(B, H, -1, BLOCK, D), 2, 0)
 
     def add(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
-        u, slot = compare(blocks[i])
-        return found[0].at[i].set(u), found[1].at[i].set(slot)
+        u, position = compare(blocks[i])
+        return found[0].at[i].set(u), found[1].at[i].set(position)
 
     nothing = jnp.full(blocks.shape[:-1], -jnp.inf), jnp.zeros(blocks.shape[:-1], jnp.int32)
-    u, slot = jax.lax.fori_loop(0, (jnp.max(count) + BLOCK - 1) // BLOCK, add, nothing)
-    u, slot = (jnp.moveaxis(x, 0, 2).reshape(B, H, -1)[..., :E] for x in (u, slot))
-    return u, slot
+    u, position = jax.lax.fori_loop(0, (jnp.max(count) + BLOCK - 1) // BLOCK, add, nothing)
+    u, position = (jnp.moveaxis(x, 0, 2).reshape(B, H, -1)[..., :E] for x in (u, position))
+    return u, position
 
 
 def _unit(keys: Float[Array, "B H M D"]) -> Float[Array, "B H M D"]:
