@@ -31,6 +31,10 @@ from .common.own_positions import check_first_rotation
 from .common.top_tokens import TopTokens
 from .registry import preset
 
+# A weight that is less below the mean counts as equal to it. Otherwise rounding decides about a first token, whose
+# weight on itself is the mean.
+CLOSE = 1e-6
+
 
 @dataclass(frozen=True)
 class Neglect(Score):
@@ -62,7 +66,7 @@ class Neglect(Score):
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[UInt32[Array, "B H window/32 M"], None]:
         def low(relative: Array, seen: Array) -> Array:
-            return seen & (relative < 1)
+            return seen & (relative < 1 - CLOSE)
 
         return query_bits.noted(entries.per_slot, self.window, entries, attended, low)[0], None
 
