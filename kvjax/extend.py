@@ -10,19 +10,18 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.allocate import allocated
 from kvjax.attend import Reading, ReadPlan, Stepping, in_array, pays, positions_behind
-from kvjax.checks import check_integers, check_params, check_type
-from kvjax.each_layer import Call, through_layers
+from kvjax.checks import check_integers, check_params, check_type, shown
 from kvjax.kv_cache import KVCache, check_attached
+from kvjax.mesh.sharding import logical_sharding, mesh_of, rows_sharding
 from kvjax.models import Decoder
-from kvjax.modes import own_modes
 from kvjax.policy import Policy
-from kvjax.programs import jit
-from kvjax.replays import check_one_call, replayed
-from kvjax.room import Compress, check_reading, check_room, ending, occupied_slots, plan_read, with_room
-from kvjax.sharding import logical_sharding, mesh_of, rows_sharding
-from kvjax.shown import shown
+from kvjax.reading.allocate import allocated
+from kvjax.reading.each_layer import Call, through_layers
+from kvjax.reading.replays import check_one_call, replayed
+from kvjax.reading.room import Compress, check_reading, check_room, ending, occupied_slots, plan_read, with_room
+from kvjax.runtime.modes import own_modes
+from kvjax.runtime.programs import jit
 
 
 @own_modes()

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from kvjax.clock import Clock
-from kvjax.decode import Decoding, decode
+from kvjax.decoding.loop import Decoding, decode
+from kvjax.decoding.sampling import SamplingMethod
 from kvjax.kv_cache import KVCache
+from kvjax.mesh.sharding import fetch
 from kvjax.models import Decoder
-from kvjax.modes import own_modes
 from kvjax.policy import Policy
-from kvjax.prompts import Prompt, is_single
-from kvjax.request import AnswerOptions, EndTokens, Request, Seed, read_request
-from kvjax.room import Compress
-from kvjax.sampling import SamplingMethod
-from kvjax.sharding import fetch
+from kvjax.reading.room import Compress
+from kvjax.request.prompts import Prompt, is_single
+from kvjax.request.request import AnswerOptions, EndTokens, Request, Seed, read_request
+from kvjax.runtime.clock import Clock
+from kvjax.runtime.modes import own_modes
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Entries, Layers, Slots
 from kvjax.checks import check_integers, check_params, check_type
+from kvjax.mesh.sharding import MODEL, check_batch, fit_mesh, heads_sharding, mesh_of, place, rows_sharding
 from kvjax.models import Decoder, DecoderConfig
-from kvjax.modes import own_modes
 from kvjax.policy import Budget, LayerShape, Policy
-from kvjax.programs import jit
-from kvjax.sharding import MODEL, check_batch, fit_mesh, heads_sharding, mesh_of, place, rows_sharding
+from kvjax.runtime.modes import own_modes
+from kvjax.runtime.programs import jit
 
 STATIC = {"static": True}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvjax.cache import UNLIMITED, Slots, mark
-from kvjax.heads import ALL_HEADS, Heads
+from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.methods import registry
 from kvjax.methods.common.budgets import budget_of
 from kvjax.pallas_kernels import Asked, Reduction, compact, top_counts, top_tokens, window_scores

@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from kvjax.allocate import laid_out, pool_rows
 from kvjax.attend import ReadPlan
 from kvjax.cache import UNLIMITED, Entries, Layers, Slots, bucket, empty_pool, room_for
 from kvjax.checks import check_size, check_type, dtype_of
-from kvjax.heads import ALL_HEADS
 from kvjax.kv_cache import KVCache
+from kvjax.mesh.heads import ALL_HEADS
+from kvjax.mesh.sharding import check_batch, fit_mesh, kv_replicas
 from kvjax.models import DecoderConfig
-from kvjax.modes import own_modes
 from kvjax.policy import Policy
-from kvjax.room import plan_read
-from kvjax.sharding import check_batch, fit_mesh, kv_replicas
+from kvjax.reading.allocate import laid_out, pool_rows
+from kvjax.reading.room import plan_read
+from kvjax.runtime.modes import own_modes
 
 Tree = TypeVar("Tree")
 

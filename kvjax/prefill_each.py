@@ -9,23 +9,22 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.allocate import allocated
 from kvjax.cache import Entries, Layers, bucket
-from kvjax.checks import LARGEST, check_params, check_type
-from kvjax.clock import Clock
+from kvjax.checks import LARGEST, check_params, check_type, shown
 from kvjax.kv_cache import KVCache, check_attached, check_groups
-from kvjax.layerwise import read_layers
+from kvjax.mesh.sharding import MODEL, fetch, mesh_of
 from kvjax.models import Decoder
-from kvjax.modes import own_modes
 from kvjax.parts import Drop, Fixed, TopTokens
 from kvjax.policy import Policy, Score, Texts, Together
-from kvjax.prompts import Batch, Prompt
-from kvjax.read_each import End, read_to_end, under
-from kvjax.replays import check_one_call, replayed
-from kvjax.request import Request, as_policy, texts_of
-from kvjax.room import grown, occupied_slots, plan_read
-from kvjax.sharding import MODEL, fetch, mesh_of
-from kvjax.shown import shown
+from kvjax.reading.allocate import allocated
+from kvjax.reading.layerwise import read_layers
+from kvjax.reading.read_each import End, read_to_end, under
+from kvjax.reading.replays import check_one_call, replayed
+from kvjax.reading.room import grown, occupied_slots, plan_read
+from kvjax.request.prompts import Batch, Prompt
+from kvjax.request.request import Request, as_policy, texts_of
+from kvjax.runtime.clock import Clock
+from kvjax.runtime.modes import own_modes
 
 
 @own_modes()

@@ -11,19 +11,19 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from kvjax.decode import Decoding, take
-from kvjax.gpu_flags import STEP_OPTIONS
+from kvjax.decoding.loop import Decoding, take
+from kvjax.decoding.row_text import RowText, check_fast, stop_strings
+from kvjax.decoding.sampling import SamplingMethod
 from kvjax.kv_cache import KVCache
+from kvjax.mesh.sharding import fetch
 from kvjax.models import Decoder
-from kvjax.modes import own_modes
 from kvjax.policy import Policy
-from kvjax.programs import jit
-from kvjax.prompts import Prompt
-from kvjax.request import AnswerOptions, EndTokens, Request, Seed, read_request
-from kvjax.room import Compress
-from kvjax.row_text import RowText, check_fast, stop_strings
-from kvjax.sampling import SamplingMethod
-from kvjax.sharding import fetch
+from kvjax.reading.room import Compress
+from kvjax.request.prompts import Prompt
+from kvjax.request.request import AnswerOptions, EndTokens, Request, Seed, read_request
+from kvjax.runtime.gpu_flags import STEP_OPTIONS
+from kvjax.runtime.modes import own_modes
+from kvjax.runtime.programs import jit
 
 
 @dataclass(frozen=True)

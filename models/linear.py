@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int, dtype: DTypeLike) -> nnx.Param:
     """Returns a normal weight of variance 1 / fan_in, tagged with its logical axes.
 
-    `kvjax.sharding` maps the logical axes to mesh axes.
+    `kvjax.mesh.sharding` maps the logical axes to mesh axes.
     """
     value = jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5
     return nnx.Param(value.astype(dtype), out_sharding=axes, eager_sharding=False)

@@ -38,12 +38,12 @@ from device_time import Kernel, has_cupti, kernels
 import kvjax
 from kvjax import pallas_kernels
 from kvjax.aot.lower import plan_params
-from kvjax.clock import Clock
-from kvjax.decode import Decoding, decode
-from kvjax.gpu_flags import STEP_OPTIONS, set_gpu_flags
+from kvjax.decoding.loop import Decoding, decode
 from kvjax.models import Decoder, DecoderConfig, Rope
 from kvjax.policies import parse
-from kvjax.request import AnswerOptions, Request, read_request
+from kvjax.request.request import AnswerOptions, Request, read_request
+from kvjax.runtime.clock import Clock
+from kvjax.runtime.gpu_flags import STEP_OPTIONS, set_gpu_flags
 
 LLAMA_8B = DecoderConfig("llama", 128_256, 4096, 14_336, 32, 8, 128, (None,) * 32, Rope(500_000.0), 131_072)
 SMALL = DecoderConfig("llama", 1000, 64, 128, 4, 2, 16, (None,) * 2, Rope(500_000.0), 131_072)

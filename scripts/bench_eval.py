@@ -38,6 +38,7 @@ from bench_cpu import CPU
 from flax import nnx
 
 import kvjax
+from kvjax.decoding.sampling import Greedy, Sampler
 from kvjax.evaluation.asking import Asker
 from kvjax.evaluation.batches import Reading, ReadingBatch, batches, readings
 from kvjax.evaluation.grid import SETTINGS, Grid
@@ -45,7 +46,6 @@ from kvjax.evaluation.items import Item, read_items
 from kvjax.evaluation.model import load_model
 from kvjax.models import Decoder, DecoderConfig, Rope
 from kvjax.policy import Policy
-from kvjax.sampling import Greedy, Sampler
 
 Tokens = dict[str, list[int]]
 Answers = dict[tuple[Policy, str, str, int], list[int]]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bench_cpu import GPU, main
 
-from kvjax.gpu_flags import set_gpu_flags
+from kvjax.runtime.gpu_flags import set_gpu_flags
 
 if __name__ == "__main__":
     set_gpu_flags()  # the sides inherit them

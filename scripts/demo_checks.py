@@ -21,6 +21,7 @@ from typing import Any, Literal
 from jaxtyping import Array
 
 from kvjax.cache import Slots
+from kvjax.decoding.sampling import Greedy
 from kvjax.evaluation.asking import Asker
 from kvjax.evaluation.batches import batches, readings
 from kvjax.evaluation.grid import Grid
@@ -29,7 +30,6 @@ from kvjax.evaluation.model import load_model
 from kvjax.parts import Drop, KeyNorm
 from kvjax.policies import parse
 from kvjax.policy import Moment, Policy
-from kvjax.sampling import Greedy
 
 FACTS, COUNTS = ("needles", "keys", "variables"), ("labels", "frequent")
 CHECKS = {"question": FACTS, "norm": FACTS, "merge": COUNTS}

@@ -34,7 +34,7 @@ import kvjax
 from kvjax.evaluation.metrics import repetition
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
-from kvjax.programs import jit
+from kvjax.runtime.programs import jit
 
 REQUESTS = (
     "Write a long story about a lighthouse keeper who finds a letter from her future self.",

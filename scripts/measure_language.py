@@ -31,7 +31,7 @@ import kvjax
 from kvjax.evaluation.continuations import marks
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
-from kvjax.programs import jit
+from kvjax.runtime.programs import jit
 
 POLICIES = (
     "full",

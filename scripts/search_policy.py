@@ -51,7 +51,7 @@ from kvjax.evaluation.items import Ids, Item, read_items
 from kvjax.evaluation.model import load_model
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
-from kvjax.programs import jit
+from kvjax.runtime.programs import jit
 
 NEEDLES = {  # RULER's tasks with one answer, so that its tokens are known
     "search": ("ruler/niah_single_2", "ruler/niah_multikey_1"),

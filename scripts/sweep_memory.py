@@ -3,8 +3,8 @@
     python scripts/sweep_memory.py --budgets 500 --lengths 50
 
 The output is a Markdown table: the number of requests so far, resident memory, and memory maps, of which Linux gives a
-process 65,530 by default. `--keep` sets the number of compiled programs that kvjax keeps (`kvjax.programs.keep`). The
-model is random and has one layer, so that compiling takes most of the time.
+process 65,530 by default. `--keep` sets the number of compiled programs that kvjax keeps
+(`kvjax.runtime.programs.keep`). The model is random and has one layer, so that compiling takes most of the time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
     arguments.add_argument("--keep", type=int, help="programs that kvjax keeps; its default without this option")
     given = arguments.parse_args()
     if given.keep is not None:
-        kvjax.programs.keep(given.keep)
+        kvjax.runtime.programs.keep(given.keep)
     config = DecoderConfig("llama", 64, 32, 48, 4, 2, 8, (None,), Rope(1e4), 4096)
     params = Decoder(config, nnx.Rngs(0))
     text = np.random.default_rng(0).integers(0, config.vocab_size, LENGTH).tolist()

@@ -17,7 +17,7 @@ from kvjax.extend import step
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policies import parse
-from kvjax.prompts import bucket
+from kvjax.request.prompts import bucket
 from tests.products import part
 from tests.tiny import decoder
 

@@ -17,8 +17,8 @@ from kvjax.cache import bucket
 from kvjax.extend import extend, read
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder, DecoderConfig, Rope
-from kvjax.prefill import read_prompt
-from kvjax.room import plan_read, with_room
+from kvjax.reading.prompt import read_prompt
+from kvjax.reading.room import plan_read, with_room
 from tests import tiny
 from tests.products import part
 

@@ -14,7 +14,7 @@ import kvjax
 from kvjax.attend.causal import causal
 from kvjax.models import Decoder, DecoderConfig, Rope
 from tests.products import part
-from tests.test_prompts import chatting
+from tests.request.test_prompts import chatting
 
 RNG = np.random.default_rng(0)
 ROWS = [RNG.integers(0, 99, n).tolist() for n in (44, 33, 5)]  # in buckets of 48, 48 and 16

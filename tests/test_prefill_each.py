@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.clock import Clock
 from kvjax.policies import parse
 from kvjax.policy import Policy
+from kvjax.runtime.clock import Clock
 from tests.policy.presets import ALL
 from tests.tiny import VOCAB, decoder, held
 

@@ -18,7 +18,7 @@ from kvjax.gates.forms import FORMS
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder, DecoderConfig, Mixture, Rope
 from kvjax.policy import Policy
-from kvjax.prefill import read_prompt
+from kvjax.reading.prompt import read_prompt
 from kvjax.statistics.forms import STATISTICS
 
 VOCAB = 64

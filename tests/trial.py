@@ -26,7 +26,7 @@ from tests.cli import test_odd_options
 from tests.cli.conftest import saved
 from tests.evaluation import test_damaged_runs
 from tests.evaluation.test_report import write
-from tests.test_odd_arguments import FUNCTIONS, PARTS, TEXTS, Call, refused, without_programs
+from tests.request.test_odd_arguments import FUNCTIONS, PARTS, TEXTS, Call, refused, without_programs
 from tests.tiny import decoder
 
 DAMAGES = 400

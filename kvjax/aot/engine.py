@@ -16,11 +16,11 @@ from kvjax.engine.resident import compile_rows
 from kvjax.engine.sizes import CHUNK, Sizes
 from kvjax.engine.ticket import Options, Ticket
 from kvjax.kv_cache import KVCache, check_attached
+from kvjax.mesh.sharding import check_batch, fit_mesh
 from kvjax.models import DecoderConfig
-from kvjax.modes import own_modes
 from kvjax.policy import Policy
-from kvjax.replays import encoded_texts
-from kvjax.sharding import check_batch, fit_mesh
+from kvjax.reading.replays import encoded_texts
+from kvjax.runtime.modes import own_modes
 
 from .lower import plan_params
 

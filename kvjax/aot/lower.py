@@ -17,18 +17,18 @@ from jax.sharding import Mesh
 
 from kvjax.cache import bucket, room_for
 from kvjax.checkpoint.parameters import Blank
-from kvjax.decode import Answers, Decoding, decode
+from kvjax.decoding.loop import Answers, Decoding, decode
+from kvjax.decoding.sampling import Greedy, SamplingMethod
 from kvjax.extend import jitted_read, read
 from kvjax.kv_cache import KVCache, check_attached
+from kvjax.mesh.sharding import check_batch, fit_mesh, rows_sharding
 from kvjax.models import Decoder, DecoderConfig
-from kvjax.modes import own_modes
 from kvjax.plan import check_sizes, placed, plan_cache
 from kvjax.policy import Policy
-from kvjax.prefill import read_on
-from kvjax.request import Sampling
-from kvjax.room import ending, plan_read
-from kvjax.sampling import Greedy, SamplingMethod
-from kvjax.sharding import check_batch, fit_mesh, rows_sharding
+from kvjax.reading.prompt import read_on
+from kvjax.reading.room import ending, plan_read
+from kvjax.request.request import Sampling
+from kvjax.runtime.modes import own_modes
 
 Part = Literal["first", "middle", "last"]
 

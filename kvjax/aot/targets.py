@@ -14,7 +14,7 @@ from typing import Literal
 import jax
 from jax.experimental import topologies
 
-from kvjax.shown import shown
+from kvjax.checks import shown
 
 
 @dataclass(frozen=True)

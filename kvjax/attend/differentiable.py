@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Entries
-from kvjax.heads import ALL_HEADS, Heads
+from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.models import Attend, AttentionLayer
 from kvjax.pallas_kernels import capped, finite_or_zero, visible
 from kvjax.policy import Policy

@@ -16,9 +16,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 
 from kvjax.cache import Entries
-from kvjax.heads import ALL_HEADS, Heads
+from kvjax.mesh.heads import ALL_HEADS, Heads
+from kvjax.mesh.sharding import DATA, MODEL, REPLICA, heads_axes
 from kvjax.models import Attend, AttentionLayer
-from kvjax.sharding import DATA, MODEL, REPLICA, heads_axes
 
 Rows = TypeVar("Rows")
 Given = TypeVar("Given")

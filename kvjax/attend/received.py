@@ -8,7 +8,7 @@ from typing import Literal
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Slots
-from kvjax.heads import Heads
+from kvjax.mesh.heads import Heads
 from kvjax.models import AttentionLayer, join_sinks
 from kvjax.pallas_kernels import in_one_pass, prompt_attention, scored_attention
 from kvjax.policy import Received

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Entries, Slots, Take
-from kvjax.heads import ALL_HEADS, Heads
+from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.models import Attend, AttentionLayer, join_sinks
 from kvjax.policy import Attended, Limits, Moment, Policy
 

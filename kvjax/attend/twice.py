@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Shaped
 
 from kvjax.cache import Entries
+from kvjax.mesh.sharding import DATA
 from kvjax.models import Attend, AttentionLayer
-from kvjax.sharding import DATA
 
 
 def pays(batch: int, mesh: Mesh | None) -> bool:

@@ -16,15 +16,15 @@ from .slots import Slots
 
 
 class Usage(NamedTuple):
-    """How full the layers are, as arrays [L] or as integers on the host.
+    """How full the layers are, as arrays [L] or as lists of integers on the host.
 
     Attributes:
         occupied: the largest number of slots that any row and head occupies, or will once it is full.
         free: the smallest number of empty slots of any head that grows; UNLIMITED where none does.
     """
 
-    occupied: Sequence[int] | Int[Array, "L"]
-    free: Sequence[int] | Int[Array, "L"]
+    occupied: Int[Any, "L"]
+    free: Int[Any, "L"]
 
 
 # Takes what belongs to the entries that are shown out of an array that has a number for each entry of the layout.

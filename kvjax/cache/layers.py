@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.mesh.sharding import fetch
 from kvjax.pallas_kernels import Asked, Reduction, Stored, joined, slot_attention
-from kvjax.sharding import fetch
 
 from .entries import Entries, MakeRoom, StepAttention, Take, Usage
 from .overwrite import mark

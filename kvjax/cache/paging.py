@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from kvjax.pallas_kernels import PAGE, pages
-from kvjax.programs import jit
+from kvjax.runtime.programs import jit
 
 
 def whole_pages(rows: Any) -> Any:

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.mesh.sharding import fetch
 from kvjax.pallas_kernels import PAGE, Asked, Reduction, Stored, after_last, pages, plain, set_slots, write_rows
-from kvjax.sharding import fetch
 
 from .entries import Entries, MakeRoom, StepAttention, Take, Usage
 from .paging import MovePages, PutPages, longest_segment, starts, whole_pages

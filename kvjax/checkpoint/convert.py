@@ -21,8 +21,8 @@ from kvjax.checkpoint.orbax import restore, transfer_bytes, write_orbax
 from kvjax.checkpoint.parameters import Blank, Progress
 from kvjax.checkpoint.source import source_of
 from kvjax.checkpoint.tensors import no_weights
-from kvjax.shown import shown
-from kvjax.writing import check_folder, new_folder
+from kvjax.checks import shown
+from kvjax.files.writing import check_folder, new_folder
 
 Target = Literal["hf", "orbax"]
 PROCESS = 300_000_000  # bytes of Python, JAX and a tokenizer

@@ -15,8 +15,8 @@ from jax.typing import DTypeLike
 
 from kvjax.checkpoint.errors import CheckpointError
 from kvjax.checks import check_path, dtype_of
+from kvjax.files.writing import finish
 from kvjax.models import DecoderConfig, config_from_hf, family
-from kvjax.writing import finish
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

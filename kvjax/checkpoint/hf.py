@@ -33,11 +33,10 @@ from kvjax.checkpoint.folder import (
 from kvjax.checkpoint.parameters import Blank, Progress, by_path, from_slices
 from kvjax.checkpoint.source import Source, source_of
 from kvjax.checkpoint.tensors import DERIVED, TensorSpec, compare, files_of, write_file, write_index
-from kvjax.checks import check_params, check_saved, is_integer
+from kvjax.checks import check_params, check_saved, is_integer, shown
+from kvjax.files.writing import new_folder
+from kvjax.mesh.sharding import fetch
 from kvjax.models import Decoder, by_parameter, by_tensor, family, hf_shapes, read_parameter
-from kvjax.sharding import fetch
-from kvjax.shown import shown
-from kvjax.writing import new_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from kvjax.checkpoint.folder import DTYPE_NAMES, DTYPES, form_of
 from kvjax.checkpoint.hf import load
 from kvjax.checkpoint.orbax import restore
+from kvjax.checks import shown
 from kvjax.gates.attach import with_gates
+from kvjax.mesh.sharding import make_mesh
 from kvjax.models import Decoder
-from kvjax.sharding import make_mesh
-from kvjax.shown import shown
 from kvjax.statistics.attach import with_statistics
 from kvjax.statistics.files import holds_statistics
 

@@ -31,8 +31,8 @@ from kvjax.checkpoint.folder import (
 )
 from kvjax.checkpoint.parameters import Blank, by_path
 from kvjax.checks import check_params, check_path, check_saved
+from kvjax.files.writing import new_folder
 from kvjax.models import Decoder
-from kvjax.writing import new_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,8 +12,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
+from kvjax.mesh.sharding import fit_mesh, parameter_sharding
 from kvjax.models import Decoder, DecoderConfig
-from kvjax.sharding import fit_mesh, parameter_sharding
 
 # A callback that receives, after each tensor, the number of bytes done and the total number of bytes.
 Progress = Callable[[int, int], None]

@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 
 from kvjax.checkpoint.errors import CheckpointError
 from kvjax.checkpoint.folder import DTYPES, INDEX, PICKLES, WEIGHTS, first_line, read_json
+from kvjax.checks import shown
 from kvjax.models import DecoderConfig, Weight, hf_shapes
-from kvjax.shown import shown
 
 # The RoPE frequencies that old checkpoints store. The config determines them.
 DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")

@@ -20,8 +20,7 @@ import numpy as np
 
 from kvjax.checkpoint.errors import CheckpointError
 from kvjax.checkpoint.folder import first_line
-from kvjax.checks import check_path
-from kvjax.shown import shown
+from kvjax.checks import check_path, shown
 
 ON_HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*)/(.+)")
 VALUES = {"EMPTY_TUPLE": (), "NONE": None, "NEWTRUE": True, "NEWFALSE": False}

@@ -22,7 +22,7 @@ from kvjax.cli.plan import plan
 from kvjax.cli.report import report
 from kvjax.cli.serve import serve
 from kvjax.cli.train_gates import train_gates
-from kvjax.gpu_flags import set_gpu_flags
+from kvjax.runtime.gpu_flags import set_gpu_flags
 
 app = typer.Typer(
     cls=Commands,

@@ -10,12 +10,12 @@ import typer
 
 from kvjax.cli.console import bytes_text, note, working
 from kvjax.cli.options import Dtype, Gates, Mesh, Model
-from kvjax.compiled import keep_compiled
+from kvjax.runtime.compiled import keep_compiled
 
 if TYPE_CHECKING:
     from kvjax.kv_cache import KVCache
     from kvjax.policy import Policy
-    from kvjax.room import Compress
+    from kvjax.reading.room import Compress
 
 END = "/exit"
 
@@ -37,8 +37,8 @@ def chat(
 ) -> None:
     """Talk to a model. Each line of the input is a message; /exit or the end of the input ends the dialogue."""
     import kvjax
-    from kvjax import sampling
     from kvjax.checkpoint import load_named, mesh_sizes
+    from kvjax.decoding import sampling
 
     chosen, method = kvjax.policies.parse(policy), sampling.parse(sampler)
     compress = _compress(policy, chosen)
@@ -84,7 +84,7 @@ def _compress(text: str, policy: Policy) -> Compress:
     Raises:
         ValueError: the policy compresses the first message only. All others would be added to it.
     """
-    from kvjax.room import only_once
+    from kvjax.reading.room import only_once
 
     if policy.every is not None:  # later messages evict too, where a budget was allocated by the shares of the first
         return "auto"

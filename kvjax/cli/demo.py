@@ -14,7 +14,7 @@ from kvjax.cli.console import print_json, working
 from kvjax.cli.needles import answer_needles
 from kvjax.cli.outcomes import Outcome, Shown, draw, most_telling, panel_of, table_of
 from kvjax.cli.progress import Bar
-from kvjax.compiled import keep_compiled
+from kvjax.runtime.compiled import keep_compiled
 
 if TYPE_CHECKING:
     from kvjax.evaluation.tasks.demo import DemoExample

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from kvjax.cli.console import bytes_text, show_warning, stderr, working
 from kvjax.cli.progress import Bar
-from kvjax.compiled import keep_compiled
+from kvjax.runtime.compiled import keep_compiled
 
 if TYPE_CHECKING:
     from kvjax.evaluation.planning import RunPlan

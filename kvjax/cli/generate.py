@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvjax.checks import shown
 from kvjax.cli.console import (
     bytes_text,
     note,
@@ -18,12 +19,11 @@ from kvjax.cli.console import (
     working,
 )
 from kvjax.cli.options import Dtype, Gates, Mesh, Model
-from kvjax.compiled import keep_compiled
-from kvjax.shown import shown
+from kvjax.runtime.compiled import keep_compiled
 
 if TYPE_CHECKING:
     from kvjax import Generation
-    from kvjax.prompts import Prompt
+    from kvjax.request.prompts import Prompt
 
 
 def generate(
@@ -51,8 +51,8 @@ def generate(
 ) -> None:
     """Continue a prompt under a cache policy, e.g. --policy morphkv:budget=512,window=32."""
     import kvjax
-    from kvjax import sampling
     from kvjax.checkpoint import load_named, mesh_sizes
+    from kvjax.decoding import sampling
 
     if as_json and stream:
         raise ValueError("--json with --stream: expected one of them, because --json prints one document at the end")

@@ -9,7 +9,7 @@ import typer
 
 from kvjax.cli.console import note, prompt_text, working
 from kvjax.cli.options import Gates
-from kvjax.compiled import keep_compiled
+from kvjax.runtime.compiled import keep_compiled
 
 TASK, LENGTH, SEED = (
     "needles",
@@ -48,13 +48,14 @@ def inspect(
     """Write an HTML page with the entries that every head retains of a prompt and evicts during the answer."""
     import numpy as np
 
-    from kvjax import policies, sampling
+    from kvjax import policies
     from kvjax.checkpoint import load_named, mesh_sizes
     from kvjax.checkpoint.folder import DEMO
+    from kvjax.decoding import sampling
     from kvjax.evaluation.tasks import demo
+    from kvjax.files.writing import check_file, write_file
     from kvjax.inspection import page, record
-    from kvjax.prompts import Prompt
-    from kvjax.writing import check_file, write_file
+    from kvjax.request.prompts import Prompt
 
     text: Prompt
     if model is None and prompt is None and prompt_file is None:

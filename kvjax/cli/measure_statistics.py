@@ -12,7 +12,7 @@ from kvjax.cli.console import note
 from kvjax.cli.options import Batch, Batches, Data, Dtype, Length, Mesh, Model
 from kvjax.cli.progress import Bar
 from kvjax.cli.texts import load_with_texts
-from kvjax.compiled import keep_compiled
+from kvjax.runtime.compiled import keep_compiled
 
 
 def measure_statistics(
@@ -31,10 +31,10 @@ def measure_statistics(
     import numpy as np
 
     from kvjax.checks import check_size
+    from kvjax.files.writing import check_folder
     from kvjax.policy import check_integer
     from kvjax.statistics.files import write_statistics
     from kvjax.statistics.measure import measured
-    from kvjax.writing import check_folder
 
     for name, value in {"batches": batches, "batch": batch, "length": length}.items():
         check_size(name, value)

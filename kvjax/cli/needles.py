@@ -33,6 +33,7 @@ def answer_needles(
     Raises:
         ValueError: the model or the essays cannot be read, an example cannot be asked, or a policy fails.
     """
+    from kvjax.decoding.sampling import Greedy
     from kvjax.evaluation.asking import Asker
     from kvjax.evaluation.grid import Grid
     from kvjax.evaluation.items import Item, read_items
@@ -41,7 +42,6 @@ def answer_needles(
     from kvjax.evaluation.planning import RunPlan
     from kvjax.evaluation.records import RESULTS, TIMINGS
     from kvjax.evaluation.runner import run
-    from kvjax.sampling import Greedy
 
     counts = [examples - examples // 2, examples // 2]
     given: dict[str, Any] = {

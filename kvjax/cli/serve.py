@@ -12,7 +12,7 @@ import typer
 
 from kvjax.cli.console import bytes_text, note, working
 from kvjax.cli.options import Dtype, Gates, Mesh, Model
-from kvjax.compiled import keep_compiled
+from kvjax.runtime.compiled import keep_compiled
 
 KEY = "KVJAX_API_KEY"
 

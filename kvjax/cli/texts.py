@@ -10,8 +10,8 @@ from kvjax.cli.console import working
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from kvjax.files.texts import Stream
     from kvjax.models import Decoder
-    from kvjax.texts import Stream
 
 
 def load_with_texts(
@@ -22,7 +22,7 @@ def load_with_texts(
     Raises ValueError if one of them cannot be read, the texts are shorter, or the model has fewer positions.
     """
     from kvjax.checkpoint import load_named, mesh_sizes
-    from kvjax.texts import read_stream
+    from kvjax.files.texts import read_stream
 
     with working(f"loading {model}"):
         params, tokenizer = load_named(model, dtype, mesh_sizes(mesh))

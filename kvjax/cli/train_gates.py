@@ -13,7 +13,7 @@ from kvjax.cli.console import note
 from kvjax.cli.options import Batch, Batches, Data, Dtype, Length, Mesh, Model
 from kvjax.cli.progress import Bar
 from kvjax.cli.texts import load_with_texts
-from kvjax.compiled import keep_compiled
+from kvjax.runtime.compiled import keep_compiled
 
 
 class Method(StrEnum):

@@ -16,17 +16,16 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import policies
-from kvjax.checks import check_params, check_size
+from kvjax.checks import check_params, check_size, shown
+from kvjax.decoding.row_text import check_fast
+from kvjax.decoding.sampling import SamplingMethod
 from kvjax.kv_cache import check_attached, check_groups
+from kvjax.mesh.sharding import MODEL, check_batch, mesh_of
 from kvjax.models import Decoder
-from kvjax.modes import own_modes
 from kvjax.policy import Policy
-from kvjax.prompts import Prompt
-from kvjax.request import EndTokens, as_policy, check_tokenizer, texts_of
-from kvjax.row_text import check_fast
-from kvjax.sampling import SamplingMethod
-from kvjax.sharding import MODEL, check_batch, mesh_of
-from kvjax.shown import shown
+from kvjax.request.prompts import Prompt
+from kvjax.request.request import EndTokens, as_policy, check_tokenizer, texts_of
+from kvjax.runtime.modes import own_modes
 
 from .device import Device
 from .handle import Handle

@@ -16,7 +16,7 @@ from jax._src import distributed  # the store has no public name
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int, Int32
 
-from kvjax.modes import own_modes
+from kvjax.runtime.modes import own_modes
 
 from .device import Device, Read
 from .errors import EngineClosedError

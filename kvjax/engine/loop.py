@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Array, Int, Int32
 
-from kvjax.modes import own_modes
+from kvjax.runtime.modes import own_modes
 
 from .device import Device, Read
 from .errors import EngineClosedError, QueueFullError

@@ -10,10 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.checks import is_integer
+from kvjax.checks import is_integer, shown
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.plan import bytes_per_device, plan_cache
-from kvjax.shown import shown
 
 from .plans import Plans, with_slots
 

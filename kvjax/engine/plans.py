@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from kvjax.allocate import shows_whole_segments
 from kvjax.attend import ReadPlan
 from kvjax.kv_cache import KVCache
+from kvjax.mesh.sharding import DATA, place, rows_sharding
 from kvjax.models import DecoderConfig
 from kvjax.plan import placed
 from kvjax.policy import Policy, Texts
-from kvjax.room import Ending, ending, plan_read
-from kvjax.sharding import DATA, place, rows_sharding
+from kvjax.reading.allocate import shows_whole_segments
+from kvjax.reading.room import Ending, ending, plan_read
 
 from .sizes import Sizes
 

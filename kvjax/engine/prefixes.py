@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.checks import check_path
-from kvjax.disk import fingerprint, restore_on_host, save_cache
+from kvjax.files.saved_caches import fingerprint, restore_on_host, save_cache
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policy import Policy

@@ -1,7 +1,7 @@
 """Reading the prompt of one request, a unit of work at a time, into a cache of the shape of a resident row.
 
-The units are those of `kvjax.prefill.read_prompt`, with one difference: their shapes follow from the class of the
-prompt's length alone, never from the prompt, so that all of them are known before the first request.
+The units are those of `kvjax.reading.prompt.read_prompt`, with one difference: their shapes follow from the class of
+the prompt's length alone, never from the prompt, so that all of them are known before the first request.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from kvjax.allocate import allocate, pool_rows
 from kvjax.attend import ReadPlan
 from kvjax.extend import jitted_read, read
 from kvjax.kv_cache import KVCache
+from kvjax.mesh.sharding import fetch
 from kvjax.models import Decoder
 from kvjax.policy import Policy
-from kvjax.prefill import read_on
-from kvjax.programs import jit
-from kvjax.replays import passes, replay
-from kvjax.sharding import fetch
+from kvjax.reading.allocate import allocate, pool_rows
+from kvjax.reading.prompt import read_on
+from kvjax.reading.replays import passes, replay
+from kvjax.runtime.programs import jit
 
 from .compiling import Programs
 from .plans import Plans, with_slots

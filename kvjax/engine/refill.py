@@ -26,17 +26,17 @@ import numpy as np
 from jaxtyping import Array, Int, Int32
 
 from kvjax.checks import LARGEST
-from kvjax.clock import Clock
-from kvjax.decode import Decoding, take
+from kvjax.decoding.loop import Decoding, take
+from kvjax.decoding.row_text import RowText, check_fast, stop_strings
+from kvjax.decoding.sampling import SamplingMethod
 from kvjax.kv_cache import KVCache
+from kvjax.mesh.sharding import fetch
 from kvjax.models import Decoder
-from kvjax.modes import own_modes
 from kvjax.policy import Policy
-from kvjax.prompts import Prompt
-from kvjax.request import AnswerOptions, EndTokens, Request, Seed, read_request
-from kvjax.row_text import RowText, check_fast, stop_strings
-from kvjax.sampling import SamplingMethod
-from kvjax.sharding import fetch
+from kvjax.request.prompts import Prompt
+from kvjax.request.request import AnswerOptions, EndTokens, Request, Seed, read_request
+from kvjax.runtime.clock import Clock
+from kvjax.runtime.modes import own_modes
 
 from .resident import Resident, advance_until, answers, place
 

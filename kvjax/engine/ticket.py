@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.prompts import Prompt, is_single, rows_of
-from kvjax.request import AnswerOptions, EndTokens, check_answer, end_tokens, is_seed
-from kvjax.row_samplers import RowSamplers
-from kvjax.row_text import RowText, stop_strings
-from kvjax.sampling import Greedy, SamplingMethod
-from kvjax.shown import shown
+from kvjax.checks import shown
+from kvjax.decoding.row_samplers import RowSamplers
+from kvjax.decoding.row_text import RowText, stop_strings
+from kvjax.decoding.sampling import Greedy, SamplingMethod
+from kvjax.request.prompts import Prompt, is_single, rows_of
+from kvjax.request.request import AnswerOptions, EndTokens, check_answer, end_tokens, is_seed
 
 from .handle import Feed, Finish, Token
 from .resident import Start

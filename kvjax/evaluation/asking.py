@@ -11,17 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kvjax.clock import Clock
+from kvjax.decoding.sampling import Greedy, SamplingMethod
 from kvjax.engine.refill import ReadBatch, Refill
 from kvjax.evaluation.batches import Ask, Reading, ReadingBatch
 from kvjax.generate import generate
 from kvjax.kv_cache import KVCache
+from kvjax.mesh.sharding import fetch
 from kvjax.models import Decoder
 from kvjax.policy import Policy
 from kvjax.prefill_each import begin_each, prefill_each
-from kvjax.programs import jit
-from kvjax.sampling import Greedy, SamplingMethod
-from kvjax.sharding import fetch
+from kvjax.runtime.clock import Clock
+from kvjax.runtime.programs import jit
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from kvjax.checks import shown
 from kvjax.evaluation.lines import Key, key_of
 from kvjax.evaluation.planning import RunPlan
 from kvjax.evaluation.sweeping import Answering, Part, Say, Task, failed
 from kvjax.evaluation.worker import Worker, load_asker
-from kvjax.shown import shown
 
 LOCAL = "local"
 TOKEN = Path("~/.ray/auth_token")  # of a cluster, on each of its machines

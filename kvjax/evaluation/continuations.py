@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.decoding.sampling import most_probable
 from kvjax.extend import extend
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
-from kvjax.programs import jit
-from kvjax.sampling import most_probable
+from kvjax.runtime.programs import jit
 
 
 def marks(logits: Float[Array, "B V"], targets: Int[Array, "B"]) -> tuple[Float[Array, "B"], Bool[Array, "B"]]:

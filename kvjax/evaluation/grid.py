@@ -11,11 +11,11 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import yaml
 
+from kvjax.checks import shown
+from kvjax.decoding.sampling import parse as parse_sampler
 from kvjax.evaluation.judge import Endpoint
 from kvjax.evaluation.yaml_text import brief, read_yaml
 from kvjax.policies import parse as parse_policy
-from kvjax.sampling import parse as parse_sampler
-from kvjax.shown import shown
 
 Budget: TypeAlias = int | float
 Setting = Literal["after", "before"]

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvjax.checks import shown
 from kvjax.evaluation.grid import PolicyLine
 from kvjax.evaluation.lines import is_number
 from kvjax.evaluation.planning import RunPlan
 from kvjax.evaluation.records import RESULTS
-from kvjax.shown import shown
-from kvjax.writing import write_file
+from kvjax.files.writing import write_file
 
 FIXED = (
     "model",

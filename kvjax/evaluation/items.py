@@ -14,7 +14,7 @@ from kvjax.evaluation.grid import Grid, TaskLine
 from kvjax.evaluation.judge import Endpoint
 from kvjax.evaluation.tasks import registry
 from kvjax.evaluation.tasks.task import Example, Fault, Question, Source, Task
-from kvjax.prompts import rendered
+from kvjax.request.prompts import rendered
 
 Ids = Int[np.ndarray, "_"]
 

@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvjax.shown import shown
+from kvjax.checks import shown
 
 Judge = Callable[[str], str]
 """Maps a prompt to the judge's reply. A judge that cannot answer raises JudgeError."""

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
+from kvjax.checks import shown
 from kvjax.evaluation.grid import SETTINGS
-from kvjax.shown import shown
 
 Key: TypeAlias = tuple[Any, ...]
 Line: TypeAlias = dict[str, Any]

@@ -21,16 +21,16 @@ import numpy as np
 from jaxtyping import Array, Float
 
 import kvjax
-from kvjax import sampling
 from kvjax.cache import bucket
 from kvjax.checkpoint import load_named, mesh_sizes
+from kvjax.checks import shown
+from kvjax.decoding import sampling
 from kvjax.engine.refill import ReadBatch, Refill
 from kvjax.evaluation.continuations import marks, score
 from kvjax.kv_cache import KVCache
-from kvjax.request import Request, read_request
-from kvjax.room import with_room
-from kvjax.sharding import fetch
-from kvjax.shown import shown
+from kvjax.mesh.sharding import fetch
+from kvjax.reading.room import with_room
+from kvjax.request.request import Request, read_request
 
 try:
     from lm_eval.api.model import TemplateLM

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from kvjax.writing import new_file
+from kvjax.files.writing import new_file
 
 COLOURS = (
     "#0072B2",

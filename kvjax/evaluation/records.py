@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.evaluation.lines import Key, Line, encoded, key_of, read_answer
-from kvjax.writing import new_file
+from kvjax.files.writing import new_file
 
 RESULTS, TIMINGS = "results.jsonl", "timings.jsonl"
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kvjax.compiled import keep_compiled
+from kvjax.decoding.sampling import parse
 from kvjax.evaluation.asking import Asker
 from kvjax.evaluation.model import load_model
 from kvjax.evaluation.planning import RunPlan
 from kvjax.evaluation.sweeping import Answering, Part, Sweeping, Task
-from kvjax.gpu_flags import set_gpu_flags
-from kvjax.sampling import parse
+from kvjax.runtime.compiled import keep_compiled
+from kvjax.runtime.gpu_flags import set_gpu_flags
 
 
 def load_asker(plan: RunPlan) -> Asker:

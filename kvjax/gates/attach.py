@@ -12,8 +12,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from kvjax.checks import check_params
+from kvjax.mesh.sharding import mesh_of, parameter_sharding, place
 from kvjax.models import Decoder
-from kvjax.sharding import mesh_of, parameter_sharding, place
 
 from .files import Gates, read_gates
 from .forms import FORMS

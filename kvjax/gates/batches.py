@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array
 from safetensors.numpy import load_file, save_file
 
-from kvjax.writing import new_file
+from kvjax.files.writing import new_file
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,8 @@ from kvjax.checkpoint.errors import CheckpointError
 from kvjax.checkpoint.folder import DTYPES, locate, read_json
 from kvjax.checkpoint.tensors import open_tensors
 from kvjax.checkpoint.torch_files import locate_file, read_torch
-from kvjax.checks import is_integer
-from kvjax.shown import shown
-from kvjax.writing import new_folder
+from kvjax.checks import is_integer, shown
+from kvjax.files.writing import new_folder
 
 from .forms import FORMS, Form, Shapes
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvjax.checks import shown
+from kvjax.files.texts import Stream
 from kvjax.models import Decoder
 from kvjax.policy import check_integer
-from kvjax.shown import shown
-from kvjax.texts import Stream
 
 from .mixing import distillation
 from .objective import Objective, Recipe

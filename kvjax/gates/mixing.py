@@ -11,9 +11,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attend.causal import causal
 from kvjax.attend.rotation import rotated
+from kvjax.files.texts import Stream
 from kvjax.models import Attend, AttentionLayer, Decoder, join_sinks
 from kvjax.pallas_kernels import capped
-from kvjax.texts import Stream
 
 from .objective import Objective, Recipe, Weights
 from .passkeys import KEYS, PassKeys, wording_of

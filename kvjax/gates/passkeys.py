@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from kvjax.evaluation.tasks.vocabulary import NAMES, THINGS
-from kvjax.texts import Stream
+from kvjax.files.texts import Stream
 
 KEYS = 10  # per text
 

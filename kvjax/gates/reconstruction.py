@@ -11,14 +11,14 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.attend.causal import causal
+from kvjax.files.texts import Stream
 from kvjax.generate import prefill
 from kvjax.kv_cache import KVCache
 from kvjax.models import AttentionLayer, Decoder
 from kvjax.policies import kvzip
-from kvjax.programs import jit
-from kvjax.replays import replayed
-from kvjax.request import texts_of
-from kvjax.texts import Stream
+from kvjax.reading.replays import replayed
+from kvjax.request.request import texts_of
+from kvjax.runtime.programs import jit
 
 from .forms import FORMS
 from .objective import Objective, Recipe, Weights

@@ -15,9 +15,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import Array, Float
 
+from kvjax.files.writing import write_file
 from kvjax.models import Decoder
-from kvjax.programs import jit
-from kvjax.writing import write_file
+from kvjax.runtime.programs import jit
 
 from .batches import InTurn
 from .files import FILES, Gates, write_gates

@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.allocate import allocate, pool_rows
 from kvjax.attend import RoomMaker, expired, finished, met_keys
 from kvjax.cache import Layers
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policy import PLAIN, Moment, Policy
-from kvjax.programs import jit
-from kvjax.room import plan_read
+from kvjax.reading.allocate import allocate, pool_rows
+from kvjax.reading.room import plan_read
+from kvjax.runtime.programs import jit
 
 NOWHERE, SEVERAL = -1, -2  # in place of a position
 

@@ -9,17 +9,17 @@ import numpy as np
 from jaxtyping import Bool, Int
 from tokenizers.decoders import DecodeStream
 
-from kvjax.decode import Decoding, take
+from kvjax.decoding.loop import Decoding, take
+from kvjax.decoding.sampling import SamplingMethod
 from kvjax.kv_cache import KVCache
+from kvjax.mesh.sharding import fetch
 from kvjax.models import Decoder
-from kvjax.modes import own_modes
 from kvjax.policy import Policy
-from kvjax.programs import jit
-from kvjax.prompts import Prompt
-from kvjax.replays import replayed
-from kvjax.request import AnswerOptions, EndTokens, Request, Seed, read_request
-from kvjax.sampling import SamplingMethod
-from kvjax.sharding import fetch
+from kvjax.reading.replays import replayed
+from kvjax.request.prompts import Prompt
+from kvjax.request.request import AnswerOptions, EndTokens, Request, Seed, read_request
+from kvjax.runtime.modes import own_modes
+from kvjax.runtime.programs import jit
 
 from .merging import NOWHERE, into_at_prompt, into_at_step, merges
 

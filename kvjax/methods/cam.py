@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Slots
-from kvjax.heads import ALL_HEADS, Heads
+from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.pallas_kernels import compact
 from kvjax.policy import ByQueryHead, Effects, Merge, Moment, Policy, Protect, Select, check_choice, check_integer
 

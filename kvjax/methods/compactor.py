@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kvjax.cache import Slots
-from kvjax.heads import Heads
+from kvjax.mesh.heads import Heads
 from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_number
 
 from .common.budgets import budget_of

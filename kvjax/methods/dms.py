@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.heads import Heads
+from kvjax.mesh.heads import Heads
 from kvjax.policy import AllocatedBudget, Layout, Policy, check_integer, check_kind, check_number
 
 from .common.allocation import check_mean, raise_best

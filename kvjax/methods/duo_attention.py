@@ -15,9 +15,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import UNLIMITED
-from kvjax.heads import Heads
+from kvjax.checks import shown
+from kvjax.mesh.heads import Heads
 from kvjax.policy import AllocatedBudget, Layout, Policy, Protect, check_integer
-from kvjax.shown import shown
 
 from .common.allocation import check_mean, check_share
 from .common.budgets import Fixed

@@ -14,7 +14,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.heads import Heads
+from kvjax.mesh.heads import Heads
 from kvjax.pallas_kernels import top_counts
 from kvjax.policy import AllocatedBudget, Layout, Policy, check_integer, check_number
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Slots, mark
-from kvjax.heads import Heads
+from kvjax.mesh.heads import Heads
 from kvjax.pallas_kernels import top_tokens
 from kvjax.policy import AllocatedBudget, Layout, Moment, Needs, Policy, Protect, check_integer
 

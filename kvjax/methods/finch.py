@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.heads import ALL_HEADS, Heads
+from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.pallas_kernels import Reduction, compact
 from kvjax.policy import ByQueryHead, Policy, Protect, check_integer
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.heads import Heads
+from kvjax.mesh.heads import Heads
 from kvjax.policy import AllocatedBudget, Layout, Policy, check_integer, check_number
 
 from .common.allocation import check_mean

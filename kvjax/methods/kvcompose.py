@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Slots
-from kvjax.heads import Heads
+from kvjax.checks import shown
+from kvjax.mesh.heads import Heads
 from kvjax.pallas_kernels import Reduction, fold, top_counts
 from kvjax.policy import (
     AllocatedBudget,
@@ -34,7 +35,6 @@ from kvjax.policy import (
     check_choice,
     check_integer,
 )
-from kvjax.shown import shown
 
 from .common.allocation import check_mean, raise_best
 from .common.budgets import budget_of

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.heads import Heads
+from kvjax.checks import shown
+from kvjax.mesh.heads import Heads
 from kvjax.policy import AllocatedBudget, Layout, Policy, check_integer, check_kind
-from kvjax.shown import shown
 
 from .common.allocation import check_mean, scaled
 from .common.budgets import budget_of

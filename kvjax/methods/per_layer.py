@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.checks import is_finite
+from kvjax.checks import is_finite, shown
 from kvjax.policy import Budget, Policy, check_kind
-from kvjax.shown import shown
 
 from .common.allocation import check_mean
 from .common.budgets import share_of

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Slots
-from kvjax.heads import Heads
+from kvjax.mesh.heads import Heads
 from kvjax.pallas_kernels import Reduction, window_scores
 from kvjax.policy import (
     AllocatedBudget,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from jaxtyping import Array, Float, Int
 
-from kvjax.heads import Heads
+from kvjax.mesh.heads import Heads
 
 from .part import Part, check_kind
 

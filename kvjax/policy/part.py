@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvjax.checks import is_finite
-from kvjax.shown import shown
+from kvjax.checks import is_finite, shown
 
 if TYPE_CHECKING:
     from .policy import Policy

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from jaxtyping import Array, Float, Int
 
-from kvjax.heads import ALL_HEADS, Heads
+from kvjax.mesh.heads import ALL_HEADS, Heads
 
 from .part import Part
 

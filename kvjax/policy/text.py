@@ -8,8 +8,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+from kvjax.checks import shown
 from kvjax.pallas_kernels import Reduction
-from kvjax.shown import shown
 
 from .part import Part
 from .policy import Policy, Protect

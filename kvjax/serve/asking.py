@@ -16,7 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
 from kvjax.engine import Answer, Engine, EngineClosedError, Handle, QueueFullError
-from kvjax.prompts import Prompt
+from kvjax.request.prompts import Prompt
 
 from .errors import ApiError, closing
 from .schema import Chat, Completion

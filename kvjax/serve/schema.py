@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvjax.sampling import Greedy, Sampler, SamplingMethod
-from kvjax.shown import shown
+from kvjax.checks import shown
+from kvjax.decoding.sampling import Greedy, Sampler, SamplingMethod
 
 from .errors import ApiError
 

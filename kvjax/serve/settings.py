@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvjax.shown import shown
+from kvjax.checks import shown
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 

@@ -21,7 +21,7 @@ from kvjax.checkpoint.errors import CheckpointError
 from kvjax.checkpoint.folder import DTYPES, WEIGHTS, locate
 from kvjax.checkpoint.tensors import open_tensors
 from kvjax.checkpoint.torch_files import locate_file, read_torch
-from kvjax.writing import new_folder
+from kvjax.files.writing import new_folder
 
 from .forms import STATISTICS
 

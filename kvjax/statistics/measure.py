@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.attend import rotated
 from kvjax.attend.causal import causal
 from kvjax.models import AttentionLayer, Decoder
-from kvjax.programs import jit
+from kvjax.runtime.programs import jit
 
 
 class Moments(NamedTuple):

@@ -12,10 +12,10 @@ import pytest
 import kvjax
 from kvjax.aot.hlo import Loop
 from kvjax.aot.lower import Part, lower_decode, lower_prefill
-from kvjax.decode import Decoding
+from kvjax.decoding.loop import Decoding
 from kvjax.models import DecoderConfig
 from kvjax.policies import parse
-from kvjax.request import AnswerOptions, Request, read_request
+from kvjax.request.request import AnswerOptions, Request, read_request
 from tests.aot.compiled import CONFIG, accelerators, llama, sized
 from tests.products import part
 from tests.tiny import VOCAB, decoder

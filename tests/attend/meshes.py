@@ -10,12 +10,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 import kvjax
-from kvjax.allocate import allocate, pool_rows
 from kvjax.aot.lower import lower_prefill
 from kvjax.models import Decoder
 from kvjax.parts import AdaptiveShares, CompositeShares
 from kvjax.plan import placed
 from kvjax.policies import parse
+from kvjax.reading.allocate import allocate, pool_rows
 from tests.tiny import VOCAB, decoder
 
 RNG = np.random.default_rng(5)

@@ -9,11 +9,11 @@ import pytest
 from flax import nnx
 
 import kvjax
+from kvjax.mesh.sharding import mesh_of
 from kvjax.models import Decoder, Mixture
 from kvjax.parts import Attribution
 from kvjax.policies import kvgrad
-from kvjax.replays import replayed
-from kvjax.sharding import mesh_of
+from kvjax.reading.replays import replayed
 from tests.attend.meshes import ROWS, mesh
 from tests.tiny import decoder, left_pad
 

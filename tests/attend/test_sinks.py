@@ -137,21 +137,21 @@ def test_what_scores_are_shown(text: str, last: int | None) -> None:
         assert observed
         whole = np.zeros(observed[0]["lse"].shape)
         for shown in observed:  # a pool is observed piece by piece
-            own = shown["queries"], shown["keys"], shown["positions"], shown["held"], scale
-            weights, _, _ = dense.attention(*own, lse=shown["lse"])
+            inputs = shown["queries"], shown["keys"], shown["positions"], shown["held"], scale
+            weights, _, _ = dense.attention(*inputs, lse=shown["lse"])
             whole += np.where(np.isfinite(shown["lse"]), weights.sum(axis=-1), 0)
             if shown["received"] is not None:
                 checked["received"] += step > 0
                 given = weights if last is None else weights[:, :, -last:]
                 np.testing.assert_allclose(shown["received"], reduced(given, H, wanted.reduction.group), atol=1e-5)
             if shown["asked"] is not None:
-                queries, positions = asks[0]
-                lse = np.stack([sums[b][:, at] for b, at in enumerate(positions)])
-                asking = np.where(positions >= 0, positions, -1)
+                queries, asked = asks[0]
+                lse = np.stack([sums[b][:, at] for b, at in enumerate(asked)])
+                asking = np.where(asked >= 0, asked, -1)
                 weights, _, _ = dense.attention(
                     queries, shown["keys"], asking, shown["held"], scale, lse=np.nan_to_num(lse)
                 )
-                checked["asked"] += int((positions >= 0).sum())
+                checked["asked"] += int((asked >= 0).sum())
                 np.testing.assert_allclose(shown["asked"], reduced(weights, H, wanted.reduction.group), atol=1e-5)
         lse, positions = observed[0]["lse"], observed[0]["positions"]
         real = np.broadcast_to((positions >= 0)[:, None], lse.shape)

@@ -8,8 +8,8 @@ import pytest
 
 import kvjax
 from kvjax.checkpoint import load, restore, save, save_hf
+from kvjax.mesh.sharding import fetch
 from kvjax.models import Weight
-from kvjax.sharding import fetch
 from tests.checkpoint.folders import WEIGHTS, assert_equal, decoder
 
 

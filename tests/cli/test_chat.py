@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import kvjax
 from kvjax.cli import app
 from kvjax.models import Decoder
-from kvjax.room import Compress
+from kvjax.reading.room import Compress
 from tests.cli.commands import kv
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import kvjax
-from kvjax.writing import NEW
+from kvjax.files.writing import NEW
 from tests.cli.commands import PROMPT
 
 COMMANDS = {

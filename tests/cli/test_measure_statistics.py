@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.files.texts import read_stream
 from kvjax.statistics.files import read_statistics
 from kvjax.statistics.measure import measured
-from kvjax.texts import read_stream
 from tests.cli.commands import kv
 
 WORDS = "the code of adam is sword . the baker trusts . the ocean reaches the mill . recall what the code of adam is : "

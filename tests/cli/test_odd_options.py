@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from kvjax.cli import app
 from kvjax.cli.evaluate import INCOMPLETE
 from tests.cli.commands import PROMPT
-from tests.test_odd_arguments import AcceptedError, without_programs
+from tests.request.test_odd_arguments import AcceptedError, without_programs
 
 ODD = (
     *("", " ", "x", "é", "\udc80", "a" * 5000, "-" * 300, "[/x]", "[bold]", "{}", "null", "true", "*", "a,b", "%s"),

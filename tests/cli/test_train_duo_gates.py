@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from kvjax.cli.train_gates import Method
+from kvjax.files.texts import Stream
 from kvjax.gates.files import read_gates
 from kvjax.gates.forms import FORMS
 from kvjax.gates.methods import TRAININGS
 from kvjax.policies import duo_attention, parse
-from kvjax.texts import Stream
 from tests.cli.commands import kv
 
 WORDS = "the baker trusts . the ocean reaches the mill . the old sailor greets the young queen . "

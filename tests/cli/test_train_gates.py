@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.files.texts import Stream
 from kvjax.gates.files import read_gates
 from kvjax.gates.objective import Recipe
 from kvjax.gates.reconstruction import FLOOR, cross_entropy, hidden_states, kvzip_scores, log_scores
 from kvjax.gates.training import train
-from kvjax.texts import Stream
 from tests import tiny
 from tests.cli.commands import kv
 

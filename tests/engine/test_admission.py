@@ -13,10 +13,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 import kvjax
+from kvjax.decoding.sampling import SamplingMethod
 from kvjax.engine import Answer, EngineClosedError, QueueFullError, Token
 from kvjax.engine.memory import bytes_of
 from kvjax.models import Decoder
-from kvjax.sampling import SamplingMethod
 from tests.cli.commands import kv
 from tests.cli.conftest import saved
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvjax.decoding.row_text import RowText
 from kvjax.engine import EngineClosedError
 from kvjax.engine.handle import Bell
 from kvjax.engine.loop import Loop
 from kvjax.engine.sizes import Sizes
 from kvjax.engine.ticket import Options, Ticket
-from kvjax.row_text import RowText
 
 SIZES = Sizes.of(2, 64, 16, chunk=16)
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 import kvjax
+from kvjax.decoding.sampling import SamplingMethod
 from kvjax.engine import Finish, Handle, device
 from kvjax.models import Decoder
-from kvjax.sampling import SamplingMethod
 
 POLICY = "h2o:budget=12"
 MAX_NEW = 12

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 import kvjax
+from kvjax.decoding.sampling import SamplingMethod
 from kvjax.engine import Handle
 from kvjax.models import Decoder
-from kvjax.sampling import SamplingMethod
 
 MAX_PROMPT, MAX_NEW = 28, 12
 GREEDY = (kvjax.Greedy(),)

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import kvjax
+from kvjax.decoding.sampling import Greedy, Sampler
 from kvjax.evaluation.asking import Answers, Asker
 from kvjax.evaluation.batches import Reading, ReadingBatch, batches, readings
 from kvjax.evaluation.grid import Setting
@@ -21,7 +22,6 @@ from kvjax.evaluation.tasks.task import Example, Question
 from kvjax.evaluation.tasks.vocabulary import WORDS, tokenizer
 from kvjax.models import Decoder
 from kvjax.policies import parse
-from kvjax.sampling import Greedy, Sampler
 from tests.evaluation.words import Words, exact
 from tests.products import part
 from tests.tiny import decoder, left_pad

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvjax.decoding.sampling import Greedy
 from kvjax.evaluation.asking import Asker
 from kvjax.evaluation.grid import Grid
 from kvjax.evaluation.items import Item, read_items
@@ -20,7 +21,6 @@ from kvjax.evaluation.runner import run
 from kvjax.evaluation.tasks import registry
 from kvjax.evaluation.tasks.vocabulary import WORDS, tokenizer
 from kvjax.policies import parse
-from kvjax.sampling import Greedy
 from tests.evaluation.tasks.test_long_answers import city
 from tests.evaluation.tasks.test_longbench import NAMES
 from tests.evaluation.tasks.test_longbench import row as longbench_row

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import pytest
 
+from kvjax.decoding.sampling import Sampler
 from kvjax.evaluation.asking import Asker, Ended, Took
 from kvjax.evaluation.batches import ReadingBatch
 from kvjax.evaluation.grid import Grid
@@ -20,7 +21,6 @@ from kvjax.evaluation.tasks import registry
 from kvjax.evaluation.tasks.vocabulary import tokenizer
 from kvjax.models import Decoder
 from kvjax.policies import parse
-from kvjax.sampling import Sampler
 from tests.evaluation import words
 from tests.evaluation.test_asking import params as params  # a fixture
 from tests.evaluation.test_runner import GRID, Notes, lines, plan, right

@@ -11,12 +11,12 @@ import pytest
 
 from kvjax.attend.causal import causal
 from kvjax.evaluation.tasks.vocabulary import WORDS, tokenizer
+from kvjax.files.texts import Stream
 from kvjax.gates.methods import TRAININGS
 from kvjax.gates.mixing import distillation, mixed
 from kvjax.gates.objective import Recipe
 from kvjax.gates.training import train
 from kvjax.models import AttentionLayer, Rope, rotate
-from kvjax.texts import Stream
 from tests import dense, tiny
 from tests.dense import assert_close
 

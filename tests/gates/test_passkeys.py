@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvjax.evaluation.tasks.vocabulary import decode, encode, tokenizer
+from kvjax.files.texts import Stream
 from kvjax.gates.passkeys import DEMO, ENGLISH, KEYS, PassKeys, wording_of
-from kvjax.texts import Stream
 
 BEGIN = 7  # not a letter of any text
 DATA = "The ship left at noon. " * 100

@@ -8,12 +8,12 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.allocate import allocated
 from kvjax.cache import Layers
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policy import Policy
-from kvjax.replays import replayed
+from kvjax.reading.allocate import allocated
+from kvjax.reading.replays import replayed
 from tests import tiny
 
 

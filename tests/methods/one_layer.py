@@ -13,7 +13,7 @@ from kvjax.cache import Slots
 from kvjax.kv_cache import KVCache
 from kvjax.models import AttentionLayer, DecoderConfig, Rope
 from kvjax.policy import Moment
-from kvjax.room import plan_read
+from kvjax.reading.room import plan_read
 
 ROPE = Rope(1e4)
 

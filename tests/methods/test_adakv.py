@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from kvjax import policies
-from kvjax.heads import ALL_HEADS, Heads
+from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.parts import AdaptiveShares, DynamicShares, Fixed, Pyramid
 from kvjax.policies import adakv, dynamickv, h2o, parse, pyramidkv, snapkv
 from tests import tiny

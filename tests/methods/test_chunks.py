@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import kvjax
-from kvjax.heads import Heads
+from kvjax.mesh.heads import Heads
 from kvjax.parts import Chunks, TopTokens
 from kvjax.policies import chunkkv, parse, snapkv
 from tests import tiny

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from kvjax.cache import Slots
-from kvjax.heads import ALL_HEADS, Heads
+from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.models import AttentionLayer, Rope
 from kvjax.parts import ProjectedValues, Protect, Recency
 from kvjax.policies import adakv, criticalkv, dynamickv, h2o, parse, snapkv

@@ -13,7 +13,7 @@ import pytest
 import kvjax
 from kvjax import policies
 from kvjax.cache import UNLIMITED, Slots
-from kvjax.heads import ALL_HEADS
+from kvjax.mesh.heads import ALL_HEADS
 from kvjax.models import AttentionLayer, Rope
 from kvjax.pallas_kernels import PAGE
 from kvjax.parts import AccumulatedAttention, Fixed, Fraction, SimilarityMerge, TopTokens, VarianceShares

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.heads import ALL_HEADS
+from kvjax.mesh.heads import ALL_HEADS
 from kvjax.methods.dynamickv import _as_released, _exactly
 from kvjax.parts import DynamicShares, Fixed
 from kvjax.policies import dynamickv

@@ -23,7 +23,7 @@ from kvjax.pallas_kernels import Reduction, window_scores
 from kvjax.parts import Pooling, TopTokens, WindowAttention
 from kvjax.policies import h2o, morphkv, streaming_llm, tova
 from kvjax.policy import Moment, Policy
-from kvjax.room import plan_read
+from kvjax.reading.room import plan_read
 
 DIM = 8  # tokens that there can be
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.heads import ALL_HEADS
+from kvjax.mesh.heads import ALL_HEADS
 from kvjax.parts import Fixed, ImportanceShares
 from kvjax.policies import headkv, parse, snapkv
 from tests import tiny

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 import kvjax
 from kvjax.cache import Slots
-from kvjax.heads import ALL_HEADS, Heads
+from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.methods import keydiff
 from kvjax.models import AttentionLayer, Rope
 from kvjax.parts import KeyDifference, KeyNorm, RandomDraw

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import kvjax
 from kvjax.cache import Slots
-from kvjax.heads import ALL_HEADS, Heads
+from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.methods.kvcompose import TaskWeights
 from kvjax.parts import CompositeShares, Fixed, GlobalShares, TaskAttention
 from kvjax.policies import adakv, kvcompose, parse

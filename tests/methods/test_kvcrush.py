@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.heads import ALL_HEADS
+from kvjax.mesh.heads import ALL_HEADS
 from kvjax.methods.kvcrush.signatures import Signatures
 from kvjax.parts import Fixed, Pages, Representatives, TopTokens
 from kvjax.policies import cam, d2o, h2o, kvcrush, parse, snapkv, streaming_llm

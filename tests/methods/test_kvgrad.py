@@ -18,8 +18,8 @@ import kvjax
 from kvjax.models import Decoder, Mixture
 from kvjax.parts import Attribution, Fixed, Reconstruction
 from kvjax.policies import criticalkv, kvgrad
-from kvjax.replays import replay
-from kvjax.sensitivity import replayed_backwards
+from kvjax.reading.replays import replay
+from kvjax.reading.sensitivity import replayed_backwards
 from tests import tiny
 from tests.dense import assert_close
 from tests.methods import allocating

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.heads import ALL_HEADS
+from kvjax.mesh.heads import ALL_HEADS
 from kvjax.parts import Fixed, GlobalShares, Pyramid, Reconstruction, UniformShares
 from kvjax.policies import adakv, criticalkv, kvzip
-from kvjax.replays import encoded_texts
+from kvjax.reading.replays import encoded_texts
 from tests import tiny
 from tests.dense import assert_close
 from tests.methods import allocating

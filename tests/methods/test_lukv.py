@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.heads import ALL_HEADS
+from kvjax.mesh.heads import ALL_HEADS
 from kvjax.parts import Fixed, Fraction, HeadShares
 from kvjax.policies import lukv, parse, snapkv
 from tests import tiny

@@ -12,10 +12,10 @@ from safetensors.numpy import load_file, save_file
 
 import kvjax
 from kvjax.checkpoint import CheckpointError, load, restore, save
-from kvjax.mix import gathered_products, mixed, over_experts, sorted_products
+from kvjax.mesh.experts import gathered_products, mixed, over_experts, sorted_products
+from kvjax.mesh.sharding import fit_mesh
 from kvjax.models import ExpertWeights, Mixture, densely, routed
 from kvjax.models.decoder import ACTIVATIONS
-from kvjax.sharding import fit_mesh
 from tests.tiny import decoder
 
 SIZES = [(1, 1, 1, 1), (1, 1, 8, 3), (2, 5, 4, 4), (3, 20, 4, 2), (2, 1, 16, 3), (1, 7, 32, 2)]

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 import kvjax
 from kvjax.attend.causal import causal
 from kvjax.checkpoint import load, save_hf
-from kvjax.mix import over_experts
+from kvjax.mesh.experts import over_experts
 from kvjax.models import FAMILIES, Decoder, config_from_hf
 
 pytest.importorskip("torch")

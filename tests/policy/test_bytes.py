@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 
 from kvjax import policies
-from kvjax.clock import Clock
 from kvjax.extend import step as one_step
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
@@ -41,7 +40,8 @@ from kvjax.parts import (
     WindowAttention,
 )
 from kvjax.policy import Policy
-from kvjax.prefill import read_prompt
+from kvjax.reading.prompt import read_prompt
+from kvjax.runtime.clock import Clock
 from tests import tiny
 from tests.policy.expected_budgets import budget_of
 from tests.policy.presets import ALL, ROOM, SIZE, decode, decoder, draw, every_policy

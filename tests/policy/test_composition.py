@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvjax import parts
-from kvjax.heads import ALL_HEADS
+from kvjax.mesh.heads import ALL_HEADS
 from kvjax.methods.common.repetition import Repetition
 from kvjax.parts import (
     Everything,

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.checks import shown
 from kvjax.models import UnsupportedModelError
 from kvjax.models.rope import Llama3Scaling, Rope
-from kvjax.shown import shown
 
 ARCHITECTURES = ("gemma2", "gemma3", "internlm2", "llama", "phi3", "qwen2", "qwen3")  # of GGUF; `llama` is Mistral too
 FAMILIES = {"gemma3": "gemma3_text"}  # the family of an architecture with another name

@@ -16,7 +16,7 @@ import numpy as np
 from gguf import GGUF_DEFAULT_ALIGNMENT, GGUF_MAGIC, GGUF_VERSION, GGUFValueType
 
 from kvjax.checkpoint.errors import CheckpointError
-from kvjax.shown import shown
+from kvjax.checks import shown
 
 VERSIONS = (2, GGUF_VERSION)
 SCALARS = {

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from kvjax.checkpoint.folder import first_line, transformers_quietly
-from kvjax.shown import shown
+from kvjax.checks import shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

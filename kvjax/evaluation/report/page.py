@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kvjax.checks import shown
 from kvjax.evaluation.report import escape, plots, tables
 from kvjax.evaluation.report.results import Results
 from kvjax.evaluation.report.tables import MEANING, Table
-from kvjax.shown import shown
-from kvjax.writing import new_folder
+from kvjax.files.writing import new_folder
 
 PAGE = "report.md"
 OWNED = re.compile(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.shown import shown
+from kvjax.checks import shown
 
 from .vocabulary import ADJECTIVES, CLASSES, LABELS, NAMES, NOUNS, THINGS, VERBS, encode
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvjax.shown import shown
+from kvjax.checks import shown
 
 from .task import DataError, Example, Fault, Source
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
+from kvjax.checks import shown
 from kvjax.evaluation import metrics
-from kvjax.shown import shown
 
 from .files import DataFile, Record, examples
 from .task import DataError, Example, Fault, Question, Scores, Source, Task

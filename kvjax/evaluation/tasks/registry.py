@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from kvjax.shown import shown
+from kvjax.checks import shown
 
 from . import demo_suite, longbench, longgenbench, longwriter, needle, ruler, zero_scrolls
 from .task import Task

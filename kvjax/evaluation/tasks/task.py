@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from kvjax.checks import shown
 from kvjax.evaluation.judge import Judge
-from kvjax.shown import shown
 
 
 class DataError(ValueError):

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from jaxtyping import Array, Int
 
+from kvjax.checks import shown
 from kvjax.policy import Budget, check_integer, check_number
-from kvjax.shown import shown
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.heads import Heads
+from kvjax.mesh.heads import Heads
 from kvjax.pallas_kernels import top_counts
 from kvjax.policy import AllocatedBudget, Layout, check_integer
 

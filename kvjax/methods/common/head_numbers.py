@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvjax.shown import shown
+from kvjax.checks import shown
 
 HeadNumbers: TypeAlias = tuple[tuple[float, ...], ...]  # by layer and head
 

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.checks import shown
 from kvjax.pallas_kernels import compact, traced_once
 from kvjax.policy import Part, check_choice
-from kvjax.shown import shown
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.shown import shown
+from kvjax.checks import shown
 
 from .head_numbers import HeadNumbers, check_groups, head_numbers
 

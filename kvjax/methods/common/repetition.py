@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Slots
+from kvjax.checks import shown
 from kvjax.models import join_sinks
 from kvjax.pallas_kernels import Reduction, compact, prompt_attention, window_scores
 from kvjax.policy import Attended, LayerShape, Moment, Needs, Pass, Policy, Score, Texts, check_integer
-from kvjax.shown import shown
 
 from .projected_norms import projected_norms
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.heads import Heads
+from kvjax.mesh.heads import Heads
 from kvjax.policy import AllocatedBudget, Layout
 
 from .allocation import check_limited

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import UNLIMITED
-from kvjax.heads import Heads
+from kvjax.mesh.heads import Heads
 from kvjax.policy import AllocatedBudget, Layout, check_alike, check_integer
 
 EQUAL = 1e-5  # variances that differ by less, relatively, differ by the rounding of their sums

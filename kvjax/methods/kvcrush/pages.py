@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import mark
-from kvjax.heads import ALL_HEADS, Heads
+from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.pallas_kernels import compact
 from kvjax.policy import ByQueryHead, Select, SelectWrapper, check_integer, check_kind
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import mark
-from kvjax.heads import ALL_HEADS, Heads
+from kvjax.checks import shown
+from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.pallas_kernels import compact, top_tokens
 from kvjax.policy import (
     ByQueryHead,
@@ -23,7 +24,6 @@ from kvjax.policy import (
     check_kind,
     check_number,
 )
-from kvjax.shown import shown
 
 from ..common.budgets import share_of
 from .pages import PageMap, check_entrywise, fill

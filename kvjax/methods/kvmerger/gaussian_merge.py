@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Slots, mark
+from kvjax.checks import shown
 from kvjax.pallas_kernels import compact, top_tokens
 from kvjax.policy import Effects, Keep, Merge, Moment, Policy, check_choice, check_integer
-from kvjax.shown import shown
 
 from ..common.random_draw import RandomDraw
 from .cluster import Rule, set_ends, solve_theta

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.heads import ALL_HEADS
+from kvjax.mesh.heads import ALL_HEADS
 from kvjax.methods.common.allocation import raise_best
 from kvjax.parts import AdaptiveShares, Everything, Fixed, GlobalShares, UniformShares
 

@@ -1,0 +1,29 @@
+"""What arguments are accepted, and the messages that say so."""
+
+from .arguments import (
+    LARGEST,
+    check_integers,
+    check_params,
+    check_path,
+    check_saved,
+    check_size,
+    check_type,
+    dtype_of,
+    is_finite,
+    is_integer,
+)
+from .shown import shown
+
+__all__ = [
+    "LARGEST",
+    "check_integers",
+    "check_params",
+    "check_path",
+    "check_saved",
+    "check_size",
+    "check_type",
+    "dtype_of",
+    "is_finite",
+    "is_integer",
+    "shown",
+]

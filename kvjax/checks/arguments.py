@@ -1,0 +1,89 @@
+"""Checks of arguments that several functions share."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.models import Decoder
+
+from .shown import shown
+
+LONGEST_PATH = 4096  # characters; Linux takes as many bytes
+LARGEST = 2**31 - 1  # of int32, the dtype of tokens, positions and numbers of entries
+
+
+def is_integer(value: Any) -> bool:
+    """Whether a value is an integer of Python or NumPy."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a number is finite as a float, which integers of more than 308 digits are not."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def check_size(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is an integer in 1 .. LARGEST."""
+    if not is_integer(value) or not 1 <= value <= LARGEST:
+        raise ValueError(f"{name}={shown(value)}: expected an integer in 1 .. {LARGEST}")
+
+
+def check_type(name: str, value: Any, kind: type) -> None:
+    """Raises ValueError unless `value` is a `kind`."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is of type {type(value).__name__}: expected a {kind.__name__}")
+
+
+def check_path(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is a path."""
+    if not isinstance(value, str | os.PathLike):
+        raise ValueError(f"{name} is of type {type(value).__name__}: expected a path")
+    if len(os.fspath(value)) > LONGEST_PATH:
+        raise ValueError(f"{name}={shown(value)}: expected a path of at most {LONGEST_PATH} characters")
+
+
+def dtype_of(value: Any) -> jnp.dtype:
+    """The dtype that `value` names. Raises ValueError."""
+    try:
+        return jnp.dtype(value)
+    except TypeError:
+        raise ValueError(f"dtype={shown(value)}: expected a dtype, such as 'bfloat16'") from None
+
+
+def check_saved(tokenizer: Any) -> None:
+    """Raises ValueError unless `tokenizer` is None or can be written."""
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise ValueError(
+            f"tokenizer is of type {type(tokenizer).__name__}: expected a tokenizer of transformers or None"
+        )
+
+
+def check_integers(name: str, value: Any) -> None:
+    """Raises ValueError for an array on the host, or what can be one, that does not hold integers of 32 bits."""
+    if isinstance(value, jax.Array):
+        return
+    try:
+        given = np.asarray(value)
+    except (ValueError, OverflowError):
+        given = np.asarray(None)
+    if given.dtype.kind not in "iu" or (given.size and not -LARGEST <= given.min() <= given.max() <= LARGEST):
+        raise ValueError(f"{name}={shown(value)}: expected integers")
+
+
+def check_params(params: Any) -> None:
+    """Raises ValueError unless `params` is a decoder."""
+    if isinstance(params, tuple) and params and isinstance(params[0], Decoder):
+        raise ValueError("params is a tuple: expected the decoder alone, as in params, tokenizer = kvjax.load(path)")
+    if not isinstance(params, Decoder):
+        raise ValueError(
+            f"params is of type {type(params).__name__}: expected a Decoder, the first result of kvjax.load"
+        )

@@ -1,0 +1,1 @@
+"""Answers: the loop, samplers, and text that comes token by token."""

@@ -1,0 +1,160 @@
+"""The decoding loop: one state, one step, run inside a jitted loop or one step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from kvjax.attend import over_rows
+from kvjax.decoding.row_samplers import RowSamplers
+from kvjax.decoding.sampling import SamplingMethod, log_probability, mark_seen
+from kvjax.extend import step
+from kvjax.kv_cache import KVCache
+from kvjax.models import Decoder
+from kvjax.request.request import Request, Sampling
+from kvjax.runtime.gpu_flags import STEP_OPTIONS
+from kvjax.runtime.programs import jit
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Answers:
+    """The answers of a batch while they are decoded. All arrays are small and have the batch as their first axis.
+
+    Attributes:
+        active: rows whose answer has not ended.
+        tokens: int32 ids of the answers, -1 where there is no token yet. T bounds their length.
+        lengths: int32, the number of tokens of each answer.
+        log_probs: float32 log-probabilities of the tokens under the unmodified model, or None.
+        seen: marks the tokens of prompt and answer if the sampler penalises repetition, else None.
+        keys: one PRNG key per row. The draw of a token folds in its position.
+        ends: int32 end tokens of each row, padded with -1.
+        sampler: draws the tokens: one sampler for all rows, or the settings of each row.
+    """
+
+    active: Bool[Array, "B"]
+    tokens: Int[Array, "B T"]
+    lengths: Int[Array, "B"]
+    log_probs: Float[Array, "B T"] | None
+    seen: Bool[Array, "B V"] | None
+    keys: Key[Array, "B"]
+    ends: Int[Array, "B E"]
+    sampler: SamplingMethod | RowSamplers
+
+    @classmethod
+    def begin(
+        cls, sampling: Sampling, *, size: int, log_probs: bool, put: Callable[[Any], Any] = jax.device_put
+    ) -> Answers:
+        """Returns answers without tokens.
+
+        Args:
+            size: the most tokens that an answer can have.
+            log_probs: whether to record the log-probability of each token.
+            put: places an array with the axes [B, ...] on the devices of these rows.
+        """
+        batch = len(sampling.ends)
+        data, impl = jax.random.key_data(sampling.keys), jax.random.key_impl(sampling.keys)
+        return cls(
+            active=put(np.ones(batch, bool)),
+            tokens=put(np.full((batch, size), -1, np.int32)),
+            lengths=put(np.zeros(batch, np.int32)),
+            log_probs=put(np.zeros((batch, size), np.float32)) if log_probs else None,
+            seen=None if sampling.seen is None else put(sampling.seen),
+            keys=jax.random.wrap_key_data(put(data), impl=impl),
+            ends=put(sampling.ends),
+            sampler=sampling.sampler,
+        )
+
+    def take(
+        self, pending: Int[Array, "B"], logits: Float[Array, "B V"], positions: Int[Array, "B"]
+    ) -> tuple[Answers, Int[Array, "B"]]:
+        """Samples the token at `positions` for each active row, and returns the new answers and pending tokens."""
+        token = self.sampler(logits, jax.vmap(jax.random.fold_in)(self.keys, positions), self.seen)
+        rows = jnp.arange(token.shape[0])
+        column = jnp.where(self.active, self.lengths, self.tokens.shape[1])
+        log_probs, seen = self.log_probs, self.seen
+        if log_probs is not None:
+            log_probs = log_probs.at[rows, column].set(log_probability(logits, token), mode="drop")
+        if seen is not None:
+            seen = mark_seen(seen, token[:, None], self.active[:, None])
+        taken = replace(
+            self,
+            active=self.active & ~jnp.any(token[:, None] == self.ends, axis=1),
+            tokens=self.tokens.at[rows, column].set(token, mode="drop"),
+            lengths=self.lengths + self.active,
+            log_probs=log_probs,
+            seen=seen,
+        )
+        return taken, jnp.where(self.active, token, pending)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Decoding:
+    """The state of the decoding loop: the cache, and the answers so far."""
+
+    cache: KVCache
+    answers: Answers
+
+    @classmethod
+    def begin(cls, request: Request, cache: KVCache, *, size: int, log_probs: bool) -> Decoding:
+        """Returns the state after the request's prompt has been read into the cache, before the first token."""
+        assert request.sampling is not None, "the request asks for no answer"
+        put = jax.device_put if cache.mesh is None else cache.put_rows
+        return cls(cache, Answers.begin(request.sampling, size=size, log_probs=log_probs, put=put))
+
+    @property
+    def active(self) -> Bool[Array, "B"]:
+        return self.answers.active
+
+    def with_active(self, active: Bool[Array, "B"]) -> Decoding:
+        """Returns the same state with other active rows."""
+        return replace(self, answers=replace(self.answers, active=active))
+
+    def take(self, logits: Float[Array, "B V"]) -> Decoding:
+        """Samples the next token of each active row, which becomes its pending token."""
+        state, given = (self.answers, self.cache.pending), (logits, self.cache.length)
+        answers, pending = over_rows(self.cache.mesh, _take, state, given)
+        return Decoding(replace(self.cache, pending=pending), answers)
+
+    def advance(self, params: Decoder) -> Decoding:
+        """Decodes the pending token of each active row and samples the next one."""
+        logits, cache = step(params, self.cache, self.cache.pending, self.active)
+        return replace(self, cache=cache).take(logits)
+
+
+def _take(state: tuple[Answers, Array], given: tuple[Array, Array]) -> tuple[Answers, Array]:
+    """Calls `Answers.take`. A device of a mesh calls it on its own rows."""
+    answers, pending = state
+    return answers.take(pending, *given)
+
+
+take = jit(Decoding.take, donate_argnums=0)
+
+
+@partial(jit, donate_argnames="state", compiler_options=STEP_OPTIONS)
+def decode(
+    params: Decoder, state: Decoding, logits: Float[Array, "B V"], limit: Int[Array, ""]
+) -> tuple[Decoding, Int[Array, ""]]:
+    """Decodes answers of up to `limit` tokens, the first of which is sampled from the prompt's logits.
+
+    Returns:
+        The final state, and the number of decode steps after the first token.
+    """
+
+    def goes_on(carry: tuple[Decoding, Array]) -> Array:
+        state, steps = carry
+        return (steps + 1 < limit) & jnp.any(state.active)
+
+    def body(carry: tuple[Decoding, Array]) -> tuple[Decoding, Array]:
+        state, steps = carry
+        return state.advance(params), steps + 1
+
+    return jax.lax.while_loop(goes_on, body, (state.take(logits), jnp.int32(0)))

@@ -1,0 +1,70 @@
+"""The text of one row while its tokens come, up to the first stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+from kvjax.checks import shown
+
+
+def stop_strings(stop: str | Sequence[str], tokenizer: Any) -> list[str]:
+    """The strings that end a row. Raises ValueError for other values, and for strings without a tokenizer."""
+    stops: list[Any] = [stop] if isinstance(stop, str) else list(stop) if isinstance(stop, list | tuple) else [None]
+    if not all(isinstance(s, str) and s for s in stops):
+        raise ValueError(f"stop={shown(stop)}: expected strings of at least one character")
+    if stops and tokenizer is None:
+        raise ValueError(
+            f"stop={shown(stop)} and there is no tokenizer: expected tokenizer=, because stop strings are text"
+        )
+    return stops
+
+
+def check_fast(tokenizer: Any) -> None:
+    """Raises ValueError for a tokenizer that cannot decode token by token."""
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        raise ValueError(
+            f"tokenizer is a {type(tokenizer).__name__} without backend_tokenizer: expected a fast tokenizer of "
+            "transformers, which decodes token by token; kvjax.generate takes others too"
+        )
+
+
+class RowText:
+    """Decodes the text of one row token by token and cuts it before the first stop string."""
+
+    def __init__(self, tokenizer: Any, stops: list[str]) -> None:
+        self._tokenizer = tokenizer.backend_tokenizer
+        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._stops = stops
+        self._tokens: list[int] = []
+        self._decoded = ""
+        self._held = ""
+        self.stopped = False
+
+    def add(self, token: int, *, last: bool) -> str:
+        """Returns the text that is certain after one more token (-1 for none).
+
+        After the last token of a row that is all text that was held back.
+        """
+        if token < 0 or self.stopped:
+            return ""
+        self._tokens.append(token)
+        text = self._decoder.step(self._tokenizer, token) or ""
+        self._decoded += text
+        if last:  # the tokenizer has a text for bytes that do not form a character
+            full = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+            text += full[len(self._decoded) :] if full.startswith(self._decoded) else ""
+        self._held += text
+        found = [at for at in map(self._held.find, self._stops) if at >= 0]
+        if found:
+            self.stopped = True
+            return self._held[: min(found)]
+        keep = 0 if last else max((self._overlap(stop) for stop in self._stops), default=0)
+        certain, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return certain
+
+    def _overlap(self, stop: str) -> int:
+        """Returns the number of last characters of the held text that may be the beginning of a stop string."""
+        return next((n for n in range(len(stop) - 1, 0, -1) if self._held.endswith(stop[:n])), 0)

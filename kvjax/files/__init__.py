@@ -1,0 +1,1 @@
+"""Files: whole writes, checksums, saved caches, and texts."""

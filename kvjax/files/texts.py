@@ -1,0 +1,60 @@
+"""Texts that gates are trained on and statistics measured on: windows of a stream of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from kvjax.checks import shown
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Tokens of all texts, one after the other.
+
+    Attributes:
+        tokens: the token ids.
+        begin: what every window begins with: the tokenizer's first special token, if it has one.
+    """
+
+    tokens: Int[np.ndarray, "T"]
+    begin: tuple[int, ...] = ()
+
+    def windows(self, count: int, length: int, rng: np.random.Generator) -> Int[np.ndarray, "B N"]:
+        """Draws `count` windows of `length` tokens at random places."""
+        own = length - len(self.begin)
+        firsts = rng.integers(0, len(self.tokens) - own + 1, count)
+        return np.stack([np.concatenate([self.begin, self.tokens[i : i + own]]) for i in firsts]).astype(np.int32)
+
+
+def read_stream(path: str | Path, tokenizer: Any, least: int) -> Stream:
+    """Reads a text file, or all files *.txt of a folder in alphabetical order.
+
+    Args:
+        path: the file or folder, in UTF-8.
+        tokenizer: encodes the texts.
+        least: the number of tokens that the stream must have.
+
+    Raises:
+        ValueError: there is no text, a file is not UTF-8, or the texts are shorter than `least` tokens.
+        OSError: a file cannot be read.
+    """
+    path = Path(path).expanduser()
+    files = sorted(path.glob("*.txt")) if path.is_dir() else [path] if path.is_file() else []
+    if not files:
+        raise ValueError(f"data={shown(str(path))}: expected a text file, or a folder with files *.txt")
+    tokens: list[int] = []
+    for file in files:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is not UTF-8 text: {error}") from None
+        tokens += tokenizer.encode(text, add_special_tokens=False)
+    if len(tokens) < least:
+        raise ValueError(f"data={shown(str(path))} has {len(tokens):,} tokens: expected {least:,} or more, the length")
+    begin = () if getattr(tokenizer, "bos_token_id", None) is None else (tokenizer.bos_token_id,)
+    return Stream(np.array(tokens, np.int32), begin)

@@ -1,0 +1,1 @@
+"""Several devices: where arrays lie, heads per device, and tokens to experts."""

@@ -1,0 +1,1 @@
+"""Tokens into a cache: sizes, chunks, layers, replays, and the allocation of a shared budget."""

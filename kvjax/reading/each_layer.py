@@ -1,0 +1,88 @@
+"""A layer over its own entries. All layers of a kind share its trace in one program, or have a program in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from kvjax.attend import Reading, Replaying, Stepping, attending_once, first, over_heads, twice
+from kvjax.cache import Entries
+from kvjax.mesh.experts import over_experts
+from kvjax.models import Attend, AttentionLayer, Decoder, embedded
+from kvjax.runtime.programs import jit
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is static about a call of one layer, or of all layers.
+
+    Attributes:
+        attention: of the call.
+        mesh: where layers and entries lie; None is one device.
+        doubled: whether each row runs `twice`.
+    """
+
+    attention: Reading | Replaying | Stepping
+    mesh: Mesh | None
+    doubled: bool = False
+
+    def of_layer(self, i: int) -> Call:
+        """The call of one layer over its own entries."""
+        return replace(self, attention=self.attention.of_layer(i))
+
+    def attend(self, **rows: Any) -> Attend:
+        """The attention function for these arguments, arrays with axes [B, ...] or None."""
+        hidden = self.attention.policy.score.needs.hidden
+        attend = over_heads(self.mesh, self.attention, hidden=hidden, **rows)
+        return attending_once(attend) if self.doubled else attend
+
+
+def through_layers(
+    params: Decoder, tokens: Int[Array, "B N"], entries: Entries, call: Call, **rows: Any
+) -> tuple[Float[Array, "B N E"], Entries]:
+    """The hidden states of tokens behind all layers, and the entries of the layers. It is called in a program.
+
+    A layer is traced once for all that are alike and whose arrays have equal shapes. XLA inlines its calls.
+
+    Args:
+        rows: the arguments of `Call.attend`.
+    """
+    x = embedded(params.embed, twice(tokens) if call.doubled else tokens, params.config.embedding_scale)
+    for i, (layer, record) in enumerate(zip(params.layers, params.attention_layers, strict=True)):
+        x, part = _traced(layer, i, x, entries.alone(i), rows, facts=facts_of(record), call=call.of_layer(i))
+        entries = entries.with_alone(i, part)
+    return first(x) if call.doubled else x, entries
+
+
+def through_layer(
+    layer: Any,
+    index: Int[Array, ""],
+    x: Float[Array, "B N E"],
+    entries: Entries,
+    rows: dict[str, Any],
+    *,
+    facts: AttentionLayer,
+    call: Call,
+) -> tuple[Float[Array, "B N E"], Entries]:
+    """The hidden states behind a layer, and its entries.
+
+    Args:
+        index: of the layer in the model.
+        entries: of this layer alone.
+        facts: from `facts_of`.
+        call: of this layer.
+    """
+    record = replace(facts, index=index, **layer.attention.weights)
+    return layer(x, record, call.attend(**rows), entries, over_experts(call.mesh))
+
+
+_traced = jit(through_layer, static_argnames=("facts", "call"))
+
+
+def facts_of(record: AttentionLayer) -> AttentionLayer:
+    """What layers of a kind have in common; static."""
+    nothing: Any = None
+    return replace(record, index=0, output=nothing, sinks=None, statistics=None, alone=True)

@@ -1,0 +1,181 @@
+"""The end of a prompt that is read for many policies: each layer that has been read is compressed under all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from kvjax.attend import expired, finished, met_keys, over_layers
+from kvjax.cache import Layers, Slots
+from kvjax.kv_cache import KVCache
+from kvjax.mesh.heads import Heads
+from kvjax.mesh.sharding import fetch
+from kvjax.models import AttentionLayer, Decoder
+from kvjax.policy import LayerShape, Moment, Policy, Together
+from kvjax.reading.each_layer import facts_of
+from kvjax.reading.layerwise import read_layers
+from kvjax.runtime.clock import Run
+from kvjax.runtime.programs import jit
+
+MOST = 18  # ends that one program computes; the time to compile a program grows faster than its length
+
+
+@dataclass(frozen=True)
+class End:
+    """How a prompt ends under one policy.
+
+    Attributes:
+        policy: the policy.
+        kept: the number of entries that each layer retains at most; None where it retains everything.
+        slots: of each layer.
+        final: whether the layers are compressed; otherwise they stay as they are, with the states of all scores.
+        settled: as `ReadPlan` has it.
+    """
+
+    policy: Policy
+    kept: tuple[int | None, ...]
+    slots: tuple[int, ...]
+    final: bool
+    settled: tuple[int | None, ...] = ()
+
+    @property
+    def alike(self) -> bool:
+        """Whether all layers end alike, so that one program serves them."""
+        return len(set(zip(self.kept, self.slots, self.settled or self.slots, strict=True))) == 1
+
+    def widened(self) -> End:
+        """The same end with the largest layer's size for all layers, if what is retained does not depend on the size.
+
+        The number of entries that each row retains does not change.
+        """
+        free = self.policy.select.compares == "scores" and not self.policy.merge.effects.at_prompt
+        limits = [most for most in self.kept if most is not None]
+        if not free or len(limits) < len(self.kept) or self.settled:
+            return self
+        return replace(self, kept=(max(limits),) * len(limits), slots=(max(self.slots),) * len(limits))
+
+    def of_layer(self, i: int) -> End:
+        """The end of one layer."""
+        return replace(self, kept=(self.kept[i],), slots=(self.slots[i],), settled=self.settled[i : i + 1])
+
+
+def read_to_end(
+    params: Decoder,
+    cache: KVCache,
+    tokens: Int[np.ndarray, "B N"],
+    lengths: Int[np.ndarray, "B"],
+    *,
+    together: Together,
+    ends: Sequence[End],
+    run: Run,
+) -> list[Layers]:
+    """The entries of a cache after its last tokens, under each of several policies, in their order.
+
+    Args:
+        cache, run: as `read_layers` takes them.
+        tokens: right-aligned, on the host.
+        together: the scores that observe the prompt.
+        ends: what becomes of the prompt under each policy.
+    """
+    length = fetch(cache.length) + lengths
+    groups = _groups(ends)
+    rows = {"next_position": cache.put_rows(length), "rope": cache.rope}
+    found: dict[End, list[Slots]] = {end: [] for end in ends}
+    read = read_layers(params, cache, cache.put_rows(tokens), cache.put_rows(lengths), plan=None, run=run)
+    for i, (record, held) in enumerate(zip(params.attention_layers, read, strict=True)):
+        for group, wide in groups:
+            capacities = np.stack([end.policy.capacity(i, length, len(cache.entries)) for end in group], axis=1)
+            compressed = run(
+                _compress_layer,
+                record.weights,
+                i,
+                held,
+                rows | {"capacities": cache.put_rows(capacities)},
+                facts=facts_of(record),
+                together=together,
+                ends=tuple(end.of_layer(i) for end in wide),
+                mesh=cache.mesh,
+            )
+            for end, entries in zip(group, compressed, strict=True):
+                found[end].append(entries)
+    each = [(end, Layers(tuple(found[end]))) for end in ends]
+    return [layers if layers.bounds == end.slots else run(_trimmed, layers, slots=end.slots) for end, layers in each]
+
+
+def _groups(ends: Sequence[End]) -> list[tuple[list[End], list[End]]]:
+    """Ends that one program computes, and how it does. What ends of a group have in common, XLA computes once.
+
+    An end that differs between layers has a group of its own, whose program is compiled for each kind of layer.
+    """
+    pairs = [(end, end.widened()) for end in ends]
+    alike, others = ([pair for pair in pairs if pair[1].alike is same] for same in (True, False))
+    groups = [alike[i : i + MOST] for i in range(0, len(alike), MOST)] + [[pair] for pair in others]
+    return [([end for end, _ in group], [wide for _, wide in group]) for group in groups]
+
+
+@partial(jit, static_argnames=("facts", "together", "ends", "mesh"))
+def _compress_layer(
+    weights: dict[str, Any],
+    index: Int[Array, ""],
+    held: Slots,
+    rows: dict[str, Any],
+    *,
+    facts: AttentionLayer,
+    together: Together,
+    ends: tuple[End, ...],
+    mesh: Mesh | None,
+) -> tuple[Slots, ...]:
+    """A layer that has been read to the end of the prompt, under each of several policies."""
+    change = partial(_compressed, together, ends)
+    return over_layers(mesh, change, [replace(facts, index=index, **weights)], held, **rows)
+
+
+def _compressed(
+    together: Together,
+    ends: Sequence[End],
+    records: Sequence[AttentionLayer],
+    held: Slots,
+    next_position: Int[Array, "B"],
+    rope: Float[Array, "B C/2"] | None,
+    capacities: Int[Array, "B P"],
+    heads: Heads,
+) -> tuple[Slots, ...]:
+    (record,) = records
+    moment = Moment(next_position, record, rope, heads)
+    whole = held
+    held = expired(held, moment, next_position > 0)
+    B, H = held.capacity.shape
+    Hq, D, _ = record.output.shape
+    shape = LayerShape(B, heads.whole_groups_of(Hq), H, D, record.output.dtype)
+    found = []
+    for p, end in enumerate(ends):
+        (kept,), (slots,), policy = end.kept, end.slots, end.policy
+        settled = end.settled[0] if end.settled else None
+        own, capacity = held, jnp.broadcast_to(capacities[:, p, None], (B, H))
+        if end.final and kept is None:
+            own = replace(held.without_state(), capacity=capacity, storing=held.storing)
+        elif end.final:
+            state = together.only(policy.score, held)
+            own = under(policy, state, capacity=capacity, merging=policy.merge.init(shape))
+        met = None if kept is None else met_keys(policy, whole, moment)
+        found.append(finished(policy, own, moment, met, kept=kept, slots=slots, final=end.final, settled=settled))
+    return tuple(found)
+
+
+def under(policy: Policy, entries: Slots, *, capacity: Int[Array, "B H"], merging: Any) -> Slots:
+    """A layer that has been read for several policies, as one of them has it before it compresses."""
+    bias = jnp.zeros(entries.positions.shape, jnp.float32) if policy.merge.effects.bias else None
+    return replace(entries, capacity=capacity, merging=merging, bias=bias)
+
+
+@partial(jit, static_argnames="slots")
+def _trimmed(layers: Layers, *, slots: tuple[int, ...]) -> Layers:
+    """The layers without the slots that they have because another layer has them."""
+    return Layers(tuple(layer.trim(most) for layer, most in zip(layers, slots, strict=True)))

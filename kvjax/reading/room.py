@@ -1,0 +1,141 @@
+"""The number of slots that a cache needs, to read a prompt and for tokens to come: choices on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Literal, NamedTuple, get_args
+
+from kvjax.attend import ReadPlan
+from kvjax.cache import Entries, Usage
+from kvjax.checks import LARGEST, check_type, is_integer, shown
+from kvjax.kv_cache import KVCache
+from kvjax.mesh.sharding import fetch
+from kvjax.policy import Policy
+from kvjax.runtime.modes import own_modes
+from kvjax.runtime.programs import jit
+
+Compress = Literal["auto", "never", "end", "chunk"]
+
+
+class Ending(NamedTuple):
+    """What happens at the end of a call that reads several tokens.
+
+    Attributes:
+        compress: whether each layer is compressed to its budget once it has attended.
+        allocate: whether the budget is allocated to layers and heads after the call.
+        final: whether the prompt ends, so that state that is not needed any more can be forgotten.
+    """
+
+    compress: bool
+    allocate: bool
+    final: bool
+
+
+def ending(cache: KVCache, compress: Compress) -> Ending:
+    """How a call with this `compress` ends.
+
+    Raises ValueError where a cache would be compressed again and its policy can compress it only once, or not score it.
+    """
+    policy = cache.policy
+    again = compress == "chunk" or (compress == "end" and cache.filled)
+    if again and (reason := only_once(policy)) is not None:
+        raise ValueError(f"compress={compress!r} {reason}: expected 'auto' or 'never'")
+    if again and cache.filled and policy.every is None and policy.score.needs.hidden:
+        raise ValueError(
+            f"compress={compress!r} would score tokens whose hidden states are gone with their prompt: expected 'auto' "
+            f"or 'never', or every= of the policy, with which {type(policy.score).__name__} keeps their scores"
+        )
+    if compress == "auto":
+        compresses, final = not cache.filled or policy.every is not None, True
+    else:
+        compresses, final = compress != "never", compress != "never" or cache.filled
+    if compresses and policy.allocates and not cache.filled:
+        return Ending(compress=False, allocate=True, final=False)
+    if cache.entries.preallocates and policy.every is not None:  # heads that evict have slots for their capacity only
+        compresses = True
+    return Ending(compresses, allocate=False, final=final)
+
+
+def only_once(policy: Policy) -> str | None:
+    """What would be wrong with compressing a cache a second time; None for a policy that can do so."""
+    if policy.allocates:
+        return f"would allocate {type(policy.budget).__name__} more than once"
+    if policy.storage.newest is not None:
+        return f"would have {type(policy.storage).__name__} settle a prompt more than once"
+    if policy.positions == "in_cache" and policy.score.needs.keeps_queries:
+        return f"would score by queries that {type(policy.score).__name__} kept before the keys moved to other places"
+    return None
+
+
+def plan_read(cache: KVCache, occupied: Sequence[int], *, new: int, room: int, compress: bool, final: bool) -> ReadPlan:
+    """The plan of a call that reads `new` tokens, with `room` slots for tokens to come where a layer grows."""
+    kept = cache.kept if compress else (None,) * len(cache.kept)
+    after = partial(cache.entries.slots_after, occupied, new=new, windows=cache.windows)
+    rooms, newest = [room if grows else 0 for grows in cache.grows], cache.policy.storage.newest
+    if newest is None or not (compress and final):
+        return ReadPlan(after(room=rooms, kept=kept), kept, final)
+    # The entries of a sliding-window layer leave while an answer grows, and slots of settled ones are never used again.
+    retained = after(room=[0] * len(kept), kept=kept)
+    settled = [None if window else most for most, window in zip(retained, cache.windows, strict=True)]
+    stay = [most if all_of is None else min(newest, all_of) for most, all_of in zip(kept, settled, strict=True)]
+    slots = tuple(max(n, 1) for n in after(room=rooms, kept=stay))  # Orbax saves no empty array
+    return ReadPlan(slots, kept, final, tuple(settled))
+
+
+@jit
+def _usage(entries: Entries) -> Usage:
+    return entries.usage()
+
+
+def usage(cache: KVCache) -> Usage:
+    """How full each layer is, as integers on the host."""
+    if not any(cache.entries.bounds):  # no program is needed for that
+        return Usage([0] * len(cache.entries), [0] * len(cache.entries))
+    occupied, free = _usage(cache.entries)
+    return Usage(fetch(occupied).tolist(), fetch(free).tolist())
+
+
+def occupied_slots(cache: KVCache) -> list[int]:
+    """The most slots that any row and head of each layer occupies, or will once it is full."""
+    return list(usage(cache).occupied)
+
+
+@partial(jit, static_argnames="size")
+def grown(cache: KVCache, size: tuple[int, ...]) -> KVCache:
+    """The same cache with more slots, as `Entries.growth` counts them."""
+    return replace(cache, entries=cache.entries.grow(size)).in_place()
+
+
+@own_modes()
+def with_room(cache: KVCache, room: int) -> KVCache:
+    """The same cache with at least `room` empty slots in every layer or head that grows, for that many decode steps.
+
+    It copies keys and values if there are fewer.
+
+    Raises:
+        ValueError: for what is no cache, or a `room` that is not in 0 .. 2**31 - 1.
+    """
+    check_type("cache", cache, KVCache)
+    if not is_integer(room) or not 0 <= room <= LARGEST:
+        raise ValueError(f"room={shown(room)}: expected an integer in 0 .. {LARGEST}")
+    size = cache.entries.growth(usage(cache), room, grows=cache.grows, windows=cache.windows)
+    return cache if size is None else grown(cache, size=size)
+
+
+def check_room(cache: KVCache, new: int) -> None:
+    """Raises ValueError if a layer or head that grows cannot take `new` more tokens."""
+    shortage = cache.entries.shortage(usage(cache), new, grows=cache.grows, windows=cache.windows)
+    if shortage is not None:
+        raise ValueError(f"{shortage}; call kvjax.with_room(cache, n) first")
+
+
+def check_reading(chunk: int | None, compress: Compress) -> None:
+    """Raises ValueError for a `chunk` or `compress` that is not accepted."""
+    if compress not in get_args(Compress):
+        raise ValueError(f"compress={shown(compress)}: expected one of {', '.join(map(repr, get_args(Compress)))}")
+    if chunk is not None and (not is_integer(chunk) or chunk < 1):
+        raise ValueError(f"chunk={shown(chunk)}: expected a number of tokens >= 1, or None for the prompt in one piece")
+    if compress == "chunk" and chunk is None:
+        raise ValueError("compress='chunk' needs chunk=, the number of tokens to read at a time")

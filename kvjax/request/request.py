@@ -1,0 +1,296 @@
+"""Checks a request. `Request.of` raises for every argument that is not accepted, before anything is compiled."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from kvjax import policies
+from kvjax.cache import room_for
+from kvjax.checks import LARGEST, check_params, check_size, is_integer, shown
+from kvjax.decoding.row_samplers import RowSamplers
+from kvjax.decoding.sampling import Greedy, SamplingMethod
+from kvjax.extend import check_mesh, check_policy
+from kvjax.kv_cache import KVCache, check_attached
+from kvjax.mesh.sharding import check_batch, fetch, mesh_of
+from kvjax.models import Decoder
+from kvjax.policy import Policy, Texts
+from kvjax.reading.prompt import read_prompt
+from kvjax.reading.replays import encoded_texts
+from kvjax.reading.room import Compress, check_reading, ending
+from kvjax.request.prompts import Batch, Prompt, rows_of
+from kvjax.runtime.clock import Clock
+from kvjax.runtime.programs import make_room
+
+EndTokens: TypeAlias = int | Sequence[int] | Sequence[Sequence[int]] | None
+Seed: TypeAlias = int | Sequence[int] | Key[Array, "*B"] | Int[Array, "*B K"]
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """The arguments of `generate` that concern the answer, as the caller gave them."""
+
+    max_new_tokens: int
+    sampler: SamplingMethod | None = None
+    seed: Seed = 0
+    eos: EndTokens = None
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What sampling an answer needs beside the logits.
+
+    Attributes:
+        sampler: draws the tokens: one sampler for all rows, or the settings of each row.
+        ends: int32 end tokens of each row; -1 pads rows that have fewer than others.
+        keys: one typed PRNG key per row.
+        seen: marks the tokens of each row's prompt, if the sampler needs them.
+    """
+
+    sampler: SamplingMethod | RowSamplers
+    ends: Int[Any, "B E"]
+    keys: Key[Array, "B"]
+    seen: Bool[Any, "B V"] | None
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checked request: a prompt, the cache to read it into, and how to answer it.
+
+    Attributes:
+        batch: the prompt. The cache's pending token, if a row has one, precedes the row.
+        cache: the cache to extend. It is an empty cache, or the caller's cache with copies of the small arrays.
+        texts: token ids that the policy's score replays after the prompt.
+        chunk: the number of tokens to read at a time; None reads the prompt in one piece.
+        compress: when to compress, as `generate` documents it.
+        room: the number of slots to leave for the answer.
+        sampling: None if no answer is asked for.
+    """
+
+    batch: Batch
+    cache: KVCache
+    texts: Texts = ()
+    chunk: int | None = None
+    compress: Compress = "auto"
+    room: int = 0
+    sampling: Sampling | None = None
+
+    @classmethod
+    def of(
+        cls,
+        params: Decoder,
+        prompt: Prompt | None,
+        *,
+        policy: Policy | str | None = None,
+        tokenizer: Any = None,
+        cache: KVCache | None = None,
+        chunk: int | None = None,
+        compress: Compress = "auto",
+        answer: AnswerOptions | None = None,
+    ) -> Request:
+        """Checks the arguments of `generate`, which documents them; without `answer`, those of `prefill`.
+
+        Raises:
+            ValueError: for an argument that is not accepted, before anything is compiled.
+        """
+        check_params(params)
+        check_tokenizer(tokenizer)
+        config, policy = params.config, as_policy(policy)
+        if cache is not None and not isinstance(cache, KVCache):
+            raise ValueError(f"cache={shown(cache)}: expected a KVCache or None")
+        if answer is not None:
+            check_answer(answer)
+        check_reading(chunk, compress)
+        rows = []
+        if prompt is not None:
+            begins, answered = cache is None, answer is not None
+            rows = rows_of(prompt, tokenizer, config.vocab_size, begins=begins, answered=answered)
+        if cache is not None:
+            check_policy(cache, policy)
+            check_model(cache, params)
+            check_mesh(cache, params)
+            rows = _after_pending(cache, rows)
+        elif prompt is None:
+            raise ValueError("prompt=None and cache=None: expected a prompt, a cache to continue, or both")
+        under = cache.policy if cache is not None else policy or policies.full()
+        check_attached(under, params)
+        mesh = mesh_of(params)
+        check_batch(len(rows), mesh)
+        # Without a prompt the pending tokens are decoded in one step, which needs no bucket.
+        batch = Batch.of(rows, size=1 if prompt is None else None)
+        replays = cache is None or ending(cache, compress).allocate
+        texts = texts_of(under, tokenizer, config.vocab_size) if replays else ()
+        sampling = None if answer is None else _sampling(answer, tokenizer, rows, config.vocab_size)
+        # Everything has been checked. From here on programs may be compiled.
+        make_room()
+        if cache is None:
+            size, dtype = batch.tokens.shape[1], params.embed.dtype
+            cache = KVCache.empty(config, policy or policies.full(), jnp.asarray(batch.lengths), size, dtype, mesh)
+        else:
+            cache = cache.private()
+        limit = 0 if answer is None else int(answer.max_new_tokens)
+        longest = int(np.max(fetch(cache.length) + batch.lengths)) + limit
+        if longest > config.max_positions:
+            warnings.warn(
+                f"the request reaches position {longest} and the model was trained for {config.max_positions} "
+                f"({config.rope}); RoPE extrapolates beyond that, but answers usually degrade",
+                stacklevel=4,  # the caller of a public function, which `own_modes` wraps
+            )
+        return cls(batch, cache, texts, chunk, compress, room_for(limit), sampling)
+
+
+def read_request(params: Decoder, request: Request, clock: Clock | None = None) -> tuple[Float[Array, "B V"], KVCache]:
+    """Reads a request's prompt into its cache. The clock counts the programs as "prefill".
+
+    Returns:
+        Float32 logits after each row's last token, and the extended cache with room for the answer.
+    """
+    return read_prompt(
+        params,
+        request.cache,
+        request.batch.tokens,
+        request.batch.lengths,
+        room=request.room,
+        chunk=request.chunk,
+        compress=request.compress,
+        texts=request.texts,
+        clock=clock,
+    )
+
+
+def as_policy(policy: Policy | str | None) -> Policy | None:
+    """Returns the policy, or the one that a text such as "morphkv:budget=512" describes. Raises ValueError."""
+    if isinstance(policy, str):
+        return policies.parse(policy)
+    if policy is not None and not isinstance(policy, Policy):
+        raise ValueError(f"policy={shown(policy)}: expected a Policy, a text such as 'morphkv:budget=512', or None")
+    return policy
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raises ValueError unless `tokenizer` is None or has what prompts and answers need."""
+    if tokenizer is not None and not (hasattr(tokenizer, "decode") and hasattr(tokenizer, "eos_token_id")):
+        raise ValueError(
+            f"tokenizer is of type {type(tokenizer).__name__}: expected a tokenizer of transformers or None"
+        )
+
+
+def check_model(cache: KVCache, params: Decoder) -> None:
+    """Raises ValueError if a cache has the shapes of another model."""
+    config = params.config
+    entries = cache.entries
+    actual = (len(entries), entries.kv_heads, entries.head_dim)
+    expected = (config.num_layers, config.num_kv_heads, config.head_dim)
+    if actual != expected:
+        raise ValueError(f"the cache has (layers, kv heads, head size) {actual}: the model needs {expected}")
+    if (cache.rope is not None) != config.rope.depends_on_length:
+        raise ValueError(f"the cache was made by a model with another RoPE: this model's is {config.rope}")
+
+
+def _after_pending(cache: KVCache, rows: list[Int[np.ndarray, "_"]]) -> list[Int[np.ndarray, "_"]]:
+    """Returns each row of a prompt with the cache's pending token before it."""
+    pending = fetch(cache.pending)
+    rows = rows or [np.zeros(0, np.int32)] * len(pending)
+    if len(rows) != len(pending):
+        raise ValueError(f"the prompt has {len(rows)} rows: expected {len(pending)}, the number of rows of the cache")
+    rows = [row if token < 0 else np.concatenate([[token], row]) for token, row in zip(pending, rows, strict=True)]
+    if any(row.size == 0 for row in rows):
+        raise ValueError("prompt=None and the cache has no pending token: expected a prompt of at least one token")
+    return rows
+
+
+def texts_of(policy: Policy, tokenizer: Any, vocab_size: int) -> Texts:
+    """Returns the token ids that the policy's score replays. Raises ValueError if they cannot be encoded."""
+    encode = None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False)
+    texts = encoded_texts(policy, encode)
+    for ids in texts:
+        if not all(is_integer(token) and 0 <= token < vocab_size for token in ids):
+            raise ValueError(f"{type(policy.score).__name__} replays {ids}: expected ids in 0 .. {vocab_size - 1}")
+    return texts
+
+
+def check_answer(answer: AnswerOptions) -> None:
+    """Raises ValueError for a sampler or a number of tokens that is not accepted."""
+    sampler, limit = answer.sampler, answer.max_new_tokens
+    if sampler is not None and not isinstance(sampler, SamplingMethod):
+        raise ValueError(f"sampler={shown(sampler)}: expected kvjax.Greedy(), kvjax.Sampler(...) or None")
+    check_size("max_new_tokens", limit)
+
+
+def _sampling(answer: AnswerOptions, tokenizer: Any, rows: Sequence[Int[np.ndarray, "_"]], vocab_size: int) -> Sampling:
+    sampler = answer.sampler or Greedy()
+    ends = end_tokens(answer.eos, tokenizer, len(rows))
+    seen = None
+    if sampler.needs_seen:
+        seen = np.zeros((len(rows), vocab_size), bool)
+        for marks, row in zip(seen, rows, strict=True):
+            marks[row] = True
+    return Sampling(sampler, ends, _row_keys(answer.seed, len(rows)), seen)
+
+
+def end_tokens(eos: EndTokens, tokenizer: Any, batch: int) -> Int[np.ndarray, "B E"]:
+    """The end tokens of each row, padded with -1. Raises ValueError for what are none."""
+    if eos is None:
+        eos = () if tokenizer is None or tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    eos = eos.tolist() if hasattr(eos, "tolist") else eos
+    given: list[Any] = list(eos) if isinstance(eos, Iterable) and not isinstance(eos, str) else [eos]
+    by_row = bool(given) and all(isinstance(row, Iterable) and not isinstance(row, str) for row in given)
+    rows = [list(row) for row in given] if by_row else [given] * batch
+    if not all(is_integer(token) and 0 <= token <= LARGEST for row in rows for token in row):
+        raise ValueError(
+            f"eos={shown(eos)}: expected a token id in 0 .. {LARGEST}, a list of ids, or a list of ids per row"
+        )
+    if len(rows) != batch:
+        raise ValueError(f"eos has {len(rows)} rows: expected {batch}, the size of the batch, or ids for all rows")
+    ends = np.full((batch, max((len(row) for row in rows), default=0)), -1, np.int32)
+    for padded, row in zip(ends, rows, strict=True):
+        padded[: len(row)] = row
+    return ends
+
+
+def _row_keys(seed: Any, batch: int) -> Key[Array, "B"]:
+    """Returns one typed key per row. One seed or key for the whole batch is split over the rows."""
+    if isinstance(seed, jax.Array):
+        return _keys_of(seed, batch)
+    given = seed.tolist() if isinstance(seed, np.ndarray) else seed
+    if is_seed(given):
+        return jax.random.split(jax.random.key(int(given)), batch)
+    seeds: list[Any] = list(given) if isinstance(given, Iterable) else [given]
+    if len(seeds) != batch or not all(map(is_seed, seeds)):
+        raise ValueError(f"seed={shown(seed)}: {_expected_seed(batch)}")
+    return jnp.stack([jax.random.key(int(s)) for s in seeds])
+
+
+def _keys_of(seed: Array, batch: int) -> Key[Array, "B"]:
+    """Returns the keys of a typed key [] or [B], or of a legacy key [K] or [B, K]. They are copies."""
+    typed = jax.dtypes.issubdtype(seed.dtype, jax.dtypes.prng_key)
+    shape = seed.shape
+    if not typed and seed.dtype == jnp.uint32:
+        legacy = jax.eval_shape(jax.random.PRNGKey, 0)
+        typed, shape = shape[-1:] == legacy.shape, shape[:-1]
+    if not typed or shape not in ((), (batch,)):
+        raise ValueError(f"seed is a JAX array of dtype {seed.dtype} and shape {seed.shape}: {_expected_seed(batch)}")
+    keys = seed if shape == seed.shape else jax.random.wrap_key_data(seed)
+    if not shape:
+        return jax.random.split(keys, batch)
+    # The decoding loop donates its keys, and these are the caller's.
+    return jax.random.wrap_key_data(jnp.array(jax.random.key_data(keys)), impl=jax.random.key_impl(keys))
+
+
+def _expected_seed(batch: int) -> str:
+    return (
+        f"expected an integer of 64 bits or a JAX key, or for each of {batch} rows one integer or a JAX array of keys"
+    )
+
+
+def is_seed(value: Any) -> bool:
+    """Whether a value is an integer of 64 bits."""
+    return is_integer(value) and -(2**63) <= value < 2**63

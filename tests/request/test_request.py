@@ -1,0 +1,201 @@
+"""The arguments that `generate`, `stream` and `prefill` refuse, before anything is compiled."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import kvjax
+from kvjax.models import Decoder
+from kvjax.policies import h2o, morphkv, snapkv, streaming_llm
+
+
+@pytest.fixture(scope="module")
+def fresh(shallow: Decoder) -> Decoder:
+    """A decoder that nothing has been compiled for."""
+    return Decoder(replace(shallow.config, vocab_size=60), nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def document(fresh: Decoder) -> kvjax.KVCache:
+    """Of two rows."""
+    return kvjax.prefill(fresh, [[1, 2, 3], [4, 5]], policy=h2o(24))
+
+
+@pytest.mark.parametrize(
+    ("make", "minimum"),
+    [
+        (lambda: streaming_llm(4, sinks=4), 5),
+        (lambda: streaming_llm(5, sinks=4, every=2), 6),
+        (lambda: h2o(8, recent=8), 9),
+        (lambda: h2o(1, recent=0.5), 2),
+        (lambda: snapkv(32, window=32), 33),
+        (lambda: morphkv(32, window=32), 33),
+        (lambda: morphkv(39, window=32, every=8), 40),
+    ],
+)
+def test_budget_too_small(compiled: list[str], make: Callable[[], kvjax.Policy], minimum: int) -> None:
+    with pytest.raises(ValueError, match=rf"budget of \d+ entries is smaller than .* expected a budget of {minimum}"):
+        make()
+    assert compiled == []
+
+
+BAD_PROMPTS = {
+    "nothing": ([], "the prompt is empty: expected at least one row"),
+    "empty array": (np.zeros(0, np.int32), "the prompt is empty"),
+    "no rows": (np.zeros((0, 4), np.int32), "the prompt is empty"),
+    "empty row": ([[1], []], "row 1 of the prompt is empty: expected at least one token"),
+    "empty rows of an array": (np.zeros((2, 0), np.int32), "row 0 of the prompt is empty"),
+    "beyond the vocabulary": ([[1], [2, 60]], "row 1 of the prompt contains the id 60: expected ids in 0 .. 59"),
+    "below zero": ([1, -1], "row 0 of the prompt contains the id -1: expected ids in 0 .. 59"),
+    "floats": ([1.0, 2.0], "row 0 of the prompt is float64 .* expected integers"),
+    "float array": (jnp.ones((1, 3)), "row 0 of the prompt is float32 .* expected integers"),
+    "booleans": (np.ones(3, bool), "row 0 of the prompt is bool .* expected integers"),
+    "three axes": (np.zeros((1, 2, 3), np.int32), r"row 0 of the prompt is int32 of shape \(2, 3\)"),
+    "lists of lists of lists": ([[[1], [2, 3]]], "row 0 of the prompt is object"),
+    "ids and rows": ([1, [2, 3]], "row 0 of the prompt is object"),
+    "text": ("a text", "expected tokenizer="),
+    "texts": (["a text"], "expected tokenizer="),
+    "a dictionary": ({"input_ids": [1]}, "the prompt is of type dict: expected a string"),
+    "a number": (7, "the prompt is of type int: expected a string"),
+}
+
+
+@pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS.values(), ids=BAD_PROMPTS.keys())
+@pytest.mark.parametrize("call", [kvjax.generate, kvjax.prefill, kvjax.stream])
+def test_prompts(fresh: Decoder, compiled: list[str], call: Callable[..., Any], prompt: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(fresh, prompt)
+    assert compiled == []
+
+
+BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown policy": ({"policy": "lru:budget=9"}, "unknown policy 'lru'"),
+    "policy of another kind": ({"policy": 9}, "policy=9: expected a Policy, a text such as"),
+    "preset not called": ({"policy": h2o}, "policy=.* expected a Policy, a text such as"),
+    "cache of another kind": ({"cache": (1, 2)}, r"cache=\(1, 2\): expected a KVCache or None"),
+    "sampler as text": ({"sampler": "greedy"}, r"sampler='greedy': expected kvjax.Greedy\(\)"),
+    "sampler not made": ({"sampler": kvjax.Greedy}, "sampler=.* expected kvjax.Greedy"),
+    "no tokens": ({"max_new_tokens": 0}, "max_new_tokens=0: expected an integer in 1 .. 2147483647"),
+    "half a token": ({"max_new_tokens": 0.5}, "max_new_tokens=0.5"),
+    "a truth": ({"max_new_tokens": True}, "max_new_tokens=True"),
+    "more tokens than positions": ({"max_new_tokens": 10**20}, "max_new_tokens=100000000000000000000: expected"),
+    "too many seeds": (
+        {"seed": [1, 2, 3]},
+        r"seed=\[1, 2, 3\]: expected an integer of 64 bits or a JAX key, or for each of 2 rows",
+    ),
+    "seed is no integer": ({"seed": 0.5}, "seed=0.5: expected an integer"),
+    "seed is no integer in a row": ({"seed": [1, None]}, r"seed=\[1, None\]"),
+    "no seed": ({"seed": None}, "seed=None"),
+    "seed as text": ({"seed": "12"}, "seed='12'"),
+    "too many keys": ({"seed": jax.random.split(jax.random.key(0), 3)}, r"dtype key<fry> and shape \(3,\): expected"),
+    "keys of two axes": ({"seed": jax.random.split(jax.random.key(0), (2, 2))}, r"shape \(2, 2\): expected an integer"),
+    "legacy keys of too many rows": ({"seed": jnp.zeros((3, 2), jnp.uint32)}, r"dtype uint32 and shape \(3, 2\)"),
+    "half a legacy key": ({"seed": jnp.zeros(1, jnp.uint32)}, r"dtype uint32 and shape \(1,\)"),
+    "a number on a device": ({"seed": jnp.uint32(3)}, r"dtype uint32 and shape \(\): expected an integer"),
+    "an array of signed integers": ({"seed": jnp.zeros(2, jnp.int32)}, r"dtype int32 and shape \(2,\): expected"),
+    "large seed": ({"seed": 2**63}, "seed=9223372036854775808: expected an integer of 64 bits"),
+    "large seeds": ({"seed": [1, -(2**63) - 1]}, "expected an integer of 64 bits"),
+    "array of seeds that are no integers": ({"seed": np.ones(2)}, r"seed=array\(\[1., 1.\]\)"),
+    "negative end": (
+        {"eos": -1},
+        "eos=-1: expected a token id in 0 .. 2147483647, a list of ids, or a list of ids per row",
+    ),
+    "large end": ({"eos": 2**40}, "eos=1099511627776: expected"),
+    "end as text": ({"eos": "."}, r"eos='\.': expected"),
+    "end is no integer": ({"eos": [3, 0.5]}, r"eos=\[3, 0.5\]: expected"),
+    "ends of some rows": ({"eos": [[3], 4]}, r"eos=\[\[3\], 4\]: expected"),
+    "ends of too many rows": (
+        {"eos": [[3], [4], [5]]},
+        "eos has 3 rows: expected 2, the size of the batch",
+    ),
+    "chunks of nothing": ({"chunk": 0}, "chunk=0: expected a number of tokens >= 1"),
+    "half a chunk": ({"chunk": 0.5}, "chunk=0.5: expected"),
+    "compress by chunk without chunks": ({"compress": "chunk"}, "compress='chunk' needs chunk="),
+    "compress sometimes": ({"compress": "often"}, "compress='often': expected one of 'auto', 'never', 'end', 'chunk'"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS.values(), ids=BAD_OPTIONS.keys())
+@pytest.mark.parametrize("call", [kvjax.generate, kvjax.stream])
+def test_options(
+    fresh: Decoder, compiled: list[str], call: Callable[..., Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(fresh, [[1, 2], [3]], **options)
+    assert compiled == []
+
+
+@pytest.mark.parametrize("options", [{"chunk": 0}, {"compress": "chunk"}, {"policy": 3}, {"cache": 3}])
+def test_options_of_prefill(fresh: Decoder, compiled: list[str], options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"expected|accepted|needs"):
+        kvjax.prefill(fresh, [1], **options)
+    assert compiled == []
+
+
+def test_stop_strings(fresh: Decoder, tokenizer: Any, compiled: list[str]) -> None:
+    with pytest.raises(ValueError, match="expected tokenizer="):
+        kvjax.stream(fresh, [1], stop="a")
+    for stop in (["a", ""], [3]):
+        with pytest.raises(ValueError, match=re.escape(f"stop={stop!r}: expected strings")):
+            kvjax.stream(fresh, [1], stop=stop, tokenizer=tokenizer)
+    assert compiled == []
+
+
+def test_chat_messages(fresh: Decoder, tokenizer: Any, compiled: list[str]) -> None:
+    """tests/request/test_prompts.py has the other faults of messages."""
+    for call in (kvjax.generate, kvjax.prefill, kvjax.stream):
+        with pytest.raises(ValueError, match="no chat template"):
+            call(fresh, [{"role": "user", "content": "ba"}], tokenizer=tokenizer)
+        with pytest.raises(ValueError, match="message 0 of row 0 is"):
+            call(fresh, [{"role": "user"}], tokenizer=tokenizer)
+    assert compiled == []
+
+
+@pytest.mark.slow
+def test_caches(fresh: Decoder, document: kvjax.KVCache, compiled: list[str]) -> None:
+    wider = Decoder(replace(fresh.config, head_dim=12), nnx.Rngs(0))
+    unfinished = replace(document, filled=False)
+    compiled.clear()
+    for params, prompt, options, message in (
+        (fresh, [[1], [2]], {"policy": h2o(25)}, "made by Policy.* and cannot be extended with Policy"),
+        (
+            wider,
+            [[1], [2]],
+            {},
+            r"the cache has \(layers, kv heads, head size\) \(1, 2, 8\): the model needs \(1, 2, 12\)",
+        ),
+        (fresh, [1, 2], {}, "the prompt has 1 rows: expected 2, the number of rows of the cache"),
+        (fresh, [[1], [2], [3]], {}, "the prompt has 3 rows: expected 2"),
+        (fresh, None, {}, "no pending token: expected a prompt of at least one token"),
+        (fresh, None, {"cache": None}, "prompt=None and cache=None: expected a prompt, a cache to continue, or both"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kvjax.generate(params, prompt, **{"cache": document} | options)
+    with pytest.raises(ValueError, match="no pending token"):
+        kvjax.generate(fresh, None, cache=unfinished)
+    assert compiled == []
+
+
+@pytest.mark.slow
+def test_positions_beyond_the_models(shallow: Decoder) -> None:
+    params = Decoder(replace(shallow.config, max_positions=20), nnx.Rngs(0))
+    with pytest.warns(UserWarning, match=r"reaches position 21 .* trained for 20 \(base 10,000\)") as caught:
+        answer = kvjax.generate(params, list(range(16)), max_new_tokens=5)
+    assert caught[0].filename == __file__  # it points at the caller
+    assert answer.lengths.tolist() == [5]
+    with pytest.warns(UserWarning, match="reaches position 24"):
+        kvjax.generate(params, None, cache=answer.cache, max_new_tokens=3)
+
+
+@pytest.mark.slow
+def test_control(fresh: Decoder, compiled: list[str]) -> None:
+    """The tests above would see it if something were compiled."""
+    kvjax.generate(fresh, [[1, 2], [3]], max_new_tokens=1, sampler=kvjax.Sampler(), seed=[1, 2], eos=[[3], [4, 5]])
+    assert {"jit(read)", "jit(decode)"} <= set(compiled)
