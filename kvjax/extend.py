@@ -21,7 +21,6 @@ from kvjax.reading.each_layer import Call, through_layers
 from kvjax.reading.replays import check_one_call, replayed
 from kvjax.reading.room import Compress, check_reading, check_room, ending, occupied_slots, plan_read, with_room
 from kvjax.runtime.modes import own_modes
-from kvjax.runtime.programs import jit
 
 
 @own_modes()
@@ -118,8 +117,8 @@ def step(
     return _by_row(params.logits(hidden[:, 0]), cache), cache.in_place()
 
 
-jitted_read = jit(read, static_argnames="plan")
-jitted_step = jit(step)
+jitted_read = jax.jit(read, static_argnames="plan")
+jitted_step = jax.jit(step)
 
 
 def _by_row(logits: Float[Array, "B V"], cache: KVCache) -> Float[Array, "B V"]:

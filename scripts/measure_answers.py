@@ -31,10 +31,10 @@ from measure_language import interval
 from measured_lines import MeasuredLines
 
 import kvjax
+from kvjax.evaluation import programs
 from kvjax.evaluation.metrics import repetition
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
-from kvjax.runtime.programs import jit
 
 REQUESTS = (
     "Write a long story about a lighthouse keeper who finds a letter from her future self.",
@@ -82,6 +82,7 @@ def main() -> None:
     for name in dict.fromkeys(p.format(budget=b) for p in given.policies for b in given.budgets):
         if all((name, i) in lines for i in range(len(prompts))):
             continue
+        programs.make_room(name)
         answered = answered or answer(prompts, policy="full")
         own = answered if name == "full" else answer(prompts, policy=name)
         apart = divergences(params, prompts, answered, kvjax.policies.parse(name))
@@ -123,7 +124,7 @@ def divergences(
     return np.stack(found, axis=1)
 
 
-@partial(jit, donate_argnames="caches")
+@partial(jax.jit, donate_argnames="caches")
 def compare(
     params: Decoder, caches: list[KVCache], tokens: Int[Array, "B N"], there: Bool[Array, "B N"]
 ) -> tuple[list[KVCache], Float[Array, "B N"]]:

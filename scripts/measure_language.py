@@ -28,10 +28,10 @@ from jaxtyping import Array, Float, Int
 from measured_lines import MeasuredLines
 
 import kvjax
+from kvjax.evaluation import programs
 from kvjax.evaluation.continuations import marks
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
-from kvjax.runtime.programs import jit
 
 POLICIES = (
     "full",
@@ -75,6 +75,7 @@ def main() -> None:
     for name in dict.fromkeys(p.format(budget=b) for p in given.policies for b in given.budgets):
         if all((name, i) in lines for i in range(given.texts)):
             continue
+        programs.make_room(name)
         began = time.time()
         bits = surprisals(params, texts, kvjax.policies.parse(name))
         seconds = round(time.time() - began, 1)
@@ -108,7 +109,7 @@ def surprisals(params: Decoder, texts: Int[np.ndarray, "B T+2"], policy: kvjax.P
     return np.concatenate(bits, axis=1)
 
 
-@partial(jit, donate_argnames="cache")
+@partial(jax.jit, donate_argnames="cache")
 def decode(
     params: Decoder, cache: KVCache, tokens: Int[Array, "B N"], targets: Int[Array, "B N"]
 ) -> tuple[KVCache, Float[Array, "B N"]]:

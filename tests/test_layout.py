@@ -186,18 +186,6 @@ def test_public_functions_that_compute_set_the_modes_of_jax(name: str) -> None:
     assert "own_modes()" in map(ast.unparse, function.decorator_list)
 
 
-def test_programs_of_the_library_are_counted() -> None:
-    """Programs of `jax.jit` itself would not be bounded in number. Kernels and models are called within programs."""
-    found = {
-        name
-        for name, path in modules().items()
-        if not name.startswith(("kvjax.models", "kvjax.pallas_kernels"))
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == "jax.jit"
-    }
-    assert found == {"kvjax.runtime.programs"}
-
-
 def test_files_are_short() -> None:
     lengths = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
     assert not {name: length for name, length in lengths.items() if length > LONGEST}

@@ -39,7 +39,7 @@ class Programs:
 
         Args:
             name: by which `run` finds it.
-            program: a function made by `kvjax.runtime.programs.jit`.
+            program: a function made by `jax.jit`.
             args: arrays or shapes. `run` takes arrays of the same shapes, and no static arguments.
             static: static arguments.
         """

@@ -25,14 +25,13 @@ from kvjax.policy import Policy
 from kvjax.reading.allocate import allocate, pool_rows
 from kvjax.reading.prompt import read_on
 from kvjax.reading.replays import passes, replay
-from kvjax.runtime.programs import jit
 
 from .compiling import Programs
 from .plans import Plans, with_slots
 from .prefixes import PrefixStore
 
 
-@partial(jit, static_argnames=("policy", "size", "slots", "mesh"))
+@partial(jax.jit, static_argnames=("policy", "size", "slots", "mesh"))
 def begun(
     params: Decoder,
     lengths: Int[Array, "B"],
@@ -47,7 +46,7 @@ def begun(
     return replace(with_slots(cache, slots), mesh=mesh).in_place()
 
 
-@partial(jit, static_argnames=("policy", "size", "plan", "mesh"))
+@partial(jax.jit, static_argnames=("policy", "size", "plan", "mesh"))
 def read_whole(
     params: Decoder,
     tokens: Int[Array, "B N"],

@@ -21,7 +21,6 @@ from kvjax.policy import Moment, Policy
 from kvjax.reading.each_layer import facts_of
 from kvjax.reading.layerwise import layers_pay
 from kvjax.runtime.clock import Run, run_at_once
-from kvjax.runtime.programs import jit
 
 
 def allocated(params: Decoder, cache: KVCache, room: int, begins: bool, run: Run = run_at_once) -> KVCache:
@@ -68,7 +67,7 @@ def growing_segments(policy: Policy, layers: int, heads: int) -> int:
     return layers * heads if policy.every is None else layout.growing_segments(layers, heads)
 
 
-@partial(jit, static_argnames=("rows", "room"))
+@partial(jax.jit, static_argnames=("rows", "room"))
 def allocate(params: Decoder, cache: KVCache, *, rows: int, room: int) -> KVCache:
     """The cache of a prompt that has been read to its end, compressed to what its budget gives each head.
 
@@ -185,17 +184,17 @@ def _of_layer(given: dict[str, Any], facts: AttentionLayer) -> tuple[Slots, Mome
     return given["layer"], Moment(given["next_position"], record, given["rope"])
 
 
-@partial(jit, static_argnames=("policy", "facts"))
+@partial(jax.jit, static_argnames=("policy", "facts"))
 def _ranked(given: dict[str, Any], *, policy: Policy, facts: AttentionLayer) -> Float[Array, "B H M"]:
     return ranked(policy, *_of_layer(given, facts))
 
 
-@partial(jit, static_argnames="policy")
+@partial(jax.jit, static_argnames="policy")
 def _counted(scores: list[Array], capacities: list[Array], *, policy: Policy) -> tuple[Int[Array, "B H"], ...]:
     return tuple(counted(policy, scores, capacities, ALL_HEADS))
 
 
-@partial(jit, static_argnames=("policy", "facts"))
+@partial(jax.jit, static_argnames=("policy", "facts"))
 def _size(
     given: dict[str, Any], scores: Array, count: Array, *, policy: Policy, facts: AttentionLayer
 ) -> tuple[Int[Array, "B H"], Int[Array, "B H"]]:
@@ -204,7 +203,7 @@ def _size(
     return kept.capacity, kept.occupancy
 
 
-@partial(jit, static_argnames=("policy", "facts", "rows", "room"))
+@partial(jax.jit, static_argnames=("policy", "facts", "rows", "room"))
 def _empty(
     given: dict[str, Any],
     scores: Array,
@@ -223,7 +222,7 @@ def _empty(
     return empty_pool(like, capacity, used, lanes=lanes, rows=rows, room=room, growing=growing)
 
 
-@partial(jit, static_argnames=("policy", "facts"), donate_argnames="pool")
+@partial(jax.jit, static_argnames=("policy", "facts"), donate_argnames="pool")
 def _put(
     given: dict[str, Any], scores: Array, count: Array, pool: Segments, *, policy: Policy, facts: AttentionLayer
 ) -> tuple[Segments, tuple[Any, Any]]:

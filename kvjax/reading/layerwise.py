@@ -24,7 +24,6 @@ from kvjax.models import AttentionLayer, Decoder, embedded
 from kvjax.policy import Pass
 from kvjax.reading.each_layer import Call, facts_of, through_layer
 from kvjax.runtime.clock import Run
-from kvjax.runtime.programs import jit
 
 DEEP = 8  # layers per kind, from which on a prompt is read layer by layer
 
@@ -148,7 +147,7 @@ def replay_by_layers(params: Decoder, cache: KVCache, part: Pass, *, run: Run) -
     return replace(cache, entries=Layers(tuple(found)))
 
 
-@partial(jit, static_argnames=("scale", "mesh"))
+@partial(jax.jit, static_argnames=("scale", "mesh"))
 def _begin(
     embed: Any,
     length: Int[Array, "B"],
@@ -180,11 +179,11 @@ def _read_layer(
 
 
 STATIC = ("facts", "call")
-_read_slots = jit(_read_layer, static_argnames=STATIC, donate_argnames="x")
-_read_pool = jit(_read_layer, static_argnames=STATIC, donate_argnames=("x", "entries"))
+_read_slots = jax.jit(_read_layer, static_argnames=STATIC, donate_argnames="x")
+_read_pool = jax.jit(_read_layer, static_argnames=STATIC, donate_argnames=("x", "entries"))
 
 
-@partial(jit, static_argnames=("facts", "call", "last"))
+@partial(jax.jit, static_argnames=("facts", "call", "last"))
 def _replay_layer(
     layer: Any,
     index: Int[Array, ""],
@@ -202,7 +201,7 @@ def _replay_layer(
     return None if last else x, (held.per_slot, held.per_row)
 
 
-@jit
+@jax.jit
 def _logits(params: Decoder, hidden: Float[Array, "B N E"]) -> Float[Array, "B V"]:
     return params.logits(hidden[:, -1])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
@@ -17,9 +18,8 @@ from kvjax.reading.replays import check_one_call, replayed
 from kvjax.reading.room import Compress, ending, grown, occupied_slots, plan_read, with_room
 from kvjax.request.prompts import Batch
 from kvjax.runtime.clock import Clock
-from kvjax.runtime.programs import jit
 
-read_on = jit(read, static_argnames="plan", donate_argnames="cache")
+read_on = jax.jit(read, static_argnames="plan", donate_argnames="cache")
 
 
 def read_prompt(

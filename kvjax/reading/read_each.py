@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -22,7 +23,6 @@ from kvjax.policy import LayerShape, Moment, Policy, Together
 from kvjax.reading.each_layer import facts_of
 from kvjax.reading.layerwise import read_layers
 from kvjax.runtime.clock import Run
-from kvjax.runtime.programs import jit
 
 MOST = 18  # ends that one program computes; the time to compile a program grows faster than its length
 
@@ -120,7 +120,7 @@ def _groups(ends: Sequence[End]) -> list[tuple[list[End], list[End]]]:
     return [([end for end, _ in group], [wide for _, wide in group]) for group in groups]
 
 
-@partial(jit, static_argnames=("facts", "together", "ends", "mesh"))
+@partial(jax.jit, static_argnames=("facts", "together", "ends", "mesh"))
 def _compress_layer(
     weights: dict[str, Any],
     index: Int[Array, ""],
@@ -175,7 +175,7 @@ def under(policy: Policy, entries: Slots, *, capacity: Int[Array, "B H"], mergin
     return replace(entries, capacity=capacity, merging=merging, bias=bias)
 
 
-@partial(jit, static_argnames="slots")
+@partial(jax.jit, static_argnames="slots")
 def _trimmed(layers: Layers, *, slots: tuple[int, ...]) -> Layers:
     """The layers without the slots that they have because another layer has them."""
     return Layers(tuple(layer.trim(most) for layer, most in zip(layers, slots, strict=True)))

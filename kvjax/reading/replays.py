@@ -19,7 +19,6 @@ from kvjax.reading.each_layer import Call, through_layers
 from kvjax.reading.layerwise import layers_pay, replay_by_layers
 from kvjax.reading.sensitivity import replayed_backwards
 from kvjax.runtime.clock import Run, run_at_once
-from kvjax.runtime.programs import jit
 
 Encode: TypeAlias = Callable[[str], Sequence[int]]
 
@@ -66,12 +65,12 @@ def replayed(
     return cache
 
 
-passes = jit(
+passes = jax.jit(
     lambda score, tokens, lengths, texts: score.passes(tokens, lengths, texts), static_argnames=("score", "texts")
 )
 
 
-@jit
+@jax.jit
 def replay(params: Decoder, cache: KVCache, part: Pass) -> KVCache:
     """The same cache after its score has observed a pass."""
     positions = positions_behind(cache.length, part.lengths, part.tokens.shape[1])

@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple, get_args
 
+import jax
+
 from kvjax.attend import ReadPlan
 from kvjax.cache import Entries, Usage
 from kvjax.checks import LARGEST, check_type, is_integer, shown
@@ -14,7 +16,6 @@ from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import fetch
 from kvjax.policy import Policy
 from kvjax.runtime.modes import own_modes
-from kvjax.runtime.programs import jit
 
 Compress = Literal["auto", "never", "end", "chunk"]
 
@@ -84,7 +85,7 @@ def plan_read(cache: KVCache, occupied: Sequence[int], *, new: int, room: int, c
     return ReadPlan(slots, kept, final, tuple(settled))
 
 
-@jit
+@jax.jit
 def _usage(entries: Entries) -> Usage:
     return entries.usage()
 
@@ -102,7 +103,7 @@ def occupied_slots(cache: KVCache) -> list[int]:
     return list(usage(cache).occupied)
 
 
-@partial(jit, static_argnames="size")
+@partial(jax.jit, static_argnames="size")
 def grown(cache: KVCache, size: tuple[int, ...]) -> KVCache:
     """The same cache with more slots, as `Entries.growth` counts them."""
     return replace(cache, entries=cache.entries.grow(size)).in_place()
