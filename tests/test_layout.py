@@ -162,7 +162,7 @@ def test_methods_are_imported_by_policies_and_parts_only() -> None:
 
 def test_the_engine_is_used_from_above_only() -> None:
     users = {name for name, targets in graph().items() if any(within(target, "kvjax.engine") for target in targets)}
-    above = ("kvjax.aot", "kvjax.engine", "kvjax.cli", "kvjax.evaluation", "kvjax.serve")
+    above = ("kvjax.engine", "kvjax.cli", "kvjax.evaluation", "kvjax.serve")
     assert {name for name in users if not any(within(name, room) for room in above)} == {"kvjax"}
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.aot.hlo import Loop
-from kvjax.aot.lower import Part, lower_decode, lower_prefill
+from benchmarks.aot.hlo import Loop
+from benchmarks.aot.lower import Part, lower_decode, lower_prefill
 from kvjax.decoding.loop import Decoding
 from kvjax.models import DecoderConfig
 from kvjax.policies import parse
