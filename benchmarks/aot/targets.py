@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
@@ -87,6 +87,18 @@ device_description_str: "{self.name}"
 """
 
 
+H100 = Gpu(
+    name="NVIDIA H100 80GB HBM3",
+    capability=(9, 0),
+    cores=132,
+    fpus_per_core=128,
+    shared_memory=233_472,
+    l2_cache=52_428_800,
+    clock=1.98,
+    memory=84_978_434_048,
+    bandwidth=3_352_320_000_000,
+)
+
 GPUS = {
     "a100": Gpu(
         name="NVIDIA A100-SXM4-80GB",
@@ -99,28 +111,8 @@ GPUS = {
         memory=85_100_068_864,
         bandwidth=2_039_040_000_000,
     ),
-    "h100": Gpu(
-        name="NVIDIA H100 80GB HBM3",
-        capability=(9, 0),
-        cores=132,
-        fpus_per_core=128,
-        shared_memory=233_472,
-        l2_cache=52_428_800,
-        clock=1.98,
-        memory=84_978_434_048,
-        bandwidth=3_352_320_000_000,
-    ),
-    "h200": Gpu(
-        name="NVIDIA H200 141GB HBM3e",
-        capability=(9, 0),
-        cores=132,
-        fpus_per_core=128,
-        shared_memory=233_472,
-        l2_cache=52_428_800,
-        clock=1.98,
-        memory=151_397_597_184,
-        bandwidth=4_800_000_000_000,
-    ),
+    "h100": H100,
+    "h200": replace(H100, name="NVIDIA H200 141GB HBM3e", memory=151_397_597_184, bandwidth=4_800_000_000_000),
     "b200": Gpu(
         name="NVIDIA B200",
         capability=(10, 0),

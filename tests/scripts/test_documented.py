@@ -42,7 +42,9 @@ def test_what_is_run_is_a_program(folder: str) -> None:
     assert sorted(rows) == sorted(set(programs) - {"bench_sides"})  # started by bench_cpu
 
 
-MENTION = re.compile(r"python -m (scripts|benchmarks|goldens)\.(\w+)|\b(?:scripts|benchmarks|goldens)/\w+\.(?:py|sh)\b")
+MENTION = re.compile(
+    r"python -m (scripts|benchmarks|goldens)\.([a-z]\w*)|\b(?:scripts|benchmarks|goldens)/[a-z]\w*\.(?:py|sh)\b"
+)
 
 
 def test_documents_name_scripts_that_exist() -> None:
