@@ -217,7 +217,7 @@ class Segments(Entries):
         grows = capacity >= UNLIMITED
         occupied = jnp.maximum(used, jnp.where(grows, 0, capacity))
         free = jnp.where(grows, size - used, UNLIMITED)
-        return Usage(jnp.max(occupied, axis=(0, 1)), jnp.min(free, axis=(0, 1)))
+        return Usage(jnp.max(occupied, axis=1), jnp.min(free, axis=1))
 
     @property
     def mean_slots(self) -> tuple[int, ...]:
@@ -243,9 +243,8 @@ class Segments(Entries):
         lack = room - min(int(free) for free in usage.free)
         return None if lack <= 0 else (bucket(lack),)
 
-    def shortage(self, usage: Usage, new: int, *, grows: Sequence[bool], windows: Sequence[int | None]) -> str | None:
-        free = min(int(free) for free in usage.free)
-        return f"the fullest segment has room for {free} tokens, not {new}" if free < new else None
+    def filling(self, grows: Sequence[bool], windows: Sequence[int | None]) -> tuple[bool, ...]:
+        return (self.growing > 0,) * len(self)
 
     def private(self) -> Segments:
         small = (self.start, self.size, self.used, self.capacity, self.per_row, self.merging)

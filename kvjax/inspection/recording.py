@@ -106,7 +106,7 @@ def record(
         whereabouts.append(_whereabouts(uncompressed, into_at_prompt(params, uncompressed)))
     logits, cache = read_request(params, request)
     held = [positions_held(cache, 0)]
-    state = take(Decoding.begin(request, cache, size=0, log_probs=False), logits)
+    state = take(Decoding.begin(request.sampling, cache, size=0, log_probs=False), logits)
     answer = [_pending(state)]
     while len(answer) < max_new_tokens and fetch(state.active)[0]:
         if follows and state.cache.policy.merge.effects.at_steps:
