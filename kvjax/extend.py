@@ -20,7 +20,6 @@ from kvjax.reading.prompt import read_prompt
 from kvjax.reading.room import Compress, check_reading, check_room, lacks_room
 from kvjax.reading.step import jitted_step
 from kvjax.runtime.modes import own_modes
-from kvjax.runtime.programs import jit
 
 
 @own_modes()
@@ -93,7 +92,7 @@ def extend(
     return logits, extended
 
 
-@partial(jit, static_argnames="columns")
+@partial(jax.jit, static_argnames="columns")
 def _marked(
     logits: Float[Array, "B V"], cache: KVCache | None, lengths: Int[Array, "B"], *, columns: int
 ) -> Float[Array, "B V"]:

@@ -1,7 +1,7 @@
 """Tile sizes of the Triton kernels, measured per kind of GPU.
 
-`scripts/tune_kernels.py` measures them and writes the table, blocks.json. A kernel uses a rule of its own if the table
-has no entry for its work.
+`benchmarks/tune_kernels.py` measures them and writes the table, blocks.json. A kernel uses a rule of its own if the
+table has no entry for its work.
 """
 
 from __future__ import annotations

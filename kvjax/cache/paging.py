@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from kvjax.pallas_kernels import PAGE, pages
-from kvjax.runtime.programs import jit
 
 
 def whole_pages(rows: Any) -> Any:
@@ -18,7 +17,7 @@ def whole_pages(rows: Any) -> Any:
     return (rows + PAGE - 1) // PAGE * PAGE
 
 
-@jit
+@jax.jit
 def longest_segment(size: tuple[Int[Array, "B H"], ...]) -> Int[Array, ""]:
     """The number of rows of the longest of the segments of these layers."""
     return jnp.max(jnp.array([jnp.max(rows) for rows in size]), initial=0)

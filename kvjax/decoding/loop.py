@@ -19,7 +19,6 @@ from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.reading.step import step
 from kvjax.runtime.gpu_flags import STEP_OPTIONS
-from kvjax.runtime.programs import jit
 
 
 @dataclass(frozen=True)
@@ -152,10 +151,10 @@ def _take(state: tuple[Answers, Array], given: tuple[Array, Array]) -> tuple[Ans
     return answers.take(pending, *given)
 
 
-take = jit(Decoding.take, donate_argnums=0)
+take = jax.jit(Decoding.take, donate_argnums=0)
 
 
-@partial(jit, donate_argnames="state", compiler_options=STEP_OPTIONS)
+@partial(jax.jit, donate_argnames="state", compiler_options=STEP_OPTIONS)
 def decode(
     params: Decoder, state: Decoding, logits: Float[Array, "B V"], limit: Int[Array, ""]
 ) -> tuple[Decoding, Int[Array, ""]]:

@@ -24,7 +24,6 @@ from kvjax.reading.batch import Batch
 from kvjax.reading.prompt import Pieces, complete, pieces
 from kvjax.reading.units import logits_of, read
 from kvjax.runtime.clock import Run
-from kvjax.runtime.programs import jit
 
 from .compiling import Programs
 from .plans import Plans
@@ -33,7 +32,7 @@ from .prefixes import PrefixStore
 Read = tuple[Float[Array, "1 V"], KVCache]
 
 
-@partial(jit, static_argnames=("policy", "size", "mesh"))
+@partial(jax.jit, static_argnames=("policy", "size", "mesh"))
 def begun(params: Decoder, lengths: Int[Array, "B"], *, policy: Policy, size: int, mesh: Mesh | None) -> KVCache:
     """A cache before its prompt, without slots."""
     cache = KVCache.empty(params.config, policy, lengths, size, params.embed.dtype)

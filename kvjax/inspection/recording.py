@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+import jax
 import numpy as np
 from jaxtyping import Bool, Int
 from tokenizers.decoders import DecodeStream
@@ -19,7 +20,6 @@ from kvjax.reading.replays import replayed
 from kvjax.request.prompts import Prompt
 from kvjax.request.request import AnswerOptions, EndTokens, Request, Seed, read_request
 from kvjax.runtime.modes import own_modes
-from kvjax.runtime.programs import jit
 
 from .merging import NOWHERE, into_at_prompt, into_at_step, merges
 
@@ -126,7 +126,7 @@ def record(
     )
 
 
-_advance = jit(Decoding.advance, donate_argnums=0)
+_advance = jax.jit(Decoding.advance, donate_argnums=0)
 
 
 def _pending(state: Decoding) -> int:

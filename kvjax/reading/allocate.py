@@ -18,7 +18,6 @@ from kvjax.mesh.heads import Heads
 from kvjax.models import AttentionLayer, Decoder
 from kvjax.pallas_kernels import PAGE
 from kvjax.policy import Moment, Policy
-from kvjax.runtime.programs import jit
 
 
 def allocated(params: Decoder, cache: KVCache, room: int, begins: bool) -> KVCache:
@@ -70,7 +69,7 @@ def growing_segments(policy: Policy, layers: int, heads: int) -> int:
     return layers * heads if policy.every is None else layout.growing_segments(layers, heads)
 
 
-@partial(jit, static_argnames=("rows", "room"))
+@partial(jax.jit, static_argnames=("rows", "room"))
 def allocate(params: Decoder, cache: KVCache, *, rows: int, room: int) -> KVCache:
     """The cache of a prompt that has been read to its end, compressed to what its budget gives each head.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -19,7 +20,6 @@ from kvjax.mesh.heads import Heads
 from kvjax.mesh.sharding import fetch
 from kvjax.models import AttentionLayer, Decoder
 from kvjax.policy import LayerShape, Moment, Policy, Together
-from kvjax.runtime.programs import jit
 
 from .each_layer import facts_of
 from .units import read_layers
@@ -118,7 +118,7 @@ def _groups(ends: Sequence[End]) -> list[tuple[list[End], list[End]]]:
     return [([end for end, _ in group], [wide for _, wide in group]) for group in groups]
 
 
-@partial(jit, static_argnames=("facts", "together", "ends", "mesh"))
+@partial(jax.jit, static_argnames=("facts", "together", "ends", "mesh"))
 def _compress_layer(
     weights: dict[str, Any],
     index: Int[Array, ""],
@@ -173,7 +173,7 @@ def under(policy: Policy, entries: Slots, *, capacity: Int[Array, "B H"], mergin
     return replace(entries, capacity=capacity, merging=merging, bias=bias)
 
 
-@partial(jit, static_argnames="slots")
+@partial(jax.jit, static_argnames="slots")
 def _trimmed(layers: Layers, *, slots: tuple[int, ...]) -> Layers:
     """The layers without the slots that they have because another layer has them."""
     return Layers(tuple(layer.trim(most) for layer, most in zip(layers, slots, strict=True)))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
@@ -18,7 +19,6 @@ from kvjax.kv_cache import KVCache
 from kvjax.models import AttentionLayer, Decoder
 from kvjax.policy import Pass, Policy, Score, Texts
 from kvjax.runtime.clock import Run, run_at_once
-from kvjax.runtime.programs import jit
 
 from .each_layer import Call, facts_of, through_layer
 from .sensitivity import replayed_backwards
@@ -46,7 +46,7 @@ def _ids(text: str | tuple[int, ...], encode: Encode | None, score: str) -> tupl
     return tuple(encode(text)) if encode is not None and text else ()
 
 
-@partial(jit, static_argnames=("score", "texts", "mesh"))
+@partial(jax.jit, static_argnames=("score", "texts", "mesh"))
 def passes(
     tokens: Int[Array, "B N"], lengths: Int[Array, "B"], *, score: Score, texts: Texts, mesh: Mesh | None
 ) -> list[Pass]:
@@ -88,7 +88,7 @@ def replayed(
     return cache
 
 
-@partial(jit, static_argnames=("facts", "call", "last"))
+@partial(jax.jit, static_argnames=("facts", "call", "last"))
 def _replay_layer(
     layer: Any,
     index: Int[Array, ""],
@@ -107,7 +107,7 @@ def _replay_layer(
     return None if last else in_rows(x, call.mesh), state
 
 
-@jit
+@jax.jit
 def _replayed_backwards(params: Decoder, cache: KVCache, part: Pass) -> KVCache:
     positions = positions_behind(cache.length, part.lengths, part.tokens.shape[1])
     rows = {"positions": positions, "lengths": part.lengths, "first": part.first, "last": part.last, "rope": cache.rope}

@@ -19,7 +19,6 @@ from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import fetch
 from kvjax.policy import Policy
 from kvjax.runtime.modes import own_modes
-from kvjax.runtime.programs import jit
 
 Compress = Literal["auto", "never", "end", "chunk"]
 
@@ -89,7 +88,7 @@ def plan_read(cache: KVCache, occupied: Sequence[int], *, new: int, room: int, c
     return ReadPlan(slots, kept, final, tuple(settled))
 
 
-@jit
+@jax.jit
 def _usage(entries: Entries) -> Int[Array, "2 L"]:
     occupied, free = entries.usage()
     return jnp.stack([jnp.max(occupied, axis=0), jnp.min(free, axis=0)])
@@ -112,7 +111,7 @@ def occupied_slots(cache: KVCache) -> list[int]:
     return list(usage(cache).occupied)
 
 
-@partial(jit, static_argnames="size")
+@partial(jax.jit, static_argnames="size")
 def grown(cache: KVCache, size: tuple[int, ...]) -> KVCache:
     """The same cache with more slots, as `Entries.growth` counts them."""
     return replace(cache, entries=cache.entries.grow(size)).in_place()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attend import Stepping, in_array, runs_twice
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
-from kvjax.runtime.programs import jit
 
 from .each_layer import Call, through_layers
 from .units import by_row
@@ -31,4 +31,4 @@ def step(
     return by_row(params.logits(hidden[:, 0]), cache.mesh), cache.in_place()
 
 
-jitted_step = jit(step)
+jitted_step = jax.jit(step)

@@ -24,7 +24,6 @@ from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import logical_sharding, rows_sharding
 from kvjax.models import AttentionLayer, Decoder, embedded
 from kvjax.runtime.clock import Run, run_at_once
-from kvjax.runtime.programs import jit
 
 from .each_layer import Call, facts_of, through_layer
 
@@ -116,7 +115,7 @@ class _Reader:
         return part
 
 
-@partial(jit, static_argnames=("scale", "mesh"))
+@partial(jax.jit, static_argnames=("scale", "mesh"))
 def begin(
     embed: Any,
     length: Int[Array, "B"],
@@ -147,11 +146,11 @@ def _read_layer(
     return in_rows(x, call.mesh), after
 
 
-read_layer = jit(_read_layer, static_argnames=("facts", "call"), donate_argnames="x")
-read_in_place = jit(_read_layer, static_argnames=("facts", "call"), donate_argnames=("x", "entries"))
+read_layer = jax.jit(_read_layer, static_argnames=("facts", "call"), donate_argnames="x")
+read_in_place = jax.jit(_read_layer, static_argnames=("facts", "call"), donate_argnames=("x", "entries"))
 
 
-@partial(jit, static_argnames="mesh")
+@partial(jax.jit, static_argnames="mesh")
 def logits_of(params: Decoder, hidden: Float[Array, "B N E"], *, mesh: Mesh | None) -> Float[Array, "B V"]:
     """The float32 logits after the last of N tokens."""
     return by_row(params.logits(hidden[:, -1]), mesh)

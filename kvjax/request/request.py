@@ -28,7 +28,6 @@ from kvjax.reading.prompt import read_prompt
 from kvjax.reading.replays import encoded_texts
 from kvjax.reading.room import Compress, check_reading, ending
 from kvjax.request.prompts import Prompt, rows_of
-from kvjax.runtime.programs import make_room
 
 EndTokens: TypeAlias = int | Sequence[int] | Sequence[Sequence[int]] | None
 Seed: TypeAlias = int | Sequence[int] | Key[Array, "*B"] | Int[Array, "*B K"]
@@ -113,7 +112,6 @@ class Request:
         texts = texts_of(under, tokenizer, config.vocab_size) if replays else ()
         sampling = None if answer is None else _sampling(answer, tokenizer, rows, config.vocab_size)
         # Everything has been checked. From here on programs may be compiled.
-        make_room()
         if cache is None:
             size, dtype = batch.tokens.shape[1], params.embed.dtype
             cache = KVCache.empty(config, policy or policies.full(), jnp.asarray(batch.lengths), size, dtype, mesh)

@@ -10,10 +10,10 @@ import jax
 import pytest
 
 import kvjax
-from kvjax.aot.graphs import compile_listed, outside_graphs
-from kvjax.aot.hlo import Loop
-from kvjax.aot.lower import lower_decode, lower_prefill
-from kvjax.aot.targets import target
+from benchmarks.aot.graphs import compile_listed, outside_graphs
+from benchmarks.aot.hlo import Loop
+from benchmarks.aot.lower import lower_decode, lower_prefill
+from benchmarks.aot.targets import target
 from kvjax.models import DecoderConfig, Mixture, Rope, config_from_hf
 from kvjax.policies import parse
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.aot.hlo import Loop
-from kvjax.aot.lower import lower_decode, lower_prefill, read_ahead
+from benchmarks.aot.hlo import Loop
+from benchmarks.aot.lower import lower_decode, lower_prefill, read_ahead
 from kvjax.decoding.loop import Decoding
 from kvjax.engine.compiling import Programs
 from kvjax.models import DecoderConfig

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import kvjax
-from kvjax.aot.lower import lower_prefill
+from benchmarks.aot.lower import lower_prefill
 from kvjax.models import Decoder
 from kvjax.parts import AdaptiveShares, CompositeShares
 from kvjax.policies import parse

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.aot.lower import lower_decode, lower_prefill
+from benchmarks.aot.lower import lower_decode, lower_prefill
 from kvjax.cache import Segments
 from kvjax.models import Decoder
 from kvjax.policies import parse

@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import Mesh, SingleDeviceSharding
 
 import kvjax
-from kvjax.aot.hlo import Instruction, Loop
-from kvjax.aot.lower import lower_decode
-from kvjax.aot.targets import target
+from benchmarks.aot.hlo import Instruction, Loop
+from benchmarks.aot.lower import lower_decode
+from benchmarks.aot.targets import target
 from kvjax.pallas_kernels import Asked, QuantizedArray, Reduction
 from tests.pallas_kernels import cases
 from tests.products import part

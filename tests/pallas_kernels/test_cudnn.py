@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as library
 
+from benchmarks.aot.hlo import Instruction
 from kvjax import pallas_kernels
-from kvjax.aot.hlo import Instruction
 from kvjax.pallas_kernels.dispatch import DeclinedError
 from tests.pallas_kernels.cases import Case
 from tests.pallas_kernels.checks import check_prompt, jitted, on_gpu, reference_of

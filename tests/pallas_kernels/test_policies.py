@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax.aot.hlo import COLLECTIVES
+from benchmarks.aot.hlo import COLLECTIVES
 from kvjax.models import Decoder
 from kvjax.pallas_kernels import slot_attention, top_tokens, use, window_scores
 from tests.conftest import POLICIES as ALL_POLICIES
