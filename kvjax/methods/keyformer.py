@@ -21,8 +21,8 @@ from jaxtyping import Array, Float, Int, UInt32
 from kvjax.cache import Slots
 from kvjax.pallas_kernels import capped, finite_or_zero
 from kvjax.pallas_kernels.arrays import pad
-from kvjax.pallas_kernels.exponential import exp
 from kvjax.pallas_kernels.visibility import span, visible, visible_tiles
+from kvjax.pallas_kernels.xla.exponential import exp
 from kvjax.policy import (
     Attended,
     LayerShape,

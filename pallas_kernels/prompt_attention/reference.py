@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int
 
-from .blocked import blocked
+from ..xla.blocked import blocked
 
 
 def prompt_attention(

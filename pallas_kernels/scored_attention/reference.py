@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int
 
-from ..prompt_attention.blocked import blocked
 from ..window_scores.reference import Reduction
+from ..xla.blocked import blocked
 
 
 def scored_attention(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..mosaic import Interpret
-from ..mosaic_decode import attend, serves
+from ..mosaic_tpu.common import Interpret
+from ..mosaic_tpu.decode import attend, serves
 from ..quantized import QuantizedArray
 from ..slot_attention.reference import Asked
 from .reference import SegmentAttention

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from ..arrays import Fold, after_last, check_channels, fold, pad
-from ..mosaic_gpu import Products, capability, interpreted, over, product, products_for
+from ..mosaic_gpu.common import Products, capability, interpreted, over, product, products_for
 from ..quantized import QuantizedArray
 from ..softmax import finite_or_zero
 from .reference import Asked, SlotAttention

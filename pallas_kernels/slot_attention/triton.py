@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..arrays import Fold, fold, pad
-from ..blocks import power_of_two
 from ..quantized import QuantizedArray, plain
 from ..softmax import finite_or_zero
-from ..triton import check
-from ..triton_attention import attend, attend_blocks
-from ..triton_attention_kernel import ExtraReduction, ExtraRows
+from ..triton.attention import attend, attend_blocks
+from ..triton.attention_kernel import ExtraReduction, ExtraRows
+from ..triton.blocks import power_of_two
+from ..triton.common import check
 from ..visibility import visible
 from ..window_scores import Reduction, window_scores
 from .reference import Asked, SlotAttention

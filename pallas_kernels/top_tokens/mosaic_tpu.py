@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from ..arrays import pad
-from ..mosaic import LANES, SUBLANES, Interpret, compiler_params, product, round_up
+from ..mosaic_tpu.common import LANES, SUBLANES, Interpret, compiler_params, product, round_up
 
 TOP_VMEM_BYTES = 48 << 20  # more than other kernels take, for long rows of scores
 LOWEST = jnp.iinfo(jnp.int32).min

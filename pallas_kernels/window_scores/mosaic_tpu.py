@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from ..arrays import pad
-from ..mosaic import (
+from ..mosaic_tpu.common import (
     LANES,
     SMEM_BYTES,
     SUBLANES,

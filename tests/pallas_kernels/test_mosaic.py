@@ -37,7 +37,7 @@ prompt, slot, segment, window, top = (
     import_module(f"kvjax.pallas_kernels.{name}.mosaic_tpu")
     for name in ("prompt_attention", "slot_attention", "segment_attention", "window_scores", "top_tokens")
 )
-mosaic, decode = (import_module(f"kvjax.pallas_kernels.{name}") for name in ("mosaic", "mosaic_decode"))
+mosaic, decode = (import_module(f"kvjax.pallas_kernels.{name}") for name in ("mosaic_tpu.common", "mosaic_tpu.decode"))
 by_position, parts = (
     import_module(f"kvjax.pallas_kernels.prompt_attention.{name}") for name in ("mosaic_by_position", "parts")
 )

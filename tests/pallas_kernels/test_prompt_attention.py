@@ -11,7 +11,7 @@ from tests.dense import assert_close, attention, compiled, context, entries, lef
 from tests.pallas_kernels.cases import PROMPT_CASES
 from tests.pallas_kernels.checks import check_prompt, jitted
 
-reference = importlib.import_module("kvjax.pallas_kernels.prompt_attention.blocked")
+reference = importlib.import_module("kvjax.pallas_kernels.xla.blocked")
 
 
 @pytest.fixture(autouse=True)

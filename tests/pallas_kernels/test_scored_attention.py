@@ -12,7 +12,7 @@ from kvjax.pallas_kernels import Reduction, in_one_pass, prompt_attention, score
 from tests.dense import assert_close, attention, compiled, entries, left_padded
 from tests.pallas_kernels.checks import reduced
 
-blocked = importlib.import_module("kvjax.pallas_kernels.prompt_attention.blocked")
+blocked = importlib.import_module("kvjax.pallas_kernels.xla.blocked")
 REDUCTIONS = tuple(
     Reduction(rows, group, first)
     for rows in ("sum", "max")

@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache import Slots
 from kvjax.pallas_kernels import Reduction, capped, finite_or_zero, fold
 from kvjax.pallas_kernels.arrays import pad
-from kvjax.pallas_kernels.exponential import exp
 from kvjax.pallas_kernels.visibility import span, visible, visible_tiles
+from kvjax.pallas_kernels.xla.exponential import exp
 from kvjax.policy import Attended, Needs, Received
 
 ROWS, ENTRIES = 128, 512  # queries and entries that are scored at once

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from kvjax.pallas_kernels.exponential import exp
+from kvjax.pallas_kernels.xla.exponential import exp
 
 
 def test_is_the_exponential_function():
