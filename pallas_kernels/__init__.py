@@ -1,4 +1,7 @@
-"""Attention and scoring kernels, each with a plain `jax.numpy` reference. They know no models and no policies.
+"""Attention and scoring kernels. They know no models and no policies.
+
+An operation is a folder. `reference.py` defines its result in plain float32 `jax.numpy`; the other modules, one per
+backend, compute it. A folder that has the name of a backend holds what the kernels of several operations share.
 
 Axis letters, in every signature of this package:
 

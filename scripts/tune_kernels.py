@@ -6,7 +6,7 @@
 Each kind of work is timed as in scripts/bench_kernels.py, first with the tile sizes of the kernel's rule, and then with
 combinations of rows, slots, warps and stages that fit into shared memory: all of a grid, or the `--most` that are
 nearest to the rule's, where each doubling of a number and each stage counts as one. A combination that the
-compiler refuses is skipped. A result that differs from the reference's ends the program with an error. The best
+compiler refuses is skipped. A result that differs from XLA's ends the program with an error. The best
 combination goes into pallas_kernels/triton/blocks.json if it is faster than the rule's by at least `--gain`, so that
 noise changes nothing. The output is JSON lines: every measurement, then the best. Work whose best is in the file
 `--resume`, the output of an earlier call, is not measured again; its best goes into the table as it did then.

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from ..arrays import Fold, pad
 from ..quantized import QuantizedArray
-from ..slot_attention.reference import Asked
+from ..slot_attention.asked import Asked
 from .codes import (
     QueryRows,
     check_alike,

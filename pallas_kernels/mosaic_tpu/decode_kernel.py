@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from ..arrays import Fold
 from ..softcap import capped
 from ..softmax import finite_or_zero
-from ..window_scores.reference import Reduction
+from ..window_scores.reduction import Reduction
 from .codes import clear_outside, read, tile_logits, weighted_values
 from .common import SoftmaxScratch, visible_in_tile
 from .steps import Steps

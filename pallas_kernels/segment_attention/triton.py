@@ -7,7 +7,7 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from ..quantized import QuantizedArray
-from ..slot_attention.reference import Asked
+from ..slot_attention.asked import Asked
 from ..slot_attention.triton import MOST_LOGIT_ROWS, extra_options
 from ..triton.attention import attend
 from ..triton.common import check

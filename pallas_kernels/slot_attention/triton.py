@@ -16,7 +16,8 @@ from ..triton.blocks import power_of_two
 from ..triton.common import check
 from ..visibility import visible
 from ..window_scores import Reduction, window_scores
-from .reference import Asked, SlotAttention
+from .asked import Asked
+from .reference import SlotAttention
 
 MOST_LOGIT_ROWS = 64  # query rows per kv head for which logits are stored; with more, `window_scores` recomputes them
 MOST_EXTRA_TILE_ROWS = 64  # extra rows per product

@@ -33,7 +33,7 @@ from ..mosaic_tpu.common import (
 )
 from ..softcap import capped
 from ..softmax import finite_or_zero
-from .reference import DEFAULT_REDUCTION, Reduction
+from .reduction import DEFAULT_REDUCTION, Reduction
 
 BLOCK_Q = 256  # query rows of a head per tile
 MOST_HEAD_LOGITS = 1 << 17  # logits of a tile and query head

@@ -22,7 +22,7 @@ from ..triton.attention import attend
 from ..triton.blocks import Blocks, Work, measured, power_of_two
 from ..triton.common import PROGRAMS, check, product
 from ..visibility import span, visible_tiles
-from .reference import DEFAULT_REDUCTION, Reduction
+from .reduction import DEFAULT_REDUCTION, Reduction
 
 
 def score_blocks(rows: int, k: Any, parts: int = 1) -> Blocks:

@@ -1,4 +1,4 @@
-"""The exponential function of the references, which spend a large part of their time in it on a CPU."""
+"""The exponential function of what XLA compiles, which spend a large part of their time in it on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exponential function of the references against NumPy's in double precision."""
+"""The exponential function of the backend `xla` against NumPy's in double precision."""
 
 from __future__ import annotations
 
