@@ -30,6 +30,8 @@ from .arrays import after_last, fold
 from .dispatch import Implementation, implementations, use
 from .grouped_product import grouped_product
 from .joined import joined
+from .lowest_tokens import lowest_tokens
+from .products import dot_products, matmul, weighted_sum
 from .prompt_attention import prompt_attention
 from .quantized import QuantizedArray, Stored, plain, updated
 from .scored_attention import in_one_pass, scored_attention
@@ -55,12 +57,15 @@ __all__ = [
     "after_last",
     "capped",
     "compact",
+    "dot_products",
     "finite_or_zero",
     "fold",
     "grouped_product",
     "implementations",
     "in_one_pass",
     "joined",
+    "lowest_tokens",
+    "matmul",
     "pages",
     "plain",
     "prompt_attention",
@@ -74,6 +79,7 @@ __all__ = [
     "updated",
     "use",
     "visible",
+    "weighted_sum",
     "window_scores",
     "write_rows",
 ]

@@ -64,6 +64,19 @@ def check_top(kernel: Callable[..., Any], size: int) -> None:
         assert got[b, h].tolist() == chosen + [-1] * (size - len(chosen))
 
 
+def check_lowest(kernel: Callable[..., Any], count: int) -> None:
+    """Scores are equal, infinite, or fewer than are asked for."""
+    rng = np.random.default_rng(count)
+    scores = rng.choice(np.float32([0, -0.0, 1, 2, -1.5, -np.inf, np.inf, np.inf]), size=(16, 3, 12))
+    scores[0, 0, 1:] = np.inf
+    positions = np.stack([rng.permutation(12) for _ in range(48)]).reshape(16, 3, 12).astype(np.int32)
+    got = kernel(scores, positions, count=count)
+    for b, h in np.ndindex(16, 3):
+        ranked = sorted(range(12), key=lambda slot: (scores[b, h, slot], -positions[b, h, slot]))
+        expected = sorted(slot for slot in ranked[:count] if scores[b, h, slot] < np.inf)
+        assert got[b, h].tolist() == expected + [12] * (count - len(expected))
+
+
 def check_products(kernel: Callable[..., Any], dtype: str) -> None:
     rng, sizes = np.random.default_rng(1), np.int32([0, 70, 0, 1, 33, 0])
     rows = rng.normal(size=(104, 72)).astype(dtype)
@@ -96,6 +109,7 @@ TABLE: list[tuple[str, Callable[..., None]]] = [
     ("scored_attention", partial(check_scored, window=None, softcap=0.8)),
     ("scored_attention", partial(check_scored, window=9, softcap=None)),
     *(("top_tokens", partial(check_top, size=size)) for size in (5, 50)),
+    *(("lowest_tokens", partial(check_lowest, count=count)) for count in (1, 4)),
     *(("grouped_product", partial(check_products, dtype=dtype)) for dtype in ("float32", "bfloat16")),
 ]
 
@@ -105,7 +119,8 @@ def beside_the_definition(operation: str, choice: str) -> Callable[..., Any]:
 
     def by(choice: str, *arrays: Any, **options: Any) -> Any:
         with pallas_kernels.use(choice):
-            return jitted(getattr(pallas_kernels, operation))(*arrays, **options)
+            found = jitted(getattr(pallas_kernels, operation))(*arrays, **options)
+        return np.sort(found, axis=-1) if operation == "lowest_tokens" else found  # these have any order
 
     def call(*arrays: Any, **options: Any) -> Any:
         got, defined = (by(each, *arrays, **options) for each in (choice, "reference"))
