@@ -31,8 +31,11 @@ def test_matmul(shape: tuple[int, ...]) -> None:
     assert_close(got, x.astype(np.float64) @ weight.astype(np.float64))
 
 
+@pytest.mark.parametrize("platform", ["cpu", "default"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_keys_with_one_vector_per_head(dtype: str) -> None:
+def test_keys_with_one_vector_per_head(dtype: str, platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the form of each platform."""
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *arrays, **forms: forms[platform](*arrays))
     keys = np.asarray(jax.numpy.asarray(RNG.normal(size=(2, 3, 40, 16)), dtype))
     weights, vector = RNG.normal(size=(2, 3, 40)).astype(np.float32), RNG.normal(size=(2, 3, 16)).astype(np.float32)
     wide = keys.astype(np.float64)
