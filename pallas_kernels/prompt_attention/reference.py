@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxtyping import Array, Float, Int
 
 from ..definition import context_of, logits_of, weights_of
@@ -34,7 +36,7 @@ def prompt_attention(
     Returns:
         The context in q's dtype, and the float32 log-sum-exp of each query's scaled logits, -inf if it sees nothing.
     """
-    options = {"scale": scale, "window": window, "softcap": softcap, "bias": bias}
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "bias": bias}
     logits, _ = logits_of(q, k, q_positions, k_positions, **options)
     weights, lse = weights_of(logits)
     return context_of(weights, v).astype(q.dtype), lse

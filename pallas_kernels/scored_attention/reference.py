@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxtyping import Array, Float, Int
 
 from ..prompt_attention.reference import prompt_attention
@@ -33,7 +35,7 @@ def scored_attention(
         What `prompt_attention` returns, bit by bit, and the float32 scores that `window_scores` computes from it in a
         second pass for each reduction, [B, H, M], or [B, H, G, M] with group="none".
     """
-    options = {"scale": scale, "window": window, "softcap": softcap, "bias": bias}
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "bias": bias}
     positions = q_positions, k_positions
     context, lse = prompt_attention(q, k, v, *positions, **options)
     scores = tuple(window_scores(q, k, *positions, lse=lse, reduction=kind, **options) for kind in reductions)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -58,7 +58,7 @@ def slot_attention(
             They are computed in the same pass over the keys.
     """
     k, v = plain(k), plain(v)
-    options = {"scale": scale, "window": window, "softcap": softcap, "bias": bias}
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "bias": bias}
     weights, lse = weights_of(logits_of(q, k, q_positions, k_positions, **options)[0])
     return SlotAttention(
         context_of(weights, v).astype(q.dtype),

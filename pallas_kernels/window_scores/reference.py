@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from ..arrays import Fold
 from ..definition import logits_of, weights_of
 from .reduction import DEFAULT_REDUCTION, Reduction
 
-FOLDS = {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max}
+FOLDS: dict[Fold, Callable[..., Array]] = {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max}
 
 
 def window_scores(
@@ -39,7 +43,7 @@ def window_scores(
             out.
         reduction: of the [G, W] weights of a key to one score. A key that no query sees scores 0.
     """
-    options = {"scale": scale, "window": window, "softcap": softcap, "bias": bias}
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "bias": bias}
     logits, seen = logits_of(q, k, q_positions, k_positions, **options)
     weights, _ = weights_of(logits, lse)
     viewers = jnp.maximum(jnp.sum(seen, axis=2), 1)[:, :, None]  # of each key
