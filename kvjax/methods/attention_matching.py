@@ -22,9 +22,9 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import Slots
 from kvjax.models import rotate
 from kvjax.pallas_kernels import capped, finite_or_zero
+from kvjax.pallas_kernels.matrices import solve_positive
 from kvjax.policy import Effects, Keep, Merge, Moment, Policy, check_kind, check_number
 
-from .common.matrices import solve_positive
 from .common.own_positions import check_own_positions
 from .common.query_sample import QuerySample, sample_of
 from .registry import preset

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.methods.common import matrices
+from kvjax.pallas_kernels import matrices
 
 
 def positive(*shape: int) -> np.ndarray:
@@ -50,4 +50,4 @@ def test_no_other_module_calls_lapack() -> None:
     for path in Path(kvjax.__file__).parent.rglob("*.py"):
         if path.name != "matrices.py":
             found = re.findall(r"(?<!\bnp\.)linalg\.(?!norm\b)\w+", path.read_text())  # NumPy's may stay
-            assert not found, f"{path}: {found}; expected the functions of kvjax/methods/common/matrices.py"
+            assert not found, f"{path}: {found}; expected the functions of kvjax/pallas_kernels/matrices.py"

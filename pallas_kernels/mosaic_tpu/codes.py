@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax.lax import div
 from jaxtyping import Array, Float, Int
 
-from .arrays import pad
-from .mosaic import SUBLANES, product, round_up, row_positions, stored_transposed
-from .quantized import QuantizedArray
+from ..arrays import pad
+from ..quantized import QuantizedArray
+from .common import SUBLANES, product, round_up, row_positions, stored_transposed
 
 
 class QueryRows(NamedTuple):

@@ -12,8 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from .quantized import QuantizedArray
-from .softmax import finite_or_zero
+from ..quantized import QuantizedArray
+from ..softmax import finite_or_zero
 
 Interpret = bool | pltpu.InterpretParams
 

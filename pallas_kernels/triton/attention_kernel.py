@@ -12,11 +12,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
+from ..quantized import QuantizedArray
+from ..softcap import capped
+from ..softmax import finite_or_zero
 from .blocks import Blocks, power_of_two
-from .quantized import QuantizedArray
-from .softcap import capped
-from .softmax import finite_or_zero
-from .triton import channel_slices, dequantize_tile, product, tiles_per_number
+from .common import channel_slices, dequantize_tile, product, tiles_per_number
 
 SCANNED = 256  # positions that a program reads at once to find its last occupied tile; more spill registers
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.lax import div, rem
 from jaxtyping import Array, Int
 
-from .mosaic import SMEM_BYTES
+from .common import SMEM_BYTES
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,12 +17,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from .arrays import after_last
+from ..arrays import after_last
+from ..quantized import QuantizedArray
+from .attention_kernel import SCANNED, ExtraReduction, ExtraRows, attend_kernel
 from .blocks import Blocks, Work, measured, power_of_two
-from .quantized import QuantizedArray
-from .triton import PROGRAMS
-from .triton_attention_kernel import SCANNED, ExtraReduction, ExtraRows, attend_kernel
-from .triton_join import join
+from .common import PROGRAMS
+from .join import join
 
 MOST_SPLITS = 64  # programs that share the tiles of one block of rows
 SEGMENT_PROGRAMS = 4 * PROGRAMS  # for segments, whose lengths differ: programs that end early make room for others

@@ -12,13 +12,13 @@ from jax.experimental import pallas as pl
 from jax.lax import div, rem
 from jaxtyping import Array, Float
 
-from .arrays import Fold
-from .mosaic import SoftmaxScratch, visible_in_tile
-from .mosaic_codes import clear_outside, read, tile_logits, weighted_values
-from .mosaic_steps import Steps
-from .softcap import capped
-from .softmax import finite_or_zero
-from .window_scores.reference import Reduction
+from ..arrays import Fold
+from ..softcap import capped
+from ..softmax import finite_or_zero
+from ..window_scores.reduction import Reduction
+from .codes import clear_outside, read, tile_logits, weighted_values
+from .common import SoftmaxScratch, visible_in_tile
+from .steps import Steps
 
 
 @dataclass(frozen=True, eq=False)

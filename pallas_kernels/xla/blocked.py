@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..arrays import after_last, pad
-from ..exponential import exp
 from ..softcap import capped
 from ..softmax import RunningSoftmax, finite_or_zero
-from ..window_scores.reference import Reduction
+from ..window_scores.reduction import Reduction
+from .exponential import exp
 from .received import Total, Weights
 
 BLOCK_Q = 256

@@ -17,8 +17,17 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.lax import div
 from jaxtyping import Array, Float, Int
 
-from .arrays import Fold, pad
-from .mosaic import (
+from ..arrays import Fold, pad
+from ..quantized import QuantizedArray
+from ..slot_attention.asked import Asked
+from .codes import (
+    QueryRows,
+    check_alike,
+    entry_nbytes,
+    merge_heads,
+    transposed_storage,
+)
+from .common import (
     LANES,
     MOST_QUERY_ROWS,
     MOST_TILE_LOGITS,
@@ -33,17 +42,8 @@ from .mosaic import (
     round_up,
     tile_size,
 )
-from .mosaic_codes import (
-    QueryRows,
-    check_alike,
-    entry_nbytes,
-    merge_heads,
-    transposed_storage,
-)
-from .mosaic_decode_kernel import Body
-from .mosaic_steps import Steps
-from .quantized import QuantizedArray
-from .slot_attention.reference import Asked
+from .decode_kernel import Body
+from .steps import Steps
 
 MOST_EXTRA_ROWS = 512  # extra query rows per kv head; more take a pass of their own
 

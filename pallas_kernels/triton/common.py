@@ -11,8 +11,8 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
+from ..quantized import QuantizedArray
 from .blocks import power_of_two
-from .quantized import QuantizedArray
 
 PROGRAMS = 264  # programs that a GPU should run at a time: two per core of an H100
 

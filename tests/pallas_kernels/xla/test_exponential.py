@@ -1,11 +1,11 @@
-"""The exponential function of the references against NumPy's in double precision."""
+"""The exponential function of the backend `xla` against NumPy's in double precision."""
 
 from __future__ import annotations
 
 import jax
 import numpy as np
 
-from kvjax.pallas_kernels.exponential import exp
+from kvjax.pallas_kernels.xla.exponential import exp
 
 
 def test_is_the_exponential_function():

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kvjax.pallas_kernels import QuantizedArray, blocks
-from kvjax.pallas_kernels.triton_attention import attend_blocks
+from kvjax.pallas_kernels import QuantizedArray
+from kvjax.pallas_kernels.triton import blocks
+from kvjax.pallas_kernels.triton.attention import attend_blocks
 from kvjax.pallas_kernels.window_scores.triton import score_blocks
 
 KEYS = jax.ShapeDtypeStruct((2, 8, 2048, 128), jnp.bfloat16)

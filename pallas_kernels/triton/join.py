@@ -12,8 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
+from ..softmax import finite_or_zero
 from .blocks import power_of_two
-from .softmax import finite_or_zero
 
 
 def join(

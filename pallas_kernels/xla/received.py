@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..arrays import fold
-from ..window_scores.reference import Reduction
+from ..window_scores.reduction import Reduction
 
 PARTS = 4  # of a block's queries, which are added to each other as the weights are read
 # From a row of a tile and a number of rows, their weights [P, rows, K]. The rows of each query head are consecutive.

@@ -1,4 +1,4 @@
-"""The exponential function of the references, which spend a large part of their time in it on a CPU."""
+"""The exponential function of what XLA compiles, which spend a large part of their time in it on a CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .dispatch import platform
+from ..dispatch import platform
 
 ROUND, ROUND_BITS = 1.5 * 2.0**23, 0x4B400000  # the last bits of x + ROUND are those of the integer nearest to x
 # 2^x for |x| <= 1/2, lowest power first: the smallest maximum of the relative error, 8e-8, with 2^0 = 1. A query that

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from .quantized import QuantizedArray
+from ..quantized import QuantizedArray
 
 TABLE = files(__package__) / "blocks.json"
 MOST_ROWS = 256  # work with more query rows uses the entry for this number
