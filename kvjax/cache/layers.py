@@ -103,8 +103,9 @@ class Layers(Entries):
             asked=asked,
         )
         context, lse = found.context, found.lse
-        if entries.settled is not None:  # of a layer that evicts nothing, so that nobody looks at what it received
-            context, lse = joined((context, lse), entries.settled.attention(q, positions, **logits))
+        settled = entries.settled
+        if settled is not None and settled.positions.size:  # the layer evicts nothing: nobody asks what they received
+            context, lse = joined((context, lse), settled.attention(q, positions, **logits))
         return StepAttention(context, lse, _all_of(found.received), _all_of(found.scores))
 
     def observe(self, i: int, show: Callable[[Slots, Take], tuple[Any, Any]], room: MakeRoom) -> Layers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,28 @@ from jaxtyping import Array, Float, Int
 from kvjax.pallas_kernels import Reduction, Stored, plain, traced_once, updated, window_scores, write_rows
 
 from .overwrite import clear_slot, set_slot
-from .settled import Settled
+
+
+class Settled(Protocol):
+    """Entries beside those in slots, in a form that a storage gave them: a pytree whose leaves have axes [B, H, ...].
+
+    Nothing is written to them any more, and none of them leaves.
+    """
+
+    @property
+    def positions(self) -> Int[Array, "B H T"]:
+        """The token position of each entry, int32, -1 where there is none."""
+        ...
+
+    def plain(self) -> tuple[Float[Array, "B H T D"], Float[Array, "B H T D"]]:
+        """Keys and values as arrays."""
+        ...
+
+    def attention(
+        self, q: Float[Array, "B Hq W D"], positions: Int[Array, "B W"], **logits: Any
+    ) -> tuple[Float[Array, "B Hq W D"], Float[Array, "B Hq W"]]:
+        """The context and the log-sum-exp of W query rows; arguments are those of `slot_attention`."""
+        ...
 
 
 @jax.tree_util.register_dataclass
@@ -84,15 +105,12 @@ class Slots:
         )
 
     def parted(self, newest: int) -> tuple[Slots, Slots]:
-        """The latest entries of each head, at most `newest`, and the older ones.
+        """The latest entries of each head, at most `newest`, and the older ones, in the slots that are left.
 
-        The older ones have the slots that are left, but at least one, because Orbax saves no empty array. They are in
-        order of position, empty slots first.
+        The older ones are in order of position, empty slots first.
         """
         order = jnp.argsort(-self.positions, axis=-1)  # the latest first, and empty slots last
         index = jnp.where(jnp.take_along_axis(self.positions, order, axis=-1) >= 0, order, -1)
-        index = jnp.pad(index, ((0, 0), (0, 0), (0, int(self.slots <= newest))), constant_values=-1)
-        newest = min(newest, self.slots)
         return self.gather(index[..., :newest]), self.gather(jnp.flip(index[..., newest:], axis=-1))
 
     def updated(self, before: Slots, after: Slots) -> Slots:

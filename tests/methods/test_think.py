@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import Layers, ThinEntries
+from kvjax.cache import Layers
 from kvjax.inspection import record
+from kvjax.methods.think.thin import ThinEntries
 from kvjax.policies import full, morphkv, parse, quantize, snapkv, think
 from kvjax.policy import PLAIN, Policy
 from tests import tiny

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import CodedEntries, Layers, Slots
+from kvjax.cache import Layers, Slots
 from kvjax.inspection import record
+from kvjax.methods.zipcache.coded import CodedEntries
 from kvjax.policies import full, morphkv, parse, quantize, snapkv, think, zipcache
 from tests import tiny
 from tests.attend import meshes
-from tests.cache.literal import literal_entries
 from tests.methods import one_layer
+from tests.methods.literal_codes import literal_entries
 from tests.methods.reference import rotated, softmax
 
 # What the tests of all presets run (tests/policy/presets.py).
