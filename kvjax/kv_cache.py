@@ -99,12 +99,12 @@ class KVCache:
     @property
     def dtype(self) -> jnp.dtype:
         """Of keys and values in computations."""
-        return self.entries.dtype
+        return self.entries.stored[0].dtype
 
     @property
     def nbytes(self) -> int:
         """The bytes of keys, values, positions and the policy's state. It is exact for a planned cache too."""
-        return self.entries.nbytes
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.entries))
 
     @property
     def grows(self) -> tuple[bool, ...]:

@@ -3,7 +3,7 @@
 Axis letters: B rows of the batch, H kv heads, S slots of a layer, D head size, L layers; of a pool, P lanes and T rows.
 """
 
-from .entries import Entries, MakeRoom, StepAttention, Take, Usage
+from .entries import Entries, MakeRoom, StepAttention, Take, Usage, statics
 from .layers import Layers
 from .overwrite import mark
 from .packing import empty_pool, pack
@@ -28,5 +28,6 @@ __all__ = [
     "mark",
     "pack",
     "room_for",
+    "statics",
     "whole_pages",
 ]

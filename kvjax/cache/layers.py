@@ -52,13 +52,6 @@ class Layers(Entries):
     def rows(self, i: int) -> Any:
         return self.each[i].per_row
 
-    def local(self, i: int) -> Layers:
-        nothing: Any = None  # an empty pytree: the other layers do not pass through the program of this one
-        return Layers(tuple(layer if j == i else nothing for j, layer in enumerate(self.each)))
-
-    def with_local(self, i: int, part: Layers) -> Layers:
-        return self.with_layer(i, part.each[i])
-
     def alone(self, i: int) -> Layers:
         return Layers((self.each[i],))
 
@@ -162,12 +155,6 @@ class Layers(Entries):
     def grow(self, size: tuple[int, ...]) -> Layers:
         return Layers(tuple(layer.grow(slots) for layer, slots in zip(self.each, size, strict=True)))
 
-    def shortage(self, usage: Usage, new: int, *, grows: Sequence[bool], windows: Sequence[int | None]) -> str | None:
-        for i, (slots, free) in enumerate(zip(self.bounds, usage.free, strict=True)):
-            if grows[i] and slots != windows[i] and free < new:
-                return f"layer {i} holds {slots - free} tokens in {slots} slots and has no room for {new} more"
-        return None
-
     def private(self) -> Layers:
         def own(layer: Slots) -> Slots:
             given = (layer.capacity, layer.per_row, layer.merging, layer.storing, layer.settled)
@@ -176,28 +163,8 @@ class Layers(Entries):
 
         return Layers(tuple(map(own, self.each)))
 
-    def without_state(self) -> Layers:
-        return Layers(tuple(layer.without_state() for layer in self.each))
-
-    @property
-    def statics(self) -> dict[str, int | None]:
-        return {}
-
-    def plain(self) -> Layers:
-        return Layers(tuple(layer.plain() for layer in self.each))
-
-    @property
-    def position_arrays(self) -> tuple[Int[Array, "B H S"], ...]:
-        return tuple(layer.all_positions for layer in self.each)
-
-    @property
-    def value_arrays(self) -> tuple[Any, ...]:
-        return tuple(layer.values for layer in self.each)
-
-    def with_values(self, values: Any) -> Layers:
-        return Layers(tuple(replace(layer, values=new) for layer, new in zip(self.each, values, strict=True)))
-
-    def by_head(self, arrays: Any, row: int) -> list[list[Any]]:
+    def by_head(self, row: int, arrays: Any = None) -> list[list[Any]]:
+        arrays = [layer.all_positions for layer in self.each] if arrays is None else arrays
         return [list(fetch(layer)[row]) for layer in arrays]
 
 

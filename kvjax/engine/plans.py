@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from kvjax.attend import ReadPlan
+from kvjax.cache import statics
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import DATA, place, rows_sharding
 from kvjax.models import DecoderConfig
@@ -104,7 +105,7 @@ class Plans:
         lengths: Any = np.array([prefix])
         layers, needed = len(row.entries), question + limit
         if row.entries.preallocates:
-            free = self.sizes.room if row.entries.statics["growing"] else needed
+            free = self.sizes.room if statics(row.entries)["growing"] else needed
         else:
             held = [min(prefix, int(self.policy.capacity(i, lengths, layers)[0])) for i in range(layers)]
             whole = zip(row.grows, row.entries.bounds, held, row.windows, strict=True)

@@ -16,7 +16,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import Array, UInt32
 
-from kvjax.cache import Entries, Layers, Slots, pack
+from kvjax.cache import Entries, Layers, Slots, pack, statics
 from kvjax.checkpoint.errors import CheckpointError, orbax_writes
 from kvjax.checkpoint.folder import ORBAX
 from kvjax.checks import check_params, check_path, check_type
@@ -62,7 +62,7 @@ def save_cache(path: str | Path, cache: KVCache, params: Decoder, overwrite: boo
         "kept": list(cache.kept),
         "filled": cache.filled,
         "stateless": [not layer.has_state for layer in _layers(cache)],
-        "segments": cache.entries.statics,
+        "segments": statics(cache.entries),
         "arrays": {name: [list(array.shape), str(array.dtype)] for name, array in arrays.items()},
     }
     some = {name: array for name, array in arrays.items() if array.size}  # Orbax saves no empty array

@@ -20,6 +20,7 @@ from kvjax.pallas_kernels import PAGE
 from kvjax.policy import Moment, Policy
 from kvjax.reading.each_layer import facts_of
 from kvjax.reading.layerwise import layers_pay
+from kvjax.reading.room import occupied_slots
 from kvjax.runtime.clock import Run, run_at_once
 from kvjax.runtime.programs import jit
 
@@ -43,8 +44,8 @@ def allocated(params: Decoder, cache: KVCache, room: int, begins: bool, run: Run
         cache = run(allocate, params, cache, rows=rows, room=room)
     if not shows_whole_segments(policy) or isinstance(cache.length, jax.core.Tracer):
         return cache
-    evicting = tuple(i for i, evicts in enumerate(policy.limits(layers).evicts) if evicts)
-    return replace(cache, entries=cache.entries.bounded(evicting))
+    pairs = zip(occupied_slots(cache), policy.limits(layers).evicts, strict=True)
+    return replace(cache, entries=cache.entries.within(max((held for held, evicts in pairs if evicts), default=0)))
 
 
 def shows_whole_segments(policy: Policy) -> bool:

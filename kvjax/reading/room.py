@@ -125,9 +125,15 @@ def with_room(cache: KVCache, room: int) -> KVCache:
 
 def check_room(cache: KVCache, new: int) -> None:
     """Raises ValueError if a layer or head that grows cannot take `new` more tokens."""
-    shortage = cache.entries.shortage(usage(cache), new, grows=cache.grows, windows=cache.windows)
-    if shortage is not None:
-        raise ValueError(f"{shortage}; call kvjax.with_room(cache, n) first")
+    filled = usage(cache)
+    if cache.entries.growth(filled, new, grows=cache.grows, windows=cache.windows) is None:
+        return
+    each = zip(filled.free, filled.occupied, cache.grows, strict=True)
+    free, i, held = min((free, i, held) for i, (free, held, grows) in enumerate(each) if grows)
+    raise ValueError(
+        f"layer {i} holds {held} entries and has no room for {new} more: expected at most {free}; call "
+        "kvjax.with_room(cache, n) first"
+    )
 
 
 def check_reading(chunk: int | None, compress: Compress) -> None:
