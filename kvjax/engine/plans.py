@@ -119,7 +119,8 @@ class Plans:
     @property
     def longest(self) -> int:
         """The most entries that any head retains of a prompt."""
-        return max([self.sizes.prompt, *(kept for kept in self.empty.kept if kept is not None)])
+        layers, size = len(self.empty.kept), self.sizes.prompt
+        return max([size, *(self.policy.slots(i, size, layers) or 0 for i in range(layers))])
 
     def between(self, size: int) -> ReadPlan:
         """Of the reads of a prompt before the last one."""

@@ -43,7 +43,7 @@ class Attribution(Repetition):
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, weighs_values=True, sensitivity=True)
+        return replace(super().needs, marks=frozenset({"weighs_values"}), sensitivity=True)
 
     def weighed(self, among: Slots, attended: Attended) -> Float[Array, "B H M"]:
         assert attended.sensitivity is not None

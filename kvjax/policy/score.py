@@ -61,25 +61,28 @@ class Needs:
 
     Attributes:
         received: the attention it is shown, None for none.
-        also_received: the attention that `watch` asks for beside it, if the score observes for several ones.
+        also_received: the attention that `Attended.show` hands over beside it, if the score observes for several ones.
         queries: which queries it is shown: "none", as they met the keys ("rotated"), or before RoPE ("unrotated").
         keeps_queries: whether its state holds rotated queries, which score exactly only while keys do not change.
         whole_prompt: whether it replays the prompt's own tokens, so that the prompt must be read in one call.
         texts: texts, or token ids, that its passes are made of.
         slotwise: whether, in a step, the score and the state of an entry follow from that entry and the queries alone.
-        signed: whether scores may be negative, so that shares of their sum make no sense.
-        accumulates: whether scores are sums over all queries so far, so that older entries have larger ones.
-        heads_alike: whether all heads of a layer must hold the same tokens in the same slots.
-        weighs_values: whether scores are already multiplied by a norm of the value.
         by_count: whether scores depend on how many entries a head retains (`Moment.counts`).
-        by_query_head: whether `Score.by_query_head` is defined.
-        samples: whether its state has a sample of queries, for a merge that asks them.
-        classes: whether a score is a class from 0 to 3 plus half of the entry's share of the head's attention.
         hidden: whether it is shown the hidden state of each token when the token enters. No cache holds hidden states,
             so that an entry whose state was forgotten cannot be scored again.
         sensitivity: whether its passes also run backwards, so that it is shown `Attended.sensitivity`.
         gates: the name of the networks that it asks of the parameters (`kvjax.with_gates`), '' for none.
         statistics: the names of what it asks of `AttentionLayer.statistics` (`kvjax.with_statistics`).
+        marks: facts that parts tell each other by names that they agree on. Core code reads none of them, and a pair of
+            parts may add its own. Those in use are
+
+            "signed": scores may be negative, so that shares of their sum make no sense.
+            "accumulates": scores are sums over all queries so far, so that older entries have larger ones.
+            "weighs_values": scores are already multiplied by a norm of the value.
+            "heads_alike": all heads of a layer must hold the same tokens in the same slots.
+            "query_heads": the state has the attention from each query head (`QueryHeadAttention`).
+            "samples": the state has a sample of queries (`QuerySample`).
+            "classes": a score is a class from 0 to 3 plus half of the entry's share of the head's attention.
     """
 
     received: Received | None = None
@@ -89,18 +92,12 @@ class Needs:
     whole_prompt: bool = False
     texts: tuple[str | tuple[int, ...], ...] = ()
     slotwise: bool = False
-    signed: bool = False
-    accumulates: bool = False
-    heads_alike: bool = False
-    weighs_values: bool = False
     by_count: bool = False
-    by_query_head: bool = False
-    samples: bool = False
-    classes: bool = False
     hidden: bool = False
     sensitivity: bool = False
     gates: str = ""
     statistics: tuple[str, ...] = ()
+    marks: frozenset[str] = frozenset()
 
     @property
     def wishes(self) -> tuple[Received, ...]:
@@ -155,6 +152,7 @@ class Attended:
             |d Phi / d y_t|, float32. y_t is the context of t after the output projection, and Phi = sum over t of
             |h_t|^2 for the hidden states h before the last norm. 0 for padding. None unless `Needs.sensitivity` asks,
             and for the prompt itself.
+        show: returns what a score with other needs observes of the same queries. None unless a prompt is read.
     """
 
     queries: Float[Array, "B Hq W D"]
@@ -169,6 +167,7 @@ class Attended:
     replay: tuple[Int[Array, "B"], Int[Array, "B"]] | None = None
     hidden: Float[Array, "B W E"] | None = None
     sensitivity: Float[Array, "B W"] | None = None
+    show: Callable[[Needs], Attended] | None = None
 
     @property
     def scale(self) -> float:
@@ -250,10 +249,6 @@ class Score(Part):
         """The new state (per_slot, per_row) after queries attended to `entries`, which hold the old state."""
         return entries.per_slot, entries.per_row
 
-    def watch(self, entries: Slots, show: Callable[[Needs], Attended]) -> tuple[Any, Any]:
-        """`observe`, shown what `needs` asks for. Only a score that observes for several ones asks for more."""
-        return self.observe(entries, show(self.needs))
-
     def passes(self, tokens: Int[Array, "B N"], lengths: Int[Array, "B"], texts: Texts) -> Sequence[Pass]:
         """What to run after a prompt. The number of passes and their sizes follow from shapes alone.
 
@@ -267,13 +262,6 @@ class Score(Part):
     @abstractmethod
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         """Float32 scores of all entries. Scores of empty slots are ignored."""
-
-    def by_query_head(self, entries: Slots, moment: Moment) -> Float[Array, "B Hq M"]:
-        """How much each entry matters to each query head of its kv head, on any scale that a query head has in common.
-
-        Only a score with `Needs.by_query_head` defines it. A selection that compares query heads is shown it.
-        """
-        raise NotImplementedError(type(self).__name__)
 
 
 @dataclass(frozen=True)
@@ -304,9 +292,6 @@ class ScoreWrapper(Score):
 
     def passes(self, tokens: Int[Array, "B N"], lengths: Int[Array, "B"], texts: Texts) -> Sequence[Pass]:
         return self.base.passes(tokens, lengths, texts)
-
-    def by_query_head(self, entries: Slots, moment: Moment) -> Float[Array, "B Hq M"]:
-        return self.base.by_query_head(entries, moment)
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         return self.base(entries, moment)

@@ -35,8 +35,7 @@ def allocated(params: Decoder, cache: KVCache, room: int, begins: bool, run: Run
     """
     policy, kept, layers = cache.policy, cache.kept, len(cache.kept)
     if not begins:
-        held = (policy.slots(i, slots, layers) for i, slots in enumerate(cache.entries.bounds))
-        kept = tuple(max(most or 0, now or 0) for most, now in zip(kept, held, strict=True))
+        kept = tuple(max(most or 0, now) for most, now in zip(kept, cache.entries.bounds, strict=True))
     rows = pool_rows(policy, kept, params.config.num_kv_heads, room)
     if layers_pay(params, cache):
         cache = allocate_by_layers(params, cache, rows=rows, room=room, run=run)
@@ -54,12 +53,17 @@ def shows_whole_segments(policy: Policy) -> bool:
 
 
 def pool_rows(policy: Policy, kept: Sequence[int | None], kv_heads: int, room: int) -> int:
-    """The rows of a lane of the pool: the budget, PAGE - 1 more per segment, and room where segments grow."""
+    """The rows of a lane of the pool: the budget, PAGE - 1 more per segment, and room where segments grow.
+
+    Args:
+        kept: of the cache: the size of the prompts, for each layer.
+    """
     budget: Any = policy.budget
+    layers, size = len(kept), max(most or 0 for most in kept)
     heads = kv_heads // budget.layout.lanes(kv_heads)
-    slots = [count for count in kept if count is not None]
-    growing = growing_segments(policy, len(kept), heads)
-    return budget.entries(slots, heads) + len(kept) * heads * (PAGE - 1) + room * growing
+    means = [policy.slots(i, size, layers) for i in range(layers)]
+    growing = growing_segments(policy, layers, heads)
+    return budget.entries(means, size, heads) + layers * heads * (PAGE - 1) + room * growing
 
 
 def growing_segments(policy: Policy, layers: int, heads: int) -> int:

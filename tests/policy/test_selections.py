@@ -96,7 +96,7 @@ def expected(over, preset, heads, counts, protected, row, layer):
     if over == "pages":
         return whole_pages(heads, counts, protected, PAGE)
     options = {"page": PAGE, "side_by_side": over == "of pages"} if over in ("of chunks", "of pages") else {}
-    if small(preset).score.needs.accumulates:
+    if "accumulates" in small(preset).score.needs.marks:
         options["ages"] = n - np.arange(n)
     if over == "of query heads":
         reader = Reader(model(preset))
