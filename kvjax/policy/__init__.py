@@ -4,7 +4,7 @@ from .budget import AllocatedBudget, Budget, Layout, check_alike, most_entries
 from .merge import Effects, Keep, Merge
 from .part import Part, check_choice, check_integer, check_kind, check_number
 from .policy import Limits, Policy, Protect
-from .score import Attended, LayerShape, Moment, Needs, Pass, Received, Score, ScoreWrapper, Texts
+from .score import Attended, LayerShape, Moment, Needs, Pass, Received, Replay, Score, ScoreWrapper, Texts
 from .select import Ranked, Select, SelectWrapper
 from .storage import PLAIN, Storage
 from .together import Together
@@ -28,6 +28,7 @@ __all__ = [
     "Protect",
     "Ranked",
     "Received",
+    "Replay",
     "Score",
     "ScoreWrapper",
     "Select",

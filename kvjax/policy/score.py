@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import Slots
+from kvjax.cache import Entries, Slots
 from kvjax.mesh.heads import ALL_HEADS, Heads
-from kvjax.models import AttentionLayer
+from kvjax.models import Attend, AttentionLayer
 from kvjax.pallas_kernels import Asked, Reduction
 
 from .part import Part
@@ -70,7 +70,6 @@ class Needs:
         by_count: whether scores depend on how many entries a head retains (`Moment.counts`).
         hidden: whether it is shown the hidden state of each token when the token enters. No cache holds hidden states,
             so that an entry whose state was forgotten cannot be scored again.
-        sensitivity: whether its passes also run backwards, so that it is shown `Attended.sensitivity`.
         gates: the name of the networks that it asks of the parameters (`kvjax.with_gates`), '' for none.
         statistics: the names of what it asks of `AttentionLayer.statistics` (`kvjax.with_statistics`).
         marks: facts that parts tell each other by names that they agree on. Core code reads none of them, and a pair of
@@ -94,7 +93,6 @@ class Needs:
     slotwise: bool = False
     by_count: bool = False
     hidden: bool = False
-    sensitivity: bool = False
     gates: str = ""
     statistics: tuple[str, ...] = ()
     marks: frozenset[str] = frozenset()
@@ -120,12 +118,37 @@ class Pass:
         lengths: tokens of each row; a row of length 0 takes no part.
         first: the first position of the part of the prompt that these tokens ask for.
         last: the position after that part.
+        run: returns the entries once the score has observed them, for a pass that does more than to run forwards.
     """
 
     tokens: Int[Array, "B W"]
     lengths: Int[Array, "B"]
     first: Int[Array, "B"]
     last: Int[Array, "B"]
+    run: Callable[[Replay], Entries] | None = field(default=None, metadata={"static": True})
+
+
+class Replay(NamedTuple):
+    """What a pass that runs itself works with.
+
+    Attributes:
+        layers: the decoder's layers with their records, each for a cache of that layer alone.
+        hidden: the hidden states of the pass's tokens before the first layer.
+        positions: of these tokens, -1 for padding.
+        entries: of the prompt.
+        attend: makes attention functions. That of `attend(measured=x)` has the score observe the layer, with x [B, W]
+            for `Attended.measured`. That of `attend(instead=f)` has no score: the context is f(layer, q, k, v,
+            positions, held), where q and k are rotated, and held are the layer's entries with the pass's own behind
+            them, as arrays.
+        mix: computes mixtures of experts.
+    """
+
+    layers: Sequence[tuple[Any, AttentionLayer]]
+    hidden: Float[Array, "B W E"]
+    positions: Int[Array, "B W"]
+    entries: Entries
+    attend: Callable[..., Attend]
+    mix: Any
 
 
 @dataclass(frozen=True)
@@ -148,10 +171,7 @@ class Attended:
             None for the text itself.
         hidden: the hidden states of the queries' tokens, as the layer's attention reads them: after the norm before
             attention if the family has one (kvpress shows its presses the same). None unless `Needs.hidden` asks.
-        sensitivity: of each token t of a `Pass`, how much the pass depends on what this layer's attention gave to t:
-            |d Phi / d y_t|, float32. y_t is the context of t after the output projection, and Phi = sum over t of
-            |h_t|^2 for the hidden states h before the last norm. 0 for padding. None unless `Needs.sensitivity` asks,
-            and for the prompt itself.
+        measured: what `Pass.run` has measured of each token of a pass; None without it.
         show: returns what a score with other needs observes of the same queries. None unless a prompt is read.
     """
 
@@ -166,7 +186,7 @@ class Attended:
     asked: Float[Array, "B H M"] | None = None
     replay: tuple[Int[Array, "B"], Int[Array, "B"]] | None = None
     hidden: Float[Array, "B W E"] | None = None
-    sensitivity: Float[Array, "B W"] | None = None
+    measured: Float[Array, "B W"] | None = None
     show: Callable[[Needs], Attended] | None = None
 
     @property

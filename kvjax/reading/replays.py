@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 from jaxtyping import Array, Int
@@ -13,11 +12,11 @@ from jaxtyping import Array, Int
 from kvjax.attend import Replaying, positions_behind
 from kvjax.checks import shown
 from kvjax.kv_cache import KVCache
-from kvjax.models import Decoder
-from kvjax.policy import Pass, Policy, Texts
+from kvjax.mesh.experts import over_experts
+from kvjax.models import Attend, Decoder, embedded
+from kvjax.policy import Pass, Policy, Replay, Texts
 from kvjax.reading.each_layer import Call, through_layers
 from kvjax.reading.layerwise import layers_pay, replay_by_layers
-from kvjax.reading.sensitivity import replayed_backwards
 from kvjax.runtime.clock import Run, run_at_once
 from kvjax.runtime.programs import jit
 
@@ -59,9 +58,9 @@ def replayed(
     """
     score = cache.policy.score
     texts = encoded_texts(cache.policy, None) if texts is None else texts
-    by_layers = not score.needs.sensitivity and layers_pay(params, cache)
     for part in passes(score, tokens, lengths, texts):
         part = jax.tree.map(cache.put_rows, part)
+        by_layers = part.run is None and layers_pay(params, cache)
         cache = replay_by_layers(params, cache, part, run=run) if by_layers else run(replay, params, cache, part)
     return cache
 
@@ -74,14 +73,42 @@ passes = jit(
 @jit
 def replay(params: Decoder, cache: KVCache, part: Pass) -> KVCache:
     """The same cache after its score has observed a pass."""
-    positions = positions_behind(cache.length, part.lengths, part.tokens.shape[1])
-    rows = {"positions": positions, "lengths": part.lengths, "first": part.first, "last": part.last, "rope": cache.rope}
-    call = Call(Replaying(cache.policy), cache.mesh)
-    if cache.policy.score.needs.sensitivity:
-        entries = replayed_backwards(params, cache, part.tokens, positions, partial(call.attend, **rows))
+    if part.run is not None:
+        entries = part.run(to_run(params, cache, part))
     else:
-        _, entries = through_layers(params, part.tokens, cache.entries, call, **rows)
+        call = Call(Replaying(cache.policy), cache.mesh)
+        _, entries = through_layers(params, part.tokens, cache.entries, call, **_rows(cache, part))
     return replace(cache, entries=entries).in_place()
+
+
+def to_run(params: Decoder, cache: KVCache, part: Pass) -> Replay:
+    """What a pass that runs itself works with."""
+    rows = _rows(cache, part)
+
+    def attend(*, instead: Callable[..., Array] | None = None, measured: Array | None = None) -> Attend:
+        return Call(Replaying(cache.policy, instead), cache.mesh).attend(**rows, measured=measured)
+
+    records = (replace(record, alone=True) for record in params.attention_layers)
+    return Replay(
+        layers=list(zip(params.layers, records, strict=True)),
+        hidden=embedded(params.embed, part.tokens, params.config.embedding_scale),
+        positions=rows["positions"],
+        entries=cache.entries,
+        attend=attend,
+        mix=over_experts(cache.mesh),
+    )
+
+
+def _rows(cache: KVCache, part: Pass) -> dict[str, Any]:
+    """The arguments of `Replaying`."""
+    positions = positions_behind(cache.length, part.lengths, part.tokens.shape[1])
+    return {
+        "positions": positions,
+        "lengths": part.lengths,
+        "first": part.first,
+        "last": part.last,
+        "rope": cache.rope,
+    }
 
 
 def check_one_call(policy: Policy, begins: bool) -> None:
