@@ -161,23 +161,19 @@ class Entries(ABC):
         q: Float[Array, "B Hq 1 D"],
         positions: Int[Array, "B 1"],
         *,
-        scale: float,
-        window: int | None,
-        softcap: float | None = None,
         reduction: Reduction | None = None,
         asked: Asked | None = None,
         seen: Slots | None = None,
+        **logits: Any,
     ) -> StepAttention:
         """One query per row over the entries of layer i.
 
         Args:
             positions: of the queries, -1 in rows without one.
-            scale: of the logits.
-            window: of a sliding-window layer.
-            softcap: of the scaled logits.
             reduction: how to reduce what entries received; None if nobody looks at it.
             asked: extra query rows to score in the same pass over the keys.
             seen: the layer as the query meets it, where that differs from what is stored (rotation by place).
+            logits: of the layer, as `AttentionLayer.logits` has them.
         """
 
     @abstractmethod

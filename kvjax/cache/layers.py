@@ -75,15 +75,12 @@ class Layers(Entries):
         q: Float[Array, "B Hq 1 D"],
         positions: Int[Array, "B 1"],
         *,
-        scale: float,
-        window: int | None,
-        softcap: float | None = None,
         reduction: Reduction | None = None,
         asked: Asked | None = None,
         seen: Slots | None = None,
+        **logits: Any,
     ) -> StepAttention:
         entries = self.each[i] if seen is None else seen
-        logits: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
         found = slot_attention(
             q,
             entries.keys,

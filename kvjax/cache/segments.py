@@ -183,17 +183,14 @@ class Segments(Entries):
         q: Float[Array, "B Hq 1 D"],
         positions: Int[Array, "B 1"],
         *,
-        scale: float,
-        window: int | None,
-        softcap: float | None = None,
         reduction: Reduction | None = None,
         asked: Asked | None = None,
         seen: Slots | None = None,
+        **logits: Any,
     ) -> StepAttention:
         segments = (self.start[i], self.used[i])
-        logits: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-        options: dict[str, Any] = logits | {"reduction": reduction, "asked": asked}
-        return attention(q, self.keys, self.values, positions, self.positions, *segments, self.bias, **options)
+        given = q, self.keys, self.values, positions, self.positions, *segments, self.bias
+        return attention(*given, reduction=reduction, asked=asked, **logits)
 
     def observe(self, i: int, show: Callable[[Slots, Take], tuple[Any, Any]], room: MakeRoom) -> Segments:
         return observed(self, i, show, room)
