@@ -66,8 +66,8 @@ def test_round_trip_of_empty_arrays(shallow: Decoder, text: str, tmp_path: Path)
     kvjax.save_cache(tmp_path / "cache", cache, shallow)
     restored = kvjax.restore_cache(tmp_path / "cache", shallow)
     assert_equal(restored, cache)
-    expected, restored = (generate(shallow, [[3], [1], [4]], cache=one).tokens for one in (cache, restored))
-    np.testing.assert_array_equal(restored, expected)
+    ours, expected = (generate(shallow, [[3], [1], [4]], cache=one).tokens for one in (restored, cache))
+    np.testing.assert_array_equal(ours, expected)
 
 
 def test_round_trip_of_a_cache_before_its_prompt(shallow: Decoder, tmp_path: Path) -> None:
