@@ -154,9 +154,8 @@ class Layers(Entries):
 
     def private(self) -> Layers:
         def own(layer: Slots) -> Slots:
-            given = (layer.capacity, layer.per_row, layer.merging, layer.storing, layer.settled)
-            capacity, per_row, merging, storing, settled = jax.tree.map(jnp.array, given)
-            return replace(layer, capacity=capacity, per_row=per_row, merging=merging, storing=storing, settled=settled)
+            names = ("capacity", "per_row", "merging", "storing", "settled")
+            return replace(layer, **{name: jax.tree.map(jnp.array, getattr(layer, name)) for name in names})
 
         return Layers(tuple(map(own, self.each)))
 

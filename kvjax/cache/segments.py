@@ -235,9 +235,8 @@ class Segments(Entries):
         return None if lack <= 0 else (bucket(lack),)
 
     def private(self) -> Segments:
-        small = (self.start, self.size, self.used, self.capacity, self.per_row, self.merging)
-        start, size, used, capacity, per_row, merging = jax.tree.map(jnp.array, small)
-        return replace(self, start=start, size=size, used=used, capacity=capacity, per_row=per_row, merging=merging)
+        own: Any = {name: jax.tree.map(jnp.array, getattr(self, name)) for name in BY_LAYER}
+        return replace(self, **own)
 
     def within(self, slots: int) -> Segments:
         return replace(self, longest=whole_pages(bucket(slots)))
