@@ -307,6 +307,27 @@ def test_core_code_reads_no_marks() -> None:
     assert all(within(name, "kvjax.methods") for name in readers), readers
 
 
+def marks_in(tree: ast.AST) -> tuple[set[str], set[str]]:
+    """The marks that parts set, which are sets assigned to `marks`, and those that they look for in `.marks`."""
+    given, asked = set(), set()
+    for node in ast.walk(tree):
+        targets = [node.arg] if isinstance(node, ast.keyword) else map(ast.unparse, getattr(node, "targets", ()))
+        if "marks" in targets:
+            sets = (x for x in ast.walk(node) if isinstance(x, ast.Set))
+            given |= {ast.literal_eval(name) for one in sets for name in one.elts}
+        if isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]).endswith(".marks"):
+            asked.add(ast.literal_eval(node.left))
+    return given, asked
+
+
+def test_marks_are_set_and_looked_for_by_the_same_names() -> None:
+    """A name that is written wrong would be a fact that nobody sees. The documentation has them all."""
+    pairs = [marks_in(ast.parse(path.read_text())) for name, path in modules().items() if "methods" in name]
+    given, asked = (set().union(*sets) for sets in zip(*pairs, strict=True))
+    documented = (ROOT / "docs" / "your_own_policy.md").read_text().split("| mark |")[1].split("\n\n")[0]
+    assert given == asked == {line.split("`")[1] for line in documented.splitlines() if line.startswith("| `")}
+
+
 def test_entries_have_few_members() -> None:
     own = {"__len__", "__getitem__", "__iter__"}
     members = {*vars(Entries), *Entries.__annotations__}
