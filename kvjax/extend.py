@@ -77,7 +77,7 @@ def extend(
         tokens, lengths = map(cache.put_rows, (tokens, lengths))
     if new == 1 and cache.filled and compress == "auto":
         if concrete:
-            check_room(cache, 1)
+            check_room(cache)
         return jitted_step(params, cache, tokens[:, 0], lengths > 0)
     end = ending(cache, compress)
     occupied = occupied_slots(cache) if concrete else cache.entries.bounds

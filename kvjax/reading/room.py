@@ -123,17 +123,10 @@ def with_room(cache: KVCache, room: int) -> KVCache:
     return cache if size is None else grown(cache, size=size)
 
 
-def check_room(cache: KVCache, new: int) -> None:
-    """Raises ValueError if a layer or head that grows cannot take `new` more tokens."""
-    filled = usage(cache)
-    if cache.entries.growth(filled, new, grows=cache.grows, windows=cache.windows) is None:
-        return
-    each = zip(filled.free, filled.occupied, cache.grows, strict=True)
-    free, i, held = min((free, i, held) for i, (free, held, grows) in enumerate(each) if grows)
-    raise ValueError(
-        f"layer {i} holds {held} entries and has no room for {new} more: expected at most {free}; call "
-        "kvjax.with_room(cache, n) first"
-    )
+def check_room(cache: KVCache) -> None:
+    """Raises ValueError if a layer or head that grows cannot take another token."""
+    if cache.entries.growth(usage(cache), 1, grows=cache.grows, windows=cache.windows) is not None:
+        raise ValueError("the cache has no room for another token: call kvjax.with_room(cache, n) first")
 
 
 def check_reading(chunk: int | None, compress: Compress) -> None:
