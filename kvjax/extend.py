@@ -66,8 +66,6 @@ def extend(
     tokens = jnp.asarray(tokens).astype(jnp.int32)
     if tokens.ndim != 2 or tokens.shape[0] != cache.batch_size or tokens.shape[1] < 1:
         raise ValueError(f"tokens have shape {tokens.shape}: expected [{cache.batch_size}, N] with N >= 1")
-    if lengths is not None:
-        check_integers("lengths", lengths)
     new, on_host = tokens.shape[1], not isinstance(lengths, jax.Array)
     if lengths is not None:
         check_integers("lengths", lengths)

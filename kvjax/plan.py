@@ -66,7 +66,7 @@ def plan_cache(
         plan = plan_read(cache, cache.entries.bounds, new=size, room=room, compress=True, final=True)
         entries = (_settled(cache, config, plan) if plan.settled else cache.entries).grow(plan.slots)
         if policy.every is None:  # the prompt has been compressed, and no state is needed any more
-            entries = entries.without_state()
+            entries = Layers(tuple(layer.without_state() for layer in entries))
         return replace(cache, entries=entries, filled=True)
 
     cache = replace(jax.eval_shape(read), mesh=mesh)
@@ -90,10 +90,8 @@ def check_sizes(**sizes: int) -> None:
 
 def _allocated(cache: KVCache, config: DecoderConfig, room: int) -> Entries:
     """The entries once the policy's budget has been allocated."""
-    policy, entries = cache.policy, cache.entries
-    if policy.every is None:
-        entries = entries.without_state()
-    layers = tuple(entries)
+    policy = cache.policy
+    layers = tuple(layer.without_state() if policy.every is None else layer for layer in cache.entries)
     lanes, growing = laid_out(policy, config.num_layers, config.num_kv_heads, ALL_HEADS)
     rows = pool_rows(policy, cache.kept, config.num_kv_heads, room)
     capacity = tuple(layer.capacity for layer in layers)

@@ -110,5 +110,5 @@ def full_logits(params: Decoder, rows: list[np.ndarray], size: int) -> list[np.n
 
 def held(cache: KVCache, row: int) -> list[list[list[int]]]:
     """The positions that a row holds, ascending, by layer and head."""
-    layers = cache.entries.by_head(cache.entries.position_arrays, row)
+    layers = cache.entries.by_head(row)
     return [[sorted(head[head >= 0].tolist()) for head in layer] for layer in layers]

@@ -4,7 +4,6 @@ Each returns an `attend(layer, q, k, v, entries) -> (context, entries)`. The dec
 layers; every layer's part is replaced once that layer has attended.
 """
 
-from .differentiable import differentiable
 from .mesh import over_heads, over_layers, over_rows
 from .positions import positions_behind
 from .prompt import Reading, ReadPlan, finished
@@ -20,7 +19,6 @@ __all__ = [
     "RoomMaker",
     "Stepping",
     "attending_once",
-    "differentiable",
     "expired",
     "finished",
     "first",

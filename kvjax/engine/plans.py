@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from kvjax.attend import ReadPlan
+from kvjax.cache import statics
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import DATA, place, rows_sharding
 from kvjax.models import DecoderConfig
@@ -102,7 +103,7 @@ class Plans:
         lengths: Any = np.array([prefix])
         layers, needed = len(row.entries), question + limit
         if row.entries.preallocates:
-            free = self.sizes.room if row.entries.statics["growing"] else needed
+            free = self.sizes.room if statics(row.entries)["growing"] else needed
         else:
             held = [min(prefix, int(self.policy.capacity(i, lengths, layers)[0])) for i in range(layers)]
             whole = zip(row.grows, row.entries.bounds, held, row.windows, strict=True)
@@ -116,7 +117,8 @@ class Plans:
     @property
     def longest(self) -> int:
         """The most entries that any head retains of a prompt."""
-        return max([self.sizes.prompt, *(kept for kept in self.empty.kept if kept is not None)])
+        layers, size = len(self.empty.kept), self.sizes.prompt
+        return max([size, *(self.policy.slots(i, size, layers) or 0 for i in range(layers))])
 
     def plan(self, new: int, *, room: int = 0, compress: bool, final: bool) -> ReadPlan:
         """The plan of a read of `new` tokens into an empty cache."""

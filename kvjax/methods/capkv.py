@@ -61,7 +61,7 @@ class ValueCapacity(Score):
 
     @property
     def needs(self) -> Needs:
-        return Needs(queries="unrotated", weighs_values=True)
+        return Needs(queries="unrotated", marks=frozenset({"weighs_values"}))
 
     def check(self, policy: Policy) -> None:
         if policy.protect.sinks < self.sinks:

@@ -27,7 +27,7 @@ class KeyDifference(Score):
 
     @property
     def needs(self) -> Needs:
-        return Needs(signed=True)
+        return Needs(marks=frozenset({"signed"}))
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         keys = entries.keys.astype(jnp.float32)

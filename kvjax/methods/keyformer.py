@@ -78,7 +78,7 @@ class NoisyAttention(Score):
 
     @property
     def needs(self) -> Needs:
-        return Needs(queries="rotated", accumulates=True)
+        return Needs(queries="rotated", marks=frozenset({"accumulates"}))
 
     def check(self, policy: Policy) -> None:
         check_own_positions(policy, "NoisyAttention scores the cached keys as they were rotated when they came in")

@@ -19,6 +19,8 @@ from kvjax.models import AttentionLayer, Decoder
 from kvjax.pallas_kernels import PAGE
 from kvjax.policy import Moment, Policy
 
+from .room import occupied_slots
+
 
 def allocated(params: Decoder, cache: KVCache, room: int, begins: bool) -> KVCache:
     """The cache of a prompt that has been read and replayed, in a pool with each head's own number of entries.
@@ -32,11 +34,10 @@ def allocated(params: Decoder, cache: KVCache, room: int, begins: bool) -> KVCac
 
 def rows_needed(cache: KVCache, room: int, begins: bool) -> int:
     """The rows of a lane of the pool for a prompt that has been read. Arguments are those of `allocated`."""
-    policy, kept, layers = cache.policy, cache.kept, len(cache.kept)
+    kept = cache.kept
     if not begins:
-        held = (policy.slots(i, slots, layers) for i, slots in enumerate(cache.entries.bounds))
-        kept = tuple(max(most or 0, now or 0) for most, now in zip(kept, held, strict=True))
-    return pool_rows(policy, kept, cache.entries.kv_heads, room)
+        kept = tuple(max(most or 0, now) for most, now in zip(kept, cache.entries.bounds, strict=True))
+    return pool_rows(cache.policy, kept, cache.entries.kv_heads, room)
 
 
 def bounded(cache: KVCache) -> KVCache:
@@ -44,8 +45,8 @@ def bounded(cache: KVCache) -> KVCache:
     policy = cache.policy
     if not shows_whole_segments(policy) or isinstance(cache.length, jax.core.Tracer):
         return cache
-    evicting = tuple(i for i, evicts in enumerate(policy.limits(len(cache.kept)).evicts) if evicts)
-    return replace(cache, entries=cache.entries.bounded(evicting))
+    pairs = zip(occupied_slots(cache), policy.limits(len(cache.kept)).evicts, strict=True)
+    return replace(cache, entries=cache.entries.within(max((held for held, evicts in pairs if evicts), default=0)))
 
 
 def shows_whole_segments(policy: Policy) -> bool:
@@ -54,12 +55,17 @@ def shows_whole_segments(policy: Policy) -> bool:
 
 
 def pool_rows(policy: Policy, kept: Sequence[int | None], kv_heads: int, room: int) -> int:
-    """The rows of a lane of the pool: the budget, PAGE - 1 more per segment, and room where segments grow."""
+    """The rows of a lane of the pool: the budget, PAGE - 1 more per segment, and room where segments grow.
+
+    Args:
+        kept: of the cache: the size of the prompts, for each layer.
+    """
     budget: Any = policy.budget
+    layers, size = len(kept), max(most or 0 for most in kept)
     heads = kv_heads // budget.layout.lanes(kv_heads)
-    slots = [count for count in kept if count is not None]
-    growing = growing_segments(policy, len(kept), heads)
-    return budget.entries(slots, heads) + len(kept) * heads * (PAGE - 1) + room * growing
+    means = [policy.slots(i, size, layers) for i in range(layers)]
+    growing = growing_segments(policy, layers, heads)
+    return budget.entries(means, size, heads) + layers * heads * (PAGE - 1) + room * growing
 
 
 def growing_segments(policy: Policy, layers: int, heads: int) -> int:

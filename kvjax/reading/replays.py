@@ -16,12 +16,12 @@ from kvjax.attend import Replaying, positions_behind
 from kvjax.cache import Layers, Slots
 from kvjax.checks import shown
 from kvjax.kv_cache import KVCache
-from kvjax.models import AttentionLayer, Decoder
-from kvjax.policy import Pass, Policy, Score, Texts
+from kvjax.mesh.experts import over_experts
+from kvjax.models import Attend, AttentionLayer, Decoder, embedded
+from kvjax.policy import Pass, Policy, Replay, Score, Texts
 from kvjax.runtime.clock import Run, run_at_once
 
 from .each_layer import Call, facts_of, through_layer
-from .sensitivity import replayed_backwards
 from .units import begin, in_rows
 
 Encode: TypeAlias = Callable[[str], Sequence[int]]
@@ -60,13 +60,11 @@ def replay(params: Decoder, cache: KVCache, part: Pass, *, run: Run = run_at_onc
     Args:
         run: how programs are run.
     """
-    if cache.policy.score.needs.sensitivity:
-        return run(_replayed_backwards, params, cache, part)
+    if part.run is not None:
+        return run(_run_by_itself, params, cache, part)
     records, scale = params.attention_layers, params.config.embedding_scale
     x, rows = run(begin, params.embed, cache.length, part.tokens, part.lengths, scale=scale, mesh=cache.mesh)
-    rows = {name: rows[name] for name in ("positions", "lengths")}
-    rows |= {"first": part.first, "last": part.last, "rope": cache.rope}
-    found, call = [], Call(Replaying(cache.policy), cache.mesh)
+    rows, found, call = _rows(cache, part, rows["positions"]), [], Call(Replaying(cache.policy), cache.mesh)
     for i, (layer, record) in enumerate(zip(params.layers, records, strict=True)):
         held, last = cache.entries.layer(i, 0), i == len(records) - 1
         x, state = run(_replay_layer, layer, np.int32(i), x, held, rows, facts=facts_of(record), call=call, last=last)
@@ -108,12 +106,35 @@ def _replay_layer(
 
 
 @jax.jit
-def _replayed_backwards(params: Decoder, cache: KVCache, part: Pass) -> KVCache:
+def _run_by_itself(params: Decoder, cache: KVCache, part: Pass) -> KVCache:
+    """`replay` for a pass that does more than to run forwards."""
+    assert part.run is not None
+    return replace(cache, entries=part.run(to_run(params, cache, part))).in_place()
+
+
+def to_run(params: Decoder, cache: KVCache, part: Pass) -> Replay:
+    """What a pass that runs itself works with."""
     positions = positions_behind(cache.length, part.lengths, part.tokens.shape[1])
-    rows = {"positions": positions, "lengths": part.lengths, "first": part.first, "last": part.last, "rope": cache.rope}
-    attend = partial(Call(Replaying(cache.policy), cache.mesh).attend, **rows)
-    entries = replayed_backwards(params, cache, part.tokens, positions, attend)
-    return replace(cache, entries=entries).in_place()
+    rows = _rows(cache, part, positions)
+
+    def attend(*, instead: Callable[..., Array] | None = None, measured: Array | None = None) -> Attend:
+        return Call(Replaying(cache.policy, instead), cache.mesh).attend(**rows, measured=measured)
+
+    records = (replace(record, alone=True) for record in params.attention_layers)
+    return Replay(
+        layers=list(zip(params.layers, records, strict=True)),
+        hidden=embedded(params.embed, part.tokens, params.config.embedding_scale),
+        positions=positions,
+        entries=cache.entries,
+        attend=attend,
+        mix=over_experts(cache.mesh),
+    )
+
+
+def _rows(cache: KVCache, part: Pass, positions: Int[Array, "B W"]) -> dict[str, Any]:
+    """The arguments of `Replaying`."""
+    rows = {"positions": positions, "lengths": part.lengths, "first": part.first, "last": part.last}
+    return rows | {"rope": cache.rope}
 
 
 def check_one_call(policy: Policy, begins: bool) -> None:

@@ -84,8 +84,7 @@ def plan_read(cache: KVCache, occupied: Sequence[int], *, new: int, room: int, c
     retained = after(room=[0] * len(kept), kept=kept)
     settled = [None if window else most for most, window in zip(retained, cache.windows, strict=True)]
     stay = [most if all_of is None else min(newest, all_of) for most, all_of in zip(kept, settled, strict=True)]
-    slots = tuple(max(n, 1) for n in after(room=rooms, kept=stay))  # Orbax saves no empty array
-    return ReadPlan(slots, kept, final, tuple(settled))
+    return ReadPlan(after(room=rooms, kept=stay), kept, final, tuple(settled))
 
 
 @jax.jit

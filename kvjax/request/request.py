@@ -166,7 +166,7 @@ def check_model(cache: KVCache, params: Decoder) -> None:
     """Raises ValueError if a cache has the shapes of another model."""
     config = params.config
     entries = cache.entries
-    actual = (len(entries), entries.kv_heads, entries.head_dim)
+    actual = (len(entries), entries.kv_heads, entries.stored[0].shape[-1])
     expected = (config.num_layers, config.num_kv_heads, config.head_dim)
     if actual != expected:
         raise ValueError(f"the cache has (layers, kv heads, head size) {actual}: the model needs {expected}")

@@ -56,9 +56,9 @@ def expected_bytes(policy: Policy, batch: int, params: Decoder) -> int:
     heads, dim, total = config.num_kv_heads, config.head_dim, 0
     for layer in range(config.num_layers):
         slots = budget_of(policy, layer, SIZE) or SIZE
-        if isinstance(policy.storage, ThinKeys):  # older entries lie apart, in a slot or more
+        if isinstance(policy.storage, ThinKeys):  # older entries lie apart
             newest, left = min(policy.storage.recent, slots), dim - int(dim * policy.storage.ratio)
-            total += heads * (max(slots - newest, 1) * ((left + dim) * 4 + 4) + left * 4)
+            total += heads * ((slots - newest) * ((left + dim) * 4 + 4) + left * 4)
             slots = newest
         if isinstance(policy.storage, SalientCodes):  # nothing of the prompt is in slots
             others = int(slots * (1 - policy.storage.salient) + 1e-9)

@@ -7,9 +7,8 @@ from typing import Literal
 
 from jaxtyping import Array, Float, Int
 
-from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.pallas_kernels import lowest_tokens, top_tokens
-from kvjax.policy import ByQueryHead, Select
+from kvjax.policy import Ranked, Select
 
 
 @dataclass(frozen=True)
@@ -20,16 +19,8 @@ class TopTokens(Select):
     def compares(self) -> Literal["scores", "means", "other"]:
         return "scores"
 
-    def keep(
-        self,
-        scores: Float[Array, "B H M"],
-        positions: Int[Array, "B H M"],
-        counts: Int[Array, "B H"],
-        size: int,
-        heads: Heads = ALL_HEADS,
-        by_query_head: ByQueryHead | None = None,
-    ) -> Int[Array, "B H size"]:
-        return top_tokens(scores, positions, counts, size=size)
+    def keep(self, ranked: Ranked) -> Int[Array, "B H size"]:
+        return top_tokens(ranked.scores, ranked.positions, ranked.counts, size=ranked.size)
 
     def victims(
         self, scores: Float[Array, "B H S"], positions: Int[Array, "B H S"], count: int

@@ -1,4 +1,4 @@
-"""Entries as codes, some with more bits than others: what a storage may make of a prompt. It knows no policy."""
+"""Entries as codes, some with more bits than others."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.cache import Slots
 from kvjax.pallas_kernels import slot_attention
 
 from .codes import STATIC, Codes, stored
-from .slots import Slots
 
 
 @jax.tree_util.register_dataclass

@@ -1,4 +1,4 @@
-"""Arrays as codes of 2, 4 or 8 bits above a smallest number: what a prompt's entries may be stored as. No policies."""
+"""Arrays as codes of 2, 4 or 8 bits above a smallest number."""
 
 from __future__ import annotations
 
@@ -44,10 +44,8 @@ class Codes:
         """
         largest = 2**bits - 1
         x = x.astype(jnp.float32)
-        low, high = (
-            jnp.min(jnp.where(real, x, jnp.inf), axis, keepdims=True),
-            jnp.max(jnp.where(real, x, -jnp.inf), axis, keepdims=True),
-        )
+        low = jnp.min(jnp.where(real, x, jnp.inf), axis, keepdims=True, initial=jnp.inf)
+        high = jnp.max(jnp.where(real, x, -jnp.inf), axis, keepdims=True, initial=-jnp.inf)
         some = low <= high
         low = stored(jnp.where(some, low, 0), dtype)
         step = stored(jnp.where(some, (high - low) / largest, 0), dtype)

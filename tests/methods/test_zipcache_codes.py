@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import Array
 
-from kvjax.cache import CodedEntries, Slots
-from kvjax.cache.codes import Codes, packed, unpacked
-from tests.cache.literal import literal_codes
+from kvjax.cache import Slots
+from kvjax.methods.zipcache.coded import CodedEntries
+from kvjax.methods.zipcache.codes import Codes, packed, unpacked
+from tests.methods.literal_codes import literal_codes
 
 RNG = np.random.default_rng(0)
 B, H, T, D = 2, 3, 7, 16

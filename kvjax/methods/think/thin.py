@@ -1,4 +1,4 @@
-"""Entries whose keys have lost channels: what a storage may make of a prompt. It knows no policy."""
+"""Entries whose keys have lost channels."""
 
 from __future__ import annotations
 

@@ -8,17 +8,19 @@ text without a chat template, unless `score.suffix` gives one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Slots
-from kvjax.policy import Attended, Needs, Policy, Protect, check_kind
+from kvjax.policy import Attended, Needs, Pass, Policy, Protect, Texts, check_kind
 
-from .common.repetition import Repetition, largest_contributions
-from .kvzip import by_repetition
-from .registry import preset
+from ..common.repetition import Repetition, largest_contributions
+from ..kvzip import by_repetition
+from ..registry import preset
+from .backwards import backwards
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,14 @@ class Attribution(Repetition):
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, weighs_values=True, sensitivity=True)
+        return replace(super().needs, marks=frozenset({"weighs_values"}))
+
+    def passes(self, tokens: Int[Array, "B N"], lengths: Int[Array, "B"], texts: Texts) -> Sequence[Pass]:
+        return [replace(part, run=backwards) for part in super().passes(tokens, lengths, texts)]
 
     def weighed(self, among: Slots, attended: Attended) -> Float[Array, "B H M"]:
-        assert attended.sensitivity is not None
-        return largest_contributions(among, attended, attended.sensitivity)
+        assert attended.measured is not None
+        return largest_contributions(among, attended, attended.measured)
 
 
 SCORE = Attribution()

@@ -8,51 +8,37 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from kvjax.attend import differentiable, over_heads
 from kvjax.cache import Entries
-from kvjax.kv_cache import KVCache
-from kvjax.mesh.experts import over_experts
-from kvjax.models import Attend, Decoder, densely, embedded
+from kvjax.models import densely
+from kvjax.policy import Replay
+
+from .differentiable import differentiable
 
 
-def replayed_backwards(
-    params: Decoder,
-    cache: KVCache,
-    tokens: Int[Array, "B W"],
-    positions: Int[Array, "B W"],
-    observing: Callable[..., Attend],
-) -> Entries:
-    """The entries after their score has observed a pass with `Attended.sensitivity`.
+def backwards(replay: Replay) -> Entries:
+    """The entries after their score has observed a pass, with |d Phi / d y_t| for `Attended.measured`.
 
     The pass runs forwards once, and the hidden states before each layer stay. From the last layer to the first, a layer
     then runs once more, is differentiated by its input and by what its attention gave, and is observed. Activations
     within a layer are those of one layer at a time. Where a layer that is differentiated has experts, each of them
-    treats every token: the products of `over_experts` have no derivative.
-
-    Args:
-        tokens: of the pass, right-aligned.
-        positions: of these tokens, -1 for padding.
-        observing: the attention function by which the score observes a layer, given `sensitivity=`.
+    treats every token: the products of `Replay.mix` have no derivative.
     """
-    attend = over_heads(
-        cache.mesh, partial(differentiable, cache.policy), hidden=False, positions=positions, rope=cache.rope
-    )
-    entries, mix = cache.entries, over_experts(cache.mesh)
-    layers = list(zip(params.layers, params.attention_layers, strict=True))
-    x, before = embedded(params.embed, tokens, params.config.embedding_scale), []
-    for layer, record in layers:
+    attend, entries = replay.attend(instead=differentiable), replay.entries
+    x, before = replay.hidden, []
+    for i, (layer, record) in enumerate(replay.layers):
         before.append(x)
-        x, _ = layer(x, record, attend, cache.entries, mix)
-    gradient = jnp.where(positions[..., None] >= 0, 2 * x, 0)  # of Phi
-    for (layer, record), x in zip(reversed(layers), reversed(before), strict=True):
+        x, _ = layer(x, record, attend, entries.alone(i), replay.mix)
+    gradient = jnp.where(replay.positions[..., None] >= 0, 2 * x, 0)  # of Phi
+    for i, (layer, record) in reversed(list(enumerate(replay.layers))):
         # The barrier, and on a CPU the sum, keep XLA from holding what the layer computed on the way forwards.
-        x, gradient = jax.lax.optimization_barrier((x + 0 * gradient, gradient))
-        attending = partial(layer.attended, layer=record, attend=attend, cache=cache.entries)
+        x, gradient = jax.lax.optimization_barrier((before[i] + 0 * gradient, gradient))
+        attending = partial(layer.attended, layer=record, attend=attend, cache=entries.alone(i))
         gradient, of_given = _backwards(layer, attending, x, gradient)
         sensitivity = jnp.linalg.norm(of_given.astype(jnp.float32), axis=-1)
-        _, entries = layer.attended(x, record, observing(sensitivity=sensitivity), entries)
+        _, part = layer.attended(x, record, replay.attend(measured=sensitivity), entries.alone(i))
+        entries = entries.with_alone(i, part)
     return entries
 
 

@@ -14,13 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import Slots, ThinEntries
+from kvjax.cache import Slots
 from kvjax.policy import PLAIN, Attended, LayerShape, Policy, Storage, check_integer, check_kind, check_number
 
-from .common.settling import check_settling
-from .common.window_attention import QueryRing
-from .full import full
-from .registry import preset
+from ..common.settling import check_settling
+from ..common.window_attention import QueryRing
+from ..full import full
+from ..registry import preset
+from .thin import ThinEntries
 
 FULL = full()
 

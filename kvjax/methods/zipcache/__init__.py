@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import CodedEntries, Slots, mark
+from kvjax.cache import Slots, mark
 from kvjax.pallas_kernels import Reduction, compact, top_tokens, window_scores
 from kvjax.policy import (
     PLAIN,
@@ -31,10 +31,11 @@ from kvjax.policy import (
     check_number,
 )
 
-from .common.query_sample import chosen_queries, lots_of
-from .common.settling import check_settling
-from .full import full
-from .registry import preset
+from ..common.query_sample import chosen_queries, lots_of
+from ..common.settling import check_settling
+from ..full import full
+from ..registry import preset
+from .coded import CodedEntries
 
 FULL = full()
 MEAN = Reduction(rows="mean", group="mean")
@@ -125,13 +126,13 @@ class SalientCodes(Storage):
         )
         scores = jnp.where(older.positions >= 0, scores, -jnp.inf)
         # Rounded down alike for all heads, so that one that holds fewer entries has no more of a kind than one that
-        # holds more. Each kind has a slot or more, because Orbax saves no empty array.
+        # holds more.
         others = int(older.slots * (1 - self.salient) + 1e-4)
         number = jnp.floor(older.occupancy * (1 - self.salient) + 1e-4).astype(jnp.int32)
         number = jnp.clip(number, older.occupancy - (older.slots - others), others)
-        counts, most = older.occupancy - number, max(older.slots - others, 1)
+        counts, most = older.occupancy - number, older.slots - others
         salient = top_tokens(scores, older.positions, counts, size=most)
-        left = compact((older.positions >= 0) & ~mark(salient, older.slots), max(others, 1))
+        left = compact((older.positions >= 0) & ~mark(salient, older.slots), others)
         return replace(newest, settled=CodedEntries.of(older, [(self.bits, salient), (self.other_bits, left)]))
 
 
