@@ -253,7 +253,7 @@ class Bench:
 
     def prompt_reading(self) -> None:
         policy = parse(f"snapkv:budget={self.size(2048)},window={self.size(64)}")
-        chosen = "reference" if self.small else "triton"
+        chosen = "xla" if self.small else "triton"
 
         def reads(tokens: int, chunk: int | None, choice: str) -> Run:
             def run() -> float:

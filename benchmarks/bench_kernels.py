@@ -1,4 +1,4 @@
-"""Checks the kernels against the references, and measures their share of a device's bandwidth and matrix units.
+"""Checks the kernels against plain XLA in float32, and measures their share of a device's bandwidth and matrix units.
 
     python -m benchmarks.bench_kernels > bench_kernels.jsonl          # on a GPU or TPU, production shapes in bfloat16
     python -m benchmarks.bench_kernels --small                        # anywhere, as a check that it runs
@@ -7,7 +7,7 @@ The script first measures the device's own rates: bytes of a copy, read and writ
 Times are those of `device_time.py`: of kernels alone on GPUs, of calls in a row elsewhere. The output is JSON
 lines: the rates, and for each case the median of `--repeats`, the necessary bytes or operations divided by that time,
 and their share of the device's rate, with a goal where there is one. A case that fails, or whose result differs from
-the reference's, is not timed, and the program ends with an error after the other cases. Kernels that run only if they
+XLA's, is not timed, and the program ends with an error after the other cases. Kernels that run only if they
 are chosen (`mosaic_gpu`) have cases of their own, beside the default ones on the same arrays.
 """
 
@@ -57,9 +57,9 @@ def rates(small: bool, repeats: int) -> dict[str, float]:
 
 
 def reference(case: Case, arrays: Sequence[Any]) -> dict[str, Any]:
-    """The results of the reference in float32."""
+    """The results of plain XLA in float32, which holds no array of the size of all attention weights."""
     wide = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, arrays)
-    with pallas_kernels.use("reference"), jax.default_matmul_precision("highest"):
+    with pallas_kernels.use("xla"), jax.default_matmul_precision("highest"):
         return jax.jit(case.call)(*wide)
 
 

@@ -18,7 +18,7 @@ import math
 import os
 import time
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # what is here is not asked
 
@@ -26,7 +26,7 @@ import jax
 
 import kvjax
 from benchmarks.aot.hlo import Loop
-from benchmarks.aot.lower import Part, lower_decode, lower_prefill, plan_params
+from benchmarks.aot.lower import lower_decode, lower_prefill, plan_params
 from benchmarks.aot.targets import target
 from kvjax.models import DecoderConfig, Mixture, Rope, config_from_hf
 
@@ -88,19 +88,18 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     sizes = {"batch": arguments.batch, "length": arguments.length, "new_tokens": arguments.new_tokens}
     started = time.perf_counter()
     if arguments.program == "decode":
-        lowered = lower_decode(config, policy, mesh=mesh, **sizes)
+        programs = {"decode": lower_decode(config, policy, mesh=mesh, **sizes)}
     else:
-        lowered = lower_prefill(config, policy, mesh=mesh, chunk=arguments.chunk, part=arguments.part, **sizes)
+        programs = lower_prefill(config, policy, mesh=mesh, chunk=arguments.chunk, **sizes)
     traced = time.perf_counter()
-    compiled = lowered.compile()
+    each = [lowered.compile() for lowered in programs.values()]
     done = time.perf_counter()
-    memory, hlo = compiled.memory_analysis(), compiled.as_text() or ""
-    assert memory is not None
+    found = [memory for compiled in each if (memory := compiled.memory_analysis()) is not None]
     cache = kvjax.plan_cache(config, policy, dtype="bfloat16", mesh=mesh, **sizes)
     keys = held(cache.entries.stored[0])
-    facts = {"chunk": arguments.chunk, "part": arguments.part} if arguments.chunk else {}
+    facts: dict[str, Any] = {"chunk": arguments.chunk} if arguments.chunk else {}
     if arguments.program == "decode":
-        loop = Loop.of(hlo)
+        loop = Loop.of(each[0].as_text() or "")
         facts = {
             "collectives": loop.collectives,
             "rewrites_of_keys": len(loop.rewrites(keys)),
@@ -117,11 +116,12 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "parameters": held(plan_params(config, "bfloat16", mesh)),
         "cache": held(cache),
         "keys_of_a_layer": keys,
-        "arguments": memory.argument_size_in_bytes,
-        "outputs": memory.output_size_in_bytes,
-        "aliased": memory.alias_size_in_bytes,
-        "temporaries": memory.temp_size_in_bytes,
-        "code": memory.generated_code_size_in_bytes,
+        "programs": len(programs),
+        "arguments": max(memory.argument_size_in_bytes for memory in found),
+        "outputs": max(memory.output_size_in_bytes for memory in found),
+        "aliased": max(memory.alias_size_in_bytes for memory in found),
+        "temporaries": max(memory.temp_size_in_bytes for memory in found),
+        "code": sum(memory.generated_code_size_in_bytes for memory in found),
         "memory": there.chip.memory,
         **facts,
         "lower_seconds": round(traced - started, 1),
@@ -146,7 +146,6 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=8192, help="tokens of a prompt")
     parser.add_argument("--chunk", type=int, help="tokens of a prompt that are read at a time; all by default")
-    parser.add_argument("--part", choices=get_args(Part), default="last", help="the chunk; one program each")
     parser.add_argument("--new-tokens", type=int, default=1024)
     arguments = parser.parse_args()
     for name in arguments.targets:

@@ -213,6 +213,13 @@ def cases(small: bool) -> Iterator[Case]:
         10.0,
         rival=lambda x: jax.lax.top_k(x, count),
     )
+    yield Case(
+        "lowest_tokens",
+        {"batch": 1, "keys": keys, "count": 8},
+        lambda x: {"indices": jnp.sort(pallas_kernels.lowest_tokens(x, at, count=8), axis=-1)},
+        lambda key: [jax.random.normal(key, (1, HEADS, keys))],
+        (HEADS * keys * 4, "bytes"),
+    )
     yield from (experts_case(tokens, small) for tokens in ([16] if small else [64, 4096]))
     batch, slots, channels = (2, 256, 64) if small else (8, 2048, 64)
 

@@ -6,10 +6,10 @@
 Each kind of work is timed as in `bench_kernels.py`, first with the tile sizes of the kernel's rule, and then with
 combinations of rows, slots, warps and stages that fit into shared memory: all of a grid, or the `--most` that are
 nearest to the rule's, where each doubling of a number and each stage counts as one. A combination that the
-compiler refuses is skipped. A result that differs from the reference's ends the program with an error. The best
-combination goes into pallas_kernels/blocks.json if it is faster than the rule's by at least `--gain`, so that noise
-changes nothing. The output is JSON lines: every measurement, then the best. Work whose best is in the file `--resume`,
-the output of an earlier call, is not measured again; its best goes into the table as it did then.
+compiler refuses is skipped. A result that differs from XLA's ends the program with an error. The best
+combination goes into pallas_kernels/triton/blocks.json if it is faster than the rule's by at least `--gain`, so that
+noise changes nothing. The output is JSON lines: every measurement, then the best. Work whose best is in the file
+`--resume`, the output of an earlier call, is not measured again; its best goes into the table as it did then.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from benchmarks.device_time import seconds
 from benchmarks.kernel_cases import HEADS, Case, attention, scores, slots_of
 from kvjax import pallas_kernels
 from kvjax.pallas_kernels import QuantizedArray
-from kvjax.pallas_kernels.blocks import TABLE, Blocks, Work, power_of_two, table
-from kvjax.pallas_kernels.triton_attention import attend_blocks
+from kvjax.pallas_kernels.triton.attention import attend_blocks
+from kvjax.pallas_kernels.triton.blocks import TABLE, Blocks, Work, power_of_two, table
 from kvjax.pallas_kernels.window_scores.triton import score_blocks
 
 SHARED = 224 << 10  # bytes of shared memory per core of an H100
-WRITTEN = Path(__file__).resolve().parents[1] / "pallas_kernels" / TABLE.name
+WRITTEN = Path(__file__).resolve().parents[1] / "pallas_kernels" / "triton" / TABLE.name
 
 
 def attend(head_dim: int, rows: int, bits: int, small: bool) -> tuple[Work, Case]:

@@ -116,7 +116,7 @@ def _pieces(
 ) -> Generator[Piece, None, None]:
     """Yields the pieces. `keep` receives the cache when the last one is yielded or the generator is closed."""
     logits, filled = read_request(params, request)
-    state = take(Decoding.begin(request, filled, size=0, log_probs=False), logits)
+    state = take(Decoding.begin(request.sampling, filled, size=0, log_probs=False), logits)
     batch = len(request.batch.lengths)
     texts = None if tokenizer is None else [RowText(tokenizer, stops) for _ in range(batch)]
     active = np.ones(batch, bool)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from kvjax.engine.compiling import Programs
 from kvjax.engine.plans import Plans
 from kvjax.engine.reading import compile_reads
 from kvjax.engine.resident import compile_rows
@@ -22,18 +20,7 @@ from kvjax.policy import Policy
 from kvjax.reading.replays import encoded_texts
 from kvjax.runtime.modes import own_modes
 
-from .lower import plan_params
-
-
-class _Lowered(Programs):
-    """Programs that nobody has compiled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lowered: dict[Hashable, jax.stages.Lowered] = {}
-
-    def _compile(self, name: Hashable, lowered: jax.stages.Lowered) -> None:
-        self.lowered[name] = lowered
+from .lower import Lowered, plan_params
 
 
 @own_modes()
@@ -47,7 +34,7 @@ def lower_engine(
     max_new_tokens: int,
     dtype: Any = jnp.bfloat16,
     chunk: int = CHUNK,
-) -> tuple[dict[Hashable, jax.stages.Lowered], KVCache]:
+) -> tuple[dict[str, jax.stages.Lowered], KVCache]:
     """The programs of an engine, for the devices of a mesh of `make_mesh`.
 
     Args:
@@ -66,7 +53,7 @@ def lower_engine(
     check_batch(rows, mesh)
     sizes = Sizes.of(rows, max_prompt, max_new_tokens, chunk=chunk)
     plans = Plans.of(config, policy, sizes, jnp.dtype(dtype), mesh, encoded_texts(policy, None))
-    programs = _Lowered()
+    programs = Lowered(plans.placed)
     logits, row = compile_reads(programs, plans, params, after=False)
     start = jax.tree.map(
         lambda x: plans.placed_rows(jax.ShapeDtypeStruct((plans.batch, *x.shape[1:]), x.dtype)),

@@ -6,31 +6,32 @@ back says what the program takes (`memory_analysis()`), and `hlo.Loop` what a lo
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Array, Float
 
 from kvjax.cache import bucket, room_for
 from kvjax.checkpoint.parameters import Blank
-from kvjax.decoding.loop import Answers, Decoding, decode
+from kvjax.decoding.loop import Answers, Decoding, Sampling, decode
 from kvjax.decoding.sampling import Greedy, SamplingMethod
-from kvjax.extend import jitted_read, read
+from kvjax.engine.compiling import Programs
 from kvjax.kv_cache import KVCache, check_attached
 from kvjax.mesh.sharding import check_batch, fit_mesh, rows_sharding
 from kvjax.models import Decoder, DecoderConfig
-from kvjax.plan import check_sizes, placed, plan_cache
+from kvjax.plan import check_sizes, on_mesh, placed, plan_cache
 from kvjax.policy import Policy
-from kvjax.reading.prompt import read_on
-from kvjax.reading.room import ending, plan_read
-from kvjax.request.request import Sampling
+from kvjax.reading.batch import Batch
+from kvjax.reading.prompt import Plan, complete, pieces
+from kvjax.reading.replays import encoded_texts
+from kvjax.reading.room import ending
 from kvjax.runtime.modes import own_modes
-
-Part = Literal["first", "middle", "last"]
 
 
 def plan_params(config: DecoderConfig, dtype: Any, mesh: Mesh) -> Decoder:
@@ -47,8 +48,39 @@ def plan_params(config: DecoderConfig, dtype: Any, mesh: Mesh) -> Decoder:
     )
 
 
+class Lowered(Programs):
+    """Programs that nobody has compiled.
+
+    Attributes:
+        lowered: by the name that they were given, or by the name of the function and a number.
+    """
+
+    def __init__(self, placed: Callable[[Any], Any]) -> None:
+        super().__init__(placed)
+        self.lowered: dict[str, jax.stages.Lowered] = {}
+
+    def _compile(self, name: Hashable, lowered: jax.stages.Lowered) -> None:
+        if not isinstance(name, str):
+            function = name[0].__name__  # type: ignore[index]
+            name = f"{function} {sum(other.startswith(function) for other in self.lowered)}"
+        self.lowered[name] = lowered
+
+
+def lower_prefill(config: DecoderConfig, policy: Policy, *, mesh: Mesh, **sizes: Any) -> dict[str, jax.stages.Lowered]:
+    """What `generate` reads prompts with, for the devices of a mesh of `make_mesh`: each program once, by its name.
+
+    Args:
+        sizes: as `read_ahead` takes them.
+    """
+    mesh = fit_mesh(mesh, config)
+    programs = Lowered(partial(on_mesh, mesh=mesh))
+    read_ahead(programs, config, policy, mesh=mesh, **sizes)
+    return programs.lowered
+
+
 @own_modes()
-def lower_prefill(
+def read_ahead(
+    programs: Programs,
     config: DecoderConfig,
     policy: Policy,
     *,
@@ -58,17 +90,14 @@ def lower_prefill(
     new_tokens: int,
     dtype: Any = jnp.bfloat16,
     chunk: int | None = None,
-    part: Part = "last",
-) -> jax.stages.Lowered:
-    """What `generate` reads prompts of `length` tokens with, for the devices of a mesh of `make_mesh`.
+) -> tuple[Float[Array, "B V"], KVCache]:
+    """Adds the programs that `generate` reads prompts of `length` tokens with, and returns the shapes of the result.
 
-    Where a budget is shared out among layers or heads, that is done by a program of its own, after this one.
+    Texts that a score replays are taken to be empty.
 
     Args:
         dtype: of parameters and cache.
         chunk: the number of tokens that are read at a time; all of them if None.
-        part: the chunk: one program reads the first, another all between, and a third the last. A prompt that is read
-            in one piece has only a last one.
 
     Raises:
         ValueError: for sizes below 1, and a mesh that does not fit the model or the batch.
@@ -77,29 +106,17 @@ def lower_prefill(
     params, mesh, size = plan_params(config, dtype, mesh), fit_mesh(mesh, config), bucket(length)
     check_attached(policy, params)
     check_batch(batch, mesh)
-    chunk = min(chunk or size, size)
-    tokens, lengths = (
-        jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows_sharding(mesh)) for shape in ((batch, chunk), (batch,))
-    )
 
-    def on_mesh(cache: KVCache) -> KVCache:
-        cache = replace(cache, mesh=mesh)
-        return placed(cache, cache.shardings)
+    def put(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows_sharding(mesh))
 
-    cache = on_mesh(jax.eval_shape(lambda: KVCache.empty(config, policy, jnp.full(batch, length), size, dtype)))
-    end, before = ending(cache, "auto"), (-(-size // chunk) - 1) * chunk
-    nothing = [0] * config.num_layers
-    if before:
-        plan = plan_read(cache, nothing, new=before, room=0, compress=False, final=False)
-        if part == "first":
-            return jitted_read.lower(params, cache, tokens, lengths, plan=plan)
-        cache = on_mesh(jax.eval_shape(partial(read, plan=plan), params, replace(cache, mesh=None), tokens, lengths)[1])
-        if part == "middle":
-            return read_on.lower(params, cache, tokens, lengths, plan=plan)
-    room = 0 if end.allocate else room_for(new_tokens)
-    occupied = cache.entries.bounds
-    plan = plan_read(cache, occupied, new=chunk, room=room, compress=end.compress, final=end.final)
-    return jitted_read.lower(params, cache, tokens, lengths, plan=plan)
+    cache = jax.eval_shape(lambda: KVCache.empty(config, policy, jnp.full(batch, length), size, dtype))
+    cache = on_mesh(replace(cache, mesh=mesh), mesh)
+    prompts = Batch(np.zeros((batch, size), np.int32), np.full(batch, length, np.int32))
+    options: dict[str, Any] = {"room": room_for(new_tokens), "chunk": chunk, "compress": "auto"}
+    plan = Plan.of(cache, prompts, ending(cache, "auto"), cache.entries.bounds, **options)
+    texts = encoded_texts(policy, lambda _: ())
+    return complete(pieces(params, cache, prompts, plan, texts, run=programs.compile, put=put))
 
 
 @own_modes()

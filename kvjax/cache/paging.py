@@ -17,12 +17,6 @@ def whole_pages(rows: Any) -> Any:
     return (rows + PAGE - 1) // PAGE * PAGE
 
 
-@jax.jit
-def longest_segment(size: tuple[Int[Array, "B H"], ...]) -> Int[Array, ""]:
-    """The number of rows of the longest of the segments of these layers."""
-    return jnp.max(jnp.array([jnp.max(rows) for rows in size]), initial=0)
-
-
 def starts(size: tuple[Int[Array, "B H"], ...], lanes: int) -> tuple[Int[Array, "B H"], ...]:
     """The first row of each segment, where segments follow one another in each lane: by layer, then by head."""
     in_order = _in_order(size, lanes)

@@ -13,13 +13,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from kvjax.decoding.loop import Answers, Decoding
+from kvjax.decoding.loop import Answers, Decoding, Sampling
 from kvjax.decoding.row_samplers import RowSamplers
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import DATA, MODEL
 from kvjax.models import Decoder
 from kvjax.plan import placed
-from kvjax.request.request import Sampling
 from kvjax.runtime.gpu_flags import STEP_OPTIONS
 
 from .compiling import Programs

@@ -1,4 +1,4 @@
-"""A layer over its own entries. All layers of a kind share its trace in one program, or have a program in common."""
+"""A layer over its own entries, and all layers in one program. Layers of a kind share a trace."""
 
 from __future__ import annotations
 

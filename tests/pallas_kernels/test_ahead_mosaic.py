@@ -26,7 +26,7 @@ prompt, slot, segment, window, top = (
     import_module(f"kvjax.pallas_kernels.{name}.mosaic_tpu")
     for name in ("prompt_attention", "slot_attention", "segment_attention", "window_scores", "top_tokens")
 )
-mosaic = import_module("kvjax.pallas_kernels.mosaic")
+mosaic = import_module("kvjax.pallas_kernels.mosaic_tpu.common")
 by_position, parts = (
     import_module(f"kvjax.pallas_kernels.prompt_attention.{name}") for name in ("mosaic_by_position", "parts")
 )
