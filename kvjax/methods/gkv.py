@@ -21,8 +21,9 @@ from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, S
 from .common.budgets import budget_of
 from .common.drop import Drop
 from .common.redundancy import redundancy
+from .common.refusals import check_window
 from .common.top_tokens import TopTokens
-from .common.window_attention import QueryRing, WindowAttention, check_window
+from .common.window_attention import QueryRing, WindowAttention
 from .registry import preset
 
 REDUCTION = Reduction(rows="mean", group="max", first="group")
@@ -66,7 +67,7 @@ class GlobalAttention(Score):
         return Needs(queries="rotated", keeps_queries=True, signed=True)
 
     def check(self, policy: Policy) -> None:
-        check_window(type(self).__name__, self.window, policy)
+        check_window(self.window, policy)
 
     def init(self, shape: LayerShape, slots: int) -> tuple[Lasting, QueryRing]:
         none = jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32)

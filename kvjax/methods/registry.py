@@ -6,13 +6,13 @@ import functools
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from kvjax.policy import Part, Policy
+from kvjax.policy import Part, Policy, named
 
 Preset = TypeVar("Preset", bound=Callable[..., Policy])
 
@@ -20,14 +20,30 @@ _presets: dict[str, Callable[..., Policy]] = {}
 
 
 def preset(build: Preset) -> Preset:
-    """Registers a preset under the name of its function. NumPy's numbers become Python's, whose repr is a literal."""
+    """Registers a preset under the name of its function.
+
+    NumPy's numbers become Python's, whose repr is a literal. Its errors begin with its name, instead of the names of
+    parts and presets that its module knows, and are in the words of its options.
+    """
+    words = _words(inspect.signature(build).parameters)
 
     @functools.wraps(build)
-    def of_plain_numbers(*values: Any, **options: Any) -> Policy:
-        return build(*map(_plain, values), **{name: _plain(value) for name, value in options.items()})
+    def called(*values: Any, **given: Any) -> Policy:
+        try:
+            with named(build.__name__, instead_of=build.__globals__):
+                return build(*map(_plain, values), **{name: _plain(value) for name, value in given.items()})
+        except ValueError as error:
+            error.args = (functools.reduce(lambda text, pair: text.replace(*pair), words, str(error)),)
+            raise
 
-    _presets[build.__name__] = of_plain_numbers
-    return cast(Preset, of_plain_numbers)
+    _presets[build.__name__] = called
+    return cast(Preset, called)
+
+
+def _words(options: Collection[str]) -> list[tuple[str, str]]:
+    """What messages say for fields of a policy that a preset has no option for, or has under another name."""
+    words = [(" recent=", " window=")] if "window" in options and "recent" not in options else []
+    return words if "every" in options else [*words, (" + every=", " + ")]
 
 
 def _plain(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from .budget import AllocatedBudget, Budget, Layout, check_alike
 from .merge import Effects, Keep, Merge
-from .part import Part, check_choice, check_integer, check_kind, check_number
+from .part import Part, check_choice, check_integer, check_kind, check_number, named
 from .policy import Limits, Policy, Protect
 from .score import Attended, LayerShape, Moment, Needs, Pass, Received, Score, ScoreWrapper, Texts
 from .select import ByQueryHead, Select, SelectWrapper
@@ -40,4 +40,5 @@ __all__ = [
     "check_integer",
     "check_kind",
     "check_number",
+    "named",
 ]

@@ -91,7 +91,10 @@ def _values(name: str, prefix: str, given: Mapping[str, str], accepted: Options,
                     f"{name}: {full}={own[option]}: expected its own options, {_names(f'{full}.', fields) or 'none'}"
                 )
             inside = _values(name, f"{full}.", rest_of, fields, presets)
-            values[option] = dataclasses.replace(parameter.default, **inside)
+            try:
+                values[option] = dataclasses.replace(parameter.default, **inside)
+            except ValueError as error:
+                raise ValueError(f"{name}: {full}.{error}") from None
         elif option not in own and isinstance(parameter.default, Policy):
             raise ValueError(f"{name}: options of {full} without {full} itself: expected {full}=PRESET first")
         elif rest_of and not isinstance(parameter.default, Policy):

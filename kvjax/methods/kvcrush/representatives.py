@@ -94,9 +94,9 @@ class Representatives(SelectWrapper):
         check_choice("bits", self.bits, "kv", "query")
         check_integer("page", self.page, least=1)
         if isinstance(self.base, Representatives):
-            raise ValueError("Representatives of the tokens that Representatives leave out: expected another base")
+            raise ValueError("its base selects representatives already; choose another base")
         if self.granularity != "token":
-            check_entrywise(self.base, f"Representatives with granularity={self.granularity!r}")
+            check_entrywise(self.base)
         if self.granularity == "page" and self.pick == "kmeans":
             raise ValueError(
                 "pick='kmeans': expected another one with granularity='page', as it clusters tokens or chunks"
@@ -109,8 +109,8 @@ class Representatives(SelectWrapper):
     def check(self, policy: Policy) -> None:
         if self.bits == "query" and not policy.score.needs.by_query_head:
             raise ValueError(
-                f"Representatives with bits='query' compares query heads, and {type(policy.score).__name__} has no "
-                "scores of single query heads: expected QueryHeadAttention of it"
+                f"bits='query' compares query heads, and the score {type(policy.score).__name__} has no scores of "
+                "single query heads; expected QueryHeadAttention of it"
             )
 
     def keep(
