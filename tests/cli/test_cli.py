@@ -31,7 +31,7 @@ from tests.cli.commands import PROMPT, kv
             ["generate", "MODEL", PROMPT, "--policy", "morphkv:budget=32"],
             "morphkv: a budget of 32 entries: expected 33",
         ),
-        (["info", "MODEL", "--policy", "morphkv:budget=32"], "morphkv: a budget of 32 entries: expected 33"),
+        (["info", "MODEL", "--policy", "morphkv:budget=32"], "a budget of 32 entries: expected 33"),
         (["info", "MODEL", "--batch", "0"], "batch=0: expected an integer in 1 .. 2147483647"),
         (["info", "MODEL", "--mesh", "2"], "mesh '2': expected DATAxMODEL"),
         (["info", "MODEL", "--mesh", "1x3"], "model=3 does not fit 4 query heads, 2 kv heads"),
