@@ -52,8 +52,8 @@ class QuerySample(ScoreWrapper):
         check_integer("seed", self.seed, least=0)
         if self.base.needs.queries == "unrotated" or self.base.needs.samples:
             raise ValueError(
-                f"its base {type(self.base).__name__} observes queries before RoPE or samples them already; choose a "
-                "base that does neither"
+                f"QuerySample: its base {type(self.base).__name__} observes queries before RoPE or samples them "
+                "already; choose a base that does neither"
             )
 
     @property

@@ -42,8 +42,8 @@ class QueryHeadAttention(ScoreWrapper):
         check_kind("base", self.base, Score)
         if self.base.needs.queries == "unrotated":
             raise ValueError(
-                f"its base {type(self.base).__name__} observes queries before RoPE, and bits='query' observes them "
-                "after RoPE; choose another base"
+                f"QueryHeadAttention: its base {type(self.base).__name__} observes queries before RoPE, and "
+                "bits='query' observes them after RoPE; choose another base"
             )
 
     @property

@@ -94,7 +94,7 @@ class Representatives(SelectWrapper):
         check_choice("bits", self.bits, "kv", "query")
         check_integer("page", self.page, least=1)
         if isinstance(self.base, Representatives):
-            raise ValueError("its base selects representatives already; choose another base")
+            raise ValueError("Representatives: its base selects representatives already; choose another")
         if self.granularity != "token":
             check_entrywise(self.base)
         if self.granularity == "page" and self.pick == "kmeans":
