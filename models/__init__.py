@@ -49,24 +49,27 @@ def _checked(model_type: str, module: ModuleType) -> dict[str, ModuleType]:
     return {model_type: module}
 
 
-_OWN: dict[str, ModuleType] = {
-    "gemma2": gemma2,
-    "gemma3_text": gemma3_text,
-    "gpt_oss": gpt_oss,
-    "granite": granite,
-    "internlm2": internlm2,
-    "llama": llama,
-    "ministral": ministral,
-    "mistral": mistral,
-    "mixtral": mixtral,
-    "olmo2": olmo2,
-    "phi3": phi3,
-    "qwen2": qwen2,
-    "qwen3": qwen3,
-    "qwen3_moe": qwen3_moe,
-    "smollm3": smollm3,
-}
-FAMILIES: Mapping[str, ModuleType] = Registered("kvjax.families", _OWN, _checked)
+FAMILIES: Mapping[str, ModuleType] = Registered(
+    "kvjax.families",
+    {
+        "gemma2": gemma2,
+        "gemma3_text": gemma3_text,
+        "gpt_oss": gpt_oss,
+        "granite": granite,
+        "internlm2": internlm2,
+        "llama": llama,
+        "ministral": ministral,
+        "mistral": mistral,
+        "mixtral": mixtral,
+        "olmo2": olmo2,
+        "phi3": phi3,
+        "qwen2": qwen2,
+        "qwen3": qwen3,
+        "qwen3_moe": qwen3_moe,
+        "smollm3": smollm3,
+    },
+    _checked,
+)
 
 
 def family(model_type: str) -> ModuleType:
