@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -63,19 +64,21 @@ class Replaying:
             q, k = (rotated(layer, x, positions[:, None], rope) for x in (q, k))
             held = followed(policy, old, k, v, positions)
             context, lse, found = attention(layer, heads, q, held, positions, "replays", needs.wishes)
-            attended = Attended(
-                queries=unrotated if needs.queries == "unrotated" else q,
+            attended = partial(
+                Attended,
                 positions=positions,
                 lse=lse,
-                received=received(needs.received, "replays", found, layer, heads, q, lse, held, positions),
                 lengths=lengths,
                 layer=layer,
                 heads=heads,
                 replay=(first, last),
                 hidden=layer.hidden if needs.hidden else None,
                 sensitivity=sensitivity,
+                rope=rope,
             )
-            per_slot, per_row = policy.score.observe(held, attended)
+            shown = received(needs.received, "replays", found, layer, heads, q, lse, held, positions, attended)
+            queries = unrotated if needs.queries == "unrotated" else q
+            per_slot, per_row = policy.score.observe(held, attended(queries=queries, received=shown))
             per_slot = jax.tree.map(lambda x: x[..., : old.slots], per_slot)
             return context, entries.with_layer(i, replace(old, per_slot=per_slot, per_row=per_row))
 

@@ -7,7 +7,7 @@ trains models for compressed caches, which is no part of this.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -80,8 +80,8 @@ class GlobalAttention(Score):
 
         def attention() -> Float[Array, "B H M"]:
             """From the window, as a share of the largest."""
-            now = Moment(attended.positions[:, -1] + 1, attended.layer, heads=attended.heads)
-            local = WindowAttention(self.window, REDUCTION)(_with(entries, ring), now)
+            own = replace(entries, per_slot=None, per_row=ring)
+            local = WindowAttention(self.window, REDUCTION)(own, attended.moment())
             return local / jnp.maximum(jnp.max(local, axis=-1, keepdims=True), 1e-30)
 
         if not attended.decoding:
@@ -97,11 +97,6 @@ class GlobalAttention(Score):
         repeated = redundancy(entries, self.threshold)
         largest = jnp.max(jnp.where(distant, repeated, 0), axis=-1, keepdims=True)
         return self.mix * entries.per_slot.now - (1 - self.mix) * repeated / jnp.maximum(largest, 1e-30)
-
-
-def _with(entries: Slots, ring: QueryRing) -> Slots:
-    """The entries with these queries alone."""
-    return Slots(entries.keys, entries.values, entries.positions, entries.capacity, None, ring, bias=entries.bias)
 
 
 @preset
