@@ -130,10 +130,6 @@ class Entries(ABC):
         """The same entries, those of layer i replaced."""
 
     @abstractmethod
-    def rows(self, i: int) -> Any:
-        """The score's state per row in layer i."""
-
-    @abstractmethod
     def alone(self, i: int) -> Self:
         """The entries of layer i as those of a model of one layer. A pool keeps its rows, of all layers."""
 

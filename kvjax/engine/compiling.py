@@ -35,7 +35,7 @@ class Programs:
         """No programs.
 
         Args:
-            placed: the shapes of what a program returns, where it lies.
+            placed: returns the shapes of what `call` returns, where it lies.
         """
         self._started = time.perf_counter()
         self._placed = placed
@@ -55,13 +55,13 @@ class Programs:
         """
         lowered = program.lower(*args, **static)
         self._compile(name, lowered)
-        return self._placed(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info))
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info)
 
     def compile(self, program: Any, *args: Any, **static: Any) -> Any:
         """Adds what `program(*args, **static)` runs, unless it is there, and returns the shapes of its result."""
         key = _key(program, args, static)
         if key not in self._shapes:
-            self._shapes[key] = self.add(key, program, *args, **static)
+            self._shapes[key] = self._placed(self.add(key, program, *args, **static))
         return self._shapes[key]
 
     def call(self, program: Any, *args: Any, **static: Any) -> Any:

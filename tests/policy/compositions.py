@@ -1,8 +1,7 @@
 """Everything that can be composed, on one layer's random queries and keys.
 
-The score of a composition is evaluated by itself, once for each prompt that has been read and once before each
-eviction. `Policy.compress`, `Policy.retain` and `Layers.make_room` then run with these numbers as the score, so that a
-program serves all scores.
+The score of a composition is evaluated once per prompt and before each eviction. `Policy.compress`, `Policy.retain` and
+`Layers.make_room` then run with these numbers as the score, so that a program serves all scores.
 """
 
 from __future__ import annotations
@@ -169,13 +168,8 @@ ALLOCATED = (
 )
 QUERY_BITS = Representatives(TopTokens(), 0.5, bits="query")
 SELECTS = (
-    TopTokens(),
-    Newest(),
-    Representatives(TopTokens(), 0.5),
-    QUERY_BITS,
-    Chunks(TopTokens(), 5),
-    EvenChunks(length=5),
-    Pages(TopTokens(), 3),
+    *(TopTokens(), Newest(), Representatives(TopTokens(), 0.5), QUERY_BITS),
+    *(Chunks(TopTokens(), 5), EvenChunks(length=5), Pages(TopTokens(), 3)),
 )
 MERGES: tuple[Merge, ...] = (Drop(), ValueMerge(tokens=3), GaussianMerge(heavy=1, theta=None), SimilarityMerge())
 RHYTHMS = (None, 1, 4)
