@@ -17,7 +17,6 @@ from kvjax.mesh.sharding import MODEL, check_batch, fit_mesh, heads_sharding, me
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.policy import Budget, LayerShape, Policy
 from kvjax.runtime.modes import own_modes
-from kvjax.runtime.programs import jit
 
 STATIC = {"static": True}
 
@@ -36,8 +35,8 @@ class KVCache:
         pending: each row's last sampled token, int32. It has no entry yet and is read first in the next call; -1 if
             there is none.
         policy: the policy that made this cache and may extend it.
-        kept: the number of entries that each layer retains at most when it is compressed (of an allocated budget: the
-            mean kv head); None where it retains everything.
+        kept: the number of entries that each layer retains at most when it is compressed; None where it retains
+            everything. Until a budget is allocated: the largest prompt that the cache was made for.
         windows: each layer's sliding window, the most slots it ever needs.
         filled: whether the prompt has been read to its end and compressed.
         mesh: the devices that hold the cache, rows over `data` and kv heads over `model`; None for one device.
@@ -82,10 +81,11 @@ class KVCache:
         check_batch(batch, mesh)
         policy.budget.check_model(layers, config.num_kv_heads)
         check_groups(policy.budget, config.num_kv_heads, 1 if mesh is None else mesh.shape[MODEL])
+        slots = (prompt_size if policy.allocates else policy.slots(i, prompt_size, layers) for i in range(layers))
         cache = cls(
             **_unfilled(prompt_lengths, config=config, policy=policy, dtype=jnp.dtype(dtype)),
             policy=policy,
-            kept=tuple(policy.slots(i, prompt_size, layers) for i in range(layers)),
+            kept=tuple(slots),
             windows=config.windows,
             mesh=mesh,
         )
@@ -99,12 +99,12 @@ class KVCache:
     @property
     def dtype(self) -> jnp.dtype:
         """Of keys and values in computations."""
-        return self.entries.dtype
+        return self.entries.stored[0].dtype
 
     @property
     def nbytes(self) -> int:
         """The bytes of keys, values, positions and the policy's state. It is exact for a planned cache too."""
-        return self.entries.nbytes
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.entries))
 
     @property
     def grows(self) -> tuple[bool, ...]:
@@ -132,7 +132,7 @@ class KVCache:
         return replace(self, entries=self.entries.private(), length=length, rope=rope, pending=pending)
 
 
-@partial(jit, static_argnames=("config", "policy", "dtype"))
+@partial(jax.jit, static_argnames=("config", "policy", "dtype"))
 def _unfilled(
     prompt_lengths: Int[Array, "B"], *, config: DecoderConfig, policy: Policy, dtype: jnp.dtype
 ) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from kvjax.methods import registry
 from kvjax.methods.common import group_weights, query_bits
 from kvjax.methods.common.allocation import check_limited, check_mean, check_share, raise_best, scaled
 from kvjax.methods.common.budgets import budget_of, share_of
-from kvjax.methods.common.matrices import cholesky, solve_lower, solve_positive
 from kvjax.methods.common.mean_rotation import mean_rotation
 from kvjax.methods.common.projected_norms import projected_norms
 from kvjax.methods.common.redundancy import redundancy, softmax
@@ -30,26 +29,29 @@ from kvjax.methods.common.refusals import (
 )
 from kvjax.methods.common.window_attention import QueryRing
 from kvjax.methods.registry import preset
-from kvjax.models import join_sinks, rotate
+from kvjax.models import AttentionLayer, join_sinks, rotate
 from kvjax.pallas_kernels import (
     Asked,
     Reduction,
     capped,
     compact,
+    dot_products,
     finite_or_zero,
     fold,
+    lowest_tokens,
     prompt_attention,
     top_counts,
     top_tokens,
     traced_once,
+    weighted_sum,
     window_scores,
 )
 from kvjax.pallas_kernels.arrays import pad
+from kvjax.pallas_kernels.matrices import cholesky, eigh, solve_lower, solve_positive
 from kvjax.pallas_kernels.visibility import span, visible, visible_tiles
 from kvjax.policy import (
     PLAIN,
     Attended,
-    ByQueryHead,
     Effects,
     Keep,
     LayerShape,
@@ -59,7 +61,9 @@ from kvjax.policy import (
     Part,
     Pass,
     Protect,
+    Ranked,
     Received,
+    Replay,
     ScoreWrapper,
     SelectWrapper,
     Texts,
@@ -68,6 +72,7 @@ from kvjax.policy import (
     check_integer,
     check_kind,
     check_number,
+    most_entries,
 )
 
 __all__ = [
@@ -76,7 +81,7 @@ __all__ = [
     "UNLIMITED",
     "Asked",
     "Attended",
-    "ByQueryHead",
+    "AttentionLayer",
     "Effects",
     "Heads",
     "Keep",
@@ -88,8 +93,10 @@ __all__ = [
     "Pass",
     "Protect",
     "QueryRing",
+    "Ranked",
     "Received",
     "Reduction",
+    "Replay",
     "ScoreWrapper",
     "SelectWrapper",
     "Slots",
@@ -112,13 +119,17 @@ __all__ = [
     "check_window",
     "cholesky",
     "compact",
+    "dot_products",
+    "eigh",
     "finite_or_zero",
     "fold",
     "group_weights",
     "is_finite",
     "join_sinks",
+    "lowest_tokens",
     "mark",
     "mean_rotation",
+    "most_entries",
     "pad",
     "preset",
     "projected_norms",
@@ -140,6 +151,7 @@ __all__ = [
     "traced_once",
     "visible",
     "visible_tiles",
+    "weighted_sum",
     "window_scores",
 ]
 

@@ -14,7 +14,7 @@ from kvjax.cache import UNLIMITED, Entries, Layers, Slots, bucket, empty_pool, r
 from kvjax.checks import check_size, check_type, dtype_of
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.heads import ALL_HEADS
-from kvjax.mesh.sharding import check_batch, fit_mesh, kv_replicas
+from kvjax.mesh.sharding import check_batch, fit_mesh, heads_sharding, kv_replicas, rows_sharding
 from kvjax.models import DecoderConfig
 from kvjax.policy import Policy
 from kvjax.reading.allocate import laid_out, pool_rows
@@ -66,11 +66,11 @@ def plan_cache(
         plan = plan_read(cache, cache.entries.bounds, new=size, room=room, compress=True, final=True)
         entries = (_settled(cache, config, plan) if plan.settled else cache.entries).grow(plan.slots)
         if policy.every is None:  # the prompt has been compressed, and no state is needed any more
-            entries = entries.without_state()
+            entries = Layers(tuple(layer.without_state() for layer in entries))
         return replace(cache, entries=entries, filled=True)
 
     cache = replace(jax.eval_shape(read), mesh=mesh)
-    return cache if mesh is None else placed(cache, cache.shardings)
+    return cache if mesh is None else on_mesh(cache, mesh)
 
 
 def _settled(cache: KVCache, config: DecoderConfig, plan: ReadPlan) -> Entries:
@@ -90,10 +90,8 @@ def check_sizes(**sizes: int) -> None:
 
 def _allocated(cache: KVCache, config: DecoderConfig, room: int) -> Entries:
     """The entries once the policy's budget has been allocated."""
-    policy, entries = cache.policy, cache.entries
-    if policy.every is None:
-        entries = entries.without_state()
-    layers = tuple(entries)
+    policy = cache.policy
+    layers = tuple(layer.without_state() if policy.every is None else layer for layer in cache.entries)
     lanes, growing = laid_out(policy, config.num_layers, config.num_kv_heads, ALL_HEADS)
     rows = pool_rows(policy, cache.kept, config.num_kv_heads, room)
     capacity = tuple(layer.capacity for layer in layers)
@@ -121,3 +119,16 @@ def bytes_per_device(cache: KVCache, config: DecoderConfig, *, data: int = 1, mo
 def placed(shapes: Tree, shardings: Tree) -> Tree:
     """The same shapes (`jax.ShapeDtypeStruct`) with shardings."""
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+
+def on_mesh(shapes: Tree, mesh: Mesh) -> Tree:
+    """The same shapes where they lie on a mesh: entries by rows and kv heads, all others by rows."""
+    rows, heads = rows_sharding(mesh), heads_sharding(mesh)
+
+    def has_heads(x: Any) -> bool:
+        return isinstance(x, Entries | Slots)
+
+    def lying(x: Any) -> Any:
+        return placed(x, jax.tree.map(lambda _: heads if has_heads(x) else rows, x))
+
+    return jax.tree.map(lying, shapes, is_leaf=has_heads)

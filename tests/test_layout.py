@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
@@ -12,8 +13,9 @@ import pytest
 
 import kvjax
 from kvjax import policy
+from kvjax.cache import Entries
 from kvjax.methods import registry
-from kvjax.policy import Part
+from kvjax.policy import Effects, Layout, Needs, Part
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"kvjax": ROOT / "kvjax", "kvjax.models": ROOT / "models", "kvjax.pallas_kernels": ROOT / "pallas_kernels"}
@@ -146,11 +148,15 @@ def test_no_circle_of_imports() -> None:
     ],
 )
 def test_packages_import_nothing_above_them(package: str, forbidden: tuple[str, ...]) -> None:
+    """Models know nothing of kvjax but the kernels, which are below them."""
+    own = (package, "kvjax.pallas_kernels") if package == "kvjax.models" else (package,)
     found = [
         (name, target)
         for name, targets in graph().items()
         for target in targets
-        if within(name, package) and not within(target, package) and any(within(target, other) for other in forbidden)
+        if within(name, package)
+        and not any(within(target, room) for room in own)
+        and any(within(target, other) for other in forbidden)
     ]
     assert not found
 
@@ -162,7 +168,7 @@ def test_methods_are_imported_by_policies_and_parts_only() -> None:
 
 def test_the_engine_is_used_from_above_only() -> None:
     users = {name for name, targets in graph().items() if any(within(target, "kvjax.engine") for target in targets)}
-    above = ("kvjax.aot", "kvjax.engine", "kvjax.cli", "kvjax.evaluation", "kvjax.serve")
+    above = ("kvjax.engine", "kvjax.cli", "kvjax.evaluation", "kvjax.serve")
     assert {name for name in users if not any(within(name, room) for room in above)} == {"kvjax"}
 
 
@@ -184,18 +190,6 @@ def test_public_functions_that_compute_set_the_modes_of_jax(name: str) -> None:
     function = ast.parse(inspect.getsource(getattr(kvjax, name))).body[0]
     assert isinstance(function, ast.FunctionDef)
     assert "own_modes()" in map(ast.unparse, function.decorator_list)
-
-
-def test_programs_of_the_library_are_counted() -> None:
-    """Programs of `jax.jit` itself would not be bounded in number. Kernels and models are called within programs."""
-    found = {
-        name
-        for name, path in modules().items()
-        if not name.startswith(("kvjax.models", "kvjax.pallas_kernels"))
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == "jax.jit"
-    }
-    assert found == {"kvjax.runtime.programs"}
 
 
 def test_files_are_short() -> None:
@@ -285,4 +279,48 @@ def test_protocols_of_parts_are_small() -> None:
     found = {protocol.__name__: hooks(protocol) for protocol in PROTOCOLS}
     names = {name for name, _ in found["Budget"]}
     found["AllocatedBudget"] = {hook for hook in found["AllocatedBudget"] if hook[0] not in names}
-    assert len(set().union(*found.values())) <= 28, found
+    assert len(set().union(*found.values())) <= 25, found
+
+
+def test_parts_declare_few_facts() -> None:
+    """What core code reads, and one open set of marks for what parts tell each other."""
+    found = {kind.__name__: [field.name for field in fields(kind)] for kind in (Needs, Layout, Effects)}
+    assert sum(map(len, found.values())) <= 20, found
+
+
+def test_core_code_reads_no_marks() -> None:
+    readers = {
+        name
+        for name, path in modules().items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "marks"
+    }
+    assert readers
+    assert all(within(name, "kvjax.methods") for name in readers), readers
+
+
+def marks_in(tree: ast.AST) -> tuple[set[str], set[str]]:
+    """The marks that parts set, which are sets assigned to `marks`, and those that they look for in `.marks`."""
+    given, asked = set(), set()
+    for node in ast.walk(tree):
+        targets = [node.arg] if isinstance(node, ast.keyword) else map(ast.unparse, getattr(node, "targets", ()))
+        if "marks" in targets:
+            sets = (x for x in ast.walk(node) if isinstance(x, ast.Set))
+            given |= {ast.literal_eval(name) for one in sets for name in one.elts}
+        if isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]).endswith(".marks"):
+            asked.add(ast.literal_eval(node.left))
+    return given, asked
+
+
+def test_marks_are_set_and_looked_for_by_the_same_names() -> None:
+    """A name that is written wrong would be a fact that nobody sees. The documentation has them all."""
+    pairs = [marks_in(ast.parse(path.read_text())) for name, path in modules().items() if "methods" in name]
+    given, asked = (set().union(*sets) for sets in zip(*pairs, strict=True))
+    documented = (ROOT / "docs" / "your_own_policy.md").read_text().split("| mark |")[1].split("\n\n")[0]
+    assert given == asked == {line.split("`")[1] for line in documented.splitlines() if line.startswith("| `")}
+
+
+def test_entries_have_few_members() -> None:
+    own = {"__len__", "__getitem__", "__iter__"}
+    members = {*vars(Entries), *Entries.__annotations__}
+    assert len({name for name in members if name in own or not name.startswith("_")}) <= 25, members

@@ -4,14 +4,13 @@ Each returns an `attend(layer, q, k, v, entries) -> (context, entries)`. The dec
 layers; every layer's part is replaced once that layer has attended.
 """
 
-from .differentiable import differentiable
 from .mesh import over_heads, over_layers, over_rows
 from .positions import positions_behind
 from .prompt import Reading, ReadPlan, finished
 from .replay import Replaying
 from .rotation import expired, met_keys, rotated
 from .step import RoomMaker, Stepping
-from .twice import attending_once, first, in_array, pays, twice
+from .twice import attending_once, first, in_array, runs_twice, twice
 
 __all__ = [
     "ReadPlan",
@@ -20,7 +19,6 @@ __all__ = [
     "RoomMaker",
     "Stepping",
     "attending_once",
-    "differentiable",
     "expired",
     "finished",
     "first",
@@ -29,8 +27,8 @@ __all__ = [
     "over_heads",
     "over_layers",
     "over_rows",
-    "pays",
     "positions_behind",
     "rotated",
+    "runs_twice",
     "twice",
 ]

@@ -57,8 +57,7 @@ def over_heads(mesh: Mesh | None, make: Callable[..., Attend], *, hidden: bool, 
             return make(**rows, heads=heads)(own, q, k, v, part)
 
         read = (layer.hidden, layer.gates) if hidden else (None, None)
-        context, part = local(rows, layer.weights, *read, q, k, v, entries.local(layer.place))
-        return context, entries.with_local(layer.place, part)
+        return local(rows, layer.weights, *read, q, k, v, entries)
 
     return attend
 

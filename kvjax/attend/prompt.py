@@ -137,10 +137,14 @@ class Reading:
                 def show(needs: Needs) -> Attended:
                     queries = unrotated if needs.queries == "unrotated" else q
                     return attended(
-                        queries=queries, received=shown(needs.received), hidden=hidden if needs.hidden else None
+                        queries=queries,
+                        received=shown(needs.received),
+                        hidden=hidden if needs.hidden else None,
+                        show=show,
                     )
 
-                per_slot, per_row = jax.lax.optimization_barrier(policy.score.watch(seen, show))
+                state = policy.score.observe(seen, show(policy.score.needs))
+                per_slot, per_row = jax.lax.optimization_barrier(state)
                 held = replace(held, per_slot=per_slot, per_row=per_row)
             if plan is not None:
                 met_by = None if kept is None else met_keys(policy, held, moment)

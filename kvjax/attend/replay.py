@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -24,9 +25,11 @@ class Replaying:
 
     Attributes:
         policy: its score observes the pass.
+        instead: attends without a score, as `kvjax.policy.Replay` describes it; None attends and observes.
     """
 
     policy: Policy
+    instead: Callable[..., Array] | None = None
 
     def of_layer(self, i: int) -> Replaying:
         """That of one layer over its own entries."""
@@ -38,7 +41,7 @@ class Replaying:
         lengths: Int[Array, "B"],
         first: Int[Array, "B"],
         last: Int[Array, "B"],
-        sensitivity: Float[Array, "B W"] | None = None,
+        measured: Float[Array, "B W"] | None = None,
         *,
         rope: Float[Array, "B C/2"] | None = None,
         heads: Heads = ALL_HEADS,
@@ -48,7 +51,7 @@ class Replaying:
         Args:
             positions, lengths, rope, heads: as `Reading` takes them.
             first, last: of the pass.
-            sensitivity: of each token, in the layer that is called; see `Attended`.
+            measured: of each token, in the layer that is called; see `Attended`.
         """
         policy = self.policy
 
@@ -63,6 +66,8 @@ class Replaying:
             old, unrotated = entries.layer(i, 0), q
             q, k = (rotated(layer, x, positions[:, None], rope) for x in (q, k))
             held = followed(policy, old, k, v, positions)
+            if self.instead is not None:
+                return self.instead(layer, q, k, v, positions, held), entries
             context, lse, found = attention(layer, heads, q, held, positions, "replays", needs.wishes)
             attended = partial(
                 Attended,
@@ -73,7 +78,7 @@ class Replaying:
                 heads=heads,
                 replay=(first, last),
                 hidden=layer.hidden if needs.hidden else None,
-                sensitivity=sensitivity,
+                measured=measured,
                 rope=rope,
             )
             shown = received(needs.received, "replays", found, layer, heads, q, lse, held, positions, attended)

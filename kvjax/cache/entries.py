@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.pallas_kernels import Asked, Reduction, Stored
@@ -16,15 +15,15 @@ from .slots import Slots
 
 
 class Usage(NamedTuple):
-    """How full the layers are, as arrays [L] or as lists of integers on the host.
+    """How full the layers are: arrays [B, L], or lists [L] on the host for the fullest row.
 
     Attributes:
-        occupied: the largest number of slots that any row and head occupies, or will once it is full.
+        occupied: the largest number of slots that any head occupies, or will once it is full.
         free: the smallest number of empty slots of any head that grows; UNLIMITED where none does.
     """
 
-    occupied: Int[Any, "L"]
-    free: Int[Any, "L"]
+    occupied: Int[Any, "*B L"]
+    free: Int[Any, "*B L"]
 
 
 # Takes what belongs to the entries that are shown out of an array that has a number for each entry of the layout.
@@ -113,21 +112,6 @@ class Entries(ABC):
     def bounds(self) -> tuple[int, ...]:
         """The static upper bound of the slots that any head of each layer occupies."""
 
-    @property
-    def head_dim(self) -> int:
-        """D."""
-        return self.stored[0].shape[-1]
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """Of keys and values in computations."""
-        return self.stored[0].dtype
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all arrays: keys, values, positions and state. It is exact for planned shapes too."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
-
     # One layer.
 
     def __getitem__(self, i: int) -> Slots:
@@ -148,14 +132,6 @@ class Entries(ABC):
     @abstractmethod
     def rows(self, i: int) -> Any:
         """The score's state per row in layer i."""
-
-    @abstractmethod
-    def local(self, i: int) -> Self:
-        """What the attention of layer i reads and writes, with all other layers left out where that is possible."""
-
-    @abstractmethod
-    def with_local(self, i: int, part: Self) -> Self:
-        """The same entries, with what became of `local(i)`."""
 
     @abstractmethod
     def alone(self, i: int) -> Self:
@@ -185,23 +161,19 @@ class Entries(ABC):
         q: Float[Array, "B Hq 1 D"],
         positions: Int[Array, "B 1"],
         *,
-        scale: float,
-        window: int | None,
-        softcap: float | None = None,
         reduction: Reduction | None = None,
         asked: Asked | None = None,
         seen: Slots | None = None,
+        **logits: Any,
     ) -> StepAttention:
         """One query per row over the entries of layer i.
 
         Args:
             positions: of the queries, -1 in rows without one.
-            scale: of the logits.
-            window: of a sliding-window layer.
-            softcap: of the scaled logits.
             reduction: how to reduce what entries received; None if nobody looks at it.
             asked: extra query rows to score in the same pass over the keys.
             seen: the layer as the query meets it, where that differs from what is stored (rotation by place).
+            logits: of the layer, as `AttentionLayer.logits` has them.
         """
 
     @abstractmethod
@@ -249,8 +221,8 @@ class Entries(ABC):
         """The same entries with more slots, as `growth` counted them."""
 
     @abstractmethod
-    def shortage(self, usage: Usage, new: int, *, grows: Sequence[bool], windows: Sequence[int | None]) -> str | None:
-        """Says which head cannot take `new` more tokens; None if all can."""
+    def filling(self, grows: Sequence[bool], windows: Sequence[int | None]) -> tuple[bool, ...]:
+        """Whether decoding can run out of slots in each layer."""
 
     @property
     @abstractmethod
@@ -267,41 +239,19 @@ class Entries(ABC):
     def private(self) -> Self:
         """The same with copies of the arrays that a program may hand through and a later one donates."""
 
-    def bounded(self, layers: tuple[int, ...]) -> Self:
-        """The same with a static bound of what heads of these layers hold, found on the host; where it is needed."""
-        return self
-
     def within(self, slots: int) -> Self:
         """The same with a static bound of what any head holds, given by the caller; where it is needed."""
         return self
 
     @abstractmethod
-    def without_state(self) -> Self:
-        """The same without the state of score and merge."""
+    def by_head(self, row: int, arrays: Any = None) -> list[list[Any]]:
+        """The positions of each head of each layer in one row of the batch; on the host.
 
-    @property
-    @abstractmethod
-    def statics(self) -> dict[str, int | None]:
-        """The static facts of the layout, for saved caches."""
+        Args:
+            arrays: others to divide in their place: a list of one array for each layer, or of the one of a pool.
+        """
 
-    @abstractmethod
-    def plain(self) -> Self:
-        """The same with keys and values as arrays, whatever their stored form."""
 
-    @property
-    @abstractmethod
-    def position_arrays(self) -> Any:
-        """All position arrays, as a pytree; of settled entries too."""
-
-    @property
-    @abstractmethod
-    def value_arrays(self) -> Any:
-        """All values, as a pytree like `position_arrays`."""
-
-    @abstractmethod
-    def with_values(self, values: Any) -> Self:
-        """The same entries with other values, a pytree like `value_arrays`."""
-
-    @abstractmethod
-    def by_head(self, arrays: Any, row: int) -> list[list[Any]]:
-        """What each head of each layer has, in one row of the batch, of arrays like `position_arrays`; on the host."""
+def statics(entries: Entries) -> dict[str, Any]:
+    """The static facts of the layout, for saved caches."""
+    return {field.name: getattr(entries, field.name) for field in fields(entries) if field.metadata.get("static")}  # type: ignore[arg-type]

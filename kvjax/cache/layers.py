@@ -52,13 +52,6 @@ class Layers(Entries):
     def rows(self, i: int) -> Any:
         return self.each[i].per_row
 
-    def local(self, i: int) -> Layers:
-        nothing: Any = None  # an empty pytree: the other layers do not pass through the program of this one
-        return Layers(tuple(layer if j == i else nothing for j, layer in enumerate(self.each)))
-
-    def with_local(self, i: int, part: Layers) -> Layers:
-        return self.with_layer(i, part.each[i])
-
     def alone(self, i: int) -> Layers:
         return Layers((self.each[i],))
 
@@ -82,15 +75,12 @@ class Layers(Entries):
         q: Float[Array, "B Hq 1 D"],
         positions: Int[Array, "B 1"],
         *,
-        scale: float,
-        window: int | None,
-        softcap: float | None = None,
         reduction: Reduction | None = None,
         asked: Asked | None = None,
         seen: Slots | None = None,
+        **logits: Any,
     ) -> StepAttention:
         entries = self.each[i] if seen is None else seen
-        logits: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
         found = slot_attention(
             q,
             entries.keys,
@@ -103,8 +93,9 @@ class Layers(Entries):
             asked=asked,
         )
         context, lse = found.context, found.lse
-        if entries.settled is not None:  # of a layer that evicts nothing, so that nobody looks at what it received
-            context, lse = joined((context, lse), entries.settled.attention(q, positions, **logits))
+        settled = entries.settled
+        if settled is not None and settled.positions.size:  # the layer evicts nothing: nobody asks what they received
+            context, lse = joined((context, lse), settled.attention(q, positions, **logits))
         return StepAttention(context, lse, _all_of(found.received), _all_of(found.scores))
 
     def observe(self, i: int, show: Callable[[Slots, Take], tuple[Any, Any]], room: MakeRoom) -> Layers:
@@ -112,7 +103,7 @@ class Layers(Entries):
         return self.with_layer(i, replace(self.each[i], per_slot=per_slot, per_row=per_row))
 
     def usage(self) -> Usage:
-        occupied = jnp.stack([jnp.max(layer.occupancy, initial=0) for layer in self.each])
+        occupied = jnp.stack([jnp.max(layer.occupancy, axis=1, initial=0) for layer in self.each], axis=-1)
         return Usage(occupied, jnp.array(self.bounds) - occupied)
 
     @property
@@ -161,42 +152,18 @@ class Layers(Entries):
     def grow(self, size: tuple[int, ...]) -> Layers:
         return Layers(tuple(layer.grow(slots) for layer, slots in zip(self.each, size, strict=True)))
 
-    def shortage(self, usage: Usage, new: int, *, grows: Sequence[bool], windows: Sequence[int | None]) -> str | None:
-        for i, (slots, free) in enumerate(zip(self.bounds, usage.free, strict=True)):
-            if grows[i] and slots != windows[i] and free < new:
-                return f"layer {i} holds {slots - free} tokens in {slots} slots and has no room for {new} more"
-        return None
+    def filling(self, grows: Sequence[bool], windows: Sequence[int | None]) -> tuple[bool, ...]:
+        return tuple(one and slots != window for one, slots, window in zip(grows, self.bounds, windows, strict=True))
 
     def private(self) -> Layers:
         def own(layer: Slots) -> Slots:
-            given = (layer.capacity, layer.per_row, layer.merging, layer.storing, layer.settled)
-            capacity, per_row, merging, storing, settled = jax.tree.map(jnp.array, given)
-            return replace(layer, capacity=capacity, per_row=per_row, merging=merging, storing=storing, settled=settled)
+            names = ("capacity", "per_row", "merging", "storing", "settled")
+            return replace(layer, **{name: jax.tree.map(jnp.array, getattr(layer, name)) for name in names})
 
         return Layers(tuple(map(own, self.each)))
 
-    def without_state(self) -> Layers:
-        return Layers(tuple(layer.without_state() for layer in self.each))
-
-    @property
-    def statics(self) -> dict[str, int | None]:
-        return {}
-
-    def plain(self) -> Layers:
-        return Layers(tuple(layer.plain() for layer in self.each))
-
-    @property
-    def position_arrays(self) -> tuple[Int[Array, "B H S"], ...]:
-        return tuple(layer.all_positions for layer in self.each)
-
-    @property
-    def value_arrays(self) -> tuple[Any, ...]:
-        return tuple(layer.values for layer in self.each)
-
-    def with_values(self, values: Any) -> Layers:
-        return Layers(tuple(replace(layer, values=new) for layer, new in zip(self.each, values, strict=True)))
-
-    def by_head(self, arrays: Any, row: int) -> list[list[Any]]:
+    def by_head(self, row: int, arrays: Any = None) -> list[list[Any]]:
+        arrays = [layer.all_positions for layer in self.each] if arrays is None else arrays
         return [list(fetch(layer)[row]) for layer in arrays]
 
 

@@ -10,18 +10,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from kvjax.pallas_kernels import PAGE, pages
-from kvjax.runtime.programs import jit
 
 
 def whole_pages(rows: Any) -> Any:
     """The number of rows, an integer or an array, rounded up to whole pages."""
     return (rows + PAGE - 1) // PAGE * PAGE
-
-
-@jit
-def longest_segment(size: tuple[Int[Array, "B H"], ...]) -> Int[Array, ""]:
-    """The number of rows of the longest of the segments of these layers."""
-    return jnp.max(jnp.array([jnp.max(rows) for rows in size]), initial=0)
 
 
 def starts(size: tuple[Int[Array, "B H"], ...], lanes: int) -> tuple[Int[Array, "B H"], ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -20,37 +20,13 @@ from .entries import MakeRoom, Take
 from .overwrite import mark
 from .slots import Slots
 
+if TYPE_CHECKING:
+    from .segments import Segments
+
 PIECE = 16 * PAGE  # the rows of each segment that are judged or shown at once
 
 
-class Paged(Protocol):
-    """What a walk needs of a pool: the attributes and methods of `Segments`."""
-
-    @property
-    def positions(self) -> Int[Array, "B P T"]: ...
-    @property
-    def size(self) -> tuple[Int[Array, "B H"], ...]: ...
-    @property
-    def used(self) -> tuple[Int[Array, "B H"], ...]: ...
-    @property
-    def capacity(self) -> tuple[Int[Array, "B H"], ...]: ...
-    @property
-    def per_slot(self) -> Any: ...
-    @property
-    def longest(self) -> int | None: ...
-
-    def take(self, layer: int, first: Int[Array, ""] | int, slots: int, x: Array) -> Array: ...
-    def view(self, layer: int, first: Int[Array, ""] | int, slots: int) -> Slots: ...
-    def drop(self, layer: int, slots: Int[Array, "B H K"]) -> Self: ...
-    def with_layer(self, i: int, layer: Slots) -> Self: ...
-    def with_state(self, layer: int, first: Int[Array, ""] | int, entries: Slots) -> Self: ...
-    def rows(self, i: int) -> Any: ...
-
-
-Pool = TypeVar("Pool", bound=Paged)
-
-
-def evicted(pool: Pool, i: int, incoming: Bool[Array, "B"], room: MakeRoom) -> tuple[Pool, Int[Array, "B H"]]:
+def evicted(pool: Segments, i: int, incoming: Bool[Array, "B"], room: MakeRoom) -> tuple[Segments, Int[Array, "B H"]]:
     """The pool after the full heads of layer i have evicted `room.count` entries each, and an empty row per segment."""
     count, beyond = room.count, pool.positions.shape[2]
     length = _length(pool, room)
@@ -97,11 +73,11 @@ def evicted(pool: Pool, i: int, incoming: Bool[Array, "B"], room: MakeRoom) -> t
     return pool.with_layer(i, entries), jnp.min(jnp.where(empty, slots, none[..., None]), axis=-1)
 
 
-def observed(pool: Pool, i: int, show: Callable[[Slots, Take], tuple[Any, Any]], room: MakeRoom) -> Pool:
+def observed(pool: Segments, i: int, show: Callable[[Slots, Take], tuple[Any, Any]], room: MakeRoom) -> Segments:
     """The pool with the state that `show` returns for each piece of layer i. State per row is the same for each."""
-    before, length = pool.rows(i), _length(pool, room)
+    before, length = pool.per_row[i], _length(pool, room)
 
-    def show_piece(j: Array, pool: Pool) -> Pool:
+    def show_piece(j: Array, pool: Segments) -> Segments:
         entries, _ = _piece(pool, i, j, length, room)
         entries = replace(entries.plain(), per_row=before)
         per_slot, per_row = show(entries, partial(pool.take, i, j * (length // PAGE), length))
@@ -113,14 +89,14 @@ def observed(pool: Pool, i: int, show: Callable[[Slots, Take], tuple[Any, Any]],
     return jax.lax.fori_loop(0, jnp.maximum(pieces, 1), show_piece, pool)
 
 
-def _length(pool: Paged, room: MakeRoom) -> int:
+def _length(pool: Segments, room: MakeRoom) -> int:
     """The rows of a piece: all of the longest segment where entries cannot be judged in pieces."""
     if room.piecewise:
         return PIECE
     return pool.positions.shape[2] if pool.longest is None else pool.longest
 
 
-def _piece(pool: Paged, i: int, j: Array, length: int, room: MakeRoom) -> tuple[Slots, Int[Array, "length"]]:
+def _piece(pool: Segments, i: int, j: Array, length: int, room: MakeRoom) -> tuple[Slots, Int[Array, "length"]]:
     """The j-th piece of every segment of layer i, without what no later query can see; and the numbers of its rows."""
     entries = pool.view(i, j * (length // PAGE), length)
     return room.expire(entries), j * length + jnp.arange(length)

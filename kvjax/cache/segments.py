@@ -18,10 +18,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.mesh.sharding import fetch
-from kvjax.pallas_kernels import PAGE, Asked, Reduction, Stored, after_last, pages, plain, set_slots, write_rows
+from kvjax.pallas_kernels import PAGE, Asked, Reduction, Stored, after_last, pages, set_slots, write_rows
 
 from .entries import Entries, MakeRoom, StepAttention, Take, Usage
-from .paging import MovePages, PutPages, longest_segment, starts, whole_pages
+from .paging import MovePages, PutPages, starts, whole_pages
 from .pieces import evicted, observed
 from .pool_attention import attention
 from .sizes import UNLIMITED, bucket
@@ -95,12 +95,6 @@ class Segments(Entries):
 
     def rows(self, i: int) -> Any:
         return self.per_row[i]
-
-    def local(self, i: int) -> Segments:
-        return self
-
-    def with_local(self, i: int, part: Segments) -> Segments:
-        return part
 
     def alone(self, i: int) -> Segments:
         own: Any = {name: getattr(self, name)[i : i + 1] for name in BY_LAYER}
@@ -189,17 +183,14 @@ class Segments(Entries):
         q: Float[Array, "B Hq 1 D"],
         positions: Int[Array, "B 1"],
         *,
-        scale: float,
-        window: int | None,
-        softcap: float | None = None,
         reduction: Reduction | None = None,
         asked: Asked | None = None,
         seen: Slots | None = None,
+        **logits: Any,
     ) -> StepAttention:
         segments = (self.start[i], self.used[i])
-        logits: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
-        options: dict[str, Any] = logits | {"reduction": reduction, "asked": asked}
-        return attention(q, self.keys, self.values, positions, self.positions, *segments, self.bias, **options)
+        given = q, self.keys, self.values, positions, self.positions, *segments, self.bias
+        return attention(*given, reduction=reduction, asked=asked, **logits)
 
     def observe(self, i: int, show: Callable[[Slots, Take], tuple[Any, Any]], room: MakeRoom) -> Segments:
         return observed(self, i, show, room)
@@ -217,7 +208,7 @@ class Segments(Entries):
         grows = capacity >= UNLIMITED
         occupied = jnp.maximum(used, jnp.where(grows, 0, capacity))
         free = jnp.where(grows, size - used, UNLIMITED)
-        return Usage(jnp.max(occupied, axis=(0, 1)), jnp.min(free, axis=(0, 1)))
+        return Usage(jnp.max(occupied, axis=1), jnp.min(free, axis=1))
 
     @property
     def mean_slots(self) -> tuple[int, ...]:
@@ -243,51 +234,24 @@ class Segments(Entries):
         lack = room - min(int(free) for free in usage.free)
         return None if lack <= 0 else (bucket(lack),)
 
-    def shortage(self, usage: Usage, new: int, *, grows: Sequence[bool], windows: Sequence[int | None]) -> str | None:
-        free = min(int(free) for free in usage.free)
-        return f"the fullest segment has room for {free} tokens, not {new}" if free < new else None
+    def filling(self, grows: Sequence[bool], windows: Sequence[int | None]) -> tuple[bool, ...]:
+        return (self.growing > 0,) * len(self)
 
     def private(self) -> Segments:
-        small = (self.start, self.size, self.used, self.capacity, self.per_row, self.merging)
-        start, size, used, capacity, per_row, merging = jax.tree.map(jnp.array, small)
-        return replace(self, start=start, size=size, used=used, capacity=capacity, per_row=per_row, merging=merging)
-
-    def bounded(self, layers: tuple[int, ...]) -> Segments:
-        return self.within(int(fetch(longest_segment(tuple(self.size[i] for i in layers)))))
+        own: Any = {name: jax.tree.map(jnp.array, getattr(self, name)) for name in BY_LAYER}
+        return replace(self, **own)
 
     def within(self, slots: int) -> Segments:
         return replace(self, longest=whole_pages(bucket(slots)))
 
-    def without_state(self) -> Segments:
-        nothing = (None,) * len(self)
-        return replace(self, per_slot=None, per_row=nothing, merging=nothing)
-
-    @property
-    def statics(self) -> dict[str, int | None]:
-        return {"growing": self.growing, "longest": self.longest}
-
-    def plain(self) -> Segments:
-        return replace(self, keys=plain(self.keys), values=plain(self.values))
-
-    @property
-    def position_arrays(self) -> Int[Array, "B P T"]:
-        return self.positions
-
-    @property
-    def value_arrays(self) -> Any:
-        return self.values
-
-    def with_values(self, values: Any) -> Segments:
-        return replace(self, values=values)
-
-    def by_head(self, arrays: Any, row: int) -> list[list[Any]]:
+    def by_head(self, row: int, arrays: Any = None) -> list[list[Any]]:
         start, size = (np.stack([fetch(x)[row] for x in each], axis=-1) for each in (self.start, self.size))
-        arrays = fetch(arrays)[row]
+        array = fetch(self.positions if arrays is None else arrays[0])[row]
         heads, layers = start.shape
 
         def segment(layer: int, head: int) -> Any:
             lane, first = head // (heads // self.lanes), start[head, layer]
-            return arrays[lane, first : first + size[head, layer]]
+            return array[lane, first : first + size[head, layer]]
 
         return [[segment(layer, head) for head in range(heads)] for layer in range(layers)]
 

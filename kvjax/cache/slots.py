@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,28 @@ from jaxtyping import Array, Float, Int
 from kvjax.pallas_kernels import Reduction, Stored, plain, traced_once, updated, window_scores, write_rows
 
 from .overwrite import clear_slot, set_slot
-from .settled import Settled
+
+
+class Settled(Protocol):
+    """Entries beside those in slots, in a form that a storage gave them: a pytree whose leaves have axes [B, H, ...].
+
+    Nothing is written to them any more, and none of them leaves.
+    """
+
+    @property
+    def positions(self) -> Int[Array, "B H T"]:
+        """The token position of each entry, int32, -1 where there is none."""
+        ...
+
+    def plain(self) -> tuple[Float[Array, "B H T D"], Float[Array, "B H T D"]]:
+        """Keys and values as arrays."""
+        ...
+
+    def attention(
+        self, q: Float[Array, "B Hq W D"], positions: Int[Array, "B W"], **logits: Any
+    ) -> tuple[Float[Array, "B Hq W D"], Float[Array, "B Hq W"]]:
+        """The context and the log-sum-exp of W query rows; arguments are those of `slot_attention`."""
+        ...
 
 
 @jax.tree_util.register_dataclass
@@ -84,15 +106,12 @@ class Slots:
         )
 
     def parted(self, newest: int) -> tuple[Slots, Slots]:
-        """The latest entries of each head, at most `newest`, and the older ones.
+        """The latest entries of each head, at most `newest`, and the older ones, in the slots that are left.
 
-        The older ones have the slots that are left, but at least one, because Orbax saves no empty array. They are in
-        order of position, empty slots first.
+        The older ones are in order of position, empty slots first.
         """
         order = jnp.argsort(-self.positions, axis=-1)  # the latest first, and empty slots last
         index = jnp.where(jnp.take_along_axis(self.positions, order, axis=-1) >= 0, order, -1)
-        index = jnp.pad(index, ((0, 0), (0, 0), (0, int(self.slots <= newest))), constant_values=-1)
-        newest = min(newest, self.slots)
         return self.gather(index[..., :newest]), self.gather(jnp.flip(index[..., newest:], axis=-1))
 
     def updated(self, before: Slots, after: Slots) -> Slots:
@@ -112,24 +131,16 @@ class Slots:
         q: Float[Array, "B Hq W D"],
         lse: Float[Array, "B Hq W"],
         query_positions: Int[Array, "B W"],
-        scale: float,
-        window: int | None,
-        softcap: float | None = None,
         reduction: Reduction,
+        **logits: Any,
     ) -> Float[Array, "B H S"]:
-        """The attention that each entry received from queries that attended with this log-sum-exp, reduced. float32."""
-        return window_scores(
-            q,
-            self.keys,
-            query_positions,
-            self.positions,
-            lse=lse,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            bias=self.bias,
-            reduction=reduction,
-        )
+        """The attention that each entry received from queries that attended with this log-sum-exp, reduced. float32.
+
+        Args:
+            logits: of the layer, as `AttentionLayer.logits` has them.
+        """
+        given: dict[str, Any] = {"lse": lse, "bias": self.bias, "reduction": reduction}
+        return window_scores(q, self.keys, query_positions, self.positions, **given, **logits)
 
     @property
     def has_state(self) -> bool:
@@ -144,7 +155,7 @@ class Slots:
     def gather(self, index: Int[Array, "B H K"]) -> Slots:
         """The entries at `index`, in K slots; -1 makes an empty slot."""
 
-        def take(x: Array, axis: int = -1, empty: int = 0) -> Array:
+        def take(x: Array, axis: int, empty: int) -> Array:
             B, H, K = index.shape
             shape = [B, H] + [1] * (x.ndim - 2)
             shape[axis] = K
@@ -152,32 +163,36 @@ class Slots:
             taken = jnp.take_along_axis(x, jnp.maximum(at, 0), axis, mode="promise_in_bounds")
             return jnp.where(at >= 0, taken, jnp.asarray(empty, x.dtype))
 
+        return self._changed(take)
+
+    def _changed(self, change: Callable[..., Array], *others: Slots) -> Slots:
+        """The same entries with each of their arrays `change(*arrays, axis=, empty=)`, of these and other entries.
+
+        Slots are the axis `axis`, and an empty slot has `empty`.
+        """
+
+        def each(name: str, axis: int = -1, empty: int = 0) -> Any:
+            arrays = (getattr(entries, name) for entries in (self, *others))
+            return jax.tree.map(partial(change, axis=axis, empty=empty), *arrays)
+
         return replace(
             self,
-            keys=jax.tree.map(partial(take, axis=2), self.keys),
-            values=jax.tree.map(partial(take, axis=2), self.values),
-            positions=take(self.positions, empty=-1),
-            per_slot=jax.tree.map(take, self.per_slot),
-            bias=jax.tree.map(take, self.bias),
+            keys=each("keys", axis=2),
+            values=each("values", axis=2),
+            positions=each("positions", empty=-1),
+            per_slot=each("per_slot"),
+            bias=each("bias"),
         )
 
     def append(self, other: Slots) -> Slots:
         """The slots of both, those of `other` last. Capacity and state per row are this one's."""
 
-        def join(x: Array, y: Array, axis: int = -1) -> Array:
+        def join(x: Array, y: Array, axis: int, empty: int) -> Array:
             return jnp.concatenate([x, y], axis) if self.slots else y
 
-        bias = self.bias
-        if bias is not None:
-            bias = join(bias, jnp.zeros(other.positions.shape, bias.dtype) if other.bias is None else other.bias)
-        return replace(
-            self,
-            keys=jax.tree.map(partial(join, axis=2), self.keys, other.keys),
-            values=jax.tree.map(partial(join, axis=2), self.values, other.values),
-            positions=join(self.positions, other.positions),
-            per_slot=jax.tree.map(join, self.per_slot, other.per_slot),
-            bias=bias,
-        )
+        if self.bias is not None and other.bias is None:
+            other = replace(other, bias=jnp.zeros(other.positions.shape, self.bias.dtype))
+        return self._changed(join, other)
 
     def write(self, slot: Int[Array, "B H"], key: Stored, value: Stored, position: Int[Array, "B H"]) -> Slots:
         """Overwrites one slot per row and head, and clears its state. A slot beyond the last one writes nothing.
@@ -201,32 +216,16 @@ class Slots:
         """The same entries in `slots` slots, the added ones empty; unchanged if there are as many already."""
         extra = slots - self.slots
 
-        def widen(x: Array, axis: int = -1, empty: int = 0) -> Array:
+        def widen(x: Array, axis: int, empty: int) -> Array:
             widths = [(0, 0)] * x.ndim
             widths[axis] = (0, extra)
             return jnp.pad(x, widths, constant_values=empty)
 
-        if extra <= 0:
-            return self
-        return replace(
-            self,
-            keys=jax.tree.map(partial(widen, axis=2), self.keys),
-            values=jax.tree.map(partial(widen, axis=2), self.values),
-            positions=widen(self.positions, empty=-1),
-            per_slot=jax.tree.map(widen, self.per_slot),
-            bias=jax.tree.map(widen, self.bias),
-        )
+        return self._changed(widen) if extra > 0 else self
 
     def trim(self, slots: int) -> Slots:
         """The first `slots` slots; those after them must be empty."""
-        return replace(
-            self,
-            keys=jax.tree.map(lambda x: x[:, :, :slots], self.keys),
-            values=jax.tree.map(lambda x: x[:, :, :slots], self.values),
-            positions=self.positions[..., :slots],
-            per_slot=jax.tree.map(lambda x: x[..., :slots], self.per_slot),
-            bias=None if self.bias is None else self.bias[..., :slots],
-        )
+        return self._changed(lambda x, axis, empty: jax.lax.slice_in_dim(x, 0, slots, axis=axis))
 
 
 def slots_third(x: Array) -> Array:

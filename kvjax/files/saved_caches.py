@@ -16,19 +16,18 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import Array, UInt32
 
-from kvjax.cache import Entries, Layers, Slots, pack
+from kvjax.cache import Entries, Layers, Slots, pack, statics
 from kvjax.checkpoint.errors import CheckpointError, orbax_writes
 from kvjax.checkpoint.folder import ORBAX
 from kvjax.checks import check_params, check_path, check_type
 from kvjax.files import checksums
 from kvjax.files.writing import finish, new_folder
 from kvjax.kv_cache import KVCache
-from kvjax.mesh.sharding import check_batch, fetch, mesh_of
+from kvjax.mesh.sharding import check_batch, fetch, mesh_of, place
 from kvjax.models import Decoder
 from kvjax.policies import parse
 from kvjax.policy import Policy
 from kvjax.runtime.modes import own_modes
-from kvjax.runtime.programs import jit
 
 OWNED = re.compile(
     rf"{checksums.NAME}|_CHECKPOINT_METADATA|commit_success\.txt|facts/(metadata|commit_success\.txt)|arrays/{ORBAX}"
@@ -49,25 +48,24 @@ def save_cache(path: str | Path, cache: KVCache, params: Decoder, overwrite: boo
         overwrite: whether the folder may hold files. A saved cache is then replaced, and all other files stay.
 
     Raises:
-        ValueError: if the cache has no entries yet, if the folder is not empty and `overwrite` is False, if a folder
-            has the name of a file to write, or if another process is writing the folder.
+        ValueError: if the folder is not empty and `overwrite` is False, if a folder has the name of a file to write, or
+            if another process is writing the folder.
         OSError: if the folder or a file cannot be written.
     """
     check_type("cache", cache, KVCache)
     check_params(params)
     arrays = _named(cache)
-    if not all(array.size for array in arrays.values()):
-        raise ValueError("the cache has no entries yet: expected one that has read a prompt")
     facts = {
         "policy": repr(cache.policy),
         "model": fingerprint(params),
         "kept": list(cache.kept),
         "filled": cache.filled,
         "stateless": [not layer.has_state for layer in _layers(cache)],
-        "segments": cache.entries.statics,
+        "segments": statics(cache.entries),
         "arrays": {name: [list(array.shape), str(array.dtype)] for name, array in arrays.items()},
     }
-    saved = ocp.args.Composite(facts=ocp.args.JsonSave(facts), arrays=ocp.args.StandardSave(arrays))
+    some = {name: array for name, array in arrays.items() if array.size}  # Orbax saves no empty array
+    saved = ocp.args.Composite(facts=ocp.args.JsonSave(facts), arrays=ocp.args.StandardSave(some))
     with new_folder(path, OWNED, "facts/metadata", overwrite=overwrite) as folder:
         with orbax_writes(), ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
             checkpointer.save(folder, args=saved)
@@ -132,10 +130,16 @@ def _blank(facts: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _read(path: Path, like: KVCache, wanted: dict[str, Any]) -> KVCache:
-    """The saved arrays, where those of `wanted` lie, in the structure of a cache."""
+    """The saved arrays, where those of `wanted` lie, in the structure of a cache. Empty arrays follow from `wanted`."""
+    some = {name: array for name, array in wanted.items() if array.size}
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-        restored = checkpointer.restore(path, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(wanted)))
-    return jax.tree.unflatten(jax.tree.structure(like), [restored.arrays[name] for name in _named(like)])
+        restored = checkpointer.restore(path, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(some))).arrays
+    empty = {
+        name: x if isinstance(x, np.ndarray) else place(np.zeros(x.shape, x.dtype), x.sharding)
+        for name, x in wanted.items()
+        if not x.size
+    }
+    return jax.tree.unflatten(jax.tree.structure(like), [(restored | empty)[name] for name in _named(like)])
 
 
 def _like(params: Decoder, policy: Policy, facts: dict[str, Any]) -> KVCache:
@@ -163,7 +167,7 @@ def fingerprint(params: Decoder) -> str:
     return hashlib.sha256(repr(params.config).encode() + sums.tobytes()).hexdigest()
 
 
-@jit
+@jax.jit
 def _checksum(x: Array) -> UInt32[Array, "2"]:
     """Sums of an array's bits, plain and weighted by place. They are integers, so the order does not matter."""
     bits = jax.lax.bitcast_convert_type(x, {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]).astype(jnp.uint32).ravel()

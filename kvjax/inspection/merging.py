@@ -17,13 +17,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.attend import RoomMaker, expired, finished, met_keys
-from kvjax.cache import Layers
+from kvjax.cache import Entries, Layers, Segments, Slots
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
+from kvjax.pallas_kernels import plain
 from kvjax.policy import PLAIN, Moment, Policy
 from kvjax.reading.allocate import allocate, pool_rows
 from kvjax.reading.room import plan_read
-from kvjax.runtime.programs import jit
 
 NOWHERE, SEVERAL = -1, -2  # in place of a position
 
@@ -38,7 +38,7 @@ def into_at_prompt(params: Decoder, full: KVCache) -> Any:
     """For each entry of a prompt that has been read and not yet compressed, the position that it will be part of.
 
     An entry that is retained as it is goes into itself. NOWHERE stands for a dropped one, SEVERAL for one whose value
-    goes into several others. The result is a pytree like `full.entries.position_arrays`.
+    goes into several others. The result is a list as `Entries.by_head` takes it.
     """
     policy = full.policy
     if policy.allocates:
@@ -49,7 +49,7 @@ def into_at_prompt(params: Decoder, full: KVCache) -> Any:
     return _at_prompt(params, full, rows=0, slots=plan.slots)
 
 
-@partial(jit, static_argnames=("rows", "slots"))
+@partial(jax.jit, static_argnames=("rows", "slots"))
 def _at_prompt(params: Decoder, full: KVCache, *, rows: int, slots: tuple[int, ...]) -> Any:
     cache = _plain(full)
     if cache.policy.allocates:
@@ -67,7 +67,7 @@ def _compressed(params: Decoder, cache: KVCache, *, slots: Sequence[int]) -> KVC
     return replace(cache, entries=Layers(tuple(done)), filled=True)
 
 
-@jit
+@jax.jit
 def into_at_step(params: Decoder, cache: KVCache) -> Any:
     """The same for the entries before a decode step of every row, which may make room."""
     return _followed(partial(_made_room, params), _plain(cache))
@@ -84,19 +84,27 @@ def _made_room(params: Decoder, cache: KVCache) -> KVCache:
 
 def _plain(cache: KVCache) -> KVCache:
     """The same cache with keys and values as arrays, values in float32."""
-    entries = cache.entries.plain()
-    entries = entries.with_values(jax.tree.map(lambda x: x.astype(jnp.float32), entries.value_arrays))
-    return replace(cache, policy=replace(cache.policy, storage=PLAIN), entries=entries)
+    parts, tree = _parts(cache.entries)
+    parts = [replace(part, keys=plain(part.keys), values=plain(part.values).astype(jnp.float32)) for part in parts]
+    return replace(cache, policy=replace(cache.policy, storage=PLAIN), entries=tree.unflatten(parts))
+
+
+def _parts(entries: Entries) -> tuple[list[Slots | Segments], Any]:
+    """What has the keys, values and positions: the slots of each layer, or the pool; and their place in the pytree."""
+    return jax.tree.flatten(entries, is_leaf=lambda x: isinstance(x, Slots | Segments))
 
 
 def _followed(change: Callable[[KVCache], KVCache], cache: KVCache) -> Any:
     """Where each entry of a cache is after a change."""
 
-    def changed(values: Any) -> tuple[Any, Any]:
-        after = change(replace(cache, entries=cache.entries.with_values(values))).entries
-        return after.value_arrays, after.position_arrays
+    parts, tree = _parts(cache.entries)
 
-    after, back, positions = jax.vjp(changed, cache.entries.value_arrays, has_aux=True)
+    def changed(values: list[Array]) -> tuple[list[Array], list[Array]]:
+        given = tree.unflatten([replace(part, values=new) for part, new in zip(parts, values, strict=True)])
+        after, _ = _parts(change(replace(cache, entries=given)).entries)
+        return [part.values for part in after], [part.positions for part in after]
+
+    after, back, positions = jax.vjp(changed, [part.values for part in parts], has_aux=True)
     (taken,) = back(jax.tree.map(_marked, after, positions))
     return jax.tree.map(_position, taken)
 

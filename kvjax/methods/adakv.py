@@ -79,10 +79,10 @@ class AdaptiveShares(AllocatedBudget):
         """The budget, if it is allocated itself."""
         return None if self.budget.layout is None else cast(AllocatedBudget, self.budget)
 
-    def entries(self, slots: Sequence[int], heads: int) -> int:
-        total = super().entries(slots, heads) if self.allocated is None else self.allocated.entries(slots, heads)
+    def entries(self, means: Sequence[int], prompt_size: int, heads: int) -> int:
+        of_base = super().entries if self.allocated is None else self.allocated.entries
         rounded_up = heads // 2 if self.formula == "code" else 0
-        return total + rounded_up * len(slots)
+        return of_base(means, prompt_size, heads) + rounded_up * len(means)
 
     def allocate(
         self, scores: Float[Array, "L B H M"], means: Int[Array, "L B"], least: int, heads: Heads
@@ -122,7 +122,7 @@ def _check_heads_alike(budget: Budget) -> None:
             f"a budget of {budget}, under which each head has a number of its own already: expected one for which all "
             "heads of a layer retain the same number"
         )
-    elif layout.dense_first or layout.dense_last or layout.compares_protected:
+    elif any(layout.dense) or layout.compares_protected:
         raise ValueError(
             f"a budget of {budget}, which has layers that retain everything, or compares protected entries too: "
             "expected one that limits every layer and compares unprotected entries only"
@@ -191,7 +191,7 @@ def adakv(
     check_kind("base", base, Policy)
     if normalise is None:
         normalise = formula != "kvpress"
-    if normalise and base.score.needs.signed:
+    if normalise and "signed" in base.score.needs.marks:
         raise ValueError(
             "normalise=True takes parts of the sum of a head's scores, and those of its base "
             f"{type(base.score).__name__} may be negative: expected normalise=False"

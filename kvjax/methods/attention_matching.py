@@ -22,9 +22,9 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import Slots
 from kvjax.models import rotate
 from kvjax.pallas_kernels import capped, finite_or_zero
-from kvjax.policy import Effects, Keep, Merge, Moment, Policy, check_kind, check_number
+from kvjax.pallas_kernels.matrices import solve_positive
+from kvjax.policy import Effects, Keep, Merge, Moment, Policy, Ranked, check_kind, check_number
 
-from .common.matrices import solve_positive
 from .common.query_sample import QuerySample, sample_of
 from .common.refusals import check_own_positions
 from .registry import preset
@@ -72,7 +72,7 @@ class FittedEntries(Merge):
         return Effects(at_prompt=True, bias=True)
 
     def check(self, policy: Policy) -> None:
-        if not policy.score.needs.samples:
+        if "samples" not in policy.score.needs.marks:
             raise ValueError(
                 f"it asks a sample of queries, and the score {type(policy.score).__name__} takes none; expected a "
                 "score within QuerySample"
@@ -80,23 +80,18 @@ class FittedEntries(Merge):
         check_own_positions(policy, "asks cached keys with queries at the next position")
 
     def compress(
-        self,
-        entries: Slots,
-        moment: Moment,
-        scores: Float[Array, "B H M"],
-        counts: Int[Array, "B H"],
-        size: int,
-        keep: Keep,
+        self, entries: Slots, moment: Moment, ranked: Ranked, keep: Keep
     ) -> tuple[Slots, Int[Array, "B H size"]]:
-        kept = keep(scores, entries.positions)
+        kept = keep(ranked)
         B, H, M = entries.positions.shape
-        fit = self._problems(entries, moment, kept, scores)
+        fit = self._problems(entries, moment, kept, ranked.scores)
         flat = jax.tree.map(lambda x: x.reshape(B * H, *x.shape[2:]), fit)
         bias, values = jax.lax.map(partial(self._solved, softcap=moment.layer.softcap), flat, batch_size=H)
-        loses = (jnp.sum(entries.positions >= 0, axis=-1) > counts)[..., None]
+        loses = (jnp.sum(entries.positions >= 0, axis=-1) > ranked.counts)[..., None]
         b, h = jnp.arange(B)[:, None, None], jnp.arange(H)[:, None]
         place = b, h, jnp.where((kept >= 0) & fit.free & loses, kept, M)
-        values = entries.values.at[place].set(values.reshape(B, H, size, -1).astype(entries.values.dtype), mode="drop")
+        values = values.reshape(B, H, ranked.size, -1).astype(entries.values.dtype)
+        values = entries.values.at[place].set(values, mode="drop")
         old = jnp.zeros((B, H, M)) if entries.bias is None else entries.bias
         return replace(entries, values=values, bias=old.at[place].add(bias.reshape(kept.shape), mode="drop")), kept
 

@@ -18,9 +18,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Slots
-from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.pallas_kernels import compact
-from kvjax.policy import ByQueryHead, Effects, Merge, Moment, Policy, Protect, Select, check_choice, check_integer
+from kvjax.policy import Effects, Merge, Moment, Policy, Protect, Ranked, Select, check_choice, check_integer
 
 from .common.accumulated import AccumulatedAttention
 from .common.budgets import budget_of
@@ -33,16 +32,8 @@ from .registry import preset
 class Newest(Select):
     """Retains the protected entries and the most recent of the others, whatever they score."""
 
-    def keep(
-        self,
-        scores: Float[Array, "B H M"],
-        positions: Int[Array, "B H M"],
-        counts: Int[Array, "B H"],
-        size: int,
-        heads: Heads = ALL_HEADS,
-        by_query_head: ByQueryHead | None = None,
-    ) -> Int[Array, "B H size"]:
-        return TopTokens().keep(_by_age(scores, positions), positions, counts, size, heads)
+    def keep(self, ranked: Ranked) -> Int[Array, "B H size"]:
+        return TopTokens().keep(ranked._replace(scores=_by_age(ranked.scores, ranked.positions)))
 
     def victims(
         self, scores: Float[Array, "B H S"], positions: Int[Array, "B H S"], count: int
@@ -85,12 +76,12 @@ class ValueMerge(Merge):
 
     def check(self, policy: Policy) -> None:
         needs, name = policy.score.needs, type(policy.score).__name__
-        if not needs.accumulates:
+        if "accumulates" not in needs.marks:
             raise ValueError(
                 f"it compares the attention that entries have accumulated, and the score {name} does not accumulate "
                 "it; expected a score that does, such as AccumulatedAttention"
             )
-        if needs.weighs_values or needs.by_count:
+        if "weighs_values" in needs.marks or needs.by_count:
             raise ValueError(
                 f"it takes scores for accumulated attention, and the score {name} changes them by the values or the "
                 "number of retained entries; they cannot be combined"

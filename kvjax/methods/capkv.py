@@ -17,11 +17,11 @@ from jaxtyping import Array, Float
 
 from kvjax.cache import Slots
 from kvjax.pallas_kernels import finite_or_zero
+from kvjax.pallas_kernels.matrices import cholesky, solve_lower
 from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_integer, check_number
 
 from .common.budgets import budget_of
 from .common.drop import Drop
-from .common.matrices import cholesky, solve_lower
 from .common.mean_rotation import mean_rotation
 from .common.refusals import check_own_positions, check_sinks
 from .common.top_tokens import TopTokens
@@ -62,7 +62,7 @@ class ValueCapacity(Score):
 
     @property
     def needs(self) -> Needs:
-        return Needs(queries="unrotated", weighs_values=True)
+        return Needs(queries="unrotated", marks=frozenset({"weighs_values"}))
 
     def check(self, policy: Policy) -> None:
         check_sinks(self.sinks, policy)

@@ -27,8 +27,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.mesh.heads import ALL_HEADS, Heads
-from kvjax.policy import ByQueryHead, Policy, Select, SelectWrapper, check_integer, check_kind
+from kvjax.policy import Policy, Ranked, Select, SelectWrapper, check_integer, check_kind
 
 from .registry import preset
 from .snapkv import snapkv
@@ -66,19 +65,12 @@ class Chunks(SelectWrapper):
     def compares(self) -> Literal["scores", "means", "other"]:
         return "means"
 
-    def keep(
-        self,
-        scores: Float[Array, "B H M"],
-        positions: Int[Array, "B H M"],
-        counts: Int[Array, "B H"],
-        size: int,
-        heads: Heads = ALL_HEADS,
-        by_query_head: ByQueryHead | None = None,
-    ) -> Int[Array, "B H size"]:
+    def keep(self, ranked: Ranked) -> Int[Array, "B H size"]:
+        scores, heads = ranked.scores, ranked.heads
         competes = jnp.isfinite(scores)
-        means = self._means(*(heads.whole_layer(jnp.where(competes, x, -1)) for x in (scores, positions)))
+        means = self._means(*(heads.whole_layer(jnp.where(competes, x, -1)) for x in (scores, ranked.positions)))
         own = jnp.take(means, heads.kv_indices(scores.shape[1]), axis=1)
-        return self.base.keep(jnp.where(competes, own, scores), positions, counts, size, heads)
+        return self.base.keep(ranked._replace(scores=jnp.where(competes, own, scores)))
 
     def _means(self, scores: Float[Array, "B H M"], positions: Int[Array, "B H M"]) -> Float[Array, "B H M"]:
         """The mean score of each entry's chunk. Positions are -1 where an entry does not compete."""

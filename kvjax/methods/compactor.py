@@ -47,7 +47,7 @@ class LeveragedAttention(Score):
 
     @property
     def needs(self) -> Needs:
-        return replace(self.attention.needs, signed=True)
+        return replace(self.attention.needs, marks=self.attention.needs.marks | {"signed"})
 
     def check(self, policy: Policy) -> None:
         self.leverage.check(policy)

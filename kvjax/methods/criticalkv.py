@@ -52,17 +52,18 @@ class ProjectedValues(ScoreWrapper):
 
     @property
     def needs(self) -> Needs:
-        return replace(self.base.needs, slotwise=False, weighs_values=True, by_count=True)
+        needs = self.base.needs
+        return replace(needs, slotwise=False, by_count=True, marks=needs.marks | {"weighs_values"})
 
     def check(self, policy: Policy) -> None:
         super().check(policy)
         name = type(self.base).__name__
-        if self.base.needs.weighs_values:
+        if "weighs_values" in self.base.needs.marks:
             raise ValueError(
                 f"its base {name} already multiplies scores by value norms; choose a base that does not, such as one "
                 "with value_norm=False"
             )
-        if self.base.needs.heads_alike:
+        if "heads_alike" in self.base.needs.marks:
             raise ValueError(
                 f"its base {name} has all heads of a layer retain the same tokens, and value norms give each head its "
                 "own; choose a base whose heads differ"

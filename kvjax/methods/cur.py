@@ -40,7 +40,7 @@ class SquaredNorms(Score):
 
     @property
     def needs(self) -> Needs:
-        return Needs(weighs_values=self.kind != "key")
+        return Needs(marks=frozenset({"weighs_values"}) if self.kind != "key" else frozenset())
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         held = entries.positions >= 0

@@ -65,15 +65,10 @@ class GatedShares(AllocatedBudget):
         expected = "gates that were trained on this model, see kvjax train-gates"
         check_shape("gates", self.full, layers, kv_heads, expected)
 
-    def entries(self, slots: Sequence[int], heads: int) -> int:
+    def entries(self, means: Sequence[int], prompt_size: int, heads: int) -> int:
         full = np.sum(self._by_group, axis=2)
-        streaming = [self.budget.slots(i, size, len(slots)) for i, size in enumerate(slots)]
-        lanes = np.array(slots)[:, None] * full + np.array(streaming)[:, None] * (heads - full)
+        lanes = prompt_size * full + np.array(means)[:, None] * (heads - full)
         return int(max(np.sum(lanes, axis=0)))
-
-    def slots(self, layer: int, prompt_size: int, layers: int) -> int:
-        """Of a full head."""
-        return prompt_size
 
     def allocate(
         self, scores: Float[Array, "L B H M"], means: Int[Array, "L B"], least: int, heads: Heads

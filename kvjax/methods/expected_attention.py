@@ -80,7 +80,7 @@ class ExpectedAttention(Score):
 
     @property
     def needs(self) -> Needs:
-        return Needs(queries="unrotated", weighs_values=self.value_norm)
+        return Needs(queries="unrotated", marks=frozenset({"weighs_values"}) if self.value_norm else frozenset())
 
     def check(self, policy: Policy) -> None:
         check_sinks(self.sinks, policy)

@@ -26,7 +26,8 @@ class SavedExpectedAttention(ExpectedAttention):
 
     @property
     def needs(self) -> Needs:
-        return Needs(weighs_values=self.value_norm, statistics=("query_mean", "query_cov"))
+        marks = frozenset({"weighs_values"}) if self.value_norm else frozenset[str]()
+        return Needs(marks=marks, statistics=("query_mean", "query_cov"))
 
     def init(self, shape: LayerShape, slots: int) -> tuple[None, None]:
         return None, None

@@ -51,7 +51,7 @@ class AttentionClasses(AccumulatedAttention):
 
     @property
     def needs(self) -> Needs:
-        return Needs(received=super().needs.received, classes=True)
+        return Needs(received=super().needs.received, marks=frozenset({"classes"}))
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         received, held = super().__call__(entries, moment), entries.positions >= 0
@@ -95,7 +95,7 @@ class RecoveringHeads(AllocatedBudget):
         check_mean(self.budget)
 
     def check(self, policy: Policy) -> None:
-        if not policy.score.needs.classes:
+        if "classes" not in policy.score.needs.marks:
             raise ValueError(
                 f"it compares what classes of entries recover, and the score {type(policy.score).__name__} has no "
                 "classes; they cannot be combined"

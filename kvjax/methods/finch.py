@@ -15,11 +15,10 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
-from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.pallas_kernels import Reduction, compact
-from kvjax.policy import ByQueryHead, Policy, Protect, check_integer
+from kvjax.policy import Policy, Protect, Ranked, check_integer
 
 from .common.budgets import budget_of
 from .common.drop import Drop
@@ -49,15 +48,8 @@ class EvenChunks(TopTokens):
     def compares(self) -> Literal["scores", "means", "other"]:
         return "other"
 
-    def keep(
-        self,
-        scores: Float[Array, "B H M"],
-        positions: Int[Array, "B H M"],
-        counts: Int[Array, "B H"],
-        size: int,
-        heads: Heads = ALL_HEADS,
-        by_query_head: ByQueryHead | None = None,
-    ) -> Int[Array, "B H size"]:
+    def keep(self, ranked: Ranked) -> Int[Array, "B H size"]:
+        scores, positions, counts, size, *_ = ranked
         B, H, M = scores.shape
         length = min(self.length, M)
         if length * size >= 2**31:

@@ -26,7 +26,7 @@ class KeyNorm(Score):
 
     @property
     def needs(self) -> Needs:
-        return Needs(slotwise=True, signed=True)
+        return Needs(slotwise=True, marks=frozenset({"signed"}))
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         return -jnp.linalg.norm(entries.keys.astype(jnp.float32), axis=-1)

@@ -118,7 +118,7 @@ class TaskAttention(Score):
             received=Received(reduction, calls="prompts" if self.source == "self" else "replays"),
             whole_prompt=self.source == "replay",
             texts=self._texts,
-            weighs_values=self.value_norm != "none",
+            marks=frozenset({"weighs_values"}) if self.value_norm != "none" else frozenset(),
         )
 
     def check(self, policy: Policy) -> None:

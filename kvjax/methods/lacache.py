@@ -52,7 +52,7 @@ class Ladder(Score):
 
     @property
     def needs(self) -> Needs:
-        return Needs(signed=True, by_count=True)
+        return Needs(marks=frozenset({"signed"}), by_count=True)
 
     def check(self, policy: Policy) -> None:
         if policy.every not in (None, 1):

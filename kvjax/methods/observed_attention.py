@@ -31,7 +31,7 @@ class ObservedAttention(AccumulatedAttention):
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, accumulates=False)
+        return replace(super().needs, marks=frozenset())
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         queries = moment.next_position[:, None, None] - entries.positions

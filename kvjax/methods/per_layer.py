@@ -57,10 +57,6 @@ class PerLayer(Budget):
         of_prompt = self.budget.smallest is None
         return xp.minimum(entries, prompt_lengths) if of_prompt else entries
 
-    def slots(self, layer: int, prompt_size: int, layers: int) -> int:
-        length: Any = np.array([prompt_size])
-        return max(1, int(self.capacity(layer, length, layers)[0]))
-
 
 def _is_share(value: Any) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)

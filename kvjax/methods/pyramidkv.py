@@ -67,10 +67,6 @@ class Pyramid(Budget):
         mean = self.budget.capacity(layer, prompt_lengths, layers)
         return self._entries(xp, mean, prompt_lengths, layer, layers)
 
-    def slots(self, layer: int, prompt_size: int, layers: int) -> int:
-        lengths: Any = np.arange(1, prompt_size + 1)
-        return max(1, int(np.max(np.asarray(self.capacity(layer, lengths, layers)))))
-
     def _entries(self, xp: ModuleType, mean: Any, lengths: Any, layer: int, layers: int) -> Any:
         """In `xp`, NumPy or jax.numpy, for prompts of these lengths [B] and their mean budgets [B]."""
         if layers == 1:

@@ -27,7 +27,7 @@ class QueryFilter(Score):
 
     @property
     def needs(self) -> Needs:
-        return Needs(slotwise=True, signed=True, statistics=("q_filters",))
+        return Needs(slotwise=True, marks=frozenset({"signed"}), statistics=("q_filters",))
 
     def check(self, policy: Policy) -> None:
         check_own_positions(policy, "projects keys as they are rotated to their own positions")

@@ -60,7 +60,7 @@ class JointImportance(Score):
 
     @property
     def needs(self) -> Needs:
-        return Needs(queries="rotated", keeps_queries=True, signed=True)
+        return Needs(queries="rotated", keeps_queries=True, marks=frozenset({"signed"}))
 
     def check(self, policy: Policy) -> None:
         check_window(self.window, policy)

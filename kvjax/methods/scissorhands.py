@@ -56,7 +56,7 @@ class Neglect(Score):
 
     @property
     def needs(self) -> Needs:
-        return replace(query_bits.NEEDS, signed=True)
+        return replace(query_bits.NEEDS, marks=frozenset({"signed"}))
 
     def check(self, policy: Policy) -> None:
         check_first_rotation(policy)

@@ -60,7 +60,7 @@ class LazyAttention(Score):
 
     @property
     def needs(self) -> Needs:
-        return Needs(queries="rotated", keeps_queries=True, signed=True)
+        return Needs(queries="rotated", keeps_queries=True, marks=frozenset({"signed"}))
 
     def init(self, shape: LayerShape, slots: int) -> tuple[None, QueryRing]:
         return None, QueryRing.empty(shape, self.last)

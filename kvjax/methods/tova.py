@@ -30,7 +30,15 @@ class LastAttention(Score):
 
     @property
     def needs(self) -> Needs:
-        return Needs(received=Received(Reduction(rows="sum", group="mean"), last=1), heads_alike=True)
+        return Needs(received=Received(Reduction(rows="sum", group="mean"), last=1), marks=frozenset({"heads_alike"}))
+
+    def check(self, policy: Policy) -> None:
+        layout = policy.budget.layout
+        if layout is not None and layout.groups is not None:
+            raise ValueError(
+                f"it has all heads of a layer retain the same tokens, and the budget {type(policy.budget).__name__} "
+                "gives heads different numbers of entries; they cannot be combined"
+            )
 
     def init(self, shape: LayerShape, slots: int) -> tuple[Float[Array, "B H S"], None]:
         return jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32), None

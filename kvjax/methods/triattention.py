@@ -44,7 +44,7 @@ class DistancePreference(Score):
 
     @property
     def needs(self) -> Needs:
-        return Needs(signed=True, statistics=("query_mean", "query_norms"))
+        return Needs(marks=frozenset({"signed"}), statistics=("query_mean", "query_norms"))
 
     def check(self, policy: Policy) -> None:
         check_own_positions(policy, "scores keys by the distance from their own positions")

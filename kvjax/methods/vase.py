@@ -57,7 +57,7 @@ class StochasticAttention(Score):
 
     @property
     def needs(self) -> Needs:
-        return Needs(queries="rotated", keeps_queries=True, signed=True, by_count=True)
+        return Needs(queries="rotated", keeps_queries=True, marks=frozenset({"signed"}), by_count=True)
 
     def check(self, policy: Policy) -> None:
         check_window(self.window, policy)

@@ -1,11 +1,11 @@
 """The language of policies: what parts are shown and asked, and how a policy puts them together. It knows no method."""
 
-from .budget import AllocatedBudget, Budget, Layout, check_alike
+from .budget import AllocatedBudget, Budget, Layout, check_alike, most_entries
 from .merge import Effects, Keep, Merge
 from .part import Part, check_choice, check_integer, check_kind, check_number, named
 from .policy import Limits, Policy, Protect
-from .score import Attended, LayerShape, Moment, Needs, Pass, Received, Score, ScoreWrapper, Texts
-from .select import ByQueryHead, Select, SelectWrapper
+from .score import Attended, LayerShape, Moment, Needs, Pass, Received, Replay, Score, ScoreWrapper, Texts
+from .select import Ranked, Select, SelectWrapper
 from .storage import PLAIN, Storage
 from .together import Together
 
@@ -14,7 +14,6 @@ __all__ = [
     "AllocatedBudget",
     "Attended",
     "Budget",
-    "ByQueryHead",
     "Effects",
     "Keep",
     "LayerShape",
@@ -27,7 +26,9 @@ __all__ = [
     "Pass",
     "Policy",
     "Protect",
+    "Ranked",
     "Received",
+    "Replay",
     "Score",
     "ScoreWrapper",
     "Select",
@@ -40,5 +41,6 @@ __all__ = [
     "check_integer",
     "check_kind",
     "check_number",
+    "most_entries",
     "named",
 ]

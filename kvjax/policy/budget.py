@@ -5,7 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.mesh.heads import Heads
@@ -21,26 +24,25 @@ class Layout:
         groups: heads compete in this many groups of consecutive kv heads, and each group retains its own total. A mesh
             may not cut a group, so that what is retained depends on the number of groups and not on the mesh. None
             where all heads of a layer retain the same number.
-        dense_first: the number of first layers whose heads retain everything, prompt and answer.
-        dense_last: the same for the last layers.
+        dense: the numbers of first and of last layers whose heads retain everything, prompt and answer.
         growing: the number of segments per lane that grow although the policy evicts while decoding; None: those of the
             dense layers.
         compares_protected: whether `allocate` is shown the scores of protected entries instead of +inf.
     """
 
     groups: int | None = None
-    dense_first: int = 0
-    dense_last: int = 0
+    dense: tuple[int, int] = (0, 0)
     growing: int | None = None
     compares_protected: bool = False
 
-    def dense(self, layer: int, layers: int) -> bool:
+    def is_dense(self, layer: int, layers: int) -> bool:
         """Whether all heads of a layer retain everything."""
-        return layer < self.dense_first or layer >= layers - self.dense_last
+        first, last = self.dense
+        return layer < first or layer >= layers - last
 
     def growing_segments(self, layers: int, heads: int) -> int:
         """The number of segments of a lane with `heads` heads that grow although the policy evicts while decoding."""
-        return heads * (self.dense_first + self.dense_last) if self.growing is None else self.growing
+        return heads * sum(self.dense) if self.growing is None else self.growing
 
     def lanes(self, kv_heads: int) -> int:
         """Heads that compete lie in one lane; heads that retain equally many have lanes of their own."""
@@ -76,12 +78,8 @@ class Budget(Part):
     def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> Int[Array, "B"] | None:
         """Entries that a kv head of each row retains in one of the model's `layers`; None if it retains everything.
 
-        Lengths may be NumPy or JAX arrays; the result is of the same kind.
+        Lengths may be NumPy or JAX arrays; the result is of the same kind. Each entry follows from its own length.
         """
-
-    @abstractmethod
-    def slots(self, layer: int, prompt_size: int, layers: int) -> int | None:
-        """The largest capacity for prompts of up to `prompt_size` tokens; None if the layer retains everything."""
 
 
 @dataclass(frozen=True)
@@ -113,13 +111,13 @@ class AllocatedBudget(Budget):
         """Of the mean kv head."""
         return self.budget.capacity(layer, prompt_lengths, layers)
 
-    def slots(self, layer: int, prompt_size: int, layers: int) -> int | None:
-        """Of the mean kv head."""
-        return self.budget.slots(layer, prompt_size, layers)
+    def entries(self, means: Sequence[int], prompt_size: int, heads: int) -> int:
+        """The most entries that a lane of `heads` heads retains of a prompt of up to `prompt_size` tokens.
 
-    def entries(self, slots: Sequence[int], heads: int) -> int:
-        """The most entries that a lane of `heads` heads retains of a prompt, given the mean head's slots by layer."""
-        return heads * sum(slots)
+        Args:
+            means: the most entries of the mean head of each layer.
+        """
+        return heads * sum(means)
 
     @abstractmethod
     def allocate(
@@ -133,6 +131,19 @@ class AllocatedBudget(Budget):
             least: no head retains fewer, as far as it has them.
             heads: the heads that the scores belong to.
         """
+
+
+@lru_cache(4096)
+def most_entries(budget: Budget, layer: int, prompt_size: int, layers: int) -> int | None:
+    """The largest capacity of a layer for prompts of up to `prompt_size` tokens; None if it retains everything.
+
+    Of the lengths of a prompt of more than 2^21 tokens, the first and the last 2^20 count.
+    """
+    lengths: Any = np.arange(1, min(prompt_size, 2**20) + 1)
+    if prompt_size > 2**20:
+        lengths = np.append(lengths, np.arange(max(prompt_size - 2**20, 2**20), prompt_size) + 1)
+    capacity = budget.capacity(layer, lengths, layers)
+    return None if capacity is None else int(np.max(capacity, initial=0))
 
 
 def check_alike(budget: Budget) -> None:

@@ -12,8 +12,9 @@ from kvjax.cache import Slots
 
 from .part import Part
 from .score import LayerShape, Moment
+from .select import Ranked
 
-Keep: TypeAlias = Callable[[Float[Array, "B H M"], Int[Array, "B H M"]], Int[Array, "B H K"]]
+Keep: TypeAlias = Callable[[Ranked], Int[Array, "B H size"]]
 
 
 @dataclass(frozen=True)
@@ -47,23 +48,15 @@ class Merge(Part):
         return None
 
     def compress(
-        self,
-        entries: Slots,
-        moment: Moment,
-        scores: Float[Array, "B H M"],
-        counts: Int[Array, "B H"],
-        size: int,
-        keep: Keep,
+        self, entries: Slots, moment: Moment, ranked: Ranked, keep: Keep
     ) -> tuple[Slots, Int[Array, "B H size"]]:
         """Compresses a prompt that has been read: the changed entries, and the indices of those to retain.
 
         Args:
-            scores: +inf for protected entries, -inf for empty slots.
-            counts: the number of entries that each head retains.
-            size: the largest count.
-            keep: (scores, positions) -> the indices that the policy's selection retains.
+            ranked: the entries with their scores, and how many to retain.
+            keep: returns the indices that the policy's selection retains.
         """
-        return entries, keep(scores, entries.positions)
+        return entries, keep(ranked)
 
     def absorb(
         self, entries: Slots, moment: Moment, scores: Float[Array, "B H S"], lost: Bool[Array, "B H S"], count: int

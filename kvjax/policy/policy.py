@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -13,11 +12,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import UNLIMITED, Slots
 
-from .budget import Budget
+from .budget import Budget, most_entries
 from .merge import Merge
 from .part import Part, check_choice, check_integer, check_kind, named
 from .score import LayerShape, Moment, Score
-from .select import Select
+from .select import Ranked, Select
 from .storage import PLAIN, Storage
 
 
@@ -120,11 +119,6 @@ class Policy:
                 f"the budget {_name(self.budget)} stores heads in segments of different lengths, which have no places "
                 "to rotate to; it cannot be combined with positions='in_cache'"
             )
-        if needs.heads_alike and self.budget.layout is not None and self.budget.layout.groups is not None:
-            raise ValueError(
-                f"the score {_name(self.score)} has all heads of a layer retain the same tokens, and the budget "
-                f"{_name(self.budget)} gives heads different numbers of entries; they cannot be combined"
-            )
         if self.merge.effects.keys and self.every is not None and needs.keeps_queries:
             raise ValueError(
                 f"the score {_name(self.score)} keeps rotated queries, whose scores are exact only while keys do not "
@@ -164,12 +158,12 @@ class Policy:
 
     def limited(self, layer: int) -> bool:
         """Whether a layer has a budget at all."""
-        return self.budget.slots(layer, 1, layer + 1) is not None
+        return most_entries(self.budget, layer, 1, layer + 1) is not None
 
     def evicts(self, layer: int, layers: int) -> bool:
         """Whether decoding evicts from one of the model's `layers`. If not, the layer grows with the answer."""
         layout = self.budget.layout
-        dense = layout is not None and layout.dense(layer, layers)
+        dense = layout is not None and layout.is_dense(layer, layers)
         return self.every is not None and self.limited(layer) and not dense
 
     def limits(self, layers: int) -> Limits:
@@ -190,7 +184,7 @@ class Policy:
 
     def slots(self, layer: int, prompt_size: int, layers: int) -> int | None:
         """The most entries that a compressed layer retains of prompts up to a static size; None if it retains all."""
-        slots = self.budget.slots(layer, prompt_size, layers)
+        slots = most_entries(self.budget, layer, prompt_size, layers)
         return None if slots is None else max(slots, self.minimum)
 
     def with_state(self, entries: Slots, shape: LayerShape, *, limited: bool) -> Slots:
@@ -228,17 +222,14 @@ class Policy:
 
     def retain(self, entries: Slots, moment: Moment, scores: Float[Array, "B H M"], size: int) -> Slots:
         """Retains the best entries of each head by `rank`: as many as its capacity, and at most `size`."""
-        counts = jnp.minimum(entries.capacity, size)
 
-        def keep(scores: Float[Array, "B H M"], positions: Int[Array, "B H M"]) -> Int[Array, "B H size"]:
-            scores = jnp.where(positions >= 0, scores, -jnp.inf)
-            return self.select.keep(scores, positions, counts, size, moment.heads, by_query_head)
+        def keep(ranked: Ranked) -> Int[Array, "B H size"]:
+            scores = jnp.where(ranked.positions >= 0, ranked.scores, -jnp.inf)
+            return self.select.keep(ranked._replace(scores=scores))
 
-        before = entries.plain()
-        by_query_head = None
-        if self.score.needs.by_query_head:
-            by_query_head = partial(self.score.by_query_head, before, moment)
-        after, kept = self.merge.compress(before, moment, scores, counts, size, keep)
+        before, counts = entries.plain(), jnp.minimum(entries.capacity, size)
+        ranked = Ranked(scores, before.positions, counts, size, moment.heads, before)
+        after, kept = self.merge.compress(before, moment, ranked, keep)
         return entries.updated(before, after).gather(kept)
 
     def expendable(self, entries: Slots, moment: Moment) -> Float[Array, "B H S"]:

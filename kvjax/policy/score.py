@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import Slots
+from kvjax.cache import Entries, Slots
 from kvjax.mesh.heads import ALL_HEADS, Heads
-from kvjax.models import AttentionLayer
+from kvjax.models import Attend, AttentionLayer
 from kvjax.pallas_kernels import Asked, Reduction
 
 from .part import Part
@@ -65,25 +65,27 @@ class Needs:
 
     Attributes:
         received: the attention it is shown, None for none.
-        also_received: the attention that `watch` asks for beside it, if the score observes for several ones.
+        also_received: the attention that `Attended.show` hands over beside it, if the score observes for several ones.
         queries: which queries it is shown: "none", as they met the keys ("rotated"), or before RoPE ("unrotated").
         keeps_queries: whether its state holds rotated queries, which score exactly only while keys do not change.
         whole_prompt: whether it replays the prompt's own tokens, so that the prompt must be read in one call.
         texts: texts, or token ids, that its passes are made of.
         slotwise: whether, in a step, the score and the state of an entry follow from that entry and the queries alone.
-        signed: whether scores may be negative, so that shares of their sum make no sense.
-        accumulates: whether scores are sums over all queries so far, so that older entries have larger ones.
-        heads_alike: whether all heads of a layer must hold the same tokens in the same slots.
-        weighs_values: whether scores are already multiplied by a norm of the value.
         by_count: whether scores depend on how many entries a head retains (`Moment.counts`).
-        by_query_head: whether `Score.by_query_head` is defined.
-        samples: whether its state has a sample of queries, for a merge that asks them.
-        classes: whether a score is a class from 0 to 3 plus half of the entry's share of the head's attention.
         hidden: whether it is shown the hidden state of each token when the token enters. No cache holds hidden states,
             so that an entry whose state was forgotten cannot be scored again.
-        sensitivity: whether its passes also run backwards, so that it is shown `Attended.sensitivity`.
         gates: the name of the networks that it asks of the parameters (`kvjax.with_gates`), '' for none.
         statistics: the names of what it asks of `AttentionLayer.statistics` (`kvjax.with_statistics`).
+        marks: facts that parts tell each other by names that they agree on. Core code reads none of them, and a pair of
+            parts may add its own. Those in use are
+
+            "signed": scores may be negative, so that shares of their sum make no sense.
+            "accumulates": scores are sums over all queries so far, so that older entries have larger ones.
+            "weighs_values": scores are already multiplied by a norm of the value.
+            "heads_alike": all heads of a layer must hold the same tokens in the same slots.
+            "query_heads": the state has the attention from each query head (`QueryHeadAttention`).
+            "samples": the state has a sample of queries (`QuerySample`).
+            "classes": a score is a class from 0 to 3 plus half of the entry's share of the head's attention.
     """
 
     received: Received | None = None
@@ -93,18 +95,11 @@ class Needs:
     whole_prompt: bool = False
     texts: tuple[str | tuple[int, ...], ...] = ()
     slotwise: bool = False
-    signed: bool = False
-    accumulates: bool = False
-    heads_alike: bool = False
-    weighs_values: bool = False
     by_count: bool = False
-    by_query_head: bool = False
-    samples: bool = False
-    classes: bool = False
     hidden: bool = False
-    sensitivity: bool = False
     gates: str = ""
     statistics: tuple[str, ...] = ()
+    marks: frozenset[str] = frozenset()
 
     @property
     def wishes(self) -> tuple[Received, ...]:
@@ -127,12 +122,37 @@ class Pass:
         lengths: tokens of each row; a row of length 0 takes no part.
         first: the first position of the part of the prompt that these tokens ask for.
         last: the position after that part.
+        run: returns the entries once the score has observed them, for a pass that does more than to run forwards.
     """
 
     tokens: Int[Array, "B W"]
     lengths: Int[Array, "B"]
     first: Int[Array, "B"]
     last: Int[Array, "B"]
+    run: Callable[[Replay], Entries] | None = field(default=None, metadata={"static": True})
+
+
+class Replay(NamedTuple):
+    """What a pass that runs itself works with.
+
+    Attributes:
+        layers: the decoder's layers with their records, each for a cache of that layer alone.
+        hidden: the hidden states of the pass's tokens before the first layer.
+        positions: of these tokens, -1 for padding.
+        entries: of the prompt.
+        attend: makes attention functions. That of `attend(measured=x)` has the score observe the layer, with x [B, W]
+            for `Attended.measured`. That of `attend(instead=f)` has no score: the context is f(layer, q, k, v,
+            positions, held), where q and k are rotated, and held are the layer's entries with the pass's own behind
+            them, as arrays.
+        mix: computes mixtures of experts.
+    """
+
+    layers: Sequence[tuple[Any, AttentionLayer]]
+    hidden: Float[Array, "B W E"]
+    positions: Int[Array, "B W"]
+    entries: Entries
+    attend: Callable[..., Attend]
+    mix: Any
 
 
 @dataclass(frozen=True)
@@ -155,10 +175,8 @@ class Attended:
             None for the text itself.
         hidden: the hidden states of the queries' tokens, as the layer's attention reads them: after the norm before
             attention if the family has one (kvpress shows its presses the same). None unless `Needs.hidden` asks.
-        sensitivity: of each token t of a `Pass`, how much the pass depends on what this layer's attention gave to t:
-            |d Phi / d y_t|, float32. y_t is the context of t after the output projection, and Phi = sum over t of
-            |h_t|^2 for the hidden states h before the last norm. 0 for padding. None unless `Needs.sensitivity` asks,
-            and for the prompt itself.
+        measured: what `Pass.run` has measured of each token of a pass; None without it.
+        show: returns what a score with other needs observes of the same queries. None unless a prompt is read.
         rope: RoPE's frequencies of each row, where they depend on the row's length.
     """
 
@@ -173,7 +191,8 @@ class Attended:
     asked: Float[Array, "B H M"] | None = None
     replay: tuple[Int[Array, "B"], Int[Array, "B"]] | None = None
     hidden: Float[Array, "B W E"] | None = None
-    sensitivity: Float[Array, "B W"] | None = None
+    measured: Float[Array, "B W"] | None = None
+    show: Callable[[Needs], Attended] | None = None
     rope: Float[Array, "B C/2"] | None = None
 
     @property
@@ -264,10 +283,6 @@ class Score(Part):
         """The new state (per_slot, per_row) after queries attended to `entries`, which hold the old state."""
         return entries.per_slot, entries.per_row
 
-    def watch(self, entries: Slots, show: Callable[[Needs], Attended]) -> tuple[Any, Any]:
-        """`observe`, shown what `needs` asks for. Only a score that observes for several ones asks for more."""
-        return self.observe(entries, show(self.needs))
-
     def passes(self, tokens: Int[Array, "B N"], lengths: Int[Array, "B"], texts: Texts) -> Sequence[Pass]:
         """What to run after a prompt. The number of passes and their sizes follow from shapes alone.
 
@@ -281,13 +296,6 @@ class Score(Part):
     @abstractmethod
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         """Float32 scores of all entries. Scores of empty slots are ignored."""
-
-    def by_query_head(self, entries: Slots, moment: Moment) -> Float[Array, "B Hq M"]:
-        """How much each entry matters to each query head of its kv head, on any scale that a query head has in common.
-
-        Only a score with `Needs.by_query_head` defines it. A selection that compares query heads is shown it.
-        """
-        raise NotImplementedError(type(self).__name__)
 
 
 @dataclass(frozen=True)
@@ -318,9 +326,6 @@ class ScoreWrapper(Score):
 
     def passes(self, tokens: Int[Array, "B N"], lengths: Int[Array, "B"], texts: Texts) -> Sequence[Pass]:
         return self.base.passes(tokens, lengths, texts)
-
-    def by_query_head(self, entries: Slots, moment: Moment) -> Float[Array, "B Hq M"]:
-        return self.base.by_query_head(entries, moment)
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         return self.base(entries, moment)

@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple
 
 from jaxtyping import Array, Float, Int
 
+from kvjax.cache import Slots
 from kvjax.mesh.heads import ALL_HEADS, Heads
 
 from .part import Part
 
-ByQueryHead: TypeAlias = Callable[[], Float[Array, "B Hq M"]]
+
+class Ranked(NamedTuple):
+    """Entries, or chunks or pages of them, some of which a selection retains.
+
+    Attributes:
+        scores: +inf for protected entries, -inf for empty slots.
+        positions: the token position in each slot, -1 if the slot is empty.
+        counts: the number of entries that each head retains.
+        size: the largest count.
+        heads: the heads that the entries belong to.
+        entries: the entries as their score saw them, with its state, for a selection that knows this state. None where
+            chunks or pages are ranked.
+    """
+
+    scores: Float[Array, "B H M"]
+    positions: Int[Array, "B H M"]
+    counts: Int[Array, "B H"]
+    size: int
+    heads: Heads = ALL_HEADS
+    entries: Slots | None = None
 
 
 class Select(Part):
@@ -29,22 +48,8 @@ class Select(Part):
         return "other"
 
     @abstractmethod
-    def keep(
-        self,
-        scores: Float[Array, "B H M"],
-        positions: Int[Array, "B H M"],
-        counts: Int[Array, "B H"],
-        size: int,
-        heads: Heads = ALL_HEADS,
-        by_query_head: ByQueryHead | None = None,
-    ) -> Int[Array, "B H size"]:
-        """The indices of the entries to retain, `counts` of each head, ascending, -1 after the last.
-
-        Args:
-            size: the largest count.
-            heads: the heads that the entries belong to.
-            by_query_head: returns what the score's `by_query_head` does; None if the score does not define it.
-        """
+    def keep(self, ranked: Ranked) -> Int[Array, "B H size"]:
+        """The indices of the entries to retain, `counts` of each head, ascending, -1 after the last."""
 
     @abstractmethod
     def victims(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,8 +38,9 @@ class Together(Score):
     def init(self, shape: LayerShape, slots: int) -> tuple[Any, Any]:
         return _by_kind([score.init(shape, slots) for score in self.scores])
 
-    def watch(self, entries: Slots, show: Callable[[Needs], Attended]) -> tuple[Any, Any]:
-        return _by_kind([score.watch(self.only(score, entries), show) for score in self.scores])
+    def observe(self, entries: Slots, attended: Attended) -> tuple[Any, Any]:
+        assert attended.show is not None
+        return _by_kind([score.observe(self.only(score, entries), attended.show(score.needs)) for score in self.scores])
 
     def only(self, score: Score, entries: Slots) -> Slots:
         """The same entries with the state of one of the scores."""

@@ -7,6 +7,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple, get_args
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
 from kvjax.attend import ReadPlan
 from kvjax.cache import Entries, Usage
 from kvjax.checks import LARGEST, check_type, is_integer, shown
@@ -14,7 +19,6 @@ from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import fetch
 from kvjax.policy import Policy
 from kvjax.runtime.modes import own_modes
-from kvjax.runtime.programs import jit
 
 Compress = Literal["auto", "never", "end", "chunk"]
 
@@ -80,29 +84,33 @@ def plan_read(cache: KVCache, occupied: Sequence[int], *, new: int, room: int, c
     retained = after(room=[0] * len(kept), kept=kept)
     settled = [None if window else most for most, window in zip(retained, cache.windows, strict=True)]
     stay = [most if all_of is None else min(newest, all_of) for most, all_of in zip(kept, settled, strict=True)]
-    slots = tuple(max(n, 1) for n in after(room=rooms, kept=stay))  # Orbax saves no empty array
-    return ReadPlan(slots, kept, final, tuple(settled))
+    return ReadPlan(after(room=rooms, kept=stay), kept, final, tuple(settled))
 
 
-@jit
-def _usage(entries: Entries) -> Usage:
-    return entries.usage()
+@jax.jit
+def _usage(entries: Entries) -> Int[Array, "2 L"]:
+    occupied, free = entries.usage()
+    return jnp.stack([jnp.max(occupied, axis=0), jnp.min(free, axis=0)])
 
 
 def usage(cache: KVCache) -> Usage:
-    """How full each layer is, as integers on the host."""
+    """How full each layer is in its fullest row, as integers on the host. It waits for one transfer."""
     if not any(cache.entries.bounds):  # no program is needed for that
         return Usage([0] * len(cache.entries), [0] * len(cache.entries))
-    occupied, free = _usage(cache.entries)
-    return Usage(fetch(occupied).tolist(), fetch(free).tolist())
+    return Usage(*fetch(_usage(cache.entries)).tolist())
 
 
 def occupied_slots(cache: KVCache) -> list[int]:
-    """The most slots that any row and head of each layer occupies, or will once it is full."""
+    """The most slots that any row and head of each layer occupies, or will once it is full.
+
+    Of a cache of shapes, as many as there may be.
+    """
+    if isinstance(cache.length, jax.ShapeDtypeStruct):
+        return list(cache.entries.bounds)
     return list(usage(cache).occupied)
 
 
-@partial(jit, static_argnames="size")
+@partial(jax.jit, static_argnames="size")
 def grown(cache: KVCache, size: tuple[int, ...]) -> KVCache:
     """The same cache with more slots, as `Entries.growth` counts them."""
     return replace(cache, entries=cache.entries.grow(size)).in_place()
@@ -125,10 +133,22 @@ def with_room(cache: KVCache, room: int) -> KVCache:
 
 
 def check_room(cache: KVCache, new: int) -> None:
-    """Raises ValueError if a layer or head that grows cannot take `new` more tokens."""
-    shortage = cache.entries.shortage(usage(cache), new, grows=cache.grows, windows=cache.windows)
-    if shortage is not None:
-        raise ValueError(f"{shortage}; call kvjax.with_room(cache, n) first")
+    """Raises ValueError if a layer or head that grows cannot take `new` more tokens.
+
+    It waits for the device only if there is one.
+    """
+    filling = cache.entries.filling(cache.grows, cache.windows)
+    if not any(filling):
+        return
+    for i, (fills, free) in enumerate(zip(filling, usage(cache).free, strict=True)):
+        if fills and free < new:
+            raise ValueError(f"layer {i} has room for {free} tokens, not {new}; call kvjax.with_room(cache, n) first")
+
+
+def lacks_room(cache: KVCache, lengths: Int[Array, "B"]) -> Bool[Array, "B"]:
+    """Whether a layer or head that grows cannot take the new tokens of a row."""
+    filling = np.array(cache.entries.filling(cache.grows, cache.windows))
+    return jnp.any((cache.entries.usage().free < lengths[:, None]) & filling, axis=1)
 
 
 def check_reading(chunk: int | None, compress: Compress) -> None:

@@ -9,8 +9,8 @@ import jax
 import pytest
 
 import kvjax
-from kvjax.aot.engine import lower_engine
-from kvjax.aot.hlo import Loop
+from benchmarks.aot.engine import lower_engine
+from benchmarks.aot.hlo import Loop
 from kvjax.kv_cache import KVCache
 from kvjax.policies import parse
 from tests.aot.compiled import CONFIG, SINGLE_LAYERS, accelerators

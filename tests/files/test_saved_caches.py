@@ -58,6 +58,24 @@ def test_round_trip_of_half_a_document(shallow: Decoder, tmp_path: Path, dtype) 
     assert not restored.filled
 
 
+@pytest.mark.parametrize("text", ["zipcache:base=knorm,base.budget=16", "think:recent=64"])
+def test_round_trip_of_empty_arrays(shallow: Decoder, text: str, tmp_path: Path) -> None:
+    """Nothing of a prompt is in slots under ZipCache, and of a short prompt nothing is settled under ThinK."""
+    cache = kvjax.prefill(shallow, ROWS, policy=text)
+    assert not all(leaf.size for leaf in jax.tree.leaves(cache))
+    kvjax.save_cache(tmp_path / "cache", cache, shallow)
+    restored = kvjax.restore_cache(tmp_path / "cache", shallow)
+    assert_equal(restored, cache)
+    ours, expected = (generate(shallow, [[3], [1], [4]], cache=one).tokens for one in (restored, cache))
+    np.testing.assert_array_equal(ours, expected)
+
+
+def test_round_trip_of_a_cache_before_its_prompt(shallow: Decoder, tmp_path: Path) -> None:
+    cache = kvjax.empty_cache(shallow, kvjax.policies.snapkv(24, window=4), np.array([44, 5]))
+    kvjax.save_cache(tmp_path / "cache", cache, shallow)
+    assert_equal(kvjax.restore_cache(tmp_path / "cache", shallow), cache)
+
+
 SAVED = kvjax.policies.morphkv(24, window=4, every=4)
 
 

@@ -13,7 +13,7 @@ from kvjax.cache import Slots
 from kvjax.models import AttentionLayer, Rope
 from kvjax.parts import AccumulatedAttention, Fixed, Newest, Recency, TopTokens, ValueMerge
 from kvjax.policies import cam, parse
-from kvjax.policy import Moment, Policy
+from kvjax.policy import Moment, Policy, Ranked
 
 RNG = np.random.default_rng(3)
 
@@ -81,7 +81,7 @@ def test_the_newest_stay_whatever_they_score():
     scores = np.where(positions >= 0, RNG.normal(size=positions.shape), -np.inf).astype(np.float32)
     scores[(positions >= 0) & (positions < 5)] = np.inf
     counts = np.array([[12, 7], [12, 9]])
-    index = np.asarray(Newest().keep(scores, positions, counts, 12))
+    index = np.asarray(Newest().keep(Ranked(scores, positions, counts, 12)))
     expendable = np.where(positions < 0, np.inf, scores).astype(np.float32)
     victims = np.asarray(Newest().victims(expendable, positions, 3))
     for b, h in np.ndindex(2, 2):

@@ -13,10 +13,11 @@ import kvjax
 from kvjax.mesh.heads import Heads
 from kvjax.parts import Chunks, TopTokens
 from kvjax.policies import chunkkv, parse, snapkv
+from kvjax.policy import Ranked
 from tests import tiny
 
 LENGTHS, SLOTS, SIZE = (40, 23, 9, 31), 40, 20
-keep = jax.jit(lambda part, *rest: part.keep(*rest), static_argnums=(0, 4))
+keep = jax.jit(lambda part, *rest: part.keep(Ranked(*rest)), static_argnums=(0, 4))
 
 
 def drawn(heads=4, aligned=False):
@@ -65,7 +66,7 @@ def test_chunks_on_a_mesh_are_those_of_one_device():
     @jax.jit
     @partial(jax.shard_map, mesh=kvjax.make_mesh(2, 4), in_specs=cut, out_specs=cut, check_vma=False)
     def select(scores, positions, counts):
-        return Chunks(TopTokens(), 5).keep(scores, positions, counts, SIZE, Heads(kv_axis="model"))
+        return Chunks(TopTokens(), 5).keep(Ranked(scores, positions, counts, SIZE, Heads(kv_axis="model")))
 
     np.testing.assert_array_equal(select(*arrays), keep(Chunks(TopTokens(), 5), *arrays, SIZE))
 

@@ -22,7 +22,7 @@ from kvjax.models.rope import NO_ROPE
 from kvjax.pallas_kernels import Reduction, window_scores
 from kvjax.parts import Pooling, TopTokens, WindowAttention
 from kvjax.policies import h2o, morphkv, streaming_llm, tova
-from kvjax.policy import Moment, Policy
+from kvjax.policy import Moment, Policy, Ranked
 from kvjax.reading.room import plan_read
 
 DIM = 8  # tokens that there can be
@@ -215,7 +215,7 @@ def test_g9_importance_is_what_a_column_receives():
 def test_g10_pooling(kind, expected, top):
     got = pooled(Pooling(kind, 3), SCORES, np.ones_like(SCORES, bool))
     np.testing.assert_allclose(got[0, 0], expected, atol=1e-7)
-    kept = TopTokens().keep(np.round(got, 4), np.arange(10)[None, None], np.array([[4]]), 4)
+    kept = TopTokens().keep(Ranked(np.round(got, 4), np.arange(10)[None, None], np.array([[4]]), 4))
     assert kept.tolist() == [[top]]
 
 

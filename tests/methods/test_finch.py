@@ -10,10 +10,11 @@ import pytest
 from kvjax.models import rotate
 from kvjax.parts import EvenChunks
 from kvjax.policies import finch, parse
+from kvjax.policy import Ranked
 from tests import tiny
 
 LENGTHS, HEADS, SLOTS, SIZE = (40, 23, 9, 31), 4, 40, 20
-keep = jax.jit(lambda part, *rest: part.keep(*rest), static_argnums=(0, 4))
+keep = jax.jit(lambda part, *rest: part.keep(Ranked(*rest)), static_argnums=(0, 4))
 
 
 def drawn(ties):

@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.cache import Slots
 from kvjax.mesh.heads import ALL_HEADS
+from kvjax.methods.kvcrush.query_heads import Watched
 from kvjax.methods.kvcrush.signatures import Signatures
 from kvjax.parts import Fixed, Pages, Representatives, TopTokens
 from kvjax.policies import cam, d2o, h2o, kvcrush, parse, snapkv, streaming_llm
-from kvjax.policy import Policy
+from kvjax.policy import Policy, Ranked
 from tests import tiny
 from tests.methods.literal_crush import cut, literal
 from tests.methods.reference import Reader, attended
@@ -69,7 +71,7 @@ def test_k_means_finds_clusters_that_are_apart():
     assert picked(bits, [1, 1, 1, 0, 0, 0], 2, "centroid") == [1, 5]
 
 
-keep = jax.jit(lambda part, *rest: part.keep(*rest), static_argnums=(0, 4))
+keep = jax.jit(lambda part, *rest: part.keep(Ranked(*rest)), static_argnums=(0, 4))
 UNITS = {"token": {}, "chunk": {"page": 3}, "page": {"page": 3, "side_by_side": True}}
 
 
@@ -144,7 +146,10 @@ def test_is_the_literal_algorithm(anchor, share, upper, pick, granularity, align
 
 @partial(jax.jit, static_argnums=(0, 4))
 def keep_by_query_heads(part, scores, positions, counts, size, own):
-    return part.keep(scores, positions, counts, size, by_query_head=lambda: own)
+    ages = jnp.max(positions, axis=-1, keepdims=True) + 1 - positions
+    received = own.reshape(*positions.shape[:2], -1, positions.shape[2]) * ages[:, :, None]
+    entries = Slots(None, None, positions, counts, Watched(received, None))
+    return part.keep(Ranked(scores, positions, counts, size, entries=entries))
 
 
 @pytest.mark.slow
@@ -196,7 +201,7 @@ def test_figure_6_by_hand():
     scores = rng.gamma(1, size=(1, 1, n)).astype(np.float32)
     positions = np.arange(n)[None, None]
     raised = np.where((positions < 32) | (positions >= n - 128), np.inf, scores)
-    index = policy.select.keep(raised, positions, np.array([[672]]), 672)
+    index = policy.select.keep(Ranked(raised, positions, np.array([[672]]), 672))
     best = 1 + np.argsort(-scores[0, 0, 32 : n - 128].reshape(-1, 32).mean(axis=1))[:16]
     expected = [p for p in range(n) if p < 32 or p >= n - 128 or p // 32 in best]
     assert np.asarray(index)[0, 0].tolist() == expected

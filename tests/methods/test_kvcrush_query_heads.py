@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvjax.methods.kvcrush.query_heads import by_query_head
 from kvjax.policies import h2o, kvcrush, snapkv
-from kvjax.policy import Moment
 from tests import tiny
 from tests.methods.literal_crush import literal
 from tests.methods.reference import Reader
@@ -52,7 +52,7 @@ def test_bits_per_query_head_while_the_base_evicts():
         _, cache = tiny.step(params, cache, np.array([token]), np.ones(1, bool))
     state, entries = cache.entries[0].per_slot, cache.entries[0]
     np.testing.assert_allclose(state.received.mean(axis=2), state.base, atol=1e-5)
-    scores = policy.score.by_query_head(entries, Moment(cache.length, params.attention_layers[0]))
+    scores = by_query_head(entries)
     ages = np.asarray(cache.length)[:, None, None] - np.asarray(entries.positions)
     expected = np.asarray(state.received / ages[:, :, None]).reshape(1, 8, -1)
     np.testing.assert_allclose(scores, expected, rtol=1e-6)

@@ -15,11 +15,12 @@ import pytest
 from flax import nnx
 
 import kvjax
+from kvjax.methods.kvgrad.backwards import backwards
 from kvjax.models import Decoder, Mixture
 from kvjax.parts import Attribution, Fixed, Reconstruction
 from kvjax.policies import criticalkv, kvgrad
-from kvjax.reading.replays import replay
-from kvjax.reading.sensitivity import replayed_backwards
+from kvjax.policy import Pass
+from kvjax.reading.replays import replay, to_run
 from tests import tiny
 from tests.dense import assert_close
 from tests.methods import allocating
@@ -45,21 +46,23 @@ def sensitivities(params: Decoder, rows: list[np.ndarray], texts: list[np.ndarra
     width = max(map(len, texts))
     _, cache = tiny.prefill(params, policy, rows, max(map(len, rows)), compress="never")
     tokens, lengths = tiny.left_pad(texts, width)
-    places = np.arange(width) - (width - lengths[:, None])
-    positions = np.where(places >= 0, places + np.array([[len(row)] for row in rows]), -1)
+    first = np.zeros_like(lengths)
 
     @jax.jit
-    def of(params: Decoder, cache: kvjax.KVCache, tokens: jax.Array, positions: jax.Array) -> list[jax.Array]:
+    def of(params: Decoder, cache: kvjax.KVCache, part: Pass) -> list[jax.Array]:
         seen: list[jax.Array] = []
+        given = to_run(params, cache, part)
 
-        def observing(*, sensitivity: jax.Array) -> Any:
-            seen.append(sensitivity)
+        def attend(*, instead: Any = None, measured: Any = None) -> Any:
+            if measured is None:
+                return given.attend(instead=instead)
+            seen.append(measured)
             return lambda layer, q, k, v, entries: (q, entries)
 
-        replayed_backwards(params, cache, tokens, positions, observing)
+        backwards(given._replace(attend=attend))
         return seen[::-1]
 
-    return np.stack(of(params, cache, jnp.asarray(tokens), jnp.asarray(positions)))
+    return np.stack(of(params, cache, Pass(*map(jnp.asarray, (tokens, lengths, first, first)))))
 
 
 def literal(model: Any, row: np.ndarray, text: np.ndarray) -> np.ndarray:

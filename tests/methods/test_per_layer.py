@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import kvjax
 from kvjax.parts import DenseLayers, Fixed, Fraction, PerLayer
 from kvjax.policies import adakv, parse, per_layer, snapkv
+from kvjax.policy import most_entries
 from tests import tiny
 
 # What the tests of all presets run (tests/policy/presets.py).
@@ -41,7 +42,7 @@ def test_budgets_of_layers(budget, shares, length, expected):
     assert [part.capacity(layer, lengths, len(shares)).tolist() for layer in range(len(shares))] == [
         [entries] for entries in expected
     ]
-    assert [part.slots(layer, length, len(shares)) for layer in range(len(shares))] == expected
+    assert [most_entries(part, layer, length, len(shares)) for layer in range(len(shares))] == expected
 
 
 @given(
@@ -57,8 +58,7 @@ def test_no_rounding_error(hundredths, budget, length):
         entries = whole * share // 100
         entries = entries if isinstance(budget, int) else min(entries, length)
         assert int(part.capacity(layer, np.array([length]), len(hundredths))[0]) == entries
-        assert part.slots(layer, length, len(hundredths)) == max(1, entries)
-        assert part.slots(layer, max(1, length - 1), len(hundredths)) <= max(1, entries)
+        assert most_entries(part, layer, length, len(hundredths)) == entries
 
 
 @pytest.mark.slow

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from kvjax.parts import Everything, Fixed, Fraction, Pyramid
 from kvjax.policies import pyramidkv
+from kvjax.policy import most_entries
 
 
 def layers_of(budget, length, layers):
     """What each layer keeps of a prompt of that length, after checking that slots suffice for all shorter ones."""
     lengths = jnp.arange(1, length + 1)
     kept = [budget.capacity(layer, lengths, layers) for layer in range(layers)]
-    assert [budget.slots(layer, length, layers) for layer in range(layers)] == [max(1, int(x.max())) for x in kept]
+    assert [most_entries(budget, layer, length, layers) for layer in range(layers)] == [int(x.max()) for x in kept]
     return [int(x[-1]) for x in kept]
 
 

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import Layers, ThinEntries
-from kvjax.inspection import record
+from kvjax.cache import Layers
+from kvjax.methods.think.thin import ThinEntries
 from kvjax.policies import full, morphkv, parse, quantize, snapkv, think
 from kvjax.policy import PLAIN, Policy
 from tests import tiny
-from tests.attend import meshes
 from tests.methods import one_layer
 from tests.methods.reference import rotated, softmax
 
@@ -186,52 +185,6 @@ def test_bytes_by_hand(dtype: str) -> None:
         thin = (retained - 32) * ((77 + 128) * number + 4) + 77 * 4
         expected = whole * (256 * number + 4) + thin + 2 * 4
         assert kvjax.plan_cache(config, think(base), **sizes).nbytes == 3 * 2 * expected
-
-
-@pytest.mark.slow
-def test_memory_held_is_what_was_planned() -> None:
-    params, base = tiny.decoder(windows=(None, 12)), snapkv(24, window=4)
-    sizes = {"batch": 3, "length": 40, "new_tokens": 9, "dtype": np.float32}
-    for given in (base, full()):
-        policy = think(given, ratio=0.5, window=4, recent=4)
-        answer = kvjax.generate(params, ROWS, policy=policy, max_new_tokens=9)
-        planned = kvjax.plan_cache(params.config, policy, **sizes)
-        assert jax.tree.map(jnp.shape, answer.cache.entries) == jax.tree.map(jnp.shape, planned.entries)
-        held = sum(leaf.nbytes for leaf in jax.tree.leaves(answer.cache.entries))
-        assert held == planned.nbytes == answer.cache.nbytes
-        assert held < kvjax.plan_cache(params.config, given, **sizes).nbytes
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
-@pytest.mark.parametrize(("data", "model"), [(2, 4), (4, 2)])
-def test_on_a_mesh(data: int, model: int) -> None:
-    """With two kv heads, devices of the first mesh share each, and have a part of its query group."""
-    params, spec = tiny.decoder(meshes.HEADS, 2), "think:base=snapkv,base.budget=24,base.window=4,window=4,recent=4"
-    sharded = meshes.sharded(data, model, 2)
-    ours, theirs = (
-        kvjax.generate(x, meshes.ROWS, policy=spec, max_new_tokens=12, log_probs=True) for x in (sharded, params)
-    )
-    meshes.assert_equal(ours, theirs)
-    assert ours.cache.nbytes == theirs.cache.nbytes
-    assert ours.cache.entries[0].settled.keys.addressable_shards[0].data.shape[:2] == (8 // data, 1)
-
-
-@pytest.mark.slow
-def test_entries_with_thin_keys_are_seen_by_inspection_and_counted() -> None:
-    """Merged entries of the prompt are followed as under the base, and no entry leaves."""
-    params, base = tiny.decoder(), "kvmerger:budget=12,recent=4,merge.heavy=2,merge.theta=None"
-    thin = think(parse(base), ratio=0.5, window=4, recent=4)
-    ours, theirs = (record(params, ROWS[0], policy=policy, max_new_tokens=3) for policy in (thin, base))
-    np.testing.assert_array_equal(ours.left[..., :40], theirs.left[..., :40])
-    assert ours.into is not None
-    assert theirs.into is not None
-    np.testing.assert_array_equal(ours.into[..., :40], theirs.into[..., :40])
-    assert (theirs.into[..., :40] >= 0).any()
-    held, expected = (kvjax.prefill(params, ROWS, policy=policy).entries.held() for policy in (thin, base))
-    np.testing.assert_array_equal(held, expected)
-    planned = kvjax.plan_cache(params.config, thin, batch=1, length=40, new_tokens=9, dtype=np.float32)
-    assert planned.entries.mean_slots == (12 + 64,)
 
 
 def test_as_text() -> None:

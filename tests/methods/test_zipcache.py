@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import CodedEntries, Layers, Slots
-from kvjax.inspection import record
+from kvjax.cache import Layers, Slots
+from kvjax.methods.zipcache.coded import CodedEntries
 from kvjax.policies import full, morphkv, parse, quantize, snapkv, think, zipcache
 from tests import tiny
-from tests.attend import meshes
-from tests.cache.literal import literal_entries
 from tests.methods import one_layer
+from tests.methods.literal_codes import literal_entries
 from tests.methods.reference import rotated, softmax
 
 # What the tests of all presets run (tests/policy/presets.py).
@@ -211,35 +210,6 @@ def test_bytes_by_hand(dtype: str) -> None:
 
 
 @pytest.mark.slow
-def test_memory_held_is_what_was_planned() -> None:
-    params, base = tiny.decoder(windows=(None, 12)), snapkv(24, window=4)
-    sizes = {"batch": 3, "length": 40, "new_tokens": 9, "dtype": np.float32}
-    for given in (base, full()):
-        policy = zipcache(given, window=4, queries=4)
-        answer = kvjax.generate(params, ROWS, policy=policy, max_new_tokens=9)
-        planned = kvjax.plan_cache(params.config, policy, **sizes)
-        assert jax.tree.map(jnp.shape, answer.cache.entries) == jax.tree.map(jnp.shape, planned.entries)
-        held = sum(leaf.nbytes for leaf in jax.tree.leaves(answer.cache.entries))
-        assert held == planned.nbytes == answer.cache.nbytes
-        assert held < kvjax.plan_cache(params.config, given, **sizes).nbytes
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
-@pytest.mark.parametrize(("data", "model"), [(2, 4), (4, 2)])
-def test_on_a_mesh(data: int, model: int) -> None:
-    """With two kv heads, devices of the first mesh share each, and have a part of its query group."""
-    params, spec = tiny.decoder(meshes.HEADS, 2), "zipcache:base=snapkv,base.budget=24,base.window=4,window=4,queries=4"
-    sharded = meshes.sharded(data, model, 2)
-    ours, theirs = (
-        kvjax.generate(x, meshes.ROWS, policy=spec, max_new_tokens=12, log_probs=True) for x in (sharded, params)
-    )
-    meshes.assert_equal(ours, theirs)
-    assert ours.cache.nbytes == theirs.cache.nbytes
-    assert ours.cache.entries[0].settled.positions.addressable_shards[0].data.shape[:2] == (8 // data, 1)
-
-
-@pytest.mark.slow
 def test_scale_and_soft_cap_of_the_layer_decide_who_is_salient() -> None:
     """Two probes over twelve keys; each scale and cap has other salient ones."""
     policy = zipcache(salient=0.5, window=2, queries=0)
@@ -261,22 +231,6 @@ def test_scale_and_soft_cap_of_the_layer_decide_who_is_salient() -> None:
         assert positions_of(found, 0, 0)[0] == expected
         answers.add(tuple(expected))
     assert len(answers) == 3
-
-
-@pytest.mark.slow
-def test_entries_with_codes_are_seen_by_inspection_and_counted() -> None:
-    """Merged entries of the prompt are followed as under the base, and no entry leaves."""
-    params, base = tiny.decoder(), "kvmerger:budget=12,recent=4,merge.heavy=2,merge.theta=None"
-    policy = zipcache(parse(base), window=4, queries=3)
-    ours, theirs = (record(params, ROWS[0], policy=given, max_new_tokens=3) for given in (policy, base))
-    np.testing.assert_array_equal(ours.left[..., :40], theirs.left[..., :40])
-    assert ours.into is not None
-    assert theirs.into is not None
-    np.testing.assert_array_equal(ours.into[..., :40], theirs.into[..., :40])
-    held, expected = (kvjax.prefill(params, ROWS, policy=given).entries.held() for given in (policy, base))
-    np.testing.assert_array_equal(held, expected)
-    planned = kvjax.plan_cache(params.config, policy, batch=1, length=40, new_tokens=9, dtype=np.float32)
-    assert planned.entries.mean_slots == (12 + 64,)
 
 
 def test_as_text() -> None:

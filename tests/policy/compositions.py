@@ -19,6 +19,7 @@ import numpy as np
 from kvjax.attend import Reading, ReadPlan, RoomMaker
 from kvjax.cache import Layers, Slots
 from kvjax.methods.common.repetition import Repetition
+from kvjax.methods.kvcrush.query_heads import by_query_head
 from kvjax.models import AttentionLayer, Rope
 from kvjax.pallas_kernels import Reduction
 from kvjax.parts import (
@@ -208,7 +209,7 @@ def refused(score: Score, budget: Any, select: Any, merge: Merge, every: int | N
     """What makes no sense, and nothing else."""
     needs, own = score.needs, score in OF_METHODS  # by its facts; the others are told apart independently of these
     accumulates = type(score) in (AccumulatedAttention, NoisyAttention, QueryHeadAttention, QuerySample)
-    accumulates |= own and needs.accumulates and not (needs.weighs_values or needs.by_count)
+    accumulates |= own and "accumulates" in needs.marks and not ("weighs_values" in needs.marks or needs.by_count)
     keeps = WindowAttention | FoldedWindow | JointImportance | NonCausalAttention | LeveragedAttention | QuerySample
     window = isinstance(score, keeps | GlobalAttention | StochasticAttention | LazyAttention)
     window |= own and needs.keeps_queries
@@ -254,10 +255,10 @@ def compositions() -> dict[tuple, dict[Any, Policy]]:
 
 
 class Shown(NamedTuple):
-    """State per slot: the score of each entry, to each query head too, and the slot in which the prompt had it."""
+    """State per slot: an entry's score, what it received from each query head, and its slot in the prompt."""
 
     scores: Any
-    queries: Any
+    received: Any
     origin: Any
 
 
@@ -267,14 +268,10 @@ class Given(Score):
 
     @property
     def needs(self) -> Needs:
-        return Needs(accumulates=True, by_query_head=True)
+        return Needs(marks=frozenset({"accumulates", "query_heads"}))
 
     def __call__(self, entries: Slots, moment: Moment):
         return entries.per_slot.scores
-
-    def by_query_head(self, entries: Slots, moment: Moment):
-        queries = entries.per_slot.queries
-        return queries.reshape(queries.shape[0], -1, queries.shape[-1])
 
 
 @cache
@@ -298,15 +295,17 @@ def observed(score: Score) -> Slots:
     return layers[1]
 
 
+by_head = jax.jit(by_query_head)
+
+
 @partial(jax.jit, static_argnums=0)
 def judged(score: Score, entries: Slots, counts: Any) -> tuple[Any, Any]:
-    """The scores of all entries, -inf for empty slots; and those to query heads, 0 where the score has none."""
+    """The scores of all entries, -inf for empty slots; and what query heads gave them, 0 if the score does not know."""
     budget = UniformShares(Fixed(12)) if isinstance(score, Repetition) else Fixed(12)
     policy, moment = Policy(score, budget, TopTokens(), Drop(), PROTECT), Moment(jnp.asarray(both), LAYER)
-    queries = jnp.zeros((*entries.positions.shape[:2], G, entries.slots))
-    if score.needs.by_query_head:
-        queries = score.by_query_head(entries, moment).reshape(queries.shape)
-    return policy.rank(entries, moment, counts, raised=False), queries
+    known = "query_heads" in score.needs.marks
+    received = entries.per_slot.received if known else jnp.zeros((*entries.positions.shape[:2], G, entries.slots))
+    return policy.rank(entries, moment, counts, raised=False), received
 
 
 @partial(jax.jit, static_argnums=0)
@@ -342,9 +341,10 @@ def after(score: Score, select: Any, merge: Merge, every: int | None, capacity: 
     """
     entries = replace(whole, capacity=jnp.asarray(capacity))
     counts = np.minimum(capacity, SIZE)
-    scores, queries = judged(score, entries, counts)
+    scores, received = judged(score, entries, counts)
     # Without the state of the score, whose form would make it a program of its own. No part is told the rhythm here.
-    bare, shown = replace(entries, per_slot=None, per_row=None), Shown(scores, queries, ORIGIN)
+    bare, shown = replace(entries, per_slot=None, per_row=None), Shown(scores, received, ORIGIN)
+    queries = by_head(replace(bare, per_slot=shown)).reshape(received.shape)
     left = compressed(given(select, merge, 1), bare, shown)
     kept = with_state(replace(left, merging=None), entries)
     if every is None:

@@ -11,14 +11,14 @@ import pytest
 from flax import nnx
 
 from kvjax import policies
-from kvjax.extend import step as one_step
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.pallas_kernels import PAGE
 from kvjax.parts import GatedShares, Quantized, SalientCodes, ThinKeys
 from kvjax.policy import LayerShape, Policy
+from kvjax.reading.batch import Batch
 from kvjax.reading.prompt import read_prompt
-from kvjax.runtime.clock import Clock
+from kvjax.reading.step import step as one_step
 from tests import tiny
 from tests.policy.expected_budgets import budget_of
 from tests.policy.presets import ALL, ROOM, SIZE, decode, decoder, draw, every_policy
@@ -33,9 +33,9 @@ def expected_bytes(policy: Policy, batch: int, params: Decoder) -> int:
     heads, dim, total = config.num_kv_heads, config.head_dim, 0
     for layer in range(config.num_layers):
         slots = budget_of(policy, layer, SIZE) or SIZE
-        if isinstance(policy.storage, ThinKeys):  # older entries lie apart, in a slot or more
+        if isinstance(policy.storage, ThinKeys):  # older entries lie apart
             newest, left = min(policy.storage.recent, slots), dim - int(dim * policy.storage.ratio)
-            total += heads * (max(slots - newest, 1) * ((left + dim) * 4 + 4) + left * 4)
+            total += heads * ((slots - newest) * ((left + dim) * 4 + 4) + left * 4)
             slots = newest
         if isinstance(policy.storage, SalientCodes):  # nothing of the prompt is in slots
             others = int(slots * (1 - policy.storage.salient) + 1e-9)
@@ -92,18 +92,10 @@ def pool_bytes(policy: Policy, config) -> int:
     return lanes * -(-rows // PAGE) * PAGE * entry + 16 * segments + layers * per_row
 
 
-class Untimed(Clock):
-    """Traces a program where a clock would compile it."""
-
-    def run(self, name, program, *args, **kwargs):
-        return program(*args, **kwargs)
-
-
 def filled(params: Decoder, spec: str, rows: list[np.ndarray]) -> KVCache:
     """The cache after a prompt, for its shapes."""
     tokens, lengths = tiny.left_pad(rows, SIZE)
-    cache, options = tiny.empty(params, spec, lengths, SIZE), {"room": ROOM, "chunk": None, "compress": "auto"}
-    return read_prompt(params, cache, tokens, lengths, **options, clock=Untimed())[1]
+    return read_prompt(params, tiny.empty(params, spec, lengths, SIZE), Batch(tokens, lengths), room=ROOM)[1]
 
 
 @pytest.mark.slow

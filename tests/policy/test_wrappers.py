@@ -13,7 +13,7 @@ import pytest
 from kvjax import policies
 from kvjax.methods import registry
 from kvjax.parts import AdaptiveShares, Everything, Fixed, TopTokens
-from kvjax.policy import Moment, ScoreWrapper
+from kvjax.policy import Moment, ScoreWrapper, most_entries
 from tests import tiny
 from tests.methods.literal_budgets import adaptive, best, projected, two_stages
 from tests.policy.presets import of_its_test
@@ -24,9 +24,9 @@ from tests.products import part
 WRAPPERS = {name: part for name, part in registry.parts().own.items() if issubclass(part, ScoreWrapper)}
 STATES = {  # the needs that a wrapper says it changes; any other one may change none
     "BlockByBlock": {"slotwise", "by_count"},
-    "ProjectedValues": {"slotwise", "weighs_values", "by_count"},
-    "QueryHeadAttention": {"queries", "by_query_head"},
-    "QuerySample": {"queries", "keeps_queries", "samples"},
+    "ProjectedValues": {"slotwise", "by_count", "marks"},
+    "QueryHeadAttention": {"queries", "marks"},
+    "QuerySample": {"queries", "keeps_queries", "marks"},
 }
 for name in policies.PRESETS:
     STATES |= of_its_test(name, "CHANGES", {})
@@ -111,6 +111,7 @@ def test_a_base_sees_what_it_sees_alone(wrapper, preset):
         return
     needs, base = vars(wrapped.score.needs), vars(policy.score.needs)
     assert {name for name in needs if needs[name] != base[name]} <= STATES.get(wrapper, set())
+    assert policy.score.needs.marks <= wrapped.score.needs.marks
     for before, after in zip(alone(preset), run(wrapped, "wrapped"), strict=True):
         expected, got = list(comparable(before)), list(comparable(after))
         assert [(what, form) for what, form, _ in got] == [(what, form) for what, form, _ in expected]
@@ -183,7 +184,9 @@ BASES = ("h2o", "kvzip", "kvmerger", "pyramidkv", "chunkkv", "kvcrush", "knorm")
 def test_adakv_over_every_preset(preset):
     """Heads of a layer compete for the entries that the preset gives the layer, or the combination is refused."""
     base, params = small(preset), model(preset)
-    policy = unless_refused(lambda: policies.adakv(base, normalise=not base.score.needs.signed), "AdaptiveShares")
+    policy = unless_refused(
+        lambda: policies.adakv(base, normalise="signed" not in base.score.needs.marks), "AdaptiveShares"
+    )
     if policy is None:
         return
     filled, layers = compared(replace(policy, score=Recording(base.score, "base")), params)
@@ -235,7 +238,9 @@ def test_criticalkv_over_every_preset(preset):
     filled, layers = compared(replace(policy, score=recorded), params)
     for layer, (_, shown) in enumerate(layers):
         positions = np.asarray(shown["entries"].positions)
-        assert base.score.needs.signed or shown["scores"][positions >= 0].min() >= 0, "signed, and not declared so"
+        assert "signed" in base.score.needs.marks or shown["scores"][positions >= 0].min() >= 0, (
+            "signed, and not declared so"
+        )
         if entrywise(policy):
             counts = np.stack([x[layer] for x in retained_alone(preset)])
             norms = projected_layer(params, layer, np.asarray(shown["entries"].values, np.float64))
@@ -247,4 +252,4 @@ def test_criticalkv_over_every_preset(preset):
             counts = np.asarray(shown["counts"])
             stay = by_the_parts(policy, shown, staged(params, shown, layer, counts), counts)
         assert [tiny.held(filled, b)[layer] for b in range(len(ROWS))] == stay
-    assert len(layers) == (0 if base.budget.slots(0, 1, 1) is None else params.config.num_layers)
+    assert len(layers) == (0 if most_entries(base.budget, 0, 1, 1) is None else params.config.num_layers)

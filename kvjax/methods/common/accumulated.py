@@ -29,7 +29,7 @@ class AccumulatedAttention(Score):
     @property
     def needs(self) -> Needs:
         received = Received(Reduction(rows="sum", group=self.group, first="group"))
-        return Needs(received=received, slotwise=True, accumulates=True)
+        return Needs(received=received, slotwise=True, marks=frozenset({"accumulates"}))
 
     def init(self, shape: LayerShape, slots: int) -> tuple[Float[Array, "B H S"], None]:
         return jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32), None

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.policy import Budget, check_alike, check_kind, check_number
+from kvjax.policy import Budget, check_alike, check_kind, check_number, most_entries
 
 
 def check_share(name: str, value: Any) -> None:
@@ -19,7 +19,7 @@ def check_share(name: str, value: Any) -> None:
 def check_limited(budget: Budget) -> None:
     """Raises ValueError if a budget lets the first layer retain everything."""
     check_kind("budget", budget, Budget)
-    if budget.slots(0, 1, 1) is None:
+    if most_entries(budget, 0, 1, 1) is None:
         raise ValueError(
             f"a budget of {budget}: expected one that limits every layer, since a layer that retains everything has "
             "nothing to allocate"

@@ -23,9 +23,6 @@ class Everything(Budget):
     def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> None:
         return None
 
-    def slots(self, layer: int, prompt_size: int, layers: int) -> None:
-        return None
-
 
 @dataclass(frozen=True)
 class Fixed(Budget):
@@ -47,9 +44,6 @@ class Fixed(Budget):
     def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> Int[Array, "B"]:
         return prompt_lengths * 0 + self.entries
 
-    def slots(self, layer: int, prompt_size: int, layers: int) -> int:
-        return self.entries
-
 
 @dataclass(frozen=True)
 class Fraction(Budget):
@@ -66,9 +60,6 @@ class Fraction(Budget):
 
     def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> Int[Array, "B"]:
         return share_of(self.share, prompt_lengths)
-
-    def slots(self, layer: int, prompt_size: int, layers: int) -> int:
-        return max(1, share_of(self.share, prompt_size))
 
 
 Total = TypeVar("Total", int, Array)

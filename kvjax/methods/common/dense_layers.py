@@ -41,6 +41,3 @@ class DenseLayers(Budget):
 
     def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> Int[Array, "B"] | None:
         return None if layer < self.first else self.budget.capacity(layer, prompt_lengths, layers)
-
-    def slots(self, layer: int, prompt_size: int, layers: int) -> int | None:
-        return None if layer < self.first else self.budget.slots(layer, prompt_size, layers)

@@ -10,9 +10,9 @@ from jaxtyping import Array, Float
 
 from kvjax.cache import Slots
 from kvjax.models import rotate
+from kvjax.pallas_kernels.matrices import eigh
 from kvjax.policy import Moment, Policy, Score, check_integer
 
-from .matrices import eigh
 from .refusals import check_own_positions
 
 RIDGE = 1e-2  # added to the diagonal of X' X, as kvpress adds it

@@ -43,7 +43,7 @@ class NonCausalAttention(Score):
 
     @property
     def needs(self) -> Needs:
-        return Needs(queries="rotated", keeps_queries=True, weighs_values=True)
+        return Needs(queries="rotated", keeps_queries=True, marks=frozenset({"weighs_values"}))
 
     def init(self, shape: LayerShape, slots: int) -> tuple[Float[Array, "B H S"], QueryRing]:
         sums = jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32)

@@ -50,7 +50,7 @@ class QuerySample(ScoreWrapper):
         check_kind("base", self.base, Score)
         check_integer("queries", self.queries, least=1)
         check_integer("seed", self.seed, least=0)
-        if self.base.needs.queries == "unrotated" or self.base.needs.samples:
+        if self.base.needs.queries == "unrotated" or "samples" in self.base.needs.marks:
             raise ValueError(
                 f"QuerySample: its base {type(self.base).__name__} observes queries before RoPE or samples them "
                 "already; choose a base that does neither"
@@ -58,7 +58,8 @@ class QuerySample(ScoreWrapper):
 
     @property
     def needs(self) -> Needs:
-        return replace(self.base.needs, queries="rotated", keeps_queries=True, samples=True)
+        needs = self.base.needs
+        return replace(needs, queries="rotated", keeps_queries=True, marks=needs.marks | {"samples"})
 
     def init(self, shape: LayerShape, slots: int) -> tuple[Any, Sampled]:
         per_slot, per_row = self.base.init(shape, slots)
@@ -87,9 +88,6 @@ class QuerySample(ScoreWrapper):
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         return self.base(_of_base(entries), moment)
-
-    def by_query_head(self, entries: Slots, moment: Moment) -> Float[Array, "B Hq M"]:
-        return self.base.by_query_head(_of_base(entries), moment)
 
 
 def lots_of(seed: int, positions: Int[Array, "B W"]) -> Float[Array, "B W"]:
@@ -123,7 +121,7 @@ def chosen_queries(
 
 
 def sample_of(entries: Slots) -> Sample:
-    """The sample that a score with `Needs.samples` keeps."""
+    """The sample that a score that is marked "samples" keeps."""
     return entries.per_row.sample
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Slots, mark
 from kvjax.pallas_kernels import compact
-from kvjax.policy import Effects, Keep, LayerShape, Merge, Moment, Policy, check_choice, check_number
+from kvjax.policy import Effects, Keep, LayerShape, Merge, Moment, Policy, Ranked, check_choice, check_number
 
 from ..common.refusals import check_own_positions
 
@@ -68,15 +68,9 @@ class SimilarityMerge(Merge):
         return jnp.full((shape.batch, shape.kv_heads), -jnp.inf, jnp.float32)
 
     def compress(
-        self,
-        entries: Slots,
-        moment: Moment,
-        scores: Float[Array, "B H M"],
-        counts: Int[Array, "B H"],
-        size: int,
-        keep: Keep,
+        self, entries: Slots, moment: Moment, ranked: Ranked, keep: Keep
     ) -> tuple[Slots, Int[Array, "B H size"]]:
-        kept = keep(scores, entries.positions)
+        kept = keep(ranked)
         lost = (entries.positions >= 0) & ~mark(kept, entries.slots)
         return self._merge(entries, moment, lost, entries.slots, kept), kept
 

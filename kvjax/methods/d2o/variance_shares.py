@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -10,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import UNLIMITED
 from kvjax.mesh.heads import Heads
-from kvjax.policy import AllocatedBudget, Layout, check_alike, check_integer
+from kvjax.policy import AllocatedBudget, Layout, check_alike, check_integer, most_entries
 
 EQUAL = 1e-5  # variances that differ by less, relatively, differ by the rounding of their sums
 
@@ -45,12 +46,12 @@ class VarianceShares(AllocatedBudget):
         check_integer("first", self.first, least=0)
         check_integer("last", self.last, least=0)
         check_alike(self.budget)
-        if self.budget.slots(0, 1, 1) is None:
+        if most_entries(self.budget, 0, 1, 1) is None:
             raise ValueError(f"a budget of {self.budget}: expected one with a limit, such as Fixed")
 
     @property
     def layout(self) -> Layout:
-        return Layout(dense_first=self.first, dense_last=self.last, compares_protected=True)
+        return Layout(dense=(self.first, self.last), compares_protected=True)
 
     def check_model(self, layers: int, kv_heads: int) -> None:
         if self.first + self.last >= layers:
@@ -59,14 +60,15 @@ class VarianceShares(AllocatedBudget):
                 f"none to compress; expected fewer than {layers} together"
             )
 
-    def slots(self, layer: int, prompt_size: int, layers: int) -> int | None:
-        return prompt_size if self.layout.dense(layer, layers) else self.budget.slots(layer, prompt_size, layers)
+    def entries(self, means: Sequence[int], prompt_size: int, heads: int) -> int:
+        dense = self.first + self.last
+        return heads * (dense * prompt_size + sum(means[self.first : len(means) - self.last]))
 
     def allocate(
         self, scores: Float[Array, "L B H M"], means: Int[Array, "L B"], least: int, heads: Heads
     ) -> Int[Array, "L B H"]:
         L, B, H = scores.shape[:3]
-        compressed = jnp.array([layer for layer in range(L) if not self.layout.dense(layer, L)])
+        compressed = jnp.array([layer for layer in range(L) if not self.layout.is_dense(layer, L)])
         mean = means[self.first]  # of the first compressed layer, as of all others
         there = scores > -jnp.inf
         held = jnp.sum(there, axis=-1)

@@ -90,7 +90,7 @@ def kvcrush(
         anchor=anchor,
         pick=pick,
         upper=upper,
-        by_age=base.score.needs.accumulates,
+        by_age="accumulates" in base.score.needs.marks,
         granularity=granularity,
         page=page,
         bits=bits,
@@ -101,5 +101,5 @@ def kvcrush(
             f"share={share} of a budget of {smallest} entries is less than one {granularity}: expected a share of "
             f"{least} entries or more"
         )
-    score = QueryHeadAttention(base.score) if bits == "query" and not base.score.needs.by_query_head else base.score
-    return replace(base, score=score, select=select)
+    watched = bits == "kv" or "query_heads" in base.score.needs.marks
+    return replace(base, score=base.score if watched else QueryHeadAttention(base.score), select=select)

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import mark
-from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.pallas_kernels import compact
-from kvjax.policy import ByQueryHead, Select, SelectWrapper, check_integer, check_kind
+from kvjax.policy import Ranked, Select, SelectWrapper, check_integer, check_kind
 
 FAR = jnp.iinfo(jnp.int32).max
 
@@ -93,19 +92,12 @@ class Pages(SelectWrapper):
     def compares(self) -> Literal["scores", "means", "other"]:
         return "means"
 
-    def keep(
-        self,
-        scores: Float[Array, "B H M"],
-        positions: Int[Array, "B H M"],
-        counts: Int[Array, "B H"],
-        size: int,
-        heads: Heads = ALL_HEADS,
-        by_query_head: ByQueryHead | None = None,
-    ) -> Int[Array, "B H size"]:
+    def keep(self, ranked: Ranked) -> Int[Array, "B H size"]:
+        scores, positions, counts, size, heads, _ = ranked
         protected, there = jnp.isposinf(scores), scores > -jnp.inf
         pages = PageMap.of(positions, there & ~protected, self.page)
         room = jnp.maximum(counts - jnp.sum(protected, axis=-1), 0) // self.page
-        best = self.base.keep(pages.mean(scores), pages.numbers, room, max(1, size // self.page), heads)
+        best = self.base.keep(Ranked(pages.mean(scores), pages.numbers, room, max(1, size // self.page), heads))
         return fill(protected | pages.tell(mark(best, scores.shape[-1])), there, counts, size)
 
 

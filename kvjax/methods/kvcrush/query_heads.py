@@ -31,8 +31,9 @@ class Watched(NamedTuple):
 class QueryHeadAttention(ScoreWrapper):
     """The scores of its base; beside them, the attention that entries received from each query head (Algorithm 1).
 
-    `by_query_head` is w_h(t), the mean of the softmax weights on t over all queries so far that could see t. It takes 4
-    bytes per slot and query head while a prompt is read, and one more pass over the keys of each call and step.
+    `by_query_head` gives w_h(t), the mean of the softmax weights on t over all queries so far that could see t. Its
+    state takes 4 bytes per slot and query head while a prompt is read, and one more pass over the keys of each call and
+    step.
 
     Attributes:
         base: the score that says which entries matter.
@@ -48,7 +49,7 @@ class QueryHeadAttention(ScoreWrapper):
 
     @property
     def needs(self) -> Needs:
-        return replace(self.base.needs, queries="rotated", by_query_head=True)
+        return replace(self.base.needs, queries="rotated", marks=self.base.needs.marks | {"query_heads"})
 
     def check(self, policy: Policy) -> None:
         check_own_positions(policy, "compares queries with cached keys after RoPE")
@@ -66,13 +67,18 @@ class QueryHeadAttention(ScoreWrapper):
             received = received + _received(entries, attended)
         return Watched(received, per_slot), per_row
 
-    def by_query_head(self, entries: Slots, moment: Moment) -> Float[Array, "B Hq M"]:
-        queries = jnp.maximum(moment.next_position[:, None, None] - entries.positions, 1)
-        mean = entries.per_slot.received / queries[:, :, None]
-        return mean.reshape(mean.shape[0], -1, mean.shape[-1])
-
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         return self.base(_of_base(entries), moment)
+
+
+def by_query_head(entries: Slots) -> Float[Array, "B Hq M"]:
+    """How much each entry matters to each query head of its kv head, for a score that is marked "query_heads".
+
+    The newest token of each row must be among the entries.
+    """
+    queries = jnp.max(entries.positions, axis=-1, keepdims=True) + 1 - entries.positions
+    mean = entries.per_slot.received / jnp.maximum(queries, 1)[:, :, None]
+    return mean.reshape(mean.shape[0], -1, mean.shape[-1])
 
 
 def _of_base(entries: Slots) -> Slots:

@@ -12,21 +12,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import mark
 from kvjax.checks import shown
-from kvjax.mesh.heads import ALL_HEADS, Heads
+from kvjax.mesh.heads import Heads
 from kvjax.pallas_kernels import compact, top_tokens
-from kvjax.policy import (
-    ByQueryHead,
-    Policy,
-    Select,
-    SelectWrapper,
-    check_choice,
-    check_integer,
-    check_kind,
-    check_number,
-)
+from kvjax.policy import Policy, Ranked, Select, SelectWrapper, check_choice, check_integer, check_kind, check_number
 
 from ..common.budgets import share_of
 from .pages import PageMap, check_entrywise, fill
+from .query_heads import by_query_head
 from .signatures import Signatures
 
 Granularity = Literal["token", "chunk", "page"]
@@ -66,8 +58,8 @@ class Representatives(SelectWrapper):
         granularity: "token"; "chunk": a page is treated as a token is, with one bit per head, by its mean score;
             "page": the bits of a page are those of its tokens side by side, 0 for a token that the page lacks.
         page: the number of tokens in a chunk or page.
-        bits: "kv": one bit per kv head, by the policy's scores; "query": one bit per query head, by the score's
-            `by_query_head`. A query head's ones are the tokens that it ranks highest, as many as its kv head has.
+        bits: "kv": one bit per kv head, by the policy's scores; "query": one bit per query head, by the state of
+            `QueryHeadAttention`. A query head's ones are the tokens that it ranks highest, as many as its kv head has.
     """
 
     share: float
@@ -107,28 +99,21 @@ class Representatives(SelectWrapper):
         return "other" if self.granularity == "token" else "means"
 
     def check(self, policy: Policy) -> None:
-        if self.bits == "query" and not policy.score.needs.by_query_head:
+        if self.bits == "query" and "query_heads" not in policy.score.needs.marks:
             raise ValueError(
                 f"bits='query' compares query heads, and the score {type(policy.score).__name__} has no scores of "
                 "single query heads; expected QueryHeadAttention of it"
             )
 
-    def keep(
-        self,
-        scores: Float[Array, "B H M"],
-        positions: Int[Array, "B H M"],
-        counts: Int[Array, "B H"],
-        size: int,
-        heads: Heads = ALL_HEADS,
-        by_query_head: ByQueryHead | None = None,
-    ) -> Int[Array, "B H size"]:
+    def keep(self, ranked: Ranked) -> Int[Array, "B H size"]:
+        scores, positions, counts, size, heads, _ = ranked
         B, H, M = scores.shape
-        compared = self._compared(scores, positions, by_query_head).reshape(B, H, -1, M)
+        compared = self._compared(ranked).reshape(B, H, -1, M)
         protected, there = jnp.isposinf(scores), scores > -jnp.inf
         free = counts - jnp.sum(protected, axis=-1)
         wanted = jnp.clip(free, 0, share_of(self.share, counts))
         if self.granularity == "token":
-            important = mark(self.base.keep(scores, positions, counts - wanted, size, heads), M)
+            important = mark(self.base.keep(ranked._replace(counts=counts - wanted)), M)
             left = there & ~important
             bits = self._bits(compared, positions, important, left, protected, heads)
             chosen = self._choose(Signatures(bits), scores, positions, left, wanted, self._most(size), heads)
@@ -136,7 +121,7 @@ class Representatives(SelectWrapper):
         pages = PageMap.of(positions, there & ~protected, self.page)
         page_scores = pages.mean(scores)
         wanted, room = wanted // self.page, jnp.maximum(free, 0) // self.page
-        best = self.base.keep(page_scores, pages.numbers, room - wanted, max(1, size // self.page), heads)
+        best = self.base.keep(Ranked(page_scores, pages.numbers, room - wanted, max(1, size // self.page), heads))
         important = mark(best, M)
         left = (pages.numbers >= 0) & ~important
         if self.granularity == "chunk":
@@ -150,16 +135,14 @@ class Representatives(SelectWrapper):
         chosen = self._choose(signatures, page_scores, pages.numbers, left, wanted, self._most(size), heads)
         return fill(protected | pages.tell(important | chosen), there, counts, size)
 
-    def _compared(
-        self, scores: Float[Array, "B H M"], positions: Int[Array, "B H M"], by_query_head: ByQueryHead | None
-    ) -> Float[Array, "B F M"]:
+    def _compared(self, ranked: Ranked) -> Float[Array, "B F M"]:
         """The scores that bits are made of, of each kv head or of each query head."""
         if self.bits == "query":
-            assert by_query_head is not None
-            return by_query_head()
+            assert ranked.entries is not None
+            return by_query_head(ranked.entries)
         if self.by_age:
-            return scores / (jnp.max(positions, axis=-1, keepdims=True) + 1 - positions)
-        return scores
+            return ranked.scores / (jnp.max(ranked.positions, axis=-1, keepdims=True) + 1 - ranked.positions)
+        return ranked.scores
 
     def _most(self, size: int) -> int:
         """The most representatives that a head may have."""

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import Slots, mark
 from kvjax.checks import shown
 from kvjax.pallas_kernels import compact, top_tokens
-from kvjax.policy import Effects, Keep, Merge, Moment, Policy, check_choice, check_integer
+from kvjax.policy import Effects, Keep, Merge, Moment, Policy, Ranked, check_choice, check_integer
 
 from ..common.random_draw import RandomDraw
 from .cluster import Rule, set_ends, solve_theta
@@ -99,17 +99,11 @@ class GaussianMerge(Merge):
             )
 
     def compress(
-        self,
-        entries: Slots,
-        moment: Moment,
-        scores: Float[Array, "B H M"],
-        counts: Int[Array, "B H"],
-        size: int,
-        keep: Keep,
+        self, entries: Slots, moment: Moment, ranked: Ranked, keep: Keep
     ) -> tuple[Slots, Int[Array, "B H size"]]:
-        heavy = self._heavy(counts)
-        merged = self._merged(entries, moment, scores, scores == jnp.inf, heavy, counts)
-        return merged, keep(scores, merged.positions)
+        scores, heavy = ranked.scores, self._heavy(ranked.counts)
+        merged = self._merged(entries, moment, scores, scores == jnp.inf, heavy, ranked.counts)
+        return merged, keep(ranked._replace(positions=merged.positions))
 
     def absorb(
         self, entries: Slots, moment: Moment, scores: Float[Array, "B H S"], lost: Bool[Array, "B H S"], count: int

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvjax.pallas_kernels import Reduction
 from kvjax.parts import DenseLayers, Everything, Fixed, Fraction, Pooling, WindowAttention, budget_of
 from kvjax.policies import expected_attention, h2o, morphkv, snapkv, streaming_llm, tova
-from kvjax.policy import Layout, Protect
+from kvjax.policy import Layout, Protect, most_entries
 
 
 @given(
@@ -29,7 +29,7 @@ def test_a_share_is_exact_and_within_the_slots(share, lengths):
     )
     assert capacity.tolist() == [n * numerator // denominator for n in lengths]
     for n, c in zip(lengths, capacity, strict=True):
-        assert budget.slots(0, n, 1) == max(1, c)
+        assert most_entries(budget, 0, n, 1) == c
 
 
 def test_kinds_of_budget():
@@ -40,7 +40,7 @@ def test_kinds_of_budget():
     assert Fixed(7).capacity(0, lengths, 1).tolist() == [7, 7]
     assert Everything().capacity(0, lengths, 1) is None
     dense = DenseLayers(Fixed(7), 2)
-    assert [dense.slots(layer, 100, 4) for layer in range(4)] == [None, None, 7, 7]
+    assert [most_entries(dense, layer, 100, 4) for layer in range(4)] == [None, None, 7, 7]
     assert [morphkv(dense_layers=2).evicts(layer, 4) for layer in range(4)] == [False, False, True, True]
 
 

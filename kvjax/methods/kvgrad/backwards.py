@@ -1,0 +1,59 @@
+"""A pass over a prompt's cache that also runs backwards: how much it depends on what each layer's attention gave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.cache import Entries
+from kvjax.models import densely
+from kvjax.policy import Replay
+
+from .differentiable import differentiable
+
+
+def backwards(replay: Replay) -> Entries:
+    """The entries after their score has observed a pass, with |d Phi / d y_t| for `Attended.measured`.
+
+    The pass runs forwards once, and the hidden states before each layer stay. From the last layer to the first, a layer
+    then runs once more, is differentiated by its input and by what its attention gave, and is observed. Activations
+    within a layer are those of one layer at a time. Where a layer that is differentiated has experts, each of them
+    treats every token: the products of `Replay.mix` have no derivative.
+    """
+    attend, entries = replay.attend(instead=differentiable), replay.entries
+    x, before = replay.hidden, []
+    for i, (layer, record) in enumerate(replay.layers):
+        before.append(x)
+        x, _ = layer(x, record, attend, entries.alone(i), replay.mix)
+    gradient = jnp.where(replay.positions[..., None] >= 0, 2 * x, 0)  # of Phi
+    for i, (layer, record) in reversed(list(enumerate(replay.layers))):
+        # The barrier, and on a CPU the sum, keep XLA from holding what the layer computed on the way forwards.
+        x, gradient = jax.lax.optimization_barrier((before[i] + 0 * gradient, gradient))
+        attending = partial(layer.attended, layer=record, attend=attend, cache=entries.alone(i))
+        gradient, of_given = _backwards(layer, attending, x, gradient)
+        sensitivity = jnp.linalg.norm(of_given.astype(jnp.float32), axis=-1)
+        _, part = layer.attended(x, record, replay.attend(measured=sensitivity), entries.alone(i))
+        entries = entries.with_alone(i, part)
+    return entries
+
+
+def _backwards(
+    layer: Any,
+    attending: Callable[..., tuple[Array, Any]],
+    x: Float[Array, "B W E"],
+    gradient: Float[Array, "B W E"],
+) -> tuple[Float[Array, "B W E"], Float[Array, "B W E"]]:
+    """The gradients by the input of a layer and by its projected contexts, from that by what the layer returns.
+
+    Args:
+        attending: from the input, the contexts and entries, which are ignored.
+    """
+    given, by_attention = jax.vjp(lambda x: layer.attention.project_out(attending(x)[0]), x)
+    _, by_rest = jax.vjp(lambda x, given: layer.after_attention(x, given, densely), x, given)
+    of_x, of_given = by_rest(gradient)
+    return of_x + by_attention(of_given)[0], of_given

@@ -1,0 +1,100 @@
+"""ThinK (Xu et al., ICLR 2025, arXiv 2407.21018): keys of a prompt lose the channels that its last queries ask least.
+
+Differences from the released code: entries are stored per kv head, and so are channels; the squares of the queries are
+averaged over the query group, as in kvpress. Prompts within the budget lose channels too. Layers with a sliding window
+keep all channels: their entries leave while the answer grows, and would leave empty slots behind. kvpress drops
+channels of all keys of the prompt, which is `recent=0` here. It sets them to zero, so that it saves no memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache import Slots
+from kvjax.policy import PLAIN, Attended, LayerShape, Policy, Storage, check_integer, check_kind, check_number
+
+from ..common.settling import check_settling
+from ..common.window_attention import QueryRing
+from ..full import full
+from ..registry import preset
+from .thin import ThinEntries
+
+FULL = full()
+
+
+@dataclass(frozen=True)
+class ThinKeys(Storage):
+    """Keys of a prompt without the channels that its last queries ask least; values and later keys as they are.
+
+    Channel c of a kv head scores the sum of q_c^2 over the last queries of its query group, times the sum of k_c^2 over
+    the entries that the head retains. The best D - floor(D ratio) channels stay; of equal ones, the first. On a mesh
+    where devices share a kv head, they exchange the group's queries.
+
+    Attributes:
+        ratio: the share of channels that is dropped, above 0 and below 1.
+        window: the number of queries that are asked, the last of the prompt.
+        recent: the number of newest entries whose keys keep all channels.
+    """
+
+    ratio: float = 0.4
+    window: int = 32
+    recent: int = 32
+
+    def __post_init__(self) -> None:
+        check_number("ratio", self.ratio, "a number above 0 and below 1", lambda x: 0 < x < 1)
+        check_integer("window", self.window, least=1)
+        check_integer("recent", self.recent, least=0)
+
+    @property
+    def newest(self) -> int:
+        return self.recent
+
+    def check(self, policy: Policy) -> None:
+        check_settling("drops channels of keys", policy)
+
+    def init(self, shape: LayerShape) -> QueryRing:
+        return QueryRing.empty(shape, self.window)
+
+    def observe(self, state: QueryRing, attended: Attended) -> QueryRing:
+        return state.push(attended)
+
+    def settle(self, entries: Slots, **logits: Any) -> Slots:
+        B, H, _, D = entries.keys.shape
+        queries = entries.storing.queries.astype(jnp.float32).reshape(B, H, -1, D)
+        keys = jnp.where(entries.positions[..., None] >= 0, entries.keys.astype(jnp.float32), 0)
+        scores = jnp.sum(queries**2, axis=2) * jnp.sum(keys**2, axis=2)
+        _, channels = jax.lax.top_k(scores, D - int(D * self.ratio))
+        channels = jnp.sort(channels, axis=-1)
+        newest, older = entries.parted(self.recent)
+        left = jnp.take_along_axis(older.keys, channels[:, :, None], axis=-1, mode="promise_in_bounds")
+        return replace(newest, settled=ThinEntries(left, older.values, older.positions, channels))
+
+
+@preset
+def think(base: Policy = FULL, ratio: float = 0.4, window: int = 32, recent: int = 32) -> Policy:
+    """Drops channels of the keys of a prompt once it has been read, and compressed as the base says.
+
+    Channel c of a kv head scores |Q_c|^2 |K_c|^2, with Q_c the channel of the last `window` queries of its query heads,
+    and K_c that of all keys that the head retains. The floor(D ratio) channels with the lowest scores leave all keys of
+    the prompt but the newest; a query later asks these keys by its own other channels. Generated tokens and later turns
+    keep all channels, and so do layers with a sliding window.
+
+    Args:
+        base: decides what is retained of the prompt; a policy that compresses prompts only.
+        ratio: the share of channels that is dropped, above 0 and below 1 (the paper's lambda).
+        window: the number of queries at the end of the prompt that are asked (the paper's S_obs).
+        recent: the number of newest entries whose keys keep all channels, 32 in the released code. 0: kvpress.
+
+    Raises:
+        ValueError: for a value that is not accepted, and for a base that evicts while decoding, whose budget is
+            allocated across heads or layers, whose keys are rotated to their places in the cache, whose merge weighs
+            entries, or that stores its cache in another form already.
+    """
+    check_kind("base", base, Policy)
+    if base.storage != PLAIN:
+        raise ValueError("its base already stores keys and values in another form; choose one that stores arrays")
+    return replace(base, storage=ThinKeys(ratio, window, recent))
