@@ -231,7 +231,7 @@ def projected_layer(params, layer, values):
 def test_criticalkv_over_every_preset(preset):
     """Each head retains as many entries as without it, in two stages, or the combination is refused."""
     base, params = small(preset), model(preset)
-    policy = unless_refused(lambda: policies.criticalkv(base), "ProjectedValues")
+    policy = unless_refused(lambda: policies.criticalkv(base), "criticalkv: ")
     if policy is None:
         return
     recorded = replace(policy.score, base=Recording(base.score, "base"))
