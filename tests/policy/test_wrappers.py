@@ -184,9 +184,7 @@ BASES = ("h2o", "kvzip", "kvmerger", "pyramidkv", "chunkkv", "kvcrush", "knorm")
 def test_adakv_over_every_preset(preset):
     """Heads of a layer compete for the entries that the preset gives the layer, or the combination is refused."""
     base, params = small(preset), model(preset)
-    policy = unless_refused(
-        lambda: policies.adakv(base, normalise="signed" not in base.score.needs.marks), "AdaptiveShares"
-    )
+    policy = unless_refused(lambda: policies.adakv(base, normalise="signed" not in base.score.needs.marks), "adakv: ")
     if policy is None:
         return
     filled, layers = compared(replace(policy, score=Recording(base.score, "base")), params)
