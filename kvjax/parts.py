@@ -29,18 +29,21 @@ from kvjax.methods.common.refusals import (
 )
 from kvjax.methods.common.window_attention import QueryRing
 from kvjax.methods.registry import preset
-from kvjax.models import join_sinks, rotate
+from kvjax.models import AttentionLayer, join_sinks, rotate
 from kvjax.pallas_kernels import (
     Asked,
     Reduction,
     capped,
     compact,
+    dot_products,
     finite_or_zero,
     fold,
+    lowest_tokens,
     prompt_attention,
     top_counts,
     top_tokens,
     traced_once,
+    weighted_sum,
     window_scores,
 )
 from kvjax.pallas_kernels.arrays import pad
@@ -69,6 +72,7 @@ from kvjax.policy import (
     check_integer,
     check_kind,
     check_number,
+    most_entries,
 )
 
 __all__ = [
@@ -77,6 +81,7 @@ __all__ = [
     "UNLIMITED",
     "Asked",
     "Attended",
+    "AttentionLayer",
     "Effects",
     "Heads",
     "Keep",
@@ -114,14 +119,17 @@ __all__ = [
     "check_window",
     "cholesky",
     "compact",
+    "dot_products",
     "eigh",
     "finite_or_zero",
     "fold",
     "group_weights",
     "is_finite",
     "join_sinks",
+    "lowest_tokens",
     "mark",
     "mean_rotation",
+    "most_entries",
     "pad",
     "preset",
     "projected_norms",
@@ -143,6 +151,7 @@ __all__ = [
     "traced_once",
     "visible",
     "visible_tiles",
+    "weighted_sum",
     "window_scores",
 ]
 

@@ -12,15 +12,15 @@ from kvjax.methods import registry
 METHODS = Path(__file__).resolve().parents[1] / "kvjax" / "methods"
 # Helpers of one family of methods, whose parts a method of the same family would subclass or call.
 FAMILIES = {"head_numbers", "learned_policy", "proportional", "query_sample", "repetition", "settling"}
-# What storages and trained networks of kvjax itself are made of.
+# What storages, trained networks and passes that run backwards are made of in kvjax itself.
 INTERNAL = {
+    "Entries",
+    "densely",
+    "slot_attention",
     "CheckpointError",
-    "CodedEntries",
     "FORMS",
     "QuantizedArray",
-    "ThinEntries",
     "read_gates",
-    "exp",  # of the kernels' own exponential
 }
 
 
@@ -51,6 +51,10 @@ def test_everything_that_methods_use_can_be_imported_from_outside():
     }
     assert not missing, f"kvjax.parts does not export {missing}"
     assert "preset" in parts.__all__
+
+
+def test_exceptions_are_used():
+    assert imported().keys() >= INTERNAL
 
 
 def test_all_names_are_there():

@@ -36,7 +36,7 @@ class LastAttention(Score):
         layout = policy.budget.layout
         if layout is not None and layout.groups is not None:
             raise ValueError(
-                f"LastAttention has all heads of a layer retain the same tokens, and {type(policy.budget).__name__} "
+                f"it has all heads of a layer retain the same tokens, and the budget {type(policy.budget).__name__} "
                 "gives heads different numbers of entries; they cannot be combined"
             )
 

@@ -33,15 +33,15 @@ def encoded_texts(policy: Policy, encode: Encode | None) -> Texts:
 
     Raises ValueError for a text where there is no tokenizer to encode it.
     """
-    return tuple(_ids(text, encode, type(policy.score).__name__) for text in policy.score.needs.texts)
+    return tuple(_ids(text, encode) for text in policy.score.needs.texts)
 
 
-def _ids(text: str | tuple[int, ...], encode: Encode | None, score: str) -> tuple[int, ...]:
+def _ids(text: str | tuple[int, ...], encode: Encode | None) -> tuple[int, ...]:
     if not isinstance(text, str):
         return tuple(text)
     if encode is None and text:
         raise ValueError(
-            f"{score} replays the text {shown(text)} and there is no tokenizer: expected tokenizer= or token ids"
+            f"the policy replays the text {shown(text)} and there is no tokenizer: expected tokenizer= or token ids"
         )
     return tuple(encode(text)) if encode is not None and text else ()
 

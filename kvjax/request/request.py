@@ -192,7 +192,7 @@ def texts_of(policy: Policy, tokenizer: Any, vocab_size: int) -> Texts:
     texts = encoded_texts(policy, encode)
     for ids in texts:
         if not all(is_integer(token) and 0 <= token < vocab_size for token in ids):
-            raise ValueError(f"{type(policy.score).__name__} replays {ids}: expected ids in 0 .. {vocab_size - 1}")
+            raise ValueError(f"the policy replays {ids}: expected ids in 0 .. {vocab_size - 1}")
     return texts
 
 

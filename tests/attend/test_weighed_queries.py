@@ -8,10 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax
 from kvjax import Score
 from kvjax.parts import (
     Drop,
@@ -27,7 +29,7 @@ from kvjax.parts import (
     WindowAttention,
 )
 from kvjax.policy import Policy
-from tests import dense
+from tests import dense, tiny
 from tests.methods import one_layer
 
 LENGTHS, PROMPT, STEPS, HEADS, GROUP = np.array([9, 1, 5]), 9, 3, 2, 3
@@ -221,3 +223,17 @@ def test_the_moment_of_what_is_observed():
     assert (moment.layer, moment.heads) == (attended.layer, attended.heads)
     assert moment.protected is None
     assert moment.counts is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+def test_devices_that_share_a_kv_head_weigh_queries_alike():
+    """Each has some query heads of a kv head, and all have the positions that weights follow from."""
+    params = tiny.decoder(8, 2)
+    rows = [np.random.default_rng(5).integers(0, tiny.VOCAB, n) for n in (9, 4, 7, 9)]
+    wish = Received(Reduction(rows="sum", group="max", first="group"), weigh=by_age)
+    policy = Policy(Weighed(wish), Fixed(6), TopTokens(), Drop(), Protect(recent=1), every=1)
+    on_mesh = kvjax.shard(params, kvjax.make_mesh(data=2, model=4))
+    one, many = (kvjax.generate(p, rows, policy=policy, max_new_tokens=6) for p in (params, on_mesh))
+    np.testing.assert_array_equal(many.tokens, one.tokens)
+    np.testing.assert_array_equal(many.cache.entries[0].positions, one.cache.entries[0].positions)

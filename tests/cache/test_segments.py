@@ -322,7 +322,7 @@ def test_what_makes_no_sense():
     with pytest.raises(ValueError, match=r"GlobalShares stores heads in segments.*positions='in_cache'"):
         on(shared, "streaming_llm:budget=24,positions=in_cache")
     with pytest.raises(
-        ValueError, match=r"LastAttention has all heads .* the same tokens, and the budget GlobalShares"
+        ValueError, match=r"LastAttention: it has all heads .* the same tokens, and the budget GlobalShares"
     ):
         on(shared, "tova:budget=24")
     with pytest.raises(ValueError, match="groups=3 of 4 kv heads: expected a divisor of 4"):

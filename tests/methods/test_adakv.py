@@ -278,7 +278,7 @@ def test_devices_with_some_of_the_heads_allocate_as_one_device(budget):
             "those of its base Neglect may be negative",
         ),
         (lambda: adakv(policies.full()), "Everything.*expected one that limits every layer"),
-        (lambda: adakv(policies.tova(64)), "LastAttention has all heads .*AdaptiveShares"),
+        (lambda: adakv(policies.tova(64)), "^adakv: LastAttention: it has all heads .*AdaptiveShares"),
         (lambda: tiny.empty(tiny.decoder(8, 4), adakv(snapkv(64), groups=3), np.ones(1), 8), "groups=3 of 4 kv heads"),
     ],
 )

@@ -26,9 +26,9 @@ from kvjax.policy import Policy, Protect
         ("recent=0.6,merge.heavy=0.5", "leave nothing to merge into"),
         (
             "budget=8,recent=4,merge.heavy=4",
-            r"heavy=4 and Protect\(sinks=0, recent=4\) with every=None leave nothing to merge",
+            "heavy=4, sinks=0, recent=4 and every=None leave nothing to merge",
         ),
-        ("budget=8,recent=3,merge.heavy=3,every=2", r"recent=3\) with every=2 leave nothing to merge into"),
+        ("budget=8,recent=3,merge.heavy=3,every=2", "recent=3 and every=2 leave nothing to merge into"),
         ("budget=0.5,every=0", "every=0: expected an integer >= 1"),
     ],
 )

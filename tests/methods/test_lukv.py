@@ -174,7 +174,7 @@ def test_files_that_are_no_curve_are_refused(tmp_path, ratios, says):
         ({"curve": ((1.0, 0.0),), "groups": 2}, "one above 0 in each of 2 groups"),
         ({"curve": CURVE, "groups": 4}, "groups=4 of 2 kv heads: expected a divisor of 2"),
         ({"budget": 5}, r"a budget of 5 entries: expected 6 or more"),
-        ({"base": kvjax.policies.tova()}, "LastAttention has all heads of a layer retain the same tokens"),
+        ({"base": kvjax.policies.tova()}, "LastAttention: it has all heads of a layer retain the same tokens"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options, says):

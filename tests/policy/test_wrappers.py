@@ -184,9 +184,7 @@ BASES = ("h2o", "kvzip", "kvmerger", "pyramidkv", "chunkkv", "kvcrush", "knorm")
 def test_adakv_over_every_preset(preset):
     """Heads of a layer compete for the entries that the preset gives the layer, or the combination is refused."""
     base, params = small(preset), model(preset)
-    policy = unless_refused(
-        lambda: policies.adakv(base, normalise="signed" not in base.score.needs.marks), "AdaptiveShares"
-    )
+    policy = unless_refused(lambda: policies.adakv(base, normalise="signed" not in base.score.needs.marks), "adakv: ")
     if policy is None:
         return
     filled, layers = compared(replace(policy, score=Recording(base.score, "base")), params)
@@ -231,7 +229,7 @@ def projected_layer(params, layer, values):
 def test_criticalkv_over_every_preset(preset):
     """Each head retains as many entries as without it, in two stages, or the combination is refused."""
     base, params = small(preset), model(preset)
-    policy = unless_refused(lambda: policies.criticalkv(base), "ProjectedValues")
+    policy = unless_refused(lambda: policies.criticalkv(base), "criticalkv: ")
     if policy is None:
         return
     recorded = replace(policy.score, base=Recording(base.score, "base"))

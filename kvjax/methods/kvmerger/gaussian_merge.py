@@ -93,9 +93,9 @@ class GaussianMerge(Merge):
         unmerged = sum(entries) + (policy.every or 0)
         if sum(shares) >= 1 or (smallest is not None and unmerged >= smallest * (1 - sum(shares))):
             raise ValueError(
-                f"heavy={self.heavy} and {policy.protect} with every={policy.every} leave nothing to merge into of "
-                f"{policy.budget}: expected shares of less than 1 together, and a budget larger than heavy + sinks + "
-                "recent + every"
+                f"heavy={self.heavy}, sinks={policy.protect.sinks}, recent={recent} and every={policy.every} leave "
+                f"nothing to merge into of {policy.budget}: expected shares of less than 1 together, and a budget "
+                "larger than heavy + sinks + recent + every"
             )
 
     def compress(
