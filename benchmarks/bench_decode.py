@@ -42,7 +42,6 @@ from kvjax.decoding.loop import Decoding, decode
 from kvjax.models import Decoder, DecoderConfig, Rope
 from kvjax.policies import parse
 from kvjax.request.request import AnswerOptions, Request, read_request
-from kvjax.runtime.clock import Clock
 from kvjax.runtime.gpu_flags import STEP_OPTIONS, set_gpu_flags
 
 LLAMA_8B = DecoderConfig("llama", 128_256, 4096, 14_336, 32, 8, 128, (None,) * 32, Rope(500_000.0), 131_072)
@@ -139,8 +138,8 @@ class Bench:
             length = slots if text != "full" else slots - 2 * new
             answer = AnswerOptions(2 * new, None, 0, ())
             request = Request.of(self.params, self.prompt(batch, length), policy=text, answer=answer)
-            logits, cache = read_request(self.params, request, Clock())
-            state = Decoding.begin(request, cache, size=request.room, log_probs=False)
+            logits, cache = read_request(self.params, request)
+            state = Decoding.begin(request.sampling, cache, size=request.room, log_probs=False)
             short, long = (
                 {kernel.name: kernel for kernel in kernels(loop, self.params, state, logits, np.int32(limit))}
                 for limit in (new, 2 * new)

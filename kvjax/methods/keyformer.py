@@ -37,7 +37,7 @@ from kvjax.policy import (
 
 from .common.budgets import budget_of
 from .common.drop import Drop
-from .common.own_positions import check_own_positions
+from .common.refusals import check_own_positions
 from .common.top_tokens import TopTokens
 from .registry import preset
 
@@ -81,7 +81,7 @@ class NoisyAttention(Score):
         return Needs(queries="rotated", marks=frozenset({"accumulates"}))
 
     def check(self, policy: Policy) -> None:
-        check_own_positions(policy, "NoisyAttention scores the cached keys as they were rotated when they came in")
+        check_own_positions(policy, "scores the cached keys as they were rotated when they came in")
 
     def init(self, shape: LayerShape, slots: int) -> tuple[Float[Array, "B H S"], Int[Array, "B H"]]:
         """The sums, and the number of tokens decoded so far."""

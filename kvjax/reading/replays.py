@@ -140,6 +140,4 @@ def _rows(cache: KVCache, part: Pass, positions: Int[Array, "B W"]) -> dict[str,
 def check_one_call(policy: Policy, begins: bool) -> None:
     """Raises ValueError if the score replays a prompt and this call, which does not begin it, is not all of it."""
     if policy.score.needs.whole_prompt and not begins:
-        raise ValueError(
-            f"{type(policy.score).__name__} replays the prompt: expected a prompt that is read in one call"
-        )
+        raise ValueError("the policy replays the prompt: expected a prompt that is read in one call")

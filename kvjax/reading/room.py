@@ -48,8 +48,8 @@ def ending(cache: KVCache, compress: Compress) -> Ending:
         raise ValueError(f"compress={compress!r} {reason}: expected 'auto' or 'never'")
     if again and cache.filled and policy.every is None and policy.score.needs.hidden:
         raise ValueError(
-            f"compress={compress!r} would score tokens whose hidden states are gone with their prompt: expected 'auto' "
-            f"or 'never', or every= of the policy, with which {type(policy.score).__name__} keeps their scores"
+            f"compress={compress!r} needs hidden states of earlier tokens, which are not kept; use compress='auto', or "
+            "a policy with every=, which keeps their scores"
         )
     if compress == "auto":
         compresses, final = not cache.filled or policy.every is not None, True
@@ -65,11 +65,11 @@ def ending(cache: KVCache, compress: Compress) -> Ending:
 def only_once(policy: Policy) -> str | None:
     """What would be wrong with compressing a cache a second time; None for a policy that can do so."""
     if policy.allocates:
-        return f"would allocate {type(policy.budget).__name__} more than once"
+        return "would allocate the budget to layers and heads more than once"
     if policy.storage.newest is not None:
-        return f"would have {type(policy.storage).__name__} settle a prompt more than once"
+        return "would settle the entries of a prompt in another form more than once"
     if policy.positions == "in_cache" and policy.score.needs.keeps_queries:
-        return f"would score by queries that {type(policy.score).__name__} kept before the keys moved to other places"
+        return "would score by queries that were kept before the keys moved to other places"
     return None
 
 

@@ -54,12 +54,12 @@ class Clock:
 _this_thread = threading.local()
 
 
-def _note(event: str, seconds: float, **_: Any) -> None:
+def _note(event: str, duration_secs: float, **_: Any) -> None:
     """Notes the interval of an event of the compiler, which ends now, if a clock runs in this thread."""
     compiling = getattr(_this_thread, "compiling", None)
     if compiling is not None and event.startswith(COMPILING):
         now = time.perf_counter()
-        compiling.append((now - seconds, now))
+        compiling.append((now - duration_secs, now))
 
 
 jax.monitoring.register_event_duration_secs_listener(_note)

@@ -135,7 +135,7 @@ def test_a_change_must_help_by_more_than_its_interval(of_prompts) -> None:
     [
         (["--use", "answers"], "DATA is missing"),
         (["--use", "dialogue"], "--budget 0.1: expected a number of entries for dialogue"),
-        (["--use", "dialogue", "--budget", "4"], "--budget 4: a budget of 4 entries is smaller than"),
+        (["--use", "dialogue", "--budget", "4"], "--budget 4: .*a budget of 4 entries: expected"),
         (["--use", "seen", "--compare", "snapkv:budgets=1"], "--compare: .*budgets"),
         (["--use", "seen", "--seed", "-1"], "--seed -1: expected an integer >= 0"),
     ],
