@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 from kvjax.cache import UNLIMITED, Slots, mark
-from kvjax.cache.overwrite import change_block, set_entries
 from kvjax.checks import is_finite, shown
 from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.methods import registry
@@ -34,13 +33,18 @@ from kvjax.pallas_kernels import (
     Asked,
     Reduction,
     capped,
+    change_block,
     compact,
+    dot_products,
     finite_or_zero,
     fold,
+    lowest_tokens,
     prompt_attention,
+    set_entries,
     top_counts,
     top_tokens,
     traced_once,
+    weighted_sum,
     window_scores,
 )
 from kvjax.pallas_kernels.arrays import pad
@@ -114,12 +118,14 @@ __all__ = [
     "check_window",
     "cholesky",
     "compact",
+    "dot_products",
     "eigh",
     "finite_or_zero",
     "fold",
     "group_weights",
     "is_finite",
     "join_sinks",
+    "lowest_tokens",
     "mark",
     "mean_rotation",
     "pad",
@@ -143,6 +149,7 @@ __all__ = [
     "traced_once",
     "visible",
     "visible_tiles",
+    "weighted_sum",
     "window_scores",
 ]
 
