@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 from kvjax.cache import UNLIMITED, Slots, mark
-from kvjax.cache.overwrite import change_block, set_entries
 from kvjax.checks import is_finite, shown
 from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.methods import registry
@@ -34,12 +33,14 @@ from kvjax.pallas_kernels import (
     Asked,
     Reduction,
     capped,
+    change_block,
     compact,
     dot_products,
     finite_or_zero,
     fold,
     lowest_tokens,
     prompt_attention,
+    set_entries,
     top_counts,
     top_tokens,
     traced_once,

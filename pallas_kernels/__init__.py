@@ -31,6 +31,7 @@ from .dispatch import Implementation, implementations, use
 from .grouped_product import grouped_product
 from .joined import joined
 from .lowest_tokens import lowest_tokens
+from .overwrites import change_block, set_entries, set_slot
 from .products import dot_products, matmul, weighted_sum
 from .prompt_attention import prompt_attention
 from .quantized import QuantizedArray, Stored, plain, updated
@@ -56,6 +57,7 @@ __all__ = [
     "Stored",
     "after_last",
     "capped",
+    "change_block",
     "compact",
     "dot_products",
     "finite_or_zero",
@@ -71,6 +73,8 @@ __all__ = [
     "prompt_attention",
     "scored_attention",
     "segment_attention",
+    "set_entries",
+    "set_slot",
     "set_slots",
     "slot_attention",
     "top_counts",

@@ -5,7 +5,7 @@ Axis letters: B rows of the batch, H kv heads, S slots of a layer, D head size, 
 
 from .entries import Entries, MakeRoom, StepAttention, Take, Usage, statics
 from .layers import Layers
-from .overwrite import mark
+from .marks import mark
 from .packing import empty_pool, pack
 from .paging import whole_pages
 from .segments import Segments

@@ -14,7 +14,7 @@ from kvjax.mesh.sharding import fetch
 from kvjax.pallas_kernels import Asked, Reduction, Stored, joined, slot_attention
 
 from .entries import Entries, MakeRoom, StepAttention, Take, Usage
-from .overwrite import mark
+from .marks import mark
 from .sizes import bucket
 from .slots import Slots
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Int
 from kvjax.pallas_kernels import PAGE
 
 from .entries import MakeRoom, Take
-from .overwrite import mark
+from .marks import mark
 from .slots import Slots
 
 if TYPE_CHECKING:

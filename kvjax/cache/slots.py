@@ -11,9 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.pallas_kernels import Reduction, Stored, plain, traced_once, updated, window_scores, write_rows
-
-from .overwrite import clear_slot, set_slot
+from kvjax.pallas_kernels import Reduction, Stored, plain, set_slot, traced_once, updated, window_scores, write_rows
 
 
 class Settled(Protocol):
@@ -201,7 +199,7 @@ class Slots:
             key: [B, H, D], in the form in which the other keys are stored.
             value: likewise.
         """
-        clear = partial(clear_slot, slot=slot)
+        clear = partial(set_slot, slot=slot, new=0)
         keys, values = write_rows((self.keys, self.values), slot, (key, value))
         return replace(
             self,

@@ -23,8 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Slots
-from kvjax.cache.overwrite import change_block
-from kvjax.pallas_kernels import Asked, Reduction, fold, window_scores
+from kvjax.pallas_kernels import Asked, Reduction, change_block, fold, window_scores
 from kvjax.policy import (
     Attended,
     Budget,

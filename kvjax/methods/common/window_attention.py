@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Slots
-from kvjax.cache.overwrite import set_entries
-from kvjax.pallas_kernels import Reduction, window_scores
+from kvjax.pallas_kernels import Reduction, set_entries, window_scores
 from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Score, check_choice, check_integer
 
 from .pooling import Pooling
