@@ -14,7 +14,6 @@ from kvjax.plan import plan_cache
 from kvjax.policy import AllocatedBudget, Budget, Merge, Policy, Protect, Score, Select, Storage
 from kvjax.prefill_each import begin_each, prefill_each
 from kvjax.reading.room import with_room
-from kvjax.runtime import programs
 from kvjax.statistics.attach import with_statistics
 from kvjax.stream import Piece, Stream, stream
 
@@ -48,7 +47,6 @@ __all__ = [
     "policies",
     "prefill",
     "prefill_each",
-    "programs",
     "restore",
     "restore_cache",
     "save",

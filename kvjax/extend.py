@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from kvjax.attend import Reading, ReadPlan, Stepping, in_array, pays, positions_behind
 from kvjax.checks import check_integers, check_params, check_type, shown
 from kvjax.kv_cache import KVCache, check_attached
-from kvjax.mesh.sharding import logical_sharding, mesh_of, rows_sharding
+from kvjax.mesh.sharding import mesh_of
 from kvjax.models import Decoder
 from kvjax.policy import Policy
-from kvjax.reading.allocate import allocated
-from kvjax.reading.each_layer import Call, through_layers
-from kvjax.reading.replays import check_one_call, replayed
-from kvjax.reading.room import Compress, check_reading, check_room, ending, occupied_slots, plan_read, with_room
+from kvjax.reading.batch import Batch
+from kvjax.reading.prompt import read_prompt
+from kvjax.reading.room import Compress, check_reading, check_room, lacks_room
+from kvjax.reading.step import jitted_step
 from kvjax.runtime.modes import own_modes
-from kvjax.runtime.programs import jit
 
 
 @own_modes()
@@ -37,7 +35,8 @@ def extend(
     """Extends a cache by up to N tokens per row. It is pure: it works in `jax.jit` and leaves the given cache as it is.
 
     One token into a filled cache is a decode step: make room, write, attend, observe. Several tokens attend to the
-    cached entries and causally to themselves, and then the cache is compressed to its budget.
+    cached entries and causally to themselves, and then the cache is compressed to its budget. A decode step waits for
+    the device only if a layer can run out of slots, for one transfer.
 
     Args:
         params: the decoder, an nnx module as `load` returns it.
@@ -53,8 +52,10 @@ def extend(
 
     Raises:
         ValueError: for another policy or mesh, tokens or lengths of a wrong shape, lengths beyond the tokens, ids
-            outside the vocabulary, or a decode step into a cache without room. Ids that are on a device are not
-            checked, since that would wait for them. Under `jax.jit` the caller provides the room: see `with_room`.
+            outside the vocabulary, or a decode step into a cache without room. Ids and lengths that are on a device are
+            not checked, since that would wait for them. The logits of a row are NaN if its length is not in 0 .. N.
+            Under `jax.jit` the caller provides the room (see `with_room`), and the logits of a row are NaN if its
+            tokens do not fit.
     """
     check_params(params)
     check_type("cache", cache, KVCache)
@@ -65,71 +66,43 @@ def extend(
     tokens = jnp.asarray(tokens).astype(jnp.int32)
     if tokens.ndim != 2 or tokens.shape[0] != cache.batch_size or tokens.shape[1] < 1:
         raise ValueError(f"tokens have shape {tokens.shape}: expected [{cache.batch_size}, N] with N >= 1")
+    new, on_host = tokens.shape[1], not isinstance(lengths, jax.Array)
     if lengths is not None:
         check_integers("lengths", lengths)
-    new = tokens.shape[1]
     check_reading(new, compress)
-    lengths = jnp.full(tokens.shape[0], new) if lengths is None else jnp.asarray(lengths).astype(jnp.int32)
-    concrete = not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((cache, tokens, lengths)))
-    if lengths.shape != cache.length.shape or (concrete and not (0 <= int(lengths.min()) <= int(lengths.max()) <= new)):
-        raise ValueError(f"lengths={lengths} of {new} columns: expected {cache.batch_size} integers in 0 .. {new}")
-    if concrete:
+    given = np.full(tokens.shape[0], new) if lengths is None else lengths
+    lengths = jnp.asarray(given).astype(jnp.int32)
+    if lengths.shape != cache.length.shape or (on_host and not 0 <= np.min(given) <= np.max(given) <= new):
+        raise ValueError(f"lengths={shown(given)} of {new} columns: expected {cache.batch_size} integers in 0 .. {new}")
+    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((cache, tokens, lengths)))
+    if not traced:
         tokens, lengths = map(cache.put_rows, (tokens, lengths))
-    if new == 1 and cache.filled and compress == "auto":
-        if concrete:
-            check_room(cache)
-        return jitted_step(params, cache, tokens[:, 0], lengths > 0)
-    end = ending(cache, compress)
-    occupied = occupied_slots(cache) if concrete else cache.entries.bounds
-    begins = not any(occupied)
-    if end.allocate:
-        check_one_call(cache.policy, begins)
-    if concrete and cache.entries.preallocates:
-        cache = with_room(cache, new)
-    plan = plan_read(cache, occupied, new=new, room=0, compress=end.compress, final=end.final)
-    logits, cache = jitted_read(params, cache, tokens, lengths, plan=plan)
-    if end.allocate:
-        cache = allocated(params, replayed(params, cache, tokens, lengths, None), 0, begins)
-    return logits, cache
+    steps = new == 1 and cache.filled and compress == "auto"
+    if steps:
+        if not traced:
+            check_room(cache, 1)
+        logits, extended = jitted_step(params, cache, tokens[:, 0], lengths > 0)
+    else:
+        logits, extended = read_prompt(params, cache, Batch(tokens, lengths), compress=compress, traced=traced)
+    if traced or not on_host:  # what cannot be an error here shows in the logits
+        unsure = traced and (steps or cache.entries.preallocates)
+        logits = _marked(logits, cache if unsure else None, lengths, columns=new)
+    return logits, extended
 
 
-def read(
-    params: Decoder, cache: KVCache, tokens: Int[Array, "B N"], lengths: Int[Array, "B"], *, plan: ReadPlan
-) -> tuple[Float[Array, "B V"], KVCache]:
-    """`extend` by several tokens, with every static choice made."""
-    next_position = cache.length + lengths
-    positions = positions_behind(cache.length, lengths, tokens.shape[1])
-    rows = {"positions": positions, "lengths": lengths, "next_position": next_position, "rope": cache.rope}
-    call = Call(Reading(cache.policy, cache.policy.limits(len(cache.entries)), plan), cache.mesh)
-    hidden, entries = through_layers(params, tokens, cache.entries, call, **rows)
-    cache = replace(cache, entries=entries, length=next_position, filled=cache.filled or plan.final)
-    return _by_row(params.logits(hidden[:, -1]), cache), cache.in_place()
+@partial(jax.jit, static_argnames="columns")
+def _marked(
+    logits: Float[Array, "B V"], cache: KVCache | None, lengths: Int[Array, "B"], *, columns: int
+) -> Float[Array, "B V"]:
+    """The logits, NaN in rows whose tokens did not all fit into the cache, or of which there are not as many.
 
-
-def step(
-    params: Decoder, cache: KVCache, tokens: Int[Array, "B"], incoming: Bool[Array, "B"]
-) -> tuple[Float[Array, "B V"], KVCache]:
-    """`extend` by one token in the rows where one is incoming; the others stay as they are."""
-    rows = {"positions": in_array(cache.length), "incoming": in_array(incoming), "rope": cache.rope}
-    stepping = Stepping(cache.policy, cache.policy.limits(len(cache.entries)))
-    call = Call(stepping, cache.mesh, doubled=pays(cache.batch_size, cache.mesh))
-    hidden, entries = through_layers(params, tokens[:, None], cache.entries, call, **rows)
-    cache = replace(cache, entries=entries, length=cache.length + incoming)
-    return _by_row(params.logits(hidden[:, 0]), cache), cache.in_place()
-
-
-jitted_read = jit(read, static_argnames="plan")
-jitted_step = jit(step)
-
-
-def _by_row(logits: Float[Array, "B V"], cache: KVCache) -> Float[Array, "B V"]:
-    """The logits with whole rows on each device that has a part of the batch, as samplers need them."""
-    if cache.mesh is None:
-        return logits
-    # The logits are gathered after the product: if whole rows are requested of it, XLA gathers the unembedding.
-    cut = logical_sharding(cache.mesh, ("batch", "vocab"), logits.shape)
-    logits = jax.lax.with_sharding_constraint(logits, cut)
-    return jax.lax.with_sharding_constraint(logits, rows_sharding(cache.mesh))
+    Args:
+        cache: before the tokens; None if it is known to have room.
+    """
+    wrong = (lengths < 0) | (lengths > columns)
+    if cache is not None:
+        wrong |= lacks_room(cache, lengths)
+    return jnp.where(wrong[:, None], jnp.nan, logits)
 
 
 def check_ids(tokens: ArrayLike, vocab_size: int) -> None:

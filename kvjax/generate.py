@@ -162,8 +162,8 @@ def generate(
         params, prompt, policy=policy, tokenizer=tokenizer, cache=cache, chunk=chunk, compress=compress, answer=answer
     )
     clock = Clock()
-    logits, filled = read_request(params, request, clock)
-    state = Decoding.begin(request, filled, size=request.room, log_probs=log_probs)
+    logits, filled = clock.run("prefill", read_request, params, request)
+    state = Decoding.begin(request.sampling, filled, size=request.room, log_probs=log_probs)
     state, _ = clock.run("decode", decode, params, state, logits, np.int32(max_new_tokens))
     answers, cache = state.answers, state.cache
     lengths = fetch(answers.lengths)
@@ -212,7 +212,7 @@ def prefill(
         params: the decoder, an nnx module `Decoder` that `load` returns.
         prompt, policy, tokenizer, cache, chunk, compress: as `generate` takes them. Chat messages end without the
             generation prompt, because the next messages follow them.
-        clock: adds up the seconds of the programs under "prefill" and "compile".
+        clock: adds up the seconds of the reading under "prefill", and those of compiling under "compile".
 
     Raises:
         ValueError: for any argument that is not accepted, before anything is compiled.
@@ -220,4 +220,4 @@ def prefill(
     request = Request.of(
         params, prompt, policy=policy, tokenizer=tokenizer, cache=cache, chunk=chunk, compress=compress
     )
-    return read_request(params, request, clock)[1]
+    return (clock or Clock()).run("prefill", read_request, params, request)[1]

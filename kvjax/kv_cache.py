@@ -17,7 +17,6 @@ from kvjax.mesh.sharding import MODEL, check_batch, fit_mesh, heads_sharding, me
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.policy import Budget, LayerShape, Policy
 from kvjax.runtime.modes import own_modes
-from kvjax.runtime.programs import jit
 
 STATIC = {"static": True}
 
@@ -133,7 +132,7 @@ class KVCache:
         return replace(self, entries=self.entries.private(), length=length, rope=rope, pending=pending)
 
 
-@partial(jit, static_argnames=("config", "policy", "dtype"))
+@partial(jax.jit, static_argnames=("config", "policy", "dtype"))
 def _unfilled(
     prompt_lengths: Int[Array, "B"], *, config: DecoderConfig, policy: Policy, dtype: jnp.dtype
 ) -> dict[str, Any]:

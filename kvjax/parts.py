@@ -1,7 +1,8 @@
-"""The parts that policies are composed of, and what a part of one's own needs.
+"""The parts that policies are composed of, and all that a method of one's own needs.
 
-Every part that a method defines is here under its class name: `kvjax.parts.WindowAttention`. The base classes of parts
-are in `kvjax` itself. A saved cache names its parts as they are named here.
+Every part that a method defines is here under its class name: `kvjax.parts.WindowAttention`, and so are the parts of
+packages that add presets. The base classes of parts are in `kvjax` itself. A saved cache names its parts as they are
+named here.
 """
 
 from __future__ import annotations
@@ -9,17 +10,52 @@ from __future__ import annotations
 from typing import Any
 
 from kvjax.cache import UNLIMITED, Slots, mark
+from kvjax.cache.overwrite import change_block, set_entries
+from kvjax.checks import is_finite, shown
 from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.methods import registry
-from kvjax.methods.common.budgets import budget_of
-from kvjax.pallas_kernels import Asked, Reduction, compact, top_counts, top_tokens, window_scores
+from kvjax.methods.common import group_weights, query_bits
+from kvjax.methods.common.allocation import check_limited, check_mean, check_share, raise_best, scaled
+from kvjax.methods.common.budgets import budget_of, share_of
+from kvjax.methods.common.mean_rotation import mean_rotation
+from kvjax.methods.common.projected_norms import projected_norms
+from kvjax.methods.common.redundancy import redundancy, softmax
+from kvjax.methods.common.refusals import (
+    check_by_entry,
+    check_first_rotation,
+    check_own_positions,
+    check_sinks,
+    check_window,
+)
+from kvjax.methods.common.window_attention import QueryRing
+from kvjax.methods.registry import preset
+from kvjax.models import join_sinks, rotate
+from kvjax.pallas_kernels import (
+    Asked,
+    Reduction,
+    capped,
+    compact,
+    finite_or_zero,
+    fold,
+    prompt_attention,
+    top_counts,
+    top_tokens,
+    traced_once,
+    window_scores,
+)
+from kvjax.pallas_kernels.arrays import pad
+from kvjax.pallas_kernels.matrices import cholesky, eigh, solve_lower, solve_positive
+from kvjax.pallas_kernels.visibility import span, visible, visible_tiles
 from kvjax.policy import (
+    PLAIN,
     Attended,
     Effects,
+    Keep,
     LayerShape,
     Layout,
     Moment,
     Needs,
+    Part,
     Pass,
     Protect,
     Ranked,
@@ -27,27 +63,31 @@ from kvjax.policy import (
     Replay,
     ScoreWrapper,
     SelectWrapper,
+    Texts,
+    check_alike,
     check_choice,
     check_integer,
     check_kind,
     check_number,
 )
 
-_PARTS = registry.parts()
-
 __all__ = [
     "ALL_HEADS",
+    "PLAIN",
     "UNLIMITED",
     "Asked",
     "Attended",
     "Effects",
     "Heads",
+    "Keep",
     "LayerShape",
     "Layout",
     "Moment",
     "Needs",
+    "Part",
     "Pass",
     "Protect",
+    "QueryRing",
     "Ranked",
     "Received",
     "Reduction",
@@ -55,25 +95,67 @@ __all__ = [
     "ScoreWrapper",
     "SelectWrapper",
     "Slots",
+    "Texts",
     "budget_of",
+    "capped",
+    "change_block",
+    "check_alike",
+    "check_by_entry",
     "check_choice",
+    "check_first_rotation",
     "check_integer",
     "check_kind",
+    "check_limited",
+    "check_mean",
     "check_number",
+    "check_own_positions",
+    "check_share",
+    "check_sinks",
+    "check_window",
+    "cholesky",
     "compact",
+    "eigh",
+    "finite_or_zero",
+    "fold",
+    "group_weights",
+    "is_finite",
+    "join_sinks",
     "mark",
+    "mean_rotation",
+    "pad",
+    "preset",
+    "projected_norms",
+    "prompt_attention",
+    "query_bits",
+    "raise_best",
+    "redundancy",
+    "rotate",
+    "scaled",
+    "set_entries",
+    "share_of",
+    "shown",
+    "softmax",
+    "solve_lower",
+    "solve_positive",
+    "span",
     "top_counts",
     "top_tokens",
+    "traced_once",
+    "visible",
+    "visible_tiles",
     "window_scores",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name.startswith("__"):  # Python asks for such names, as it imports
+        raise AttributeError(name)
+    parts = registry.parts()
     try:
-        return _PARTS[name]
+        return parts[name]
     except KeyError:
-        raise AttributeError(f"module {__name__!r} has no part {name!r}; there are {', '.join(_PARTS)}") from None
+        raise AttributeError(f"module {__name__!r} has no part {name!r}; there are {', '.join(parts)}") from None
 
 
 def __dir__() -> list[str]:
-    return [*__all__, *_PARTS]
+    return [*__all__, *registry.parts()]

@@ -14,7 +14,7 @@ from kvjax.cache import UNLIMITED, Entries, Layers, Slots, bucket, empty_pool, r
 from kvjax.checks import check_size, check_type, dtype_of
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.heads import ALL_HEADS
-from kvjax.mesh.sharding import check_batch, fit_mesh, kv_replicas
+from kvjax.mesh.sharding import check_batch, fit_mesh, heads_sharding, kv_replicas, rows_sharding
 from kvjax.models import DecoderConfig
 from kvjax.policy import Policy
 from kvjax.reading.allocate import laid_out, pool_rows
@@ -70,7 +70,7 @@ def plan_cache(
         return replace(cache, entries=entries, filled=True)
 
     cache = replace(jax.eval_shape(read), mesh=mesh)
-    return cache if mesh is None else placed(cache, cache.shardings)
+    return cache if mesh is None else on_mesh(cache, mesh)
 
 
 def _settled(cache: KVCache, config: DecoderConfig, plan: ReadPlan) -> Entries:
@@ -119,3 +119,16 @@ def bytes_per_device(cache: KVCache, config: DecoderConfig, *, data: int = 1, mo
 def placed(shapes: Tree, shardings: Tree) -> Tree:
     """The same shapes (`jax.ShapeDtypeStruct`) with shardings."""
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+
+def on_mesh(shapes: Tree, mesh: Mesh) -> Tree:
+    """The same shapes where they lie on a mesh: entries by rows and kv heads, all others by rows."""
+    rows, heads = rows_sharding(mesh), heads_sharding(mesh)
+
+    def has_heads(x: Any) -> bool:
+        return isinstance(x, Entries | Slots)
+
+    def lying(x: Any) -> Any:
+        return placed(x, jax.tree.map(lambda _: heads if has_heads(x) else rows, x))
+
+    return jax.tree.map(lying, shapes, is_leaf=has_heads)

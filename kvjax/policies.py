@@ -1,18 +1,17 @@
-"""The presets: each method with the defaults of its paper. `PRESETS` lists them by name.
+"""The presets: each method with the defaults of its paper. `PRESETS` has them by name.
 
-A preset is a function that returns a `Policy`, such as `kvjax.policies.snapkv(budget=1024)`.
+A preset is a function that returns a `Policy`, such as `kvjax.policies.snapkv(budget=1024)`. Installed packages add
+theirs by entry points in `kvjax.presets`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 
 from kvjax.methods import registry
 from kvjax.policy import Policy, text
 
-PRESETS: Mapping[str, Callable[..., Policy]] = MappingProxyType(registry.presets())
-_PARTS = registry.parts()
+PRESETS: Mapping[str, Callable[..., Policy]] = registry.presets()
 
 
 def parse(description: str) -> Policy:
@@ -27,10 +26,12 @@ def parse(description: str) -> Policy:
         ValueError: for an unknown preset or option, or a value that it does not accept; the message names those that
             are accepted.
     """
-    return text.parse(description, PRESETS, _PARTS)
+    return text.parse(description, PRESETS, registry.parts())
 
 
 def __getattr__(name: str) -> Callable[..., Policy]:
+    if name.startswith("__"):  # Python asks for such names, as it imports
+        raise AttributeError(name)
     try:
         return PRESETS[name]
     except KeyError:

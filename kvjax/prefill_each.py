@@ -17,11 +17,12 @@ from kvjax.models import Decoder
 from kvjax.parts import Drop, Fixed, TopTokens
 from kvjax.policy import Policy, Score, Texts, Together
 from kvjax.reading.allocate import allocated
-from kvjax.reading.layerwise import read_layers
+from kvjax.reading.batch import Batch
 from kvjax.reading.read_each import End, read_to_end, under
 from kvjax.reading.replays import check_one_call, replayed
 from kvjax.reading.room import grown, occupied_slots, plan_read
-from kvjax.request.prompts import Batch, Prompt
+from kvjax.reading.units import read
+from kvjax.request.prompts import Prompt
 from kvjax.request.request import Request, as_policy, texts_of
 from kvjax.runtime.clock import Clock
 from kvjax.runtime.modes import own_modes
@@ -48,7 +49,7 @@ def prefill_each(
         policies: policies, or texts for `policies.parse`, with the same positions and storage.
         prompt, tokenizer, chunk: as `prefill` takes them.
         cache: the beginning of the prompt, from `begin_each` under the same policies.
-        clock: counts the programs run as "prefill".
+        clock: adds up the seconds of the reading under "prefill", and those of compiling under "compile".
 
     Raises:
         ValueError: at the call: for policies that do not read alike; for another cache than one of `begin_each`; for
@@ -197,7 +198,7 @@ class _Reading:
         tokens, lengths = last.tokens, last.lengths
         cache = self._appended(before)
         ends = [self._end(policy, cache, lengths, tokens.shape[1]) for policy in self._ends()]
-        entries = read_to_end(self.params, cache, tokens, lengths, together=self.together, ends=ends, run=self._run)
+        entries = self._run(read_to_end, self.params, cache, tokens, lengths, together=self.together, ends=ends)
         made = {end.policy: self._made(end, cache, lengths, layers) for end, layers in zip(ends, entries, strict=True)}
         del entries
         replays: dict[Score, Entries] = {}
@@ -224,8 +225,7 @@ class _Reading:
             cache = grown(cache, size=plan.slots)
         for chunk in chunks:
             tokens, lengths = map(cache.put_rows, (chunk.tokens, chunk.lengths))
-            layers = read_layers(self.params, cache, tokens, lengths, plan=plan, run=self._run)
-            cache = replace(cache, entries=Layers(tuple(layers)), length=cache.length + lengths)
+            _, cache = self._run(read, self.params, cache, tokens, lengths, plan=plan)
         return cache
 
     def _end(self, policy: Policy, cache: KVCache, lengths: Int[np.ndarray, "B"], new: int) -> End:
@@ -264,11 +264,11 @@ class _Reading:
             replays.clear()
             own = replace(made, entries=Layers(tuple(self.together.only(score, layer) for layer in whole.entries)))
             tokens, lengths = map(made.put_rows, (self.request.batch.tokens, self.request.batch.lengths))
-            replays[score] = replayed(self.params, own, tokens, lengths, self.texts[policy.score], self._run).entries
+            replays[score] = self._run(replayed, self.params, own, tokens, lengths, self.texts[policy.score]).entries
         layers = Layers(
             tuple(
                 under(policy, layer, capacity=empty.capacity, merging=empty.merging)
                 for layer, empty in zip(replays[score], made.entries, strict=True)
             )
         )
-        return allocated(self.params, replace(made, entries=layers), room=0, begins=True, run=self._run)
+        return self._run(allocated, self.params, replace(made, entries=layers), room=0, begins=True)

@@ -23,7 +23,6 @@ from kvjax.request.prompts import Prompt
 from kvjax.request.request import AnswerOptions, EndTokens, Request, Seed, read_request
 from kvjax.runtime.gpu_flags import STEP_OPTIONS
 from kvjax.runtime.modes import own_modes
-from kvjax.runtime.programs import jit
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ def _pieces(
 ) -> Generator[Piece, None, None]:
     """Yields the pieces. `keep` receives the cache when the last one is yielded or the generator is closed."""
     logits, filled = read_request(params, request)
-    state = take(Decoding.begin(request, filled, size=0, log_probs=False), logits)
+    state = take(Decoding.begin(request.sampling, filled, size=0, log_probs=False), logits)
     batch = len(request.batch.lengths)
     texts = None if tokenizer is None else [RowText(tokenizer, stops) for _ in range(batch)]
     active = np.ones(batch, bool)
@@ -145,6 +144,6 @@ def _pieces(
         state = _advance(leaves, state, state.cache.put_rows(active), tree=tree)
 
 
-@partial(jit, static_argnames="tree", donate_argnames="state", compiler_options=STEP_OPTIONS)
+@partial(jax.jit, static_argnames="tree", donate_argnames="state", compiler_options=STEP_OPTIONS)
 def _advance(leaves: list[Array], state: Decoding, active: Array, tree: Any) -> Decoding:
     return state.with_active(active).advance(jax.tree.unflatten(tree, leaves))

@@ -35,28 +35,41 @@ from .config import DecoderConfig
 from .decoder import Decoder, embedded
 from .fields import UnsupportedModelError
 from .mixture import ExpertWeights, Mix, Mixture, densely, gated, routed
+from .registered import Registered
 from .rope import Rope, rotate
 from .stacked import StackedWeight
 from .unknown import beyond_llama
 from .weights import FusedRows, Layout, Weight, by_parameter, by_tensor, hf_shapes, read_parameter
 
-FAMILIES: dict[str, ModuleType] = {
-    "gemma2": gemma2,
-    "gemma3_text": gemma3_text,
-    "gpt_oss": gpt_oss,
-    "granite": granite,
-    "internlm2": internlm2,
-    "llama": llama,
-    "ministral": ministral,
-    "mistral": mistral,
-    "mixtral": mixtral,
-    "olmo2": olmo2,
-    "phi3": phi3,
-    "qwen2": qwen2,
-    "qwen3": qwen3,
-    "qwen3_moe": qwen3_moe,
-    "smollm3": smollm3,
-}
+
+def _checked(model_type: str, module: ModuleType) -> dict[str, ModuleType]:
+    """The module of a family by name; raises ValueError if it lacks a function."""
+    if missing := [name for name in ("config_from_hf", "config_to_hf", "weights") if not hasattr(module, name)]:
+        raise ValueError(f"{module!r} has no {', '.join(missing)}: expected the module of a family")
+    return {model_type: module}
+
+
+FAMILIES: Mapping[str, ModuleType] = Registered(
+    "kvjax.families",
+    {
+        "gemma2": gemma2,
+        "gemma3_text": gemma3_text,
+        "gpt_oss": gpt_oss,
+        "granite": granite,
+        "internlm2": internlm2,
+        "llama": llama,
+        "ministral": ministral,
+        "mistral": mistral,
+        "mixtral": mixtral,
+        "olmo2": olmo2,
+        "phi3": phi3,
+        "qwen2": qwen2,
+        "qwen3": qwen3,
+        "qwen3_moe": qwen3_moe,
+        "smollm3": smollm3,
+    },
+    _checked,
+)
 
 
 def family(model_type: str) -> ModuleType:
@@ -100,6 +113,7 @@ __all__ = [
     "Layout",
     "Mix",
     "Mixture",
+    "Registered",
     "Rope",
     "StackedWeight",
     "UnsupportedModelError",

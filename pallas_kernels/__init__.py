@@ -1,4 +1,7 @@
-"""Attention and scoring kernels, each with a plain `jax.numpy` reference. They know no models and no policies.
+"""Attention and scoring kernels. They know no models and no policies.
+
+An operation is a folder. `reference.py` defines its result in plain float32 `jax.numpy`; the other modules, one per
+backend, compute it. A folder that has the name of a backend holds what the kernels of several operations share.
 
 Axis letters, in every signature of this package:
 
@@ -27,6 +30,8 @@ from .arrays import after_last, fold
 from .dispatch import Implementation, implementations, use
 from .grouped_product import grouped_product
 from .joined import joined
+from .lowest_tokens import lowest_tokens
+from .products import dot_products, matmul, weighted_sum
 from .prompt_attention import prompt_attention
 from .quantized import QuantizedArray, Stored, plain, updated
 from .scored_attention import in_one_pass, scored_attention
@@ -52,12 +57,15 @@ __all__ = [
     "after_last",
     "capped",
     "compact",
+    "dot_products",
     "finite_or_zero",
     "fold",
     "grouped_product",
     "implementations",
     "in_one_pass",
     "joined",
+    "lowest_tokens",
+    "matmul",
     "pages",
     "plain",
     "prompt_attention",
@@ -71,6 +79,7 @@ __all__ = [
     "updated",
     "use",
     "visible",
+    "weighted_sum",
     "window_scores",
     "write_rows",
 ]

@@ -1,4 +1,4 @@
-"""Chooses which implementation of an operation runs: a kernel of the platform, or the reference in plain XLA."""
+"""Chooses which implementation of an operation runs: a kernel of the platform, or what XLA compiles anywhere."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .traced_once import traced_once
 
 ENVIRONMENT = "KVJAX_KERNELS"
 # the name of a backend's modules -> the platform it compiles for
-BACKENDS = {"cudnn": "gpu", "triton": "gpu", "mosaic_gpu": "gpu", "mosaic_tpu": "tpu"}
+BACKENDS = {"cudnn": "gpu", "triton": "gpu", "mosaic_gpu": "gpu", "mosaic_tpu": "tpu", "xla": "any"}
 OPTIONAL = {"mosaic_gpu"}  # backends that no device has shown to be faster: tried only if chosen, before the others
-LIBRARIES = {"cudnn"}  # backends that are no kernels of Pallas, and cannot be interpreted
+NOT_PALLAS = {"cudnn", "xla"}  # backends whose modules have no kernels of Pallas, which could be interpreted
 INTERPRET = "-interpret"
 CHOICES = (
     *("default", "reference", *BACKENDS),
-    *(backend + INTERPRET for backend in BACKENDS if backend not in LIBRARIES),
+    *(backend + INTERPRET for backend in BACKENDS if backend not in NOT_PALLAS),
 )
 
 _choice = jax.make_user_context(None)  # a part of what jit caches on: functions are traced anew for another choice
@@ -49,11 +49,12 @@ def use(choice: str) -> AbstractContextManager[None]:
     """Chooses kernels within a `with` block. A function under jit is traced again if the choice differs.
 
     Args:
-        choice: "default" takes the platform's kernels and "reference" plain XLA. The name of a backend takes that
-            backend's kernels and no others: "triton" is all kernels for GPUs but cuDNN. "mosaic_gpu" alone hands on to
-            the platform's other backends. "triton-interpret", "mosaic_gpu-interpret" and "mosaic_tpu-interpret" run
-            that backend's kernels step by step on any platform; they are slow and serve tests. The environment
-            variable KVJAX_KERNELS sets the same for a process; this function overrides it.
+        choice: "default" takes the platform's kernels, and "xla" where there are none. The name of a backend takes that
+            backend and then "xla": "triton" is all kernels for GPUs but cuDNN. "mosaic_gpu" alone hands on to the
+            platform's other backends. "triton-interpret", "mosaic_gpu-interpret" and "mosaic_tpu-interpret" run that
+            backend's kernels step by step on any platform; they are slow and serve tests. "reference" runs the
+            definitions, which hold every attention weight in memory. The environment variable KVJAX_KERNELS sets the
+            same for a process; this function overrides it.
 
     Raises:
         ValueError: for another choice.
@@ -73,8 +74,8 @@ def platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
-def _kernels(operation: str) -> tuple[list[str], str]:
-    """The names of the kernels that an operation tries, in order, before the reference; and why."""
+def _backends(operation: str) -> tuple[list[str], str]:
+    """The backends that an operation tries, in order, before its reference; and why."""
     backends = _operations[operation]
     choice, source = _choice.value, "kvjax.pallas_kernels.use"
     if choice is None:
@@ -82,25 +83,25 @@ def _kernels(operation: str) -> tuple[list[str], str]:
         choice = _checked(os.environ.get(ENVIRONMENT) or "default", source)
     if choice == "reference":
         return [], f"{source} asks for it"
-    here = platform()
+    here, anywhere = platform(), [backend for backend in backends if BACKENDS[backend] == "any"]
     first = [choice] if choice in OPTIONAL and choice in backends and BACKENDS[choice] == here else []
     if choice != "default" and choice not in OPTIONAL:
         name = choice.removesuffix(INTERPRET)
         if name not in backends:
-            return [], f"{source} asks for {choice}, which this operation does not have"
-        if choice == name and BACKENDS[name] != here:
-            return [], f"{source} asks for {choice}, and the platform is {here}"
-        return [choice], f"{source} asks for it"
+            return anywhere, f"{source} asks for {choice}, which this operation does not have"
+        if choice == name and BACKENDS[name] not in (here, "any"):
+            return anywhere, f"{source} asks for {choice}, and the platform is {here}"
+        return list(dict.fromkeys([choice, *anywhere])), f"{source} asks for it"
     names = first + [backend for backend in backends if BACKENDS[backend] == here and backend not in OPTIONAL]
     if not names:
-        return [], f"the platform is {here}, which has no kernel"
+        return anywhere, f"the platform is {here}, which has no kernel"
     why = f"{source} asks for it" if first else f"the platform is {here}"
-    return names, why + "".join(f", then {name}" for name in names[1:])
+    return names + anywhere, why + "".join(f", then {name}" for name in names[1:])
 
 
 def implementation(operation: str) -> Implementation:
     """What an operation of this package tries first, here and now. It may still refuse its arguments."""
-    names, why = _kernels(operation)
+    names, why = _backends(operation)
     return Implementation(names[0] if names else "reference", why)
 
 
@@ -110,12 +111,16 @@ def implementations() -> dict[str, Implementation]:
 
 
 def dispatch(reference: Callable[..., Any], *backends: str) -> Callable[..., Any]:
-    """Returns a function that tries the platform's backends in the given order, and the reference last.
+    """Returns a function that tries the platform's backends in the given order, then "xla", and the reference last.
 
-    The operation has the name of its reference. The kernel of a backend is the function of that name in the module
-    OPERATION/BACKEND.py, which is imported when it is first tried. It takes the reference's arguments and `interpret`.
-    A backend that cannot serve its arguments raises NotImplementedError while it is traced, and the next one is tried.
-    Dispatch warns of that once per combination of reasons, unless it is `DeclinedError`. Other errors are not caught.
+    The reference defines the operation, which has its name. An operation without a backend "xla" runs its definition
+    where it has no kernel: the definition is then what XLA should compile.
+
+    A backend is the function of the operation's name in the module OPERATION/BACKEND.py, which is imported when it is
+    first tried. It takes the reference's arguments, and a kernel of Pallas also `interpret`. A backend that cannot
+    serve its arguments raises NotImplementedError while it is traced, and the next one is tried. One that cannot be
+    imported is not there. Dispatch warns of that once per combination of reasons, unless it is `DeclinedError`. Other
+    errors are not caught.
 
     Args:
         backends: keys of BACKENDS, in order of trial.
@@ -127,28 +132,30 @@ def dispatch(reference: Callable[..., Any], *backends: str) -> Callable[..., Any
     def attempt(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         refusals = []
         for name in names:
+            backend = name.removesuffix(INTERPRET)
+            options = kwargs if backend in NOT_PALLAS else kwargs | {"interpret": name != backend}
             try:
-                module = import_module(f"..{operation}.{name.removesuffix(INTERPRET)}", __name__)
-                result = getattr(module, operation)(*args, interpret=name.endswith(INTERPRET), **kwargs)
+                module = import_module(f"..{operation}.{backend}", __name__)
+                result = getattr(module, operation)(*args, **options)
             except DeclinedError:
                 continue
-            except NotImplementedError as reason:
+            except (NotImplementedError, ImportError) as reason:
                 refusals.append(f"{name} ({reason})")
                 continue
-            _warn(operation, refusals, f"the {name} kernel")
+            _warn(operation, refusals, name)
             return result
-        _warn(operation, refusals, "the reference in XLA")
+        _warn(operation, refusals, "the reference")
         return reference(*args, **kwargs)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return attempt(tuple(_kernels(operation)[0]), args, kwargs)
+        return attempt(tuple(_backends(operation)[0]), args, kwargs)
 
     return call
 
 
 def _warn(operation: str, refusals: list[str], used: str) -> None:
     """Says once which backends refused the arguments, why, and what runs instead."""
-    message = f"{operation}: no kernel for these arguments by {', '.join(refusals)}; using {used}"
+    message = f"{operation}: not served by {', '.join(refusals)}; using {used}"
     if refusals and message not in _warned:
         _warned.add(message)
         warnings.warn(message, stacklevel=3)

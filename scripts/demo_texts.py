@@ -1,6 +1,6 @@
 """Prints texts of the demo model's tasks, each with a question and its answer, one text per line.
 
-    python scripts/demo_texts.py --count 400 > texts.txt
+    python -m scripts.demo_texts --count 400 > texts.txt
     kvjax measure-statistics kvjax/demo_model --data texts.txt --out statistics --batches 64 --batch 4
 
 No text is one of the evaluation, whose texts have other seeds.

@@ -1,6 +1,6 @@
 """Divides Paul Graham's essays into texts for training gates and texts for their evaluation.
 
-    python scripts/gate_texts.py DATA runs/texts
+    python -m scripts.gate_texts DATA runs/texts
     kvjax train-gates SMOLLM2 --method fastkvzip --data runs/texts/train --out runs/gates/fastkvzip \
         --steps 600 --length 1024 --distinct 75    # and the same with kvzap
     kvjax eval --config configs/smollm2/gates.yaml --model SMOLLM2 --data runs/texts/test --out runs/gates_results
@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from html.entities import name2codepoint
 from pathlib import Path
 
-from fetch_real_model import ESSAYS
+from scripts.fetch_real_model import ESSAYS
 
 MODULES = (
     "calendar",

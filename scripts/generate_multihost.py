@@ -1,6 +1,6 @@
 """Generates on the devices of several hosts. Run the same command on each host; docs/multihost.md has examples.
 
-    python scripts/generate_multihost.py MODEL PROMPT [PROMPT ...] --data 2 --model 4
+    python -m scripts.generate_multihost MODEL PROMPT [PROMPT ...] --data 2 --model 4
         --coordinator HOST:PORT --processes 2 --process 0     where neither Slurm nor a TPU pod configures JAX
 
 Every process prints the answers as one line of JSON.

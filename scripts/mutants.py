@@ -1,7 +1,7 @@
 """Measures what share of small faults in the code the tests find.
 
     pip install ".[dev,parity,mutants]"
-    python scripts/mutants.py --count 64 > mutants.jsonl
+    python -m scripts.mutants --count 64 > mutants.jsonl
 
 cosmic-ray lists the mutations of the files below `kvjax/methods`, `cache`, `attend` and `policy`. Each drawn mutant
 changes one place, such as `<` to `<=`, `and` to `or` or 1 to 2, in a copy of the checkout, where the tests of the file

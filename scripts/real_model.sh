@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup_venv.sh gguf plot eval
-folder=$(python scripts/fetch_real_model.py)
+folder=$(python -m scripts.fetch_real_model)
 if [ ! -e "$folder/smollm2/config.json" ]; then
     kvjax convert "$folder/SmolLM2-135M-Instruct.Q4_1.gguf" "$folder/smollm2"
 fi

@@ -1,8 +1,8 @@
 """Searches for the composition of parts that predicts answers best from a cache of a given size.
 
-    python scripts/search_policy.py MODEL DATA --use seen --out runs/search
-    python scripts/search_policy.py MODEL DATA --use answers --budget 256 --out runs/search
-    python scripts/search_policy.py MODEL DATA --use seen --out runs/search --compare full snapkv:budget=0.1
+    python -m scripts.search_policy MODEL DATA --use seen --out runs/search
+    python -m scripts.search_policy MODEL DATA --use answers --budget 256 --out runs/search
+    python -m scripts.search_policy MODEL DATA --use seen --out runs/search --compare full snapkv:budget=0.1
 
 MODEL is what `kvjax.load` takes, or "demo"; DATA is the folder with PaulGrahamEssays, which the demo model needs for
 `answers` only.
@@ -37,13 +37,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from fetch_real_model import ESSAYS
 from jaxtyping import Array, Bool, Float, Int
-from measure_language import cut, interval
-from measured_lines import MeasuredLines
-from search_space import Space, of_answers, of_prompts
 
 import kvjax
+from benchmarks.measure_language import cut, interval
+from benchmarks.measured_lines import MeasuredLines
+from kvjax.evaluation import programs
 from kvjax.evaluation.batches import readings
 from kvjax.evaluation.continuations import marks
 from kvjax.evaluation.grid import Grid
@@ -51,7 +50,8 @@ from kvjax.evaluation.items import Ids, Item, read_items
 from kvjax.evaluation.model import load_model
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
-from kvjax.runtime.programs import jit
+from scripts.fetch_real_model import ESSAYS
+from scripts.search_space import Space, of_answers, of_prompts
 
 NEEDLES = {  # RULER's tasks with one answer, so that its tokens are known
     "search": ("ruler/niah_single_2", "ruler/niah_multikey_1"),
@@ -203,6 +203,7 @@ def measure(
     lengths = np.array([sample.steps.size - 1 for sample in samples], np.int32)
     each = kvjax.prefill_each(params, prompts, policies=list(policies), tokenizer=tokenizer)
     for policy, cache in zip(policies, each, strict=True):
+        programs.make_room((policy, len(prompts), max(map(len, prompts))))
         if any(turn.size for turn in turns):
             cache = kvjax.prefill(params, turns, cache=cache)
         cache = kvjax.with_room(cache, steps)
@@ -219,7 +220,7 @@ def measure(
         yield policy, total / counts, (np.concatenate(same, axis=1) | ~counted).all(axis=1)
 
 
-@jit
+@jax.jit
 def decode(
     params: Decoder, cache: KVCache, tokens: Int[Array, "B N"], targets: Int[Array, "B N"], lengths: Int[Array, "B"]
 ) -> tuple[KVCache, Float[Array, "B N"], Bool[Array, "B N"]]:

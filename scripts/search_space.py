@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from measure_language import POLICIES
-
+from benchmarks.measure_language import POLICIES
 from kvjax import Policy, Storage, policies
 from kvjax.parts import (
     AdaptiveShares,

@@ -55,7 +55,7 @@ for step in "$@"; do
 done
 
 source scripts/setup_venv.sh gguf plot eval train
-data=$(python scripts/fetch_real_model.py)
+data=$(python -m scripts.fetch_real_model)
 model="$data/smollm2"
 if [ ! -e "$model/config.json" ]; then
     kvjax convert "$data/SmolLM2-135M-Instruct.Q4_1.gguf" "$model"
@@ -63,7 +63,7 @@ fi
 
 # `kvjax train-gates` continues an interrupted run, and refuses a folder that has gates.
 train() { # METHOD OPTION...
-    python scripts/gate_texts.py "$data" runs/texts
+    python -m scripts.gate_texts "$data" runs/texts
     if [ ! -e "runs/gates/$1/config.json" ]; then
         kvjax train-gates "$model" --method "$1" --data runs/texts/train --out "runs/gates/$1" "${@:2}"
     fi
@@ -103,7 +103,7 @@ show() { # STEP COMMAND...
 }
 
 search() { # STEP USE OPTION...
-    show "$1" python scripts/search_policy.py "$model" "$data" --use "$2" --out "runs/smollm2/$1" "${@:3}"
+    show "$1" python -m scripts.search_policy "$model" "$data" --use "$2" --out "runs/smollm2/$1" "${@:3}"
 }
 
 # 8 and 4 bits hold 1.88 and 3.56 times the entries of a tenth in the same bytes.
@@ -138,18 +138,18 @@ for step in ${*:-$names}; do
             evaluate gates runs/texts/test # essays that training has not seen
             ;;
         # This script alone does not resume, so that a whole table is not measured again.
-        retention) [ -e "$out/output.txt" ] || show "$step" python scripts/measure_retention.py "$model" "$data" ;;
+        retention) [ -e "$out/output.txt" ] || show "$step" python -m benchmarks.measure_retention "$model" "$data" ;;
         language)
-            show "$step" python scripts/measure_language.py "$model" "$data/PaulGrahamEssays" --out "$out" \
+            show "$step" python -m benchmarks.measure_language "$model" "$data/PaulGrahamEssays" --out "$out" \
                 --tokens 2048 --budgets 128 256 512
             ;;
         language_8192)
-            show "$step" python scripts/measure_language.py "$model" "$data/PaulGrahamEssays" --out "$out" \
+            show "$step" python -m benchmarks.measure_language "$model" "$data/PaulGrahamEssays" --out "$out" \
                 --tokens 8192 --texts 4 --budgets 512 \
                 --policies full 'streaming_llm:budget={budget}' 'h2o:budget={budget}' 'morphkv:budget={budget},window=32'
             ;;
-        answers) show "$step" python scripts/measure_answers.py "$model" --out "$out" ;;
-        speed) show "$step" python scripts/bench_answers.py "$model" --out "$out" ;;
+        answers) show "$step" python -m benchmarks.measure_answers "$model" --out "$out" ;;
+        speed) show "$step" python -m benchmarks.bench_answers "$model" --out "$out" ;;
         search_seen | search_unknown) search "$step" "${step#search_}" --budget 0.1 --samples 8 ;;
         search_*) search "$step" "${step#search_}" --budget 128 --length 512 --samples 8 --rounds 1 ;;
         *) evaluate "$step" "$data" ;;

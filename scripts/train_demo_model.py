@@ -1,7 +1,7 @@
 """Trains the model in kvjax/demo_model: a small Llama that answers questions about long texts.
 
-    python scripts/train_demo_model.py --folder build/demo_model             # trains or resumes
-    python scripts/train_demo_model.py --folder build/demo_model --evaluate  # prints accuracies
+    python -m scripts.train_demo_model --folder build/demo_model             # trains or resumes
+    python -m scripts.train_demo_model --folder build/demo_model --evaluate  # prints accuracies
 
 The training takes about 20 minutes on two CPU cores. It depends only on the seed: (seed, step) determines each batch.
 """

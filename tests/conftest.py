@@ -28,16 +28,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import kvjax
+from kvjax.evaluation import programs
+from kvjax.evaluation.host_limits import maps_taken, return_freed
 from kvjax.models import Decoder
 from kvjax.parts import AdaptiveShares, Everything, Fixed
 from kvjax.runtime.gpu_flags import set_gpu_flags
-from kvjax.runtime.host_limits import maps_taken, return_freed
 from tests.products import part
 from tests.tiny import decoder
 
 set_gpu_flags()  # programs for GPUs are compiled as the command line compiles them
-kvjax.runtime.programs.keep(2**31 - 1)  # the fixture `memory` forgets programs, between tests
-kvjax.runtime.programs.FEW = 2**31 - 1  # also when memory is short
+programs.keep(2**31 - 1)  # the fixture `memory` forgets programs, between tests
 jax.config.update("jax_num_cpu_devices", 8)  # for the tests of many devices; the others use the first
 if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
     jax.config.update("jax_disable_most_optimizations", True)  # each program runs a few times, on a few numbers

@@ -13,15 +13,16 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax.extend import step
+from kvjax.cache import bucket
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policies import parse
-from kvjax.request.prompts import bucket
+from kvjax.reading.step import step
 from tests.products import part
 from tests.tiny import decoder
 
 RNG = np.random.default_rng(2)
+READING = ("jit(begin)", "jit(_read_layer)", "jit(logits_of)")
 EVERY_FOURTH = "morphkv:budget=16,window=4,every=4"
 
 
@@ -44,9 +45,9 @@ def test_prompts_of_all_lengths_share_programs(tiny: Decoder, compiled: list[str
     programs, buckets = Counter(compiled), {bucket(length) for length in lengths}
     assert len(lengths) == 47
     assert len(buckets) == 4
-    assert programs["jit(read)"] == len(buckets)
+    assert all(programs[name] == len(buckets) for name in READING)
     assert programs["jit(decode)"] == len(buckets)
-    large = ("jit(read)", "jit(decode)")
+    large = (*READING, "jit(decode)")
     assert {name: n for name, n in programs.items() if name not in large} == {
         name: n for name, n in once.items() if name not in large
     }
@@ -57,7 +58,7 @@ def test_fixed_budget_decodes_all_prompts_with_one_program(tiny: Decoder, compil
     params = smaller(tiny, vocab_size=51)
     for length in (3, 20, 40):
         kvjax.generate(params, RNG.integers(0, 50, length), policy=parse("h2o:budget=8"), max_new_tokens=4)
-    assert Counter(compiled)["jit(read)"] == 3
+    assert Counter(compiled)["jit(_read_layer)"] == 3
     assert Counter(compiled)["jit(decode)"] == 1
 
 
@@ -78,7 +79,7 @@ def test_equal_policies_and_samplers_share_programs(tiny: Decoder, compiled: lis
     assert compiled == ["jit(decode)"]
     compiled.clear()
     answer(9, 0.5)
-    assert Counter(compiled) == {"jit(_unfilled)": 1, "jit(read)": 1, "jit(decode)": 1}
+    assert Counter(compiled) == dict.fromkeys(("jit(_unfilled)", "jit(_read_layer)", "jit(decode)"), 1)
 
 
 @pytest.mark.slow

@@ -1,11 +1,12 @@
 """The package as it is installed: the files of a wheel, imports without optional packages, and linked folders."""
 
 import ast
+import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,11 @@ def run_python(code: str, cwd: Path, **environment: str) -> str:
     return result.stdout.strip()
 
 
+def run_module(*arguments: object) -> None:
+    result = subprocess.run([sys.executable, "-m", *map(str, arguments)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """kvjax in a folder of its own, from a wheel that was built from a source distribution of a copy of the tree."""
@@ -45,15 +51,37 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ignore = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "demo_output")
     shutil.copytree(ROOT, source, symlinks=True, ignore=ignore)
 
-    def module(*arguments: object) -> None:
-        result = subprocess.run([sys.executable, "-m", *map(str, arguments)], capture_output=True, text=True)
-        assert result.returncode == 0, result.stdout + result.stderr
-
-    module("build", "--no-isolation", "--outdir", dist, source)
+    run_module("build", "--no-isolation", "--outdir", dist, source)
     assert len(list(dist.glob("*.tar.gz"))) == 1
     (wheel,) = dist.glob("*.whl")
-    module("pip", "install", "--quiet", "--no-deps", "--no-index", "--target", target, wheel)
+    run_module("pip", "install", "--quiet", "--no-deps", "--no-index", "--target", target, wheel)
     return target
+
+
+@pytest.fixture(scope="module")
+def outside(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package of tests/outside in a folder of its own, from a wheel."""
+    folder = tmp_path_factory.mktemp("outside")
+    shutil.copytree(ROOT / "tests" / "outside", folder / "source", ignore=shutil.ignore_patterns("__pycache__"))
+    run_module("build", "--wheel", "--no-isolation", "--outdir", folder / "dist", folder / "source")
+    (wheel,) = (folder / "dist").glob("*.whl")
+    run_module("pip", "install", "--quiet", "--no-deps", "--no-index", "--target", folder / "target", wheel)
+    return folder / "target"
+
+
+@pytest.fixture
+def with_outside(installed: Path, outside: Path, tmp_path: Path) -> Callable[[str], tuple[str, str]]:
+    """Runs code with both packages. The result is what it prints, and what it warns of."""
+
+    def run(code: str) -> tuple[str, str]:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (installed, outside)))}
+        result = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert result.returncode == 0, result.stderr
+        return result.stdout, result.stderr
+
+    return run
 
 
 def test_wheel_installs_no_top_level_module_but_kvjax_and_its_command(installed: Path) -> None:
@@ -103,6 +131,8 @@ def forbidden_imports(path: Path, source: str) -> list[str]:
         elif isinstance(node, ast.ImportFrom) and node.level:
             # a module in a folder has one level to itself: models/x.py may climb one, models/a/x.py two
             names = ["kvjax"] if linked and node.level >= len(path.parts) else []
+            if path.parts[0] == "models" and str(node.module).split(".")[0] == "pallas_kernels":
+                names = []  # the one way from a linked folder to the other
         elif isinstance(node, ast.ImportFrom):
             names = [str(node.module)]
         else:
@@ -121,6 +151,9 @@ def forbidden_imports(path: Path, source: str) -> list[str]:
         ("scripts/train.py", "def f():\n    import pallas_kernels.top_tokens as t", True),
         ("models/llama.py", "from kvjax.models import config", True),
         ("models/llama.py", "from .. import policy", True),
+        ("models/llama.py", "from ..policy import Policy", True),
+        ("models/linear.py", "from ..pallas_kernels import matmul", False),
+        ("pallas_kernels/dispatch.py", "from ..models import Decoder", True),
         ("pallas_kernels/top_tokens/triton.py", "from ...cache import KVCache", True),
         ("pallas_kernels/top_tokens/triton.py", "from ..tiles import tile", False),
         ("models/llama.py", "from .config import DecoderConfig", False),
@@ -144,3 +177,84 @@ def test_files_are_short() -> None:
     assert {path.parts[0] for path in paths} >= {"kvjax", "tests", *LINKED}
     lengths = {str(path): len((ROOT / path).read_text().splitlines()) for path in paths}
     assert not {path: length for path, length in lengths.items() if length > 350}
+
+
+@pytest.mark.slow
+def test_a_preset_is_read_by_text_and_generates(with_outside) -> None:
+    said, warned = with_outside("""
+import sys, kvjax
+from kvjax import policies
+assert policies.parse("snapkv:budget=64") and policies.parse(repr(policies.snapkv())) == policies.snapkv()
+assert "kvjax_outside" not in sys.modules  # nothing has asked for it
+policy = policies.parse("unlike_values:budget=48,threshold=0.3")
+assert policies.unlike_values(48, 0.3) == policy == policies.parse(repr(policy))
+assert kvjax.parts.UnlikeValues(0.3) == policy.score and "unlike_values" in policies.PRESETS
+assert policies.snapkv.__module__ == "kvjax.methods.snapkv" and "broken" not in policies.PRESETS
+try:
+    policies.parse("unlike_values:threshold=3.0")
+except ValueError as error:
+    print(error)
+params, tokenizer = kvjax.load("demo")
+prompt = "the code of anna is lamp . " + "the tall king finds the door . " * 20
+out = kvjax.generate(params, prompt, policy=policy, max_new_tokens=4, tokenizer=tokenizer)
+cache = kvjax.prefill(params, prompt, policy=policy, tokenizer=tokenizer)
+kvjax.save_cache("saved", cache, params)
+print(out.cache.length.tolist()[0] > 120, kvjax.restore_cache("saved", params).policy == policy)
+""")
+    assert said.splitlines()[0] == "unlike_values: threshold=3.0: expected a number in [-1, 1]"
+    assert said.splitlines()[1] == "True True"
+    assert "'broken' in kvjax.presets of the package kvjax-outside 1.0 is left out: ModuleNotFoundError" in warned
+    assert "'snapkv' in kvjax.presets of the package kvjax-outside 1.0 is left out: kvjax has that name" in warned
+    assert warned.count("is left out") == 2
+
+
+@pytest.mark.slow
+def test_a_task_is_listed_and_run(with_outside, tmp_path: Path) -> None:
+    grid = {
+        "title": "outside",
+        "model": "demo",
+        "tasks": [{"name": "outside/*", "lengths": [64]}],
+        "limit": 4,
+        "policies": ["full", "unlike_values:budget={budget}"],
+        "budgets": [0.5],
+        "question": "after",
+    }
+    (tmp_path / "grid.yaml").write_text(json.dumps(grid))
+    said, _ = with_outside("""
+import sys
+from kvjax.evaluation.tasks import registry
+registry.find("demo/needle")
+print([task.name for task in registry.find("outside/*")])
+import kvjax_command
+sys.argv = ["kvjax", "eval", "--config", "grid.yaml", "--out", "results"]
+try:
+    kvjax_command.main()
+except SystemExit as done:
+    assert not done.code
+""")
+    assert said.splitlines()[0] == "['outside/codes']"
+    lines = [json.loads(line) for path in tmp_path.glob("results/*.jsonl") for line in path.read_text().splitlines()]
+    scored = [line for line in lines if line.get("task") == "outside/codes"]
+    assert len(scored) == 8
+    assert all(line["scores"].keys() == {"first_word"} for line in scored)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_a_family_is_loaded_and_saved(with_outside, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(ROOT / "kvjax" / "demo_model", folder, ignore=shutil.ignore_patterns("gates", "statistics"))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "outsider", "architectures": ["OutsiderForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    said, _ = with_outside("""
+import json, kvjax, sys
+demo, _ = kvjax.load("demo")
+assert "kvjax_outside" not in sys.modules
+params, _ = kvjax.load("model")
+prompt = [list(range(20, 60))]
+one, other = (kvjax.generate(p, prompt, max_new_tokens=6).tokens.tolist() for p in (demo, params))
+assert one == other
+kvjax.save_hf(params, "written")
+print(params.config.family, json.load(open("written/config.json"))["architectures"])
+""")
+    assert said.strip() == "outsider ['OutsiderForCausalLM']"

@@ -61,7 +61,7 @@ def cases(tokenizer: Any) -> dict[str, tuple[Callable[[], Any], str]]:
         ),
         "a choice of a novel": (
             lambda: kvjax.policies.snapkv(pool="x" * 100_000),
-            r"^pool='x{199}\.\.\. \(100,002 characters\): expected 'max' or 'avg' or 'none'$",
+            r"^snapkv: pool='x{199}\.\.\. \(100,002 characters\): expected 'max' or 'avg' or 'none'$",
         ),
         "an option of a novel": (lambda: kvjax.policies.parse(f"h2o:{'x' * 10**5}=1"), "100,002 characters"),
         "a path of a novel": (lambda: kvjax.load("x" * 5000), "expected a path of at most 4096 characters"),

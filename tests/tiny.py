@@ -12,13 +12,14 @@ from flax import nnx
 import kvjax
 from kvjax import policies
 from kvjax.attend.causal import causal
-from kvjax.extend import step as one_step
 from kvjax.gates.files import Gates
 from kvjax.gates.forms import FORMS
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder, DecoderConfig, Mixture, Rope
 from kvjax.policy import Policy
+from kvjax.reading.batch import Batch
 from kvjax.reading.prompt import read_prompt
+from kvjax.reading.step import step as one_step
 from kvjax.statistics.forms import STATISTICS
 
 VOCAB = 64
@@ -90,9 +91,8 @@ def empty(params: Decoder, policy: Policy | str, lengths: np.ndarray, size: int)
 def prefill(params, policy, rows, size, *, room=8, chunk=None, compress="auto"):
     """(logits, cache) after reading the rows, padded on the left to `size`."""
     tokens, lengths = left_pad(rows, size)
-    return read_prompt(
-        params, empty(params, policy, lengths, size), tokens, lengths, room=room, chunk=chunk, compress=compress
-    )
+    cache = empty(params, policy, lengths, size)
+    return read_prompt(params, cache, Batch(tokens, lengths), room=room, chunk=chunk, compress=compress)
 
 
 step = jax.jit(one_step)

@@ -10,7 +10,7 @@ from .prompt import Reading, ReadPlan, finished
 from .replay import Replaying
 from .rotation import expired, met_keys, rotated
 from .step import RoomMaker, Stepping
-from .twice import attending_once, first, in_array, pays, twice
+from .twice import attending_once, first, in_array, runs_twice, twice
 
 __all__ = [
     "ReadPlan",
@@ -27,8 +27,8 @@ __all__ = [
     "over_heads",
     "over_layers",
     "over_rows",
-    "pays",
     "positions_behind",
     "rotated",
+    "runs_twice",
     "twice",
 ]

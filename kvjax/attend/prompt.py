@@ -114,7 +114,9 @@ class Reading:
             met = replace(seen, keys=keys)
             wishes = policy.score.needs.wishes if observes else ()
             context, lse, found = attention(layer, heads, q, met, positions, "prompts", wishes)
-            attended = partial(Attended, positions=positions, lse=lse, lengths=lengths, layer=layer, heads=heads)
+            attended = partial(
+                Attended, positions=positions, lse=lse, lengths=lengths, layer=layer, heads=heads, rope=rope
+            )
             if held.storing is not None:
                 held = replace(held, storing=policy.storage.observe(held.storing, attended(queries=q, received=None)))
             if observes:
@@ -127,7 +129,8 @@ class Reading:
                 def shown(wish: Received | None) -> Float[Array, "B H *G M"] | None:
                     nonlocal given
                     queries, sums, entries = given
-                    result = received(wish, "prompts", found, layer, heads, queries, sums, entries, positions)
+                    tokens = partial(attended, hidden=hidden)
+                    result = received(wish, "prompts", found, layer, heads, queries, sums, entries, positions, tokens)
                     given, result = jax.lax.optimization_barrier((given, result))
                     return result
 

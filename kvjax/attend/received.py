@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Slots
 from kvjax.mesh.heads import Heads
 from kvjax.models import AttentionLayer, join_sinks
 from kvjax.pallas_kernels import in_one_pass, prompt_attention, scored_attention
-from kvjax.policy import Received
+from kvjax.policy import Attended, Received
 
 
 def attention(
@@ -47,8 +48,9 @@ def attention(
 
 
 def _in_one_pass(wish: Received, layer: AttentionLayer, heads: Heads) -> bool:
-    """Whether all queries count, all of them are here, and they attend with the log-sum-exp that attention computes."""
-    return wish.last is None and heads.group_axis is None and layer.sinks is None and in_one_pass(wish.reduction)
+    """Whether all queries count alike and are here, and they attend with the log-sum-exp that attention computes."""
+    alike = wish.last is None and wish.weigh is None
+    return alike and heads.group_axis is None and layer.sinks is None and in_one_pass(wish.reduction)
 
 
 def received(
@@ -61,16 +63,21 @@ def received(
     lse: Float[Array, "B Hq N"],
     entries: Slots,
     positions: Int[Array, "B N"],
+    attended: Callable[..., Attended],
 ) -> Float[Array, "B H *G M"] | None:
     """The attention that entries received from the queries of a call, as the score asks for it.
 
     Args:
         found: what `attention` computed. Anything else is computed from `q` and `lse`.
+        attended: what the score observes, but for queries and `received`. Weights of queries follow from it.
     """
     if wish is None or not wish.shown(call, entries.slots - q.shape[2]):
         return None
     if wish in found:
         return found[wish]
+    if wish.weigh is not None:  # the weight exp(logit - lse) of a query times w is exp(logit - (lse - log w))
+        weights = wish.weigh(attended(queries=q, received=None))[:, None]
+        lse = jnp.where(jnp.isneginf(lse), lse, lse - jnp.log(weights))
     last = slice(-wish.last if wish.last else None, None)
     q, lse = (heads.whole_groups(x[:, :, last]) for x in (q, lse))
     return entries.received(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -68,19 +69,21 @@ class Replaying:
             if self.instead is not None:
                 return self.instead(layer, q, k, v, positions, held), entries
             context, lse, found = attention(layer, heads, q, held, positions, "replays", needs.wishes)
-            attended = Attended(
-                queries=unrotated if needs.queries == "unrotated" else q,
+            attended = partial(
+                Attended,
                 positions=positions,
                 lse=lse,
-                received=received(needs.received, "replays", found, layer, heads, q, lse, held, positions),
                 lengths=lengths,
                 layer=layer,
                 heads=heads,
                 replay=(first, last),
                 hidden=layer.hidden if needs.hidden else None,
                 measured=measured,
+                rope=rope,
             )
-            per_slot, per_row = policy.score.observe(held, attended)
+            shown = received(needs.received, "replays", found, layer, heads, q, lse, held, positions, attended)
+            queries = unrotated if needs.queries == "unrotated" else q
+            per_slot, per_row = policy.score.observe(held, attended(queries=queries, received=shown))
             per_slot = jax.tree.map(lambda x: x[..., : old.slots], per_slot)
             return context, entries.with_layer(i, replace(old, per_slot=per_slot, per_row=per_row))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -142,19 +144,23 @@ class Stepping:
                 )
 
             def show(held: Slots, take: Take) -> tuple[Array, Array]:
-                attended = Attended(
-                    queries=unrotated if score.needs.queries == "unrotated" else q,
+                attended = partial(
+                    Attended,
                     positions=query_positions,
                     lse=lse,
-                    received=received(held, take),
                     lengths=incoming.astype(jnp.int32),
                     layer=layer,
                     heads=heads,
                     decoding=True,
                     asked=None if found.asked is None else found.asked(held, take),
                     hidden=layer.hidden if score.needs.hidden else None,
+                    rope=rope,
                 )
-                return score.observe(held, attended)
+                given = received(held, take)
+                if given is not None and wish is not None and wish.weigh is not None:  # of the only query of each row
+                    given = jax.vmap(jnp.multiply)(given, wish.weigh(attended(queries=q, received=None))[:, 0])
+                own = unrotated if score.needs.queries == "unrotated" else q
+                return score.observe(held, attended(queries=own, received=given))
 
             return context, entries.observe(i, show, room)
 

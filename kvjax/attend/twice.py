@@ -22,7 +22,7 @@ from kvjax.mesh.sharding import DATA
 from kvjax.models import Attend, AttentionLayer
 
 
-def pays(batch: int, mesh: Mesh | None) -> bool:
+def runs_twice(batch: int, mesh: Mesh | None) -> bool:
     """Whether a decode step runs faster with each row twice: on a GPU that has one row."""
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     return platform == "gpu" and batch == (1 if mesh is None else mesh.shape[DATA])

@@ -15,15 +15,15 @@ from .slots import Slots
 
 
 class Usage(NamedTuple):
-    """How full the layers are, as arrays [L] or as lists of integers on the host.
+    """How full the layers are: arrays [B, L], or lists [L] on the host for the fullest row.
 
     Attributes:
-        occupied: the largest number of slots that any row and head occupies, or will once it is full.
+        occupied: the largest number of slots that any head occupies, or will once it is full.
         free: the smallest number of empty slots of any head that grows; UNLIMITED where none does.
     """
 
-    occupied: Int[Any, "L"]
-    free: Int[Any, "L"]
+    occupied: Int[Any, "*B L"]
+    free: Int[Any, "*B L"]
 
 
 # Takes what belongs to the entries that are shown out of an array that has a number for each entry of the layout.
@@ -219,6 +219,10 @@ class Entries(ABC):
     @abstractmethod
     def grow(self, size: tuple[int, ...]) -> Self:
         """The same entries with more slots, as `growth` counted them."""
+
+    @abstractmethod
+    def filling(self, grows: Sequence[bool], windows: Sequence[int | None]) -> tuple[bool, ...]:
+        """Whether decoding can run out of slots in each layer."""
 
     @property
     @abstractmethod

@@ -103,7 +103,7 @@ class Layers(Entries):
         return self.with_layer(i, replace(self.each[i], per_slot=per_slot, per_row=per_row))
 
     def usage(self) -> Usage:
-        occupied = jnp.stack([jnp.max(layer.occupancy, initial=0) for layer in self.each])
+        occupied = jnp.stack([jnp.max(layer.occupancy, axis=1, initial=0) for layer in self.each], axis=-1)
         return Usage(occupied, jnp.array(self.bounds) - occupied)
 
     @property
@@ -151,6 +151,9 @@ class Layers(Entries):
 
     def grow(self, size: tuple[int, ...]) -> Layers:
         return Layers(tuple(layer.grow(slots) for layer, slots in zip(self.each, size, strict=True)))
+
+    def filling(self, grows: Sequence[bool], windows: Sequence[int | None]) -> tuple[bool, ...]:
+        return tuple(one and slots != window for one, slots, window in zip(grows, self.bounds, windows, strict=True))
 
     def private(self) -> Layers:
         def own(layer: Slots) -> Slots:

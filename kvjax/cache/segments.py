@@ -208,7 +208,7 @@ class Segments(Entries):
         grows = capacity >= UNLIMITED
         occupied = jnp.maximum(used, jnp.where(grows, 0, capacity))
         free = jnp.where(grows, size - used, UNLIMITED)
-        return Usage(jnp.max(occupied, axis=(0, 1)), jnp.min(free, axis=(0, 1)))
+        return Usage(jnp.max(occupied, axis=1), jnp.min(free, axis=1))
 
     @property
     def mean_slots(self) -> tuple[int, ...]:
@@ -233,6 +233,9 @@ class Segments(Entries):
     ) -> tuple[int, ...] | None:
         lack = room - min(int(free) for free in usage.free)
         return None if lack <= 0 else (bucket(lack),)
+
+    def filling(self, grows: Sequence[bool], windows: Sequence[int | None]) -> tuple[bool, ...]:
+        return (self.growing > 0,) * len(self)
 
     def private(self) -> Segments:
         own: Any = {name: jax.tree.map(jnp.array, getattr(self, name)) for name in BY_LAYER}

@@ -15,12 +15,27 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from kvjax.attend import over_rows
 from kvjax.decoding.row_samplers import RowSamplers
 from kvjax.decoding.sampling import SamplingMethod, log_probability, mark_seen
-from kvjax.extend import step
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
-from kvjax.request.request import Request, Sampling
+from kvjax.reading.step import step
 from kvjax.runtime.gpu_flags import STEP_OPTIONS
-from kvjax.runtime.programs import jit
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What sampling an answer needs beside the logits.
+
+    Attributes:
+        sampler: draws the tokens: one sampler for all rows, or the settings of each row.
+        ends: int32 end tokens of each row; -1 pads rows that have fewer than others.
+        keys: one typed PRNG key per row.
+        seen: marks the tokens of each row's prompt, if the sampler needs them.
+    """
+
+    sampler: SamplingMethod | RowSamplers
+    ends: Int[Any, "B E"]
+    keys: Key[Array, "B"]
+    seen: Bool[Any, "B V"] | None
 
 
 @jax.tree_util.register_dataclass
@@ -104,11 +119,11 @@ class Decoding:
     answers: Answers
 
     @classmethod
-    def begin(cls, request: Request, cache: KVCache, *, size: int, log_probs: bool) -> Decoding:
-        """Returns the state after the request's prompt has been read into the cache, before the first token."""
-        assert request.sampling is not None, "the request asks for no answer"
+    def begin(cls, sampling: Sampling | None, cache: KVCache, *, size: int, log_probs: bool) -> Decoding:
+        """Returns the state after a prompt has been read into the cache, before the first token of the answers."""
+        assert sampling is not None, "the request asks for no answer"
         put = jax.device_put if cache.mesh is None else cache.put_rows
-        return cls(cache, Answers.begin(request.sampling, size=size, log_probs=log_probs, put=put))
+        return cls(cache, Answers.begin(sampling, size=size, log_probs=log_probs, put=put))
 
     @property
     def active(self) -> Bool[Array, "B"]:
@@ -136,10 +151,10 @@ def _take(state: tuple[Answers, Array], given: tuple[Array, Array]) -> tuple[Ans
     return answers.take(pending, *given)
 
 
-take = jit(Decoding.take, donate_argnums=0)
+take = jax.jit(Decoding.take, donate_argnums=0)
 
 
-@partial(jit, donate_argnames="state", compiler_options=STEP_OPTIONS)
+@partial(jax.jit, donate_argnames="state", compiler_options=STEP_OPTIONS)
 def decode(
     params: Decoder, state: Decoding, logits: Float[Array, "B V"], limit: Int[Array, ""]
 ) -> tuple[Decoding, Int[Array, ""]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -26,11 +26,21 @@ class WarmUp:
 
 
 class Programs:
-    """Compiled programs by name. `add` traces at once and compiles in the background; `finish` waits for all."""
+    """Compiled programs. They are traced at once and compiled in the background; `finish` waits for all.
 
-    def __init__(self) -> None:
+    A program is found by its name, or by what it runs: the function, its static arguments and the shapes of the others.
+    """
+
+    def __init__(self, placed: Callable[[Any], Any] = lambda shapes: shapes) -> None:
+        """No programs.
+
+        Args:
+            placed: the shapes of what a program returns, where it lies.
+        """
         self._started = time.perf_counter()
+        self._placed = placed
         self._pool = ThreadPoolExecutor(os.cpu_count() or 1)
+        self._shapes: dict[Hashable, Any] = {}
         self._futures: dict[Hashable, Future[Any]] = {}
         self._compiled: dict[Hashable, Any] = {}
 
@@ -39,13 +49,24 @@ class Programs:
 
         Args:
             name: by which `run` finds it.
-            program: a function made by `kvjax.runtime.programs.jit`.
+            program: a function made by `jax.jit`.
             args: arrays or shapes. `run` takes arrays of the same shapes, and no static arguments.
             static: static arguments.
         """
         lowered = program.lower(*args, **static)
         self._compile(name, lowered)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info)
+        return self._placed(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info))
+
+    def compile(self, program: Any, *args: Any, **static: Any) -> Any:
+        """Adds what `program(*args, **static)` runs, unless it is there, and returns the shapes of its result."""
+        key = _key(program, args, static)
+        if key not in self._shapes:
+            self._shapes[key] = self.add(key, program, *args, **static)
+        return self._shapes[key]
+
+    def call(self, program: Any, *args: Any, **static: Any) -> Any:
+        """Runs what `compile` has added. It returns before the device has finished."""
+        return self._compiled[_key(program, args, static)](*args)
 
     def _compile(self, name: Hashable, lowered: jax.stages.Lowered) -> None:
         self._futures[name] = self._pool.submit(lowered.compile)
@@ -56,7 +77,7 @@ class Programs:
         self._pool.shutdown()
 
     def run(self, name: Hashable, *args: Any) -> Any:
-        """Runs a program. It returns before the device has finished."""
+        """Runs a program by its name. It returns before the device has finished."""
         return self._compiled[name](*args)
 
     def __len__(self) -> int:
@@ -72,3 +93,8 @@ class Programs:
     def warm_up(self) -> WarmUp:
         """What it took until now."""
         return WarmUp(len(self), time.perf_counter() - self._started)
+
+
+def _key(program: Any, args: tuple[Any, ...], static: dict[str, Any]) -> Hashable:
+    leaves, tree = jax.tree.flatten(args)
+    return program, tree, tuple((x.shape, x.dtype) for x in leaves), tuple(static.items())

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Int32
+from jaxtyping import Array, Bool, Int, Int32
 
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
+from kvjax.reading.prompt import Pieces, complete
 
 from .compiling import Programs, WarmUp
 from .plans import Plans
 from .prefixes import PrefixStore
-from .reading import compile_reads, reading, reading_after
+from .reading import Read, compile_reads, reading, reading_after
 from .resident import Resident, Start, compile_rows
 from .ticket import Ticket
 
-Read = tuple[Float[Array, "1 V"], KVCache]
 # The host's part of a program takes time of a CPU's cores, so a CPU takes several steps of a small model at once.
 CPU_STEPS = 16  # of a program, at most
 CPU_SECONDS = 0.05  # of a program: a request that comes meanwhile waits for two of them
@@ -51,7 +50,7 @@ class Device:
         on_cpu = next(iter(self._leaves[0].sharding.device_set)).platform == "cpu"
         self._timed = on_cpu and at_once is None
         self.at_once = min(at_once or (CPU_STEPS if on_cpu else 1), plans.sizes.max_new_tokens)
-        self._programs = programs = Programs()
+        self._programs = programs = Programs(plans.placed)
         logits, self.row = compile_reads(programs, plans, params, after=store is not None)
         start = self._everywhere(example.start)
         compile_rows(programs, plans, params, logits, self.row, start, at_once=self.at_once)
@@ -60,13 +59,7 @@ class Device:
 
     def start(self, example: Ticket) -> WarmUp:
         """Makes the resident rows of an example, and runs what every request runs."""
-        units = self.read(example.prompt, None)
-        while True:
-            try:
-                next(units)
-            except StopIteration as stop:
-                logits, cache = read = stop.value
-                break
+        logits, cache = read = complete(self.read(example.prompt, None))
         self.resident: Resident = self._programs.run("idle", cache, logits, self._everywhere(example.start))
         np.asarray(self.admit(read, example.start, 0))
         seconds = min(self._step_seconds() for _ in range(3))
@@ -89,7 +82,7 @@ class Device:
         """The resident cache."""
         return self.resident.decoding.cache
 
-    def read(self, prompt: Int[np.ndarray, "N"], prefix: Int[np.ndarray, "N"] | None) -> Generator[None, None, Read]:
+    def read(self, prompt: Int[np.ndarray, "N"], prefix: Int[np.ndarray, "N"] | None) -> Pieces[Read]:
         """Reads a prompt, after a prefix if there is one, and yields after each unit of work but the last."""
         if prefix is None:
             return reading(self._programs, self._plans, self._params, prompt)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,10 +11,11 @@ import jax
 import numpy as np
 
 from kvjax.checks import is_integer, shown
+from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.plan import bytes_per_device, plan_cache
 
-from .plans import Plans, with_slots
+from .plans import Plans
 
 UNITS = {
     "B": 1,
@@ -108,15 +109,19 @@ class Footprint:
 def _reading(config: DecoderConfig, plans: Plans, model: int) -> int:
     """The bytes of a prompt's cache before compression, of the class that takes most."""
     most = 0
-    for size in plans.sizes.classes:
+    for plan in map(plans.of_class, plans.sizes.classes):
         held = []
-        if size > plans.sizes.chunk:
-            held.append(plans.between(size).slots)
-        if plans.end.allocate:
-            held += [plans.last(size).slots] * (2 if plans.policy.score.needs.whole_prompt else 1)
-        caches = (jax.eval_shape(partial(with_slots, slots=slots), plans.empty) for slots in held)
+        if plan.chunk is not None:
+            held.append(plan.between.slots)
+        if plan.end.allocate:
+            held.append(plan.last(plans.empty).slots)
+        caches = (jax.eval_shape(partial(_with_slots, slots=slots), plans.empty) for slots in held)
         most = max(most, sum(bytes_per_device(cache, config, model=model) for cache in caches))
     return most
+
+
+def _with_slots(cache: KVCache, slots: tuple[int, ...]) -> KVCache:
+    return replace(cache, entries=cache.entries.grow(slots))
 
 
 def weights_per_device(params: Decoder) -> int:

@@ -15,9 +15,9 @@ from kvjax.cache import statics
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import DATA, place, rows_sharding
 from kvjax.models import DecoderConfig
-from kvjax.plan import placed
+from kvjax.plan import on_mesh
 from kvjax.policy import Policy, Texts
-from kvjax.reading.allocate import shows_whole_segments
+from kvjax.reading.allocate import pool_rows, shows_whole_segments
 from kvjax.reading.room import Ending, ending, plan_read
 
 from .sizes import Sizes
@@ -56,10 +56,6 @@ class Plans:
         """The number of rows in which a prompt is read: on a mesh, one for each part of the batch."""
         return 1 if self.mesh is None else self.mesh.shape[DATA]
 
-    def shape(self, *axes: int) -> jax.ShapeDtypeStruct:
-        """The shape of int32 numbers with axes [B, ...]."""
-        return self.placed_rows(jax.ShapeDtypeStruct(axes, jnp.int32))
-
     def placed_rows(self, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """The same shape, with axes [B, ...], where the rows lie."""
         return x if self.mesh is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows_sharding(self.mesh))
@@ -78,15 +74,17 @@ class Plans:
         cache = jax.tree.map(lambda x: np.repeat(x, self.batch, axis=0), cache)
         return jax.tree.map(place, cache, cache.shardings) if self.on_hosts else cache
 
-    def placed(self, cache: KVCache) -> KVCache:
-        """The same shapes of a cache where it lies."""
-        return cache if self.mesh is None else placed(cache, cache.shardings)
+    def shapes_of(self, x: Any) -> jax.ShapeDtypeStruct:
+        """The shape of an array of the host with axes [B, ...], where the rows lie."""
+        return self.placed_rows(jax.ShapeDtypeStruct(x.shape, x.dtype))
 
-    def last(self, size: int) -> ReadPlan:
-        """Of the last or only read of a prompt of a class. It leaves the slots of a resident row."""
-        if self.end.allocate:
-            return self._plan(size, compress=False, final=False)
-        return self._plan(self.sizes.prompt, room=self.sizes.room, compress=self.end.compress, final=self.end.final)
+    def placed(self, shapes: Any) -> Any:
+        """The same shapes of what a program returns, where it lies."""
+        return shapes if self.mesh is None else on_mesh(shapes, self.mesh)
+
+    def of_class(self, size: int) -> ClassPlan:
+        """The choices for the prompts of a class."""
+        return ClassPlan(self, size)
 
     def after(self, size: int, row: KVCache) -> ReadPlan:
         """Of the read of a question of a class after a stored prefix.
@@ -122,11 +120,8 @@ class Plans:
         layers, size = len(self.empty.kept), self.sizes.prompt
         return max([size, *(self.policy.slots(i, size, layers) or 0 for i in range(layers))])
 
-    def between(self, size: int) -> ReadPlan:
-        """Of the reads of a prompt before the last one."""
-        return self._plan(size - self.sizes.chunk, compress=False, final=False)
-
-    def _plan(self, new: int, *, room: int = 0, compress: bool, final: bool) -> ReadPlan:
+    def plan(self, new: int, *, room: int = 0, compress: bool, final: bool) -> ReadPlan:
+        """The plan of a read of `new` tokens into an empty cache."""
         nothing = (0,) * len(self.empty.entries)
         return plan_read(self.empty, nothing, new=new, room=room, compress=compress, final=final)
 
@@ -135,13 +130,39 @@ class Plans:
         """The static arguments of `begun`."""
         return {"policy": self.policy, "size": self.sizes.prompt, "mesh": self.mesh}
 
+
+@dataclass(frozen=True)
+class ClassPlan:
+    """The choices for the prompts of a class, as `kvjax.reading.prompt.PromptPlan` has them."""
+
+    plans: Plans
+    size: int
+
+    @property
+    def end(self) -> Ending:
+        return self.plans.end
+
+    @property
+    def chunk(self) -> int | None:
+        return self.plans.sizes.chunk if self.size > self.plans.sizes.chunk else None
+
+    @property
+    def between(self) -> ReadPlan:
+        return self.plans.plan(self.size - self.plans.sizes.chunk, compress=False, final=False)
+
+    def last(self, cache: KVCache) -> ReadPlan:
+        """It leaves the slots of a resident row."""
+        plans, end = self.plans, self.plans.end
+        if end.allocate:
+            return plans.plan(self.size, compress=False, final=False)
+        return plans.plan(plans.sizes.prompt, room=plans.sizes.room, compress=end.compress, final=end.final)
+
+    def allocation(self, cache: KVCache) -> dict[str, int]:
+        plans, room = self.plans, self.plans.sizes.room
+        return {"rows": pool_rows(plans.policy, plans.empty.kept, cache.entries.kv_heads, room), "room": room}
+
     def bounded(self, cache: KVCache) -> KVCache:
-        """A cache whose budget has been allocated, with the static bound of its segments that every prompt keeps to."""
-        if not shows_whole_segments(self.policy):
+        """With the bound that every prompt keeps to."""
+        if not shows_whole_segments(self.plans.policy):
             return cache
-        return replace(cache, entries=cache.entries.within(self.longest))
-
-
-def with_slots(cache: KVCache, slots: tuple[int, ...]) -> KVCache:
-    """The same cache with this number of slots in each layer."""
-    return replace(cache, entries=cache.entries.grow(slots))
+        return replace(cache, entries=cache.entries.within(self.plans.longest))

@@ -1,12 +1,12 @@
-"""Reading the prompt of one request, a unit of work at a time, into a cache of the shape of a resident row.
+"""Reading the prompt of one request, a piece at a time, into a cache of the shape of a resident row.
 
-The units are those of `kvjax.reading.prompt.read_prompt`, with one difference: their shapes follow from the class of
-the prompt's length alone, never from the prompt, so that all of them are known before the first request.
+All shapes follow from the class of the prompt's length alone, never from the prompt, so that all programs are known
+before the first request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,52 +16,27 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from kvjax.attend import ReadPlan
-from kvjax.extend import jitted_read, read
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import fetch
 from kvjax.models import Decoder
 from kvjax.policy import Policy
-from kvjax.reading.allocate import allocate, pool_rows
-from kvjax.reading.prompt import read_on
-from kvjax.reading.replays import passes, replay
-from kvjax.runtime.programs import jit
+from kvjax.reading.batch import Batch
+from kvjax.reading.prompt import Pieces, complete, pieces
+from kvjax.reading.units import logits_of, read
+from kvjax.runtime.clock import Run
 
 from .compiling import Programs
-from .plans import Plans, with_slots
+from .plans import Plans
 from .prefixes import PrefixStore
 
+Read = tuple[Float[Array, "1 V"], KVCache]
 
-@partial(jit, static_argnames=("policy", "size", "slots", "mesh"))
-def begun(
-    params: Decoder,
-    lengths: Int[Array, "B"],
-    *,
-    policy: Policy,
-    size: int,
-    slots: tuple[int, ...],
-    mesh: Mesh | None,
-) -> KVCache:
-    """A cache before its prompt, with empty slots."""
+
+@partial(jax.jit, static_argnames=("policy", "size", "mesh"))
+def begun(params: Decoder, lengths: Int[Array, "B"], *, policy: Policy, size: int, mesh: Mesh | None) -> KVCache:
+    """A cache before its prompt, without slots."""
     cache = KVCache.empty(params.config, policy, lengths, size, params.embed.dtype)
-    return replace(with_slots(cache, slots), mesh=mesh).in_place()
-
-
-@partial(jit, static_argnames=("policy", "size", "plan", "mesh"))
-def read_whole(
-    params: Decoder,
-    tokens: Int[Array, "B N"],
-    lengths: Int[Array, "B"],
-    *,
-    policy: Policy,
-    size: int,
-    plan: ReadPlan,
-    mesh: Mesh | None,
-) -> tuple[Float[Array, "B V"], KVCache]:
-    """The logits and the cache after a prompt that is read at once."""
-    slots = (0,) * params.config.num_layers
-    cache = begun(params, lengths, policy=policy, size=size, slots=slots, mesh=mesh)
-    return read(params, cache, tokens, lengths, plan=plan)
+    return replace(cache, mesh=mesh).in_place()
 
 
 def compile_reads(programs: Programs, plans: Plans, params: Decoder, *, after: bool) -> tuple[Any, KVCache]:
@@ -70,67 +45,27 @@ def compile_reads(programs: Programs, plans: Plans, params: Decoder, *, after: b
     Args:
         after: whether to add those that read a question after a stored prefix.
     """
-    chunk = plans.sizes.chunk
-    lengths = plans.shape(plans.batch)
+    run, put = programs.compile, plans.shapes_of
     for size in plans.sizes.classes:
-        last = plans.last(size)
-        if size <= chunk:
-            tokens = plans.shape(plans.batch, size)
-            found = programs.add(("whole", size), read_whole, params, tokens, lengths, plan=last, **plans.begin)
-        else:
-            tokens, between = plans.shape(plans.batch, chunk), plans.between(size)
-            cache = programs.add(("begin", size), begun, params, lengths, slots=between.slots, **plans.begin)
-            cache = plans.placed(cache)
-            programs.add(("chunk", size), read_on, params, cache, tokens, lengths, plan=between)
-            found = programs.add(("last", size), jitted_read, params, cache, tokens, lengths, plan=last)
-        logits, cache = found
-        cache = plans.placed(cache)
-        if plans.end.allocate:
-            cache = _compile_allocation(programs, plans, params, cache, size)
+        logits, row = complete(_pieces(plans, params, np.zeros(size, np.int32), run=run, put=put))
     for size in plans.sizes.classes if after else ():
-        if size <= chunk:
-            tokens, plan = plans.shape(plans.batch, size), plans.after(size, cache)
-            programs.add(("after", size), read_on, params, cache, tokens, lengths, plan=plan)
-    return plans.placed_rows(logits), cache
+        if size <= plans.sizes.chunk:
+            _read_after(plans, params, np.zeros(size, np.int32), row, run=run, put=put)
+    return logits, row
 
 
-def _compile_allocation(programs: Programs, plans: Plans, params: Decoder, cache: KVCache, size: int) -> KVCache:
-    """Adds the programs that follow a prompt of a class, and returns the shapes of the row's cache after them."""
-    tokens, lengths = plans.shape(plans.batch, size), plans.shape(plans.batch)
-    for part in programs.add(("passes", size), passes, plans.policy.score, tokens, lengths, texts=plans.texts):
-        part = jax.tree.map(plans.placed_rows, part)
-        programs.add(("replay", size, part.tokens.shape), replay, params, cache, part)
-    rows = pool_rows(plans.policy, plans.empty.kept, params.config.num_kv_heads, plans.sizes.room)
-    allocated = programs.add(("allocate", size), allocate, params, cache, rows=rows, room=plans.sizes.room)
-    return plans.placed(plans.bounded(allocated))
+def reading(programs: Programs, plans: Plans, params: Decoder, prompt: Int[np.ndarray, "N"]) -> Pieces[Read]:
+    """Reads a prompt, and returns the logits and the row's cache."""
+    return _pieces(plans, params, prompt, run=programs.call, put=plans.put_rows)
 
 
-def reading(
-    programs: Programs, plans: Plans, params: Decoder, prompt: Int[np.ndarray, "N"]
-) -> Generator[None, None, tuple[Float[Array, "1 V"], KVCache]]:
-    """Reads a prompt. It yields after each unit of work but the last, and returns the logits and the row's cache."""
-    size, chunk, put = plans.sizes.padded(prompt.size), plans.sizes.chunk, plans.put_rows
-    lengths = np.full(plans.batch, prompt.size, np.int32)
-    padded = np.zeros((plans.batch, size), np.int32)
-    padded[:, size - prompt.size :] = prompt
-    if size <= chunk:
-        logits, cache = programs.run(("whole", size), params, put(padded), put(lengths))
-    else:
-        cache = programs.run(("begin", size), params, put(lengths))
-        for i in range(plans.sizes.chunks(prompt.size) - 1, 0, -1):
-            part = np.clip(lengths - i * chunk, 0, chunk)
-            end = size - i * chunk
-            _, cache = programs.run(("chunk", size), params, cache, put(padded[:, end - chunk : end]), put(part))
-            yield
-        part = np.minimum(lengths, chunk)
-        logits, cache = programs.run(("last", size), params, cache, put(padded[:, -chunk:]), put(part))
-    if plans.end.allocate:
-        for part in programs.run(("passes", size), put(padded), put(lengths)):
-            yield
-            cache = programs.run(("replay", size, part.tokens.shape), params, cache, part)
-        yield
-        cache = plans.bounded(programs.run(("allocate", size), params, cache))
-    return logits, cache
+def _pieces(
+    plans: Plans, params: Decoder, prompt: Int[np.ndarray, "N"], *, run: Run, put: Callable[[Any], Any]
+) -> Pieces[Read]:
+    batch = _batch(plans, prompt)
+    cache = run(begun, params, put(batch.lengths), **plans.begin)
+    plan = plans.of_class(plans.sizes.padded(prompt.size))
+    return pieces(params, cache, batch, plan, plans.texts, run=run, put=put)
 
 
 def reading_after(
@@ -140,8 +75,8 @@ def reading_after(
     prompt: Int[np.ndarray, "N"],
     prefix: Int[np.ndarray, "N"],
     store: PrefixStore,
-) -> Generator[None, None, tuple[Float[Array, "1 V"], KVCache]]:
-    """Reads a question after a prefix, which is read first unless it is stored. It yields as `reading` does."""
+) -> Pieces[Read]:
+    """Reads a question after a prefix, which is read first unless it is stored."""
     key = store.key(prefix)
     cache = store.get(key)
     if cache is None:
@@ -152,8 +87,26 @@ def reading_after(
         store.put(key, jax.tree.map(lambda x: fetch(x)[:1], cache))
     else:
         cache = plans.put_row(cache)
-    lengths = np.full(plans.batch, prompt.size, np.int32)
-    padded = np.zeros((plans.batch, plans.sizes.padded(prompt.size)), np.int32)
-    padded[:, padded.shape[1] - prompt.size :] = prompt
-    put = plans.put_rows
-    return programs.run(("after", padded.shape[1]), params, cache, put(padded), put(lengths))
+    return _read_after(plans, params, prompt, cache, run=programs.call, put=plans.put_rows)
+
+
+def _read_after(
+    plans: Plans,
+    params: Decoder,
+    prompt: Int[np.ndarray, "N"],
+    cache: KVCache,
+    *,
+    run: Run,
+    put: Callable[[Any], Any],
+) -> Read:
+    """The logits and the cache after a question, which changes the cache of a prefix in place."""
+    batch = _batch(plans, prompt)
+    plan = plans.after(batch.tokens.shape[1], cache)
+    hidden, cache = read(params, cache, *map(put, batch.arrays), plan=plan, run=run, owned=True)
+    return run(logits_of, params, hidden, mesh=plans.mesh), cache
+
+
+def _batch(plans: Plans, prompt: Int[np.ndarray, "N"]) -> Batch:
+    """A prompt for each part of the batch, padded to its class, or to whole chunks."""
+    size = min(plans.sizes.padded(prompt.size), plans.sizes.chunks(prompt.size) * plans.sizes.chunk)
+    return Batch.of([prompt] * plans.batch, size)

@@ -109,7 +109,7 @@ class ReadBatch:
 
         Args:
             names: of the requests in the first rows.
-            clock: adds up the seconds of the programs under "prefill" and "compile".
+            clock: adds up the seconds of the reading under "prefill", and those of compiling under "compile".
 
         Raises:
             ValueError: for any argument that is not accepted, before anything is compiled.
@@ -121,8 +121,8 @@ class ReadBatch:
         request = Request.of(
             params, prompt, policy=policy, tokenizer=tokenizer, cache=cache, chunk=chunk, answer=answer
         )
-        logits, filled = read_request(params, request, clock)
-        first = take(Decoding.begin(request, filled, size=max_new_tokens, log_probs=False), logits)
+        logits, filled = (clock or Clock()).run("prefill", read_request, params, request)
+        first = take(Decoding.begin(request.sampling, filled, size=max_new_tokens, log_probs=False), logits)
         limits = filled.put_rows(np.full(len(request.batch.lengths), max_new_tokens, np.int32))
         requests = [Ended(name, decoder=RowText(tokenizer, stops) if stops else None) for name in names]
         return cls(requests, Resident(first, jnp.asarray(limits)).within_limits())

@@ -13,15 +13,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from kvjax.decoding.loop import Answers, Decoding
+from kvjax.decoding.loop import Answers, Decoding, Sampling
 from kvjax.decoding.row_samplers import RowSamplers
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import DATA, MODEL
 from kvjax.models import Decoder
 from kvjax.plan import placed
-from kvjax.request.request import Sampling
 from kvjax.runtime.gpu_flags import STEP_OPTIONS
-from kvjax.runtime.programs import jit
 
 from .compiling import Programs
 from .plans import Plans
@@ -103,7 +101,7 @@ class Resident:
         return jnp.stack([tokens, bits, active])
 
 
-@partial(jit, static_argnames=("rows", "size"))
+@partial(jax.jit, static_argnames=("rows", "size"))
 def idle(cache: KVCache, logits: Float[Array, "B V"], start: Start, *, rows: int, size: int) -> Resident:
     """Rows that are not active. They hold copies of a row that has been read, because no array may be undefined."""
     one = Resident.begin(cache, logits, start, size=size)
@@ -115,7 +113,7 @@ def idle(cache: KVCache, logits: Float[Array, "B V"], start: Start, *, rows: int
     return _on_devices(copied, one)
 
 
-@partial(jit, donate_argnames="resident")
+@partial(jax.jit, donate_argnames="resident")
 def admit(
     resident: Resident, cache: KVCache, logits: Float[Array, "B V"], start: Start, row: Int[Array, ""]
 ) -> tuple[Resident, Int32[Array, "3 B 1"]]:
@@ -129,7 +127,7 @@ def admit(
     return _on_devices(partial(_put, row=row), resident, new), new.report(jnp.zeros_like(start.limit), steps=1)
 
 
-@partial(jit, donate_argnames="resident")
+@partial(jax.jit, donate_argnames="resident")
 def place(resident: Resident, read: Resident, source: Int[Array, ""], row: Int[Array, ""]) -> Resident:
     """Writes row `source` of rows that have been read together into a row. Both have the same shapes, but for B."""
     return _on_devices(lambda resident, read: _put(resident, _row(read, source), row), resident, read)
@@ -182,7 +180,7 @@ def _specs(resident: Resident) -> Resident:
     return replace(specs, decoding=replace(specs.decoding, cache=cache))
 
 
-@partial(jit, static_argnames=("tree", "at_once"), donate_argnames="resident", compiler_options=STEP_OPTIONS)
+@partial(jax.jit, static_argnames=("tree", "at_once"), donate_argnames="resident", compiler_options=STEP_OPTIONS)
 def advance(
     leaves: list[Array], resident: Resident, wanted: Bool[Array, "B"], most: Int[Array, ""], *, tree: Any, at_once: int
 ) -> tuple[Resident, Int32[Array, "3 B K"], Int[Array, ""]]:
@@ -208,7 +206,7 @@ def advance(
     return resident, report, steps
 
 
-@partial(jit, static_argnames="tree", donate_argnames="resident", compiler_options=STEP_OPTIONS)
+@partial(jax.jit, static_argnames="tree", donate_argnames="resident", compiler_options=STEP_OPTIONS)
 def advance_until(
     leaves: list[Array], resident: Resident, wanted: Bool[Array, "B"], most: Int[Array, ""], *, tree: Any
 ) -> tuple[Resident, Int32[Array, "B 2+T"], Int[Array, ""]]:
@@ -236,7 +234,7 @@ def _steps(
     return jax.lax.while_loop(goes_on, body, (resident, jnp.int32(0)))
 
 
-answers = jit(Resident.answers)
+answers = jax.jit(Resident.answers)
 
 
 def compile_rows(

@@ -7,12 +7,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax.decoding.sampling import Greedy, SamplingMethod
 from kvjax.engine.refill import ReadBatch, Refill
+from kvjax.evaluation import programs
 from kvjax.evaluation.batches import Ask, Reading, ReadingBatch
 from kvjax.generate import generate
 from kvjax.kv_cache import KVCache
@@ -21,7 +23,6 @@ from kvjax.models import Decoder
 from kvjax.policy import Policy
 from kvjax.prefill_each import begin_each, prefill_each
 from kvjax.runtime.clock import Clock
-from kvjax.runtime.programs import jit
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,7 @@ class Asker:
         """Prefills a batch. Yields a policy's index, a question per row, and the cache that the questions follow."""
         filled = [*batch.readings, *[batch.readings[-1]] * (batch.rows - len(batch.readings))]
         prompts, columns = [reading.prompt for reading in filled], list(zip(*(r.asks for r in filled), strict=True))
+        sizes = batch.rows, batch.readings[0].size, batch.readings[0].new_tokens
         options: dict[str, Any] = {
             "policies": policies,
             "tokenizer": self.tokenizer,
@@ -165,9 +167,11 @@ class Asker:
             for asks in columns:
                 leads = [ask.lead for ask in asks]
                 for i, cache in enumerate(prefill_each(self.params, leads, cache=text, **options)):
+                    programs.make_room((policies[i], *sizes))
                     yield i, asks, cache
             return
         for i, cache in enumerate(prefill_each(self.params, prompts, **options)):
+            programs.make_room((policies[i], *sizes))
             for asks in columns:
                 yield i, asks, cache
 
@@ -251,7 +255,7 @@ def _seed(seed: int, ask: Ask) -> int:
     return zlib.crc32(f"{seed} {item.task.name} {item.length} {item.example.id} {ask.index}".encode())
 
 
-@jit
+@jax.jit
 def _kept(cache: KVCache) -> Float[Array, "B L"]:
     """The number of retained entries of each of B rows and L layers, averaged over kv heads."""
     return cache.entries.held()

@@ -10,7 +10,6 @@ from kvjax.decoding.sampling import most_probable
 from kvjax.extend import extend
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
-from kvjax.runtime.programs import jit
 
 
 def marks(logits: Float[Array, "B V"], targets: Int[Array, "B"]) -> tuple[Float[Array, "B"], Bool[Array, "B"]]:
@@ -19,7 +18,7 @@ def marks(logits: Float[Array, "B V"], targets: Int[Array, "B"]) -> tuple[Float[
     return chosen, most_probable(logits) == targets
 
 
-@jit
+@jax.jit
 def score(
     params: Decoder, cache: KVCache, inputs: Int[Array, "B T"], targets: Int[Array, "B T"], lengths: Int[Array, "B"]
 ) -> tuple[Float[Array, "B"], Bool[Array, "B"]]:

@@ -26,6 +26,7 @@ from kvjax.checkpoint import load_named, mesh_sizes
 from kvjax.checks import shown
 from kvjax.decoding import sampling
 from kvjax.engine.refill import ReadBatch, Refill
+from kvjax.evaluation import programs
 from kvjax.evaluation.continuations import marks, score
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import fetch
@@ -265,6 +266,7 @@ class KVJaxLM(TemplateLM):
         return sums.tolist()
 
     def _read(self, prompts: list[Ids]) -> tuple[Float[Array, "B V"], KVCache]:
+        programs.make_room((self.policy, len(prompts), bucket(max(map(len, prompts)))))
         request = Request.of(self.params, prompts, policy=self.policy, tokenizer=self.tokenizer, chunk=self.chunk)
         return read_request(self.params, request)
 

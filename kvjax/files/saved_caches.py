@@ -28,7 +28,6 @@ from kvjax.models import Decoder
 from kvjax.policies import parse
 from kvjax.policy import Policy
 from kvjax.runtime.modes import own_modes
-from kvjax.runtime.programs import jit
 
 OWNED = re.compile(
     rf"{checksums.NAME}|_CHECKPOINT_METADATA|commit_success\.txt|facts/(metadata|commit_success\.txt)|arrays/{ORBAX}"
@@ -168,7 +167,7 @@ def fingerprint(params: Decoder) -> str:
     return hashlib.sha256(repr(params.config).encode() + sums.tobytes()).hexdigest()
 
 
-@jit
+@jax.jit
 def _checksum(x: Array) -> UInt32[Array, "2"]:
     """Sums of an array's bits, plain and weighted by place. They are integers, so the order does not matter."""
     bits = jax.lax.bitcast_convert_type(x, {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]).astype(jnp.uint32).ravel()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -18,7 +19,6 @@ from kvjax.models import AttentionLayer, Decoder
 from kvjax.policies import kvzip
 from kvjax.reading.replays import replayed
 from kvjax.request.request import texts_of
-from kvjax.runtime.programs import jit
 
 from .forms import FORMS
 from .objective import Objective, Recipe, Weights
@@ -110,7 +110,7 @@ def drawn(params: Decoder, recipe: Recipe, stream: Stream, tokenizer: Any, step:
     return hidden_states(params, jnp.asarray(tokens)), kvzip_scores(params, tokens, tokenizer)
 
 
-@jit
+@jax.jit
 def hidden_states(params: Decoder, tokens: Int[Array, "B N"]) -> Float[Array, "L B N E"]:
     """What attention reads in each layer, in the dtype of the model, of texts without padding."""
     seen: list[Any] = []
@@ -135,7 +135,7 @@ def kvzip_scores(params: Decoder, tokens: Int[np.ndarray, "B N"], tokenizer: Any
     )
 
 
-@partial(jit, static_argnames="length")
+@partial(jax.jit, static_argnames="length")
 def _by_position(cache: KVCache, length: int) -> Float[Array, "L B H N"]:
     found = []
     for layer in cache.entries:

@@ -17,7 +17,6 @@ from jaxtyping import Array, Float
 
 from kvjax.files.writing import write_file
 from kvjax.models import Decoder
-from kvjax.runtime.programs import jit
 
 from .batches import InTurn
 from .files import FILES, Gates, write_gates
@@ -67,7 +66,7 @@ def train(
     schedule = optax.warmup_cosine_decay_schedule(0.0, recipe.learning_rate, warm_up, max(recipe.steps, warm_up + 1))
     optimizer = optax.adamw(schedule, weight_decay=0.0)
 
-    @jit
+    @jax.jit
     def update(
         weights: Weights, state: Any, params: Decoder, batch: tuple[Any, ...]
     ) -> tuple[Weights, Any, Float[Array, ""]]:

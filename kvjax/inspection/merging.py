@@ -23,7 +23,6 @@ from kvjax.models import Decoder
 from kvjax.policy import PLAIN, Moment, Policy
 from kvjax.reading.allocate import allocate, pool_rows
 from kvjax.reading.room import plan_read
-from kvjax.runtime.programs import jit
 
 NOWHERE, SEVERAL = -1, -2  # in place of a position
 
@@ -49,7 +48,7 @@ def into_at_prompt(params: Decoder, full: KVCache) -> Any:
     return _at_prompt(params, full, rows=0, slots=plan.slots)
 
 
-@partial(jit, static_argnames=("rows", "slots"))
+@partial(jax.jit, static_argnames=("rows", "slots"))
 def _at_prompt(params: Decoder, full: KVCache, *, rows: int, slots: tuple[int, ...]) -> Any:
     cache = _plain(full)
     if cache.policy.allocates:
@@ -67,7 +66,7 @@ def _compressed(params: Decoder, cache: KVCache, *, slots: Sequence[int]) -> KVC
     return replace(cache, entries=Layers(tuple(done)), filled=True)
 
 
-@jit
+@jax.jit
 def into_at_step(params: Decoder, cache: KVCache) -> Any:
     """The same for the entries before a decode step of every row, which may make room."""
     return _followed(partial(_made_room, params), _plain(cache))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+import jax
 import numpy as np
 from jaxtyping import Bool, Int
 from tokenizers.decoders import DecodeStream
@@ -19,7 +20,6 @@ from kvjax.reading.replays import replayed
 from kvjax.request.prompts import Prompt
 from kvjax.request.request import AnswerOptions, EndTokens, Request, Seed, read_request
 from kvjax.runtime.modes import own_modes
-from kvjax.runtime.programs import jit
 
 from .merging import NOWHERE, into_at_prompt, into_at_step, merges
 
@@ -106,7 +106,7 @@ def record(
         whereabouts.append(_whereabouts(uncompressed, into_at_prompt(params, uncompressed)))
     logits, cache = read_request(params, request)
     held = [positions_held(cache, 0)]
-    state = take(Decoding.begin(request, cache, size=0, log_probs=False), logits)
+    state = take(Decoding.begin(request.sampling, cache, size=0, log_probs=False), logits)
     answer = [_pending(state)]
     while len(answer) < max_new_tokens and fetch(state.active)[0]:
         if follows and state.cache.policy.merge.effects.at_steps:
@@ -126,7 +126,7 @@ def record(
     )
 
 
-_advance = jit(Decoding.advance, donate_argnums=0)
+_advance = jax.jit(Decoding.advance, donate_argnums=0)
 
 
 def _pending(state: Decoding) -> int:

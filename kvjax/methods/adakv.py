@@ -116,16 +116,16 @@ def _check_heads_alike(budget: Budget) -> None:
     check_kind("budget", budget, Budget)
     layout = budget.layout
     if layout is None:
-        check_limited(budget, "AdaptiveShares")
+        check_limited(budget)
     elif layout.groups is not None:
         raise ValueError(
-            f"{budget} in AdaptiveShares: expected a budget for which all heads of a layer retain the same number; "
-            f"under {type(budget).__name__} each head has a number of its own already"
+            f"a budget of {budget}, under which each head has a number of its own already: expected one for which all "
+            "heads of a layer retain the same number"
         )
     elif any(layout.dense) or layout.compares_protected:
         raise ValueError(
-            f"{budget} in AdaptiveShares: expected a budget that limits every layer and compares unprotected entries "
-            f"only; {type(budget).__name__} has layers that retain everything, or compares protected entries too"
+            f"a budget of {budget}, which has layers that retain everything, or compares protected entries too: "
+            "expected one that limits every layer and compares unprotected entries only"
         )
 
 
@@ -193,7 +193,7 @@ def adakv(
         normalise = formula != "kvpress"
     if normalise and "signed" in base.score.needs.marks:
         raise ValueError(
-            f"normalise=True takes parts of the sum of a head's scores, and those of {type(base.score).__name__} may "
-            "be negative: expected normalise=False"
+            "normalise=True takes parts of the sum of a head's scores, and those of its base "
+            f"{type(base.score).__name__} may be negative: expected normalise=False"
         )
     return replace(base, budget=AdaptiveShares(base.budget, alpha, normalise, formula, groups))

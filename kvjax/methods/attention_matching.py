@@ -22,11 +22,11 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import Slots
 from kvjax.models import rotate
 from kvjax.pallas_kernels import capped, finite_or_zero
+from kvjax.pallas_kernels.matrices import solve_positive
 from kvjax.policy import Effects, Keep, Merge, Moment, Policy, Ranked, check_kind, check_number
 
-from .common.matrices import solve_positive
-from .common.own_positions import check_own_positions
 from .common.query_sample import QuerySample, sample_of
+from .common.refusals import check_own_positions
 from .registry import preset
 from .snapkv import snapkv
 
@@ -74,10 +74,10 @@ class FittedEntries(Merge):
     def check(self, policy: Policy) -> None:
         if "samples" not in policy.score.needs.marks:
             raise ValueError(
-                f"FittedEntries asks a sample of queries, and {type(policy.score).__name__} takes none; expected a "
+                f"it asks a sample of queries, and the score {type(policy.score).__name__} takes none; expected a "
                 "score within QuerySample"
             )
-        check_own_positions(policy, "FittedEntries asks cached keys with queries at the next position")
+        check_own_positions(policy, "asks cached keys with queries at the next position")
 
     def compress(
         self, entries: Slots, moment: Moment, ranked: Ranked, keep: Keep
@@ -182,6 +182,6 @@ def attention_matching(
     effects = base.merge.effects
     if effects.at_prompt or effects.at_steps:
         raise ValueError(
-            f"FittedEntries would replace the base's {type(base.merge).__name__}; expected a base that merges nothing"
+            f"its base already merges entries, by {type(base.merge).__name__}; choose a base that merges nothing"
         )
     return replace(base, score=QuerySample(base.score, queries, seed), merge=merge)

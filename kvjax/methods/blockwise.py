@@ -16,6 +16,7 @@ from kvjax.cache import Slots, mark
 from kvjax.pallas_kernels import top_tokens
 from kvjax.policy import Moment, Needs, Policy, Score, ScoreWrapper, check_integer, check_kind
 
+from .common.refusals import check_by_entry
 from .keydiff import keydiff
 from .registry import preset
 
@@ -47,11 +48,7 @@ class BlockByBlock(ScoreWrapper):
 
     def check(self, policy: Policy) -> None:
         super().check(policy)
-        if policy.select.compares == "means":
-            raise ValueError(
-                "BlockByBlock scores the entries that stay above all others, and "
-                f"{type(policy.select).__name__} compares means of scores; they cannot be combined"
-            )
+        check_by_entry(policy, "scores the entries that stay above all others")
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         counts = moment.counts

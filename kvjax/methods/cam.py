@@ -78,16 +78,16 @@ class ValueMerge(Merge):
         needs, name = policy.score.needs, type(policy.score).__name__
         if "accumulates" not in needs.marks:
             raise ValueError(
-                f"ValueMerge compares the attention that entries have accumulated, and {name} does not accumulate it; "
-                "expected a score that does, such as AccumulatedAttention"
+                f"it compares the attention that entries have accumulated, and the score {name} does not accumulate "
+                "it; expected a score that does, such as AccumulatedAttention"
             )
         if "weighs_values" in needs.marks or needs.by_count:
             raise ValueError(
-                f"ValueMerge takes scores for accumulated attention, and {name} changes them by the values or the "
+                f"it takes scores for accumulated attention, and the score {name} changes them by the values or the "
                 "number of retained entries; they cannot be combined"
             )
         if policy.every is None:
-            raise ValueError("every=None: expected an integer >= 1, since ValueMerge merges while decoding evicts")
+            raise ValueError("every=None: expected an integer >= 1, since values are merged while decoding evicts")
 
     def absorb(
         self, entries: Slots, moment: Moment, scores: Float[Array, "B H S"], lost: Bool[Array, "B H S"], count: int

@@ -17,12 +17,13 @@ from jaxtyping import Array, Float
 
 from kvjax.cache import Slots
 from kvjax.pallas_kernels import finite_or_zero
+from kvjax.pallas_kernels.matrices import cholesky, solve_lower
 from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_integer, check_number
 
 from .common.budgets import budget_of
 from .common.drop import Drop
-from .common.matrices import cholesky, solve_lower
 from .common.mean_rotation import mean_rotation
+from .common.refusals import check_own_positions, check_sinks
 from .common.top_tokens import TopTokens
 from .registry import preset
 
@@ -64,16 +65,8 @@ class ValueCapacity(Score):
         return Needs(queries="unrotated", marks=frozenset({"weighs_values"}))
 
     def check(self, policy: Policy) -> None:
-        if policy.protect.sinks < self.sinks:
-            raise ValueError(
-                f"ValueCapacity does not score the first {self.sinks} tokens, and {policy.protect} does not protect "
-                f"them; expected sinks={self.sinks} or more"
-            )
-        if policy.positions == "in_cache":
-            raise ValueError(
-                "ValueCapacity compares keys with queries at the next positions, so keys must be rotated to their own; "
-                "it cannot be combined with positions='in_cache'"
-            )
+        check_sinks(self.sinks, policy)
+        check_own_positions(policy, "compares keys, rotated to their own positions, with queries at the next ones")
 
     def init(self, shape: LayerShape, slots: int) -> tuple[None, QueryMean]:
         rows = (shape.batch, shape.heads)

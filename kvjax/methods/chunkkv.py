@@ -57,8 +57,8 @@ class Chunks(SelectWrapper):
         check_kind("base", self.base, Select)
         if self.base.compares != "scores":
             raise ValueError(
-                f"Chunks of {type(self.base).__name__}: expected a selection that retains the highest scores one by "
-                "one, such as TopTokens"
+                f"Chunks: its base selects by {type(self.base).__name__}; choose a base that retains the highest "
+                "scores one by one, by TopTokens"
             )
 
     @property

@@ -54,8 +54,8 @@ class LeveragedAttention(Score):
         recent, first, last = policy.protect.recent, self.attention.first, self.attention.last
         if policy.protect.sinks < first or isinstance(recent, float) or recent < last:
             raise ValueError(
-                f"LeveragedAttention does not score the first {first} and the last {last} tokens, and {policy.protect} "
-                f"does not protect them; expected sinks={first} and recent={last} or more"
+                f"it does not score the first {first} and the last {last} tokens, and {policy.protect} does not "
+                f"protect them; expected sinks={first} and recent={last} or more"
             )
 
     def init(self, shape: LayerShape, slots: int) -> tuple[Any, Any]:

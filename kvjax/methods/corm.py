@@ -21,7 +21,7 @@ from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, S
 from .common import query_bits
 from .common.budgets import budget_of
 from .common.drop import Drop
-from .common.own_positions import check_first_rotation
+from .common.refusals import check_first_rotation
 from .common.top_tokens import TopTokens
 from .registry import preset
 
@@ -55,7 +55,7 @@ class Votes(Score):
         return query_bits.NEEDS
 
     def check(self, policy: Policy) -> None:
-        check_first_rotation(type(self).__name__, policy)
+        check_first_rotation(policy)
 
     def init(self, shape: LayerShape, slots: int) -> tuple[Heard, None]:
         weight = jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32)

@@ -18,6 +18,7 @@ from kvjax.pallas_kernels import top_tokens
 from kvjax.policy import Moment, Needs, Policy, Score, ScoreWrapper, check_kind, check_number
 
 from .common.projected_norms import projected_norms
+from .common.refusals import check_by_entry
 from .registry import preset
 from .snapkv import snapkv
 
@@ -59,20 +60,15 @@ class ProjectedValues(ScoreWrapper):
         name = type(self.base).__name__
         if "weighs_values" in self.base.needs.marks:
             raise ValueError(
-                f"ProjectedValues of {name}, which weighs values itself, would count them twice; expected a base that "
-                "does not weigh values, such as one with value_norm=False"
+                f"its base {name} already multiplies scores by value norms; choose a base that does not, such as one "
+                "with value_norm=False"
             )
         if "heads_alike" in self.base.needs.marks:
             raise ValueError(
-                f"{name} has all heads of a layer retain the same tokens, and ProjectedValues gives each head its own; "
-                "they cannot be combined"
+                f"its base {name} has all heads of a layer retain the same tokens, and value norms give each head its "
+                "own; choose a base whose heads differ"
             )
-
-        if policy.select.compares == "means":
-            raise ValueError(
-                "ProjectedValues scores the entries of its first stage above all others, and "
-                f"{type(policy.select).__name__} compares means of scores; they cannot be combined"
-            )
+        check_by_entry(policy, "scores the entries of its first stage above all others")
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         scores, held = self.base(entries, moment), entries.positions >= 0

@@ -50,7 +50,7 @@ class ThresholdShares(AllocatedBudget):
     def __post_init__(self) -> None:
         check_number("threshold", self.threshold, "a finite number", lambda x: True)
         check_integer("groups", self.groups, least=1)
-        check_mean(self.budget, "ThresholdShares")
+        check_mean(self.budget)
 
     @property
     def layout(self) -> Layout:

@@ -50,7 +50,7 @@ class GatedShares(AllocatedBudget):
 
     def __post_init__(self) -> None:
         check_integer("groups", self.groups, least=1)
-        check_mean(self.budget, "GatedShares")
+        check_mean(self.budget)
         layers = self.full if isinstance(self.full, tuple) else ()
         sizes = {len(layer) if isinstance(layer, tuple) else 0 for layer in layers}
         if len(sizes) != 1 or 0 in sizes:

@@ -55,7 +55,7 @@ class DynamicShares(AllocatedBudget):
     def __post_init__(self) -> None:
         check_integer("interval", self.interval, least=1)
         check_number("r_max", self.r_max, "a number >= 1", lambda x: x >= 1)
-        check_mean(self.budget, "DynamicShares")
+        check_mean(self.budget)
 
     @property
     def layout(self) -> Layout:

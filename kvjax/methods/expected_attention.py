@@ -22,6 +22,7 @@ from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, S
 from .common.budgets import budget_of
 from .common.drop import Drop
 from .common.mean_rotation import mean_rotation
+from .common.refusals import check_own_positions, check_sinks
 from .common.top_tokens import TopTokens
 from .registry import preset
 
@@ -82,16 +83,8 @@ class ExpectedAttention(Score):
         return Needs(queries="unrotated", marks=frozenset({"weighs_values"}) if self.value_norm else frozenset())
 
     def check(self, policy: Policy) -> None:
-        if policy.protect.sinks < self.sinks:
-            raise ValueError(
-                f"ExpectedAttention does not score the first {self.sinks} tokens, and {policy.protect} does not "
-                f"protect them; expected sinks={self.sinks} or more"
-            )
-        if policy.positions == "in_cache":
-            raise ValueError(
-                "ExpectedAttention compares keys with queries at the next positions, so keys must be rotated to their "
-                "own; it cannot be combined with positions='in_cache'"
-            )
+        check_sinks(self.sinks, policy)
+        check_own_positions(policy, "compares keys, rotated to their own positions, with queries at the next ones")
 
     def init(self, shape: LayerShape, slots: int) -> tuple[None, QueryStatistics | None]:
         B, Hq, D = shape.batch, shape.heads, shape.head_dim

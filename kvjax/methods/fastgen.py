@@ -92,12 +92,12 @@ class RecoveringHeads(AllocatedBudget):
     def __post_init__(self) -> None:
         check_share("recovery", self.recovery)
         check_integer("groups", self.groups, least=1)
-        check_mean(self.budget, "RecoveringHeads")
+        check_mean(self.budget)
 
     def check(self, policy: Policy) -> None:
         if "classes" not in policy.score.needs.marks:
             raise ValueError(
-                f"RecoveringHeads compares what classes of entries recover, and {type(policy.score).__name__} has no "
+                f"it compares what classes of entries recover, and the score {type(policy.score).__name__} has no "
                 "classes; they cannot be combined"
             )
 

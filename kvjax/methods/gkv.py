@@ -7,7 +7,7 @@ trains models for compressed caches, which is no part of this.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -21,8 +21,9 @@ from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, S
 from .common.budgets import budget_of
 from .common.drop import Drop
 from .common.redundancy import redundancy
+from .common.refusals import check_window
 from .common.top_tokens import TopTokens
-from .common.window_attention import QueryRing, WindowAttention, check_window
+from .common.window_attention import QueryRing, WindowAttention
 from .registry import preset
 
 REDUCTION = Reduction(rows="mean", group="max", first="group")
@@ -66,7 +67,7 @@ class GlobalAttention(Score):
         return Needs(queries="rotated", keeps_queries=True, marks=frozenset({"signed"}))
 
     def check(self, policy: Policy) -> None:
-        check_window(type(self).__name__, self.window, policy)
+        check_window(self.window, policy)
 
     def init(self, shape: LayerShape, slots: int) -> tuple[Lasting, QueryRing]:
         none = jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32)
@@ -79,8 +80,8 @@ class GlobalAttention(Score):
 
         def attention() -> Float[Array, "B H M"]:
             """From the window, as a share of the largest."""
-            now = Moment(attended.positions[:, -1] + 1, attended.layer, heads=attended.heads)
-            local = WindowAttention(self.window, REDUCTION)(_with(entries, ring), now)
+            own = replace(entries, per_slot=None, per_row=ring)
+            local = WindowAttention(self.window, REDUCTION)(own, attended.moment())
             return local / jnp.maximum(jnp.max(local, axis=-1, keepdims=True), 1e-30)
 
         if not attended.decoding:
@@ -96,11 +97,6 @@ class GlobalAttention(Score):
         repeated = redundancy(entries, self.threshold)
         largest = jnp.max(jnp.where(distant, repeated, 0), axis=-1, keepdims=True)
         return self.mix * entries.per_slot.now - (1 - self.mix) * repeated / jnp.maximum(largest, 1e-30)
-
-
-def _with(entries: Slots, ring: QueryRing) -> Slots:
-    """The entries with these queries alone."""
-    return Slots(entries.keys, entries.values, entries.positions, entries.capacity, None, ring, bias=entries.bias)
 
 
 @preset

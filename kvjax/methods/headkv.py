@@ -50,7 +50,7 @@ class ImportanceShares(AllocatedBudget):
     groups: int = 1
 
     def __post_init__(self) -> None:
-        check_mean(self.budget, "ImportanceShares")
+        check_mean(self.budget)
         check_number("beta", self.beta, "a number >= 1", lambda x: x >= 1)
         check_integer("groups", self.groups, least=1)
         check_proportions("importance", self.importance, self.groups)

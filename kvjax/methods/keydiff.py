@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.cache import Slots
+from kvjax.pallas_kernels import dot_products, weighted_sum
 from kvjax.policy import Moment, Needs, Policy, Protect, Score
 
 from .common.budgets import budget_of
@@ -33,24 +33,9 @@ class KeyDifference(Score):
         keys = entries.keys.astype(jnp.float32)
         length = jnp.maximum(jnp.sqrt(jnp.sum(keys * keys, axis=-1)), 1e-12)
         share = jnp.where(entries.positions >= 0, 1 / length, 0)
-        return -jax.lax.platform_dependent(keys, share, cpu=_by_products, default=_by_sums) / length
-
-
-def _by_products(keys: Float[Array, "B H M D"], share: Float[Array, "B H M"]) -> Float[Array, "B H M"]:
-    """The product of each key with the anchor, by products of matrices, which a CPU runs faster than the sums below."""
-    anchor = jnp.einsum("BHMD,BHM->BHD", keys, share, precision="highest")
-    return jnp.einsum("BHMD,BHD->BHM", keys, _unit(anchor), precision="highest")
-
-
-def _by_sums(keys: Float[Array, "B H M D"], share: Float[Array, "B H M"]) -> Float[Array, "B H M"]:
-    """The same by sums of products. XLA would write an array of unit keys out in float32, at the size of the keys."""
-    anchor = jnp.sum(keys * share[..., None], axis=2)
-    return jnp.sum(keys * _unit(anchor)[:, :, None], axis=-1)
-
-
-def _unit(anchor: Float[Array, "B H D"]) -> Float[Array, "B H D"]:
-    """The sum of all unit keys scaled to length 1, which the mean scaled to length 1 equals."""
-    return anchor / jnp.maximum(jnp.linalg.norm(anchor, axis=-1, keepdims=True), 1e-12)
+        anchor = weighted_sum(keys, share)  # the sum of all unit keys, which has the direction of their mean
+        anchor /= jnp.maximum(jnp.linalg.norm(anchor, axis=-1, keepdims=True), 1e-12)
+        return -dot_products(keys, anchor) / length
 
 
 @preset

@@ -21,7 +21,6 @@ from jaxtyping import Array, Float, Int, UInt32
 from kvjax.cache import Slots
 from kvjax.pallas_kernels import capped, finite_or_zero
 from kvjax.pallas_kernels.arrays import pad
-from kvjax.pallas_kernels.exponential import exp
 from kvjax.pallas_kernels.visibility import span, visible, visible_tiles
 from kvjax.policy import (
     Attended,
@@ -38,7 +37,7 @@ from kvjax.policy import (
 
 from .common.budgets import budget_of
 from .common.drop import Drop
-from .common.own_positions import check_own_positions
+from .common.refusals import check_own_positions
 from .common.top_tokens import TopTokens
 from .registry import preset
 
@@ -82,7 +81,7 @@ class NoisyAttention(Score):
         return Needs(queries="rotated", marks=frozenset({"accumulates"}))
 
     def check(self, policy: Policy) -> None:
-        check_own_positions(policy, "NoisyAttention scores the cached keys as they were rotated when they came in")
+        check_own_positions(policy, "scores the cached keys as they were rotated when they came in")
 
     def init(self, shape: LayerShape, slots: int) -> tuple[Float[Array, "B H S"], Int[Array, "B H"]]:
         """The sums, and the number of tokens decoded so far."""
@@ -152,7 +151,7 @@ class NoisyAttention(Score):
                 loop a CPU then does not vectorise.
                 """
                 weights, total, bits = found
-                new = exp(noisy(block, tile, bits) - peak[..., None])
+                new = jnp.exp(noisy(block, tile, bits) - peak[..., None])
                 weights = jax.lax.dynamic_update_index_in_dim(weights, new, tile, axis=0)
                 return weights, total + jnp.sum(new, axis=-1), tile_of(tile + 1, of_entry, 2)
 

@@ -124,14 +124,13 @@ class TaskAttention(Score):
     def check(self, policy: Policy) -> None:
         if policy.every is not None:
             raise ValueError(
-                f"TaskAttention scores a prompt, and nothing that is decoded; with every={policy.every} it cannot be "
-                "combined"
+                f"it scores a prompt, and nothing that is decoded; it cannot be combined with every={policy.every}"
             )
         if self.source != "self" and not policy.allocates:
             raise ValueError(
-                f"TaskAttention with source={self.source!r} runs tokens over the complete prompt, and under "
-                f"{type(policy.budget).__name__} each layer is compressed before the next one reads it: expected a "
-                "budget that is allocated, such as CompositeShares, or source='self'"
+                f"source={self.source!r} runs tokens over the complete prompt, and under {policy.budget} each layer is "
+                "compressed before the next one reads it; expected a budget that is allocated, such as "
+                "CompositeShares, or source='self'"
             )
 
     def init(self, shape: LayerShape, slots: int) -> tuple[TaskWeights, None]:
@@ -205,7 +204,7 @@ class CompositeShares(AllocatedBudget):
     def __post_init__(self) -> None:
         check_integer("min_tokens", self.min_tokens, least=0)
         check_choice("heads", self.heads, "mean", "max")
-        check_mean(self.budget, "CompositeShares")
+        check_mean(self.budget)
         if (smallest := self.budget.smallest) is not None and smallest < self.min_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} of a mean of {smallest}: expected at most that mean")
 

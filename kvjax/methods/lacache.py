@@ -20,6 +20,7 @@ from kvjax.policy import Moment, Needs, Policy, Protect, Score, check_integer
 
 from .common.budgets import budget_of
 from .common.drop import Drop
+from .common.refusals import check_by_entry
 from .common.top_tokens import TopTokens
 from .registry import preset
 
@@ -56,14 +57,10 @@ class Ladder(Score):
     def check(self, policy: Policy) -> None:
         if policy.every not in (None, 1):
             raise ValueError(
-                f"Ladder says which entry leaves next; with every={policy.every} several leave at once, and they "
-                "cannot be combined"
+                f"it says which entry leaves next; with every={policy.every} several leave at once, and they cannot be "
+                "combined"
             )
-        if policy.select.compares == "means":
-            raise ValueError(
-                f"Ladder scores entries by when they leave, and {type(policy.select).__name__} compares means of "
-                "scores; they cannot be combined"
-            )
+        check_by_entry(policy, "scores entries by when they leave")
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         positions = entries.positions.astype(jnp.float32)

@@ -17,6 +17,7 @@ from kvjax.policy import Moment, Policy, Protect, Score, check_integer
 
 from .common.budgets import budget_of
 from .common.drop import Drop
+from .common.refusals import check_sinks
 from .common.top_tokens import TopTokens
 from .registry import preset
 
@@ -49,11 +50,7 @@ class LagDifference(Score):
         check_integer("lag", self.lag, least=2)
 
     def check(self, policy: Policy) -> None:
-        if policy.protect.sinks < self.sinks:
-            raise ValueError(
-                f"{policy.protect}: expected sinks={self.sinks} or more, since LagDifference does not score the first "
-                f"{self.sinks} tokens"
-            )
+        check_sinks(self.sinks, policy)
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         M, runs = entries.slots, -(-entries.slots // self.lag)

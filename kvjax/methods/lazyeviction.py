@@ -23,7 +23,7 @@ from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, S
 from .common import group_weights
 from .common.budgets import budget_of
 from .common.drop import Drop
-from .common.own_positions import check_first_rotation
+from .common.refusals import check_first_rotation
 from .common.top_tokens import TopTokens
 from .registry import preset
 
@@ -60,7 +60,7 @@ class RecurrenceInterval(Score):
         return replace(group_weights.NEEDS, slotwise=True)
 
     def check(self, policy: Policy) -> None:
-        check_first_rotation(type(self).__name__, policy)
+        check_first_rotation(policy)
 
     def init(self, shape: LayerShape, slots: int) -> tuple[Recurrence, None]:
         never = jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.int32)

@@ -51,7 +51,7 @@ class HeadShares(AllocatedBudget):
     groups: int = 1
 
     def __post_init__(self) -> None:
-        check_mean(self.budget, "HeadShares")
+        check_mean(self.budget)
         check_integer("groups", self.groups, least=1)
         check_proportions("shares", self.shares, self.groups)
 

@@ -43,8 +43,9 @@ from kvjax.policy import (
 from .common.budgets import budget_of
 from .common.dense_layers import DenseLayers
 from .common.drop import Drop
+from .common.refusals import check_window
 from .common.top_tokens import TopTokens
-from .common.window_attention import QueryRing, WindowAttention, check_window
+from .common.window_attention import QueryRing, WindowAttention
 from .registry import preset
 
 
@@ -100,7 +101,7 @@ class FoldedWindow(Score):
         return Needs(received=received, queries="rotated", keeps_queries=True, slotwise=True)
 
     def check(self, policy: Policy) -> None:
-        check_window(type(self).__name__, self.window, policy)
+        check_window(self.window, policy)
 
     @property
     def columns(self) -> int:

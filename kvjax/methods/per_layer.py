@@ -36,7 +36,7 @@ class PerLayer(Budget):
     shares: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        check_mean(self.budget, "PerLayer")
+        check_mean(self.budget)
         if not isinstance(self.shares, tuple) or not self.shares or not all(map(_is_share, self.shares)):
             raise ValueError(f"shares={shown(self.shares)}: expected a tuple of numbers > 0, one for each layer")
 

@@ -54,7 +54,7 @@ class Pyramid(Budget):
     def __post_init__(self) -> None:
         check_integer("window", self.window, least=0)
         check_integer("beta", self.beta, least=1)
-        check_mean(self.budget, "Pyramid")
+        check_mean(self.budget)
         check_choice("formula", self.formula, "paper", "code", "kvpress")
 
     @property

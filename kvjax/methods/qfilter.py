@@ -16,7 +16,7 @@ from kvjax.policy import Moment, Needs, Policy, Protect, Score
 
 from .common.budgets import budget_of
 from .common.drop import Drop
-from .common.own_positions import check_own_positions
+from .common.refusals import check_own_positions
 from .common.top_tokens import TopTokens
 from .registry import preset
 
@@ -30,7 +30,7 @@ class QueryFilter(Score):
         return Needs(slotwise=True, marks=frozenset({"signed"}), statistics=("q_filters",))
 
     def check(self, policy: Policy) -> None:
-        check_own_positions(policy, "QueryFilter projects keys as they are rotated to their own positions")
+        check_own_positions(policy, "projects keys as they are rotated to their own positions")
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         assert moment.layer.statistics is not None

@@ -77,5 +77,5 @@ def quantize(policy: Policy = FULL, bits: Literal[8, 4] = 8, group: int | None =
     """
     check_kind("policy", policy, Policy)
     if policy.storage != PLAIN:
-        raise ValueError(f"policy with {policy.storage}: expected a policy that stores keys and values as they are")
+        raise ValueError("its policy already stores keys and values in another form; choose one that stores arrays")
     return replace(policy, storage=Quantized(bits, group))

@@ -1,63 +1,102 @@
-"""The one list of methods: presets by name, filled by a decorator, and the parts that methods define."""
+"""The presets and the parts by name: those in the modules of methods, and those of packages with entry points."""
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable
-from types import ModuleType
+import sys
+from collections.abc import Callable, Collection
+from functools import cache, reduce, wraps
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from kvjax.policy import Part, Policy
+from kvjax.models import Registered
+from kvjax.policy import Part, Policy, named
 
 Preset = TypeVar("Preset", bound=Callable[..., Policy])
 
-_presets: dict[str, Callable[..., Policy]] = {}
+_presets: set[Callable[..., Policy]] = set()  # all functions that the decorator has returned
 
 
 def preset(build: Preset) -> Preset:
-    """Registers a preset under the name of its function. NumPy's numbers become Python's, whose repr is a literal."""
+    """Makes a function the preset of its name.
 
-    @functools.wraps(build)
-    def of_plain_numbers(*values: Any, **options: Any) -> Policy:
-        return build(*map(_plain, values), **{name: _plain(value) for name, value in options.items()})
+    NumPy's numbers become Python's, whose repr is a literal. Its errors begin with its name, instead of the names of
+    parts and presets that its module knows, and are in the words of its options.
+    """
+    words = _words(inspect.signature(build).parameters)
 
-    _presets[build.__name__] = of_plain_numbers
-    return cast(Preset, of_plain_numbers)
+    @wraps(build)
+    def called(*values: Any, **given: Any) -> Policy:
+        try:
+            with named(build.__name__, instead_of=build.__globals__):
+                return build(*map(_plain, values), **{name: _plain(value) for name, value in given.items()})
+        except ValueError as error:
+            error.args = (reduce(lambda text, pair: text.replace(*pair), words, str(error)),)
+            raise
+
+    _presets.add(called)
+    return cast(Preset, called)
+
+
+def _words(options: Collection[str]) -> list[tuple[str, str]]:
+    """What messages say for fields of a policy that a preset has no option for, or has under another name."""
+    words = [(" recent=", " window=")] if "window" in options and "recent" not in options else []
+    return words if "every" in options else [*words, (" + every=", " + ")]
 
 
 def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def presets() -> dict[str, Callable[..., Policy]]:
-    """All presets by name, in alphabetical order."""
-    _modules()
-    return dict(sorted(_presets.items()))
-
-
-def parts() -> dict[str, type[Part]]:
-    """All parts that methods define, by class name, in alphabetical order; no base classes of several of them."""
+def _of_methods(fits: Callable[[Any], bool]) -> dict[str, Any]:
+    """What the modules of methods define, by name, in alphabetical order."""
+    package = importlib.import_module(__package__)
+    names = (module.name for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."))
+    modules = map(importlib.import_module, names)
     found = {
         name: value
-        for module in _modules()
+        for module in modules
         for name, value in vars(module).items()
-        if inspect.isclass(value) and issubclass(value, Part) and value.__module__ == module.__name__
-        if not _lacks_methods(value)
+        if fits(value) and value.__module__ == module.__name__
     }
     return dict(sorted(found.items()))
 
 
-def _lacks_methods(part: type[Part]) -> bool:
-    return any(getattr(getattr(part, name), "__isabstractmethod__", False) for name in dir(part))
+def _is_preset(value: Any) -> bool:
+    return inspect.isfunction(value) and value in _presets
 
 
-def _modules() -> list[ModuleType]:
-    """Every module of this package."""
-    package = importlib.import_module(__package__)
-    names = (module.name for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."))
-    return [importlib.import_module(name) for name in names]
+def _is_part(value: Any) -> bool:
+    """Whether it is a part, and no base class of several parts."""
+    if not (inspect.isclass(value) and issubclass(value, Part)):
+        return False
+    return not any(getattr(getattr(value, name), "__isabstractmethod__", False) for name in dir(value))
+
+
+def _preset_of(name: str, build: Callable[..., Policy]) -> dict[str, Callable[..., Policy]]:
+    """A package's preset; raises ValueError for anything else."""
+    if not _is_preset(build) or build.__name__ != name:
+        raise ValueError(f"expected a function {name}, decorated with kvjax.parts.preset")
+    return {name: build}
+
+
+def _parts_of(name: str, build: Callable[..., Policy]) -> dict[str, type[Part]]:
+    """The parts in the module of a package's preset, without those of kvjax."""
+    build = _preset_of(name, build)[name]
+    found = vars(sys.modules[build.__module__]).values()
+    return {part.__name__: part for part in found if _is_part(part) and not part.__module__.startswith("kvjax.")}
+
+
+@cache
+def presets() -> Registered[Callable[..., Policy]]:
+    """All presets by name."""
+    return Registered("kvjax.presets", _of_methods(_is_preset), _preset_of)
+
+
+@cache
+def parts() -> Registered[type[Part]]:
+    """All parts by class name."""
+    return Registered("kvjax.presets", _of_methods(_is_part), _parts_of)

@@ -26,8 +26,9 @@ from .common.budgets import budget_of
 from .common.drop import Drop
 from .common.pooling import Pooling
 from .common.redundancy import redundancy, softmax
+from .common.refusals import check_window
 from .common.top_tokens import TopTokens
-from .common.window_attention import QueryRing, check_window
+from .common.window_attention import QueryRing
 from .registry import preset
 
 
@@ -62,7 +63,7 @@ class JointImportance(Score):
         return Needs(queries="rotated", keeps_queries=True, marks=frozenset({"signed"}))
 
     def check(self, policy: Policy) -> None:
-        check_window(type(self).__name__, self.window, policy)
+        check_window(self.window, policy)
 
     def init(self, shape: LayerShape, slots: int) -> tuple[None, QueryRing]:
         return None, QueryRing.empty(shape, self.window)

@@ -30,7 +30,7 @@ from kvjax.policy import (
 from .common import group_weights
 from .common.budgets import budget_of
 from .common.drop import Drop
-from .common.own_positions import check_first_rotation
+from .common.refusals import check_by_entry, check_first_rotation
 from .common.top_tokens import TopTokens
 from .registry import preset
 
@@ -67,12 +67,8 @@ class RobustAttention(Score):
         return replace(group_weights.NEEDS, by_count=True)
 
     def check(self, policy: Policy) -> None:
-        check_first_rotation(type(self).__name__, policy)
-        if policy.select.compares == "means":
-            raise ValueError(
-                "RobustAttention scores entries with large deviations above all others, and "
-                f"{type(policy.select).__name__} compares means of scores; they cannot be combined"
-            )
+        check_first_rotation(policy)
+        check_by_entry(policy, "scores entries with large deviations above all others")
 
     def init(self, shape: LayerShape, slots: int) -> tuple[Moments, None]:
         none = jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32)

@@ -27,7 +27,7 @@ from kvjax.policy import (
 from .common import query_bits
 from .common.budgets import budget_of
 from .common.drop import Drop
-from .common.own_positions import check_first_rotation
+from .common.refusals import check_first_rotation
 from .common.top_tokens import TopTokens
 from .registry import preset
 
@@ -59,7 +59,7 @@ class Neglect(Score):
         return replace(query_bits.NEEDS, marks=frozenset({"signed"}))
 
     def check(self, policy: Policy) -> None:
-        check_first_rotation(type(self).__name__, policy)
+        check_first_rotation(policy)
 
     def init(self, shape: LayerShape, slots: int) -> tuple[UInt32[Array, "B H window/32 S"], None]:
         return query_bits.no_bits(shape, slots, self.window), None

@@ -104,7 +104,7 @@ class LazyLayers(AllocatedBudget):
     def __post_init__(self) -> None:
         check_integer("lazy", self.lazy, least=1)
         check_share("threshold", self.threshold)
-        check_mean(self.budget, "LazyLayers")
+        check_mean(self.budget)
 
     @property
     def layout(self) -> Layout:

@@ -20,7 +20,7 @@ from kvjax.policy import Moment, Needs, Policy, Protect, Score, check_integer
 from .common.budgets import budget_of
 from .common.drop import Drop
 from .common.mean_rotation import mean_rotation
-from .common.own_positions import check_own_positions
+from .common.refusals import check_own_positions
 from .common.top_tokens import TopTokens
 from .registry import preset
 
@@ -47,7 +47,7 @@ class DistancePreference(Score):
         return Needs(marks=frozenset({"signed"}), statistics=("query_mean", "query_norms"))
 
     def check(self, policy: Policy) -> None:
-        check_own_positions(policy, "DistancePreference scores keys by the distance from their own positions")
+        check_own_positions(policy, "scores keys by the distance from their own positions")
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         B, H, _, D = entries.keys.shape

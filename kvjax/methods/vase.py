@@ -20,8 +20,9 @@ from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, S
 from .common.budgets import budget_of
 from .common.drop import Drop
 from .common.pooling import Pooling
+from .common.refusals import check_by_entry, check_window
 from .common.top_tokens import TopTokens
-from .common.window_attention import QueryRing, WindowAttention, check_window
+from .common.window_attention import QueryRing, WindowAttention
 from .registry import preset
 
 ABOVE = 1e9  # beyond the logarithm of any share and its noise
@@ -59,12 +60,8 @@ class StochasticAttention(Score):
         return Needs(queries="rotated", keeps_queries=True, marks=frozenset({"signed"}), by_count=True)
 
     def check(self, policy: Policy) -> None:
-        check_window(type(self).__name__, self.window, policy)
-        if policy.select.compares == "means":
-            raise ValueError(
-                "StochasticAttention scores entries with large values above all others, and "
-                f"{type(policy.select).__name__} compares means of scores; they cannot be combined"
-            )
+        check_window(self.window, policy)
+        check_by_entry(policy, "scores entries with large values above all others")
 
     def init(self, shape: LayerShape, slots: int) -> tuple[None, QueryRing]:
         return None, QueryRing.empty(shape, self.window)

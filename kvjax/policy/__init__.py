@@ -2,7 +2,7 @@
 
 from .budget import AllocatedBudget, Budget, Layout, check_alike, most_entries
 from .merge import Effects, Keep, Merge
-from .part import Part, check_choice, check_integer, check_kind, check_number
+from .part import Part, check_choice, check_integer, check_kind, check_number, named
 from .policy import Limits, Policy, Protect
 from .score import Attended, LayerShape, Moment, Needs, Pass, Received, Replay, Score, ScoreWrapper, Texts
 from .select import Ranked, Select, SelectWrapper
@@ -42,4 +42,5 @@ __all__ = [
     "check_kind",
     "check_number",
     "most_entries",
+    "named",
 ]

@@ -146,8 +146,8 @@ def most_entries(budget: Budget, layer: int, prompt_size: int, layers: int) -> i
     return None if capacity is None else int(np.max(capacity, initial=0))
 
 
-def check_alike(budget: Budget, where: str) -> None:
-    """Raises ValueError unless a budget gives all layers the same. `where` names the part that needs it."""
+def check_alike(budget: Budget) -> None:
+    """Raises ValueError unless a budget gives all layers the same."""
     check_kind("budget", budget, Budget)
     if not budget.alike:
-        raise ValueError(f"{budget} in {where}: expected a budget that is the same for all layers, such as Fixed")
+        raise ValueError(f"a budget of {budget}: expected one that is the same for all layers, such as Fixed")

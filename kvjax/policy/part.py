@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kvjax.checks import is_finite, shown
@@ -18,8 +19,23 @@ class Part:
     """
 
     def check(self, policy: Policy) -> None:
-        """Raises ValueError if the part makes no sense in that policy."""
+        """Raises ValueError if the part makes no sense in that policy. The policy puts the part's name before it."""
         return
+
+
+@contextmanager
+def named(who: str, instead_of: Container[str] = ()) -> Iterator[None]:
+    """Begins the message of a ValueError with `who: `, so that it names what a user called.
+
+    Args:
+        instead_of: names of parts and presets that `who` is made of. One that the message begins with is left out.
+    """
+    try:
+        yield
+    except ValueError as error:
+        within, _, reason = str(error).partition(": ")
+        error.args = (f"{who}: {reason if within in instead_of else error}",)
+        raise
 
 
 def check_integer(name: str, value: Any, least: int) -> None:

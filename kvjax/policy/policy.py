@@ -14,7 +14,7 @@ from kvjax.cache import UNLIMITED, Slots
 
 from .budget import Budget, most_entries
 from .merge import Merge
-from .part import Part, check_choice, check_integer, check_kind
+from .part import Part, check_choice, check_integer, check_kind, named
 from .score import LayerShape, Moment, Score
 from .select import Ranked, Select
 from .storage import PLAIN, Storage
@@ -111,26 +111,29 @@ class Policy:
         needs = self.score.needs
         if self.positions == "in_cache" and needs.keeps_queries and self.every is not None:
             raise ValueError(
-                f"{_name(self.score)} keeps rotated queries, whose scores are exact only while keys keep their "
-                f"rotation; with every={self.every} it cannot be combined with positions='in_cache'"
+                f"the score {_name(self.score)} keeps rotated queries, whose scores are exact only while keys keep "
+                f"their rotation; with every={self.every} it cannot be combined with positions='in_cache'"
             )
         if self.allocates and self.positions == "in_cache":
             raise ValueError(
-                f"{_name(self.budget)} stores heads in segments of different lengths, which have no places to rotate "
-                "to; it cannot be combined with positions='in_cache'"
+                f"the budget {_name(self.budget)} stores heads in segments of different lengths, which have no places "
+                "to rotate to; it cannot be combined with positions='in_cache'"
             )
         if self.merge.effects.keys and self.every is not None and needs.keeps_queries:
             raise ValueError(
-                f"{_name(self.score)} keeps rotated queries, whose scores are exact only while keys do not change, and "
-                f"{_name(self.merge)} changes them; with every={self.every} they cannot be combined"
+                f"the score {_name(self.score)} keeps rotated queries, whose scores are exact only while keys do not "
+                f"change, and the merge {_name(self.merge)} changes them; with every={self.every} they cannot be "
+                "combined"
             )
         for part in (self.score, self.budget, self.select, self.merge, self.storage):
-            part.check(self)
+            with named(_name(part)):
+                part.check(self)
         smallest = self.budget.smallest
         if smallest is not None and smallest < self.minimum:
+            given = {"sinks": self.protect.sinks, "recent": self.protect.recent, "every": self.every}
+            terms = [f"{name}={value}" for name, value in given.items() if value] + ["1"] * (self.every is None)
             raise ValueError(
-                f"a budget of {smallest} entries is smaller than sinks + recent + {self.every or 1} = {self.minimum} "
-                f"({self.protect}); expected a budget of {self.minimum} or more"
+                f"a budget of {smallest} entries: expected {self.minimum} or more, which is {' + '.join(terms)}"
             )
 
     @property

@@ -43,12 +43,16 @@ class Received(NamedTuple):
         calls: the calls in which it is shown: decode steps, where a call has one query per row, prompts, the replays of
             a `Pass`, or all of these.
         slots: the largest number of slots of a prompt for which it is shown, in calls other than steps; None for any.
+        weigh: the weight of each query, finite and >= 0, by which its attention is multiplied before the reduction;
+            None for 1. It is a function of what a score observes, without `received` and with rotated queries. On a
+            mesh it sees the query heads of one device, and all devices must get the same weights.
     """
 
     reduction: Reduction
     last: int | None = None
     calls: Literal["all", "steps", "prompts", "replays"] = "all"
     slots: int | None = None
+    weigh: Callable[[Attended], Float[Array, "B W"]] | None = None
 
     def shown(self, call: Literal["steps", "prompts", "replays"], slots: int = 0) -> bool:
         """Whether it is shown in a call of this kind, whose tokens follow this number of slots."""
@@ -173,6 +177,7 @@ class Attended:
             attention if the family has one (kvpress shows its presses the same). None unless `Needs.hidden` asks.
         measured: what `Pass.run` has measured of each token of a pass; None without it.
         show: returns what a score with other needs observes of the same queries. None unless a prompt is read.
+        rope: RoPE's frequencies of each row, where they depend on the row's length.
     """
 
     queries: Float[Array, "B Hq W D"]
@@ -188,6 +193,7 @@ class Attended:
     hidden: Float[Array, "B W E"] | None = None
     measured: Float[Array, "B W"] | None = None
     show: Callable[[Needs], Attended] | None = None
+    rope: Float[Array, "B C/2"] | None = None
 
     @property
     def scale(self) -> float:
@@ -198,6 +204,14 @@ class Attended:
     def window(self) -> int | None:
         """The layer's sliding window."""
         return self.layer.window
+
+    def moment(self) -> Moment:
+        """When and where the entries are scored now, for a score that asks another one while it observes.
+
+        The next position is that after the last query, 0 in rows without one. Nothing is said to be protected, and no
+        counts are known.
+        """
+        return Moment(self.positions[:, -1] + 1, self.layer, self.rope, self.heads)
 
 
 class Moment(NamedTuple):

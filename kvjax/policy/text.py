@@ -91,7 +91,10 @@ def _values(name: str, prefix: str, given: Mapping[str, str], accepted: Options,
                     f"{name}: {full}={own[option]}: expected its own options, {_names(f'{full}.', fields) or 'none'}"
                 )
             inside = _values(name, f"{full}.", rest_of, fields, presets)
-            values[option] = dataclasses.replace(parameter.default, **inside)
+            try:
+                values[option] = dataclasses.replace(parameter.default, **inside)
+            except ValueError as error:
+                raise ValueError(f"{name}: {full}.{error}") from None
         elif option not in own and isinstance(parameter.default, Policy):
             raise ValueError(f"{name}: options of {full} without {full} itself: expected {full}=PRESET first")
         elif rest_of and not isinstance(parameter.default, Policy):
@@ -151,11 +154,12 @@ def _check_kind(name: str, option: str, value: Any, parameter: inspect.Parameter
 
 def _build(text: str, parts: Mapping[str, type[Part]]) -> Policy:
     """Evaluates the repr of a policy: calls of parts with keywords and literals, nothing else."""
-    known: Mapping[str, Callable[..., Any]] = {**parts, **_OTHERS}
 
     def value(node: ast.expr) -> Any:
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in known and not node.args:
-            return known[node.func.id](**{str(keyword.arg): value(keyword.value) for keyword in node.keywords})
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
+            build: Callable[..., Any] | None = _OTHERS.get(node.func.id) or parts.get(node.func.id)
+            if build is not None:
+                return build(**{str(keyword.arg): value(keyword.value) for keyword in node.keywords})
         return ast.literal_eval(node)
 
     try:

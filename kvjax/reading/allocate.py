@@ -12,38 +12,40 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.attend import over_layers
-from kvjax.cache import UNLIMITED, Entries, Layers, Segments, Slots, empty_pool, pack
+from kvjax.cache import UNLIMITED, Entries, Layers, Segments, Slots, pack
 from kvjax.kv_cache import KVCache
-from kvjax.mesh.heads import ALL_HEADS, Heads
+from kvjax.mesh.heads import Heads
 from kvjax.models import AttentionLayer, Decoder
 from kvjax.pallas_kernels import PAGE
 from kvjax.policy import Moment, Policy
-from kvjax.reading.each_layer import facts_of
-from kvjax.reading.layerwise import layers_pay
-from kvjax.reading.room import occupied_slots
-from kvjax.runtime.clock import Run, run_at_once
-from kvjax.runtime.programs import jit
+
+from .room import occupied_slots
 
 
-def allocated(params: Decoder, cache: KVCache, room: int, begins: bool, run: Run = run_at_once) -> KVCache:
+def allocated(params: Decoder, cache: KVCache, room: int, begins: bool) -> KVCache:
     """The cache of a prompt that has been read and replayed, in a pool with each head's own number of entries.
 
     Args:
         room: the number of slots for tokens to come in each segment that grows.
         begins: whether the prompt was read in one call, so that it is as long as the cache was made for.
-        run: how programs are run.
     """
-    policy, kept, layers = cache.policy, cache.kept, len(cache.kept)
+    return bounded(allocate(params, cache, rows=rows_needed(cache, room, begins), room=room))
+
+
+def rows_needed(cache: KVCache, room: int, begins: bool) -> int:
+    """The rows of a lane of the pool for a prompt that has been read. Arguments are those of `allocated`."""
+    kept = cache.kept
     if not begins:
         kept = tuple(max(most or 0, now) for most, now in zip(kept, cache.entries.bounds, strict=True))
-    rows = pool_rows(policy, kept, params.config.num_kv_heads, room)
-    if layers_pay(params, cache):
-        cache = allocate_by_layers(params, cache, rows=rows, room=room, run=run)
-    else:
-        cache = run(allocate, params, cache, rows=rows, room=room)
+    return pool_rows(cache.policy, kept, cache.entries.kv_heads, room)
+
+
+def bounded(cache: KVCache) -> KVCache:
+    """The cache with the static bound of its segments that its policy needs, found on the host outside of programs."""
+    policy = cache.policy
     if not shows_whole_segments(policy) or isinstance(cache.length, jax.core.Tracer):
         return cache
-    pairs = zip(occupied_slots(cache), policy.limits(layers).evicts, strict=True)
+    pairs = zip(occupied_slots(cache), policy.limits(len(cache.kept)).evicts, strict=True)
     return replace(cache, entries=cache.entries.within(max((held for held, evicts in pairs if evicts), default=0)))
 
 
@@ -73,7 +75,7 @@ def growing_segments(policy: Policy, layers: int, heads: int) -> int:
     return layers * heads if policy.every is None else layout.growing_segments(layers, heads)
 
 
-@partial(jit, static_argnames=("rows", "room"))
+@partial(jax.jit, static_argnames=("rows", "room"))
 def allocate(params: Decoder, cache: KVCache, *, rows: int, room: int) -> KVCache:
     """The cache of a prompt that has been read to its end, compressed to what its budget gives each head.
 
@@ -85,12 +87,8 @@ def allocate(params: Decoder, cache: KVCache, *, rows: int, room: int) -> KVCach
     entries: Entries = over_layers(
         cache.mesh, change, params.attention_layers, cache.entries, next_position=cache.length, rope=cache.rope
     )
-    return _in_pool(cache, entries).in_place()
-
-
-def _in_pool(cache: KVCache, entries: Entries) -> KVCache:
-    """The cache with its entries in a pool. Later turns compress segments to their own capacities."""
-    return replace(cache, entries=entries, kept=(UNLIMITED,) * len(cache.kept), filled=True)
+    # Later turns compress segments to their own capacities.
+    return replace(cache, entries=entries, kept=(UNLIMITED,) * len(cache.kept), filled=True).in_place()
 
 
 def _allocate(
@@ -153,86 +151,3 @@ def laid_out(policy: Policy, layers: int, kv_heads: int, heads: Heads) -> tuple[
     budget: Any = policy.budget
     lanes = budget.layout.lanes(kv_heads * heads.kv_devices()) // heads.kv_devices()
     return lanes, growing_segments(policy, layers, kv_heads // lanes)
-
-
-def allocate_by_layers(params: Decoder, cache: KVCache, *, rows: int, room: int, run: Run) -> KVCache:
-    """What `allocate` returns for a cache of one device: all layers of a kind share one program.
-
-    What a layer retains is computed twice, first for its size alone, so that one layer at a time is there twice.
-    """
-    policy, entries, layers = cache.policy, cache.entries, range(len(cache.kept))
-    given = [
-        {
-            "layer": entries.layer(i, 0),
-            "index": i,
-            "weights": layer.attention.weights,
-            "next_position": cache.length,
-            "rope": cache.rope,
-        }
-        for i, layer in enumerate(params.layers)
-    ]
-    static = [{"policy": policy, "facts": facts_of(record)} for record in params.attention_layers]
-    scores = [run(_ranked, given[i], **static[i]) for i in layers]
-    counts = run(_counted, scores, [entries.layer(i, 0).capacity for i in layers], policy=policy)
-    sizes = [run(_size, given[i], scores[i], counts[i], **static[i]) for i in layers]
-    pool = run(_empty, given[0], scores[0], counts, sizes, rows=rows, room=room, **static[0])
-    per_row, merging = [], []
-    for i in layers:
-        pool, state = run(_put, given[i], scores[i], counts[i], pool, **static[i])
-        per_row.append(state[0])
-        merging.append(state[1])
-    return _in_pool(cache, replace(pool, per_row=tuple(per_row), merging=tuple(merging)))
-
-
-def _of_layer(given: dict[str, Any], facts: AttentionLayer) -> tuple[Slots, Moment]:
-    """The entries of a layer, and the moment at which they are compressed."""
-    record = replace(facts, index=given["index"], **given["weights"])
-    return given["layer"], Moment(given["next_position"], record, given["rope"])
-
-
-@partial(jit, static_argnames=("policy", "facts"))
-def _ranked(given: dict[str, Any], *, policy: Policy, facts: AttentionLayer) -> Float[Array, "B H M"]:
-    return ranked(policy, *_of_layer(given, facts))
-
-
-@partial(jit, static_argnames="policy")
-def _counted(scores: list[Array], capacities: list[Array], *, policy: Policy) -> tuple[Int[Array, "B H"], ...]:
-    return tuple(counted(policy, scores, capacities, ALL_HEADS))
-
-
-@partial(jit, static_argnames=("policy", "facts"))
-def _size(
-    given: dict[str, Any], scores: Array, count: Array, *, policy: Policy, facts: AttentionLayer
-) -> tuple[Int[Array, "B H"], Int[Array, "B H"]]:
-    """The capacity of each head of a layer, and the number of entries that it retains."""
-    kept = retain(policy, *_of_layer(given, facts), scores, count)
-    return kept.capacity, kept.occupancy
-
-
-@partial(jit, static_argnames=("policy", "facts", "rows", "room"))
-def _empty(
-    given: dict[str, Any],
-    scores: Array,
-    counts: Sequence[Array],
-    sizes: Sequence[tuple[Array, Array]],
-    *,
-    policy: Policy,
-    facts: AttentionLayer,
-    rows: int,
-    room: int,
-) -> Segments:
-    """A pool for layers that retain like this one."""
-    like = jax.eval_shape(partial(retain, policy, *_of_layer(given, facts)), scores, counts[0])
-    capacity, used = zip(*sizes, strict=True)
-    lanes, growing = laid_out(policy, len(counts), counts[0].shape[1], ALL_HEADS)
-    return empty_pool(like, capacity, used, lanes=lanes, rows=rows, room=room, growing=growing)
-
-
-@partial(jit, static_argnames=("policy", "facts"), donate_argnames="pool")
-def _put(
-    given: dict[str, Any], scores: Array, count: Array, pool: Segments, *, policy: Policy, facts: AttentionLayer
-) -> tuple[Segments, tuple[Any, Any]]:
-    """The pool with what a layer retains, and the state of the layer that a pool does not hold."""
-    kept = retain(policy, *_of_layer(given, facts), scores, count)
-    start, size = (jnp.stack(each)[given["index"]] for each in (pool.start, pool.size))
-    return pool.with_entries(start, size, kept), (kept.per_row, kept.merging)

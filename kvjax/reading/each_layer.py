@@ -1,10 +1,11 @@
-"""A layer over its own entries. All layers of a kind share its trace in one program, or have a program in common."""
+"""A layer over its own entries, and all layers in one program. Layers of a kind share a trace."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
@@ -12,7 +13,6 @@ from kvjax.attend import Reading, Replaying, Stepping, attending_once, first, ov
 from kvjax.cache import Entries
 from kvjax.mesh.experts import over_experts
 from kvjax.models import Attend, AttentionLayer, Decoder, embedded
-from kvjax.runtime.programs import jit
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def through_layer(
     return layer(x, record, call.attend(**rows), entries, over_experts(call.mesh))
 
 
-_traced = jit(through_layer, static_argnames=("facts", "call"))
+_traced = jax.jit(through_layer, static_argnames=("facts", "call"))
 
 
 def facts_of(record: AttentionLayer) -> AttentionLayer:

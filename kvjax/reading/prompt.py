@@ -1,77 +1,195 @@
-"""Reading a prompt into a cache: in one piece or in chunks, then replays and the allocation of a budget."""
+"""Reading a prompt into a cache: chunk by chunk, then replays and the allocation of a shared budget.
+
+This is the one order of things. `generate`, `stream`, `prefill` and `extend` run it to its end, an engine runs it a
+piece at a time, and compiling ahead runs it on shapes.
+"""
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
-import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from kvjax.extend import jitted_read, jitted_step, read
+from kvjax.attend import ReadPlan
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policy import Texts
-from kvjax.reading.allocate import allocated
-from kvjax.reading.layerwise import pays, read_by_layers
-from kvjax.reading.replays import check_one_call, replayed
-from kvjax.reading.room import Compress, ending, grown, occupied_slots, plan_read, with_room
-from kvjax.request.prompts import Batch
-from kvjax.runtime.clock import Clock
-from kvjax.runtime.programs import jit
+from kvjax.runtime.clock import Run, run_at_once
 
-read_on = jit(read, static_argnames="plan", donate_argnames="cache")
+from .allocate import allocate, bounded, rows_needed
+from .batch import Batch
+from .replays import check_one_call, encoded_texts, passes, replay
+from .room import Compress, Ending, ending, grown, occupied_slots, plan_read, with_room
+from .step import jitted_step
+from .units import logits_of, read
+
+Result = TypeVar("Result")
+Pieces = Generator[None, None, Result]
+"""Work that stops between its pieces, and returns a result after the last one."""
+
+
+class PromptPlan(Protocol):
+    """The static choices for the reading of a prompt."""
+
+    @property
+    def end(self) -> Ending:
+        """What happens at the end of the prompt."""
+        ...
+
+    @property
+    def chunk(self) -> int | None:
+        """The number of tokens of a chunk; None for all."""
+        ...
+
+    @property
+    def between(self) -> ReadPlan:
+        """The plan of the chunks before the last one."""
+        ...
+
+    def last(self, cache: KVCache) -> ReadPlan:
+        """The plan of the last chunk, after those before it have been read into `cache`."""
+        ...
+
+    def allocation(self, cache: KVCache) -> dict[str, int]:
+        """The static arguments of `allocate`."""
+        ...
+
+    def bounded(self, cache: KVCache) -> KVCache:
+        """A cache whose budget has been allocated, with the static bound of its segments that its policy needs."""
+        ...
+
+
+def pieces(
+    params: Decoder,
+    cache: KVCache,
+    batch: Batch,
+    plan: PromptPlan,
+    texts: Texts,
+    *,
+    run: Run = run_at_once,
+    put: Callable[[Any], Any],
+    owned: bool = False,
+) -> Pieces[tuple[Float[Array, "B V"], KVCache]]:
+    """Reads a prompt, whose rows all end in the last chunk.
+
+    Args:
+        texts: token ids of the texts that the policy's score replays.
+        run: how programs are run.
+        put: places an array with axes [B, ...] on the devices of the cache.
+        owned: whether a prompt of one chunk may change the cache in place. Its layers then keep their shapes.
+
+    Returns:
+        Float32 logits after each row's last token, and the extended cache.
+    """
+    *before, last = batch.chunks(plan.chunk)
+    for i, part in enumerate(before):
+        _, cache = read(params, cache, *map(put, part.arrays), plan=plan.between, run=run, owned=i > 0)
+        yield
+    hidden, cache = read(params, cache, *map(put, last.arrays), plan=plan.last(cache), run=run, owned=owned)
+    logits = run(logits_of, params, hidden, mesh=cache.mesh)
+    if plan.end.allocate:
+        for part in run(passes, *map(put, batch.arrays), score=cache.policy.score, texts=texts, mesh=cache.mesh):
+            yield
+            cache = replay(params, cache, part, run=run)
+        yield
+        cache = plan.bounded(run(allocate, params, cache, **plan.allocation(cache)))
+    return logits, cache
+
+
+def complete(work: Pieces[Result]) -> Result:
+    """Runs all pieces, and returns the result."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value
 
 
 def read_prompt(
     params: Decoder,
     cache: KVCache,
-    tokens: Int[np.ndarray, "B N"],
-    lengths: Int[np.ndarray, "B"],
+    batch: Batch,
     *,
-    room: int,
-    chunk: int | None,
-    compress: Compress,
+    room: int = 0,
+    chunk: int | None = None,
+    compress: Compress = "auto",
     texts: Texts | None = None,
-    clock: Clock | None = None,
+    traced: bool = False,
 ) -> tuple[Float[Array, "B V"], KVCache]:
     """Extends a cache by a prompt, in chunks if asked, and leaves room for `room` tokens to be decoded.
 
-    All rows end in the last chunk. Nothing is compressed between chunks, so that the result is that of one call, unless
-    `compress` is "chunk". A turn into a pool of segments is read in one piece.
+    Nothing is compressed between chunks, so that the result is that of one call, unless `compress` is "chunk". A turn
+    into a pool of segments is read in one piece.
 
     Args:
-        texts: token ids of the texts that the policy's score replays, from `encoded_texts`.
-        clock: counts the programs run as "prefill".
+        texts: token ids of the texts that the policy's score replays, from `encoded_texts`; None if they are token ids
+            already.
+        traced: whether the call is a part of a caller's program, which then provides the room.
+
+    Returns:
+        Float32 logits after each row's last token, and the extended cache.
     """
-    run, put = partial((clock or Clock()).run, "prefill"), cache.put_rows
-    if tokens.shape[1] == 1 and cache.filled and compress == "auto":
-        return run(jitted_step, params, with_room(cache, room), put(tokens[:, 0]), put(lengths > 0))
-    end = ending(cache, compress)
-    occupied = occupied_slots(cache)
-    begins = not any(occupied)
-    if end.allocate:
-        check_one_call(cache.policy, begins)
+    if batch.tokens.shape[1] == 1 and cache.filled and compress == "auto":
+        tokens, lengths = map(cache.put_rows, batch.arrays)
+        return jitted_step(params, with_room(cache, room), tokens[:, 0], lengths > 0)
+    end, occupied = ending(cache, compress), cache.entries.bounds if traced else occupied_slots(cache)
     if cache.entries.preallocates:
-        cache, chunk = with_room(cache, tokens.shape[1] + room), None
-    *before, last = Batch(tokens, lengths).chunks(chunk)
-    size = last.tokens.shape[1]
-    if before:
-        between = plan_read(cache, occupied, new=len(before) * size, room=0, compress=compress == "chunk", final=False)
-        if not begins:  # the first chunk of a prompt has no slots to attend to, and the slots are made when it ends
-            cache = grown(cache, size=between.slots)
-    for i, part in enumerate(before):
-        go = read_on if i else jitted_read  # the first cache is the caller's
-        _, cache = run(go, params, cache, put(part.tokens), put(part.lengths), plan=between)
-        occupied = occupied_slots(cache)
-    plan = plan_read(
-        cache, occupied, new=size, room=0 if end.allocate else room, compress=end.compress, final=end.final
-    )
-    rest = put(last.tokens), put(last.lengths)
-    if pays(params, cache, plan):
-        logits, cache = read_by_layers(params, cache, *rest, plan=plan, run=run)
-    else:
-        logits, cache = run(jitted_read, params, cache, *rest, plan=plan)
-    if end.allocate:
-        cache = replayed(params, cache, put(tokens), put(lengths), texts, run)
-        cache = allocated(params, cache, room, begins, run)
-    return logits, cache
+        cache, chunk = cache if traced else with_room(cache, batch.tokens.shape[1] + room), None
+    plan = Plan.of(cache, batch, end, occupied, room=room, chunk=chunk, compress=compress)
+    if plan.chunk is not None and any(occupied):  # a prompt that begins attends to no slots: its first chunk makes them
+        cache = grown(cache, size=plan.between.slots)
+    texts = encoded_texts(cache.policy, None) if texts is None else texts
+    return complete(pieces(params, cache, batch, plan, texts, put=cache.put_rows))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The choices for a prompt, by what its cache holds.
+
+    Attributes:
+        end, chunk, between: as `PromptPlan` has them.
+        new: the number of tokens of the last chunk.
+        room: the number of slots for tokens to come.
+        occupied: the most slots that any row and head of each layer occupies before the prompt.
+    """
+
+    end: Ending
+    chunk: int | None
+    between: ReadPlan
+    new: int
+    room: int
+    occupied: Sequence[int]
+
+    @classmethod
+    def of(
+        cls,
+        cache: KVCache,
+        batch: Batch,
+        end: Ending,
+        occupied: Sequence[int],
+        *,
+        room: int = 0,
+        chunk: int | None = None,
+        compress: Compress,
+    ) -> Plan:
+        """The choices. Raises ValueError if the policy's score replays a prompt that this one does not begin."""
+        if end.allocate:
+            check_one_call(cache.policy, begins=not any(occupied))
+        *before, last = batch.chunks(chunk)
+        new = last.tokens.shape[1]
+        compresses = compress == "chunk"
+        between = plan_read(cache, occupied, new=len(before) * new, room=0, compress=compresses, final=False)
+        return cls(end, chunk if before else None, between, new, room, occupied)
+
+    def last(self, cache: KVCache) -> ReadPlan:
+        occupied = self.occupied if self.chunk is None else occupied_slots(cache)
+        room = 0 if self.end.allocate else self.room
+        return plan_read(cache, occupied, new=self.new, room=room, compress=self.end.compress, final=self.end.final)
+
+    def allocation(self, cache: KVCache) -> dict[str, int]:
+        return {"rows": rows_needed(cache, self.room, begins=not any(self.occupied)), "room": self.room}
+
+    def bounded(self, cache: KVCache) -> KVCache:
+        return bounded(cache)

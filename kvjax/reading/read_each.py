@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -19,10 +20,9 @@ from kvjax.mesh.heads import Heads
 from kvjax.mesh.sharding import fetch
 from kvjax.models import AttentionLayer, Decoder
 from kvjax.policy import LayerShape, Moment, Policy, Together
-from kvjax.reading.each_layer import facts_of
-from kvjax.reading.layerwise import read_layers
-from kvjax.runtime.clock import Run
-from kvjax.runtime.programs import jit
+
+from .each_layer import facts_of
+from .units import read_layers
 
 MOST = 18  # ends that one program computes; the time to compile a program grows faster than its length
 
@@ -74,12 +74,11 @@ def read_to_end(
     *,
     together: Together,
     ends: Sequence[End],
-    run: Run,
 ) -> list[Layers]:
     """The entries of a cache after its last tokens, under each of several policies, in their order.
 
     Args:
-        cache, run: as `read_layers` takes them.
+        cache: before them.
         tokens: right-aligned, on the host.
         together: the scores that observe the prompt.
         ends: what becomes of the prompt under each policy.
@@ -88,12 +87,11 @@ def read_to_end(
     groups = _groups(ends)
     rows = {"next_position": cache.put_rows(length), "rope": cache.rope}
     found: dict[End, list[Slots]] = {end: [] for end in ends}
-    read = read_layers(params, cache, cache.put_rows(tokens), cache.put_rows(lengths), plan=None, run=run)
+    read = read_layers(params, cache, cache.put_rows(tokens), cache.put_rows(lengths), plan=None)
     for i, (record, held) in enumerate(zip(params.attention_layers, read, strict=True)):
         for group, wide in groups:
             capacities = np.stack([end.policy.capacity(i, length, len(cache.entries)) for end in group], axis=1)
-            compressed = run(
-                _compress_layer,
+            compressed = _compress_layer(
                 record.weights,
                 i,
                 held,
@@ -106,7 +104,7 @@ def read_to_end(
             for end, entries in zip(group, compressed, strict=True):
                 found[end].append(entries)
     each = [(end, Layers(tuple(found[end]))) for end in ends]
-    return [layers if layers.bounds == end.slots else run(_trimmed, layers, slots=end.slots) for end, layers in each]
+    return [layers if layers.bounds == end.slots else _trimmed(layers, slots=end.slots) for end, layers in each]
 
 
 def _groups(ends: Sequence[End]) -> list[tuple[list[End], list[End]]]:
@@ -120,7 +118,7 @@ def _groups(ends: Sequence[End]) -> list[tuple[list[End], list[End]]]:
     return [([end for end, _ in group], [wide for _, wide in group]) for group in groups]
 
 
-@partial(jit, static_argnames=("facts", "together", "ends", "mesh"))
+@partial(jax.jit, static_argnames=("facts", "together", "ends", "mesh"))
 def _compress_layer(
     weights: dict[str, Any],
     index: Int[Array, ""],
@@ -175,7 +173,7 @@ def under(policy: Policy, entries: Slots, *, capacity: Int[Array, "B H"], mergin
     return replace(entries, capacity=capacity, merging=merging, bias=bias)
 
 
-@partial(jit, static_argnames="slots")
+@partial(jax.jit, static_argnames="slots")
 def _trimmed(layers: Layers, *, slots: tuple[int, ...]) -> Layers:
     """The layers without the slots that they have because another layer has them."""
     return Layers(tuple(layer.trim(most) for layer, most in zip(layers, slots, strict=True)))

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
-from jaxtyping import Array, Int
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
 
 from kvjax.attend import Replaying, positions_behind
+from kvjax.cache import Layers, Slots
 from kvjax.checks import shown
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.experts import over_experts
-from kvjax.models import Attend, Decoder, embedded
-from kvjax.policy import Pass, Policy, Replay, Texts
-from kvjax.reading.each_layer import Call, through_layers
-from kvjax.reading.layerwise import layers_pay, replay_by_layers
+from kvjax.models import Attend, AttentionLayer, Decoder, embedded
+from kvjax.policy import Pass, Policy, Replay, Score, Texts
 from kvjax.runtime.clock import Run, run_at_once
-from kvjax.runtime.programs import jit
+
+from .each_layer import Call, facts_of, through_layer
+from .units import begin, in_rows
 
 Encode: TypeAlias = Callable[[str], Sequence[int]]
+_NOTHING: Any = None
 
 
 def encoded_texts(policy: Policy, encode: Encode | None) -> Texts:
@@ -41,49 +46,76 @@ def _ids(text: str | tuple[int, ...], encode: Encode | None, score: str) -> tupl
     return tuple(encode(text)) if encode is not None and text else ()
 
 
-def replayed(
-    params: Decoder,
-    cache: KVCache,
-    tokens: Int[Array, "B N"],
-    lengths: Int[Array, "B"],
-    texts: Texts | None,
-    run: Run = run_at_once,
-) -> KVCache:
-    """The cache of a prompt, whose tokens these are, after every pass that its score asks for.
+@partial(jax.jit, static_argnames=("score", "texts", "mesh"))
+def passes(
+    tokens: Int[Array, "B N"], lengths: Int[Array, "B"], *, score: Score, texts: Texts, mesh: Mesh | None
+) -> list[Pass]:
+    """The passes over a prompt that a score asks for."""
+    return in_rows(list(score.passes(tokens, lengths, texts)), mesh)
+
+
+def replay(params: Decoder, cache: KVCache, part: Pass, *, run: Run = run_at_once) -> KVCache:
+    """The cache of a prompt after its score has observed a pass, whose arrays are on the devices of the cache.
 
     Args:
-        tokens: right-aligned.
-        texts: as `encoded_texts` gives them; None if the score's texts are token ids already.
         run: how programs are run.
     """
-    score = cache.policy.score
+    if part.run is not None:
+        return run(_run_by_itself, params, cache, part)
+    records, scale = params.attention_layers, params.config.embedding_scale
+    x, rows = run(begin, params.embed, cache.length, part.tokens, part.lengths, scale=scale, mesh=cache.mesh)
+    rows, found, call = _rows(cache, part, rows["positions"]), [], Call(Replaying(cache.policy), cache.mesh)
+    for i, (layer, record) in enumerate(zip(params.layers, records, strict=True)):
+        held, last = cache.entries.layer(i, 0), i == len(records) - 1
+        x, state = run(_replay_layer, layer, np.int32(i), x, held, rows, facts=facts_of(record), call=call, last=last)
+        found.append(replace(held, per_slot=state.per_slot, per_row=state.per_row))
+    return replace(cache, entries=Layers(tuple(found)))
+
+
+def replayed(
+    params: Decoder, cache: KVCache, tokens: Int[Array, "B N"], lengths: Int[Array, "B"], texts: Texts | None
+) -> KVCache:
+    """The cache of a prompt, whose right-aligned tokens these are, after every pass that its score asks for.
+
+    Args:
+        texts: as `encoded_texts` gives them; None if the score's texts are token ids already.
+    """
     texts = encoded_texts(cache.policy, None) if texts is None else texts
-    for part in passes(score, tokens, lengths, texts):
-        part = jax.tree.map(cache.put_rows, part)
-        by_layers = part.run is None and layers_pay(params, cache)
-        cache = replay_by_layers(params, cache, part, run=run) if by_layers else run(replay, params, cache, part)
+    for part in passes(tokens, lengths, score=cache.policy.score, texts=texts, mesh=cache.mesh):
+        cache = replay(params, cache, part)
     return cache
 
 
-passes = jit(
-    lambda score, tokens, lengths, texts: score.passes(tokens, lengths, texts), static_argnames=("score", "texts")
-)
+@partial(jax.jit, static_argnames=("facts", "call", "last"))
+def _replay_layer(
+    layer: Any,
+    index: Int[Array, ""],
+    x: Float[Array, "B W E"],
+    entries: Slots,
+    rows: dict[str, Any],
+    *,
+    facts: AttentionLayer,
+    call: Call,
+    last: bool,
+) -> tuple[Float[Array, "B W E"] | None, Slots]:
+    """The hidden states of a pass behind a layer, unless it is the last, and the state of its score, in slots."""
+    x, after = through_layer(layer, index, x, Layers((entries,)), rows, facts=facts, call=call)
+    held, nothing = after.layer(0, 0), _NOTHING
+    state = Slots(nothing, nothing, nothing, nothing, per_slot=held.per_slot, per_row=held.per_row)
+    return None if last else in_rows(x, call.mesh), state
 
 
-@jit
-def replay(params: Decoder, cache: KVCache, part: Pass) -> KVCache:
-    """The same cache after its score has observed a pass."""
-    if part.run is not None:
-        entries = part.run(to_run(params, cache, part))
-    else:
-        call = Call(Replaying(cache.policy), cache.mesh)
-        _, entries = through_layers(params, part.tokens, cache.entries, call, **_rows(cache, part))
-    return replace(cache, entries=entries).in_place()
+@jax.jit
+def _run_by_itself(params: Decoder, cache: KVCache, part: Pass) -> KVCache:
+    """`replay` for a pass that does more than to run forwards."""
+    assert part.run is not None
+    return replace(cache, entries=part.run(to_run(params, cache, part))).in_place()
 
 
 def to_run(params: Decoder, cache: KVCache, part: Pass) -> Replay:
     """What a pass that runs itself works with."""
-    rows = _rows(cache, part)
+    positions = positions_behind(cache.length, part.lengths, part.tokens.shape[1])
+    rows = _rows(cache, part, positions)
 
     def attend(*, instead: Callable[..., Array] | None = None, measured: Array | None = None) -> Attend:
         return Call(Replaying(cache.policy, instead), cache.mesh).attend(**rows, measured=measured)
@@ -92,28 +124,20 @@ def to_run(params: Decoder, cache: KVCache, part: Pass) -> Replay:
     return Replay(
         layers=list(zip(params.layers, records, strict=True)),
         hidden=embedded(params.embed, part.tokens, params.config.embedding_scale),
-        positions=rows["positions"],
+        positions=positions,
         entries=cache.entries,
         attend=attend,
         mix=over_experts(cache.mesh),
     )
 
 
-def _rows(cache: KVCache, part: Pass) -> dict[str, Any]:
+def _rows(cache: KVCache, part: Pass, positions: Int[Array, "B W"]) -> dict[str, Any]:
     """The arguments of `Replaying`."""
-    positions = positions_behind(cache.length, part.lengths, part.tokens.shape[1])
-    return {
-        "positions": positions,
-        "lengths": part.lengths,
-        "first": part.first,
-        "last": part.last,
-        "rope": cache.rope,
-    }
+    rows = {"positions": positions, "lengths": part.lengths, "first": part.first, "last": part.last}
+    return rows | {"rope": cache.rope}
 
 
 def check_one_call(policy: Policy, begins: bool) -> None:
     """Raises ValueError if the score replays a prompt and this call, which does not begin it, is not all of it."""
     if policy.score.needs.whole_prompt and not begins:
-        raise ValueError(
-            f"{type(policy.score).__name__} replays the prompt: expected a prompt that is read in one call"
-        )
+        raise ValueError("the policy replays the prompt: expected a prompt that is read in one call")

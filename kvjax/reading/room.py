@@ -7,6 +7,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple, get_args
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
 from kvjax.attend import ReadPlan
 from kvjax.cache import Entries, Usage
 from kvjax.checks import LARGEST, check_type, is_integer, shown
@@ -14,7 +19,6 @@ from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import fetch
 from kvjax.policy import Policy
 from kvjax.runtime.modes import own_modes
-from kvjax.runtime.programs import jit
 
 Compress = Literal["auto", "never", "end", "chunk"]
 
@@ -44,8 +48,8 @@ def ending(cache: KVCache, compress: Compress) -> Ending:
         raise ValueError(f"compress={compress!r} {reason}: expected 'auto' or 'never'")
     if again and cache.filled and policy.every is None and policy.score.needs.hidden:
         raise ValueError(
-            f"compress={compress!r} would score tokens whose hidden states are gone with their prompt: expected 'auto' "
-            f"or 'never', or every= of the policy, with which {type(policy.score).__name__} keeps their scores"
+            f"compress={compress!r} needs hidden states of earlier tokens, which are not kept; use compress='auto', or "
+            "a policy with every=, which keeps their scores"
         )
     if compress == "auto":
         compresses, final = not cache.filled or policy.every is not None, True
@@ -61,11 +65,11 @@ def ending(cache: KVCache, compress: Compress) -> Ending:
 def only_once(policy: Policy) -> str | None:
     """What would be wrong with compressing a cache a second time; None for a policy that can do so."""
     if policy.allocates:
-        return f"would allocate {type(policy.budget).__name__} more than once"
+        return "would allocate the budget to layers and heads more than once"
     if policy.storage.newest is not None:
-        return f"would have {type(policy.storage).__name__} settle a prompt more than once"
+        return "would settle the entries of a prompt in another form more than once"
     if policy.positions == "in_cache" and policy.score.needs.keeps_queries:
-        return f"would score by queries that {type(policy.score).__name__} kept before the keys moved to other places"
+        return "would score by queries that were kept before the keys moved to other places"
     return None
 
 
@@ -83,25 +87,30 @@ def plan_read(cache: KVCache, occupied: Sequence[int], *, new: int, room: int, c
     return ReadPlan(after(room=rooms, kept=stay), kept, final, tuple(settled))
 
 
-@jit
-def _usage(entries: Entries) -> Usage:
-    return entries.usage()
+@jax.jit
+def _usage(entries: Entries) -> Int[Array, "2 L"]:
+    occupied, free = entries.usage()
+    return jnp.stack([jnp.max(occupied, axis=0), jnp.min(free, axis=0)])
 
 
 def usage(cache: KVCache) -> Usage:
-    """How full each layer is, as integers on the host."""
+    """How full each layer is in its fullest row, as integers on the host. It waits for one transfer."""
     if not any(cache.entries.bounds):  # no program is needed for that
         return Usage([0] * len(cache.entries), [0] * len(cache.entries))
-    occupied, free = _usage(cache.entries)
-    return Usage(fetch(occupied).tolist(), fetch(free).tolist())
+    return Usage(*fetch(_usage(cache.entries)).tolist())
 
 
 def occupied_slots(cache: KVCache) -> list[int]:
-    """The most slots that any row and head of each layer occupies, or will once it is full."""
+    """The most slots that any row and head of each layer occupies, or will once it is full.
+
+    Of a cache of shapes, as many as there may be.
+    """
+    if isinstance(cache.length, jax.ShapeDtypeStruct):
+        return list(cache.entries.bounds)
     return list(usage(cache).occupied)
 
 
-@partial(jit, static_argnames="size")
+@partial(jax.jit, static_argnames="size")
 def grown(cache: KVCache, size: tuple[int, ...]) -> KVCache:
     """The same cache with more slots, as `Entries.growth` counts them."""
     return replace(cache, entries=cache.entries.grow(size)).in_place()
@@ -123,10 +132,23 @@ def with_room(cache: KVCache, room: int) -> KVCache:
     return cache if size is None else grown(cache, size=size)
 
 
-def check_room(cache: KVCache) -> None:
-    """Raises ValueError if a layer or head that grows cannot take another token."""
-    if cache.entries.growth(usage(cache), 1, grows=cache.grows, windows=cache.windows) is not None:
-        raise ValueError("the cache has no room for another token: call kvjax.with_room(cache, n) first")
+def check_room(cache: KVCache, new: int) -> None:
+    """Raises ValueError if a layer or head that grows cannot take `new` more tokens.
+
+    It waits for the device only if there is one.
+    """
+    filling = cache.entries.filling(cache.grows, cache.windows)
+    if not any(filling):
+        return
+    for i, (fills, free) in enumerate(zip(filling, usage(cache).free, strict=True)):
+        if fills and free < new:
+            raise ValueError(f"layer {i} has room for {free} tokens, not {new}; call kvjax.with_room(cache, n) first")
+
+
+def lacks_room(cache: KVCache, lengths: Int[Array, "B"]) -> Bool[Array, "B"]:
+    """Whether a layer or head that grows cannot take the new tokens of a row."""
+    filling = np.array(cache.entries.filling(cache.grows, cache.windows))
+    return jnp.any((cache.entries.usage().free < lengths[:, None]) & filling, axis=1)
 
 
 def check_reading(chunk: int | None, compress: Compress) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.cache import bucket
 from kvjax.checks import shown
 from kvjax.request.limits import time_limit
 
@@ -31,37 +29,6 @@ EXPECTED = (
     "expected a string, a list of strings, a list of token ids, a list of such lists, an integer array of shape [N] or "
     "[B, N], a list of chat messages, or a list of such lists"
 )
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Token ids of a batch, padded on the left to a bucketed length.
-
-    Attributes:
-        tokens: int32. The ids of row b are its last `lengths[b]` columns; the columns before them are zeros.
-        lengths: int32, the number of tokens of each row.
-    """
-
-    tokens: Int[np.ndarray, "B N"]
-    lengths: Int[np.ndarray, "B"]
-
-    @classmethod
-    def of(cls, rows: Sequence[Int[np.ndarray, "_"]], size: int | None = None) -> Batch:
-        """Pads the rows to `size` columns. The default is the bucket of the longest row."""
-        lengths = np.array([row.size for row in rows], np.int32)
-        tokens = np.zeros((len(rows), size or bucket(int(lengths.max()))), np.int32)
-        for padded, row in zip(tokens, rows, strict=True):
-            padded[padded.size - row.size :] = row
-        return cls(tokens, lengths)
-
-    def chunks(self, size: int | None) -> list[Batch]:
-        """Cuts the columns into chunks of `size`, None for one; the first one is padded. All rows end in the last."""
-        columns = self.tokens.shape[1]
-        size = min(size or columns, columns)
-        number = -(-columns // size)
-        tokens = np.split(np.pad(self.tokens, ((0, 0), (number * size - columns, 0))), number, axis=1)
-        behind = range((number - 1) * size, -1, -size)
-        return [Batch(part, np.clip(self.lengths - rest, 0, size)) for part, rest in zip(tokens, behind, strict=True)]
 
 
 def rows_of(

@@ -11,24 +11,23 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from kvjax import policies
 from kvjax.cache import room_for
 from kvjax.checks import LARGEST, check_params, check_size, is_integer, shown
-from kvjax.decoding.row_samplers import RowSamplers
+from kvjax.decoding.loop import Sampling
 from kvjax.decoding.sampling import Greedy, SamplingMethod
 from kvjax.extend import check_mesh, check_policy
 from kvjax.kv_cache import KVCache, check_attached
 from kvjax.mesh.sharding import check_batch, fetch, mesh_of
 from kvjax.models import Decoder
 from kvjax.policy import Policy, Texts
+from kvjax.reading.batch import Batch
 from kvjax.reading.prompt import read_prompt
 from kvjax.reading.replays import encoded_texts
 from kvjax.reading.room import Compress, check_reading, ending
-from kvjax.request.prompts import Batch, Prompt, rows_of
-from kvjax.runtime.clock import Clock
-from kvjax.runtime.programs import make_room
+from kvjax.request.prompts import Prompt, rows_of
 
 EndTokens: TypeAlias = int | Sequence[int] | Sequence[Sequence[int]] | None
 Seed: TypeAlias = int | Sequence[int] | Key[Array, "*B"] | Int[Array, "*B K"]
@@ -42,23 +41,6 @@ class AnswerOptions:
     sampler: SamplingMethod | None = None
     seed: Seed = 0
     eos: EndTokens = None
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """What sampling an answer needs beside the logits.
-
-    Attributes:
-        sampler: draws the tokens: one sampler for all rows, or the settings of each row.
-        ends: int32 end tokens of each row; -1 pads rows that have fewer than others.
-        keys: one typed PRNG key per row.
-        seen: marks the tokens of each row's prompt, if the sampler needs them.
-    """
-
-    sampler: SamplingMethod | RowSamplers
-    ends: Int[Any, "B E"]
-    keys: Key[Array, "B"]
-    seen: Bool[Any, "B V"] | None
 
 
 @dataclass(frozen=True)
@@ -130,7 +112,6 @@ class Request:
         texts = texts_of(under, tokenizer, config.vocab_size) if replays else ()
         sampling = None if answer is None else _sampling(answer, tokenizer, rows, config.vocab_size)
         # Everything has been checked. From here on programs may be compiled.
-        make_room()
         if cache is None:
             size, dtype = batch.tokens.shape[1], params.embed.dtype
             cache = KVCache.empty(config, policy or policies.full(), jnp.asarray(batch.lengths), size, dtype, mesh)
@@ -147,8 +128,8 @@ class Request:
         return cls(batch, cache, texts, chunk, compress, room_for(limit), sampling)
 
 
-def read_request(params: Decoder, request: Request, clock: Clock | None = None) -> tuple[Float[Array, "B V"], KVCache]:
-    """Reads a request's prompt into its cache. The clock counts the programs as "prefill".
+def read_request(params: Decoder, request: Request) -> tuple[Float[Array, "B V"], KVCache]:
+    """Reads a request's prompt into its cache.
 
     Returns:
         Float32 logits after each row's last token, and the extended cache with room for the answer.
@@ -156,13 +137,11 @@ def read_request(params: Decoder, request: Request, clock: Clock | None = None) 
     return read_prompt(
         params,
         request.cache,
-        request.batch.tokens,
-        request.batch.lengths,
+        request.batch,
         room=request.room,
         chunk=request.chunk,
         compress=request.compress,
         texts=request.texts,
-        clock=clock,
     )
 
 

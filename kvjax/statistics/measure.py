@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -13,7 +14,6 @@ from jaxtyping import Array, Float, Int
 from kvjax.attend import rotated
 from kvjax.attend.causal import causal
 from kvjax.models import AttentionLayer, Decoder
-from kvjax.runtime.programs import jit
 
 
 class Moments(NamedTuple):
@@ -72,7 +72,7 @@ def measured(params: Decoder, batches: Iterable[Int[np.ndarray, "B N"]], sinks: 
     return {name: statistic.astype(np.float32) for name, statistic in found.items()}
 
 
-@partial(jit, static_argnames="sinks")
+@partial(jax.jit, static_argnames="sinks")
 def moments(params: Decoder, tokens: Int[Array, "B N"], *, sinks: int) -> Moments:
     """The means over a batch of texts without padding."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)

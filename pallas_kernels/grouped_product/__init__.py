@@ -3,6 +3,6 @@
 from ..dispatch import dispatch
 from . import reference
 
-grouped_product = dispatch(reference.grouped_product, "triton")
+grouped_product = dispatch(reference.grouped_product, "triton", "xla")
 
 __all__ = ["grouped_product"]

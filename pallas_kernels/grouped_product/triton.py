@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from ..blocks import power_of_two
-from ..triton import check_device, product
+from ..triton.blocks import power_of_two
+from ..triton.common import check_device, product
 from .tiles import tiles_of
 
 INNER = 64  # inputs that are multiplied at a time

@@ -3,6 +3,6 @@
 from ..dispatch import dispatch
 from . import reference
 
-prompt_attention = dispatch(reference.prompt_attention, "cudnn", "triton", "mosaic_tpu")
+prompt_attention = dispatch(reference.prompt_attention, "cudnn", "triton", "mosaic_tpu", "xla")
 
 __all__ = ["prompt_attention"]

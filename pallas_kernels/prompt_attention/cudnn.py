@@ -15,7 +15,6 @@ from jaxtyping import Array, Float, Int
 
 from ..dispatch import DeclinedError
 from ..joined import Attention
-from . import triton
 from .parts import in_parts, separable
 
 ROLLED_BYTES = 256 << 20  # queries of padded rows that are moved at a time
@@ -47,7 +46,12 @@ def prompt_attention(
         raise DeclinedError
     check_compiles(q.shape[1] // k.shape[1], q.shape[3], kinds.pop(), window)
     own = partial(by_cudnn, scale=scale, window=window)
-    cached = partial(triton.prompt_attention, scale=scale, window=window, interpret=interpret)
+
+    def cached(*arrays: Array) -> Attention:
+        from . import triton  # prompts without cached slots do not need it
+
+        return triton.prompt_attention(*arrays, scale=scale, window=window, interpret=interpret)
+
     return in_parts(own, cached, q, k, v, q_positions, k_positions)
 
 

@@ -17,7 +17,8 @@ from jax.lax import div
 from jaxtyping import Array, Float, Int
 
 from ..arrays import pad
-from ..mosaic import (
+from ..mosaic_tpu.codes import clear_outside, merge_heads, weighted_values
+from ..mosaic_tpu.common import (
     LANES,
     SMEM_BYTES,
     Interpret,
@@ -31,7 +32,6 @@ from ..mosaic import (
     tile_size,
     visible_in_tile,
 )
-from ..mosaic_codes import clear_outside, merge_heads, weighted_values
 from ..softcap import capped
 from ..visibility import span, visible_tiles
 

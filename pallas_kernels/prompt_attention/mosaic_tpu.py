@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from ..arrays import pad
 from ..joined import Attention
-from ..mosaic import LANES, check, round_up
+from ..mosaic_tpu.common import LANES, check, round_up
 from .mosaic_by_position import by_position
 from .parts import in_parts, separable
 

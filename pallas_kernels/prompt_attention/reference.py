@@ -1,10 +1,12 @@
-"""Prompt attention in plain XLA; see `blocked`."""
+"""The definition of `prompt_attention`."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxtyping import Array, Float, Int
 
-from .blocked import blocked
+from ..definition import context_of, logits_of, weights_of
 
 
 def prompt_attention(
@@ -34,5 +36,7 @@ def prompt_attention(
     Returns:
         The context in q's dtype, and the float32 log-sum-exp of each query's scaled logits, -inf if it sees nothing.
     """
-    context, lse, _ = blocked(q, k, v, q_positions, k_positions, scale=scale, window=window, softcap=softcap, bias=bias)
-    return context, lse
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "bias": bias}
+    logits, _ = logits_of(q, k, q_positions, k_positions, **options)
+    weights, lse = weights_of(logits)
+    return context_of(weights, v).astype(q.dtype), lse

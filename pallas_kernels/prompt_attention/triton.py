@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..arrays import pad
-from ..triton import check
-from ..triton_attention import attend, attend_blocks
+from ..triton.attention import attend, attend_blocks
+from ..triton.common import check
 from ..visibility import span, visible_tiles
 
 

@@ -4,7 +4,7 @@ from ..dispatch import dispatch, implementation
 from ..window_scores import Reduction
 from . import reference
 
-scored_attention = dispatch(reference.scored_attention)
+scored_attention = dispatch(reference.scored_attention, "xla")
 
 __all__ = ["in_one_pass", "scored_attention"]
 
@@ -12,6 +12,6 @@ __all__ = ["in_one_pass", "scored_attention"]
 def in_one_pass(reduction: Reduction) -> bool:
     """Whether `scored_attention` serves a reduction here, so that `window_scores` need not run after the attention.
 
-    It shares the code of the reference of `prompt_attention`. Where a kernel computes that, contexts are the kernel's.
+    It shares the code of `prompt_attention` in XLA. Where a kernel computes that, contexts are the kernel's.
     """
-    return implementation("prompt_attention").name == "reference" and reduction.rows != "mean"
+    return implementation("prompt_attention").name in ("xla", "reference") and reduction.rows != "mean"

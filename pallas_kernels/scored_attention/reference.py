@@ -1,11 +1,14 @@
-"""Prompt attention with what each key received, in plain XLA; see `blocked`."""
+"""The definition of `scored_attention`."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxtyping import Array, Float, Int
 
-from ..prompt_attention.blocked import blocked
-from ..window_scores.reference import Reduction
+from ..prompt_attention.reference import prompt_attention
+from ..window_scores.reduction import Reduction
+from ..window_scores.reference import window_scores
 
 
 def scored_attention(
@@ -22,25 +25,21 @@ def scored_attention(
     bias: Float[Array, "B H M"] | None = None,
     own: bool = True,
 ) -> tuple[Float[Array, "B Hq N D"], Float[Array, "B Hq N"], tuple[Float[Array, "B H *G M"], ...]]:
-    """What `prompt_attention` returns, bit by bit, and what `window_scores` computes from it in a second pass.
+    """Attention of N new tokens over M = S + N entries, and what each entry received.
 
     Args:
         reductions: of the weights of all N queries. "mean" over queries is not served.
         own: whether what the last N keys received is asked for, too. If not, and there are others, their scores are 0.
 
     Returns:
-        Context and log-sum-exp, and the float32 scores of each reduction, [B, H, M], or [B, H, G, M] with group="none".
+        What `prompt_attention` returns, bit by bit, and the float32 scores that `window_scores` computes from it in a
+        second pass for each reduction, [B, H, M], or [B, H, G, M] with group="none".
     """
-    return blocked(
-        q,
-        k,
-        v,
-        q_positions,
-        k_positions,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        bias=bias,
-        reductions=reductions,
-        own=own,
-    )
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "bias": bias}
+    positions = q_positions, k_positions
+    context, lse = prompt_attention(q, k, v, *positions, **options)
+    scores = tuple(window_scores(q, k, *positions, lse=lse, reduction=kind, **options) for kind in reductions)
+    slots = k.shape[2] - q.shape[2]
+    if slots and not own:
+        scores = tuple(x.at[..., slots:].set(0) for x in scores)
+    return context, lse, scores

@@ -2,8 +2,9 @@
 
 from ..dispatch import dispatch
 from . import reference
-from .reference import PAGE, SegmentAttention, pages
+from .pages import PAGE, pages
+from .reference import SegmentAttention
 
-segment_attention = dispatch(reference.segment_attention, "triton", "mosaic_tpu")
+segment_attention = dispatch(reference.segment_attention, "triton", "mosaic_tpu", "xla")
 
 __all__ = ["PAGE", "SegmentAttention", "pages", "segment_attention"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..mosaic import Interpret
-from ..mosaic_decode import attend, serves
+from ..mosaic_tpu.common import Interpret
+from ..mosaic_tpu.decode import attend, serves
 from ..quantized import QuantizedArray
-from ..slot_attention.reference import Asked
+from ..slot_attention.asked import Asked
 from .reference import SegmentAttention
 
 PARTS = 8  # of a tile: smaller ones than those of slots, because a segment's first and last parts are fetched in full

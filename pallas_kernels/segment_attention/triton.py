@@ -7,10 +7,10 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from ..quantized import QuantizedArray
-from ..slot_attention.reference import Asked
+from ..slot_attention.asked import Asked
 from ..slot_attention.triton import MOST_LOGIT_ROWS, extra_options
-from ..triton import check
-from ..triton_attention import attend
+from ..triton.attention import attend
+from ..triton.common import check
 from .reference import SegmentAttention
 
 

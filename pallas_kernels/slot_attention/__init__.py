@@ -2,8 +2,9 @@
 
 from ..dispatch import dispatch
 from . import reference
-from .reference import Asked, SlotAttention
+from .asked import Asked
+from .reference import SlotAttention
 
-slot_attention = dispatch(reference.slot_attention, "triton", "mosaic_gpu", "mosaic_tpu")
+slot_attention = dispatch(reference.slot_attention, "triton", "mosaic_gpu", "mosaic_tpu", "xla")
 
 __all__ = ["Asked", "SlotAttention", "slot_attention"]

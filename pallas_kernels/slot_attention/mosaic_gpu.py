@@ -19,10 +19,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from ..arrays import Fold, after_last, check_channels, fold, pad
-from ..mosaic_gpu import Products, capability, interpreted, over, product, products_for
+from ..mosaic_gpu.common import Products, capability, interpreted, over, product, products_for
 from ..quantized import QuantizedArray
 from ..softmax import finite_or_zero
-from .reference import Asked, SlotAttention
+from .asked import Asked
+from .reference import SlotAttention
 
 TILE_ELEMENTS = 8 << 10  # of a tile of keys: 32 KiB of keys and values in 16 bits
 STAGES = 2  # tiles in shared memory; two programs of a core have four in flight

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..arrays import Fold, after_last, check_channels
-from ..mosaic import Interpret
-from ..mosaic_decode import attend, serves
+from ..mosaic_tpu.common import Interpret
+from ..mosaic_tpu.decode import attend, serves
 from ..quantized import QuantizedArray, plain
 from ..visibility import visible
 from ..window_scores.mosaic_tpu import window_scores
-from ..window_scores.reference import Reduction
-from .reference import Asked, SlotAttention
+from ..window_scores.reduction import Reduction
+from .asked import Asked
+from .reference import SlotAttention
 
 PARTS = 4  # of a tile: 256 kB of keys, where a tile has 1 MB
 

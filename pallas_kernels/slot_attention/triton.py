@@ -8,15 +8,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..arrays import Fold, fold, pad
-from ..blocks import power_of_two
 from ..quantized import QuantizedArray, plain
 from ..softmax import finite_or_zero
-from ..triton import check
-from ..triton_attention import attend, attend_blocks
-from ..triton_attention_kernel import ExtraReduction, ExtraRows
+from ..triton.attention import attend, attend_blocks
+from ..triton.attention_kernel import ExtraReduction, ExtraRows
+from ..triton.blocks import power_of_two
+from ..triton.common import check
 from ..visibility import visible
 from ..window_scores import Reduction, window_scores
-from .reference import Asked, SlotAttention
+from .asked import Asked
+from .reference import SlotAttention
 
 MOST_LOGIT_ROWS = 64  # query rows per kv head for which logits are stored; with more, `window_scores` recomputes them
 MOST_EXTRA_TILE_ROWS = 64  # extra rows per product

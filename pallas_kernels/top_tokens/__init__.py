@@ -2,8 +2,8 @@
 
 from ..dispatch import dispatch
 from . import reference
-from .reference import compact, top_counts
+from .xla import compact, top_counts
 
-top_tokens = dispatch(reference.top_tokens, "triton", "mosaic_tpu")
+top_tokens = dispatch(reference.top_tokens, "triton", "mosaic_tpu", "xla")
 
 __all__ = ["compact", "top_counts", "top_tokens"]

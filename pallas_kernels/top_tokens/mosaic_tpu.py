@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from ..arrays import pad
-from ..mosaic import LANES, SUBLANES, Interpret, compiler_params, product, round_up
+from ..mosaic_tpu.common import LANES, SUBLANES, Interpret, compiler_params, product, round_up
 
 TOP_VMEM_BYTES = 48 << 20  # more than other kernels take, for long rows of scores
 LOWEST = jnp.iinfo(jnp.int32).min
@@ -98,7 +98,7 @@ def _kernel(counts: Any, scores: Any, positions: Any, out: Any, order: Any, mark
         return jnp.sum(total, axis=(1, 2), keepdims=True)
 
     def kth_largest(values: Callable[[Any], Array], k: Array, bits: Array | int) -> Int[Array, "heads 1 1"]:
-        """As `reference._kth_largest`, for signed integers: the first bit of its unsigned integers is flipped."""
+        """As `xla._kth_largest`, for signed integers: the first bit of its unsigned integers is flipped."""
 
         def decide(i: Array, found: Array) -> Array:
             candidate = found | jnp.left_shift(1, 31 - i)

@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from ..blocks import power_of_two
-from ..triton import check_device
+from ..triton.blocks import power_of_two
+from ..triton.common import check_device
 
 TILE = 8192  # scores per tile
 ROUNDS = 16  # two bits per round

@@ -11,9 +11,9 @@ from jaxtyping import Array, Float, Int
 
 from ..dispatch import dispatch
 from . import reference
-from .reference import DEFAULT_REDUCTION, Reduction
+from .reduction import DEFAULT_REDUCTION, Reduction
 
-_scores = dispatch(reference.window_scores, "triton", "mosaic_tpu")
+_scores = dispatch(reference.window_scores, "triton", "mosaic_tpu", "xla")
 
 __all__ = ["Reduction", "window_scores"]
 

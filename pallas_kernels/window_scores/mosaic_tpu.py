@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from ..arrays import pad
-from ..mosaic import (
+from ..mosaic_tpu.common import (
     LANES,
     SMEM_BYTES,
     SUBLANES,
@@ -33,7 +33,7 @@ from ..mosaic import (
 )
 from ..softcap import capped
 from ..softmax import finite_or_zero
-from .reference import DEFAULT_REDUCTION, Reduction
+from .reduction import DEFAULT_REDUCTION, Reduction
 
 BLOCK_Q = 256  # query rows of a head per tile
 MOST_HEAD_LOGITS = 1 << 17  # logits of a tile and query head

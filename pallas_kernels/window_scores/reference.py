@@ -1,81 +1,18 @@
-"""Window scores in plain XLA: the attention that each key received, recomputed tile by tile from q, k and log-sum-exp.
-
-No array has size W x M.
-"""
+"""The definition of `window_scores`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable
+from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from ..arrays import Fold, fold, pad
-from ..softcap import capped
-from ..visibility import visible
+from ..arrays import Fold
+from ..definition import logits_of, weights_of
+from .reduction import DEFAULT_REDUCTION, Reduction
 
-BLOCK_Q = 256
-BLOCK_K = 256  # keys per tile, at least
-TILE_LOGITS = 1 << 18  # logits per tile and kv head; with few queries, a tile has more keys
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """How the softmax weights [G, W] of a key become one score.
-
-    Attributes:
-        rows: the reduction over the W queries. "mean" divides by the number of queries that see the key.
-        group: the reduction over the G query heads of the kv head. "none" keeps them apart: a score for each.
-        first: the axis that is reduced first. The order matters only if one of the reductions is "max".
-
-    Raises:
-        ValueError: for other values.
-    """
-
-    rows: Fold = "sum"
-    group: Fold | Literal["none"] = "mean"
-    first: Literal["rows", "group"] = "rows"
-
-    def __post_init__(self) -> None:
-        if self.rows not in ("sum", "mean", "max"):
-            raise ValueError(f"rows={self.rows!r}: expected 'sum', 'mean' or 'max'")
-        if self.group not in ("sum", "mean", "max", "none"):
-            raise ValueError(f"group={self.group!r}: expected 'sum', 'mean', 'max' or 'none'")
-        if self.first not in ("rows", "group"):
-            raise ValueError(f"first={self.first!r}: expected 'rows' or 'group'")
-
-    @property
-    def of_group(self) -> Fold:
-        """The reduction over the group, where query heads are not kept apart."""
-        assert self.group != "none"
-        return self.group
-
-    @property
-    def commutes(self) -> bool:
-        """Whether the two reductions give the same score in either order, up to rounding."""
-        return (self.rows == "max") == (self.group == "max")
-
-    def begun(self, weights: Float[Array, "B H K G R"]) -> Float[Array, "B H K F"]:
-        """Reduces over R of the queries, and over the group (F = 1) unless it comes after all queries (F = G)."""
-        over_rows = jnp.max if self.rows == "max" else jnp.sum
-        if self.commutes:
-            return over_rows(weights, axis=(3, 4))[..., None] / (weights.shape[3] if self.group == "mean" else 1)
-        if self.first == "group":
-            return over_rows(fold(weights, self.of_group, axis=3), axis=3)[..., None]
-        return over_rows(weights, axis=4)
-
-    def ended(
-        self, score: Float[Array, "B H K F"], viewers: Int[Array, "B H K"], k_positions: Int[Array, "B H K"]
-    ) -> Float[Array, "B H K"]:
-        """The scores of all queries, whose parts `begun` has reduced, and of which `viewers` see each key."""
-        if self.rows == "mean":
-            score = score / jnp.maximum(viewers, 1)[..., None]
-        return jnp.where(k_positions >= 0, fold(score, self.of_group, axis=3), 0.0)
-
-
-DEFAULT_REDUCTION = Reduction()
+FOLDS: dict[Fold, Callable[..., Array]] = {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max}
 
 
 def window_scores(
@@ -91,7 +28,7 @@ def window_scores(
     bias: Float[Array, "B H M"] | None = None,
     causal: bool = True,
     reduction: Reduction = DEFAULT_REDUCTION,
-) -> Float[Array, "B H M"]:
+) -> Float[Array, "B H *G M"]:
     """Reduces the softmax weights of W queries on each key to one float32 score per key.
 
     The weight of query r on key c is exp(scale q_r . k_c + bias_c - lse_r) if r sees c, else 0.
@@ -102,76 +39,21 @@ def window_scores(
         window: the model's sliding window.
         softcap: of the scaled logits, before the bias; see `capped`.
         bias: float32, added to the scaled logits of each key.
-        causal: False if no key is newer than any query. Positions then need no comparison.
+        causal: False if no key is newer than any query. Positions then need no comparison, and a backend may leave it
+            out.
         reduction: of the [G, W] weights of a key to one score. A key that no query sees scores 0.
     """
-    B, Hq, W, D = q.shape
-    H, M = k.shape[1:3]
-    G = Hq // H
-    rows = min(BLOCK_Q, W)
-    keys = min(max(BLOCK_K, TILE_LOGITS // (G * rows)), M)
-    q = pad(q * scale, -W % rows, axis=2).reshape(B, H, G, -1, D)
-    t = pad(q_positions, -W % rows, axis=1, value=-1)
-    k = pad(k, -M % keys, axis=2)
-    p = pad(k_positions, -M % keys, axis=2, value=-1)
-    added = None if bias is None else pad(bias, -M % keys, axis=2)
-    blocks = t.shape[1] // rows
-    newest = jnp.max(t.reshape(B, blocks, rows), axis=(0, 2))
-    pairwise = causal or window is not None
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "bias": bias}
+    logits, seen = logits_of(q, k, q_positions, k_positions, **options)
+    weights, _ = weights_of(logits, lse)
+    viewers = jnp.maximum(jnp.sum(seen, axis=2), 1)[:, :, None]  # of each key
 
-    def logits_of(i: Array, j: Array) -> Float[Array, "B H K G R"]:
-        """A tile's logits. Keys come first, so that sums over queries and group run along vector lanes."""
-        q_tile = jax.lax.dynamic_slice_in_dim(q, i * rows, rows, axis=3).reshape(B, H, G * rows, D)
-        k_tile = jax.lax.dynamic_slice_in_dim(k, j * keys, keys, axis=2)
-        logits = jnp.einsum("BHKD,BHRD->BHKR", k_tile, q_tile, preferred_element_type=jnp.float32)
-        logits = capped(logits.reshape(B, H, keys, G, rows), softcap)
-        if added is None:
-            return logits
-        return logits + jax.lax.dynamic_slice_in_dim(added, j * keys, keys, axis=2)[..., None, None]
+    def over_rows(x: Float[Array, "B H G W M"]) -> Float[Array, "B H G M"]:
+        return jnp.sum(x, axis=3) / viewers if reduction.rows == "mean" else FOLDS[reduction.rows](x, axis=3)
 
-    def seen_of(i: Array, j: Array) -> Bool[Array, "B H K R"]:
-        t_tile = jax.lax.dynamic_slice_in_dim(t, i * rows, rows, axis=1)
-        p_tile = jax.lax.dynamic_slice_in_dim(p, j * keys, keys, axis=2)
-        if pairwise:
-            return jnp.swapaxes(visible(t_tile, p_tile, window), 2, 3)
-        return (p_tile >= 0)[..., None] & (t_tile >= 0)[:, None, None]
-
-    def row_lse(i: Array) -> Float[Array, "B H G R"]:
-        def add(j: Array, total: Array) -> Array:
-            logits = jnp.where(seen_of(i, j)[:, :, :, None], logits_of(i, j), -jnp.inf)
-            return jnp.logaddexp(total, jax.nn.logsumexp(logits, axis=2))
-
-        return jax.lax.fori_loop(0, k.shape[2] // keys, add, jnp.full((B, H, G, rows), -jnp.inf))
-
-    if lse is None:
-        lse_blocks = jax.lax.map(row_lse, jnp.arange(blocks))
-    else:
-        lse_blocks = pad(lse, -W % rows, axis=2).reshape(B, H, G, blocks, rows)
-        lse_blocks = jnp.moveaxis(lse_blocks, 3, 0)
-    # Padding, and queries that see nothing, give no weight.
-    padding = jnp.moveaxis(t.reshape(B, blocks, rows), 1, 0)[:, :, None, None] < 0
-    lse_blocks = jnp.where(padding | jnp.isneginf(lse_blocks), jnp.inf, lse_blocks)
-
-    def key_block(j: Array) -> Float[Array, "B H K"]:
-        positions = jax.lax.dynamic_slice_in_dim(p, j * keys, keys, axis=2)
-
-        def add(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            score, viewers = carry
-            logits = logits_of(i, j) - lse_blocks[i][:, :, None]
-            if pairwise:
-                logits = jnp.where(seen_of(i, j)[:, :, :, None], logits, -jnp.inf)
-            tile = reduction.begun(jnp.exp(logits))
-            score = jnp.maximum(score, tile) if reduction.rows == "max" else score + tile
-            return score, viewers + jnp.sum(seen_of(i, j), axis=3) if reduction.rows == "mean" else viewers
-
-        oldest = jnp.min(jnp.where(positions >= 0, positions, jnp.iinfo(jnp.int32).max))
-        start = jnp.argmax(newest >= oldest)  # earlier blocks of queries see no key of this tile
-        score_shape = jax.eval_shape(reduction.begun, jax.ShapeDtypeStruct((B, H, keys, G, rows), jnp.float32)).shape
-        carry = (jnp.zeros(score_shape, jnp.float32), jnp.zeros((B, H, keys), jnp.int32))
-        score, viewers = jax.lax.fori_loop(start, blocks, add, carry) if blocks > 1 else add(jnp.int32(0), carry)
-        return reduction.ended(score, viewers, positions)
-
-    if k.shape[2] == keys:
-        return key_block(jnp.int32(0))[..., :M]
-    scores = jax.lax.map(key_block, jnp.arange(k.shape[2] // keys))
-    return jnp.moveaxis(scores, 0, 2).reshape(B, H, -1)[..., :M]
+    if reduction.group == "none":
+        return over_rows(weights)
+    over_group = FOLDS[reduction.group]
+    if reduction.first == "rows":
+        return over_group(over_rows(weights), axis=2)
+    return over_rows(over_group(weights, axis=2, keepdims=True))[:, :, 0]

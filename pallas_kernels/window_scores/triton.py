@@ -17,12 +17,12 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from ..arrays import after_last, pad
-from ..blocks import Blocks, Work, measured, power_of_two
 from ..softcap import capped
-from ..triton import PROGRAMS, check, product
-from ..triton_attention import attend
+from ..triton.attention import attend
+from ..triton.blocks import Blocks, Work, measured, power_of_two
+from ..triton.common import PROGRAMS, check, product
 from ..visibility import span, visible_tiles
-from .reference import DEFAULT_REDUCTION, Reduction
+from .reduction import DEFAULT_REDUCTION, Reduction
 
 
 def score_blocks(rows: int, k: Any, parts: int = 1) -> Blocks:

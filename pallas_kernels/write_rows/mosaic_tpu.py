@@ -19,7 +19,7 @@ from jax.lax import div, rem
 from jaxtyping import Array, Int
 
 from ..arrays import pad
-from ..mosaic import LANES, Interpret, compiler_params, in_place, stored_transposed
+from ..mosaic_tpu.common import LANES, Interpret, compiler_params, in_place, stored_transposed
 from . import reference
 
 BUFFER_BYTES = 8 << 20  # of on-chip memory for the entries around the rows that are written together

@@ -15,10 +15,10 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import kvjax
-from kvjax.aot import lower
-from kvjax.aot.graphs import compile_listed, outside_graphs
-from kvjax.aot.hlo import Loop
-from kvjax.aot.targets import target
+from benchmarks.aot import lower
+from benchmarks.aot.graphs import compile_listed, outside_graphs
+from benchmarks.aot.hlo import Loop
+from benchmarks.aot.targets import target
 from kvjax.gates.attach import Network
 from kvjax.gates.forms import FORMS
 from kvjax.models import Decoder, DecoderConfig

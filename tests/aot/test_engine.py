@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from functools import cache
 
 import jax
 import pytest
 
 import kvjax
-from kvjax.aot.engine import lower_engine
-from kvjax.aot.hlo import Loop
+from benchmarks.aot.engine import lower_engine
+from benchmarks.aot.hlo import Loop
 from kvjax.kv_cache import KVCache
 from kvjax.policies import parse
 from tests.aot.compiled import CONFIG, SINGLE_LAYERS, accelerators
@@ -33,7 +32,7 @@ CHOSEN = [
 
 
 @cache
-def lowered(name: str, text: str) -> tuple[dict[Hashable, jax.stages.Lowered], KVCache]:
+def lowered(name: str, text: str) -> tuple[dict[str, jax.stages.Lowered], KVCache]:
     """Of an engine whose prompts are short, so that one program reads them, and whose answers are long."""
     config = SINGLE_LAYERS["v6e:2x2"]
     mesh = kvjax.make_mesh(devices=accelerators(name)[:1])

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kvjax.aot.graphs import compile_listed, outside_graphs
+from benchmarks.aot.graphs import compile_listed, outside_graphs
 
 LAUNCHES = """\
 000: kCommandBuffer [source       | next=010 (1)]

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.aot.hlo import Loop
-from kvjax.aot.targets import target
+from benchmarks.aot.hlo import Loop
+from benchmarks.aot.targets import target
 
 ROWS, COLUMNS = 512, 256
 NBYTES = ROWS * COLUMNS * 4

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 
 import kvjax
-from kvjax.aot.hlo import Loop
-from kvjax.aot.lower import lower_decode
+from benchmarks.aot.hlo import Loop
+from benchmarks.aot.lower import lower_decode
 from kvjax.parts import (
     DistancePreference,
     GlobalAttention,

@@ -3,7 +3,7 @@
 import pytest
 
 import kvjax
-from kvjax.aot.lower import lower_decode
+from benchmarks.aot.lower import lower_decode
 from kvjax.policies import parse
 from tests.aot.compiled import accelerators, llama
 

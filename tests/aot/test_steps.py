@@ -10,9 +10,9 @@ import jax
 import pytest
 
 import kvjax
-from kvjax.aot.hlo import NO_LAUNCHES, Instruction, Loop
-from kvjax.aot.lower import lower_decode
-from kvjax.aot.targets import target
+from benchmarks.aot.hlo import NO_LAUNCHES, Instruction, Loop
+from benchmarks.aot.lower import lower_decode
+from benchmarks.aot.targets import target
 from kvjax.models import DecoderConfig
 from kvjax.policies import parse
 from tests.aot.compiled import CONFIG, KERNELS, accelerators, answering, llama

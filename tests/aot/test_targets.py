@@ -4,7 +4,7 @@ import jax
 import pytest
 from jax.experimental import topologies
 
-from kvjax.aot.targets import GPUS, TPUS, target
+from benchmarks.aot.targets import GPUS, TPUS, target
 
 
 def test_names() -> None:

@@ -10,12 +10,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 import kvjax
-from kvjax.aot.lower import lower_prefill
+from benchmarks.aot.lower import lower_prefill
 from kvjax.models import Decoder
 from kvjax.parts import AdaptiveShares, CompositeShares
-from kvjax.plan import placed
 from kvjax.policies import parse
-from kvjax.reading.allocate import allocate, pool_rows
 from tests.tiny import VOCAB, decoder
 
 RNG = np.random.default_rng(5)
@@ -80,7 +78,5 @@ class Communication:
 
 def of_allocation(params: Decoder, policy: kvjax.Policy) -> Communication:
     """What the program communicates that allocates a budget, on a mesh of 2 x 4 devices."""
-    _, cache = lower_prefill(params.config, policy, **PROMPTS, new_tokens=NEW, mesh=mesh(2, 4)).out_info
-    rows = pool_rows(policy, cache.kept, params.config.num_kv_heads, room=0)
-    lowered = allocate.lower(params, placed(cache, cache.shardings), rows=rows, room=0)
-    return Communication.of(lowered.compile().as_text())
+    programs = lower_prefill(params.config, policy, **PROMPTS, new_tokens=NEW, mesh=mesh(2, 4))
+    return Communication.of(programs["allocate 0"].compile().as_text())

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.attend import pays
+from kvjax.attend import runs_twice
 from kvjax.attend.twice import in_array
-from kvjax.extend import step
 from kvjax.models import Mixture
+from kvjax.reading.step import step
 from tests.tiny import VOCAB, decoder
 
 
@@ -27,7 +27,7 @@ def test_rows_that_run_twice(batch: int, mixture: Mixture | None, monkeypatch: p
         asked.append(sizes)
         return True
 
-    monkeypatch.setattr(import_module("kvjax.extend"), "pays", always)
+    monkeypatch.setattr(import_module("kvjax.reading.step"), "runs_twice", always)
     got = jax.jit(lambda *args: step(*args))(params, cache, tokens, incoming)
     assert asked == [(batch, None)]
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
@@ -43,7 +43,7 @@ def test_a_single_number_of_a_gpu_is_in_an_array() -> None:
 
 
 def test_only_gpus_of_one_row_run_rows_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not pays(1, None)
+    assert not runs_twice(1, None)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert pays(1, None)
-    assert not pays(2, None)
+    assert runs_twice(1, None)
+    assert not runs_twice(2, None)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from kvjax.cache import pieces
-from kvjax.extend import step
 from kvjax.pallas_kernels import PAGE
+from kvjax.reading.step import step
 from tests import tiny
 from tests.dense import assert_close
 

@@ -111,7 +111,7 @@ def test_a_step_reads_the_keys_of_a_pool_once(monkeypatch):
     for module in ("kvjax.cache.slots", "kvjax.methods.morphkv"):
         monkeypatch.setattr(import_module(module), "window_scores", read_again)
     rows = jax.ShapeDtypeStruct((2,), jnp.int32), jax.ShapeDtypeStruct((2,), bool)
-    _, extended = jax.eval_shape(import_module("kvjax.extend").step, model, cache, *rows)
+    _, extended = jax.eval_shape(import_module("kvjax.reading.step").step, model, cache, *rows)
     assert jax.tree.map(jnp.shape, extended) == expected
 
 
@@ -321,15 +321,17 @@ def test_what_makes_no_sense():
     shared = GlobalShares(Fixed(24))
     with pytest.raises(ValueError, match=r"GlobalShares stores heads in segments.*positions='in_cache'"):
         on(shared, "streaming_llm:budget=24,positions=in_cache")
-    with pytest.raises(ValueError, match=r"LastAttention has all heads .* retain the same tokens, and GlobalShares"):
+    with pytest.raises(
+        ValueError, match=r"LastAttention has all heads .* the same tokens, and the budget GlobalShares"
+    ):
         on(shared, "tova:budget=24")
     with pytest.raises(ValueError, match="groups=3 of 4 kv heads: expected a divisor of 4"):
         kvjax.generate(params(), ROWS, policy=on(GlobalShares(Fixed(24), groups=3), "h2o:budget=24"))
-    with pytest.raises(ValueError, match="compress='chunk' would allocate GlobalShares more than once"):
+    with pytest.raises(ValueError, match="compress='chunk' would allocate the budget to layers and heads more"):
         kvjax.generate(params(), ROWS, policy=on(shared, "h2o:budget=24"), chunk=20, compress="chunk")
     cache = kvjax.generate(params(ONE_LAYER), ROWS, policy=on(shared, SNAPKV), max_new_tokens=NEW).cache
     with pytest.raises(ValueError, match="compress='end' would allocate"):
         kvjax.generate(params(ONE_LAYER), ROWS, cache=cache, compress="end")
-    with pytest.raises(ValueError, match="expected a budget that limits every layer"):
+    with pytest.raises(ValueError, match="expected one that limits every layer"):
         GlobalShares(policies.parse("full").budget)
     assert GlobalShares(Fraction(0.5)).smallest is None

@@ -27,8 +27,11 @@ from tests.cli.commands import PROMPT, kv
         (["generate", "MODEL", PROMPT, "--policy", "lru"], "unknown policy 'lru': expected adakv, attention_matching"),
         (["generate", "MODEL", PROMPT, "--policy", "snapkv:size=3"], "snapkv has no option 'size'"),
         (["generate", "MODEL", PROMPT, "--policy", "snapkv:pool=sum"], "pool='sum': expected 'max' or 'avg'"),
-        (["generate", "MODEL", PROMPT, "--policy", "morphkv:budget=32"], "expected a budget of 33 or more"),
-        (["info", "MODEL", "--policy", "morphkv:budget=32"], "expected a budget of 33 or more"),
+        (
+            ["generate", "MODEL", PROMPT, "--policy", "morphkv:budget=32"],
+            "morphkv: a budget of 32 entries: expected 33",
+        ),
+        (["info", "MODEL", "--policy", "morphkv:budget=32"], "a budget of 32 entries: expected 33"),
         (["info", "MODEL", "--batch", "0"], "batch=0: expected an integer in 1 .. 2147483647"),
         (["info", "MODEL", "--mesh", "2"], "mesh '2': expected DATAxMODEL"),
         (["info", "MODEL", "--mesh", "1x3"], "model=3 does not fit 4 query heads, 2 kv heads"),
@@ -65,7 +68,7 @@ from tests.cli.commands import PROMPT, kv
         ),
         (["inspect", "/no/such/folder", "--prompt", PROMPT], "no such folder"),
         (["demo", "--length", "12"], "Invalid value for '--length'"),
-        (["demo", "--budget", "20"], "expected a budget of 33 or more"),
+        (["demo", "--budget", "20"], "snapkv: a budget of 20 entries: expected 33 or more, which is window=32 + 1"),
     ],
 )
 def test_errors_are_a_line_on_stderr_and_status_2(model: str, arguments: list[str], message: str) -> None:

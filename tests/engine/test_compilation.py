@@ -22,10 +22,8 @@ def test_500_random_requests_compile_nothing(shallow: Decoder, compiled: list[st
         assert len(compiled) >= engine.warm_up.programs
         assert engine.warm_up.seconds > 0
         compiled.clear()
-        before = kvjax.runtime.programs.count()
         answers = [handle.result(timeout=120) for handle in run(engine, asked, rng)]
         stats = engine.stats()
     assert compiled == []
-    assert kvjax.runtime.programs.count() == before
     assert stats.requests == len(answers) == sum(stats.finished.values()) == 500
     assert stats.tokens >= sum(len(answer.tokens) for answer in answers)

@@ -21,8 +21,8 @@ needs_kvpress = pytest.mark.skipif(
 
 def check_made_again(script: str, suffix: str, expected: dict[str, np.ndarray], folder: Path) -> None:
     """Runs a script of golden archives for the model llama_group7, and compares the arrays of its archive."""
-    command = [os.environ[PYTHON], str(ROOT / "scripts" / script), "--folder", str(folder), "--model", "llama_group7"]
-    result = subprocess.run(command, capture_output=True, text=True)
+    command = [os.environ[PYTHON], "-m", f"goldens.{script}", "--folder", str(folder), "--model", "llama_group7"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     with np.load(folder / f"llama_group7{suffix}.npz") as made:
         assert set(made) == set(expected)

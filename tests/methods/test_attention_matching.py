@@ -109,9 +109,9 @@ def test_a_sample_does_not_depend_on_pieces():
     [
         ("queries=0", "queries=0: expected an integer >= 1"),
         ("merge.ridge=0.0", "ridge=0.0: expected a number > 0"),
-        ("base=kvmerger", "FittedEntries would replace the base's GaussianMerge"),
-        ("base=expected_attention", "QuerySample observes queries after RoPE, once, and ExpectedAttention"),
-        ("base=finch,base.positions=in_cache", "FittedEntries asks cached keys .* positions='in_cache'"),
+        ("base=kvmerger", "^attention_matching: its base already merges entries, by GaussianMerge"),
+        ("base=expected_attention", "its base ExpectedAttention observes queries before RoPE"),
+        ("base=finch,base.positions=in_cache", "^attention_matching: it asks cached keys .* positions='in_cache'"),
     ],
 )
 def test_refusals(options, says):
@@ -121,5 +121,5 @@ def test_refusals(options, says):
 
 def test_a_fit_needs_a_sample():
     policy = parse("attention_matching")
-    with pytest.raises(ValueError, match="FittedEntries asks a sample of queries, and WindowAttention takes none"):
+    with pytest.raises(ValueError, match=r"FittedEntries: it asks a sample .* the score WindowAttention takes none"):
         replace(policy, score=policy.score.base)

@@ -56,5 +56,5 @@ def test_of_scores_that_compare_nothing_the_best_stay():
 def test_refusals():
     with pytest.raises(ValueError, match="block=0: expected an integer >= 1"):
         parse("blockwise:block=0")
-    with pytest.raises(ValueError, match=r"BlockByBlock .* Chunks compares means of scores"):
+    with pytest.raises(ValueError, match=r"^blockwise: it .* the selection Chunks compares means of scores"):
         parse("blockwise:base=chunkkv")

@@ -98,7 +98,7 @@ def test_the_newest_stay_whatever_they_score():
         ("tokens=0", "tokens=0: expected an integer >= 1"),
         ("form=greedy", "form='greedy': expected 'bernoulli' or 'expected'"),
         ("seed=-1", "seed=-1: expected an integer >= 0"),
-        ("every=None", "every=None: expected an integer >= 1, since ValueMerge merges while decoding evicts"),
+        ("every=None", "every=None: expected an integer >= 1, since values are merged while decoding evicts"),
     ],
 )
 def test_bad_options(options, message):
@@ -107,7 +107,7 @@ def test_bad_options(options, message):
 
 
 def test_a_score_without_attention_is_refused():
-    with pytest.raises(ValueError, match=r"ValueMerge compares the attention .* and Recency does not accumulate it"):
+    with pytest.raises(ValueError, match=r"^ValueMerge: it compares .* the score Recency does not accumulate it"):
         Policy(Recency(), Fixed(16), TopTokens(), ValueMerge(), every=1)
     assert cam(64, group="max").score == AccumulatedAttention("max")
     assert parse(repr(cam(64))) == cam(64)

@@ -118,8 +118,11 @@ def test_chunkkv_retains_the_same_text_in_all_heads():
     ("text", "says"),
     [
         ("chunkkv:length=0", "length=0: expected an integer >= 1"),
-        ("chunkkv:base=chunkkv", "Chunks of Chunks: expected a selection that retains the highest scores one by one"),
-        ("chunkkv:base=cam", "Chunks of Newest: expected a selection"),
+        (
+            "chunkkv:base=chunkkv",
+            "^chunkkv: its base selects by Chunks; choose a base that retains the highest",
+        ),
+        ("chunkkv:base=cam", "^chunkkv: its base selects by Newest; choose a base"),
     ],
 )
 def test_refusals(text, says):

@@ -73,7 +73,7 @@ def test_votes_come_first_then_the_last_weight():
     ("options", "says"),
     [
         ("window=0", "window=0: expected an integer >= 1"),
-        ("budget=256", "a budget of 256 entries is smaller"),
+        ("budget=256", "a budget of 256 entries: expected "),
     ],
 )
 def test_refusals(options, says):

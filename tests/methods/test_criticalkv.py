@@ -213,11 +213,17 @@ def test_a_base_that_evicts_while_decoding():
         ("first=1", "first=1: expected a float"),
         ("first=-0.1", "first=-0.1"),
         ("epsilon=-1.0", "epsilon=-1.0: expected a float >= 0"),
-        ("base=criticalkv", "ProjectedValues of ProjectedValues, which weighs values.*expected a base"),
-        ("base=expected_attention", "ProjectedValues of ExpectedAttention.*value_norm=False"),
-        ("base=kvcompose,base.score.value_norm=v", "ProjectedValues of TaskAttention.*does not weigh values"),
-        ("base=tova", "LastAttention.*ProjectedValues.*cannot be combined"),
-        ("base=chunkkv", "ProjectedValues.*Chunks compares means of scores; they cannot be combined"),
+        (
+            "base=criticalkv",
+            "^criticalkv: its base ProjectedValues already multiplies scores by value norms; choose",
+        ),
+        ("base=expected_attention", "^criticalkv: its base ExpectedAttention already multiplies.*value_norm=False"),
+        ("base=kvcompose,base.score.value_norm=v", "^criticalkv: its base TaskAttention already multiplies"),
+        ("base=tova", "^criticalkv: its base LastAttention has all heads .* choose a base whose heads differ"),
+        (
+            "base=chunkkv",
+            "^criticalkv: it scores .* the selection Chunks compares means of scores",
+        ),
     ],
 )
 def test_what_makes_no_sense(text, says):
@@ -229,7 +235,7 @@ def test_what_the_base_refuses_is_refused():
     policy = criticalkv()
     for change, says in (
         ({"every": 1}, r"Pooling\(.*every=1"),
-        ({"protect": Protect()}, "^WindowAttention scores the entries older than its window of 32"),
+        ({"protect": Protect()}, "^ProjectedValues: it scores the entries older than its window of 32"),
     ):
         with pytest.raises(ValueError, match=says):
             replace(policy, **change)

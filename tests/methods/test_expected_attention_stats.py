@@ -74,7 +74,7 @@ def test_the_statistics_of_a_prompt_give_what_expected_attention_retains():
     ("options", "says"),
     [
         ({"future": 0}, "future=0: expected an integer >= 1"),
-        ({"budget": 6, "every": 3}, r"a budget of 6 entries is smaller than sinks \+ recent \+ 3 = 7"),
+        ({"budget": 6, "every": 3}, r"a budget of 6 entries: expected 7 or more"),
     ],
 )
 def test_refusals(options, says):

@@ -101,7 +101,7 @@ def test_each_head_retains_its_set():
         ("recovery=1.5", "recovery=1.5: expected a number from 0 to 1"),
         ("frequent=2", "frequent=2: expected a number from 0 to 1"),
         ("sinks=0", "sinks=0: expected an integer >= 1"),
-        ("budget=4", "a budget of 4 entries is smaller"),
+        ("budget=4", "a budget of 4 entries: expected "),
     ],
 )
 def test_refusals(options, says):

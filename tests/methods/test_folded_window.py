@@ -12,9 +12,9 @@ import pytest
 
 from kvjax import policies
 from kvjax.extend import extend
-from kvjax.extend import step as one_step
 from kvjax.pallas_kernels import Reduction, use
 from kvjax.parts import FoldedWindow
+from kvjax.reading.step import step as one_step
 from tests import tiny
 from tests.dense import assert_close
 from tests.methods.literal_heads import Generation, SlidingHead

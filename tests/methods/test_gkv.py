@@ -75,7 +75,7 @@ def test_a_prompt_in_pieces():
     [
         ("decay=1.5", r"decay=1.5: expected a number in \[0, 1\]"),
         ("mix=-0.1", r"mix=-0.1: expected a number in \[0, 1\]"),
-        ("budget=128", "a budget of 128 entries is smaller"),
+        ("budget=128", "a budget of 128 entries: expected "),
     ],
 )
 def test_refusals(options, says):

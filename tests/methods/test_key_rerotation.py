@@ -35,7 +35,7 @@ def test_the_same_entries_at_other_distances(chunk):
     [
         ("morphkv", r"FoldedWindow keeps rotated queries, .* with every=1 .* positions='in_cache'"),
         ("adakv", r"AdaptiveShares stores heads in segments .* positions='in_cache'"),
-        ("expected_attention", r"ExpectedAttention compares keys .* positions='in_cache'"),
+        ("expected_attention", r"^key_rerotation: ExpectedAttention: it compares keys.* positions='in_cache'"),
     ],
 )
 def test_refusals(base, says):
@@ -45,5 +45,5 @@ def test_refusals(base, says):
 
 def test_a_second_compression_is_refused():
     """The queries that the score kept met the keys at other places."""
-    with pytest.raises(ValueError, match="compress='chunk' would score by queries that WindowAttention kept before"):
+    with pytest.raises(ValueError, match="compress='chunk' would score by queries that were kept before"):
         tiny.prefill(tiny.decoder(), ROTATED, [np.arange(20)], 24, chunk=8, compress="chunk")

@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec
 import kvjax
 from kvjax.cache import Slots
 from kvjax.mesh.heads import ALL_HEADS, Heads
-from kvjax.methods import keydiff
 from kvjax.models import AttentionLayer, Rope
 from kvjax.parts import KeyDifference, KeyNorm, RandomDraw
 from kvjax.policies import random
@@ -48,16 +47,6 @@ def test_norms_and_differences_of_keys(dtype):
         anchor = np.mean(keys / lengths[:, None], axis=0)
         cosines = keys @ anchor / (lengths * np.linalg.norm(anchor))
         np.testing.assert_allclose(differences[b, h][there], -cosines, atol=1e-6)
-
-
-@pytest.mark.parametrize("form", [keydiff._by_products, keydiff._by_sums])
-def test_both_forms_of_products_with_the_anchor(form):
-    """A CPU runs the first, and an accelerator the second."""
-    rng = np.random.default_rng(6)
-    keys, share = rng.normal(size=(B, H, M, D)).astype(np.float32), rng.random((B, H, M)).astype(np.float32)
-    anchor = np.sum(keys * share[..., None], axis=2, keepdims=True)
-    expected = np.sum(keys * anchor, axis=-1) / np.linalg.norm(anchor, axis=-1)
-    np.testing.assert_allclose(form(jnp.asarray(keys), jnp.asarray(share)), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_draw_belongs_to_a_token_a_head_and_a_layer():

@@ -314,10 +314,10 @@ def test_devices_with_some_of_the_heads_allocate_as_one_device(budget):
         (lambda: kvcompose(8, heads="sum"), "heads='sum': expected 'mean' or 'max'"),
         (lambda: kvcompose(8, heads="max", structured=False), "heads='max' with structured=False"),
         (lambda: kvcompose(8, structured=False, first_layer=True), "first_layer=True with structured=False"),
-        (lambda: replace(kvcompose(8), budget=Fixed(8)), "TaskAttention with source='replay' .* Fixed"),
+        (lambda: replace(kvcompose(8), budget=Fixed(8)), "^TaskAttention: source='replay' .* Fixed"),
         (
             lambda: replace(kvcompose(8, score=TaskAttention("self")), budget=Fixed(8), every=1),
-            "TaskAttention scores a prompt",
+            "^TaskAttention: it scores a prompt",
         ),
         (lambda: kvcompose(8, min_tokens=9), "min_tokens=9 of a mean of 8"),
     ],

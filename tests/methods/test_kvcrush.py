@@ -300,15 +300,21 @@ def test_scores_that_accumulate_are_compared_by_age(base):
         ("pick=first", "pick='first': expected .*'kmeans'"),
         ("bits=head", "bits='head': expected 'kv' or 'query'"),
         ("base=snapkv,base.budget=40,share=0.02", "share=0.02 of a budget of 40 entries is less than one token"),
-        ("base=kvcrush", "Representatives leave out: expected another base"),
+        ("base=kvcrush", "^kvcrush: its base selects representatives already; choose another"),
         ("granularity=line", "granularity='line': expected 'token' or 'chunk' or 'page'"),
         ("granularity=page,page=0", "page=0"),
         ("granularity=page,pick=kmeans", "pick='kmeans': expected another one with granularity='page'"),
         ("base=snapkv,base.budget=100,granularity=page", "less than one page: expected a share of 32 entries or more"),
-        ("base=cam,granularity=chunk", "Representatives with granularity='chunk' ranks pages .* and Newest does not"),
-        ("base=cam,granularity=page,share=0.0", "Pages ranks pages .* and Newest does not retain"),
-        ("base=expected_attention,bits=query", "QueryHeadAttention observes queries after RoPE, and ExpectedAttention"),
-        ("base=streaming_llm,base.positions=in_cache,bits=query", "QueryHeadAttention .* positions='in_cache'"),
+        ("base=cam,granularity=chunk", "^kvcrush: chunks and pages .* the base's selection Newest does not"),
+        (
+            "base=cam,granularity=page,share=0.0",
+            "^kvcrush: chunks and pages .* selection Newest does not",
+        ),
+        ("base=expected_attention,bits=query", "^kvcrush: its base ExpectedAttention observes queries before RoPE"),
+        (
+            "base=streaming_llm,base.positions=in_cache,bits=query",
+            "^kvcrush: it .* positions='in_cache'",
+        ),
     ],
 )
 def test_refusals(options, says):
@@ -326,5 +332,5 @@ def test_nothing_beyond_a_budget_that_covers_the_prompt():
 def test_a_score_without_query_heads_is_refused():
     base = streaming_llm(64)
     select = Representatives(TopTokens(), 0.25, bits="query")
-    with pytest.raises(ValueError, match="compares query heads, and Recency has no scores of single query heads"):
+    with pytest.raises(ValueError, match="the score Recency has no scores of single query heads"):
         Policy(base.score, Fixed(64), select, base.merge)

@@ -326,6 +326,6 @@ def test_goldens_are_all_compared() -> None:
 @pytest.mark.parity
 @needs_kvpress
 def test_goldens_can_be_made_again(tmp_path: Path) -> None:
-    check_made_again("make_goldens.py", "", golden("llama_group7").arrays, tmp_path)
+    check_made_again("make_goldens", "", golden("llama_group7").arrays, tmp_path)
     weights = "llama_group7/model.safetensors"
     assert (tmp_path / weights).read_bytes() == (GOLDEN / weights).read_bytes()

@@ -84,4 +84,4 @@ def test_goldens_are_all_compared() -> None:
 @pytest.mark.parity
 @needs_kvpress
 def test_goldens_can_be_made_again(tmp_path: Path) -> None:
-    check_made_again("make_statistics_goldens.py", "_statistics", golden("llama_group7").arrays, tmp_path)
+    check_made_again("make_statistics_goldens", "_statistics", golden("llama_group7").arrays, tmp_path)

@@ -97,8 +97,8 @@ def test_layers_together_hold_more_than_one_does():
     [
         ("run=2,keep=2", "run=2: expected an integer >= 3"),
         ("run=9,keep=1,recent=3", "recent=3: expected an integer >= 7"),
-        ("every=2", "Ladder says which entry leaves next; with every=2 .*cannot be combined"),
-        ("budget=36", "a budget of 36 entries is smaller"),
+        ("every=2", "^lacache: it says which entry leaves next; with every=2 .*cannot be combined"),
+        ("budget=36", "a budget of 36 entries: expected "),
     ],
 )
 def test_refusals(options, says):

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import yaml
 
-from kvjax.extend import step
 from kvjax.policies import morphkv, parse
+from kvjax.reading.step import step
 from tests import tiny
 from tests.dense import assert_close
 from tests.methods import one_layer

@@ -70,7 +70,7 @@ def test_pyramidkv_budgets_of_kvpress(length, share, window, beta, layers):
 
 def test_a_pyramid_stands_on_equal_layers_and_one_layer_is_the_mean():
     assert layers_of(Pyramid(Fixed(12), window=4), 100, 1) == [12]
-    with pytest.raises(ValueError, match=r"Everything\(\) in Pyramid: expected"):
+    with pytest.raises(ValueError, match=r"a budget of Everything\(\): expected"):
         Pyramid(Everything(), window=4)
 
 

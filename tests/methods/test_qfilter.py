@@ -45,5 +45,5 @@ def test_refusals():
         ValueError, match=r"QueryFilter\(\) reads the statistics q_filters, and the parameters have none"
     ):
         kvjax.prefill(params, [[1, 2, 3]], policy=qfilter(2))
-    with pytest.raises(ValueError, match=r"QueryFilter projects keys .* positions='in_cache'"):
+    with pytest.raises(ValueError, match=r"QueryFilter: it projects keys .* positions='in_cache'"):
         replace(qfilter(4), positions="in_cache")

@@ -126,7 +126,7 @@ def test_a_step_leaves_the_buffer_s_room():
         ("threshold=-2", r"threshold=-2: expected a number in \[-1, 1\]"),
         ("window=0", "window=0: expected an integer >= 1"),
         ("kernel=4", "size=4: expected an odd integer"),
-        ("budget=128", "a budget of 128 entries is smaller"),
+        ("budget=128", "a budget of 128 entries: expected "),
     ],
 )
 def test_refusals(options, says):

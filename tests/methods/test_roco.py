@@ -104,7 +104,7 @@ def test_a_sliding_window_counts_its_queries_only():
     ("options", "says"),
     [
         ("exempt=1", r"exempt=1: expected a number in \[0, 1\)"),
-        ("budget=10", "a budget of 10 entries is smaller"),
+        ("budget=10", "a budget of 10 entries: expected "),
         ("every=0", "every=0: expected an integer >= 1"),
     ],
 )

@@ -75,7 +75,7 @@ def test_is_the_literal_count(group, window):
         ("drop=0", "drop=0: expected a share"),
         ("drop=1.5", "drop=1.5: expected a share"),
         ("window=0", "window=0"),
-        ("budget=16,recent=10", "a budget of 16 entries is smaller"),
+        ("budget=16,recent=10", "a budget of 16 entries: expected "),
     ],
 )
 def test_what_makes_no_sense(options, says):

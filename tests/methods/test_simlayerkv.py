@@ -78,7 +78,7 @@ def test_lazy_layers_retain_the_first_and_the_newest():
     [
         ("threshold=1.5", "threshold=1.5: expected a number from 0 to 1"),
         ("last=0", "last=0: expected an integer >= 1"),
-        ("budget=1000", "a budget of 1000 entries is smaller"),
+        ("budget=1000", "a budget of 1000 entries: expected "),
     ],
 )
 def test_refusals(options, says):

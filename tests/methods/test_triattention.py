@@ -90,7 +90,7 @@ def test_equal_keys_have_equal_scores():
     ("options", "says"),
     [
         ({"farthest": 0}, "farthest=0: expected an integer >= 1"),
-        ({"budget": 200}, r"smaller than sinks \+ recent \+ 128 = 256"),
+        ({"budget": 200}, r"^triattention: a budget of 200 entries: expected 256 or more"),
     ],
 )
 def test_refusals(options, says):

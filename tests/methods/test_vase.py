@@ -86,7 +86,7 @@ def test_large_values_stay_while_others_come_and_go():
     [
         ("large=1.0", r"large=1.0: expected a number in \[0, 1\)"),
         ("kernel=2", "size=2: expected an odd integer"),
-        ("budget=100", "a budget of 100 entries is smaller"),
+        ("budget=100", "a budget of 100 entries: expected "),
     ],
 )
 def test_refusals(options, says):

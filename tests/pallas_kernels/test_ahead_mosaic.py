@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import Mesh, SingleDeviceSharding
 
 import kvjax
-from kvjax.aot.hlo import Instruction, Loop
-from kvjax.aot.lower import lower_decode
-from kvjax.aot.targets import target
+from benchmarks.aot.hlo import Instruction, Loop
+from benchmarks.aot.lower import lower_decode
+from benchmarks.aot.targets import target
 from kvjax.pallas_kernels import Asked, QuantizedArray, Reduction
 from tests.pallas_kernels import cases
 from tests.products import part
@@ -26,7 +26,7 @@ prompt, slot, segment, window, top = (
     import_module(f"kvjax.pallas_kernels.{name}.mosaic_tpu")
     for name in ("prompt_attention", "slot_attention", "segment_attention", "window_scores", "top_tokens")
 )
-mosaic = import_module("kvjax.pallas_kernels.mosaic")
+mosaic = import_module("kvjax.pallas_kernels.mosaic_tpu.common")
 by_position, parts = (
     import_module(f"kvjax.pallas_kernels.prompt_attention.{name}") for name in ("mosaic_by_position", "parts")
 )

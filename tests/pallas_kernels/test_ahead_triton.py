@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kvjax.aot.targets import Gpu, Target
+from benchmarks.aot.targets import Gpu, Target
 from kvjax.pallas_kernels import Asked, QuantizedArray, Reduction
 from tests.pallas_kernels.ptx import accelerator, assembler, compile_for
 from tests.products import part

@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as library
 
+from benchmarks.aot.hlo import Instruction
 from kvjax import pallas_kernels
-from kvjax.aot.hlo import Instruction
 from kvjax.pallas_kernels.dispatch import DeclinedError
 from tests.pallas_kernels.cases import Case
 from tests.pallas_kernels.checks import check_prompt, jitted, on_gpu, reference_of
 from tests.pallas_kernels.ptx import accelerator
 
-cudnn, parts, dispatch = (
+cudnn, triton, parts, dispatch = (
     import_module(f"kvjax.pallas_kernels.{name}")
-    for name in ("prompt_attention.cudnn", "prompt_attention.parts", "dispatch")
+    for name in ("prompt_attention.cudnn", "prompt_attention.triton", "prompt_attention.parts", "dispatch")
 )
 SIGNATURE = inspect.signature(library.dot_product_attention)
 CALL = "__cudnn$fmhaSoftmax"
@@ -205,7 +205,7 @@ def test_a_failure_of_the_compiler_hands_on_to_triton_and_is_said_once(monkeypat
     monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(platform="gpu")])
     monkeypatch.setattr(cudnn, "by_cudnn", unknown)
-    monkeypatch.setattr(cudnn.triton, "prompt_attention", by_triton)
+    monkeypatch.setattr(triton, "prompt_attention", by_triton)
     cudnn.failure.cache_clear()
     x, t = jnp.ones((1, 1, 8, 64), jnp.bfloat16), jnp.arange(8)[None]
     attend = partial(pallas_kernels.prompt_attention, x, x, x, t, t[None], scale=1.0)

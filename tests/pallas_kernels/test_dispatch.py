@@ -1,6 +1,8 @@
 """Dispatch: which implementation runs, in which order backends are tried, and what the user is told."""
 
 import importlib
+import re
+import subprocess
 import sys
 import types
 import warnings
@@ -88,9 +90,7 @@ def test_without_a_kernel_the_reference_runs_and_nothing_is_said(operation):
 
 def test_a_refusal_is_warned_of_once(operation):
     call = operation(triton=refuses("head_dim 80"))
-    with pytest.warns(
-        UserWarning, match=r"double: no kernel .* by triton \(head_dim 80\); using the reference"
-    ) as said:
+    with pytest.warns(UserWarning, match=r"double: not served by triton \(head_dim 80\); using the reference$") as said:
         assert [call(3), call(4, plus=1)] == [6, 9]
     assert len(said) == 1
     with pytest.warns(UserWarning, match="triple"):
@@ -121,14 +121,14 @@ def test_the_order_of_trial_is_that_of_registration_with_the_operation(operation
 
 def test_a_refusal_hands_on_to_the_second_backend(operation, two_gpu_backends):
     call = operation(first=refuses("head_dim 80"), second=returns("second"))
-    with pytest.warns(UserWarning, match=r"by first \(head_dim 80\); using the second kernel$") as said:
+    with pytest.warns(UserWarning, match=r"by first \(head_dim 80\); using second$") as said:
         assert [call(3, plus=1), call(4)] == [("second", 3, 1, False), ("second", 4, 0, False)]
     assert len(said) == 1
 
 
 def test_two_refusals_hand_on_to_the_reference(operation, two_gpu_backends):
     call = operation(first=refuses("head_dim 80"), second=refuses("float16"))
-    match = r"by first \(head_dim 80\), second \(float16\); using the reference in XLA$"
+    match = r"by first \(head_dim 80\), second \(float16\); using the reference$"
     with pytest.warns(UserWarning, match=match) as said:
         assert [call(3), call(3)] == [6, 6]
     assert len(said) == 1
@@ -167,7 +167,7 @@ def test_an_optional_backend_is_tried_first_if_it_is_chosen(operation, monkeypat
     assert module.implementation("double") == ("triton", "the platform is gpu")
     with pallas_kernels.use("mosaic_gpu"):
         assert call(3) == ("mosaic_gpu", 3, 0, False)
-        with pytest.warns(UserWarning, match=r"by mosaic_gpu \(head_dim 80\); using the triton kernel$"):
+        with pytest.warns(UserWarning, match=r"by mosaic_gpu \(head_dim 80\); using triton$"):
             assert refused(3)[0] == "triton"
         asks = "kvjax.pallas_kernels.use asks for it"
         assert module.implementation("double") == ("mosaic_gpu", f"{asks}, then triton")
@@ -177,6 +177,58 @@ def test_an_optional_backend_is_tried_first_if_it_is_chosen(operation, monkeypat
         assert module.implementation("double") == ("reference", "the platform is cpu, which has no kernel")
     with pallas_kernels.use("mosaic_gpu-interpret"):
         assert call(3) == ("mosaic_gpu", 3, 0, True)
+
+
+def test_without_a_kernel_xla_runs_and_nothing_is_said(operation, monkeypatch):
+    """It is tried last, is chosen by its name, and takes no `interpret`. Only "reference" runs the definition."""
+    by_xla = lambda x, *, plus=0: ("xla", x, plus)  # noqa: E731
+    call = operation(triton=returns("triton"), xla=by_xla)
+    refused = operation("refused", triton=refuses("head_dim 80"), xla=by_xla)
+    assert call(3)[0] == "triton"
+    assert module.implementation("double") == ("triton", "the platform is gpu")
+    with pytest.warns(UserWarning, match=r"by triton \(head_dim 80\); using xla$"):
+        assert refused(3) == ("xla", 3, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for choice in ("xla", "mosaic_tpu", "mosaic_tpu-interpret"):
+            with pallas_kernels.use(choice):
+                assert call(3, plus=1) == ("xla", 3, 1)
+                assert module.implementation("double").name == "xla"
+        with pallas_kernels.use("reference"):
+            assert call(3, plus=1) == 7
+        monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+        assert call(3) == ("xla", 3, 0)
+    assert module.implementation("double") == ("xla", "the platform is cpu, which has no kernel")
+
+
+def test_a_backend_that_cannot_be_imported_is_not_there(operation, monkeypatch):
+    call = operation(triton=returns("triton"), xla=lambda x: ("xla", x))
+    monkeypatch.setitem(sys.modules, "kvjax.pallas_kernels.double.triton", None)
+    with pytest.warns(UserWarning, match=r"double: not served by triton \(.*double\.triton.*\); using xla$"):
+        assert call(3) == ("xla", 3)
+
+
+def test_programs_run_by_xla_on_the_day_that_jax_has_no_triton(monkeypatch):
+    """All operations, on what would be a GPU. A prompt without cached slots needs cuDNN alone."""
+    monkeypatch.undo()
+    code = """
+import sys, warnings
+sys.modules["jax.experimental.pallas.triton"] = None
+import jax, jax.numpy as jnp, numpy as np
+from kvjax import pallas_kernels
+q, p = jnp.ones((1, 2, 3, 8)), jnp.arange(3)[None, None]
+prompt = lambda: pallas_kernels.prompt_attention(q, q[:, :1], q[:, :1], p[0], p, scale=1.0)
+expected = prompt()
+jax.default_backend = lambda: "gpu"
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    np.testing.assert_array_equal(prompt()[0], expected[0])
+    pallas_kernels.top_tokens(jnp.ones((1, 1, 3)), p, jnp.ones((1, 1), int), size=2)
+print(*(str(warning.message) for warning in said), sep="\\n")
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for operation in ("prompt_attention", "top_tokens"):
+        assert re.search(rf"{operation}: not served by triton \(.*triton.*\); using xla", run.stdout), run.stdout
 
 
 def test_other_errors_of_a_kernel_are_raised(operation, two_gpu_backends):
@@ -220,7 +272,7 @@ def test_functions_under_jit_are_traced_again_for_another_choice(operation):
 
 def test_unknown_choices_are_refused_by_name(operation, monkeypatch):
     expected = (
-        "kernels='cuda': expected one of default, reference, cudnn, triton, mosaic_gpu, mosaic_tpu, "
+        "kernels='cuda': expected one of default, reference, cudnn, triton, mosaic_gpu, mosaic_tpu, xla, "
         "triton-interpret, mosaic_gpu-interpret, mosaic_tpu-interpret"
     )
     with pytest.raises(ValueError, match=f"use: {expected}"):

@@ -13,7 +13,7 @@ from kvjax.pallas_kernels.grouped_product.tiles import tiles_of
 from tests.pallas_kernels.checks import on_gpu
 
 triton = import_module("kvjax.pallas_kernels.grouped_product.triton")
-KERNELS = {"reference": grouped_product, "triton": partial(triton.grouped_product, interpret=not on_gpu())}
+KERNELS = {"xla": grouped_product, "triton": partial(triton.grouped_product, interpret=not on_gpu())}
 SIZES = {
     "one row": [0, 1, 0],
     "nothing": [0, 0, 0],

@@ -37,7 +37,7 @@ prompt, slot, segment, window, top = (
     import_module(f"kvjax.pallas_kernels.{name}.mosaic_tpu")
     for name in ("prompt_attention", "slot_attention", "segment_attention", "window_scores", "top_tokens")
 )
-mosaic, decode = (import_module(f"kvjax.pallas_kernels.{name}") for name in ("mosaic", "mosaic_decode"))
+mosaic, decode = (import_module(f"kvjax.pallas_kernels.{name}") for name in ("mosaic_tpu.common", "mosaic_tpu.decode"))
 by_position, parts = (
     import_module(f"kvjax.pallas_kernels.prompt_attention.{name}") for name in ("mosaic_by_position", "parts")
 )
@@ -213,7 +213,7 @@ def test_prompts_over_cached_slots(case, slots, monkeypatch):
     ("case", "slots"), part([x for x in PROMPT_CASES if x[1] and not x[0].bias], PROMPT_CASES[1:2])
 )
 def test_prompts_by_splash_attention_and_cached_slots_by_position(case, slots, monkeypatch):
-    """In float32. Splash attention scales queries in their own dtype, as the reference does."""
+    """In float32. Splash attention scales queries in their own dtype, as XLA does."""
     case = replace(case, dtype="float32")
     monkeypatch.setattr(parts, "LEAST_TOKENS", 16)
     monkeypatch.setattr(by_position, "MOST_TILE_KEYS", 128)

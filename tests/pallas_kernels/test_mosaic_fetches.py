@@ -20,7 +20,7 @@ prompt, slot, segment = (
 )
 mosaic, decode, by_position = (
     import_module(f"kvjax.pallas_kernels.{name}")
-    for name in ("mosaic", "mosaic_decode", "prompt_attention.mosaic_by_position")
+    for name in ("mosaic_tpu.common", "mosaic_tpu.decode", "prompt_attention.mosaic_by_position")
 )
 
 

@@ -20,7 +20,9 @@ from tests.pallas_kernels.checks import check_slots, jitted, on_gpu
 from tests.pallas_kernels.ptx import accelerator, assembler, compile_for, read
 from tests.products import part
 
-shared, kernel = (import_module(f"kvjax.pallas_kernels.{name}") for name in ("mosaic_gpu", "slot_attention.mosaic_gpu"))
+shared, kernel = (
+    import_module(f"kvjax.pallas_kernels.{name}") for name in ("mosaic_gpu.common", "slot_attention.mosaic_gpu")
+)
 INTERPRET = not on_gpu()
 NAME = "mosaic_gpu_attend_mosaic_gpu_kernel"
 

@@ -1,4 +1,4 @@
-"""Policies with kernels give the same tokens as without: compiled on a GPU, interpreted elsewhere."""
+"""Policies with any backend give the tokens of the definitions. Kernels are compiled on a GPU, else interpreted."""
 
 from dataclasses import replace
 from functools import cache
@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax.aot.hlo import COLLECTIVES
+from benchmarks.aot.hlo import COLLECTIVES
 from kvjax.models import Decoder
 from kvjax.pallas_kernels import slot_attention, top_tokens, use, window_scores
 from tests.conftest import POLICIES as ALL_POLICIES
@@ -38,7 +38,7 @@ QUANTIZED = tuple(
         "adakv,policy.base=snapkv,policy.base.budget=16,policy.base.window=4,bits=4",
     )
 )
-KERNELS = ("default",) if on_gpu() else ("triton-interpret", "mosaic_tpu-interpret")
+KERNELS = ("default",) if on_gpu() else ("xla", "triton-interpret", "mosaic_tpu-interpret")
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The reference of prompt attention against float64 softmax attention."""
+"""Prompt attention in XLA against float64 softmax attention."""
 
 import importlib
 
@@ -11,13 +11,13 @@ from tests.dense import assert_close, attention, compiled, context, entries, lef
 from tests.pallas_kernels.cases import PROMPT_CASES
 from tests.pallas_kernels.checks import check_prompt, jitted
 
-reference = importlib.import_module("kvjax.pallas_kernels.prompt_attention.blocked")
+blocked = importlib.import_module("kvjax.pallas_kernels.xla.blocked")
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(reference, "BLOCK_Q", 8)
-    monkeypatch.setattr(reference, "BLOCK_K", 16)
+    monkeypatch.setattr(blocked, "BLOCK_Q", 8)
+    monkeypatch.setattr(blocked, "BLOCK_K", 16)
 
 
 def problem(rng, group, new, slots, lengths, past, dtype=np.float32):
@@ -94,6 +94,6 @@ def test_tile_sizes_do_not_matter(monkeypatch):
     q, k, v, t, p = problem(rng, 1, 300, 530, [300, 130], [600, 40])
     small = compiled(prompt_attention, q, k, v, t, p, scale=0.5)
     monkeypatch.undo()
-    assert (reference.BLOCK_Q, reference.BLOCK_K) != (8, 16)
+    assert (blocked.BLOCK_Q, blocked.BLOCK_K) != (8, 16)
     for mine, other in zip(compiled(prompt_attention, q, k, v, t, p, scale=0.5), small, strict=True):
         assert_close(mine, other)

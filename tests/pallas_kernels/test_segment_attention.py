@@ -1,4 +1,4 @@
-"""The reference of segment attention against float64 softmax attention over each head's own entries."""
+"""Segment attention in XLA against float64 softmax attention over each head's own entries."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The reference of slot attention against float64 softmax attention."""
+"""Slot attention in XLA against float64 softmax attention."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -94,7 +94,7 @@ def test_quantised_entries_give_the_results_of_their_numbers(bits, per_scale):
     codes = [quantized(x, bits, per_scale) for x in (k, v)]
     numbers = [plainly(x) for x in codes]
     q, t = rng.normal(size=(2, 8, 1, 8)).astype(np.float32), np.array([[40], [9]])
-    with use("reference"):
+    with use("xla"):
         attend = jitted(slot_attention, scale=0.5, received="max")
         got, same = (attend(q, *stored, t, p)[:3] for stored in (codes, numbers))
     for x, y in zip(got, same, strict=True):

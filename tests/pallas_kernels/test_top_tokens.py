@@ -1,4 +1,4 @@
-"""The reference of exact top-k against a stable sort."""
+"""Exact top-k in XLA against a stable sort."""
 
 import jax
 import numpy as np

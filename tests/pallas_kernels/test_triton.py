@@ -12,7 +12,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from kvjax.pallas_kernels import QuantizedArray, Reduction
-from kvjax.pallas_kernels.blocks import Blocks
+from kvjax.pallas_kernels.triton.blocks import Blocks
 from tests.dense import assert_close, context
 from tests.dense import attention as dense_attention
 from tests.pallas_kernels.cases import (
@@ -41,8 +41,8 @@ from tests.products import part
 attention, attention_kernel, slot, segment, window, top, prompt = (
     import_module(f"kvjax.pallas_kernels.{name}")
     for name in (
-        "triton_attention",
-        "triton_attention_kernel",
+        "triton.attention",
+        "triton.attention_kernel",
         "slot_attention.triton",
         "segment_attention.triton",
         "window_scores.triton",

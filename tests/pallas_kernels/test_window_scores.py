@@ -1,4 +1,4 @@
-"""The reference of window scores against reductions of float64 attention weights."""
+"""Window scores in XLA against reductions of float64 attention weights."""
 
 import importlib
 import itertools
@@ -12,7 +12,7 @@ from tests.dense import assert_close, attention, compiled, entries, left_padded
 from tests.pallas_kernels.cases import WINDOW_CASES, Case
 from tests.pallas_kernels.checks import check_window, jitted, reduced
 
-reference = importlib.import_module("kvjax.pallas_kernels.window_scores.reference")
+xla = importlib.import_module("kvjax.pallas_kernels.window_scores.xla")
 REDUCTIONS = [
     Reduction(*choice)
     for choice in itertools.product(("sum", "mean", "max"), ("sum", "mean", "max"), ("rows", "group"))
@@ -21,9 +21,9 @@ REDUCTIONS = [
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(reference, "BLOCK_Q", 8)
-    monkeypatch.setattr(reference, "BLOCK_K", 16)
-    monkeypatch.setattr(reference, "TILE_LOGITS", 1)
+    monkeypatch.setattr(xla, "BLOCK_Q", 8)
+    monkeypatch.setattr(xla, "BLOCK_K", 16)
+    monkeypatch.setattr(xla, "TILE_LOGITS", 1)
 
 
 def problem(rng, group, queries, slots, dtype=np.float32):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import product
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 import jax
@@ -91,8 +91,10 @@ from kvjax.parts import (
     Votes,
     WindowAttention,
 )
+from kvjax.policies import PRESETS
 from kvjax.policy import LayerShape, Merge, Moment, Needs, Policy, Protect, Score
 from tests.policy.literal_allocation import RECENT, SINKS
+from tests.policy.presets import of_its_test
 
 L, H, G, D, SIZE = 2, 4, 2, 8, 24
 LENGTHS = (24, 15, 6)  # the last within every budget
@@ -140,6 +142,9 @@ SCORES: tuple[Score, ...] = (
     Reconstruction(),
     Attribution(),
 )
+# Scores of methods whose own tests say with which sizes these tests try them.
+OF_METHODS: tuple[Score, ...] = tuple(chain.from_iterable(of_its_test(name, "SCORES", ()) for name in PRESETS))
+SCORES += OF_METHODS
 BUDGETS = {  # and what each gives two layers, before that is raised to the minimum; None for all entries
     Fixed(12): lambda length: (12, 12),
     Fraction(0.5): lambda length: (length // 2, length // 2),
@@ -202,9 +207,13 @@ QUERIES, KEYS, VALUES = (jnp.asarray(RNG.normal(size=(L * ROWS, n, SIZE, D)), jn
 
 def refused(score: Score, budget: Any, select: Any, merge: Merge, every: int | None) -> bool:
     """What makes no sense, and nothing else."""
+    needs, own = score.needs, score in OF_METHODS  # by its facts; the others are told apart independently of these
     accumulates = type(score) in (AccumulatedAttention, NoisyAttention, QueryHeadAttention, QuerySample)
+    accumulates |= own and needs.accumulates and not (needs.weighs_values or needs.by_count)
     keeps = WindowAttention | FoldedWindow | JointImportance | NonCausalAttention | LeveragedAttention | QuerySample
     window = isinstance(score, keeps | GlobalAttention | StochasticAttention | LazyAttention)
+    window |= own and needs.keeps_queries
+    inner = getattr(score, "base", score)
     by_head = AdaptiveShares | GatedShares | GlobalShares | HeadShares | ImportanceShares
     by_head |= RecoveringHeads | ThresholdShares
     return (
@@ -215,7 +224,7 @@ def refused(score: Score, budget: Any, select: Any, merge: Merge, every: int | N
         or (isinstance(score, Repetition) and budget not in ALLOCATED)
         or (isinstance(merge, ValueMerge) and (every is None or not accumulates))
         or (isinstance(merge, GaussianMerge | SimilarityMerge) and every is not None and window)
-        or (isinstance(score, WindowAttention) and score.pooling is not None and every is not None)
+        or (isinstance(inner, WindowAttention) and inner.pooling is not None and every is not None)
         or (
             isinstance(score, ProjectedValues | BlockByBlock | StochasticAttention | RobustAttention | Ladder)
             and isinstance(select, Chunks | Pages)

@@ -11,37 +11,14 @@ import pytest
 from flax import nnx
 
 from kvjax import policies
-from kvjax.extend import step as one_step
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.pallas_kernels import PAGE
-from kvjax.parts import (
-    AccumulatedAttention,
-    BlockByBlock,
-    FoldedWindow,
-    GatedShares,
-    GlobalAttention,
-    JointImportance,
-    LastAttention,
-    LearnedScore,
-    Neglect,
-    NoisyAttention,
-    ProjectedValues,
-    Quantized,
-    QueryHeadAttention,
-    QuerySample,
-    RecurrenceInterval,
-    RobustAttention,
-    SalientCodes,
-    SimilarityMerge,
-    StochasticAttention,
-    ThinKeys,
-    Votes,
-    WindowAttention,
-)
-from kvjax.policy import Policy
+from kvjax.parts import GatedShares, Quantized, SalientCodes, ThinKeys
+from kvjax.policy import LayerShape, Policy
+from kvjax.reading.batch import Batch
 from kvjax.reading.prompt import read_prompt
-from kvjax.runtime.clock import Clock
+from kvjax.reading.step import step as one_step
 from tests import tiny
 from tests.policy.expected_budgets import budget_of
 from tests.policy.presets import ALL, ROOM, SIZE, decode, decoder, draw, every_policy
@@ -78,40 +55,25 @@ def expected_bytes(policy: Policy, batch: int, params: Decoder) -> int:
         if policy.merge.effects.bias and policy.limited(layer):
             total += heads * slots * 4
         if policy.evicts(layer, config.num_layers):
-            per_slot, per_row = state_numbers(policy, config)
-            total += 4 * (heads * slots * per_slot + per_row)
+            per_slot, per_row = state_bytes(policy, config)
+            total += heads * slots * per_slot + per_row
     return batch * total
 
 
-def state_numbers(policy: Policy, config) -> tuple[int, int]:
-    """The 32-bit numbers that an evicting layer of a row has per slot of a kv head, and beside these."""
-    score, heads = policy.score, config.num_kv_heads
-    per_slot = per_row = 0
-    if isinstance(score, QueryHeadAttention):
-        per_slot, score = config.num_heads // heads, score.base
-    if isinstance(score, ProjectedValues | BlockByBlock):
-        score = score.base
-    if isinstance(score, QuerySample):
-        per_row, score = score.queries * (config.num_heads * config.head_dim + 2 * heads), score.base
-    if isinstance(score, AccumulatedAttention | LastAttention | LearnedScore | NoisyAttention):
-        per_slot += 1
-    if isinstance(score, NoisyAttention):
-        per_row += heads
-    if isinstance(score, GlobalAttention | RecurrenceInterval | RobustAttention):
-        per_slot += 2
-    if isinstance(score, Neglect | Votes):
-        per_slot += -(-score.window // 32)
-    if isinstance(score, Votes):
-        per_slot += 1
-    if isinstance(score, FoldedWindow):
-        per_slot += score.columns + score.ahead
-    if isinstance(
-        score, FoldedWindow | WindowAttention | JointImportance | GlobalAttention | StochasticAttention
-    ):  # the window's queries, their log-sum-exp and positions
-        per_row += score.window * (config.num_heads * (config.head_dim + 1) + heads)
-    if isinstance(policy.merge, SimilarityMerge):  # a threshold per head
-        per_row += heads
-    return per_slot, per_row
+def state_bytes(policy: Policy, config) -> tuple[int, int]:
+    """The bytes that score and merge have per slot of a kv head, and beside these in an evicting layer of a row.
+
+    By the shapes of `init`: state per slot has axes [B, H, ..., slots], state per row has none of slots.
+    """
+    slots, heads = 8, config.num_kv_heads
+    shape = LayerShape(1, config.num_heads, heads, config.head_dim, np.dtype(np.float32))
+    per_slot, per_row = jax.eval_shape(partial(policy.score.init, shape, slots))
+    merging = jax.eval_shape(partial(policy.merge.init, shape))
+    for leaf in jax.tree.leaves(per_slot):
+        assert leaf.shape[:2] == (1, heads)
+        assert leaf.shape[-1] == slots
+    sizes = [sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(x)) for x in (per_slot, per_row, merging)]
+    return sizes[0] // (heads * slots), sizes[1] + sizes[2]
 
 
 def pool_bytes(policy: Policy, config) -> int:
@@ -125,23 +87,15 @@ def pool_bytes(policy: Policy, config) -> int:
         growing = np.array(policy.budget.full).reshape(layers, lanes, -1).sum(axis=(0, 2)).max()
         kept += growing * (SIZE - mean)
     rows = kept + segments // lanes * (PAGE - 1) + growing * ROOM
-    per_slot, per_row = state_numbers(policy, config) if policy.every is not None else (0, 0)
-    numbers = 2 * config.head_dim + 1 + per_slot
-    return 4 * (lanes * -(-rows // PAGE) * PAGE * numbers + 4 * segments + layers * per_row)
-
-
-class Untimed(Clock):
-    """Traces a program where a clock would compile it."""
-
-    def run(self, name, program, *args, **kwargs):
-        return program(*args, **kwargs)
+    per_slot, per_row = state_bytes(policy, config) if policy.every is not None else (0, 0)
+    entry = 4 * (2 * config.head_dim + 1) + per_slot
+    return lanes * -(-rows // PAGE) * PAGE * entry + 16 * segments + layers * per_row
 
 
 def filled(params: Decoder, spec: str, rows: list[np.ndarray]) -> KVCache:
     """The cache after a prompt, for its shapes."""
     tokens, lengths = tiny.left_pad(rows, SIZE)
-    cache, options = tiny.empty(params, spec, lengths, SIZE), {"room": ROOM, "chunk": None, "compress": "auto"}
-    return read_prompt(params, cache, tokens, lengths, **options, clock=Untimed())[1]
+    return read_prompt(params, tiny.empty(params, spec, lengths, SIZE), Batch(tokens, lengths), room=ROOM)[1]
 
 
 @pytest.mark.slow

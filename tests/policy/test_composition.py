@@ -28,7 +28,7 @@ from kvjax.parts import (
     UniformShares,
     ValueMerge,
 )
-from kvjax.policy import Part, Storage
+from kvjax.policy import LayerShape, Part, Storage
 from tests.policy.compositions import (
     ALLOCATED,
     BUDGETS,
@@ -40,6 +40,8 @@ from tests.policy.compositions import (
     SCORES,
     SELECTS,
     SIZE,
+    D,
+    G,
     H,
     L,
     after,
@@ -52,7 +54,7 @@ from tests.policy.compositions import (
 )
 from tests.policy.literal_allocation import RECENT, SINKS, allocated
 from tests.policy.literal_selection import after_eviction, after_prompt
-from tests.policy.tried import STATE, TRIED
+from tests.policy.tried import TRIED
 from tests.products import part
 
 
@@ -67,7 +69,11 @@ def test_every_part_is_here():
     }
     found = (getattr(parts, name) for name in dir(parts) if name not in parts.__all__)
     classes = {part for part in found if isinstance(part, type) and issubclass(part, Part)}
-    assert {part for part in classes if not issubclass(part, Storage)} == here
+    missing = {part.__name__ for part in classes if not issubclass(part, Storage)} - {part.__name__ for part in here}
+    assert not missing, (
+        f"{missing}: define SCORES with a score in tests/methods/test_NAME.py, or add a budget, selection or merge "
+        "with its literal form to tests/policy/compositions.py"
+    )
 
 
 def test_without_a_budget_everything_is_retained():
@@ -120,9 +126,8 @@ def check(composition, capacity: np.ndarray, memo: dict, rows: np.ndarray) -> No
     score, select, merge, every = composition
     whole = observed(score)
     (scores, queries), kept, before, stepped = after(score, select, merge, every, capacity, whole)
-    per_slot, per_row = STATE.get(type(score), (0, 0))
-    state = jax.tree.leaves((kept.per_slot, kept.per_row))
-    assert sum(leaf.nbytes for leaf in state) == 4 * L * ROWS * (H * SIZE * per_slot + per_row)
+    laid_out = jax.eval_shape(partial(score.init, LayerShape(L * ROWS, H * G, H, D, np.dtype(np.float32)), SIZE))
+    assert jax.tree.map(np.shape, (kept.per_slot, kept.per_row)) == jax.tree.map(np.shape, laid_out)
     host = jax.tree.map(np.asarray, (whole, kept, scores, queries))
     whole, kept, scores, queries = host
     compares = isinstance(merge, GaussianMerge), select, score

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -253,8 +254,31 @@ NUMBERS = [(preset, name) for preset in policies.PRESETS for name, _, number in 
 
 @pytest.mark.parametrize(("preset", "name"), [case for case in NUMBERS if case[1] not in COSINES])
 def test_a_preset_refuses_numbers_below_their_range(preset, name):
-    with pytest.raises(ValueError, match="-1"):
+    """By text and, where the option is the preset's own, in Python. The message begins with what was typed."""
+    with pytest.raises(ValueError, match=f"^{preset}: .*-1"):
         policies.parse(f"{preset}:{name}=-1")
+    if "." not in name:
+        with pytest.raises(ValueError, match=f"^{preset}: .*-1"):
+            policies.PRESETS[preset](**{name: -1})
+
+
+PROTECTING = [
+    name for name, preset in policies.PRESETS.items() if {"window", "recent", "sinks"} & {*signature(preset).parameters}
+]
+
+
+@pytest.mark.parametrize("preset", PROTECTING)
+def test_a_budget_that_is_too_small_is_refused_in_the_words_of_the_preset(preset):
+    """Every term of the sum is an option of the preset with its value."""
+    options = signature(policies.PRESETS[preset]).parameters
+    least = policies.PRESETS[preset]().minimum
+    if least == 1 or "budget" not in options:
+        return
+    with pytest.raises(ValueError, match=f"^{preset}: a budget of .*: expected .*, which is ") as refusal:
+        policies.PRESETS[preset](budget=1)
+    terms = str(refusal.value).rpartition(", which is ")[2].split(" + ")
+    for name, equals, value in (term.partition("=") for term in terms):
+        assert str(options[name].default) == value if equals else name.isdigit()
 
 
 PARTS_DEFAULTS = {  # of parts that several methods have in common; those of all others are their preset's

@@ -16,17 +16,20 @@ from kvjax.parts import AdaptiveShares, Everything, Fixed, TopTokens
 from kvjax.policy import Moment, ScoreWrapper, most_entries
 from tests import tiny
 from tests.methods.literal_budgets import adaptive, best, projected, two_stages
+from tests.policy.presets import of_its_test
 from tests.policy.recording import Recording, notes
 from tests.policy.small import small
 from tests.products import part
 
-WRAPPERS = {name: part for name, part in registry.parts().items() if issubclass(part, ScoreWrapper)}
+WRAPPERS = {name: part for name, part in registry.parts().own.items() if issubclass(part, ScoreWrapper)}
 STATES = {  # the needs that a wrapper says it changes; any other one may change none
     "BlockByBlock": {"slotwise", "by_count"},
     "ProjectedValues": {"slotwise", "by_count", "marks"},
     "QueryHeadAttention": {"queries", "marks"},
     "QuerySample": {"queries", "keeps_queries", "marks"},
 }
+for name in policies.PRESETS:
+    STATES |= of_its_test(name, "CHANGES", {})
 FEW = ("h2o", "morphkv", "kvzip", "expected_attention")
 # Scores that carry something else from step to step than `FEW`, or nothing, each under one wrapper; and those that a
 # wrapper refuses.

@@ -1,4 +1,4 @@
-"""What each score keeps, and the selection and the merge that it tries in `test_composition.py`."""
+"""The selection and the merge that each score tries in `test_composition.py`."""
 
 from __future__ import annotations
 
@@ -49,39 +49,7 @@ from kvjax.parts import (
     WindowAttention,
 )
 from kvjax.policy import Merge, Score, Select
-from tests.policy.compositions import MERGES, QUERY_BITS, SELECTS, D, G, H
-
-# Numbers of 32 bits that a score keeps for each slot of a kv head, and for each row.
-RING = 4 * (H * G * (D + 1) + H)
-STATE = {
-    AccumulatedAttention: (1, 0),
-    QueryHeadAttention: (1 + G, 0),
-    NoisyAttention: (1, H),
-    Neglect: (1, 0),
-    LastAttention: (1, 0),
-    WindowAttention: (0, RING),
-    FoldedWindow: (3, RING),
-    JointImportance: (0, RING),
-    ExpectedAttention: (0, H * G * (1 + D + D * D)),
-    ProjectedValues: (1, 0),
-    ObservedAttention: (1, 0),
-    ValueCapacity: (0, H * G * (1 + D)),
-    NonCausalAttention: (1, 5 * RING // 4),
-    LeveragedAttention: (1, 7 * RING // 4),
-    QuerySample: (1, 3 * (H * G * D + 2 * H)),
-    GlobalAttention: (2, RING),
-    LazyAttention: (0, RING // 4),
-    StochasticAttention: (0, RING),
-    RobustAttention: (2, 0),
-    Votes: (2, 0),
-    RecurrenceInterval: (2, 0),
-    AttentionClasses: (1, 0),
-    TaskAttention: (G + 1, 0),
-    Reconstruction: (1, 0),
-    Attribution: (1, 0),
-    LearnedScore: (1, 0),
-}
-
+from tests.policy.compositions import MERGES, OF_METHODS, QUERY_BITS, SELECTS
 
 REPRESENTATIVES, CHUNKS, EVEN, PAGES = (
     next(select for select in SELECTS if type(select) is kind) for kind in (Representatives, Chunks, EvenChunks, Pages)
@@ -130,3 +98,7 @@ TRIED: dict[type[Score], list[list[tuple[Select, Merge]]]] = {
     QueryFilter: [[(EVEN, DROP)], [(TopTokens(), DROP)]],
     DistancePreference: [[(TopTokens(), SIMILAR)], [(PAGES, DROP)]],
 }
+
+# Scores in the tests of their methods have no pair of their own here.
+for score in OF_METHODS:
+    TRIED.setdefault(type(score), [[(TopTokens(), DROP)], [(TopTokens(), DROP)]])

@@ -15,13 +15,13 @@ import pytest
 
 import kvjax
 from kvjax.attend import Stepping
-from kvjax.extend import step
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.experts import over_experts
 from kvjax.models import Decoder
 from kvjax.policies import parse
 from kvjax.policy import ScoreWrapper
 from kvjax.reading.room import with_room
+from kvjax.reading.step import step
 from tests.test_prefill_each import MIXED, assert_same
 from tests.tiny import VOCAB, decoder
 

@@ -204,9 +204,9 @@ def without_programs(folder: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in ("generate", "stream"):
             patch.setattr(sys.modules[f"kvjax.{module}"], "read_request", run)
-        for program in ("read_layers", "read_to_end"):
+        for program in ("read", "read_to_end"):
             patch.setattr(sys.modules["kvjax.prefill_each"], program, run)
-        for program in ("jitted_read", "jitted_step", "allocated", "replayed"):
+        for program in ("read_prompt", "jitted_step"):
             patch.setattr(sys.modules["kvjax.extend"], program, run)
         patch.setattr(sys.modules["kvjax.engine.engine"], "Device", run)
         patch.chdir(folder)

@@ -8,7 +8,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from kvjax.cache import bucket
-from kvjax.request.prompts import Batch, rows_of
+from kvjax.reading.batch import Batch
+from kvjax.request.prompts import rows_of
 
 
 def test_buckets_are_few_and_waste_less_than_half() -> None:

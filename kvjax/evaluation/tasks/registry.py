@@ -1,18 +1,30 @@
-"""The registry of all tasks by name."""
+"""The registry of all tasks by name: those of kvjax, and those of packages with entry points in `kvjax.tasks`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from kvjax.checks import shown
+from kvjax.models import Registered
 
 from . import demo_suite, longbench, longgenbench, longwriter, needle, ruler, zero_scrolls
 from .task import Task
 
 FAMILIES = (demo_suite, ruler, needle, longbench, zero_scrolls, longgenbench, longwriter)
-TASKS: dict[str, Task] = {task.name: task for family in FAMILIES for task in family.TASKS}
+
+
+def _by_name(family: str, tasks: Iterable[Task]) -> dict[str, Task]:
+    """Tasks of a family by their names; raises ValueError for anything else."""
+    tasks = tuple(tasks)
+    if not all(isinstance(task, Task) and task.name.startswith(f"{family}/") for task in tasks):
+        raise ValueError(f"{shown(tasks)}: expected tasks named {family}/...")
+    return {task.name: task for task in tasks}
+
+
+_OWN = {task.name: task for family in FAMILIES for task in family.TASKS}
+TASKS: Registered[Task] = Registered("kvjax.tasks", _OWN, _by_name)
 
 
 def find(patterns: str | Sequence[str]) -> tuple[Task, ...]:

@@ -16,20 +16,20 @@ def check_share(name: str, value: Any) -> None:
     check_number(name, value, "a number from 0 to 1", lambda x: 0 <= x <= 1)
 
 
-def check_limited(budget: Budget, where: str) -> None:
-    """Raises ValueError if a budget lets the first layer retain everything. `where` names the part that divides it."""
+def check_limited(budget: Budget) -> None:
+    """Raises ValueError if a budget lets the first layer retain everything."""
     check_kind("budget", budget, Budget)
     if most_entries(budget, 0, 1, 1) is None:
         raise ValueError(
-            f"{budget} in {where}: expected a budget that limits every layer, since a layer that retains everything "
-            "has nothing to allocate"
+            f"a budget of {budget}: expected one that limits every layer, since a layer that retains everything has "
+            "nothing to allocate"
         )
 
 
-def check_mean(budget: Budget, where: str) -> None:
+def check_mean(budget: Budget) -> None:
     """Raises ValueError unless a budget gives the same number of entries to all layers."""
-    check_limited(budget, where)
-    check_alike(budget, where)
+    check_limited(budget)
+    check_alike(budget)
 
 
 def raise_best(scores: Float[Array, "B X M"], least: int | Int[Array, "#B #X"]) -> Float[Array, "B X M"]:

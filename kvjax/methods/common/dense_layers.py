@@ -28,8 +28,8 @@ class DenseLayers(Budget):
         check_kind("budget", self.budget, Budget)
         if self.budget.layout is not None:
             raise ValueError(
-                f"{self.budget} in DenseLayers: expected a budget that is known before the prompt is read, such as "
-                "Fixed or Fraction"
+                f"a budget of {self.budget}: expected one that is known before the prompt is read, such as Fixed or "
+                "Fraction"
             )
 
     @property

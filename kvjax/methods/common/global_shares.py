@@ -39,7 +39,7 @@ class GlobalShares(AllocatedBudget):
     def __post_init__(self) -> None:
         check_integer("groups", self.groups, least=1)
         check_integer("min_tokens", self.min_tokens, least=0)
-        check_mean(self.budget, "GlobalShares")
+        check_mean(self.budget)
 
     @property
     def layout(self) -> Layout:

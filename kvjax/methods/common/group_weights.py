@@ -13,7 +13,6 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache import Slots
 from kvjax.pallas_kernels import Reduction, capped, finite_or_zero, fold
 from kvjax.pallas_kernels.arrays import pad
-from kvjax.pallas_kernels.exponential import exp
 from kvjax.pallas_kernels.visibility import span, visible, visible_tiles
 from kvjax.policy import Attended, Needs, Received
 
@@ -64,7 +63,7 @@ def fold_weights(
                 logits = logits + bias[:, :, None, None]
             logits = logits - own(lse, axis=3)[..., None]
             shown = visible(t, held, attended.window)[:, :, None]
-            return fold_in(state, fold(exp(jnp.where(shown, logits, -jnp.inf)), "mean", axis=2), t, held)
+            return fold_in(state, fold(jnp.exp(jnp.where(shown, logits, -jnp.inf)), "mean", axis=2), t, held)
 
         return None, jax.lax.fori_loop(first, last, fold_block, state)
 

@@ -10,10 +10,10 @@ from jaxtyping import Array, Float
 
 from kvjax.cache import Slots
 from kvjax.models import rotate
+from kvjax.pallas_kernels.matrices import eigh
 from kvjax.policy import Moment, Policy, Score, check_integer
 
-from .matrices import eigh
-from .own_positions import check_own_positions
+from .refusals import check_own_positions
 
 RIDGE = 1e-2  # added to the diagonal of X' X, as kvpress adds it
 
@@ -38,7 +38,7 @@ class LeverageScore(Score):
         check_integer("seed", self.seed, least=0)
 
     def check(self, policy: Policy) -> None:
-        check_own_positions(policy, "LeverageScore rotates cached keys back from their own positions")
+        check_own_positions(policy, "rotates cached keys back from their own positions")
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         held = entries.positions[..., None] >= 0

@@ -52,8 +52,8 @@ class QuerySample(ScoreWrapper):
         check_integer("seed", self.seed, least=0)
         if self.base.needs.queries == "unrotated" or "samples" in self.base.needs.marks:
             raise ValueError(
-                f"QuerySample observes queries after RoPE, once, and {type(self.base).__name__} observes them before "
-                "RoPE or samples them already; they cannot be combined"
+                f"QuerySample: its base {type(self.base).__name__} observes queries before RoPE or samples them "
+                "already; choose a base that does neither"
             )
 
     @property

@@ -63,13 +63,12 @@ class Repetition(Score):
     def check(self, policy: Policy) -> None:
         if policy.every is not None:
             raise ValueError(
-                f"{type(self).__name__} scores a prompt, and nothing that is decoded; with every={policy.every} it "
-                "cannot be combined"
+                f"it scores a prompt, and nothing that is decoded; it cannot be combined with every={policy.every}"
             )
         if not policy.allocates:
             raise ValueError(
-                f"{type(self).__name__} runs tokens over the complete prompt, and under {policy.budget} each layer is "
-                "compressed before the next one reads it: expected a budget that is allocated, such as UniformShares"
+                f"it runs tokens over the complete prompt, and under {policy.budget} each layer is compressed before "
+                "the next one reads it; expected a budget that is allocated, such as UniformShares"
             )
 
     def init(self, shape: LayerShape, slots: int) -> tuple[Float[Array, "B H S"], None]:

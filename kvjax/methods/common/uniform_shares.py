@@ -22,7 +22,7 @@ class UniformShares(AllocatedBudget):
     """
 
     def __post_init__(self) -> None:
-        check_limited(self.budget, "UniformShares")
+        check_limited(self.budget)
 
     @property
     def layout(self) -> Layout:

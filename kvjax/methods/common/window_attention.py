@@ -15,6 +15,7 @@ from kvjax.pallas_kernels import Reduction, window_scores
 from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Score, check_choice, check_integer
 
 from .pooling import Pooling
+from .refusals import check_window
 
 
 class QueryRing(NamedTuple):
@@ -98,7 +99,7 @@ class WindowAttention(Score):
         return Needs(queries="rotated", keeps_queries=True, slotwise=self.normalise == "full")
 
     def check(self, policy: Policy) -> None:
-        check_window(type(self).__name__, self.window, policy)
+        check_window(self.window, policy)
         if self.pooling is not None and policy.every is not None:
             raise ValueError(
                 f"{self.pooling} needs entries in order of position, and every={policy.every} overwrites slots in any "
@@ -134,16 +135,3 @@ class WindowAttention(Score):
             reduction=self.reduction,
         )
         return scores if self.pooling is None else self.pooling(scores, distant)
-
-
-def check_window(name: str, window: int, policy: Policy) -> None:
-    """Raises ValueError unless a policy protects the window whose queries score the entries before it.
-
-    Args:
-        name: of the score, which may be in a wrapper.
-    """
-    if isinstance(policy.protect.recent, float) or policy.protect.recent < window:
-        raise ValueError(
-            f"{name} scores the entries older than its window of {window}, and "
-            f"{policy.protect} does not protect that window; expected recent={window} or more"
-        )

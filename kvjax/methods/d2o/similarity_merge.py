@@ -14,6 +14,8 @@ from kvjax.cache import Slots, mark
 from kvjax.pallas_kernels import compact
 from kvjax.policy import Effects, Keep, LayerShape, Merge, Moment, Policy, Ranked, check_choice, check_number
 
+from ..common.refusals import check_own_positions
+
 BLOCK, PIECE = 128, 2048  # the largest numbers of evicted entries and of others that are compared at once
 # Cosines that differ by less count as equal. Otherwise rounding decides: in a first layer the key of a token has the
 # same cosine with equal tokens at the same distance before and after it, and with each repetition of a token.
@@ -60,11 +62,7 @@ class SimilarityMerge(Merge):
         return Effects(at_prompt=True, at_steps=True, keys=True)
 
     def check(self, policy: Policy) -> None:
-        if policy.positions == "in_cache":
-            raise ValueError(
-                "SimilarityMerge compares keys after RoPE, and positions='in_cache' caches them before RoPE; they "
-                "cannot be combined"
-            )
+        check_own_positions(policy, "compares keys after RoPE")
 
     def init(self, shape: LayerShape) -> Float[Array, "B H"]:
         return jnp.full((shape.batch, shape.kv_heads), -jnp.inf, jnp.float32)

@@ -45,9 +45,9 @@ class VarianceShares(AllocatedBudget):
     def __post_init__(self) -> None:
         check_integer("first", self.first, least=0)
         check_integer("last", self.last, least=0)
-        check_alike(self.budget, type(self).__name__)
+        check_alike(self.budget)
         if most_entries(self.budget, 0, 1, 1) is None:
-            raise ValueError(f"{self.budget} in VarianceShares: expected a budget with a limit, such as Fixed")
+            raise ValueError(f"a budget of {self.budget}: expected one with a limit, such as Fixed")
 
     @property
     def layout(self) -> Layout:

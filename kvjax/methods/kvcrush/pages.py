@@ -86,7 +86,7 @@ class Pages(SelectWrapper):
 
     def __post_init__(self) -> None:
         check_integer("page", self.page, least=1)
-        check_entrywise(self.base, type(self).__name__)
+        check_entrywise(self.base)
 
     @property
     def compares(self) -> Literal["scores", "means", "other"]:
@@ -101,11 +101,11 @@ class Pages(SelectWrapper):
         return fill(protected | pages.tell(mark(best, scores.shape[-1])), there, counts, size)
 
 
-def check_entrywise(base: Select, where: str) -> None:
-    """Raises ValueError unless a selection can choose among pages. `where` names the part that has it do so."""
+def check_entrywise(base: Select) -> None:
+    """Raises ValueError unless a selection can choose among pages."""
     check_kind("base", base, Select)
     if base.compares != "scores":
         raise ValueError(
-            f"{where} ranks pages by their mean scores, and {type(base).__name__} does not retain the highest scores "
-            "one by one; expected a base with TopTokens"
+            "chunks and pages are ranked by their mean scores, and the base's selection "
+            f"{type(base).__name__} does not retain the highest scores one by one; choose a base with TopTokens"
         )

@@ -12,6 +12,8 @@ from kvjax.cache import Slots
 from kvjax.pallas_kernels import Reduction
 from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Score, ScoreWrapper, check_kind
 
+from ..common.refusals import check_own_positions
+
 
 class Watched(NamedTuple):
     """State per slot.
@@ -41,8 +43,8 @@ class QueryHeadAttention(ScoreWrapper):
         check_kind("base", self.base, Score)
         if self.base.needs.queries == "unrotated":
             raise ValueError(
-                f"QueryHeadAttention observes queries after RoPE, and {type(self.base).__name__} observes them before "
-                "RoPE; they cannot be combined"
+                f"QueryHeadAttention: its base {type(self.base).__name__} observes queries before RoPE, and "
+                "bits='query' observes them after RoPE; choose another base"
             )
 
     @property
@@ -50,11 +52,7 @@ class QueryHeadAttention(ScoreWrapper):
         return replace(self.base.needs, queries="rotated", marks=self.base.needs.marks | {"query_heads"})
 
     def check(self, policy: Policy) -> None:
-        if policy.positions == "in_cache":
-            raise ValueError(
-                "QueryHeadAttention compares queries with cached keys, and positions='in_cache' caches keys before "
-                "RoPE; they cannot be combined"
-            )
+        check_own_positions(policy, "compares queries with cached keys after RoPE")
         self.base.check(policy)
 
     def init(self, shape: LayerShape, slots: int) -> tuple[Watched, Any]:

@@ -86,9 +86,9 @@ class Representatives(SelectWrapper):
         check_choice("bits", self.bits, "kv", "query")
         check_integer("page", self.page, least=1)
         if isinstance(self.base, Representatives):
-            raise ValueError("Representatives of the tokens that Representatives leave out: expected another base")
+            raise ValueError("Representatives: its base selects representatives already; choose another")
         if self.granularity != "token":
-            check_entrywise(self.base, f"Representatives with granularity={self.granularity!r}")
+            check_entrywise(self.base)
         if self.granularity == "page" and self.pick == "kmeans":
             raise ValueError(
                 "pick='kmeans': expected another one with granularity='page', as it clusters tokens or chunks"
@@ -101,8 +101,8 @@ class Representatives(SelectWrapper):
     def check(self, policy: Policy) -> None:
         if self.bits == "query" and "query_heads" not in policy.score.needs.marks:
             raise ValueError(
-                f"Representatives with bits='query' compares query heads, and {type(policy.score).__name__} has no "
-                "scores of single query heads: expected QueryHeadAttention of it"
+                f"bits='query' compares query heads, and the score {type(policy.score).__name__} has no scores of "
+                "single query heads; expected QueryHeadAttention of it"
             )
 
     def keep(self, ranked: Ranked) -> Int[Array, "B H size"]:

@@ -54,7 +54,7 @@ class ThinKeys(Storage):
         return self.recent
 
     def check(self, policy: Policy) -> None:
-        check_settling("ThinKeys", "drops channels of keys", policy)
+        check_settling("drops channels of keys", policy)
 
     def init(self, shape: LayerShape) -> QueryRing:
         return QueryRing.empty(shape, self.window)
@@ -96,5 +96,5 @@ def think(base: Policy = FULL, ratio: float = 0.4, window: int = 32, recent: int
     """
     check_kind("base", base, Policy)
     if base.storage != PLAIN:
-        raise ValueError(f"base with {base.storage}: expected a policy that stores keys and values as they are")
+        raise ValueError("its base already stores keys and values in another form; choose one that stores arrays")
     return replace(base, storage=ThinKeys(ratio, window, recent))

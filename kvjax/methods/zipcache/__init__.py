@@ -88,7 +88,7 @@ class SalientCodes(Storage):
         return 0
 
     def check(self, policy: Policy) -> None:
-        check_settling("SalientCodes", "probes keys", policy)
+        check_settling("probes keys", policy)
 
     def store(self, x: Float[Array, "*tokens D"]) -> Float[Array, "*tokens D"]:
         """The same array: only a prompt that has been read becomes codes."""
@@ -176,5 +176,5 @@ def zipcache(
     """
     check_kind("base", base, Policy)
     if base.storage != PLAIN:
-        raise ValueError(f"base with {base.storage}: expected a policy that stores keys and values as they are")
+        raise ValueError("its base already stores keys and values in another form; choose one that stores arrays")
     return replace(base, storage=SalientCodes(salient, bits, other_bits, window, queries, seed))

@@ -1,0 +1,1 @@
+"""Measurements, each of which one command runs; README.md lists them."""

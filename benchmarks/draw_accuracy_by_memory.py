@@ -1,0 +1,69 @@
+"""Draws docs/pictures/accuracy_by_memory.png, the README's picture, from the tables of docs/results/methods/report.md.
+
+    python -m benchmarks.draw_accuracy_by_memory
+
+It runs no model. Accuracies are the means of the seven tasks of the demo model with the question unknown, in percent.
+Memory is the size of a row's cache at the end of an answer. matplotlib comes with the extra `plot`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+
+from kvjax.evaluation.picture import COLOURS, MARKERS
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+SETTING = "question unknown while compressing"
+POLICIES = ("kvcompose", "dynamickv", "snapkv", "kvcrush on snapkv", "kvmerger", "morphkv", "streaming_llm")
+BUDGETS = ("50 % kept", "25 % kept", "10 % kept")
+BYTES_PER_TOKEN = 4096  # of the demo model's keys and values in float32: 2 x 4 layers x 2 kv heads x 64 channels x 4
+
+
+def rows(text: str, title: str) -> list[list[str]]:
+    """The cells of each row of the table of the report under a bold title that contains `title` and the setting."""
+    found = re.search(rf"\*\*[^\n]*{title}[^\n]*{SETTING}\*\*\n\n((?:\|[^\n]*\n)+)", text)
+    if found is None:
+        raise SystemExit(f"the report has no table {title!r}, {SETTING}")
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in found[1].splitlines()]
+
+
+def main() -> None:
+    text = (DOCS / "results/methods/report.md").read_text()
+    means = rows(text, "mean of 7 tasks")
+    budgets = means[0][1:]
+    accuracy = {
+        (row[0], budget): float(cell.split("±")[0])
+        for row in means[2:]
+        for budget, cell in zip(budgets, row[1:], strict=True)
+    }
+    megabytes = {(row[0], row[1]): float(row[3]) for row in rows(text, "cache size")[2:]}
+    full = 1024 * BYTES_PER_TOKEN / 1e6
+    figure = Figure(figsize=(7, 3.8), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot([full], [100], color="0.35", marker="*", markersize=13, linestyle="", label="full cache", zorder=9)
+    for policy, colour, marker in zip(POLICIES, COLOURS, MARKERS, strict=True):
+        x = [megabytes[policy, budget] for budget in BUDGETS]
+        y = [accuracy[policy, budget] for budget in BUDGETS]
+        axes.plot(x, y, color=colour, marker=marker, markeredgecolor="white", linewidth=2, label=policy)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([0.25, 0.5, 1, 2, 4], ["0.25", "0.5", "1", "2", "4"])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_ylim(0, 104)
+    axes.grid(axis="y", color="0.9")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("KV cache per row at the end of an answer, MB")
+    axes.set_ylabel("correct answers, %")
+    axes.set_title("50, 25 and 10 % of a text of 1,024 tokens retained; question unknown", loc="left", fontsize=9)
+    figure.legend(loc="outside right center", frameon=False)
+    figure.savefig(DOCS / "pictures/accuracy_by_memory.png")
+
+
+if __name__ == "__main__":
+    main()

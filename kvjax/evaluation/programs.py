@@ -1,0 +1,64 @@
+"""The compiled programs of a process that tries many policies. Their number is bounded, so that it does not grow.
+
+Each policy has programs of its own, with each of its options and for each size of a batch. Per layer of the model a
+program takes some megabytes of the host, and on a CPU some tens of the 65,530 memory maps that Linux gives a process:
+beyond these XLA ends the process. JAX itself keeps up to 4,096 programs of each function.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Hashable
+
+import jax
+
+from kvjax.checks import check_size
+from kvjax.evaluation.host_limits import available, maps_taken, return_freed
+
+KEPT = 32  # subjects, unless `keep` says otherwise; each has about four programs
+SHORT = 1 / 8  # the share of the memory that is available, below which programs are forgotten earlier
+CROWDED = 1 / 2  # the share of the memory maps that are taken, above which they are, too
+EARLIER = 8  # the factor by which fewer subjects stay then
+
+
+class _Kept:
+    """How many subjects may have programs, and those that have some."""
+
+    def __init__(self) -> None:
+        self.most = KEPT
+        self.subjects: set[Hashable] = set()
+
+
+_kept = _Kept()
+
+
+def keep(most: int) -> None:
+    """Sets the number of subjects whose programs stay compiled. The default is 32.
+
+    Raises:
+        ValueError: for a number that is not in 1 .. 2**31 - 1.
+    """
+    check_size("most", most)
+    _kept.most = most
+
+
+def make_room(subject: Hashable) -> None:
+    """Forgets all programs of the process if too many subjects have some. A sweep calls it before it compiles others.
+
+    When a subject is new and `keep` other ones have programs, JAX forgets every program of the process, and compiles
+    again what is used. Its persistent cache (`jax_compilation_cache_dir`) makes that fast. When less than an eighth of
+    the memory of the host or container is available, or the process has half of the memory maps that Linux gives it, an
+    eighth of the number is enough.
+
+    Args:
+        subject: what the next programs are for, such as a policy and the sizes of a batch.
+    """
+    if subject in _kept.subjects:
+        return
+    found = len(_kept.subjects)
+    if found >= _kept.most or (found >= _kept.most / EARLIER and (available() < SHORT or maps_taken() > CROWDED)):
+        _kept.subjects.clear()
+        jax.clear_caches()
+        gc.collect()  # programs are in cycles
+        return_freed()
+    _kept.subjects.add(subject)

@@ -1,0 +1,51 @@
+"""The refusals that several parts have. A message does not name its part: `Policy` begins it with who refuses."""
+
+from __future__ import annotations
+
+from kvjax.policy import Policy
+
+
+def check_own_positions(policy: Policy, why: str) -> None:
+    """Raises ValueError unless each token keeps its own position in the cache.
+
+    Args:
+        why: says what the part does with keys at their own positions, as in "projects keys".
+    """
+    if policy.positions != "original":
+        raise ValueError(f"it {why}; it cannot be combined with positions={policy.positions!r}")
+
+
+def check_first_rotation(policy: Policy) -> None:
+    """The same for a score that asks the keys of a prompt as its queries met them."""
+    check_own_positions(policy, "scores the prompt's keys as they were rotated when they came in")
+
+
+def check_window(window: int, policy: Policy) -> None:
+    """Raises ValueError unless a policy protects the window whose queries score the entries before it."""
+    if isinstance(policy.protect.recent, float) or policy.protect.recent < window:
+        raise ValueError(
+            f"it scores the entries older than its window of {window}, and {policy.protect} does not protect that "
+            f"window; expected recent={window} or more"
+        )
+
+
+def check_sinks(sinks: int, policy: Policy) -> None:
+    """Raises ValueError unless a policy protects the first tokens, which are not scored."""
+    if policy.protect.sinks < sinks:
+        raise ValueError(
+            f"it does not score the first {sinks} tokens, and {policy.protect} does not protect them; expected "
+            f"sinks={sinks} or more"
+        )
+
+
+def check_by_entry(policy: Policy, why: str) -> None:
+    """Raises ValueError if a policy's selection compares chunks or pages by their mean scores.
+
+    Args:
+        why: says what scores are that have no meaningful means, as in "scores entries by when they leave".
+    """
+    if policy.select.compares == "means":
+        raise ValueError(
+            f"it {why}, and the selection {type(policy.select).__name__} compares means of scores; they cannot be "
+            "combined"
+        )

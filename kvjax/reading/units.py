@@ -1,0 +1,170 @@
+"""The programs of a reading: the first hidden states, each layer, the logits. Layers of a kind share one program.
+
+The host starts one program after the other. The programs of a deep model are therefore those of a shallow one, and the
+activations of a layer are forgotten before the next one runs. Inside a caller's `jax.jit` they are parts of the
+caller's program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from kvjax.attend import Reading, ReadPlan, positions_behind
+from kvjax.cache import Entries, Slots
+from kvjax.kv_cache import KVCache
+from kvjax.mesh.sharding import logical_sharding, rows_sharding
+from kvjax.models import AttentionLayer, Decoder, embedded
+from kvjax.runtime.clock import Run, run_at_once
+
+from .each_layer import Call, facts_of, through_layer
+
+
+def read(
+    params: Decoder,
+    cache: KVCache,
+    tokens: Int[Array, "B N"],
+    lengths: Int[Array, "B"],
+    *,
+    plan: ReadPlan,
+    run: Run = run_at_once,
+    owned: bool = False,
+) -> tuple[Float[Array, "B N E"], KVCache]:
+    """Extends a cache by up to N tokens per row, with every static choice made.
+
+    Args:
+        tokens: right-aligned, on the devices of the cache.
+        run: how programs are run.
+        owned: whether nobody else has the cache, which then changes in place. Its layers must keep their shapes.
+
+    Returns:
+        The hidden states behind the last layer, of which `logits_of` takes the last column, and the new cache.
+    """
+    entries = cache.entries
+    if entries.preallocates and not owned:  # each layer changes the pool in place
+        entries, owned = jax.tree.map(jnp.array, entries), True
+    reader = _Reader(params, cache, tokens, lengths, plan=plan, run=run, in_place=owned)
+    for i in range(len(params.layers)):
+        entries = entries.with_alone(i, reader.layer(i, entries.alone(i)))
+    filled = cache.filled or plan.final
+    return reader.hidden, replace(cache, entries=entries, length=reader.rows["next_position"], filled=filled)
+
+
+def read_layers(
+    params: Decoder,
+    cache: KVCache,
+    tokens: Int[Array, "B N"],
+    lengths: Int[Array, "B"],
+    *,
+    plan: ReadPlan | None,
+    run: Run = run_at_once,
+) -> Iterator[Slots]:
+    """The entries of each layer of slots after up to N tokens per row have been appended, one layer after another.
+
+    Args:
+        tokens: right-aligned, on the devices of the cache.
+        plan: as `kvjax.attend.Reading` has it.
+        run: how programs are run.
+    """
+    reader = _Reader(params, cache, tokens, lengths, plan=plan, run=run)
+    for i in range(len(params.layers)):
+        yield reader.layer(i, cache.entries.alone(i)).layer(0, 0)
+
+
+class _Reader:
+    """Tokens on their way through the layers.
+
+    Attributes:
+        hidden: the hidden states behind the last layer that was read; its program donates those before it.
+        rows: what attention has to know of each row.
+    """
+
+    def __init__(
+        self,
+        params: Decoder,
+        cache: KVCache,
+        tokens: Int[Array, "B N"],
+        lengths: Int[Array, "B"],
+        *,
+        plan: ReadPlan | None,
+        run: Run,
+        in_place: bool = False,
+    ) -> None:
+        self._layers, self._run = params.layers, run
+        self._facts = [facts_of(record) for record in params.attention_layers]
+        self._call = Call(Reading(cache.policy, cache.policy.limits(len(self._facts)), plan), cache.mesh)
+        self._program = read_in_place if in_place else read_layer
+        self.hidden, self.rows = run(
+            begin, params.embed, cache.length, tokens, lengths, scale=params.config.embedding_scale, mesh=cache.mesh
+        )
+        self._rope = cache.rope
+
+    def layer(self, i: int, entries: Entries) -> Entries:
+        """Reads the layer that comes next, and returns its entries."""
+        rows = self.rows | {"rope": self._rope}
+        static = {"facts": self._facts[i], "call": self._call.of_layer(i)}
+        self.hidden, part = self._run(self._program, self._layers[i], np.int32(i), self.hidden, entries, rows, **static)
+        return part
+
+
+@partial(jax.jit, static_argnames=("scale", "mesh"))
+def begin(
+    embed: Any,
+    length: Int[Array, "B"],
+    tokens: Int[Array, "B N"],
+    lengths: Int[Array, "B"],
+    *,
+    scale: float,
+    mesh: Mesh | None,
+) -> tuple[Float[Array, "B N E"], dict[str, Array]]:
+    """The first hidden states of tokens that extend rows of a length, and what attention has to know of the rows."""
+    positions = positions_behind(length, lengths, tokens.shape[1])
+    rows = {"positions": positions, "lengths": lengths, "next_position": length + lengths}
+    return in_rows((embedded(embed, tokens, scale), rows), mesh)
+
+
+def _read_layer(
+    layer: Any,
+    index: Int[Array, ""],
+    x: Float[Array, "B N E"],
+    entries: Entries,
+    rows: dict[str, Any],
+    *,
+    facts: AttentionLayer,
+    call: Call,
+) -> tuple[Float[Array, "B N E"], Entries]:
+    """The hidden states behind a layer, and its entries."""
+    x, after = through_layer(layer, index, x, entries, rows, facts=facts, call=call)
+    return in_rows(x, call.mesh), after
+
+
+read_layer = jax.jit(_read_layer, static_argnames=("facts", "call"), donate_argnames="x")
+read_in_place = jax.jit(_read_layer, static_argnames=("facts", "call"), donate_argnames=("x", "entries"))
+
+
+@partial(jax.jit, static_argnames="mesh")
+def logits_of(params: Decoder, hidden: Float[Array, "B N E"], *, mesh: Mesh | None) -> Float[Array, "B V"]:
+    """The float32 logits after the last of N tokens."""
+    return by_row(params.logits(hidden[:, -1]), mesh)
+
+
+def by_row(logits: Float[Array, "B V"], mesh: Mesh | None) -> Float[Array, "B V"]:
+    """The logits with whole rows on each device that has a part of the batch, as samplers need them."""
+    if mesh is None:
+        return logits
+    # The logits are gathered after the product: if whole rows are requested of it, XLA gathers the unembedding.
+    cut = logical_sharding(mesh, ("batch", "vocab"), logits.shape)
+    return in_rows(jax.lax.with_sharding_constraint(logits, cut), mesh)
+
+
+def in_rows(x: Any, mesh: Mesh | None) -> Any:
+    """Arrays with axes [B, ...], with whole rows on each device that has a part of the batch."""
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, rows_sharding(mesh))

@@ -1,0 +1,1 @@
+"""What the Mosaic kernels for TPUs of all operations share."""

@@ -1,0 +1,56 @@
+"""Products in plain XLA whose form depends on the platform: rows with a matrix, keys with one vector per head."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def matmul(x: Float[Array, "... I"], weight: Float[Array, "I O"]) -> Float[Array, "... O"]:
+    """Returns `x @ weight`. A CPU takes `lone_row_as_in_batch` for a single row of float32."""
+    if x.size == x.shape[-1] and x.size % 2 == 0 and x.dtype == weight.dtype == jnp.float32:
+        return jax.lax.platform_dependent(x, weight, cpu=lone_row_as_in_batch, default=jnp.matmul)
+    return x @ weight
+
+
+def lone_row_as_in_batch(x: Float[Array, "... I"], weight: Float[Array, "I O"]) -> Float[Array, "... O"]:
+    """Returns `x @ weight` of a single row as the sum of two products, of the halves of its inputs.
+
+    - On CPUs XLA sums a single row in an order of its own, and rows of a batch in blocks of 256 inputs. With 512 inputs
+      the halves are these blocks, and the row has the bits that it has in a batch. With other numbers of inputs the two
+      may differ by rounding.
+    - A CPU reads the weights faster in this form (docs/benchmarks.md). No array of the weight's size is written.
+
+    Without the barrier XLA moves the reshape behind the addition that follows, then behind the next one, and simplifies
+    the whole program once more for each.
+    """
+    inputs, outputs = weight.shape
+    halves = jnp.einsum("hi,hio->ho", x.reshape(2, -1), weight.reshape(2, inputs // 2, outputs))
+    return jax.lax.optimization_barrier((halves[0] + halves[1]).reshape(*x.shape[:-1], outputs))
+
+
+def weighted_sum(keys: Float[Array, "B H M D"], weights: Float[Array, "B H M"]) -> Float[Array, "B H D"]:
+    """Returns sum_m weights_m keys_m for each kv head, in float32."""
+    return _with_keys("BHMD,BHM->BHD", keys, weights, along=3, over=2)
+
+
+def dot_products(keys: Float[Array, "B H M D"], vector: Float[Array, "B H D"]) -> Float[Array, "B H M"]:
+    """Returns the product of each key with the vector of its kv head, in float32."""
+    return _with_keys("BHMD,BHD->BHM", keys, vector, along=2, over=3)
+
+
+def _with_keys(products: str, keys: Array, factors: Array, *, along: int, over: int) -> Array:
+    """Sums keys times factors, which lack the axis `along`, over an axis.
+
+    A CPU runs a product of matrices faster: a step under KeyDiff takes 0.66 to 0.77 of the time. Elsewhere XLA would
+    write the keys out in float32 for it, which a sum of products does not.
+    """
+
+    def by_sums(keys: Array, factors: Array) -> Array:
+        return jnp.sum(keys * jnp.expand_dims(factors, along), axis=over)
+
+    by_product = partial(jnp.einsum, products, precision="highest")
+    return jax.lax.platform_dependent(keys.astype(jnp.float32), factors, cpu=by_product, default=by_sums)

@@ -1,0 +1,184 @@
+"""Attention of query rows over slots on GPUs (Pallas, Triton), for all attention operations: sizes and launch.
+
+A program takes a block of the query rows of one kv head, of all query heads that share it, and walks over its slots
+tile by tile with a running softmax (FlashAttention, arXiv 2205.14135). It stops at the last occupied slot. If there
+are too few rows to fill a GPU, several programs take turns in the tiles of a head, and a second kernel joins their
+results.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+from ..arrays import after_last
+from ..quantized import QuantizedArray
+from .attention_kernel import SCANNED, ExtraReduction, ExtraRows, attend_kernel
+from .blocks import Blocks, Work, measured, power_of_two
+from .common import PROGRAMS
+from .join import join
+
+MOST_SPLITS = 64  # programs that share the tiles of one block of rows
+SEGMENT_PROGRAMS = 4 * PROGRAMS  # for segments, whose lengths differ: programs that end early make room for others
+LEAST_TILES = 2  # tiles per program, if programs share them
+MOST_SCANS = 8  # reads of positions by which a program finds its last tile; by estimate, a launch takes as long
+
+
+class AttendOutput(NamedTuple):
+    """The results of `attend`.
+
+    Attributes:
+        out: the context in q's dtype; None if no values were given.
+        lse: float32 log-sum-exp; -inf where nothing is visible, and `out` is then 0.
+        logits: float32, biased, -inf where a slot is not visible; undefined in tiles that are not read.
+        scores: float32, what each slot received from the extra rows; undefined in tiles that are not read.
+    """
+
+    out: Float[Array, "B H R Dv"] | None
+    lse: Float[Array, "B H R"]
+    logits: Float[Array, "B P R T"] | None
+    scores: Float[Array, "B P T"] | None
+
+
+def attend_blocks(rows: int, k: Any, extra: int = 0) -> Blocks:
+    """Tile sizes for this GPU: measured, or by rule from the number of rows, the head size and the stored size.
+
+    By the rule, keys and values of a tile take 32 KiB. A core of any GPU since the A100 holds three such tiles twice.
+    Quantised tiles take less memory, but registers twice: as codes and as numbers.
+
+    Args:
+        rows: query rows per kv head.
+        k: keys [..., D], an array or a QuantizedArray.
+        extra: extra query rows per kv head. More than 32 take the memory of half a tile.
+    """
+    found = None if extra else measured(Work.of("attend", rows, k))
+    if found is not None:
+        return found
+    quantized, head_dim, part = isinstance(k, QuantizedArray), k.shape[-1], 2 if extra > 32 else 1
+    if jnp.dtype(k.dtype).itemsize == 4:  # float32 uses no tensor cores, and more registers
+        return Blocks(min(power_of_two(rows), 32), 16 if quantized else 32 // part, warps=8, stages=2)
+    slots = max(16, 8 * 1024 // power_of_two(head_dim) // part)
+    if quantized and rows > 32:
+        return Blocks(64 if head_dim <= 128 else 32, max(16, slots // 2), warps=4, stages=3)
+    if rows > 64 and head_dim <= 128:
+        return Blocks(128, slots, warps=8, stages=3)
+    return Blocks(min(power_of_two(rows), 64), slots, warps=4, stages=3)
+
+
+def attend(
+    q: Float[Array, "B H R D"],
+    k: Float[Array, "B P T D"] | QuantizedArray,
+    v: Float[Array, "B P T Dv"] | QuantizedArray | None,
+    q_positions: Int[Array, "B W"],
+    k_positions: Int[Array, "B P T"],
+    used: Int[Array, "B H"] | None = None,
+    start: Int[Array, "B H"] | None = None,
+    spans: Int[Array, "B H row_blocks 2"] | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    bias: Float[Array, "B P T"] | None = None,
+    logits: bool = False,
+    extra: ExtraRows | None = None,
+    extra_reduction: ExtraReduction | None = None,
+    blocks: Blocks | None = None,
+    interpret: bool = False,
+) -> AttendOutput:
+    """Attention of the R = G W rows of each kv head. Row r is a query at position q_positions[:, r mod W].
+
+    Args:
+        k, v: P lanes of T slots, with H / P consecutive heads per lane. Arrays may differ in their number of channels.
+        used: the number of slots that are read; up to the last occupied one if None. No slot is read if all queries,
+            extra rows included, have position -1.
+        start: the first slot of a head in its lane; 0 if None.
+        spans: the first tile that each block of rows reads and the tile after the last; all used tiles if None.
+        logits: whether to return the logits.
+        extra: extra query rows. All attending rows must then fit into one block.
+        extra_reduction: how their weights are reduced to one number per slot.
+        blocks: tile sizes; those of `attend_blocks` if None.
+    """
+    B, H, R, D = q.shape
+    P, T = k.shape[1:3]
+    W = q_positions.shape[1]
+    Dv = D if v is None else v.shape[-1]
+    Dp, Dvp = power_of_two(D), power_of_two(Dv)
+    blocks = blocks or attend_blocks(R, k, 0 if extra is None else extra.lse.shape[2])
+    row_blocks = pl.cdiv(R, blocks.rows)
+    programs = PROGRAMS if start is None else SEGMENT_PROGRAMS
+    splits = max(1, min(programs // (B * H * row_blocks), pl.cdiv(T, LEAST_TILES * blocks.slots), MOST_SPLITS))
+    if used is None and MOST_SCANS * SCANNED * splits < T:
+        used = after_last(k_positions >= 0)
+    ragged = start is not None or T % blocks.slots != 0 or blocks.slots > T
+
+    def head(*shape: int) -> pl.BlockSpec:
+        """One head's part of an array with axes [B, H, ...]."""
+        return pl.BlockSpec((None, None, *shape), lambda s, i, h, b: (b, h, *(0,) * len(shape)))
+
+    def lane(*shape: int) -> pl.BlockSpec:
+        """The lane of one head in an array with axes [B, P, ...]."""
+        return pl.BlockSpec((None, None, *shape), lambda s, i, h, b: (b, h * P // H, *(0,) * len(shape)))
+
+    def entries(x: Array | QuantizedArray) -> Any:
+        if isinstance(x, QuantizedArray):
+            return jax.tree.map(lambda array: lane(T, array.shape[-1]), x)
+        return lane(T, power_of_two(x.shape[-1]))
+
+    def part(*shape: int) -> pl.BlockSpec:
+        """One split's block of rows in an array with axes [B, H, splits, R, ...]."""
+        return pl.BlockSpec((None, None, None, *shape), lambda s, i, h, b: (b, h, s, i, *(0,) * (len(shape) - 1)))
+
+    out_dtype = q.dtype if splits == 1 else jnp.float32
+    shapes = {"lse": jax.ShapeDtypeStruct((B, H, splits, R), jnp.float32)}
+    specs = {"lse": part(blocks.rows)}
+    if v is not None:
+        shapes["out"] = jax.ShapeDtypeStruct((B, H, splits, R, Dv), out_dtype)
+        specs["out"] = part(blocks.rows, Dvp)
+    if logits:
+        shapes["logits"] = jax.ShapeDtypeStruct((B, P, R, T), jnp.float32)
+        specs["logits"] = lane(R, T)
+    extra_specs = None
+    if extra is not None:
+        X = extra.positions.shape[1]
+        rows: list[Any] = [head(X, Dp), head(X), pl.BlockSpec((None, X), lambda s, i, h, b: (b, 0))]
+        extra_specs = ExtraRows(*rows)
+        shapes["scores"] = jax.ShapeDtypeStruct((B, P, T), jnp.float32)
+        specs["scores"] = lane(T)
+    results = pl.pallas_call(
+        partial(
+            attend_kernel,
+            blocks=blocks,
+            splits=splits,
+            sizes=(R, W, D, Dv),
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            ragged=ragged,
+            extra_reduction=extra_reduction,
+        ),
+        grid=(splits, row_blocks, H, B),
+        in_specs=[
+            pl.BlockSpec((None, None, blocks.rows, Dp), lambda s, i, h, b: (b, h, i, 0)),
+            entries(k),
+            None if v is None else entries(v),
+            pl.BlockSpec((None, W), lambda s, i, h, b: (b, 0)),
+            lane(T),
+            None if used is None else head(),
+            None if start is None else head(),
+            None if spans is None else head(row_blocks, 2),
+            None if bias is None else lane(T),
+            extra_specs,
+        ],
+        out_specs=specs,
+        out_shape=shapes,
+        compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
+        interpret=interpret,
+    )(q, k, v, q_positions, k_positions, used, start, spans, bias, extra)
+    out, lse = join(results.get("out"), results["lse"], q.dtype, interpret=interpret)
+    return AttendOutput(out, lse, results.get("logits"), results.get("scores"))
