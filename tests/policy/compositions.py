@@ -209,7 +209,7 @@ def refused(score: Score, budget: Any, select: Any, merge: Merge, every: int | N
     """What makes no sense, and nothing else."""
     needs, own = score.needs, score in OF_METHODS  # by its facts; the others are told apart independently of these
     accumulates = type(score) in (AccumulatedAttention, NoisyAttention, QueryHeadAttention, QuerySample)
-    accumulates |= own and needs.accumulates and not (needs.weighs_values or needs.by_count)
+    accumulates |= own and "accumulates" in needs.marks and not ("weighs_values" in needs.marks or needs.by_count)
     keeps = WindowAttention | FoldedWindow | JointImportance | NonCausalAttention | LeveragedAttention | QuerySample
     window = isinstance(score, keeps | GlobalAttention | StochasticAttention | LazyAttention)
     window |= own and needs.keeps_queries

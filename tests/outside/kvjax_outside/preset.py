@@ -25,7 +25,7 @@ class UnlikeValues(Score):
 
     @property
     def needs(self) -> Needs:
-        return Needs(weighs_values=True)
+        return Needs(marks=frozenset({"weighs_values"}))
 
     def __call__(self, entries: Slots, moment: Moment):
         norms = jnp.linalg.norm(entries.values.astype(jnp.float32), axis=-1)
