@@ -314,7 +314,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ("h2o:budget=12", []),
         ("adakv:base=h2o,base.budget=12", []),
         ("snapkv:budget=12,window=4", [4]),  # how full each of two layers is, and what is free
-        (policies.duo_attention([[0.1, 0.9], [0.9, 0.1]], 0.5, 2, 6), [4]),
+        (policies.duo_attention(((0.1, 0.9), (0.9, 0.1)), 0.5, 2, 6), [4]),
         ("kvcompose:budget=12", [4]),
     ],
 )

@@ -112,7 +112,7 @@ class Stepping:
                 q, seen = _by_place(layer, q, entries.layer(i, 0), rope)
             wish = score.needs.received if room.count else None
             wish = wish if wish is not None and wish.shown("steps") else None
-            asked = score.asks(entries.rows(i), query_positions[:, 0]) if room.count else None
+            asked = score.asks(entries.layer(i, 0).per_row, query_positions[:, 0]) if room.count else None
             groups = wish is not None or asked is not None  # the score looks at all query heads of a kv head
             queries, sinks = q, layer.sinks
             if groups:

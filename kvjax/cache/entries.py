@@ -123,15 +123,11 @@ class Entries(ABC):
 
     @abstractmethod
     def layer(self, i: int, slots: int) -> Slots:
-        """Layer i as slots; a layout without slots of its own uses `slots` of them, which must suffice."""
+        """Layer i as slots; a layout without slots of its own uses `slots` of them, enough for what is asked of it."""
 
     @abstractmethod
     def with_layer(self, i: int, layer: Slots) -> Self:
         """The same entries, those of layer i replaced."""
-
-    @abstractmethod
-    def rows(self, i: int) -> Any:
-        """The score's state per row in layer i."""
 
     @abstractmethod
     def alone(self, i: int) -> Self:

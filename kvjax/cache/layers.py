@@ -49,9 +49,6 @@ class Layers(Entries):
     def with_layer(self, i: int, layer: Slots) -> Layers:
         return Layers((*self.each[:i], layer, *self.each[i + 1 :]))
 
-    def rows(self, i: int) -> Any:
-        return self.each[i].per_row
-
     def alone(self, i: int) -> Layers:
         return Layers((self.each[i],))
 

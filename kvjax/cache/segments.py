@@ -93,9 +93,6 @@ class Segments(Entries):
     def layer(self, i: int, slots: int) -> Slots:
         return self.view(i, 0, slots)
 
-    def rows(self, i: int) -> Any:
-        return self.per_row[i]
-
     def alone(self, i: int) -> Segments:
         own: Any = {name: getattr(self, name)[i : i + 1] for name in BY_LAYER}
         return replace(self, **own)

@@ -307,7 +307,7 @@ def test_steps_from_outside():
     for _ in range(np.min(np.asarray(cache.entries.size) - np.asarray(cache.entries.used))):
         _, cache = kvjax.extend(model, cache, np.array([[text[done]]]))
         done += 1
-    with pytest.raises(ValueError, match=r"no room for another token: call kvjax.with_room"):
+    with pytest.raises(ValueError, match=r"room for 0 tokens, not 1; call kvjax.with_room"):
         kvjax.extend(model, cache, np.array([[text[done]]]))
     cache = kvjax.with_room(cache, 30)
     logits, cache = jax.jit(lambda p, c, t: kvjax.extend(p, c, t))(model, cache, np.array([[text[done]]]))

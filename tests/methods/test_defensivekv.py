@@ -26,7 +26,7 @@ OPTIONS = (
     "budget=12,window=3,pool=none,level=global,groups=2",
 )
 SCORES = (DefendedValues(WindowAttention(4, Reduction(rows="max", group="max"))),)
-CHANGES = {"DefendedValues": {"slotwise", "weighs_values", "by_count"}}
+CHANGES = {"DefendedValues": {"slotwise", "by_count", "marks"}}
 
 ROWS = [np.random.default_rng(9).integers(0, tiny.VOCAB, n) for n in (30, 10, 21)]
 PARAMS = tiny.decoder(8, 4, (None,) * 2)
