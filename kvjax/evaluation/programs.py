@@ -15,7 +15,7 @@ import jax
 from kvjax.checks import check_size
 from kvjax.evaluation.host_limits import available, maps_taken, return_freed
 
-KEPT = 32  # subjects, unless `keep` says otherwise; each has about four programs
+KEPT = 32  # subjects, unless `keep` says otherwise; each has some six programs of its own
 SHORT = 1 / 8  # the share of the memory that is available, below which programs are forgotten earlier
 CROWDED = 1 / 2  # the share of the memory maps that are taken, above which they are, too
 EARLIER = 8  # the factor by which fewer subjects stay then

@@ -43,7 +43,7 @@ def test_what_is_run_is_a_program(folder: str) -> None:
 
 
 MENTION = re.compile(
-    r"python -m (scripts|benchmarks|goldens)\.([a-z]\w*)|\b(?:scripts|benchmarks|goldens)/[a-z]\w*\.(?:py|sh)\b"
+    r"python -m (scripts|benchmarks|goldens)\.([a-z]\w*)|(?<![\w/])(?:scripts|benchmarks|goldens)/[a-z]\w*\.(?:py|sh)\b"
 )
 
 
