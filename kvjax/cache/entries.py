@@ -123,7 +123,7 @@ class Entries(ABC):
 
     @abstractmethod
     def layer(self, i: int, slots: int) -> Slots:
-        """Layer i as slots; a layout without slots of its own uses `slots` of them, which must suffice."""
+        """Layer i as slots; a layout without slots of its own uses `slots` of them, enough for what is asked of it."""
 
     @abstractmethod
     def with_layer(self, i: int, layer: Slots) -> Self:

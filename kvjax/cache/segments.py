@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.mesh.sharding import fetch
-from kvjax.pallas_kernels import PAGE, Asked, Reduction, Stored, after_last, pages, set_slots, write_rows
+from kvjax.pallas_kernels import PAGE, Asked, Reduction, Stored, after_last, pages, plain, set_slots, write_rows
 
 from .entries import Entries, MakeRoom, StepAttention, Take, Usage
 from .paging import MovePages, PutPages, starts, whole_pages
@@ -240,6 +240,10 @@ class Segments(Entries):
 
     def within(self, slots: int) -> Segments:
         return replace(self, longest=whole_pages(bucket(slots)))
+
+    def plain(self) -> Segments:
+        """The same entries with keys and values as arrays."""
+        return replace(self, keys=plain(self.keys), values=plain(self.values))
 
     def by_head(self, row: int, arrays: Any = None) -> list[list[Any]]:
         start, size = (np.stack([fetch(x)[row] for x in each], axis=-1) for each in (self.start, self.size))

@@ -20,7 +20,6 @@ from kvjax.attend import RoomMaker, expired, finished, met_keys
 from kvjax.cache import Entries, Layers, Segments, Slots
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
-from kvjax.pallas_kernels import plain
 from kvjax.policy import PLAIN, Moment, Policy
 from kvjax.reading.allocate import allocate, pool_rows
 from kvjax.reading.room import plan_read
@@ -85,8 +84,9 @@ def _made_room(params: Decoder, cache: KVCache) -> KVCache:
 def _plain(cache: KVCache) -> KVCache:
     """The same cache with keys and values as arrays, values in float32."""
     parts, tree = _parts(cache.entries)
-    parts = [replace(part, keys=plain(part.keys), values=plain(part.values).astype(jnp.float32)) for part in parts]
-    return replace(cache, policy=replace(cache.policy, storage=PLAIN), entries=tree.unflatten(parts))
+    arrays = [part.plain() for part in parts]
+    wide = [replace(part, values=part.values.astype(jnp.float32)) for part in arrays]
+    return replace(cache, policy=replace(cache.policy, storage=PLAIN), entries=tree.unflatten(wide))
 
 
 def _parts(entries: Entries) -> tuple[list[Slots | Segments], Any]:
