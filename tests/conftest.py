@@ -88,6 +88,19 @@ POLICIES = (*DISTINCT, *ALIKE)
 POLICY_PARAMS = part(POLICIES, DISTINCT)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first n cases of a test marked `slow(first=n)` are of the default run."""
+    left: dict[str, int] = {}
+    for item in items:
+        for mark in [mark for mark in item.own_markers if mark.name == "slow"]:
+            name = item.nodeid.partition("[")[0]
+            left.setdefault(name, mark.kwargs.get("first", 0))
+            if left[name] and not item.get_closest_marker("exhaustive"):
+                left[name] -= 1
+                item.own_markers.remove(mark)
+
+
 MAPS = 30_000 / 65_530  # the share of the memory maps that a process may take
 PAGE = os.sysconf("SC_PAGE_SIZE")
 # Bytes; a smaller process forgets nothing. Two workers leave half of the machine to compilers for accelerators.
