@@ -33,7 +33,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 RECORDED = ("full", "morphkv:budget=24,window=4", "snapkv:budget=24,window=4", "dynamickv:budget=24,window=4")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("text", part(RECORDED, [text for text in RECORDED if not text.startswith("snapkv")]))
 def test_recordings_are_what_caches_hold(tiny: Decoder, text: str) -> None:
     """Compares the recording after each step with a call of `generate` of that length."""
@@ -81,7 +81,7 @@ MERGING = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("text", part(MERGING, MERGING[1:]))
 def test_merged_entries_are_made_of_what_went_into_them(text: str, tiny: Decoder, shallow: Decoder) -> None:
     """No other entry changes. Values have 8 channels, so the sum of fewer than 8 entries has unique weights.
@@ -121,7 +121,6 @@ def test_merged_entries_are_made_of_what_went_into_them(text: str, tiny: Decoder
     assert set(recording.into[still]) == {-1}
 
 
-@pytest.mark.slow
 def test_texts_and_ends(shallow: Decoder, tokenizer: PreTrainedTokenizerFast) -> None:
     free = record(shallow, "ba ce di", max_new_tokens=NEW, tokenizer=tokenizer)
     assert "".join(free.texts) == tokenizer.decode(free.tokens)

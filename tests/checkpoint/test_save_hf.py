@@ -16,7 +16,7 @@ from kvjax.checkpoint import load, restore, save, save_hf
 from tests.checkpoint.folders import INDEX, WEIGHTS, assert_equal, decoder
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("sizes", [None, (2, 4)])
 def test_transformers_reads_files_of_limited_size(tmp_path, sizes):
     params = decoder() if sizes is None else kvjax.shard(decoder(), kvjax.make_mesh(*sizes))
@@ -39,7 +39,6 @@ def test_transformers_reads_files_of_limited_size(tmp_path, sizes):
     np.testing.assert_allclose(decoder().logits(hidden), expected, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_old_weights_of_a_folder_are_removed(tmp_path):
     folder = tmp_path / "model"
     other = jax.tree.map(lambda leaf: leaf + 1, decoder())

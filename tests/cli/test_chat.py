@@ -15,7 +15,6 @@ from kvjax.models import Decoder
 from kvjax.reading.room import Compress
 from tests.cli.commands import kv
 
-pytestmark = pytest.mark.slow
 OPTIONS = ["--max-new-tokens", "20", "--sampler", "greedy"]
 
 

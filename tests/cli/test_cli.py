@@ -129,7 +129,6 @@ def test_bytes_in_words(count: float, text: str) -> None:
     assert bytes_text(count) == text
 
 
-@pytest.mark.slow
 def test_eval_says_what_it_would_do_does_it_and_goes_on(shallow_model: str, tmp_path: Path) -> None:
     config, out = tmp_path / "run.yaml", tmp_path / "out"
     config.write_text(
@@ -163,7 +162,6 @@ def test_eval_says_what_it_would_do_does_it_and_goes_on(shallow_model: str, tmp_
     assert json.loads((out / "run.json").read_text())["model"]["bytes_per_token"] == 2 * 1 * 2 * 8 * 4
 
 
-@pytest.mark.slow
 def test_demo_answers_draws_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
 

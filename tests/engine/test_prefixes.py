@@ -24,7 +24,6 @@ AGNOSTIC = [text for text in KINDS if not parse(text).asks_the_end]
 CHOSEN = [text for text in AGNOSTIC if text.startswith("adakv")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("policy", part([*AGNOSTIC, "keydiff:budget=12,every=1", "knorm:budget=0.5"], CHOSEN))
 def test_answers_are_those_of_a_prefilled_cache(policy: str, tiny: Decoder) -> None:
     documents = [RNG.integers(0, 101, n).tolist() for n in (3, 13, 28)]
@@ -125,7 +124,6 @@ def test_a_mesh_writes_prefixes_to_disk_and_reads_them(shallow: Decoder, tmp_pat
     assert kvjax.generate(shallow, question, cache=stored, max_new_tokens=9).tokens[0].tolist() == expected
 
 
-@pytest.mark.slow
 def test_what_does_not_fit_after_a_prefix_is_refused(shallow: Decoder, tmp_path: Path) -> None:
     with kvjax.Engine(shallow, "full", **SIZES, prefix_memory=10**6) as engine:
         with pytest.raises(ValueError, match="the prefix has 29 tokens: expected at most max_prompt=28"):

@@ -55,7 +55,7 @@ def read(spec):
             yield entries[0], row, head, queries, keys, v[row, head, text].astype(np.float64)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("bias", "queries"), [(True, 64), (False, 64)])
 def test_biases_and_values_are_the_ridge_solutions(bias, queries):
     """A sink and three recent tokens stay as they are, and so does the row that fits into the budget."""

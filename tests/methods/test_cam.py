@@ -39,7 +39,7 @@ def test_e2_expected():
     np.testing.assert_array_equal(left, lost)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("form", ["expected", "bernoulli"])
 def test_values_go_to_the_next_kept_tokens(form):
     """Slots in any order, some empty; two victims per head, or none; the later has fewer tokens after it than m."""
@@ -73,7 +73,6 @@ def test_values_go_to_the_next_kept_tokens(form):
     np.testing.assert_array_equal(out.values[2], jnp.asarray(values[2], jnp.float32))
 
 
-@pytest.mark.slow
 def test_the_newest_stay_whatever_they_score():
     """Protected entries, then the newest; the oldest that are not protected leave first."""
     positions = np.stack([[RNG.permutation(20) for _ in range(2)] for _ in range(2)])

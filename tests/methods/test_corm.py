@@ -45,7 +45,7 @@ class Head:
             del self.keys[p], self.votes[p], self.weights[p]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("group", "window", "every"), [(1, 6, 1), (4, 40, 1), (7, 6, 4)])
 def test_is_the_literal_count(group, window, every):
     """Prompts longer and shorter than the budget and the window, one shorter than what is protected; 14 steps."""

@@ -77,7 +77,7 @@ class Layer:
                 head[p][2] += weight
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "weights", "options"),
     [(4, 4, "paper", {"recent": 6}), (8, 2, "code", {"recent": 3, "every": 3})],
@@ -129,7 +129,6 @@ def absorbed(merge, entries, lost, count):
     return merge.absorb(entries, moment, jnp.zeros(lost.shape), lost, count)[0]
 
 
-@pytest.mark.slow
 def test_e3():
     """u = (.9, .6): tau is .75, then with a mean of .6 it is .675; the released merge makes 2 and 1 into 1.45."""
     keys = jnp.array([[0.9, 0.19**0.5], [1, 0], [0.6, 0.8], [-0.6, -0.8]])[None, None]
@@ -214,7 +213,6 @@ def answered():
     return kvjax.generate(params(), ROWS, policy=TEXT, max_new_tokens=NEW, log_probs=True)
 
 
-@pytest.mark.slow
 def test_layers_retain_their_shares():
     """After the prompt and to the end of an answer. Dense layers retain everything; bytes are those planned."""
     policy, answer = policies.parse(TEXT), answered()
@@ -244,7 +242,6 @@ def received(row):
     return reader.weights(tokens, tokens).mean(axis=2).sum(axis=2)
 
 
-@pytest.mark.slow
 def test_which_prompt_tokens_are_retained():
     """Half of each layer's own share is recent; the others are the first tokens and the highest scores."""
     policy = policies.parse(TEXT)

@@ -24,7 +24,7 @@ RNG = np.random.default_rng(4)
 ROWS = [RNG.integers(0, tiny.VOCAB, n) for n in (29, 9, 20)]  # longer than the budget, shorter, and between
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("group", "options"),
     [
@@ -81,7 +81,7 @@ def test_g6(code_rounding: bool, expected: list[int]) -> None:
     assert [len(layer[0]) for layer in algorithm_1(scores, 2, 2, 2, code_rounding)] == expected
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("interval", "r_max", "code_rounding", "floor"),
     [(1, 10.0, False, 0), (2, 1.5, False, 2), (4, 10.0, True, 0), (3, 1.0, True, 2)],
@@ -111,7 +111,6 @@ def test_shares_against_algorithm_1(interval, r_max, code_rounding, floor, seed)
         assert sum(expected) <= layers * mean[b]
 
 
-@pytest.mark.slow
 def test_products_beyond_32_bits() -> None:
     """A prompt of a million tokens, budgets of thousands: counts times layers, and the released rounding's products."""
     counts = [700_001, 1_299_999, 400_000, 160_000]

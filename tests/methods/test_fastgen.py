@@ -26,7 +26,7 @@ def sets_of(received, sinks, frequent, local):
     return [first, first | often, first | often | near, set(range(n))]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("group", [1, 4, 7])
 def test_classes_are_the_sets(group):
     """Rows of different lengths, one shorter than the first tokens; the shares add up to 1 in each head."""
@@ -75,7 +75,6 @@ def test_the_fewest_that_recover(budget, recovery, expected):
     assert counts.tolist() == expected
 
 
-@pytest.mark.slow
 def test_each_head_retains_its_set():
     """The first layer of a model, for recoveries that choose each of the sets; the answer is added."""
     params, rows = tiny.decoder(), [np.random.default_rng(n).integers(0, 64, n) for n in (40, 9)]

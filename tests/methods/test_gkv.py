@@ -47,7 +47,7 @@ class Head:
             del self.keys[p], self.lasting[p]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("group", "every"), [(1, 3), (3, 6)])
 def test_retains_what_the_equations_retain(group, every):
     """Prompts longer and shorter than the budget, shorter than the window; 20 steps with slots in any order."""

@@ -14,7 +14,7 @@ OPTIONS = ("base=snapkv,base.budget=12,base.window=4,base.kernel=3",)
 ROTATED = "key_rerotation:base=snapkv,base.budget=9,base.window=3"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("chunk", [None, 7])
 def test_the_same_entries_at_other_distances(chunk):
     """The prompt is read and scored at its own positions, also in pieces; the answer is another one."""

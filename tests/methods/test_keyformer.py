@@ -24,7 +24,6 @@ def draws_of(keys, positions):
     return np.asarray(gumbel(query_bits(keys, positions[:, None]), position_bits(positions)))
 
 
-@pytest.mark.slow
 def test_noise_is_gumbel_and_a_pair_s_own():
     keys = jax.random.key_data(jax.random.split(jax.random.key(0), 2))[:, None, None]
     pairs = draws_of(keys, jnp.arange(400))
@@ -37,7 +36,7 @@ def test_noise_is_gumbel_and_a_pair_s_own():
     assert len(np.unique(flat)) > 0.98 * flat.size
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("group", "window", "temperature", "tiles"),
     [(1, None, 1.5, None), (4, 5, 1.5, None), (4, None, 1.5, (16, 8)), (1, 5, 1.5, (16, 8)), (2, None, 0.1, (16, 8))],
@@ -94,7 +93,7 @@ def drawn(layer, head, group):
     return lambda query, positions: table[:, query, positions]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("policy", "options"),
     [

@@ -98,7 +98,7 @@ def filled_by(params, policy) -> kvjax.KVCache:
     return allocating.reallocated(params, all_tokens, policy, SIZE)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("group", "options"),
     [
@@ -126,7 +126,7 @@ def test_retains_what_the_equations_keep(group: int, options: dict) -> None:
     assert len({len(layer[0]) for layer in tiny.held(cache, 0)}) == LAYERS, "or layers would not have competed"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("source", "rows"), [("replay", "sum"), ("self", "mean"), ("prompt", "max")])
 def test_scores(source: str, rows: str) -> None:
     """Reductions of every source, with and without the mean over heads and the norms of values (26 and 27)."""
@@ -150,7 +150,6 @@ def test_scores(source: str, rows: str) -> None:
                 assert_close(by_position, expected)
 
 
-@pytest.mark.slow
 def test_a_layer_without_entries() -> None:
     """A token to come attends to itself alone in it; the answer and later turns go on, whatever the lengths."""
     params = nnx.clone(decoder(4))
@@ -203,7 +202,6 @@ def kept(scores: np.ndarray, budget: CompositeShares | GlobalShares) -> list[lis
     ]
 
 
-@pytest.mark.slow
 def test_g8_composite_tokens() -> None:
     scores = augmented(S2)
     expected = [
@@ -247,7 +245,6 @@ def test_g8c_a_layer_may_lose_everything_unless_there_is_a_floor() -> None:
     assert [len(heads[0]) for heads in kept(scores, CompositeShares(Fixed(2), min_tokens=1))] == [3, 1]
 
 
-@pytest.mark.slow
 def test_g8d_rows_before_group() -> None:
     weights = np.array([[[0.1, 0.6, 0.2, 0.1], [0.3, 0.3, 0.2, 0.2]], [[0.5, 0.1, 0.2, 0.2], [0.1, 0.1, 0.7, 0.1]]])
     score = TaskAttention(head_mean=False)  # a group of two heads, two rows, four tokens

@@ -39,7 +39,7 @@ def picked(bits, anchor, wanted, pick):
     return np.flatnonzero(marked[0, 0]).tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("anchor", "centroid", "grid"),
     [
@@ -60,7 +60,6 @@ def test_g7_mean_anchor():
     assert anchor[0, 0, 0].tolist() == [True, True, False, False]
 
 
-@pytest.mark.slow
 def test_k_means_finds_clusters_that_are_apart():
     """Runs of three do not separate four tokens from two, clusters do: the middle of four, the earlier of two."""
     tokens = ["111100", "111000", "110000", "111010", "000111", "000011"]
@@ -104,7 +103,7 @@ def retained(index, positions, row):
     return [sorted(own[index[index >= 0]].tolist()) for own, index in pairs]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize(
     ("anchor", "share", "upper", "pick", "granularity"),
@@ -188,7 +187,6 @@ def test_pages_without_representatives(aligned):
     assert kvcrush(h2o(96), share=0.0, granularity="chunk", page=16).select == Pages(TopTokens(), 16)
 
 
-@pytest.mark.slow
 def test_figure_6_by_hand():
     """672 entries: 32 initial and 128 recent tokens, and the 16 pages of 32 with the highest mean scores."""
     rng, n = np.random.default_rng(5), 1024
@@ -203,7 +201,7 @@ def test_figure_6_by_hand():
     assert len(expected) == 672
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("heads", "granularity"), [(2, "page"), (8, "chunk"), (14, "page")])
 def test_a_prompt_is_compressed_as_algorithms_1_and_2_say(heads, granularity):
     """Groups of 1, 4 and 7, and three lengths; the shortest is within the budget. H2O's sums, and bits by age."""
@@ -220,7 +218,6 @@ def test_a_prompt_is_compressed_as_algorithms_1_and_2_say(heads, granularity):
         assert n == 12 or sum(map(len, tiny.held(cache, b)[0])) < 40, "slots that hold no page"
 
 
-@pytest.mark.slow
 def test_g7_of_pages():
     """The seven signatures as pages of two tokens with bits of two heads: the bits of tokens lie side by side."""
     bits = np.array(BITS).reshape(14, 2)

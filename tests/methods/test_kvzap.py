@@ -68,7 +68,7 @@ def test_a_worked_example():
     np.testing.assert_allclose(score(line, jnp.array([[[1.0, -2.0]]])), [[[1.0]]], rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "linear", "chunk"), [(2, 2, True, None), (4, 1, False, 7), (7, 1, False, 7), (8, 2, False, 7)]
 )
@@ -89,7 +89,6 @@ def test_scores_are_those_of_a_network_in_numpy(heads, kv_heads, linear, chunk):
                 assert tiny.held(retained, b)[i][h] == kept
 
 
-@pytest.mark.slow
 def test_decoding_evicts_the_lowest_scores():
     """In a model of one layer the hidden state follows from the token alone, so that lists of tokens say what stays."""
     params, gates = model(4, 2, layers=1)

@@ -81,7 +81,7 @@ def replays(plus: bool = False, chunk: int = CHUNK) -> kvjax.KVCache:
     return allocating.read(PARAMS, kvzip(0.5, SINKS, score=replace(PLUS if plus else SCORE, chunk=chunk)), ROWS, SIZE)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("plus", "chunk"), [(False, CHUNK), (True, CHUNK), (False, SIZE), (True, SIZE)])
 def test_scores_are_the_definition(plus, chunk):
     """Chunks that not all rows have, a last one that is short, a prompt within one chunk; sinks are only looked at.
@@ -103,7 +103,7 @@ def test_scores_are_the_definition(plus, chunk):
                 assert_close(ours[head][held], literal(b, plus, chunk)[layer, head])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize(
     ("level", "plus", "recent"),
     [("global", False, 0), ("layer", False, 0), ("head", False, 0), ("global", True, 0)]
@@ -183,7 +183,6 @@ def test_uniform_heads_of_a_layer_retain_what_the_layer_has():
     assert counts.tolist() == [[[9] * 3, [6] * 3], [[3] * 3, [2] * 3]]
 
 
-@pytest.mark.slow
 def test_e4():
     """The threshold at index 3 of 10 has to be exceeded: three stay."""
     scores = jnp.arange(10.0)[None, None, None]

@@ -47,7 +47,7 @@ class Head:
             del self.keys[p], self.active[p]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("group", "alpha"), [(1, 0.1), (4, 0.08), (7, 0.07)])
 def test_is_the_literal_bookkeeping(group, alpha):
     """Prompts longer and shorter than the budget, one shorter than the window; 14 steps."""

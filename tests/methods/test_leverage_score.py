@@ -85,7 +85,6 @@ def test_the_sketch_is_gaussian_and_belongs_to_seed_layer_and_head():
     assert np.abs(correlations - np.eye(12)).max() < 0.1
 
 
-@pytest.mark.slow
 def test_the_preset_retains_the_highest_leverage():
     """Of keys that the model makes, beside a sink and two recent tokens."""
     params, (row,) = tiny.decoder(), [np.random.default_rng(2).integers(0, tiny.VOCAB, 30)]

@@ -29,7 +29,6 @@ def test_g11_pyramidkv_budgets(formula):
     assert layers_of(budget, 15, 4) == layers_of(budget, 3, 4) == shorter, "all layers alike as released"
 
 
-@pytest.mark.slow
 def test_g11_pyramidkv_budgets_of_a_long_prompt():
     """Of 2048 + 8 tokens in 3000: the first layer keeps 2992 and the last 1088, if it is cut to the prompt at all."""
     ported = layers_of(Pyramid(Fixed(2040), window=8, formula="kvpress"), 3000, 32)
@@ -43,7 +42,6 @@ def test_g11_pyramidkv_budgets_of_a_long_prompt():
     assert max(layers_of(Pyramid(Fraction(0.75), window=8), 400, 32)) == 400, "a share is of the prompt at most"
 
 
-@pytest.mark.slow
 @given(
     length=st.integers(1, 5000),
     share=st.sampled_from([0.05, 0.25, 0.5, 0.6, 1.0]),

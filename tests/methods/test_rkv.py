@@ -66,7 +66,7 @@ def repeated(keys, threshold):
     return softmax(cosines.mean(axis=0))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("group", "every"), [(1, 1), (3, 5)])
 def test_retains_what_the_equations_retain(group, every):
     """Prompts longer and shorter than the budget, shorter than the window; 14 steps with slots in any order."""
@@ -96,7 +96,6 @@ def test_redundancy_is_the_equation_in_any_order_of_slots_and_in_blocks():
         assert (ours[0, head][positions[0, head] < 0] == 0).all()
 
 
-@pytest.mark.slow
 def test_of_equal_keys_the_latest_stays():
     """Three tokens share a key and two have keys of their own: with mix=0 the shared key's early copies leave first."""
     keys = np.eye(8, dtype=np.float32)[[0, 0, 1, 0, 2]][None, None]

@@ -46,7 +46,7 @@ class Head:
             del self.keys[p], self.weights[p]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("group", "every"), [(1, 1), (4, 1), (7, 3)])
 def test_retains_what_the_equations_retain(group, every):
     """Prompts longer and shorter than the budget, one shorter than what is protected; 14 steps."""

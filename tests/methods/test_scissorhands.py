@@ -35,7 +35,7 @@ class Head:
             del self.keys[p], self.low[p]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("window", [5, 40])
 def test_is_the_literal_count(group, window):

@@ -18,7 +18,6 @@ from tests.methods.reference import rotated, softmax
 OPTIONS = ("budget=12,threshold=1.0,sinks=1,recent=3", "budget=0.5,threshold=0.4,sinks=1,recent=3,last=2")
 
 
-@pytest.mark.slow
 def test_the_threshold_is_the_attention_of_the_last_queries():
     """The sum of positive scores of each head, in rows of different lengths, one shorter than what is always kept."""
     heads, group, size, lengths, last = 2, 3, 30, np.array([30, 17, 4]), 2
@@ -60,7 +59,6 @@ def test_lazy_layers(budget, threshold, expected):
     assert np.asarray(counts)[:, 0].tolist() == [[n, n] for n in expected]
 
 
-@pytest.mark.slow
 def test_lazy_layers_retain_the_first_and_the_newest():
     """A budget for one of two layers makes the lazier one lazy; without one, no layer passes a threshold of 1."""
     params, rows = tiny.decoder(windows=(None, None)), [np.random.default_rng(n).integers(0, 64, n) for n in (24, 9)]

@@ -45,7 +45,7 @@ def literal_context(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     return softmax(q @ k.T / np.sqrt(q.shape[-1])) @ v
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize("base", ["full", "snapkv:budget=9,window=3,kernel=3", "knorm:budget=9"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (7, 1)])
 @pytest.mark.parametrize("recent", [0, 4])
@@ -188,7 +188,6 @@ def test_bytes_by_hand(dtype: str) -> None:
         assert kvjax.plan_cache(config, think(base), **sizes).nbytes == 3 * 2 * expected
 
 
-@pytest.mark.slow
 def test_memory_held_is_what_was_planned() -> None:
     params, base = tiny.decoder(windows=(None, 12)), snapkv(24, window=4)
     sizes = {"batch": 3, "length": 40, "new_tokens": 9, "dtype": np.float32}

@@ -64,7 +64,7 @@ def positions_of(coded: CodedEntries, b: int, h: int) -> list[list[int]]:
     return [x[x >= 0].tolist() for x in np.split(np.asarray(coded.positions)[b, h], sizes)]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize("base", ["full", "snapkv:budget=9,window=3,kernel=3", "knorm:budget=9"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (7, 1)])
 @pytest.mark.parametrize(("salient", "bits", "other_bits"), [(0.6, 4, 2), (0.3, 8, 4)])
@@ -210,7 +210,6 @@ def test_bytes_by_hand(dtype: str) -> None:
         assert kvjax.plan_cache(config, zipcache(base), **sizes).nbytes == 3 * 2 * expected
 
 
-@pytest.mark.slow
 def test_memory_held_is_what_was_planned() -> None:
     params, base = tiny.decoder(windows=(None, 12)), snapkv(24, window=4)
     sizes = {"batch": 3, "length": 40, "new_tokens": 9, "dtype": np.float32}

@@ -178,7 +178,7 @@ def test_orbax_holds_experts(published, tmp_path):
 
 
 @pytest.mark.parity
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 @pytest.mark.parametrize("sizes", [(2, 4), pytest.param(None, marks=pytest.mark.exhaustive)], ids=["2x4", "one device"])
 def test_ragged_rows(published, sizes):

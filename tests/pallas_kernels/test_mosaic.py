@@ -70,7 +70,7 @@ def test_slot_attention(case, small_tiles):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("case", "count", "reduction"), EXTRA_CASES + QUANTIZED_EXTRA_CASES)
 def test_extra_query_rows(case, count, reduction, small_tiles):
     check_extra(interpreted(slot.slot_attention), case, count, reduction)
@@ -102,7 +102,6 @@ def test_more_tiles_than_scalar_memory_holds_numbers_for_are_refused(small_tiles
         jax.eval_shape(partial(slot.slot_attention, scale=1.0), *arrays, *positions)
 
 
-@pytest.mark.slow
 def test_two_cores_share_the_heads(small_tiles, monkeypatch):
     """Cores have different numbers of steps. With one lane per batch row, neighbouring heads share its tiles."""
     monkeypatch.setattr(decode, "chip", lambda: mosaic.Chip(tile_bytes=1, cores=2))
@@ -111,13 +110,12 @@ def test_two_cores_share_the_heads(small_tiles, monkeypatch):
     check_extra(interpreted(slot.slot_attention), Case(64, 4, 1, 600), 4, Reduction("sum", "sum", "group"))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("case", "lanes"), QUANTIZED_SEGMENT_CASES, ids=str)
 def test_quantized_segments(case, lanes, small_tiles):
     check_segments(interpreted(segment.segment_attention), case, lanes, rounded=False)
 
 
-@pytest.mark.slow
 def test_keys_and_values_of_different_storage_are_refused():
     t = np.zeros((1, 1), np.int32)
 
@@ -132,13 +130,12 @@ def test_keys_and_values_of_different_storage_are_refused():
         jax.eval_shape(lambda: attend(96, 4, 32, 32))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("case", WINDOW_CASES, ids=str)
 def test_window_scores(case, small_tiles):
     check_window(interpreted(window.window_scores), without_float16(case, check_window, window.window_scores))
 
 
-@pytest.mark.slow
 def test_slots_beyond_the_last_visible_tile_are_not_read(small_tiles):
     """Each head has 5 tiles. NaN in the tiles after the last visible one does not change the result."""
     rng = np.random.default_rng(0)
@@ -178,7 +175,7 @@ def test_top_tokens_equal_a_stable_sort(tokens, size):
         np.testing.assert_array_equal(got[b, h], np.pad(expected, (0, size - expected.size), constant_values=-1))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("dtype", "group", "window"), [("float32", 7, None), ("float32", 1, 30), ("bfloat16", 2, None)]
 )

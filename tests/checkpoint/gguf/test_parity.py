@@ -25,7 +25,7 @@ COMPARED = {
 
 
 @pytest.mark.parity
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("name", COMPARED)
 def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     from transformers import AutoModelForCausalLM
