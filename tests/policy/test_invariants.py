@@ -323,6 +323,7 @@ def test_heads_that_share_keys_are_heads_with_equal_keys(spec):
                 assert [head for head in heads for _ in range(2)] == other_heads
 
 
+@pytest.mark.slow(first=7)
 @each_kind_of_policy
 @few
 @given(text=texts, finished=st.integers(0, 2))
