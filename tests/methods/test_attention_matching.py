@@ -104,21 +104,6 @@ def test_a_sample_does_not_depend_on_pieces():
     np.testing.assert_allclose(whole[1].entries[0].values, pieces[1].entries[0].values, atol=2e-3)
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ("queries=0", "queries=0: expected an integer >= 1"),
-        ("merge.ridge=0.0", "ridge=0.0: expected a number > 0"),
-        ("base=kvmerger", "FittedEntries would replace the base's GaussianMerge"),
-        ("base=expected_attention", "QuerySample observes queries after RoPE, once, and ExpectedAttention"),
-        ("base=finch,base.positions=in_cache", "FittedEntries asks cached keys .* positions='in_cache'"),
-    ],
-)
-def test_refusals(options, says):
-    with pytest.raises(ValueError, match=says):
-        parse(f"attention_matching:{options}")
-
-
 def test_a_fit_needs_a_sample():
     policy = parse("attention_matching")
     with pytest.raises(ValueError, match="FittedEntries asks a sample of queries, and WindowAttention takes none"):

@@ -91,20 +91,6 @@ def test_the_newest_stay_whatever_they_score():
         assert positions[b, h, victims[b, h]].tolist() == [5, 6, 7]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("tokens=0", "tokens=0: expected an integer >= 1"),
-        ("form=greedy", "form='greedy': expected 'bernoulli' or 'expected'"),
-        ("seed=-1", "seed=-1: expected an integer >= 0"),
-        ("every=None", "every=None: expected an integer >= 1, since ValueMerge merges while decoding evicts"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        parse(f"cam:{options}")
-
-
 def test_a_score_without_attention_is_refused():
     with pytest.raises(ValueError, match=r"ValueMerge compares the attention .* and Recency does not accumulate it"):
         Policy(Recency(), Fixed(16), TopTokens(), ValueMerge(), every=1)

@@ -67,15 +67,3 @@ def test_votes_come_first_then_the_last_weight():
     scores = policy.score(entries, one_layer.moment(5))[0, 0]
     assert np.argsort(scores).tolist() == [3, 1, 2, 4, 0]
     assert policy.compress(entries, one_layer.moment(5), 3).positions[0, 0].tolist() == [0, 2, 4]
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ("window=0", "window=0: expected an integer >= 1"),
-        ("budget=256", "a budget of 256 entries is smaller"),
-    ],
-)
-def test_refusals(options, says):
-    with pytest.raises(ValueError, match=says):
-        parse(f"corm:{options}")

@@ -290,22 +290,6 @@ def test_layer_budgets_on_a_mesh():
     np.testing.assert_array_equal(answer.cache.entries.positions, expected.cache.entries.positions)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("merge.weights=mean", "weights='mean': expected 'paper' or 'code'"),
-        ("merge.alpha=1.5", r"alpha=1.5: expected a number in \[0, 1\]"),
-        ("merge.beta=-1", "beta=-1: expected a number"),
-        ("dense_first=-1", "first=-1: expected an integer >= 0"),
-        ("dense_last=0.5", "last=0.5: expected an integer"),
-        ("budget=8", "a budget of 8 entries is smaller than sinks"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        policies.parse(f"d2o:{options}")
-
-
 def test_refusals():
     with pytest.raises(ValueError, match="SimilarityMerge compares keys after RoPE, and positions='in_cache'"):
         Policy(AccumulatedAttention(), Fixed(16), TopTokens(), SimilarityMerge(), every=1, positions="in_cache")

@@ -118,18 +118,3 @@ def test_products_beyond_32_bits() -> None:
     for code_rounding, rounding in ((False, _exactly), (True, _as_released)):
         args = (jnp.array([counts]), jnp.array([base]), jnp.array([10 * base]), 4, 8)
         assert rounding(*args)[0].tolist() == apportioned(counts, base, 10 * base, 4, code_rounding)
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"interval": 0}, "interval=0: expected an integer >= 1"),
-        ({"r_max": 0.5}, "r_max=0.5: expected a number >= 1"),
-        ({"budget": 8}, "a budget of 8 entries is smaller than"),
-        ({"pool": "min"}, "pool='min'"),
-        ({"budget": 0.0}, "budget=0.0"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(options: dict, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        dynamickv(**options)

@@ -70,18 +70,6 @@ def test_the_statistics_of_a_prompt_give_what_expected_attention_retains():
     assert tiny.held(own, 0) == tiny.held(saved, 0)
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"future": 0}, "future=0: expected an integer >= 1"),
-        ({"budget": 6, "every": 3}, r"a budget of 6 entries is smaller than sinks \+ recent \+ 3 = 7"),
-    ],
-)
-def test_refusals(options, says):
-    with pytest.raises(ValueError, match=says):
-        expected_attention_stats(**options)
-
-
 def test_parameters_without_both_statistics_are_refused():
     params = tiny.decoder()
     config = params.config

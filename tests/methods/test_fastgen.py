@@ -92,17 +92,3 @@ def test_each_head_retains_its_set():
                 assert held == sorted(sets[number])
                 assert tiny.held(after, row)[0][head] == [*held, len(tokens)]
     assert chosen == {0, 1, 2, 3}
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ("recovery=1.5", "recovery=1.5: expected a number from 0 to 1"),
-        ("frequent=2", "frequent=2: expected a number from 0 to 1"),
-        ("sinks=0", "sinks=0: expected an integer >= 1"),
-        ("budget=4", "a budget of 4 entries is smaller"),
-    ],
-)
-def test_refusals(options, says):
-    with pytest.raises(ValueError, match=says):
-        parse(f"fastgen:{options}")

@@ -11,7 +11,6 @@ from kvjax.cache import Slots
 from kvjax.methods.keyformer import gumbel, position_bits, query_bits
 from kvjax.models import AttentionLayer, Rope
 from kvjax.parts import NoisyAttention
-from kvjax.policies import parse
 from kvjax.policy import Attended, LayerShape
 from tests import tiny
 from tests.dense import assert_close
@@ -125,17 +124,3 @@ def test_retains_the_largest_literal_sums(policy, options):
         logits, cache = tiny.step(params, cache, token, np.ones(2, bool))
         expected = [generation.decode(own) for generation, own in zip(generations, token, strict=True)]
     assert [tiny.held(cache, row) for row in range(2)] == [generation.held() for generation in generations]
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ("temperature=0", "temperature=0: expected a finite number > 0"),
-        ("growth=-0.1", "growth=-0.1: expected a finite number >= 0"),
-        ("noise=normal", "noise='normal'.*'gumbel'"),
-        ("seed=-1", "seed=-1"),
-    ],
-)
-def test_what_makes_no_sense(options, says):
-    with pytest.raises(ValueError, match=says):
-        parse(f"keyformer:{options}")

@@ -279,35 +279,6 @@ def test_scores_that_accumulate_are_compared_by_age(base):
     assert not kvcrush(snapkv(64)).select.by_age
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ("share=0.0", "share=0.0: expected a float above 0 and below 1"),
-        ("share=1.0", "share=1.0: expected a float above 0 and below 1"),
-        ("share=1", "share=1: expected a float"),
-        ("upper=1.5", r"upper=1.5: expected a float in \[0, 1\)"),
-        ("anchor=median", "anchor='median': expected 'mean', 'alternate' or an integer >= 0"),
-        ("anchor=-1", "anchor=-1: expected 'mean', 'alternate' or an integer >= 0"),
-        ("anchor=0.5", "anchor=0.5: expected 'mean', 'alternate' or an integer >= 0"),
-        ("pick=first", "pick='first': expected .*'kmeans'"),
-        ("bits=head", "bits='head': expected 'kv' or 'query'"),
-        ("base=snapkv,base.budget=40,share=0.02", "share=0.02 of a budget of 40 entries is less than one token"),
-        ("base=kvcrush", "Representatives leave out: expected another base"),
-        ("granularity=line", "granularity='line': expected 'token' or 'chunk' or 'page'"),
-        ("granularity=page,page=0", "page=0"),
-        ("granularity=page,pick=kmeans", "pick='kmeans': expected another one with granularity='page'"),
-        ("base=snapkv,base.budget=100,granularity=page", "less than one page: expected a share of 32 entries or more"),
-        ("base=cam,granularity=chunk", "Representatives with granularity='chunk' ranks pages .* and Newest does not"),
-        ("base=cam,granularity=page,share=0.0", "Pages ranks pages .* and Newest does not retain"),
-        ("base=expected_attention,bits=query", "QueryHeadAttention observes queries after RoPE, and ExpectedAttention"),
-        ("base=streaming_llm,base.positions=in_cache,bits=query", "QueryHeadAttention .* positions='in_cache'"),
-    ],
-)
-def test_refusals(options, says):
-    with pytest.raises(ValueError, match=says):
-        parse(f"kvcrush:{options}")
-
-
 @pytest.mark.slow
 def test_nothing_beyond_a_budget_that_covers_the_prompt():
     policy = kvcrush(snapkv(24, window=4), share=0.5)

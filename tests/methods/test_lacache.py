@@ -90,17 +90,3 @@ def test_layers_together_hold_more_than_one_does():
         for layer in layers:
             layer.add(token)
     assert set(layers[0].tokens) | set(layers[1].tokens) == set(range(60))
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ("run=2,keep=2", "run=2: expected an integer >= 3"),
-        ("run=9,keep=1,recent=3", "recent=3: expected an integer >= 7"),
-        ("every=2", "Ladder says which entry leaves next; with every=2 .*cannot be combined"),
-        ("budget=36", "a budget of 36 entries is smaller"),
-    ],
-)
-def test_refusals(options, says):
-    with pytest.raises(ValueError, match=says):
-        parse(f"lacache:{options}")

@@ -92,16 +92,3 @@ def test_the_two_parts_of_the_score():
         0,
     ]
     np.testing.assert_allclose(scores, expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ("alpha=0", "alpha=0: expected a weight above 0 and at most 1"),
-        ("window=0", "window=0: expected an integer >= 1"),
-        ("budget=300", "a budget of 300 entries is smaller than sinks \\+ recent \\+ 175 = 350"),
-    ],
-)
-def test_refusals(options, says):
-    with pytest.raises(ValueError, match=says):
-        parse(f"lazyeviction:{options}")

@@ -12,7 +12,6 @@ from kvjax.cache import Slots
 from kvjax.models import AttentionLayer, Rope
 from kvjax.models.rope import YarnScaling
 from kvjax.parts import LeverageScore
-from kvjax.policies import parse
 from kvjax.policy import Moment
 from tests import tiny
 from tests.methods.reference import rotated
@@ -113,12 +112,3 @@ def test_keys_that_are_equal_before_rope_tie():
     np.testing.assert_array_equal(scores[:10], scores[10:20])
     np.testing.assert_array_equal(scores[:10], scores[20:])
     assert len(set(scores)) == 10
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [("sketch=0", "sketch=0: expected an integer >= 1"), ("seed=-1", "seed=-1: expected an integer >= 0")],
-)
-def test_refusals(options, says):
-    with pytest.raises(ValueError, match=says):
-        parse(f"leverage_score:{options}")

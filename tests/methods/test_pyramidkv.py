@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvjax.parts import Everything, Fixed, Fraction, Pyramid
-from kvjax.policies import pyramidkv
 
 
 def layers_of(budget, length, layers):
@@ -69,18 +68,3 @@ def test_a_pyramid_stands_on_equal_layers_and_one_layer_is_the_mean():
     assert layers_of(Pyramid(Fixed(12), window=4), 100, 1) == [12]
     with pytest.raises(ValueError, match=r"Everything\(\) in Pyramid: expected"):
         Pyramid(Everything(), window=4)
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"beta": 0}, "beta=0"),
-        ({"beta": 1.5}, "beta=1.5"),
-        ({"formula": "mine"}, "formula='mine'"),
-        ({"window": 0}, "window=0"),
-        ({"budget": 8, "window": 8}, "budget of 8 .*9 or more"),
-    ],
-)
-def test_unusable_options_are_refused_by_name(options, says):
-    with pytest.raises(ValueError, match=says):
-        pyramidkv(**options)

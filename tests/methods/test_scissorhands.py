@@ -66,18 +66,3 @@ def test_is_the_literal_count(group, window):
         at = slice(size + t, size + t + 1)
         _, entries = one_layer.step(policy, lengths + t, entries, q[:, :, at], k[:, :, at], v[:, :, at])
         assert_same()
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ("budget=0.5", "budget=0.5: expected an integer"),
-        ("drop=0", "drop=0: expected a share"),
-        ("drop=1.5", "drop=1.5: expected a share"),
-        ("window=0", "window=0"),
-        ("budget=16,recent=10", "a budget of 16 entries is smaller"),
-    ],
-)
-def test_what_makes_no_sense(options, says):
-    with pytest.raises(ValueError, match=says):
-        parse(f"scissorhands:{options}")

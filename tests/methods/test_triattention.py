@@ -10,7 +10,7 @@ import kvjax
 from kvjax.models import AttentionLayer, Rope
 from kvjax.models.rope import NO_ROPE
 from kvjax.parts import DistancePreference, Moment
-from kvjax.policies import parse, triattention
+from kvjax.policies import parse
 from tests import tiny
 from tests.methods import one_layer, saved_statistics
 
@@ -84,18 +84,6 @@ def test_layers_without_rope_have_the_product_alone():
 
 def test_equal_keys_have_equal_scores():
     np.testing.assert_array_equal(scores([0.0, 0.0], [1.0], [[3.0, 4.0]] * 4), np.zeros(4))
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"farthest": 0}, "farthest=0: expected an integer >= 1"),
-        ({"budget": 200}, r"smaller than sinks \+ recent \+ 128 = 256"),
-    ],
-)
-def test_refusals(options, says):
-    with pytest.raises(ValueError, match=says):
-        triattention(**options)
 
 
 def test_parameters_without_statistics_are_refused():

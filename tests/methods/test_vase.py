@@ -78,16 +78,3 @@ def test_large_values_stay_while_others_come_and_go():
             assert set(np.argsort(-spread)[:7]) <= set(held)
             assert len(held) == 14
     assert runs[0] != runs[1]
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ("large=1.0", r"large=1.0: expected a number in \[0, 1\)"),
-        ("kernel=2", "size=2: expected an odd integer"),
-        ("budget=100", "a budget of 100 entries is smaller"),
-    ],
-)
-def test_refusals(options, says):
-    with pytest.raises(ValueError, match=says):
-        parse(f"vase:{options}")
