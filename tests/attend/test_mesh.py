@@ -54,7 +54,7 @@ ON_SHARED_HEADS = (
 SIZES = [(8, 1, 2), (4, 2, 2), (2, 4, 2), (1, 8, 4)]  # data, model, kv heads; the last two share each kv head
 
 
-@pytest.mark.slow(first=2)
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("data", "model", "kv_heads", "text"),
     part([(*size, text) for size in SIZES for text in (*POLICIES, *(ON_SHARED_HEADS * (size == SIZES[-1])))], CHOSEN),
@@ -165,6 +165,7 @@ def test_sinks_on_shared_heads(text: str) -> None:
     assert_equal(kvjax.generate(kvjax.shard(params, mesh(1, 8)), ROWS, **options), one_device)
 
 
+@pytest.mark.slow
 def test_stream_and_sampler(compiled: list[str]) -> None:
     """Draws, penalties and ends of rows are those of one device, and later steps compile nothing."""
     options = {

@@ -168,7 +168,7 @@ def kept_by_each() -> dict[AllocatedBudget, list[list[list[int]]]]:
     return {budget: segments(cache)[1] for budget, cache in zip(COMPETING, caches, strict=True)}
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_global_budget_is_the_best_of_all(groups):
     scores = scores_before()
@@ -293,6 +293,7 @@ def test_an_empty_layer_works():
     assert cache.entries.used[1].tolist() == [[1] * HEADS] * 3
 
 
+@pytest.mark.slow
 def test_steps_from_outside():
     """`extend` and `with_room`, eagerly and under jit, give full attention while all entries fit the budget."""
     policy, model = on(GlobalShares(Fixed(99)), "snapkv:budget=99,window=4"), params(ONE_LAYER)

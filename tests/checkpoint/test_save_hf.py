@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-import transformers
 from safetensors.numpy import load_file
 
 import kvjax
@@ -17,8 +15,10 @@ from tests.checkpoint.folders import INDEX, WEIGHTS, assert_equal, decoder
 
 
 @pytest.mark.slow(first=1)
+@pytest.mark.parity
 @pytest.mark.parametrize("sizes", [None, (2, 4)])
 def test_transformers_reads_files_of_limited_size(tmp_path, sizes):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     params = decoder() if sizes is None else kvjax.shard(decoder(), kvjax.make_mesh(*sizes))
     save_hf(params, tmp_path, max_shard_bytes=8000)
     placed = json.loads((tmp_path / INDEX).read_text())["weight_map"]

@@ -137,7 +137,7 @@ def test_inspect_writes_a_page(shallow_model: str, tmp_path: Path) -> None:
     assert '"policy":"tova:budget=12"' in out.read_text()
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["d2o:budget=12,layer_budgets=False", "dynamickv:budget=12,window=4"])
 def test_inspect_on_a_mesh(shallow_model: str, tmp_path: Path, policy: str) -> None:
     pages = []

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,9 +9,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 import kvjax
-from kvjax.attend.causal import causal
 from kvjax.checkpoint import load, save_hf
-from kvjax.mesh.experts import over_experts
 from kvjax.models import FAMILIES, Decoder, config_from_hf
 
 pytest.importorskip("torch")
@@ -23,6 +20,7 @@ import transformers
 
 from tests.models import reference
 from tests.models.cases import CASES, DECODED, FULL, ROUNDED
+from tests.models.plain import logits
 from tests.models.reference import VOCAB, fix_frequencies
 from tests.products import part
 
@@ -51,13 +49,6 @@ def folder(case, model, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def tokens() -> np.ndarray:
     return np.random.default_rng(0).integers(0, VOCAB, (BATCH, LENGTH))
-
-
-@jax.jit
-def logits(params: Decoder, tokens: jax.Array) -> jax.Array:
-    attend = causal(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape))
-    hidden, _ = params(tokens, attend, mix=over_experts(None))
-    return params.logits(hidden)
 
 
 def test_logits_in_float32(model, folder, tokens):

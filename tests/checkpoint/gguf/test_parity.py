@@ -9,7 +9,7 @@ import pytest
 
 from kvjax.checkpoint import load
 from tests.checkpoint.gguf.files import CASES, write
-from tests.models.test_parity import logits
+from tests.models.plain import logits
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("accelerate")
