@@ -103,9 +103,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 MAPS = 30_000 / 65_530  # the share of the memory maps that a process may take
 PAGE = os.sysconf("SC_PAGE_SIZE")
-# Bytes; a smaller process forgets nothing. Two workers leave half of the machine to compilers for accelerators.
-LEAST = min(max(3 << 29, os.sysconf("SC_PHYS_PAGES") * PAGE // 5), 3 << 30)
-GROWTH = LEAST // 2  # bytes that a process may take after it has forgotten its programs
+LEAST = 3 << 29  # bytes; a smaller process forgets nothing, so that two workers take 4 GB
+GROWTH = 1 << 29  # bytes that a process may take after it has forgotten its programs
 
 
 class Memory:

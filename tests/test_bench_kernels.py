@@ -21,6 +21,7 @@ def script() -> ModuleType:
     return scripts.script("bench_kernels")
 
 
+@pytest.mark.slow
 def test_every_operation_has_a_case_that_is_checked(script: ModuleType) -> None:
     cases = list(script.cases(small=True))
     assert {case.name for case in cases} == set(pallas_kernels.implementations())

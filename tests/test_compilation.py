@@ -31,7 +31,7 @@ def smaller(tiny: Decoder, vocab_size: int) -> Decoder:
     return Decoder(replace(config, max_positions=100_000), nnx.Rngs(0))
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["full", "snapkv:budget=0.5,window=4"])
 def test_prompts_of_all_lengths_share_programs(tiny: Decoder, compiled: list[str], text: str) -> None:
     """The number of slots follows from the prompt here; with a fixed budget all prompts share one decode program."""
@@ -60,6 +60,7 @@ def test_fixed_budget_decodes_all_prompts_with_one_program(tiny: Decoder, compil
     assert Counter(compiled)["jit(decode)"] == 1
 
 
+@pytest.mark.slow
 def test_equal_policies_and_samplers_share_programs(tiny: Decoder, compiled: list[str]) -> None:
     params = smaller(tiny, vocab_size=52)
 

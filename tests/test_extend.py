@@ -73,7 +73,7 @@ def test_a_prompt_in_chunks_is_a_prompt_in_one_go(spec):
         jax.tree.map(same, whole[1].entries, chunked[1].entries)
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 23])
 @pytest.mark.parametrize("spec", ["snapkv:budget=12,window=4,kernel=3"])
 def test_chunks_shorter_than_the_window_and_nearly_the_prompt(spec, chunk):
@@ -98,7 +98,7 @@ def test_the_first_chunk_is_a_plain_prompt(monkeypatch):
 LIMITED = [spec for spec in SPECS if "budget=12" in spec and "dense" not in spec]
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", part(LIMITED, [spec for spec in LIMITED if spec not in (SPECS[1], SPECS[8])]))
 def test_compressing_after_every_chunk_never_holds_more_than_the_budget(spec):
     """The number of slots is the budget, whatever the length of the prompt, plus room where the cache grows."""
@@ -114,6 +114,7 @@ def test_compressing_after_every_chunk_never_holds_more_than_the_budget(spec):
     np.testing.assert_allclose(logits[1], short[0][1], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_sinks_and_the_newest_are_the_same_however_the_prompt_is_cut():
     """StreamingLLM needs no scores, so the time of compression does not change which entries it retains."""
     params, spec = tiny.decoder(), "streaming_llm:budget=12,sinks=2"
@@ -122,7 +123,7 @@ def test_sinks_and_the_newest_are_the_same_however_the_prompt_is_cut():
     assert [tiny.held(cut, row) for row in range(3)] == [tiny.held(whole, row) for row in range(3)]
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["full", "morphkv:budget=12,window=4,every=3"])
 def test_extending_leaves_the_given_cache_as_it_was(spec):
     params = tiny.decoder()
@@ -135,6 +136,7 @@ def test_extending_leaves_the_given_cache_as_it_was(spec):
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.array, cache))
 
 
+@pytest.mark.slow
 def test_several_tokens_at_once_are_one_at_a_time():
     """A question that extends a full cache in one call equals the question read token by token."""
     params = tiny.decoder()
@@ -144,6 +146,7 @@ def test_several_tokens_at_once_are_one_at_a_time():
     assert_same(at_once, (logits[-1], one_by_one))
 
 
+@pytest.mark.slow
 def test_a_question_of_one_token_and_of_two_behave_alike():
     """A question does not compress a prompt again. The budget of an evicting policy holds after every call."""
     params = tiny.decoder()
@@ -154,7 +157,7 @@ def test_a_question_of_one_token_and_of_two_behave_alike():
             assert [len(head) for heads in tiny.held(longer, 0) for head in heads] == [size] * 2
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["h2o:budget=12", "snapkv:budget=12,window=4", "morphkv:budget=12,window=4"])
 def test_rows_take_as_many_tokens_as_they_have(spec):
     """Rows take 4, 0 and 2 tokens in one call, each as if all took as many. A row without tokens stays as it is."""
@@ -199,7 +202,7 @@ IN_ONE_GO = product(SPECS_OF_A_WINDOW, [None])
 IN_CHUNKS = product(("full", "h2o:budget=30"), [5])  # one without a score, and one with a score of every query
 
 
-@pytest.mark.slow(first=2)
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("spec", "chunk"), part(product(SPECS_OF_A_WINDOW, (None, 5)), [*IN_ONE_GO, *IN_CHUNKS]))
 def test_a_sliding_window_is_attention_with_that_window_and_needs_no_more_slots(spec, chunk):
     params = tiny.decoder(windows=WINDOWED)
@@ -214,7 +217,7 @@ def test_a_sliding_window_is_attention_with_that_window_and_needs_no_more_slots(
     assert tiny.held(after, 0)[0][0] == list(range(SIZE + 12 - 8, SIZE + 12))
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["full", "h2o:budget=6", "morphkv:budget=6,window=4"])
 def test_finished_rows_of_a_sliding_window_stay_bit_for_bit(spec):
     """The window has moved on by one token, so that the next step would empty another slot of the finished row."""

@@ -57,7 +57,7 @@ def test_greedy_equals_recomputing_everything(heads: int, kv_heads: int, windows
     assert len(set(answer.tokens[0].tolist())) > 3
 
 
-@pytest.mark.slow(first=2)
+@pytest.mark.slow(first=1)
 def test_rows_in_company_are_as_alone(subject: Decoder, policy: kvjax.Policy) -> None:
     """A row gets what it gets in a batch of equal rows."""
     together = generate(subject, ROWS, policy=policy)
@@ -71,6 +71,7 @@ def test_rows_in_company_are_as_alone(subject: Decoder, policy: kvjax.Policy) ->
         np.testing.assert_allclose(alike.log_probs, [together.log_probs[row]] * 3, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_short_row_is_as_in_a_larger_bucket(shallow: Decoder) -> None:
     """It is also alone, in a batch of one row."""
     alone, together = (generate(shallow, rows, policy=MORPHKV) for rows in (ROWS[2], ROWS))
@@ -187,7 +188,7 @@ def test_end_token_of_the_tokenizer(shallow: Decoder, tokenizer: PreTrainedToken
     np.testing.assert_array_equal(ended.tokens, free.tokens[:, :length])
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 def test_one_token(subject: Decoder, policy: kvjax.Policy) -> None:
     one, more = (generate(subject, ROWS, policy=policy, max_new_tokens=new) for new in (1, 2))
     np.testing.assert_array_equal(one.tokens, more.tokens[:, :1])
@@ -211,6 +212,7 @@ def test_seeds(shallow: Decoder) -> None:
     assert draw(ROWS[1], [4]) == [by_row[1]]
 
 
+@pytest.mark.slow
 def test_keys_as_seeds(shallow: Decoder) -> None:
     """A key acts like the integer that made it, for the batch or for a row, and can be used again."""
     sampler = kvjax.Sampler(temperature=1.5)
@@ -231,6 +233,7 @@ def test_keys_as_seeds(shallow: Decoder) -> None:
     assert other != draw(7)
 
 
+@pytest.mark.slow
 def test_policies_as_text(shallow: Decoder) -> None:
     policy = kvjax.policies.parse(MORPHKV)
     expected, answer = (generate(shallow, ROWS, policy=form) for form in (policy, MORPHKV))
@@ -277,7 +280,7 @@ def test_repetition_penalty_covers_prompt_and_answer(shallow: Decoder) -> None:
         assert len(set(together)) == len(together)
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("text", part(["full", H2O, MORPHKV], [H2O, MORPHKV]))
 def test_bfloat16(shallow: Decoder, text: str) -> None:
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), shallow)
@@ -291,7 +294,7 @@ def test_bfloat16(shallow: Decoder, text: str) -> None:
     assert abs(answer.log_probs[0, 0] - float(exact[answer.tokens[0, 0]])) < 0.1
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 def test_stats(subject: Decoder, policy: kvjax.Policy) -> None:
     answer = generate(subject, ROWS, policy=policy)
     stats, config = answer.stats, subject.config

@@ -81,7 +81,7 @@ MERGING = (
 )
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("text", part(MERGING, MERGING[1:]))
 def test_merged_entries_are_made_of_what_went_into_them(text: str, tiny: Decoder, shallow: Decoder) -> None:
     """No other entry changes. Values have 8 channels, so the sum of fewer than 8 entries has unique weights.
@@ -121,6 +121,7 @@ def test_merged_entries_are_made_of_what_went_into_them(text: str, tiny: Decoder
     assert set(recording.into[still]) == {-1}
 
 
+@pytest.mark.slow
 def test_texts_and_ends(shallow: Decoder, tokenizer: PreTrainedTokenizerFast) -> None:
     free = record(shallow, "ba ce di", max_new_tokens=NEW, tokenizer=tokenizer)
     assert "".join(free.texts) == tokenizer.decode(free.tokens)

@@ -35,7 +35,7 @@ def test_document_answers_any_question_at_any_time(subject: Decoder, policy: kvj
         np.testing.assert_array_equal(old, new)
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 def test_questions_in_company_are_as_alone(subject: Decoder, policy: kvjax.Policy) -> None:
     """Questions of 7, 1 and 2 tokens, each about another document, are answered as in a batch of equal rows."""
     together = ask(subject, QUESTIONS, kvjax.prefill(subject, DOCUMENTS, policy=policy))
@@ -44,7 +44,7 @@ def test_questions_in_company_are_as_alone(subject: Decoder, policy: kvjax.Polic
         assert ask(subject, [QUESTIONS[row]] * 3, document) == [together[row]] * 3
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 def test_document_and_question_are_one_prompt_until_compressed(subject: Decoder, policy: kvjax.Policy) -> None:
     documents = kvjax.prefill(subject, DOCUMENTS, policy=policy, compress="never")
     assert all(layer.occupancy.tolist() == [[41, 41], [34, 34], [9, 9]] for layer in documents.entries)
@@ -92,7 +92,7 @@ def test_pending_token_goes_before_the_next_turn(shallow: Decoder) -> None:
     assert ask(shallow, question, answer.cache, chunk=8) == expected
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [DISTINCT[1], DISTINCT[2], DISTINCT[4]])
 def test_dialogue_in_constant_memory(shallow: Decoder, text: str, compiled: list[str]) -> None:
     answer = kvjax.generate(shallow, DOCUMENTS, policy=text, max_new_tokens=NEW, log_probs=True)
@@ -109,7 +109,7 @@ def test_dialogue_in_constant_memory(shallow: Decoder, text: str, compiled: list
     assert compiled == []
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 def test_prompt_of_any_length_in_constant_memory(subject: Decoder, policy: kvjax.Policy, compiled: list[str]) -> None:
     """A prompt that is compressed after each chunk runs the same programs when it is ten times as long."""
     if not policy.limited(0):

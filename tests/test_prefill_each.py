@@ -62,6 +62,7 @@ def test_each_is_what_prefill_gives(texts: tuple[str, ...]) -> None:
             assert_same(ours, kvjax.prefill(params, ROWS, policy=policy))
 
 
+@pytest.mark.slow
 def test_in_chunks() -> None:
     params, policies = decoder(), [parse(text) for text in ("h2o:budget=8", "snapkv:budget=12,window=4", "full")]
     for policy, ours in zip(policies, kvjax.prefill_each(params, ROWS, policies=policies, chunk=16), strict=True):
@@ -86,6 +87,7 @@ def test_a_prompt_that_was_begun(texts: tuple[str, ...]) -> None:
                 assert held(ours, row) == held(theirs, row)
 
 
+@pytest.mark.slow
 def test_caches_that_cannot_be_gone_on_from() -> None:
     params, policy, other = decoder(), parse("h2o:budget=8"), parse("snapkv:budget=8,window=4")
     expected = "the cache was not read for these policies: expected one of begin_each with the same policies"

@@ -68,7 +68,7 @@ def expected(case, row: np.ndarray, length: int, new: int = NEW) -> np.ndarray:
     return reference.greedy(model, row[None], new)[0]
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 def test_rows_have_the_frequencies_of_their_own_prompts(case, answer, rows):
     for tokens, row in zip(answer.tokens, rows, strict=True):
         np.testing.assert_array_equal(tokens, expected(case, row, len(row)))

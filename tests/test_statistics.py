@@ -71,6 +71,7 @@ def test_measured_are_the_statistics_of_all_queries_at_once(heads):
         np.testing.assert_allclose(found["q_filters"][layer], expected, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_norms_behind_the_channels_that_turn_are_zero():
     params = model(rope=Rope(1e4, partial_rotary_factor=0.5), unrotated=(1,))
     text = np.random.default_rng(0).integers(0, 64, (1, 16))
@@ -123,7 +124,7 @@ def test_parameters_may_have_statistics_of_several_folders_and_gates(tmp_path):
     assert sorted(attention.gates) == ["fastkvzip", "kvzap"]
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 @pytest.mark.parametrize(("data", "model_axis"), [(4, 2), (2, 4)])
 @pytest.mark.parametrize(

@@ -119,6 +119,7 @@ def test_a_model_of_a_billion_layers(tmp_path: Path) -> None:
         config_from_hf(config)
 
 
+@pytest.mark.slow
 def test_a_stream_that_is_left_continues(tiny: Decoder) -> None:
     """Its cache has what it yielded, the last tokens pending, so that the answer goes on as if it had not stopped."""
     rows, options = [[5, 6, 7, 8], [9]], {"policy": "morphkv:budget=24,window=4", "eos": ()}

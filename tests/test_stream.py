@@ -25,7 +25,7 @@ def texts_of(pieces: list[kvjax.Piece]) -> list[str]:
     return ["".join(row) for row in zip(*parts, strict=True)]
 
 
-@pytest.mark.slow(first=2)
+@pytest.mark.slow(first=1)
 def test_tokens_are_those_of_generate(subject: Decoder, policy: kvjax.Policy) -> None:
     """Log-probabilities are asked for because the program of other tests returns them."""
     options = {"policy": policy, "max_new_tokens": NEW}
@@ -46,6 +46,7 @@ def test_tokens_are_those_of_generate(subject: Decoder, policy: kvjax.Policy) ->
     np.testing.assert_array_equal(ours.tokens, theirs.tokens)
 
 
+@pytest.mark.slow
 def test_ends_and_repetition_penalty(shallow: Decoder) -> None:
     """What the state of the loop carries beside the cache. A piece after a row's end is -1 there."""
     options = {"max_new_tokens": NEW, "sampler": kvjax.Greedy(repetition_penalty=1.5)}
@@ -90,6 +91,7 @@ def test_stop_strings_end_rows(shallow: Decoder, tokenizer: PreTrainedTokenizerF
     assert texts_of(alike) == [free.text[0][:7]] * 3
 
 
+@pytest.mark.slow
 def test_pieces_can_be_left(shallow: Decoder) -> None:
     """Closing early frees what the stream held, and the cache it began with serves on."""
     document = kvjax.generate(shallow, ROWS, max_new_tokens=NEW, log_probs=True).cache

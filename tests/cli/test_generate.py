@@ -31,6 +31,7 @@ def test_generate_prints_what_the_library_answers(shallow_model: str) -> None:
     assert document["prompt_tokens"] == 15
 
 
+@pytest.mark.slow
 def test_generate_chats(shallow_model: str, tmp_path: Path) -> None:
     """The prompt is a user's message, which the checkpoint's template renders."""
     folder = tmp_path / "chat"
@@ -72,6 +73,7 @@ def test_generate_on_a_mesh(shallow_model: str) -> None:
     assert "a batch of 1 rows on a mesh of data=2" in stderr
 
 
+@pytest.mark.slow
 def test_generate_reads_a_file_samples_and_casts(shallow_model: str, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPT)

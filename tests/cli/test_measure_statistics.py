@@ -24,6 +24,7 @@ def texts(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_statistics_are_measured_and_read(model: str, texts: Path, tmp_path: Path) -> None:
     out = tmp_path / "statistics"
     status, stdout, stderr = kv("measure-statistics", model, "--data", texts, "--out", out, *SMALL)

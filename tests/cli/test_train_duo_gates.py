@@ -41,6 +41,7 @@ def test_methods_of_the_command_are_those_that_can_be_trained() -> None:
     assert {method.value for method in Method} == TRAININGS.keys() == FORMS.keys()
 
 
+@pytest.mark.slow
 def test_gates_are_trained_read_and_resumed(
     long_model: str, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,7 +71,7 @@ def alone(params: Decoder, one: Item, index: int, question: Setting, text: str) 
     return written
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("question", ["after", "before"])
 def test_policies_that_share_a_reading_answer_as_each_does(params: Decoder, question: Setting) -> None:
     texts = ("tova:budget=0.3", "tova:budget=12", "snapkv:budget=0.5,window=4", "dynamickv:budget=16,window=4")

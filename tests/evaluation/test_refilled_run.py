@@ -168,6 +168,7 @@ def test_the_rows_that_wait_take_memory_too() -> None:
     assert 1.3 * most(GRID) < most(REFILLED) < 2 * most(GRID)
 
 
+@pytest.mark.slow
 def test_a_model_writes_the_same_file_either_way(
     tmp_path: Path, params: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,7 @@ def assert_equal(ours: kvjax.KVCache, theirs: kvjax.KVCache) -> None:
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.slow(first=2)
+@pytest.mark.slow(first=1)
 def test_round_trip_of_an_answer(subject: Decoder, policy: kvjax.Policy, tmp_path: Path) -> None:
     cache = generate(subject, GENERATE_ROWS, policy=policy).cache
     kvjax.save_cache(tmp_path / "cache", cache, subject)

@@ -96,6 +96,7 @@ def test_rounded_up_in_every_head_there_is_room():
     assert budget.entries([15], heads=4) >= sum(counts.tolist()) == 61
 
 
+@pytest.mark.slow
 def test_heads_keep_their_own_best():
     """What heads of an evicting base hold stays with them: the layer's total is that of equal shares, at every step."""
     params, rng = tiny.decoder(8, 4), np.random.default_rng(2)
@@ -130,7 +131,7 @@ def filled_by(policy):
     return allocating.reallocated(PARAMS, all_tokens(), policy, SIZE)
 
 
-@pytest.mark.slow(first=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

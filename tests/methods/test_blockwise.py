@@ -20,7 +20,7 @@ def difference(keys):
     return -unit @ anchor / np.linalg.norm(anchor)
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [1, 4, 50])
 def test_blocks_compete_with_what_earlier_ones_left(block):
     """Rows longer, a little longer and shorter than the budget, with a sink and two recent tokens."""

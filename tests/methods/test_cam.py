@@ -73,6 +73,7 @@ def test_values_go_to_the_next_kept_tokens(form):
     np.testing.assert_array_equal(out.values[2], jnp.asarray(values[2], jnp.float32))
 
 
+@pytest.mark.slow
 def test_the_newest_stay_whatever_they_score():
     """Protected entries, then the newest; the oldest that are not protected leave first."""
     positions = np.stack([[RNG.permutation(20) for _ in range(2)] for _ in range(2)])

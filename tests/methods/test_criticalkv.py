@@ -53,7 +53,7 @@ def scored(score, entries, output, protected):
     return score(entries, moment(output, entries.capacity, protected)), score(entries, compared), base
 
 
-@pytest.mark.slow(first=2)
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("group", [1, G])
 @pytest.mark.parametrize("first", [0.0, 0.5, 0.9])
 def test_two_stages(first, group):
@@ -119,7 +119,7 @@ def counts_of(policy, scores):
     return np.array([adaptive(own, BUDGET) for own in scores])
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "first"),
     part(product(["each", "dynamickv", "adakv"], [0.0, 0.5, 0.8]), [("each", 0.8), ("dynamickv", 0.0), ("adakv", 0.5)]),
@@ -164,6 +164,7 @@ def critical_ada_kv_press(scores, norms, kept, alpha, first, epsilon):
     return [sorted(set(range(N)) - set((masked[masked // N == h] % N).tolist())) for h in range(H)]
 
 
+@pytest.mark.slow
 def test_critical_ada_kv_is_kvpress_s():
     """With safe entries that each head's first stage covers, as all are here: see the module's differences."""
     alpha, first = 0.1, 0.5

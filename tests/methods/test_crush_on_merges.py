@@ -13,6 +13,7 @@ from tests.methods.literal_merging import condense
 from tests.methods.reference import attended
 
 
+@pytest.mark.slow
 def test_merged_entries_that_do_not_fit_are_represented():
     """Of KVMerger's sets with a fixed theta, KVCrush retains the most attended to and representatives."""
     rng, budget = np.random.default_rng(5), 18

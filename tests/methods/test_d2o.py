@@ -213,6 +213,7 @@ def answered():
     return kvjax.generate(params(), ROWS, policy=TEXT, max_new_tokens=NEW, log_probs=True)
 
 
+@pytest.mark.slow
 def test_layers_retain_their_shares():
     """After the prompt and to the end of an answer. Dense layers retain everything; bytes are those planned."""
     policy, answer = policies.parse(TEXT), answered()
@@ -242,6 +243,7 @@ def received(row):
     return reader.weights(tokens, tokens).mean(axis=2).sum(axis=2)
 
 
+@pytest.mark.slow
 def test_which_prompt_tokens_are_retained():
     """Half of each layer's own share is recent; the others are the first tokens and the highest scores."""
     policy = policies.parse(TEXT)

@@ -72,7 +72,7 @@ def _dense_logits(full, text, prompt):
     return PARAMS.logits(hidden)[0]
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2])
 def test_decoding_is_attention_with_a_mask_for_each_head(groups):
     """Streaming heads see the sinks and the last tokens; what they no longer see is gone, in a cache of their size."""

@@ -75,6 +75,7 @@ def test_the_fewest_that_recover(budget, recovery, expected):
     assert counts.tolist() == expected
 
 
+@pytest.mark.slow
 def test_each_head_retains_its_set():
     """The first layer of a model, for recoveries that choose each of the sets; the answer is added."""
     params, rows = tiny.decoder(), [np.random.default_rng(n).integers(0, 64, n) for n in (40, 9)]

@@ -54,7 +54,7 @@ def test_runs_retain_the_same_share(length, ties):
         assert len(wanted) == min(counts[row, head], len(own) - (-1 in own))
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rescale", [True, False])
 def test_weighs_the_question_by_the_tokens_before_it(rescale):
     """Against softmax and product in NumPy."""

@@ -135,7 +135,7 @@ def equations(jaxpr) -> Iterator:
                     yield from equations(inner)
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2])
 def test_bytes_of_the_state(every):
     """R / block floats a slot, one more where each step evicts; R queries with a log-sum-exp each, their positions."""

@@ -23,6 +23,7 @@ def draws_of(keys, positions):
     return np.asarray(gumbel(query_bits(keys, positions[:, None]), position_bits(positions)))
 
 
+@pytest.mark.slow
 def test_noise_is_gumbel_and_a_pair_s_own():
     keys = jax.random.key_data(jax.random.split(jax.random.key(0), 2))[:, None, None]
     pairs = draws_of(keys, jnp.arange(400))
@@ -92,7 +93,7 @@ def drawn(layer, head, group):
     return lambda query, positions: table[:, query, positions]
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "options"),
     [

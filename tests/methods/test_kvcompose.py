@@ -98,7 +98,7 @@ def filled_by(params, policy) -> kvjax.KVCache:
     return allocating.reallocated(params, all_tokens, policy, SIZE)
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "options"),
     [
@@ -126,7 +126,7 @@ def test_retains_what_the_equations_keep(group: int, options: dict) -> None:
     assert len({len(layer[0]) for layer in tiny.held(cache, 0)}) == LAYERS, "or layers would not have competed"
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "rows"), [("replay", "sum"), ("self", "mean"), ("prompt", "max")])
 def test_scores(source: str, rows: str) -> None:
     """Reductions of every source, with and without the mean over heads and the norms of values (26 and 27)."""
@@ -150,6 +150,7 @@ def test_scores(source: str, rows: str) -> None:
                 assert_close(by_position, expected)
 
 
+@pytest.mark.slow
 def test_a_layer_without_entries() -> None:
     """A token to come attends to itself alone in it; the answer and later turns go on, whatever the lengths."""
     params = nnx.clone(decoder(4))

@@ -60,6 +60,7 @@ def test_g7_mean_anchor():
     assert anchor[0, 0, 0].tolist() == [True, True, False, False]
 
 
+@pytest.mark.slow
 def test_k_means_finds_clusters_that_are_apart():
     """Runs of three do not separate four tokens from two, clusters do: the middle of four, the earlier of two."""
     tokens = ["111100", "111000", "110000", "111010", "000111", "000011"]
@@ -103,7 +104,7 @@ def retained(index, positions, row):
     return [sorted(own[index[index >= 0]].tolist()) for own, index in pairs]
 
 
-@pytest.mark.slow(first=2)
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize(
     ("anchor", "share", "upper", "pick", "granularity"),
@@ -201,7 +202,7 @@ def test_figure_6_by_hand():
     assert len(expected) == 672
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "granularity"), [(2, "page"), (8, "chunk"), (14, "page")])
 def test_a_prompt_is_compressed_as_algorithms_1_and_2_say(heads, granularity):
     """Groups of 1, 4 and 7, and three lengths; the shortest is within the budget. H2O's sums, and bits by age."""
@@ -218,6 +219,7 @@ def test_a_prompt_is_compressed_as_algorithms_1_and_2_say(heads, granularity):
         assert n == 12 or sum(map(len, tiny.held(cache, b)[0])) < 40, "slots that hold no page"
 
 
+@pytest.mark.slow
 def test_g7_of_pages():
     """The seven signatures as pages of two tokens with bits of two heads: the bits of tokens lie side by side."""
     bits = np.array(BITS).reshape(14, 2)

@@ -13,7 +13,7 @@ from tests.methods.reference import Reader
 from tests.methods.test_kvcrush import window_scores_of
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("base", ["h2o", "snapkv"])
 def test_bits_per_query_head_follow_the_attention_of_each(base):
     """Eight query heads on two kv heads: 8 bits per token, by what every prompt query gave, by the tokens' ages."""

@@ -86,7 +86,7 @@ def literal(model: Any, row: np.ndarray, text: np.ndarray) -> np.ndarray:
     return np.stack([out.grad[0, len(row) :].norm(dim=-1).numpy() for out in given])
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parity
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sensitivities_are_the_derivatives_that_pytorch_takes(family: str, tmp_path: Any) -> None:
@@ -131,6 +131,7 @@ def scores(b: int, text: np.ndarray, first: int, sensitivity: np.ndarray) -> np.
     return found
 
 
+@pytest.mark.slow
 def test_scores_are_the_definition() -> None:
     """Chunks that not all rows have, a last one that is short, and a prompt within one chunk."""
     filled = allocating.read(PARAMS, POLICY, ROWS, SIZE)

@@ -125,7 +125,7 @@ def merged_entry(keys, values, scores, **options):
     return slot, np.asarray(out.keys[0, 0, slot]), np.asarray(out.values[0, 0, slot])
 
 
-@pytest.mark.slow(first=2)
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("sigma", "weights"),
     [
@@ -150,6 +150,7 @@ def test_g5_weights(sigma, weights):
             np.testing.assert_allclose(scaled, weights, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_e5_a_merged_entry_weighs_as_one_token():
     """Two equal keys and another: a third each, and half each when the two have become one."""
     entries = layer(np.ones((1, 1, 3, 2)))
@@ -227,6 +228,7 @@ def test_counts_stay_with_their_entries_and_cost_nothing_where_they_are_off():
     assert programs["none"] == programs["drop"] != programs["counts"]
 
 
+@pytest.mark.slow
 def test_e6_neighbours_of_the_same_content_after_rope():
     keys = np.stack([rotated(np.array([1.0, 0.0]), position, 1e4) for position in range(2)])
     _, merged, _ = merged_entry(keys, keys, [1, 1], weights="average")
@@ -317,6 +319,7 @@ def test_theta_that_meets_the_budget_fills_it():
     np.testing.assert_array_equal(out.keys[2], entries.keys[2])  # within the budget
 
 
+@pytest.mark.slow
 def test_a_random_pivot_is_drawn_by_position_and_seed():
     keys = wandering(2, 1, 40)
     other = np.concatenate([keys[1:], wandering(1, 1, 40)])

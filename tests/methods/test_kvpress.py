@@ -290,7 +290,7 @@ def test_policy_retains_what_kvpress_does(model: str, press: str, all_layers: bo
     assert held(cache, 0) == expected[: params.config.num_layers]
 
 
-@pytest.mark.slow(first=2)
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("model", "press"), part(product(MODELS, PRESSES), product([ONE], ANSWERED)))
 def test_policy_answers_as_kvpress(model: str, press: str) -> None:
     case = golden(model)

@@ -81,7 +81,7 @@ def replays(plus: bool = False, chunk: int = CHUNK) -> kvjax.KVCache:
     return allocating.read(PARAMS, kvzip(0.5, SINKS, score=replace(PLUS if plus else SCORE, chunk=chunk)), ROWS, SIZE)
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("plus", "chunk"), [(False, CHUNK), (True, CHUNK), (False, SIZE), (True, SIZE)])
 def test_scores_are_the_definition(plus, chunk):
     """Chunks that not all rows have, a last one that is short, a prompt within one chunk; sinks are only looked at.
@@ -103,7 +103,7 @@ def test_scores_are_the_definition(plus, chunk):
                 assert_close(ours[head][held], literal(b, plus, chunk)[layer, head])
 
 
-@pytest.mark.slow(first=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("level", "plus", "recent"),
     [("global", False, 0), ("layer", False, 0), ("head", False, 0), ("global", True, 0)]

@@ -32,7 +32,7 @@ def literal(keys, values, lag, cross):
     return scores
 
 
-@pytest.mark.slow(first=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("cross", [False, True])
 @pytest.mark.parametrize(("lag", "sinks"), [(5, 3), (8, 0), (16, 2), (25, 2)])
 def test_runs_are_measured_by_the_next(lag, sinks, cross):
@@ -60,6 +60,7 @@ def test_runs_are_measured_by_the_next(lag, sinks, cross):
     assert measured > 0 or 2 * lag > M - sinks
 
 
+@pytest.mark.slow
 def test_equal_tokens_and_channels_that_do_not_vary():
     """Of equal tokens the earlier has the higher rank; a channel without a range counts as 0."""
     keys = np.zeros((1, 1, 8, 3), np.float32)

@@ -97,6 +97,7 @@ def test_totals_and_what_stays(data, groups, length, protected):
     assert ((totals == most) | full).all()
 
 
+@pytest.mark.slow
 def test_retains_the_best_of_snapkv():
     """Of each row its own total: a long prompt, a shorter one, and one within the budget."""
     base = snapkv(12, window=4, kernel=3)

@@ -78,7 +78,7 @@ def test_retains_what_algorithm_1_retains(group, fusion, every):
     compare(group, 300, block=3, budget=24, window=6, fusion=fusion, every=every)
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"group": "max"}, {"group": "logits"}, {"group": "max", "fusion": "max"}])
 def test_released_normalisation_and_group_rules(options):
     compare(4, 100, budget=20, window=5, normalise="distant", **options)

@@ -32,7 +32,7 @@ def received(q, k, v, chunk, first=0, last=0):
     return whole
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "last"), [(0, 0), (2, 3)])
 def test_retains_what_the_equations_retain(first, last):
     """Rows of different lengths, one without tokens that take part, three query heads for each of two kv heads."""

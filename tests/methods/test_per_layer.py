@@ -61,7 +61,7 @@ def test_no_rounding_error(hundredths, budget, length):
         assert part.slots(layer, max(1, length - 1), len(hundredths)) <= max(1, entries)
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [16, 0.5])
 def test_each_layer_retains_what_the_base_does_at_its_budget(budget):
     """Of each row its own number, also of one that is shorter than the window."""

@@ -180,6 +180,7 @@ PLAIN = [spec for spec in ALL if parse(spec).storage == full().storage]
 
 @pytest.mark.slow(first=2)
 # One preset of each method, and positions in the cache, for which keys are rotated as they are read.
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     "spec",
     part(PLAIN, [x for x in PLAIN if "in_cache" in x] + [*{x.partition(":")[0]: x for x in PLAIN[::-1]}.values()]),

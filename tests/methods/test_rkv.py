@@ -96,6 +96,7 @@ def test_redundancy_is_the_equation_in_any_order_of_slots_and_in_blocks():
         assert (ours[0, head][positions[0, head] < 0] == 0).all()
 
 
+@pytest.mark.slow
 def test_of_equal_keys_the_latest_stays():
     """Three tokens share a key and two have keys of their own: with mix=0 the shared key's early copies leave first."""
     keys = np.eye(8, dtype=np.float32)[[0, 0, 1, 0, 2]][None, None]

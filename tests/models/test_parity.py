@@ -58,7 +58,7 @@ def test_logits_in_float32(model, folder, tokens):
     np.testing.assert_allclose(logits(params, tokens), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.slow(first=2)
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("case", part(CASES, DECODED), indirect=True)
 def test_greedy_tokens_in_float32(case, folder, tokens):
     """If the frequencies depend on the length, both sides use the length of the prompt."""
@@ -136,7 +136,7 @@ def test_transformers_reads_back_what_it_wrote(case, model, folder, tmp_path, to
         np.testing.assert_array_equal(reference.logits(again, tokens), reference.logits(model, tokens))
 
 
-@pytest.mark.slow(first=2)
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

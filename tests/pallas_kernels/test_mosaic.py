@@ -103,6 +103,7 @@ def test_more_tiles_than_scalar_memory_holds_numbers_for_are_refused(small_tiles
         jax.eval_shape(partial(slot.slot_attention, scale=1.0), *arrays, *positions)
 
 
+@pytest.mark.slow
 def test_two_cores_share_the_heads(small_tiles, monkeypatch):
     """Cores have different numbers of steps. With one lane per batch row, neighbouring heads share its tiles."""
     monkeypatch.setattr(decode, "chip", lambda: mosaic.Chip(tile_bytes=1, cores=2))
@@ -117,6 +118,7 @@ def test_quantized_segments(case, lanes, small_tiles):
     check_segments(interpreted(segment.segment_attention), case, lanes, rounded=False)
 
 
+@pytest.mark.slow
 def test_keys_and_values_of_different_storage_are_refused():
     t = np.zeros((1, 1), np.int32)
 
@@ -137,6 +139,7 @@ def test_window_scores(case, small_tiles):
     check_window(interpreted(window.window_scores), without_float16(case, check_window, window.window_scores))
 
 
+@pytest.mark.slow
 def test_slots_beyond_the_last_visible_tile_are_not_read(small_tiles):
     """Each head has 5 tiles. NaN in the tiles after the last visible one does not change the result."""
     rng = np.random.default_rng(0)

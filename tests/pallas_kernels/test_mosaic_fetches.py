@@ -114,7 +114,7 @@ CACHES = {  # batch 2, four heads: the number of entries of each
 }
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "bits"), part(product(CHIPS, [16, 8, 4]), [("v5e", 4), ("v5p", 16), ("v6e", 16), ("v6e", 8)])
 )

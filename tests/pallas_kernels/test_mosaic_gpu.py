@@ -53,7 +53,7 @@ def test_slot_attention(case: Case) -> None:
     check_slots(jitted(kernel.slot_attention, interpret=INTERPRET), case)
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.usefixtures("served")
 @pytest.mark.parametrize(("used", "splits"), [(1024, 3), (1000, 16), (40, 16)])
 def test_programs_share_the_occupied_tiles(used: int, splits: int) -> None:

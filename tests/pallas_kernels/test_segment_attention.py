@@ -90,7 +90,7 @@ REDUCTIONS = [
 ]
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "lanes", "extra"), [(*case, extra) for case, extra in zip(SEGMENT_CASES, REDUCTIONS, strict=True)], ids=str
 )

@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,12 +43,14 @@ def test_equals_a_stable_sort(rows, positions, data):
             assert index[0, h].tolist() == expected + [-1] * (size - len(expected))
 
 
+@pytest.mark.slow
 def test_all_equal_keeps_the_earliest_positions():
     positions = np.array([[[9, 3, 7, 1]]])
     index = jitted(np.zeros((1, 1, 4), np.float32), positions, np.array([[2]]), size=3)
     assert index.tolist() == [[[1, 3, -1]]]
 
 
+@pytest.mark.slow
 @given(st.lists(st.booleans(), min_size=TOKENS, max_size=TOKENS), st.sampled_from([1, 5, TOKENS]))
 def test_compact_lists_the_chosen_in_order(chosen, size):
     index = np.asarray(compacted(np.array(chosen)[None, None], size))[0, 0].tolist()

@@ -55,7 +55,7 @@ INTERPRET = not on_gpu()
 here = partial(jitted, interpret=INTERPRET)
 
 
-@pytest.mark.slow(first=2)
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("case", SLOT_CASES + QUANTIZED_CASES + THIN_CASES, ids=str)
 def test_slot_attention(case):
     check_slots(here(slot.slot_attention), case)

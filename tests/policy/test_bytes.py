@@ -170,7 +170,7 @@ RUN = (
 
 
 # By the shapes above, the steps of all policies are one program. These have one of each kind of storage.
-@pytest.mark.slow(first=2)
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("spec", part(ALL, RUN), scope="session")
 def test_bytes_are_the_closed_form_and_stay_so(spec):
     """U6 and U7, for answers of 40 tokens, or of 8 where they are added to the cache."""
@@ -189,7 +189,7 @@ def test_bytes_are_the_closed_form_and_stay_so(spec):
 TOKENS, POSITIONS = 1_000, 512  # more than the positions that the decoder's configuration names
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["morphkv:budget=12,window=4", "h2o:budget=12", "streaming_llm:budget=12"])
 def test_a_thousand_tokens_compile_and_allocate_nothing_new(spec):
     """U7."""

@@ -111,7 +111,7 @@ def after_step(policy, params, cache, layer: int, row: int) -> list[set[int]]:
     return heads
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLES)
 def test_a_few_run_through_a_model(name):
     """A prompt within the budget gives full attention; every row retains what the literal composition does."""

@@ -59,7 +59,7 @@ def test_every_preset_is_here():
     assert set(SPECS) == set(policies.PRESETS)
 
 
-@pytest.mark.slow(first=8)
+@pytest.mark.slow(first=4)
 @one_of_each_budget
 @few
 @given(text=texts)
@@ -173,7 +173,7 @@ def check_allocation(policy: Policy, layers: list[list[list[int]]], length: int,
     assert kept <= most
 
 
-@pytest.mark.slow(first=7)
+@pytest.mark.slow(first=4)
 @each_kind_of_policy
 @few
 @given(seed=st.integers(0, 2**32 - 1), lengths=st.tuples(*[st.integers(1, BUDGET - 4)] * 3))
@@ -214,7 +214,7 @@ def shuffled(cache, seed, alike):
     return replace(cache, entries=replace(pool, **jax.tree.map(lambda x: np.asarray(x)[b, lane, rows], moved)))
 
 
-@pytest.mark.slow(first=7)
+@pytest.mark.slow(first=4)
 @each_kind_of_policy
 @few
 @given(text=texts)
@@ -229,7 +229,7 @@ def test_the_order_of_slots_is_free(spec, text):
         assert_same_rows(mine, others, row, row)
 
 
-@pytest.mark.slow(first=7)
+@pytest.mark.slow(first=4)
 @each_kind_of_policy
 @few
 @given(text=texts, others=texts)
@@ -277,7 +277,7 @@ def twice_the_keys(gqa):
 
 
 # MorphKV's group="logits" is not here: the softmax of a group's summed logits depends on the number of heads.
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec",
     [
@@ -309,7 +309,7 @@ IN_CACHE = "streaming_llm:budget=12,positions=in_cache,every=3"
 CHUNKS = "chunkkv:base=snapkv,base.budget=12,base.window=4,base.pool=none,length=5"
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["full", IN_CACHE, "tova:budget=12,every=3", CHUNKS])
 def test_heads_that_share_keys_are_heads_with_equal_keys(spec):
     """U8 for the policies that retain the same tokens in all heads."""
@@ -323,7 +323,7 @@ def test_heads_that_share_keys_are_heads_with_equal_keys(spec):
                 assert [head for head in heads for _ in range(2)] == other_heads
 
 
-@pytest.mark.slow(first=7)
+@pytest.mark.slow(first=4)
 @each_kind_of_policy
 @few
 @given(text=texts, finished=st.integers(0, 2))

@@ -126,7 +126,7 @@ CHOSEN = {
 }  # `test_composition.py` has representatives with the merge of d2o
 
 
-@pytest.mark.slow(first=2)
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("over", "preset"), [pytest.param(*case, marks=[] if case in CHOSEN else pytest.mark.exhaustive) for case in CASES]
 )
@@ -173,7 +173,7 @@ def sample():
         yield pytest.param(accepted[turn % len(accepted)], preset, marks=marks)
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("over", "preset"), list(sample()))
 def test_combinations_read_and_decode(over, preset):
     """A prompt and a few tokens: finite logits and values, and no more entries of the prompt than under the base."""

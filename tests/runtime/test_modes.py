@@ -49,7 +49,7 @@ def tokens(policy: str | kvjax.Policy, mode: str | None = None) -> np.ndarray:
         return kvjax.generate(params, ROWS, policy=policy, **OPTIONS).tokens
 
 
-@pytest.mark.slow(first=2)
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("mode", MODES)
 def test_answers_are_the_same(mode: str, policy: str) -> None:
@@ -74,7 +74,7 @@ def test_answers_are_the_same_without_jit(policy: str) -> None:
         np.testing.assert_array_equal(kvjax.generate(decoder(), rows, policy=policy, **options).tokens, compiled)
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_streams_and_curves_are_the_same_and_leave_the_mode_alone(mode: str) -> None:
     policies = [f"h2o:budget={budget}" for budget in (8, 12)]
@@ -109,6 +109,7 @@ def test_a_step_within_a_program_of_the_caller(mode: str) -> None:
     np.testing.assert_allclose(logits, plain, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_a_forked_process_is_refused_and_does_not_wait_for_ever() -> None:
     """Also the second call; a process that is forked before kvjax has run is served."""

@@ -55,7 +55,7 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "short"),
     [
@@ -92,6 +92,7 @@ def test_what_the_system_says(system: Path) -> None:
     assert (host_limits.available(), host_limits.maps_taken()) == (1, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("bounded")
 def test_a_stream_goes_on_while_its_programs_are_forgotten() -> None:
     rows, options = [[1, 2, 3]], {"policy": "knorm:budget=8", "max_new_tokens": 4, "eos": ()}
