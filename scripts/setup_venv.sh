@@ -38,4 +38,22 @@ setup_venv() {
     export PATH="$PWD/$venv/bin:$PATH"
 }
 
+# Adds the extra `parity` to these, if pip finds a PyTorch without CUDA's libraries, which are several gigabytes.
+setup_small_torch() {
+    local wanted
+    wanted=$(grep -o 'torch==[0-9.]*' pyproject.toml)
+    if [ -f "${VENV:-.venv}/kvjax-parity" ] || python -m pip install -qq --disable-pip-version-check --retries 0 \
+        --no-deps --dry-run --report - "$wanted" 2>/dev/null | python -c '
+import json, sys
+from pip._vendor.packaging.requirements import Requirement
+
+stated = [Requirement(line) for found in json.load(sys.stdin)["install"] for line in found["metadata"]["requires_dist"]]
+needed = [each.name for each in stated if each.marker is None or each.marker.evaluate({"extra": ""})]
+sys.exit(any(name.startswith(("cuda", "nvidia")) for name in needed))' 2>/dev/null; then
+        setup_venv "$@" parity
+    else
+        echo "pip finds no PyTorch without CUDA's libraries; the tests that compare with it are skipped." >&2
+    fi
+}
+
 setup_venv "$@"
