@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +52,11 @@ from tests.cli.commands import PROMPT, kv
         (["eval", "--model", "/no/such/folder"], "no such folder"),
         (["eval", "--model", "MODEL", "--tasks", "ruler/nothing"], "no task matches 'ruler/nothing'"),
         (["eval", "--workers", "2"], "--workers 2 without --ray: expected both"),
-        (["eval", "--ray", "nowhere", "--tasks", "demo/needle"], "ray 'nowhere': expected local, auto or HOST:PORT"),
+        pytest.param(
+            ["eval", "--ray", "nowhere", "--tasks", "demo/needle"],
+            "ray 'nowhere': expected local, auto or HOST:PORT",
+            marks=pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed (the extra `ray`)"),
+        ),
         (["inspect", "MODEL"], "--prompt and --prompt-file: expected exactly one of them"),
         (["inspect", "--prompt", ""], "an empty prompt"),
         (["inspect", "MODEL", "--prompt", PROMPT, "--policy", "lru"], "unknown policy 'lru'"),
