@@ -52,9 +52,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 # Policies with room for a few tokens, so that prompts of the tests below are compressed and answers evict. Those of
 # the first tuple differ in what a cache carries from step to step; the others carry the same with other scores.
 DISTINCT = (
+    "morphkv:budget=24,window=4,every=4",  # the one of tests marked slow(first=1)
     "full",
     "streaming_llm:budget=24,positions=in_cache",
-    "morphkv:budget=24,window=4,every=4",
     "d2o:budget=24,layer_budgets=False",
     "keyformer:budget=24,recent=8",
     "adakv:base=h2o,base.budget=24,groups=2",

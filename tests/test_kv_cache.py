@@ -93,7 +93,7 @@ def test_pending_token_goes_before_the_next_turn(shallow: Decoder) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", [DISTINCT[1], DISTINCT[2], DISTINCT[4]])
+@pytest.mark.parametrize("text", [DISTINCT[0], DISTINCT[2], DISTINCT[4]])
 def test_dialogue_in_constant_memory(shallow: Decoder, text: str, compiled: list[str]) -> None:
     answer = kvjax.generate(shallow, DOCUMENTS, policy=text, max_new_tokens=NEW, log_probs=True)
     size = answer.cache.nbytes

@@ -124,6 +124,7 @@ def test_a_mesh_writes_prefixes_to_disk_and_reads_them(shallow: Decoder, tmp_pat
     assert kvjax.generate(shallow, question, cache=stored, max_new_tokens=9).tokens[0].tolist() == expected
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_after_a_prefix_is_refused(shallow: Decoder, tmp_path: Path) -> None:
     with kvjax.Engine(shallow, "full", **SIZES, prefix_memory=10**6) as engine:
         with pytest.raises(ValueError, match="the prefix has 29 tokens: expected at most max_prompt=28"):
