@@ -6,6 +6,7 @@ import string
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from zlib import crc32
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports jax
 # Without these, three quarters of a run's CPU time compile CPU programs. XLA's fusion emitters set up MLIR for every
@@ -89,8 +90,16 @@ POLICY_PARAMS = part(POLICIES, DISTINCT)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The first n cases of a test marked `slow(first=n)` are of the default run."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The first n cases of a test marked `slow(first=n)` are of the default run.
+
+    EXHAUSTIVE=k/n leaves out all tests marked exhaustive but the k-th part of n.
+    """
+    k, n = map(int, os.environ.get("EXHAUSTIVE", "0/1").split("/"))
+    others = [item for item in items if item.get_closest_marker("exhaustive") and crc32(item.nodeid.encode()) % n != k]
+    config.hook.pytest_deselected(items=others)
+    left_out = set(others)
+    items[:] = [item for item in items if item not in left_out]
     left: dict[str, int] = {}
     for item in items:
         for mark in [mark for mark in item.own_markers if mark.name == "slow"]:
