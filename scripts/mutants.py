@@ -35,6 +35,7 @@ from cosmic_ray.plugins import get_operator, operator_names
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("methods", "cache", "attend", "policy")
 INVARIANTS = "tests/policy/test_invariants.py"
+REFUSALS = "tests/methods/test_refusals.py"  # of the options of all methods
 CORE = (*PACKAGES, "common", "tests")  # folders of tests
 FILES = 3  # of tests that run for a mutant
 OWN = 1000  # mentions that a test file of a file's own name counts as
@@ -102,10 +103,10 @@ def tests_of(path: str) -> list[str]:
     names = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     word = re.compile(rf"\b(?:{'|'.join(re.escape(name) for name in names if not name.startswith('_')) or 'a^'})\b")
     own = Path(path).parent.name if path.count("/") > 2 else Path(path).stem
-    tests = [x for x in (ROOT / "tests").rglob("test_*.py") if x.parent.name in CORE]
+    tests = [x for x in (ROOT / "tests").rglob("test_*.py") if x.parent.name in CORE and x != ROOT / REFUSALS]
     rated = {x: len(word.findall(x.read_text())) + OWN * x.stem.startswith(f"test_{own}") for x in tests}
     most = sorted((x for x in tests if rated[x]), key=lambda x: (-rated[x], x))[:FILES]
-    chosen = [str(x.relative_to(ROOT)) for x in most]
+    chosen = [REFUSALS] * path.startswith("kvjax/methods/") + [str(x.relative_to(ROOT)) for x in most]
     return chosen if most and rated[most[0]] >= OWN else [*(x for x in chosen if x != INVARIANTS), INVARIANTS]
 
 

@@ -6,6 +6,7 @@ import string
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from zlib import crc32
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before anything imports jax
 # Without these, three quarters of a run's CPU time compile CPU programs. XLA's fusion emitters set up MLIR for every
@@ -52,9 +53,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 # Policies with room for a few tokens, so that prompts of the tests below are compressed and answers evict. Those of
 # the first tuple differ in what a cache carries from step to step; the others carry the same with other scores.
 DISTINCT = (
+    "morphkv:budget=24,window=4,every=4",  # the one of tests marked slow(first=1)
     "full",
     "streaming_llm:budget=24,positions=in_cache",
-    "morphkv:budget=24,window=4,every=4",
     "d2o:budget=24,layer_budgets=False",
     "keyformer:budget=24,recent=8",
     "adakv:base=h2o,base.budget=24,groups=2",
@@ -88,11 +89,31 @@ POLICIES = (*DISTINCT, *ALIKE)
 POLICY_PARAMS = part(POLICIES, DISTINCT)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The first n cases of a test marked `slow(first=n)` are of the default run.
+
+    EXHAUSTIVE=k/n leaves out all tests marked exhaustive but the k-th part of n.
+    """
+    k, n = map(int, os.environ.get("EXHAUSTIVE", "0/1").split("/"))
+    others = [item for item in items if item.get_closest_marker("exhaustive") and crc32(item.nodeid.encode()) % n != k]
+    config.hook.pytest_deselected(items=others)
+    left_out = set(others)
+    items[:] = [item for item in items if item not in left_out]
+    left: dict[str, int] = {}
+    for item in items:
+        for mark in [mark for mark in item.own_markers if mark.name == "slow"]:
+            name = item.nodeid.partition("[")[0]
+            left.setdefault(name, mark.kwargs.get("first", 0))
+            if left[name] and not item.get_closest_marker("exhaustive"):
+                left[name] -= 1
+                item.own_markers.remove(mark)
+
+
 MAPS = 30_000 / 65_530  # the share of the memory maps that a process may take
 PAGE = os.sysconf("SC_PAGE_SIZE")
-# Bytes; a smaller process forgets nothing. Two workers leave half of the machine to compilers for accelerators.
-LEAST = min(max(3 << 29, os.sysconf("SC_PHYS_PAGES") * PAGE // 5), 3 << 30)
-GROWTH = LEAST // 2  # bytes that a process may take after it has forgotten its programs
+LEAST = 3 << 29  # bytes; a smaller process forgets nothing, so that two workers take 4 GB
+GROWTH = 1 << 29  # bytes that a process may take after it has forgotten its programs
 
 
 class Memory:

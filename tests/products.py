@@ -6,13 +6,19 @@ from typing import Any
 import pytest
 
 
-def part(product: Iterable[Any], chosen: Iterable[Any]) -> list[Any]:
-    """The parameters of a test: those that are not chosen are marked exhaustive. All that are chosen must be there."""
-    product, chosen = list(product), list(chosen)
-    missing = [case for case in chosen if case not in product]
+def part(product: Iterable[Any], chosen: Iterable[Any], gates: Iterable[Any] = ()) -> list[Any]:
+    """The parameters of a test: those that are not chosen are marked exhaustive, and gates are marked so.
+
+    All that are chosen must be there, and all gates must be chosen.
+    """
+    product, chosen, gates = list(product), list(chosen), list(gates)
+    missing = [case for case in chosen if case not in product] + [case for case in gates if case not in chosen]
     assert not missing, missing
 
     def values(case: Any) -> tuple[Any, ...]:
         return case if isinstance(case, tuple) else (case,)
 
-    return [pytest.param(*values(x), marks=[] if x in chosen else pytest.mark.exhaustive) for x in product]
+    def marks(case: Any) -> list[pytest.MarkDecorator]:
+        return [pytest.mark.gate] * (case in gates) + [pytest.mark.exhaustive] * (case not in chosen)
+
+    return [pytest.param(*values(case), marks=marks(case)) for case in product]

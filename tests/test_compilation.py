@@ -53,7 +53,6 @@ def test_prompts_of_all_lengths_share_programs(tiny: Decoder, compiled: list[str
     }
 
 
-@pytest.mark.slow
 def test_fixed_budget_decodes_all_prompts_with_one_program(tiny: Decoder, compiled: list[str]) -> None:
     params = smaller(tiny, vocab_size=51)
     for length in (3, 20, 40):

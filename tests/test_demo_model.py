@@ -61,7 +61,7 @@ def test_transformers_loads_the_tokenizer_and_it_is_the_vocabularys():
     assert loaded.eos_token_id == IDS[STOP]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("task", TASKS)
 def test_it_answers_from_a_full_cache_and_ends_its_answers(decoder, task):
     """Teacher forcing, which for exact matches is greedy decoding. The card has the full table."""

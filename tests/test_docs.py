@@ -14,7 +14,6 @@ from kvjax.models import Decoder
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "layers"),
     [("methods.md", 1), ("your_own_policy.md", 2), ("kernels.md", 1), ("caches.md", 1), ("engine.md", 1)],

@@ -59,7 +59,7 @@ def assert_same(mine, other, batch=3):
     assert mine[1].length.tolist() == other[1].length.tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize("spec", part(SPECS, [spec for spec in SPECS if spec not in ALIKE]))
 def test_a_prompt_in_chunks_is_a_prompt_in_one_go(spec):
     """Chunks divide no row evenly, and are longer than one row. Those of 5 tokens are shorter than some windows."""
@@ -204,7 +204,7 @@ IN_ONE_GO = product(SPECS_OF_A_WINDOW, [None])
 IN_CHUNKS = product(("full", "h2o:budget=30"), [5])  # one without a score, and one with a score of every query
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("spec", "chunk"), part(product(SPECS_OF_A_WINDOW, (None, 5)), [*IN_ONE_GO, *IN_CHUNKS]))
 def test_a_sliding_window_is_attention_with_that_window_and_needs_no_more_slots(spec, chunk):
     params = tiny.decoder(windows=WINDOWED)
@@ -241,7 +241,6 @@ def test_a_window_larger_than_the_text_and_a_layer_without_one():
     np.testing.assert_allclose(logits[-1], [row[-1] for row in expected], atol=2e-5)
 
 
-@pytest.mark.slow
 def test_with_room_adds_empty_slots_where_the_cache_grows_and_nowhere_else():
     params = tiny.decoder()
     _, full = tiny.prefill(params, "full", ROWS, SIZE, room=0)
@@ -257,7 +256,6 @@ def test_with_room_adds_empty_slots_where_the_cache_grows_and_nowhere_else():
     assert with_room(evicting, 1000) is evicting
 
 
-@pytest.mark.slow
 def test_extend_is_usable_inside_jit():
     params = tiny.decoder()
     _, cache = tiny.prefill(params, "morphkv:budget=12,window=4", ROWS, SIZE)
@@ -265,7 +263,7 @@ def test_extend_is_usable_inside_jit():
     assert_same(inside, extend(params, cache, STEPS.T, compress="end"))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("compress", ["end", "never"])
 def test_compress_is_explicit(compress):
     """`compress` decides against the default: "end" for a policy that never evicts, "never" for one that does."""
@@ -275,7 +273,6 @@ def test_compress_is_explicit(compress):
     assert [len(head) for heads in tiny.held(longer, 0) for head in heads] == [12 if compress == "end" else 16] * 2
 
 
-@pytest.mark.slow
 def test_errors_name_what_is_accepted():
     params = tiny.decoder()
     _, cache = tiny.prefill(params, "h2o:budget=12", ROWS, SIZE)
@@ -292,73 +289,6 @@ def test_errors_name_what_is_accepted():
             extend(params, cache, STEPS.T, np.array(lengths))
 
 
-<<<<<<< HEAD
-=======
-@pytest.fixture
-def fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of the arrays that the host has waited for. A CPU's arrays pass `jax.transfer_guard` unseen."""
-    kind, sizes = type(jnp.zeros(1)), []
-
-    def noted(take):
-        return lambda x: (sizes.append(x.size), take(x))[1]
-
-    monkeypatch.setattr(kind, "_value", property(noted(kind._value.fget)))  # of int(x), bool(x) and the like
-    monkeypatch.setattr(room, "fetch", noted(room.fetch))
-    return sizes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("spec", "expected"),
-    [
-        ("morphkv:budget=12,window=4", []),
-        ("h2o:budget=12", []),
-        ("adakv:base=h2o,base.budget=12", []),
-        ("snapkv:budget=12,window=4", [4]),  # how full each of two layers is, and what is free
-        (policies.duo_attention(((0.1, 0.9), (0.9, 0.1)), 0.5, 2, 6), [4]),
-        ("kvcompose:budget=12", [4]),
-    ],
-)
-def test_a_step_waits_only_where_slots_can_run_out(spec, expected, fetched):
-    params = tiny.decoder(windows=(None, None))
-    _, cache = tiny.prefill(params, spec, ROWS, SIZE)
-    lengths = np.ones(3, np.int32)
-    extend(params, cache, STEPS[0][:, None])
-    for given in (None, lengths, jnp.asarray(lengths)):
-        fetched.clear()
-        extend(params, cache, STEPS[1][:, None], given)
-        assert fetched == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", ["snapkv:budget=12,window=4", "kvcompose:budget=12", "full"])
-def test_logits_are_nan_where_a_step_in_jit_finds_no_room(spec):
-    """Row 1 takes no token. Without room it has nothing to lose."""
-    params = tiny.decoder()
-    _, cache = tiny.prefill(params, spec, ROWS, SIZE, room=0)
-    cache, inside = with_room(cache, 3), jax.jit(extend)
-    incoming, free = np.array([1, 0, 1]), usage(cache).free[0]
-    assert 3 <= free < 64
-    for _ in range(free):
-        logits, cache = inside(params, cache, STEPS[0][:, None], incoming)
-        assert np.isfinite(logits).all()
-    logits, _ = inside(params, cache, STEPS[0][:, None], incoming)
-    assert np.isnan(logits[0]).all()
-    assert np.isfinite(logits[1]).all()
-    with pytest.raises(ValueError, match=r"layer 0 has room for 0 tokens, not 1; call kvjax.with_room"):
-        extend(params, cache, STEPS[0][:, None], incoming)
-
-
-@pytest.mark.slow
-def test_logits_are_nan_where_lengths_of_a_device_are_wrong():
-    params = tiny.decoder()
-    _, cache = tiny.prefill(params, "h2o:budget=12", ROWS, SIZE)
-    for call in (extend, jax.jit(extend)):
-        logits, _ = call(params, cache, STEPS.T, jnp.array([4, 5, -1]))
-        assert np.isnan(logits).all(axis=1).tolist() == [False, True, True]
-
-
->>>>>>> core
 def test_buckets_are_few_and_tight():
     sizes = {bucket(n) for n in range(1, 4097)}
     assert len(sizes) <= 20

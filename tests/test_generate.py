@@ -45,7 +45,7 @@ def greedy(params: Decoder, prompt: list[int], new: int) -> list[int]:
     return row[len(prompt) :]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "windows"), [(4, 4, (None,)), (8, 2, (None, 20)), (14, 2, (20,))], ids=str
 )
@@ -57,7 +57,7 @@ def test_greedy_equals_recomputing_everything(heads: int, kv_heads: int, windows
     assert len(set(answer.tokens[0].tolist())) > 3
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 def test_rows_in_company_are_as_alone(subject: Decoder, policy: kvjax.Policy) -> None:
     """A row gets what it gets in a batch of equal rows."""
     together = generate(subject, ROWS, policy=policy)
@@ -89,14 +89,13 @@ def test_policies_differ(shallow: Decoder) -> None:
     assert len({answer.tokens.tobytes() for answer in answers}) == len(texts)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 def test_chunks_give_what_one_call_gives(subject: Decoder, policy: kvjax.Policy) -> None:
     """In two pieces, of which the first one has padding. The third row lies in the second one."""
     whole, chunked = (generate(subject, ROWS, policy=policy, chunk=chunk) for chunk in (None, 30))
     np.testing.assert_array_equal(chunked.tokens, whole.tokens)
 
 
-@pytest.mark.slow
 def test_log_probabilities_are_those_of_the_model(shallow: Decoder) -> None:
     sampler = kvjax.Sampler(temperature=0.5, top_k=20, repetition_penalty=1.3)
     answer = generate(shallow, ROWS, sampler=sampler)
@@ -128,7 +127,6 @@ def test_forms_of_a_prompt(shallow: Decoder, form) -> None:
     np.testing.assert_array_equal(generate(shallow, prompt).tokens, expected.tokens)
 
 
-@pytest.mark.slow
 def test_text(shallow: Decoder, tokenizer: PreTrainedTokenizerFast) -> None:
     """The text begins with the tokenizer's special tokens, and ends with its end token, which is not shown."""
     answer = kvjax.generate(shallow, "ba ce di", tokenizer=tokenizer, max_new_tokens=6)
@@ -148,7 +146,6 @@ def test_text(shallow: Decoder, tokenizer: PreTrainedTokenizerFast) -> None:
     np.testing.assert_array_equal(asked.tokens, expected.tokens)
 
 
-@pytest.mark.slow
 def test_rows_end_by_themselves(shallow: Decoder) -> None:
     free = generate(shallow, ROWS)
     assert free.log_probs is not None
@@ -179,7 +176,6 @@ def test_forms_of_end_tokens(shallow: Decoder, form) -> None:
     np.testing.assert_array_equal(answer.tokens, free[:, :length])
 
 
-@pytest.mark.slow
 def test_end_token_of_the_tokenizer(shallow: Decoder, tokenizer: PreTrainedTokenizerFast) -> None:
     prompts = [ROWS[0]] * 3
     free = generate(shallow, prompts, tokenizer=tokenizer, eos=())
@@ -200,7 +196,6 @@ def test_one_token(subject: Decoder, policy: kvjax.Policy) -> None:
     assert one.stats.decode_tokens_per_second == 0
 
 
-@pytest.mark.slow
 def test_seeds(shallow: Decoder) -> None:
     prompts, sampler = [ROWS[1]] * 3, kvjax.Sampler(temperature=1.5)
 
@@ -251,7 +246,6 @@ def test_policies_as_text(shallow: Decoder) -> None:
         generate(shallow, None, cache=answer.cache, policy="full")
 
 
-@pytest.mark.slow
 def test_chat(shallow: Decoder, tokenizer: PreTrainedTokenizerFast) -> None:
     """Messages give the answers of the rendered template's ids, also in a later turn and about a document."""
     tokenizer = chatting(tokenizer)
@@ -277,7 +271,6 @@ def test_chat(shallow: Decoder, tokenizer: PreTrainedTokenizerFast) -> None:
     np.testing.assert_array_equal(ask(turns[1], document).tokens, in_one.tokens)
 
 
-@pytest.mark.slow
 def test_repetition_penalty_covers_prompt_and_answer(shallow: Decoder) -> None:
     """With so large a penalty a token is repeated only when no other is left. Of 101 tokens, a row has 64 or fewer."""
     prompts = [list(range(10, 50)), list(range(20, 26)), list(range(99, 61, -1))]

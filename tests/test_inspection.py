@@ -33,7 +33,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 RECORDED = ("full", "morphkv:budget=24,window=4", "snapkv:budget=24,window=4", "dynamickv:budget=24,window=4")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("text", part(RECORDED, [text for text in RECORDED if not text.startswith("snapkv")]))
 def test_recordings_are_what_caches_hold(tiny: Decoder, text: str) -> None:
     """Compares the recording after each step with a call of `generate` of that length."""

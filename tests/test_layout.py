@@ -128,7 +128,6 @@ def test_circles_are_found() -> None:
     assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
-@pytest.mark.slow
 def test_no_circle_of_imports() -> None:
     assert len(graph()) > 100
     assert circle(graph()) == []

@@ -166,7 +166,6 @@ def test_forbidden_imports_are_found(path: str, source: str, forbidden: bool) ->
     assert bool(forbidden_imports(Path(path), source)) == forbidden
 
 
-@pytest.mark.slow
 def test_imports_run_one_way() -> None:
     found = [line for path in python_files() for line in forbidden_imports(path, (ROOT / path).read_text())]
     assert not found, "\n".join(found)

@@ -53,7 +53,6 @@ def alike(texts: Sequence[str]) -> list[list[Policy]]:
     return list(groups.values())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("texts", [MIXED, pytest.param(ALL, marks=pytest.mark.exhaustive)])
 def test_each_is_what_prefill_gives(texts: tuple[str, ...]) -> None:
     """Rows of different lengths are padded on the left. One of the layers has a sliding window."""

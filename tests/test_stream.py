@@ -25,7 +25,7 @@ def texts_of(pieces: list[kvjax.Piece]) -> list[str]:
     return ["".join(row) for row in zip(*parts, strict=True)]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 def test_tokens_are_those_of_generate(subject: Decoder, policy: kvjax.Policy) -> None:
     """Log-probabilities are asked for because the program of other tests returns them."""
     options = {"policy": policy, "max_new_tokens": NEW}
@@ -60,7 +60,6 @@ def test_ends_and_repetition_penalty(shallow: Decoder) -> None:
     np.testing.assert_array_equal(np.sum([piece.tokens >= 0 for piece in pieces], axis=0), expected.lengths)
 
 
-@pytest.mark.slow
 def test_text_comes_in_pieces(shallow: Decoder, tokenizer: PreTrainedTokenizerFast) -> None:
     expected = kvjax.generate(shallow, ["ba ce di", "fo"], tokenizer=tokenizer, max_new_tokens=NEW)
     pieces = list(kvjax.stream(shallow, ["ba ce di", "fo"], tokenizer=tokenizer, max_new_tokens=NEW))
@@ -68,7 +67,6 @@ def test_text_comes_in_pieces(shallow: Decoder, tokenizer: PreTrainedTokenizerFa
     assert len([piece for piece in pieces if piece.text and piece.text[0]]) > NEW // 2
 
 
-@pytest.mark.slow
 def test_stop_strings_end_rows(shallow: Decoder, tokenizer: PreTrainedTokenizerFast) -> None:
     """One string in the middle of two tokens of a row; the other rows go on. The draws are those of `generate`."""
     options = {"tokenizer": tokenizer, "sampler": kvjax.Sampler(temperature=1.5), "max_new_tokens": NEW, "eos": ()}

@@ -42,7 +42,7 @@ def lowered(name: str, text: str) -> tuple[dict[str, jax.stages.Lowered], KVCach
 @pytest.mark.aot
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
-@pytest.mark.parametrize(("name", "text", "which"), part(CASES, CHOSEN))
+@pytest.mark.parametrize(("name", "text", "which"), part(CASES, CHOSEN, CHOSEN[:2]))
 def test_rows_are_changed_in_place(name: str, text: str, which: str) -> None:
     programs, row = lowered(name, text)
     compiled = programs[which].compile()

@@ -60,6 +60,7 @@ H200_PRESETS += ["fastgen", "gkv", "keydiff_codes", "lacache", "quantize", "rkv"
             *product(["h200:1"], H200_PRESETS),
             *(("v6e:2x2", text) for text in DISTINCT if "d2o" in text or "every" in text),
         ],
+        [("h200:1", DISTINCT[2]), ("h200:1", DISTINCT[5]), ("h200:1", "zipcache"), ("v6e:2x2", DISTINCT[0])],
     ),
 )
 def test_presets_on_one_device(name: str, text: str) -> None:

@@ -12,7 +12,7 @@ from kvjax.attend.causal import causal
 from kvjax.models import AttentionLayer, Rope, rotate
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("length", "window"), [(1, None), (1, 5), (37, None), (37, 5), (37, 40)])
 def test_blocks_equal_the_whole_and_so_do_gradients(length, window):
     B, Hq, H, D = 2, 6, 2, 8

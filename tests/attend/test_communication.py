@@ -80,7 +80,7 @@ def of_step(params: Decoder, policy: kvjax.Policy, data: int, model: int) -> tup
 ALONE = ("morphkv:budget=24,window=4,every=4", "d2o:budget=24,layer_budgets=False", DISTINCT[5])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize(
     ("data", "model", "kv_heads", "text"),
     part(
@@ -110,7 +110,7 @@ def test_full_heads_communicate_nothing() -> None:
     assert found.counts == Counter({"all-reduce": 2 * 2 + 1, "all-gather": 1})
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -144,7 +144,7 @@ READING = {
 ALONE_READING = ("chunkkv", "d2o", "expected_attention")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("text", "kv_heads"),
     part(
@@ -162,7 +162,6 @@ def test_a_prompt_communicates_what_is_declared(text: str, kv_heads: int) -> Non
     assert found == {"begin 0": {"all-reduce": 1}, "logits_of 0": {"all-gather": 1}}
 
 
-@pytest.mark.slow
 def test_the_loop_communicates_one_bit_more() -> None:
     """Sampling and the arrays of answers communicate nothing. One bit per step says whether any row continues."""
     config, sampler = decoder(HEADS, 2).config, kvjax.Sampler(temperature=0.7, top_p=0.9)

@@ -54,7 +54,7 @@ ON_SHARED_HEADS = (
 SIZES = [(8, 1, 2), (4, 2, 2), (2, 4, 2), (1, 8, 4)]  # data, model, kv heads; the last two share each kv head
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("data", "model", "kv_heads", "text"),
     part([(*size, text) for size in SIZES for text in (*POLICIES, *(ON_SHARED_HEADS * (size == SIZES[-1])))], CHOSEN),

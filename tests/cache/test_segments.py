@@ -66,7 +66,7 @@ def on(budget: AllocatedBudget, text: str) -> Policy:
     return replace(policies.parse(text), budget=budget)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("text", "groups", "windows"),
     [
@@ -183,7 +183,6 @@ def test_a_global_budget_is_the_best_of_all(groups):
         assert got == expected
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("first_layer", [False, True])
 def test_composites_compete_by_their_mean(first_layer):
     scores = scores_before()
@@ -198,7 +197,6 @@ def test_composites_compete_by_their_mean(first_layer):
             assert positions == sorted(np.argsort(-scores[i, h], kind="stable")[: counts[i]].tolist())
 
 
-@pytest.mark.slow
 def test_floors_come_out_of_the_total():
     policy = on(GlobalShares(Fixed(16), min_tokens=9), "random:budget=16,sinks=0")
     policy = replace(policy, score=policies.parse("knorm:budget=16").score)
@@ -220,7 +218,6 @@ def test_top_counts_against_a_sort():
         assert got.tolist() == np.bincount(np.array(order[:total], int) // 7, minlength=3).tolist()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("groups", "text", "windows"), [(1, SNAPKV, ONE_LAYER), (2, MORPHKV, WINDOWED)])
 def test_bytes_follow_from_the_total(text, groups, windows):
     """Bytes are a closed form, whatever the prompt. With 1,024 slots per head, alignment adds at most 5 %."""
@@ -316,7 +313,6 @@ def test_steps_from_outside():
     np.testing.assert_allclose(logits[0], expected[done + 7], atol=1e-4)
 
 
-@pytest.mark.slow
 def test_what_makes_no_sense():
     shared = GlobalShares(Fixed(24))
     with pytest.raises(ValueError, match=r"GlobalShares stores heads in segments.*positions='in_cache'"):

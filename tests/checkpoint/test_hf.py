@@ -205,7 +205,6 @@ def test_tensor_in_two_shards(folder):
     assert problems(load, folder) == (f"tensor(s) in more than one file: {EMBED}",)
 
 
-@pytest.mark.slow
 def test_all_problems_with_tensors_are_listed_together(folder):
     edit(
         folder,

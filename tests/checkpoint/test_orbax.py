@@ -31,7 +31,7 @@ def test_saved_decoder_is_restored_in_its_own_dtype(tmp_path, dtype, tokenizer):
     assert {leaf.sharding.device_set.pop() for leaf in jax.tree.leaves(restored)} == {jax.devices()[0]}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("sizes", [(8, 1), (2, 4), (1, 2)])
 def test_restored_onto_another_mesh_and_cast(tmp_path, sizes):
     save(kvjax.shard(decoder(), kvjax.make_mesh(4, 2)), tmp_path)
@@ -52,7 +52,6 @@ def test_folder_that_is_not_empty(folder):
     assert_equal(restore(folder)[0], other)
 
 
-@pytest.mark.slow
 def test_folders_of_another_kind_name_the_function_that_reads_them(folder, tmp_path, tiny):
     assert problems(load, folder) == ("it holds weights that kvjax.save wrote, which kvjax.restore reads",)
     save_hf(decoder(), tmp_path / "hf")

@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-import transformers
 from safetensors.numpy import load_file
 
 import kvjax
@@ -16,9 +14,11 @@ from kvjax.checkpoint import load, restore, save, save_hf
 from tests.checkpoint.folders import INDEX, WEIGHTS, assert_equal, decoder
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
+@pytest.mark.parity
 @pytest.mark.parametrize("sizes", [None, (2, 4)])
 def test_transformers_reads_files_of_limited_size(tmp_path, sizes):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     params = decoder() if sizes is None else kvjax.shard(decoder(), kvjax.make_mesh(*sizes))
     save_hf(params, tmp_path, max_shard_bytes=8000)
     placed = json.loads((tmp_path / INDEX).read_text())["weight_map"]
@@ -39,7 +39,6 @@ def test_transformers_reads_files_of_limited_size(tmp_path, sizes):
     np.testing.assert_allclose(decoder().logits(hidden), expected, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_old_weights_of_a_folder_are_removed(tmp_path):
     folder = tmp_path / "model"
     other = jax.tree.map(lambda leaf: leaf + 1, decoder())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 from typer.testing import CliRunner
 
 from kvjax.cli import app
+from kvjax.files.texts import Stream
 
 PROMPT = "the code of adam is sword . recall what the code of adam is :"
 
@@ -15,3 +18,22 @@ def kv(*arguments: object) -> tuple[int, str, str]:
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stdout, result.stderr
+
+
+class KilledError(Exception):
+    """The process has ended."""
+
+
+def kill_training(*command: object) -> None:
+    """Runs a command that trains, which ends in its sixth step."""
+    windows = Stream.windows
+
+    def failing(self: Stream, count: int, length: int, rng: np.random.Generator) -> np.ndarray:
+        if rng.bit_generator.seed_seq.entropy == [0, 5]:
+            raise KilledError
+        return windows(self, count, length, rng)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Stream, "windows", failing)
+        with pytest.raises(KilledError):
+            kv(*command)

@@ -15,10 +15,10 @@ from kvjax.models import Decoder
 from kvjax.reading.room import Compress
 from tests.cli.commands import kv
 
-pytestmark = pytest.mark.slow
 OPTIONS = ["--max-new-tokens", "20", "--sampler", "greedy"]
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("policy", "compress"), [("morphkv:budget=24,window=4", "end"), ("adakv:base=h2o,base.budget=24,groups=2", "auto")]
 )

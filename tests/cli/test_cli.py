@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +55,11 @@ from tests.cli.commands import PROMPT, kv
         (["eval", "--model", "/no/such/folder"], "no such folder"),
         (["eval", "--model", "MODEL", "--tasks", "ruler/nothing"], "no task matches 'ruler/nothing'"),
         (["eval", "--workers", "2"], "--workers 2 without --ray: expected both"),
-        (["eval", "--ray", "nowhere", "--tasks", "demo/needle"], "ray 'nowhere': expected local, auto or HOST:PORT"),
+        pytest.param(
+            ["eval", "--ray", "nowhere", "--tasks", "demo/needle"],
+            "ray 'nowhere': expected local, auto or HOST:PORT",
+            marks=pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed (the extra `ray`)"),
+        ),
         (["inspect", "MODEL"], "--prompt and --prompt-file: expected exactly one of them"),
         (["inspect", "--prompt", ""], "an empty prompt"),
         (["inspect", "MODEL", "--prompt", PROMPT, "--policy", "lru"], "unknown policy 'lru'"),
@@ -132,7 +137,6 @@ def test_bytes_in_words(count: float, text: str) -> None:
     assert bytes_text(count) == text
 
 
-@pytest.mark.slow
 def test_eval_says_what_it_would_do_does_it_and_goes_on(shallow_model: str, tmp_path: Path) -> None:
     config, out = tmp_path / "run.yaml", tmp_path / "out"
     config.write_text(
@@ -166,7 +170,6 @@ def test_eval_says_what_it_would_do_does_it_and_goes_on(shallow_model: str, tmp_
     assert json.loads((out / "run.json").read_text())["model"]["bytes_per_token"] == 2 * 1 * 2 * 8 * 4
 
 
-@pytest.mark.slow
 def test_demo_answers_draws_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
 

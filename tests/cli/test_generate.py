@@ -12,7 +12,6 @@ import kvjax
 from tests.cli.commands import PROMPT, kv
 
 
-@pytest.mark.slow
 def test_generate_prints_what_the_library_answers(shallow_model: str) -> None:
     params, words = kvjax.load(shallow_model)
     policy = kvjax.policies.parse("morphkv:budget=12,window=4")

@@ -47,7 +47,7 @@ def interrupted(arguments: list[str], folder: Path, after: float) -> tuple[int, 
     return process.returncode, stderr
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the test finds threads in /proc")
 @pytest.mark.parametrize("moments", [1, pytest.param(15, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("command", COMMANDS)

@@ -9,20 +9,15 @@ import numpy as np
 import pytest
 
 from kvjax.cli.train_gates import Method
-from kvjax.files.texts import Stream
 from kvjax.gates.files import read_gates
 from kvjax.gates.forms import FORMS
 from kvjax.gates.methods import TRAININGS
 from kvjax.policies import duo_attention, parse
-from tests.cli.commands import kv
+from tests.cli.commands import kill_training, kv
 
 WORDS = "the baker trusts . the ocean reaches the mill . the old sailor greets the young queen . "
 OWN = ("--method", "duo_attention", "--sinks", 4, "--recent", 16)
 SMALL = ("--steps", 6, "--length", 384, "--batch", 2, "--save-every", 2)
-
-
-class KilledError(Exception):
-    """The process has ended."""
 
 
 @pytest.fixture
@@ -42,9 +37,7 @@ def test_methods_of_the_command_are_those_that_can_be_trained() -> None:
 
 
 @pytest.mark.slow
-def test_gates_are_trained_read_and_resumed(
-    long_model: str, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gates_are_trained_read_and_resumed(long_model: str, texts: Path, tmp_path: Path) -> None:
     """A run that is killed in its sixth step goes on after the fourth, where a checkpoint is, to the same gates."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     asked = ("train-gates", long_model, *OWN, "--data", texts, *SMALL)
@@ -70,17 +63,7 @@ def test_gates_are_trained_read_and_resumed(
     assert status == 2
     assert "read no hidden states: expected them as the option gates= of the policy" in stderr
 
-    windows = Stream.windows
-
-    def failing(self, count, length, rng):
-        if rng.bit_generator.seed_seq.entropy == [0, 5]:
-            raise KilledError
-        return windows(self, count, length, rng)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Stream, "windows", failing)
-        with pytest.raises(KilledError):
-            kv(*asked, "--out", parts)
+    kill_training(*asked, "--out", parts)
     assert [step for step, _ in curve(parts)] == [1, 2, 3, 4, 5]
     status, _, stderr = kv(*asked, "--out", parts, "--sinks", 5)
     assert status == 2

@@ -17,7 +17,7 @@ from kvjax.gates.objective import Recipe
 from kvjax.gates.reconstruction import FLOOR, cross_entropy, hidden_states, kvzip_scores, log_scores
 from kvjax.gates.training import train
 from tests import tiny
-from tests.cli.commands import kv
+from tests.cli.commands import kill_training, kv
 
 WORDS = "the code of adam is sword . the baker trusts . the ocean reaches the mill . recall what the code of adam is : "
 SMALL = ("--steps", 6, "--length", 48, "--batch", 2, "--inner", 4, "--save-every", 2)
@@ -34,10 +34,6 @@ class Letters:
     decode = encode
 
 
-class KilledError(Exception):
-    """The process has ended."""
-
-
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
     folder = tmp_path / "texts"
@@ -51,7 +47,6 @@ def curve(out: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (out / "training" / "curve.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
 def test_gates_are_trained_and_read(model: str, texts: Path, tmp_path: Path) -> None:
     out = tmp_path / "gates"
     status, stdout, stderr = kv("train-gates", model, "--method", "kvzap", "--data", texts, "--out", out, *SMALL)
@@ -78,24 +73,12 @@ def test_gates_are_trained_and_read(model: str, texts: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_ends_with_the_same_gates(
-    model: str, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_run_ends_with_the_same_gates(model: str, texts: Path, tmp_path: Path) -> None:
     """It is killed in the sixth step, after a checkpoint at the fourth, while it writes a line."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     asked = ("train-gates", model, "--method", "kvzap", "--data", texts, *SMALL)
     assert kv(*asked, "--out", whole)[0] == 0
-    windows = Stream.windows
-
-    def failing(self, count, length, rng):
-        if rng.bit_generator.seed_seq.entropy == [0, 5]:
-            raise KilledError
-        return windows(self, count, length, rng)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Stream, "windows", failing)
-        with pytest.raises(KilledError):
-            kv(*asked, "--out", parts)
+    kill_training(*asked, "--out", parts)
     assert not (parts / "config.json").exists()
     assert [line["step"] for line in curve(parts)] == [1, 2, 3, 4, 5]
     with (parts / "training" / "curve.jsonl").open("a") as file:

@@ -119,7 +119,6 @@ def test_repetition_penalty_acts_on_seen_tokens_alone():
     assert Greedy()(logits).tolist() == [0, 0]
 
 
-@pytest.mark.slow
 def test_a_vanishing_temperature_is_greedy():
     logits = jnp.asarray(random_logits(5)) * 1e3
     keys = jax.random.split(jax.random.key(0), 5)
@@ -127,7 +126,6 @@ def test_a_vanishing_temperature_is_greedy():
         np.testing.assert_array_equal(sampler(logits, keys), Greedy()(logits))
 
 
-@pytest.mark.slow
 def test_draws_follow_the_filtered_distribution():
     draws = 40_000
     logits = jnp.asarray([[1.0, 0.2, -0.5, 0.9, -3.0, 0.0]])
@@ -142,7 +140,6 @@ def test_draws_follow_the_filtered_distribution():
     assert np.all(np.abs(counts - draws * expected) <= 4 * deviation)
 
 
-@pytest.mark.slow
 def test_a_draw_depends_on_the_rows_own_key_only():
     logits, keys = jnp.asarray(random_logits(8)), jax.random.split(jax.random.key(1), 8)
     seen = jnp.asarray(np.random.default_rng(2).random((8, V)) < 0.2)

@@ -24,7 +24,6 @@ AGNOSTIC = [text for text in KINDS if not parse(text).asks_the_end]
 CHOSEN = [text for text in AGNOSTIC if text.startswith("adakv")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("policy", part([*AGNOSTIC, "keydiff:budget=12,every=1", "knorm:budget=0.5"], CHOSEN))
 def test_answers_are_those_of_a_prefilled_cache(policy: str, tiny: Decoder) -> None:
     documents = [RNG.integers(0, 101, n).tolist() for n in (3, 13, 28)]

@@ -59,7 +59,6 @@ def generated(params: Decoder, given: Sequence[list[int]], **options: Any) -> di
 POLICIES = ("full", "morphkv:budget=16,window=4", "snapkv:budget=0.5,window=4", "adakv:base=h2o,base.budget=12")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("text", part(POLICIES, POLICIES[:1]))
 def test_answers_are_those_of_generate(params: Decoder, text: str) -> None:
     given, policy = prompts(11), parse(text)
@@ -115,7 +114,6 @@ def test_batches_of_other_shapes_and_single_tokens(params: Decoder) -> None:
     assert list(Refill(params).run(iter([]))) == []
 
 
-@pytest.mark.slow
 def test_stop_strings_end_answers_as_in_a_stream(params: Decoder) -> None:
     given, options = prompts(7), {"eos": (), "tokenizer": tokenizer(), "stop": [" the", "a"]}
     ended = {one.name: one for one in Refill(params).run(batches(params, given, **options))}

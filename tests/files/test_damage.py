@@ -55,7 +55,7 @@ def damage(folder: Path, rng: np.random.Generator) -> str:
     return path.relative_to(folder).as_posix()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize("seed", range(10))
 def test_any_damage_is_one_error(tiny: Decoder, saved: Path, tmp_path: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -82,7 +82,7 @@ def test_what_is_wrong_with_a_folder(tmp_path: Path) -> None:
     assert damages(tmp_path, owned) == [f"it has no {NAME} that can be read"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.skipif(shutil.which("sha256sum") is None, reason="needs sha256sum of coreutils")
 def test_the_form_of_the_checksums_is_that_of_coreutils(saved: Path) -> None:
     assert subprocess.run(["sha256sum", "--check", "--quiet", NAME], cwd=saved, check=False).returncode == 0

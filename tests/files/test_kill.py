@@ -55,7 +55,7 @@ def kill_one(name: str, folder: Path, share: float) -> None:
     assert process.exitcode == -9
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("moments", [2, pytest.param(50, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", EACH)
 def test_a_kill_leaves_the_old_or_the_new(name: str, moments: int, tmp_path: Path) -> None:

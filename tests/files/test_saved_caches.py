@@ -26,7 +26,7 @@ def assert_equal(ours: kvjax.KVCache, theirs: kvjax.KVCache) -> None:
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 def test_round_trip_of_an_answer(subject: Decoder, policy: kvjax.Policy, tmp_path: Path) -> None:
     cache = generate(subject, GENERATE_ROWS, policy=policy).cache
     kvjax.save_cache(tmp_path / "cache", cache, subject)
@@ -46,7 +46,7 @@ def test_a_restored_answer_goes_on(shallow: Decoder, text: str, tmp_path: Path, 
     assert compiled == []
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_round_trip_of_half_a_document(shallow: Decoder, tmp_path: Path, dtype) -> None:
     params = jax.tree.map(lambda x: x.astype(dtype), shallow)
@@ -86,13 +86,11 @@ def saved(shallow: Decoder, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.slow
 def test_another_policy(shallow: Decoder, saved: Path) -> None:
     with pytest.raises(ValueError, match=r"was made by Policy\(.*entries=24.*, not by Policy\(.*entries=25"):
         kvjax.restore_cache(saved, shallow, policy=kvjax.policies.morphkv(25, window=4, every=4))
 
 
-@pytest.mark.slow
 def test_another_model(shallow: Decoder, saved: Path) -> None:
     """A model with one other weight, or with another configuration around the same weights, is refused."""
     one_number = jax.tree.map(lambda x: x, shallow)

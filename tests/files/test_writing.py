@@ -112,7 +112,7 @@ WRITERS = {
     "report": Writer(report, lambda folder: content(folder)),
 }
 EACH = pytest.mark.parametrize(
-    "name", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in WRITERS if name != "plain")]
+    "name", [pytest.param(name, marks=[] if name in ("plain", "save_hf") else pytest.mark.slow) for name in WRITERS]
 )
 MINE = {"my_notes.txt": b"mine", "params/my_notes.txt": b"mine too"}
 
@@ -250,7 +250,7 @@ def test_two_writers_of_one_folder(tmp_path: Path) -> None:
     assert content(tmp_path) == {"last": b"first"}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("save", [kvjax.save, kvjax.save_hf])
 def test_a_write_that_the_system_refuses_is_one_line(save: Callable[..., None], tmp_path: Path) -> None:
     """TensorStore writes in C++, where no audit hook is asked: here the system refuses files of more than 100 kB."""

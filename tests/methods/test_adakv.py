@@ -6,14 +6,12 @@ from dataclasses import replace
 from functools import cache, partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
 
 from kvjax import policies
-from kvjax.mesh.heads import ALL_HEADS, Heads
-from kvjax.parts import AdaptiveShares, DynamicShares, Fixed, Pyramid
+from kvjax.mesh.heads import ALL_HEADS
+from kvjax.parts import AdaptiveShares, Fixed, Pyramid
 from kvjax.policies import adakv, dynamickv, h2o, parse, pyramidkv, snapkv
 from tests import tiny
 from tests.methods import allocating
@@ -223,37 +221,6 @@ def test_heads_that_evict_hold_their_layer_s_own_number():
         assert before == [4 * 18, 4 * 6]
         _, filled = tiny.step(PARAMS, filled, token, np.ones(len(ROWS), bool))
     assert [sum(map(len, layer)) for layer in tiny.held(filled, 1)] == [4 * 18, 4 * 6]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
-@pytest.mark.parametrize(
-    "budget",
-    [
-        AdaptiveShares(Fixed(6), groups=2),
-        AdaptiveShares(DynamicShares(Fixed(6), interval=2), groups=2),
-    ],
-    ids=str,
-)
-def test_devices_with_some_of_the_heads_allocate_as_one_device(budget):
-    scores = np.random.default_rng(0).random((3, 2, 4, 20)).astype(np.float32)
-    scores *= np.random.default_rng(1).random((3, 1, 4, 1)).astype(np.float32)
-    means, of_heads = jnp.full((3, 2), 6), PartitionSpec(None, None, "model")
-
-    @jax.jit
-    @partial(
-        jax.shard_map,
-        mesh=jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,)),
-        in_specs=of_heads,
-        out_specs=of_heads,
-        check_vma=False,
-    )
-    def on_two(scores):
-        return budget.allocate(scores, means, 0, Heads("model"))
-
-    at_once = jax.jit(lambda scores: budget.allocate(scores, means, 0, ALL_HEADS))(scores)
-    np.testing.assert_array_equal(on_two(scores), at_once)
-    assert len(np.unique(at_once)) > 2
 
 
 @pytest.mark.parametrize(

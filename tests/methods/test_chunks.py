@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 import kvjax
 from kvjax.mesh.heads import Heads
 from kvjax.parts import Chunks, TopTokens
-from kvjax.policies import chunkkv, parse, snapkv
+from kvjax.policies import chunkkv, snapkv
 from kvjax.policy import Ranked
 from tests import tiny
 
@@ -112,19 +112,3 @@ def test_chunkkv_retains_the_same_text_in_all_heads():
         assert heads[0] == heads[1]
         assert len({p // 10 for p in heads[0] if p < size - 8}) == 2
         assert len(heads[0]) == 28
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("chunkkv:length=0", "length=0: expected an integer >= 1"),
-        (
-            "chunkkv:base=chunkkv",
-            "^chunkkv: its base selects by Chunks; choose a base that retains the highest",
-        ),
-        ("chunkkv:base=cam", "^chunkkv: its base selects by Newest; choose a base"),
-    ],
-)
-def test_refusals(text, says):
-    with pytest.raises(ValueError, match=says):
-        parse(text)

@@ -34,12 +34,3 @@ def test_scores_are_standardised_over_the_layer_of_a_row(blend):
             best = 2 + np.argsort(-joint[head])[:9]
             assert held == sorted([0, 1, *best.tolist(), *range(length - 3, length)])
     assert one_layer.held(entries, 2) == [list(range(5))] * 2
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [("blend=-0.5", "blend=-0.5: expected a number >= 0"), ("sketch=0", "sketch=0: expected an integer >= 1")],
-)
-def test_refusals(options, says):
-    with pytest.raises(ValueError, match=says):
-        parse(f"compactor:{options}")

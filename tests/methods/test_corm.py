@@ -45,7 +45,7 @@ class Head:
             del self.keys[p], self.votes[p], self.weights[p]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("group", "window", "every"), [(1, 6, 1), (4, 40, 1), (7, 6, 4)])
 def test_is_the_literal_count(group, window, every):
     """Prompts longer and shorter than the budget and the window, one shorter than what is protected; 14 steps."""
@@ -67,15 +67,3 @@ def test_votes_come_first_then_the_last_weight():
     scores = policy.score(entries, one_layer.moment(5))[0, 0]
     assert np.argsort(scores).tolist() == [3, 1, 2, 4, 0]
     assert policy.compress(entries, one_layer.moment(5), 3).positions[0, 0].tolist() == [0, 2, 4]
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ("window=0", "window=0: expected an integer >= 1"),
-        ("budget=256", "a budget of 256 entries: expected "),
-    ],
-)
-def test_refusals(options, says):
-    with pytest.raises(ValueError, match=says):
-        parse(f"corm:{options}")

@@ -33,11 +33,3 @@ def test_shares_of_windows(kind, window):
             expected |= dict(zip(run, joint, strict=True))
         total = sum(expected.values())
         np.testing.assert_allclose(ours[head, order], [expected[slot] / total for slot in order], rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("options", "says"), [("window=0", "window=0: expected an integer >= 1"), ("kind=sum", "kind='sum': expected")]
-)
-def test_refusals(options, says):
-    with pytest.raises(ValueError, match=says):
-        parse(f"cur:{options}")

@@ -96,7 +96,6 @@ class Text:
 ANY = [1.0]  # a row that no policy asks about
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("fusion", "importance"), [("sum", [0.10, 0.60]), ("max", [0.05, 0.30])])
 def test_g1_morphkv_figure_5(fusion, importance):
     """C = 2, R = 2. me, today's | weather, The: both have weighed [me, today's] with [.05, .30], so *me* must go."""
@@ -107,7 +106,6 @@ def test_g1_morphkv_figure_5(fusion, importance):
     assert sorted(text.positions) == [1, 2, 3, 4]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("fusion", "importance", "kept"), [("sum", [0.40, 0.35], 0), ("max", [0.20, 0.35], 1)])
 def test_g1_fusions_disagree(fusion, importance, kept):
     policy = morphkv(budget=4, window=2, fusion=fusion)
@@ -117,7 +115,7 @@ def test_g1_fusions_disagree(fusion, importance, kept):
     assert sorted(text.positions) == [kept, 2, 3, 4]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("options", "importance", "kept"),
     [
@@ -137,7 +135,6 @@ def test_g2_morphkv_group_rules(options, importance, kept):
     assert Text(policy, rows, heads=2, logits=True).positions == [kept, 3]
 
 
-@pytest.mark.slow
 def test_g3_morphkv_slot_by_slot():
     """4 slots, R = 2, sum. The token coming in overwrites the victim's slot; token 0 survives as a natural sink."""
     text = Text(morphkv(budget=4, window=2), [ANY, ANY, [0.5, 0.3, 0.2], [0.4, 0.1, 0.3, 0.2]])
@@ -153,7 +150,7 @@ def test_g3_morphkv_slot_by_slot():
     assert text.positions == [0, 4, 5, 6]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("fusion", "importance"), [("sum", [0.75, 0.15, 0.27, 0.23]), ("max", [0.40, 0.10, 0.22, 0.20])]
 )
@@ -168,7 +165,7 @@ def test_g3b_morphkv_prompt(fusion, importance):
     assert sorted(text.positions) == [0, 4, 5, 6]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("normalise", "importance", "kept"), [("full", [0.218, 0.252], 1), ("distant", [1.344, 0.656], 0)]
 )
@@ -188,7 +185,6 @@ def pooled(pooling: Pooling, scores, eligible):
 SCORES = np.array([[[0, 0, 0.9, 0, 0, 0, 0.3, 0.3, 0.3, 0]]], np.float32)
 
 
-@pytest.mark.slow
 def test_g9_importance_is_what_a_column_receives():
     """All rows have the same sum and the same mean; the sums of columns differ by token."""
     rows = np.array([[1, 0, 0, 0], [0.7, 0.3, 0, 0], [0.6, 0.1, 0.3, 0], [0.5, 0.1, 0.2, 0.2]])
@@ -237,7 +233,6 @@ def test_g10_padding_and_the_window_are_no_neighbours():
 G12 = [[1], [0.6, 0.4], [0.5, 0.1, 0.4], [0.1, 0.1, 0.6, 0.2], [0.1, 0.05, 0.15, 0.4, 0.3]]
 
 
-@pytest.mark.slow
 def test_g12_h2o():
     """Columns sum to [2.3, .65, 1.15, .6, .3]; one heavy hitter and two recent tokens."""
     policy = h2o(budget=3, recent=2)
@@ -250,7 +245,6 @@ def test_g12_h2o():
     np.testing.assert_allclose(text.scores[order], [0.6 + 0.5 / 0.8, 0.3 + 0.2 / 0.8, 0.1 / 0.8], rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_g12_tova():
     text = Text(tova(budget=3), G12)
     assert text.positions == [2, 3, 4]
@@ -268,7 +262,6 @@ def test_g12_streaming_llm(positions):
     assert sorted(text.positions) == [0, 4, 5]
 
 
-@pytest.mark.slow
 def test_a_window_s_votes_are_of_its_own_queries_only():
     """A prompt of four tokens is read as 3 + 1, and the ring of two queries then has those of rows 2 and 3."""
     score = WindowAttention(2, Reduction(rows="sum", group="sum"))

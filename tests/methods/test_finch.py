@@ -9,7 +9,7 @@ import pytest
 
 from kvjax.models import rotate
 from kvjax.parts import EvenChunks
-from kvjax.policies import finch, parse
+from kvjax.policies import finch
 from kvjax.policy import Ranked
 from tests import tiny
 
@@ -81,15 +81,3 @@ def test_weighs_the_question_by_the_tokens_before_it(rescale):
         heads.append(sorted(np.argsort(-scores)[:10].tolist()) + list(range(24, 30)))
     _, cache = tiny.prefill(params, finch(16, window=window, rescale=rescale), [row], 32)
     assert tiny.held(cache, 0)[0] == heads
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("finch:chunk=0", "length=0: expected an integer >= 1"),
-        ("finch:window=0", "window=0: expected an integer >= 1"),
-    ],
-)
-def test_refusals(text, says):
-    with pytest.raises(ValueError, match=says):
-        parse(text)

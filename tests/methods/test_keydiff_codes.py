@@ -34,7 +34,6 @@ def test_240_entries_take_the_bytes_of_128_in_bfloat16() -> None:
     assert 0.98 * whole < codes <= whole
 
 
-@pytest.mark.slow
 def test_it_retains_what_keydiff_retains_of_the_codes() -> None:
     """The newest entries, and of the others those whose stored keys are least like the mean of all unit keys."""
     params, rng = decoder(4, 2, (None,)), np.random.default_rng(0)

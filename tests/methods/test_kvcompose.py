@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, PartitionSpec
 
 import kvjax
 from kvjax.cache import Slots
-from kvjax.mesh.heads import ALL_HEADS, Heads
+from kvjax.mesh.heads import ALL_HEADS
 from kvjax.methods.kvcompose import TaskWeights
 from kvjax.parts import CompositeShares, Fixed, GlobalShares, TaskAttention
 from kvjax.policies import adakv, kvcompose, parse
@@ -203,7 +202,6 @@ def kept(scores: np.ndarray, budget: CompositeShares | GlobalShares) -> list[lis
     ]
 
 
-@pytest.mark.slow
 def test_g8_composite_tokens() -> None:
     scores = augmented(S2)
     expected = [
@@ -247,7 +245,6 @@ def test_g8c_a_layer_may_lose_everything_unless_there_is_a_floor() -> None:
     assert [len(heads[0]) for heads in kept(scores, CompositeShares(Fixed(2), min_tokens=1))] == [3, 1]
 
 
-@pytest.mark.slow
 def test_g8d_rows_before_group() -> None:
     weights = np.array([[[0.1, 0.6, 0.2, 0.1], [0.3, 0.3, 0.2, 0.2]], [[0.5, 0.1, 0.2, 0.2], [0.1, 0.1, 0.7, 0.1]]])
     score = TaskAttention(head_mean=False)  # a group of two heads, two rows, four tokens
@@ -265,38 +262,6 @@ def test_g8d_rows_before_group() -> None:
     np.testing.assert_allclose(state.weights[0, 0], [[0.3, 0.6, 0.2, 0.2], [0.5, 0.1, 0.7, 0.2]], rtol=1e-6)
     scores = score(replace(entries, per_slot=state), Moment(jnp.array([4]), LAYER))
     np.testing.assert_allclose(scores[0, 0], [0.40, 0.35, 0.45, 0.20], rtol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
-@pytest.mark.parametrize(
-    "budget",
-    [
-        CompositeShares(Fixed(6)),
-        CompositeShares(Fixed(6), heads="max"),
-        GlobalShares(Fixed(6), groups=2),
-    ],
-    ids=str,
-)
-def test_devices_with_some_of_the_heads_allocate_as_one_device(budget):
-    scores = np.random.default_rng(0).random((3, 2, 4, 20)).astype(np.float32)
-    scores *= np.random.default_rng(1).random((3, 1, 4, 1)).astype(np.float32)
-    means, of_heads = jnp.full((3, 2), 6), PartitionSpec(None, None, "model")
-
-    @jax.jit
-    @partial(
-        jax.shard_map,
-        mesh=jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,)),
-        in_specs=of_heads,
-        out_specs=of_heads,
-        check_vma=False,
-    )
-    def on_two(scores):
-        return budget.allocate(scores, means, 0, Heads("model"))
-
-    at_once = jax.jit(lambda scores: budget.allocate(scores, means, 0, ALL_HEADS))(scores)
-    np.testing.assert_array_equal(on_two(scores), at_once)
-    assert len(np.unique(at_once)) > 2
 
 
 @pytest.mark.parametrize(

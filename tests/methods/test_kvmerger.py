@@ -125,7 +125,7 @@ def merged_entry(keys, values, scores, **options):
     return slot, np.asarray(out.keys[0, 0, slot]), np.asarray(out.values[0, 0, slot])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("sigma", "weights"),
     [
@@ -161,7 +161,6 @@ def test_e5_a_merged_entry_weighs_as_one_token():
     np.testing.assert_allclose(softmax(logits), [0.5, 0.5], rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_e5_a_merged_entry_weighs_as_its_tokens():
     """With ln 2 added to their logit the two have two thirds, as they had apart; merged again, all of it."""
     entries = replace(layer(np.ones((1, 1, 3, 2))), bias=jnp.zeros((1, 1, 3)))
@@ -253,7 +252,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "name"),
     [(2, 2, "chain"), (4, 1, "anchor"), (4, 1, "average"), (7, 1, "straddle")],

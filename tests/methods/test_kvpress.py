@@ -273,7 +273,6 @@ def compared(model: str, press: str) -> tuple[str, str, bool]:
     return model, press, needs_all_layers(press) or (model == ONE and press in ANSWERED)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "press", "all_layers"),
     part(
@@ -291,7 +290,7 @@ def test_policy_retains_what_kvpress_does(model: str, press: str, all_layers: bo
     assert held(cache, 0) == expected[: params.config.num_layers]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("model", "press"), part(product(MODELS, PRESSES), product([ONE], ANSWERED)))
 def test_policy_answers_as_kvpress(model: str, press: str) -> None:
     case = golden(model)

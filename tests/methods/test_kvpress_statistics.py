@@ -50,7 +50,6 @@ def golden(model: str) -> Golden:
     return Golden(params, arrays, json.loads(str(arrays["meta"])))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "press"),
     part(

@@ -183,7 +183,6 @@ def test_uniform_heads_of_a_layer_retain_what_the_layer_has():
     assert counts.tolist() == [[[9] * 3, [6] * 3], [[3] * 3, [2] * 3]]
 
 
-@pytest.mark.slow
 def test_e4():
     """The threshold at index 3 of 10 has to be exceeded: three stay."""
     scores = jnp.arange(10.0)[None, None, None]

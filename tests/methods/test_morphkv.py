@@ -65,7 +65,7 @@ def compare(queries_per_head, steps, block=None, **options):
     assert closest > 1e-6, "these random numbers leave a decision to rounding; take others"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("group", "fusion", "every"),
     part(

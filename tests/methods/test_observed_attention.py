@@ -44,7 +44,6 @@ class Head:
             del self.keys[p], self.sums[p]
 
 
-@pytest.mark.slow
 def test_steps_evict_the_smallest_mean():
     """Rows of different lengths, two heads of three query heads each, one eviction in each of 12 steps."""
     heads, group, size, steps, lengths = 2, 3, 16, 12, np.array([16, 9, 3])

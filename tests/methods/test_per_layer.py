@@ -105,23 +105,3 @@ def test_shares_of_another_model_are_refused():
 def test_shares_as_text(text, policy):
     assert parse(text) == policy
     assert parse(repr(policy)) == policy
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("shares=(1.0,0)", r"shares=\(1.0, 0\): expected a tuple of numbers > 0, one for each layer"),
-        ("shares=()", "expected a tuple of numbers > 0"),
-        ("shares=(True,)", "expected a tuple of numbers > 0"),
-        ("shares=(1e999,)", "expected a tuple of numbers > 0"),
-        ("shares=0.5", "shares=0.5: expected a tuple of numbers > 0"),
-        ("shares=many", r"shares='many' is not a tuple \(the default is"),
-        ("shares=(1.0,0.5", r"shares='\(1.0,0.5' is not a tuple"),
-        ("base=pyramidkv", "Pyramid.*: expected one that is the same for all layers"),
-        ("base=full", "Everything.*: expected one that limits every layer"),
-        ("base=snapkv,base.budget=64,shares=(1.5,0.5)", "^per_layer: a budget of 32 entries: expected 33 or more"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(text, says):
-    with pytest.raises(ValueError, match=says):
-        parse(f"per_layer:{text}")

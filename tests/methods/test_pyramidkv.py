@@ -10,8 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvjax.parts import Everything, Fixed, Fraction, Pyramid
-from kvjax.policies import pyramidkv
-from kvjax.policy import most_entries
 
 
 def layers_of(budget, length, layers):
@@ -30,7 +28,6 @@ def test_g11_pyramidkv_budgets(formula):
     assert layers_of(budget, 15, 4) == layers_of(budget, 3, 4) == shorter, "all layers alike as released"
 
 
-@pytest.mark.slow
 def test_g11_pyramidkv_budgets_of_a_long_prompt():
     """Of 2048 + 8 tokens in 3000: the first layer keeps 2992 and the last 1088, if it is cut to the prompt at all."""
     ported = layers_of(Pyramid(Fixed(2040), window=8, formula="kvpress"), 3000, 32)
@@ -44,7 +41,6 @@ def test_g11_pyramidkv_budgets_of_a_long_prompt():
     assert max(layers_of(Pyramid(Fraction(0.75), window=8), 400, 32)) == 400, "a share is of the prompt at most"
 
 
-@pytest.mark.slow
 @given(
     length=st.integers(1, 5000),
     share=st.sampled_from([0.05, 0.25, 0.5, 0.6, 1.0]),
@@ -72,18 +68,3 @@ def test_a_pyramid_stands_on_equal_layers_and_one_layer_is_the_mean():
     assert layers_of(Pyramid(Fixed(12), window=4), 100, 1) == [12]
     with pytest.raises(ValueError, match=r"a budget of Everything\(\): expected"):
         Pyramid(Everything(), window=4)
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"beta": 0}, "beta=0"),
-        ({"beta": 1.5}, "beta=1.5"),
-        ({"formula": "mine"}, "formula='mine'"),
-        ({"window": 0}, "window=0"),
-        ({"budget": 8, "window": 8}, "budget of 8 .*9 or more"),
-    ],
-)
-def test_unusable_options_are_refused_by_name(options, says):
-    with pytest.raises(ValueError, match=says):
-        pyramidkv(**options)

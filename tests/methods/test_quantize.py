@@ -68,7 +68,6 @@ def test_refusals(ask, says: str) -> None:
         ask()
 
 
-@pytest.mark.slow
 def test_groups_that_do_not_fit_the_model() -> None:
     params, policy = decoder(), quantize(full(), group=3)
     for ask in (
@@ -107,7 +106,7 @@ def test_errors_are_those_of_rounding(bits: int, group: int) -> None:
     assert abs(12 * np.mean(below**2) - 1) < 5 * deviation
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_logits_are_those_of_rounded_keys_and_values(bits: int) -> None:
     """Against attention in NumPy over rotated keys, and values, that are rounded before anything attends to them."""
@@ -179,8 +178,9 @@ def test_streamed_and_saved_it_answers_as_at_once(tmp_path: Path) -> None:
 PLAIN = [spec for spec in ALL if parse(spec).storage == full().storage]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=2)
 # One preset of each method, and positions in the cache, for which keys are rotated as they are read.
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     "spec",
     part(PLAIN, [x for x in PLAIN if "in_cache" in x] + [*{x.partition(":")[0]: x for x in PLAIN[::-1]}.values()]),
@@ -220,7 +220,6 @@ def test_a_merge_leaves_the_codes_of_unmerged_entries() -> None:
         assert 12 <= sum(equal) < len(equal)
 
 
-@pytest.mark.slow
 def test_decoding_overwrites_the_evicted_slot_and_no_other() -> None:
     params = decoder(vocab=101)
     _, cache = prefill(params, MORPHKV, ROWS, 48)

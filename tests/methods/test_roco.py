@@ -46,7 +46,7 @@ class Head:
             del self.keys[p], self.weights[p]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("group", "every"), [(1, 1), (4, 1), (7, 3)])
 def test_retains_what_the_equations_retain(group, every):
     """Prompts longer and shorter than the budget, one shorter than what is protected; 14 steps."""
@@ -98,16 +98,3 @@ def test_a_sliding_window_counts_its_queries_only():
     entries = Slots(entries.keys, entries.values, entries.positions, entries.capacity, (sums, sums))
     scores = policy.score(entries, one_layer.moment(10, window=4))
     np.testing.assert_allclose(scores, [[[1 / 4, 2 / 4, 0.5]]])
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ("exempt=1", r"exempt=1: expected a number in \[0, 1\)"),
-        ("budget=10", "a budget of 10 entries: expected "),
-        ("every=0", "every=0: expected an integer >= 1"),
-    ],
-)
-def test_refusals(options, says):
-    with pytest.raises(ValueError, match=says):
-        parse(f"roco:{options}")

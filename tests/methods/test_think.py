@@ -44,7 +44,7 @@ def literal_context(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     return softmax(q @ k.T / np.sqrt(q.shape[-1])) @ v
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("base", ["full", "snapkv:budget=9,window=3,kernel=3", "knorm:budget=9"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (7, 1)])
 @pytest.mark.parametrize("recent", [0, 4])

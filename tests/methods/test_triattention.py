@@ -10,7 +10,7 @@ import kvjax
 from kvjax.models import AttentionLayer, Rope
 from kvjax.models.rope import NO_ROPE
 from kvjax.parts import DistancePreference, Moment
-from kvjax.policies import parse, triattention
+from kvjax.policies import parse
 from tests import tiny
 from tests.methods import one_layer, saved_statistics
 
@@ -41,7 +41,7 @@ def standardised(x):
     return (x - x.mean()) / max(x.std(), 1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("group", "every"), [(1, 3), (4, 1), (7, None)])
 def test_heads_hold_what_the_series_retains(group, every):
     params, statistics = saved_statistics.decoder(group)
@@ -84,18 +84,6 @@ def test_layers_without_rope_have_the_product_alone():
 
 def test_equal_keys_have_equal_scores():
     np.testing.assert_array_equal(scores([0.0, 0.0], [1.0], [[3.0, 4.0]] * 4), np.zeros(4))
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"farthest": 0}, "farthest=0: expected an integer >= 1"),
-        ({"budget": 200}, r"^triattention: a budget of 200 entries: expected 256 or more"),
-    ],
-)
-def test_refusals(options, says):
-    with pytest.raises(ValueError, match=says):
-        triattention(**options)
 
 
 def test_parameters_without_statistics_are_refused():

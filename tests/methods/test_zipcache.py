@@ -63,7 +63,7 @@ def positions_of(coded: CodedEntries, b: int, h: int) -> list[list[int]]:
     return [x[x >= 0].tolist() for x in np.split(np.asarray(coded.positions)[b, h], sizes)]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("base", ["full", "snapkv:budget=9,window=3,kernel=3", "knorm:budget=9"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (7, 1)])
 @pytest.mark.parametrize(("salient", "bits", "other_bits"), [(0.6, 4, 2), (0.3, 8, 4)])

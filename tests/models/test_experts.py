@@ -34,6 +34,7 @@ def problem(batch: int, tokens: int, mixture: Mixture) -> tuple[jax.Array, Exper
     return jnp.asarray(x, jnp.float32), ExpertWeights(*arrays)
 
 
+@pytest.mark.slow(first=9)
 @pytest.mark.parametrize("facts", [{}, {"normalized": False}, {"biased": True, "limit": 0.5}])
 @pytest.mark.parametrize(("batch", "tokens", "experts", "per_token"), SIZES)
 def test_tokens_that_go_to_their_experts(batch, tokens, experts, per_token, facts):
@@ -86,6 +87,7 @@ def test_biases_and_clamps():
     np.testing.assert_allclose(densely(x, weights, mixture, ACTIVATIONS["quick_gelu"])[0], expected, atol=1e-5)
 
 
+@pytest.mark.slow(first=4)
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 @pytest.mark.parametrize("facts", [{}, {"biased": True, "limit": 0.5}])
 @pytest.mark.parametrize("tokens", [1, 9])
@@ -178,7 +180,7 @@ def test_orbax_holds_experts(published, tmp_path):
 
 
 @pytest.mark.parity
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
 @pytest.mark.parametrize("sizes", [(2, 4), pytest.param(None, marks=pytest.mark.exhaustive)], ids=["2x4", "one device"])
 def test_ragged_rows(published, sizes):

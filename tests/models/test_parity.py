@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,9 +9,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 import kvjax
-from kvjax.attend.causal import causal
 from kvjax.checkpoint import load, save_hf
-from kvjax.mesh.experts import over_experts
 from kvjax.models import FAMILIES, Decoder, config_from_hf
 
 pytest.importorskip("torch")
@@ -23,6 +20,7 @@ import transformers
 
 from tests.models import reference
 from tests.models.cases import CASES, DECODED, FULL, ROUNDED
+from tests.models.plain import logits
 from tests.models.reference import VOCAB, fix_frequencies
 from tests.products import part
 
@@ -53,13 +51,6 @@ def tokens() -> np.ndarray:
     return np.random.default_rng(0).integers(0, VOCAB, (BATCH, LENGTH))
 
 
-@jax.jit
-def logits(params: Decoder, tokens: jax.Array) -> jax.Array:
-    attend = causal(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape))
-    hidden, _ = params(tokens, attend, mix=over_experts(None))
-    return params.logits(hidden)
-
-
 def test_logits_in_float32(model, folder, tokens):
     params, _ = load(folder)
     expected = reference.logits(model, tokens)
@@ -67,7 +58,7 @@ def test_logits_in_float32(model, folder, tokens):
     np.testing.assert_allclose(logits(params, tokens), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("case", part(CASES, DECODED), indirect=True)
 def test_greedy_tokens_in_float32(case, folder, tokens):
     """If the frequencies depend on the length, both sides use the length of the prompt."""
@@ -145,7 +136,7 @@ def test_transformers_reads_back_what_it_wrote(case, model, folder, tmp_path, to
         np.testing.assert_array_equal(reference.logits(again, tokens), reference.logits(model, tokens))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

@@ -70,7 +70,7 @@ def test_the_facts_matter():
         assert np.abs(full_logits(other, [ROWS[1]], 20)[0] - expected).max() > 1e-2, name
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 def test_policies_on_all_facts(policy):
     """Texts within the budget have the logits of full attention, beside one that is compressed to it."""
     params = everything()

@@ -116,6 +116,7 @@ def written(compiled, nbytes: int) -> list[str]:
     part(
         product(CHIPS, HEADS, [2048 + 64, 131_072]),
         [("v5e:2x2", "70B", 131_072), ("v5p:2x2x1", "14B", 2048 + 64), ("v6e:2x2", "8B", 131_072)],
+        [("v6e:2x2", "8B", 131_072)],
     ),
 )
 def test_attention_while_decoding(chip, model, length):
@@ -202,6 +203,7 @@ def test_extra_query_rows(chip, length, rows):
     part(
         product(CHIPS, HEADS, [2048, 131_072]),
         [("v5e:2x2", "70B", 131_072), ("v6e:2x2", "8B", 2048)],
+        [("v6e:2x2", "8B", 2048)],
     ),
 )
 def test_prefill(chip, model, length):

@@ -217,6 +217,7 @@ ALIKE = {
             *product(EVERYWHERE, ["b200"]),
             *((problem, "a100") for problem in EVERYWHERE if problem not in SMALLER),  # the L4 has its tensor cores
         },
+        ((problem, "h200") for problem in EVERYWHERE),
     ),
 )
 def test_compiles(problem: str, name: str, tmp_path: Path) -> None:

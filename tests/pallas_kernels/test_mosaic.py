@@ -63,6 +63,7 @@ def without_float16(case, check, kernel):
     return replace(case, dtype="float32")
 
 
+@pytest.mark.slow(first=12)
 @pytest.mark.parametrize("case", SLOT_CASES + QUANTIZED_CASES, ids=str)
 def test_slot_attention(case, small_tiles):
     check_slots(
@@ -70,7 +71,7 @@ def test_slot_attention(case, small_tiles):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("case", "count", "reduction"), EXTRA_CASES + QUANTIZED_EXTRA_CASES)
 def test_extra_query_rows(case, count, reduction, small_tiles):
     check_extra(interpreted(slot.slot_attention), case, count, reduction)
@@ -111,7 +112,7 @@ def test_two_cores_share_the_heads(small_tiles, monkeypatch):
     check_extra(interpreted(slot.slot_attention), Case(64, 4, 1, 600), 4, Reduction("sum", "sum", "group"))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("case", "lanes"), QUANTIZED_SEGMENT_CASES, ids=str)
 def test_quantized_segments(case, lanes, small_tiles):
     check_segments(interpreted(segment.segment_attention), case, lanes, rounded=False)
@@ -132,7 +133,7 @@ def test_keys_and_values_of_different_storage_are_refused():
         jax.eval_shape(lambda: attend(96, 4, 32, 32))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("case", WINDOW_CASES, ids=str)
 def test_window_scores(case, small_tiles):
     check_window(interpreted(window.window_scores), without_float16(case, check_window, window.window_scores))
@@ -178,7 +179,7 @@ def test_top_tokens_equal_a_stable_sort(tokens, size):
         np.testing.assert_array_equal(got[b, h], np.pad(expected, (0, size - expected.size), constant_values=-1))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("dtype", "group", "window"), [("float32", 7, None), ("float32", 1, 30), ("bfloat16", 2, None)]
 )

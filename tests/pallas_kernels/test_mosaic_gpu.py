@@ -48,7 +48,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.usefixtures("served")
 @pytest.mark.parametrize("case", part(CASES, CASES[:3]), ids=str)
 def test_slot_attention(case: Case) -> None:

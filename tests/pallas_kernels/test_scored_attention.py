@@ -53,6 +53,7 @@ def expected(q, k, t, p, reduction, options):
     return getattr(weights.reshape(len(q), k.shape[1], -1, *weights.shape[2:]), reduction.rows)(axis=3)
 
 
+@pytest.mark.slow(first=8)
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("biased", [False, True])
 def test_contexts_have_the_bits_of_prompt_attention(name, biased):

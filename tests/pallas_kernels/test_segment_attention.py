@@ -36,7 +36,7 @@ def pool(rng, lanes, dtype=np.float32):
     return k, v, positions, start, dense
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("group", "queries", "lanes"), [(1, 1, 4), (4, 3, 1), (7, 1, 2), (2, 2, 1)])
 @pytest.mark.parametrize("window", [None, 60])
 def test_each_head_attends_to_its_own_segment(group, queries, lanes, window):
@@ -68,7 +68,7 @@ def test_a_row_alone_gives_what_it_gives_in_a_batch(lanes):
         assert_close(alone.lse, together.lse[row])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantised_entries_give_the_results_of_their_numbers(bits):
     rng = np.random.default_rng(bits)

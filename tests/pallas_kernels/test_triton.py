@@ -55,13 +55,13 @@ INTERPRET = not on_gpu()
 here = partial(jitted, interpret=INTERPRET)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("case", SLOT_CASES + QUANTIZED_CASES + THIN_CASES, ids=str)
 def test_slot_attention(case):
     check_slots(here(slot.slot_attention), case)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("case", "count", "reduction"), EXTRA_CASES + QUANTIZED_EXTRA_CASES)
 def test_extra_query_rows(case, count, reduction):
     check_extra(here(slot.slot_attention), case, count, reduction)
@@ -86,7 +86,7 @@ def test_segment_attention(case, lanes, extra):
     check_segments(here(segment.segment_attention), case, lanes, extra=extra)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("case", WINDOW_CASES, ids=str)
 def test_window_scores(case, monkeypatch):
     """Few queries use the tile sizes of a GPU. Many queries use small tiles, so that there are several."""
@@ -114,7 +114,7 @@ def test_top_tokens_equals_the_reference(tile, size, monkeypatch):
         np.testing.assert_array_equal(kernel(scores, positions, counts), reference(scores, positions, counts))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("case", "slots"), PROMPT_CASES, ids=str)
 def test_prompt_attention(case, slots):
     check_prompt(here(prompt.prompt_attention), case, slots)

@@ -124,7 +124,7 @@ RUN = (
 
 
 # By the shapes above, the steps of all policies are one program. These have one of each kind of storage.
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("spec", part(ALL, RUN), scope="session")
 def test_bytes_are_the_closed_form_and_stay_so(spec):
     """U6 and U7, for answers of 40 tokens, or of 8 where they are added to the cache."""

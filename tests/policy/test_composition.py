@@ -186,7 +186,7 @@ def check_eviction(composition, kept, before, stepped, capacity, rows) -> None:
     assert np.isfinite(entries.values).all()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=3)
 @pytest.mark.parametrize(("score", "select", "merge"), pairs(Fixed(12), 0), ids=name_of)
 def test_compositions_are_the_literal_ones(score, select, merge):
     """U1, U2, U3 and U6 when a prompt has been read, and when a token comes in after it."""
@@ -207,7 +207,7 @@ def test_compositions_are_the_literal_ones(score, select, merge):
         check(composition, np.repeat(capacity.reshape(-1, 1), H, axis=1), memo, once)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=3)
 @pytest.mark.parametrize(("score", "select", "merge"), pairs(UniformShares(Fixed(12)), 1), ids=name_of)
 def test_compositions_on_allocated_budgets_are_the_literal_ones(score, select, merge):
     """The same for heads that retain as many entries as their scores deserve; three rows for each budget."""

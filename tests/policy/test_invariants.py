@@ -59,7 +59,6 @@ def test_every_preset_is_here():
     assert set(SPECS) == set(policies.PRESETS)
 
 
-@pytest.mark.slow
 @one_of_each_budget
 @few
 @given(text=texts)
@@ -173,7 +172,6 @@ def check_allocation(policy: Policy, layers: list[list[list[int]]], length: int,
     assert kept <= most
 
 
-@pytest.mark.slow
 @each_kind_of_policy
 @few
 @given(seed=st.integers(0, 2**32 - 1), lengths=st.tuples(*[st.integers(1, BUDGET - 4)] * 3))
@@ -214,7 +212,6 @@ def shuffled(cache, seed, alike):
     return replace(cache, entries=replace(pool, **jax.tree.map(lambda x: np.asarray(x)[b, lane, rows], moved)))
 
 
-@pytest.mark.slow
 @each_kind_of_policy
 @few
 @given(text=texts)
@@ -229,7 +226,6 @@ def test_the_order_of_slots_is_free(spec, text):
         assert_same_rows(mine, others, row, row)
 
 
-@pytest.mark.slow
 @each_kind_of_policy
 @few
 @given(text=texts, others=texts)

@@ -125,7 +125,7 @@ CHOSEN = {
 }  # `test_composition.py` has representatives with the merge of d2o
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("over", "preset"), [pytest.param(*case, marks=[] if case in CHOSEN else pytest.mark.exhaustive) for case in CASES]
 )

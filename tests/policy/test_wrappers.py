@@ -99,7 +99,7 @@ def comparable(found):
             yield what, form, [x for name in sorted(alike) for x in jax.tree.leaves(shown[name])]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("wrapper", "preset"), over_scores())
 def test_a_base_sees_what_it_sees_alone(wrapper, preset):
     """It observes, replays, asks and lays out the same; of what it needs, only what the wrapper says is different."""
@@ -179,7 +179,7 @@ def entrywise(policy):
 BASES = ("h2o", "kvzip", "kvmerger", "pyramidkv", "chunkkv", "kvcrush", "knorm")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("preset", part(policies.PRESETS, (*BASES, "dynamickv")))
 def test_adakv_over_every_preset(preset):
     """Heads of a layer compete for the entries that the preset gives the layer, or the combination is refused."""
@@ -224,7 +224,7 @@ def projected_layer(params, layer, values):
     return np.stack(rows)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("preset", part(policies.PRESETS, BASES))
 def test_criticalkv_over_every_preset(preset):
     """Each head retains as many entries as without it, in two stages, or the combination is refused."""

@@ -52,7 +52,7 @@ def steps(one: Callable[..., Any], params: Decoder, cache: KVCache) -> tuple[KVC
     return jax.lax.scan(advance, cache, TOKENS)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("text", [*MIXED, DENSE, *POOLS])
 def test_a_step_is_one_of_all_layers_together(text: str) -> None:
     """Rows of different lengths are padded on the left, one of them has no token, and two layers have a window."""

@@ -11,7 +11,7 @@ import kvjax
 from kvjax.statistics.measure import measured
 from tests import tiny
 from tests.methods.test_kvpress import GOLDEN
-from tests.models.test_parity import logits
+from tests.models.plain import logits
 from tests.policy.presets import SPECS
 from tests.products import part
 from tests.real.conftest import Real

@@ -214,7 +214,7 @@ def without_programs(folder: Path) -> Iterator[None]:
         yield
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=3)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_public_functions(name: str, tmp_path: Path) -> None:
     calls = calls_of_function(name, tmp_path)

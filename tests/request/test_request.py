@@ -158,7 +158,6 @@ def test_chat_messages(fresh: Decoder, tokenizer: Any, compiled: list[str]) -> N
     assert compiled == []
 
 
-@pytest.mark.slow
 def test_caches(fresh: Decoder, document: kvjax.KVCache, compiled: list[str]) -> None:
     wider = Decoder(replace(fresh.config, head_dim=12), nnx.Rngs(0))
     unfinished = replace(document, filled=False)
@@ -183,7 +182,6 @@ def test_caches(fresh: Decoder, document: kvjax.KVCache, compiled: list[str]) ->
     assert compiled == []
 
 
-@pytest.mark.slow
 def test_positions_beyond_the_models(shallow: Decoder) -> None:
     params = Decoder(replace(shallow.config, max_positions=20), nnx.Rngs(0))
     with pytest.warns(UserWarning, match=r"reaches position 21 .* trained for 20 \(base 10,000\)") as caught:
@@ -194,7 +192,6 @@ def test_positions_beyond_the_models(shallow: Decoder) -> None:
         kvjax.generate(params, None, cache=answer.cache, max_new_tokens=3)
 
 
-@pytest.mark.slow
 def test_control(fresh: Decoder, compiled: list[str]) -> None:
     """The tests above would see it if something were compiled."""
     kvjax.generate(fresh, [[1, 2], [3]], max_new_tokens=1, sampler=kvjax.Sampler(), seed=[1, 2], eos=[[3], [4, 5]])

@@ -49,7 +49,7 @@ def tokens(policy: str | kvjax.Policy, mode: str | None = None) -> np.ndarray:
         return kvjax.generate(params, ROWS, policy=policy, **OPTIONS).tokens
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("mode", MODES)
 def test_answers_are_the_same(mode: str, policy: str) -> None:
@@ -97,7 +97,7 @@ def test_streams_and_curves_are_the_same_and_leave_the_mode_alone(mode: str) -> 
     np.testing.assert_array_equal(later.tokens, kvjax.generate(decoder(), [[3], [3]], cache=document, **OPTIONS).tokens)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("mode", ["enable_x64", "strict promotion of types", "no promotion of ranks"])
 def test_a_step_within_a_program_of_the_caller(mode: str) -> None:
     """The caller's mode holds around `extend`, and 64-bit tokens are tokens."""

@@ -12,7 +12,6 @@ from kvjax.models import Decoder
 from kvjax.serve import Settings
 from tests.serve.serving import POLICY, Serving, served
 
-pytestmark = pytest.mark.slow
 PROMPT = "ba ce di fo gu"
 CHAT: Any = [{"role": "system", "content": "ba"}, {"role": "user", "content": [{"type": "text", "text": "ce di"}]}]
 

@@ -25,7 +25,6 @@ from tests.cli.commands import kv
 from tests.processes import free_port
 from tests.serve.serving import POLICY
 
-pytestmark = pytest.mark.slow
 SERVE = [sys.executable, "-c", "from kvjax_command import main; main()", "serve"]
 SIZES = ["--policy", POLICY, "--rows", "2", "--max-prompt", "16", "--max-new-tokens", "1500", "--port", "0"]
 ENDLESS = {"ignore_eos": True}
@@ -103,6 +102,7 @@ def test_sigterm_finishes_what_runs(folder: str) -> None:
         assert process.wait(timeout=30) == 0
 
 
+@pytest.mark.slow
 def test_two_processes_serve_one_model(folder: str, shallow: Decoder, talker: Any) -> None:
     """Requests go to process 0, whose end is that of both."""
     mesh = ("--mesh", "1x2", "--coordinator", f"localhost:{free_port()}", "--processes", "2")
@@ -125,6 +125,7 @@ def test_two_processes_serve_one_model(folder: str, shallow: Decoder, talker: An
     assert all(texts)
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
@@ -151,6 +152,7 @@ def test_options_that_do_not_fit(
     assert len(stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_said_at_once(folder: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -159,6 +161,7 @@ def test_a_port_in_use_is_said_at_once(folder: str) -> None:
     assert f"127.0.0.1 port {port}" in stderr
 
 
+@pytest.mark.slow
 def test_a_model_without_a_tokenizer(shallow: Decoder, tmp_path: Path) -> None:
     kvjax.save_hf(shallow, tmp_path / "mute", None)
     status, _, stderr = kv("serve", tmp_path / "mute", *SIZES)

@@ -20,7 +20,6 @@ from kvjax.serve.asking import ask
 from kvjax.serve.schema import Completion
 from tests.serve.serving import KEY, POLICY, Serving
 
-pytestmark = pytest.mark.slow
 GOOD = {"model": "tiny", "prompt": "ba", "max_tokens": 2}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "ba"}], "max_tokens": 2}
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvjax.checkpoint import load
 from tests.checkpoint.gguf.files import CASES, write
-from tests.models.test_parity import logits
+from tests.models.plain import logits
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("accelerate")
@@ -25,7 +25,7 @@ COMPARED = {
 
 
 @pytest.mark.parity
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("name", COMPARED)
 def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     from transformers import AutoModelForCausalLM

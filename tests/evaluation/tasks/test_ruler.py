@@ -184,7 +184,6 @@ def test_common_words_are_the_most_common(length: int, often: int, rarely: int) 
         assert prompt(example) == f"{CWE.format(context=worked)}{solution}\n{CWE.format(context=context)}"
 
 
-@pytest.mark.slow
 def test_common_words_beyond_the_word_lists(data: Path, tmp_path: Path) -> None:
     pytest.importorskip("wonderwords", reason="RULER's words need wonderwords (the extra `eval`)")
     (task,) = registry.find("ruler/cwe")

@@ -1,14 +1,18 @@
-"""What allocated budgets share: a number of entries that each head retains before heads compete."""
+"""What allocated budgets share: entries that each head retains before heads compete, and heads on several devices."""
 
 from __future__ import annotations
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
-from kvjax.mesh.heads import ALL_HEADS
+from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.methods.common.allocation import raise_best
-from kvjax.parts import AdaptiveShares, Everything, Fixed, GlobalShares, UniformShares
+from kvjax.parts import AdaptiveShares, CompositeShares, DynamicShares, Everything, Fixed, GlobalShares, UniformShares
 
 
 @pytest.mark.parametrize("least", [0, 2, 9, np.array([2, 2]), np.array([[1, 2], [3, 0]])], ids=str)
@@ -41,3 +45,37 @@ def test_a_budget_without_a_limit_is_refused():
     for part in (GlobalShares, UniformShares, AdaptiveShares):
         with pytest.raises(ValueError, match=r"a budget of Everything\(\): expected one that limits"):
             part(Everything())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
+@pytest.mark.parametrize(
+    "budget",
+    [
+        CompositeShares(Fixed(6)),
+        CompositeShares(Fixed(6), heads="max"),
+        GlobalShares(Fixed(6), groups=2),
+        AdaptiveShares(Fixed(6), groups=2),
+        AdaptiveShares(DynamicShares(Fixed(6), interval=2), groups=2),
+    ],
+    ids=str,
+)
+def test_devices_with_some_of_the_heads_allocate_as_one_device(budget):
+    scores = np.random.default_rng(0).random((3, 2, 4, 20)).astype(np.float32)
+    scores *= np.random.default_rng(1).random((3, 1, 4, 1)).astype(np.float32)
+    means, of_heads = jnp.full((3, 2), 6), PartitionSpec(None, None, "model")
+
+    @jax.jit
+    @partial(
+        jax.shard_map,
+        mesh=jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,)),
+        in_specs=of_heads,
+        out_specs=of_heads,
+        check_vma=False,
+    )
+    def on_two(scores):
+        return budget.allocate(scores, means, 0, Heads("model"))
+
+    at_once = jax.jit(lambda scores: budget.allocate(scores, means, 0, ALL_HEADS))(scores)
+    np.testing.assert_array_equal(on_two(scores), at_once)
+    assert len(np.unique(at_once)) > 2

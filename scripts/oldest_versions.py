@@ -1,0 +1,23 @@
+"""Prints pip constraints: the oldest version of each dependency that pyproject.toml allows.
+
+python scripts/oldest_versions.py > constraints.txt
+"""
+
+import re
+import tomllib
+from pathlib import Path
+
+PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
+
+
+def main() -> None:
+    """Of each requirement `name[extra]>=version`, the line `name==version`."""
+    project = tomllib.loads(PYPROJECT.read_text())["project"]
+    lists = [project["dependencies"], *project["optional-dependencies"].values()]
+    for line in (line for lines in lists for line in lines):
+        if stated := re.match(r"([\w.-]+)(?:\[.*\])?>=([\w.]+)", line):
+            print(f"{stated[1]}=={stated[2]}")
+
+
+if __name__ == "__main__":
+    main()
