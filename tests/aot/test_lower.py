@@ -139,15 +139,8 @@ CHUNK = 4096
 
 @pytest.mark.aot
 @pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
-<<<<<<< HEAD
-@pytest.mark.parametrize("text", part(READ, [READ[1]]))
+@pytest.mark.parametrize("text", part(READ, [READ[1]], [READ[1]]))
 def test_a_chunk_takes_two_layers_and_its_activations(text: str) -> None:
-=======
-@pytest.mark.parametrize(
-    ("which", "text"), part(product(["first", "middle", "last"], READ), [("middle", READ[1])], [("middle", READ[1])])
-)
-def test_a_chunk_takes_two_layers_and_its_activations(which: Part, text: str) -> None:
->>>>>>> suite
     """Beside weights and cache: at most the keys and values of two layers, and what the MLP makes of 4,096 tokens."""
     mesh, length = kvjax.make_mesh(devices=accelerators("h200:1")[:1]), 65_536
     programs = lower_prefill(NARROW, sized(text), mesh=mesh, batch=1, length=length, new_tokens=64, chunk=CHUNK)
