@@ -160,6 +160,27 @@ def test_packages_import_nothing_above_them(package: str, forbidden: tuple[str, 
     assert not found
 
 
+ORDER = (  # from below, as CONTRIBUTING.md draws them
+    *("pallas_kernels", "models", "checks", "runtime", "mesh", "cache", "policy", "attend", "kv_cache", "reading"),
+    *("decoding", "extend", "request", "generate", "stream", "prefill_each", "engine", "serve", "cli"),
+)
+
+
+def test_rooms_import_what_lies_below_them() -> None:
+    rank = {f"kvjax.{room}": i for i, room in enumerate(ORDER)}
+
+    def room(name: str) -> int | None:
+        return rank.get(".".join(name.split(".")[:2]))
+
+    pairs = [(name, target) for name, targets in graph().items() for target in targets]
+    assert {room(name) for name in graph()} == {None, *range(len(ORDER))}
+    assert not [pair for pair in pairs if None not in (of := tuple(map(room, pair))) and of[0] < of[1]]
+
+
+def test_the_root_holds_a_dozen_files() -> None:
+    assert len(list((ROOT / "kvjax").glob("*.py"))) <= 12
+
+
 def test_methods_are_imported_by_policies_and_parts_only() -> None:
     users = {name for name, targets in graph().items() if any(within(target, "kvjax.methods") for target in targets)}
     assert {name for name in users if not within(name, "kvjax.methods")} == {"kvjax.policies", "kvjax.parts"}

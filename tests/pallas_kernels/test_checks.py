@@ -25,8 +25,8 @@ def swapped_heads(kernel: Any, *arrays: Any, **options: Any) -> Any:
 
 
 def one_slot_less(kernel: Any, q: Any, k: Any, v: Any, t: Any, p: Any, *others: Any, **options: Any) -> Any:
-    held = jnp.argmax(p[0, 0] >= 0)
-    return kernel(q, k, v, t, p.at[0, 0, held].set(-1), *others, **options)
+    newest = jnp.unravel_index(jnp.argmax(p[0]), p[0].shape)  # a slot that a query sees, also with a window
+    return kernel(q, k, v, t, p.at[0, *newest].set(-1), *others, **options)
 
 
 FAULTS = (zeros, swapped_heads, one_slot_less)
