@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.attend import Reading, Replaying, Stepping, attending_once, first, over_heads, twice
 from kvjax.cache import Entries
 from kvjax.mesh.experts import over_experts
-from kvjax.models import Attend, AttentionLayer, Decoder, embedded
+from kvjax.models import Attend, AttentionLayer, Decoder, DecoderConfig, embedded
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ def through_layers(
         rows: the arguments of `Call.attend`.
     """
     x = embedded(params.embed, twice(tokens) if call.doubled else tokens, params.config.embedding_scale)
-    for i, (layer, record) in enumerate(zip(params.layers, params.attention_layers, strict=True)):
-        x, part = _traced(layer, i, x, entries.alone(i), rows, facts=facts_of(record), call=call.of_layer(i))
+    for i, (layer, facts) in enumerate(zip(params.layers, facts_of(params.config), strict=True)):
+        x, part = _traced(layer, i, x, entries.alone(i), rows, facts=facts, call=call.of_layer(i))
         entries = entries.with_alone(i, part)
     return first(x) if call.doubled else x, entries
 
@@ -72,7 +72,7 @@ def through_layer(
     Args:
         index: of the layer in the model.
         entries: of this layer alone.
-        facts: from `facts_of`.
+        facts: of this layer, from `facts_of`.
         call: of this layer.
     """
     record = replace(facts, index=index, **layer.attention.weights)
@@ -82,7 +82,10 @@ def through_layer(
 _traced = jax.jit(through_layer, static_argnames=("facts", "call"))
 
 
-def facts_of(record: AttentionLayer) -> AttentionLayer:
-    """What layers of a kind have in common; static."""
+def facts_of(config: DecoderConfig) -> list[AttentionLayer]:
+    """What is static about each layer, for a cache of that layer alone. Layers of a kind have equal facts."""
     nothing: Any = None
-    return replace(record, index=0, output=nothing, sinks=None, statistics=None, alone=True)
+    return [
+        AttentionLayer(0, config.rope_of(i), **config.logits_of(i), output=nothing, alone=True)
+        for i in range(config.num_layers)
+    ]

@@ -88,15 +88,15 @@ def read_to_end(
     rows = {"next_position": cache.put_rows(length), "rope": cache.rope}
     found: dict[End, list[Slots]] = {end: [] for end in ends}
     read = read_layers(params, cache, cache.put_rows(tokens), cache.put_rows(lengths), plan=None)
-    for i, (record, held) in enumerate(zip(params.attention_layers, read, strict=True)):
+    for i, (layer, facts, held) in enumerate(zip(params.layers, facts_of(params.config), read, strict=True)):
         for group, wide in groups:
             capacities = np.stack([end.policy.capacity(i, length, len(cache.entries)) for end in group], axis=1)
             compressed = _compress_layer(
-                record.weights,
+                layer.attention.weights,
                 i,
                 held,
                 rows | {"capacities": cache.put_rows(capacities)},
-                facts=facts_of(record),
+                facts=facts,
                 together=together,
                 ends=tuple(end.of_layer(i) for end in wide),
                 mesh=cache.mesh,

@@ -62,12 +62,12 @@ def replay(params: Decoder, cache: KVCache, part: Pass, *, run: Run = run_at_onc
     """
     if part.run is not None:
         return run(_run_by_itself, params, cache, part)
-    records, scale = params.attention_layers, params.config.embedding_scale
+    scale, layers = params.config.embedding_scale, list(zip(params.layers, facts_of(params.config), strict=True))
     x, rows = run(begin, params.embed, cache.length, part.tokens, part.lengths, scale=scale, mesh=cache.mesh)
     rows, found, call = _rows(cache, part, rows["positions"]), [], Call(Replaying(cache.policy), cache.mesh)
-    for i, (layer, record) in enumerate(zip(params.layers, records, strict=True)):
-        held, last = cache.entries.layer(i, 0), i == len(records) - 1
-        x, state = run(_replay_layer, layer, np.int32(i), x, held, rows, facts=facts_of(record), call=call, last=last)
+    for i, (layer, facts) in enumerate(layers):
+        held, last = cache.entries.layer(i, 0), i == len(layers) - 1
+        x, state = run(_replay_layer, layer, np.int32(i), x, held, rows, facts=facts, call=call, last=last)
         found.append(replace(held, per_slot=state.per_slot, per_row=state.per_row))
     return replace(cache, entries=Layers(tuple(found)))
 

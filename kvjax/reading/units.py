@@ -99,7 +99,7 @@ class _Reader:
         in_place: bool = False,
     ) -> None:
         self._layers, self._run = params.layers, run
-        self._facts = [facts_of(record) for record in params.attention_layers]
+        self._facts = facts_of(params.config)
         self._call = Call(Reading(cache.policy, cache.policy.limits(len(self._facts)), plan), cache.mesh)
         self._program = read_in_place if in_place else read_layer
         self.hidden, self.rows = run(
