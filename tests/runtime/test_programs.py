@@ -24,6 +24,7 @@ def bounded() -> Iterator[None]:
     programs.keep(2**31 - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("bounded")
 def test_a_sweep_keeps_few_programs() -> None:
     mine = jax.jit(lambda x: x + 1)
