@@ -188,6 +188,7 @@ def test_bytes_by_hand(dtype: str) -> None:
         assert kvjax.plan_cache(config, think(base), **sizes).nbytes == 3 * 2 * expected
 
 
+@pytest.mark.slow
 def test_memory_held_is_what_was_planned() -> None:
     params, base = tiny.decoder(windows=(None, 12)), snapkv(24, window=4)
     sizes = {"batch": 3, "length": 40, "new_tokens": 9, "dtype": np.float32}
