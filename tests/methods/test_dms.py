@@ -30,7 +30,7 @@ def norms(keys):
     return -np.linalg.norm(keys, axis=1)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("base", "scored"), [("keydiff", differences), ("knorm", norms)])
 @pytest.mark.parametrize("quantile", [0.0, 0.4, 0.8, 1.0])
 def test_each_head_retains_what_reaches_the_threshold(base, scored, quantile):
