@@ -53,6 +53,7 @@ def alike(texts: Sequence[str]) -> list[list[Policy]]:
     return list(groups.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("texts", [MIXED, pytest.param(ALL, marks=pytest.mark.exhaustive)])
 def test_each_is_what_prefill_gives(texts: tuple[str, ...]) -> None:
     """Rows of different lengths are padded on the left. One of the layers has a sliding window."""
@@ -62,7 +63,6 @@ def test_each_is_what_prefill_gives(texts: tuple[str, ...]) -> None:
             assert_same(ours, kvjax.prefill(params, ROWS, policy=policy))
 
 
-@pytest.mark.slow
 def test_in_chunks() -> None:
     params, policies = decoder(), [parse(text) for text in ("h2o:budget=8", "snapkv:budget=12,window=4", "full")]
     for policy, ours in zip(policies, kvjax.prefill_each(params, ROWS, policies=policies, chunk=16), strict=True):

@@ -230,6 +230,7 @@ def test_what_is_no_file_of_triattention(tmp_path):
         kvjax.with_statistics(tiny.decoder(4, 2), save(good, tmp_path / "x.pt"))
 
 
+@pytest.mark.slow
 def test_bfloat16_files_and_models(tmp_path):
     """Statistics are float32 whatever the dtypes of their file and of the model."""
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny.decoder(8, 2))

@@ -47,6 +47,7 @@ def curve(out: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (out / "training" / "curve.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_gates_are_trained_and_read(model: str, texts: Path, tmp_path: Path) -> None:
     out = tmp_path / "gates"
     status, stdout, stderr = kv("train-gates", model, "--method", "kvzap", "--data", texts, "--out", out, *SMALL)

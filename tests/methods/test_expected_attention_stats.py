@@ -25,7 +25,7 @@ def turn(now, dim):
     return np.mean([rotated(np.eye(dim), now + t, 1e4).T for t in range(FUTURE)], axis=0)
 
 
-@pytest.mark.slow(first=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("group", "every"), [(1, 3), (4, None), (7, 1)])
 def test_heads_hold_what_the_equation_retains(group, every):
     params, statistics = saved_statistics.decoder(group)

@@ -199,6 +199,7 @@ def test_strict_keeps_the_protected_and_all_that_fits():
     assert strict.allocate(both, jnp.array([[2, 1]]), 0, ALL_HEADS)[0, :, 0].tolist() == [2, 2]
 
 
+@pytest.mark.slow
 def test_instructions_as_text(tokenizer, tiny):
     policy = kvzip(8, score=Reconstruction(instruction="ba be", starting=(7, 8), suffix=""))
     encode = partial(tokenizer.encode, add_special_tokens=False)

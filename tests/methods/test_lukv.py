@@ -63,7 +63,7 @@ def kvpress_counts(retained, length):
 
 
 @given(seed=st.integers(0, 2**32 - 1), layers=st.integers(1, 5), heads=st.integers(1, 6), tokens=st.integers(10, 4000))
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_counts_are_those_of_kvpress(seed, layers, heads, tokens):
     """Where the total of each layer is an integer, as is the mean, and the largest remainder is the layer's first."""
     wanted = np.random.default_rng(seed).integers(1, tokens, (layers, heads)).astype(float)
@@ -76,6 +76,7 @@ def test_counts_are_those_of_kvpress(seed, layers, heads, tokens):
     assert found == kvpress_counts(retained, length).tolist()
 
 
+@pytest.mark.slow
 @given(data=st.data(), groups=st.sampled_from([1, 2, 4]), length=st.integers(1, 60), protected=st.integers(0, 9))
 def test_totals_and_what_stays(data, groups, length, protected):
     """Every head has its protected entries, and no group more than its total."""

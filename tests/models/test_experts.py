@@ -34,7 +34,7 @@ def problem(batch: int, tokens: int, mixture: Mixture) -> tuple[jax.Array, Exper
     return jnp.asarray(x, jnp.float32), ExpertWeights(*arrays)
 
 
-@pytest.mark.slow(first=9)
+@pytest.mark.slow(first=6)
 @pytest.mark.parametrize("facts", [{}, {"normalized": False}, {"biased": True, "limit": 0.5}])
 @pytest.mark.parametrize(("batch", "tokens", "experts", "per_token"), SIZES)
 def test_tokens_that_go_to_their_experts(batch, tokens, experts, per_token, facts):

@@ -48,6 +48,7 @@ def everything() -> Decoder:
     )
 
 
+@pytest.mark.slow
 def test_the_facts_matter():
     """Without any one of them the decoder computes other logits."""
     params = everything()

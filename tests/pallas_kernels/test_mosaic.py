@@ -63,7 +63,7 @@ def without_float16(case, check, kernel):
     return replace(case, dtype="float32")
 
 
-@pytest.mark.slow(first=12)
+@pytest.mark.slow(first=6)
 @pytest.mark.parametrize("case", SLOT_CASES + QUANTIZED_CASES, ids=str)
 def test_slot_attention(case, small_tiles):
     check_slots(

@@ -53,7 +53,7 @@ def expected(q, k, t, p, reduction, options):
     return getattr(weights.reshape(len(q), k.shape[1], -1, *weights.shape[2:]), reduction.rows)(axis=3)
 
 
-@pytest.mark.slow(first=8)
+@pytest.mark.slow(first=4)
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("biased", [False, True])
 def test_contexts_have_the_bits_of_prompt_attention(name, biased):
@@ -77,6 +77,7 @@ def test_contexts_have_the_bits_of_prompt_attention(name, biased):
                 assert_close(score, expected(*arrays[:2], *arrays[3:], reduction, options))
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("name", ["short", "short over slots", "long over slots"])
 def test_a_score_does_not_depend_on_the_others(name):
     """Alone it has the same bits, so that policies that read a prompt together retain what they retain apart."""
@@ -90,6 +91,7 @@ def test_a_score_does_not_depend_on_the_others(name):
         np.testing.assert_array_equal(alone, all_scores[i])
 
 
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize("name", ["short", "short over slots", "long over slots", "bfloat16"])
 def test_what_earlier_keys_received_alone(name):
     """Contexts and the earlier keys' scores have the same bits; the new ones' are 0, unless there are no others."""

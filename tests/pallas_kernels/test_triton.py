@@ -70,6 +70,7 @@ def test_extra_query_rows(case, count, reduction):
 SEGMENT_EXTRA = [None, (4, Reduction("sum", "sum", "group")), (7, Reduction("max", "mean", "group"))]
 
 
+@pytest.mark.slow(first=4)
 @pytest.mark.parametrize(
     ("case", "lanes", "extra"),
     [

@@ -132,6 +132,7 @@ def test_pieces_of_several_chats_at_once(serving: Serving, alone: Any) -> None:
     assert asyncio.run(all_of_them()) == expected
 
 
+@pytest.mark.slow
 def test_a_stored_prefix(shallow: Decoder, talker: Any) -> None:
     """Texts and chats continue a document that is read once. Other servers refuse the field."""
     policy, document = "keydiff:budget=16", "ba ce di fo gu ce di fo ba gu " * 2
