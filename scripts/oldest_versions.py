@@ -1,6 +1,6 @@
 """Prints pip constraints: the oldest version of each dependency that pyproject.toml allows.
 
-python scripts/oldest_versions.py > constraints.txt
+python -m scripts.oldest_versions > constraints.txt
 """
 
 import re

@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTHON="${PYTHON:-python3.11}" VENV=.venv-oldest
 mkdir -p "$VENV"
-"$PYTHON" scripts/oldest_versions.py >"$VENV/constraints.txt"
+"$PYTHON" -m scripts.oldest_versions >"$VENV/constraints.txt"
 export PIP_CONSTRAINT="$PWD/$VENV/constraints.txt"
 source scripts/setup_venv.sh dev
 setup_small_torch dev

@@ -55,8 +55,8 @@ def test_a_model_without_a_chat_template(shallow_model: str) -> None:
 @pytest.mark.parametrize(
     ("policy", "reason"),
     [
-        ("kvcompose:budget=0.25", "would allocate CompositeShares more than once"),
-        ("adakv", "would allocate AdaptiveShares more than once"),
+        ("kvcompose:budget=0.25", "would allocate the budget to layers and heads more than once"),
+        ("adakv", "would allocate the budget to layers and heads more than once"),
         ("finch:positions='in_cache'", "would score by queries that .* kept before the keys moved"),
     ],
 )
