@@ -127,8 +127,8 @@ class Plans:
 
     @property
     def begin(self) -> dict[str, Any]:
-        """The static arguments of `begun`."""
-        return {"policy": self.policy, "size": self.sizes.prompt, "mesh": self.mesh}
+        """The static arguments of `begun` that do not depend on the model."""
+        return {"policy": self.policy, "size": self.sizes.prompt, "dtype": self.empty.dtype, "mesh": self.mesh}
 
 
 @dataclass(frozen=True)

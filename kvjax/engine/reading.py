@@ -12,13 +12,14 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import fetch
-from kvjax.models import Decoder
+from kvjax.models import Decoder, DecoderConfig
 from kvjax.policy import Policy
 from kvjax.reading.batch import Batch
 from kvjax.reading.prompt import Pieces, complete, pieces
@@ -32,10 +33,18 @@ from .prefixes import PrefixStore
 Read = tuple[Float[Array, "1 V"], KVCache]
 
 
-@partial(jax.jit, static_argnames=("policy", "size", "mesh"))
-def begun(params: Decoder, lengths: Int[Array, "B"], *, policy: Policy, size: int, mesh: Mesh | None) -> KVCache:
+@partial(jax.jit, static_argnames=("config", "policy", "size", "dtype", "mesh"))
+def begun(
+    lengths: Int[Array, "B"],
+    *,
+    config: DecoderConfig,
+    policy: Policy,
+    size: int,
+    dtype: jnp.dtype,
+    mesh: Mesh | None,
+) -> KVCache:
     """A cache before its prompt, without slots."""
-    cache = KVCache.empty(params.config, policy, lengths, size, params.embed.dtype)
+    cache = KVCache.empty(config, policy, lengths, size, dtype)
     return replace(cache, mesh=mesh).in_place()
 
 
@@ -63,7 +72,7 @@ def _pieces(
     plans: Plans, params: Decoder, prompt: Int[np.ndarray, "N"], *, run: Run, put: Callable[[Any], Any]
 ) -> Pieces[Read]:
     batch = _batch(plans, prompt)
-    cache = run(begun, params, put(batch.lengths), **plans.begin)
+    cache = run(begun, put(batch.lengths), config=params.config, **plans.begin)
     plan = plans.of_class(plans.sizes.padded(prompt.size))
     return pieces(params, cache, batch, plan, plans.texts, run=run, put=put)
 

@@ -20,7 +20,7 @@ def test_500_random_requests_compile_nothing(shallow: Decoder, compiled: list[st
         # A class is read at once, and one in two chunks: the layer of each. All share an empty cache, the first hidden
         # states and the logits. Beside them are `idle`, `admit` and `advance`.
         assert engine.warm_up.programs == 3 + 3 + 3
-        assert len(compiled) >= engine.warm_up.programs
+        assert "jit(advance)" in compiled  # it is noted; what other engines share, JAX finds compiled
         assert engine.warm_up.seconds > 0
         compiled.clear()
         answers = [handle.result(timeout=120) for handle in run(engine, asked, rng)]
