@@ -3,10 +3,10 @@
     pip install ".[dev,parity,mutants]"
     python -m scripts.mutants --count 64 > mutants.jsonl
 
-cosmic-ray lists the mutations of the files below `kvjax/methods`, `cache`, `attend` and `policy`. Each drawn mutant
-changes one place, such as `<` to `<=`, `and` to `or` or 1 to 2, in a copy of the checkout, where the tests of the file
-run until one fails. Annotations and text are not mutated. The tests of a file are those of its own name and those that
-name what it defines most often; where no test has its name, the invariants of all policies as well. The output is a
+cosmic-ray lists the mutations of the files below `kvjax/methods`, `cache`, `attend`, `policy` and `reading`. Each drawn
+mutant changes one place, such as `<` to `<=`, `and` to `or` or 1 to 2, in a copy of the checkout, where the tests of the
+file run until one fails. Annotations and text are not mutated. The tests of a file are those of its own name and those
+that name what it defines most often; where no test has its name, the invariants of all policies as well. The output is a
 JSON line for each mutant: its place, its line before and after, and the test that found it, or null if it survived.
 """
 
@@ -33,7 +33,7 @@ from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("methods", "cache", "attend", "policy")
+PACKAGES = ("methods", "cache", "attend", "policy", "reading")
 INVARIANTS = "tests/policy/test_invariants.py"
 REFUSALS = "tests/methods/test_refusals.py"  # of the options of all methods
 CORE = (*PACKAGES, "common", "tests")  # folders of tests
