@@ -4,10 +4,11 @@
     python -m scripts.mutants --count 64 > mutants.jsonl
 
 cosmic-ray lists the mutations of the files below `kvjax/methods`, `cache`, `attend`, `policy` and `reading`. Each drawn
-mutant changes one place, such as `<` to `<=`, `and` to `or` or 1 to 2, in a copy of the checkout, where the tests of the
-file run until one fails. Annotations and text are not mutated. The tests of a file are those of its own name and those
-that name what it defines most often; where no test has its name, the invariants of all policies as well. The output is a
-JSON line for each mutant: its place, its line before and after, and the test that found it, or null if it survived.
+mutant changes one place, such as `<` to `<=`, `and` to `or` or 1 to 2, in a copy of the checkout, where the tests of
+the file run until one fails. Annotations and text are not mutated. The tests of a file are those of its own name and
+those that name what it defines most often; where no test has its name, the invariants of all policies as well. The
+output is a JSON line for each mutant: its place, its line before and after, and the test that found it, or null if it
+survived.
 """
 
 from __future__ import annotations
