@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvjax.parts import Everything, Fixed, Fraction, Pyramid
+from kvjax.policy import most_entries
 
 
 def layers_of(budget, length, layers):
