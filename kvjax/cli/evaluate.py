@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from kvjax.cli.console import bytes_text, show_warning, stderr, working
+from kvjax.cli.console import bytes_text, numbers_table, show_warning, stderr, working
 from kvjax.cli.progress import Bar
 from kvjax.runtime.compiled import keep_compiled
 
@@ -174,9 +173,7 @@ def show_plan(plan: RunPlan) -> None:
     from kvjax.policies import parse
 
     console = Console(highlight=False)
-    table = Table("task", title="Tasks", title_justify="left", title_style="bold")
-    for name in ("length", "examples", "questions", "prompt tokens", "answer", "cut"):
-        table.add_column(name, justify="right")
+    table = numbers_table("Tasks", "task", "length", "examples", "questions", "prompt tokens", "answer", "cut")
     groups: dict[tuple[str, int | None], list[Any]] = {}
     for item in plan.items:
         groups.setdefault((item.task.name, item.length), []).append(item)
@@ -192,9 +189,8 @@ def show_plan(plan: RunPlan) -> None:
             f"{sum(item.cut > 0 for item in items):,}",
         )
     console.print(table, "prompt tokens: minimum, median, maximum", sep="\n")
-    table = Table("policy", title="Policies", title_justify="left", title_style="bold")
-    for name in ("budget", "question", "batches", "prompts each", "caches of one", "prefill"):
-        table.add_column(name, justify="right")
+    columns = ("budget", "question", "batches", "prompts each", "caches of one", "prefill")
+    table = numbers_table("Policies", "policy", *columns)
     total, shared = 0, {cell: i for i, sweep in enumerate(plan.sweeps, 1) for cell in sweep.cells}
     for planned in plan.cells:
         cell, asked = planned.cell, planned.batches
@@ -208,9 +204,7 @@ def show_plan(plan: RunPlan) -> None:
         each = "-".join(map(str, dict.fromkeys((rows[0], rows[-1])))) if rows else ""
         table.add_row(name, budget, cell.question, f"{len(asked):,}", each, most, str(shared.get(cell, "")))
     console.print(table, f"{total:,} answers in total", sep="\n")
-    table = Table("prefill", title="Prefills", title_justify="left", title_style="bold")
-    for name in ("policies and budgets", "question", "batches", "caches of one"):
-        table.add_column(name, justify="right")
+    table = numbers_table("Prefills", "prefill", "policies and budgets", "question", "batches", "caches of one")
     for i, sweep in enumerate(plan.sweeps, 1):
         policies = [parse(cell.policy) for cell in sweep.cells]
         most = bytes_text(max(plan.batch_bytes(batch, policies) for batch in sweep.batches))
