@@ -78,9 +78,7 @@ def evaluate(
     """Run tasks under cache policies and record every answer. `kvjax report` makes tables and plots of the results."""
     from kvjax.checkpoint import mesh_sizes
     from kvjax.evaluation.grid import Grid
-    from kvjax.evaluation.items import Item, Refusal, read_items
-    from kvjax.evaluation.model import describe_model
-    from kvjax.evaluation.planning import RunPlan
+    from kvjax.evaluation.model import plan_run
     from kvjax.evaluation.records import RESULTS
 
     if workers is not None and ray is None:
@@ -97,15 +95,7 @@ def evaluate(
         grid = grid.limited(limit)
     keep_compiled()
     with working(f"reading {grid.model} and its tasks"):
-        config, words, dtype = describe_model(grid)
-        found = list(read_items(grid, words, config.max_positions, only=tasks))
-    plan = RunPlan(
-        grid,
-        items=tuple(item for item in found if isinstance(item, Item)),
-        refusals=tuple(refusal for refusal in found if isinstance(refusal, Refusal)),
-        config=config,
-        dtype=dtype,
-    )
+        plan = plan_run(grid, tasks)
     if dry_run:
         show_plan(plan)
         raise typer.Exit(INCOMPLETE if plan.errors() else 0)
