@@ -85,7 +85,7 @@ def lesson(length: int, rng: np.random.Generator) -> tuple[Int[np.ndarray, "N"],
     drawn: list[Facts] = []
     room = length
     for name in names:
-        facts = TASKS[name].facts(length, rng, deck)
+        facts = TASKS[name](length, rng, deck)
         stated = sum(len(statement.split()) for statement in facts.statements)
         if not drawn or stated < room - length // 2:
             drawn.append(facts)

@@ -27,14 +27,7 @@ VALUES = {"EMPTY_TUPLE": (), "NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 ARGUMENTS = ("BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT")
 DAMAGE = (
     *(zipfile.BadZipFile, EOFError, OSError, RuntimeError),  # of the archive
-    *(
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        ArithmeticError,
-        BufferError,
-    ),  # of the pickle and its tensors
+    *(LookupError, TypeError, ValueError, AttributeError, ArithmeticError, BufferError),  # of the pickle, its tensors
 )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvjax.cli.console import bytes_text, note, working
-from kvjax.cli.options import Dtype, Gates, Mesh, Model
-from kvjax.runtime.compiled import keep_compiled
+from kvjax.cli.console import bytes_text, dialogue, note, print_pieces
+from kvjax.cli.loading import load
+from kvjax.cli.options import Dtype, Gates, Mesh, Model, NewTokens, PolicyText, Sampler, Seed
 
 if TYPE_CHECKING:
     from kvjax.kv_cache import KVCache
@@ -22,40 +22,30 @@ END = "/exit"
 
 def chat(
     model: Model,
-    policy: Annotated[
-        str, typer.Option(help="What the cache retains: PRESET or PRESET:OPTION=VALUE,...")
-    ] = "morphkv:budget=1024",
+    policy: PolicyText = "morphkv:budget=1024",
     system: Annotated[str | None, typer.Option(help="A system message before the first message.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="The most tokens that an answer may have.")] = 1024,
-    sampler: Annotated[
-        str, typer.Option(help="greedy, or settings as in temperature=0.7,top_p=0.9.")
-    ] = "temperature=0.7,top_p=0.95",
-    seed: Annotated[int, typer.Option(help="The seed of the draws.")] = 0,
+    max_new_tokens: NewTokens = 1024,
+    sampler: Sampler = "temperature=0.7,top_p=0.95",
+    seed: Seed = 0,
     mesh: Mesh = "1x1",
     dtype: Dtype = None,
     gates: Gates = None,
 ) -> None:
     """Talk to a model. Each line of the input is a message; /exit or the end of the input ends the dialogue."""
     import kvjax
-    from kvjax.checkpoint import load_named, mesh_sizes
     from kvjax.decoding import sampling
 
     chosen, method = kvjax.policies.parse(policy), sampling.parse(sampler)
     compress = _compress(policy, chosen)
-    keep_compiled()
-    with working(f"loading {model}"):
-        params, tokenizer = load_named(model, dtype, mesh_sizes(mesh), gates or ())
+    params, tokenizer = load(model, dtype, mesh, gates)
     if tokenizer is None or tokenizer.chat_template is None:
         raise ValueError(f"{model} has no chat template: expected a checkpoint of a model that chats")
     cache: KVCache | None = None
     token_bytes = params.config.bytes_per_token(params.embed.dtype)
     for turn, text in enumerate(_messages()):
-        messages: list[dict[str, Any]] = [{"role": "user", "content": text}]
-        if turn == 0 and system is not None:
-            messages = [{"role": "system", "content": system}, *messages]
         stream = kvjax.stream(
             params,
-            messages,
+            dialogue(text, system if turn == 0 else None),
             policy=chosen,
             cache=cache,
             compress=compress,
@@ -64,11 +54,7 @@ def chat(
             seed=seed + turn,
             tokenizer=tokenizer,
         )
-        for piece in stream:
-            assert piece.text is not None
-            sys.stdout.write(piece.text[0])
-            sys.stdout.flush()
-        sys.stdout.write("\n")
+        print_pieces(stream)
         cache = stream.cache
         assert cache is not None
         seen = int(cache.length[0])

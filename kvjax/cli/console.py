@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +13,7 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 from typer.core import TyperGroup
 
 LONGEST = 1000  # characters of an error
@@ -90,6 +92,29 @@ def note(text: str) -> None:
 def print_json(document: Any) -> None:
     """Prints a JSON document to stdout."""
     sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+
+
+def print_pieces(stream: Iterable[Any]) -> None:
+    """Prints the text of an answer to stdout as its pieces come."""
+    for piece in stream:
+        sys.stdout.write(piece.text[0])
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+def numbers_table(title: str, first: str, *numbers: str, no_wrap: bool = False) -> Table:
+    """A table whose first column has names, and whose other columns have numbers, which may wrap."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column(first, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=no_wrap)
+    return table
+
+
+def dialogue(text: str, system: str | None) -> list[dict[str, Any]]:
+    """A user's message, after a system message if there is one."""
+    user = {"role": "user", "content": text}
+    return [user] if system is None else [{"role": "system", "content": system}, user]
 
 
 def prompt_text(prompt: str | None, file: Path | None, named: str) -> str:

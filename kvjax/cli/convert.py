@@ -11,6 +11,7 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from kvjax.cli.console import bytes_text, note, print_json, stderr, working
+from kvjax.cli.options import AsJson, Dtype
 
 
 class Form(StrEnum):
@@ -27,9 +28,9 @@ def convert(
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
     to: Annotated[Form, typer.Option(help="hf: config.json and safetensors; orbax: what kvjax.save writes.")] = Form.hf,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the stored dtype.")] = None,
+    dtype: Dtype = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint in OUT.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Convert a checkpoint to another format or dtype, on the CPU."""
     from kvjax.checkpoint import dtype_named, plan_conversion

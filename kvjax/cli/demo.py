@@ -12,6 +12,7 @@ from rich.console import Console
 
 from kvjax.cli.console import print_json, working
 from kvjax.cli.needles import answer_needles
+from kvjax.cli.options import AsJson
 from kvjax.cli.outcomes import Outcome, Shown, draw, most_telling, panel_of, table_of
 from kvjax.cli.progress import Bar
 from kvjax.runtime.compiled import keep_compiled
@@ -51,7 +52,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder of the picture, and of the answers of --model.")] = Path(
         "demo_output"
     ),
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Answer questions about long texts under six cache policies, with the model that ships with kvjax or another."""
     from kvjax.policies import parse

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from kvjax.cli.console import bytes_text, show_warning, stderr, working
+from kvjax.cli.console import bytes_text, numbers_table, show_warning, stderr, working
 from kvjax.cli.progress import Bar
 from kvjax.runtime.compiled import keep_compiled
 
@@ -79,9 +78,7 @@ def evaluate(
     """Run tasks under cache policies and record every answer. `kvjax report` makes tables and plots of the results."""
     from kvjax.checkpoint import mesh_sizes
     from kvjax.evaluation.grid import Grid
-    from kvjax.evaluation.items import Item, Refusal, read_items
-    from kvjax.evaluation.model import describe_model
-    from kvjax.evaluation.planning import RunPlan
+    from kvjax.evaluation.model import plan_run
     from kvjax.evaluation.records import RESULTS
 
     if workers is not None and ray is None:
@@ -98,15 +95,7 @@ def evaluate(
         grid = grid.limited(limit)
     keep_compiled()
     with working(f"reading {grid.model} and its tasks"):
-        config, words, dtype = describe_model(grid)
-        found = list(read_items(grid, words, config.max_positions, only=tasks))
-    plan = RunPlan(
-        grid,
-        items=tuple(item for item in found if isinstance(item, Item)),
-        refusals=tuple(refusal for refusal in found if isinstance(refusal, Refusal)),
-        config=config,
-        dtype=dtype,
-    )
+        plan = plan_run(grid, tasks)
     if dry_run:
         show_plan(plan)
         raise typer.Exit(INCOMPLETE if plan.errors() else 0)
@@ -174,9 +163,7 @@ def show_plan(plan: RunPlan) -> None:
     from kvjax.policies import parse
 
     console = Console(highlight=False)
-    table = Table("task", title="Tasks", title_justify="left", title_style="bold")
-    for name in ("length", "examples", "questions", "prompt tokens", "answer", "cut"):
-        table.add_column(name, justify="right")
+    table = numbers_table("Tasks", "task", "length", "examples", "questions", "prompt tokens", "answer", "cut")
     groups: dict[tuple[str, int | None], list[Any]] = {}
     for item in plan.items:
         groups.setdefault((item.task.name, item.length), []).append(item)
@@ -192,9 +179,8 @@ def show_plan(plan: RunPlan) -> None:
             f"{sum(item.cut > 0 for item in items):,}",
         )
     console.print(table, "prompt tokens: minimum, median, maximum", sep="\n")
-    table = Table("policy", title="Policies", title_justify="left", title_style="bold")
-    for name in ("budget", "question", "batches", "prompts each", "caches of one", "prefill"):
-        table.add_column(name, justify="right")
+    columns = ("budget", "question", "batches", "prompts each", "caches of one", "prefill")
+    table = numbers_table("Policies", "policy", *columns)
     total, shared = 0, {cell: i for i, sweep in enumerate(plan.sweeps, 1) for cell in sweep.cells}
     for planned in plan.cells:
         cell, asked = planned.cell, planned.batches
@@ -208,9 +194,7 @@ def show_plan(plan: RunPlan) -> None:
         each = "-".join(map(str, dict.fromkeys((rows[0], rows[-1])))) if rows else ""
         table.add_row(name, budget, cell.question, f"{len(asked):,}", each, most, str(shared.get(cell, "")))
     console.print(table, f"{total:,} answers in total", sep="\n")
-    table = Table("prefill", title="Prefills", title_justify="left", title_style="bold")
-    for name in ("policies and budgets", "question", "batches", "caches of one"):
-        table.add_column(name, justify="right")
+    table = numbers_table("Prefills", "prefill", "policies and budgets", "question", "batches", "caches of one")
     for i, sweep in enumerate(plan.sweeps, 1):
         policies = [parse(cell.policy) for cell in sweep.cells]
         most = bytes_text(max(plan.batch_bytes(batch, policies) for batch in sweep.batches))

@@ -14,8 +14,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvjax.cli.choices import CHOICES
-from kvjax.cli.console import bytes_text, print_json, working
-from kvjax.cli.options import Model
+from kvjax.cli.console import bytes_text, numbers_table, print_json
+from kvjax.cli.loading import read_model
+from kvjax.cli.options import AsJson, Mesh, Model, NewTokens
 
 if TYPE_CHECKING:
     from kvjax.models import DecoderConfig
@@ -34,30 +35,21 @@ def info(
         list[int] | None,
         typer.Option(help="Number of tokens of a prompt; may be repeated. Default: 8192 or the model's limit."),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="The most tokens that an answer may have.")] = 512,
-    mesh: Annotated[
-        str,
-        typer.Option(metavar="DATAxMODEL", help="Device mesh for rows x heads, such as 2x4."),
-    ] = "1x1",
+    max_new_tokens: NewTokens = 512,
+    mesh: Mesh = "1x1",
     dtype: Annotated[str | None, typer.Option(help="Dtype of the cache. Default: the stored dtype.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show a model's architecture, the memory of its cache under each policy, and the kernels in use.
 
     The command reads the config and the headers of the weights, but no weights.
     """
-    import jax.numpy as jnp
-
     import kvjax
-    from kvjax.checkpoint import dtype_named, locate, mesh_sizes, read_headers, source_of
+    from kvjax.checkpoint import mesh_sizes
     from kvjax.pallas_kernels import implementations
     from kvjax.plan import bytes_per_device
 
-    with working(f"reading {path}", quiet=as_json):
-        source = source_of(locate(path, patterns=("config.json",)))
-        config = source.config()
-        parameters, stored = read_headers(source)
-    held = dtype_named(dtype) or jnp.result_type(*stored)
+    config, parameters, stored, held = read_model(path, dtype, quiet=as_json)
     data, model = mesh_sizes(mesh)
     lengths = length or [min(8192, config.max_positions)]
     per_token = config.bytes_per_token(held)
@@ -188,14 +180,9 @@ def _show(facts: dict[str, Any], config: DecoderConfig) -> None:
     console.print(grid)
     devices = facts["mesh"]["data"] * facts["mesh"]["model"]
     for (batch, length), plans in groupby(facts["plans"], key=lambda plan: (plan["batch"], plan["length"])):
-        table = Table(
-            title=f"Cache of {batch} x ({length:,} + {facts['new_tokens']:,}) tokens",
-            title_justify="left",
-            title_style="bold",
-        )
-        table.add_column("policy", overflow="fold")
-        for name in ("slots per head", "bytes", *(["per device"] if devices > 1 else []), "smaller"):
-            table.add_column(name, justify="right", no_wrap=True)
+        title = f"Cache of {batch} x ({length:,} + {facts['new_tokens']:,}) tokens"
+        sizes = ("bytes", "per device") if devices > 1 else ("bytes",)
+        table = numbers_table(title, "policy", "slots per head", *sizes, "smaller", no_wrap=True)
         for plan in plans:
             low, high = min(plan["slots"]), max(plan["slots"])
             slots = f"{low:,}" if low == high else f"{low:,} - {high:,}"

@@ -8,14 +8,10 @@ from typing import Annotated
 import typer
 
 from kvjax.cli.console import note, prompt_text, working
-from kvjax.cli.options import Gates
-from kvjax.runtime.compiled import keep_compiled
+from kvjax.cli.loading import load
+from kvjax.cli.options import Chunk, Dtype, Gates, Mesh, NewTokens, PolicyText, PromptFile, Sampler, Seed
 
-TASK, LENGTH, SEED = (
-    "needles",
-    512,
-    1,
-)  # the default prompt asks for two facts; the model forgets one
+TASK, LENGTH, SEED = "needles", 512, 1  # the default prompt asks for two facts; the model forgets one
 
 
 def inspect(
@@ -28,19 +24,14 @@ def inspect(
     prompt: Annotated[
         str | None, typer.Option(help="The prompt. Default, without MODEL: a text and a question about it.")
     ] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file; - is standard input.")] = None,
-    policy: Annotated[str, typer.Option(help="Cache policy: PRESET or PRESET:OPTION=VALUE,...")] = (
-        "morphkv:budget=128"
-    ),
-    max_new_tokens: Annotated[int, typer.Option(help="The most tokens that the answer may have.")] = 32,
-    sampler: Annotated[str, typer.Option(help="greedy, or settings such as temperature=0.7,top_p=0.9.")] = "greedy",
-    seed: Annotated[int, typer.Option(help="Seed of the sampler.")] = 0,
-    chunk: Annotated[int | None, typer.Option(help="Tokens that prefill reads at a time; saves memory.")] = None,
-    mesh: Annotated[
-        str,
-        typer.Option(metavar="DATAxMODEL", help="Device mesh for rows x heads, such as 1x4."),
-    ] = "1x1",
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the stored dtype.")] = None,
+    prompt_file: PromptFile = None,
+    policy: PolicyText = "morphkv:budget=128",
+    max_new_tokens: NewTokens = 32,
+    sampler: Sampler = "greedy",
+    seed: Seed = 0,
+    chunk: Chunk = None,
+    mesh: Mesh = "1x1",
+    dtype: Dtype = None,
     gates: Gates = None,
     out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("inspect.html"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
@@ -49,7 +40,6 @@ def inspect(
     import numpy as np
 
     from kvjax import policies
-    from kvjax.checkpoint import load_named, mesh_sizes
     from kvjax.checkpoint.folder import DEMO
     from kvjax.decoding import sampling
     from kvjax.evaluation.tasks import demo
@@ -66,10 +56,7 @@ def inspect(
     if not out.parent.is_dir():
         raise ValueError(f"cannot write {out}: {out.parent} is not a folder; expected a file in an existing folder")
     check_file(out, overwrite, "--overwrite")
-    keep_compiled()
-    source = str(DEMO) if model is None else model
-    with working(f"loading {source}"):
-        params, tokenizer = load_named(source, dtype, mesh_sizes(mesh), gates or ())
+    params, tokenizer = load(str(DEMO) if model is None else model, dtype, mesh, gates)
     with working("compiling and generating"):
         recording = record(
             params,

@@ -9,10 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from kvjax.cli.console import note
+from kvjax.cli.loading import load_with_texts
 from kvjax.cli.options import Batch, Batches, Data, Dtype, Length, Mesh, Model
 from kvjax.cli.progress import Bar
-from kvjax.cli.texts import load_with_texts
-from kvjax.runtime.compiled import keep_compiled
 
 
 def measure_statistics(
@@ -43,7 +42,6 @@ def measure_statistics(
     if length <= sinks + 1:
         raise ValueError(f"length={length}: expected an integer > sinks + 1 = {sinks + 1}")
     check_folder(out, overwrite=False, argument="another folder")
-    keep_compiled()
     params, _, stream = load_with_texts(model, dtype, mesh, data, length)
     with Bar("batches") as bar:
         bar.begin(batches)

@@ -36,10 +36,8 @@ def answer_needles(
     from kvjax.decoding.sampling import Greedy
     from kvjax.evaluation.asking import Asker
     from kvjax.evaluation.grid import Grid
-    from kvjax.evaluation.items import Item, read_items
     from kvjax.evaluation.lines import read_answer, read_lines, read_timing
-    from kvjax.evaluation.model import describe_model, load_model
-    from kvjax.evaluation.planning import RunPlan
+    from kvjax.evaluation.model import load_model, plan_run
     from kvjax.evaluation.records import RESULTS, TIMINGS
     from kvjax.evaluation.runner import run
 
@@ -60,11 +58,8 @@ def answer_needles(
         "seed": seed,
     }
     grid = Grid.of(given)
-    config, words, dtype = describe_model(grid)
-    found = list(read_items(grid, words, config.max_positions))
-    items = tuple(item for item in found if isinstance(item, Item))
-    plan = RunPlan(grid, items=items, refusals=(), config=config, dtype=dtype)
-    refused = [f"{one.task}: {one.reason}" for one in found if not isinstance(one, Item)]
+    plan = plan_run(grid)
+    refused = [f"{one.task}: {one.reason}" for one in plan.refusals]
     refused += [str(planned.error) for planned in plan.cells if planned.error is not None]
     if refused:
         raise ValueError(refused[0])
@@ -75,9 +70,9 @@ def answer_needles(
         raise ValueError(summary.errors[0])
     lines, timings = read_lines(out / RESULTS, read_answer), read_lines(out / TIMINGS, read_timing)
     cells = [("full", None), *((name, budget) for name in policies for budget in budgets)]
-    full = _lines_of(lines, cells[0], items)
-    outcomes = [_outcome(cell, _lines_of(lines, cell, items), timings, full) for cell in cells]
-    return outcomes, [_shown(item) for item in items], [item.task.name for item in items]
+    full = _lines_of(lines, cells[0], plan.items)
+    outcomes = [_outcome(cell, _lines_of(lines, cell, plan.items), timings, full) for cell in cells]
+    return outcomes, [_shown(item) for item in plan.items], [item.task.name for item in plan.items]
 
 
 def _lines_of(lines: list[Line], cell: tuple[str, int | None], items: Sequence[Item]) -> list[Line]:

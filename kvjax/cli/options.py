@@ -13,6 +13,17 @@ Model: TypeAlias = Annotated[
         help="Checkpoint folder, GGUF file, repository on the hub, or demo: the model that ships with kvjax."
     ),
 ]
+PolicyText: TypeAlias = Annotated[str, typer.Option(help="What the cache retains: PRESET or PRESET:OPTION=VALUE,...")]
+NewTokens: TypeAlias = Annotated[int, typer.Option(help="The most tokens that an answer may have.")]
+Sampler: TypeAlias = Annotated[str, typer.Option(help="greedy, or settings as in temperature=0.7,top_p=0.9.")]
+Seed: TypeAlias = Annotated[int, typer.Option(help="The seed of the draws.")]
+PromptFile: TypeAlias = Annotated[
+    Path | None, typer.Option(help="Read the prompt from a file instead; - is standard input.")
+]
+Chunk: TypeAlias = Annotated[
+    int | None, typer.Option(help="The number of prompt tokens to read at a time, to use less memory.")
+]
+AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Gates: TypeAlias = Annotated[
     list[str] | None, typer.Option(help="Folder or file of gates or statistics for the policy; may be repeated.")
 ]

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from kvjax.cli.console import bytes_text, print_json, working
-from kvjax.cli.options import Model
+from kvjax.cli.console import bytes_text, numbers_table, print_json
+from kvjax.cli.loading import read_model
+from kvjax.cli.options import AsJson, Model, NewTokens
 
 
 def plan(
@@ -18,20 +18,17 @@ def plan(
     memory: Annotated[str, typer.Option(help="The memory of the device, such as 80GB or 16GiB.")],
     policy: Annotated[list[str] | None, typer.Option(help="Policy; may be repeated. Default: full.")] = None,
     max_prompt: Annotated[int, typer.Option(help="The most tokens that a prompt may have.")] = 8192,
-    max_new_tokens: Annotated[int, typer.Option(help="The most tokens that an answer may have.")] = 1024,
+    max_new_tokens: NewTokens = 1024,
     chunk: Annotated[int, typer.Option(help="The most tokens of a prompt that are read between two steps.")] = 512,
     dtype: Annotated[str | None, typer.Option(help="Dtype of weights and cache. Default: the stored dtype.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show how many rows of an engine fit into the memory of one device.
 
     The command reads the config and the headers of the weights, but no weights. Sizes are exact but for activations,
     which the compiler decides: kvjax.Engine counts them when it starts.
     """
-    import jax.numpy as jnp
-
     from kvjax import policies
-    from kvjax.checkpoint import dtype_named, locate, read_headers, source_of
     from kvjax.engine import Footprint
     from kvjax.engine.memory import bytes_of
     from kvjax.engine.plans import Plans
@@ -40,11 +37,7 @@ def plan(
 
     most = bytes_of(memory)
     check_sizes(max_prompt=max_prompt, max_new_tokens=max_new_tokens, chunk=chunk)
-    with working(f"reading {path}", quiet=as_json):
-        source = source_of(locate(path, patterns=("config.json",)))
-        config = source.config()
-        parameters, stored = read_headers(source)
-    held = dtype_named(dtype) or jnp.result_type(*stored)
+    config, parameters, _, held = read_model(path, dtype, quiet=as_json)
     sizes = Sizes.of(1, max_prompt, max_new_tokens, chunk=chunk)
     found: list[dict[str, Any]] = []
     for text in policy or ["full"]:
@@ -63,14 +56,8 @@ def plan(
         sizes_asked = {"max_prompt": max_prompt, "max_new_tokens": max_new_tokens, "chunk": sizes.chunk}
         print_json({"path": str(path), "memory": most, "dtype": str(held), **sizes_asked, "plans": found})
         return
-    table = Table(
-        title=f"Rows of {max_prompt:,} + {max_new_tokens:,} tokens in {bytes_text(most)}",
-        title_justify="left",
-        title_style="bold",
-    )
-    table.add_column("policy", overflow="fold")
-    for name in ("weights", "prompt", "per row", "rows"):
-        table.add_column(name, justify="right", no_wrap=True)
+    title = f"Rows of {max_prompt:,} + {max_new_tokens:,} tokens in {bytes_text(most)}"
+    table = numbers_table(title, "policy", "weights", "prompt", "per row", "rows", no_wrap=True)
     for one in found:
         sizes_text = [bytes_text(one[name]) for name in ("weights", "prompt", "bytes_per_row")]
         table.add_row(escape(one["policy"]), *sizes_text, f"{one['rows']:,}")

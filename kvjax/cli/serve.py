@@ -11,18 +11,18 @@ from typing import Annotated
 import typer
 
 from kvjax.cli.console import bytes_text, note, working
-from kvjax.cli.options import Dtype, Gates, Mesh, Model
-from kvjax.runtime.compiled import keep_compiled
+from kvjax.cli.loading import load
+from kvjax.cli.options import Dtype, Gates, Mesh, Model, NewTokens, PolicyText
 
 KEY = "KVJAX_API_KEY"
 
 
 def serve(
     model: Model,
-    policy: Annotated[str, typer.Option(help="What the cache retains: PRESET or PRESET:OPTION=VALUE,...")] = "full",
+    policy: PolicyText = "full",
     rows: Annotated[int, typer.Option(help="The number of requests that are decoded together.")] = 8,
     max_prompt: Annotated[int, typer.Option(help="The most tokens of a prompt.")] = 4096,
-    max_new_tokens: Annotated[int, typer.Option(help="The most tokens of an answer.")] = 1024,
+    max_new_tokens: NewTokens = 1024,
     max_queue: Annotated[int, typer.Option(help="The most requests that wait for a row.")] = 256,
     host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes a free one.")] = 8000,
@@ -62,7 +62,7 @@ def serve(
     import jax
 
     import kvjax
-    from kvjax.checkpoint import load_named, mesh_sizes
+    from kvjax.checkpoint import mesh_sizes
     from kvjax.serve.settings import LOOPBACK
 
     local = host in LOOPBACK
@@ -74,21 +74,20 @@ def serve(
         max_body=max_body,
         timeout=timeout,
     )
-    chosen, sizes_of_mesh = kvjax.policies.parse(policy), mesh_sizes(mesh)
-    follows = connected(coordinator, processes, process, math.prod(sizes_of_mesh))
+    chosen = kvjax.policies.parse(policy)
+    follows = connected(coordinator, processes, process, math.prod(mesh_sizes(mesh)))
     listener = None if follows else listen(host, port)  # before anything that takes long
     if not (local or follows) and api_key is None:
         note(f"{host} can be reached from other machines, and there is no --api-key: anybody may use the model")
-    keep_compiled()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # requests are tokenized in threads
-    with working(f"loading {model}"):
-        params, tokenizer = load_named(model, dtype, sizes_of_mesh, gates or ())
-    sizes = {"rows": rows, "max_prompt": max_prompt, "max_new_tokens": max_new_tokens}
+    params, tokenizer = load(model, dtype, mesh, gates)
     with working("compiling"):
         engine = kvjax.Engine(
             params,
             chosen,
-            **sizes,
+            rows=rows,
+            max_prompt=max_prompt,
+            max_new_tokens=max_new_tokens,
             tokenizer=tokenizer,
             chunk=chunk,
             max_queue=max_queue,

@@ -10,10 +10,9 @@ from typing import Annotated
 import typer
 
 from kvjax.cli.console import note
+from kvjax.cli.loading import load_with_texts
 from kvjax.cli.options import Batch, Batches, Data, Dtype, Length, Mesh, Model
 from kvjax.cli.progress import Bar
-from kvjax.cli.texts import load_with_texts
-from kvjax.runtime.compiled import keep_compiled
 
 
 class Method(StrEnum):
@@ -71,7 +70,6 @@ def train_gates(
     given = {name: value for name, value in options.items() if value is not None}
     check_options(method.value, given)
     check_training(out)
-    keep_compiled()
     params, tokenizer, stream = load_with_texts(model, dtype, mesh, data, length)
     objective = training.objective(params, recipe, stream, tokenizer, **given)
     facts = {"model": model, "data": str(data)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ from kvjax.reading.prompt import Pieces, complete
 from .compiling import Programs, WarmUp
 from .plans import Plans
 from .prefixes import PrefixStore
-from .reading import Read, compile_reads, reading, reading_after
+from .reading import Read, Reader
 from .resident import Resident, Start, compile_rows
 from .ticket import Ticket
 
@@ -45,13 +46,15 @@ class Device:
             store: of prefixes; None if requests have none.
             at_once: the most steps of a program. None: one, and on CPUs as many as take CPU_SECONDS.
         """
-        self._params, self._plans, self._store = params, plans, store
+        self._plans, self._store = plans, store
         self._leaves = jax.tree.leaves(params)
         on_cpu = next(iter(self._leaves[0].sharding.device_set)).platform == "cpu"
         self._timed = on_cpu and at_once is None
         self.at_once = min(at_once or (CPU_STEPS if on_cpu else 1), plans.sizes.max_new_tokens)
         self._programs = programs = Programs(plans.placed)
-        logits, self.row = compile_reads(programs, plans, params, after=store is not None)
+        adding = Reader(plans, params, programs.compile, plans.shapes_of)
+        logits, self.row = adding.add_all(after=store is not None)
+        self._reader = replace(adding, run=programs.call, put=plans.put_rows)
         start = self._everywhere(example.start)
         compile_rows(programs, plans, params, logits, self.row, start, at_once=self.at_once)
         programs.finish()
@@ -85,9 +88,9 @@ class Device:
     def read(self, prompt: Int[np.ndarray, "N"], prefix: Int[np.ndarray, "N"] | None) -> Pieces[Read]:
         """Reads a prompt, after a prefix if there is one, and yields after each unit of work but the last."""
         if prefix is None:
-            return reading(self._programs, self._plans, self._params, prompt)
+            return self._reader.prompt(prompt)
         assert self._store is not None
-        return reading_after(self._programs, self._plans, self._params, prompt, prefix, self._store)
+        return self._reader.question(prompt, prefix, self._store)
 
     def admit(self, read: Read, start: Start, row: int) -> Int32[Array, "3 _ 1"]:
         """Puts a request whose prompt has been read into a row. Returns the report of its first token, first."""

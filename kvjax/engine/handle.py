@@ -83,8 +83,7 @@ class Feed:
         """Ends the answer, unless it has ended."""
         with self.changed:
             if not self.ended:
-                self.finish = finish
-                self._tell()
+                self.add((), finish)
 
     def fail(self, error: BaseException) -> None:
         """Ends the answer with an error, unless it has ended."""

@@ -65,14 +65,8 @@ class Footprint:
             weights: bytes of the model on each device.
         """
         sizes, policy, model = plans.sizes, plans.policy, 1 if plans.mesh is None else plans.mesh.size // plans.batch
-        planned = plan_cache(
-            config,
-            policy,
-            batch=1,
-            length=sizes.max_prompt,
-            new_tokens=sizes.max_new_tokens,
-            dtype=plans.empty.dtype,
-        )
+        length, new_tokens, dtype = sizes.max_prompt, sizes.max_new_tokens, plans.empty.dtype
+        planned = plan_cache(config, policy, batch=1, length=length, new_tokens=new_tokens, dtype=dtype)
         cache = bytes_per_device(planned, config, model=model)
         small = sum(
             leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((planned.length, planned.rope, planned.pending))

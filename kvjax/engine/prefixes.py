@@ -82,10 +82,8 @@ class PrefixStore:
                 return self._caches[key]
         cache = self._from_disk(key)
         with self._lock:
-            if cache is None:
-                self.misses += 1
-            else:
-                self.hits += 1
+            self.hits += cache is not None
+            self.misses += cache is None
         if cache is not None:
             self._keep(key, cache)
         return cache

@@ -7,7 +7,7 @@ before the first request.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,6 @@ from kvjax.reading.prompt import Pieces, complete, pieces
 from kvjax.reading.units import logits_of, read
 from kvjax.runtime.clock import Run
 
-from .compiling import Programs
 from .plans import Plans
 from .prefixes import PrefixStore
 
@@ -48,74 +47,66 @@ def begun(
     return replace(cache, mesh=mesh).in_place()
 
 
-def compile_reads(programs: Programs, plans: Plans, params: Decoder, *, after: bool) -> tuple[Any, KVCache]:
-    """Adds the programs that read prompts of every class, and returns the shapes of the logits and a row's cache.
+@dataclass(frozen=True)
+class Reader:
+    """Reads prompts, or adds the programs that read them.
 
-    Args:
-        after: whether to add those that read a question after a stored prefix.
+    Attributes:
+        plans: the static choices.
+        params: the model.
+        run: runs a program, as `Programs.call` does, or adds it, as `Programs.compile`.
+        put: makes arrays of the host those that `run` takes: arrays, or shapes.
     """
-    run, put = programs.compile, plans.shapes_of
-    for size in plans.sizes.classes:
-        logits, row = complete(_pieces(plans, params, np.zeros(size, np.int32), run=run, put=put))
-    for size in plans.sizes.classes if after else ():
-        if size <= plans.sizes.chunk:
-            _read_after(plans, params, np.zeros(size, np.int32), row, run=run, put=put)
-    return logits, row
 
+    plans: Plans
+    params: Decoder
+    run: Run
+    put: Callable[[Any], Any]
 
-def reading(programs: Programs, plans: Plans, params: Decoder, prompt: Int[np.ndarray, "N"]) -> Pieces[Read]:
-    """Reads a prompt, and returns the logits and the row's cache."""
-    return _pieces(plans, params, prompt, run=programs.call, put=plans.put_rows)
+    def add_all(self, *, after: bool) -> tuple[Any, KVCache]:
+        """Adds the programs of prompts of every class, and returns the shapes of the logits and a row's cache.
 
+        Args:
+            after: whether to add those that read a question after a stored prefix.
+        """
+        sizes = self.plans.sizes
+        for size in sizes.classes:
+            logits, row = complete(self.prompt(np.zeros(size, np.int32)))
+        for size in sizes.classes if after else ():
+            if size <= sizes.chunk:
+                self._question(np.zeros(size, np.int32), row)
+        return logits, row
 
-def _pieces(
-    plans: Plans, params: Decoder, prompt: Int[np.ndarray, "N"], *, run: Run, put: Callable[[Any], Any]
-) -> Pieces[Read]:
-    batch = _batch(plans, prompt)
-    cache = run(begun, put(batch.lengths), config=params.config, **plans.begin)
-    plan = plans.of_class(plans.sizes.padded(prompt.size))
-    return pieces(params, cache, batch, plan, plans.texts, run=run, put=put)
+    def prompt(self, prompt: Int[np.ndarray, "N"]) -> Pieces[Read]:
+        """Reads a prompt, and returns the logits and the row's cache."""
+        batch = self._batch(prompt)
+        cache = self.run(begun, self.put(batch.lengths), config=self.params.config, **self.plans.begin)
+        plan = self.plans.of_class(self.plans.sizes.padded(prompt.size))
+        return pieces(self.params, cache, batch, plan, self.plans.texts, run=self.run, put=self.put)
 
+    def question(self, prompt: Int[np.ndarray, "N"], prefix: Int[np.ndarray, "N"], store: PrefixStore) -> Pieces[Read]:
+        """Reads a question after a prefix, which is read first unless it is stored."""
+        key = store.key(prefix)
+        cache = store.get(key)
+        if cache is None:
+            _, cache = yield from self.prompt(prefix)
+            for leaf in jax.tree.leaves(cache):
+                leaf.copy_to_host_async()
+            yield
+            store.put(key, jax.tree.map(lambda x: fetch(x)[:1], cache))
+        else:
+            cache = self.plans.put_row(cache)
+        return self._question(prompt, cache)
 
-def reading_after(
-    programs: Programs,
-    plans: Plans,
-    params: Decoder,
-    prompt: Int[np.ndarray, "N"],
-    prefix: Int[np.ndarray, "N"],
-    store: PrefixStore,
-) -> Pieces[Read]:
-    """Reads a question after a prefix, which is read first unless it is stored."""
-    key = store.key(prefix)
-    cache = store.get(key)
-    if cache is None:
-        _, cache = yield from reading(programs, plans, params, prefix)
-        for leaf in jax.tree.leaves(cache):
-            leaf.copy_to_host_async()
-        yield
-        store.put(key, jax.tree.map(lambda x: fetch(x)[:1], cache))
-    else:
-        cache = plans.put_row(cache)
-    return _read_after(plans, params, prompt, cache, run=programs.call, put=plans.put_rows)
+    def _question(self, prompt: Int[np.ndarray, "N"], cache: KVCache) -> Read:
+        """The logits and the cache after a question, which changes the cache of a prefix in place."""
+        batch = self._batch(prompt)
+        plan = self.plans.after(batch.tokens.shape[1], cache)
+        hidden, cache = read(self.params, cache, *map(self.put, batch.arrays), plan=plan, run=self.run, owned=True)
+        return self.run(logits_of, self.params, hidden, mesh=self.plans.mesh), cache
 
-
-def _read_after(
-    plans: Plans,
-    params: Decoder,
-    prompt: Int[np.ndarray, "N"],
-    cache: KVCache,
-    *,
-    run: Run,
-    put: Callable[[Any], Any],
-) -> Read:
-    """The logits and the cache after a question, which changes the cache of a prefix in place."""
-    batch = _batch(plans, prompt)
-    plan = plans.after(batch.tokens.shape[1], cache)
-    hidden, cache = read(params, cache, *map(put, batch.arrays), plan=plan, run=run, owned=True)
-    return run(logits_of, params, hidden, mesh=plans.mesh), cache
-
-
-def _batch(plans: Plans, prompt: Int[np.ndarray, "N"]) -> Batch:
-    """A prompt for each part of the batch, padded to its class, or to whole chunks."""
-    size = min(plans.sizes.padded(prompt.size), plans.sizes.chunks(prompt.size) * plans.sizes.chunk)
-    return Batch.of([prompt] * plans.batch, size)
+    def _batch(self, prompt: Int[np.ndarray, "N"]) -> Batch:
+        """A prompt for each part of the batch, padded to its class, or to whole chunks."""
+        sizes = self.plans.sizes
+        size = min(sizes.padded(prompt.size), sizes.chunks(prompt.size) * sizes.chunk)
+        return Batch.of([prompt] * self.plans.batch, size)

@@ -6,6 +6,7 @@ import threading
 import time
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from typing import Any
 
 BOUNDS = tuple(0.0005 * 2**i for i in range(18))  # seconds, to about a minute
 
@@ -149,15 +150,10 @@ class Counters:
         with self.lock:
             self.finished[reason] = self.finished.get(reason, 0) + 1
 
-    def snapshot(
-        self, *, rows: int, rows_busy: int, queue: int, cache_bytes: int, prefixes: Prefixes = Prefixes()
-    ) -> Stats:
-        """The counts now."""
+    def snapshot(self, **held: Any) -> Stats:
+        """The counts now, with the fields of `Stats` that say what the engine holds."""
         with self.lock:
             return Stats(
-                rows=rows,
-                rows_busy=rows_busy,
-                queue=queue,
                 requests=self.requests,
                 finished=dict(self.finished),
                 prompt_tokens=self.prompt_tokens,
@@ -167,6 +163,5 @@ class Counters:
                 busy_seconds=self.busy_seconds,
                 first_token=self.first_token.histogram(),
                 between_tokens=self.between_tokens.histogram(),
-                cache_bytes=cache_bytes,
-                prefixes=prefixes,
+                **held,
             )

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Bool, Int
 
-from kvjax.generate import Generation, Stats, generate
+from kvjax.generate import Stats, generate
 from kvjax.models import Decoder
 from kvjax.policy import Policy
 
@@ -38,16 +38,6 @@ class MarkedAnswers:
     correct: Bool[np.ndarray, "B"]
     stats: Stats
 
-    @classmethod
-    def marked(cls, examples: Sequence[ExampleWithAnswer], out: Generation, end_token: int) -> MarkedAnswers:
-        """Marks the tokens that `generate` returned for the examples' prompts."""
-        answers, correct = [], []
-        for example, tokens in zip(examples, out.tokens, strict=True):
-            ends = np.flatnonzero(tokens == end_token)
-            answers.append(tokens[: ends[0]] if ends.size else tokens)
-            correct.append(ends.size > 0 and np.array_equal(answers[-1], example.answer))
-        return cls(answers, np.array(correct), out.stats)
-
     @property
     def accuracy(self) -> float:
         """The share of correct rows, from 0 to 1."""
@@ -75,4 +65,9 @@ def answer(
             f"new_tokens={new_tokens}: expected an integer >= {longest}, the longest expected answer and its end token"
         )
     out = generate(params, [example.prompt for example in examples], policy=policy, max_new_tokens=new_tokens, eos=())
-    return MarkedAnswers.marked(examples, out, end_token)
+    answers, correct = [], []
+    for example, tokens in zip(examples, out.tokens, strict=True):
+        ends = np.flatnonzero(tokens == end_token)
+        answers.append(tokens[: ends[0]] if ends.size else tokens)
+        correct.append(ends.size > 0 and np.array_equal(answers[-1], example.answer))
+    return MarkedAnswers(answers, np.array(correct), out.stats)

@@ -106,11 +106,26 @@ class Asker:
         counted once, under the first policy.
         """
         clock = Clock()
-        tallies = [Tally(self, batch) for _ in policies]
+        answers: list[Answers] = [[[] for _ in batch.readings] for _ in policies]
+        took = [Took(0, 0, 0, 0, 0) for _ in policies]
         for i, asks, cache in self._read(batch, policies, clock):
-            tallies[i].add(cache, asks, clock)
-            if len(tallies[i].answers[0]) == len(batch.readings[0].asks):
-                yield tallies[i].answers, tallies[i].took
+            kept = fetch(_kept(cache))
+            out = generate(self.params, **self._options(cache, asks, batch))
+            assert isinstance(out.text, list)
+            for row, mine in enumerate(answers[i]):
+                facts = _facts(kept[row], cache, out.stats.cache_bytes, batch.rows)
+                mine.append(Answer(tokens=out.tokens[row, : out.lengths[row]].tolist(), text=out.text[row], **facts))
+            read, compiled = (clock.seconds.pop(name, 0.0) for name in ("prefill", "compile"))  # of this policy alone
+            before, stats = took[i], out.stats
+            took[i] = Took(
+                before.read_seconds + read,
+                before.ask_seconds + stats.prefill_seconds,
+                before.decode_seconds + stats.decode_seconds,
+                before.compile_seconds + compiled + stats.compile_seconds,
+                before.decoded_tokens + int(stats.decoded_tokens),
+            )
+            if len(answers[i][0]) == len(batch.readings[0].asks):
+                yield answers[i], took[i]
 
     def refilled(self, batches: Iterable[ReadingBatch], policy: Policy) -> Iterator[Ended]:
         """Yields the answers to the questions of many batches under one policy, in the order in which they end.
@@ -223,31 +238,6 @@ def _facts(kept: Float[np.ndarray, "L"], cache: KVCache, end: int, rows: int) ->
     """The fields of an answer that describe its cache, of a batch with `end` bytes when its answers have ended."""
     counts = [round(float(count), 2) for count in kept]
     return {"kept": counts, "kv_bytes": cache.nbytes // rows, "kv_bytes_end": end // rows}
-
-
-class Tally:
-    """The answers of a batch under one policy and their times, accumulated question by question."""
-
-    def __init__(self, asker: Asker, batch: ReadingBatch):
-        self._asker, self._batch = asker, batch
-        self.answers: Answers = [[] for _ in batch.readings]
-        self.took = Took(0, 0, 0, 0, 0)
-
-    def add(self, cache: KVCache, asks: Sequence[Ask], clock: Clock) -> None:
-        """Answers one question per row. The times on the clock move to this policy and are removed from the clock."""
-        asker, rows, kept = self._asker, self._batch.rows, fetch(_kept(cache))
-        out = generate(asker.params, **asker._options(cache, asks, self._batch))
-        assert isinstance(out.text, list)
-        for row, mine in enumerate(self.answers):
-            facts = _facts(kept[row], cache, out.stats.cache_bytes, rows)
-            mine.append(Answer(tokens=out.tokens[row, : out.lengths[row]].tolist(), text=out.text[row], **facts))
-        self.took = Took(
-            self.took.read_seconds + clock.seconds.pop("prefill", 0.0),
-            self.took.ask_seconds + out.stats.prefill_seconds,
-            self.took.decode_seconds + out.stats.decode_seconds,
-            self.took.compile_seconds + clock.seconds.pop("compile", 0.0) + out.stats.compile_seconds,
-            self.took.decoded_tokens + int(out.stats.decoded_tokens),
-        )
 
 
 def _seed(seed: int, ask: Ask) -> int:

@@ -118,10 +118,8 @@ def batches(made: Sequence[Reading], most: Callable[[Reading], int], multiple: i
         of_size[reading.size] += 1
     found = []
     for (size, *_), group in sorted(groups.items(), key=lambda pair: pair[0], reverse=True):
-        rows = min(
-            most(group[0]), _power(of_size[size])
-        )  # counted over all groups of one size, so that these share programs
-        rows = -(-rows // multiple) * multiple
+        enough = 1 << (of_size[size] - 1).bit_length()  # counted over all groups of a size, so that they share programs
+        rows = -(-min(most(group[0]), enough) // multiple) * multiple
         found += [ReadingBatch(tuple(group[i : i + rows]), rows) for i in range(0, len(group), rows)]
     return found
 
@@ -131,8 +129,3 @@ def halves(batch: ReadingBatch, multiple: int = 1) -> tuple[ReadingBatch, ...]:
     rows = max(batch.rows // 2 // multiple * multiple, multiple)
     size = min(rows, -(-len(batch.readings) // 2))
     return tuple(ReadingBatch(batch.readings[i : i + size], rows) for i in range(0, len(batch.readings), size))
-
-
-def _power(count: int) -> int:
-    """The smallest power of two >= `count`."""
-    return 1 << (count - 1).bit_length()

@@ -288,15 +288,9 @@ def _setting(given: Any) -> tuple[Setting, ...]:
     return asked
 
 
-def _text(given: Any) -> str:
-    if not isinstance(given, str):
-        raise ValueError(f"{brief(given)}: expected a string")
-    return given
-
-
-def _flag(given: Any) -> bool:
-    if not isinstance(given, bool):
-        raise ValueError(f"{brief(given)}: expected true or false")
+def _of(kind: type, accepted: str, given: Any) -> Any:
+    if not isinstance(given, kind):
+        raise ValueError(f"{brief(given)}: expected {accepted}")
     return given
 
 
@@ -320,6 +314,7 @@ def _size(given: Any) -> float:
     return float(given)
 
 
+_text = partial(_of, str, "a string")
 _READERS: dict[str, Callable[[Any], Any]] = {
     "tasks": lambda given: tuple(_line(TaskLine, "name", line) for line in _several(given)),
     "policies": lambda given: tuple(_line(PolicyLine, "policy", line) for line in _several(given)),
@@ -328,9 +323,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "lengths": lambda given: tuple(_whole(length, most=TOKENS) for length in _several(given)),
     "question": _setting,
     "seed": lambda given: _whole(given, least=0),
-    "chat": _flag,
-    "ends": _flag,
-    "refill": _flag,
+    **dict.fromkeys(("chat", "ends", "refill"), partial(_of, bool, "true or false")),
     "judge": _judge,
     "mesh": _mesh,
     "memory_gb": _size,

@@ -14,18 +14,8 @@ from kvjax.evaluation.planning import RunPlan
 from kvjax.evaluation.records import RESULTS
 from kvjax.files.writing import write_file
 
-FIXED = (
-    "model",
-    "dtype",
-    "data",
-    "seed",
-    "sampler",
-    "new_tokens",
-    "max_length",
-    "chat",
-    "ends",
-    "judge",
-)  # the fields of a grid that must be equal for all lines of a file
+# The fields of a grid that must be equal for all lines of a file.
+FIXED = ("model", "dtype", "data", "seed", "sampler", "new_tokens", "max_length", "chat", "ends", "judge")
 
 
 def check_results(out: Path) -> None:

@@ -6,17 +6,22 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from kvjax.checks import shown
 from kvjax.evaluation.grid import SETTINGS
 
 Key: TypeAlias = tuple[Any, ...]
 Line: TypeAlias = dict[str, Any]
-Check: TypeAlias = Callable[[Any], str | None]
-"""Says what a field must be if its value is something else."""
 
 KEY = ("policy", "budget", "question", "task", "length", "id", "asked")
+
+
+class Check(NamedTuple):
+    """What a field must be, in words, and whether a value is that."""
+
+    expected: str
+    fits: Callable[[Any], bool]
 
 
 def key_of(line: Mapping[str, Any]) -> Key:
@@ -32,9 +37,9 @@ def encoded(line: Mapping[str, Any]) -> bytes:
 def read_answer(data: bytes) -> Line:
     """Parses a line of `results.jsonl`: an answer with its scores, or an error. Raises ValueError, which says why."""
     line = _parsed(data)
-    _check(line, {name: _scalar for name in KEY})
+    _check(line, dict.fromkeys(KEY, _SCALAR))
     if "error" in line:
-        _check(line, {"error": _text})
+        _check(line, {"error": _TEXT})
     else:
         _check(line, _CELL | _ANSWER)
     return line
@@ -60,8 +65,8 @@ def read_lines(path: Path, read: Callable[[bytes], Line]) -> list[Line]:
 
 def checked_scores(scores: Mapping[str, float]) -> dict[str, float]:
     """The scores as a metric returns them. Raises ValueError unless each is a finite number."""
-    if problem := _scores(given := dict(scores)):
-        raise ValueError(f"scores={shown(given)}: expected {problem}")
+    if not _SCORES.fits(given := dict(scores)):
+        raise ValueError(f"scores={shown(given)}: expected {_SCORES.expected}")
     return given
 
 
@@ -83,13 +88,10 @@ def _check(line: Line, checks: Mapping[str, Check]) -> None:
     for name, check in checks.items():
         if name not in line:
             raise ValueError(f"it has no {name}")
-        if problem := check(line[name]):
-            raise ValueError(f"its {name} is {_short(line[name])}: expected {problem}")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+        if not check.fits(line[name]):
+            value = repr(line[name])
+            brief = value if len(value) <= 60 else f"{value[:57]}..."
+            raise ValueError(f"its {name} is {brief}: expected {check.expected}")
 
 
 def is_number(value: Any) -> bool:
@@ -97,68 +99,41 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _number(value: Any, least: float = 0) -> str | None:
-    return None if is_number(value) and value >= least else f"a number >= {least:g}"
+def _is_scores(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(name, str) and is_number(x) for name, x in value.items())
 
 
-def _positive(value: Any) -> str | None:
-    return _number(value, 1)
+_NUMBER = Check("a number >= 0", lambda x: is_number(x) and x >= 0)
+_POSITIVE = Check("a number >= 1", lambda x: is_number(x) and x >= 1)
+_NUMBERS = Check("a list of numbers >= 0", lambda x: isinstance(x, list) and bool(x) and all(map(_NUMBER.fits, x)))
+_OPTIONAL = Check("a number or null", lambda x: x is None or is_number(x))
+_SCALAR = Check("a text, a number or null", lambda x: x is None or isinstance(x, str) or is_number(x))
+_SCORES = Check("an object of finite numbers", _is_scores)
+_SETTING = Check(f"one of {', '.join(SETTINGS)}", lambda x: x in SETTINGS)
+_TEXT = Check("a text", lambda x: isinstance(x, str))
+_LIST = Check("a list", lambda x: isinstance(x, list))
+_MAPPING = Check("an object", lambda x: isinstance(x, dict))
 
-
-def _text(value: Any) -> str | None:
-    return None if isinstance(value, str) else "a text"
-
-
-def _scalar(value: Any) -> str | None:
-    return None if value is None or isinstance(value, str) or is_number(value) else "a text, a number or null"
-
-
-def _optional(value: Any) -> str | None:
-    return None if value is None or is_number(value) else "a number or null"
-
-
-def _setting(value: Any) -> str | None:
-    return None if value in SETTINGS else f"one of {', '.join(SETTINGS)}"
-
-
-def _list(value: Any) -> str | None:
-    return None if isinstance(value, list) else "a list"
-
-
-def _mapping(value: Any) -> str | None:
-    return None if isinstance(value, dict) else "an object"
-
-
-def _numbers(value: Any) -> str | None:
-    fits = isinstance(value, list) and bool(value) and all(_number(x) is None for x in value)
-    return None if fits else "a list of numbers >= 0"
-
-
-def _scores(value: Any) -> str | None:
-    fits = isinstance(value, dict) and all(isinstance(name, str) and is_number(x) for name, x in value.items())
-    return None if fits else "an object of finite numbers"
-
-
-_CELL: dict[str, Check] = {"policy": _text, "budget": _optional, "question": _setting}
+_CELL: dict[str, Check] = {"policy": _TEXT, "budget": _OPTIONAL, "question": _SETTING}
 _ANSWER: dict[str, Check] = {
-    "task": _text,
-    "length": _optional,
-    "id": _text,
-    "asked": _number,
-    "text": _text,
-    "scores": _scores,
-    "tokens": _list,
-    "prompt_tokens": _positive,
-    "compressed_tokens": _positive,
-    "kept": _numbers,
-    "kv_bytes_end": _number,
-    "meta": _mapping,
+    "task": _TEXT,
+    "length": _OPTIONAL,
+    "id": _TEXT,
+    "asked": _NUMBER,
+    "text": _TEXT,
+    "scores": _SCORES,
+    "tokens": _LIST,
+    "prompt_tokens": _POSITIVE,
+    "compressed_tokens": _POSITIVE,
+    "kept": _NUMBERS,
+    "kv_bytes_end": _NUMBER,
+    "meta": _MAPPING,
 }
 _SECONDS: dict[str, Check] = {
-    "read_seconds": _number,
-    "ask_seconds": _number,
-    "decode_seconds": _number,
-    "decoded_tokens": _number,
-    "prompts": _positive,
-    "answers": _positive,
+    "read_seconds": _NUMBER,
+    "ask_seconds": _NUMBER,
+    "decode_seconds": _NUMBER,
+    "decoded_tokens": _NUMBER,
+    "prompts": _POSITIVE,
+    "answers": _POSITIVE,
 }

@@ -1,7 +1,8 @@
-"""Loads the model that a grid names, or only its config and tokenizer."""
+"""Loads the model that a grid names, or plans a run by its config and tokenizer alone."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,7 +10,9 @@ import jax.numpy as jnp
 from kvjax.checkpoint import CheckpointError, dtype_named, load_named, locate, read_headers, source_of
 from kvjax.checkpoint.folder import DEMO, DOWNLOADED
 from kvjax.evaluation.grid import Grid
-from kvjax.models import Decoder, DecoderConfig
+from kvjax.evaluation.items import Item, Refusal, read_items
+from kvjax.evaluation.planning import RunPlan
+from kvjax.models import Decoder
 
 
 def load_model(grid: Grid) -> tuple[Decoder, Any]:
@@ -22,8 +25,13 @@ def load_model(grid: Grid) -> tuple[Decoder, Any]:
     return load_named(_path(grid), grid.dtype, grid.mesh, grid.gates)
 
 
-def describe_model(grid: Grid) -> tuple[DecoderConfig, Any, Any]:
-    """The config, the tokenizer and the dtype, without reading or downloading weights. Raises as `load_model` does."""
+def plan_run(grid: Grid, only: Sequence[str] | None = None) -> RunPlan:
+    """The plan of a grid, without reading or downloading weights. Raises as `load_model` and `read_items` do.
+
+    Args:
+        grid: the grid.
+        only: names or patterns that select some of the grid's tasks; all tasks by default.
+    """
     path, dtype = _path(grid), dtype_named(grid.dtype)
     source = source_of(locate(path, [name for name in DOWNLOADED if "safetensors" not in name]))
     config = source.config()
@@ -33,7 +41,14 @@ def describe_model(grid: Grid) -> tuple[DecoderConfig, Any, Any]:
         raise CheckpointError(path, problems)
     if tokenizer is None:
         raise ValueError(f"{path} has no tokenizer: expected a checkpoint with a tokenizer")
-    return config, tokenizer, dtype or jnp.result_type(*read_headers(source)[1])
+    found = list(read_items(grid, tokenizer, config.max_positions, only))
+    return RunPlan(
+        grid,
+        items=tuple(item for item in found if isinstance(item, Item)),
+        refusals=tuple(refusal for refusal in found if isinstance(refusal, Refusal)),
+        config=config,
+        dtype=dtype or jnp.result_type(*read_headers(source)[1]),
+    )
 
 
 def _path(grid: Grid) -> str:

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from kvjax.files.writing import new_file
 
-COLOURS = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#CC79A7",
-    "#D55E00",
-    "#56B4E9",
-    "#000000",
-)  # distinguishable with colour blindness
+# Distinguishable with colour blindness.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"
 
 
@@ -38,13 +32,9 @@ def accuracy_by_budget(
         ImportError: if matplotlib is not installed.
         OSError: if the file cannot be written. It is then as it was.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, and no global state
-    from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 
-    figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure, (axes,) = new_figure(1, width=6, height=5)
     axes.axhline(full, color="0.35", linestyle="--", linewidth=1.5, label="full cache", zorder=1)
     budgets = sorted({budget for points in curves.values() for budget, _ in points})
     for i, (name, points) in enumerate(curves.items()):
@@ -66,12 +56,28 @@ def accuracy_by_budget(
     axes.set_xticks(budgets, [f"{budget:,}" for budget in budgets])
     axes.set_ylim(-0.04, 1.04)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.grid(axis="y", color="0.9")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("budget (entries per kv head)")
     axes.set_ylabel("exact match")
     axes.set_title(title, loc="left", fontsize=11)
     figure.legend(loc="outside right center", frameon=False)
     with new_file(path) as new:
-        figure.savefig(new)
+        figure.savefig(new, dpi=150)
+
+
+def new_figure(count: int, width: float, height: float) -> tuple[Any, Sequence[Any]]:
+    """A figure with `count` panels, up to three per row. Raises ImportError if matplotlib is not installed."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # needs no display and no global state
+    from matplotlib.figure import Figure
+
+    across = min(count, 3)
+    down = -(-count // across)
+    figure = Figure(figsize=(width * across + 2, height * down), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    found = list(figure.subplots(down, across, squeeze=False).flat)
+    for axes in found[count:]:
+        axes.set_visible(False)
+    for axes in found:
+        axes.grid(axis="y", color="0.9")
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, found[:count]

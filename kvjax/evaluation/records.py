@@ -74,7 +74,9 @@ class Records:
         known = set(planned)
         wanted = planned + [key for key in self._at if key not in known]
         if wanted != self._order:
-            self._rewrite([self._line(key) for key in wanted])
+            _replace(self._path, [self._line(key) for key in wanted])
+            self._file.close()
+            self._file = self._path.open("a+b")
             self._order = wanted
 
     def _line(self, key: Key) -> bytes:
@@ -87,12 +89,6 @@ class Records:
         self._at[key] = at, size
         self._order.append(key)
         (self._failed.add if "error" in line else self._failed.discard)(key)
-
-    def _rewrite(self, lines: Iterable[bytes]) -> None:
-        """Replaces the file atomically by one with these lines."""
-        _replace(self._path, lines)
-        self._file.close()
-        self._file = self._path.open("a+b")
 
 
 def repaired(
@@ -119,5 +115,6 @@ def repaired(
 
 
 def _replace(path: Path, lines: Iterable[bytes]) -> None:
+    """Replaces a file atomically by one with these lines."""
     with new_file(path) as new, new.open("wb") as file:
         file.writelines(lines)

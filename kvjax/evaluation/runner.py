@@ -87,7 +87,10 @@ def record(plan: RunPlan, work: Work, out: Path, watch: Watch | None = None) -> 
         planned = [key for one in cells for batch in one.batches for key in keys_of(one.cell, batch.readings)]
         before = sum(key in records for key in planned)
         watch.begin(len(planned) - before)
-        tasks = [task.without(records) for task in _tasks(plan)]
+        tasks = [
+            Task(i, sweep.refilled, tuple((batch, sweep.cells) for batch in sweep.batches)).without(records)
+            for i, sweep in enumerate(plan.sweeps)
+        ]
         for part in work([task for task in tasks if task.asked], watch.say):
             watch.cell(part.cell)
             failed |= {key_of(line): line for line in part.lines if "error" in line}
@@ -100,12 +103,6 @@ def record(plan: RunPlan, work: Work, out: Path, watch: Watch | None = None) -> 
         records.finish(plan.order())
         after = sum(key in records for key in planned)
     return Summary(after, len(planned), after - before, tuple(map(sentence, [*refused, *failed.values()])))
-
-
-def _tasks(plan: RunPlan) -> Iterator[Task]:
-    """All that a plan asks, a task per sweep."""
-    for i, sweep in enumerate(plan.sweeps):
-        yield Task(i, sweep.refilled, tuple((batch, sweep.cells) for batch in sweep.batches))
 
 
 def _timings(path: Path, say: Callable[[str], None]) -> BinaryIO:

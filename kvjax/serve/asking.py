@@ -112,18 +112,14 @@ async def ask(engine: Engine, request: Completion | Chat) -> Asked:
     try:
         for prompt in request.prompts:
             for i in range(request.n or 1):
-                await run_in_threadpool(submit_one, prompt, _wrapped(seed + i))
+                wrapped = (seed + i + 2**63) % 2**64 - 2**63  # a seed of 64 bits
+                await run_in_threadpool(submit_one, prompt, wrapped)
     except BaseException as error:
         gone.set()
         for handle in handles:
             handle.cancel()
         raise _told(error) from None
     return Asked(request, handles, seed)
-
-
-def _wrapped(seed: int) -> int:
-    """A seed of 64 bits."""
-    return (seed + 2**63) % 2**64 - 2**63
 
 
 def _told(error: BaseException) -> BaseException:

@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from kvjax.engine import Answer, Token
 
 from .asking import Asked
 
-_REASONS = {"end": "stop", "stop": "stop", "length": "length"}
+_REASONS = {None: None, "end": "stop", "stop": "stop", "length": "length"}
 Piece = tuple[str, list[Token]]
 """Text that is certain, and the tokens since the last piece."""
 
 
-class Form(Protocol):
-    """How an endpoint writes answers."""
-
-    def whole(self, asked: Asked, answers: Sequence[Answer]) -> dict[str, Any]:
-        """The document of a request that does not stream."""
-
-    def opening(self, asked: Asked) -> list[dict[str, Any]]:
-        """The documents before the first piece of a stream."""
-
-    def piece(self, asked: Asked, index: int, piece: Piece, finish: str | None) -> dict[str, Any]:
-        """The document of a piece; `finish` is the engine's reason, with the last piece of an answer."""
-
-
 @dataclass(frozen=True)
-class _Documents:
-    """What both forms share.
+class Form(ABC):
+    """How an endpoint writes answers.
 
     Attributes:
         model: the name of the model.
@@ -39,6 +27,18 @@ class _Documents:
 
     model: str
     tokenizer: Any
+
+    @abstractmethod
+    def whole(self, asked: Asked, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The document of a request that does not stream."""
+
+    def opening(self, asked: Asked) -> list[dict[str, Any]]:
+        """The documents before the first piece of a stream."""
+        return []
+
+    @abstractmethod
+    def piece(self, asked: Asked, index: int, piece: Piece, finish: str | None) -> dict[str, Any]:
+        """The document of a piece; `finish` is the engine's reason, with the last piece of an answer."""
 
     def _document(self, asked: Asked, kind: str, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -64,15 +64,12 @@ def _counted(answers: Sequence[Answer]) -> int:
 
 
 @dataclass(frozen=True)
-class Completions(_Documents):
+class Completions(Form):
     """The form of `/v1/completions`."""
 
     def whole(self, asked: Asked, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = [self._choice(asked, i, (a.text or "", _tokens(a)), a.finish) for i, a in enumerate(answers)]
         return self._document(asked, "cmpl", "text_completion", choices) | {"usage": asked.usage(_counted(answers))}
-
-    def opening(self, asked: Asked) -> list[dict[str, Any]]:
-        return []
 
     def piece(self, asked: Asked, index: int, piece: Piece, finish: str | None) -> dict[str, Any]:
         return self._document(asked, "cmpl", "text_completion", [self._choice(asked, index, piece, finish)])
@@ -87,12 +84,11 @@ class Completions(_Documents):
                 "top_logprobs": None,
                 "text_offset": None,
             }
-        reason = None if finish is None else _REASONS[finish]
-        return {"index": index, "text": text, "logprobs": log_probs, "finish_reason": reason}
+        return {"index": index, "text": text, "logprobs": log_probs, "finish_reason": _REASONS[finish]}
 
 
 @dataclass(frozen=True)
-class Chats(_Documents):
+class Chats(Form):
     """The form of `/v1/chat/completions`."""
 
     def whole(self, asked: Asked, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -119,15 +115,12 @@ class Chats(_Documents):
     def _chunk(
         self, asked: Asked, index: int, delta: dict[str, Any], log_probs: dict[str, Any] | None, finish: str | None
     ) -> dict[str, Any]:
-        reason = None if finish is None else _REASONS[finish]
-        choice = {"index": index, "delta": delta, "logprobs": log_probs, "finish_reason": reason}
+        choice = {"index": index, "delta": delta, "logprobs": log_probs, "finish_reason": _REASONS[finish]}
         return self._document(asked, "chatcmpl", "chat.completion.chunk", [choice])
 
     def _log_probs(self, asked: Asked, tokens: Sequence[Token]) -> dict[str, Any] | None:
         if not asked.log_probs:
             return None
-        return {"content": [self._log_prob(token) for token in tokens], "refusal": None}
-
-    def _log_prob(self, token: Token) -> dict[str, Any]:
-        text = self._spelled(token.id)
-        return {"token": text, "bytes": list(text.encode()), "logprob": token.log_prob, "top_logprobs": []}
+        found = [(self._spelled(token.id), token.log_prob) for token in tokens]
+        content = [{"token": x, "bytes": list(x.encode()), "logprob": p, "top_logprobs": []} for x, p in found]
+        return {"content": content, "refusal": None}

@@ -25,16 +25,20 @@ Nothing = Literal[0] | None
 Empty = Annotated[list[Any] | dict[str, Any], Field(max_length=0)] | None
 
 
-class StreamOptions(BaseModel):
-    """Options of a stream."""
+class Strict(BaseModel):
+    """Refuses unknown fields, and values of other types."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Strict):
+    """Options of a stream."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class Common(BaseModel):
+class Common(Strict):
     """What completions and chats have in common.
 
     Attributes:
@@ -42,8 +46,6 @@ class Common(BaseModel):
         seed: determines the draws. Without it the server draws a seed; the answer says which.
         top_k, min_p, repetition_penalty, ignore_eos: not in OpenAI's API. See `kvjax.Sampler`.
     """
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str
     n: Most16 | None = 1
@@ -139,19 +141,15 @@ class Completion(Common):
         return self.logprobs is not None
 
 
-class Part(BaseModel):
+class Part(Strict):
     """A part of a message. Only text is accepted."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["text"]
     text: str
 
 
-class Message(BaseModel):
+class Message(Strict):
     """A message of a chat. A "developer" is what templates call "system"."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[Part]
@@ -164,10 +162,8 @@ class Message(BaseModel):
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
-class Form(BaseModel):
+class Form(Strict):
     """The form of an answer. Only text is available."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["text"]
 

@@ -39,6 +39,5 @@ class Settings:
         if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
             raise ValueError("the API key is empty or has other characters: expected visible ASCII characters")
         for name in ("max_body", "timeout", "body_timeout"):
-            value = getattr(self, name)
-            if not value > 0:
+            if not (value := getattr(self, name)) > 0:
                 raise ValueError(f"{name}={shown(value)}: expected a number > 0")

@@ -13,25 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from gguf import GGUF_DEFAULT_ALIGNMENT, GGUF_MAGIC, GGUF_VERSION, GGUFValueType
+from gguf import GGUF_DEFAULT_ALIGNMENT, GGUF_MAGIC, GGUF_VERSION, GGUFReader, GGUFValueType
 
 from kvjax.checkpoint.errors import CheckpointError
 from kvjax.checks import shown
 
 VERSIONS = (2, GGUF_VERSION)
-SCALARS = {
-    GGUFValueType.UINT8: "u1",
-    GGUFValueType.INT8: "i1",
-    GGUFValueType.UINT16: "u2",
-    GGUFValueType.INT16: "i2",
-    GGUFValueType.UINT32: "u4",
-    GGUFValueType.INT32: "i4",
-    GGUFValueType.FLOAT32: "f4",
-    GGUFValueType.BOOL: "?",
-    GGUFValueType.UINT64: "u8",
-    GGUFValueType.INT64: "i8",
-    GGUFValueType.FLOAT64: "f8",
-}
+SCALARS = GGUFReader.gguf_scalar_to_np  # the dtype of each type of value
 MOST_AXES = 4
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gguf import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from kvjax.checkpoint.folder import first_line, transformers_quietly
@@ -19,17 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SPACE = "\u2581"  # SentencePiece's space
-
-
-class Kind(IntEnum):
-    """The types of tokens."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
 
 
 class Splitting(NamedTuple):
@@ -128,7 +117,9 @@ def _vocabulary(keys: Mapping[str, Any]) -> _Vocabulary:
     tokens = _listed(keys, "tokens", str)
     if len(set(tokens)) < len(tokens):
         raise _BadTokenizerError("tokenizer.ggml.tokens has a token twice")
-    kinds = _listed(keys, "token_type", int, len(tokens)) if "token_type" in keys else [int(Kind.NORMAL)] * len(tokens)
+    kinds = (
+        _listed(keys, "token_type", int, len(tokens)) if "token_type" in keys else [int(TokenType.NORMAL)] * len(tokens)
+    )
     return _Vocabulary(tokens, kinds)
 
 
@@ -200,7 +191,7 @@ def _merges(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str
     normal = {
         token: score
         for token, kind, score in zip(vocabulary.tokens, vocabulary.kinds, scores, strict=True)
-        if kind == Kind.NORMAL
+        if kind == TokenType.NORMAL
     }
     pairs = [
         (-score, token[:cut], token[cut:])
@@ -224,10 +215,10 @@ def _add_tokens(backend: Tokenizer, vocabulary: _Vocabulary, stripped: bool) -> 
     """
     kept = ("<unk>", "<s>", "<|endoftext|>")
     for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True):
-        if kind in (Kind.CONTROL, Kind.UNKNOWN):
+        if kind in (TokenType.CONTROL, TokenType.UNKNOWN):
             added = AddedToken(token, special=True, normalized=False, rstrip=stripped and token not in kept)
             backend.add_special_tokens([added])
-        elif kind == Kind.USER_DEFINED:
+        elif kind == TokenType.USER_DEFINED:
             backend.add_tokens([AddedToken(token, normalized=False)])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 
 _LATEX = {
@@ -12,7 +13,6 @@ _LATEX = {
     "<": "$<$",
     ">": "$>$",
 } | {c: f"\\{c}" for c in "&%$#_{}"}
-_HTML = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 _FORMULA = "=+-@"  # spreadsheets run a cell that begins with one of these
 
 
@@ -24,7 +24,7 @@ def line(text: str) -> str:
 def markdown(text: str) -> str:
     """The text in Markdown, without markup, HTML and the ends of table cells. It shows as it is."""
     escaped = re.sub(r"[\\`*\[\]|~]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", line(text))  # a_b is no markup
-    return "".join(_HTML.get(c, c) for c in escaped)
+    return html.escape(escaped, quote=False)
 
 
 def latex(text: str) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from kvjax.evaluation.lines import is_number
-from kvjax.evaluation.picture import COLOURS, MARKERS
+from kvjax.evaluation.picture import COLOURS, MARKERS, new_figure
 from kvjax.evaluation.report import escape
 from kvjax.evaluation.report.results import CellResults, Results
 from kvjax.evaluation.report.statistics import area, curve
@@ -35,7 +34,7 @@ def curves(path: Path, results: Results) -> bool:
     found = {question: drawn for question, drawn in found.items() if drawn}
     if not found:
         return False
-    figure, panels = _figure(len(found), width=6.5, height=4.5)
+    figure, panels = new_figure(len(found), width=6.5, height=4.5)
     ranked = sorted(
         dict.fromkeys(policy for drawn in found.values() for policy in drawn),
         key=lambda policy: -max(area(drawn.get(policy, [])) or 0 for drawn in found.values()),
@@ -86,7 +85,7 @@ def needles(path: Path, results: Results, question: str) -> bool:
     maps = {name: places for name, places in maps.items() if places}
     if not maps:
         return False
-    figure, panels = _figure(len(maps), width=4.5, height=3.2)
+    figure, panels = new_figure(len(maps), width=4.5, height=3.2)
     for axes, (name, places) in zip(panels, maps.items(), strict=True):
         depths, lengths = (sorted({place[axis] for place in places}) for axis in (0, 1))
         values = np.full((len(depths), len(lengths)), np.nan)
@@ -125,7 +124,7 @@ def layers(path: Path, results: Results, question: str) -> bool:
     chosen = chosen[:PANELS]
     if not chosen:
         return False
-    figure, panels = _figure(len(chosen), width=4.5, height=3.2)
+    figure, panels = new_figure(len(chosen), width=4.5, height=3.2)
     for axes, cell in zip(panels, chosen, strict=True):
         for i, (task, rows) in enumerate(shares(cell).items()):
             colour, x = COLOURS[i % len(COLOURS)], range(rows.shape[1])
@@ -140,25 +139,6 @@ def layers(path: Path, results: Results, question: str) -> bool:
     figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=7)
     figure.savefig(path)
     return True
-
-
-def _figure(count: int, width: float, height: float) -> tuple[Any, Sequence[Any]]:
-    """A figure with `count` panels, up to three per row. Raises ImportError if matplotlib is not installed."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # needs no display and no global state
-    from matplotlib.figure import Figure
-
-    across = min(count, 3)
-    down = -(-count // across)
-    figure = Figure(figsize=(width * across + 2, height * down), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = list(figure.subplots(down, across, squeeze=False).flat)
-    for axes in panels[count:]:
-        axes.set_visible(False)
-    for axes in panels:
-        axes.grid(axis="y", color="0.9")
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-    return figure, panels[:count]
 
 
 Draw = Callable[[Path, Results, str], bool]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ from jaxtyping import Float
 
 from kvjax.evaluation.grid import SETTINGS, Budget
 from kvjax.evaluation.header import labels, read_header
-from kvjax.evaluation.lines import key_of, read_answer, read_lines, read_timing
+from kvjax.evaluation.lines import Line, key_of, read_answer, read_lines, read_timing
 from kvjax.evaluation.tasks import registry
 from kvjax.evaluation.tasks.task import mean_scores
 
@@ -151,50 +151,35 @@ def read_results(folders: Iterable[str | os.PathLike[str]]) -> list[Results]:
     Raises:
         ValueError: if a folder has no results, if a file of it is damaged, or if no answer of a model has a score.
     """
-    lines: dict[str, dict[Any, dict[str, Any]]] = {}
-    timings: dict[str, list[dict[str, Any]]] = {}
-    headers: dict[str, dict[str, Any]] = {}
-    places: dict[str, dict[str, int]] = {}
+    runs: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
     for folder in map(Path, folders):
-        run = read_header(folder)
-        model = run["grid"]["model"]
-        headers.setdefault(model, run)
-        place = places.setdefault(model, {})
-        for label in labels(run):
-            place.setdefault(label, len(place))
-        for path in sorted(folder.glob("results*.jsonl")):
-            lines.setdefault(model, {}).update((key_of(line), line) for line in read_lines(path, read_answer))
-        for path in sorted(folder.glob("timings*.jsonl")):
-            timings.setdefault(model, []).extend(read_lines(path, read_timing))
-    return [
-        _of_model(model, run, places[model], lines.get(model, {}), timings.get(model, []))
-        for model, run in headers.items()
-    ]
+        header = read_header(folder)
+        runs.setdefault(header["grid"]["model"], []).append((folder, header))
+    return [_of_model(model, some) for model, some in runs.items()]
 
 
-def _of_model(
-    model: str,
-    run: Mapping[str, Any],
-    place: Mapping[str, int],
-    lines: Mapping[Any, dict[str, Any]],
-    timings: Iterable[Mapping[str, Any]],
-) -> Results:
+def _of_model(model: str, runs: Sequence[tuple[Path, Mapping[str, Any]]]) -> Results:
+    def read(pattern: str, parse: Callable[[bytes], Line]) -> list[Line]:
+        return [line for folder, _ in runs for path in sorted(folder.glob(pattern)) for line in read_lines(path, parse)]
+
+    lines = {key_of(line): line for line in read("results*.jsonl", read_answer)}
+    header = runs[0][1]
+    place = {label: i for i, label in enumerate(dict.fromkeys(label for _, run in runs for label in labels(run)))}
     by_cell: dict[CellName, tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]] = {}
     for line in lines.values():
         if "error" not in line:
             by_cell.setdefault(_name(line), ([], []))[0].append(line)
     if not by_cell:
         raise ValueError(f"no answer of {model} has a score: expected results with at least one scored answer")
-    for took in timings:
+    for took in read("timings*.jsonl", read_timing):
         if "read_seconds" in took and _name(took) in by_cell:
             by_cell[_name(took)][1].append(took)
     dropped = tuple(dict.fromkeys(name.policy for name in by_cell if name.policy not in place))
     # The files of several hosts may have other orders.
     names = sorted(by_cell, key=lambda name: place.get(name.policy, len(place)))
     cells = {name: CellResults(name, *map(tuple, by_cell[name])) for name in names}
-    return Results(
-        model, run["grid"]["title"], run["model"], cells, sum("error" in line for line in lines.values()), dropped
-    )
+    errors = sum("error" in line for line in lines.values())
+    return Results(model, header["grid"]["title"], header["model"], cells, errors, dropped)
 
 
 def _name(line: Mapping[str, Any]) -> CellName:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -195,7 +196,7 @@ def comparison(results: Results, question: str, policy: str) -> Table | None:
     if not rows:
         return None
     return Table(
-        f"against_{_file(policy)}_{question}",
+        re.sub(r"\W", "_", f"against_{policy}_{question}"),
         f"{results.model}: difference to {policy} in points, paired bootstrap, {MEANING[question]}",
         ("policy", "budget", "difference", "95 % interval", "p"),
         tuple(rows),
@@ -272,7 +273,3 @@ def _with_interval(cell: CellResults | None, columns: tuple[Column, ...]) -> str
         return ""
     half = 50 * (found.high - found.low)
     return percent(found.mean) if math.isnan(half) else f"{percent(found.mean)} ± {half:.1f}"
-
-
-def _file(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name)

@@ -61,19 +61,6 @@ class Deck:
 
 
 @dataclass(frozen=True)
-class TextKind:
-    """A kind of text with its questions.
-
-    Attributes:
-        name: the name of the task.
-        facts: draws the facts of a text of `length` tokens.
-    """
-
-    name: str
-    facts: Callable[[int, np.random.Generator, Deck], Facts]
-
-
-@dataclass(frozen=True)
 class Document:
     """A text of N tokens and its (question, answer) pairs, all int32 ids; each question is asked on its own."""
 
@@ -192,18 +179,17 @@ def frequent(length: int, rng: np.random.Generator, deck: Deck) -> Facts:
     return Facts(statements, [DemoQuestion("recall what most votes are for :", f"for {winner}")])
 
 
-TASKS: dict[str, TextKind] = {
-    kind.__name__: TextKind(kind.__name__, kind)
-    for kind in (needle, needles, keys, variables, labels, copying, frequent)
+TASKS: dict[str, Callable[[int, np.random.Generator, Deck], Facts]] = {
+    facts.__name__: facts for facts in (needle, needles, keys, variables, labels, copying, frequent)
 }
+"""By the name of a task, what draws the facts of a text of so many tokens."""
 
 
 def filler(length: int, rng: np.random.Generator) -> list[str]:
     """Sentences without facts that have `length` words in total; `length` is 0 or at least SHORTEST_FILLER."""
     sentences = []
     while length:
-        longest = min(LONGEST_FILLER, length)
-        size = int(rng.integers(SHORTEST_FILLER, longest + 1))
+        size = int(rng.integers(SHORTEST_FILLER, min(LONGEST_FILLER, length) + 1))
         if 0 < length - size < SHORTEST_FILLER:  # the rest must be empty or long enough for a sentence
             size = length if length <= LONGEST_FILLER else length - SHORTEST_FILLER
             size = min(size, LONGEST_FILLER)
@@ -248,7 +234,7 @@ def document(task: str, length: int, rng: np.random.Generator) -> Document:
     """
     if task not in TASKS:
         raise ValueError(f"unknown task {shown(task)}: expected one of {', '.join(TASKS)}")
-    facts = TASKS[task].facts(length, rng, Deck(rng))
+    facts = TASKS[task](length, rng, Deck(rng))
     questions = [(encode(question.text), encode(question.answer)) for question in facts.questions]
     context = weave(facts.statements, length - len(questions[0][0]), rng)  # a task's questions have one length
     return Document(context, tuple(questions))

@@ -28,24 +28,25 @@ class Record:
             raise DataError(f"{where} is {_kind(value)}; expected a JSON object")
         return cls(where, value)
 
-    def _get(self, name: str, expected: str) -> Any:
+    def _get(self, name: str, kind: type, expected: str) -> Any:
+        """The field, which must be of a kind."""
         if name not in self.fields:
             raise DataError(f"{self.where}: field {shown(name)} is missing; expected {expected}")
-        return self.fields[name]
+        if not isinstance(value := self.fields[name], kind) or isinstance(value, bool):
+            raise DataError(f"{self.where}: field {shown(name)} is {_kind(value)}; expected {expected}")
+        return value
 
     def text(self, name: str, *, empty: bool = False) -> str:
         """The field as a string, which may be blank only if `empty`. Raises DataError."""
-        value = self._get(name, "a string")
-        if not isinstance(value, str):
-            raise DataError(f"{self.where}: field {shown(name)} is {_kind(value)}; expected a string")
+        value = self._get(name, str, "a string")
         if not value.strip() and not empty:
             raise DataError(f"{self.where}: field {shown(name)} is empty; expected a text")
         return value
 
     def texts(self, name: str) -> tuple[str, ...]:
         """The field as a list of at least one string. Raises DataError."""
-        value = self._get(name, "a list of strings")
-        if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
+        value = self._get(name, list, "a list of at least one string")
+        if not value or not all(isinstance(one, str) for one in value):
             raise DataError(
                 f"{self.where}: field {shown(name)} is {_kind(value)}; expected a list of at least one string"
             )
@@ -53,21 +54,15 @@ class Record:
 
     def integer(self, name: str) -> int:
         """The field as an integer. Raises DataError."""
-        value = self._get(name, "an integer")
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise DataError(f"{self.where}: field {shown(name)} is {_kind(value)}; expected an integer")
-        return value
+        return self._get(name, int, "an integer")
 
     def items(self, name: str) -> list[Any]:
         """The field as a list. Raises DataError."""
-        value = self._get(name, "a list")
-        if not isinstance(value, list):
-            raise DataError(f"{self.where}: field {shown(name)} is {_kind(value)}; expected a list")
-        return value
+        return self._get(name, list, "a list")
 
     def object(self, name: str) -> Record:
         """The field as a record. Raises DataError."""
-        return Record.of(f"{self.where}, {name}", self._get(name, "an object"))
+        return Record.of(f"{self.where}, {name}", self._get(name, object, "an object"))
 
     def records(self, name: str) -> list[Record]:
         """The field as a list of records. Raises DataError."""

@@ -1,0 +1,60 @@
+"""What commands read before they begin: a model, its headers, and texts that it is trained or measured on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvjax.cli.console import working
+from kvjax.runtime.compiled import keep_compiled
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from kvjax.files.texts import Stream
+    from kvjax.models import Decoder, DecoderConfig
+
+
+def load(
+    model: str, dtype: str | None, mesh: str, gates: Sequence[str] | None = None, *, quiet: bool = False
+) -> tuple[Decoder, PreTrainedTokenizerBase]:
+    """Loads a model and its tokenizer as `load_named` does, and keeps the programs that it will run.
+
+    Args:
+        mesh: DATAxMODEL.
+        quiet: whether to show nothing meanwhile.
+    """
+    from kvjax.checkpoint import load_named, mesh_sizes
+
+    keep_compiled()
+    with working(f"loading {model}", quiet=quiet):
+        return load_named(model, dtype, mesh_sizes(mesh), gates or ())
+
+
+def read_model(path: str, dtype: str | None, *, quiet: bool) -> tuple[DecoderConfig, int, tuple[str, ...], Any]:
+    """The config, the number of parameters, their stored dtypes, and the dtype to use, without reading weights."""
+    import jax.numpy as jnp
+
+    from kvjax.checkpoint import dtype_named, locate, read_headers, source_of
+
+    with working(f"reading {path}", quiet=quiet):
+        source = source_of(locate(path, patterns=("config.json",)))
+        config = source.config()
+        parameters, stored = read_headers(source)
+    return config, parameters, stored, dtype_named(dtype) or jnp.result_type(*stored)
+
+
+def load_with_texts(
+    model: str, dtype: str | None, mesh: str, data: Path, length: int
+) -> tuple[Decoder, PreTrainedTokenizerBase, Stream]:
+    """Loads a model, its tokenizer, and texts for windows of `length` tokens.
+
+    Raises ValueError if one of them cannot be read, the texts are shorter, or the model has fewer positions.
+    """
+    from kvjax.files.texts import read_stream
+
+    params, tokenizer = load(model, dtype, mesh)
+    if length > params.config.max_positions:
+        raise ValueError(f"length={length}: expected at most {params.config.max_positions}, the model's positions")
+    return params, tokenizer, read_stream(data, tokenizer, least=length)
