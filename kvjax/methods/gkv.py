@@ -19,10 +19,8 @@ from kvjax.pallas_kernels import Reduction
 from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_integer, check_number
 
 from .common.budgets import budget_of
-from .common.drop import Drop
 from .common.redundancy import redundancy
 from .common.refusals import check_window
-from .common.top_tokens import TopTokens
 from .common.window_attention import QueryRing, WindowAttention
 from .registry import preset
 
@@ -131,8 +129,6 @@ def gkv(
     return Policy(
         score=GlobalAttention(window, decay, mix, threshold),
         budget=budget_of(budget),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(recent=window),
         every=every,
     )

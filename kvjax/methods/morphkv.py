@@ -41,9 +41,7 @@ from kvjax.policy import (
 
 from .common.budgets import budget_of
 from .common.dense_layers import DenseLayers
-from .common.drop import Drop
 from .common.refusals import check_window
-from .common.top_tokens import TopTokens
 from .common.window_attention import QueryRing, WindowAttention
 from .registry import preset
 
@@ -247,8 +245,6 @@ def morphkv(
     return Policy(
         score=score,
         budget=DenseLayers(entries, dense_layers) if dense_layers else entries,
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(recent=window),
         every=every,
     )

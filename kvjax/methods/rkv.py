@@ -23,11 +23,9 @@ from kvjax.pallas_kernels import capped
 from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_integer, check_number
 
 from .common.budgets import budget_of
-from .common.drop import Drop
 from .common.pooling import Pooling
 from .common.redundancy import redundancy, softmax
 from .common.refusals import check_window
-from .common.top_tokens import TopTokens
 from .common.window_attention import QueryRing
 from .registry import preset
 
@@ -132,8 +130,6 @@ def rkv(
     return Policy(
         score=JointImportance(window, Pooling("max", kernel), mix, threshold),
         budget=budget_of(budget),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(recent=window),
         every=every,
     )

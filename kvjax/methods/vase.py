@@ -18,10 +18,8 @@ from kvjax.pallas_kernels import Reduction, top_tokens
 from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_integer, check_number
 
 from .common.budgets import budget_of
-from .common.drop import Drop
 from .common.pooling import Pooling
 from .common.refusals import check_by_entry, check_window
-from .common.top_tokens import TopTokens
 from .common.window_attention import QueryRing, WindowAttention
 from .registry import preset
 
@@ -132,8 +130,6 @@ def vase(
     return Policy(
         score=StochasticAttention(window, Pooling("avg", kernel), large, sinks, seed),
         budget=budget_of(budget),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(sinks=sinks, recent=window),
         every=every,
     )

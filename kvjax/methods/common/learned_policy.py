@@ -8,10 +8,8 @@ from kvjax.methods.adakv import AdaptiveShares
 from kvjax.policy import AllocatedBudget, Budget, Policy, Protect, check_choice
 
 from .budgets import budget_of
-from .drop import Drop
 from .global_shares import GlobalShares
 from .learned import LearnedScore
-from .top_tokens import TopTokens
 
 
 def learned(
@@ -35,8 +33,6 @@ def learned(
     return Policy(
         score=LearnedScore(gates),
         budget=shared[level],
-        select=TopTokens(),
-        merge=Drop(),
         protect=protect,
         every=every,
     )
