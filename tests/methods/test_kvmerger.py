@@ -17,7 +17,7 @@ from kvjax.models import AttentionLayer, Rope
 from kvjax.pallas_kernels import Reduction, slot_attention, window_scores
 from kvjax.parts import Drop, GaussianMerge
 from kvjax.policies import kvmerger
-from kvjax.policy import Moment
+from kvjax.policy import Moment, Ranked
 from tests import tiny
 from tests.methods.literal_merging import condense, cosine, merging_sets
 from tests.methods.reference import attended, rotated, softmax
@@ -41,7 +41,8 @@ def condensed(merge, entries, scores, size):
         jnp.max(entries.positions[:, 0], axis=-1) + 1, AttentionLayer(0, Rope(1e4), None, 1.0, jnp.zeros(0))
     )
     counts = jnp.full(entries.capacity.shape, size)
-    return merge.compress(entries, moment, scores, counts, size, lambda scores, positions: positions)[0]
+    ranked = Ranked(scores, entries.positions, counts, size)
+    return merge.compress(entries, moment, ranked, lambda ranked: ranked.positions)[0]
 
 
 @pytest.mark.parametrize("rule", ["anchor", "chain"])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvjax.parts import Everything, Fixed, Fraction, Pyramid
+from kvjax.parts import Everything, Fixed, Fraction, Pyramid, most_entries
 
 
 def layers_of(budget, length, layers):
