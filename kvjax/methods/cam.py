@@ -23,7 +23,7 @@ from kvjax.policy import Effects, Merge, Moment, Policy, Protect, Ranked, Select
 
 from .common.accumulated import AccumulatedAttention
 from .common.budgets import budget_of
-from .common.random_draw import RandomDraw
+from .common.by_position import RandomDraw
 from .registry import preset
 
 

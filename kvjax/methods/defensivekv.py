@@ -27,8 +27,8 @@ from kvjax.policy import Moment, Policy, Protect, check_choice
 
 from .adakv import AdaptiveShares
 from .common.budgets import budget_of
-from .common.global_shares import GlobalShares
 from .common.pooling import Pooling
+from .common.shares import GlobalShares
 from .common.window_attention import WindowAttention
 from .criticalkv import ProjectedValues
 from .registry import preset

@@ -21,8 +21,8 @@ from kvjax.policy import AllocatedBudget, Layout, Policy, Protect, check_integer
 
 from .common.allocation import check_mean, check_share
 from .common.budgets import Fixed
+from .common.by_position import Recency
 from .common.head_numbers import HeadNumbers, check_groups, check_shape, head_numbers
-from .common.recency import Recency
 from .registry import preset
 
 

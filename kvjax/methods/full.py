@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvjax.policy import Policy
 
 from .common.budgets import Everything
-from .common.recency import Recency
+from .common.by_position import Recency
 from .registry import preset
 
 

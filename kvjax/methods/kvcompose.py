@@ -38,8 +38,8 @@ from kvjax.policy import (
 
 from .common.allocation import check_mean, raise_best
 from .common.budgets import budget_of
-from .common.global_shares import GlobalShares
 from .common.projected_norms import projected_norms
+from .common.shares import GlobalShares
 from .registry import preset
 
 

@@ -19,9 +19,8 @@ from kvjax.policy import AllocatedBudget, Attended, Needs, Policy, Protect, Rece
 
 from .adakv import AdaptiveShares
 from .common.budgets import budget_of
-from .common.global_shares import GlobalShares
 from .common.repetition import LARGEST, Repetition, largest_contributions, largest_weights
-from .common.uniform_shares import UniformShares
+from .common.shares import GlobalShares, UniformShares
 from .registry import preset
 
 

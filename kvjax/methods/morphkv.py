@@ -39,8 +39,7 @@ from kvjax.policy import (
     check_kind,
 )
 
-from .common.budgets import budget_of
-from .common.dense_layers import DenseLayers
+from .common.budgets import DenseLayers, budget_of
 from .common.refusals import check_window
 from .common.window_attention import QueryRing, WindowAttention
 from .registry import preset

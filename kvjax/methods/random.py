@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvjax.policy import Policy, Protect
 
 from .common.budgets import budget_of
-from .common.random_draw import RandomDraw
+from .common.by_position import RandomDraw
 from .registry import preset
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 from kvjax.policy import Policy, Protect
 
 from .common.budgets import budget_of
-from .common.recency import Recency
+from .common.by_position import Recency
 from .registry import preset
 
 
