@@ -26,7 +26,7 @@ from kvjax.methods.common.refusals import (
     check_sinks,
     check_window,
 )
-from kvjax.methods.common.window_attention import QueryRing
+from kvjax.methods.common.window_attention import QueryRing, QueryWindow
 from kvjax.methods.registry import preset
 from kvjax.models import AttentionLayer, join_sinks, rotate
 from kvjax.pallas_kernels import (
@@ -97,6 +97,7 @@ __all__ = [
     "Pass",
     "Protect",
     "QueryRing",
+    "QueryWindow",
     "Ranked",
     "Received",
     "Reduction",
