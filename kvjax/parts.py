@@ -26,7 +26,7 @@ from kvjax.methods.common.refusals import (
     check_sinks,
     check_window,
 )
-from kvjax.methods.common.window_attention import QueryRing
+from kvjax.methods.common.window_attention import QueryRing, QueryWindow
 from kvjax.methods.registry import preset
 from kvjax.models import AttentionLayer, join_sinks, rotate
 from kvjax.pallas_kernels import (
@@ -53,6 +53,7 @@ from kvjax.pallas_kernels.visibility import span, visible, visible_tiles
 from kvjax.policy import (
     PLAIN,
     Attended,
+    Drop,
     Effects,
     Keep,
     LayerShape,
@@ -68,6 +69,7 @@ from kvjax.policy import (
     ScoreWrapper,
     SelectWrapper,
     Texts,
+    TopTokens,
     check_alike,
     check_choice,
     check_integer,
@@ -83,6 +85,7 @@ __all__ = [
     "Asked",
     "Attended",
     "AttentionLayer",
+    "Drop",
     "Effects",
     "Heads",
     "Keep",
@@ -94,6 +97,7 @@ __all__ = [
     "Pass",
     "Protect",
     "QueryRing",
+    "QueryWindow",
     "Ranked",
     "Received",
     "Reduction",
@@ -102,6 +106,7 @@ __all__ = [
     "SelectWrapper",
     "Slots",
     "Texts",
+    "TopTokens",
     "budget_of",
     "capped",
     "change_block",

@@ -14,7 +14,7 @@ from kvjax.checks import LARGEST, check_params, check_type, shown
 from kvjax.kv_cache import KVCache, check_attached, check_groups
 from kvjax.mesh.sharding import MODEL, fetch, mesh_of
 from kvjax.models import Decoder
-from kvjax.parts import Drop, Fixed, TopTokens
+from kvjax.parts import Fixed
 from kvjax.policy import Policy, Score, Texts, Together
 from kvjax.reading.allocate import allocated
 from kvjax.reading.batch import Batch
@@ -126,8 +126,6 @@ def reading_policy(policies: Sequence[Policy]) -> Policy:
     return Policy(
         score=together(policies),
         budget=Fixed(LARGEST),
-        select=TopTokens(),
-        merge=Drop(),
         positions=first.positions,
         storage=first.storage,
     )

@@ -29,7 +29,6 @@ they neither see nor are seen.
 from .arrays import after_last, fold
 from .dispatch import Implementation, implementations, use
 from .grouped_product import grouped_product
-from .joined import joined
 from .lowest_tokens import lowest_tokens
 from .overwrites import change_block, set_entries, set_slot
 from .products import dot_products, matmul, weighted_sum
@@ -38,8 +37,7 @@ from .quantized import QuantizedArray, Stored, plain, updated
 from .scored_attention import in_one_pass, scored_attention
 from .segment_attention import PAGE, SegmentAttention, pages, segment_attention
 from .slot_attention import Asked, SlotAttention, slot_attention
-from .softcap import capped
-from .softmax import finite_or_zero
+from .softmax import capped, finite_or_zero, joined
 from .top_tokens import compact, top_counts, top_tokens
 from .traced_once import traced_once
 from .visibility import visible

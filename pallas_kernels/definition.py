@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .softcap import capped
+from .softmax import capped
 from .visibility import visible
 
 

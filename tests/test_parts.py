@@ -11,7 +11,7 @@ from kvjax.methods import registry
 
 METHODS = Path(__file__).resolve().parents[1] / "kvjax" / "methods"
 # Helpers of one family of methods, whose parts a method of the same family would subclass or call.
-FAMILIES = {"head_numbers", "learned_policy", "proportional", "query_sample", "repetition", "settling"}
+FAMILIES = {"head_numbers", "learned", "query_sample", "repetition", "settling"}
 # What storages, trained networks and passes that run backwards are made of in kvjax itself.
 INTERNAL = {
     "Entries",

@@ -5,10 +5,9 @@ layers; every layer's part is replaced once that layer has attended.
 """
 
 from .mesh import over_heads, over_layers, over_rows
-from .positions import positions_behind
+from .positions import expired, met_keys, positions_behind, rotated
 from .prompt import Reading, ReadPlan, finished
 from .replay import Replaying
-from .rotation import expired, met_keys, rotated
 from .step import RoomMaker, Stepping
 from .twice import attending_once, first, in_array, runs_twice, twice
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.models import Attend, AttentionLayer, join_sinks
 from kvjax.pallas_kernels import capped
 
-from .rotation import rotated
+from .positions import rotated
 
 
 def causal(positions: Int[Array, "B N"], block: int = 128) -> Attend:

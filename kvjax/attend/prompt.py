@@ -15,8 +15,8 @@ from kvjax.models import Attend, AttentionLayer
 from kvjax.pallas_kernels import compact
 from kvjax.policy import Attended, LayerShape, Limits, Moment, Needs, Policy, Received
 
+from .positions import expired, met_keys, places, rotated
 from .received import attention, received
-from .rotation import expired, met_keys, places, rotated
 
 
 @dataclass(frozen=True)

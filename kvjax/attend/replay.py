@@ -15,8 +15,8 @@ from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.models import Attend, AttentionLayer
 from kvjax.policy import Attended, Policy
 
+from .positions import rotated
 from .received import attention, received
-from .rotation import rotated
 
 
 @dataclass(frozen=True)

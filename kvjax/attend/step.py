@@ -14,7 +14,7 @@ from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.models import Attend, AttentionLayer, join_sinks
 from kvjax.policy import Attended, Limits, Moment, Policy
 
-from .rotation import expired, places, rotated
+from .positions import expired, places, rotated
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,11 @@ Axis letters: B rows of the batch, H kv heads, S slots of a layer, D head size, 
 
 from .entries import Entries, MakeRoom, StepAttention, Take, Usage, statics
 from .layers import Layers
-from .marks import mark
 from .packing import empty_pool, pack
 from .paging import whole_pages
 from .segments import Segments
 from .sizes import UNLIMITED, bucket, room_for
-from .slots import Settled, Slots
+from .slots import Settled, Slots, mark
 
 __all__ = [
     "UNLIMITED",

@@ -14,9 +14,8 @@ from kvjax.mesh.sharding import fetch
 from kvjax.pallas_kernels import Asked, Reduction, Stored, joined, slot_attention
 
 from .entries import Entries, MakeRoom, StepAttention, Take, Usage
-from .marks import mark
 from .sizes import bucket
-from .slots import Slots
+from .slots import Slots, mark
 
 
 @jax.tree_util.register_dataclass

@@ -17,8 +17,7 @@ from jaxtyping import Array, Bool, Int
 from kvjax.pallas_kernels import PAGE
 
 from .entries import MakeRoom, Take
-from .marks import mark
-from .slots import Slots
+from .slots import Slots, mark
 
 if TYPE_CHECKING:
     from .segments import Segments

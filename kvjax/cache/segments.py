@@ -18,12 +18,23 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.mesh.sharding import fetch
-from kvjax.pallas_kernels import PAGE, Asked, Reduction, Stored, after_last, pages, plain, set_slots, write_rows
+from kvjax.pallas_kernels import (
+    PAGE,
+    Asked,
+    Reduction,
+    Stored,
+    after_last,
+    pages,
+    plain,
+    segment_attention,
+    set_slots,
+    write_rows,
+)
 
 from .entries import Entries, MakeRoom, StepAttention, Take, Usage
 from .paging import MovePages, PutPages, starts, whole_pages
 from .pieces import evicted, observed
-from .pool_attention import attention
+from .pool_attention import asked_of, received_by
 from .sizes import UNLIMITED, bucket
 from .slots import Slots, slots_third
 
@@ -185,9 +196,14 @@ class Segments(Entries):
         seen: Slots | None = None,
         **logits: Any,
     ) -> StepAttention:
-        segments = (self.start[i], self.used[i])
-        given = q, self.keys, self.values, positions, self.positions, *segments, self.bias
-        return attention(*given, reduction=reduction, asked=asked, **logits)
+        arrays = q, self.keys, self.values, positions, self.positions, self.start[i], self.used[i]
+        found = segment_attention(*arrays, **logits, bias=self.bias, logits=reduction is not None, asked=asked)
+        received = scores = None
+        if reduction is not None:
+            received = partial(received_by, found, q, positions, reduction=reduction, **logits)
+        if asked is not None and found.scores is not None:
+            scores = partial(asked_of, found.scores, asked.positions)
+        return StepAttention(found.context, found.lse, received, scores)
 
     def observe(self, i: int, show: Callable[[Slots, Take], tuple[Any, Any]], room: MakeRoom) -> Segments:
         return observed(self, i, show, room)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.pallas_kernels import Reduction, Stored, plain, set_slot, traced_once, updated, window_scores, write_rows
 
@@ -229,3 +229,12 @@ class Slots:
 def slots_third(x: Array) -> Array:
     """An array [B, H, ..., S] as [B, H, S, ...]."""
     return jnp.moveaxis(x, -1, 2)
+
+
+def mark(index: Int[Array, "B H K"], size: int) -> Bool[Array, "B H size"]:
+    """True at the given indices; an index outside of 0 .. size - 1 is dropped."""
+    if index.shape[2] == 1:  # a comparison, which other passes include
+        return jnp.arange(size) == index
+    b, h = jnp.arange(index.shape[0])[:, None, None], jnp.arange(index.shape[1])[:, None]
+    unmarked = jnp.zeros((*index.shape[:2], size), bool)
+    return unmarked.at[b, h, jnp.where(index < 0, size, index)].set(True, mode="drop")

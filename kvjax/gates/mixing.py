@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attend.causal import causal
-from kvjax.attend.rotation import rotated
+from kvjax.attend.positions import rotated
 from kvjax.files.texts import Stream
 from kvjax.models import Attend, AttentionLayer, Decoder, join_sinks
 from kvjax.pallas_kernels import capped

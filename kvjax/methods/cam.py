@@ -19,12 +19,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Slots
 from kvjax.pallas_kernels import compact
-from kvjax.policy import Effects, Merge, Moment, Policy, Protect, Ranked, Select, check_choice, check_integer
+from kvjax.policy import Effects, Merge, Moment, Policy, Protect, Ranked, Select, TopTokens, check_choice, check_integer
 
 from .common.accumulated import AccumulatedAttention
 from .common.budgets import budget_of
-from .common.random_draw import RandomDraw
-from .common.top_tokens import TopTokens
+from .common.by_position import RandomDraw
 from .registry import preset
 
 

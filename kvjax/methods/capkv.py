@@ -21,10 +21,8 @@ from kvjax.pallas_kernels.matrices import cholesky, solve_lower
 from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_integer, check_number
 
 from .common.budgets import budget_of
-from .common.drop import Drop
 from .common.mean_rotation import mean_rotation
 from .common.refusals import check_own_positions, check_sinks
-from .common.top_tokens import TopTokens
 from .registry import preset
 
 
@@ -136,7 +134,5 @@ def capkv(
     return Policy(
         score=ValueCapacity(tau, sinks, future, epsilon),
         budget=budget_of(budget),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(sinks=sinks),
     )

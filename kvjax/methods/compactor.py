@@ -19,10 +19,8 @@ from kvjax.mesh.heads import Heads
 from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_number
 
 from .common.budgets import budget_of
-from .common.drop import Drop
 from .common.leverage import LeverageScore
 from .common.non_causal import NonCausalAttention
-from .common.top_tokens import TopTokens
 from .registry import preset
 
 
@@ -116,7 +114,5 @@ def compactor(
     return Policy(
         score=LeveragedAttention(NonCausalAttention(chunk, sinks, recent), LeverageScore(sketch, seed), blend),
         budget=budget_of(budget),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(sinks=sinks, recent=recent),
     )

@@ -20,9 +20,7 @@ from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, S
 
 from .common import query_bits
 from .common.budgets import budget_of
-from .common.drop import Drop
 from .common.refusals import check_first_rotation
-from .common.top_tokens import TopTokens
 from .registry import preset
 
 
@@ -96,8 +94,6 @@ def corm(budget: int | float = 1024, window: int = 256, recent: int = 256, every
     return Policy(
         score=Votes(window),
         budget=budget_of(budget),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(recent=recent),
         every=every,
     )

@@ -16,8 +16,6 @@ from kvjax.cache import Slots
 from kvjax.policy import Moment, Needs, Policy, Protect, Score, check_choice, check_integer
 
 from .common.budgets import budget_of
-from .common.drop import Drop
-from .common.top_tokens import TopTokens
 from .registry import preset
 
 
@@ -94,8 +92,6 @@ def cur(
     return Policy(
         score=SquaredNorms(kind, window),
         budget=budget_of(budget),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(sinks=sinks),
         every=every,
     )

@@ -27,10 +27,8 @@ from kvjax.policy import Moment, Policy, Protect, check_choice
 
 from .adakv import AdaptiveShares
 from .common.budgets import budget_of
-from .common.drop import Drop
-from .common.global_shares import GlobalShares
 from .common.pooling import Pooling
-from .common.top_tokens import TopTokens
+from .common.shares import GlobalShares
 from .common.window_attention import WindowAttention
 from .criticalkv import ProjectedValues
 from .registry import preset
@@ -116,7 +114,5 @@ def defensivekv(
             if level == "layer"
             else GlobalShares(entries, groups)
         ),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(recent=window),
     )

@@ -21,7 +21,7 @@ from kvjax.policy import AllocatedBudget, Layout, Policy, check_integer, check_k
 
 from .common.allocation import check_mean, raise_best
 from .common.budgets import budget_of
-from .common.global_shares import GlobalShares
+from .common.shares import GlobalShares
 from .keydiff import keydiff
 from .registry import preset
 

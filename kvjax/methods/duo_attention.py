@@ -21,10 +21,8 @@ from kvjax.policy import AllocatedBudget, Layout, Policy, Protect, check_integer
 
 from .common.allocation import check_mean, check_share
 from .common.budgets import Fixed
-from .common.drop import Drop
+from .common.by_position import Recency
 from .common.head_numbers import HeadNumbers, check_groups, check_shape, head_numbers
-from .common.recency import Recency
-from .common.top_tokens import TopTokens
 from .registry import preset
 
 
@@ -137,8 +135,6 @@ def duo_attention(
     return Policy(
         score=Recency(),
         budget=GatedShares(Fixed(sinks + recent), full, groups),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(sinks=sinks),
         every=every,
     )

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.mesh.heads import Heads
 from kvjax.pallas_kernels import top_counts
-from kvjax.policy import AllocatedBudget, Layout, Policy, check_integer, check_number
+from kvjax.policy import AllocatedBudget, Policy, check_integer, check_number
 
 from .common.allocation import check_mean, scaled
 from .common.budgets import budget_of
@@ -56,10 +56,6 @@ class DynamicShares(AllocatedBudget):
         check_integer("interval", self.interval, least=1)
         check_number("r_max", self.r_max, "a number >= 1", lambda x: x >= 1)
         check_mean(self.budget)
-
-    @property
-    def layout(self) -> Layout:
-        return Layout()
 
     def allocate(
         self, scores: Float[Array, "L B H M"], means: Int[Array, "L B"], least: int, heads: Heads

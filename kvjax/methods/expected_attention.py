@@ -20,10 +20,8 @@ from kvjax.pallas_kernels import capped
 from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_integer, check_number
 
 from .common.budgets import budget_of
-from .common.drop import Drop
 from .common.mean_rotation import mean_rotation
 from .common.refusals import check_own_positions, check_sinks
-from .common.top_tokens import TopTokens
 from .registry import preset
 
 
@@ -172,7 +170,5 @@ def expected_attention(
     return Policy(
         score=ExpectedAttention(sinks, future, covariance, value_norm, epsilon),
         budget=budget_of(budget),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(sinks=sinks),
     )

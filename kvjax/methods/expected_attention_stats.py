@@ -14,8 +14,6 @@ from kvjax.cache import Slots
 from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect
 
 from .common.budgets import budget_of
-from .common.drop import Drop
-from .common.top_tokens import TopTokens
 from .expected_attention import ExpectedAttention
 from .registry import preset
 
@@ -80,8 +78,6 @@ def expected_attention_stats(
     return Policy(
         score=SavedExpectedAttention(sinks, future, covariance, value_norm, epsilon),
         budget=budget_of(budget),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(sinks=sinks),
         every=every,
     )

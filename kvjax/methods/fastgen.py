@@ -24,8 +24,6 @@ from kvjax.policy import AllocatedBudget, Layout, Moment, Needs, Policy, Protect
 from .common.accumulated import AccumulatedAttention
 from .common.allocation import check_mean, check_share
 from .common.budgets import budget_of
-from .common.drop import Drop
-from .common.top_tokens import TopTokens
 from .registry import preset
 
 HALVINGS = 24  # of the interval in which the lowered recovery lies
@@ -168,7 +166,5 @@ def fastgen(
     return Policy(
         score=AttentionClasses(sinks=sinks, frequent=frequent, local=local),
         budget=RecoveringHeads(budget_of(budget), recovery, groups),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(sinks=sinks),
     )

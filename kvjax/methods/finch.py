@@ -18,11 +18,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from kvjax.pallas_kernels import Reduction, compact
-from kvjax.policy import Policy, Protect, Ranked, check_integer
+from kvjax.policy import Policy, Protect, Ranked, TopTokens, check_integer
 
 from .common.budgets import budget_of
-from .common.drop import Drop
-from .common.top_tokens import TopTokens
 from .common.window_attention import WindowAttention
 from .registry import preset
 
@@ -107,7 +105,6 @@ def finch(
         score=WindowAttention(window, reduction=Reduction(rows="mean", group="mean"), rescale=rescale),
         budget=budget_of(budget),
         select=TopTokens() if chunk is None else EvenChunks(length=chunk),
-        merge=Drop(),
         protect=Protect(recent=window),
         positions=positions,
     )

@@ -5,13 +5,11 @@ from __future__ import annotations
 from kvjax.policy import Policy
 
 from .common.budgets import Everything
-from .common.drop import Drop
-from .common.recency import Recency
-from .common.top_tokens import TopTokens
+from .common.by_position import Recency
 from .registry import preset
 
 
 @preset
 def full() -> Policy:
     """Retains everything: the cache grows with the text by one slot per token and kv head."""
-    return Policy(score=Recency(), budget=Everything(), select=TopTokens(), merge=Drop())
+    return Policy(score=Recency(), budget=Everything())

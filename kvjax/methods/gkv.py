@@ -16,14 +16,11 @@ from jaxtyping import Array, Float
 
 from kvjax.cache import Slots
 from kvjax.pallas_kernels import Reduction
-from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_integer, check_number
+from kvjax.policy import Attended, LayerShape, Moment, Policy, Protect, check_number
 
 from .common.budgets import budget_of
-from .common.drop import Drop
 from .common.redundancy import redundancy
-from .common.refusals import check_window
-from .common.top_tokens import TopTokens
-from .common.window_attention import QueryRing, WindowAttention
+from .common.window_attention import QueryRing, QueryWindow, WindowAttention
 from .registry import preset
 
 REDUCTION = Reduction(rows="mean", group="max", first="group")
@@ -37,7 +34,7 @@ class Lasting(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GlobalAttention(Score):
+class GlobalAttention(QueryWindow):
     """`mix` times the lasting attention of an entry minus (1 - `mix`) times the redundancy of its key.
 
     Whenever a head is full, the attention from the window, divided by the largest, is compared with `decay` times the
@@ -51,23 +48,15 @@ class GlobalAttention(Score):
         threshold: the cosine above which two keys are similar.
     """
 
-    window: int
     decay: float
     mix: float
     threshold: float
 
     def __post_init__(self) -> None:
-        check_integer("window", self.window, least=1)
+        super().__post_init__()
         check_number("decay", self.decay, "a number in [0, 1]", lambda x: 0 <= x <= 1)
         check_number("mix", self.mix, "a number in [0, 1]", lambda x: 0 <= x <= 1)
         check_number("threshold", self.threshold, "a number in [-1, 1]", lambda x: -1 <= x <= 1)
-
-    @property
-    def needs(self) -> Needs:
-        return Needs(queries="rotated", keeps_queries=True, marks=frozenset({"signed"}))
-
-    def check(self, policy: Policy) -> None:
-        check_window(self.window, policy)
 
     def init(self, shape: LayerShape, slots: int) -> tuple[Lasting, QueryRing]:
         none = jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32)
@@ -131,8 +120,6 @@ def gkv(
     return Policy(
         score=GlobalAttention(window, decay, mix, threshold),
         budget=budget_of(budget),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(recent=window),
         every=every,
     )

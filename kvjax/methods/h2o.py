@@ -13,8 +13,6 @@ from kvjax.policy import Policy, Protect
 
 from .common.accumulated import AccumulatedAttention
 from .common.budgets import budget_of
-from .common.drop import Drop
-from .common.top_tokens import TopTokens
 from .registry import preset
 
 
@@ -47,8 +45,6 @@ def h2o(
     return Policy(
         score=AccumulatedAttention(group),
         budget=budget_of(budget),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(sinks=sinks, recent=recent),
         every=every,
     )

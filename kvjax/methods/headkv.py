@@ -21,8 +21,7 @@ from kvjax.policy import AllocatedBudget, Layout, Policy, check_integer, check_n
 
 from .common.allocation import check_mean
 from .common.budgets import budget_of
-from .common.head_numbers import HeadNumbers, check_shape, head_numbers
-from .common.proportional import apportioned, check_proportions, proportions
+from .common.head_numbers import HeadNumbers, apportioned, check_proportions, check_shape, head_numbers, proportions
 from .registry import preset
 from .snapkv import snapkv
 

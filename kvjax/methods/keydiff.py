@@ -16,8 +16,6 @@ from kvjax.pallas_kernels import dot_products, weighted_sum
 from kvjax.policy import Moment, Needs, Policy, Protect, Score
 
 from .common.budgets import budget_of
-from .common.drop import Drop
-from .common.top_tokens import TopTokens
 from .registry import preset
 
 
@@ -58,8 +56,6 @@ def keydiff(budget: int | float = 1024, sinks: int = 0, recent: int = 0, every: 
     return Policy(
         score=KeyDifference(),
         budget=budget_of(budget),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(sinks=sinks, recent=recent),
         every=every,
     )

@@ -36,9 +36,7 @@ from kvjax.policy import (
 )
 
 from .common.budgets import budget_of
-from .common.drop import Drop
 from .common.refusals import check_own_positions
-from .common.top_tokens import TopTokens
 from .registry import preset
 
 ROWS = 64  # queries that are scored at once
@@ -255,8 +253,6 @@ def keyformer(
     return Policy(
         score=NoisyAttention(temperature, growth, noise, seed),
         budget=budget_of(budget),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(recent=recent),
         every=every,
     )

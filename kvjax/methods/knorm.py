@@ -15,8 +15,6 @@ from kvjax.cache import Slots
 from kvjax.policy import Moment, Needs, Policy, Protect, Score
 
 from .common.budgets import budget_of
-from .common.drop import Drop
-from .common.top_tokens import TopTokens
 from .registry import preset
 
 
@@ -52,8 +50,6 @@ def knorm(budget: int | float = 1024, sinks: int = 0, recent: int = 0, every: in
     return Policy(
         score=KeyNorm(),
         budget=budget_of(budget),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(sinks=sinks, recent=recent),
         every=every,
     )

@@ -38,10 +38,8 @@ from kvjax.policy import (
 
 from .common.allocation import check_mean, raise_best
 from .common.budgets import budget_of
-from .common.drop import Drop
-from .common.global_shares import GlobalShares
 from .common.projected_norms import projected_norms
-from .common.top_tokens import TopTokens
+from .common.shares import GlobalShares
 from .registry import preset
 
 
@@ -279,4 +277,4 @@ def kvcompose(
             raise ValueError(f"heads={heads!r} with structured=False, where no composites exist: expected 'mean'")
         allocated = GlobalShares(budget_of(budget), groups, min_tokens)
     protect = Protect(recent=recent)
-    return Policy(score=score, budget=allocated, select=TopTokens(), merge=Drop(), protect=protect)
+    return Policy(score=score, budget=allocated, protect=protect)

@@ -11,7 +11,7 @@ from typing import Literal
 
 from kvjax.policy import Policy, Protect
 
-from .common.learned_policy import learned
+from .common.learned import learned
 from .registry import preset
 
 

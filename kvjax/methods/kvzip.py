@@ -19,11 +19,8 @@ from kvjax.policy import AllocatedBudget, Attended, Needs, Policy, Protect, Rece
 
 from .adakv import AdaptiveShares
 from .common.budgets import budget_of
-from .common.drop import Drop
-from .common.global_shares import GlobalShares
 from .common.repetition import LARGEST, Repetition, largest_contributions, largest_weights
-from .common.top_tokens import TopTokens
-from .common.uniform_shares import UniformShares
+from .common.shares import GlobalShares, UniformShares
 from .registry import preset
 
 
@@ -136,7 +133,5 @@ def by_repetition(
     return Policy(
         score=replace(score, sinks=protect.sinks),
         budget=allocated,
-        select=TopTokens(),
-        merge=Drop(),
         protect=protect,
     )

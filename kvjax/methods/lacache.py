@@ -19,9 +19,7 @@ from kvjax.cache import Slots
 from kvjax.policy import Moment, Needs, Policy, Protect, Score, check_integer
 
 from .common.budgets import budget_of
-from .common.drop import Drop
 from .common.refusals import check_by_entry
-from .common.top_tokens import TopTokens
 from .registry import preset
 
 
@@ -135,8 +133,6 @@ def lacache(
     return Policy(
         score=Ladder(sinks, recent, run, keep),
         budget=budget_of(budget),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(sinks=sinks, recent=recent),
         every=every,
         positions=positions,

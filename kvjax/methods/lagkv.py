@@ -16,9 +16,7 @@ from kvjax.cache import Slots
 from kvjax.policy import Moment, Policy, Protect, Score, check_integer
 
 from .common.budgets import budget_of
-from .common.drop import Drop
 from .common.refusals import check_sinks
-from .common.top_tokens import TopTokens
 from .registry import preset
 
 
@@ -107,8 +105,6 @@ def lagkv(
     return Policy(
         score=LagDifference(sinks, lag, cross),
         budget=budget_of(budget),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(sinks=sinks),
         every=every,
     )

@@ -22,9 +22,7 @@ from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, S
 
 from .common import group_weights
 from .common.budgets import budget_of
-from .common.drop import Drop
 from .common.refusals import check_first_rotation
-from .common.top_tokens import TopTokens
 from .registry import preset
 
 
@@ -115,8 +113,6 @@ def lazyeviction(budget: int | float = 1024, window: int = 175, alpha: float = 1
     return Policy(
         score=RecurrenceInterval(alpha),
         budget=budget_of(budget),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(recent=window),
         every=window,
     )

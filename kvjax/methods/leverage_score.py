@@ -11,9 +11,7 @@ from __future__ import annotations
 from kvjax.policy import Policy, Protect
 
 from .common.budgets import budget_of
-from .common.drop import Drop
 from .common.leverage import LeverageScore
-from .common.top_tokens import TopTokens
 from .registry import preset
 
 
@@ -41,7 +39,5 @@ def leverage_score(
     return Policy(
         score=LeverageScore(sketch, seed),
         budget=budget_of(budget),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(sinks=sinks, recent=recent),
     )

@@ -39,11 +39,8 @@ from kvjax.policy import (
     check_kind,
 )
 
-from .common.budgets import budget_of
-from .common.dense_layers import DenseLayers
-from .common.drop import Drop
+from .common.budgets import DenseLayers, budget_of
 from .common.refusals import check_window
-from .common.top_tokens import TopTokens
 from .common.window_attention import QueryRing, WindowAttention
 from .registry import preset
 
@@ -247,8 +244,6 @@ def morphkv(
     return Policy(
         score=score,
         budget=DenseLayers(entries, dense_layers) if dense_layers else entries,
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(recent=window),
         every=every,
     )

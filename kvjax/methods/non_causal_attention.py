@@ -10,9 +10,7 @@ from __future__ import annotations
 from kvjax.policy import Policy, Protect
 
 from .common.budgets import budget_of
-from .common.drop import Drop
 from .common.non_causal import NonCausalAttention
-from .common.top_tokens import TopTokens
 from .registry import preset
 
 
@@ -39,7 +37,5 @@ def non_causal_attention(budget: int | float = 1024, chunk: int = 256, sinks: in
     return Policy(
         score=NonCausalAttention(chunk),
         budget=budget_of(budget),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(sinks=sinks, recent=recent),
     )

@@ -17,8 +17,6 @@ from kvjax.policy import Moment, Needs, Policy, Protect
 
 from .common.accumulated import AccumulatedAttention
 from .common.budgets import budget_of
-from .common.drop import Drop
-from .common.top_tokens import TopTokens
 from .registry import preset
 
 
@@ -67,8 +65,6 @@ def observed_attention(
     return Policy(
         score=ObservedAttention(group),
         budget=budget_of(budget),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(sinks=sinks, recent=recent),
         every=every,
     )

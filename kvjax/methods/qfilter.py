@@ -15,9 +15,7 @@ from kvjax.cache import Slots
 from kvjax.policy import Moment, Needs, Policy, Protect, Score
 
 from .common.budgets import budget_of
-from .common.drop import Drop
 from .common.refusals import check_own_positions
-from .common.top_tokens import TopTokens
 from .registry import preset
 
 
@@ -64,8 +62,6 @@ def qfilter(budget: int | float = 1024, sinks: int = 0, recent: int = 0, every: 
     return Policy(
         score=QueryFilter(),
         budget=budget_of(budget),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(sinks=sinks, recent=recent),
         every=every,
     )

@@ -5,9 +5,7 @@ from __future__ import annotations
 from kvjax.policy import Policy, Protect
 
 from .common.budgets import budget_of
-from .common.drop import Drop
-from .common.random_draw import RandomDraw
-from .common.top_tokens import TopTokens
+from .common.by_position import RandomDraw
 from .registry import preset
 
 
@@ -36,8 +34,6 @@ def random(
     return Policy(
         score=RandomDraw(seed),
         budget=budget_of(budget),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(sinks=sinks, recent=recent),
         every=every,
     )

@@ -20,20 +20,17 @@ from jaxtyping import Array, Float
 
 from kvjax.cache import Slots
 from kvjax.pallas_kernels import capped
-from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_integer, check_number
+from kvjax.policy import Moment, Policy, Protect, check_number
 
 from .common.budgets import budget_of
-from .common.drop import Drop
 from .common.pooling import Pooling
 from .common.redundancy import redundancy, softmax
-from .common.refusals import check_window
-from .common.top_tokens import TopTokens
-from .common.window_attention import QueryRing
+from .common.window_attention import QueryRing, QueryWindow
 from .registry import preset
 
 
 @dataclass(frozen=True)
-class JointImportance(Score):
+class JointImportance(QueryWindow):
     """mix * importance - (1 - mix) * redundancy.
 
     Importance is the attention from the last `window` queries: the largest logit of the query group, the softmax over
@@ -48,28 +45,14 @@ class JointImportance(Score):
         threshold: the cosine above which two keys are similar.
     """
 
-    window: int
     pooling: Pooling
     mix: float
     threshold: float
 
     def __post_init__(self) -> None:
-        check_integer("window", self.window, least=1)
+        super().__post_init__()
         check_number("mix", self.mix, "a number in [0, 1]", lambda x: 0 <= x <= 1)
         check_number("threshold", self.threshold, "a number in [-1, 1]", lambda x: -1 <= x <= 1)
-
-    @property
-    def needs(self) -> Needs:
-        return Needs(queries="rotated", keeps_queries=True, marks=frozenset({"signed"}))
-
-    def check(self, policy: Policy) -> None:
-        check_window(self.window, policy)
-
-    def init(self, shape: LayerShape, slots: int) -> tuple[None, QueryRing]:
-        return None, QueryRing.empty(shape, self.window)
-
-    def observe(self, entries: Slots, attended: Attended) -> tuple[None, QueryRing]:
-        return None, entries.per_row.push(attended)
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         importance = self._importance(entries, moment)
@@ -132,8 +115,6 @@ def rkv(
     return Policy(
         score=JointImportance(window, Pooling("max", kernel), mix, threshold),
         budget=budget_of(budget),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(recent=window),
         every=every,
     )

@@ -29,9 +29,7 @@ from kvjax.policy import (
 
 from .common import group_weights
 from .common.budgets import budget_of
-from .common.drop import Drop
 from .common.refusals import check_by_entry, check_first_rotation
-from .common.top_tokens import TopTokens
 from .registry import preset
 
 ABOVE = 2.0  # beyond any mean of weights
@@ -129,8 +127,6 @@ def roco(
     return Policy(
         score=RobustAttention(exempt),
         budget=budget_of(budget),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(sinks=sinks, recent=recent),
         every=every,
     )

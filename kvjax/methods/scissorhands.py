@@ -26,9 +26,7 @@ from kvjax.policy import (
 
 from .common import query_bits
 from .common.budgets import budget_of
-from .common.drop import Drop
 from .common.refusals import check_first_rotation
-from .common.top_tokens import TopTokens
 from .registry import preset
 
 # A weight that is less below the mean counts as equal to it. Otherwise rounding decides about a first token, whose
@@ -96,8 +94,6 @@ def scissorhands(budget: int = 1024, window: int = 400, recent: int = 10, drop: 
     return Policy(
         score=Neglect(window),
         budget=budget_of(budget),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(recent=recent),
         every=max(1, int(budget * drop)),
     )

@@ -31,8 +31,6 @@ from kvjax.policy import (
 
 from .common.allocation import check_mean, check_share
 from .common.budgets import budget_of
-from .common.drop import Drop
-from .common.top_tokens import TopTokens
 from .common.window_attention import QueryRing
 from .registry import preset
 
@@ -151,7 +149,5 @@ def simlayerkv(
     return Policy(
         score=LazyAttention(sinks, recent, last),
         budget=LazyLayers(budget_of(budget), sinks + recent, threshold),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(sinks=sinks, recent=recent),
     )

@@ -13,9 +13,7 @@ from kvjax.pallas_kernels import Reduction
 from kvjax.policy import Policy, Protect, check_choice
 
 from .common.budgets import budget_of
-from .common.drop import Drop
 from .common.pooling import Pooling
-from .common.top_tokens import TopTokens
 from .common.window_attention import WindowAttention
 from .registry import preset
 
@@ -53,7 +51,5 @@ def snapkv(
             pooling=None if pool == "none" else Pooling(pool, kernel),
         ),
         budget=budget_of(budget),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(recent=window),
     )

@@ -7,9 +7,7 @@ from typing import Literal
 from kvjax.policy import Policy, Protect
 
 from .common.budgets import budget_of
-from .common.drop import Drop
-from .common.recency import Recency
-from .common.top_tokens import TopTokens
+from .common.by_position import Recency
 from .registry import preset
 
 
@@ -37,8 +35,6 @@ def streaming_llm(
     return Policy(
         score=Recency(),
         budget=budget_of(budget),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(sinks=sinks),
         every=every,
         positions=positions,

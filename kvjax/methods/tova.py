@@ -15,8 +15,6 @@ from kvjax.pallas_kernels import Reduction
 from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Received, Score
 
 from .common.budgets import budget_of
-from .common.drop import Drop
-from .common.top_tokens import TopTokens
 from .registry import preset
 
 
@@ -71,8 +69,6 @@ def tova(budget: int | float = 1024, recent: int = 0, every: int | None = 1) -> 
     return Policy(
         score=LastAttention(),
         budget=budget_of(budget),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(recent=recent),
         every=every,
     )

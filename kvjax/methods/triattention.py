@@ -18,10 +18,8 @@ from kvjax.cache import Slots
 from kvjax.policy import Moment, Needs, Policy, Protect, Score, check_integer
 
 from .common.budgets import budget_of
-from .common.drop import Drop
 from .common.mean_rotation import mean_rotation
 from .common.refusals import check_own_positions
-from .common.top_tokens import TopTokens
 from .registry import preset
 
 LEAST_DEVIATION = 1e-6
@@ -110,8 +108,6 @@ def triattention(
     return Policy(
         score=DistancePreference(farthest),
         budget=budget_of(budget),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(sinks=sinks, recent=recent),
         every=every,
     )

@@ -7,7 +7,7 @@ judged. `large` is a share of the budget (the code: 1,024 of 4,096 entries).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -15,21 +15,19 @@ from jaxtyping import Array, Float
 
 from kvjax.cache import Slots, mark
 from kvjax.pallas_kernels import Reduction, top_tokens
-from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_integer, check_number
+from kvjax.policy import Moment, Needs, Policy, Protect, check_integer, check_number
 
 from .common.budgets import budget_of
-from .common.drop import Drop
 from .common.pooling import Pooling
-from .common.refusals import check_by_entry, check_window
-from .common.top_tokens import TopTokens
-from .common.window_attention import QueryRing, WindowAttention
+from .common.refusals import check_by_entry
+from .common.window_attention import QueryWindow, WindowAttention
 from .registry import preset
 
 ABOVE = 1e9  # beyond the logarithm of any share and its noise
 
 
 @dataclass(frozen=True)
-class StochasticAttention(Score):
+class StochasticAttention(QueryWindow):
     """The logarithm of the attention from the window plus Gumbel noise; entries with large values score above all.
 
     The highest sums are a sample without replacement, in which an entry is drawn in proportion to its attention. The
@@ -43,31 +41,24 @@ class StochasticAttention(Score):
         seed: of the noise.
     """
 
-    window: int
     pooling: Pooling
     large: float
     sinks: int
     seed: int
 
     def __post_init__(self) -> None:
-        check_integer("window", self.window, least=1)
+        super().__post_init__()
         check_number("large", self.large, "a number in [0, 1)", lambda x: 0 <= x < 1)
         check_integer("sinks", self.sinks, least=0)
         check_integer("seed", self.seed, least=0)
 
     @property
     def needs(self) -> Needs:
-        return Needs(queries="rotated", keeps_queries=True, marks=frozenset({"signed"}), by_count=True)
+        return replace(super().needs, by_count=True)
 
     def check(self, policy: Policy) -> None:
-        check_window(self.window, policy)
+        super().check(policy)
         check_by_entry(policy, "scores entries with large values above all others")
-
-    def init(self, shape: LayerShape, slots: int) -> tuple[None, QueryRing]:
-        return None, QueryRing.empty(shape, self.window)
-
-    def observe(self, entries: Slots, attended: Attended) -> tuple[None, QueryRing]:
-        return None, entries.per_row.push(attended)
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         held = entries.positions >= 0
@@ -132,8 +123,6 @@ def vase(
     return Policy(
         score=StochasticAttention(window, Pooling("avg", kernel), large, sinks, seed),
         budget=budget_of(budget),
-        select=TopTokens(),
-        merge=Drop(),
         protect=Protect(sinks=sinks, recent=window),
         every=every,
     )

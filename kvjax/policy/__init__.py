@@ -1,11 +1,11 @@
 """The language of policies: what parts are shown and asked, and how a policy puts them together. It knows no method."""
 
 from .budget import AllocatedBudget, Budget, Layout, check_alike, most_entries
-from .merge import Effects, Keep, Merge
+from .merge import Drop, Effects, Keep, Merge
 from .part import Part, check_choice, check_integer, check_kind, check_number, named
 from .policy import Limits, Policy, Protect
 from .score import Attended, LayerShape, Moment, Needs, Pass, Received, Replay, Score, ScoreWrapper, Texts
-from .select import Ranked, Select, SelectWrapper
+from .select import Ranked, Select, SelectWrapper, TopTokens
 from .storage import PLAIN, Storage
 from .together import Together
 
@@ -14,6 +14,7 @@ __all__ = [
     "AllocatedBudget",
     "Attended",
     "Budget",
+    "Drop",
     "Effects",
     "Keep",
     "LayerShape",
@@ -36,6 +37,7 @@ __all__ = [
     "Storage",
     "Texts",
     "Together",
+    "TopTokens",
     "check_alike",
     "check_choice",
     "check_integer",

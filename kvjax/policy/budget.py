@@ -96,9 +96,9 @@ class AllocatedBudget(Budget):
     budget: Budget
 
     @property
-    @abstractmethod
     def layout(self) -> Layout:
-        """How entries are stored."""
+        """How entries are stored: by default, all heads of a layer retain the same number."""
+        return Layout()
 
     @property
     def smallest(self) -> int | None:

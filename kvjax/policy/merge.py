@@ -68,3 +68,8 @@ class Merge(Part):
             lost: the entries that the policy's selection evicts, `count` of a head or none.
         """
         return entries, lost
+
+
+@dataclass(frozen=True)
+class Drop(Merge):
+    """Entries that are not retained are dropped."""

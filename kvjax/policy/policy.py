@@ -13,10 +13,10 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import UNLIMITED, Slots
 
 from .budget import Budget, most_entries
-from .merge import Merge
+from .merge import Drop, Merge
 from .part import Part, check_choice, check_integer, check_kind, named
 from .score import LayerShape, Moment, Score
-from .select import Ranked, Select
+from .select import Ranked, Select, TopTokens
 from .storage import PLAIN, Storage
 
 
@@ -83,8 +83,8 @@ class Policy:
     Attributes:
         score: how much each entry matters.
         budget: the number of entries that each layer retains.
-        select: which entries fill the budget.
-        merge: what becomes of the others.
+        select: which entries fill the budget; by default those of the highest scores.
+        merge: what becomes of the others; by default they are dropped.
         protect: the entries that are never evicted.
         every: the number of entries that a full head evicts at a time while decoding; its occupancy then moves between
             the budget and `every` - 1 below it. None: only the prompt is compressed, and the answer is added to it.
@@ -95,8 +95,8 @@ class Policy:
 
     score: Score
     budget: Budget
-    select: Select
-    merge: Merge
+    select: Select = TopTokens()
+    merge: Merge = Drop()
     protect: Protect = Protect()
     every: int | None = None
     positions: Literal["original", "in_cache"] = "original"

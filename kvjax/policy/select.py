@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Slots
 from kvjax.mesh.heads import ALL_HEADS, Heads
+from kvjax.pallas_kernels import lowest_tokens, top_tokens
 
 from .part import Part
 
@@ -56,6 +57,24 @@ class Select(Part):
         self, scores: Float[Array, "B H S"], positions: Int[Array, "B H S"], count: int
     ) -> Int[Array, "B H count"]:
         """The indices of `count` entries to evict while decoding, S where there is none. Scores of +inf stay."""
+
+
+@dataclass(frozen=True)
+class TopTokens(Select):
+    """Each head retains its own highest scores; of equal scores the earlier position."""
+
+    @property
+    def compares(self) -> Literal["scores", "means", "other"]:
+        return "scores"
+
+    def keep(self, ranked: Ranked) -> Int[Array, "B H size"]:
+        return top_tokens(ranked.scores, ranked.positions, ranked.counts, size=ranked.size)
+
+    def victims(
+        self, scores: Float[Array, "B H S"], positions: Int[Array, "B H S"], count: int
+    ) -> Int[Array, "B H count"]:
+        """The lowest scores; of equal scores the later position, so that victims are the complement of `keep`."""
+        return lowest_tokens(scores, positions, count=count)
 
 
 @dataclass(frozen=True)

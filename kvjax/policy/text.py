@@ -11,14 +11,16 @@ from typing import Any, TypeAlias
 from kvjax.checks import shown
 from kvjax.pallas_kernels import Reduction
 
+from .merge import Drop
 from .part import Part
 from .policy import Policy, Protect
+from .select import TopTokens
 from .storage import Storage
 
 Presets: TypeAlias = Mapping[str, Callable[..., Policy]]
 Options: TypeAlias = Mapping[str, inspect.Parameter]
 
-_OTHERS = {part.__name__: part for part in (Policy, Protect, Reduction, Storage)}
+_OTHERS = {part.__name__: part for part in (Drop, Policy, Protect, Reduction, Storage, TopTokens)}
 
 
 def parse(text: str, presets: Presets, parts: Mapping[str, type[Part]]) -> Policy:

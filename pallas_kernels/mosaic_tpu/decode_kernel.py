@@ -13,8 +13,7 @@ from jax.lax import div, rem
 from jaxtyping import Array, Float
 
 from ..arrays import Fold
-from ..softcap import capped
-from ..softmax import finite_or_zero
+from ..softmax import capped, finite_or_zero
 from ..window_scores.reduction import Reduction
 from .codes import clear_outside, read, tile_logits, weighted_values
 from .common import SoftmaxScratch, visible_in_tile

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..dispatch import DeclinedError
-from ..joined import Attention
+from ..softmax import Attention
 from .parts import in_parts, separable
 
 ROLLED_BYTES = 256 << 20  # queries of padded rows that are moved at a time

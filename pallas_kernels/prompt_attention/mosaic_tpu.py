@@ -17,8 +17,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jaxtyping import Array, Float, Int
 
 from ..arrays import pad
-from ..joined import Attention
 from ..mosaic_tpu.common import LANES, check, round_up
+from ..softmax import Attention
 from .mosaic_by_position import by_position
 from .parts import in_parts, separable
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from jaxtyping import Array, Float, Int
 
-from ..joined import Attention, joined
+from ..softmax import Attention, joined
 
 LEAST_TOKENS = 1024  # from this number of new tokens on, the library saves more time than the join takes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..joined import Attention
+from ..softmax import Attention
 from ..xla.blocked import blocked
 
 

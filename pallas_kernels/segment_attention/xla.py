@@ -14,8 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from ..quantized import QuantizedArray, plain
 from ..slot_attention.asked import Asked
-from ..softcap import capped
-from ..softmax import RunningSoftmax, finite_or_zero
+from ..softmax import RunningSoftmax, capped, finite_or_zero
 from ..visibility import visible
 from ..window_scores.xla import window_scores
 from .pages import PAGE, pages

@@ -8,8 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from ..arrays import Fold, fold
 from ..quantized import QuantizedArray, plain
-from ..softcap import capped
-from ..softmax import finite_or_zero
+from ..softmax import capped, finite_or_zero
 from ..visibility import visible
 from ..window_scores.xla import begun, ended
 from .asked import Asked

@@ -13,8 +13,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from ..quantized import QuantizedArray
-from ..softcap import capped
-from ..softmax import finite_or_zero
+from ..softmax import capped, finite_or_zero
 from .blocks import Blocks, power_of_two
 from .common import channel_slices, dequantize_tile, product, tiles_per_number
 

@@ -31,8 +31,7 @@ from ..mosaic_tpu.common import (
     tile_size,
     visible_in_tile,
 )
-from ..softcap import capped
-from ..softmax import finite_or_zero
+from ..softmax import capped, finite_or_zero
 from .reduction import DEFAULT_REDUCTION, Reduction
 
 BLOCK_Q = 256  # query rows of a head per tile

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from ..arrays import after_last, pad
-from ..softcap import capped
+from ..softmax import capped
 from ..triton.attention import attend
 from ..triton.blocks import Blocks, Work, measured, power_of_two
 from ..triton.common import PROGRAMS, check, product

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..arrays import fold, pad
-from ..softcap import capped
+from ..softmax import capped
 from ..visibility import visible
 from .reduction import DEFAULT_REDUCTION, Reduction
 

@@ -18,8 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..arrays import after_last, pad
-from ..softcap import capped
-from ..softmax import RunningSoftmax, finite_or_zero
+from ..softmax import RunningSoftmax, capped, finite_or_zero
 from ..window_scores.reduction import Reduction
 from .exponential import exp
 from .received import Total, Weights

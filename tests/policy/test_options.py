@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvjax import policies
-from kvjax.policy import Part, Policy, Protect, Storage
+from kvjax.policy import Drop, Part, Policy, Protect, Storage, TopTokens
 from tests.policy.compositions import ALLOCATED, BUDGETS, MERGES, SCORES, SELECTS
 
 DEFAULTS = {
@@ -282,7 +282,14 @@ def test_a_budget_that_is_too_small_is_refused_in_the_words_of_the_preset(preset
 
 
 PARTS_DEFAULTS = {  # of parts that several methods have in common; those of all others are their preset's
-    "Policy": {"protect": Protect(), "every": None, "positions": "original", "storage": Storage()},
+    "Policy": {
+        "select": TopTokens(),
+        "merge": Drop(),
+        "protect": Protect(),
+        "every": None,
+        "positions": "original",
+        "storage": Storage(),
+    },
     "Protect": {"sinks": 0, "recent": 0},
     "WindowAttention": {"pooling": None, "rescale": False, "normalise": "full", "sum_logits": False},
     "Reduction": {"group": "mean", "rows": "sum", "first": "rows"},

@@ -27,7 +27,7 @@ OVER = {
     "pages": lambda base: policies.kvcrush(base, share=0.0, granularity="page", page=PAGE),
     "codes": lambda base: policies.quantize(base, bits=4, group=4),
 }
-PARTS = set(registry.parts())
+PARTS = {*registry.parts(), "TopTokens"}
 
 
 def refused(over, base):

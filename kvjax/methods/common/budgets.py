@@ -9,7 +9,7 @@ from typing import TypeVar
 from jaxtyping import Array, Int
 
 from kvjax.checks import shown
-from kvjax.policy import Budget, check_integer, check_number
+from kvjax.policy import Budget, check_integer, check_kind, check_number
 
 
 @dataclass(frozen=True)
@@ -77,3 +77,37 @@ def budget_of(budget: int | float) -> Fixed | Fraction:
     if isinstance(budget, bool) or not isinstance(budget, int | float):
         raise ValueError(f"budget={shown(budget)}: expected an integer >= 1 or a float in (0, 1]")
     return Fixed(budget) if isinstance(budget, int) else Fraction(budget)
+
+
+@dataclass(frozen=True)
+class DenseLayers(Budget):
+    """Another budget, except that the first layers retain everything, prompt and answer.
+
+    MorphKV's "layer-aware" variant (A.6 of its paper) has 3 dense layers, the paper on the norms of keys has 2.
+
+    Attributes:
+        budget: the budget of all other layers.
+        first: the number of first layers that retain everything.
+    """
+
+    budget: Budget
+    first: int
+
+    def __post_init__(self) -> None:
+        check_integer("dense_layers", self.first, least=0)
+        check_kind("budget", self.budget, Budget)
+        if self.budget.layout is not None:
+            raise ValueError(
+                f"a budget of {self.budget}: expected one that is known before the prompt is read, such as Fixed or "
+                "Fraction"
+            )
+
+    @property
+    def smallest(self) -> int | None:
+        return self.budget.smallest
+
+    def check_model(self, layers: int, kv_heads: int) -> None:
+        self.budget.check_model(layers, kv_heads)
+
+    def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> Int[Array, "B"] | None:
+        return None if layer < self.first else self.budget.capacity(layer, prompt_lengths, layers)

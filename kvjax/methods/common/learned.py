@@ -1,16 +1,31 @@
-"""The score that a network reads from the hidden state of a token when the token enters."""
+"""The score that a network reads from the hidden state of a token when the token enters, and its policy."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.cache import Slots
 from kvjax.gates.forms import FORMS
-from kvjax.policy import Attended, LayerShape, Moment, Needs, Score, check_choice
+from kvjax.methods.adakv import AdaptiveShares
+from kvjax.policy import (
+    AllocatedBudget,
+    Attended,
+    Budget,
+    LayerShape,
+    Moment,
+    Needs,
+    Policy,
+    Protect,
+    Score,
+    check_choice,
+)
+
+from .budgets import budget_of
+from .shares import GlobalShares
 
 
 @dataclass(frozen=True)
@@ -49,3 +64,29 @@ class LearnedScore(Score):
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         return entries.per_slot
+
+
+def learned(
+    gates: str,
+    budget: int | float,
+    protect: Protect,
+    every: int | None,
+    level: Literal["global", "layer", "head"],
+    groups: int,
+) -> Policy:
+    """The policy of a method whose networks have that name. The options are those of `kvzap`."""
+    check_choice("level", level, "global", "layer", "head")
+    if groups != 1 and level == "head":
+        raise ValueError(f"groups={groups} with level='head', where no heads compete: expected groups=1")
+    entries = budget_of(budget)
+    shared: dict[str, AllocatedBudget | Budget] = {"head": entries}
+    if level == "global":
+        shared["global"] = GlobalShares(entries, groups)
+    elif level == "layer":
+        shared["layer"] = AdaptiveShares(entries, alpha=0.0, normalise=False, groups=groups)
+    return Policy(
+        score=LearnedScore(gates),
+        budget=shared[level],
+        protect=protect,
+        every=every,
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,34 @@ class QueryRing(NamedTuple):
 
 
 @dataclass(frozen=True)
-class WindowAttention(Score):
+class QueryWindow(Score):
+    """A score that the last queries give to the entries before them. The state is these queries.
+
+    Attributes:
+        window: the number of queries.
+    """
+
+    window: int
+
+    def __post_init__(self) -> None:
+        check_integer("window", self.window, least=1)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(queries="rotated", keeps_queries=True, marks=frozenset({"signed"}))
+
+    def check(self, policy: Policy) -> None:
+        check_window(self.window, policy)
+
+    def init(self, shape: LayerShape, slots: int) -> tuple[Any, QueryRing]:
+        return None, QueryRing.empty(shape, self.window)
+
+    def observe(self, entries: Slots, attended: Attended) -> tuple[Any, QueryRing]:
+        return None, entries.per_row.push(attended)
+
+
+@dataclass(frozen=True)
+class WindowAttention(QueryWindow):
     """The attention that entries older than the last `window` queries receive from these queries.
 
     The state is these queries with the log-sum-exp of their logits when they attended. The weight that query r gave to
@@ -75,7 +102,6 @@ class WindowAttention(Score):
         rescale: multiplies the weights of a query by the number of tokens before it.
     """
 
-    window: int
     reduction: Reduction
     pooling: Pooling | None = None
     normalise: Literal["full", "distant"] = "full"
@@ -83,7 +109,7 @@ class WindowAttention(Score):
     rescale: bool = False
 
     def __post_init__(self) -> None:
-        check_integer("window", self.window, least=1)
+        super().__post_init__()
         check_choice("normalise", self.normalise, "full", "distant")
         if self.sum_logits and self.normalise != "distant":
             raise ValueError(
@@ -98,18 +124,12 @@ class WindowAttention(Score):
         return Needs(queries="rotated", keeps_queries=True, slotwise=self.normalise == "full")
 
     def check(self, policy: Policy) -> None:
-        check_window(self.window, policy)
+        super().check(policy)
         if self.pooling is not None and policy.every is not None:
             raise ValueError(
                 f"{self.pooling} needs entries in order of position, and every={policy.every} overwrites slots in any "
                 "order; they cannot be combined"
             )
-
-    def init(self, shape: LayerShape, slots: int) -> tuple[None, QueryRing]:
-        return None, QueryRing.empty(shape, self.window)
-
-    def observe(self, entries: Slots, attended: Attended) -> tuple[None, QueryRing]:
-        return None, entries.per_row.push(attended)
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         ring: QueryRing = entries.per_row

@@ -13,7 +13,6 @@ from kvjax.policy import Policy, Protect
 
 from ..common.accumulated import AccumulatedAttention
 from ..common.budgets import budget_of
-from ..common.top_tokens import TopTokens
 from ..registry import preset
 from .similarity_merge import SimilarityMerge
 from .variance_shares import VarianceShares
@@ -64,7 +63,6 @@ def d2o(
     return Policy(
         score=AccumulatedAttention(),
         budget=VarianceShares(entries, dense_first, dense_last) if layer_budgets else entries,
-        select=TopTokens(),
         merge=merge,
         protect=Protect(sinks=sinks, recent=recent),
         every=every,

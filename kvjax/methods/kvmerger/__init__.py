@@ -20,7 +20,6 @@ from kvjax.policy import Policy, Protect
 
 from ..common.accumulated import AccumulatedAttention
 from ..common.budgets import budget_of
-from ..common.top_tokens import TopTokens
 from ..registry import preset
 from .gaussian_merge import GaussianMerge
 
@@ -65,7 +64,6 @@ def kvmerger(
     return Policy(
         score=AccumulatedAttention(group),
         budget=budget_of(budget),
-        select=TopTokens(),
         merge=merge,
         protect=Protect(recent=recent),
         every=every,

@@ -16,7 +16,7 @@ from kvjax.checks import shown
 from kvjax.pallas_kernels import compact, top_tokens
 from kvjax.policy import Effects, Keep, Merge, Moment, Policy, Ranked, check_choice, check_integer
 
-from ..common.random_draw import RandomDraw
+from ..common.by_position import RandomDraw
 from .cluster import Rule, set_ends, solve_theta
 
 

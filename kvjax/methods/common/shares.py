@@ -1,4 +1,4 @@
-"""The budget for which entries of all layers and heads compete with each other."""
+"""Budgets that are allocated once all layers have read a prompt: equal shares, and one competition of all heads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,24 @@ from kvjax.mesh.heads import Heads
 from kvjax.pallas_kernels import top_counts
 from kvjax.policy import AllocatedBudget, Layout, check_integer
 
-from .allocation import check_mean, raise_best
+from .allocation import check_limited, check_mean, raise_best
+
+
+@dataclass(frozen=True)
+class UniformShares(AllocatedBudget):
+    """All heads of a layer retain the same number, for scores that are known only once all layers have read a prompt.
+
+    Attributes:
+        budget: entries of each kv head.
+    """
+
+    def __post_init__(self) -> None:
+        check_limited(self.budget)
+
+    def allocate(
+        self, scores: Float[Array, "L B H M"], means: Int[Array, "L B"], least: int, heads: Heads
+    ) -> Int[Array, "L B H"]:
+        return jnp.broadcast_to(means[..., None], scores.shape[:3])
 
 
 @dataclass(frozen=True)
