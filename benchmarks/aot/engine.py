@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from kvjax.engine.plans import Plans
-from kvjax.engine.reading import compile_reads
+from kvjax.engine.reading import Reader
 from kvjax.engine.resident import compile_rows
 from kvjax.engine.sizes import CHUNK, Sizes
 from kvjax.engine.ticket import Options, Ticket
@@ -54,7 +54,7 @@ def lower_engine(
     sizes = Sizes.of(rows, max_prompt, max_new_tokens, chunk=chunk)
     plans = Plans.of(config, policy, sizes, jnp.dtype(dtype), mesh, encoded_texts(policy, None))
     programs = Lowered(plans.placed)
-    logits, row = compile_reads(programs, plans, params, after=False)
+    logits, row = Reader(plans, params, programs.compile, plans.shapes_of).add_all(after=False)
     start = jax.tree.map(
         lambda x: plans.placed_rows(jax.ShapeDtypeStruct((plans.batch, *x.shape[1:]), x.dtype)),
         Ticket.of([0], Options(1), sizes, None, config.vocab_size).start,
