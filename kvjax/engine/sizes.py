@@ -47,7 +47,7 @@ class Sizes:
         size = bucket(length)
         if size <= self.chunk:
             return size
-        return min(_chunks(size, self.chunk), _chunks(self.max_prompt, self.chunk)) * self.chunk
+        return min(self.chunks(size), self.chunks(self.max_prompt)) * self.chunk
 
     @property
     def classes(self) -> list[int]:
@@ -60,8 +60,4 @@ class Sizes:
 
     def chunks(self, length: int) -> int:
         """The number of chunks of a prompt."""
-        return _chunks(length, self.chunk)
-
-
-def _chunks(length: int, chunk: int) -> int:
-    return -(-length // chunk)
+        return -(-length // self.chunk)

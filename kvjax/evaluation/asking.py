@@ -137,7 +137,7 @@ class Asker:
 
         def read() -> Iterator[ReadBatch]:
             for batch in batches:
-                state = _Open(batch)
+                state = _Open(batch, left=sum(len(reading.asks) for reading in batch.readings))
                 for column, (_, asks, cache) in enumerate(self._read(batch, [policy], reading)):
                     kept, turn = fetch(_kept(cache)), Clock()
                     names = [_Asked(state, row, column) for row in range(len(batch.readings))]
@@ -215,13 +215,10 @@ class _Open:
     """A batch whose answers have not all ended: how many are left, and the seconds of its reading."""
 
     batch: ReadingBatch
-    left: int = 0
+    left: int
     read_seconds: float = 0.0
     ask_seconds: float = 0.0
     compile_seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.left = sum(len(reading.asks) for reading in self.batch.readings)
 
 
 @dataclass

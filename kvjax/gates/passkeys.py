@@ -35,11 +35,6 @@ class Wording:
     cue: str
     answer: str
 
-    @property
-    def forms(self) -> tuple[str, ...]:
-        """All sentences."""
-        return self.statement, self.question, self.cue, self.answer
-
 
 ENGLISH = Wording(
     names=(
@@ -81,7 +76,8 @@ def wording_of(tokenizer: Any) -> Wording:
 def _examples(wording: Wording) -> list[str]:
     """Each name and as many keys in all sentences."""
     pairs = zip(wording.names, wording.keys, strict=False)
-    return [form.format(name=name, key=key) for name, key in pairs for form in wording.forms]
+    forms = (wording.statement, wording.question, wording.cue, wording.answer)
+    return [form.format(name=name, key=key) for name, key in pairs for form in forms]
 
 
 def _writes(tokenizer: Any, text: str) -> bool:

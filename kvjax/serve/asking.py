@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 import time
 import uuid
@@ -39,10 +40,6 @@ class Asked:
     seed: int
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
-
-    @property
-    def log_probs(self) -> bool:
-        return self.request.log_probs
 
     def usage(self, tokens: int) -> dict[str, Any]:
         """The number of tokens of the prompts, each counted once, and of the answers."""
@@ -102,7 +99,7 @@ async def ask(engine: Engine, request: Completion | Chat) -> Asked:
         log_probs=request.log_probs,
         prefix=request.stored,
     )
-    seed, gone = request.first_seed, threading.Event()
+    seed, gone = secrets.randbits(48) if request.seed is None else request.seed, threading.Event()
 
     def submit_one(prompt: Prompt, seed: int) -> None:
         handles.append(submit(prompt, seed=seed))

@@ -77,7 +77,7 @@ class Completions(Form):
     def _choice(self, asked: Asked, index: int, piece: Piece, finish: str | None) -> dict[str, Any]:
         text, tokens = piece
         log_probs = None
-        if asked.log_probs:
+        if asked.request.log_probs:
             log_probs = {
                 "tokens": [self._spelled(token.id) for token in tokens],
                 "token_logprobs": [token.log_prob for token in tokens],
@@ -119,7 +119,7 @@ class Chats(Form):
         return self._document(asked, "chatcmpl", "chat.completion.chunk", [choice])
 
     def _log_probs(self, asked: Asked, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        if not asked.log_probs:
+        if not asked.request.log_probs:
             return None
         found = [(self._spelled(token.id), token.log_prob) for token in tokens]
         content = [{"token": x, "bytes": list(x.encode()), "logprob": p, "top_logprobs": []} for x, p in found]

@@ -6,7 +6,6 @@ the value that changes nothing. Any other field or value is an error.
 
 from __future__ import annotations
 
-import secrets
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -87,11 +86,6 @@ class Common(Strict):
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
         )
-
-    @property
-    def first_seed(self) -> int:
-        """The seed, or one that is drawn."""
-        return secrets.randbits(48) if self.seed is None else self.seed
 
     @property
     def stops(self) -> list[str]:

@@ -40,17 +40,14 @@ class Point(NamedTuple):
     accuracy: Interval
 
 
-def bootstrap(
-    clusters: Sequence[Float[np.ndarray, "N 2"]], draws: int = DRAWS, seed: int = 0
-) -> Float[np.ndarray, "R"]:
+def bootstrap(clusters: Sequence[Float[np.ndarray, "N 2"]], draws: int = DRAWS) -> Float[np.ndarray, "R"]:
     """Means of R resampled data sets. Examples of each task are drawn with replacement; task means are averaged.
 
     Args:
         clusters: for each task, one row per example with the sum and the number of its answers' scores.
         draws: the number R of resampled data sets.
-        seed: the seed of the draws.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     means = np.zeros(draws)
     for rows in clusters:
         drawn = rows[rng.integers(len(rows), size=(draws, len(rows)))].sum(axis=1)

@@ -116,7 +116,7 @@ def scores(results: Results, question: str) -> list[Table]:
             headings = names
         else:
             rows = [[*map(cell.headline, columns), cell.mean(columns)] for cell in [*fixed, *own]]
-            headings = (*map(column_name, _named(columns)), "avg.")
+            headings = (*_headings(columns), "avg.")
         made.append(
             Table(
                 f"scores_{question}{'' if budget is None else f'_{budget}'}",
@@ -252,19 +252,12 @@ def budget_text(budget: Budget | None) -> str:
     return f"{budget:,} entries" if isinstance(budget, int) else f"{100 * budget:g} % kept"
 
 
-def column_name(column: Column) -> str:
-    """The heading of a column."""
-    task, length = column
-    return task if length is None else f"{task} {length:,}"
-
-
-def _named(columns: Sequence[Column]) -> list[Column]:
-    """Columns without the family if all have the same one, and without the length if all have the same one."""
+def _headings(columns: Sequence[Column]) -> list[str]:
+    """Tasks without the family if all have the same one, and with their lengths if these differ."""
     families, lengths = {task.split("/")[0] for task, _ in columns}, {length for _, length in columns}
-    return [
-        (task.split("/", 1)[-1] if len(families) == 1 else task, None if len(lengths) == 1 else length)
-        for task, length in columns
-    ]
+    tasks = [task.split("/", 1)[-1] if len(families) == 1 else task for task, _ in columns]
+    sizes = ["" if length is None or len(lengths) == 1 else f" {length:,}" for _, length in columns]
+    return [task + size for task, size in zip(tasks, sizes, strict=True)]
 
 
 def _with_interval(cell: CellResults | None, columns: tuple[Column, ...]) -> str:
