@@ -101,7 +101,7 @@ def evaluate(
         raise typer.Exit(INCOMPLETE if plan.errors() else 0)
     for text in refused(plan):
         show_warning(text)
-    summary = _here(plan, out) if ray is None else _on_ray(plan, out, ray, workers)
+    summary = run_here(plan, out) if ray is None else _on_ray(plan, out, ray, workers)
     stderr().print(
         f"{summary.answers:,} of {summary.planned:,} answers are in {escape(str(out / RESULTS))}, "
         f"{summary.new:,} of them new",
@@ -125,7 +125,7 @@ def refused(plan: RunPlan) -> list[str]:
     return [*errors[:SHOWN], *([f"not asked: {more:,} more, which --dry-run lists"] if more > 0 else [])]
 
 
-def _here(plan: RunPlan, out: Path) -> Summary:
+def run_here(plan: RunPlan, out: Path) -> Summary:
     """Runs a plan in this process."""
     from kvjax.evaluation.runner import run
     from kvjax.evaluation.worker import load_asker

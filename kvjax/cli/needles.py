@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvjax.cli.evaluate import Watching
+from kvjax.cli.evaluate import run_here
 from kvjax.cli.outcomes import Outcome, Shown
 
 if TYPE_CHECKING:
@@ -33,13 +33,10 @@ def answer_needles(
     Raises:
         ValueError: the model or the essays cannot be read, an example cannot be asked, or a policy fails.
     """
-    from kvjax.decoding.sampling import Greedy
-    from kvjax.evaluation.asking import Asker
     from kvjax.evaluation.grid import Grid
     from kvjax.evaluation.lines import read_answer, read_lines, read_timing
-    from kvjax.evaluation.model import load_model, plan_run
+    from kvjax.evaluation.model import plan_run
     from kvjax.evaluation.records import RESULTS, TIMINGS
-    from kvjax.evaluation.runner import run
 
     counts = [examples - examples // 2, examples // 2]
     given: dict[str, Any] = {
@@ -57,15 +54,12 @@ def answer_needles(
         "batch": examples,
         "seed": seed,
     }
-    grid = Grid.of(given)
-    plan = plan_run(grid)
+    plan = plan_run(Grid.of(given))
     refused = [f"{one.task}: {one.reason}" for one in plan.refusals]
     refused += [str(planned.error) for planned in plan.cells if planned.error is not None]
     if refused:
         raise ValueError(refused[0])
-    params, tokenizer = load_model(grid)
-    with Watching("answers") as bar:
-        summary = run(plan, Asker(params, tokenizer, Greedy(), seed), out, bar)
+    summary = run_here(plan, out)
     if summary.errors:
         raise ValueError(summary.errors[0])
     lines, timings = read_lines(out / RESULTS, read_answer), read_lines(out / TIMINGS, read_timing)

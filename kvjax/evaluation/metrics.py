@@ -13,6 +13,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from functools import cache
+from importlib import import_module
 from itertools import combinations
 from typing import Any
 
@@ -191,8 +192,6 @@ def repetition(text: str, n: int = 10) -> float | None:
 
 
 def _library(name: str) -> Any:
-    from importlib import import_module
-
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
