@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from .config import DecoderConfig, base_config, base_hf_config
-from .fields import integer, layer_count, require
+from .fields import require
+from .mistral import same_windows
 from .rope import LongRopeScaling
 from .rope_config import rope_from_hf
 from .weights import FusedRows, Weight, linear_weights
@@ -31,11 +32,9 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
         require(hf, field, None, False)
     for field in ("full_attn_mod", "interpolate_factor"):
         require(hf, field, None, 1)
-    window = None if hf["sliding_window"] is None else integer(hf, "sliding_window")
-    layers = layer_count(hf)
-    require(hf, "layer_types", None, ["full_attention" if window is None else "sliding_attention"] * layers)
+    windows = same_windows(hf)
     rope = rope_from_hf(hf, ("default", "longrope"), partial=True)
-    return base_config(hf, ARCHITECTURE, windows=(window,) * layers, rope=rope)
+    return base_config(hf, ARCHITECTURE, windows=windows, rope=rope)
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:

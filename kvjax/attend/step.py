@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import Entries, Slots, Take
+from kvjax.cache import Entries, Slots, StepQuery, Take
 from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.models import Attend, AttentionLayer, join_sinks
 from kvjax.policy import Attended, Limits, Moment, Policy
@@ -121,15 +121,8 @@ class Stepping:
             # A kernel's weights are of a softmax without sinks, and already reduced over the group. With sinks they are
             # computed from the log-sum-exp that sinks have joined, in one more pass over the keys.
             again = sinks is not None and wish is not None
-            found = entries.attend(
-                i,
-                queries,
-                query_positions,
-                **layer.logits,
-                reduction=None if wish is None or again else wish.reduction,
-                asked=asked,
-                seen=seen,
-            )
+            reduction = None if wish is None or again else wish.reduction
+            found = entries.attend(i, StepQuery(queries, query_positions, layer.logits, reduction, asked, seen))
             joined = join_sinks(found.context, found.lse, sinks)
             context, lse = (heads.own_queries(x) if groups else x for x in joined)
             if not room.count:

@@ -3,7 +3,7 @@
 Axis letters: B rows of the batch, H kv heads, S slots of a layer, D head size, L layers; of a pool, P lanes and T rows.
 """
 
-from .entries import Entries, MakeRoom, StepAttention, Take, Usage, statics
+from .entries import Entries, MakeRoom, StepAttention, StepQuery, Take, Usage, statics
 from .layers import Layers
 from .packing import empty_pool, pack
 from .paging import whole_pages
@@ -20,6 +20,7 @@ __all__ = [
     "Settled",
     "Slots",
     "StepAttention",
+    "StepQuery",
     "Take",
     "Usage",
     "bucket",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
@@ -28,6 +28,26 @@ class Usage(NamedTuple):
 
 # Takes what belongs to the entries that are shown out of an array that has a number for each entry of the layout.
 Take = Callable[[Array], Array]
+
+
+class StepQuery(NamedTuple):
+    """One query per row, and what is asked of its attention.
+
+    Attributes:
+        q: the queries.
+        positions: of the queries, -1 in rows without one.
+        logits: of the layer, as `AttentionLayer.logits` has them.
+        reduction: how to reduce what entries received; None if nobody looks at it.
+        asked: extra query rows to score in the same pass over the keys.
+        seen: the layer as the query meets it, where that differs from what is stored (rotation by place).
+    """
+
+    q: Float[Array, "B Hq 1 D"]
+    positions: Int[Array, "B 1"]
+    logits: Mapping[str, Any]
+    reduction: Reduction | None = None
+    asked: Asked | None = None
+    seen: Slots | None = None
 
 
 class StepAttention(NamedTuple):
@@ -151,26 +171,8 @@ class Entries(ABC):
         """Overwrites one slot per row and head of layer i and clears its state; beyond the last one nothing."""
 
     @abstractmethod
-    def attend(
-        self,
-        i: int,
-        q: Float[Array, "B Hq 1 D"],
-        positions: Int[Array, "B 1"],
-        *,
-        reduction: Reduction | None = None,
-        asked: Asked | None = None,
-        seen: Slots | None = None,
-        **logits: Any,
-    ) -> StepAttention:
-        """One query per row over the entries of layer i.
-
-        Args:
-            positions: of the queries, -1 in rows without one.
-            reduction: how to reduce what entries received; None if nobody looks at it.
-            asked: extra query rows to score in the same pass over the keys.
-            seen: the layer as the query meets it, where that differs from what is stored (rotation by place).
-            logits: of the layer, as `AttentionLayer.logits` has them.
-        """
+    def attend(self, i: int, query: StepQuery) -> StepAttention:
+        """One query per row over the entries of layer i."""
 
     @abstractmethod
     def observe(self, i: int, show: Callable[[Slots, Take], tuple[Any, Any]], room: MakeRoom) -> Self:

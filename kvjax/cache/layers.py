@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.mesh.sharding import fetch
-from kvjax.pallas_kernels import Asked, Reduction, Stored, joined, slot_attention
+from kvjax.pallas_kernels import Stored, joined, slot_attention
 
-from .entries import Entries, MakeRoom, StepAttention, Take, Usage
+from .entries import Entries, MakeRoom, StepAttention, StepQuery, Take, Usage
 from .sizes import bucket
 from .slots import Slots, mark
 
@@ -65,33 +65,23 @@ class Layers(Entries):
     def write(self, i: int, slot: Int[Array, "B H"], key: Stored, value: Stored, position: Int[Array, "B H"]) -> Layers:
         return self.with_layer(i, self.each[i].write(slot, key, value, position))
 
-    def attend(
-        self,
-        i: int,
-        q: Float[Array, "B Hq 1 D"],
-        positions: Int[Array, "B 1"],
-        *,
-        reduction: Reduction | None = None,
-        asked: Asked | None = None,
-        seen: Slots | None = None,
-        **logits: Any,
-    ) -> StepAttention:
-        entries = self.each[i] if seen is None else seen
+    def attend(self, i: int, query: StepQuery) -> StepAttention:
+        entries = self.each[i] if query.seen is None else query.seen
         found = slot_attention(
-            q,
+            query.q,
             entries.keys,
             entries.values,
-            positions,
+            query.positions,
             entries.positions,
-            **logits,
+            **query.logits,
             bias=entries.bias,
-            received=None if reduction is None else reduction.of_group,
-            asked=asked,
+            received=None if query.reduction is None else query.reduction.of_group,
+            asked=query.asked,
         )
         context, lse = found.context, found.lse
         settled = entries.settled
         if settled is not None and settled.positions.size:  # the layer evicts nothing: nobody asks what they received
-            context, lse = joined((context, lse), settled.attention(q, positions, **logits))
+            context, lse = joined((context, lse), settled.attention(query.q, query.positions, **query.logits))
         return StepAttention(context, lse, _all_of(found.received), _all_of(found.scores))
 
     def observe(self, i: int, show: Callable[[Slots, Take], tuple[Any, Any]], room: MakeRoom) -> Layers:

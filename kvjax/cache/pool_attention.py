@@ -7,29 +7,23 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.pallas_kernels import Reduction, SegmentAttention, finite_or_zero, fold, visible
+from kvjax.pallas_kernels import SegmentAttention, finite_or_zero, fold, visible
 
-from .entries import Take
+from .entries import StepQuery, Take
 from .slots import Slots
 
 
-def received_by(
-    found: SegmentAttention,
-    q: Float[Array, "B Hq 1 D"],
-    positions: Int[Array, "B 1"],
-    held: Slots,
-    take: Take,
-    *,
-    reduction: Reduction,
-    **logits: Any,
-) -> Float[Array, "B H M"]:
+def received_by(found: SegmentAttention, query: StepQuery, held: Slots, take: Take) -> Float[Array, "B H M"]:
     """The attention that a piece received from the queries: from the logits, or computed again if there are none."""
+    reduction, positions = query.reduction, query.positions
+    assert reduction is not None
     if found.logits is None:
-        return held.received(q=q, lse=found.lse, query_positions=positions, reduction=reduction, **logits)
-    stored = jnp.swapaxes(take(jnp.swapaxes(found.logits, 2, 3)), 2, 3)
-    lse = found.lse.reshape(*stored.shape[:3], 1)
-    seen = visible(positions, held.positions, logits["window"])
-    weights = jnp.where(seen, jnp.exp(stored - finite_or_zero(lse)), 0.0)
+        given: dict[str, Any] = {"q": query.q, "lse": found.lse, "query_positions": positions, "reduction": reduction}
+        return held.received(**given, **query.logits)
+    logits = jnp.swapaxes(take(jnp.swapaxes(found.logits, 2, 3)), 2, 3)
+    lse = found.lse.reshape(*logits.shape[:3], 1)
+    seen = visible(positions, held.positions, query.logits["window"])
+    weights = jnp.where(seen, jnp.exp(logits - finite_or_zero(lse)), 0.0)
     return fold(weights, reduction.of_group, axis=2)
 
 

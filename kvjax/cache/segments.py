@@ -20,8 +20,6 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.mesh.sharding import fetch
 from kvjax.pallas_kernels import (
     PAGE,
-    Asked,
-    Reduction,
     Stored,
     after_last,
     pages,
@@ -31,7 +29,7 @@ from kvjax.pallas_kernels import (
     write_rows,
 )
 
-from .entries import Entries, MakeRoom, StepAttention, Take, Usage
+from .entries import Entries, MakeRoom, StepAttention, StepQuery, Take, Usage
 from .paging import MovePages, PutPages, starts, whole_pages
 from .pieces import evicted, observed
 from .pool_attention import asked_of, received_by
@@ -185,24 +183,24 @@ class Segments(Entries):
             bias=jax.tree.map(lambda x: put(x, 0), self.bias),
         )
 
-    def attend(
-        self,
-        i: int,
-        q: Float[Array, "B Hq 1 D"],
-        positions: Int[Array, "B 1"],
-        *,
-        reduction: Reduction | None = None,
-        asked: Asked | None = None,
-        seen: Slots | None = None,
-        **logits: Any,
-    ) -> StepAttention:
-        arrays = q, self.keys, self.values, positions, self.positions, self.start[i], self.used[i]
-        found = segment_attention(*arrays, **logits, bias=self.bias, logits=reduction is not None, asked=asked)
-        received = scores = None
-        if reduction is not None:
-            received = partial(received_by, found, q, positions, reduction=reduction, **logits)
-        if asked is not None and found.scores is not None:
-            scores = partial(asked_of, found.scores, asked.positions)
+    def attend(self, i: int, query: StepQuery) -> StepAttention:
+        found = segment_attention(
+            query.q,
+            self.keys,
+            self.values,
+            query.positions,
+            self.positions,
+            self.start[i],
+            self.used[i],
+            **query.logits,
+            bias=self.bias,
+            logits=query.reduction is not None,
+            asked=query.asked,
+        )
+        received = None if query.reduction is None else partial(received_by, found, query)
+        scores = None
+        if query.asked is not None and found.scores is not None:
+            scores = partial(asked_of, found.scores, query.asked.positions)
         return StepAttention(found.context, found.lse, received, scores)
 
     def observe(self, i: int, show: Callable[[Slots, Take], tuple[Any, Any]], room: MakeRoom) -> Segments:

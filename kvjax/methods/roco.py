@@ -16,16 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Slots, mark
 from kvjax.pallas_kernels import top_tokens
-from kvjax.policy import (
-    Attended,
-    LayerShape,
-    Moment,
-    Needs,
-    Policy,
-    Protect,
-    Score,
-    check_number,
-)
+from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_number
 
 from .common import group_weights
 from .common.budgets import budget_of

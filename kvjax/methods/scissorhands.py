@@ -12,17 +12,7 @@ from dataclasses import dataclass, replace
 from jaxtyping import Array, Float, UInt32
 
 from kvjax.cache import Slots
-from kvjax.policy import (
-    Attended,
-    LayerShape,
-    Moment,
-    Needs,
-    Policy,
-    Protect,
-    Score,
-    check_integer,
-    check_number,
-)
+from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_integer, check_number
 
 from .common import query_bits
 from .common.budgets import budget_of

@@ -20,13 +20,7 @@ from jaxtyping import Array, Float, Int
 from ..arrays import Fold, pad
 from ..quantized import QuantizedArray
 from ..slot_attention.asked import Asked
-from .codes import (
-    QueryRows,
-    check_alike,
-    entry_nbytes,
-    merge_heads,
-    transposed_storage,
-)
+from .codes import QueryRows, check_alike, entry_nbytes, merge_heads, transposed_storage
 from .common import (
     LANES,
     MOST_QUERY_ROWS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -40,15 +40,8 @@ def prompt_attention(
     t = jnp.tile(q_positions, (1, Hq // H))
     t = pad(t, -t.shape[1] % blocks.rows, axis=1, value=-1)
     seen = visible_tiles(t, k_positions, rows=blocks.rows, keys=blocks.slots, window=window)
-    options: dict[str, Any] = {
-        "scale": scale,
-        "window": window,
-        "softcap": softcap,
-        "bias": bias,
-        "blocks": blocks,
-        "interpret": interpret,
-    }
+    over = partial(attend, scale=scale, window=window, softcap=softcap, bias=bias, interpret=interpret)
     spans = span(jnp.swapaxes(seen, 2, 3))
-    results = attend(rows, k, v, q_positions, k_positions, jnp.full((B, H), M), spans=spans, **options)
+    results = over(rows, k, v, q_positions, k_positions, jnp.full((B, H), M), spans=spans, blocks=blocks)
     assert results.out is not None
     return results.out.reshape(q.shape), results.lse.reshape(B, Hq, N)

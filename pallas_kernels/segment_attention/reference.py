@@ -75,12 +75,8 @@ def segment_attention(
         return jnp.where(own.reshape(*own.shape, *(1,) * (pool.ndim - 3)), lanes, empty)
 
     keys, values, positions = of_heads(plain(k)), of_heads(plain(v)), of_heads(k_positions, empty=-1)
-    options: dict[str, Any] = {
-        "scale": scale,
-        "window": window,
-        "softcap": softcap,
-        "bias": None if bias is None else of_heads(bias),
-    }
+    biases = None if bias is None else of_heads(bias)
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "bias": biases}
     context, lse, _, scores = slot_attention(q, keys, values, q_positions, positions, asked=asked, **options)
     met, _ = logits_of(q, keys, q_positions, positions, **options)
     # A row of a pool belongs to one head. The others of its lane have logits of -inf and scores of 0 there.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 from jaxtyping import Array, Float, Int
 
@@ -41,16 +41,10 @@ def segment_attention(
     B, Hq, W, D = q.shape
     H = start.shape[1]
     rows = q.reshape(B, H, -1, D)
-    options: dict[str, Any] = {
-        "scale": scale,
-        "window": window,
-        "softcap": softcap,
-        "bias": bias,
-        "interpret": interpret,
-    }
+    over = partial(attend, scale=scale, window=window, softcap=softcap, bias=bias, interpret=interpret)
     stores_logits = logits and rows.shape[2] <= MOST_LOGIT_ROWS
     extra = extra_options(asked, rows, k, H)
-    results = attend(rows, k, v, q_positions, k_positions, used, start, logits=stores_logits, **extra, **options)
+    results = over(rows, k, v, q_positions, k_positions, used, start, logits=stores_logits, **extra)
     assert results.out is not None
     scores = results.scores
     if scores is not None and asked is not None and asked.reduction.group == "mean":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -65,19 +65,13 @@ def slot_attention(
         received=received,
         asked=asked,
     )
-    options: dict[str, Any] = {
-        "scale": scale,
-        "window": window,
-        "softcap": softcap,
-        "bias": bias,
-        "interpret": interpret,
-    }
+    score = partial(window_scores, scale=scale, window=window, softcap=softcap, bias=bias, interpret=interpret)
     weights, scores = found.received, found.scores
     if scores is not None:
         scores = jnp.where(scored, scores, 0.0)
     elif asked is not None:
-        scores = asked.scores(window_scores, plain(k), k_positions, **options)
+        scores = asked.scores(score, plain(k), k_positions)
     if weights is None and received is not None:
         reduction = Reduction("sum", received, "group")
-        weights = window_scores(q, plain(k), q_positions, k_positions, lse=found.lse, reduction=reduction, **options)
+        weights = score(q, plain(k), q_positions, k_positions, lse=found.lse, reduction=reduction)
     return SlotAttention(found.context, found.lse, weights, scores)

@@ -72,14 +72,8 @@ def window_scores(
     q = q.reshape(B, H, G, W, D)
     used = after_last(k_positions >= 0)
     if lse is None:
-        options: dict[str, Any] = {
-            "scale": scale,
-            "window": window,
-            "softcap": softcap,
-            "bias": bias,
-            "interpret": interpret,
-        }
-        lse = attend(q.reshape(B, H, -1, D), k, None, q_positions, k_positions, used, **options).lse
+        over = partial(attend, scale=scale, window=window, softcap=softcap, bias=bias, interpret=interpret)
+        lse = over(q.reshape(B, H, -1, D), k, None, q_positions, k_positions, used).lse
     # Padding, and queries that see nothing, give no weight.
     lse = lse.reshape(B, H, G, W)
     lse = jnp.where((q_positions < 0)[:, None, None] | jnp.isneginf(lse), jnp.inf, lse)
