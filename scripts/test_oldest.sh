@@ -8,8 +8,8 @@ export PYTHON="${PYTHON:-python3.11}" VENV=.venv-oldest
 mkdir -p "$VENV"
 "$PYTHON" -m scripts.oldest_versions >"$VENV/constraints.txt"
 export PIP_CONSTRAINT="$PWD/$VENV/constraints.txt"
-source scripts/setup_venv.sh dev
-setup_small_torch dev
+source scripts/setup_venv.sh dev plot
+setup_small_torch dev plot
 
 export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$PWD/.jax_cache}"
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
