@@ -180,7 +180,7 @@ def test_demo_answers_draws_and_reports(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(answers, "answer", answering)
     options = ("demo", "--length", 256, "--examples", 4, "--budget", 64, "--out", tmp_path / "new")
     status, stdout, stderr = kv(*options, "--json")
-    assert (status, [line for line in stderr.splitlines() if " of 6 policies, at " not in line]) == (0, [])
+    assert (status, [line for line in stderr.splitlines() if line and " of 6 policies, at " not in line]) == (0, [])
     document = json.loads(stdout)
     full, *others = document["cells"]
     assert [cell["policy"] for cell in others] == ["streaming_llm", "h2o", "tova", "snapkv", "morphkv"]
