@@ -193,6 +193,15 @@ def test_config_written_is_read_back(hf):
     assert config_from_hf({k: v for k, v in written.items() if k not in ("rope_theta", "rope_scaling")}) == config
 
 
+def test_gemma3_of_transformers_5_0():
+    """It writes fields of models with one kind of RoPE beside those of each kind of layer."""
+    kinds = {FULL: {"rope_type": "default", "rope_theta": 2e6}, SLIDING: {"rope_type": "default", "rope_theta": 2e4}}
+    written = GEMMA3 | {"rope_parameters": kinds | {"rope_type": "default", "rope_theta": None}}
+    assert config_from_hf(written) == config_from_hf(GEMMA3 | {"rope_parameters": kinds})
+    with pytest.raises(UnsupportedModelError, match="rope_parameters"):
+        config_from_hf(GEMMA3 | {"rope_parameters": kinds | {"rope_type": "yarn"}})
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
