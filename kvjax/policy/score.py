@@ -79,7 +79,8 @@ class Needs:
         marks: facts that parts tell each other by names that they agree on. Core code reads none of them, and a pair of
             parts may add its own. Those in use are
 
-            "signed": scores may be negative, so that shares of their sum make no sense.
+            "signed": scores may be negative, so that shares of their sum and multiples of them make no sense.
+            "ordinal": scores are positions, ranks, draws or classes, whose order alone means something.
             "accumulates": scores are sums over all queries so far, so that older entries have larger ones.
             "weighs_values": scores are already multiplied by a norm of the value.
             "heads_alike": all heads of a layer must hold the same tokens in the same slots.

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 from kvjax.cache import Slots
 from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.models import AttentionLayer, Rope
-from kvjax.parts import ProjectedValues, Protect, Recency
+from kvjax.parts import ProjectedValues, Protect, SquaredNorms
 from kvjax.policies import adakv, criticalkv, dynamickv, h2o, snapkv
 from kvjax.policy import Moment
 from tests import tiny
@@ -25,6 +25,7 @@ from tests.methods.reference import Reader
 from tests.products import part
 
 B, H, G, M, D, E = 3, 2, 3, 80, 4, 12
+KEYS = SquaredNorms("key")  # not negative, and of no norm of the value
 
 
 def drawn(group=G):
@@ -49,7 +50,7 @@ def moment(output, counts, protected=None, heads=ALL_HEADS):
 def scored(score, entries, output, protected):
     """With counts, without them, and what the base alone says."""
     compared = moment(output, None, protected)
-    base = Recency()(entries, moment(output, None))
+    base = KEYS(entries, moment(output, None))
     return score(entries, moment(output, entries.capacity, protected)), score(entries, compared), base
 
 
@@ -59,7 +60,7 @@ def scored(score, entries, output, protected):
 def test_two_stages(first, group):
     entries, output = drawn(group)
     protected = Protect(recent=4).mask(entries.positions, jnp.array([80, 50, 9]), entries.capacity)
-    score = ProjectedValues(Recency(), first, 0.01)
+    score = ProjectedValues(KEYS, first, 0.01)
     scores, compared, base = map(np.asarray, scored(score, entries, output, protected))
     np.testing.assert_array_equal(compared, base, "while heads are compared")
     for b, h in np.ndindex(B, H):
@@ -87,9 +88,9 @@ def test_devices_that_share_a_kv_head_score_alike():
     @partial(jax.shard_map, mesh=mesh, in_specs=(by_kv, by_query), out_specs=by_kv, check_vma=False)
     def score(entries, output):
         heads = Heads("model", "replica")
-        return ProjectedValues(Recency())(entries, moment(output, entries.capacity, heads=heads))
+        return ProjectedValues(KEYS)(entries, moment(output, entries.capacity, heads=heads))
 
-    expected = ProjectedValues(Recency())(entries, moment(output, entries.capacity))
+    expected = ProjectedValues(KEYS)(entries, moment(output, entries.capacity))
     np.testing.assert_allclose(score(entries, output), expected, rtol=1e-5)
 
 

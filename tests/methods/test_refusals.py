@@ -4,6 +4,11 @@ import pytest
 
 from kvjax.policies import parse
 
+SIGNED = (
+    *("blockwise", "dms", "gkv", "keydiff", "keydiff_codes", "knorm", "kvzap", "qfilter", "rkv", "scissorhands"),
+    *("simlayerkv", "triattention", "vase"),
+)
+ORDINAL = "duo_attention", "fastgen", "full", "lacache", "lagkv", "random", "streaming_llm"
 REFUSED = {
     "attention_matching": [
         ("queries=0", "queries=0: expected an integer >= 1"),
@@ -43,6 +48,12 @@ REFUSED = {
         ("base=criticalkv", "^criticalkv: its base ProjectedValues already multiplies scores by value norms; choose"),
         ("base=expected_attention", "^criticalkv: its base ExpectedAttention already multiplies.*value_norm=False"),
         ("base=kvcompose,base.score.value_norm=v", "^criticalkv: its base TaskAttention already multiplies"),
+        *(
+            (f"base={base}", "^criticalkv: its base .* may be negative, .* choose a base whose scores")
+            for base in SIGNED
+        ),
+        *((f"base={base}", "^criticalkv: its base .* only the order means something") for base in ORDINAL),
+        ("base=compactor", "^criticalkv: its base LeveragedAttention"),
         ("base=tova", "^criticalkv: its base LastAttention has all heads .* choose a base whose heads differ"),
         ("base=chunkkv", "^criticalkv: it scores .* the selection Chunks compares means of scores"),
     ],
