@@ -68,16 +68,16 @@ class ProjectedValues(ScoreWrapper):
                 f"its base {name} has all heads of a layer retain the same tokens, and value norms give each head its "
                 "own; choose a base whose heads differ"
             )
-        refused = {
-            "ordinal": "gives positions, ranks, draws or classes, of which only the order means something",
-            "signed": "gives scores that may be negative, which a larger value norm would make smaller",
-        }
-        for fact, why in refused.items():
-            if fact in self.base.needs.marks:
-                raise ValueError(
-                    f"its base {name} {why}; choose a base whose scores are amounts >= 0, such as attention, which can "
-                    "be multiplied by value norms"
-                )
+        why = None
+        if "ordinal" in self.base.needs.marks:
+            why = "gives positions, ranks, draws or classes, of which only the order means something"
+        elif "signed" in self.base.needs.marks:
+            why = "gives scores that may be negative, which a larger value norm would make smaller"
+        if why is not None:
+            raise ValueError(
+                f"its base {name} {why}; choose a base whose scores are amounts >= 0, such as attention, which can be "
+                "multiplied by value norms"
+            )
         check_by_entry(policy, "scores the entries of its first stage above all others")
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:

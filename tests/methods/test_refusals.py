@@ -8,6 +8,10 @@ SIGNED = (
     *("blockwise", "dms", "gkv", "keydiff", "keydiff_codes", "knorm", "kvzap", "qfilter", "rkv", "scissorhands"),
     *("simlayerkv", "triattention", "vase"),
 )
+BUDGETS = (
+    *("adakv", "d2o", "defensivekv", "dms", "duo_attention", "dynamickv", "fastgen", "headkv", "kvcompose"),
+    *("lukv", "per_layer", "pyramidkv", "simlayerkv", "morphkv,base.dense_layers=2", "kvzip,base.level=layer"),
+)
 ORDINAL = "duo_attention", "fastgen", "full", "lacache", "lagkv", "random", "streaming_llm"
 REFUSED = {
     "attention_matching": [
@@ -73,6 +77,7 @@ REFUSED = {
         ("threshold=1e999", "threshold=inf: expected a finite number"),
         ("window=-1", "window=-1: expected an integer >= 0"),
         ("budget=128", "a budget of 128 entries: expected 129 or more"),
+        *((f"base={base}", "^dms: it replaces its base's budget, and .* choose a base whose") for base in BUDGETS),
         ("base=tova", "LastAttention: it has all heads of a layer retain the same tokens"),
     ],
     "dynamickv": [
@@ -175,6 +180,9 @@ REFUSED = {
     "leverage_score": [
         ("sketch=0", "sketch=0: expected an integer >= 1"),
         ("seed=-1", "seed=-1: expected an integer >= 0"),
+    ],
+    "lukv": [
+        *((f"base={base}", "^lukv: it replaces its base's budget, and .* choose a base whose") for base in BUDGETS),
     ],
     "per_layer": [
         ("shares=(1.0,0)", r"shares=\(1.0, 0\): expected a tuple of numbers > 0, one for each layer"),
