@@ -227,6 +227,7 @@ class Moment(NamedTuple):
         protected: the entries that stay whatever they score.
         counts: the number of entries that each head retains. None while a budget that is allocated across heads and
             layers compares scores: these must then be on the scale on which the method defines them.
+        leaving: the number of them that leave a full head now: `Policy.every` while decoding, and 0 otherwise.
     """
 
     next_position: Int[Array, "B"]
@@ -235,6 +236,7 @@ class Moment(NamedTuple):
     heads: Heads = ALL_HEADS
     protected: Bool[Array, "B H M"] | None = None
     counts: Int[Array, "B H"] | None = None
+    leaving: int = 0
 
     @property
     def scale(self) -> float:

@@ -185,26 +185,28 @@ def test_critical_ada_kv_is_kvpress_s():
 
 
 @pytest.mark.slow
-def test_a_base_that_evicts_while_decoding():
-    """Each step drops the entry that neither stage retains, by the base's scores of that step."""
-    base = h2o(10, recent=2)
+@pytest.mark.parametrize(("budget", "recent", "every"), [(10, 2, 1), (24, 4, 12)])
+def test_a_base_that_evicts_while_decoding(budget, recent, every):
+    """Of the entries that remain, half go by the base's scores of that step and half by the product: 4 and 5, 6 and 6."""
+    base, remain = h2o(budget, recent=recent, every=every), budget - every
     params = tiny.decoder(4, 2)
     _, filled = tiny.prefill(params, criticalkv(base), [ROWS[0]], 32)
     for token in (3, 9, 27, 14):
-        layer = filled.entries.layer(0, 10)
+        layer = filled.entries.layer(0, budget)
         scores, positions = np.asarray(layer.per_slot[0], np.float64), np.asarray(layer.positions[0])
-        order = np.argsort(positions, axis=-1)
+        order = np.argsort(np.where(positions < 0, 99, positions), axis=-1)
+        held = [positions[h, order[h, : sum(positions[h] >= 0)]] for h in range(2)]
         scores, positions = (np.take_along_axis(x, order, axis=-1) for x in (scores, positions))
         values = np.take_along_axis(np.asarray(layer.values[0], np.float64), order[..., None], axis=1)
         norms = projected(params, values[None], order=1).mean(axis=2)
         next_position = positions.max() + 1
-        scores[positions >= next_position - 2] = np.inf
-        kept = two_stages(scores[None], norms, np.full((1, 2), 10))[0]
-        victims = [two_stages(scores[None], norms, np.full((1, 2), 9), 5 / 9)[0][h] for h in range(2)]
-        assert [len(own) for own in kept] == [10, 10]
-        expected = [[sorted([*positions[h, own].tolist(), next_position]) for h, own in enumerate(victims)]]
+        scores[positions >= next_position - recent] = np.inf
+        if len(held[0]) == budget:
+            kept = two_stages(scores[None], norms, np.full((1, 2), remain))[0]
+            assert kept != best(scores[None], np.full((1, 2), remain))[0] or every == 1
+            held = [positions[h, own] for h, own in enumerate(kept)]
         _, filled = tiny.step(params, filled, np.array([token]), np.ones(1, bool))
-        assert tiny.held(filled, 0) == expected
+        assert tiny.held(filled, 0) == [[sorted([*own.tolist(), next_position]) for own in held]]
 
 
 def test_what_the_base_refuses_is_refused():
