@@ -108,8 +108,8 @@ def criticalkv(base: Policy = SNAPKV, first: float = 0.5, epsilon: float = 1e-4)
 
     score[h, c] = (base[h, c] + epsilon) * mean over the group g of |W_O[g] v_c|_1, with W_O[g] the rows of the output
     projection that belong to query head g. What the base protects is part of the first share. Where the base evicts
-    while decoding, these scores decide as well: the first share is then of the entries that remain. The cost is an output
-    projection of all cached values.
+    while decoding, these scores decide as well: the first share is then of the entries that remain. The cost is an
+    output projection of all cached values.
 
     Args:
         base: the policy that gives scores, budget and protected tokens.

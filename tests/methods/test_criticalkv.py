@@ -187,7 +187,7 @@ def test_critical_ada_kv_is_kvpress_s():
 @pytest.mark.slow
 @pytest.mark.parametrize(("budget", "recent", "every"), [(10, 2, 1), (24, 4, 12)])
 def test_a_base_that_evicts_while_decoding(budget, recent, every):
-    """Of the entries that remain, half go by the base's scores of that step and half by the product: 4 and 5, 6 and 6."""
+    """Of the entries that remain, half are by the base's scores of that step, half by the product: 4 of 9, 6 of 12."""
     base, remain = h2o(budget, recent=recent, every=every), budget - every
     params = tiny.decoder(4, 2)
     _, filled = tiny.prefill(params, criticalkv(base), [ROWS[0]], 32)
