@@ -13,6 +13,7 @@ from .llama import weights as weights
 from .rope_config import rope_from_hf, rope_to_hf
 
 ARCHITECTURE = "Gemma3ForCausalLM"
+FIELDS = (*gemma2.FIELDS, "sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq")
 KINDS = ("default", "linear", "llama3", "yarn")  # of RoPE: those that do not depend on the length of a prompt
 
 # The defaults of transformers for absent fields.
