@@ -31,6 +31,7 @@ from . import (
     smollm3,
 )
 from .attend import Attend, AttentionLayer, join_sinks
+from .card import Card
 from .config import DecoderConfig
 from .decoder import Decoder, embedded
 from .fields import UnsupportedModelError
@@ -108,6 +109,7 @@ __all__ = [
     "FAMILIES",
     "Attend",
     "AttentionLayer",
+    "Card",
     "Decoder",
     "DecoderConfig",
     "ExpertWeights",
