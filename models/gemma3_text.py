@@ -14,6 +14,7 @@ from .rope_config import rope_from_hf, rope_to_hf
 
 ARCHITECTURE = "Gemma3ForCausalLM"
 UNUSED = (("rope_type", "default"), ("rope_theta", None))  # beside the kinds of layers of `rope_parameters`
+FIELDS = (*gemma2.FIELDS, "sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq")
 KINDS = ("default", "linear", "llama3", "yarn")  # of RoPE: those that do not depend on the length of a prompt
 
 # The defaults of transformers for absent fields.

@@ -10,7 +10,7 @@ import typer
 
 from kvjax.cli.console import bytes_text, dialogue, note, print_pieces
 from kvjax.cli.loading import load
-from kvjax.cli.options import Dtype, Gates, Mesh, Model, NewTokens, PolicyText, Sampler, Seed
+from kvjax.cli.options import CheckpointSampler, Dtype, Gates, Mesh, Model, NewTokens, PolicyText, Seed
 
 if TYPE_CHECKING:
     from kvjax.kv_cache import KVCache
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvjax.reading.room import Compress
 
 END = "/exit"
+SAMPLER = "temperature=0.7,top_p=0.95"  # of a checkpoint that states none
 
 
 def chat(
@@ -25,7 +26,7 @@ def chat(
     policy: PolicyText = "morphkv:budget=1024",
     system: Annotated[str | None, typer.Option(help="A system message before the first message.")] = None,
     max_new_tokens: NewTokens = 1024,
-    sampler: Sampler = "temperature=0.7,top_p=0.95",
+    sampler: CheckpointSampler = None,
     seed: Seed = 0,
     mesh: Mesh = "1x1",
     dtype: Dtype = None,
@@ -35,9 +36,11 @@ def chat(
     import kvjax
     from kvjax.decoding import sampling
 
-    chosen, method = kvjax.policies.parse(policy), sampling.parse(sampler)
+    chosen = kvjax.policies.parse(policy)
+    sampling.parse(sampler or SAMPLER)  # before the model is loaded
     compress = _compress(policy, chosen)
     params, tokenizer = load(model, dtype, mesh, gates)
+    method = sampling.parse(sampler or params.card.sampler or SAMPLER)
     if tokenizer is None or tokenizer.chat_template is None:
         raise ValueError(f"{model} has no chat template: expected a checkpoint of a model that chats")
     cache: KVCache | None = None

@@ -13,7 +13,19 @@ import typer
 from kvjax.checks import shown
 from kvjax.cli.console import bytes_text, dialogue, note, print_json, print_pieces, prompt_text, working
 from kvjax.cli.loading import load
-from kvjax.cli.options import AsJson, Chunk, Dtype, Gates, Mesh, Model, NewTokens, PolicyText, PromptFile, Sampler, Seed
+from kvjax.cli.options import (
+    AsJson,
+    CheckpointSampler,
+    Chunk,
+    Dtype,
+    Gates,
+    Mesh,
+    Model,
+    NewTokens,
+    PolicyText,
+    PromptFile,
+    Seed,
+)
 
 if TYPE_CHECKING:
     from kvjax import Generation
@@ -29,7 +41,7 @@ def generate(
     system: Annotated[str | None, typer.Option(help="A system message before the user's message, with --chat.")] = None,
     policy: PolicyText = "full",
     max_new_tokens: NewTokens = 128,
-    sampler: Sampler = "greedy",
+    sampler: CheckpointSampler = None,
     seed: Seed = 0,
     chunk: Chunk = None,
     mesh: Mesh = "1x1",
@@ -51,12 +63,14 @@ def generate(
     text: Any = prompt_text(prompt, prompt_file, "PROMPT")
     if chat:
         text = dialogue(text, system)
-    chosen, method = kvjax.policies.parse(policy), sampling.parse(sampler)
+    chosen = kvjax.policies.parse(policy)
+    sampling.parse(sampler or "greedy")  # before the model is loaded
     params, tokenizer = load(model, dtype, mesh, gates, quiet=as_json)
+    sampler = sampler or params.card.sampler or "greedy"
     options: dict[str, Any] = {
         "policy": chosen,
         "max_new_tokens": max_new_tokens,
-        "sampler": method,
+        "sampler": sampling.parse(sampler),
         "seed": seed,
         "tokenizer": tokenizer,
         "chunk": chunk,

@@ -16,6 +16,7 @@ from typing import Any
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
+from kvjax.decoding.sampling import SamplingMethod
 from kvjax.engine import Answer, Engine, EngineClosedError, Handle, QueueFullError
 from kvjax.request.prompts import Prompt
 
@@ -80,8 +81,8 @@ def freed(asked: Asked) -> Iterator[None]:
             handle.cancel()
 
 
-async def ask(engine: Engine, request: Completion | Chat) -> Asked:
-    """Submits all prompts of a request.
+async def ask(engine: Engine, request: Completion | Chat, sampler: SamplingMethod) -> Asked:
+    """Submits all prompts of a request. `sampler` is what draws, as far as the request does not say.
 
     Raises:
         ApiError: 400 for a request that the engine refuses, 429 if its queue is full, 503 if it is closed.
@@ -93,7 +94,7 @@ async def ask(engine: Engine, request: Completion | Chat) -> Asked:
     submit = partial(
         engine.submit,
         max_new_tokens=most if request.limit is None else request.limit,
-        sampler=request.sampler,
+        sampler=request.sampler(sampler),
         eos=() if request.ignore_eos else None,
         stop=request.stops,
         log_probs=request.log_probs,
