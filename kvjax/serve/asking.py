@@ -91,15 +91,18 @@ async def ask(engine: Engine, request: Completion | Chat, sampler: SamplingMetho
     most = engine.sizes.max_new_tokens
     if request.limit is not None and request.limit > most:
         raise ApiError(400, f"max_tokens={request.limit}: expected at most {most}, the server's limit", "max_tokens")
-    submit = partial(
-        engine.submit,
-        max_new_tokens=most if request.limit is None else request.limit,
-        sampler=request.sampler(sampler),
-        eos=() if request.ignore_eos else None,
-        stop=request.stops,
-        log_probs=request.log_probs,
-        prefix=request.stored,
-    )
+    try:
+        submit = partial(
+            engine.submit,
+            max_new_tokens=most if request.limit is None else request.limit,
+            sampler=request.sampler(sampler),
+            eos=() if request.ignore_eos else None,
+            stop=request.stops,
+            log_probs=request.log_probs,
+            prefix=request.stored,
+        )
+    except ValueError as error:  # of the sampler
+        raise ApiError(400, str(error)) from None
     seed, gone = secrets.randbits(48) if request.seed is None else request.seed, threading.Event()
 
     def submit_one(prompt: Prompt, seed: int) -> None:
