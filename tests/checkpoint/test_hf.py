@@ -262,6 +262,8 @@ def test_all_problems_with_tensors_are_listed_together(folder):
     )
     assert problems(load, folder) == (
         f"missing tensor(s): model.norm.weight, {HEAD}",
+        f"config.json does not tie the output matrix to the embeddings: expected {HEAD}, or tie_word_embeddings=true if it "
+        "is the embedding matrix",
         f"{EMBED} has shape (41, 16); config.json asks for (40, 16)",
         f"{QUERY} has dtype I8; accepted: F32, BF16, F16",
         "unexpected tensor(s): model.layers.0.self_attn.q_proj.bias, model.layers.2.mlp.up_proj.weight",
