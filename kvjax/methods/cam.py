@@ -41,8 +41,8 @@ class Newest(Select):
 
 
 def _by_age(scores: Float[Array, "B H M"], positions: Int[Array, "B H M"]) -> Float[Array, "B H M"]:
-    """Positions as scores, where the scores are finite: protected entries and empty slots keep their infinite ones."""
-    return jnp.where(jnp.isfinite(scores), positions.astype(jnp.float32), scores)
+    """Positions as scores: protected entries and empty slots keep their infinite ones."""
+    return jnp.where(jnp.isinf(scores), scores, positions.astype(jnp.float32))
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,7 @@ class Policy:
     def rank(
         self, entries: Slots, moment: Moment, counts: Int[Array, "B H"] | None, *, raised: bool = True
     ) -> Float[Array, "B H M"]:
-        """Scores, -inf for empty slots.
+        """Scores, -inf for empty slots. One that is no number counts as the lowest, so that its entry can be evicted.
 
         Args:
             counts: the number of entries that each head retains; None while that is still to be allocated.
@@ -206,6 +206,7 @@ class Policy:
         """
         protected = self._protected(entries, moment)
         scores = self.score(entries.plain(), moment._replace(protected=protected, counts=counts))
+        scores = jnp.where(jnp.isnan(scores), jnp.finfo(jnp.float32).min, scores)
         if raised:
             scores = jnp.where(protected, jnp.inf, scores)
         return jnp.where(entries.positions >= 0, scores, -jnp.inf)

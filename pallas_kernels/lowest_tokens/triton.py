@@ -22,5 +22,6 @@ def lowest_tokens(
         raise DeclinedError
     counts = jnp.full(scores.shape[:2], count)
     last = jnp.iinfo(jnp.int32).max
-    index = top_tokens(-scores, last - positions, counts, size=count, interpret=interpret)
+    negated = jnp.where(jnp.isnan(scores), jnp.inf, -scores)
+    index = top_tokens(negated, last - positions, counts, size=count, interpret=interpret)
     return jnp.where(index < 0, scores.shape[-1], index)

@@ -11,6 +11,7 @@ def lowest_tokens(
     scores: Float[Array, "B H S"], positions: Int[Array, "B H S"], *, count: int
 ) -> Int[Array, "B H count"]:
     """Computes what the reference defines."""
+    scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
     slots = jnp.arange(scores.shape[-1])
 
     def following(scores: Array, _: None) -> tuple[Array, Array]:

@@ -16,7 +16,7 @@ def top_tokens(
     """Finds the largest scores of each head.
 
     Args:
-        scores: float32. -inf is never chosen, so a head may yield fewer entries than its count.
+        scores: float32. -inf and NaN are never chosen, so a head may yield fewer entries than its count.
         positions: token positions. Those of entries with scores above -inf differ. Of equal scores, the one with the
             smaller position is chosen.
         counts: the number of entries to choose, at most `size`.

@@ -49,9 +49,9 @@ def check_scored(kernel: Callable[..., Any], window: int | None, softcap: float 
 
 
 def check_top(kernel: Callable[..., Any], size: int) -> None:
-    """Heads have ties, signed zeros and infinities, no score above -inf, or one score only."""
+    """Heads have ties, signed zeros, infinities and NaN, no score above -inf, or one score only."""
     rng = np.random.default_rng(size)
-    special = np.float32([-np.inf, np.inf, -0.0, 0.0, 1.0, -1.0, 1e-30, 3.4e38, -3.4e38, *rng.normal(size=7)])
+    special = np.float32([-np.inf, np.inf, -0.0, 0.0, 1.0, -1.0, 1e-30, 3.4e38, -3.4e38, np.nan, *rng.normal(size=7)])
     scores = rng.choice(special, size=(2, 4, 40))
     scores[0, 0] = -np.inf
     scores[0, 1] = scores[0, 1, 0]
@@ -65,15 +65,16 @@ def check_top(kernel: Callable[..., Any], size: int) -> None:
 
 
 def check_lowest(kernel: Callable[..., Any], count: int) -> None:
-    """Scores are equal, infinite, or fewer than are asked for."""
+    """Scores are equal, infinite, no numbers, or fewer than are asked for."""
     rng = np.random.default_rng(count)
-    scores = rng.choice(np.float32([0, -0.0, 1, 2, -1.5, -np.inf, np.inf, np.inf]), size=(16, 3, 12))
+    scores = rng.choice(np.float32([0, -0.0, 1, 2, -1.5, -np.inf, np.nan, np.inf, np.inf]), size=(16, 3, 12))
     scores[0, 0, 1:] = np.inf
     positions = np.stack([rng.permutation(12) for _ in range(48)]).reshape(16, 3, 12).astype(np.int32)
     got = kernel(scores, positions, count=count)
     for b, h in np.ndindex(16, 3):
-        ranked = sorted(range(12), key=lambda slot: (scores[b, h, slot], -positions[b, h, slot]))
-        expected = sorted(slot for slot in ranked[:count] if scores[b, h, slot] < np.inf)
+        own = np.where(np.isnan(scores[b, h]), -np.inf, scores[b, h])
+        ranked = sorted(range(12), key=lambda slot: (own[slot], -positions[b, h, slot]))
+        expected = sorted(slot for slot in ranked[:count] if own[slot] < np.inf)
         assert got[b, h].tolist() == expected + [12] * (count - len(expected))
 
 
