@@ -171,7 +171,9 @@ def test_a_request_that_is_cancelled_while_it_is_submitted(serving: Serving, mon
         return handles[-1]
 
     async def cancelled() -> None:
-        task = asyncio.create_task(ask(serving.engine, Completion(**GOOD | {"max_tokens": 512, "ignore_eos": True})))
+        task = asyncio.create_task(
+            ask(serving.engine, Completion(**GOOD | {"max_tokens": 512, "ignore_eos": True}), Greedy())
+        )
         await asyncio.to_thread(entered.wait, 10)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
