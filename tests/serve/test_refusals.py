@@ -14,6 +14,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvjax.decoding.sampling import Greedy
 from kvjax.engine import Handle
 from kvjax.serve import Settings, application
 from kvjax.serve.asking import ask
@@ -171,9 +172,8 @@ def test_a_request_that_is_cancelled_while_it_is_submitted(serving: Serving, mon
         return handles[-1]
 
     async def cancelled() -> None:
-        task = asyncio.create_task(
-            ask(serving.engine, Completion(**GOOD | {"max_tokens": 512, "ignore_eos": True}), Greedy())
-        )
+        request = Completion(**GOOD | {"max_tokens": 512, "ignore_eos": True})
+        task = asyncio.create_task(ask(serving.engine, request, Greedy()))
         await asyncio.to_thread(entered.wait, 10)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
