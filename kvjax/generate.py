@@ -124,7 +124,7 @@ def generate(
         policy: what the cache retains: a policy, or a text that `policies.parse` reads, such as "morphkv:budget=512".
             The default is the policy of `cache`, or `policies.full()`.
         max_new_tokens: the most tokens that a row's answer may have.
-        sampler: draws the tokens. The default is `Greedy()`.
+        sampler: draws the tokens. The default is `Greedy()`, whatever the checkpoint says (`params.card.sampler`).
         seed: determines the draws, by one of these. A sequence of integers may be a NumPy array.
 
             | seed | the draws of row b depend on |

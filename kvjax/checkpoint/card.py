@@ -34,8 +34,10 @@ SILENT = """
     assistant_early_exit assistant_lookbehind target_lookbehind assistant_ensemble_weight speculation_type use_mtp
     encoder_no_repeat_ngram_size remove_invalid_values renormalize_logits
 """
-OF_CONFIG = ("min_length", "no_repeat_ngram_size", "typical_p", "num_beams", "bad_words_ids", "suppress_tokens")
-OF_CONFIG = (*OF_CONFIG, "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "do_sample", *SAMPLING)
+OF_CONFIG = (  # the fields of generation that older config.json have, which count without generation_config.json
+    *("do_sample", *SAMPLING, PENALTY, "min_length", "no_repeat_ngram_size", "typical_p", "num_beams", "bad_words_ids"),
+    *("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
+)
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 
@@ -47,11 +49,11 @@ def read_card(folder: Path, vocab_size: int) -> Card:
     return card_of(
         folder,
         {name: said[name] for name in (ENDS, "bos_token_id", "pad_token_id") if name in said}
-        | ({} if given else {name: said[name] for name in (*OF_CONFIG, PENALTY) if name in said})
+        | ({} if given else {name: said[name] for name in OF_CONFIG if name in said})
         | {name: value for name, value in given.items() if value is not None},
         vocab_size,
         config=config.read_text("utf-8"),
-        generation=generation.read_text("utf-8") if given else "",
+        generation=generation.read_text("utf-8") if generation.is_file() else "",
     )
 
 

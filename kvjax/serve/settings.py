@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvjax.checks import shown
 from kvjax.decoding.sampling import Sampler, SamplingMethod
 
+DEFAULT = Sampler()
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -33,7 +34,7 @@ class Settings:
     max_body: int = 4_000_000
     timeout: float = 600.0
     body_timeout: float = 30.0
-    sampler: SamplingMethod = Sampler()
+    sampler: SamplingMethod = DEFAULT
 
     def __post_init__(self) -> None:
         if not self.model:

@@ -105,7 +105,8 @@ def test_output_matrix_beside_tied_embeddings_unties_them_if_it_differs(tmp_path
     edit(tmp_path, lm_head__weight=np.zeros((40, 16), np.float32))
     with pytest.warns(UserWarning, match=f"{HEAD} differs from {EMBED}, but config.json ties them"):
         untied = load(tmp_path)[0]
-    assert not untied.config.tie_embeddings and not np.any(untied.unembed)
+    assert not untied.config.tie_embeddings
+    assert not np.any(untied.unembed)
     save_hf(untied, tmp_path / "again")
     assert json.loads((tmp_path / "again" / "config.json").read_text())["tie_word_embeddings"] is False
 
@@ -127,7 +128,7 @@ def test_weights_that_are_not_finite_are_named(folder, number, dtype):
 def test_a_tokenizer_that_cannot_be_read_does_not_block_the_weights(folder):
     (folder / "tokenizer.json").write_text("{")
     with pytest.warns(UserWarning, match="its tokenizer cannot be read: .*loaded without a tokenizer"):
-        params, tokenizer = load(folder)
+        _, tokenizer = load(folder)
     assert tokenizer is None
     assert load(folder, tokenizer=None)[1] is None
     given = types.SimpleNamespace(decode=str, eos_token_id=None)
@@ -262,8 +263,8 @@ def test_all_problems_with_tensors_are_listed_together(folder):
     )
     assert problems(load, folder) == (
         f"missing tensor(s): model.norm.weight, {HEAD}",
-        f"config.json does not tie the output matrix to the embeddings: expected {HEAD}, or tie_word_embeddings=true if it "
-        "is the embedding matrix",
+        f"config.json does not tie the output matrix to the embeddings: expected {HEAD}, or "
+        "tie_word_embeddings=true if it is the embedding matrix",
         f"{EMBED} has shape (41, 16); config.json asks for (40, 16)",
         f"{QUERY} has dtype I8; accepted: F32, BF16, F16",
         "unexpected tensor(s): model.layers.0.self_attn.q_proj.bias, model.layers.2.mlp.up_proj.weight",

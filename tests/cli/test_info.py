@@ -182,5 +182,5 @@ def test_info_downloads_the_config_only(model: str, tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     status, stdout, _ = kv("info", "some/model", "--json")
-    assert (status, asked) == (0, [("some/model", ["config.json"])])
+    assert (status, asked) == (0, [("some/model", ["config.json", "generation_config.json"])])
     assert json.loads(stdout)["parameters"] > 0

@@ -1,0 +1,204 @@
+"""What checkpoints say beside their weights: it is read, honoured, and written back as it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flax import nnx
+
+import kvjax
+from kvjax.checkpoint import CheckpointError, load, restore, save, save_hf
+from kvjax.checkpoint.card import card_of
+from kvjax.checkpoint.gguf.config import generation
+from kvjax.decoding.sampling import Greedy, Sampler
+from kvjax.models import Decoder, config_from_hf
+from kvjax.request.ends import turn_ends
+from kvjax.serve.schema import Completion
+from tests.checkpoint.folders import decoder
+from tests.checkpoint.published import CONFIGS, GENERATION
+
+# The fields that differ after a round trip, and why.
+DIFFERENCES = {"quantization_config": "weights are dequantised when they are read"}
+WRITERS = {"hf": (save_hf, load), "orbax": (save, restore)}
+
+
+def written(folder: Path, name: str) -> dict[str, Any]:
+    return json.loads((folder / name).read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), [*((name, "hf") for name in CONFIGS), ("Llama-3.2-1B", "orbax"), ("gpt-oss-20b", "orbax")]
+)
+def test_published_configs_are_written_back_field_by_field(tmp_path, name, form):
+    config, (write, read) = CONFIGS[name], WRITERS[form]
+    dtype = config.get("torch_dtype") or config.get("dtype") or "float32"
+    save_hf(Decoder(config_from_hf(config), nnx.Rngs(0), dtype), tmp_path / "first")
+    for file, content in (("config.json", config), ("generation_config.json", GENERATION)):
+        (tmp_path / "first" / file).write_text(json.dumps(content))
+    params, _ = load(tmp_path / "first")
+    write(params, tmp_path / "second")
+    write(read(tmp_path / "second")[0], tmp_path / "third")
+    expected = {field: value for field, value in config.items() if field not in DIFFERENCES}
+    assert written(tmp_path / "third", "config.json") == expected
+    assert written(tmp_path / "third", "generation_config.json") == GENERATION
+    assert str(params.embed.dtype) == dtype
+
+
+def test_a_fact_that_has_changed_is_written(tmp_path):
+    params = decoder()
+    save_hf(params, tmp_path / "first")
+    params, _ = load(tmp_path / "first", "bfloat16")
+    save_hf(params, tmp_path / "second")
+    changed = written(tmp_path / "second", "config.json")
+    assert changed == written(tmp_path / "first", "config.json") | {"dtype": "bfloat16"}
+
+
+SAID = [
+    ({"eos_token_id": 3}, (3,), None),
+    ({"eos_token_id": [3, 5, 3, 99]}, (3, 5), None),
+    ({"temperature": 0.6, "top_p": 0.9}, (), None),  # transformers draws only with do_sample
+    ({"do_sample": False, "temperature": 0.6}, (), "greedy"),
+    ({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 1.0}, (), "temperature=0.6,top_k=20"),
+    ({"do_sample": True, "min_p": 0.1, "repetition_penalty": 1.1}, (), "min_p=0.1,repetition_penalty=1.1"),
+    ({"do_sample": True}, (), "temperature=1.0"),
+    ({"repetition_penalty": 1.2}, (), "greedy,repetition_penalty=1.2"),
+]
+
+
+@pytest.mark.parametrize(("said", "ends", "sampler"), SAID)
+def test_end_tokens_and_samplers(said, ends, sampler):
+    card = card_of(Path("x"), said, vocab_size=40)
+    assert (card.end_tokens, card.sampler, card.ignored) == (ends, sampler, ())
+
+
+def test_what_is_not_applied_is_named():
+    said = {
+        "suppress_tokens": [7],
+        "no_repeat_ngram_size": 3,
+        "bad_words_ids": [[1]],
+        "forced_eos_token_id": 2,
+        "num_beams": 4,
+        "new_rule": "x",
+    }
+    neutral = {
+        "num_beams": 1,
+        "typical_p": 1.0,
+        "no_repeat_ngram_size": 0,
+        "max_length": 20,
+        "begin_suppress_tokens": None,
+    }
+    assert [field.partition("=")[0] for field in card_of(Path("x"), said, 40).ignored] == sorted(said)
+    assert card_of(Path("x"), neutral, 40).ignored == ()
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"eos_token_id": "</s>"}, "eos_token_id='</s>': expected a token id or a list of ids"),
+        ({"do_sample": "yes"}, "do_sample='yes': expected true or false"),
+        ({"do_sample": True, "top_p": 2}, "top_p=2"),
+    ],
+)
+def test_values_that_are_not_accepted(said, message):
+    with pytest.raises(CheckpointError, match=message):
+        card_of(Path("x"), said, 40)
+
+
+@pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
+def test_answers_end_at_the_tokens_of_the_checkpoint(tmp_path, where):
+    """Without a tokenizer, too."""
+    save_hf(decoder(), tmp_path)
+    prompt = [[3, 1, 2]]
+    first = kvjax.generate(load(tmp_path)[0], prompt, max_new_tokens=4).tokens[0].tolist()
+    content = written(tmp_path, where) if where == "config.json" else {}
+    (tmp_path / where).write_text(json.dumps(content | {"eos_token_id": [39, first[1]], "no_repeat_ngram_size": 2}))
+    with pytest.warns(UserWarning, match="asks for no_repeat_ngram_size=2 when text is generated"):
+        params, _ = load(tmp_path)
+    length = first.index(first[1]) + 1
+    assert kvjax.generate(params, prompt, max_new_tokens=4).tokens[0].tolist() == first[:length]
+    assert len(list(kvjax.stream(params, prompt, max_new_tokens=4))) == length
+    with kvjax.Engine(params, rows=1, max_prompt=8, max_new_tokens=4) as engine:
+        assert engine.submit(prompt[0]).result().finish == "end"
+
+
+class Tokenizer:
+    """One with the tokens of a template."""
+
+    def __init__(self, template: Any, *tokens: str):
+        self.chat_template, self.tokens = template, tokens
+
+    def convert_tokens_to_ids(self, token: str) -> int:
+        return self.tokens.index(token) if token in self.tokens else 0
+
+    def convert_ids_to_tokens(self, index: int) -> str:
+        return self.tokens[index]
+
+
+def test_turns_end_where_chat_templates_end_them():
+    assert turn_ends(Tokenizer("a<|im_end|>b", "<unk>", "<|im_end|>", "<|eot_id|>")) == [1]
+    assert turn_ends(Tokenizer({"default": "<end_of_turn>"}, "<unk>", "<end_of_turn>")) == [1]
+    assert turn_ends(Tokenizer("<|im_end|>", "<unk>")) == []  # several tokens
+    assert turn_ends(Tokenizer("<|end|> <|return|>", "<unk>", "<|end|>")) == []  # gpt-oss ends messages so
+    assert turn_ends(Tokenizer(None, "<|im_end|>")) == []
+
+
+def test_gguf_states_ends_and_samplers():
+    keys = {
+        f"tokenizer.ggml.{name}_token_id": index for index, name in enumerate(("eos", "eot", "eom", "bos", "padding"))
+    }
+    said = generation(keys | {"general.sampling.temp": 0.6, "general.sampling.mirostat": 2})
+    assert said == {
+        "eos_token_id": [0, 1, 2],
+        "bos_token_id": 3,
+        "pad_token_id": 4,
+        "do_sample": True,
+        "temperature": 0.6,
+        "mirostat": 2,
+    }
+
+
+REQUESTS = [
+    ({}, Sampler(0.6, top_p=0.9), Sampler(0.6, top_p=0.9)),
+    ({"temperature": 0.2}, Sampler(0.6, top_p=0.9), Sampler(0.2, top_p=0.9)),
+    ({"top_p": 1.0}, Sampler(0.6, top_p=0.9), Sampler(0.6)),
+    ({"temperature": 0}, Sampler(0.6, repetition_penalty=1.1), Greedy(repetition_penalty=1.1)),
+    ({}, Greedy(repetition_penalty=1.2), Greedy(repetition_penalty=1.2)),
+    ({"temperature": 1.0}, Greedy(repetition_penalty=1.2), Sampler(1.0, repetition_penalty=1.2)),
+    ({}, Sampler(), Sampler()),
+]
+
+
+@pytest.mark.parametrize(("request_", "default", "expected"), REQUESTS)
+def test_a_request_says_what_differs_from_the_checkpoint(request_, default, expected):
+    assert Completion(model="m", prompt="p", **request_).sampler(default) == expected
+
+
+def test_files_of_a_tokenizer_stay_as_they_are(tmp_path):
+    words = {"<unk>": 0, "</s>": 1, "a": 2}
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "<unk>"}
+    fields = ("truncation", "padding", "normalizer", "post_processor", "decoder")
+    files = {
+        "tokenizer.json": dict.fromkeys(fields)
+        | {"version": "1.0", "added_tokens": [], "model": model}
+        | {"pre_tokenizer": {"type": "Whitespace"}},
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "own": [1]},
+        "special_tokens_map.json": {"eos_token": "</s>"},
+    }
+    save_hf(decoder(), tmp_path / "first")
+    for name, content in files.items():
+        (tmp_path / "first" / name).write_text(json.dumps(content))
+    (tmp_path / "first" / "chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / "first" / "additional_chat_templates").mkdir()
+    (tmp_path / "first" / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
+    names = [*files, "chat_template.jinja", "additional_chat_templates/tools.jinja"]
+    params, tokenizer = load(tmp_path / "first")
+    save_hf(params, tmp_path / "second", tokenizer)
+    kvjax.checkpoint.plan_conversion(tmp_path / "second", tmp_path / "third", "orbax").run()
+    for folder, name in ((folder, name) for folder in ("second", "third") for name in names):
+        assert (tmp_path / folder / name).read_bytes() == (tmp_path / "first" / name).read_bytes()
+    tokenizer.chat_template = "{{ others }}"
+    save_hf(params, tmp_path / "changed", tokenizer)
+    assert load(tmp_path / "changed")[1].chat_template == "{{ others }}"
