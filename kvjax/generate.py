@@ -15,7 +15,7 @@ from kvjax.mesh.sharding import fetch
 from kvjax.models import Decoder
 from kvjax.policy import Policy
 from kvjax.reading.room import Compress
-from kvjax.request.prompts import Prompt, is_single
+from kvjax.request.prompts import Prompt, TemplateOptions, is_single
 from kvjax.request.request import AnswerOptions, EndTokens, Request, Seed, read_request
 from kvjax.runtime.clock import Clock
 from kvjax.runtime.modes import own_modes
@@ -95,6 +95,7 @@ def generate(
     log_probs: bool = False,
     chunk: int | None = None,
     compress: Compress = "auto",
+    chat_template_kwargs: TemplateOptions = None,
 ) -> Generation:
     """Answers a batch of prompts under a cache policy.
 
@@ -104,7 +105,7 @@ def generate(
     template writes all special tokens, so the tokenizer adds none. With `cache=`, the template is applied to the new
     messages alone, and the result is appended to what the cache has seen. Three things follow:
 
-    * A BOS token at the beginning of the result is dropped.
+    * A BOS token at the beginning of the result is dropped, as it is from text.
     * Whatever else the template writes at the beginning of every conversation, such as a default system message, is
       written again.
     * The previous answer ends as the model ended it. If `max_new_tokens` cut it off, no end token follows it. Text that
@@ -119,6 +120,7 @@ def generate(
             | a string | a list of strings |
             | a list of token ids | a list of such lists, whose lengths may differ |
             | an integer array [N] | an integer array [B, N] |
+            | what `tokenizer(text)` returns, with its attention mask | what `tokenizer(texts, padding=True)` returns |
             | a list of chat messages: dicts with strings "role" and "content" | a list of such lists |
         policy: what the cache retains: a policy, or a text that `policies.parse` reads, such as "morphkv:budget=512".
             The default is the policy of `cache`, or `policies.full()`.
@@ -138,7 +140,10 @@ def generate(
         eos: an end token, a list of end tokens, or a list of them per row. `()` means that no token ends a row. The
             default is the tokenizer's end token, if there is a tokenizer.
         tokenizer: a transformers tokenizer. It encodes text and messages and decodes the answers. Text gets the
-            tokenizer's special tokens, unless it continues a cache.
+            tokenizer's special tokens, unless it begins with them, as text of a chat template does, or continues a
+            cache. Padding at the ends of rows of ids is dropped with a warning, or refused if the padding token is a
+            BOS or end token too.
+        chat_template_kwargs: options of the chat template, such as {"enable_thinking": False}; only for messages.
         cache: the `Generation.cache` of an earlier call, or the result of `prefill`. The call extends a copy and leaves
             the given cache as it is.
         log_probs: whether to return the log-probability of each token.
@@ -159,7 +164,15 @@ def generate(
     """
     answer = AnswerOptions(max_new_tokens, sampler, seed, eos)
     request = Request.of(
-        params, prompt, policy=policy, tokenizer=tokenizer, cache=cache, chunk=chunk, compress=compress, answer=answer
+        params,
+        prompt,
+        policy=policy,
+        tokenizer=tokenizer,
+        cache=cache,
+        chunk=chunk,
+        compress=compress,
+        answer=answer,
+        chat_template_kwargs=chat_template_kwargs,
     )
     clock = Clock()
     logits, filled = clock.run("prefill", read_request, params, request)
@@ -201,6 +214,7 @@ def prefill(
     cache: KVCache | None = None,
     chunk: int | None = None,
     compress: Compress = "auto",
+    chat_template_kwargs: TemplateOptions = None,
     clock: Clock | None = None,
 ) -> KVCache:
     """Reads a prompt into a cache, without an answer.
@@ -210,14 +224,21 @@ def prefill(
 
     Args:
         params: the decoder, an nnx module `Decoder` that `load` returns.
-        prompt, policy, tokenizer, cache, chunk, compress: as `generate` takes them. Chat messages end without the
-            generation prompt, because the next messages follow them.
+        prompt, policy, tokenizer, cache, chunk, compress, chat_template_kwargs: as `generate` takes them. Chat messages
+            end without the generation prompt, because the next messages follow them.
         clock: adds up the seconds of the reading under "prefill", and those of compiling under "compile".
 
     Raises:
         ValueError: for any argument that is not accepted, before anything is compiled.
     """
     request = Request.of(
-        params, prompt, policy=policy, tokenizer=tokenizer, cache=cache, chunk=chunk, compress=compress
+        params,
+        prompt,
+        policy=policy,
+        tokenizer=tokenizer,
+        cache=cache,
+        chunk=chunk,
+        compress=compress,
+        chat_template_kwargs=chat_template_kwargs,
     )
     return (clock or Clock()).run("prefill", read_request, params, request)[1]

@@ -19,7 +19,7 @@ from kvjax.mesh.sharding import fetch
 from kvjax.models import Decoder
 from kvjax.policy import Policy
 from kvjax.reading.room import Compress
-from kvjax.request.prompts import Prompt
+from kvjax.request.prompts import Prompt, TemplateOptions
 from kvjax.request.request import AnswerOptions, EndTokens, Request, Seed, read_request
 from kvjax.runtime.gpu_flags import STEP_OPTIONS
 from kvjax.runtime.modes import own_modes
@@ -59,6 +59,7 @@ def stream(
     cache: KVCache | None = None,
     chunk: int | None = None,
     compress: Compress = "auto",
+    chat_template_kwargs: TemplateOptions = None,
 ) -> Stream:
     """Yields the answers of `generate` piece by piece. The arguments are those of `generate`, and `stop`.
 
@@ -77,7 +78,15 @@ def stream(
         check_fast(tokenizer)
     answer = AnswerOptions(max_new_tokens, sampler, seed, eos)
     request = Request.of(
-        params, prompt, policy=policy, tokenizer=tokenizer, cache=cache, chunk=chunk, compress=compress, answer=answer
+        params,
+        prompt,
+        policy=policy,
+        tokenizer=tokenizer,
+        cache=cache,
+        chunk=chunk,
+        compress=compress,
+        answer=answer,
+        chat_template_kwargs=chat_template_kwargs,
     )
     return Stream(params, request, max_new_tokens, stops, tokenizer)
 

@@ -10,7 +10,18 @@ import typer
 
 from kvjax.cli.console import bytes_text, dialogue, note, print_pieces
 from kvjax.cli.loading import load
-from kvjax.cli.options import Dtype, Gates, Mesh, Model, NewTokens, PolicyText, Sampler, Seed
+from kvjax.cli.options import (
+    Dtype,
+    Gates,
+    Mesh,
+    Model,
+    NewTokens,
+    PolicyText,
+    Sampler,
+    Seed,
+    TemplateOptions,
+    template_options,
+)
 
 if TYPE_CHECKING:
     from kvjax.kv_cache import KVCache
@@ -24,6 +35,7 @@ def chat(
     model: Model,
     policy: PolicyText = "morphkv:budget=1024",
     system: Annotated[str | None, typer.Option(help="A system message before the first message.")] = None,
+    chat_template_kwargs: TemplateOptions = None,
     max_new_tokens: NewTokens = 1024,
     sampler: Sampler = "temperature=0.7,top_p=0.95",
     seed: Seed = 0,
@@ -36,7 +48,7 @@ def chat(
     from kvjax.decoding import sampling
 
     chosen, method = kvjax.policies.parse(policy), sampling.parse(sampler)
-    compress = _compress(policy, chosen)
+    compress, template = _compress(policy, chosen), template_options(chat_template_kwargs)
     params, tokenizer = load(model, dtype, mesh, gates)
     if tokenizer is None or tokenizer.chat_template is None:
         raise ValueError(f"{model} has no chat template: expected a checkpoint of a model that chats")
@@ -53,6 +65,7 @@ def chat(
             sampler=method,
             seed=seed + turn,
             tokenizer=tokenizer,
+            chat_template_kwargs=template,
         )
         print_pieces(stream)
         cache = stream.cache

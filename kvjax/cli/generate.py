@@ -13,7 +13,21 @@ import typer
 from kvjax.checks import shown
 from kvjax.cli.console import bytes_text, dialogue, note, print_json, print_pieces, prompt_text, working
 from kvjax.cli.loading import load
-from kvjax.cli.options import AsJson, Chunk, Dtype, Gates, Mesh, Model, NewTokens, PolicyText, PromptFile, Sampler, Seed
+from kvjax.cli.options import (
+    AsJson,
+    Chunk,
+    Dtype,
+    Gates,
+    Mesh,
+    Model,
+    NewTokens,
+    PolicyText,
+    PromptFile,
+    Sampler,
+    Seed,
+    TemplateOptions,
+    template_options,
+)
 
 if TYPE_CHECKING:
     from kvjax import Generation
@@ -27,6 +41,7 @@ def generate(
         bool, typer.Option("--chat", help="Treat the prompt as a user's message to the model's chat template.")
     ] = False,
     system: Annotated[str | None, typer.Option(help="A system message before the user's message, with --chat.")] = None,
+    chat_template_kwargs: TemplateOptions = None,
     policy: PolicyText = "full",
     max_new_tokens: NewTokens = 128,
     sampler: Sampler = "greedy",
@@ -48,6 +63,9 @@ def generate(
         raise ValueError(
             f"--system {shown(system)} without --chat: expected both, because a system message needs a chat"
         )
+    if chat_template_kwargs is not None and not chat:
+        raise ValueError("--chat-template-kwargs without --chat: expected both, because text has no template")
+    template = template_options(chat_template_kwargs)
     text: Any = prompt_text(prompt, prompt_file, "PROMPT")
     if chat:
         text = dialogue(text, system)
@@ -60,6 +78,7 @@ def generate(
         "seed": seed,
         "tokenizer": tokenizer,
         "chunk": chunk,
+        "chat_template_kwargs": template,
     }
     if stream:
         print_pieces(kvjax.stream(params, text, **options))

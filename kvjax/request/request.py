@@ -27,7 +27,7 @@ from kvjax.reading.batch import Batch
 from kvjax.reading.prompt import read_prompt
 from kvjax.reading.replays import encoded_texts
 from kvjax.reading.room import Compress, check_reading, ending
-from kvjax.request.prompts import Prompt, rows_of
+from kvjax.request.prompts import Prompt, TemplateOptions, check_template_options, rows_of
 
 EndTokens: TypeAlias = int | Sequence[int] | Sequence[Sequence[int]] | None
 Seed: TypeAlias = int | Sequence[int] | Key[Array, "*B"] | Int[Array, "*B K"]
@@ -77,6 +77,7 @@ class Request:
         chunk: int | None = None,
         compress: Compress = "auto",
         answer: AnswerOptions | None = None,
+        chat_template_kwargs: TemplateOptions = None,
     ) -> Request:
         """Checks the arguments of `generate`, which documents them; without `answer`, those of `prefill`.
 
@@ -93,8 +94,16 @@ class Request:
         check_reading(chunk, compress)
         rows = []
         if prompt is not None:
-            begins, answered = cache is None, answer is not None
-            rows = rows_of(prompt, tokenizer, config.vocab_size, begins=begins, answered=answered)
+            rows = rows_of(
+                prompt,
+                tokenizer,
+                config.vocab_size,
+                begins=cache is None,
+                answered=answer is not None,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+        else:
+            check_template_options(chat_template_kwargs, messages=False)
         if cache is not None:
             check_policy(cache, policy)
             check_model(cache, params)

@@ -98,6 +98,7 @@ async def ask(engine: Engine, request: Completion | Chat) -> Asked:
         stop=request.stops,
         log_probs=request.log_probs,
         prefix=request.stored,
+        chat_template_kwargs=request.template_options,
     )
     seed, gone = secrets.randbits(48) if request.seed is None else request.seed, threading.Event()
 
