@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from kvjax.decoding.loop import Decoding, decode
+from kvjax.decoding.loop import NOT_FINITE, Decoding, decode, not_finite
 from kvjax.decoding.sampling import SamplingMethod
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import fetch
@@ -161,6 +161,7 @@ def generate(
     Raises:
         ValueError: for any argument that is not accepted, before anything is compiled. The message says what is
             expected.
+        FloatingPointError: logits are NaN or infinite. The message names the row and the position.
     """
     answer = AnswerOptions(max_new_tokens, sampler, seed, eos)
     request = Request.of(
@@ -182,6 +183,9 @@ def generate(
     lengths = fetch(answers.lengths)
     longest = int(lengths.max())
     tokens = fetch(answers.tokens)[:, :longest]
+    for row, n in enumerate(lengths):
+        if tokens[row, n - 1] == NOT_FINITE:
+            raise not_finite(row, int(fetch(cache.length)[row]))
     text: str | list[str] | None = None
     if tokenizer is not None:
         text = [tokenizer.decode(row[:n], skip_special_tokens=True) for row, n in zip(tokens, lengths, strict=True)]

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from kvjax.decoding.loop import Decoding, take
+from kvjax.decoding.loop import NOT_FINITE, Decoding, not_finite, take
 from kvjax.decoding.row_text import RowText, check_fast, stop_strings
 from kvjax.decoding.sampling import SamplingMethod
 from kvjax.kv_cache import KVCache
@@ -72,6 +72,7 @@ def stream(
 
     Raises:
         ValueError: at the call and before anything is compiled, for any argument that is not accepted.
+        FloatingPointError: while the stream is read, if logits are NaN or infinite.
     """
     stops = stop_strings(stop, tokenizer)
     if tokenizer is not None:
@@ -132,7 +133,11 @@ def _pieces(
     # A call with a list of arrays takes a fraction of the time of a call with a module, which matters at every token.
     leaves, tree = jax.tree.flatten(params)
     for count in range(1, max_new_tokens + 1):
-        tokens = np.where(active, fetch(state.cache.pending), -1)
+        pending = fetch(state.cache.pending)
+        if (broken := active & (pending == NOT_FINITE)).any():
+            row = int(np.argmax(broken))
+            raise not_finite(row, int(fetch(state.cache.length)[row]))
+        tokens = np.where(active, pending, -1)
         after = active & fetch(state.active)
         if count == max_new_tokens:
             after = np.zeros_like(after)

@@ -46,7 +46,7 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, FloatingPointError) as error:
             if isinstance(error, ValueError) and not _ours(error.__traceback__):
                 raise
             _fail(str(error))

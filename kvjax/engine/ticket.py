@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.checks import shown
+from kvjax.decoding.loop import NOT_FINITE, not_finite
 from kvjax.decoding.row_samplers import RowSamplers
 from kvjax.decoding.row_text import RowText, stop_strings
 from kvjax.decoding.sampling import Greedy, SamplingMethod
@@ -128,8 +129,13 @@ class Ticket:
 
         Args:
             active: whether the row goes on after all of them, as the device sees it.
+
+        Raises:
+            FloatingPointError: the logits of a token are not finite.
         """
         for i, (token, log_prob) in enumerate(zip(tokens, log_probs, strict=True), 1):
+            if token == NOT_FINITE:
+                raise not_finite(0, self.prompt_tokens + len(self.feed.tokens) + i - 1)
             last = i == len(tokens) and not active
             text = None
             finish: Finish | None = ("end" if token in self.ends else "length") if last else None

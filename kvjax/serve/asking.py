@@ -63,9 +63,11 @@ def check_finished(finish: str | None) -> None:
 
 @contextmanager
 def ending_is_told() -> Iterator[None]:
-    """Turns the end of the engine into an error for the client."""
+    """Turns the end of the engine, and of an answer without finite logits, into an error for the client."""
     try:
         yield
+    except FloatingPointError as error:
+        raise ApiError(422, str(error), code="not_finite") from None
     except EngineClosedError:
         raise closing() from None
 

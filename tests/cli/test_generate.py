@@ -36,7 +36,8 @@ def test_generate_chats(shallow_model: str, tmp_path: Path) -> None:
     """The prompt is a user's message, which the checkpoint's template renders."""
     folder = tmp_path / "chat"
     shutil.copytree(shallow_model, folder)
-    template = "{% for message in messages %}{{ message.content }} : {% endfor %}{{ place }} {% if add_generation_prompt %}the{% endif %}"
+    template = "{% for message in messages %}{{ message.content }} : {% endfor %}{{ place }} "
+    template += "{% if add_generation_prompt %}the{% endif %}"
     (folder / "chat_template.jinja").write_text(template)
     options = ("--max-new-tokens", 4, "--json")
 
