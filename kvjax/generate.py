@@ -15,8 +15,9 @@ from kvjax.mesh.sharding import fetch
 from kvjax.models import Decoder
 from kvjax.policy import Policy
 from kvjax.reading.room import Compress
+from kvjax.request.ends import EndTokens
 from kvjax.request.prompts import Prompt, TemplateOptions, is_single
-from kvjax.request.request import AnswerOptions, EndTokens, Request, Seed, read_request
+from kvjax.request.request import AnswerOptions, Request, Seed, read_request
 from kvjax.runtime.clock import Clock
 from kvjax.runtime.modes import own_modes
 
@@ -138,7 +139,8 @@ def generate(
             A JAX key is a typed key of `jax.random.key`, or a legacy uint32 key of `jax.random.PRNGKey`. With a PRNG
             other than the default "threefry2x32", the draws may depend on the other rows too.
         eos: an end token, a list of end tokens, or a list of them per row. `()` means that no token ends a row. The
-            default is the tokenizer's end token, if there is a tokenizer.
+            default is what the checkpoint states (`params.card.end_tokens`), the tokenizer's end token, and the token
+            that ends a turn in its chat template.
         tokenizer: a transformers tokenizer. It encodes text and messages and decodes the answers. Text gets the
             tokenizer's special tokens, unless it begins with them, as text of a chat template does, or continues a
             cache. Padding at the ends of rows of ids is dropped with a warning, or refused if the padding token is a

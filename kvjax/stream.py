@@ -19,8 +19,9 @@ from kvjax.mesh.sharding import fetch
 from kvjax.models import Decoder
 from kvjax.policy import Policy
 from kvjax.reading.room import Compress
+from kvjax.request.ends import EndTokens
 from kvjax.request.prompts import Prompt, TemplateOptions
-from kvjax.request.request import AnswerOptions, EndTokens, Request, Seed, read_request
+from kvjax.request.request import AnswerOptions, Request, Seed, read_request
 from kvjax.runtime.gpu_flags import STEP_OPTIONS
 from kvjax.runtime.modes import own_modes
 

@@ -31,6 +31,7 @@ from . import (
     smollm3,
 )
 from .attend import Attend, AttentionLayer, join_sinks
+from .card import Card
 from .config import DecoderConfig
 from .decoder import Decoder, embedded
 from .fields import UnsupportedModelError
@@ -38,7 +39,7 @@ from .mixture import ExpertWeights, Mix, Mixture, densely, gated, routed
 from .registered import Registered
 from .rope import Rope, rotate
 from .stacked import StackedWeight
-from .unknown import beyond_llama
+from .unknown import beyond_llama, check_known
 from .weights import FusedRows, Layout, Weight, by_parameter, by_tensor, hf_shapes, read_parameter
 
 
@@ -90,8 +91,8 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
 
     Raises:
         UnsupportedModelError: the family is not here, and the message lists what its config asks for beyond Llama; or a
-            field asks for a computation that is not implemented, or has an invalid value. The
-            message names the field, its value and what is accepted.
+            field is unknown, asks for a computation that is not implemented, or has an invalid value. The message names
+            the field, its value and what is accepted.
     """
     named = hf.get("model_type")
     try:
@@ -99,13 +100,16 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     except UnsupportedModelError as error:
         asked = ", ".join(beyond_llama(hf)) or "nothing"
         raise UnsupportedModelError(f"{error}. Beyond Llama, its config has: {asked}") from None
-    return module.config_from_hf(hf)
+    config = module.config_from_hf(hf)
+    check_known(hf, getattr(module, "FIELDS", ()))
+    return config
 
 
 __all__ = [
     "FAMILIES",
     "Attend",
     "AttentionLayer",
+    "Card",
     "Decoder",
     "DecoderConfig",
     "ExpertWeights",

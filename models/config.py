@@ -165,6 +165,8 @@ NOT_COMPUTED: dict[str, tuple[Any, ...]] = {
     "dual_chunk_attention_config": (None,),
     "no_rope_layers": (None, []),
     "use_bidirectional_attention": (None, False),
+    "is_causal": (None, True),
+    "causal": (None, True),
     "use_mrope": (None, False),
     "clip_qkv": (None,),
     "use_qk_norm": (None, False),

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from .attend import Attend, AttentionLayer
+from .card import Card
 from .config import DecoderConfig
 from .linear import bias, linear, weight
 from .mixture import ExpertWeights, Mix, densely
@@ -270,8 +271,9 @@ class Decoder(nnx.Module):
     """The parameters of a decoder, and the functions that run it. Public functions take it as `params`.
 
     `params` is a Flax `nnx.Module` and a pytree: its leaves are the weights, and its `DecoderConfig` is static data in
-    `params.config`. Pass it to `jax.jit` like any pytree. `params(tokens, attend, cache)` runs the layers, and
-    `params.logits(hidden)` maps hidden states to next-token logits.
+    `params.config`, as is what a checkpoint says beside its weights, the `Card` in `params.card`. Pass it to `jax.jit`
+    like any pytree. `params(tokens, attend, cache)` runs the layers, and `params.logits(hidden)` maps hidden states to
+    next-token logits.
 
     Args:
         config: the architecture.
@@ -281,7 +283,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
         V, E = config.vocab_size, config.hidden_size
-        self.config = config
+        self.config, self.card = config, Card()
         self.embed = weight(rngs, (V, E), ("vocab", "embed"), E, dtype)
         self.layers = nnx.List([Layer(config, index, rngs, dtype) for index in range(config.num_layers)])
         self.norm = RMSNorm(config, (E,), ("embed",), dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # the normal numbers of float32
 LAYERS = 10_000  # the most layers of a model; more are a mistake
 
 
@@ -48,17 +49,22 @@ def layer_count(hf: Mapping[str, Any]) -> int:
 def number(hf: Mapping[str, Any], field: str, default: float | None = None) -> float:
     """Reads a positive number; an absent or null field is `default`. Raises UnsupportedModelError."""
     value: Any = default if hf.get(field) is None else hf[field]
-    if type(value) not in (int, float) or not value > 0:
-        raise unsupported(field, value, "a positive number")
+    if not _is_positive(value):
+        raise unsupported(field, value, "a positive number of float32's range")
     return float(value)
 
 
 def numbers(hf: Mapping[str, Any], field: str) -> tuple[float, ...]:
     """Reads a list of positive numbers. Raises UnsupportedModelError."""
     value = hf.get(field)
-    if not isinstance(value, list) or not all(type(x) in (int, float) and x > 0 for x in value):
-        raise unsupported(field, value, "a list of positive numbers")
+    if not isinstance(value, list) or not all(map(_is_positive, value)):
+        raise unsupported(field, value, "a list of positive numbers of float32's range")
     return tuple(float(x) for x in value)
+
+
+def _is_positive(value: Any) -> bool:
+    """Whether a value is a number > 0 that float32 represents."""
+    return type(value) in (int, float) and SMALLEST <= value <= LARGEST
 
 
 def flag(hf: Mapping[str, Any], field: str, default: bool = False) -> bool:

@@ -13,6 +13,8 @@ from .llama import weights as weights
 from .rope import Rope
 
 ARCHITECTURE = "Gemma2ForCausalLM"
+# transformers reads no `sliding_window_size`, which the first checkpoints have.
+FIELDS = ("sliding_window", "layer_types", "sliding_window_size")
 CAPS = {"attn_logit_softcapping": "attention_softcap", "final_logit_softcapping": "logit_softcap"}
 COMPUTED = (*CAPS, "query_pre_attn_scalar", "hidden_act", "hidden_activation")
 

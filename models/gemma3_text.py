@@ -13,6 +13,8 @@ from .llama import weights as weights
 from .rope_config import rope_from_hf, rope_to_hf
 
 ARCHITECTURE = "Gemma3ForCausalLM"
+UNUSED = (("rope_type", "default"), ("rope_theta", None))  # beside the kinds of layers of `rope_parameters`
+FIELDS = (*gemma2.FIELDS, "sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq")
 KINDS = ("default", "linear", "llama3", "yarn")  # of RoPE: those that do not depend on the length of a prompt
 
 # The defaults of transformers for absent fields.
@@ -39,6 +41,8 @@ def rope_fields(hf: Mapping[str, Any]) -> list[dict[str, Any]]:
     transformers 5 writes `rope_parameters` by type of layer. Before, `rope_scaling` was of full attention alone.
     """
     by_kind = hf.get("rope_parameters") or {}
+    if isinstance(by_kind, Mapping) and qwen2.FULL in by_kind:  # transformers 5.0 adds fields of a flat mapping
+        by_kind = {name: value for name, value in by_kind.items() if (name, value) not in UNUSED}
     if not isinstance(by_kind, Mapping) or set(by_kind) - {qwen2.FULL, qwen2.SLIDING}:
         raise unsupported("rope_parameters", by_kind, f"a mapping with {qwen2.FULL!r} and {qwen2.SLIDING!r}")
     old = {

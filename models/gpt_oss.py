@@ -16,6 +16,8 @@ from .stacked import StackedWeight
 from .weights import FusedRows, Weight, linear_weights
 
 ARCHITECTURE = "GptOssForCausalLM"
+# transformers reads neither `experts_per_token` nor `initial_context_length`, which the checkpoints have.
+FIELDS = ("sliding_window", "layer_types", "num_experts_per_tok", "experts_per_token", "initial_context_length")
 ALPHA = 1.702  # of quick_gelu, the activation of gates
 
 # The defaults of transformers for absent fields. An explicit null means one kv head per query head, and no window.

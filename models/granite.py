@@ -12,6 +12,7 @@ from .fields import number
 from .llama import weights as weights
 
 ARCHITECTURE = "GraniteForCausalLM"
+FIELDS = llama.FIELDS
 # The fields of the config, and the facts that they are here. All are 1 by default.
 FACTORS = {
     "embedding_multiplier": "embedding_scale",

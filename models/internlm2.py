@@ -15,6 +15,7 @@ from .rope_config import rope_from_hf
 from .weights import FusedRows, Weight, linear_weights
 
 ARCHITECTURE = "InternLM2ForCausalLM"
+FIELDS = ("sliding_window", "layer_types", "bias")
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:

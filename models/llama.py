@@ -11,6 +11,7 @@ from .fields import flag, layer_count, require
 from .weights import Weight, linear_weights
 
 ARCHITECTURE = "LlamaForCausalLM"
+FIELDS = ("sliding_window", "layer_types")
 
 
 def config_from_hf(

@@ -11,6 +11,7 @@ from .fields import require
 from .llama import weights as weights
 
 ARCHITECTURE = "MinistralForCausalLM"
+FIELDS = ("sliding_window", "layer_types")
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:

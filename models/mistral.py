@@ -10,6 +10,7 @@ from .fields import integer, layer_count, require
 from .llama import weights as weights
 
 ARCHITECTURE = "MistralForCausalLM"
+FIELDS = ("sliding_window", "layer_types")
 
 # The defaults of transformers for absent fields. An explicit null means no window, and one kv head per query head.
 DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096}

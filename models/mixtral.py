@@ -14,6 +14,7 @@ from .mixture import Mixture
 from .weights import Weight, linear_weights
 
 ARCHITECTURE = "MixtralForCausalLM"
+FIELDS = ("sliding_window", "layer_types", "num_experts_per_tok")
 COMPUTED = ("num_experts", "num_local_experts")
 
 # The defaults of transformers for absent fields. An explicit null means no window, and one kv head per query head.

@@ -11,6 +11,7 @@ from .fields import flag, layer_count, require
 from .llama import weights as weights
 
 ARCHITECTURE = "Olmo2ForCausalLM"
+FIELDS = ("sliding_window", "layer_types")
 DEFAULTS = {"rms_norm_eps": 1e-5}  # of transformers, for absent fields
 
 

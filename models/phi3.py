@@ -16,6 +16,7 @@ from .rope_config import rope_from_hf
 from .weights import FusedRows, Weight, linear_weights
 
 ARCHITECTURE = "Phi3ForCausalLM"
+FIELDS = ("sliding_window", "layer_types", "full_attn_mod", "interpolate_factor")
 
 # The defaults of transformers for absent fields.
 DEFAULTS = {

@@ -11,6 +11,7 @@ from .fields import UnsupportedModelError, flag, integer, layer_count, require, 
 from .llama import weights as weights
 
 ARCHITECTURE = "Qwen2ForCausalLM"
+FIELDS = ("sliding_window", "layer_types", "use_sliding_window", "max_window_layers")
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 # The defaults of transformers for absent fields. An explicit null means one kv head per query head, and no window.

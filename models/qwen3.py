@@ -12,6 +12,7 @@ from .fields import flag, integer, require
 from .llama import weights as weights
 
 ARCHITECTURE = "Qwen3ForCausalLM"
+FIELDS = qwen2.FIELDS
 DEFAULTS = qwen2.DEFAULTS | {"head_dim": 128}
 
 

@@ -13,6 +13,17 @@ from .mixture import Mixture
 from .weights import Weight
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
+FIELDS = (
+    "sliding_window",
+    "layer_types",
+    "use_sliding_window",
+    "max_window_layers",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+    "norm_topk_prob",
+)
 EXPERTS = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 
 # The defaults of transformers for absent fields. An explicit null means no window, and one kv head per query head.

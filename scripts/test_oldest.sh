@@ -8,13 +8,13 @@ export PYTHON="${PYTHON:-python3.11}" VENV=.venv-oldest
 mkdir -p "$VENV"
 "$PYTHON" -m scripts.oldest_versions >"$VENV/constraints.txt"
 export PIP_CONSTRAINT="$PWD/$VENV/constraints.txt"
-source scripts/setup_venv.sh dev plot
+source scripts/setup_venv.sh dev plot parity
 
 export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$PWD/.jax_cache}"
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 if [ $# = 0 ]; then
     set -- tests/test_generate.py tests/test_stream.py tests/test_kv_cache.py tests/methods/test_kvpress.py \
-        tests/models/test_families.py tests/checkpoint tests/engine \
+        tests/models/test_families.py tests/models/test_parity.py tests/checkpoint tests/engine \
         tests/serve/test_answers.py tests/cli/test_cli.py
 fi
 exec python -m pytest -n 2 --dist worksteal "$@"

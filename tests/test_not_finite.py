@@ -1,4 +1,4 @@
-"""Logits that are NaN or infinite are an error that names the row and the position, and never a token."""
+"""Logits that are not finite are an error that names the row and the position, and never a token."""
 
 from collections.abc import Callable
 from functools import partial
@@ -52,7 +52,7 @@ CALLS: dict[str, Callable[[Decoder], Any]] = {
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 def test_the_row_and_the_position_are_named(spoilt: Any, call: Callable[[Decoder], Any]) -> None:
     params, _, position = spoilt
-    with pytest.raises(FloatingPointError, match=f"row 1 for the token at position {position} are NaN or infinite"):
+    with pytest.raises(FloatingPointError, match=f"row 1 for the token at position {position} are not finite"):
         call(params)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -15,12 +14,13 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from kvjax.checkpoint.errors import CheckpointError
-from kvjax.checkpoint.folder import GENERATION, Form, check_dtype, form_of, locate, owned
+from kvjax.checkpoint.folder import Form, check_dtype, form_of, locate, owned
 from kvjax.checkpoint.hf import load, read_headers, write_hf
 from kvjax.checkpoint.orbax import restore, transfer_bytes, write_orbax
 from kvjax.checkpoint.parameters import Blank, Progress
 from kvjax.checkpoint.source import source_of
 from kvjax.checkpoint.tensors import no_weights
+from kvjax.checkpoint.tokenizer_files import copy_tokenizer
 from kvjax.checks import shown
 from kvjax.files.writing import check_folder, new_folder
 
@@ -69,18 +69,20 @@ class Conversion:
             OSError: the folder or a file cannot be written.
         """
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            files = "own" if self.form == "gguf" else None  # the files of a folder's tokenizer are copied
             if self.form == "orbax":
-                params, tokenizer = restore(self.source, self.dtype)
+                params, tokenizer = restore(self.source, self.dtype, tokenizer=files)
             else:
-                params, tokenizer = load(self.source, self.dtype, progress=reading)
-            files = owned(tokenizer=True, generation=True)
-            with new_folder(self.out, files, "config.json", overwrite=self.overwrite, argument=ARGUMENT) as folder:
+                params, tokenizer = load(self.source, self.dtype, progress=reading, tokenizer=files)
+            with new_folder(
+                self.out, owned(tokenizer=True), "config.json", overwrite=self.overwrite, argument=ARGUMENT
+            ) as folder:
                 if self.to == "hf":
                     write_hf(params, folder, tokenizer, progress=writing)
                 else:
                     write_orbax(params, folder, tokenizer)
-                if (self.source / GENERATION).is_file():
-                    shutil.copyfile(self.source / GENERATION, folder / GENERATION)
+                if files is None and jax.process_index() == 0:
+                    copy_tokenizer(self.source, folder)
 
 
 def plan_conversion(

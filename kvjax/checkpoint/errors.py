@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+LONGEST = 1000  # characters of the message of another library
+
 
 class CheckpointError(ValueError):
     """Raised if a checkpoint cannot be read: it is absent, incomplete, corrupt, or in a form that is not accepted.
@@ -29,10 +31,14 @@ class CheckpointError(ValueError):
         super().__init__(f"cannot load {source}: {listed}")
 
 
-def short(error: BaseException) -> str:
-    """Returns the exception's type and the first line of its message, without the specification of TensorStore."""
-    text = f"{type(error).__name__}: {error}".splitlines()[0]
-    return text.partition(" [tensorstore_spec=")[0].partition(" [source locations=")[0]
+def one_line(error: BaseException) -> str:
+    """Returns the exception's type and its message in one line, without the specification of TensorStore.
+
+    The whole message stays, up to LONGEST characters, because the advice of other libraries is often in its last lines.
+    """
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    text = text.partition(" [tensorstore_spec=")[0].partition(" [source locations=")[0]
+    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
 
 
 @contextmanager

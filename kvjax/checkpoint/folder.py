@@ -5,33 +5,28 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kvjax.checkpoint.errors import CheckpointError
+from kvjax.checkpoint.errors import CheckpointError, one_line
 from kvjax.checks import check_path, dtype_of
 from kvjax.files.writing import finish
-from kvjax.models import DecoderConfig, config_from_hf, family
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from kvjax.models import DecoderConfig, config_from_hf
 
 WEIGHTS, INDEX, PARAMS = "model.safetensors", "model.safetensors.index.json", "params"
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-GENERATION = "generation_config.json"  # kvjax does not read it, but transformers does
-VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+GENERATION = "generation_config.json"
 ORBAX = (  # what Orbax writes into the folder of a pytree
     r"(_METADATA|_CHECKPOINT_METADATA|_sharding|commit_success\.txt|array_metadatas/process_\d+"
     r"|(ocdbt\.process_\d+/)?(manifest\.ocdbt|d/[0-9a-f]{32}))"
 )
-OWNED = re.compile(rf"config\.json|model\.safetensors(\.index\.json)?|{SHARD.pattern}|{PARAMS}/{ORBAX}")
+OWNED = re.compile(rf"(generation_)?config\.json|model\.safetensors(\.index\.json)?|{SHARD.pattern}|{PARAMS}/{ORBAX}")
 TOKENIZER = re.compile(
-    r"tokenizer\.(json|model)|(tokenizer_config|special_tokens_map|added_tokens|vocab)\.json|merges\.txt"
+    r"tokenizer\.(json|model)|(tokenizer_config|special_tokens_map|added_tokens|vocab)\.json|(merges|vocab)\.txt"
     r"|chat_template\.(jinja|json)|additional_chat_templates/[^/]+\.jinja"
 )
 DOWNLOADED = (
@@ -45,6 +40,7 @@ DOWNLOADED = (
     "vocab.json",
     "merges.txt",
     "chat_template*",
+    "additional_chat_templates/*",
 )
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16": jnp.dtype("float16")}
@@ -91,7 +87,7 @@ def locate(path_or_hub_id: str | os.PathLike[str], patterns: Sequence[str] = DOW
     try:
         return Path(snapshot_download(path_or_hub_id, allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:  # not found, gated, offline, not a legal id
-        reason = f"no such folder, and the Hugging Face hub did not provide it: {first_line(error)}"
+        reason = f"no such folder, and the Hugging Face hub did not provide it: {one_line(error)}"
         raise CheckpointError(path_or_hub_id, [reason]) from error
 
 
@@ -117,7 +113,7 @@ def finish_writing(folder: Path) -> None:
     try:
         finish(folder)
     except OSError as error:
-        reason = f"its writing was interrupted and cannot be finished: {first_line(error)}"
+        reason = f"its writing was interrupted and cannot be finished: {one_line(error)}"
         raise CheckpointError(folder, [reason]) from error
 
 
@@ -151,60 +147,16 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def read_tokenizer(folder: Path, problems: list[str]) -> PreTrainedTokenizerBase | None:
-    """Returns the folder's tokenizer, or None if it has none. Appends to `problems` if the tokenizer is unreadable."""
-    if not any((folder / name).is_file() for name in VOCABULARIES):
-        return None
-    with transformers_quietly():
-        from transformers import AutoTokenizer
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the parsers raise many exception types, bare Exception among them
-        problems.append(f"its tokenizer cannot be read: {first_line(error)}")
-        return None
-
-
-@contextmanager
-def transformers_quietly() -> Iterator[None]:
-    """Imports transformers without its advice to install torch, which tokenizers do not need."""
-    advice = os.environ.get("TRANSFORMERS_NO_ADVISORY_WARNINGS")
-    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
-    try:
-        yield
-    finally:
-        del os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"]
-        if advice is not None:
-            os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = advice
-
-
-def write_config(
-    folder: Path, config: DecoderConfig, dtype: DTypeLike, tokenizer: PreTrainedTokenizerBase | None
-) -> None:
-    """Writes config.json and the tokenizer's files."""
-    hf = family(config.family).config_to_hf(config) | {"dtype": str(jnp.dtype(dtype))}
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-        hf |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
-
-
-def owned(tokenizer: bool, generation: bool = False) -> re.Pattern[str]:
+def owned(tokenizer: bool) -> re.Pattern[str]:
     """Returns a pattern of the files that a checkpoint owns: those that writing it may replace and remove.
 
     Args:
         tokenizer: whether the tokenizer's files are among them.
-        generation: whether generation_config.json is among them.
     """
-    patterns = [OWNED.pattern, *([TOKENIZER.pattern] if tokenizer else []), *([re.escape(GENERATION)] * generation)]
-    return re.compile("|".join(patterns))
+    return re.compile("|".join([OWNED.pattern, *([TOKENIZER.pattern] if tokenizer else [])]))
 
 
 def check_dtype(dtype: DTypeLike | None) -> None:
     """Raises ValueError if `dtype` is neither None nor a dtype that weights can be cast to."""
     if dtype is not None and dtype_of(dtype) not in DTYPES.values():
         raise ValueError(f"dtype {jnp.dtype(dtype).name} is not supported; accepted: {DTYPE_NAMES}")
-
-
-def first_line(error: Exception) -> str:
-    """Returns the exception's type and the first line of its message."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]

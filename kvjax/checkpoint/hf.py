@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from kvjax.checkpoint.card import write_said
 from kvjax.checkpoint.errors import CheckpointError
 from kvjax.checkpoint.folder import (
     DTYPE_NAMES,
@@ -28,15 +31,15 @@ from kvjax.checkpoint.folder import (
     locate,
     owned,
     read_json,
-    write_config,
 )
-from kvjax.checkpoint.parameters import Blank, Progress, by_path, from_slices
+from kvjax.checkpoint.parameters import Blank, Progress, all_finite, by_path, from_slices
 from kvjax.checkpoint.source import Source, source_of
-from kvjax.checkpoint.tensors import DERIVED, TensorSpec, compare, files_of, write_file, write_index
+from kvjax.checkpoint.tensors import DERIVED, TensorSpec, as_stored, compare, files_of, write_file, write_index
+from kvjax.checkpoint.tokenizer_files import OWN, check_given, write_tokenizer
 from kvjax.checks import check_params, check_saved, is_integer, shown
 from kvjax.files.writing import new_folder
 from kvjax.mesh.sharding import fetch
-from kvjax.models import Decoder, by_parameter, by_tensor, family, hf_shapes, read_parameter
+from kvjax.models import Card, Decoder, by_parameter, by_tensor, family, hf_shapes, read_parameter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,14 +52,19 @@ def load(
     dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
     progress: Progress | None = None,
+    tokenizer: Any = OWN,
 ) -> tuple[Decoder, PreTrainedTokenizerBase | None]:
     """Loads a decoder and its tokenizer from a folder in Hugging Face form, a GGUF file, or the Hugging Face hub.
 
     A folder has the weights in `model.safetensors`, or in the files that `model.safetensors.index.json` names. A GGUF
     file has config and tokenizer in its metadata, and needs the extra `gguf`. The weights are placed slice by slice:
     each host reads the slices of its own devices, and holds one slice of one tensor beyond the parameters. RoPE
-    frequencies in a checkpoint are ignored, because the config determines them. If the embeddings are tied and the
-    checkpoint has an output matrix as well, the two must be equal.
+    frequencies in a checkpoint are ignored, because the config determines them. If the config ties the embeddings and
+    the checkpoint has another output matrix as well, as fine-tunes may have, both are loaded with a warning.
+
+    `params.card` has what the checkpoint says beside its weights: its end tokens, which end the answers of all
+    functions, and its sampler, which is the default of the commands alone. A warning names what it asks for and kvjax
+    does not apply.
 
     Args:
         path_or_hub_id: an existing folder or GGUF file, or else "demo", the model that ships with kvjax, or a hub id
@@ -65,41 +73,81 @@ def load(
             several are stored, the smallest that represents them all. Quantised weights are float32.
         mesh: a mesh of `make_mesh` to shard the parameters over. By default they are placed on the default device.
         progress: a callback that receives, after each parameter, the number of bytes loaded and the total.
+        tokenizer: "own" reads the checkpoint's, None reads none, and a tokenizer is returned as it is. If the
+            checkpoint's own cannot be read, a warning says why, and the result is None.
 
     Returns:
         The decoder, a pytree with its `DecoderConfig` in `params.config`, and the tokenizer, or None if there is none.
 
     Raises:
-        CheckpointError: the checkpoint is absent, incomplete, corrupt or in another form. It lists all problems.
+        CheckpointError: the checkpoint is absent, incomplete, corrupt or in another form, or a weight is NaN or
+            infinite in `dtype`. It lists all problems.
         UnsupportedModelError: the config asks for a computation that is not implemented. It names the field.
-        ValueError: `dtype` is not accepted, or `mesh` does not fit the model.
+        ValueError: `dtype` or `tokenizer` is not accepted, or `mesh` does not fit the model.
     """
     check_dtype(dtype)
+    check_given(tokenizer)
     path = locate(path_or_hub_id)
     check_form(path, "hf", "gguf")
     source = source_of(path)
     config = source.config()
-    blank = Blank.of(config, mesh)
+    card = source.card()
+    warn_ignored(path, card)
     problems: list[str] = []
-    tokenizer = source.tokenizer(problems)
     with ExitStack() as stack:
         tensors, unreadable = source.open(stack, problems)
+        config = as_stored(tensors, config, source.weights, path)
+        blank = Blank.of(config, mesh)
         problems += compare(tensors, unreadable, config, blank.shapes, source.weights, source.described)
         if problems:
             raise CheckpointError(path, problems)
+        tokenizer = tokenizer_or_warning(source, tokenizer)
         table = source.weights(config)
         if dtype is None:
             dtype = jnp.result_type(*{DTYPES[tensors[weight.name].get_dtype()] for weight in table})
         arrays: dict[str, jax.Array] = {}
+        finite: dict[str, jax.Array] = {}
         done, total = 0, sum(map(math.prod, blank.shapes.values())) * jnp.dtype(dtype).itemsize
         shapes = blank.shapes
         for name, weights in by_parameter(table).items():
             read = partial(read_parameter, weights, tensors, shapes[name], dtype=dtype)
             arrays[name] = from_slices(shapes[name], blank.sharding(name), read)
+            finite[weights[0].name] = all_finite(arrays[name])
             done += arrays[name].nbytes
             if progress is not None:
                 progress(done, total)
-    return blank.filled(arrays), tokenizer
+    check_finite(path, finite, dtype)
+    return blank.filled(arrays, card), tokenizer
+
+
+def tokenizer_or_warning(source: Source, given: Any) -> Any:
+    """Returns the tokenizer that `load` returns. Warns its caller if the checkpoint's own cannot be read."""
+    if not isinstance(given, str):
+        return given
+    problems: list[str] = []
+    own = source.tokenizer(problems)
+    for problem in problems:
+        warnings.warn(
+            f"{source.path}: {problem}; the weights are loaded without a tokenizer, and tokenizer= takes another one",
+            stacklevel=3,
+        )
+    return own
+
+
+def warn_ignored(path: Path, card: Card) -> None:
+    """Warns the caller of `load` or `restore` of what a checkpoint asks for and kvjax does not apply."""
+    if card.ignored:
+        warnings.warn(
+            f"{path} asks for {', '.join(card.ignored)} when text is generated, which kvjax does not apply",
+            stacklevel=3,
+        )
+
+
+def check_finite(path: Path, finite: Mapping[str, jax.Array], dtype: DTypeLike) -> None:
+    """Raises CheckpointError that names the tensors with NaN or infinity."""
+    found = [name for name, good in finite.items() if not bool(good)]
+    if found:
+        raise CheckpointError(path, [f"NaN or infinity as {jnp.dtype(dtype).name} in tensor(s): {', '.join(found)}"])
 
 
 def save_hf(
@@ -111,6 +159,9 @@ def save_hf(
     overwrite: bool = False,
 ) -> None:
     """Writes config.json, safetensors and the tokenizer's files to a folder that `load` and transformers read.
+
+    What the checkpoint said in config.json and generation_config.json is written back (`params.card`), and a tokenizer
+    that is as its folder has it keeps the files of that folder.
 
     The folder changes only when everything is written, so that an error or a kill leaves it as it was. The weights keep
     their dtype. Weights that are sharded over a mesh are gathered one tensor at a time. With several processes, all of
@@ -177,7 +228,9 @@ def write_hf(
         for name, content in files.items():
             write_file(folder / name, content, gather)
         write_index(folder, files)
-        write_config(folder, params.config, params.embed.dtype, tokenizer)
+        write_said(folder, params, params.embed.dtype, tokenizer)
+        if tokenizer is not None:
+            write_tokenizer(folder, tokenizer)
     else:
         for tensor in tensors:
             gather(tensor)

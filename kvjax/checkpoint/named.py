@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvjax.checkpoint.folder import DTYPE_NAMES, DTYPES, form_of
+from kvjax.checkpoint.errors import CheckpointError
+from kvjax.checkpoint.folder import DTYPE_NAMES, DTYPES, check_form, form_of, locate
 from kvjax.checkpoint.hf import load
 from kvjax.checkpoint.orbax import restore
+from kvjax.checkpoint.source import source_of
 from kvjax.checks import shown
 from kvjax.gates.attach import with_gates
 from kvjax.mesh.sharding import make_mesh
@@ -40,8 +41,14 @@ def load_named(
             errors above are ValueErrors too.
     """
     devices, wanted = None if mesh == (1, 1) else make_mesh(*mesh), dtype_named(dtype)
-    read = restore if form_of(Path(model).expanduser()) == "orbax" else load
-    params, tokenizer = read(model, wanted, devices)
+    path = locate(model)
+    check_form(path, "hf", "gguf", "orbax")
+    problems: list[str] = []
+    tokenizer = source_of(path).tokenizer(problems)
+    if problems:  # before weights are read
+        raise CheckpointError(path, problems)
+    read = restore if form_of(path) == "orbax" else load
+    params, _ = read(path, wanted, devices, tokenizer=None)
     if tokenizer is None:
         raise ValueError(f"{model} has no tokenizer, which text prompts need")
     for folder in gates:

@@ -5,6 +5,7 @@ Such a folder holds the arrays in `params/`, config.json and the tokenizer's fil
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Sequence
@@ -17,7 +18,8 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from kvjax.checkpoint.errors import CheckpointError, orbax_writes, short
+from kvjax.checkpoint.card import read_card, write_said
+from kvjax.checkpoint.errors import CheckpointError, one_line, orbax_writes
 from kvjax.checkpoint.folder import (
     DTYPE_NAMES,
     DTYPES,
@@ -26,10 +28,12 @@ from kvjax.checkpoint.folder import (
     check_form,
     owned,
     read_config,
-    read_tokenizer,
-    write_config,
 )
-from kvjax.checkpoint.parameters import Blank, by_path
+from kvjax.checkpoint.hf import check_finite, tokenizer_or_warning, warn_ignored
+from kvjax.checkpoint.parameters import Blank, all_finite, by_path
+from kvjax.checkpoint.source import Folder
+from kvjax.checkpoint.tensors import warn_untied
+from kvjax.checkpoint.tokenizer_files import OWN, check_given, write_tokenizer
 from kvjax.checks import check_params, check_path, check_saved
 from kvjax.files.writing import new_folder
 from kvjax.models import Decoder
@@ -74,11 +78,13 @@ def write_orbax(params: Decoder, folder: Path, tokenizer: PreTrainedTokenizerBas
     with orbax_writes(), ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save(folder / PARAMS, args=ocp.args.PyTreeSave(arrays))
     if jax.process_index() == 0:
-        write_config(folder, params.config, params.embed.dtype, tokenizer)
+        write_said(folder, params, params.embed.dtype, tokenizer)
+        if tokenizer is not None:
+            write_tokenizer(folder, tokenizer)
 
 
 def restore(
-    path: str | os.PathLike[str], dtype: DTypeLike | None = None, mesh: Mesh | None = None
+    path: str | os.PathLike[str], dtype: DTypeLike | None = None, mesh: Mesh | None = None, tokenizer: Any = OWN
 ) -> tuple[Decoder, PreTrainedTokenizerBase | None]:
     """Loads a decoder and its tokenizer from a folder that `save` wrote.
 
@@ -89,6 +95,7 @@ def restore(
         dtype: the dtype that all weights are cast to: float32, bfloat16 or float16. By default they keep their own.
         mesh: a mesh of `make_mesh` to shard the parameters over; it may differ from the mesh that they were saved
             from. By default they are placed on the default device.
+        tokenizer: "own", None or a tokenizer, as in `load`.
 
     Returns:
         The decoder and its tokenizer, or None if there is none, as `load` returns them.
@@ -96,22 +103,28 @@ def restore(
     Raises:
         CheckpointError: the folder is absent, incomplete, corrupt or not written by `save`. It lists all problems.
         UnsupportedModelError: config.json asks for a computation that is not implemented. It names the field.
-        ValueError: `dtype` is not accepted, or `mesh` does not fit the model.
+        ValueError: `dtype` or `tokenizer` is not accepted, or `mesh` does not fit the model.
     """
     check_dtype(dtype)
+    check_given(tokenizer)
     check_path("path", path)
     folder = Path(path).expanduser().resolve()
     check_form(folder, "orbax")
     if not folder.is_dir():
         raise CheckpointError(folder, ["no such folder"])
     config = read_config(folder)
-    blank = Blank.of(config, mesh)
+    card = read_card(folder, config.vocab_size)
+    warn_ignored(folder, card)
     problems: list[str] = []
-    tokenizer = read_tokenizer(folder, problems)
     stored = _stored(folder, problems)
+    if config.tie_embeddings and "unembed" in stored:
+        warn_untied(folder, "unembed", "embed")
+        config = dataclasses.replace(config, tie_embeddings=False)
+    blank = Blank.of(config, mesh)
     problems += _compare(stored, blank.shapes) if stored else []
     if problems:
         raise CheckpointError(folder, problems)
+    tokenizer = tokenizer_or_warning(Folder(folder), tokenizer)
     device = jnp.zeros(()).sharding
     wanted = {
         path: jax.ShapeDtypeStruct(shape, dtype or stored[path].dtype, sharding=blank.sharding(path) or device)
@@ -123,8 +136,10 @@ def restore(
         with ocp.Checkpointer(_handler(sizes)) as checkpointer:
             arrays = checkpointer.restore(folder / PARAMS, args=arguments)
     except (ValueError, OSError) as error:
-        raise CheckpointError(folder, [f"its arrays in {PARAMS}/ cannot be read: {short(error)}"]) from error
-    return blank.filled(arrays), tokenizer
+        raise CheckpointError(folder, [f"its arrays in {PARAMS}/ cannot be read: {one_line(error)}"]) from error
+    finite = {path: all_finite(array) for path, array in arrays.items()}
+    check_finite(folder, finite, jnp.result_type(*(array.dtype for array in arrays.values())))
+    return blank.filled(arrays, card), tokenizer
 
 
 def transfer_bytes(sizes: Sequence[int]) -> int:
@@ -164,7 +179,7 @@ def _stored(folder: Path, problems: list[str]) -> dict[str, Any]:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             tree = checkpointer.metadata(folder / PARAMS).item_metadata
     except (ValueError, OSError) as error:
-        problems.append(f"{PARAMS}/ is damaged: {short(error)}")
+        problems.append(f"{PARAMS}/ is damaged: {one_line(error)}")
         return {}
     if tree is None:
         problems.append(f"{PARAMS}/ is not a complete Orbax checkpoint")

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from kvjax.mesh.sharding import fit_mesh, parameter_sharding
-from kvjax.models import Decoder, DecoderConfig
+from kvjax.models import Card, Decoder, DecoderConfig
 
 # A callback that receives, after each tensor, the number of bytes done and the total number of bytes.
 Progress = Callable[[int, int], None]
@@ -49,17 +50,20 @@ class Blank:
         """Returns the sharding of a parameter, or None for the default device."""
         return None if self.mesh is None else parameter_sharding(self.mesh, self.variables[path])
 
-    def filled(self, arrays: Mapping[str, Array | jax.ShapeDtypeStruct]) -> Decoder:
+    def filled(self, arrays: Mapping[str, Array | jax.ShapeDtypeStruct], card: Card | None = None) -> Decoder:
         """Returns the decoder with these arrays, or abstract arrays, as parameters.
 
         Args:
             arrays: the value of every parameter by path.
+            card: what the checkpoint says; None for nothing.
         """
         flat: Any = {
             tuple(int(part) if part.isdigit() else part for part in path.split(".")): variable.replace(arrays[path])
             for path, variable in self.variables.items()
         }
-        return nnx.merge(self.graph, nnx.from_flat_state(flat))
+        decoder = nnx.merge(self.graph, nnx.from_flat_state(flat))
+        decoder.card = card or decoder.card
+        return decoder
 
 
 def by_path(params: Decoder) -> dict[str, Array]:
@@ -67,6 +71,12 @@ def by_path(params: Decoder) -> dict[str, Array]:
     flat = nnx.to_flat_state(nnx.state(params))
     beside = {"gates", "statistics"}
     return {".".join(map(str, path)): parameter[...] for path, parameter in flat if beside.isdisjoint(path)}
+
+
+@jax.jit
+def all_finite(array: Array) -> Array:
+    """Whether an array has neither NaN nor infinity. The device that holds it looks, while others are read."""
+    return jnp.all(jnp.isfinite(array))
 
 
 def from_slices(

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from kvjax.checkpoint.card import read_card
 from kvjax.checkpoint.errors import CheckpointError
 from kvjax.checkpoint.experts import experts_apart
-from kvjax.checkpoint.folder import read_config, read_tokenizer
+from kvjax.checkpoint.folder import read_config
 from kvjax.checkpoint.mxfp4 import dequantised
 from kvjax.checkpoint.tensors import Stored, open_tensors
-from kvjax.models import DecoderConfig, Weight, family
+from kvjax.checkpoint.tokenizer_files import read_tokenizer
+from kvjax.models import Card, DecoderConfig, Weight, family
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,6 +34,9 @@ class Source(Protocol):
 
     def config(self) -> DecoderConfig:
         """Reads the config. Raises CheckpointError and UnsupportedModelError."""
+
+    def card(self) -> Card:
+        """Reads what the checkpoint says about generation. Raises CheckpointError."""
 
     def weights(self, config: DecoderConfig) -> list[Weight]:
         """The parameters of a config, and the tensors of the source that hold them."""
@@ -52,6 +57,9 @@ class Folder:
 
     def config(self) -> DecoderConfig:
         return read_config(self.path)
+
+    def card(self) -> Card:
+        return read_card(self.path, self.config().vocab_size)
 
     def weights(self, config: DecoderConfig) -> list[Weight]:
         return family(config.family).weights(config)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from kvjax.checkpoint.errors import CheckpointError
-from kvjax.checkpoint.folder import DTYPES, INDEX, PICKLES, WEIGHTS, first_line, read_json
+from kvjax.checkpoint.errors import CheckpointError, one_line
+from kvjax.checkpoint.folder import DTYPES, INDEX, PICKLES, WEIGHTS, read_json
 from kvjax.checks import shown
 from kvjax.models import DecoderConfig, Weight, hf_shapes
 
@@ -93,7 +94,7 @@ def _open_file(folder: Path, name: str, stack: ExitStack, problems: list[str]) -
         try:
             return stack.enter_context(safe_open(folder / name, framework="numpy"))
         except (SafetensorError, OSError) as error:
-            problems.append(f"{name} is truncated or not a safetensors file: {first_line(error)}")
+            problems.append(f"{name} is truncated or not a safetensors file: {one_line(error)}")
     return None
 
 
@@ -118,8 +119,7 @@ def compare(
 ) -> list[str]:
     """Compares the tensors with the config, and returns one sentence per problem.
 
-    The problems are missing and unexpected tensors, wrong shapes and dtypes, and an output matrix that differs from the
-    embeddings that it is tied to.
+    The problems are missing and unexpected tensors, wrong shapes and dtypes.
 
     Args:
         tensors: the tensors by name, from `open_tensors`.
@@ -134,24 +134,60 @@ def compare(
     missing = [] if unreadable is None else [name for name in expected if name not in tensors.keys() | unreadable]
     if missing:
         problems.append(f"missing tensor(s): {', '.join(missing)}")
-    untied = {weight.path: weight.name for weight in weights(dataclasses.replace(config, tie_embeddings=False))}
-    embed, unembed = untied["embed"], untied["unembed"]
+    embed, unembed = matrices(config, weights)
+    if unembed in missing and embed in tensors:
+        problems.append(
+            f"{described} does not tie the output matrix to the embeddings: expected {unembed}, or "
+            "tie_word_embeddings=true if it is the embedding matrix"
+        )
     expected[unembed] = expected[embed]  # a checkpoint may store the output matrix although it is tied
-    valid = set()
     for name in (name for name in expected if name in tensors):
         shape, dtype = tuple(tensors[name].get_shape()), tensors[name].get_dtype()
         if shape != expected[name]:
             problems.append(f"{name} has shape {shape}; {described} asks for {expected[name]}")
         if dtype not in DTYPES:
             problems.append(f"{name} has dtype {dtype}; accepted: {', '.join(DTYPES)}")
-        if shape == expected[name] and dtype in DTYPES:
-            valid.add(name)
-    if config.tie_embeddings and {embed, unembed} <= valid and not _equal(tensors, embed, unembed):
-        problems.append(f"{unembed} differs from {embed}, but {described} ties them (tie_word_embeddings)")
     unexpected = sorted(name for name in tensors.keys() - expected.keys() if not DERIVED.search(name))
     if unexpected:
         problems.append(f"unexpected tensor(s): {', '.join(unexpected)}")
     return problems
+
+
+def matrices(config: DecoderConfig, weights: Callable[[DecoderConfig], list[Weight]]) -> tuple[str, str]:
+    """The names of the embedding matrix and of the output matrix, whether or not the config ties them."""
+    names = {weight.path: weight.name for weight in weights(dataclasses.replace(config, tie_embeddings=False))}
+    return names["embed"], names["unembed"]
+
+
+def as_stored(
+    tensors: Mapping[str, Stored],
+    config: DecoderConfig,
+    weights: Callable[[DecoderConfig], list[Weight]],
+    path: Path,
+) -> DecoderConfig:
+    """Returns the config, untied with a warning if the checkpoint has an output matrix that is not the embeddings.
+
+    A fine-tune that trained both has such a matrix, and often the config of its base.
+    """
+    embed, unembed = matrices(config, weights)
+    if not (config.tie_embeddings and {embed, unembed} <= tensors.keys()):
+        return config
+    pair = [tensors[name] for name in (embed, unembed)]
+    shapes = {tuple(tensor.get_shape()) for tensor in pair}
+    readable = all(tensor.get_dtype() in DTYPES for tensor in pair)
+    if len(shapes) > 1 or not readable or _equal(tensors, embed, unembed):
+        return config
+    warn_untied(path, unembed, embed)
+    return dataclasses.replace(config, tie_embeddings=False)
+
+
+def warn_untied(path: Path, unembed: str, embed: str) -> None:
+    """Warns the caller of `load` or `restore`."""
+    warnings.warn(
+        f"{path}: {unembed} differs from {embed}, but config.json ties them (tie_word_embeddings); both are loaded, "
+        "and the model is not tied",
+        stacklevel=4,
+    )
 
 
 def _equal(tensors: Mapping[str, Stored], first: str, second: str, rows: int = 4096) -> bool:

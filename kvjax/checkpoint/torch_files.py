@@ -18,8 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.checkpoint.errors import CheckpointError
-from kvjax.checkpoint.folder import first_line
+from kvjax.checkpoint.errors import CheckpointError, one_line
 from kvjax.checks import check_path, shown
 
 ON_HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*)/(.+)")
@@ -54,7 +53,7 @@ def locate_file(path_or_hub_id: str | os.PathLike[str]) -> Path | None:
     try:
         return Path(hf_hub_download(*on_hub.groups()))
     except (OSError, ValueError) as error:  # not found, gated, offline, not a legal id
-        reason = f"no such file, and the Hugging Face hub did not provide it: {first_line(error)}"
+        reason = f"no such file, and the Hugging Face hub did not provide it: {one_line(error)}"
         raise CheckpointError(path_or_hub_id, [reason]) from error
 
 
@@ -79,7 +78,7 @@ def read_torch(file: Path) -> Any:
             return _Pickle(archive, names[0].removesuffix("data.pkl")).content(archive.read(names[0]))
     except DAMAGE as error:
         raise CheckpointError(
-            file, [f"it is not a file of tensors that torch.save wrote: {first_line(error)}"]
+            file, [f"it is not a file of tensors that torch.save wrote: {one_line(error)}"]
         ) from error
 
 

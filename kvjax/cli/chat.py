@@ -11,13 +11,13 @@ import typer
 from kvjax.cli.console import bytes_text, dialogue, note, print_pieces
 from kvjax.cli.loading import load
 from kvjax.cli.options import (
+    CheckpointSampler,
     Dtype,
     Gates,
     Mesh,
     Model,
     NewTokens,
     PolicyText,
-    Sampler,
     Seed,
     TemplateOptions,
     template_options,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvjax.reading.room import Compress
 
 END = "/exit"
+SAMPLER = "temperature=0.7,top_p=0.95"  # of a checkpoint that states none
 
 
 def chat(
@@ -37,7 +38,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="A system message before the first message.")] = None,
     chat_template_kwargs: TemplateOptions = None,
     max_new_tokens: NewTokens = 1024,
-    sampler: Sampler = "temperature=0.7,top_p=0.95",
+    sampler: CheckpointSampler = None,
     seed: Seed = 0,
     mesh: Mesh = "1x1",
     dtype: Dtype = None,
@@ -47,9 +48,11 @@ def chat(
     import kvjax
     from kvjax.decoding import sampling
 
-    chosen, method = kvjax.policies.parse(policy), sampling.parse(sampler)
+    chosen = kvjax.policies.parse(policy)
+    sampling.parse(sampler or SAMPLER)  # before the model is loaded
     compress, template = _compress(policy, chosen), template_options(chat_template_kwargs)
     params, tokenizer = load(model, dtype, mesh, gates)
+    method = sampling.parse(sampler or params.card.sampler or SAMPLER)
     if tokenizer is None or tokenizer.chat_template is None:
         raise ValueError(f"{model} has no chat template: expected a checkpoint of a model that chats")
     cache: KVCache | None = None

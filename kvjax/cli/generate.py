@@ -15,6 +15,7 @@ from kvjax.cli.console import bytes_text, dialogue, note, print_json, print_piec
 from kvjax.cli.loading import load
 from kvjax.cli.options import (
     AsJson,
+    CheckpointSampler,
     Chunk,
     Dtype,
     Gates,
@@ -23,7 +24,6 @@ from kvjax.cli.options import (
     NewTokens,
     PolicyText,
     PromptFile,
-    Sampler,
     Seed,
     TemplateOptions,
     template_options,
@@ -44,7 +44,7 @@ def generate(
     chat_template_kwargs: TemplateOptions = None,
     policy: PolicyText = "full",
     max_new_tokens: NewTokens = 128,
-    sampler: Sampler = "greedy",
+    sampler: CheckpointSampler = None,
     seed: Seed = 0,
     chunk: Chunk = None,
     mesh: Mesh = "1x1",
@@ -69,12 +69,14 @@ def generate(
     text: Any = prompt_text(prompt, prompt_file, "PROMPT")
     if chat:
         text = dialogue(text, system)
-    chosen, method = kvjax.policies.parse(policy), sampling.parse(sampler)
+    chosen = kvjax.policies.parse(policy)
+    sampling.parse(sampler or "greedy")  # before the model is loaded
     params, tokenizer = load(model, dtype, mesh, gates, quiet=as_json)
+    sampler = sampler or params.card.sampler or "greedy"
     options: dict[str, Any] = {
         "policy": chosen,
         "max_new_tokens": max_new_tokens,
-        "sampler": method,
+        "sampler": sampling.parse(sampler),
         "seed": seed,
         "tokenizer": tokenizer,
         "chunk": chunk,

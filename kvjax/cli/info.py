@@ -49,7 +49,7 @@ def info(
     from kvjax.pallas_kernels import implementations
     from kvjax.plan import bytes_per_device
 
-    config, parameters, stored, held = read_model(path, dtype, quiet=as_json)
+    config, card, parameters, stored, held = read_model(path, dtype, quiet=as_json)
     data, model = mesh_sizes(mesh)
     lengths = length or [min(8192, config.max_positions)]
     per_token = config.bytes_per_token(held)
@@ -87,6 +87,11 @@ def info(
         "rope": _ropes(config),
         "windows": config.windows,
         "max_positions": config.max_positions,
+        "end_tokens": card.end_tokens,
+        "bos_token": card.bos_token,
+        "pad_token": card.pad_token,
+        "sampler": card.sampler,
+        "not_applied": card.ignored,
         "cache_dtype": str(held),
         "kv_bytes_per_token": per_token,
         "new_tokens": max_new_tokens,
@@ -173,6 +178,9 @@ def _show(facts: dict[str, Any], config: DecoderConfig) -> None:
         ("rope", facts["rope"]),
         ("window", f"{', '.join(map(str, windows))} in {sliding} of {config.num_layers} layers" if windows else "none"),
         ("max positions", f"{config.max_positions:,}"),
+        ("end tokens", ", ".join(map(str, facts["end_tokens"])) or "those of the tokenizer"),
+        ("sampler", facts["sampler"] or "none is stated"),
+        *([("not applied", ", ".join(facts["not_applied"]))] if facts["not_applied"] else []),
         ("KV cache", f"{bytes_text(facts['kv_bytes_per_token'])} per token in {facts['cache_dtype']}, uncompressed"),
     ):
         grid.add_row(name, value)

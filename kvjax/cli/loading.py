@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvjax.cli.console import working
 from kvjax.runtime.compiled import keep_compiled
@@ -13,7 +13,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from kvjax.files.texts import Stream
-    from kvjax.models import Decoder, DecoderConfig
+    from kvjax.models import Card, Decoder, DecoderConfig
+
+
+class Stated(NamedTuple):
+    """The config and card of a checkpoint, the number of parameters, their stored dtypes, and the dtype to use."""
+
+    config: DecoderConfig
+    card: Card
+    parameters: int
+    stored: tuple[str, ...]
+    held: Any
 
 
 def load(
@@ -32,17 +42,17 @@ def load(
         return load_named(model, dtype, mesh_sizes(mesh), gates or ())
 
 
-def read_model(path: str, dtype: str | None, *, quiet: bool) -> tuple[DecoderConfig, int, tuple[str, ...], Any]:
-    """The config, the number of parameters, their stored dtypes, and the dtype to use, without reading weights."""
+def read_model(path: str, dtype: str | None, *, quiet: bool) -> Stated:
+    """What a checkpoint states, without reading weights."""
     import jax.numpy as jnp
 
     from kvjax.checkpoint import dtype_named, locate, read_headers, source_of
 
     with working(f"reading {path}", quiet=quiet):
-        source = source_of(locate(path, patterns=("config.json",)))
+        source = source_of(locate(path, patterns=("config.json", "generation_config.json")))
         config = source.config()
         parameters, stored = read_headers(source)
-    return config, parameters, stored, dtype_named(dtype) or jnp.result_type(*stored)
+    return Stated(config, source.card(), parameters, stored, dtype_named(dtype) or jnp.result_type(*stored))
 
 
 def load_with_texts(

@@ -19,6 +19,10 @@ Model: TypeAlias = Annotated[
 PolicyText: TypeAlias = Annotated[str, typer.Option(help="What the cache retains: PRESET or PRESET:OPTION=VALUE,...")]
 NewTokens: TypeAlias = Annotated[int, typer.Option(help="The most tokens that an answer may have.")]
 Sampler: TypeAlias = Annotated[str, typer.Option(help="greedy, or settings as in temperature=0.7,top_p=0.9.")]
+CheckpointSampler: TypeAlias = Annotated[
+    str | None,
+    typer.Option(help="greedy, or settings as in temperature=0.7,top_p=0.9; the default is the checkpoint's."),
+]
 Seed: TypeAlias = Annotated[int, typer.Option(help="The seed of the draws.")]
 PromptFile: TypeAlias = Annotated[
     Path | None, typer.Option(help="Read the prompt from a file instead; - is standard input.")

@@ -37,7 +37,7 @@ def plan(
 
     most = bytes_of(memory)
     check_sizes(max_prompt=max_prompt, max_new_tokens=max_new_tokens, chunk=chunk)
-    config, parameters, _, held = read_model(path, dtype, quiet=as_json)
+    config, _, parameters, _, held = read_model(path, dtype, quiet=as_json)
     sizes = Sizes.of(1, max_prompt, max_new_tokens, chunk=chunk)
     found: list[dict[str, Any]] = []
     for text in policy or ["full"]:

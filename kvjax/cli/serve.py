@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -63,6 +64,7 @@ def serve(
 
     import kvjax
     from kvjax.checkpoint import mesh_sizes
+    from kvjax.decoding import sampling
     from kvjax.serve.settings import LOOPBACK
 
     local = host in LOOPBACK
@@ -81,6 +83,8 @@ def serve(
         note(f"{host} can be reached from other machines, and there is no --api-key: anybody may use the model")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # requests are tokenized in threads
     params, tokenizer = load(model, dtype, mesh, gates)
+    if params.card.sampler is not None:
+        settings = replace(settings, sampler=sampling.parse(params.card.sampler))
     with working("compiling"):
         engine = kvjax.Engine(
             params,

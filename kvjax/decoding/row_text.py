@@ -9,12 +9,16 @@ from tokenizers.decoders import DecodeStream
 
 from kvjax.checks import shown
 
+LONGEST_STOP = 1000  # characters; the text that is held back and searched at every token grows with a stop string
+
 
 def stop_strings(stop: str | Sequence[str], tokenizer: Any) -> list[str]:
-    """The strings that end a row. Raises ValueError for other values, and for strings without a tokenizer."""
+    """The strings that end a row. Raises ValueError for others, and without a tokenizer."""
     stops: list[Any] = [stop] if isinstance(stop, str) else list(stop) if isinstance(stop, list | tuple) else [None]
     if not all(isinstance(s, str) and s for s in stops):
         raise ValueError(f"stop={shown(stop)}: expected strings of at least one character")
+    if any(len(s) > LONGEST_STOP for s in stops):
+        raise ValueError(f"stop={shown(stop)}: expected strings of at most {LONGEST_STOP:,} characters")
     if stops and tokenizer is None:
         raise ValueError(
             f"stop={shown(stop)} and there is no tokenizer: expected tokenizer=, because stop strings are text"
@@ -67,4 +71,5 @@ class RowText:
 
     def _overlap(self, stop: str) -> int:
         """Returns the number of last characters of the held text that may be the beginning of a stop string."""
-        return next((n for n in range(len(stop) - 1, 0, -1) if self._held.endswith(stop[:n])), 0)
+        longest = min(len(stop) - 1, len(self._held))
+        return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)

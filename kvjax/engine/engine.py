@@ -23,8 +23,9 @@ from kvjax.kv_cache import check_attached, check_groups
 from kvjax.mesh.sharding import MODEL, check_batch, mesh_of
 from kvjax.models import Decoder
 from kvjax.policy import Policy
+from kvjax.request.ends import EndTokens, default_ends
 from kvjax.request.prompts import Prompt, TemplateOptions
-from kvjax.request.request import EndTokens, as_policy, check_tokenizer, texts_of
+from kvjax.request.request import as_policy, check_tokenizer, texts_of
 from kvjax.runtime.modes import own_modes
 
 from .device import Device
@@ -117,7 +118,9 @@ class Engine:
         config = params.config
         self.params, self.tokenizer = params, tokenizer
         self.policy = as_policy(policy) or policies.full()
-        self.sizes = Sizes.of(rows, max_prompt, max_new_tokens, chunk=chunk, ends=max_end_tokens)
+        self._ends = default_ends(params, tokenizer)
+        ends = max(max_end_tokens, len(self._ends))
+        self.sizes = Sizes.of(rows, max_prompt, max_new_tokens, chunk=chunk, ends=ends)
         texts = texts_of(self.policy, tokenizer, config.vocab_size)
         if (longest := max_prompt + max_new_tokens) > config.max_positions:
             warnings.warn(
@@ -189,7 +192,7 @@ class Engine:
             max_new_tokens: the most tokens of the answer. The default is the engine's.
             sampler: draws the tokens: `Greedy()`, the default, or a `Sampler`.
             seed: an integer of 64 bits, which determines the draws.
-            eos: an end token, or a list of them. The default is the tokenizer's.
+            eos: an end token, or a list of them. The default is the checkpoint's and the tokenizer's.
             stop: a string that ends the answer, or a list of them.
             log_probs: whether to return the log-probability of each token.
             prefix: a document or system prompt that other requests begin with too. It is read and compressed once. The
@@ -209,7 +212,16 @@ class Engine:
             )
         if prefix is not None and self._store is None:
             raise ValueError(f"prefix={shown(prefix)}: expected an engine with prefix_memory=")
-        options = Options(max_new_tokens, sampler, seed, eos, stop, log_probs, prefix, chat_template_kwargs)
+        options = Options(
+            max_new_tokens,
+            sampler,
+            seed,
+            self._ends if eos is None else eos,
+            stop,
+            log_probs,
+            prefix,
+            chat_template_kwargs,
+        )
         ticket = Ticket.of(prompt, options, self.sizes, self.tokenizer, self.params.config.vocab_size)
         if ticket.prefix is not None:
             self._plans.check_after(ticket.prefix.size, ticket.prompt.size, ticket.limit, self._row)

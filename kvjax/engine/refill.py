@@ -33,8 +33,9 @@ from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import fetch
 from kvjax.models import Decoder
 from kvjax.policy import Policy
+from kvjax.request.ends import EndTokens
 from kvjax.request.prompts import Prompt
-from kvjax.request.request import AnswerOptions, EndTokens, Request, Seed, read_request
+from kvjax.request.request import AnswerOptions, Request, Seed, read_request
 from kvjax.runtime.clock import Clock
 from kvjax.runtime.modes import own_modes
 

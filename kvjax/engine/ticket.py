@@ -16,8 +16,9 @@ from kvjax.decoding.loop import NOT_FINITE, not_finite
 from kvjax.decoding.row_samplers import RowSamplers
 from kvjax.decoding.row_text import RowText, stop_strings
 from kvjax.decoding.sampling import Greedy, SamplingMethod
+from kvjax.request.ends import EndTokens, end_tokens
 from kvjax.request.prompts import Prompt, TemplateOptions, is_single, rows_of
-from kvjax.request.request import AnswerOptions, EndTokens, check_answer, end_tokens, is_seed
+from kvjax.request.request import AnswerOptions, check_answer, is_seed
 
 from .handle import Feed, Finish, Token
 from .resident import Start
@@ -95,7 +96,7 @@ class Ticket:
         _check_length("prompt" if prefix is None else "prompt after a prefix", row.size, name, most)
         stops = stop_strings(options.stop, tokenizer)
         sampler = options.sampler or Greedy()
-        ends = end_tokens(options.eos, tokenizer, 1)
+        ends = end_tokens(options.eos, (), 1)
         given = ends.shape[1]
         if given > sizes.ends:
             raise ValueError(f"eos has {given} tokens: expected at most {sizes.ends} (Engine(max_end_tokens=...))")

@@ -17,8 +17,9 @@ from kvjax.mesh.sharding import fetch
 from kvjax.models import Decoder
 from kvjax.policy import Policy
 from kvjax.reading.replays import replayed
+from kvjax.request.ends import EndTokens
 from kvjax.request.prompts import Prompt
-from kvjax.request.request import AnswerOptions, EndTokens, Request, Seed, read_request
+from kvjax.request.request import AnswerOptions, Request, Seed, read_request
 from kvjax.runtime.modes import own_modes
 
 from .merging import NOWHERE, into_at_prompt, into_at_step, merges

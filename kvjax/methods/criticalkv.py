@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Slots, mark
 from kvjax.pallas_kernels import top_tokens
@@ -35,7 +35,8 @@ class ProjectedValues(ScoreWrapper):
     Attributes:
         base: the score whose state and needs these are.
         first: the share of the entries that a head retains for which the base's score decides alone, in [0, 1). It is
-            rounded down. Protected entries are the first of them.
+            rounded down. Protected entries are the first of them. While decoding, it is the share of what remains of
+            a full head.
         epsilon: added to the base's score, >= 0.
 
     Raises:
@@ -68,6 +69,16 @@ class ProjectedValues(ScoreWrapper):
                 f"its base {name} has all heads of a layer retain the same tokens, and value norms give each head its "
                 "own; choose a base whose heads differ"
             )
+        why = None
+        if "ordinal" in self.base.needs.marks:
+            why = "gives positions, ranks, draws or classes, of which only the order means something"
+        elif "signed" in self.base.needs.marks:
+            why = "gives scores that may be negative, which a larger value norm would make smaller"
+        if why is not None:
+            raise ValueError(
+                f"its base {name} {why}; choose a base whose scores are amounts >= 0, such as attention, which can be "
+                "multiplied by value norms"
+            )
         check_by_entry(policy, "scores the entries of its first stage above all others")
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
@@ -75,11 +86,15 @@ class ProjectedValues(ScoreWrapper):
         if moment.counts is None:
             return scores
         ranked = scores if moment.protected is None else jnp.where(moment.protected, jnp.inf, scores)
-        number = jnp.floor(moment.counts * self.first + 1e-4).astype(jnp.int32)
+        number = self._first(moment.counts - moment.leaving)
         chosen = top_tokens(jnp.where(held, ranked, -jnp.inf), entries.positions, number, size=entries.slots)
         weighed = (scores + self.epsilon) * self._norms(entries.values, moment)
         above = 2 * jnp.max(jnp.where(held, jnp.abs(weighed), 0), axis=-1, keepdims=True) + 1
         return jnp.where(mark(chosen, entries.slots), weighed + above, weighed)
+
+    def _first(self, remaining: Int[Array, "B H"]) -> Int[Array, "B H"]:
+        """The number of entries of the first stage."""
+        return jnp.floor(jnp.maximum(remaining, 0) * self.first + 1e-4).astype(jnp.int32)
 
     def _norms(self, values: Float[Array, "B H M D"], moment: Moment) -> Float[Array, "B H M"]:
         own = jnp.mean(projected_norms(values, moment.layer.output, order=1), axis=2)
@@ -93,7 +108,8 @@ def criticalkv(base: Policy = SNAPKV, first: float = 0.5, epsilon: float = 1e-4)
 
     score[h, c] = (base[h, c] + epsilon) * mean over the group g of |W_O[g] v_c|_1, with W_O[g] the rows of the output
     projection that belong to query head g. What the base protects is part of the first share. Where the base evicts
-    while decoding, these scores decide as well, at the cost of an output projection of all cached values.
+    while decoding, these scores decide as well: the first share is then of the entries that remain. The cost is an
+    output projection of all cached values.
 
     Args:
         base: the policy that gives scores, budget and protected tokens.
@@ -101,8 +117,9 @@ def criticalkv(base: Policy = SNAPKV, first: float = 0.5, epsilon: float = 1e-4)
         epsilon: added to the base's scores, >= 0, so that a token without attention is judged by its value.
 
     Raises:
-        ValueError: for a value that is not accepted, and for a base whose score weighs values itself, whose heads of a
-            layer must retain the same tokens, or whose selection compares chunks or pages by their mean scores.
+        ValueError: for a value that is not accepted, and for a base whose score weighs values itself, may be negative
+            or has no meaning but its order, whose heads of a layer must retain the same tokens, or whose selection
+            compares chunks or pages by their mean scores.
     """
     check_kind("base", base, Policy)
     return replace(base, score=ProjectedValues(base.score, first, epsilon))

@@ -60,7 +60,7 @@ class DefendedValues(ProjectedValues):
         weighed = (jnp.maximum(risk, mean(risk)) + self.epsilon) * norms / jnp.maximum(mean(norms), 1e-30)
         if moment.counts is None:
             return weighed
-        number = jnp.floor(moment.counts * self.first + 1e-4).astype(jnp.int32)
+        number = self._first(moment.counts - moment.leaving)
         ranked = jnp.where(held, jnp.where(judged, risk, jnp.inf), -jnp.inf)
         chosen = top_tokens(ranked, entries.positions, number, size=entries.slots)
         above = jnp.max(jnp.where(held, weighed, 0), axis=-1, keepdims=True) + 1

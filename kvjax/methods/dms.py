@@ -21,6 +21,7 @@ from kvjax.policy import AllocatedBudget, Layout, Policy, check_integer, check_k
 
 from .common.allocation import check_mean, raise_best
 from .common.budgets import budget_of
+from .common.refusals import check_plain_budget
 from .common.shares import GlobalShares
 from .keydiff import keydiff
 from .registry import preset
@@ -75,7 +76,8 @@ def dms(
     prompt is within the budget. Decoding is the base's own: the answer is added, or each head evicts within its number.
 
     Args:
-        base: the policy that scores and protects, and selects entries one by one. Its budget is not used.
+        base: the policy that scores and protects, and selects entries one by one. Its budget, which is a number of
+            entries or a share of the prompt, is not used.
         threshold: on the scale of the base's scores, which depends on the score and often on the model and the length
             of the prompt; kvpress has no default. The default of KeyDiff lets a key go whose cosine with the mean key
             is above 0.5.
@@ -87,9 +89,10 @@ def dms(
 
     Raises:
         ValueError: for a value that is not accepted, an integer budget smaller than the protected entries + 1, and for
-            a base whose heads must retain the same tokens.
+            a base whose heads must retain the same tokens or whose method is its budget.
     """
     check_kind("base", base, Policy)
+    check_plain_budget(base)
     check_integer("window", window, least=0)
     recent = base.protect.recent
     protect = replace(base.protect, recent=window if isinstance(recent, float) else max(window, recent))

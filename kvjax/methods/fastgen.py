@@ -49,7 +49,7 @@ class AttentionClasses(AccumulatedAttention):
 
     @property
     def needs(self) -> Needs:
-        return Needs(received=super().needs.received, marks=frozenset({"classes"}))
+        return Needs(received=super().needs.received, marks=frozenset({"classes", "ordinal"}))
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         received, held = super().__call__(entries, moment), entries.positions >= 0

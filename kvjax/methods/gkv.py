@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Slots
 from kvjax.pallas_kernels import Reduction
@@ -27,10 +27,17 @@ REDUCTION = Reduction(rows="mean", group="max", first="group")
 
 
 class Lasting(NamedTuple):
-    """The global score of each entry when its head was last full, and when the text that is being read began."""
+    """The score F of the eviction that comes next, and that of the last eviction."""
 
     now: Float[Array, "B H S"]
     before: Float[Array, "B H S"]
+
+
+class Asking(NamedTuple):
+    """The window's queries, and how many entries each head had evicted when its F was last computed."""
+
+    ring: QueryRing
+    evicted: Int[Array, "B H"]
 
 
 @dataclass(frozen=True)
@@ -38,8 +45,9 @@ class GlobalAttention(QueryWindow):
     """`mix` times the lasting attention of an entry minus (1 - `mix`) times the redundancy of its key.
 
     Whenever a head is full, the attention from the window, divided by the largest, is compared with `decay` times the
-    lasting attention, and the larger one lasts. Both terms are divided by the largest in the head. The state is the
-    window's queries and two numbers per slot. Between evictions a step scores nothing.
+    lasting attention, and the larger one lasts. What was computed without an eviction does not last. Both terms are
+    divided by the largest in the head. The state is the window's queries, two numbers per slot and one per head.
+    Between evictions a step scores nothing.
 
     Attributes:
         window: the number of last queries.
@@ -58,28 +66,33 @@ class GlobalAttention(QueryWindow):
         check_number("mix", self.mix, "a number in [0, 1]", lambda x: 0 <= x <= 1)
         check_number("threshold", self.threshold, "a number in [-1, 1]", lambda x: -1 <= x <= 1)
 
-    def init(self, shape: LayerShape, slots: int) -> tuple[Lasting, QueryRing]:
+    def init(self, shape: LayerShape, slots: int) -> tuple[Lasting, Asking]:
         none = jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32)
-        return Lasting(none, none), QueryRing.empty(shape, self.window)
+        evicted = jnp.zeros((shape.batch, shape.kv_heads), jnp.int32)
+        return Lasting(none, none), Asking(QueryRing.empty(shape, self.window), evicted)
 
-    def observe(self, entries: Slots, attended: Attended) -> tuple[Lasting, QueryRing]:
-        ring: QueryRing = entries.per_row.push(attended)
+    def observe(self, entries: Slots, attended: Attended) -> tuple[Lasting, Asking]:
+        ring: QueryRing = entries.per_row.ring.push(attended)
         last: Lasting = entries.per_slot
-        asks = (attended.lengths > 0)[:, None]
+        moment = attended.moment()
 
         def attention() -> Float[Array, "B H M"]:
             """From the window, as a share of the largest."""
             own = replace(entries, per_slot=None, per_row=ring)
-            local = WindowAttention(self.window, REDUCTION)(own, attended.moment())
+            local = WindowAttention(self.window, REDUCTION)(own, moment)
             return local / jnp.maximum(jnp.max(local, axis=-1, keepdims=True), 1e-30)
 
-        if not attended.decoding:
-            now = jnp.maximum(self.decay * last.before, attention())
-            return Lasting(jnp.where(asks[..., None], now, last.now), last.before), ring
-        full = asks & (entries.occupancy >= entries.capacity)
-        local = jax.lax.cond(jnp.any(full), attention, lambda: jnp.zeros_like(last.now))
-        now = jnp.where(full[..., None], jnp.maximum(self.decay * last.now, local), last.now)
-        return Lasting(now, jnp.where(asks[..., None], now, last.before)), ring
+        asks = jnp.broadcast_to((attended.lengths > 0)[:, None], entries.capacity.shape)
+        if attended.decoding:
+            asks = asks & (entries.occupancy >= entries.capacity)
+            local = jax.lax.cond(jnp.any(asks), attention, lambda: jnp.zeros_like(last.now))
+        else:
+            local = attention()  # of a head that is not full, it is computed again before it counts
+        evicted = moment.next_position[:, None] - entries.occupancy
+        before = jnp.where((evicted > entries.per_row.evicted)[..., None], last.now, last.before)
+        now = Lasting(jnp.maximum(self.decay * before, local), before)
+        lasting = jax.tree.map(lambda new, old: jnp.where(asks[..., None], new, old), now, last)
+        return lasting, Asking(ring, jnp.where(asks, evicted, entries.per_row.evicted))
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         distant = (entries.positions >= 0) & (entries.positions < moment.next_position[:, None, None] - self.window)

@@ -50,7 +50,7 @@ class Ladder(Score):
 
     @property
     def needs(self) -> Needs:
-        return Needs(marks=frozenset({"signed"}), by_count=True)
+        return Needs(marks=frozenset({"signed", "ordinal"}), by_count=True)
 
     def check(self, policy: Policy) -> None:
         if policy.every not in (None, 1):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.cache import Slots
-from kvjax.policy import Moment, Policy, Protect, Score, check_integer
+from kvjax.policy import Moment, Needs, Policy, Protect, Score, check_integer
 
 from .common.budgets import budget_of
 from .common.refusals import check_sinks
@@ -46,6 +46,10 @@ class LagDifference(Score):
     def __post_init__(self) -> None:
         check_integer("sinks", self.sinks, least=0)
         check_integer("lag", self.lag, least=2)
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(marks=frozenset({"ordinal"}))
 
     def check(self, policy: Policy) -> None:
         check_sinks(self.sinks, policy)

@@ -21,6 +21,7 @@ from kvjax.policy import AllocatedBudget, Layout, Policy, check_integer, check_k
 from .common.allocation import check_mean, scaled
 from .common.budgets import budget_of
 from .common.head_numbers import HeadNumbers, apportioned, check_proportions, check_shape, head_numbers, proportions
+from .common.refusals import check_plain_budget
 from .expected_attention import expected_attention
 from .registry import preset
 
@@ -139,7 +140,8 @@ def lukv(
     each head evicts within its number.
 
     Args:
-        base: the policy that scores, selects and protects. Its budget is not used. A curve is measured for one score;
+        base: the policy that scores, selects and protects. Its budget, which is a number of entries or a share of the
+            prompt, is not used. A curve is measured for one score;
             the default is that of the published curve.
         curve: a file (.npy) [99, layers, kv heads] of compression ratios, as the authors and kvpress have it; a tuple
             of shares >= 0 per layer, which is used at every budget; or "demo" for the model that comes with kvjax,
@@ -155,9 +157,10 @@ def lukv(
 
     Raises:
         ValueError: for a value or a file that is not accepted, an integer budget smaller than the protected entries +
-            1, and for a base whose heads must retain the same tokens.
+            1, and for a base whose heads must retain the same tokens or whose method is its budget.
     """
     check_kind("base", base, Policy)
+    check_plain_budget(base)
     check_integer("sinks", sinks, least=0)
     check_integer("recent", recent, least=0)
     entries, own = budget_of(budget), base.protect

@@ -66,8 +66,8 @@ class Budget(Part):
         return None
 
     @property
-    def alike(self) -> bool:
-        """Whether all layers have the same capacity."""
+    def plain(self) -> bool:
+        """Whether it says only how much is retained, for all layers alike. Any other budget is part of a method."""
         return False
 
     def check_model(self, layers: int, kv_heads: int) -> None:
@@ -149,5 +149,5 @@ def most_entries(budget: Budget, layer: int, prompt_size: int, layers: int) -> i
 def check_alike(budget: Budget) -> None:
     """Raises ValueError unless a budget gives all layers the same."""
     check_kind("budget", budget, Budget)
-    if not budget.alike:
+    if not budget.plain or budget.layout is not None:
         raise ValueError(f"a budget of {budget}: expected one that is the same for all layers, such as Fixed")

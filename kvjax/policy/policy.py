@@ -234,13 +234,15 @@ class Policy:
 
     def expendable(self, entries: Slots, moment: Moment) -> Float[Array, "B H S"]:
         """Scores for eviction while decoding: +inf for protected entries and for empty slots."""
+        moment = moment._replace(leaving=self.every or 0)
         scores = self.rank(entries, moment, jnp.minimum(entries.capacity, entries.slots))
         return jnp.where(entries.positions < 0, jnp.inf, scores)
 
     def release(self, entries: Slots, moment: Moment, lost: Bool[Array, "B H S"], count: int) -> Slots:
         """The entries without those that are lost, `count` of a head or none, after the merge has seen them."""
         if self.merge.effects.at_steps:
-            before, moment = entries.plain(), moment._replace(protected=self._protected(entries, moment))
+            before, protected = entries.plain(), self._protected(entries, moment)
+            moment = moment._replace(protected=protected, leaving=count)
             scores = self.rank(entries, moment, jnp.minimum(entries.capacity, entries.slots), raised=False)
             after, lost = self.merge.absorb(before, moment, scores, lost, count)
             entries = entries.updated(before, after)

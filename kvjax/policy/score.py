@@ -79,7 +79,8 @@ class Needs:
         marks: facts that parts tell each other by names that they agree on. Core code reads none of them, and a pair of
             parts may add its own. Those in use are
 
-            "signed": scores may be negative, so that shares of their sum make no sense.
+            "signed": scores may be negative, so that shares of their sum and multiples of them make no sense.
+            "ordinal": scores are positions, ranks, draws or classes, whose order alone means something.
             "accumulates": scores are sums over all queries so far, so that older entries have larger ones.
             "weighs_values": scores are already multiplied by a norm of the value.
             "heads_alike": all heads of a layer must hold the same tokens in the same slots.
@@ -226,6 +227,7 @@ class Moment(NamedTuple):
         protected: the entries that stay whatever they score.
         counts: the number of entries that each head retains. None while a budget that is allocated across heads and
             layers compares scores: these must then be on the scale on which the method defines them.
+        leaving: the number of them that leave a full head now: `Policy.every` while decoding, and 0 otherwise.
     """
 
     next_position: Int[Array, "B"]
@@ -234,6 +236,7 @@ class Moment(NamedTuple):
     heads: Heads = ALL_HEADS
     protected: Bool[Array, "B H M"] | None = None
     counts: Int[Array, "B H"] | None = None
+    leaving: int = 0
 
     @property
     def scale(self) -> float:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from kvjax import policies
 from kvjax.cache import room_for
-from kvjax.checks import LARGEST, check_params, check_size, is_integer, shown
+from kvjax.checks import check_params, check_size, is_integer, shown
 from kvjax.decoding.loop import Sampling
 from kvjax.decoding.sampling import Greedy, SamplingMethod
 from kvjax.extend import check_mesh, check_policy
@@ -27,9 +27,9 @@ from kvjax.reading.batch import Batch
 from kvjax.reading.prompt import read_prompt
 from kvjax.reading.replays import encoded_texts
 from kvjax.reading.room import Compress, check_reading, ending
+from kvjax.request.ends import EndTokens, default_ends, end_tokens
 from kvjax.request.prompts import Prompt, TemplateOptions, check_template_options, rows_of
 
-EndTokens: TypeAlias = int | Sequence[int] | Sequence[Sequence[int]] | None
 Seed: TypeAlias = int | Sequence[int] | Key[Array, "*B"] | Int[Array, "*B K"]
 
 
@@ -119,7 +119,7 @@ class Request:
         batch = Batch.of(rows, size=1 if prompt is None else None)
         replays = cache is None or ending(cache, compress).allocate
         texts = texts_of(under, tokenizer, config.vocab_size) if replays else ()
-        sampling = None if answer is None else _sampling(answer, tokenizer, rows, config.vocab_size)
+        sampling = None if answer is None else _sampling(answer, params, tokenizer, rows)
         # Everything has been checked. From here on programs may be compiled.
         if cache is None:
             size, dtype = batch.tokens.shape[1], params.embed.dtype
@@ -213,35 +213,15 @@ def check_answer(answer: AnswerOptions) -> None:
     check_size("max_new_tokens", limit)
 
 
-def _sampling(answer: AnswerOptions, tokenizer: Any, rows: Sequence[Int[np.ndarray, "_"]], vocab_size: int) -> Sampling:
+def _sampling(answer: AnswerOptions, params: Decoder, tokenizer: Any, rows: Sequence[Int[np.ndarray, "_"]]) -> Sampling:
     sampler = answer.sampler or Greedy()
-    ends = end_tokens(answer.eos, tokenizer, len(rows))
+    ends = end_tokens(answer.eos, default_ends(params, tokenizer), len(rows))
     seen = None
     if sampler.needs_seen:
-        seen = np.zeros((len(rows), vocab_size), bool)
+        seen = np.zeros((len(rows), params.config.vocab_size), bool)
         for marks, row in zip(seen, rows, strict=True):
             marks[row] = True
     return Sampling(sampler, ends, _row_keys(answer.seed, len(rows)), seen)
-
-
-def end_tokens(eos: EndTokens, tokenizer: Any, batch: int) -> Int[np.ndarray, "B E"]:
-    """The end tokens of each row, padded with -1. Raises ValueError for what are none."""
-    if eos is None:
-        eos = () if tokenizer is None or tokenizer.eos_token_id is None else tokenizer.eos_token_id
-    eos = eos.tolist() if hasattr(eos, "tolist") else eos
-    given: list[Any] = list(eos) if isinstance(eos, Iterable) and not isinstance(eos, str) else [eos]
-    by_row = bool(given) and all(isinstance(row, Iterable) and not isinstance(row, str) for row in given)
-    rows = [list(row) for row in given] if by_row else [given] * batch
-    if not all(is_integer(token) and 0 <= token <= LARGEST for row in rows for token in row):
-        raise ValueError(
-            f"eos={shown(eos)}: expected a token id in 0 .. {LARGEST}, a list of ids, or a list of ids per row"
-        )
-    if len(rows) != batch:
-        raise ValueError(f"eos has {len(rows)} rows: expected {batch}, the size of the batch, or ids for all rows")
-    ends = np.full((batch, max((len(row) for row in rows), default=0)), -1, np.int32)
-    for padded, row in zip(ends, rows, strict=True):
-        padded[: len(row)] = row
-    return ends
 
 
 def _row_keys(seed: Any, batch: int) -> Key[Array, "B"]:

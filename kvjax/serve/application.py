@@ -53,7 +53,7 @@ def application(engine: Engine, settings: Settings, is_closing: Callable[[], boo
             if body.model != settings.model:
                 message = f"model={body.model!r}: expected {settings.model!r}, the model of this server"
                 raise ApiError(404, message, "model", "model_not_found")
-            asked = await ask(engine, body)
+            asked = await ask(engine, body, settings.sampler)
             if body.stream:
                 return Events(form, asked, settings.timeout)
             return JSONResponse(form.whole(asked, await unless_gone(request, asked, settings.timeout)))

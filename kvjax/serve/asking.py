@@ -16,6 +16,7 @@ from typing import Any
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
+from kvjax.decoding.sampling import SamplingMethod
 from kvjax.engine import Answer, Engine, EngineClosedError, Handle, QueueFullError
 from kvjax.request.prompts import Prompt
 
@@ -82,8 +83,8 @@ def freed(asked: Asked) -> Iterator[None]:
             handle.cancel()
 
 
-async def ask(engine: Engine, request: Completion | Chat) -> Asked:
-    """Submits all prompts of a request.
+async def ask(engine: Engine, request: Completion | Chat, sampler: SamplingMethod) -> Asked:
+    """Submits all prompts of a request. `sampler` is what draws, as far as the request does not say.
 
     Raises:
         ApiError: 400 for a request that the engine refuses, 429 if its queue is full, 503 if it is closed.
@@ -92,16 +93,18 @@ async def ask(engine: Engine, request: Completion | Chat) -> Asked:
     most = engine.sizes.max_new_tokens
     if request.limit is not None and request.limit > most:
         raise ApiError(400, f"max_tokens={request.limit}: expected at most {most}, the server's limit", "max_tokens")
-    submit = partial(
-        engine.submit,
-        max_new_tokens=most if request.limit is None else request.limit,
-        sampler=request.sampler,
-        eos=() if request.ignore_eos else None,
-        stop=request.stops,
-        log_probs=request.log_probs,
-        prefix=request.stored,
-        chat_template_kwargs=request.template_options,
-    )
+    try:
+        submit = partial(
+            engine.submit,
+            max_new_tokens=most if request.limit is None else request.limit,
+            sampler=request.sampler(sampler),
+            eos=() if request.ignore_eos else None,
+            stop=request.stops,
+            log_probs=request.log_probs,
+            prefix=request.stored,
+        )
+    except ValueError as error:  # of the sampler
+        raise ApiError(400, str(error)) from None
     seed, gone = secrets.randbits(48) if request.seed is None else request.seed, threading.Event()
 
     def submit_one(prompt: Prompt, seed: int) -> None:

@@ -15,6 +15,8 @@ from kvjax.decoding.sampling import Greedy, Sampler, SamplingMethod
 
 from .errors import ApiError
 
+FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # of a request and of `kvjax.Sampler`
+
 Most16 = Annotated[int, Field(ge=1, le=16)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Whole = Annotated[int, Field(ge=1, lt=2**31)]
@@ -51,8 +53,8 @@ class Common(Strict):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     max_tokens: Whole | None = None
-    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = 1.0
-    top_p: Share | None = 1.0
+    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    top_p: Share | None = None
     top_k: Whole | None = None
     min_p: Share | None = None
     repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -74,18 +76,17 @@ class Common(Strict):
     presence_penalty: Nothing = None
     logit_bias: Annotated[Empty, Field(description="null or an empty object")] = None
 
-    @property
-    def sampler(self) -> SamplingMethod:
-        """What draws the tokens. A temperature of 0 is greedy."""
-        if self.temperature == 0:
-            return Greedy(repetition_penalty=self.repetition_penalty)
-        return Sampler(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=self.top_k,
-            top_p=None if self.top_p == 1 else self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-        )
+    def sampler(self, default: SamplingMethod) -> SamplingMethod:
+        """What draws the tokens. A temperature of 0 is greedy, and what is not given is as in `default`."""
+        given = {name: value for name in FIELDS if (value := getattr(self, name)) is not None}
+        if isinstance(default, Sampler):
+            given = {name: getattr(default, name) for name in FIELDS} | given
+        elif not given.keys() - {"repetition_penalty"}:
+            given["temperature"] = 0
+        given.setdefault("repetition_penalty", default.repetition_penalty)
+        if given.get("temperature") == 0:
+            return Greedy(repetition_penalty=given["repetition_penalty"])
+        return Sampler(**given | {"top_p": None if given.get("top_p") == 1 else given.get("top_p")})
 
     @property
     def stops(self) -> list[str]:

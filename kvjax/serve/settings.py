@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvjax.checks import shown
+from kvjax.decoding.sampling import Sampler, SamplingMethod
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -21,6 +22,7 @@ class Settings:
             loopback keep web pages of other hosts from reaching the server under a name of their own.
         max_body: the most bytes of a request.
         timeout: the most seconds that a request may take.
+        sampler: what draws the tokens of a request, as far as the request does not say.
         body_timeout: the most seconds that a client may take to send a request.
     """
 
@@ -31,6 +33,7 @@ class Settings:
     max_body: int = 4_000_000
     timeout: float = 600.0
     body_timeout: float = 30.0
+    sampler: SamplingMethod = Sampler()
 
     def __post_init__(self) -> None:
         if not self.model:

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from kvjax.checkpoint import CheckpointError
+from kvjax.checkpoint.parameters import by_path
 from kvjax.models import Decoder, config_from_hf
 
 HF = {
@@ -32,8 +32,9 @@ def decoder(dtype=jnp.float32, **fields) -> Decoder:
 
 def assert_equal(ours: Decoder, theirs: Decoder) -> None:
     assert ours.config == theirs.config
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+    one_tree, other_tree = by_path(ours), by_path(theirs)  # beside which decoders have a card
+    assert one_tree.keys() == other_tree.keys()
+    for one, other in ((one_tree[path], other_tree[path]) for path in one_tree):
         assert one.dtype == other.dtype
         np.testing.assert_array_equal(one, other)
 

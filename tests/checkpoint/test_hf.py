@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import huggingface_hub
@@ -15,7 +16,8 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.numpy import load_file, save_file
 
 import kvjax
-from kvjax.checkpoint import CheckpointError, load, read_headers, save_hf, source_of
+from kvjax.checkpoint import CheckpointError, load, load_named, read_headers, save_hf, source_of
+from kvjax.checkpoint.errors import one_line
 from kvjax.checkpoint.folder import DEMO
 from kvjax.models import UnsupportedModelError
 from tests.checkpoint.folders import EMBED, HEAD, HF, INDEX, QUERY, WEIGHTS, assert_equal, decoder, problems
@@ -95,15 +97,58 @@ def test_rope_frequencies_of_old_checkpoints_are_ignored(folder):
     assert_equal(load(folder)[0], decoder())
 
 
-def test_output_matrix_beside_tied_embeddings_must_equal_them(tmp_path):
+def test_output_matrix_beside_tied_embeddings_unties_them_if_it_differs(tmp_path):
     params = decoder(tie_word_embeddings=True)
     save_hf(params, tmp_path)
     edit(tmp_path, lm_head__weight=load_file(tmp_path / WEIGHTS)[EMBED])
     assert_equal(load(tmp_path)[0], params)
     edit(tmp_path, lm_head__weight=np.zeros((40, 16), np.float32))
-    assert problems(load, tmp_path) == (
-        f"{HEAD} differs from {EMBED}, but config.json ties them (tie_word_embeddings)",
-    )
+    with pytest.warns(UserWarning, match=f"{HEAD} differs from {EMBED}, but config.json ties them"):
+        untied = load(tmp_path)[0]
+    assert not untied.config.tie_embeddings and not np.any(untied.unembed)
+    save_hf(untied, tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+def test_a_missing_output_matrix_says_that_the_config_does_not_tie_it(folder):
+    edit(folder, lm_head__weight=None)
+    missing, untied = problems(load, folder)
+    assert missing == f"missing tensor(s): {HEAD}"
+    assert f"does not tie the output matrix to the embeddings: expected {HEAD}, or tie_word_embeddings=true" in untied
+
+
+@pytest.mark.parametrize(("number", "dtype"), [(np.nan, None), (np.inf, None), (1e6, "float16")])
+def test_weights_that_are_not_finite_are_named(folder, number, dtype):
+    edit(folder, model__norm__weight=np.full(16, number, np.float32))
+    with pytest.raises(CheckpointError, match=r"NaN or infinity as float\d\d in tensor\(s\): model.norm.weight$"):
+        load(folder, dtype)
+
+
+def test_a_tokenizer_that_cannot_be_read_does_not_block_the_weights(folder):
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.warns(UserWarning, match="its tokenizer cannot be read: .*loaded without a tokenizer"):
+        params, tokenizer = load(folder)
+    assert tokenizer is None
+    assert load(folder, tokenizer=None)[1] is None
+    given = types.SimpleNamespace(decode=str, eos_token_id=None)
+    assert load(folder, tokenizer=given)[1] is given
+    with pytest.raises(ValueError, match="tokenizer='other': expected 'own', None or a tokenizer"):
+        load(folder, tokenizer="other")
+    with pytest.raises(CheckpointError, match="its tokenizer cannot be read"):
+        load_named(str(folder))
+
+
+def test_sentencepiece_is_named_where_it_is_needed(folder, monkeypatch):
+    (folder / "tokenizer.model").write_bytes(b"damaged")
+    monkeypatch.setattr("kvjax.checkpoint.tokenizer_files._installed", lambda name: name != "sentencepiece")
+    with pytest.warns(UserWarning, match=r'needs sentencepiece; pip install "kvjax\[sentencepiece\]"'):
+        load(folder)
+
+
+def test_errors_of_other_libraries_keep_their_advice():
+    error = OSError("403 Client Error.\n\nCannot access gated repo.\nVisit the page to ask for access.")
+    assert one_line(error) == "OSError: 403 Client Error. Cannot access gated repo. Visit the page to ask for access."
+    assert len(one_line(OSError("x" * 5000))) < 1100
 
 
 def test_no_such_folder(tmp_path):
@@ -215,10 +260,7 @@ def test_all_problems_with_tensors_are_listed_together(folder):
         model__layers__0__self_attn__q_proj__bias=np.ones(24, np.float32),
         model__layers__2__mlp__up_proj__weight=np.ones((24, 16), np.float32),
     )
-    (folder / "tokenizer.json").write_text("{")
-    found = problems(load, folder)
-    assert found[0].startswith("its tokenizer cannot be read: ")
-    assert found[1:] == (
+    assert problems(load, folder) == (
         f"missing tensor(s): model.norm.weight, {HEAD}",
         f"{EMBED} has shape (41, 16); config.json asks for (40, 16)",
         f"{QUERY} has dtype I8; accepted: F32, BF16, F16",
@@ -327,4 +369,4 @@ def test_tokenizer_travels_with_the_weights_and_needs_no_torch(folder):
     assert done.returncode == 0, done.stderr
     assert "PyTorch" not in done.stderr + done.stdout
     config = json.loads(done.stdout)
-    assert (config["bos_token_id"], config["eos_token_id"]) == (1, 2)
+    assert (config["bos_token_id"], config["eos_token_id"]) == (None, None)  # as the config that was read

@@ -102,6 +102,17 @@ def test_prefixes_on_disk_serve_later_engines(tiny: Decoder, tmp_path: Path) -> 
     assert not (tmp_path / key).exists()
 
 
+def test_engines_of_two_policies_share_a_folder(tiny: Decoder, tmp_path: Path) -> None:
+    document, question = RNG.integers(0, 101, 28).tolist(), [3, 4, 5]
+    for policy in ("knorm:budget=12", "keydiff:budget=12"):  # caches of the same shapes
+        with kvjax.Engine(tiny, policy, **SIZES, prefix_memory="1MB", prefix_folder=tmp_path) as engine:
+            answer = engine.submit(question, prefix=document, max_new_tokens=9).result(timeout=60)
+            found = engine.stats().prefixes
+        assert (found.misses, found.hits) == (1, 0), policy
+        alone = kvjax.generate(tiny, question, cache=kvjax.prefill(tiny, document, policy=policy), max_new_tokens=9)
+        assert answer.tokens.tolist() == alone.tokens[0].tolist(), policy
+
+
 @pytest.mark.slow
 def test_a_mesh_writes_prefixes_to_disk_and_reads_them(shallow: Decoder, tmp_path: Path) -> None:
     """The mesh reads what it wrote, and so does one device."""

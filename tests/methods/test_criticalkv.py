@@ -15,7 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 from kvjax.cache import Slots
 from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.models import AttentionLayer, Rope
-from kvjax.parts import ProjectedValues, Protect, Recency
+from kvjax.parts import ProjectedValues, Protect, SquaredNorms
 from kvjax.policies import adakv, criticalkv, dynamickv, h2o, snapkv
 from kvjax.policy import Moment
 from tests import tiny
@@ -25,6 +25,7 @@ from tests.methods.reference import Reader
 from tests.products import part
 
 B, H, G, M, D, E = 3, 2, 3, 80, 4, 12
+KEYS = SquaredNorms("key")  # not negative, and of no norm of the value
 
 
 def drawn(group=G):
@@ -49,7 +50,7 @@ def moment(output, counts, protected=None, heads=ALL_HEADS):
 def scored(score, entries, output, protected):
     """With counts, without them, and what the base alone says."""
     compared = moment(output, None, protected)
-    base = Recency()(entries, moment(output, None))
+    base = KEYS(entries, moment(output, None))
     return score(entries, moment(output, entries.capacity, protected)), score(entries, compared), base
 
 
@@ -59,7 +60,7 @@ def scored(score, entries, output, protected):
 def test_two_stages(first, group):
     entries, output = drawn(group)
     protected = Protect(recent=4).mask(entries.positions, jnp.array([80, 50, 9]), entries.capacity)
-    score = ProjectedValues(Recency(), first, 0.01)
+    score = ProjectedValues(KEYS, first, 0.01)
     scores, compared, base = map(np.asarray, scored(score, entries, output, protected))
     np.testing.assert_array_equal(compared, base, "while heads are compared")
     for b, h in np.ndindex(B, H):
@@ -87,9 +88,9 @@ def test_devices_that_share_a_kv_head_score_alike():
     @partial(jax.shard_map, mesh=mesh, in_specs=(by_kv, by_query), out_specs=by_kv, check_vma=False)
     def score(entries, output):
         heads = Heads("model", "replica")
-        return ProjectedValues(Recency())(entries, moment(output, entries.capacity, heads=heads))
+        return ProjectedValues(KEYS)(entries, moment(output, entries.capacity, heads=heads))
 
-    expected = ProjectedValues(Recency())(entries, moment(output, entries.capacity))
+    expected = ProjectedValues(KEYS)(entries, moment(output, entries.capacity))
     np.testing.assert_allclose(score(entries, output), expected, rtol=1e-5)
 
 
@@ -184,26 +185,28 @@ def test_critical_ada_kv_is_kvpress_s():
 
 
 @pytest.mark.slow
-def test_a_base_that_evicts_while_decoding():
-    """Each step drops the entry that neither stage retains, by the base's scores of that step."""
-    base = h2o(10, recent=2)
+@pytest.mark.parametrize(("budget", "recent", "every"), [(10, 2, 1), (24, 4, 12)])
+def test_a_base_that_evicts_while_decoding(budget, recent, every):
+    """Of the entries that remain, half are by the base's scores of that step, half by the product: 4 of 9, 6 of 12."""
+    base, remain = h2o(budget, recent=recent, every=every), budget - every
     params = tiny.decoder(4, 2)
     _, filled = tiny.prefill(params, criticalkv(base), [ROWS[0]], 32)
     for token in (3, 9, 27, 14):
-        layer = filled.entries.layer(0, 10)
+        layer = filled.entries.layer(0, budget)
         scores, positions = np.asarray(layer.per_slot[0], np.float64), np.asarray(layer.positions[0])
-        order = np.argsort(positions, axis=-1)
+        order = np.argsort(np.where(positions < 0, 99, positions), axis=-1)
+        held = [positions[h, order[h, : sum(positions[h] >= 0)]] for h in range(2)]
         scores, positions = (np.take_along_axis(x, order, axis=-1) for x in (scores, positions))
         values = np.take_along_axis(np.asarray(layer.values[0], np.float64), order[..., None], axis=1)
         norms = projected(params, values[None], order=1).mean(axis=2)
         next_position = positions.max() + 1
-        scores[positions >= next_position - 2] = np.inf
-        kept = two_stages(scores[None], norms, np.full((1, 2), 10))[0]
-        victims = [two_stages(scores[None], norms, np.full((1, 2), 9), 5 / 9)[0][h] for h in range(2)]
-        assert [len(own) for own in kept] == [10, 10]
-        expected = [[sorted([*positions[h, own].tolist(), next_position]) for h, own in enumerate(victims)]]
+        scores[positions >= next_position - recent] = np.inf
+        if len(held[0]) == budget:
+            kept = two_stages(scores[None], norms, np.full((1, 2), remain))[0]
+            assert kept != best(scores[None], np.full((1, 2), remain))[0] or every == 1
+            held = [positions[h, own] for h, own in enumerate(kept)]
         _, filled = tiny.step(params, filled, np.array([token]), np.ones(1, bool))
-        assert tiny.held(filled, 0) == expected
+        assert tiny.held(filled, 0) == [[sorted([*own.tolist(), next_position]) for own in held]]
 
 
 def test_what_the_base_refuses_is_refused():

@@ -129,21 +129,23 @@ def absorbed(merge, entries, lost, count):
     return merge.absorb(entries, moment, jnp.zeros(lost.shape), lost, count)[0]
 
 
-def test_e3():
-    """u = (.9, .6): tau is .75, then with a mean of .6 it is .675; the released merge makes 2 and 1 into 1.45."""
+@pytest.mark.parametrize(("alpha", "beta", "moved"), [(0.5, 0.5, 0.675), (0.25, 0.75, 0.6375)])
+def test_e3(alpha, beta, moved):
+    """u = (.9, .6): tau is .75, then alpha .75 + beta .6; the released merge makes 2 and 1 into 1.45."""
+    merge = SimilarityMerge("code", alpha=alpha, beta=beta)
     keys = jnp.array([[0.9, 0.19**0.5], [1, 0], [0.6, 0.8], [-0.6, -0.8]])[None, None]
     values = jnp.array([1.0, 2.0, 7.0, 9.0])[None, None, :, None]
-    unset = SimilarityMerge().init(LayerShape(1, 1, 1, 2, jnp.float32))
+    unset = merge.init(LayerShape(1, 1, 1, 2, jnp.float32))
     first = Slots(keys, values, jnp.arange(4)[None, None], jnp.full((1, 1), 4), merging=unset)
-    out = absorbed(SimilarityMerge("code"), first, jnp.array([[[True, False, True, False]]]), count=2)
+    out = absorbed(merge, first, jnp.array([[[True, False, True, False]]]), count=2)
     np.testing.assert_allclose(out.merging, 0.75, rtol=1e-6)
     np.testing.assert_allclose(out.values[0, 0, [1, 3], 0], [1.45, 9], rtol=1e-6)
     np.testing.assert_allclose(out.keys[0, 0, 1], [(1 + 0.81) / 2, 0.45 * 0.19**0.5], rtol=1e-6)
     second = replace(first, positions=first.positions.at[0, 0, 0].set(-1), merging=out.merging)
-    out = absorbed(SimilarityMerge("code"), second, jnp.array([[[False, False, True, False]]]), count=2)
-    np.testing.assert_allclose(out.merging, 0.675, rtol=1e-6)
+    out = absorbed(merge, second, jnp.array([[[False, False, True, False]]]), count=2)
+    np.testing.assert_allclose(out.merging, moved, rtol=1e-6)
     np.testing.assert_array_equal(out.values, values)  # .6 is below it
-    nothing = absorbed(SimilarityMerge("code"), second, jnp.zeros((1, 1, 4), bool), count=2)
+    nothing = absorbed(merge, second, jnp.zeros((1, 1, 4), bool), count=2)
     np.testing.assert_array_equal(nothing.merging, second.merging)
 
 

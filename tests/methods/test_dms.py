@@ -62,6 +62,7 @@ def test_each_head_retains_what_reaches_the_threshold(base, scored, quantile):
     ("budget", "threshold", "groups", "expected"),
     [
         (6, 3.0, 1, [[4, 1], [3, 2]]),
+        (6, 3.5, 1, [[4, 1], [3, 2]]),  # one entry scores the threshold exactly
         (6, 0.0, 1, [[6, 6], [6, 6]]),
         (6, 9.0, 1, [[1, 1], [1, 1]]),  # the protected entries
         (2, 3.0, 1, [[3, 1], [2, 2]]),  # 10 entries reach the threshold, 8 fit

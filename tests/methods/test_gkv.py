@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvjax import extend
 from kvjax.policies import parse
 from tests import tiny
 from tests.methods import one_layer
@@ -50,11 +51,11 @@ class Head:
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("group", "every"), [(1, 3), (3, 6)])
 def test_retains_what_the_equations_retain(group, every):
-    """Prompts longer and shorter than the budget, shorter than the window; 20 steps with slots in any order."""
-    heads, size, steps, lengths = 2, 30, 20, np.array([30, 17, 3])
+    """Prompts longer than the budget, between window and budget, shorter than the window; 20 steps."""
+    heads, size, steps, lengths = 2, 30, 20, np.array([30, 17, 10, 7, 3])
     options = f"window={WINDOW},decay={DECAY},mix={MIX},threshold={THRESHOLD},every={every}"
     policy = parse(f"gkv:budget={BUDGET},{options}")
-    q, k, v = one_layer.random_streams(group, 3, heads, group, size + steps)
+    q, k, v = one_layer.random_streams(group, len(lengths), heads, group, size + steps)
     k = np.round(k)  # keys that resemble each other
     literal = [[Head() for _ in range(heads)] for _ in lengths]
     one_layer.assert_follows(policy, literal, lengths, size, q, k, v)
@@ -68,3 +69,19 @@ def test_a_prompt_in_pieces():
     for _ in range(4):
         assert [tiny.held(whole, row) for row in range(2)] == [tiny.held(pieces, row) for row in range(2)]
         whole, pieces = (tiny.step(params, cache, np.arange(2), np.ones(2, bool))[1] for cache in (whole, pieces))
+
+
+def test_without_an_eviction_it_does_not_matter_how_tokens_are_cut_into_calls():
+    """A prompt of 10 tokens and 20 more, one by one or six at once and then one by one; eviction begins at 16."""
+    params, row = tiny.decoder(), np.random.default_rng(5).integers(0, tiny.VOCAB, 30)
+
+    def begun():
+        return tiny.prefill(params, "gkv:budget=16,window=4,every=4", [row[:10]], 16, room=24)[1]
+
+    by_step, by_turn = begun(), extend(params, begun(), row[None, 10:16])[1]
+    for n, token in enumerate(row[10:]):
+        _, by_step = tiny.step(params, by_step, token[None], np.ones(1, bool))
+        if n >= 6:
+            _, by_turn = tiny.step(params, by_turn, token[None], np.ones(1, bool))
+        if n >= 5:
+            assert tiny.held(by_turn, 0) == tiny.held(by_step, 0)

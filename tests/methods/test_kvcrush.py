@@ -144,6 +144,19 @@ def test_is_the_literal_algorithm(anchor, share, upper, pick, granularity, align
     assert compared >= (7 if pick == "kmeans" else 15)
 
 
+@pytest.mark.parametrize("granularity", UNITS)
+def test_bits_by_age(granularity):
+    """A token's score is divided by the number of queries that saw it: 1 for the newest."""
+    scores, positions, counts, size = drawn(aligned=True)
+    part = Representatives(TopTokens(), 0.4, by_age=True, granularity=granularity, page=3)
+    index = keep(part, scores, positions, counts, size)
+    for row, length in enumerate((40, 23, 9)):
+        texts, ages = texts_of(scores, positions, row), length - np.arange(length)
+        units = UNITS[granularity]
+        expected = literal(texts, counts[row].tolist(), 0.4, protected={0, 1}, ages=ages, **units)
+        assert retained(index, positions, row) == expected
+
+
 @partial(jax.jit, static_argnums=(0, 4))
 def keep_by_query_heads(part, scores, positions, counts, size, own):
     ages = jnp.max(positions, axis=-1, keepdims=True) + 1 - positions

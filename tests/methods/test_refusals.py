@@ -4,6 +4,15 @@ import pytest
 
 from kvjax.policies import parse
 
+SIGNED = (
+    *("blockwise", "dms", "gkv", "keydiff", "keydiff_codes", "knorm", "kvzap", "qfilter", "rkv", "scissorhands"),
+    *("simlayerkv", "triattention", "vase"),
+)
+BUDGETS = (
+    *("adakv", "d2o", "defensivekv", "dms", "duo_attention", "dynamickv", "fastgen", "headkv", "kvcompose"),
+    *("lukv", "per_layer", "pyramidkv", "simlayerkv", "morphkv,base.dense_layers=2", "kvzip,base.level=layer"),
+)
+ORDINAL = "duo_attention", "fastgen", "full", "lacache", "lagkv", "random", "streaming_llm"
 REFUSED = {
     "attention_matching": [
         ("queries=0", "queries=0: expected an integer >= 1"),
@@ -43,6 +52,12 @@ REFUSED = {
         ("base=criticalkv", "^criticalkv: its base ProjectedValues already multiplies scores by value norms; choose"),
         ("base=expected_attention", "^criticalkv: its base ExpectedAttention already multiplies.*value_norm=False"),
         ("base=kvcompose,base.score.value_norm=v", "^criticalkv: its base TaskAttention already multiplies"),
+        *(
+            (f"base={base}", "^criticalkv: its base .* may be negative, .* choose a base whose scores")
+            for base in SIGNED
+        ),
+        *((f"base={base}", "^criticalkv: its base .* only the order means something") for base in ORDINAL),
+        ("base=compactor", "^criticalkv: its base LeveragedAttention"),
         ("base=tova", "^criticalkv: its base LastAttention has all heads .* choose a base whose heads differ"),
         ("base=chunkkv", "^criticalkv: it scores .* the selection Chunks compares means of scores"),
     ],
@@ -62,6 +77,7 @@ REFUSED = {
         ("threshold=1e999", "threshold=inf: expected a finite number"),
         ("window=-1", "window=-1: expected an integer >= 0"),
         ("budget=128", "a budget of 128 entries: expected 129 or more"),
+        *((f"base={base}", "^dms: it replaces its base's budget, and .* choose a base whose") for base in BUDGETS),
         ("base=tova", "LastAttention: it has all heads of a layer retain the same tokens"),
     ],
     "dynamickv": [
@@ -164,6 +180,9 @@ REFUSED = {
     "leverage_score": [
         ("sketch=0", "sketch=0: expected an integer >= 1"),
         ("seed=-1", "seed=-1: expected an integer >= 0"),
+    ],
+    "lukv": [
+        *((f"base={base}", "^lukv: it replaces its base's budget, and .* choose a base whose") for base in BUDGETS),
     ],
     "per_layer": [
         ("shares=(1.0,0)", r"shares=\(1.0, 0\): expected a tuple of numbers > 0, one for each layer"),

@@ -80,7 +80,10 @@ CASES = {
     ),
     "phi3-longrope": ("phi3", GROUP4 | {"hidden_size": 64} | longrope(4, 32)),
     "phi3-longrope-short": ("phi3", GROUP5 | longrope(4, 128)),
-    "phi3-longrope-partial": ("phi3", GROUP4 | {"hidden_size": 64} | longrope(2, 32, partial_rotary_factor=0.5)),
+    "phi3-longrope-partial": (
+        "phi3",
+        GROUP4 | {"hidden_size": 64, "partial_rotary_factor": 0.5} | longrope(2, 32, partial_rotary_factor=0.5),
+    ),
     "internlm2-group1-bias": ("internlm2", GROUP1 | {"bias": True, "num_hidden_layers": 2}),
     "internlm2-group4-linear-tied": ("internlm2", GROUP4 | TIED | {"bias": False, "rope_parameters": LINEAR}),
     "internlm2-group7-dynamic": (

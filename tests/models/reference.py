@@ -36,7 +36,12 @@ def reference(model_type: str, fields: dict) -> Any:
         pad_token_id=None,
         **defaults | fields,
     )
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config,
+        dtype=torch.float32,
+        attn_implementation="eager",  # SDPA, the default of some versions, leaves out Gemma 2's softcap
+    ).eval()
+    limit_swiglu(model)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):  # ones by default, which would hide a missing or swapped norm
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
@@ -45,6 +50,20 @@ def reference(model_type: str, fields: dict) -> Any:
         if name.endswith("bias"):  # zeros by default
             torch.nn.init.normal_(parameter, std=0.3)
     return model
+
+
+def limit_swiglu(model: Any) -> None:
+    """Sets gpt-oss's limit to that of its config. transformers 5.0 has 7.0, whatever the config says."""
+    for module in model.modules():
+        if hasattr(model.config, "swiglu_limit") and hasattr(module, "limit"):
+            module.limit = model.config.swiglu_limit
+
+
+def read(model: Any, path: Path) -> Any:
+    """Returns the checkpoint of `path`, by transformers, as a model of the same class."""
+    again = type(model).from_pretrained(path, attn_implementation="eager")
+    limit_swiglu(again)
+    return again
 
 
 def save(model: Any, model_type: str, path: Path) -> None:

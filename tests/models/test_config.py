@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from kvjax.models import Rope, UnsupportedModelError, config_from_hf, family
+from kvjax.models import FAMILIES, Rope, UnsupportedModelError, config_from_hf, family
 from kvjax.models.rope import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 
 LLAMA = {
@@ -193,6 +193,15 @@ def test_config_written_is_read_back(hf):
     assert config_from_hf({k: v for k, v in written.items() if k not in ("rope_theta", "rope_scaling")}) == config
 
 
+def test_gemma3_of_transformers_5_0():
+    """It writes fields of models with one kind of RoPE beside those of each kind of layer."""
+    kinds = {FULL: {"rope_type": "default", "rope_theta": 2e6}, SLIDING: {"rope_type": "default", "rope_theta": 2e4}}
+    written = GEMMA3 | {"rope_parameters": kinds | {"rope_type": "default", "rope_theta": None}}
+    assert config_from_hf(written) == config_from_hf(GEMMA3 | {"rope_parameters": kinds})
+    with pytest.raises(UnsupportedModelError, match="rope_parameters"):
+        config_from_hf(GEMMA3 | {"rope_parameters": kinds | {"rope_type": "yarn"}})
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -331,3 +340,34 @@ def test_fields_that_a_family_does_not_support(family, fields, message):
     with pytest.raises(UnsupportedModelError) as caught:
         config_from_hf(family | fields)
     assert message in str(caught.value)
+
+
+SMALL = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+UNKNOWN = {"scale_emb": 12, "rope_interleaved": True, "norm_type": "layernorm", "is_causal": False}
+NOT_NUMBERS = {
+    "rope_theta": float("inf"),
+    "rms_norm_eps": float("nan"),
+    "rope_scaling": {"type": "linear", "factor": 1e39},
+}
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_every_family_refuses_fields_that_it_does_not_know(name):
+    hf = FAMILIES[name].config_to_hf(config_from_hf(SMALL | {"model_type": name}))
+    config_from_hf(hf | {"unknown": None, "also_unknown": False, "torch_dtype": "bfloat16", "unsloth_fixed": True})
+    for field, value in UNKNOWN.items():
+        with pytest.raises(UnsupportedModelError, match=f"{field}={value!r}"):
+            config_from_hf(hf | {field: value})
+
+
+@pytest.mark.parametrize("field", NOT_NUMBERS)
+def test_numbers_are_within_the_range_of_float32(field):
+    with pytest.raises(UnsupportedModelError, match="a positive number of float32's range"):
+        config_from_hf(SMALL | {"model_type": "llama", field: NOT_NUMBERS[field]})

@@ -56,6 +56,8 @@ def send(serving: Serving, path: str, body: Any = None, **headers: str) -> tuple
         (GOOD | {"max_tokens": "2"}, "max_tokens", "integer"),
         (GOOD | {"temperature": -1}, "temperature", "greater than or equal to 0"),
         (GOOD | {"top_p": 1.5}, "top_p", "less than or equal to 1"),
+        (GOOD | {"top_p": 0}, None, "top_p"),
+        (GOOD | {"stop": "x" * 1001}, None, "at most 1,000 characters"),
         (GOOD | {"n": 17}, "n", "less than or equal to 16"),
         (GOOD | {"stop": ["a"] * 17}, "stop", "at most 16"),
         (GOOD | {"seed": 2**63}, "seed", "less than"),

@@ -43,6 +43,7 @@ OWN = {"gemma2": SOFTCAPS, "gemma3": {*SOFTCAPS, "rope.freq_base_swa"}}  # more 
 DIVIDED = {"gemma2": 46, "gemma3": 62}  # layers of the 27B models, whose queries are divided by sqrt(width / heads)
 # Keys of what is not computed, with the values that turn it off; and keys that change nothing.
 OFF = {"expert_count": 0, "expert_used_count": 0, "tensor_data_layout": "Meta AI original pth"}
+SAMPLING = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}  # after general.sampling.
 NOTES = {"rope.scaling.finetuned"}
 
 FREQUENCIES, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
@@ -96,6 +97,26 @@ def hf_config(
     elif named != "phi3":
         hf |= {"attention_bias": bias or named == "qwen2", "mlp_bias": "blk.0.ffn_gate.bias" in shapes}
     return hf | _rope(named, keys, hf["head_dim"], {name: read(name) for name in ROPE_TENSORS if name in shapes})
+
+
+def generation(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the metadata say about generation, as the fields of `generation_config.json`.
+
+    An answer ends at the end of the text, of a turn, or of a message (`eos`, `eot`, `eom`), as in llama.cpp.
+    """
+    found = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom", "bos", "padding")}
+    ends = list(dict.fromkeys(found[name] for name in ("eos", "eot", "eom") if found[name] is not None))
+    said: dict[str, Any] = {
+        "bos_token_id": found["bos"],
+        "eos_token_id": ends or None,
+        "pad_token_id": found["padding"],
+    }
+    prefix = "general.sampling."
+    for key, value in metadata.items():
+        if key.startswith(prefix):
+            named = key.removeprefix(prefix)
+            said |= {SAMPLING.get(named, named): value, "do_sample": True}
+    return {name: value for name, value in said.items() if value is not None}
 
 
 def _gemma(named: str, keys: Mapping[str, Any], size: int, window: Any) -> dict[str, Any]:

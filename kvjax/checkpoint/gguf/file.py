@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from contextlib import ExitStack
 from functools import cached_property
@@ -12,12 +13,13 @@ from typing import TYPE_CHECKING
 import gguf
 import numpy as np
 
+from kvjax.checkpoint.card import card_of
 from kvjax.checkpoint.errors import CheckpointError
-from kvjax.checkpoint.gguf.config import ARCHITECTURES, FAMILIES, ROPE_TENSORS, hf_config
+from kvjax.checkpoint.gguf.config import ARCHITECTURES, FAMILIES, ROPE_TENSORS, generation, hf_config
 from kvjax.checkpoint.gguf.header import Header, read_header
 from kvjax.checkpoint.gguf.tensors import GgufTensor, open_places
 from kvjax.checkpoint.gguf.tokenizer import build_tokenizer
-from kvjax.models import DecoderConfig, Weight, config_from_hf, family
+from kvjax.models import Card, DecoderConfig, Weight, config_from_hf, family
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,6 +70,11 @@ class GgufFile:
 
         fused = config.family == "phi3"
         return [renamed(weight) for weight in family("phi3" if fused else "llama").weights(config)]
+
+    def card(self) -> Card:
+        said = generation(self._header.metadata)
+        text = json.dumps(said, indent=2) + "\n" if said else ""
+        return card_of(self.path, said, self._config.vocab_size, generation=text)
 
     def tokenizer(self, problems: list[str]) -> PreTrainedTokenizerBase | None:
         tokens = self._header.metadata.get("tokenizer.ggml.tokens", ())

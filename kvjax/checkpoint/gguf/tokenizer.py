@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gguf import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from kvjax.checkpoint.folder import first_line, transformers_quietly
+from kvjax.checkpoint.errors import one_line
+from kvjax.checkpoint.tokenizer_files import transformers_quietly
 from kvjax.checks import shown
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def build_tokenizer(metadata: Mapping[str, Any], problems: list[str]) -> PreTrai
     except _BadTokenizerError as error:
         problems.append(f"its tokenizer cannot be built: {error}")
     except Exception as error:  # tokenizers raises bare Exceptions
-        problems.append(f"its tokenizer cannot be built: {first_line(error)}")
+        problems.append(f"its tokenizer cannot be built: {one_line(error)}")
     return None
 
 

@@ -17,7 +17,7 @@ class Everything(Budget):
     """No limit: the cache grows with the text."""
 
     @property
-    def alike(self) -> bool:
+    def plain(self) -> bool:
         return True
 
     def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> None:
@@ -38,7 +38,7 @@ class Fixed(Budget):
         return self.entries
 
     @property
-    def alike(self) -> bool:
+    def plain(self) -> bool:
         return True
 
     def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> Int[Array, "B"]:
@@ -55,7 +55,7 @@ class Fraction(Budget):
         check_number("budget", self.share, "a share of the prompt above 0 and at most 1", lambda x: 0 < x <= 1)
 
     @property
-    def alike(self) -> bool:
+    def plain(self) -> bool:
         return True
 
     def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> Int[Array, "B"]:

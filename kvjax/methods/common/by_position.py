@@ -18,7 +18,7 @@ class Recency(Score):
 
     @property
     def needs(self) -> Needs:
-        return Needs(slotwise=True)
+        return Needs(slotwise=True, marks=frozenset({"ordinal"}))
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         return entries.positions.astype(jnp.float32)
@@ -42,7 +42,7 @@ class RandomDraw(Score):
 
     @property
     def needs(self) -> Needs:
-        return Needs(slotwise=True)
+        return Needs(slotwise=True, marks=frozenset({"ordinal"}))
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         layer = jax.random.fold_in(jax.random.key(self.seed), moment.layer.index)

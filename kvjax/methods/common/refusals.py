@@ -49,3 +49,12 @@ def check_by_entry(policy: Policy, why: str) -> None:
             f"it {why}, and the selection {type(policy.select).__name__} compares means of scores; they cannot be "
             "combined"
         )
+
+
+def check_plain_budget(base: Policy) -> None:
+    """Raises ValueError if a base's budget is part of its method, so that another one in its place would lose that."""
+    if not base.budget.plain:
+        raise ValueError(
+            f"it replaces its base's budget, and {type(base.budget).__name__} is part of that base's method; choose a "
+            "base whose budget is a number of entries or a share of the prompt"
+        )

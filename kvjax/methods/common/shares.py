@@ -25,6 +25,10 @@ class UniformShares(AllocatedBudget):
     def __post_init__(self) -> None:
         check_limited(self.budget)
 
+    @property
+    def plain(self) -> bool:
+        return self.budget.plain
+
     def allocate(
         self, scores: Float[Array, "L B H M"], means: Int[Array, "L B"], least: int, heads: Heads
     ) -> Int[Array, "L B H"]:
@@ -57,6 +61,10 @@ class GlobalShares(AllocatedBudget):
         check_integer("groups", self.groups, least=1)
         check_integer("min_tokens", self.min_tokens, least=0)
         check_mean(self.budget)
+
+    @property
+    def plain(self) -> bool:
+        return True
 
     @property
     def layout(self) -> Layout:

@@ -78,10 +78,10 @@ class QueryWindow(Score):
     def check(self, policy: Policy) -> None:
         check_window(self.window, policy)
 
-    def init(self, shape: LayerShape, slots: int) -> tuple[Any, QueryRing]:
+    def init(self, shape: LayerShape, slots: int) -> tuple[Any, Any]:
         return None, QueryRing.empty(shape, self.window)
 
-    def observe(self, entries: Slots, attended: Attended) -> tuple[Any, QueryRing]:
+    def observe(self, entries: Slots, attended: Attended) -> tuple[Any, Any]:
         return None, entries.per_row.push(attended)
 
 

@@ -9,6 +9,7 @@ from kvjax.models import DecoderConfig, llama
 from kvjax.models.llama import weights as weights
 
 ARCHITECTURE = "OutsiderForCausalLM"
+FIELDS = llama.FIELDS
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:

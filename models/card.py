@@ -1,0 +1,28 @@
+"""What a checkpoint says beside its weights and shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a checkpoint says about generation, and the two files that say it. It is static data of a `Decoder`.
+
+    Attributes:
+        end_tokens: the ids that end an answer.
+        sampler: the default sampler, as text that `kvjax.decoding.sampling.parse` reads; None if nothing is said.
+        ignored: `field=value` of what is asked for and not applied.
+        bos_token: the id before a text, or None.
+        pad_token: the id of padding, or None.
+        config: the content of config.json; empty for other forms, such as GGUF.
+        generation: the content of generation_config.json; empty if there is none.
+    """
+
+    end_tokens: tuple[int, ...] = ()
+    sampler: str | None = None
+    ignored: tuple[str, ...] = ()
+    bos_token: int | None = None
+    pad_token: int | None = None
+    config: str = ""
+    generation: str = ""
