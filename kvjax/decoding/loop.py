@@ -31,8 +31,8 @@ def not_finite(row: int, position: int) -> FloatingPointError:
         position: the position of the token in the row, the prompt's tokens included.
     """
     return FloatingPointError(
-        f"the logits of row {row} for the token at position {position} are NaN or infinite: expected finite numbers; "
-        'the checkpoint is broken, or a number exceeds the dtype, which dtype="bfloat16" or "float32" may hold'
+        f"the logits of row {row} for the token at position {position} are not finite: expected finite numbers; the "
+        'checkpoint is broken, or a number exceeds the dtype, which dtype="bfloat16" or "float32" may hold'
     )
 
 

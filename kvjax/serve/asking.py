@@ -102,6 +102,7 @@ async def ask(engine: Engine, request: Completion | Chat, sampler: SamplingMetho
             stop=request.stops,
             log_probs=request.log_probs,
             prefix=request.stored,
+            chat_template_kwargs=request.template_options,
         )
     except ValueError as error:  # of the sampler
         raise ApiError(400, str(error)) from None
