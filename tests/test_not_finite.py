@@ -17,7 +17,7 @@ from kvjax.serve import Settings
 from tests.serve.serving import KEY, served
 
 NEW = 6
-ROWS = [[3, 8, 5], [4, 9, 6, 2]]
+ROWS = [[3, 8, 5], [4, 9, 6, 2], [3, 8, 5]]  # three, which other tests have programs for
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ CALLS: dict[str, Callable[[Decoder], Any]] = {
     ),
     "stream": lambda params: read(kvjax.stream(params, ROWS, max_new_tokens=NEW)),
     "refill": lambda params: read(
-        Refill(params).run(iter([ReadBatch.of(params, ROWS, ["a", "b"], max_new_tokens=NEW)]))
+        Refill(params).run(iter([ReadBatch.of(params, ROWS, ["a", "b", "c"], max_new_tokens=NEW)]))
     ),
 }
 
@@ -65,7 +65,7 @@ def test_other_requests_of_an_engine_go_on(spoilt: Any, talker: Any) -> None:
     """The server tells the client, in an answer and in a stream."""
     params, answers, position = spoilt
     with kvjax.Engine(params, rows=2, max_prompt=16, max_new_tokens=NEW, tokenizer=talker) as engine:
-        good, bad = (engine.submit(row, eos=()) for row in ROWS)
+        good, bad = (engine.submit(row, eos=()) for row in ROWS[:2])
         with pytest.raises(FloatingPointError, match=f"position {position} "):
             bad.result(timeout=60)
         assert good.result(timeout=60).tokens.tolist() == answers[0]
