@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
+from kvjax.checks import shown
 from kvjax.decoding.loop import NOT_FINITE, Decoding, decode, not_finite
 from kvjax.decoding.sampling import SamplingMethod
 from kvjax.kv_cache import KVCache
@@ -80,6 +81,12 @@ class Generation:
     cache: KVCache
     stats: Stats
 
+    def __repr__(self) -> str:
+        rows = len(self.lengths)
+        said = "" if self.text is None else f"{shown(self.text, most=60)}, "
+        counts = f"{rows} row{'s' if rows > 1 else ''}, {int(self.lengths.sum()):,} tokens"
+        return f"Generation({said}{counts}, {self.cache})"
+
 
 @own_modes()
 def generate(
@@ -147,7 +154,7 @@ def generate(
             BOS or end token too.
         chat_template_kwargs: options of the chat template, such as {"enable_thinking": False}; only for messages.
         cache: the `Generation.cache` of an earlier call, or the result of `prefill`. The call extends a copy and leaves
-            the given cache as it is.
+            the given cache as it is. A cache of one row is repeated for each row of the prompt.
         log_probs: whether to return the log-probability of each token.
         chunk: the number of prompt tokens to read at a time, which takes less memory. The result is the same as in one
             piece, unless `compress` is "chunk".

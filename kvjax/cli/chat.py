@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvjax.cli.console import bytes_text, dialogue, note, print_pieces
+from kvjax.checks import bytes_text
+from kvjax.cli.console import dialogue, note, print_pieces
 from kvjax.cli.loading import load
 from kvjax.cli.options import (
     CheckpointSampler,

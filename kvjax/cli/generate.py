@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvjax.checks import shown
-from kvjax.cli.console import bytes_text, dialogue, note, print_json, print_pieces, prompt_text, working
+from kvjax.checks import bytes_text, shown
+from kvjax.cli.console import dialogue, note, print_json, print_pieces, prompt_text, working
 from kvjax.cli.loading import load
 from kvjax.cli.options import (
     AsJson,

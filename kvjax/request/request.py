@@ -125,7 +125,7 @@ class Request:
             size, dtype = batch.tokens.shape[1], params.embed.dtype
             cache = KVCache.empty(config, policy or policies.full(), jnp.asarray(batch.lengths), size, dtype, mesh)
         else:
-            cache = cache.private()
+            cache = cache.private() if cache.batch_size == len(rows) else cache.repeated(len(rows))
         limit = 0 if answer is None else int(answer.max_new_tokens)
         longest = int(np.max(fetch(cache.length) + batch.lengths)) + limit
         if longest > config.max_positions:
@@ -186,6 +186,8 @@ def check_model(cache: KVCache, params: Decoder) -> None:
 def _after_pending(cache: KVCache, rows: list[Int[np.ndarray, "_"]]) -> list[Int[np.ndarray, "_"]]:
     """Returns each row of a prompt with the cache's pending token before it."""
     pending = fetch(cache.pending)
+    if pending.size == 1:  # one document for all rows
+        pending = np.repeat(pending, max(len(rows), 1))
     rows = rows or [np.zeros(0, np.int32)] * len(pending)
     if len(rows) != len(pending):
         raise ValueError(f"the prompt has {len(rows)} rows: expected {len(pending)}, the number of rows of the cache")
