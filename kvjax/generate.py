@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,9 @@ from jaxtyping import Float, Int
 
 from kvjax.checks import shown
 from kvjax.decoding.loop import NOT_FINITE, Decoding, decode, not_finite
+from kvjax.decoding.row_text import RowText, check_fast, stop_strings
 from kvjax.decoding.sampling import SamplingMethod
+from kvjax.decoding.until import decode_until
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import fetch
 from kvjax.models import Decoder
@@ -98,6 +101,7 @@ def generate(
     sampler: SamplingMethod | None = None,
     seed: Seed = 0,
     eos: EndTokens = None,
+    stop: str | Sequence[str] = (),
     tokenizer: Any = None,
     cache: KVCache | None = None,
     log_probs: bool = False,
@@ -148,6 +152,9 @@ def generate(
         eos: an end token, a list of end tokens, or a list of them per row. `()` means that no token ends a row. The
             default is what the checkpoint states (`params.card.end_tokens`), the tokenizer's end token, and the token
             that ends a turn in its chat template.
+        stop: a string that ends a row, or a list of such strings; special tokens such as "<|im_end|>" stand alone. A
+            row's text ends before its stop string, while the tokens of the stop string are in the cache. Stop strings
+            need a fast tokenizer and one program call per token.
         tokenizer: a transformers tokenizer. It encodes text and messages and decodes the answers. Text gets the
             tokenizer's special tokens, unless it begins with them, as text of a chat template does, or continues a
             cache. Padding at the ends of rows of ids is dropped with a warning, or refused if the padding token is a
@@ -172,6 +179,8 @@ def generate(
             expected.
         FloatingPointError: logits are NaN or infinite. The message names the row and the position.
     """
+    if stops := stop_strings(stop, tokenizer):
+        check_fast(tokenizer)
     answer = AnswerOptions(max_new_tokens, sampler, seed, eos)
     request = Request.of(
         params,
@@ -187,7 +196,12 @@ def generate(
     clock = Clock()
     logits, filled = clock.run("prefill", read_request, params, request)
     state = Decoding.begin(request.sampling, filled, size=request.room, log_probs=log_probs)
-    state, _ = clock.run("decode", decode, params, state, logits, np.int32(max_new_tokens))
+    said: list[str] | None = None
+    if stops:
+        rows = [RowText(tokenizer, stops) for _ in request.batch.lengths]
+        state, said = clock.run("decode", decode_until, params, state, logits, int(max_new_tokens), rows)
+    else:
+        state, _ = clock.run("decode", decode, params, state, logits, np.int32(max_new_tokens))
     answers, cache = state.answers, state.cache
     lengths = fetch(answers.lengths)
     longest = int(lengths.max())
@@ -197,7 +211,8 @@ def generate(
             raise not_finite(row, int(fetch(cache.length)[row]))
     text: str | list[str] | None = None
     if tokenizer is not None:
-        text = [tokenizer.decode(row[:n], skip_special_tokens=True) for row, n in zip(tokens, lengths, strict=True)]
+        decoded = (tokenizer.decode(row[:n], skip_special_tokens=True) for row, n in zip(tokens, lengths, strict=True))
+        text = list(decoded) if said is None else said
         text = text[0] if is_single(prompt) else text
     return Generation(
         tokens=tokens,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Bool, Int
 
-from kvjax.decoding.loop import NOT_FINITE, Decoding, not_finite, take
+from kvjax.decoding.loop import NOT_FINITE, Decoding, advance, not_finite, take
 from kvjax.decoding.row_text import RowText, check_fast, stop_strings
 from kvjax.decoding.sampling import SamplingMethod
 from kvjax.kv_cache import KVCache
@@ -22,7 +21,6 @@ from kvjax.reading.room import Compress
 from kvjax.request.ends import EndTokens
 from kvjax.request.prompts import Prompt, TemplateOptions
 from kvjax.request.request import AnswerOptions, Request, Seed, read_request
-from kvjax.runtime.gpu_flags import STEP_OPTIONS
 from kvjax.runtime.modes import own_modes
 
 
@@ -62,14 +60,12 @@ def stream(
     compress: Compress = "auto",
     chat_template_kwargs: TemplateOptions = None,
 ) -> Stream:
-    """Yields the answers of `generate` piece by piece. The arguments are those of `generate`, and `stop`.
+    """Yields the answers of `generate` piece by piece. The arguments are those of `generate`.
 
     A caller that stops early closes the stream, whose `cache` then continues the dialogue.
 
     Args:
         params: the decoder, an nnx module `Decoder` that `load` returns.
-        stop: a string that ends a row, or a list of such strings. Stop strings need a tokenizer. A row's text ends
-            before its stop string, while the tokens of the stop string are in the cache.
 
     Raises:
         ValueError: at the call and before anything is compiled, for any argument that is not accepted.
@@ -156,9 +152,4 @@ def _pieces(
         except GeneratorExit:
             keep(state.cache)
             raise
-        state = _advance(leaves, state, state.cache.put_rows(active), tree=tree)
-
-
-@partial(jax.jit, static_argnames="tree", donate_argnames="state", compiler_options=STEP_OPTIONS)
-def _advance(leaves: list[Array], state: Decoding, active: Array, tree: Any) -> Decoding:
-    return state.with_active(active).advance(jax.tree.unflatten(tree, leaves))
+        state = advance(leaves, state, state.cache.put_rows(active), tree=tree)

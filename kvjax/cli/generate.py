@@ -44,6 +44,7 @@ def generate(
     chat_template_kwargs: TemplateOptions = None,
     policy: PolicyText = "full",
     max_new_tokens: NewTokens = 128,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
     sampler: CheckpointSampler = None,
     seed: Seed = 0,
     chunk: Chunk = None,
@@ -80,6 +81,7 @@ def generate(
         "seed": seed,
         "tokenizer": tokenizer,
         "chunk": chunk,
+        "stop": stop or (),
         "chat_template_kwargs": template,
     }
     if stream:

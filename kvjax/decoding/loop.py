@@ -193,3 +193,9 @@ def decode(
         return state.advance(params), steps + 1
 
     return jax.lax.while_loop(goes_on, body, (state.take(logits), jnp.int32(0)))
+
+
+@partial(jax.jit, static_argnames="tree", donate_argnames="state", compiler_options=STEP_OPTIONS)
+def advance(leaves: list[Array], state: Decoding, active: Array, tree: Any) -> Decoding:
+    """Decodes one token of each active row. A call with a list of weights is faster than one with a module."""
+    return state.with_active(active).advance(jax.tree.unflatten(tree, leaves))
