@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from kvjax.decoding.loop import Decoding, decode
+from kvjax.checks import shown
+from kvjax.decoding.loop import NOT_FINITE, Decoding, decode, not_finite
+from kvjax.decoding.row_text import RowText, check_fast, stop_strings
 from kvjax.decoding.sampling import SamplingMethod
+from kvjax.decoding.until import decode_until
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import fetch
 from kvjax.models import Decoder
 from kvjax.policy import Policy
 from kvjax.reading.room import Compress
 from kvjax.request.ends import EndTokens
-from kvjax.request.prompts import Prompt, is_single
+from kvjax.request.prompts import Prompt, TemplateOptions, is_single
 from kvjax.request.request import AnswerOptions, Request, Seed, read_request
 from kvjax.runtime.clock import Clock
 from kvjax.runtime.modes import own_modes
@@ -80,6 +84,12 @@ class Generation:
     cache: KVCache
     stats: Stats
 
+    def __repr__(self) -> str:
+        rows = len(self.lengths)
+        said = "" if self.text is None else f"{shown(self.text, most=60)}, "
+        counts = f"{rows} row{'s' if rows > 1 else ''}, {int(self.lengths.sum()):,} tokens"
+        return f"Generation({said}{counts}, {self.cache})"
+
 
 @own_modes()
 def generate(
@@ -91,11 +101,13 @@ def generate(
     sampler: SamplingMethod | None = None,
     seed: Seed = 0,
     eos: EndTokens = None,
+    stop: str | Sequence[str] = (),
     tokenizer: Any = None,
     cache: KVCache | None = None,
     log_probs: bool = False,
     chunk: int | None = None,
     compress: Compress = "auto",
+    chat_template_kwargs: TemplateOptions = None,
 ) -> Generation:
     """Answers a batch of prompts under a cache policy.
 
@@ -105,7 +117,7 @@ def generate(
     template writes all special tokens, so the tokenizer adds none. With `cache=`, the template is applied to the new
     messages alone, and the result is appended to what the cache has seen. Three things follow:
 
-    * A BOS token at the beginning of the result is dropped.
+    * A BOS token at the beginning of the result is dropped, as it is from text.
     * Whatever else the template writes at the beginning of every conversation, such as a default system message, is
       written again.
     * The previous answer ends as the model ended it. If `max_new_tokens` cut it off, no end token follows it. Text that
@@ -120,6 +132,7 @@ def generate(
             | a string | a list of strings |
             | a list of token ids | a list of such lists, whose lengths may differ |
             | an integer array [N] | an integer array [B, N] |
+            | what `tokenizer(text)` returns, with its attention mask | what `tokenizer(texts, padding=True)` returns |
             | a list of chat messages: dicts with strings "role" and "content" | a list of such lists |
         policy: what the cache retains: a policy, or a text that `policies.parse` reads, such as "morphkv:budget=512".
             The default is the policy of `cache`, or `policies.full()`.
@@ -139,10 +152,16 @@ def generate(
         eos: an end token, a list of end tokens, or a list of them per row. `()` means that no token ends a row. The
             default is what the checkpoint states (`params.card.end_tokens`), the tokenizer's end token, and the token
             that ends a turn in its chat template.
+        stop: a string that ends a row, or a list of such strings; special tokens such as "<|im_end|>" stand alone. A
+            row's text ends before its stop string, while the tokens of the stop string are in the cache. Stop strings
+            need a fast tokenizer and one program call per token.
         tokenizer: a transformers tokenizer. It encodes text and messages and decodes the answers. Text gets the
-            tokenizer's special tokens, unless it continues a cache.
+            tokenizer's special tokens, unless it begins with them, as text of a chat template does, or continues a
+            cache. Padding at the ends of rows of ids is dropped with a warning, or refused if the padding token is a
+            BOS or end token too.
+        chat_template_kwargs: options of the chat template, such as {"enable_thinking": False}; only for messages.
         cache: the `Generation.cache` of an earlier call, or the result of `prefill`. The call extends a copy and leaves
-            the given cache as it is.
+            the given cache as it is. A cache of one row is repeated for each row of the prompt.
         log_probs: whether to return the log-probability of each token.
         chunk: the number of prompt tokens to read at a time, which takes less memory. The result is the same as in one
             piece, unless `compress` is "chunk".
@@ -158,22 +177,42 @@ def generate(
     Raises:
         ValueError: for any argument that is not accepted, before anything is compiled. The message says what is
             expected.
+        FloatingPointError: logits are NaN or infinite. The message names the row and the position.
     """
+    if stops := stop_strings(stop, tokenizer):
+        check_fast(tokenizer)
     answer = AnswerOptions(max_new_tokens, sampler, seed, eos)
     request = Request.of(
-        params, prompt, policy=policy, tokenizer=tokenizer, cache=cache, chunk=chunk, compress=compress, answer=answer
+        params,
+        prompt,
+        policy=policy,
+        tokenizer=tokenizer,
+        cache=cache,
+        chunk=chunk,
+        compress=compress,
+        answer=answer,
+        chat_template_kwargs=chat_template_kwargs,
     )
     clock = Clock()
     logits, filled = clock.run("prefill", read_request, params, request)
     state = Decoding.begin(request.sampling, filled, size=request.room, log_probs=log_probs)
-    state, _ = clock.run("decode", decode, params, state, logits, np.int32(max_new_tokens))
+    said: list[str] | None = None
+    if stops:
+        rows = [RowText(tokenizer, stops) for _ in request.batch.lengths]
+        state, said = clock.run("decode", decode_until, params, state, logits, int(max_new_tokens), rows)
+    else:
+        state, _ = clock.run("decode", decode, params, state, logits, np.int32(max_new_tokens))
     answers, cache = state.answers, state.cache
     lengths = fetch(answers.lengths)
     longest = int(lengths.max())
     tokens = fetch(answers.tokens)[:, :longest]
+    for row, n in enumerate(lengths):
+        if tokens[row, n - 1] == NOT_FINITE:
+            raise not_finite(row, int(fetch(cache.length)[row]))
     text: str | list[str] | None = None
     if tokenizer is not None:
-        text = [tokenizer.decode(row[:n], skip_special_tokens=True) for row, n in zip(tokens, lengths, strict=True)]
+        decoded = (tokenizer.decode(row[:n], skip_special_tokens=True) for row, n in zip(tokens, lengths, strict=True))
+        text = list(decoded) if said is None else said
         text = text[0] if is_single(prompt) else text
     return Generation(
         tokens=tokens,
@@ -203,6 +242,7 @@ def prefill(
     cache: KVCache | None = None,
     chunk: int | None = None,
     compress: Compress = "auto",
+    chat_template_kwargs: TemplateOptions = None,
     clock: Clock | None = None,
 ) -> KVCache:
     """Reads a prompt into a cache, without an answer.
@@ -212,14 +252,21 @@ def prefill(
 
     Args:
         params: the decoder, an nnx module `Decoder` that `load` returns.
-        prompt, policy, tokenizer, cache, chunk, compress: as `generate` takes them. Chat messages end without the
-            generation prompt, because the next messages follow them.
+        prompt, policy, tokenizer, cache, chunk, compress, chat_template_kwargs: as `generate` takes them. Chat messages
+            end without the generation prompt, because the next messages follow them.
         clock: adds up the seconds of the reading under "prefill", and those of compiling under "compile".
 
     Raises:
         ValueError: for any argument that is not accepted, before anything is compiled.
     """
     request = Request.of(
-        params, prompt, policy=policy, tokenizer=tokenizer, cache=cache, chunk=chunk, compress=compress
+        params,
+        prompt,
+        policy=policy,
+        tokenizer=tokenizer,
+        cache=cache,
+        chunk=chunk,
+        compress=compress,
+        chat_template_kwargs=chat_template_kwargs,
     )
     return (clock or Clock()).run("prefill", read_request, params, request)[1]

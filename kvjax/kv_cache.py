@@ -8,12 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from kvjax import policies
 from kvjax.cache import Entries, Layers, Slots
-from kvjax.checks import check_integers, check_params, check_type
-from kvjax.mesh.sharding import MODEL, check_batch, fit_mesh, heads_sharding, mesh_of, place, rows_sharding
+from kvjax.checks import bytes_text, check_integers, check_params, check_type
+from kvjax.mesh.sharding import MODEL, check_batch, fetch, fit_mesh, heads_sharding, mesh_of, place, rows_sharding
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.policy import Budget, LayerShape, Policy
 from kvjax.runtime.modes import own_modes
@@ -130,6 +132,36 @@ class KVCache:
         """The same cache with copies of the small arrays that a program may hand through and a later one donates."""
         length, rope, pending = jax.tree.map(jnp.array, (self.length, self.rope, self.pending))
         return replace(self, entries=self.entries.private(), length=length, rope=rope, pending=pending)
+
+    def repeated(self, rows: int) -> KVCache:
+        """A cache of one row, `rows` times."""
+        cache = _repeated(self, rows)
+        return cache if self.mesh is None else jax.tree.map(place, cache, cache.shardings)
+
+    def __repr__(self) -> str:
+        batch, layers = self.batch_size, len(self.entries)
+        facts = [
+            policies.brief(self.policy),
+            f"{batch} row{'s' if batch > 1 else ''}",
+            f"{layers} x {self.entries.kv_heads} heads",
+        ]
+        if isinstance(self.length, jax.Array) and not isinstance(self.length, jax.core.Tracer):
+            seen = fetch(self.length)
+            row = int(np.argmax(seen))
+            held = float(fetch(_held(self))[row].mean())
+            facts.append(f"{held:,.0f} of {seen[row]:,} tokens{' in the longest' if batch > 1 else ''}")
+        return f"KVCache({', '.join([*facts, bytes_text(self.nbytes)])})"
+
+
+@partial(jax.jit, static_argnums=1)
+def _repeated(cache: KVCache, rows: int) -> KVCache:
+    return jax.tree.map(lambda x: jnp.repeat(x, rows, axis=0), cache)
+
+
+@jax.jit
+def _held(cache: KVCache) -> Float[Array, "B L"]:
+    """The number of retained entries of each of B rows and L layers, averaged over kv heads."""
+    return cache.entries.held()
 
 
 @partial(jax.jit, static_argnames=("config", "policy", "dtype"))

@@ -7,6 +7,9 @@ theirs by entry points in `kvjax.presets`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cache
+from typing import Any
 
 from kvjax.methods import registry
 from kvjax.policy import Policy, text
@@ -40,3 +43,16 @@ def __getattr__(name: str) -> Callable[..., Policy]:
 
 def __dir__() -> list[str]:
     return ["PRESETS", "parse", *PRESETS]
+
+
+@cache
+def brief(policy: Policy) -> str:
+    """A few words for a policy: the text of a preset with at most a budget if there is one, and else its parts."""
+    budget = getattr(policy.budget, "entries", getattr(policy.budget, "share", None))
+    for name, make in PRESETS.items():
+        given: tuple[dict[str, Any], ...] = ({}, {"budget": budget})
+        for options in given:
+            with suppress(ValueError, TypeError, OSError):  # of presets that need other options
+                if make(**options) == policy:
+                    return f"{name}:budget={budget}" if options else name
+    return f"{type(policy.score).__name__}, {policy.budget}"

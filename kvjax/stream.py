@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Bool, Int
 
-from kvjax.decoding.loop import Decoding, take
+from kvjax.decoding.loop import NOT_FINITE, Decoding, advance, not_finite, take
 from kvjax.decoding.row_text import RowText, check_fast, stop_strings
 from kvjax.decoding.sampling import SamplingMethod
 from kvjax.kv_cache import KVCache
@@ -20,9 +19,8 @@ from kvjax.models import Decoder
 from kvjax.policy import Policy
 from kvjax.reading.room import Compress
 from kvjax.request.ends import EndTokens
-from kvjax.request.prompts import Prompt
+from kvjax.request.prompts import Prompt, TemplateOptions
 from kvjax.request.request import AnswerOptions, Request, Seed, read_request
-from kvjax.runtime.gpu_flags import STEP_OPTIONS
 from kvjax.runtime.modes import own_modes
 
 
@@ -60,25 +58,33 @@ def stream(
     cache: KVCache | None = None,
     chunk: int | None = None,
     compress: Compress = "auto",
+    chat_template_kwargs: TemplateOptions = None,
 ) -> Stream:
-    """Yields the answers of `generate` piece by piece. The arguments are those of `generate`, and `stop`.
+    """Yields the answers of `generate` piece by piece. The arguments are those of `generate`.
 
     A caller that stops early closes the stream, whose `cache` then continues the dialogue.
 
     Args:
         params: the decoder, an nnx module `Decoder` that `load` returns.
-        stop: a string that ends a row, or a list of such strings. Stop strings need a tokenizer. A row's text ends
-            before its stop string, while the tokens of the stop string are in the cache.
 
     Raises:
         ValueError: at the call and before anything is compiled, for any argument that is not accepted.
+        FloatingPointError: while the stream is read, if logits are NaN or infinite.
     """
     stops = stop_strings(stop, tokenizer)
     if tokenizer is not None:
         check_fast(tokenizer)
     answer = AnswerOptions(max_new_tokens, sampler, seed, eos)
     request = Request.of(
-        params, prompt, policy=policy, tokenizer=tokenizer, cache=cache, chunk=chunk, compress=compress, answer=answer
+        params,
+        prompt,
+        policy=policy,
+        tokenizer=tokenizer,
+        cache=cache,
+        chunk=chunk,
+        compress=compress,
+        answer=answer,
+        chat_template_kwargs=chat_template_kwargs,
     )
     return Stream(params, request, max_new_tokens, stops, tokenizer)
 
@@ -124,7 +130,11 @@ def _pieces(
     # A call with a list of arrays takes a fraction of the time of a call with a module, which matters at every token.
     leaves, tree = jax.tree.flatten(params)
     for count in range(1, max_new_tokens + 1):
-        tokens = np.where(active, fetch(state.cache.pending), -1)
+        pending = fetch(state.cache.pending)
+        if (broken := active & (pending == NOT_FINITE)).any():
+            row = int(np.argmax(broken))
+            raise not_finite(row, int(fetch(state.cache.length)[row]))
+        tokens = np.where(active, pending, -1)
         after = active & fetch(state.active)
         if count == max_new_tokens:
             after = np.zeros_like(after)
@@ -142,9 +152,4 @@ def _pieces(
         except GeneratorExit:
             keep(state.cache)
             raise
-        state = _advance(leaves, state, state.cache.put_rows(active), tree=tree)
-
-
-@partial(jax.jit, static_argnames="tree", donate_argnames="state", compiler_options=STEP_OPTIONS)
-def _advance(leaves: list[Array], state: Decoding, active: Array, tree: Any) -> Decoding:
-    return state.with_active(active).advance(jax.tree.unflatten(tree, leaves))
+        state = advance(leaves, state, state.cache.put_rows(active), tree=tree)

@@ -1,5 +1,7 @@
 """`stream`: the tokens of `generate`, as they come, with their text; stop strings."""
 
+import copy
+
 import jax
 import numpy as np
 import pytest
@@ -7,8 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import kvjax
+from kvjax.decoding.row_text import RowText, stop_strings
 from kvjax.models import Decoder
-from kvjax.stream import RowText
 
 RNG = np.random.default_rng(3)
 ROWS = [RNG.integers(0, 99, n).tolist() for n in (44, 5, 33)]  # as in test_generate.py, whose program reads them
@@ -86,6 +88,13 @@ def test_stop_strings_end_rows(shallow: Decoder, tokenizer: PreTrainedTokenizerF
     assert cache is not None
     assert cache.length.tolist() == [44 + 4, 5 + NEW - 1, 33 + NEW - 1]  # its last token is pending
     assert cache.pending.tolist() == [free.tokens[0, 4], *free.tokens[1:, -1]]
+    out = kvjax.generate(shallow, ROWS, stop=["never", stop], seed=seeds, log_probs=True, **options)
+    assert out.text == [free.text[0][:7], *free.text[1:]]
+    np.testing.assert_array_equal(out.tokens, tokens)
+    assert out.lengths.tolist() == [5, NEW, NEW]
+    assert out.log_probs is not None
+    assert not out.log_probs[0, 5:].any()
+    assert out.cache.length.tolist() == cache.length.tolist()
     alike = list(kvjax.stream(shallow, [ROWS[0]] * 3, stop=stop, seed=seeds[:1] * 3, **options))
     assert len(alike) == 5
     assert texts_of(alike) == [free.text[0][:7]] * 3
@@ -148,6 +157,22 @@ def test_characters_and_stop_strings_of_many_tokens(
             break
     assert said == shown
     assert row.stopped == (shown != "né à 5€, or more")
+
+
+def test_special_tokens_in_stop_strings(byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    """A special token ends a row, though the text of an answer leaves it out; within other text it cannot."""
+    tokenizer = copy.deepcopy(byte_tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+    row = RowText(tokenizer, stop_strings(["<|end|>", "ab or"], tokenizer))
+    said = [row.add(token, last=False) for token in tokenizer("né a<|end|>b")["input_ids"]]
+    assert ("".join(said), row.stopped) == ("né a", True)
+    for stop, message in (
+        ("<|end|>b", r"special token <\|end\|> within other text"),
+        ("\ud800", "a lone surrogate"),
+        ("", "strings of at least one character"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            stop_strings(stop, tokenizer)
 
 
 def test_bytes_of_an_unfinished_character_are_shown_at_the_end(byte_tokenizer: PreTrainedTokenizerFast) -> None:

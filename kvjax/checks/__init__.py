@@ -12,10 +12,11 @@ from .arguments import (
     is_finite,
     is_integer,
 )
-from .shown import shown
+from .shown import bytes_text, shown
 
 __all__ = [
     "LARGEST",
+    "bytes_text",
     "check_integers",
     "check_params",
     "check_path",

@@ -8,9 +8,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvjax.cli.console import bytes_text, dialogue, note, print_pieces
+from kvjax.checks import bytes_text
+from kvjax.cli.console import dialogue, note, print_pieces
 from kvjax.cli.loading import load
-from kvjax.cli.options import CheckpointSampler, Dtype, Gates, Mesh, Model, NewTokens, PolicyText, Seed
+from kvjax.cli.options import (
+    CheckpointSampler,
+    Dtype,
+    Gates,
+    Mesh,
+    Model,
+    NewTokens,
+    PolicyText,
+    Seed,
+    TemplateOptions,
+    template_options,
+)
 
 if TYPE_CHECKING:
     from kvjax.kv_cache import KVCache
@@ -25,6 +37,7 @@ def chat(
     model: Model,
     policy: PolicyText = "morphkv:budget=1024",
     system: Annotated[str | None, typer.Option(help="A system message before the first message.")] = None,
+    chat_template_kwargs: TemplateOptions = None,
     max_new_tokens: NewTokens = 1024,
     sampler: CheckpointSampler = None,
     seed: Seed = 0,
@@ -38,7 +51,7 @@ def chat(
 
     chosen = kvjax.policies.parse(policy)
     sampling.parse(sampler or SAMPLER)  # before the model is loaded
-    compress = _compress(policy, chosen)
+    compress, template = _compress(policy, chosen), template_options(chat_template_kwargs)
     params, tokenizer = load(model, dtype, mesh, gates)
     method = sampling.parse(sampler or params.card.sampler or SAMPLER)
     if tokenizer is None or tokenizer.chat_template is None:
@@ -56,6 +69,7 @@ def chat(
             sampler=method,
             seed=seed + turn,
             tokenizer=tokenizer,
+            chat_template_kwargs=template,
         )
         print_pieces(stream)
         cache = stream.cache

@@ -46,7 +46,7 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, FloatingPointError) as error:
             if isinstance(error, ValueError) and not _ours(error.__traceback__):
                 raise
             _fail(str(error))
@@ -133,12 +133,3 @@ def prompt_text(prompt: str | None, file: Path | None, named: str) -> str:
     if not prompt:
         raise ValueError("an empty prompt: expected a text of at least one token")
     return prompt
-
-
-def bytes_text(count: float) -> str:
-    """A number of bytes as text, in powers of 1000: 12345678 becomes '12.3 MB'."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5:
-            return f"{count:.0f} B" if unit == "B" else f"{f'{count:#.3g}'.rstrip('.')} {unit}"
-        count /= 1000
-    return f"{count:,.1f} TB"

@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from kvjax.cli.console import bytes_text, note, print_json, stderr, working
+from kvjax.checks import bytes_text
+from kvjax.cli.console import note, print_json, stderr, working
 from kvjax.cli.options import AsJson, Dtype
 
 

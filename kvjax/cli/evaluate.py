@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from kvjax.cli.console import bytes_text, numbers_table, show_warning, stderr, working
+from kvjax.checks import bytes_text
+from kvjax.cli.console import numbers_table, show_warning, stderr, working
 from kvjax.cli.progress import Bar
 from kvjax.runtime.compiled import keep_compiled
 

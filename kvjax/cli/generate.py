@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvjax.checks import shown
-from kvjax.cli.console import bytes_text, dialogue, note, print_json, print_pieces, prompt_text, working
+from kvjax.checks import bytes_text, shown
+from kvjax.cli.console import dialogue, note, print_json, print_pieces, prompt_text, working
 from kvjax.cli.loading import load
 from kvjax.cli.options import (
     AsJson,
@@ -25,6 +25,8 @@ from kvjax.cli.options import (
     PolicyText,
     PromptFile,
     Seed,
+    TemplateOptions,
+    template_options,
 )
 
 if TYPE_CHECKING:
@@ -39,8 +41,10 @@ def generate(
         bool, typer.Option("--chat", help="Treat the prompt as a user's message to the model's chat template.")
     ] = False,
     system: Annotated[str | None, typer.Option(help="A system message before the user's message, with --chat.")] = None,
+    chat_template_kwargs: TemplateOptions = None,
     policy: PolicyText = "full",
     max_new_tokens: NewTokens = 128,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
     sampler: CheckpointSampler = None,
     seed: Seed = 0,
     chunk: Chunk = None,
@@ -60,6 +64,9 @@ def generate(
         raise ValueError(
             f"--system {shown(system)} without --chat: expected both, because a system message needs a chat"
         )
+    if chat_template_kwargs is not None and not chat:
+        raise ValueError("--chat-template-kwargs without --chat: expected both, because text has no template")
+    template = template_options(chat_template_kwargs)
     text: Any = prompt_text(prompt, prompt_file, "PROMPT")
     if chat:
         text = dialogue(text, system)
@@ -74,6 +81,8 @@ def generate(
         "seed": seed,
         "tokenizer": tokenizer,
         "chunk": chunk,
+        "stop": stop or (),
+        "chat_template_kwargs": template,
     }
     if stream:
         print_pieces(kvjax.stream(params, text, **options))

@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvjax.checks import bytes_text
 from kvjax.cli.choices import CHOICES
-from kvjax.cli.console import bytes_text, numbers_table, print_json
+from kvjax.cli.console import numbers_table, print_json
 from kvjax.cli.loading import read_model
 from kvjax.cli.options import AsJson, Mesh, Model, NewTokens
 

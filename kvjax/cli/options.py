@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import typer
+
+from kvjax.checks import shown
 
 Model: TypeAlias = Annotated[
     str,
@@ -24,6 +27,14 @@ Seed: TypeAlias = Annotated[int, typer.Option(help="The seed of the draws.")]
 PromptFile: TypeAlias = Annotated[
     Path | None, typer.Option(help="Read the prompt from a file instead; - is standard input.")
 ]
+TemplateOptions: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--chat-template-kwargs",
+        metavar="JSON",
+        help='Options of the chat template, such as {"enable_thinking": false}.',
+    ),
+]
 Chunk: TypeAlias = Annotated[
     int | None, typer.Option(help="The number of prompt tokens to read at a time, to use less memory.")
 ]
@@ -41,3 +52,16 @@ Data: TypeAlias = Annotated[Path, typer.Option(help="A text file, or a folder wi
 Batches: TypeAlias = Annotated[int, typer.Option(help="The number of batches.")]
 Batch: TypeAlias = Annotated[int, typer.Option(help="The number of texts per batch.")]
 Length: TypeAlias = Annotated[int, typer.Option(help="The number of tokens per text.")]
+
+
+def template_options(text: str | None) -> dict[str, Any] | None:
+    """The options of a chat template. Raises ValueError for what is no JSON object."""
+    if text is None:
+        return None
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"--chat-template-kwargs {shown(text)} is not JSON: {error}") from None
+    if not isinstance(options, dict):
+        raise ValueError(f"--chat-template-kwargs {shown(text)}: expected a JSON object of the template's options")
+    return options

@@ -9,7 +9,8 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from kvjax.cli.console import bytes_text, show_warning
+from kvjax.checks import bytes_text
+from kvjax.cli.console import show_warning
 
 LONGEST = 48  # the largest number of printed characters of an answer; wrong answers can be long repetitions
 

@@ -8,7 +8,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from kvjax.cli.console import bytes_text, numbers_table, print_json
+from kvjax.checks import bytes_text
+from kvjax.cli.console import numbers_table, print_json
 from kvjax.cli.loading import read_model
 from kvjax.cli.options import AsJson, Model, NewTokens
 

@@ -11,7 +11,8 @@ from typing import Annotated
 
 import typer
 
-from kvjax.cli.console import bytes_text, note, working
+from kvjax.checks import bytes_text
+from kvjax.cli.console import note, working
 from kvjax.cli.loading import load
 from kvjax.cli.options import Dtype, Gates, Mesh, Model, NewTokens, PolicyText
 

@@ -20,6 +20,21 @@ from kvjax.models import Decoder
 from kvjax.reading.step import step
 from kvjax.runtime.gpu_flags import STEP_OPTIONS
 
+NOT_FINITE = -1  # the token of a row whose logits are not finite; no token has this id
+
+
+def not_finite(row: int, position: int) -> FloatingPointError:
+    """The error for logits that are not finite, from which no token can be drawn.
+
+    Args:
+        row: the row of the batch.
+        position: the position of the token in the row, the prompt's tokens included.
+    """
+    return FloatingPointError(
+        f"the logits of row {row} for the token at position {position} are not finite: expected finite numbers; the "
+        'checkpoint is broken, or a number exceeds the dtype, which dtype="bfloat16" or "float32" may hold'
+    )
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -90,18 +105,23 @@ class Answers:
     def take(
         self, pending: Int[Array, "B"], logits: Float[Array, "B V"], positions: Int[Array, "B"]
     ) -> tuple[Answers, Int[Array, "B"]]:
-        """Samples the token at `positions` for each active row, and returns the new answers and pending tokens."""
+        """Samples the token at `positions` for each active row, and returns the new answers and pending tokens.
+
+        A row whose logits are not finite ends with the token NOT_FINITE. The host raises when it sees the token.
+        """
+        finite = jnp.all(jnp.isfinite(logits), axis=1)
         token = self.sampler(logits, jax.vmap(jax.random.fold_in)(self.keys, positions), self.seen)
+        token = jnp.where(finite, token, NOT_FINITE)
         rows = jnp.arange(token.shape[0])
         column = jnp.where(self.active, self.lengths, self.tokens.shape[1])
         log_probs, seen = self.log_probs, self.seen
         if log_probs is not None:
             log_probs = log_probs.at[rows, column].set(log_probability(logits, token), mode="drop")
         if seen is not None:
-            seen = mark_seen(seen, token[:, None], self.active[:, None])
+            seen = mark_seen(seen, token[:, None], (self.active & finite)[:, None])
         taken = replace(
             self,
-            active=self.active & ~jnp.any(token[:, None] == self.ends, axis=1),
+            active=self.active & finite & ~jnp.any(token[:, None] == self.ends, axis=1),
             tokens=self.tokens.at[rows, column].set(token, mode="drop"),
             lengths=self.lengths + self.active,
             log_probs=log_probs,
@@ -173,3 +193,9 @@ def decode(
         return state.advance(params), steps + 1
 
     return jax.lax.while_loop(goes_on, body, (state.take(logits), jnp.int32(0)))
+
+
+@partial(jax.jit, static_argnames="tree", donate_argnames="state", compiler_options=STEP_OPTIONS)
+def advance(leaves: list[Array], state: Decoding, active: Array, tree: Any) -> Decoding:
+    """Decodes one token of each active row. A call with a list of weights is faster than one with a module."""
+    return state.with_active(active).advance(jax.tree.unflatten(tree, leaves))

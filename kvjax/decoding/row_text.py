@@ -23,7 +23,22 @@ def stop_strings(stop: str | Sequence[str], tokenizer: Any) -> list[str]:
         raise ValueError(
             f"stop={shown(stop)} and there is no tokenizer: expected tokenizer=, because stop strings are text"
         )
+    special = _special_ids(tokenizer) if stops else {}
+    for text in stops:
+        if inside := [name for name in special if name in text and name != text]:
+            raise ValueError(
+                f"stop={shown(text)} has the special token {inside[0]} within other text, which no answer shows: "
+                "expected the special token alone, or text without it"
+            )
+        if text != text.encode(errors="ignore").decode():
+            raise ValueError(f"stop={shown(text)} has a lone surrogate, which no answer has: expected text in UTF-8")
     return stops
+
+
+def _special_ids(tokenizer: Any) -> dict[str, int]:
+    """The ids of the special tokens, which the text of an answer leaves out, by their names."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {token.content: i for i, token in added.items() if token.special and token.content}
 
 
 def check_fast(tokenizer: Any) -> None:
@@ -41,7 +56,9 @@ class RowText:
     def __init__(self, tokenizer: Any, stops: list[str]) -> None:
         self._tokenizer = tokenizer.backend_tokenizer
         self._decoder = DecodeStream(skip_special_tokens=True)
-        self._stops = stops
+        special = _special_ids(tokenizer) if stops else {}
+        self._ends = {special[stop] for stop in stops if stop in special}
+        self._stops = [stop for stop in stops if stop not in special]
         self._tokens: list[int] = []
         self._decoded = ""
         self._held = ""
@@ -55,12 +72,16 @@ class RowText:
         if token < 0 or self.stopped:
             return ""
         self._tokens.append(token)
+        last |= token in self._ends
         text = self._decoder.step(self._tokenizer, token) or ""
         self._decoded += text
         if last:  # the tokenizer has a text for bytes that do not form a character
             full = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
             text += full[len(self._decoded) :] if full.startswith(self._decoded) else ""
         self._held += text
+        if token in self._ends:
+            self.stopped = True
+            return self._held
         found = [at for at in map(self._held.find, self._stops) if at >= 0]
         if found:
             self.stopped = True

@@ -24,7 +24,7 @@ from kvjax.mesh.sharding import MODEL, check_batch, mesh_of
 from kvjax.models import Decoder
 from kvjax.policy import Policy
 from kvjax.request.ends import EndTokens, default_ends
-from kvjax.request.prompts import Prompt
+from kvjax.request.prompts import Prompt, TemplateOptions
 from kvjax.request.request import as_policy, check_tokenizer, texts_of
 from kvjax.runtime.modes import own_modes
 
@@ -183,6 +183,7 @@ class Engine:
         stop: str | Sequence[str] = (),
         log_probs: bool = False,
         prefix: Prompt | None = None,
+        chat_template_kwargs: TemplateOptions = None,
     ) -> Handle:
         """Accepts a request, and returns at once. The answer is that of `kvjax.generate` with the same arguments.
 
@@ -196,6 +197,7 @@ class Engine:
             log_probs: whether to return the log-probability of each token.
             prefix: a document or system prompt that other requests begin with too. It is read and compressed once. The
                 answer is that of `generate(params, prompt, cache=prefill(params, prefix))`.
+            chat_template_kwargs: options of the chat template, such as {"enable_thinking": False}; only for messages.
 
         Raises:
             ValueError: for an argument that is not accepted: an empty prompt, a prompt or an answer that is longer than
@@ -210,7 +212,16 @@ class Engine:
             )
         if prefix is not None and self._store is None:
             raise ValueError(f"prefix={shown(prefix)}: expected an engine with prefix_memory=")
-        options = Options(max_new_tokens, sampler, seed, self._ends if eos is None else eos, stop, log_probs, prefix)
+        options = Options(
+            max_new_tokens,
+            sampler,
+            seed,
+            self._ends if eos is None else eos,
+            stop,
+            log_probs,
+            prefix,
+            chat_template_kwargs,
+        )
         ticket = Ticket.of(prompt, options, self.sizes, self.tokenizer, self.params.config.vocab_size)
         if ticket.prefix is not None:
             self._plans.check_after(ticket.prefix.size, ticket.prompt.size, ticket.limit, self._row)

@@ -127,6 +127,7 @@ class Handle:
 
         Raises:
             EngineClosedError: the engine's loop failed; the cause is its error.
+            FloatingPointError: logits are NaN or infinite. The message names the position.
         """
         feed, seen = self._feed, 0
         while True:
@@ -149,6 +150,7 @@ class Handle:
         Raises:
             TimeoutError: the answer has not ended in that time. It goes on.
             EngineClosedError: the engine's loop failed; the cause is its error.
+            FloatingPointError: logits are NaN or infinite. The message names the position.
         """
         with self._feed.changed:
             if not self._feed.changed.wait_for(lambda: self._feed.ended, timeout):

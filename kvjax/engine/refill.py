@@ -26,7 +26,7 @@ import numpy as np
 from jaxtyping import Array, Int, Int32
 
 from kvjax.checks import LARGEST
-from kvjax.decoding.loop import Decoding, take
+from kvjax.decoding.loop import NOT_FINITE, Decoding, not_finite, take
 from kvjax.decoding.row_text import RowText, check_fast, stop_strings
 from kvjax.decoding.sampling import SamplingMethod
 from kvjax.kv_cache import KVCache
@@ -53,12 +53,14 @@ class Ended:
         tokens: the ids of the answer. An end token, and the tokens of a stop string, belong to them.
         text: the answer before its stop string, without special tokens; empty if there are no stop strings.
         decoder: makes the text of the tokens; None if there are no stop strings.
+        prompt_tokens: the number of tokens before the answer.
     """
 
     name: Any
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     decoder: RowText | None = None
+    prompt_tokens: int = 0
 
     def take(self, tokens: Sequence[int], active: bool) -> bool:
         """Adds the next tokens, and returns whether the answer goes on.
@@ -122,10 +124,14 @@ class ReadBatch:
         request = Request.of(
             params, prompt, policy=policy, tokenizer=tokenizer, cache=cache, chunk=chunk, answer=answer
         )
+        seen = (fetch(request.cache.length) + request.batch.lengths).tolist()
         logits, filled = (clock or Clock()).run("prefill", read_request, params, request)
         first = take(Decoding.begin(request.sampling, filled, size=max_new_tokens, log_probs=False), logits)
         limits = filled.put_rows(np.full(len(request.batch.lengths), max_new_tokens, np.int32))
-        requests = [Ended(name, decoder=RowText(tokenizer, stops) if stops else None) for name in names]
+        requests = [
+            Ended(name, decoder=RowText(tokenizer, stops) if stops else None, prompt_tokens=n)
+            for name, n in zip(names, seen, strict=False)
+        ]
         return cls(requests, Resident(first, jnp.asarray(limits)).within_limits())
 
     @cached_property
@@ -255,7 +261,9 @@ class Refill:
 def _delivered(requests: Sequence[Ended | None], found: Int32[Array, "B 2+T"]) -> list[Ended]:
     """Gives requests their new tokens. Returns those whose answers have ended."""
     ended = []
-    for request, (active, length, *tokens) in zip(requests, fetch(found).tolist(), strict=False):
+    for row, (request, (active, length, *tokens)) in enumerate(zip(requests, fetch(found).tolist(), strict=False)):
+        if request is not None and NOT_FINITE in tokens[len(request.tokens) : length]:
+            raise not_finite(row, request.prompt_tokens + length - 1)
         if request is not None and not request.take(tokens[len(request.tokens) : length], bool(active)):
             ended.append(request)
     return ended

@@ -5,17 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
 from kvjax.checks import shown
+from kvjax.decoding.loop import NOT_FINITE, not_finite
 from kvjax.decoding.row_samplers import RowSamplers
 from kvjax.decoding.row_text import RowText, stop_strings
 from kvjax.decoding.sampling import Greedy, SamplingMethod
 from kvjax.request.ends import EndTokens, end_tokens
-from kvjax.request.prompts import Prompt, is_single, rows_of
+from kvjax.request.prompts import Prompt, TemplateOptions, is_single, rows_of
 from kvjax.request.request import AnswerOptions, check_answer, is_seed
 
 from .handle import Feed, Finish, Token
@@ -34,6 +36,7 @@ class Options:
     stop: str | Sequence[str] = ()
     log_probs: bool = False
     prefix: Prompt | None = None
+    chat_template_kwargs: TemplateOptions = None
 
 
 @dataclass(eq=False)
@@ -81,11 +84,14 @@ class Ticket:
             raise ValueError(f"seed={shown(options.seed)}: expected an integer of 64 bits")
         if not isinstance(options.log_probs, bool):
             raise ValueError(f"log_probs={shown(options.log_probs)}: expected True or False")
+        row_of = partial(
+            _row, tokenizer=tokenizer, vocab_size=vocab_size, chat_template_kwargs=options.chat_template_kwargs
+        )
         prefix = None
         if options.prefix is not None:
-            prefix = _row("prefix", options.prefix, tokenizer, vocab_size, begins=True, answered=False)
+            prefix = row_of("prefix", options.prefix, begins=True, answered=False)
             _check_length("prefix", prefix.size, "max_prompt", sizes.max_prompt)
-        row = _row("prompt", prompt, tokenizer, vocab_size, begins=prefix is None, answered=True)
+        row = row_of("prompt", prompt, begins=prefix is None, answered=True)
         name, most = ("max_prompt", sizes.max_prompt) if prefix is None else ("chunk", sizes.chunk)
         _check_length("prompt" if prefix is None else "prompt after a prefix", row.size, name, most)
         stops = stop_strings(options.stop, tokenizer)
@@ -124,8 +130,13 @@ class Ticket:
 
         Args:
             active: whether the row goes on after all of them, as the device sees it.
+
+        Raises:
+            FloatingPointError: the logits of a token are not finite.
         """
         for i, (token, log_prob) in enumerate(zip(tokens, log_probs, strict=True), 1):
+            if token == NOT_FINITE:
+                raise not_finite(0, self.prompt_tokens + len(self.feed.tokens) + i - 1)
             last = i == len(tokens) and not active
             text = None
             finish: Finish | None = ("end" if token in self.ends else "length") if last else None
@@ -137,11 +148,9 @@ class Ticket:
                 return
 
 
-def _row(
-    name: str, prompt: Prompt, tokenizer: Any, vocab_size: int, *, begins: bool, answered: bool
-) -> Int[np.ndarray, "N"]:
-    """The token ids of a prompt, which must be a single one."""
-    rows = rows_of(prompt, tokenizer, vocab_size, begins=begins, answered=answered)
+def _row(name: str, prompt: Prompt, tokenizer: Any, vocab_size: int, **options: Any) -> Int[np.ndarray, "N"]:
+    """The token ids of a prompt, which must be a single one. The options are those of `rows_of`."""
+    rows = rows_of(prompt, tokenizer, vocab_size, **options)
     if not is_single(prompt) or len(rows) != 1:
         raise ValueError(f"the {name} has {len(rows)} rows: expected one prompt per request, without a batch axis")
     return rows[0].astype(np.int32)

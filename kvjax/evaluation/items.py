@@ -14,7 +14,7 @@ from kvjax.evaluation.grid import Grid, TaskLine
 from kvjax.evaluation.judge import Endpoint
 from kvjax.evaluation.tasks import registry
 from kvjax.evaluation.tasks.task import Example, Fault, Question, Source, Task
-from kvjax.request.prompts import rendered
+from kvjax.request.prompts import encoded, rendered
 
 Ids = Int[np.ndarray, "_"]
 
@@ -136,14 +136,14 @@ def tokenized(example: Example, task: Task, length: int | None, grid: Grid, toke
         raise ValueError("chat: true, but the model's tokenizer has no chat template; expected chat: false")
 
     def encode(text: str, *, begins: bool = False) -> Ids:
-        return np.asarray(tokenizer(text, add_special_tokens=begins)["input_ids"], np.int32)
+        return encoded(text, tokenizer, begins=begins, written=chat).astype(np.int32)
 
     if chat:
         parts = [_in_template(example.context, question, tokenizer) for question in example.questions]
         context, texts = parts[0][0], [after for _, after in parts]
     else:
         context, texts = example.context, [question.text for question in example.questions]
-    ids = encode(context, begins=not chat)
+    ids = encode(context, begins=True)
     questions = [encode(text) for text in texts]
     if not example.context.strip() or min(map(len, [ids, *questions])) == 0:
         raise ValueError("an empty context or question: expected texts of at least one token")

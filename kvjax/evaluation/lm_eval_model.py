@@ -248,6 +248,11 @@ class KVJaxLM(TemplateLM):
         if first is not None:
             chosen, same = first
             sums, greedy = sums + np.where(said_any, chosen, 0), greedy & (same | ~said_any)
+        if not np.isfinite(sums).all():
+            raise FloatingPointError(
+                f"the log-probability of a continuation is {sums[~np.isfinite(sums)][0]}: expected finite logits; the "
+                "checkpoint is broken, or a number exceeds the dtype"
+            )
         return list(zip(sums.tolist(), greedy.tolist(), strict=True))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:

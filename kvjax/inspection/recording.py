@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 from tokenizers.decoders import DecodeStream
 
-from kvjax.decoding.loop import Decoding, take
+from kvjax.decoding.loop import NOT_FINITE, Decoding, not_finite, take
 from kvjax.decoding.sampling import SamplingMethod
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import fetch
@@ -131,7 +131,10 @@ _advance = jax.jit(Decoding.advance, donate_argnums=0)
 
 
 def _pending(state: Decoding) -> int:
-    return int(fetch(state.cache.pending)[0])
+    token = int(fetch(state.cache.pending)[0])
+    if token == NOT_FINITE:
+        raise not_finite(0, int(fetch(state.cache.length)[0]))
+    return token
 
 
 def positions_held(cache: KVCache, row: int) -> Heads:

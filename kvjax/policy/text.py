@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from typing import Any, TypeAlias
 
 from kvjax.checks import shown
@@ -30,7 +31,7 @@ def parse(text: str, presets: Presets, parts: Mapping[str, type[Part]]) -> Polic
         return _build(text, parts)
     name, _, rest = text.partition(":")
     if name not in presets:
-        raise ValueError(f"unknown policy {shown(name)}: expected {', '.join(presets)}")
+        raise ValueError(f"unknown policy {shown(name)}: {_nearest(name, presets)}")
     given: dict[str, str] = {}
     for item in filter(None, _items(rest)):
         option, equals, value = (part.strip() for part in item.partition("="))
@@ -40,6 +41,13 @@ def parse(text: str, presets: Presets, parts: Mapping[str, type[Part]]) -> Polic
             raise ValueError(f"{shown(text)} says {option} twice: expected once")
         given[option] = value
     return _preset(name, given, presets)
+
+
+def _nearest(name: Any, presets: Presets) -> str:
+    """What a name that is no preset may mean."""
+    near = get_close_matches(str(name).lower(), presets, n=3)
+    examples = f"expected one of {len(presets)} presets of docs/methods.md, such as full, snapkv or morphkv"
+    return f"did you mean {' or '.join(near)}?" if near else examples
 
 
 def _items(options: str) -> list[str]:
@@ -108,7 +116,7 @@ def _values(name: str, prefix: str, given: Mapping[str, str], accepted: Options,
             _check_kind(name, full, values[option], parameter)
             if isinstance(parameter.default, Policy):
                 if values[option] not in presets:
-                    raise ValueError(f"{name}: {full}={shown(values[option])}: expected {', '.join(presets)}")
+                    raise ValueError(f"{name}: {full}={shown(values[option])}: {_nearest(values[option], presets)}")
                 values[option] = _preset(values[option], rest_of, presets)
     return values
 

@@ -10,6 +10,7 @@ from jaxtyping import Int
 
 from kvjax.checks import shown
 from kvjax.request.limits import time_limit
+from kvjax.request.padding import check_encoding, without_pad_tokens, without_padding
 
 Message: TypeAlias = Mapping[str, Any]  # with "role" and "content"; other keys are for the chat template
 Messages: TypeAlias = Sequence[Message]
@@ -22,31 +23,61 @@ Prompt: TypeAlias = (
     | Sequence[Messages]
     | Int[Any, "N"]
     | Int[Any, "B N"]
+    | Mapping[str, Any]
 )
 
+TemplateOptions: TypeAlias = Mapping[str, Any] | None
+
 TEMPLATE_SECONDS, TEMPLATE_CHARACTERS = 5.0, 1_000_000  # limits of a chat template
+TAKEN = {  # arguments of `apply_chat_template` that are not for the template
+    "conversation",
+    "messages",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+}
 EXPECTED = (
     "expected a string, a list of strings, a list of token ids, a list of such lists, an integer array of shape [N] or "
-    "[B, N], a list of chat messages, or a list of such lists"
+    "[B, N], what tokenizer(text) returns, a list of chat messages, or a list of such lists"
 )
 
 
 def rows_of(
-    prompt: Prompt, tokenizer: Any, vocab_size: int, *, begins: bool, answered: bool = True
+    prompt: Prompt,
+    tokenizer: Any,
+    vocab_size: int,
+    *,
+    begins: bool,
+    answered: bool = True,
+    chat_template_kwargs: TemplateOptions = None,
 ) -> list[Int[np.ndarray, "_"]]:
     """Returns the token ids of each row of a prompt.
 
     Args:
-        prompt: a string, a list of strings, a list of ids, ragged lists of ids, an integer array [N] or [B, N], a list
-            of chat messages, or a list of such lists.
+        prompt: a string, a list of strings, a list of ids, ragged lists of ids, an integer array [N] or [B, N], what a
+            tokenizer returns, a list of chat messages, or a list of such lists.
         tokenizer: encodes text and renders messages. It is not needed for token ids.
         begins: whether the sequence begins with this prompt. The tokenizer adds its special tokens to text only then.
         answered: whether the model answers next. Chat messages end with the template's generation prompt only then.
+        chat_template_kwargs: options of the chat template, see `check_template_options`.
 
     Raises:
         ValueError: for an empty batch or row, text or messages without a tokenizer, malformed messages, a chat template
-            that is missing or fails, values that are not integers, or ids outside the vocabulary.
+            that is missing or fails, options without messages, values that are not integers, ids outside the
+            vocabulary, or padding without a mask.
     """
+    mask = None
+    if isinstance(prompt, Mapping):
+        check_encoding(prompt)
+        prompt, mask = prompt["input_ids"], prompt.get("attention_mask")
     if isinstance(prompt, str):
         prompt = [prompt]
     elif hasattr(prompt, "__array__"):
@@ -55,18 +86,24 @@ def rows_of(
         raise ValueError(f"the prompt is of type {type(prompt).__name__}: {EXPECTED}")
     if len(prompt) == 0:
         raise ValueError("the prompt is empty: expected at least one row of at least one token")
-    if (conversations := _conversations(prompt)) is not None:
-        rows = [np.asarray(ids) for ids in _encode_chats(conversations, tokenizer, begins=begins, answered=answered)]
+    conversations = _conversations(prompt)
+    check_template_options(chat_template_kwargs, messages=conversations is not None)
+    given = False  # whether the caller gave ids
+    if conversations is not None:
+        texts = _in_template(conversations, tokenizer, answered, chat_template_kwargs)
+        rows = [encoded(text, tokenizer, begins=begins, written=True) for text in texts]
     elif isinstance(prompt[0], str):
         if tokenizer is None:
             raise ValueError("the prompt is text and there is no tokenizer: expected tokenizer=, or token ids")
         for i, text in enumerate(prompt):
             _check_text(f"row {i} of the prompt", text)
-        rows = [np.asarray(tokenizer(text, add_special_tokens=begins)["input_ids"]) for text in prompt]
-    elif isinstance(prompt[0], list | tuple) or np.ndim(prompt[0]) > 0:
-        rows = [_array(row) for row in prompt]
+        rows = [encoded(text, tokenizer, begins=begins) for text in prompt]
     else:
-        rows = [_array(prompt)]
+        given, rows = True, _id_rows(prompt)
+    if mask is not None:
+        rows = without_padding(rows, _id_rows(mask))
+    elif given and tokenizer is not None and all(row.ndim == 1 for row in rows):
+        rows = without_pad_tokens(rows, tokenizer)
     for i, row in enumerate(rows):
         if row.size == 0:
             raise ValueError(f"row {i} of the prompt is empty: expected at least one token")
@@ -76,6 +113,26 @@ def rows_of(
             worst = row.min() if row.min() < 0 else row.max()
             raise ValueError(f"row {i} of the prompt contains the id {worst}: expected ids in 0 .. {vocab_size - 1}")
     return rows
+
+
+def encoded(text: str, tokenizer: Any, *, begins: bool, written: bool = False) -> Int[np.ndarray, "_"]:
+    """Returns the token ids of a text, with special tokens at its beginning once.
+
+    Text of a chat template begins with the special tokens that the tokenizer would add, and these are not added again.
+    In a text that continues another, a BOS token at its beginning is dropped.
+
+    Args:
+        begins: whether the sequence begins with this text.
+        written: whether the text has all its special tokens.
+    """
+    adds = begins and not written
+    ids = np.asarray(tokenizer(text, add_special_tokens=adds)["input_ids"])
+    if adds:
+        added = np.asarray(tokenizer("")["input_ids"])
+        starts = (n for n in range(added.size, 0, -1) if np.array_equal(ids[: 2 * n], np.tile(added[:n], 2)))
+        return ids[next(starts, 0) :]
+    bos = tokenizer.bos_token_id
+    return ids[1:] if not begins and ids.size and bos is not None and ids[0] == bos else ids
 
 
 def _check_text(name: str, text: Any) -> None:
@@ -93,10 +150,19 @@ def is_single(prompt: Prompt | None) -> bool:
     """Whether an accepted prompt is one row by itself: a string, a conversation, or token ids without a batch axis."""
     if prompt is None or isinstance(prompt, str):
         return prompt is not None
+    if isinstance(prompt, Mapping):
+        prompt = prompt["input_ids"]
     if hasattr(prompt, "__array__"):
         return np.ndim(prompt) == 1
     first: Any = prompt[0]
     return isinstance(first, Mapping) or (not isinstance(first, str | list | tuple) and np.ndim(first) == 0)
+
+
+def _id_rows(ids: Any) -> list[np.ndarray]:
+    """Returns one array per row of ids, or of a mask."""
+    ids = np.atleast_1d(ids) if hasattr(ids, "__array__") else ids
+    rows = ids if len(ids) and (isinstance(ids[0], list | tuple) or np.ndim(ids[0]) > 0) else [ids]
+    return [_array(row) for row in rows]
 
 
 def _array(row: Any) -> np.ndarray:
@@ -115,12 +181,8 @@ def _conversations(prompt: Any) -> Sequence[Any] | None:
     return prompt if batched else None
 
 
-def _encode_chats(conversations: Sequence[Any], tokenizer: Any, *, begins: bool, answered: bool) -> list[list[int]]:
-    """Returns the ids of the conversations as the chat template renders them.
-
-    A template writes the special tokens that it wants, so the tokenizer adds none. Most templates begin with the BOS
-    token. It is dropped from messages that continue a cache, because it stands at the beginning of that cache already.
-    """
+def _in_template(conversations: Sequence[Any], tokenizer: Any, answered: bool, options: TemplateOptions) -> list[str]:
+    """Returns the conversations as the chat template renders them, with all special tokens."""
     for row, messages in enumerate(conversations):
         _check_messages(row, messages)
     if tokenizer is None:
@@ -129,11 +191,28 @@ def _encode_chats(conversations: Sequence[Any], tokenizer: Any, *, begins: bool,
         raise ValueError(
             "the prompt consists of chat messages and the tokenizer has no chat template: expected text or token ids"
         )
-    rows = []
-    for messages in conversations:
-        ids = tokenizer(rendered(messages, tokenizer, answered), add_special_tokens=False)["input_ids"]
-        rows.append(ids[1:] if not begins and ids and ids[0] == tokenizer.bos_token_id else ids)
-    return rows
+    return [rendered(messages, tokenizer, answered, options) for messages in conversations]
+
+
+def check_template_options(options: Any, *, messages: bool) -> None:
+    """Raises ValueError unless `options` are None, or for messages a dict of options such as `enable_thinking`.
+
+    The template reads each under its name; `tools` and `documents` are those of transformers.
+    """
+    if options is None:
+        return
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        raise ValueError(f"chat_template_kwargs={shown(options)}: expected a dict of the template's options by name")
+    if taken := [name for name in options if name in TAKEN]:
+        raise ValueError(
+            f"chat_template_kwargs has {taken[0]!r}, which kvjax sets: expected the template's own options, such as "
+            "enable_thinking"
+        )
+    if options and not messages:
+        raise ValueError(
+            f"chat_template_kwargs={shown(dict(options))} and the prompt has no chat messages: expected messages, "
+            "because only they go through the chat template"
+        )
 
 
 def _check_messages(row: int, messages: Any) -> None:
@@ -152,8 +231,8 @@ def _check_messages(row: int, messages: Any) -> None:
             _check_text(f"message {i} of row {row}", field)
 
 
-def rendered(messages: Messages, tokenizer: Any, answered: bool) -> str:
-    """Returns chat messages as the tokenizer's chat template writes them.
+def rendered(messages: Messages, tokenizer: Any, answered: bool, options: TemplateOptions = None) -> str:
+    """Returns chat messages as the tokenizer's chat template writes them, given its options.
 
     Raises:
         ValueError: the template fails, takes longer than TEMPLATE_SECONDS, or writes more than four times the messages'
@@ -162,7 +241,10 @@ def rendered(messages: Messages, tokenizer: Any, answered: bool) -> str:
     try:
         with time_limit(TEMPLATE_SECONDS):
             text = tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=answered
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=answered,
+                **(options or {}),
             )
     except Exception as error:  # a template is a program that comes with the checkpoint, so any error may come out
         raise ValueError(f"the tokenizer's chat template failed with {type(error).__name__}: {error}") from error

@@ -28,7 +28,7 @@ from kvjax.reading.prompt import read_prompt
 from kvjax.reading.replays import encoded_texts
 from kvjax.reading.room import Compress, check_reading, ending
 from kvjax.request.ends import EndTokens, default_ends, end_tokens
-from kvjax.request.prompts import Prompt, rows_of
+from kvjax.request.prompts import Prompt, TemplateOptions, check_template_options, rows_of
 
 Seed: TypeAlias = int | Sequence[int] | Key[Array, "*B"] | Int[Array, "*B K"]
 
@@ -77,6 +77,7 @@ class Request:
         chunk: int | None = None,
         compress: Compress = "auto",
         answer: AnswerOptions | None = None,
+        chat_template_kwargs: TemplateOptions = None,
     ) -> Request:
         """Checks the arguments of `generate`, which documents them; without `answer`, those of `prefill`.
 
@@ -93,8 +94,16 @@ class Request:
         check_reading(chunk, compress)
         rows = []
         if prompt is not None:
-            begins, answered = cache is None, answer is not None
-            rows = rows_of(prompt, tokenizer, config.vocab_size, begins=begins, answered=answered)
+            rows = rows_of(
+                prompt,
+                tokenizer,
+                config.vocab_size,
+                begins=cache is None,
+                answered=answer is not None,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+        else:
+            check_template_options(chat_template_kwargs, messages=False)
         if cache is not None:
             check_policy(cache, policy)
             check_model(cache, params)
@@ -116,7 +125,7 @@ class Request:
             size, dtype = batch.tokens.shape[1], params.embed.dtype
             cache = KVCache.empty(config, policy or policies.full(), jnp.asarray(batch.lengths), size, dtype, mesh)
         else:
-            cache = cache.private()
+            cache = cache.private() if cache.batch_size == len(rows) else cache.repeated(len(rows))
         limit = 0 if answer is None else int(answer.max_new_tokens)
         longest = int(np.max(fetch(cache.length) + batch.lengths)) + limit
         if longest > config.max_positions:
@@ -177,6 +186,8 @@ def check_model(cache: KVCache, params: Decoder) -> None:
 def _after_pending(cache: KVCache, rows: list[Int[np.ndarray, "_"]]) -> list[Int[np.ndarray, "_"]]:
     """Returns each row of a prompt with the cache's pending token before it."""
     pending = fetch(cache.pending)
+    if pending.size == 1:  # one document for all rows
+        pending = np.repeat(pending, max(len(rows), 1))
     rows = rows or [np.zeros(0, np.int32)] * len(pending)
     if len(rows) != len(pending):
         raise ValueError(f"the prompt has {len(rows)} rows: expected {len(pending)}, the number of rows of the cache")

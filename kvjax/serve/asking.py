@@ -64,9 +64,11 @@ def check_finished(finish: str | None) -> None:
 
 @contextmanager
 def ending_is_told() -> Iterator[None]:
-    """Turns the end of the engine into an error for the client."""
+    """Turns the end of the engine, and of an answer without finite logits, into an error for the client."""
     try:
         yield
+    except FloatingPointError as error:
+        raise ApiError(422, str(error), code="not_finite") from None
     except EngineClosedError:
         raise closing() from None
 
@@ -100,6 +102,7 @@ async def ask(engine: Engine, request: Completion | Chat, sampler: SamplingMetho
             stop=request.stops,
             log_probs=request.log_probs,
             prefix=request.stored,
+            chat_template_kwargs=request.template_options,
         )
     except ValueError as error:  # of the sampler
         raise ApiError(400, str(error)) from None

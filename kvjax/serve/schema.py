@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from kvjax.checks import shown
 from kvjax.decoding.sampling import Greedy, Sampler, SamplingMethod
@@ -135,6 +135,10 @@ class Completion(Common):
     def log_probs(self) -> bool:
         return self.logprobs is not None
 
+    @property
+    def template_options(self) -> None:
+        """Text has no chat template."""
+
 
 class Part(Strict):
     """A part of a message. Only text is accepted."""
@@ -181,6 +185,9 @@ class Chat(Common):
         max_completion_tokens: the newer name of max_tokens. Without either, an answer may have as many tokens as the
             engine allows.
         logprobs: returns the log-probability of each token.
+        chat_template_kwargs: not in OpenAI's API: options of the chat template, such as {"enable_thinking": false}.
+        reasoning_effort: an option of the chat template, too.
+        tools: accepted with tool_choice "none", with which no tool is called.
         prefix: not in OpenAI's API: the first messages of the dialogue, such as a system message with a document. The
             server reads and compresses them once for all requests that begin with them.
     """
@@ -191,10 +198,23 @@ class Chat(Common):
     logprobs: bool | None = None
     top_logprobs: Nothing = None
     response_format: Form | None = None
-    tools: Annotated[Empty, Field(description="null or an empty list")] = None
-    tool_choice: Literal["none"] | None = None
+    tool_choice: Annotated[Literal["none", "auto"] | None, Field(description='"none", or "auto" without tools')] = None
+    tools: Annotated[list[Any] | None, Field(description='null, an empty list, or tools with tool_choice "none"')] = (
+        None
+    )
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, Field(description="an object with the options of the chat template")
+    ] = None
+    reasoning_effort: str | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
+
+    @field_validator("tools")
+    @classmethod
+    def _never_called(cls, tools: list[Any] | None, info: ValidationInfo) -> list[Any] | None:
+        if tools and info.data.get("tool_choice") != "none":
+            raise ValueError("the model calls no tools")
+        return tools
 
     @property
     def prompts(self) -> list[list[dict[str, str]]]:
@@ -213,6 +233,12 @@ class Chat(Common):
     @property
     def log_probs(self) -> bool:
         return bool(self.logprobs)
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """The options of the chat template."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return effort | (self.chat_template_kwargs or {})
 
 
 Kind = TypeVar("Kind", bound=Common)

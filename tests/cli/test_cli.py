@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cli.console import bytes_text
+from kvjax.checks import bytes_text
 from kvjax.evaluation import answers
 from kvjax.evaluation.answers import answer
 from tests.cli.commands import PROMPT, kv
@@ -25,7 +25,7 @@ from tests.cli.commands import PROMPT, kv
     [
         (["info", "/no/such/folder"], "no such folder"),
         (["generate", "/no/such/folder", PROMPT], "no such folder"),
-        (["generate", "MODEL", PROMPT, "--policy", "lru"], "unknown policy 'lru': expected adakv, attention_matching"),
+        (["generate", "MODEL", PROMPT, "--policy", "lru"], "unknown policy 'lru': expected one of"),
         (["generate", "MODEL", PROMPT, "--policy", "snapkv:size=3"], "snapkv has no option 'size'"),
         (["generate", "MODEL", PROMPT, "--policy", "snapkv:pool=sum"], "pool='sum': expected 'max' or 'avg'"),
         (

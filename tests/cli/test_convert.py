@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 import kvjax
-from kvjax.cli.console import bytes_text
 from tests.cli.commands import PROMPT, kv
 
 

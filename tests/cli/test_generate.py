@@ -36,9 +36,8 @@ def test_generate_chats(shallow_model: str, tmp_path: Path) -> None:
     """The prompt is a user's message, which the checkpoint's template renders."""
     folder = tmp_path / "chat"
     shutil.copytree(shallow_model, folder)
-    template = (
-        "{% for message in messages %}{{ message.content }} : {% endfor %}{% if add_generation_prompt %}the{% endif %}"
-    )
+    template = "{% for message in messages %}{{ message.content }} : {% endfor %}{{ place }} "
+    template += "{% if add_generation_prompt %}the{% endif %}"
     (folder / "chat_template.jinja").write_text(template)
     options = ("--max-new-tokens", 4, "--json")
 
@@ -52,6 +51,16 @@ def test_generate_chats(shallow_model: str, tmp_path: Path) -> None:
     assert tokens(folder, question, "--chat", "--system", "recall") == tokens(
         shallow_model, f"recall : {question} : the"
     )
+    given = ("--chat-template-kwargs", '{"place": "recall"}')
+    assert tokens(folder, question, "--chat", *given) == tokens(shallow_model, f"{question} : recall the")
+    for arguments, message in (
+        (given, "--chat-template-kwargs without --chat"),
+        (("--chat", "--chat-template-kwargs", "{"), "is not JSON"),
+        (("--chat", "--chat-template-kwargs", "3"), "expected a JSON object"),
+    ):
+        status, _, stderr = kv("generate", folder, question, *arguments)
+        assert (status, stderr.count("\n")) == (2, 1)
+        assert message in stderr
     status, _, stderr = kv("generate", shallow_model, question, "--chat")
     assert (status, stderr.count("\n")) == (2, 1)
     assert "the tokenizer has no chat template" in stderr

@@ -101,7 +101,7 @@ def test_options_of_a_policy_within_a_policy(nested, text, policy):
     [
         ("doubled:base.budget=3", "options of base without base itself"),
         ("doubled:base=3", "base=3 is not a word"),
-        ("doubled:base=h3o", "base='h3o'.*adakv.*h2o"),
+        ("doubled:base=h3o", r"base='h3o': did you mean h2o\?"),
         ("doubled:base=([1],)", r"base=\(\[1\],\) is not a word"),
         ("doubled:recent=(True,)", r"recent=\(True,\) is not True or False"),
         ("doubled:base=h2o,base.size=3", "h2o has no option 'size'"),
@@ -186,8 +186,8 @@ def test_policies_that_differ_are_told_apart():
     ("text", "says"),
     [
         ("", "unknown policy ''.*morphkv"),
-        ("morph", "unknown policy 'morph'.*full.*morphkv"),
-        ("Morphkv", "unknown policy"),
+        ("morph", r"unknown policy 'morph': did you mean morphkv\?$"),
+        ("Morphkv", r"unknown policy 'Morphkv': did you mean morphkv"),
         ("full:budget=3", "full has no option 'budget'.*none"),
         ("morphkv:size=3", "no option 'size'.*budget, window"),
         ("morphkv:budget", "'budget'.*option=value"),

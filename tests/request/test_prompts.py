@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from kvjax.cache import bucket
@@ -68,6 +69,41 @@ def test_special_tokens_stand_where_a_text_begins(tokenizer: PreTrainedTokenizer
     assert continued == [[5, 11], [17]]
 
 
+@pytest.mark.parametrize("special", [["<s>"], ["<s>", "si"]])
+def test_text_of_a_template_gets_no_second_bos(tokenizer: PreTrainedTokenizerFast, special: list[str]) -> None:
+    tokenizer = copy.deepcopy(tokenizer)
+    pairs = list(zip(special, tokenizer.convert_tokens_to_ids(special), strict=True))
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=" ".join([*special, "$A", "</s>"]), special_tokens=[*pairs, ("</s>", 100)]
+    )
+    (plain,) = rows_of("ba ce", tokenizer, 101, begins=True)
+    assert plain.tolist() == [*(token for _, token in pairs), 5, 11, 100]
+    for text in (" ".join([*special, "ba ce"]), " ".join([*special, *special, "ba ce"])):
+        (row,) = rows_of(text, tokenizer, 101, begins=True)
+        assert row.tolist() == [*tokenizer(text, add_special_tokens=False)["input_ids"], 100]
+    (row,) = rows_of("<s> ba ce", tokenizer, 101, begins=False)
+    assert row.tolist() == [5, 11]  # the BOS stands at the beginning of the cache
+
+
+def test_options_of_the_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    talker = chatting(tokenizer, TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %} di{% endif %}")
+
+    def ids(options: Any, prompt: Any = (USER,)) -> list[int]:
+        return rows_of(prompt, talker, 101, begins=True, chat_template_kwargs=options)[0].tolist()
+
+    assert ids({"enable_thinking": False}) == [*ids(None), 17]
+    assert ids({"enable_thinking": True, "other": 1}) == ids({}) == ids(None)
+    for options, message in (
+        (3, "chat_template_kwargs=3: expected a dict"),
+        ({1: 2}, "expected a dict of the template's options by name"),
+        ({"tokenize": True}, "'tokenize', which kvjax sets"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ids(options)
+    with pytest.raises(ValueError, match="the prompt has no chat messages"):
+        ids({"enable_thinking": False}, "ba ce")
+
+
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %} {{ {'user': 'sa', 'assistant': 'se', 'system': 'si'}[message.role] }}"
     " {{ message.content }} {{ eos_token }}{% endfor %}{% if add_generation_prompt %} se{% endif %}"
@@ -113,7 +149,7 @@ MALFORMED = {
     "text among conversations": ([[USER], "ba"], "row 1 of the prompt is 'ba' beside rows of chat messages: expected"),
     "an empty conversation": ([[USER], []], r"row 1 of the prompt is \[\] beside rows of chat messages: expected"),
     "an empty conversation first": ([[], [USER]], "row 0 of the prompt is empty"),
-    "a message alone": (USER, "the prompt is of type dict: expected a string, .* a list of chat messages"),
+    "a message alone": (USER, r"the prompt is of type dict with the keys .*: expected a list of chat messages"),
 }
 
 

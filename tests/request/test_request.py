@@ -62,7 +62,7 @@ BAD_PROMPTS = {
     "ids and rows": ([1, [2, 3]], "row 0 of the prompt is object"),
     "text": ("a text", "expected tokenizer="),
     "texts": (["a text"], "expected tokenizer="),
-    "a dictionary": ({"input_ids": [1]}, "the prompt is of type dict: expected a string"),
+    "a dictionary": ({"role": "user"}, "the prompt is of type dict with the keys"),
     "a number": (7, "the prompt is of type int: expected a string"),
 }
 

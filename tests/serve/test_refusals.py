@@ -85,11 +85,15 @@ def test_bad_completions(serving: Serving, body: Any, param: str | None, said: s
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
         ({"messages": "ba"}, "messages"),
         ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}], "tool_choice": "auto"}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tokenize": True}}, None),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"top_logprobs": 2}, "top_logprobs"),
     ],
 )
-def test_bad_chats(serving: Serving, change: Any, param: str) -> None:
+def test_bad_chats(serving: Serving, change: Any, param: str | None) -> None:
     status, answer = send(serving, "/v1/chat/completions", CHAT | change)
     assert (status, answer["error"]["param"]) == (400, param)
 
@@ -99,6 +103,15 @@ def test_what_changes_nothing_is_accepted(serving: Serving) -> None:
     assert send(serving, "/v1/completions", GOOD | neutral | {"best_of": 1, "echo": False})[0] == 200
     more = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False}
     assert send(serving, "/v1/chat/completions", CHAT | neutral | more)[0] == 200
+    tools = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}
+    assert send(serving, "/v1/chat/completions", CHAT | tools)[0] == 200
+    assert send(serving, "/v1/chat/completions", CHAT | {"tool_choice": "auto"})[0] == 200
+
+
+def test_options_of_the_chat_template(serving: Serving) -> None:
+    usual = send(serving, "/v1/chat/completions", CHAT)[1]["usage"]["prompt_tokens"]
+    for options in ({"chat_template_kwargs": {"twice": True}}, {"reasoning_effort": "low"}):
+        assert send(serving, "/v1/chat/completions", CHAT | options)[1]["usage"]["prompt_tokens"] == usual + 1
 
 
 def test_statuses(serving: Serving) -> None:
