@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import kvjax
+from kvjax.checkpoint.folder import DEMO
 from tests.cli.commands import PROMPT, kv
 
 
@@ -93,3 +94,17 @@ def test_generate_reads_a_file_samples_and_casts(shallow_model: str, tmp_path: P
     sampler = kvjax.Sampler(temperature=0.7, top_p=0.9)
     expected = kvjax.generate(params, PROMPT, max_new_tokens=4, sampler=sampler, seed=3, chunk=8, tokenizer=words)
     assert json.loads(stdout)["tokens"] == expected.tokens[0, : expected.lengths[0]].tolist()
+
+
+def test_the_checkpoints_sampler_is_the_default_and_info_shows_what_is_said(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO, folder)
+    said = {"do_sample": True, "temperature": 0.5, "eos_token_id": [2, 3], "no_repeat_ngram_size": 3}
+    (folder / "generation_config.json").write_text(json.dumps(said))
+    for options, sampler in (((), "temperature=0.5"), (("--sampler", "greedy"), "greedy")):
+        with pytest.warns(UserWarning, match="asks for no_repeat_ngram_size=3"):
+            status, stdout, _ = kv("generate", str(folder), "a", "--max-new-tokens", "2", "--json", *options)
+        assert (status, json.loads(stdout)["sampler"]) == (0, sampler)
+    shown = json.loads(kv("info", str(folder), "--policy", "full", "--json")[1])
+    assert (shown["end_tokens"], shown["sampler"]) == ([2, 3], "temperature=0.5")
+    assert shown["not_applied"] == ["no_repeat_ngram_size=3"]
