@@ -96,6 +96,8 @@ ALIASES = {"su": "longrope"}  # the name in the first Phi-3 checkpoints
 def rope_from_hf(hf: Mapping[str, Any], kinds: tuple[str, ...] = tuple(ROPE_TYPES), *, partial: bool = False) -> Rope:
     """Reads RoPE from either form of config. If a config has both, `rope_scaling` wins, as in transformers.
 
+    A field that is null is absent.
+
     Args:
         hf: the content of `config.json`.
         kinds: the rope types that the family supports.
@@ -107,9 +109,10 @@ def rope_from_hf(hf: Mapping[str, Any], kinds: tuple[str, ...] = tuple(ROPE_TYPE
     fields = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(fields, Mapping):
         raise unsupported("rope_scaling", fields, "a mapping")
+    fields = {name: value for name, value in fields.items() if value is not None}
     if not partial:
         require(hf, "partial_rotary_factor", None, 1.0)
-        require(fields, "partial_rotary_factor", None, 1.0)
+        require(fields, "partial_rotary_factor", 1.0)
     fraction = number(fields, "partial_rotary_factor", number(hf, "partial_rotary_factor", 1.0))
     if fraction > 1:
         raise unsupported("partial_rotary_factor", fraction, "a number in (0, 1]")

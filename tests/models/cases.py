@@ -76,7 +76,7 @@ CASES = {
     "phi3-group1": ("phi3", GROUP1 | {"num_hidden_layers": 2}),
     "phi3-partial-window-tied": (
         "phi3",
-        GROUP8 | TIED | {"sliding_window": 9, "rope_parameters": PARTIAL},
+        GROUP8 | TIED | {"sliding_window": 9, "partial_rotary_factor": 0.5, "rope_parameters": PARTIAL},
     ),
     "phi3-longrope": ("phi3", GROUP4 | {"hidden_size": 64} | longrope(4, 32)),
     "phi3-longrope-short": ("phi3", GROUP5 | longrope(4, 128)),

@@ -59,11 +59,11 @@ def limit_swiglu(model: Any) -> None:
             module.limit = model.config.swiglu_limit
 
 
-def read(model: Any, path: Path) -> Any:
-    """Returns the checkpoint of `path`, by transformers, as a model of the same class."""
-    again = type(model).from_pretrained(path, attn_implementation="eager")
-    limit_swiglu(again)
-    return again
+def read(path: Path) -> Any:
+    """Returns the checkpoint of `path` as transformers reads it."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    limit_swiglu(model)
+    return model
 
 
 def save(model: Any, model_type: str, path: Path) -> None:

@@ -31,6 +31,7 @@ GRANITE = LLAMA | {"model_type": "granite"}
 INTERNLM2 = LLAMA | {"model_type": "internlm2"}
 LONGROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
 FULL, SLIDING = "full_attention", "sliding_attention"
+LINEAR = {"rope_scaling": {"type": "linear", "factor": 4.0}}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 YARN = {
     "factor": None,
@@ -139,6 +140,18 @@ def test_rope_of_phi():
     fields = {"partial_rotary_factor": 0.5, "max_position_embeddings": 131_072, "rope_scaling": inside}
     expected = LongRopeScaling((1.0,), (2.0,), math.sqrt(1 + math.log(32) / math.log(4096)), 4096)
     assert config_from_hf(PHI3 | fields).rope == Rope(10_000.0, expected, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "same"),
+    [
+        (LLAMA, {"rope_parameters": {"rope_type": "default", "rope_theta": None}}, {}),
+        (LLAMA, {"rope_theta": None, "rope_parameters": {"rope_theta": 500.0}}, {"rope_theta": 500.0}),
+        (LLAMA, {"rope_scaling": {"type": "linear", "rope_type": None, "factor": 4.0, "beta_fast": None}}, LINEAR),
+    ],
+)
+def test_null_in_rope_is_absent(family, fields, same):
+    assert config_from_hf(family | fields) == config_from_hf(family | same)
 
 
 @pytest.mark.parametrize(
