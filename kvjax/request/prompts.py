@@ -154,7 +154,8 @@ def is_single(prompt: Prompt | None) -> bool:
         prompt = prompt["input_ids"]
     if hasattr(prompt, "__array__"):
         return np.ndim(prompt) == 1
-    first: Any = prompt[0]
+    rows: Any = prompt
+    first = rows[0]
     return isinstance(first, Mapping) or (not isinstance(first, str | list | tuple) and np.ndim(first) == 0)
 
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 import kvjax
+from kvjax.checks import bytes_text
 from tests.cli.commands import PROMPT, kv
 
 
