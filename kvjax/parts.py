@@ -23,6 +23,7 @@ from kvjax.methods.common.refusals import (
     check_by_entry,
     check_first_rotation,
     check_own_positions,
+    check_plain_budget,
     check_sinks,
     check_window,
 )
@@ -120,6 +121,7 @@ __all__ = [
     "check_mean",
     "check_number",
     "check_own_positions",
+    "check_plain_budget",
     "check_share",
     "check_sinks",
     "check_window",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from safetensors.numpy import load_file, save_file
 import kvjax
 from kvjax.attend.causal import causal
 from kvjax.checkpoint.errors import CheckpointError
+from kvjax.checkpoint.folder import DEMO
+from kvjax.checkpoint.hf import save_hf
 from kvjax.checkpoint.named import load_named
 from kvjax.gates.files import write_gates
 from kvjax.models import Decoder, DecoderConfig, Rope
@@ -247,18 +250,22 @@ def test_bfloat16_files_and_models(tmp_path):
         assert kvjax.generate(attached, rows, policy=policy, max_new_tokens=3).tokens.shape == (2, 3)
 
 
-def test_commands_attach_either_kind(tmp_path, monkeypatch):
+def test_commands_attach_either_kind(tmp_path):
     params = tiny.decoder(8, 2)
+    save_hf(params, tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, tmp_path / "model")
     (gates, *_) = tiny.random_gates(1, 2, 4)
     write_gates(gates, tmp_path / "gates", facts={})
     write_statistics(tiny.random_statistics(params.config), tmp_path / "statistics", facts={})
-    monkeypatch.setattr("kvjax.checkpoint.named.load", lambda *_: (params, "tokenizer"))
     *_, others = tiny.random_gates(1, 2, 4)
     files = (
         save({"module": list(others.layers)}, tmp_path / "g.pt"),
         save(published(tiny.random_statistics(params.config)), tmp_path / "s.pt"),
     )
-    found, _ = load_named("model", gates=[str(tmp_path / "gates"), str(tmp_path / "statistics"), *map(str, files)])
+    found, _ = load_named(
+        str(tmp_path / "model"), gates=[str(tmp_path / "gates"), str(tmp_path / "statistics"), *map(str, files)]
+    )
     assert sorted(found.layers[0].attention.gates) == ["fastkvzip", "kvzap"]
     assert sorted(found.layers[0].attention.statistics) == sorted(tiny.random_statistics(params.config))
 

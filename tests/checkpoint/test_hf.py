@@ -7,26 +7,17 @@ import sys
 import types
 from pathlib import Path
 
-import huggingface_hub
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from huggingface_hub.utils import filter_repo_objects
 from safetensors.numpy import load_file, save_file
 
 import kvjax
 from kvjax.checkpoint import CheckpointError, load, load_named, read_headers, save_hf, source_of
 from kvjax.checkpoint.errors import one_line
-from kvjax.checkpoint.folder import DEMO
 from kvjax.models import UnsupportedModelError
 from tests.checkpoint.folders import EMBED, HEAD, HF, INDEX, QUERY, WEIGHTS, assert_equal, decoder, problems
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    save_hf(decoder(), tmp_path / "model")
-    return tmp_path / "model"
 
 
 def edit(folder: Path, **tensors: np.ndarray | None) -> None:
@@ -269,49 +260,6 @@ def test_all_problems_with_tensors_are_listed_together(folder):
         f"{QUERY} has dtype I8; accepted: F32, BF16, F16",
         "unexpected tensor(s): model.layers.0.self_attn.q_proj.bias, model.layers.2.mlp.up_proj.weight",
     )
-
-
-def test_hub_id_downloads_what_is_needed_and_nothing_else(folder, tmp_path, monkeypatch):
-    for name in ("pytorch_model.bin", "consolidated.safetensors", "modeling_own.py", "tokenizer.model"):
-        (folder / name).touch()
-    downloaded = []
-
-    def snapshot_download(repo_id, allow_patterns):
-        assert repo_id == "someone/tiny"
-        names = [file.name for file in folder.iterdir()]
-        downloaded.extend(sorted(filter_repo_objects(names, allow_patterns=allow_patterns)))
-        (tmp_path / "cache").mkdir()
-        for name in downloaded:
-            if name != "tokenizer.model":
-                shutil.copy(folder / name, tmp_path / "cache")
-        return str(tmp_path / "cache")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert_equal(load("someone/tiny")[0], decoder())
-    assert downloaded == ["config.json", WEIGHTS, "tokenizer.model"]
-
-
-def test_hub_id_offline(tmp_path, monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(CheckpointError, match="load someone/absent: no such folder, and the Hugging Face hub did not"):
-        load("someone/absent")
-
-
-def test_existing_folder_goes_before_the_hub(folder, monkeypatch):
-    monkeypatch.chdir(folder.parent)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
-    assert_equal(load("model")[0], decoder())
-
-
-def test_demo_is_the_model_that_ships_unless_a_folder_has_this_name(folder, monkeypatch):
-    monkeypatch.chdir(folder.parent)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
-    params, tokenizer = load("demo")
-    assert_equal(params, load(DEMO)[0])
-    assert tokenizer is not None
-    folder.rename("demo")
-    assert_equal(load("demo")[0], decoder())
 
 
 def test_fused_tensor_that_is_misshapen(tmp_path):

@@ -1,0 +1,37 @@
+"""The smallest config.json of each family, and forms of RoPE."""
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+MISTRAL = LLAMA | {"model_type": "mistral", "num_attention_heads": 8}
+QWEN2 = LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2}
+QWEN3 = QWEN2 | {"model_type": "qwen3"}
+PHI3 = LLAMA | {"model_type": "phi3"}
+MINISTRAL = MISTRAL | {"model_type": "ministral"}
+SMOLLM3 = QWEN2 | {"model_type": "smollm3"}
+OLMO2 = LLAMA | {"model_type": "olmo2"}
+GEMMA2 = QWEN2 | {"model_type": "gemma2", "head_dim": 8}
+GEMMA3 = GEMMA2 | {"model_type": "gemma3_text"}
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_key_value_heads": 2}
+QWEN3_MOE = QWEN2 | {"model_type": "qwen3_moe"}
+GPT_OSS = LLAMA | {"model_type": "gpt_oss", "num_key_value_heads": 2, "rope_scaling": {"type": "linear", "factor": 2.0}}
+GRANITE = LLAMA | {"model_type": "granite"}
+INTERNLM2 = LLAMA | {"model_type": "internlm2"}
+LONGROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+FULL, SLIDING = "full_attention", "sliding_attention"
+LINEAR = {"rope_scaling": {"type": "linear", "factor": 4.0}}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {
+    "factor": None,
+    "mscale": 2.0,
+    "mscale_all_dim": 0.5,
+    "beta_fast": 16,
+    "beta_slow": 2,
+    "truncate": False,
+    "original_max_position_embeddings": 128,
+}
