@@ -81,7 +81,8 @@ class Expected:
         finish: Finish = "end" if tokens[-1] in one.eos else "length"
         stop = [tokenizer.decode([whole.tokens[0, one.stop]])] if one.stop in range(whole.lengths[0]) else [""]
         said = text(len(tokens))
-        ends = [n for n in range(1, len(tokens) + 1) if stop[0] and stop[0] in text(n)]
+        special = tokenizer.get_added_vocab().get(stop[0])  # which no text shows
+        ends = [n for n, token in enumerate(tokens, 1) if token == special or (stop[0] and stop[0] in text(n))]
         if ends:
             tokens, finish, said = tokens[: ends[0]], "stop", text(ends[0]).partition(stop[0])[0]
         assert whole.log_probs is not None
