@@ -15,6 +15,7 @@ from kvjax.checkpoint.folder import GENERATION, read_json
 from kvjax.checks import is_integer, shown
 from kvjax.decoding import sampling
 from kvjax.models import Card, Decoder, family
+from kvjax.models.unknown import OFF
 
 ENDS, PENALTY = "eos_token_id", "repetition_penalty"
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # of `kvjax.Sampler`
@@ -38,7 +39,6 @@ OF_CONFIG = (  # the fields of generation that older config.json have, which cou
     *("do_sample", *SAMPLING, PENALTY, "min_length", "no_repeat_ngram_size", "typical_p", "num_beams", "bad_words_ids"),
     *("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
 )
-OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 
 def read_card(folder: Path, vocab_size: int) -> Card:
