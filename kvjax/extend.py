@@ -123,7 +123,7 @@ def check_policy(cache: KVCache, policy: Policy | None) -> None:
 
 def check_mesh(cache: KVCache, params: Decoder) -> None:
     """Raises ValueError unless cache and parameters are on the same mesh. Under `jax.jit` meshes are not visible."""
-    traced = isinstance(jax.tree.leaves(params)[0], jax.core.Tracer)
+    traced = isinstance(params.embed[...], jax.core.Tracer)
     if not traced and cache.mesh != mesh_of(params):
         raise ValueError(
             f"the cache lies on {cache.mesh or 'one device'}, the parameters on {mesh_of(params) or 'one device'}: "

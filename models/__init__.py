@@ -33,7 +33,7 @@ from . import (
 from .attend import Attend, AttentionLayer, join_sinks
 from .card import Card
 from .config import DecoderConfig
-from .decoder import Decoder, embedded
+from .decoder import Decoder, Head, embedded
 from .fields import UnsupportedModelError
 from .mixture import ExpertWeights, Mix, Mixture, densely, gated, routed
 from .registered import Registered
@@ -114,6 +114,7 @@ __all__ = [
     "DecoderConfig",
     "ExpertWeights",
     "FusedRows",
+    "Head",
     "Layout",
     "Mix",
     "Mixture",

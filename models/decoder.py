@@ -8,7 +8,7 @@ sees; this module knows no cache and no policy. How experts are computed is an a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -267,6 +267,32 @@ def embedded(embed: nnx.Param, tokens: Int[Array, "B N"], scale: float) -> Float
     return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Head:
+    """The last norm and the product with the vocabulary.
+
+    Attributes:
+        config: the architecture.
+        norm: the last norm.
+        matrix: the unembedding [E, V], or the embedding [V, E] if they are tied.
+    """
+
+    config: DecoderConfig = field(metadata={"static": True})
+    norm: RMSNorm
+    matrix: nnx.Param
+
+    def __call__(self, hidden: Float[Array, "... E"]) -> Float[Array, "... V"]:
+        """Returns next-token logits in float32."""
+        hidden = self.norm(hidden)
+        form = "VE" if self.config.tie_embeddings else "EV"
+        logits = jnp.einsum(f"...E,{form}->...V", hidden, self.matrix[...], preferred_element_type=jnp.float32)
+        if self.config.logit_divisor != 1:
+            logits /= self.config.logit_divisor
+        softcap = self.config.logit_softcap
+        return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
 class Decoder(nnx.Module):
     """The parameters of a decoder, and the functions that run it. Public functions take it as `params`.
 
@@ -324,10 +350,9 @@ class Decoder(nnx.Module):
 
         The last norm is applied here, not in `__call__`, because logits are needed at few positions of a prompt.
         """
-        hidden = self.norm(hidden)
-        form, matrix = ("VE", self.embed) if self.unembed is None else ("EV", self.unembed)
-        logits = jnp.einsum(f"...E,{form}->...V", hidden, matrix[...], preferred_element_type=jnp.float32)
-        if self.config.logit_divisor != 1:
-            logits /= self.config.logit_divisor
-        softcap = self.config.logit_softcap
-        return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+        return self.head(hidden)
+
+    @property
+    def head(self) -> Head:
+        """What maps hidden states to logits, apart from the layers."""
+        return Head(self.config, self.norm, self.embed if self.unembed is None else self.unembed)

@@ -27,7 +27,7 @@ they neither see nor are seen.
 """
 
 from .arrays import after_last, fold
-from .dispatch import Implementation, implementations, use
+from .dispatch import Implementation, implementations, mapped, use
 from .grouped_product import grouped_product
 from .lowest_tokens import lowest_tokens
 from .overwrites import change_block, set_entries, set_slot
@@ -65,6 +65,7 @@ __all__ = [
     "in_one_pass",
     "joined",
     "lowest_tokens",
+    "mapped",
     "matmul",
     "pages",
     "plain",

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import jax
+from jaxtyping import Array
 
 from .traced_once import traced_once
 
@@ -151,6 +152,15 @@ def dispatch(reference: Callable[..., Any], *backends: str) -> Callable[..., Any
         return attempt(tuple(_backends(operation)[0]), args, kwargs)
 
     return call
+
+
+def mapped(function: Callable[[Any], Array], xs: Any) -> Array:
+    """Applies a function of operations to each item of arrays with a leading axis, and stacks the results.
+
+    A GPU runs a kernel for all items at once, in a larger grid. Its loop would be started round by round by the host.
+    Elsewhere one item follows the other.
+    """
+    return jax.vmap(function)(xs) if platform() == "gpu" else jax.lax.map(function, xs)
 
 
 def _warn(operation: str, refusals: list[str], used: str) -> None:

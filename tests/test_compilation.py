@@ -22,7 +22,7 @@ from tests.products import part
 from tests.tiny import decoder
 
 RNG = np.random.default_rng(2)
-READING = ("jit(begin)", "jit(_read_layer)", "jit(logits_of)")
+READING = ("jit(begin)", "jit(_read_layers)", "jit(logits_of)")
 EVERY_FOURTH = "morphkv:budget=16,window=4,every=4"
 
 
@@ -57,7 +57,7 @@ def test_fixed_budget_decodes_all_prompts_with_one_program(tiny: Decoder, compil
     params = smaller(tiny, vocab_size=51)
     for length in (3, 20, 40):
         kvjax.generate(params, RNG.integers(0, 50, length), policy=parse("h2o:budget=8"), max_new_tokens=4)
-    assert Counter(compiled)["jit(_read_layer)"] == 3
+    assert Counter(compiled)["jit(_read_layers)"] == 3
     assert Counter(compiled)["jit(decode)"] == 1
 
 
@@ -78,7 +78,7 @@ def test_equal_policies_and_samplers_share_programs(tiny: Decoder, compiled: lis
     assert compiled == ["jit(decode)"]
     compiled.clear()
     answer(9, 0.5)
-    assert Counter(compiled) == dict.fromkeys(("jit(_unfilled)", "jit(_read_layer)", "jit(decode)"), 1)
+    assert Counter(compiled) == dict.fromkeys(("jit(_unfilled)", "jit(_read_layers)", "jit(decode)"), 1)
 
 
 @pytest.mark.slow

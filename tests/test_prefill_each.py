@@ -127,8 +127,8 @@ def test_layers_are_read_once_and_share_programs(compiled: list[str]) -> None:
         caches = list(kvjax.prefill_each(params, ROWS, policies=texts, clock=clock))
         assert [cache.entries[0].slots for cache in caches[:3]] == [8, 12, 16]
         assert clock.runs == {"read_to_end": 1}
-        programs.append(Counter(name for name in compiled if name in ("jit(_read_layer)", "jit(_compress_layer)")))
-    assert programs == [{"jit(_read_layer)": 1, "jit(_compress_layer)": 1}, {}]
+        programs.append(Counter(name for name in compiled if name in ("jit(_read_layers)", "jit(_compress_layer)")))
+    assert programs == [{"jit(_read_layers)": 1, "jit(_compress_layer)": 1}, {}]
     assert list(kvjax.prefill_each(decoder(), ROWS, policies=[])) == []
 
 

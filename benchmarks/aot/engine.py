@@ -51,7 +51,7 @@ def lower_engine(
     params, mesh = plan_params(config, dtype, mesh), fit_mesh(mesh, config)
     check_attached(policy, params)
     check_batch(rows, mesh)
-    sizes = Sizes.of(rows, max_prompt, max_new_tokens, chunk=chunk)
+    sizes = Sizes.of(rows, max_prompt, max_new_tokens, chunk=chunk, platform=mesh.devices.flat[0].platform)
     plans = Plans.of(config, policy, sizes, jnp.dtype(dtype), mesh, encoded_texts(policy, None))
     programs = Lowered(plans.placed)
     logits, row = Reader(plans, params, programs.compile, plans.shapes_of).add_all(after=False)

@@ -37,9 +37,10 @@ class ReadPlan:
     final: bool
     settled: tuple[int | None, ...] = ()
 
-    def of_layer(self, i: int) -> ReadPlan:
-        """The plan of one layer."""
-        return replace(self, slots=(self.slots[i],), kept=(self.kept[i],), settled=self.settled[i : i + 1])
+    def of_layers(self, first: int, count: int) -> ReadPlan:
+        """The plan of some layers."""
+        some = slice(first, first + count)
+        return replace(self, slots=self.slots[some], kept=self.kept[some], settled=self.settled[some])
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,10 @@ class Reading:
     limits: Limits
     plan: ReadPlan | None
 
-    def of_layer(self, i: int) -> Reading:
-        """That of one layer over its own entries."""
-        return replace(self, limits=self.limits.of_layer(i), plan=None if self.plan is None else self.plan.of_layer(i))
+    def of_layers(self, first: int, count: int) -> Reading:
+        """That of some layers over their own entries."""
+        plan = None if self.plan is None else self.plan.of_layers(first, count)
+        return replace(self, limits=self.limits.of_layers(first, count), plan=plan)
 
     def __call__(
         self,

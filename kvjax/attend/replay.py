@@ -31,8 +31,8 @@ class Replaying:
     policy: Policy
     instead: Callable[..., Array] | None = None
 
-    def of_layer(self, i: int) -> Replaying:
-        """That of one layer over its own entries."""
+    def of_layers(self, first: int, count: int) -> Replaying:
+        """That of some layers over their own entries."""
         return self
 
     def __call__(

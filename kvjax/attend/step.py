@@ -70,9 +70,9 @@ class Stepping:
     policy: Policy
     limits: Limits
 
-    def of_layer(self, i: int) -> Stepping:
-        """That of one layer over its own entries."""
-        return replace(self, limits=self.limits.of_layer(i))
+    def of_layers(self, first: int, count: int) -> Stepping:
+        """That of some layers over their own entries."""
+        return replace(self, limits=self.limits.of_layers(first, count))
 
     def __call__(
         self,

@@ -150,12 +150,12 @@ class Entries(ABC):
         """The same entries, those of layer i replaced."""
 
     @abstractmethod
-    def alone(self, i: int) -> Self:
-        """The entries of layer i as those of a model of one layer. A pool keeps its rows, of all layers."""
+    def of_layers(self, first: int, count: int) -> Self:
+        """The entries of some layers as those of a model of these layers. A pool keeps its rows, of all layers."""
 
     @abstractmethod
-    def with_alone(self, i: int, part: Self) -> Self:
-        """The same entries, with what became of `alone(i)`."""
+    def with_layers(self, first: int, part: Self) -> Self:
+        """The same entries, with what became of `of_layers(first, len(part))`."""
 
     # A decode step of one layer: make room, write, attend, observe.
 

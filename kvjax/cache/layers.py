@@ -48,11 +48,11 @@ class Layers(Entries):
     def with_layer(self, i: int, layer: Slots) -> Layers:
         return Layers((*self.each[:i], layer, *self.each[i + 1 :]))
 
-    def alone(self, i: int) -> Layers:
-        return Layers((self.each[i],))
+    def of_layers(self, first: int, count: int) -> Layers:
+        return Layers(self.each[first : first + count])
 
-    def with_alone(self, i: int, part: Layers) -> Layers:
-        return self.with_layer(i, part.each[0])
+    def with_layers(self, first: int, part: Layers) -> Layers:
+        return Layers((*self.each[:first], *part.each, *self.each[first + len(part) :]))
 
     def make_room(self, i: int, incoming: Bool[Array, "B"], room: MakeRoom) -> tuple[Layers, Int[Array, "B H"]]:
         entries = room.expire(self.each[i])

@@ -102,12 +102,12 @@ class Segments(Entries):
     def layer(self, i: int, slots: int) -> Slots:
         return self.view(i, 0, slots)
 
-    def alone(self, i: int) -> Segments:
-        own: Any = {name: getattr(self, name)[i : i + 1] for name in BY_LAYER}
+    def of_layers(self, first: int, count: int) -> Segments:
+        own: Any = {name: getattr(self, name)[first : first + count] for name in BY_LAYER}
         return replace(self, **own)
 
-    def with_alone(self, i: int, part: Segments) -> Segments:
-        each: Any = {name: _put(getattr(self, name), i, getattr(part, name)[0]) for name in BY_LAYER}
+    def with_layers(self, first: int, part: Segments) -> Segments:
+        each: Any = {name: _put(getattr(self, name), first, *getattr(part, name)) for name in BY_LAYER}
         return replace(part, **each)
 
     def take(self, layer: int, first: Int[Array, ""] | int, slots: int, x: Array) -> Array:
@@ -311,6 +311,6 @@ class Segments(Entries):
         return np.arange(B)[:, None], np.arange(H) // (H // self.lanes), row
 
 
-def _put(each: tuple[Any, ...], i: int, new: Any) -> tuple[Any, ...]:
-    """What all layers have, with that of layer i replaced."""
-    return (*each[:i], new, *each[i + 1 :])
+def _put(each: tuple[Any, ...], first: int, *new: Any) -> tuple[Any, ...]:
+    """What all layers have, with that of some layers replaced."""
+    return (*each[:first], *new, *each[first + len(new) :])

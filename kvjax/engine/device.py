@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
 
 from kvjax.kv_cache import KVCache
+from kvjax.mesh.sharding import platform_of
 from kvjax.models import Decoder
 from kvjax.reading.prompt import Pieces, complete
 
@@ -48,9 +49,9 @@ class Device:
         """
         self._plans, self._store = plans, store
         self._leaves = jax.tree.leaves(params)
-        on_cpu = next(iter(self._leaves[0].sharding.device_set)).platform == "cpu"
-        self._timed = on_cpu and at_once is None
-        self.at_once = min(at_once or (CPU_STEPS if on_cpu else 1), plans.sizes.max_new_tokens)
+        self._on_cpu = platform_of(params) == "cpu"
+        self._timed = self._on_cpu and at_once is None
+        self.at_once = min(at_once or (CPU_STEPS if self._on_cpu else 1), plans.sizes.max_new_tokens)
         self._programs = programs = Programs(plans.placed)
         adding = Reader(plans, params, programs.compile, plans.shapes_of)
         logits, self.row = adding.add_all(after=store is not None)
@@ -61,7 +62,13 @@ class Device:
         self.workspace = programs.workspace
 
     def start(self, example: Ticket) -> WarmUp:
-        """Makes the resident rows of an example, and runs what every request runs."""
+        """Makes the resident rows of an example, and runs what every request runs.
+
+        A GPU or TPU loads a program when it runs first, so prompts of every class are read that take one chunk.
+        """
+        sizes = self._plans.sizes
+        for size in () if self._on_cpu else sizes.classes[: sizes.classes.index(sizes.chunk) + 1]:
+            complete(self.read(np.zeros(size, np.int32), None))
         logits, cache = read = complete(self.read(example.prompt, None))
         self.resident: Resident = self._programs.run("idle", cache, logits, self._everywhere(example.start))
         np.asarray(self.admit(read, example.start, 0))

@@ -20,7 +20,7 @@ from kvjax.checks import check_params, check_size, shown
 from kvjax.decoding.row_text import check_fast
 from kvjax.decoding.sampling import SamplingMethod
 from kvjax.kv_cache import check_attached, check_groups
-from kvjax.mesh.sharding import MODEL, check_batch, mesh_of
+from kvjax.mesh.sharding import MODEL, check_batch, mesh_of, platform_of
 from kvjax.models import Decoder
 from kvjax.policy import Policy
 from kvjax.request.ends import EndTokens, default_ends
@@ -120,7 +120,7 @@ class Engine:
         self.policy = as_policy(policy) or policies.full()
         self._ends = default_ends(params, tokenizer)
         ends = max(max_end_tokens, len(self._ends))
-        self.sizes = Sizes.of(rows, max_prompt, max_new_tokens, chunk=chunk, ends=ends)
+        self.sizes = Sizes.of(rows, max_prompt, max_new_tokens, chunk=chunk, ends=ends, platform=platform_of(params))
         texts = texts_of(self.policy, tokenizer, config.vocab_size)
         if (longest := max_prompt + max_new_tokens) > config.max_positions:
             warnings.warn(

@@ -103,7 +103,7 @@ class Reader:
         batch = self._batch(prompt)
         plan = self.plans.after(batch.tokens.shape[1], cache)
         hidden, cache = read(self.params, cache, *map(self.put, batch.arrays), plan=plan, run=self.run, owned=True)
-        return self.run(logits_of, self.params, hidden, mesh=self.plans.mesh), cache
+        return self.run(logits_of, self.params.head, hidden, mesh=self.plans.mesh), cache
 
     def _batch(self, prompt: Int[np.ndarray, "N"]) -> Batch:
         """A prompt for each part of the batch, padded to its class, or to whole chunks."""

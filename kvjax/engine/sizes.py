@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvjax.cache import bucket, room_for
 
 CHUNK = 512  # tokens of a prompt that are read between two steps, unless the caller says otherwise
+SHORTEST_ON_GPU = 128  # a GPU reads fewer tokens in the same time, which its weights take
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Sizes:
         max_new_tokens: the most tokens of an answer.
         chunk: the most tokens of a prompt that are read between two steps.
         ends: the most end tokens of a request.
+        shortest: the tokens to which a shorter prompt is padded, at most a chunk.
     """
 
     rows: int
@@ -26,11 +28,23 @@ class Sizes:
     max_new_tokens: int
     chunk: int
     ends: int
+    shortest: int
 
     @classmethod
-    def of(cls, rows: int, max_prompt: int, max_new_tokens: int, *, chunk: int = CHUNK, ends: int = 8) -> Sizes:
-        """The sizes, with a chunk that is a bucket and no longer than the longest prompt."""
-        return cls(rows, max_prompt, max_new_tokens, min(bucket(chunk), bucket(max_prompt)), ends)
+    def of(
+        cls,
+        rows: int,
+        max_prompt: int,
+        max_new_tokens: int,
+        *,
+        chunk: int = CHUNK,
+        ends: int = 8,
+        platform: str = "cpu",
+    ) -> Sizes:
+        """The sizes on a platform, with a chunk that is a bucket and no longer than the longest prompt."""
+        chunk = min(bucket(chunk), bucket(max_prompt))
+        shortest = SHORTEST_ON_GPU if platform == "gpu" else 1
+        return cls(rows, max_prompt, max_new_tokens, chunk, ends, min(shortest, chunk))
 
     @property
     def prompt(self) -> int:
@@ -44,7 +58,7 @@ class Sizes:
 
     def padded(self, length: int) -> int:
         """The class of a prompt: its bucket if it is read at once, and else whole chunks."""
-        size = bucket(length)
+        size = bucket(max(length, self.shortest))
         if size <= self.chunk:
             return size
         return min(self.chunks(size), self.chunks(self.max_prompt)) * self.chunk
@@ -52,7 +66,7 @@ class Sizes:
     @property
     def classes(self) -> list[int]:
         """All classes of prompts, ascending."""
-        found, length = [], 1
+        found, length = [], self.shortest
         while length <= self.max_prompt:
             found.append(self.padded(length))
             length = bucket(length) + 1

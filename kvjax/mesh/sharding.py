@@ -167,8 +167,13 @@ def shard(params: Decoder, mesh: Mesh) -> Decoder:
 
 def mesh_of(params: Decoder) -> Mesh | None:
     """Returns the mesh that parameters are sharded over, in the form of `fit_mesh`; None if they are on one device."""
-    mesh = getattr(getattr(jax.tree.leaves(params)[0], "sharding", None), "mesh", None)
+    mesh = getattr(getattr(params.embed[...], "sharding", None), "mesh", None)  # all leaves take long to list
     return fit_mesh(mesh, params.config) if isinstance(mesh, Mesh) and mesh.size > 1 else None
+
+
+def platform_of(params: Decoder) -> str:
+    """The platform of the devices that hold parameters: "cpu", "gpu" or "tpu"."""
+    return next(iter(params.embed[...].sharding.device_set)).platform
 
 
 def place(x: ArrayLike, sharding: NamedSharding) -> Array:

@@ -18,12 +18,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Slots
-from kvjax.pallas_kernels import Asked, Reduction, change_block, fold, window_scores
+from kvjax.pallas_kernels import Asked, Reduction, change_block, fold, mapped, window_scores
 from kvjax.policy import (
     Attended,
     Budget,
@@ -182,7 +181,7 @@ class FoldedWindow(Score):
                 reduction=self.reduction,
             )
 
-        blocks = jnp.moveaxis(jax.lax.map(fold_one, jnp.arange(self.columns)), 0, 2)
+        blocks = jnp.moveaxis(mapped(fold_one, jnp.arange(self.columns)), 0, 2)
         return Folds(blocks, self._ask(ring, entries, newest, attended) if self.ahead else None)
 
     def _join(self, one: Array, other: Array) -> Array:

@@ -71,9 +71,10 @@ class Limits(NamedTuple):
     limited: tuple[bool, ...]
     evicts: tuple[bool, ...]
 
-    def of_layer(self, i: int) -> Limits:
-        """Those of one layer."""
-        return Limits(self.limited[i : i + 1], self.evicts[i : i + 1])
+    def of_layers(self, first: int, count: int) -> Limits:
+        """Those of some layers."""
+        some = slice(first, first + count)
+        return Limits(self.limited[some], self.evicts[some])
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.attend import Reading, Replaying, Stepping, attending_once, first, over_heads, twice
@@ -29,9 +31,9 @@ class Call:
     mesh: Mesh | None
     doubled: bool = False
 
-    def of_layer(self, i: int) -> Call:
-        """The call of one layer over its own entries."""
-        return replace(self, attention=self.attention.of_layer(i))
+    def of_layers(self, first: int, count: int) -> Call:
+        """The call of some layers over their own entries."""
+        return replace(self, attention=self.attention.of_layers(first, count))
 
     def attend(self, **rows: Any) -> Attend:
         """The attention function for these arguments, arrays with axes [B, ...] or None."""
@@ -45,16 +47,39 @@ def through_layers(
 ) -> tuple[Float[Array, "B N E"], Entries]:
     """The hidden states of tokens behind all layers, and the entries of the layers. It is called in a program.
 
-    A layer is traced once for all that are alike and whose arrays have equal shapes. XLA inlines its calls.
-
     Args:
         rows: the arguments of `Call.attend`.
     """
     x = embedded(params.embed, twice(tokens) if call.doubled else tokens, params.config.embedding_scale)
-    for i, (layer, facts) in enumerate(zip(params.layers, facts_of(params.config), strict=True)):
-        x, part = _traced(layer, i, x, entries.alone(i), rows, facts=facts, call=call.of_layer(i))
-        entries = entries.with_alone(i, part)
+    x, entries = through_some(params.layers, 0, x, entries, rows, facts=facts_of(params.config), call=call)
     return first(x) if call.doubled else x, entries
+
+
+def through_some(
+    layers: Sequence[Any],
+    first: Int[ArrayLike, ""],
+    x: Float[Array, "B N E"],
+    entries: Entries,
+    rows: dict[str, Any],
+    *,
+    facts: Sequence[AttentionLayer],
+    call: Call,
+) -> tuple[Float[Array, "B N E"], Entries]:
+    """The hidden states behind some layers, and their entries. It is called in a program.
+
+    A layer is traced once for all that are alike and whose arrays have equal shapes. XLA inlines its calls.
+
+    Args:
+        first: the index of the first of these layers in the model.
+        entries: of these layers.
+        facts: of these layers, from `facts_of`.
+        call: of these layers.
+    """
+    for i, (layer, own) in enumerate(zip(layers, facts, strict=True)):
+        part = entries.of_layers(i, 1)
+        x, part = _traced(layer, first + i, x, part, rows, facts=own, call=call.of_layers(i, 1))
+        entries = entries.with_layers(i, part)
+    return x, entries
 
 
 def through_layer(

@@ -88,7 +88,7 @@ def pieces(
         _, cache = read(params, cache, *map(put, part.arrays), plan=plan.between, run=run, owned=i > 0)
         yield
     hidden, cache = read(params, cache, *map(put, last.arrays), plan=plan.last(cache), run=run, owned=owned)
-    logits = run(logits_of, params, hidden, mesh=cache.mesh)
+    logits = run(logits_of, params.head, hidden, mesh=cache.mesh)
     if plan.end.allocate:
         for part in run(passes, *map(put, batch.arrays), score=cache.policy.score, texts=texts, mesh=cache.mesh):
             yield

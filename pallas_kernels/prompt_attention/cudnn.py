@@ -1,7 +1,7 @@
-"""Prompt attention on NVIDIA GPUs by cuDNN, which attends from new tokens to themselves; cached slots go to Triton.
+"""Prompt attention on NVIDIA GPUs by cuDNN: from new tokens to themselves, and to the cached slots before them.
 
-cuDNN knows causal masks, windows, and rows of different lengths that start at the left. It is called below
-`jax.nn.dot_product_attention`, which would round the log-sum-exp to q's dtype.
+cuDNN knows causal masks, windows, and rows of different lengths that start at the left. Triton serves cached slots in
+any other order. cuDNN is called below `jax.nn.dot_product_attention`, which would round the log-sum-exp to q's dtype.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from ..dispatch import DeclinedError
 from ..softmax import Attention
@@ -50,7 +50,13 @@ def prompt_attention(
     def cached(*arrays: Array) -> Attention:
         from . import triton  # prompts without cached slots do not need it
 
-        return triton.prompt_attention(*arrays, scale=scale, window=window, interpret=interpret)
+        def in_any_order() -> Attention:
+            return triton.prompt_attention(*arrays, scale=scale, window=window, interpret=interpret)
+
+        if window is not None:
+            return in_any_order()
+        *_, q_positions, k_positions = arrays
+        return jax.lax.cond(in_front(q_positions, k_positions), partial(over_slots, *arrays, scale=scale), in_any_order)
 
     return in_parts(own, cached, q, k, v, q_positions, k_positions)
 
@@ -71,13 +77,13 @@ def failure(group: int, channels: int, dtype: str, window: int | None) -> str | 
     XLA calls cuDNN when it compiles a program, after the choice of kernels has been traced.
     """
     tokens = (PROBE_TOKENS, channels)
-    shapes = [
-        *(jax.ShapeDtypeStruct((2, heads, *tokens), dtype) for heads in (2 * group, 2, 2)),
-        jax.ShapeDtypeStruct((2, PROBE_TOKENS), jnp.int32),
-    ]
+    q, k = (jax.ShapeDtypeStruct((2, heads, *tokens), dtype) for heads in (2 * group, 2))
+    q_positions, k_positions = (jax.ShapeDtypeStruct((2, *heads, PROBE_TOKENS), jnp.int32) for heads in ((), (2,)))
 
     def compile() -> None:
-        jax.jit(partial(by_cudnn, scale=1.0, window=window)).lower(*shapes).compile()
+        jax.jit(partial(by_cudnn, scale=1.0, window=window)).lower(q, k, k, q_positions).compile()
+        if window is None:
+            jax.jit(partial(over_slots, scale=1.0)).lower(q, k, k, q_positions, k_positions).compile()
 
     try:
         with ThreadPoolExecutor(1) as thread:  # which knows nothing of the trace or mesh that surrounds this call
@@ -145,3 +151,40 @@ def by_cudnn(
         return out, lse
 
     return jax.lax.cond(jnp.all(lengths == N), unpadded, padded)
+
+
+def in_front(q_positions: Int[Array, "B N"], k_positions: Int[Array, "B H M"]) -> Bool[Array, ""]:
+    """Whether no row has padding, and all its entries are in the first slots and older than its new tokens."""
+    occupied = k_positions >= 0
+    first = jnp.arange(k_positions.shape[2]) < jnp.sum(occupied, axis=-1, keepdims=True)
+    newest = jnp.max(k_positions, axis=(1, 2))
+    return jnp.all(occupied == first) & jnp.all(q_positions > newest[:, None])
+
+
+def over_slots(
+    q: Float[Array, "B Hq N D"],
+    k: Float[Array, "B H M D"],
+    v: Float[Array, "B H M D"],
+    q_positions: Int[Array, "B N"],
+    k_positions: Int[Array, "B H M"],
+    *,
+    scale: float,
+) -> Attention:
+    """Attention of all tokens over all entries, which are `in_front`. Each kv head may have another number of them."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    B, Hq, N, D = q.shape
+    H, M = k.shape[1:3]
+    held = jnp.sum(k_positions >= 0, axis=-1, dtype=jnp.int32)
+    out, lse = cudnn.dot_product_attention(
+        q.reshape(B * H, -1, N, D),
+        *(x.reshape(B * H, 1, M, D) for x in (k, v)),
+        q_seqlen=jnp.full(B * H, N, jnp.int32),
+        kv_seqlen=jnp.maximum(held, 1).reshape(-1),  # what a head without entries sees in an empty slot is left out
+        scale=scale,
+        qkv_layout="BNTH",
+        mask_type=cudnn.MaskType.PADDING,
+        return_residual=True,
+    )
+    lse = jnp.where(held[..., None, None] > 0, lse.reshape(B, H, -1, N), -jnp.inf)
+    return out.reshape(q.shape), lse.reshape(B, Hq, N)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..dispatch import dispatch
+from ..dispatch import dispatch, mapped
 from . import reference
 from .reduction import DEFAULT_REDUCTION, Reduction
 
@@ -42,4 +41,4 @@ def window_scores(
         return _scores(q, k, q_positions, k_positions, lse=lse, reduction=alone, **options)
 
     heads = by_head(q), None if lse is None else by_head(lse)
-    return jnp.moveaxis(jax.lax.map(of_head, heads), 0, 2)
+    return jnp.moveaxis(mapped(of_head, heads), 0, 2)

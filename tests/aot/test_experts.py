@@ -103,7 +103,7 @@ def test_a_prompt_goes_to_its_experts_only(name: str) -> None:
     """Beside weights and cache: what the experts of 4,096 tokens take and give. All experts take 16 times that."""
     config = replace(QWEN, windows=(None,))
     programs = lower_prefill(config, parse("full"), mesh=mesh_of(name), batch=1, length=4096, new_tokens=64)
-    compiled = programs["_read_layer 0"].compile()
+    compiled = programs["_read_layers 0"].compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 2.5 * 4096 * 8 * 2048 * 2
     assert ("grouped_product_kernel" if name == "h200:1" else "ragged-dot") in compiled.as_text()
 

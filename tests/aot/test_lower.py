@@ -144,7 +144,7 @@ def test_a_chunk_takes_two_layers_and_its_activations(text: str) -> None:
     """Beside weights and cache: at most the keys and values of two layers, and what the MLP makes of 4,096 tokens."""
     mesh, length = kvjax.make_mesh(devices=accelerators("h200:1")[:1]), 65_536
     programs = lower_prefill(NARROW, sized(text), mesh=mesh, batch=1, length=length, new_tokens=64, chunk=CHUNK)
-    assert sum(name.startswith("_read_layer") for name in programs) == 3  # of the first chunk, the last, and others
+    assert sum(name.startswith("_read_layers") for name in programs) == 3  # of the first chunk, the last, and others
     layer = length * NARROW.bytes_per_token("bfloat16") // NARROW.num_layers
     activations = 3 * CHUNK * NARROW.mlp_size * 2
     assert max(temporaries(programs).values()) < 2 * layer + activations

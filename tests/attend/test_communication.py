@@ -158,7 +158,7 @@ def test_a_prompt_communicates_what_is_declared(text: str, kv_heads: int) -> Non
     config = decoder(HEADS, kv_heads).config
     programs = lower_prefill(config, parse(text), **PROMPTS, new_tokens=NEW, mesh=mesh(2, 4))
     found = {name: Communication.of(lowered.compile().as_text()).counts for name, lowered in programs.items()}
-    assert found.pop("_read_layer 0") == Counter({"all-reduce": 2 + reduces, "all-gather": gathers})
+    assert found.pop("_read_layers 0") == Counter({"all-reduce": 2 + reduces, "all-gather": gathers})
     assert found == {"begin 0": {"all-reduce": 1}, "logits_of 0": {"all-gather": 1}}
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 import kvjax
+from kvjax.engine.reading import Reader
 from kvjax.models import Decoder
 from tests.engine.traffic import MAX_NEW, MAX_PROMPT, MIXED, Asked, run
 
@@ -28,3 +31,25 @@ def test_500_random_requests_compile_nothing(shallow: Decoder, compiled: list[st
     assert compiled == []
     assert stats.requests == len(answers) == sum(stats.finished.values()) == 500
     assert stats.tokens >= sum(len(answer.tokens) for answer in answers)
+
+
+def test_a_gpu_runs_the_prompts_of_each_class_before_the_first_request(
+    shallow: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It loads a program when it runs first. Short prompts share a class there."""
+    for module in ("device", "engine"):
+        monkeypatch.setattr(f"kvjax.engine.{module}.platform_of", lambda params: "gpu")
+    lengths, prompt = [], Reader.prompt
+
+    def noted(reader: Reader, tokens: np.ndarray) -> Any:
+        if reader.run.__name__ == "call":
+            lengths.append(tokens.size)
+        return prompt(reader, tokens)
+
+    monkeypatch.setattr(Reader, "prompt", noted)
+    with kvjax.Engine(shallow, "h2o:budget=12", rows=1, max_prompt=400, max_new_tokens=4, chunk=192) as engine:
+        assert lengths == [128, 192, 1]
+        assert engine.sizes.classes == [128, 192, 384, 576]
+        answer = engine.submit([1, 2, 3]).result()
+    alone = kvjax.generate(shallow, [1, 2, 3], policy="h2o:budget=12", max_new_tokens=4)
+    np.testing.assert_array_equal(answer.tokens, alone.tokens[0])

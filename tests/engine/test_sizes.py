@@ -9,9 +9,14 @@ from hypothesis import strategies as st
 from kvjax.engine.sizes import Sizes
 
 
-@given(longest=st.integers(1, 5000), chunk=st.integers(1, 1000), share=st.floats(0, 1))
-def test_every_prompt_fits_into_its_class(longest: int, chunk: int, share: float) -> None:
-    sizes = Sizes.of(1, longest, 1, chunk=chunk)
+@given(
+    longest=st.integers(1, 5000),
+    chunk=st.integers(1, 1000),
+    platform=st.sampled_from(["cpu", "gpu"]),
+    share=st.floats(0, 1),
+)
+def test_every_prompt_fits_into_its_class(longest: int, chunk: int, platform: str, share: float) -> None:
+    sizes = Sizes.of(1, longest, 1, chunk=chunk, platform=platform)
     length = max(1, round(longest * share))
     size = sizes.padded(length)
     assert size in sizes.classes
@@ -32,3 +37,12 @@ def test_every_prompt_fits_into_its_class(longest: int, chunk: int, share: float
 )
 def test_classes_of_some_engines(longest: int, chunk: int, classes: list[int]) -> None:
     assert Sizes.of(1, longest, 1, chunk=chunk).classes == classes
+
+
+@pytest.mark.parametrize(
+    ("longest", "chunk", "classes"),
+    [(1, 512, [16]), (100, 512, [128]), (1000, 256, [128, 192, 256, 512, 768, 1024]), (70, 16, [16, 32, 48, 64, 80])],
+)
+def test_classes_on_a_gpu(longest: int, chunk: int, classes: list[int]) -> None:
+    """A class of less than 128 tokens is a chunk, or the longest prompt."""
+    assert Sizes.of(1, longest, 1, chunk=chunk, platform="gpu").classes == classes

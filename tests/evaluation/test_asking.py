@@ -173,10 +173,10 @@ def test_nothing_is_compiled_per_example(compiled: list[str]) -> None:
             for batch in batches(readings(given, question), lambda _: 4):
                 assert batch.rows == 4
                 answered(ask, batch, parse("h2o:budget=12"))
-        names = ("_read_layer", "_compress_layer", "decode", "step")
+        names = ("_read_layers", "_compress_layer", "decode", "step")
         return Counter(name for name in names for program in compiled if program == f"jit({name})")
 
     # prefill of prompts of 33 to 48 tokens, with and without compression, and of the question as the end of the prompt;
     # the question as a turn; the last token of the question as a step
-    assert work(33) == {"_read_layer": 4, "_compress_layer": 2, "step": 1, "decode": 1}
+    assert work(33) == {"_read_layers": 4, "_compress_layer": 2, "step": 1, "decode": 1}
     assert work(34) == {}

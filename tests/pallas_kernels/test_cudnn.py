@@ -51,12 +51,19 @@ def asked(taken, monkeypatch):
         a = SimpleNamespace(**given.arguments)
         assert (a.qkv_layout, a.return_residual, a.bias, a.mask, a.q_offsets) == ("BNTH", True, None, None, None)
         masks.append(a.mask_type.name)
-        N = a.query.shape[2]
-        assert a.key.shape[2] == N
-        lengths = jnp.full(a.query.shape[0], N) if a.q_seqlen is None else a.q_seqlen
-        assert a.kv_seqlen is a.q_seqlen
-        t = jnp.where(jnp.arange(N) < lengths[:, None], jnp.arange(N), -1)
-        p = jnp.broadcast_to(t[:, None], a.key.shape[:3])
+        N, M = a.query.shape[2], a.key.shape[2]
+        lengths, held = (
+            jnp.full(len(x), x.shape[2]) if given is None else given
+            for x, given in ((a.query, a.q_seqlen), (a.key, a.kv_seqlen))
+        )
+        first = 0
+        if a.mask_type.name == "PADDING":
+            first = M  # all queries see all keys
+        else:
+            assert (N, a.kv_seqlen) == (M, a.q_seqlen)
+        t = jnp.where(jnp.arange(N) < lengths[:, None], first + jnp.arange(N), -1)
+        p = jnp.where(jnp.arange(M) < held[:, None], jnp.arange(M), -1)
+        p = jnp.broadcast_to(p[:, None], a.key.shape[:3])
         wide = (x.astype(jnp.float32) for x in (a.query, a.key, a.value))
         out, lse = reference_of("prompt_attention")(*wide, t, p, scale=a.scale, window=a.sliding_window_length)
         beyond = (t < 0)[:, None]
@@ -72,6 +79,26 @@ def asked(taken, monkeypatch):
 def test_on_a_gpu(head_dim, window, group, slots, monkeypatch):
     monkeypatch.setattr(parts, "LEAST_TOKENS", 256)
     check_prompt(jitted(cudnn.prompt_attention), Case(head_dim, group, 300, 0, "bfloat16", window=window), slots)
+
+
+@pytest.mark.skipif(not on_gpu(), reason="cuDNN needs a GPU")
+@pytest.mark.parametrize(("head_dim", "group"), [*product([64, 80, 128], [1, 4, 7])])
+def test_cached_slots_on_a_gpu(head_dim, group):
+    """Heads have 700, 70 and no entries before 300 new tokens."""
+    rng = np.random.default_rng(group)
+    q, k, v = (
+        rng.normal(size=(2, *shape, head_dim)).astype(jnp.bfloat16) for shape in ((2 * group, 300), (2, 700), (2, 700))
+    )
+    t = np.tile(700 + np.arange(300), (2, 1)).astype(np.int32)
+    p = np.broadcast_to(np.arange(700), (2, 2, 700)).astype(np.int32).copy()
+    p[1, 0, 70:] = p[1, 1] = -1
+    assert cudnn.in_front(t, p)
+    out, lse = jax.jit(partial(cudnn.over_slots, scale=head_dim**-0.5))(q, k, v, t, p)
+    wide = (x.astype(np.float32) for x in (q, k, v))
+    expected, expected_lse = reference_of("prompt_attention")(*wide, t, p, scale=head_dim**-0.5)
+    seen = np.isfinite(expected_lse)
+    np.testing.assert_allclose(out.astype(jnp.float32)[seen], expected[seen], rtol=2e-2, atol=1e-2)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("window", [None, 9])
@@ -109,6 +136,35 @@ def test_a_chunk_attends_to_itself_and_to_slots_in_any_order(asked, monkeypatch,
     case = Case(64, group, 40, 0, "bfloat16", window=window)
     check_prompt(jitted(cudnn.prompt_attention, interpret=True), case, 50)
     assert asked
+
+
+@pytest.mark.parametrize("case", ["in front", "padding", "order", "age"])
+def test_cached_slots_before_a_chunk(asked, monkeypatch, case):
+    """cuDNN takes those in the first slots, whose number differs between heads, and Triton all others."""
+    monkeypatch.setattr(parts, "LEAST_TOKENS", 20)
+    calls = []
+    monkeypatch.setattr(
+        jax.lax, "cond", lambda chosen, one, other: (calls.append(bool(chosen)), (one if chosen else other)())[1]
+    )
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(2, *shape, 16)).astype(jnp.bfloat16) for shape in ((8, 20), (2, 50), (2, 50)))
+    t = np.tile(40 + np.arange(20), (2, 1)).astype(np.int32)
+    p = np.broadcast_to(np.arange(30), (2, 2, 30)).copy()
+    p[1, 0, 7:] = p[1, 1] = -1  # a head without entries
+    if case == "padding":
+        t[0, :3] = -1
+    elif case == "order":
+        p[0, 0, 4] = -1
+    elif case == "age":
+        p[0, 1, 29] = 41
+    p = np.concatenate([p, np.broadcast_to(t[:, None], (2, 2, 20))], axis=2).astype(np.int32)
+    out, lse = cudnn.prompt_attention(q, k, v, t, p, scale=0.25, interpret=True)
+    wide = (x.astype(np.float32) for x in (q, k, v))
+    expected, expected_lse = reference_of("prompt_attention")(*wide, t, p, scale=0.25)
+    np.testing.assert_allclose(out.astype(jnp.float32), expected, rtol=2e-2, atol=2e-2)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)
+    assert calls[1:] == [case == "in front"]
+    assert ("PADDING" in asked) == (case == "in front")
 
 
 def test_two_softmaxes_are_joined():
@@ -151,6 +207,15 @@ def test_the_real_call_is_lowered(taken, head_dim, window):
     assert text.count(f"@{CALL}(") == 2
     assert text.count("PADDING_CAUSAL") == 1
     assert text.count("sliding_window_length") == text.count(f"sliding_window_length\\22: {window or 0}") == 2
+
+
+def test_the_real_call_over_slots_is_lowered(taken):
+    q, k = (jax.ShapeDtypeStruct((2, heads, n, 64), jnp.bfloat16) for heads, n in ((8, 256), (2, 700)))
+    t, p = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 256), (2, 2, 700)))
+    traced = jax.jit(partial(cudnn.over_slots, scale=0.1)).trace(q, k, k, t, p)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count(f"@{CALL}(") == text.count("PADDING") == 1
+    assert "PADDING_CAUSAL" not in text
 
 
 @pytest.mark.aot

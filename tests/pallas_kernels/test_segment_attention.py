@@ -6,11 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.pallas_kernels import PAGE, Reduction, segment_attention
+from kvjax.pallas_kernels import PAGE, Reduction
+from kvjax.pallas_kernels.segment_attention.xla import segment_attention
 from tests.dense import assert_close, attention, context
 from tests.pallas_kernels.cases import SEGMENT_CASES, quantized
 from tests.pallas_kernels.checks import check_segments, jitted, plainly
 
+ROUNDING = (1e-6, 1e-6)  # a GPU may fuse a code's product with its scale into the next operation
 attend = jitted(segment_attention)
 LENGTHS = np.array([[0, 5, 700, 16], [300, 0, 0, 1], [40, 41, 42, 43]])  # entries per segment: 3 batch rows, 4 kv heads
 
@@ -78,8 +80,8 @@ def test_quantised_entries_give_the_results_of_their_numbers(bits):
     got, same = (
         attend(q, *stored, t, positions, start, LENGTHS, scale=0.5) for stored in (codes, [plainly(x) for x in codes])
     )
-    for x, y in zip(got, same, strict=True):
-        np.testing.assert_array_equal(x, y)
+    assert_close(got.context, same.context, *ROUNDING)
+    assert_close(got.lse, same.lse, *ROUNDING)
 
 
 REDUCTIONS = [

@@ -98,7 +98,7 @@ def test_quantised_entries_give_the_results_of_their_numbers(bits, per_scale):
         attend = jitted(slot_attention, scale=0.5, received="max")
         got, same = (attend(q, *stored, t, p)[:3] for stored in (codes, numbers))
     for x, y in zip(got, same, strict=True):
-        np.testing.assert_array_equal(x, y)
+        assert_close(x, y, 1e-6, 1e-6)  # a GPU may fuse a code's product with its scale into the next operation
     weights, expected_lse, _ = attention(q, numbers[0], t, p, 0.5)
     assert_close(got[0], context(weights, np.asarray(numbers[1])))
     assert_close(got[1], expected_lse)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import kvjax
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policies import parse
+from kvjax.reading import units
 from tests.policy.presets import ALL
 from tests.test_prefill_each import MIXED, assert_same
 from tests.tiny import VOCAB, decoder, left_pad
@@ -49,6 +51,30 @@ def test_it_is_what_one_program_gives(text: str) -> None:
             np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("text", [POOL, *(pytest.param(text, marks=pytest.mark.slow) for text in (*MIXED, REPLAYED))])
+def test_several_layers_in_a_program(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU reads three layers and then the last one."""
+    params = decoder(windows=(None, 16) * 2, gates=True)
+
+    def caches() -> list[KVCache]:
+        cache = kvjax.prefill(params, ROWS, policy=text)
+        return [cache, kvjax.prefill(params, TURN, cache=cache)]
+
+    expected = caches()
+    monkeypatch.setattr(units, "layers_at_once", lambda tokens, mesh: 3)
+    for ours, theirs in zip(jax.tree.leaves(caches()), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_how_many_layers_a_program_reads() -> None:
+    def of(platform: str, tokens: int) -> int:
+        mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform)]))
+        return units.layers_at_once(tokens, mesh)  # type: ignore[arg-type]
+
+    assert [of("gpu", tokens) for tokens in (1, 512, 1024, 4096, 10_000)] == [8, 8, 4, 1, 1]
+    assert of("tpu", 1) == of("cpu", 1) == units.layers_at_once(1, None) == 1
+
+
 def deep(more: int = 0) -> Decoder:
     """A model whose programs no other test has compiled."""
     return decoder(windows=(None,) * DEEP, vocab=VOCAB + 7 + more)
@@ -56,11 +82,11 @@ def deep(more: int = 0) -> Decoder:
 
 def test_layers_of_a_kind_share_a_program(compiled: list[str]) -> None:
     kvjax.prefill(deep(1), ROWS, policy="snapkv:budget=12,window=4")
-    programs = Counter(name for name in compiled if name in ("jit(begin)", "jit(_read_layer)", "jit(logits_of)"))
-    assert programs == {"jit(begin)": 1, "jit(_read_layer)": 1, "jit(logits_of)": 1}
+    programs = Counter(name for name in compiled if name in ("jit(begin)", "jit(_read_layers)", "jit(logits_of)"))
+    assert programs == {"jit(begin)": 1, "jit(_read_layers)": 1, "jit(logits_of)": 1}
     compiled.clear()
     kvjax.prefill(deep(), ROWS, policy="morphkv:budget=12,window=4,dense_layers=2")
-    assert Counter(compiled)["jit(_read_layer)"] == 2  # the first layers retain everything
+    assert Counter(compiled)["jit(_read_layers)"] == 2  # the first layers retain everything
 
 
 @pytest.mark.slow
@@ -70,7 +96,7 @@ def test_a_turn_into_a_pool_leaves_the_cache_that_it_extends(compiled: list[str]
     before = [np.array(leaf) for leaf in jax.tree.leaves(cache)]
     compiled.clear()
     turns = [kvjax.prefill(params, TURN, cache=cache) for _ in range(2)]
-    assert Counter(compiled)["jit(_read_layer)"] == 1
+    assert Counter(compiled)["jit(_read_layers)"] == 1
     assert_same(*turns)
     for leaf, expected in zip(jax.tree.leaves(cache), before, strict=True):
         np.testing.assert_array_equal(leaf, expected)
@@ -86,7 +112,7 @@ def test_layers_of_a_kind_share_the_program_of_a_replay(compiled: list[str]) -> 
 def test_chunks_after_the_first_change_the_cache_in_place(compiled: list[str]) -> None:
     """The first makes the slots, those between share a program that donates them, and the last compresses."""
     chunked = kvjax.prefill(deep(2), ROWS, policy="snapkv:budget=12,window=4", chunk=8)
-    assert Counter(compiled)["jit(_read_layer)"] == 3
+    assert Counter(compiled)["jit(_read_layers)"] == 3
     assert Counter(compiled)["jit(logits_of)"] == 1
     whole = kvjax.prefill(deep(2), ROWS, policy="snapkv:budget=12,window=4")
     np.testing.assert_array_equal(chunked.entries[0].positions, whole.entries[0].positions)

@@ -195,4 +195,4 @@ def test_positions_beyond_the_models(shallow: Decoder) -> None:
 def test_control(fresh: Decoder, compiled: list[str]) -> None:
     """The tests above would see it if something were compiled."""
     kvjax.generate(fresh, [[1, 2], [3]], max_new_tokens=1, sampler=kvjax.Sampler(), seed=[1, 2], eos=[[3], [4, 5]])
-    assert {"jit(_read_layer)", "jit(decode)"} <= set(compiled)
+    assert {"jit(_read_layers)", "jit(decode)"} <= set(compiled)

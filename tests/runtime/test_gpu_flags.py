@@ -1,4 +1,4 @@
-"""Flags of XLA for GPUs: added once, where the plugin is, and never against the caller's."""
+"""What a process on a GPU sets: added once, where the plugin is, and never against the caller's."""
 
 import pytest
 
@@ -26,3 +26,15 @@ def test_flags_are_added(
     for _ in range(2):
         set_gpu_flags(environment)
         assert environment.get("XLA_FLAGS") == expected
+        assert environment.get("XLA_CLIENT_MEM_FRACTION") == ("0.92" if installed else None)
+
+
+@pytest.mark.parametrize(
+    "given", ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"]
+)
+def test_the_callers_share_of_the_memory_stays(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX refuses a process that sets both names of the share."""
+    monkeypatch.setattr(gpu_flags, "find_spec", lambda name: object())
+    environment = {given: "0.5", "XLA_FLAGS": f"{FLAG}="}
+    set_gpu_flags(environment)
+    assert environment == {given: "0.5", "XLA_FLAGS": f"{FLAG}="}

@@ -29,16 +29,16 @@ def backwards(replay: Replay) -> Entries:
     x, before = replay.hidden, []
     for i, (layer, record) in enumerate(replay.layers):
         before.append(x)
-        x, _ = layer(x, record, attend, entries.alone(i), replay.mix)
+        x, _ = layer(x, record, attend, entries.of_layers(i, 1), replay.mix)
     gradient = jnp.where(replay.positions[..., None] >= 0, 2 * x, 0)  # of Phi
     for i, (layer, record) in reversed(list(enumerate(replay.layers))):
         # The barrier, and on a CPU the sum, keep XLA from holding what the layer computed on the way forwards.
         x, gradient = jax.lax.optimization_barrier((before[i] + 0 * gradient, gradient))
-        attending = partial(layer.attended, layer=record, attend=attend, cache=entries.alone(i))
+        attending = partial(layer.attended, layer=record, attend=attend, cache=entries.of_layers(i, 1))
         gradient, of_given = _backwards(layer, attending, x, gradient)
         sensitivity = jnp.linalg.norm(of_given.astype(jnp.float32), axis=-1)
-        _, part = layer.attended(x, record, replay.attend(measured=sensitivity), entries.alone(i))
-        entries = entries.with_alone(i, part)
+        _, part = layer.attended(x, record, replay.attend(measured=sensitivity), entries.of_layers(i, 1))
+        entries = entries.with_layers(i, part)
     return entries
 
 
