@@ -126,7 +126,10 @@ def encoded(text: str, tokenizer: Any, *, begins: bool, written: bool = False) -
         written: whether the text has all its special tokens.
     """
     adds = begins and not written
-    ids = np.asarray(tokenizer(text, add_special_tokens=adds)["input_ids"])
+    try:
+        ids = np.asarray(tokenizer(text, add_special_tokens=adds)["input_ids"])
+    except Exception as error:  # tokenizers without a token for what they do not know; their errors have no class
+        raise ValueError(f"the tokenizer cannot encode the prompt {shown(text)}: {error}") from error
     if adds:
         added = np.asarray(tokenizer("")["input_ids"])
         starts = (n for n in range(added.size, 0, -1) if np.array_equal(ids[: 2 * n], np.tile(added[:n], 2)))

@@ -47,7 +47,8 @@ class Gate:
         if settings.api_key is not None and scope["path"] not in OPEN:
             given = headers.get("authorization", "")
             if not hmac.compare_digest(given.encode(), f"Bearer {settings.api_key}".encode()):
-                raise ApiError(401, "a wrong or missing API key: expected Authorization: Bearer KEY")
+                fault = "the API key is wrong" if given else "there is no API key"
+                raise ApiError(401, f"{fault}: expected the header Authorization: Bearer KEY", code="invalid_api_key")
         if self.is_closing() and scope["method"] == "POST":
             raise closing()
         if scope["method"] == "POST" and headers.get("content-type", "").partition(";")[0] != "application/json":
