@@ -11,7 +11,8 @@
     engine.close()                          # refuses new requests, finishes the others; drain=False cancels them
     engine.follow()                         # on several hosts, on all processes after process 0: runs what it runs
 
-`submit` raises ValueError for a bad request (TooLongError for too many tokens), QueueFullError if too many wait, and EngineClosedError after `close`.
+`submit` raises ValueError for a bad request (TooLongError for too many tokens), QueueFullError if too many wait, and
+EngineClosedError after `close`.
 """
 
 from .engine import Engine

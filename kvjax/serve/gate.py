@@ -51,10 +51,10 @@ class Gate:
                 raise ApiError(401, f"{fault}: expected the header Authorization: Bearer KEY", code="invalid_api_key")
         if self.is_closing() and scope["method"] == "POST":
             raise closing()
-        if scope["method"] == "POST" and headers.get("content-type", "").partition(";")[0] != "application/json":
+        if scope["method"] == "POST" and _media(headers) != "application/json":
             raise ApiError(415, "the content type is not application/json")
         length = headers.get("content-length", "0")
-        if not length.isdigit() or int(length) > settings.max_body:
+        if not (length.isascii() and length.isdigit() and len(length) < 20 and int(length) <= settings.max_body):
             raise _too_long(settings)
 
 
@@ -63,6 +63,11 @@ def _name(host: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.rpartition(":")[0] if ":" in host else host
+
+
+def _media(headers: Headers) -> str:
+    """The content type, without its parameters, in lower case."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 def _too_long(settings: Settings) -> ApiError:

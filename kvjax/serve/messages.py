@@ -64,6 +64,7 @@ Messages = Annotated[
         min_length=1,
         max_length=4096,
         fail_fast=True,
-        description=f"a list of 1 to 4,096 objects with role (system, developer, user, assistant) and content: {CONTENT}",
+        description="a list of 1 to 4,096 objects with role (system, developer, user or assistant) and content, "
+        f"{CONTENT}",
     ),
 ]

@@ -71,13 +71,10 @@ def _path(document: Any, error: ErrorDetails) -> list[str | int]:
     """Where an error lies in the request, without the names of types that pydantic adds."""
     value, path = document, []
     for part in error["loc"]:
-        if isinstance(part, str) and isinstance(value, dict) and part in value:
+        within = isinstance(value, dict) and part in value
+        if within or (isinstance(value, list) and isinstance(part, int) and part < len(value)):
             value = value[part]
-        elif isinstance(part, int) and isinstance(value, list) and part < len(value):
-            value = value[part]
-        else:
-            continue
-        path.append(part)
+            path.append(part)
     if error["type"] == "missing":
         return [*path, error["loc"][-1]]
     field = error.get("ctx", {}).get("field")

@@ -233,6 +233,54 @@ def test_statuses(serving: Serving) -> None:
     assert send(serving, "/health") == (200, {"status": "ok"})
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "status"),
+    [
+        *(("content-length", value, 413) for value in ("\u00b2", "9" * 5000, "-1", "1e3", "", "20001")),
+        ("content-length", "00000000000000000080", 413),
+        ("content-type", "Application/JSON ; charset=utf-8", 200),
+        ("content-type", "\u00b2", 415),
+        ("authorization", "Bearer \u00b2\u00ff", 401),
+        ("authorization", "\u00b2" * 5000, 401),
+        *(("host", value, 421) for value in ("\u00b2", "[", "]", ":", "", "::1", "localhost:1:2")),
+        *(("host", value, 200) for value in ("[::1]", "[::1]:8000", "127.0.0.1:x")),
+    ],
+)
+def test_headers_that_servers_let_through(serving: Serving, name: str, value: str, status: int) -> None:
+    """The application gets bytes in Latin-1, whatever stands in front of it."""
+    given = {"host": "localhost", "content-type": "application/json", "authorization": f"Bearer {KEY}"} | {name: value}
+    headers = [(key.encode(), text.encode("latin-1")) for key, text in given.items()]
+    found, document = call(serving, headers, json.dumps(GOOD).encode())
+    assert found == status, document
+    assert ("error" in document) == (status != 200)
+
+
+def call(serving: Serving, headers: list[tuple[bytes, bytes]], body: bytes) -> tuple[int, Any]:
+    """The status and the document of the application itself, without a server in front of it."""
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        if (message := next(messages, None)) is None:
+            await asyncio.Event().wait()
+        return message
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "method": "POST",
+        "path": "/v1/completions",
+        "query_string": b"",
+        "headers": headers,
+    }
+    app = application(serving.engine, Settings("tiny", POLICY, api_key=KEY, max_body=20_000))
+    asyncio.run(app(scope, receive, send))
+    return sent[0]["status"], json.loads(b"".join(message.get("body", b"") for message in sent[1:]))
+
+
 def test_keys(serving: Serving) -> None:
     for given in ("", "Bearer", "Bearer wrong", f"Basic {KEY}", f"Bearer {KEY}x"):
         status, answer = send(serving, "/v1/completions", GOOD, Authorization=given)
