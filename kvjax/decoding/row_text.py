@@ -7,6 +7,7 @@ from typing import Any
 
 from kvjax.checks import shown
 
+from .stop_search import StopSearch
 from .text_stream import TextStream
 
 LONGEST_STOP = 1000  # characters; the text that is held back and searched at every token grows with a stop string
@@ -57,7 +58,7 @@ class RowText:
         self._stream = TextStream(tokenizer)
         special = special_ids(tokenizer) if stops else {}
         self._ends = {special[stop] for stop in stops if stop in special}
-        self._stops = [stop for stop in stops if stop not in special]
+        self._stops = [StopSearch(stop) for stop in stops if stop not in special]
         self._held = ""
         self.stopped = False
 
@@ -72,19 +73,15 @@ class RowText:
         text = self._stream.add(token)
         if last:
             text += self._stream.end()
-        self._held += text
+        held, self._held = self._held, ""
         if token in self._ends:
             self.stopped = True
-            return self._held
-        found = [at for at in map(self._held.find, self._stops) if at >= 0]
+            return held + text
+        found = [at for at in (stop.add(text) for stop in self._stops) if at is not None]
         if found:
             self.stopped = True
-            return self._held[: min(found)]
-        keep = 0 if last else max((self._overlap(stop) for stop in self._stops), default=0)
-        certain, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return certain
-
-    def _overlap(self, stop: str) -> int:
-        """Returns the number of last characters of the held text that may be the beginning of a stop string."""
-        longest = min(len(stop) - 1, len(self._held))
-        return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)
+            return (held + text)[: len(held) + min(found)]
+        keep = 0 if last else max((stop.matched for stop in self._stops), default=0)
+        certain = len(held) + len(text) - keep
+        self._held = (held + text)[certain:]
+        return (held + text)[:certain]

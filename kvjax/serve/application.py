@@ -19,7 +19,7 @@ from starlette.routing import Route
 from kvjax.checks import shown
 from kvjax.engine import Engine
 
-from .asking import ask, unless_gone
+from .asking import Asked, ask, unless_gone
 from .documents import Chats, Completions, Form
 from .errors import ApiError, gone, told, unexpected, unrouted
 from .gate import Gate
@@ -54,12 +54,15 @@ def application(engine: Engine, settings: Settings, is_closing: Callable[[], boo
             message = f"there is no model {shown(name)}: expected {settings.model!r}, the model of this server"
             raise ApiError(404, message, "model", "model_not_found")
 
+    async def asked_for(request: Request, kind: type[Completion] | type[Chat]) -> Asked:
+        body = parse(kind, b"".join([chunk async for chunk in request.stream()]))  # `request.body()` would keep it
+        check_model(body.model)
+        return await ask(engine, body, settings.sampler)
+
     def answering(kind: type[Completion] | type[Chat], form: Form) -> Endpoint:
         async def answer(request: Request) -> Response:
-            body: Any = parse(kind, await request.body())
-            check_model(body.model)
-            asked = await ask(engine, body, settings.sampler)
-            if body.stream:
+            asked = await asked_for(request, kind)
+            if asked.stream is not None:
                 return Events(form, asked, settings.timeout)
             return JSONResponse(form.whole(asked, await unless_gone(request, asked, settings.timeout)))
 

@@ -22,30 +22,34 @@ from kvjax.engine import Answer, Engine, EngineClosedError, Handle, QueueFullErr
 from kvjax.request.prompts import Prompt
 
 from .errors import ApiError, closing
-from .schema import Chat, Completion
+from .schema import Chat, Completion, StreamOptions
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request whose answers the engine makes.
+    """A request whose answers the engine makes. Its body is not held meanwhile.
 
     Attributes:
-        request: the request.
         handles: prompt 0's answers, then prompt 1's.
+        prompt_tokens: the number of tokens of all prompts, each counted once.
         seed: the seed of the first answer of each prompt.
+        log_probs: whether tokens have log-probabilities.
+        stream: None, or the options of the stream of the answers.
         id: names the answer.
         created: the time of the request in seconds since 1970.
     """
 
-    request: Completion | Chat
     handles: Sequence[Handle]
+    prompt_tokens: int
     seed: int
+    log_probs: bool
+    stream: StreamOptions | None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def usage(self, tokens: int) -> dict[str, Any]:
-        """The number of tokens of the prompts, each counted once, and of the answers."""
-        prompts = sum(handle.prompt_tokens for handle in self.handles[:: self.request.n or 1])
+        """The number of tokens of the prompts and of the answers."""
+        prompts = self.prompt_tokens
         return {"prompt_tokens": prompts, "completion_tokens": tokens, "total_tokens": prompts + tokens}
 
     async def answers(self) -> list[Answer]:
@@ -125,7 +129,13 @@ async def ask(engine: Engine, request: Completion | Chat, sampler: SamplingMetho
         for handle in handles:
             handle.cancel()
         raise _told(error, request) from None
-    return Asked(request, handles, seed)
+    return Asked(
+        handles,
+        prompt_tokens=sum(handle.prompt_tokens for handle in handles[:: request.n or 1]),
+        seed=seed,
+        log_probs=request.log_probs,
+        stream=request.stream_options or StreamOptions() if request.stream else None,
+    )
 
 
 def _told(error: BaseException, request: Completion | Chat) -> BaseException:

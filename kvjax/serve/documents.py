@@ -65,7 +65,7 @@ class Form(ABC):
 
     def spelling(self, asked: Asked) -> Spelling | None:
         """Spells the tokens of one answer, if the request asks for log-probabilities."""
-        return Spelling(self.tokenizer) if asked.request.log_probs else None
+        return Spelling(self.tokenizer) if asked.log_probs else None
 
     def _all(self, asked: Asked, answer: Answer) -> Piece:
         spelled, spelling, text = [], self.spelling(asked), answer.text or ""
@@ -91,7 +91,7 @@ class Completions(Form):
 
     def _choice(self, asked: Asked, index: int, piece: Piece, finish: str | None) -> dict[str, Any]:
         log_probs = None
-        if asked.request.log_probs:
+        if asked.log_probs:
             log_probs = {
                 "tokens": [token.text for token in piece.spelled],
                 "token_logprobs": [token.log_prob for token in piece.spelled],
@@ -132,7 +132,7 @@ class Chats(Form):
         return self._document(asked, "chatcmpl", "chat.completion.chunk", [choice])
 
     def _log_probs(self, asked: Asked, piece: Piece) -> dict[str, Any] | None:
-        if not asked.request.log_probs:
+        if not asked.log_probs:
             return None
         content = [
             {"token": token.text, "bytes": list(token.data), "logprob": token.log_prob, "top_logprobs": []}

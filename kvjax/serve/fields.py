@@ -26,7 +26,12 @@ class Strict(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if value:
                 raise refused(name)
+        self.__pydantic_extra__ = None
         return self
+
+
+def _nothing(value: Any) -> None:
+    """Any value as none."""
 
 
 def _whole(value: Any) -> Any:
@@ -37,7 +42,7 @@ def _whole(value: Any) -> Any:
 def _zeros(value: dict[str, Any]) -> dict[str, Any]:
     if any(bias != 0 for bias in value.values()):
         raise ValueError
-    return value
+    return {}
 
 
 Integer = Annotated[int, BeforeValidator(_whole)]
@@ -59,8 +64,9 @@ Temperature = Annotated[Annotated[Number, Field(ge=0, le=100)] | None, Field(des
 Penalty = Annotated[Annotated[Number, Field(gt=0)] | None, Field(description="a number above 0")]
 Flag = Annotated[bool | None, Field(description="true or false")]
 String = Annotated[str | None, Field(description="a string")]
-Object = Annotated[dict[str, Any] | None, Field(description="an object")]
-Ignored = Annotated[Any, Field(description="any value, which is ignored")]
+# Values that nobody reads are dropped, so that a request holds no memory for them while it waits.
+Object = Annotated[dict[str, Any] | None, AfterValidator(_nothing), Field(description="an object")]
+Ignored = Annotated[Any, AfterValidator(_nothing), Field(description="any value, which is ignored")]
 
 # Fields that are accepted only with the value that changes nothing.
 Zero = Annotated[Literal[0] | None, Field(description="null or 0: this server has no other value")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import time
 from collections.abc import Callable
 
 from starlette.datastructures import Headers
@@ -76,14 +77,14 @@ def _too_long(settings: Settings) -> ApiError:
 
 def _bounded(receive: Receive, settings: Settings) -> Receive:
     """Receives a body of limited length in limited time. Later calls wait for the end of the connection."""
-    size, complete = 0, False
+    size, complete, until = 0, False, time.monotonic() + settings.body_timeout
 
     async def bounded() -> Message:
         nonlocal size, complete
         if complete:
             return await receive()
         try:
-            message = await asyncio.wait_for(receive(), settings.body_timeout)
+            message = await asyncio.wait_for(receive(), max(0.0, until - time.monotonic()))
         except TimeoutError:
             raise ApiError(408, f"the request took more than {settings.body_timeout:g} seconds to arrive") from None
         size += len(message.get("body", b""))

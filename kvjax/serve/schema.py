@@ -209,15 +209,16 @@ class Chat(Common):
     reasoning_effort: String = None
     parallel_tool_calls: Flag = None
     modalities: Annotated[
-        Annotated[list[Literal["text"]], Field(max_length=1)] | None, Field(description='null or ["text"]')
+        Annotated[list[Literal["text"]], Field(max_length=1, fail_fast=True)] | None,
+        Field(description='null or ["text"]'),
     ] = None
 
     @field_validator("tools")
     @classmethod
-    def _never_called(cls, tools: list[Any] | None, info: ValidationInfo) -> list[Any] | None:
+    def _never_called(cls, tools: list[Any] | None, info: ValidationInfo) -> None:
         if tools and (info.data.get("tool_choice") != "none" or len(tools) > 128):
             raise ValueError("the model calls no tools")
-        return tools
+        return None
 
     @property
     def prompts(self) -> list[list[dict[str, str]]]:

@@ -43,7 +43,7 @@ async def _events(form: Form, asked: Asked, timeout: float) -> AsyncIterator[byt
     try:
         for document in form.opening(asked):
             yield _event(document)
-        options, tokens = asked.request.stream_options or StreamOptions(), 0
+        options, tokens = asked.stream or StreamOptions(), 0
         async for index, piece, finish in _merged(form, asked, timeout):
             tokens += piece.tokens
             usage = {"usage": asked.usage(tokens)} if options.continuous_usage_stats else {}
