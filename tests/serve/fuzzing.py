@@ -270,8 +270,8 @@ def tokenizer() -> Any:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in ("<s>", "</s>")])
     found = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
-    found.chat_template = "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}{{ tools }}"
-        "{{ enable_thinking + 'a' if enable_thinking }}"
+    options = "{{ tools }}{{ enable_thinking + 'a' if enable_thinking }}"
+    found.chat_template = "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}" + options
     return found
 
 
