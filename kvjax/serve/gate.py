@@ -86,7 +86,9 @@ def _bounded(receive: Receive, settings: Settings) -> Receive:
         try:
             message = await asyncio.wait_for(receive(), max(0.0, until - time.monotonic()))
         except TimeoutError:
-            raise ApiError(408, f"the request took more than {settings.body_timeout:g} seconds to arrive") from None
+            raise ApiError(
+                408, f"the request took more than {settings.body_timeout:g} seconds to arrive", code="timeout"
+            ) from None
         size += len(message.get("body", b""))
         if size > settings.max_body:
             raise _too_long(settings)
