@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvjax.checks.shown import cut, shown
+from kvjax.checks import cut, shown
 
 logger = logging.getLogger(__name__)
 

@@ -47,7 +47,8 @@ class Gate:
             raise ApiError(421, f"this host name is not answered: expected {expected}", code="unknown_host")
         if settings.api_key is not None and scope["path"] not in OPEN:
             given = headers.get("authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {settings.api_key}".encode()):
+            scheme, _, key = given.partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode(), settings.api_key.encode()):
                 fault = "the API key is wrong" if given else "there is no API key"
                 raise ApiError(401, f"{fault}: expected the header Authorization: Bearer KEY", code="invalid_api_key")
         if self.is_closing() and scope["method"] == "POST":

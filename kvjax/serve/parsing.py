@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
-from kvjax.checks.shown import cut
+from kvjax.checks import cut
 
 from .errors import ApiError
 from .messages import Message, Part

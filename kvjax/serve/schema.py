@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from kvjax.decoding.sampling import Greedy, Sampler, SamplingMethod
 
@@ -137,6 +137,7 @@ class Completion(Common):
     ] = None
     logprobs: Annotated[
         Literal[0] | None,
+        BeforeValidator(lambda value: None if value is False else value),  # false equals 0, and means null
         Field(description="null or 0: this server has the log-probabilities of the answer's own tokens alone"),
     ] = None
     max_tokens: Whole = None

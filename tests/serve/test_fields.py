@@ -130,6 +130,8 @@ def user(**message: Any) -> dict[str, Any]:
         ({"top_logprobs": 2}, "top_logprobs", "top_logprobs=2: expected null or 0"),
         ({"max_completion_tokens": 513}, "max_completion_tokens", "max_completion_tokens=513: expected at most 512"),
         (user(content="ba " * 40), "messages", "maximum context length"),
+        (user(content="fail" * 500), "messages", "chat template failed with TemplateError: cannot read failfail"),
+        (user(content="fail" * 500), "messages", "(2,012 characters)"),
     ],
 )
 def test_bad_chats(serving: Serving, change: Any, param: str, said: str) -> None:
@@ -176,6 +178,12 @@ def test_what_changes_nothing_is_accepted(serving: Serving) -> None:
     tools = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}
     assert send(serving, "/v1/chat/completions", CHAT | tools)[0] == 200
     assert send(serving, "/v1/chat/completions", CHAT | {"tool_choice": "auto"})[0] == 200
+
+
+def test_log_probs_that_are_not_asked_for(serving: Serving) -> None:
+    for nothing in (None, False):
+        assert send(serving, "/v1/completions", GOOD | {"logprobs": nothing})[1]["choices"][0]["logprobs"] is None
+    assert send(serving, "/v1/completions", GOOD | {"logprobs": 0})[1]["choices"][0]["logprobs"] is not None
 
 
 def test_options_of_the_chat_template(serving: Serving) -> None:

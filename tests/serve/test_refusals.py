@@ -48,6 +48,7 @@ def test_statuses(serving: Serving) -> None:
         ("content-length", "00000000000000000080", 413),
         ("content-type", "Application/JSON ; charset=utf-8", 200),
         ("content-type", "\u00b2", 415),
+        ("authorization", f"bearer {KEY}", 200),
         ("authorization", "Bearer \u00b2\u00ff", 401),
         ("authorization", "\u00b2" * 5000, 401),
         *(("host", value, 421) for value in ("\u00b2", "[", "]", ":", "", "::1", "localhost:1:2")),
