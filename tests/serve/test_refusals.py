@@ -116,6 +116,31 @@ def test_bodies_of_unknown_length_and_slow_ones(serving: Serving) -> None:
         assert b" 408 " in client.recv(1000).partition(b"\r\n")[0]
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"nonsense\r\n\r\n",
+        b"\x16\x03\x01\x02\x00" + b"\0" * 100,
+        b"GET /health HTTP/1.1\r\n\r\n",
+        b"GET /h\xc3\xa9 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 100_000,
+        *(
+            b"POST /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: " + n + b"\r\n\r\n"
+            for n in (b"-5", b"\xb2", b"9" * 99)
+        ),
+    ],
+)
+def test_what_is_no_http(serving: Serving, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", serving.port), timeout=10) as client:
+        client.sendall(sent)
+        answer = b""
+        while part := client.recv(1 << 16):
+            answer += part
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert "not HTTP" in json.loads(body)["error"]["message"]
+
+
 def test_full_queue(serving: Serving) -> None:
     """Three rows and a queue of four: a request of 64 answers does not fit, and leaves no row busy."""
     many = GOOD | {"prompt": ["ba"] * 4, "n": 16, "max_tokens": 512, "ignore_eos": True}
