@@ -11,9 +11,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 
-def refused(field: str, expected: str | None = None) -> PydanticCustomError:
-    """The error of a validator of an object about one of its fields. Without `expected` the field is unknown."""
-    return PydanticCustomError("value" if expected else "unknown", "refused", {"field": field, "expected": expected})
+def refused(field: str, kind: Literal["value", "unknown"]) -> PydanticCustomError:
+    """The error of a validator of an object about one of its fields."""
+    return PydanticCustomError(kind, "refused", {"field": field})
 
 
 class Strict(BaseModel):
@@ -25,7 +25,7 @@ class Strict(BaseModel):
     def _known(self) -> Strict:
         for name, value in (self.model_extra or {}).items():
             if value:
-                raise refused(name)
+                raise refused(name, "unknown")
         self.__pydantic_extra__ = None
         return self
 

@@ -47,7 +47,7 @@ class Message(Strict):
     @model_validator(mode="after")
     def _says_something(self) -> Message:
         if self.content is None and self.role != "assistant":
-            raise refused("content", CONTENT)
+            raise refused("content", "value")
         return self
 
     @property
