@@ -219,7 +219,8 @@ def talker(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
     """The tokenizer with a chat template."""
     copied = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, bos_token="<s>", eos_token="</s>")
     copied.chat_template = (
-        "{% for m in messages %}{{ m.content + ' ' }}{% endfor %}{{ 'ba ' if twice or reasoning_effort }}"
-        "{{ 'be' if add_generation_prompt }}"
+        "{% for m in messages %}{{ m.content + ' ' }}"
+        "{{ raise_exception('cannot read ' + m.content) if 'fail' in m.content }}{% endfor %}"
+        "{{ 'ba ' if twice or reasoning_effort }}{{ 'be' if add_generation_prompt }}"
     )
     return copied

@@ -12,7 +12,7 @@ from .arguments import (
     is_finite,
     is_integer,
 )
-from .shown import bytes_text, shown
+from .shown import bytes_text, cut, shown
 
 __all__ = [
     "LARGEST",
@@ -23,6 +23,7 @@ __all__ = [
     "check_saved",
     "check_size",
     "check_type",
+    "cut",
     "dtype_of",
     "is_finite",
     "is_integer",

@@ -13,6 +13,11 @@ def shown(value: Any, most: int = MOST) -> str:
         text = repr(value)
     except Exception:  # an integer of more digits than Python prints, or a class of the caller's
         return f"a value of type {type(value).__name__}"
+    return cut(text, most)
+
+
+def cut(text: str, most: int = MOST) -> str:
+    """A text, cut after `most` characters."""
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
 

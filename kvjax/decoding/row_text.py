@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
-
 from kvjax.checks import shown
+
+from .stop_search import StopSearch
+from .text_stream import TextStream
 
 LONGEST_STOP = 1000  # characters; the text that is held back and searched at every token grows with a stop string
 
@@ -23,7 +24,7 @@ def stop_strings(stop: str | Sequence[str], tokenizer: Any) -> list[str]:
         raise ValueError(
             f"stop={shown(stop)} and there is no tokenizer: expected tokenizer=, because stop strings are text"
         )
-    special = _special_ids(tokenizer) if stops else {}
+    special = special_ids(tokenizer) if stops else {}
     for text in stops:
         if inside := [name for name in special if name in text and name != text]:
             raise ValueError(
@@ -35,7 +36,7 @@ def stop_strings(stop: str | Sequence[str], tokenizer: Any) -> list[str]:
     return stops
 
 
-def _special_ids(tokenizer: Any) -> dict[str, int]:
+def special_ids(tokenizer: Any) -> dict[str, int]:
     """The ids of the special tokens, which the text of an answer leaves out, by their names."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {token.content: i for i, token in added.items() if token.special and token.content}
@@ -54,13 +55,10 @@ class RowText:
     """Decodes the text of one row token by token and cuts it before the first stop string."""
 
     def __init__(self, tokenizer: Any, stops: list[str]) -> None:
-        self._tokenizer = tokenizer.backend_tokenizer
-        self._decoder = DecodeStream(skip_special_tokens=True)
-        special = _special_ids(tokenizer) if stops else {}
+        self._stream = TextStream(tokenizer)
+        special = special_ids(tokenizer) if stops else {}
         self._ends = {special[stop] for stop in stops if stop in special}
-        self._stops = [stop for stop in stops if stop not in special]
-        self._tokens: list[int] = []
-        self._decoded = ""
+        self._stops = [StopSearch(stop) for stop in stops if stop not in special]
         self._held = ""
         self.stopped = False
 
@@ -71,26 +69,19 @@ class RowText:
         """
         if token < 0 or self.stopped:
             return ""
-        self._tokens.append(token)
         last |= token in self._ends
-        text = self._decoder.step(self._tokenizer, token) or ""
-        self._decoded += text
-        if last:  # the tokenizer has a text for bytes that do not form a character
-            full = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-            text += full[len(self._decoded) :] if full.startswith(self._decoded) else ""
-        self._held += text
+        text = self._stream.add(token)
+        if last:
+            text += self._stream.end()
+        held, self._held = self._held, ""
         if token in self._ends:
             self.stopped = True
-            return self._held
-        found = [at for at in map(self._held.find, self._stops) if at >= 0]
+            return held + text
+        found = [at for at in (stop.add(text) for stop in self._stops) if at is not None]
         if found:
             self.stopped = True
-            return self._held[: min(found)]
-        keep = 0 if last else max((self._overlap(stop) for stop in self._stops), default=0)
-        certain, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return certain
-
-    def _overlap(self, stop: str) -> int:
-        """Returns the number of last characters of the held text that may be the beginning of a stop string."""
-        longest = min(len(stop) - 1, len(self._held))
-        return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)
+            return (held + text)[: len(held) + min(found)]
+        keep = 0 if last else max((stop.matched for stop in self._stops), default=0)
+        certain = len(held) + len(text) - keep
+        self._held = (held + text)[certain:]
+        return (held + text)[:certain]

@@ -11,11 +11,12 @@
     engine.close()                          # refuses new requests, finishes the others; drain=False cancels them
     engine.follow()                         # on several hosts, on all processes after process 0: runs what it runs
 
-`submit` raises ValueError for a bad request, QueueFullError if too many wait, and EngineClosedError after `close`.
+`submit` raises ValueError for a bad request (TooLongError for too many tokens), QueueFullError if too many wait, and
+EngineClosedError after `close`.
 """
 
 from .engine import Engine
-from .errors import EngineClosedError, QueueFullError
+from .errors import EngineClosedError, QueueFullError, TooLongError
 from .handle import Answer, Finish, Handle, Token
 from .memory import Footprint
 from .stats import Histogram, Stats
@@ -31,4 +32,5 @@ __all__ = [
     "QueueFullError",
     "Stats",
     "Token",
+    "TooLongError",
 ]

@@ -200,8 +200,9 @@ class Engine:
             chat_template_kwargs: options of the chat template, such as {"enable_thinking": False}; only for messages.
 
         Raises:
-            ValueError: for an argument that is not accepted: an empty prompt, a prompt or an answer that is longer than
-                the engine's, bad settings.
+            TooLongError: a ValueError, for a prompt that is longer than the engine's.
+            ValueError: for any other argument that is not accepted: an empty prompt, an answer that is longer than the
+                engine's, bad settings.
             QueueFullError: `max_queue` requests wait already.
             EngineClosedError: the engine is closed, or its loop has failed.
             RuntimeError: on several hosts, this is not process 0.

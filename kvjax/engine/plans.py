@@ -20,6 +20,7 @@ from kvjax.policy import Policy, Texts
 from kvjax.reading.allocate import pool_rows, shows_whole_segments
 from kvjax.reading.room import Ending, ending, plan_read
 
+from .errors import TooLongError
 from .sizes import Sizes
 
 
@@ -99,7 +100,7 @@ class Plans:
         return plan_read(row, held, new=size, room=0, compress=end.compress, final=end.final)
 
     def check_after(self, prefix: int, question: int, limit: int, row: KVCache) -> None:
-        """Raises ValueError if a layer that grows has no room for a question and its answer after a prefix."""
+        """Raises TooLongError if a layer that grows has no room for a question and its answer after a prefix."""
         lengths: Any = np.array([prefix])
         layers, needed = len(row.entries), question + limit
         if row.entries.preallocates:
@@ -109,7 +110,7 @@ class Plans:
             whole = zip(row.grows, row.entries.bounds, held, row.windows, strict=True)
             free = min((slots - n for grows, slots, n, window in whole if grows and slots != window), default=needed)
         if needed > free:
-            raise ValueError(
+            raise TooLongError(
                 f"a question of {question} tokens and an answer of {limit} do not fit after a prefix of {prefix}: "
                 f"expected at most {max(free, 0)} together, or an engine with a larger max_new_tokens"
             )

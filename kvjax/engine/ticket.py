@@ -20,6 +20,7 @@ from kvjax.request.ends import EndTokens, end_tokens
 from kvjax.request.prompts import Prompt, TemplateOptions, is_single, rows_of
 from kvjax.request.request import AnswerOptions, check_answer, is_seed
 
+from .errors import TooLongError
 from .handle import Feed, Finish, Token
 from .resident import Start
 from .sizes import Sizes
@@ -158,4 +159,4 @@ def _row(name: str, prompt: Prompt, tokenizer: Any, vocab_size: int, **options: 
 
 def _check_length(what: str, length: int, name: str, most: int) -> None:
     if length > most:
-        raise ValueError(f"the {what} has {length} tokens: expected at most {name}={most}")
+        raise TooLongError(f"the {what} has {length} tokens: expected at most {name}={most}")

@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 from jaxtyping import Bool, Int
-from tokenizers.decoders import DecodeStream
 
 from kvjax.decoding.loop import NOT_FINITE, Decoding, not_finite, take
 from kvjax.decoding.sampling import SamplingMethod
+from kvjax.decoding.text_stream import TextStream
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import fetch
 from kvjax.models import Decoder
@@ -170,8 +170,9 @@ def _left(seen: list[Heads], count: int, prompt: int) -> Int[np.ndarray, "L H E"
 
 
 def texts_of(tokens: list[int], tokenizer: Any) -> tuple[str, ...]:
-    """Returns the text that each token adds. Without a tokenizer it is the token's id and a space."""
+    """Returns the text that each token adds, together all. Without a tokenizer it is the token's id and a space."""
     if tokenizer is None:
         return tuple(f"{token} " for token in tokens)
-    stream = DecodeStream(skip_special_tokens=False)
-    return tuple(stream.step(tokenizer.backend_tokenizer, token) or "" for token in tokens)
+    stream = TextStream(tokenizer, skip_special_tokens=False)
+    texts = [stream.add(token) for token in tokens]
+    return (*texts[:-1], texts[-1] + stream.end())

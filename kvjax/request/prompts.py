@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.checks import shown
+from kvjax.checks import cut, shown
 from kvjax.request.limits import time_limit
 from kvjax.request.padding import check_encoding, without_pad_tokens, without_padding
 
@@ -126,7 +126,10 @@ def encoded(text: str, tokenizer: Any, *, begins: bool, written: bool = False) -
         written: whether the text has all its special tokens.
     """
     adds = begins and not written
-    ids = np.asarray(tokenizer(text, add_special_tokens=adds)["input_ids"])
+    try:
+        ids = np.asarray(tokenizer(text, add_special_tokens=adds)["input_ids"])
+    except Exception as error:  # tokenizers without a token for what they do not know; their errors have no class
+        raise ValueError(f"the tokenizer cannot encode the prompt {shown(text)}: {cut(str(error))}") from error
     if adds:
         added = np.asarray(tokenizer("")["input_ids"])
         starts = (n for n in range(added.size, 0, -1) if np.array_equal(ids[: 2 * n], np.tile(added[:n], 2)))
@@ -248,7 +251,8 @@ def rendered(messages: Messages, tokenizer: Any, answered: bool, options: Templa
                 **(options or {}),
             )
     except Exception as error:  # a template is a program that comes with the checkpoint, so any error may come out
-        raise ValueError(f"the tokenizer's chat template failed with {type(error).__name__}: {error}") from error
+        message = f"the tokenizer's chat template failed with {type(error).__name__}: {cut(str(error))}"
+        raise ValueError(message) from error
     most = TEMPLATE_CHARACTERS + 4 * sum(len(message["content"]) for message in messages)
     if len(text) > most:
         raise ValueError(f"the tokenizer's chat template wrote {len(text):,} characters: expected at most {most:,}")

@@ -16,14 +16,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from kvjax.checks import shown
 from kvjax.engine import Engine
 
-from .asking import ask, unless_gone
+from .asking import Asked, ask, unless_gone
 from .documents import Chats, Completions, Form
 from .errors import ApiError, gone, told, unexpected, unrouted
 from .gate import Gate
 from .metrics import registry_of
-from .schema import Chat, Completion, parse
+from .parsing import parse
+from .schema import Chat, Completion
 from .settings import Settings
 from .streaming import Events
 
@@ -47,14 +49,20 @@ def application(engine: Engine, settings: Settings, is_closing: Callable[[], boo
     started = int(time.time())
     page = files("kvjax.serve").joinpath("page.html").read_text(encoding="utf-8")
 
+    def check_model(name: str) -> None:
+        if name != settings.model:
+            message = f"there is no model {shown(name)}: expected {settings.model!r}, the model of this server"
+            raise ApiError(404, message, "model", "model_not_found")
+
+    async def asked_for(request: Request, kind: type[Completion] | type[Chat]) -> Asked:
+        body = parse(kind, b"".join([chunk async for chunk in request.stream()]))  # `request.body()` would keep it
+        check_model(body.model)
+        return await ask(engine, body, settings.sampler)
+
     def answering(kind: type[Completion] | type[Chat], form: Form) -> Endpoint:
         async def answer(request: Request) -> Response:
-            body: Any = parse(kind, await request.body())
-            if body.model != settings.model:
-                message = f"model={body.model!r}: expected {settings.model!r}, the model of this server"
-                raise ApiError(404, message, "model", "model_not_found")
-            asked = await ask(engine, body, settings.sampler)
-            if body.stream:
+            asked = await asked_for(request, kind)
+            if asked.stream is not None:
                 return Events(form, asked, settings.timeout)
             return JSONResponse(form.whole(asked, await unless_gone(request, asked, settings.timeout)))
 
@@ -64,8 +72,7 @@ def application(engine: Engine, settings: Settings, is_closing: Callable[[], boo
         return JSONResponse({"object": "list", "data": [_model(settings.model, started)]})
 
     async def model(request: Request) -> Response:
-        if (name := request.path_params["name"]) != settings.model:
-            raise ApiError(404, f"there is no model {name!r}: expected {settings.model!r}", code="model_not_found")
+        check_model(request.path_params["name"])
         return JSONResponse(_model(settings.model, started))
 
     async def health(request: Request) -> Response:

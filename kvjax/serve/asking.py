@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import threading
 import time
@@ -17,34 +18,38 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
 from kvjax.decoding.sampling import SamplingMethod
-from kvjax.engine import Answer, Engine, EngineClosedError, Handle, QueueFullError
+from kvjax.engine import Answer, Engine, EngineClosedError, Handle, QueueFullError, TooLongError
 from kvjax.request.prompts import Prompt
 
 from .errors import ApiError, closing
-from .schema import Chat, Completion
+from .schema import Chat, Completion, StreamOptions
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request whose answers the engine makes.
+    """A request whose answers the engine makes. Its body is not held meanwhile.
 
     Attributes:
-        request: the request.
         handles: prompt 0's answers, then prompt 1's.
+        prompt_tokens: the number of tokens of all prompts, each counted once.
         seed: the seed of the first answer of each prompt.
+        log_probs: whether tokens have log-probabilities.
+        stream: None, or the options of the stream of the answers.
         id: names the answer.
         created: the time of the request in seconds since 1970.
     """
 
-    request: Completion | Chat
     handles: Sequence[Handle]
+    prompt_tokens: int
     seed: int
+    log_probs: bool
+    stream: StreamOptions | None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def usage(self, tokens: int) -> dict[str, Any]:
-        """The number of tokens of the prompts, each counted once, and of the answers."""
-        prompts = sum(handle.prompt_tokens for handle in self.handles[:: self.request.n or 1])
+        """The number of tokens of the prompts and of the answers."""
+        prompts = self.prompt_tokens
         return {"prompt_tokens": prompts, "completion_tokens": tokens, "total_tokens": prompts + tokens}
 
     async def answers(self) -> list[Answer]:
@@ -92,7 +97,8 @@ async def ask(engine: Engine, request: Completion | Chat, sampler: SamplingMetho
     handles: list[Handle] = []
     most = engine.sizes.max_new_tokens
     if request.limit is not None and request.limit > most:
-        raise ApiError(400, f"max_tokens={request.limit}: expected at most {most}, the server's limit", "max_tokens")
+        message = f"{request.limited_by}={request.limit}: expected at most {most}, the server's limit"
+        raise ApiError(400, message, request.limited_by, "invalid_value")
     try:
         submit = partial(
             engine.submit,
@@ -105,7 +111,7 @@ async def ask(engine: Engine, request: Completion | Chat, sampler: SamplingMetho
             chat_template_kwargs=request.template_options,
         )
     except ValueError as error:  # of the sampler
-        raise ApiError(400, str(error)) from None
+        raise _told(error, request) from None
     seed, gone = secrets.randbits(48) if request.seed is None else request.seed, threading.Event()
 
     def submit_one(prompt: Prompt, seed: int) -> None:
@@ -122,18 +128,33 @@ async def ask(engine: Engine, request: Completion | Chat, sampler: SamplingMetho
         gone.set()
         for handle in handles:
             handle.cancel()
-        raise _told(error) from None
-    return Asked(request, handles, seed)
+        raise _told(error, request) from None
+    return Asked(
+        handles,
+        prompt_tokens=sum(handle.prompt_tokens for handle in handles[:: request.n or 1]),
+        seed=seed,
+        log_probs=request.log_probs,
+        stream=request.stream_options or StreamOptions() if request.stream else None,
+    )
 
 
-def _told(error: BaseException) -> BaseException:
+def _told(error: BaseException, request: Completion | Chat) -> BaseException:
+    if isinstance(error, TooLongError):
+        message = f"{error}; this is the maximum context length of the server"
+        return ApiError(400, message, _field(error, request), "context_length_exceeded")
     if isinstance(error, ValueError):
-        return ApiError(400, str(error))
+        return ApiError(400, str(error), _field(error, request), "invalid_value")
     if isinstance(error, QueueFullError):
-        return ApiError(429, str(error), code="queue_full")
+        return ApiError(429, str(error), code="rate_limit_exceeded")
     if isinstance(error, EngineClosedError):
         return closing()
     return error
+
+
+def _field(error: ValueError, request: Completion | Chat) -> str:
+    """The field that an error of the engine is about: the one that its message begins with, or the prompt."""
+    begins = re.match(r"(?:the )?(\w+)", str(error))
+    return begins[1] if begins is not None and begins[1] in type(request).model_fields else request.asks_by
 
 
 async def unless_gone(request: Request, asked: Asked, timeout: float) -> list[Answer]:

@@ -5,15 +5,28 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvjax.engine import Answer, Token
+from kvjax.decoding.spelling import Spelled, Spelling
+from kvjax.engine import Answer
 
 from .asking import Asked
 
 _REASONS = {None: None, "end": "stop", "stop": "stop", "length": "length"}
-Piece = tuple[str, list[Token]]
-"""Text that is certain, and the tokens since the last piece."""
+
+
+class Piece(NamedTuple):
+    """A piece of an answer.
+
+    Attributes:
+        text: the text that is certain since the last piece.
+        tokens: the number of tokens since then.
+        spelled: the tokens whose text is certain since then, if the request asks for log-probabilities.
+    """
+
+    text: str
+    tokens: int
+    spelled: Sequence[Spelled]
 
 
 @dataclass(frozen=True)
@@ -22,7 +35,7 @@ class Form(ABC):
 
     Attributes:
         model: the name of the model.
-        tokenizer: spells tokens.
+        tokenizer: that of the engine.
     """
 
     model: str
@@ -50,13 +63,15 @@ class Form(ABC):
             "seed": asked.seed,
         }
 
-    def _spelled(self, token: int) -> str:
-        return self.tokenizer.decode([token])
+    def spelling(self, asked: Asked) -> Spelling | None:
+        """Spells the tokens of one answer, if the request asks for log-probabilities."""
+        return Spelling(self.tokenizer) if asked.log_probs else None
 
-
-def _tokens(answer: Answer) -> list[Token]:
-    log_probs = [None] * len(answer.tokens) if answer.log_probs is None else answer.log_probs.tolist()
-    return [Token(int(t), None, p) for t, p in zip(answer.tokens, log_probs, strict=True)]
+    def _all(self, asked: Asked, answer: Answer) -> Piece:
+        spelled, spelling, text = [], self.spelling(asked), answer.text or ""
+        if spelling is not None and answer.log_probs is not None:
+            spelled = spelling.add(zip(answer.tokens.tolist(), answer.log_probs.tolist(), strict=True), text, last=True)
+        return Piece(text, len(answer.tokens), spelled)
 
 
 def _counted(answers: Sequence[Answer]) -> int:
@@ -68,23 +83,22 @@ class Completions(Form):
     """The form of `/v1/completions`."""
 
     def whole(self, asked: Asked, answers: Sequence[Answer]) -> dict[str, Any]:
-        choices = [self._choice(asked, i, (a.text or "", _tokens(a)), a.finish) for i, a in enumerate(answers)]
+        choices = [self._choice(asked, i, self._all(asked, a), a.finish) for i, a in enumerate(answers)]
         return self._document(asked, "cmpl", "text_completion", choices) | {"usage": asked.usage(_counted(answers))}
 
     def piece(self, asked: Asked, index: int, piece: Piece, finish: str | None) -> dict[str, Any]:
         return self._document(asked, "cmpl", "text_completion", [self._choice(asked, index, piece, finish)])
 
     def _choice(self, asked: Asked, index: int, piece: Piece, finish: str | None) -> dict[str, Any]:
-        text, tokens = piece
         log_probs = None
-        if asked.request.log_probs:
+        if asked.log_probs:
             log_probs = {
-                "tokens": [self._spelled(token.id) for token in tokens],
-                "token_logprobs": [token.log_prob for token in tokens],
+                "tokens": [token.text for token in piece.spelled],
+                "token_logprobs": [token.log_prob for token in piece.spelled],
                 "top_logprobs": None,
                 "text_offset": None,
             }
-        return {"index": index, "text": text, "logprobs": log_probs, "finish_reason": _REASONS[finish]}
+        return {"index": index, "text": piece.text, "logprobs": log_probs, "finish_reason": _REASONS[finish]}
 
 
 @dataclass(frozen=True)
@@ -96,7 +110,7 @@ class Chats(Form):
             {
                 "index": i,
                 "message": {"role": "assistant", "content": answer.text, "refusal": None},
-                "logprobs": self._log_probs(asked, _tokens(answer)),
+                "logprobs": self._log_probs(asked, self._all(asked, answer)),
                 "finish_reason": _REASONS[answer.finish],
             }
             for i, answer in enumerate(answers)
@@ -108,9 +122,8 @@ class Chats(Form):
         return [self._chunk(asked, i, delta, None, None) for i in range(len(asked.handles))]
 
     def piece(self, asked: Asked, index: int, piece: Piece, finish: str | None) -> dict[str, Any]:
-        text, tokens = piece
-        delta = {"content": text} if text else {}
-        return self._chunk(asked, index, delta, self._log_probs(asked, tokens), finish)
+        delta = {"content": piece.text} if piece.text else {}
+        return self._chunk(asked, index, delta, self._log_probs(asked, piece), finish)
 
     def _chunk(
         self, asked: Asked, index: int, delta: dict[str, Any], log_probs: dict[str, Any] | None, finish: str | None
@@ -118,9 +131,11 @@ class Chats(Form):
         choice = {"index": index, "delta": delta, "logprobs": log_probs, "finish_reason": _REASONS[finish]}
         return self._document(asked, "chatcmpl", "chat.completion.chunk", [choice])
 
-    def _log_probs(self, asked: Asked, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        if not asked.request.log_probs:
+    def _log_probs(self, asked: Asked, piece: Piece) -> dict[str, Any] | None:
+        if not asked.log_probs:
             return None
-        found = [(self._spelled(token.id), token.log_prob) for token in tokens]
-        content = [{"token": x, "bytes": list(x.encode()), "logprob": p, "top_logprobs": []} for x, p in found]
+        content = [
+            {"token": token.text, "bytes": list(token.data), "logprob": token.log_prob, "top_logprobs": []}
+            for token in piece.spelled
+        ]
         return {"content": content, "refusal": None}

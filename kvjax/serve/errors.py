@@ -9,8 +9,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvjax.checks import cut, shown
+
 logger = logging.getLogger(__name__)
-_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):
@@ -30,7 +31,7 @@ class ApiError(Exception):
     @property
     def document(self) -> dict[str, Any]:
         """The error as OpenAI's clients read it."""
-        kind = _KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        kind = "requests" if self.status == 429 else "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     @property
@@ -60,9 +61,12 @@ async def unrouted(request: Request, error: Exception) -> Response:
     """The answer for a path or a method that there is not."""
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
-        return ApiError(405, f"{request.method} is not accepted here", code="method_not_allowed").response
+        allowed = (error.headers or {}).get("Allow", "another method")
+        message = f"{cut(request.method)} is not accepted here: expected {allowed}"
+        return ApiError(405, message, code="method_not_allowed").response
     if error.status_code == 404:
-        return ApiError(404, "this path does not exist: expected one of those in docs/serving.md").response
+        paths = ", ".join(route.path for route in request.app.routes)
+        return ApiError(404, f"there is no path {shown(request.url.path)}: expected one of {paths}").response
     return ApiError(error.status_code, str(error.detail)).response
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import time
 from collections.abc import Callable
 
 from starlette.datastructures import Headers
@@ -46,14 +47,16 @@ class Gate:
             raise ApiError(421, f"this host name is not answered: expected {expected}", code="unknown_host")
         if settings.api_key is not None and scope["path"] not in OPEN:
             given = headers.get("authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {settings.api_key}".encode()):
-                raise ApiError(401, "a wrong or missing API key: expected Authorization: Bearer KEY")
+            scheme, _, key = given.partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode(), settings.api_key.encode()):
+                fault = "the API key is wrong" if given else "there is no API key"
+                raise ApiError(401, f"{fault}: expected the header Authorization: Bearer KEY", code="invalid_api_key")
         if self.is_closing() and scope["method"] == "POST":
             raise closing()
-        if scope["method"] == "POST" and headers.get("content-type", "").partition(";")[0] != "application/json":
+        if scope["method"] == "POST" and _media(headers) != "application/json":
             raise ApiError(415, "the content type is not application/json")
         length = headers.get("content-length", "0")
-        if not length.isdigit() or int(length) > settings.max_body:
+        if not (length.isascii() and length.isdigit() and len(length) < 20 and int(length) <= settings.max_body):
             raise _too_long(settings)
 
 
@@ -64,22 +67,29 @@ def _name(host: str) -> str:
     return host.rpartition(":")[0] if ":" in host else host
 
 
+def _media(headers: Headers) -> str:
+    """The content type, without its parameters, in lower case."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
 def _too_long(settings: Settings) -> ApiError:
     return ApiError(413, f"the request is too long: expected at most {settings.max_body:,} bytes")
 
 
 def _bounded(receive: Receive, settings: Settings) -> Receive:
     """Receives a body of limited length in limited time. Later calls wait for the end of the connection."""
-    size, complete = 0, False
+    size, complete, until = 0, False, time.monotonic() + settings.body_timeout
 
     async def bounded() -> Message:
         nonlocal size, complete
         if complete:
             return await receive()
         try:
-            message = await asyncio.wait_for(receive(), settings.body_timeout)
+            message = await asyncio.wait_for(receive(), max(0.0, until - time.monotonic()))
         except TimeoutError:
-            raise ApiError(408, f"the request took more than {settings.body_timeout:g} seconds to arrive") from None
+            raise ApiError(
+                408, f"the request took more than {settings.body_timeout:g} seconds to arrive", code="timeout"
+            ) from None
         size += len(message.get("body", b""))
         if size > settings.max_body:
             raise _too_long(settings)

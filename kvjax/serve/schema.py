@@ -6,37 +6,49 @@ the value that changes nothing. Any other field or value is an error.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from kvjax.checks import shown
 from kvjax.decoding.sampling import Greedy, Sampler, SamplingMethod
 
-from .errors import ApiError
+from .fields import (
+    Flag,
+    MinP,
+    Most16,
+    NoBias,
+    Object,
+    Penalty,
+    Seed,
+    Strict,
+    String,
+    Temperature,
+    Text,
+    TopK,
+    TopP,
+    Whole,
+    Zero,
+)
+from .messages import Messages
 
 FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # of a request and of `kvjax.Sampler`
+UNLIMITED = {("top_p", 1), ("top_k", 0), ("top_k", -1)}  # values of clients for what `kvjax.Sampler` calls None
+PROMPTS = 2048  # of one request
 
-Most16 = Annotated[int, Field(ge=1, le=16)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Whole = Annotated[int, Field(ge=1, lt=2**31)]
-Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-Text = Annotated[str, Field(min_length=1)]
-Nothing = Literal[0] | None
-Empty = Annotated[list[Any] | dict[str, Any], Field(max_length=0)] | None
-
-
-class Strict(BaseModel):
-    """Refuses unknown fields, and values of other types."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
+Ids = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 
 
 class StreamOptions(Strict):
-    """Options of a stream."""
+    """Options of a stream.
 
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    Attributes:
+        include_usage: sends the number of tokens after the last piece.
+        continuous_usage_stats: not in OpenAI's API: sends it with each piece.
+    """
+
+    include_usage: Flag = False
+    continuous_usage_stats: Flag = False
+    include_obfuscation: Flag = False
 
 
 class Common(Strict):
@@ -45,52 +57,57 @@ class Common(Strict):
     Attributes:
         n: the number of answers to each prompt. Answer i has the seed `seed` + i.
         seed: determines the draws. Without it the server draws a seed; the answer says which.
+        stop: an empty string is none.
         top_k, min_p, repetition_penalty, ignore_eos: not in OpenAI's API. See `kvjax.Sampler`.
     """
 
-    model: str
-    n: Most16 | None = 1
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    max_tokens: Whole | None = None
-    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
-    top_p: Share | None = None
-    top_k: Whole | None = None
-    min_p: Share | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    seed: Seed | None = None
+    model: Annotated[str, Field(description="the name of the model, a string")]
+    n: Most16 = 1
+    stream: Flag = False
+    stream_options: Annotated[StreamOptions | None, Field(description="an object")] = None
+    temperature: Temperature = None
+    top_p: TopP = None
+    top_k: TopK = None
+    min_p: MinP = None
+    repetition_penalty: Penalty = None
+    seed: Seed = None
     stop: Annotated[
-        Text | Annotated[list[Text], Field(max_length=16)] | None,
-        Field(description="a string of at least one character, or a list of at most 16"),
+        str | Annotated[list[str], Field(max_length=16, fail_fast=True)] | None,
+        Field(description="a string, or a list of at most 16"),
     ] = None
-    ignore_eos: bool = False
+    ignore_eos: Flag = False
     # accepted, because they do not change an answer
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    user: String = None
+    metadata: Object = None
+    store: Flag = None
+    service_tier: String = None
+    safety_identifier: String = None
+    prompt_cache_key: String = None
+    cache_prompt: Flag = None
     # accepted only with the value that changes nothing
-    frequency_penalty: Nothing = None
-    presence_penalty: Nothing = None
-    logit_bias: Annotated[Empty, Field(description="null or an empty object")] = None
+    frequency_penalty: Zero = None
+    presence_penalty: Zero = None
+    logit_bias: NoBias = None
+    skip_special_tokens: Annotated[
+        Literal[True] | None, Field(description="null or true: answers have no special tokens")
+    ] = None
 
     def sampler(self, default: SamplingMethod) -> SamplingMethod:
         """What draws the tokens. A temperature of 0 is greedy, and what is not given is as in `default`."""
         given = {name: value for name in FIELDS if (value := getattr(self, name)) is not None}
+        given = {name: None if (name, value) in UNLIMITED else value for name, value in given.items()}
         if isinstance(default, Sampler):
             given = {name: getattr(default, name) for name in FIELDS} | given
-        elif not given.keys() - {"repetition_penalty"}:
+        elif all(value is None for name, value in given.items() if name != "repetition_penalty"):
             given["temperature"] = 0
         given.setdefault("repetition_penalty", default.repetition_penalty)
         if given.get("temperature") == 0:
             return Greedy(repetition_penalty=given["repetition_penalty"])
-        return Sampler(**given | {"top_p": None if given.get("top_p") == 1 else given.get("top_p")})
+        return Sampler(**given)
 
     @property
     def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+        return [stop for stop in ([self.stop] if isinstance(self.stop, str) else self.stop or ()) if stop]
 
 
 class Completion(Common):
@@ -103,17 +120,29 @@ class Completion(Common):
             once for all requests that begin with it.
     """
 
+    asks_by: ClassVar[str] = "prompt"
+    limited_by: ClassVar[str] = "max_tokens"
+
     prompt: Annotated[
-        Text | Annotated[list[Text] | list[int] | list[list[int]], Field(min_length=1)],
-        Field(description="a string, token ids, or a list of either"),
+        Text
+        | Annotated[list[Text], Field(min_length=1, max_length=PROMPTS, fail_fast=True)]
+        | Annotated[list[int], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[Ids], Field(min_length=1, max_length=PROMPTS, fail_fast=True)],
+        Field(description=f"a string, token ids, or a list of 1 to {PROMPTS:,} of either, none of them empty"),
     ]
-    logprobs: Nothing = None
-    best_of: Literal[1] | None = None
-    echo: Literal[False] | None = None
-    suffix: Literal[""] | None = None
-    prefix: Annotated[
-        Text | Annotated[list[int], Field(min_length=1)] | None, Field(description="a string or token ids")
+    prefix: Annotated[Text | Ids | None, Field(description="a string or token ids, not empty")] = None
+    echo: Annotated[
+        Literal[False] | None,
+        Field(description="null or false: this server does not score prompts; kvjax eval and lm-eval's model kvjax do"),
     ] = None
+    logprobs: Annotated[
+        Literal[0] | None,
+        BeforeValidator(lambda value: None if value is False else value),  # false equals 0, and means null
+        Field(description="null or 0: this server has the log-probabilities of the answer's own tokens alone"),
+    ] = None
+    max_tokens: Whole = None
+    best_of: Annotated[Literal[1] | None, Field(description="null or 1: this server returns all answers")] = None
+    suffix: Annotated[Literal[""] | None, Field(description="null or empty: answers continue the prompt")] = None
 
     @property
     def stored(self) -> str | list[int] | None:
@@ -124,7 +153,7 @@ class Completion(Common):
     def prompts(self) -> list[str | list[int]]:
         """One prompt per entry."""
         given: Any = self.prompt
-        return [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
+        return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
 
     @property
     def limit(self) -> int | None:
@@ -140,41 +169,10 @@ class Completion(Common):
         """Text has no chat template."""
 
 
-class Part(Strict):
-    """A part of a message. Only text is accepted."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(Strict):
-    """A message of a chat. A "developer" is what templates call "system"."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
-    name: None = None
-
-    @property
-    def document(self) -> dict[str, str]:
-        """The message as chat templates read it."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
-
-
 class Form(Strict):
     """The form of an answer. Only text is available."""
 
-    type: Literal["text"]
-
-
-Messages = Annotated[
-    list[Message],
-    Field(
-        min_length=1,
-        description="a list of objects with role (system, developer, user, assistant) and content, a string "
-        'or a list of {"type": "text", "text": ...}',
-    ),
-]
+    type: Annotated[Literal["text"], Field(description='"text": this server has no grammars')]
 
 
 class Chat(Common):
@@ -192,29 +190,36 @@ class Chat(Common):
             server reads and compresses them once for all requests that begin with them.
     """
 
+    asks_by: ClassVar[str] = "messages"
+
     messages: Messages
-    prefix: Messages | None = None
-    max_completion_tokens: Whole | None = None
-    logprobs: bool | None = None
-    top_logprobs: Nothing = None
-    response_format: Form | None = None
+    prefix: Annotated[Messages | None, Field(description="messages as the field messages has them")] = None
+    max_completion_tokens: Whole = None
+    max_tokens: Whole = None
+    logprobs: Flag = None
+    top_logprobs: Zero = None
+    response_format: Annotated[Form | None, Field(description='null or {"type": "text"}')] = None
     tool_choice: Annotated[Literal["none", "auto"] | None, Field(description='"none", or "auto" without tools')] = None
-    tools: Annotated[list[Any] | None, Field(description='null, an empty list, or tools with tool_choice "none"')] = (
-        None
-    )
-    chat_template_kwargs: Annotated[
-        dict[str, Any] | None, Field(description="an object with the options of the chat template")
+    tools: Annotated[
+        list[Any] | None, Field(description='null, an empty list, or at most 128 tools with tool_choice "none"')
     ] = None
-    reasoning_effort: str | None = None
-    parallel_tool_calls: bool | None = None
-    modalities: list[Literal["text"]] | None = None
+    chat_template_kwargs: Annotated[
+        Annotated[dict[str, Any], Field(max_length=64)] | None,
+        Field(description="an object with at most 64 options of the chat template"),
+    ] = None
+    reasoning_effort: String = None
+    parallel_tool_calls: Flag = None
+    modalities: Annotated[
+        Annotated[list[Literal["text"]], Field(max_length=1, fail_fast=True)] | None,
+        Field(description='null or ["text"]'),
+    ] = None
 
     @field_validator("tools")
     @classmethod
-    def _never_called(cls, tools: list[Any] | None, info: ValidationInfo) -> list[Any] | None:
-        if tools and info.data.get("tool_choice") != "none":
+    def _never_called(cls, tools: list[Any] | None, info: ValidationInfo) -> None:
+        if tools and (info.data.get("tool_choice") != "none" or len(tools) > 128):
             raise ValueError("the model calls no tools")
-        return tools
+        return None
 
     @property
     def prompts(self) -> list[list[dict[str, str]]]:
@@ -225,6 +230,11 @@ class Chat(Common):
     def stored(self) -> list[dict[str, str]] | None:
         """The prefix as the engine takes it."""
         return None if self.prefix is None else [message.document for message in self.prefix]
+
+    @property
+    def limited_by(self) -> str:
+        """The field that the client has used."""
+        return "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
 
     @property
     def limit(self) -> int | None:
@@ -239,29 +249,3 @@ class Chat(Common):
         """The options of the chat template."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return effort | (self.chat_template_kwargs or {})
-
-
-Kind = TypeVar("Kind", bound=Common)
-
-
-def parse(kind: type[Kind], body: bytes) -> Kind:
-    """Reads a request. Raises ApiError, which names the field, the value and what is accepted."""
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        names = [str(part) for part in first["loc"]]
-        if first["type"] == "json_invalid":
-            raise ApiError(400, f"the body is not JSON: {first['msg']}", code="invalid_json") from None
-        if not names:
-            raise ApiError(400, "the body is no JSON object: expected one with the fields of the request") from None
-        param = names[0]
-        if first["type"] == "missing":
-            raise ApiError(400, f"{'.'.join(names)} is missing", param) from None
-        if first["type"] == "extra_forbidden":
-            message = f"{'.'.join(names)}: unknown or not supported; expected one of {', '.join(kind.model_fields)}"
-            raise ApiError(400, message, param) from None
-        expected = kind.model_fields[param].description
-        if expected is not None:
-            raise ApiError(400, f"{'.'.join(names[:2])}={shown(first['input'])}: expected {expected}", param) from None
-        raise ApiError(400, f"{'.'.join(names)}={shown(first['input'])}: {first['msg']}", param) from None

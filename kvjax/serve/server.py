@@ -9,8 +9,22 @@ import socket
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from .errors import ApiError
 
 KEEP_ALIVE = 75  # seconds that a connection may idle; clients that close it sooner never find it closed
+
+
+class Http(H11Protocol):
+    """Uvicorn's HTTP, which answers what is no HTTP in OpenAI's form too."""
+
+    def send_400_response(self, msg: str) -> None:
+        error = ApiError(400, "the request is not HTTP/1.1: expected a line, headers and a body as RFC 9112 has them")
+        body = error.response.body
+        head = f"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        self.transport.write(f"{head}Connection: close\r\n\r\n".encode() + body)
+        self.transport.close()
 
 
 class Ending:
@@ -65,6 +79,7 @@ def configured(app: Starlette, *, patience: float) -> uvicorn.Config:
     """How uvicorn serves an application: as `run` does."""
     return uvicorn.Config(
         app,
+        http=Http,
         log_level="warning",
         access_log=False,
         server_header=False,

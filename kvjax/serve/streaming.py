@@ -13,11 +13,13 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from kvjax.engine import Handle, Token
+from kvjax.decoding.spelling import Spelling
+from kvjax.engine import Handle
 
 from .asking import Asked, check_finished, ending_is_told, freed
 from .documents import Form, Piece
 from .errors import ApiError, logger
+from .schema import StreamOptions
 
 Event = tuple[int, Piece, str | None]
 
@@ -41,13 +43,13 @@ async def _events(form: Form, asked: Asked, timeout: float) -> AsyncIterator[byt
     try:
         for document in form.opening(asked):
             yield _event(document)
-        tokens = 0
-        async for index, piece, finish in _merged(asked, timeout):
-            tokens += len(piece[1])
-            yield _event(form.piece(asked, index, piece, finish))
-        options = asked.request.stream_options
-        if options is not None and options.include_usage:
-            empty = form.piece(asked, 0, ("", []), None) | {"choices": []}
+        options, tokens = asked.stream or StreamOptions(), 0
+        async for index, piece, finish in _merged(form, asked, timeout):
+            tokens += piece.tokens
+            usage = {"usage": asked.usage(tokens)} if options.continuous_usage_stats else {}
+            yield _event(form.piece(asked, index, piece, finish) | usage)
+        if options.include_usage:
+            empty = form.piece(asked, 0, Piece("", 0, ()), None) | {"choices": []}
             yield _event(empty | {"usage": asked.usage(tokens)})
         yield b"data: [DONE]\n\n"
     except ApiError as error:
@@ -57,14 +59,16 @@ async def _events(form: Form, asked: Asked, timeout: float) -> AsyncIterator[byt
         yield _event(ApiError(500, "the server made a mistake; its log says more", code="internal_error").document)
 
 
-async def _merged(asked: Asked, timeout: float) -> AsyncIterator[Event]:
+async def _merged(form: Form, asked: Asked, timeout: float) -> AsyncIterator[Event]:
     """The pieces of all answers of a request, as they come.
 
     Raises:
         ApiError: 408 after `timeout` seconds, 503 if the server ends the answers.
     """
     queue: asyncio.Queue[Event | BaseException] = asyncio.Queue()
-    tasks = [asyncio.create_task(_follow(i, handle, queue)) for i, handle in enumerate(asked.handles)]
+    spellings = [form.spelling(asked) for _ in asked.handles]
+    followed = enumerate(zip(asked.handles, spellings, strict=True))
+    tasks = [asyncio.create_task(_follow(i, handle, spelling, queue)) for i, (handle, spelling) in followed]
     until, left = time.monotonic() + timeout, len(tasks)
     try:
         while left:
@@ -83,16 +87,23 @@ async def _merged(asked: Asked, timeout: float) -> AsyncIterator[Event]:
             task.cancel()
 
 
-async def _follow(index: int, handle: Handle, queue: asyncio.Queue[Event | BaseException]) -> None:
+async def _follow(
+    index: int, handle: Handle, spelling: Spelling | None, queue: asyncio.Queue[Event | BaseException]
+) -> None:
     """Puts the pieces of one answer into a queue. A piece is sent when some text is certain."""
-    tokens: list[Token] = []
+    tokens: list[tuple[int, float | None]] = []
+
+    def put(text: str, finish: str | None = None) -> None:
+        spelled = [] if spelling is None else spelling.add(tokens, text, last=finish is not None)
+        queue.put_nowait((index, Piece(text, len(tokens), spelled), finish))
+        tokens.clear()
+
     try:
         async for token in handle:
-            tokens.append(token)
+            tokens.append((token.id, token.log_prob))
             if token.text:
-                queue.put_nowait((index, (token.text, tokens), None))
-                tokens = []
-        queue.put_nowait((index, ("", tokens), (await handle).finish))
+                put(token.text)
+        put("", (await handle).finish)
     except Exception as error:
         queue.put_nowait(error)
 

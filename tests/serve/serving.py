@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import openai
 import uvicorn
@@ -15,6 +19,8 @@ from kvjax.serve.server import configured
 
 POLICY = "morphkv:budget=16,window=4"
 KEY = "secret"
+GOOD = {"model": "tiny", "prompt": "ba", "max_tokens": 2}
+CHAT: Any = {"model": "tiny", "messages": [{"role": "user", "content": "ba"}], "max_tokens": 2}
 
 
 @dataclass(frozen=True)
@@ -52,3 +58,17 @@ def served(engine: kvjax.Engine, settings: Settings) -> Iterator[Serving]:
     server.should_exit = True
     thread.join()
     listener.close()
+
+
+def send(serving: Serving, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+    """The status and the document of an answer; a body is sent as JSON unless it is bytes."""
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    default = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    named = default | {name.replace("_", "-"): value for name, value in headers.items()}
+    request = urllib.request.Request(serving.url + path, data, named)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read())

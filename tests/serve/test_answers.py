@@ -70,6 +70,7 @@ def test_chat(serving: Serving, alone: Any) -> None:
     assert choice.finish_reason == ("length" if expected.lengths[0] == 512 else "stop")
     found = [token.logprob for token in choice.logprobs.content]
     np.testing.assert_allclose(found, expected.log_probs[0], atol=1e-5)
+    assert b"".join(bytes(token.bytes) for token in choice.logprobs.content).decode() == expected.text
     developer = [{"role": "developer", "content": "ba"}, *CHAT[1:]]
     same = serving.client.chat.completions.create(model="tiny", messages=developer, temperature=0)
     assert same.choices[0].message.content == expected.text
@@ -103,9 +104,19 @@ def test_pieces_of_a_completion(serving: Serving, alone: Any) -> None:
     assert len(pieces) > 6
     found = [p for piece in pieces for p in piece.choices[0].logprobs.token_logprobs]
     np.testing.assert_allclose(found, expected.log_probs[0], atol=1e-5)
+    assert "".join(text for piece in pieces for text in piece.choices[0].logprobs.tokens) == expected.text
     assert last.choices == []
     assert last.usage.completion_tokens == 12
     assert len({event.id for event in events}) == 1
+
+
+def test_usage_of_each_piece(serving: Serving) -> None:
+    """As clients that measure a server ask for it."""
+    options: Any = {"stream": True, "extra_body": {"stream_options": {"continuous_usage_stats": True}}}
+    events = list(serving.client.completions.create(model="tiny", prompt=PROMPT, max_tokens=5, **options))
+    counts = [event.usage.completion_tokens for event in events]
+    assert counts == sorted(counts)
+    assert (counts[-1], events[-1].usage.prompt_tokens) == (5, 6)
 
 
 def test_pieces_of_several_chats_at_once(serving: Serving, alone: Any) -> None:

@@ -19,118 +19,82 @@ from kvjax.engine import Handle
 from kvjax.serve import Settings, application
 from kvjax.serve.asking import ask
 from kvjax.serve.schema import Completion
-from tests.serve.serving import KEY, POLICY, Serving
-
-GOOD = {"model": "tiny", "prompt": "ba", "max_tokens": 2}
-CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "ba"}], "max_tokens": 2}
-
-
-def send(serving: Serving, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-    """The status and the document of an answer; a body is sent as JSON unless it is bytes."""
-    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-    default = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-    named = default | {name.replace("_", "-"): value for name, value in headers.items()}
-    request = urllib.request.Request(serving.url + path, data, named)
-    try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return answer.status, json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, json.loads(error.read())
-
-
-@pytest.mark.parametrize(
-    ("body", "param", "said"),
-    [
-        (b"{", None, "not JSON"),
-        (b"\xff\xfe", None, "not JSON"),
-        ([], None, "no JSON object"),
-        ({"prompt": "ba"}, "model", "missing"),
-        ({"model": "tiny"}, "prompt", "missing"),
-        (GOOD | {"prompt": ""}, "prompt", "a string, token ids, or a list of either"),
-        (GOOD | {"prompt": []}, "prompt", "a string, token ids, or a list of either"),
-        (GOOD | {"prompt": [[]]}, None, "empty"),
-        (GOOD | {"prompt": [101]}, None, "0 .. 100"),
-        (GOOD | {"prompt": "ba " * 40}, None, "max_prompt=32"),
-        (GOOD | {"max_tokens": 513}, "max_tokens", "at most 512"),
-        (GOOD | {"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
-        (GOOD | {"max_tokens": "2"}, "max_tokens", "integer"),
-        (GOOD | {"temperature": -1}, "temperature", "greater than or equal to 0"),
-        (GOOD | {"top_p": 1.5}, "top_p", "less than or equal to 1"),
-        (GOOD | {"top_p": 0}, None, "top_p"),
-        (GOOD | {"stop": "x" * 1001}, None, "at most 1,000 characters"),
-        (GOOD | {"n": 17}, "n", "less than or equal to 16"),
-        (GOOD | {"stop": ["a"] * 17}, "stop", "at most 16"),
-        (GOOD | {"seed": 2**63}, "seed", "less than"),
-        (GOOD | {"logprobs": 3}, "logprobs", "0"),
-        (GOOD | {"echo": True}, "echo", "False"),
-        (GOOD | {"frequency_penalty": 0.5}, "frequency_penalty", "0"),
-        (GOOD | {"logit_bias": {"5": 1}}, "logit_bias", "empty"),
-        (GOOD | {"nonsense": 1}, "nonsense", "unknown"),
-    ],
-)
-def test_bad_completions(serving: Serving, body: Any, param: str | None, said: str) -> None:
-    status, answer = send(serving, "/v1/completions", body)
-    assert status == 400
-    assert answer["error"]["type"] == "invalid_request_error"
-    assert answer["error"]["param"] == param
-    assert said in answer["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "ba"}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
-        ({"messages": "ba"}, "messages"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tools": [{"type": "function"}], "tool_choice": "auto"}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"tokenize": True}}, None),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-    ],
-)
-def test_bad_chats(serving: Serving, change: Any, param: str | None) -> None:
-    status, answer = send(serving, "/v1/chat/completions", CHAT | change)
-    assert (status, answer["error"]["param"]) == (400, param)
-
-
-def test_what_changes_nothing_is_accepted(serving: Serving) -> None:
-    neutral = {"user": "me", "metadata": {"a": "b"}, "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}}
-    assert send(serving, "/v1/completions", GOOD | neutral | {"best_of": 1, "echo": False})[0] == 200
-    more = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False}
-    assert send(serving, "/v1/chat/completions", CHAT | neutral | more)[0] == 200
-    tools = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}
-    assert send(serving, "/v1/chat/completions", CHAT | tools)[0] == 200
-    assert send(serving, "/v1/chat/completions", CHAT | {"tool_choice": "auto"})[0] == 200
-
-
-def test_options_of_the_chat_template(serving: Serving) -> None:
-    usual = send(serving, "/v1/chat/completions", CHAT)[1]["usage"]["prompt_tokens"]
-    for options in ({"chat_template_kwargs": {"twice": True}}, {"reasoning_effort": "low"}):
-        assert send(serving, "/v1/chat/completions", CHAT | options)[1]["usage"]["prompt_tokens"] == usual + 1
+from tests.serve.serving import GOOD, KEY, POLICY, Serving, send
 
 
 def test_statuses(serving: Serving) -> None:
-    assert send(serving, "/v1/completions", GOOD | {"model": "other"})[0] == 404
-    assert send(serving, "/v1/nothing")[0] == 404
-    assert send(serving, "/v1/completions")[0] == 405
+    for path, body in (("/v1/completions", GOOD | {"model": "x" * 5000}), (f"/v1/models/{'x' * 5000}", None)):
+        status, answer = send(serving, path, body)
+        assert (status, answer["error"]["code"], answer["error"]["param"]) == (404, "model_not_found", "model")
+        assert "expected 'tiny'" in answer["error"]["message"]
+        assert len(answer["error"]["message"]) < 400
+    status, answer = send(serving, "/v1/responses")
+    assert status == 404
+    assert "no path '/v1/responses': expected one of /v1/completions, /v1/chat/comp" in answer["error"]["message"]
+    status, answer = send(serving, "/v1/completions")
+    assert (status, answer["error"]["message"]) == (405, "GET is not accepted here: expected POST")
     assert send(serving, "/v1/completions", GOOD, Content_Type="text/plain")[0] == 415
     assert send(serving, "/v1/completions", GOOD | {"user": "x" * 20_000})[0] == 413
     assert send(serving, "/health", Host="elsewhere.example")[0] == 421
     assert send(serving, "/v1/models")[1]["data"][0]["id"] == "tiny"
     assert send(serving, "/v1/models/tiny")[1]["id"] == "tiny"
-    assert send(serving, "/v1/models/other")[0] == 404
     assert send(serving, "/health") == (200, {"status": "ok"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "status"),
+    [
+        *(("content-length", value, 413) for value in ("\u00b2", "9" * 5000, "-1", "1e3", "", "20001")),
+        ("content-length", "00000000000000000080", 413),
+        ("content-type", "Application/JSON ; charset=utf-8", 200),
+        ("content-type", "\u00b2", 415),
+        ("authorization", f"bearer {KEY}", 200),
+        ("authorization", "Bearer \u00b2\u00ff", 401),
+        ("authorization", "\u00b2" * 5000, 401),
+        *(("host", value, 421) for value in ("\u00b2", "[", "]", ":", "", "::1", "localhost:1:2")),
+        *(("host", value, 200) for value in ("[::1]", "[::1]:8000", "127.0.0.1:x")),
+    ],
+)
+def test_headers_that_servers_let_through(serving: Serving, name: str, value: str, status: int) -> None:
+    """The application gets bytes in Latin-1, whatever stands in front of it."""
+    given = {"host": "localhost", "content-type": "application/json", "authorization": f"Bearer {KEY}"} | {name: value}
+    headers = [(key.encode(), text.encode("latin-1")) for key, text in given.items()]
+    found, document = call(serving, headers, json.dumps(GOOD).encode())
+    assert found == status, document
+    assert ("error" in document) == (status != 200)
+
+
+def call(serving: Serving, headers: list[tuple[bytes, bytes]], body: bytes) -> tuple[int, Any]:
+    """The status and the document of the application itself, without a server in front of it."""
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        if (message := next(messages, None)) is None:
+            await asyncio.Event().wait()
+        return message
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "method": "POST",
+        "path": "/v1/completions",
+        "query_string": b"",
+        "headers": headers,
+    }
+    app = application(serving.engine, Settings("tiny", POLICY, api_key=KEY, max_body=20_000))
+    asyncio.run(app(scope, receive, send))
+    return sent[0]["status"], json.loads(b"".join(message.get("body", b"") for message in sent[1:]))
 
 
 def test_keys(serving: Serving) -> None:
     for given in ("", "Bearer", "Bearer wrong", f"Basic {KEY}", f"Bearer {KEY}x"):
         status, answer = send(serving, "/v1/completions", GOOD, Authorization=given)
-        assert (status, answer["error"]["type"]) == (401, "authentication_error")
+        assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+        assert ("there is no API key" if not given else "the API key is wrong") in answer["error"]["message"]
     assert send(serving, "/metrics", Authorization="")[0] == 401
     assert send(serving, "/health", Authorization="")[0] == 200
     wrong = openai.OpenAI(base_url=f"{serving.url}/v1", api_key="wrong", max_retries=0)
@@ -152,11 +116,36 @@ def test_bodies_of_unknown_length_and_slow_ones(serving: Serving) -> None:
         assert b" 408 " in client.recv(1000).partition(b"\r\n")[0]
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"nonsense\r\n\r\n",
+        b"\x16\x03\x01\x02\x00" + b"\0" * 100,
+        b"GET /health HTTP/1.1\r\n\r\n",
+        b"GET /h\xc3\xa9 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 100_000,
+        *(
+            b"POST /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: " + n + b"\r\n\r\n"
+            for n in (b"-5", b"\xb2", b"9" * 99)
+        ),
+    ],
+)
+def test_what_is_no_http(serving: Serving, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", serving.port), timeout=10) as client:
+        client.sendall(sent)
+        answer = b""
+        while part := client.recv(1 << 16):
+            answer += part
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert "not HTTP" in json.loads(body)["error"]["message"]
+
+
 def test_full_queue(serving: Serving) -> None:
     """Three rows and a queue of four: a request of 64 answers does not fit, and leaves no row busy."""
     many = GOOD | {"prompt": ["ba"] * 4, "n": 16, "max_tokens": 512, "ignore_eos": True}
     status, answer = send(serving, "/v1/completions", many)
-    assert (status, answer["error"]["code"]) == (429, "queue_full")
+    assert (status, answer["error"]["code"]) == (429, "rate_limit_exceeded")
     idle(serving)
 
 

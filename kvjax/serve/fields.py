@@ -1,0 +1,76 @@
+"""What fields of requests have in common: their types, and in JSON's words what each accepts.
+
+Every field has a description, which completes the sentence "expected ..." of an error.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+
+def refused(field: str, kind: Literal["value", "unknown"]) -> PydanticCustomError:
+    """The error of a validator of an object about one of its fields."""
+    return PydanticCustomError(kind, "refused", {"field": field})
+
+
+class Strict(BaseModel):
+    """Refuses values of other types, and unknown fields that ask for something: not null, false, zero or empty."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    @model_validator(mode="after")
+    def _known(self) -> Strict:
+        for name, value in (self.model_extra or {}).items():
+            if value:
+                raise refused(name, "unknown")
+        self.__pydantic_extra__ = None
+        return self
+
+
+def _nothing(value: Any) -> None:
+    """Any value as none."""
+
+
+def _whole(value: Any) -> Any:
+    """JSON has one type of numbers, in which 8.0 is an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _zeros(value: dict[str, Any]) -> dict[str, Any]:
+    if any(bias != 0 for bias in value.values()):
+        raise ValueError
+    return {}
+
+
+Integer = Annotated[int, BeforeValidator(_whole)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Text = Annotated[str, Field(min_length=1)]
+
+Most16 = Annotated[Annotated[Integer, Field(ge=1, le=16)] | None, Field(description="an integer from 1 to 16")]
+Seed = Annotated[
+    Annotated[Integer, Field(ge=-(2**63), lt=2**63)] | None, Field(description="an integer of 64 bits with a sign")
+]
+Whole = Annotated[Annotated[Integer, Field(ge=1, lt=2**31)] | None, Field(description="an integer of at least 1")]
+TopK = Annotated[
+    Annotated[Integer, Field(ge=-1, lt=2**31)] | None,
+    Field(description="an integer of at least 1, or 0 or -1 for no limit"),
+]
+TopP = Annotated[Annotated[Number, Field(gt=0, le=1)] | None, Field(description="a number above 0 and at most 1")]
+MinP = Annotated[Annotated[Number, Field(ge=0, le=1)] | None, Field(description="a number from 0 to 1")]
+Temperature = Annotated[Annotated[Number, Field(ge=0, le=100)] | None, Field(description="a number from 0 to 100")]
+Penalty = Annotated[Annotated[Number, Field(gt=0)] | None, Field(description="a number above 0")]
+Flag = Annotated[bool | None, Field(description="true or false")]
+String = Annotated[str | None, Field(description="a string")]
+# Values that nobody reads are dropped, so that a request holds no memory for them while it waits.
+Object = Annotated[dict[str, Any] | None, AfterValidator(_nothing), Field(description="an object")]
+Ignored = Annotated[Any, AfterValidator(_nothing), Field(description="any value, which is ignored")]
+
+# Fields that are accepted only with the value that changes nothing.
+Zero = Annotated[Literal[0] | None, Field(description="null or 0: this server has no other value")]
+NoBias = Annotated[
+    Annotated[dict[str, Any], AfterValidator(_zeros)] | None,
+    Field(description="null, or an object whose values are 0: this server has no biases"),
+]
