@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvjax.checks import bytes_text
 from kvjax.cli.console import dialogue, note, print_pieces
 from kvjax.cli.loading import load
 from kvjax.cli.options import (
@@ -57,7 +56,6 @@ def chat(
     if tokenizer is None or tokenizer.chat_template is None:
         raise ValueError(f"{model} has no chat template: expected a checkpoint of a model that chats")
     cache: KVCache | None = None
-    token_bytes = params.config.bytes_per_token(params.embed.dtype)
     for turn, text in enumerate(_messages()):
         stream = kvjax.stream(
             params,
@@ -74,11 +72,7 @@ def chat(
         print_pieces(stream)
         cache = stream.cache
         assert cache is not None
-        seen = int(cache.length[0])
-        note(
-            f"{seen:,} tokens seen; the cache takes {bytes_text(cache.nbytes)}, "
-            f"and all tokens would take {bytes_text(seen * token_bytes)}"
-        )
+        note(cache.in_words())
 
 
 def _compress(text: str, policy: Policy) -> Compress:

@@ -108,7 +108,7 @@ def serve(
             return
         cache = engine.stats().cache_bytes
         note(
-            f"{engine.warm_up.programs} programs in {engine.warm_up.seconds:.3g} s; {rows} rows hold "
+            f"{engine.warm_up.programs} programs in {engine.warm_up.seconds:.3g} s; {rows} rows reserve "
             f"{bytes_text(cache)}, {bytes_text(cache / rows)} per request"
         )
         ending = Ending()

@@ -21,6 +21,10 @@ def test_generate_prints_what_the_library_answers(shallow_model: str) -> None:
     status, stdout, stderr = kv(*options)
     assert (status, stdout) == (0, f"{expected.text}\n")
     assert "15 tokens read" in stderr
+    assert expected.cache.in_words() in stderr
+    assert "tokens/s" in stderr
+    _, _, stderr = kv(*options[:-1], 1)
+    assert "tokens/s" not in stderr  # no token took a step
     status, stdout, _ = kv(*options, "--stream")
     assert (status, stdout) == (0, f"{expected.text}\n")
     status, stdout, stderr = kv(*options, "--json")

@@ -170,6 +170,14 @@ def test_costs(results: Results) -> None:
     assert rows["full", "no budget"] == ("100.0", "0.05", "1.000", "2.5", "20")
 
 
+def test_the_share_of_a_full_cache_counts_the_answers_that_both_gave(tmp_path: Path) -> None:
+    marks: Marks = {("full", None): {KEYS: [[1], [1]]}, ("h2o", 0.5): {KEYS: [[1], [1], [1]]}}
+    (found,) = read_results([write(tmp_path / "run", marks)])
+    assert {row[0]: row[4] for row in tables.costs(found, "after").rows} == {"full": "1.000", "h2o": "0.500"}
+    (alone,) = read_results([write(tmp_path / "alone", {("h2o", 0.5): {KEYS: [[1]]}})])
+    assert tables.costs(alone, "after").rows[0][4] == ""
+
+
 def test_kvcompose_tables_have_a_column_for_each_setting_and_model(tmp_path: Path) -> None:
     folders = [write(tmp_path / "a"), write(tmp_path / "b", question="before"), write(tmp_path / "c", model="other")]
     loose, strict, areas = tables.robustness(read_results(folders))

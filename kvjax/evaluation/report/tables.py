@@ -13,6 +13,7 @@ from statistics import fmean
 import numpy as np
 
 from kvjax.evaluation.grid import Budget
+from kvjax.evaluation.lines import decoding_speed
 from kvjax.evaluation.report import escape
 from kvjax.evaluation.report.results import CellResults, Column, Results
 from kvjax.evaluation.report.statistics import FEWEST, area, curve, difference, interval, largest_compression
@@ -206,36 +207,35 @@ def comparison(results: Results, question: str, policy: str) -> Table | None:
 def costs(results: Results, question: str) -> Table:
     """The costs of cells: bytes of the cache, seconds to the first token, and decoded tokens per second.
 
+    The bytes are those that a row reserves, also as a share of what the full cache reserves for the same answers.
     The seconds to the first token are left out if several policies or budgets, or several questions that the policy
     sees, use one prefill.
     """
-    token = results.header["bytes_per_token"]
+    full = results.full(question)
     rows = []
     for name, cell in results.cells.items():
         if name.question != question:
             continue
-        held = fmean(line["kv_bytes_end"] for line in cell.lines)
-        full = fmean((line["prompt_tokens"] + len(line["tokens"])) * token for line in cell.lines)
+        share = None if full is None else cell.reserved_of(full)
         budgets = len(results.of(name.policy, question))
         first = [
             took["read_seconds"] + took["ask_seconds"] * took["prompts"] / took["answers"]
             for took in cell.timings
             if took.get("shared", budgets) == 1 and (question == "after" or took["answers"] == took["prompts"])
         ]
-        seconds = sum(took["decode_seconds"] for took in cell.timings)
-        speed = sum(took["decoded_tokens"] for took in cell.timings) / seconds if seconds else None
+        speed = decoding_speed(cell.timings)
         rows.append(
             (
                 name.policy,
                 budget_text(name.budget),
                 f"{100 * (1 - cell.compression):.1f}",
-                f"{held / 1e6:.3g}",
-                f"{held / full:.3f}",
+                f"{fmean(line['kv_bytes_end'] for line in cell.lines) / 1e6:.3g}",
+                "" if share is None else f"{share:.3f}",
                 f"{np.median(first):.3g}" if first else "",
                 f"{speed:.4g}" if speed else "",
             )
         )
-    headings = ("policy", "budget", "kept %", "MB per row", "of full", "s to first token", "decoded tokens/s")
+    headings = ("policy", "budget", "kept %", "MB reserved per row", "of full", "s to first token", "decoded tokens/s")
     title = f"{results.model}: cache size at the end of an answer, and median times, {MEANING[question]}"
     return Table(f"costs_{question}", title, headings, tuple(rows))
 
