@@ -48,7 +48,7 @@ class Table:
         for column in self.best:
             values = {row: escape.number(cells[column]) for row, cells in enumerate(self.rows) if row >= self.apart}
             known = {row: value for row, value in values.items() if value is not None}
-            if len(known) > 1:
+            if len(set(known.values())) > 1:
                 found |= {(row, column) for row, value in known.items() if value == max(known.values())}
         return found
 
@@ -132,7 +132,7 @@ def scores(results: Results, question: str) -> list[Table]:
 
 
 def averages(results: Results, question: str) -> Table:
-    """Policies by budgets: the mean of all tasks and half the width of its interval."""
+    """Policies by budgets: the mean of all tasks and its interval."""
     budgets = results.budgets()
     rows = []
     for policy in results.policies:
@@ -147,6 +147,27 @@ def averages(results: Results, question: str) -> Table:
         ("policy", *map(budget_text, budgets or [None])),
         tuple(rows),
     )
+
+
+def tidy(results: Results) -> Table:
+    """One row per cell and task, and plain numbers: what programs read. Scores are in percent, as in all tables.
+
+    The interval is that of `averages`, for one task; `n` is the number of examples that it draws.
+    """
+    rows = []
+    for name, cell in results.cells.items():
+        for column in results.columns:
+            found, examples = interval(cell, (column,)), len(cell.clusters(column))
+            if found is not None:
+                numbers = ("" if math.isnan(value) else repr(round(100 * value, 6)) for value in found)
+                about = (name.policy, _plain(name.budget), name.question, column[0], _plain(column[1]))
+                rows.append((*about, *numbers, str(examples)))
+    headings = ("policy", "budget", "question", "task", "length", "mean", "low", "high", "n")
+    return Table("results", "", headings, tuple(rows))
+
+
+def _plain(value: Budget | None) -> str:
+    return "" if value is None else f"{value}"
 
 
 def robustness(several: Sequence[Results]) -> list[Table]:
@@ -264,5 +285,5 @@ def _with_interval(cell: CellResults | None, columns: tuple[Column, ...]) -> str
     found = None if cell is None else interval(cell, columns)
     if found is None:
         return ""
-    half = 50 * (found.high - found.low)
-    return percent(found.mean) if math.isnan(half) else f"{percent(found.mean)} ± {half:.1f}"
+    ends = "" if math.isnan(found.low) else f" ({percent(found.low)} to {percent(found.high)})"
+    return f"{percent(found.mean)}{ends}"
