@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvjax.cli.console import dialogue, note, print_pieces
-from kvjax.cli.loading import load
+from kvjax.cli.loading import load, warn_of_unknown
 from kvjax.cli.options import (
     CheckpointSampler,
     Dtype,
@@ -57,6 +57,7 @@ def chat(
         raise ValueError(f"{model} has no chat template: expected a checkpoint of a model that chats")
     cache: KVCache | None = None
     for turn, text in enumerate(_messages()):
+        warn_of_unknown(text if turn or system is None else f"{system} {text}", model, tokenizer)
         stream = kvjax.stream(
             params,
             dialogue(text, system if turn == 0 else None),

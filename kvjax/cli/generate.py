@@ -10,7 +10,7 @@ import typer
 
 from kvjax.checks import shown
 from kvjax.cli.console import dialogue, note, print_json, print_pieces, prompt_text, working
-from kvjax.cli.loading import load
+from kvjax.cli.loading import load, warn_of_unknown
 from kvjax.cli.options import (
     AsJson,
     CheckpointSampler,
@@ -65,12 +65,12 @@ def generate(
     if chat_template_kwargs is not None and not chat:
         raise ValueError("--chat-template-kwargs without --chat: expected both, because text has no template")
     template = template_options(chat_template_kwargs)
-    text: Any = prompt_text(prompt, prompt_file, "PROMPT")
-    if chat:
-        text = dialogue(text, system)
+    question = prompt_text(prompt, prompt_file, "PROMPT")
+    text: Any = dialogue(question, system) if chat else question
     chosen = kvjax.policies.parse(policy)
     sampling.parse(sampler or "greedy")  # before the model is loaded
     params, tokenizer = load(model, dtype, mesh, gates, quiet=as_json)
+    warn_of_unknown(question if system is None else f"{system} {question}", model, tokenizer)
     sampler = sampler or params.card.sampler or "greedy"
     options: dict[str, Any] = {
         "policy": chosen,

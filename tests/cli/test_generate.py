@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 import kvjax
 from kvjax.checkpoint.folder import DEMO
+from kvjax.cli.loading import EXAMPLE
 from tests.cli.commands import PROMPT, kv
 
 
@@ -34,6 +36,21 @@ def test_generate_prints_what_the_library_answers(shallow_model: str) -> None:
     assert document["tokens"] == expected.tokens[0, : expected.lengths[0]].tolist()
     assert document["cache_bytes"] == expected.cache.nbytes
     assert document["prompt_tokens"] == 15
+
+
+def test_a_prompt_of_unknown_words_is_warned_of() -> None:
+    status, _, stderr = kv("generate", "demo", "Once upon the time", "--max-new-tokens", 1)
+    warning = "kvjax: warning: 3 of 4 tokens of the prompt are unknown to demo, which knows 512 words; try: "
+    assert (status, stderr.splitlines()[0]) == (0, f"{warning}{EXAMPLE!r}")
+    status, stdout, stderr = kv("generate", "demo", EXAMPLE, "--max-new-tokens", 4)
+    assert (status, stdout) == (0, "anna is lamp\n")
+    assert "warning" not in stderr
+
+
+def test_the_first_example_of_the_readme_is_one_that_the_demo_model_knows() -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    (first, *_) = re.findall(r'kvjax generate (\S+) "([^"]*)"', text)
+    assert first == ("demo", EXAMPLE)
 
 
 @pytest.mark.slow
