@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import os
 import re
+import select
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,3 +70,56 @@ def test_a_policy_that_compresses_once(policy: str, reason: str) -> None:
     status, _, stderr = kv("chat", "no such folder", *OPTIONS, "--policy", policy)
     assert status == 2
     assert re.search(rf"--policy {policy}: compressing the second message {reason}.*; expected a policy", stderr)
+
+
+# A terminal of its own, as a shell gives it, whose Ctrl-C is SIGINT.
+IN_A_TERMINAL = """
+import fcntl, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+from kvjax_command import main
+main()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a terminal of POSIX")
+def test_ctrl_c_in_a_terminal(shallow: Decoder, talker: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """During an answer it ends the answer, and at the prompt the command; an arrow brings the last message back."""
+    import pty
+    import termios
+
+    endless = copy.deepcopy(talker)
+    endless.eos_token = None
+    kvjax.save_hf(shallow, tmp_path / "model", endless)
+    options = ["--max-new-tokens", "4000", "--sampler", "greedy", "--policy", "streaming_llm:budget=24"]
+    ours, theirs = pty.openpty()
+    before = termios.tcgetattr(theirs)
+    process = subprocess.Popen(
+        [sys.executable, "-c", IN_A_TERMINAL, "chat", str(tmp_path / "model"), *options],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TERM": "dumb"},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    said = ""
+
+    def until(text: str) -> None:
+        nonlocal said
+        while text not in said:
+            assert select.select([ours], [], [], 60)[0], said
+            said += os.read(ours, 4096).decode(errors="replace")
+        said = said.partition(text)[2]
+
+    for message in (b"ba ce di\n", b"\x1b[A\n"):
+        until("> ")
+        os.write(ours, message)
+        until("ba ce di\r\n")
+        while len(said) < 9:  # some of the answer
+            said += os.read(ours, 4096).decode(errors="replace")
+        os.write(ours, b"\x03")
+        until("are reserved\r\n")
+    until("> ")
+    os.write(ours, b"\x03")
+    until("kvjax: interrupted\r\n")
+    assert process.wait(60) == 130
+    assert termios.tcgetattr(theirs) == before
