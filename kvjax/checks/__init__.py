@@ -12,7 +12,7 @@ from .arguments import (
     is_finite,
     is_integer,
 )
-from .shown import bytes_text, shown
+from .shown import bytes_text, did_you_mean, shown, system_error
 
 __all__ = [
     "LARGEST",
@@ -23,8 +23,10 @@ __all__ = [
     "check_saved",
     "check_size",
     "check_type",
+    "did_you_mean",
     "dtype_of",
     "is_finite",
     "is_integer",
     "shown",
+    "system_error",
 ]

@@ -282,6 +282,7 @@ def test_the_command_writes_a_page_tables_and_plots(tmp_path: Path) -> None:
             ["--against", "tova"],
             "policy 'tova' is not in the results: expected one of full, snapkv, h2o",
         ),
+        (lambda folder: None, ["--against", "snapvk"], "; did you mean snapkv?"),
     ],
 )
 def test_what_cannot_be_reported_is_one_error(tmp_path: Path, spoil: Any, options: list[str], message: str) -> None:

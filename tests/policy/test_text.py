@@ -208,6 +208,8 @@ def test_policies_that_differ_are_told_apart():
         ("Policy(", "describes no policy"),
         ("Policy()", "describes no policy"),
         ("Policy(score=Unknown())", "describes no policy"),
+        ("Policy(score=Recensy())", r"unknown part Recensy: .*; did you mean Recency\?"),
+        ("snapkv:windw=3", r"expected budget, window, .*; did you mean window\?"),
         ("Policy(score=__import__('os').getcwd())", "describes no policy"),
         (repr(policies.full()) + ".every", "describes no policy"),
         (repr(policies.full()).replace("Recency()", "3"), "describes no policy"),

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvjax.checks import shown
+from kvjax.checks import did_you_mean, shown
 from kvjax.evaluation.report import escape, plots, tables
 from kvjax.evaluation.report.results import Results
 from kvjax.evaluation.report.tables import MEANING, Table
@@ -46,7 +46,9 @@ def write(
     known = list(dict.fromkeys(policy for results in several for policy in results.policies))
     for policy in against:
         if policy not in known:
-            raise ValueError(f"policy {shown(policy)} is not in the results: expected one of {', '.join(known)}")
+            raise ValueError(
+                f"policy {shown(policy)} is not in the results: expected one of {', '.join(known)}{did_you_mean(policy, known)}"
+            )
     with new_folder(out, OWNED, PAGE, overwrite=overwrite, argument=ARGUMENT) as folder:
         folder.mkdir()
         return _write(folder, several, against, say)
