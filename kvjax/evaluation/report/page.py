@@ -46,9 +46,8 @@ def write(
     known = list(dict.fromkeys(policy for results in several for policy in results.policies))
     for policy in against:
         if policy not in known:
-            raise ValueError(
-                f"policy {shown(policy)} is not in the results: expected one of {', '.join(known)}{did_you_mean(policy, known)}"
-            )
+            near = did_you_mean(policy, known)
+            raise ValueError(f"policy {shown(policy)} is not in the results: expected one of {', '.join(known)}{near}")
     with new_folder(out, OWNED, PAGE, overwrite=overwrite, argument=ARGUMENT) as folder:
         folder.mkdir()
         return _write(folder, several, against, say)
