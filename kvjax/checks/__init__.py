@@ -12,6 +12,7 @@ from .arguments import (
     is_finite,
     is_integer,
 )
+from .extras import installs
 from .shown import bytes_text, did_you_mean, shown, system_error
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "check_type",
     "did_you_mean",
     "dtype_of",
+    "installs",
     "is_finite",
     "is_integer",
     "shown",

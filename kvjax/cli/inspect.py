@@ -70,6 +70,7 @@ def inspect(
             tokenizer=tokenizer,
             chunk=chunk,
             name=policy,
+            model=model or "demo",
         )
         write_file(out, page(recording))
     note(

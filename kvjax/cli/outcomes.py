@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from kvjax.checks import bytes_text
+from kvjax.checks import bytes_text, installs
 from kvjax.cli.console import show_warning
 
 LONGEST = 48  # the largest number of printed characters of an answer; wrong answers can be long repetitions
@@ -61,7 +61,7 @@ def draw(path: Path, cells: list[Outcome], title: str) -> Path | None:
     try:
         accuracy_by_budget(path, curves, full=cells[0].accuracy, title=title)
     except ImportError:
-        show_warning('there is no picture, because matplotlib is not installed; pip install "kvjax[plot]" installs it')
+        show_warning(f"there is no picture, because matplotlib is not installed: expected {installs('plot')}")
         return None
     return path
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvjax.checks import did_you_mean, shown
+from kvjax.checks import did_you_mean, installs, shown
 from kvjax.evaluation.report import escape, plots, tables
 from kvjax.evaluation.report.results import Results
 from kvjax.evaluation.report.tables import MEANING, Table
@@ -107,5 +107,5 @@ def _plots(out: Path, folder: Path, results: Results, say: Callable[[str], None]
                 if draw(path, results, question):
                     found.append((f"{title}, {MEANING[question]}", path))
     except ImportError:
-        say('there are no plots, because matplotlib is not installed; pip install "kvjax[plot]" installs it')
+        say(f"there are no plots, because matplotlib is not installed: expected {installs('plot')}")
     return [f"![{title}]({path.relative_to(out)})" for title, path in found]
