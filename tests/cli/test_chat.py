@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 import select
@@ -49,6 +50,28 @@ def test_a_dialogue(
     assert len(notes) == 3
     assert len(set(re.findall(r"; ([^;]+ are reserved)", "".join(notes)))) == 1
     assert notes[-1] == cache.in_words()
+
+
+def test_options_of_the_chat_template(shallow: Decoder, talker: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    kvjax.save_hf(shallow, tmp_path / "model", talker)
+    told = {"twice": True}
+    options = ["chat", str(tmp_path / "model"), *OPTIONS, "--policy", "morphkv:budget=24,window=4"]
+    result = CliRunner().invoke(app, [*options, "--chat-template-kwargs", json.dumps(told)], input="ba ce di")
+    assert result.exit_code == 0, result.output
+    expected = kvjax.generate(
+        shallow,
+        [{"role": "user", "content": "ba ce di"}],
+        policy="morphkv:budget=24,window=4",
+        max_new_tokens=20,
+        tokenizer=talker,
+        chat_template_kwargs=told,
+        compress="end",
+    )
+    assert result.stdout == f"{expected.text}\n"
+    assert result.stderr == f"{expected.cache.in_words()}\n"  # one token more than without the option
+    status, _, stderr = kv(*options, "--chat-template-kwargs", "[1]")
+    assert (status, stderr.count("\n")) == (2, 1)
+    assert "--chat-template-kwargs '[1]': expected a JSON object" in stderr
 
 
 def test_a_model_without_a_chat_template(shallow_model: str) -> None:

@@ -53,6 +53,16 @@ def test_the_first_example_of_the_readme_is_one_that_the_demo_model_knows() -> N
     assert first == ("demo", EXAMPLE)
 
 
+def test_generate_ends_at_a_stop_string() -> None:
+    options = ("generate", "demo", EXAMPLE, "--max-new-tokens", 4)
+    assert kv(*options, "--stop", "lamp")[:2] == (0, "anna is \n")
+    assert kv(*options, "--stop", "never", "--stop", "is", "--stream")[:2] == (0, "anna \n")
+    for stop, message in (("", "expected strings of at least one character"), ("lamp?", "has '?', which no token")):
+        status, stdout, stderr = kv(*options, "--stop", stop)
+        assert (status, stdout, stderr.count("\n")) == (2, "", 1)
+        assert message in stderr
+
+
 @pytest.mark.slow
 def test_generate_chats(shallow_model: str, tmp_path: Path) -> None:
     """The prompt is a user's message, which the checkpoint's template renders."""

@@ -19,7 +19,7 @@ from kvjax.evaluation.picture import spread
     ],
 )
 def test_places_of_names_are_apart_and_within_the_panel(values: list[float], gap: float, places: list[float]) -> None:
-    np.testing.assert_allclose(spread(values, gap, 0, 100), places)
+    np.testing.assert_allclose(spread(values, gap, 0, 100), places, atol=1e-9)
 
 
 def test_means_and_intervals_of_the_readmes_picture() -> None:
