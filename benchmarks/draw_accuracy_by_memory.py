@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib import rc_context
@@ -67,7 +68,13 @@ def main() -> None:
         for policy, colour, marker in zip(POLICIES, COLOURS, MARKERS, strict=True):
             x = [megabytes[policy, budget] for budget in BUDGETS]
             y, low, high = np.array([accuracy[policy, budget] for budget in BUDGETS]).T
-            style = {"color": colour, "marker": marker, "markeredgecolor": "white", "markersize": 11, "linewidth": 3}
+            style: dict[str, Any] = {
+                "color": colour,
+                "marker": marker,
+                "markeredgecolor": "white",
+                "markersize": 11,
+                "linewidth": 3,
+            }
             axes.errorbar(x, y, [y - low, high - y], elinewidth=2, **style)
             ends.append(End(policy, x[-1], y[-1], colour))
         axes.set_xscale("log", base=2)

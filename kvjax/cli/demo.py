@@ -119,7 +119,7 @@ def _with_demo_model(
     names = list(tasks.TASKS)
     drawn_of = [names[i % len(names)] for i in range(examples)]
     drawn = [tasks.example(name, length, rng) for name in drawn_of]
-    cells = []
+    cells: list[Outcome] = []
     with Bar("policies") as bar:
         bar.begin(len(policies))
         for (name, size), policy in policies.items():
