@@ -164,7 +164,9 @@ def _build(text: str, parts: Mapping[str, type[Part]]) -> Policy:
     """Evaluates the repr of a policy: calls of parts with keywords and literals, nothing else."""
 
     def value(node: ast.expr) -> Any:
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            if node.args:
+                raise ValueError(f"{node.func.id} has a value without a name: expected NAME=VALUE for each")
             build: Callable[..., Any] | None = _OTHERS.get(node.func.id) or parts.get(node.func.id)
             if build is None:
                 near = did_you_mean(node.func.id, [*_OTHERS, *parts])

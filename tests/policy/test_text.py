@@ -208,6 +208,8 @@ def test_policies_that_differ_are_told_apart():
         ("Policy(", "describes no policy"),
         ("Policy()", "describes no policy"),
         ("Policy(score=Unknown())", "describes no policy"),
+        ("Policy(score=Recency(), budget=Fixed(entries=0.5))", r"an integer >= 1; Fraction\(0.5\) is a share"),
+        ("Policy(score=Recency(), budget=Fixed(8))", "Fixed has a value without a name: expected NAME=VALUE for each"),
         ("Policy(score=Recensy())", r"unknown part Recensy: .*; did you mean Recency\?"),
         ("snapkv:windw=3", r"expected budget, window, .*; did you mean window\?"),
         ("Policy(score=__import__('os').getcwd())", "describes no policy"),

@@ -29,9 +29,10 @@ def curves(path: Path, results: Results) -> bool:
     """
     found = {
         question: {
-            policy: curve(results, policy, question)
+            policy: points
             for policy in results.policies
             if len(results.of(policy, question)) > 1
+            and (points := [point for point in curve(results, policy, question) if point.compression < 1])
         }
         for question in results.settings
     }
@@ -48,8 +49,7 @@ def curves(path: Path, results: Results) -> bool:
         ends = []
         shares = [100 * (1 - point.compression) for points in drawn.values() for point in points]
         for policy in reversed(ranked):
-            points = [point for point in drawn.get(policy, []) if point.compression < 1]
-            if not points:
+            if not (points := drawn.get(policy, [])):
                 continue
             x = [100 * (1 - point.compression) for point in points]
             y = [100 * point.accuracy.mean for point in points]
