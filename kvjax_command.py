@@ -7,8 +7,10 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 
 INTERRUPTED = 128 + signal.SIGINT  # the exit status of shells
+takers: list[Callable[[], bool]] = []  # each may take an interrupt: the process then goes on
 SHOW_CURSOR = "\x1b[?25h"  # which progress bars hide
 
 
@@ -37,7 +39,8 @@ def end_at_interrupt() -> None:
 
 
 def _wait(reader: int) -> None:
-    while os.read(reader, 1) != bytes([signal.SIGINT]):  # the number of any signal that Python handles
+    interrupt = bytes([signal.SIGINT])  # the number of any signal that Python handles comes here
+    while os.read(reader, 1) != interrupt or any(take() for take in takers):
         pass
     cursor = SHOW_CURSOR if sys.stderr.isatty() else ""
     os.write(2, f"{cursor}\nkvjax: interrupted\n".encode())

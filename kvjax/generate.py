@@ -17,6 +17,7 @@ from kvjax.decoding.until import decode_until
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import fetch
 from kvjax.models import Decoder
+from kvjax.plan import full_bytes
 from kvjax.policy import Policy
 from kvjax.reading.room import Compress
 from kvjax.request.ends import EndTokens
@@ -37,9 +38,10 @@ class Stats:
         prefill_seconds: time in the programs that read and compress the prompt.
         decode_seconds: time in the decoding loop.
         compile_seconds: time for tracing and compiling these programs.
-        cache_bytes: size of the final cache: keys, values, positions and the policy's state.
-        full_cache_bytes: size of the keys and values of every token seen, stored once per kv head. This is an
-            uncompressed GQA cache.
+        cache_bytes: size of the final cache: keys, values, positions and the policy's state. Slots for tokens to come
+            are counted, too.
+        full_cache_bytes: what a cache of the policy `full` would take for the same rows, with the same slots for tokens
+            to come.
     """
 
     prompt_tokens: int
@@ -57,7 +59,7 @@ class Stats:
 
     @property
     def compression_ratio(self) -> float:
-        """The size of an uncompressed cache, divided by the size of this one."""
+        """The size of a full cache, divided by the size of this one; 1 for the policy `full`."""
         return self.full_cache_bytes / self.cache_bytes
 
 
@@ -214,6 +216,7 @@ def generate(
         decoded = (tokenizer.decode(row[:n], skip_special_tokens=True) for row, n in zip(tokens, lengths, strict=True))
         text = list(decoded) if said is None else said
         text = text[0] if is_single(prompt) else text
+    read = int((fetch(cache.length) - (lengths - 1)).max())
     return Generation(
         tokens=tokens,
         lengths=lengths,
@@ -227,7 +230,7 @@ def generate(
             decode_seconds=clock.seconds["decode"],
             compile_seconds=clock.seconds["compile"],
             cache_bytes=cache.nbytes,
-            full_cache_bytes=int(fetch(cache.length).sum()) * params.config.bytes_per_token(cache.dtype),
+            full_cache_bytes=full_bytes(cache, params.config, read, int(max_new_tokens)),
         ),
     )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import jax
@@ -138,6 +140,21 @@ class KVCache:
         cache = _repeated(self, rows)
         return cache if self.mesh is None else jax.tree.map(place, cache, cache.shardings)
 
+    def in_words(self) -> str:
+        """What the longest row holds and what all rows reserve, as every command says it."""
+        held, seen = self._held_of_seen()
+        slots = math.ceil(fmean(self.entries.mean_slots))
+        return (
+            f"the cache holds {held:,.0f} of {seen:,} tokens per head, with room for {slots:,}; "
+            f"{bytes_text(self.nbytes)} are reserved"
+        )
+
+    def _held_of_seen(self) -> tuple[float, int]:
+        """The mean number of retained entries per head, and of tokens that were seen, of the longest row."""
+        seen = fetch(self.length)
+        row = int(np.argmax(seen))
+        return float(fetch(_held(self))[row].mean()), int(seen[row])
+
     def __repr__(self) -> str:
         batch, layers = self.batch_size, len(self.entries)
         facts = [
@@ -146,10 +163,8 @@ class KVCache:
             f"{layers} x {self.entries.kv_heads} heads",
         ]
         if isinstance(self.length, jax.Array) and not isinstance(self.length, jax.core.Tracer):
-            seen = fetch(self.length)
-            row = int(np.argmax(seen))
-            held = float(fetch(_held(self))[row].mean())
-            facts.append(f"{held:,.0f} of {seen[row]:,} tokens{' in the longest' if batch > 1 else ''}")
+            held, seen = self._held_of_seen()
+            facts.append(f"{held:,.0f} of {seen:,} tokens{' in the longest' if batch > 1 else ''}")
         return f"KVCache({', '.join([*facts, bytes_text(self.nbytes)])})"
 
 

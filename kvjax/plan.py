@@ -16,6 +16,7 @@ from kvjax.kv_cache import KVCache
 from kvjax.mesh.heads import ALL_HEADS
 from kvjax.mesh.sharding import check_batch, fit_mesh, heads_sharding, kv_replicas, rows_sharding
 from kvjax.models import DecoderConfig
+from kvjax.policies import full
 from kvjax.policy import Policy
 from kvjax.reading.allocate import laid_out, pool_rows
 from kvjax.reading.room import plan_read
@@ -71,6 +72,17 @@ def plan_cache(
 
     cache = replace(jax.eval_shape(read), mesh=mesh)
     return cache if mesh is None else on_mesh(cache, mesh)
+
+
+def full_bytes(cache: KVCache, config: DecoderConfig, length: int, new_tokens: int) -> int:
+    """The bytes of a cache of the policy `full` for the rows of a cache, of up to `length` tokens before an answer.
+
+    They are the cache's own if it is full, however it has grown.
+    """
+    if cache.policy == full():
+        return cache.nbytes
+    plan = plan_cache(config, full(), batch=cache.batch_size, length=length, new_tokens=new_tokens, dtype=cache.dtype)
+    return plan.nbytes
 
 
 def _settled(cache: KVCache, config: DecoderConfig, plan: ReadPlan) -> Entries:

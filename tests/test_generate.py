@@ -301,8 +301,11 @@ def test_stats(subject: Decoder, policy: kvjax.Policy) -> None:
     assert stats.prompt_tokens == sum(map(len, ROWS))
     assert stats.decoded_tokens == 3 * (NEW - 1)
     assert stats.cache_bytes == answer.cache.nbytes == sum(x.nbytes for x in jax.tree.leaves(answer.cache.entries))
-    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
-    assert stats.full_cache_bytes == per_token * (stats.prompt_tokens + stats.decoded_tokens)
+    longest = max(map(len, ROWS))
+    full = kvjax.plan_cache(
+        config, kvjax.policies.full(), batch=3, length=longest, new_tokens=NEW, dtype=subject.embed.dtype
+    )
+    assert stats.full_cache_bytes == full.nbytes
     assert stats.compression_ratio == stats.full_cache_bytes / stats.cache_bytes
     assert stats.prefill_seconds > 0
     assert stats.decode_seconds > 0

@@ -147,7 +147,7 @@ def recording() -> Recording:
     left = np.maximum(left, np.maximum(np.arange(14) - 9, 0))  # no entry leaves before it exists
     texts = ("a", " </script>", "<!--", " <b>&amp;", "\n", ' "', "é\u2028", *(f" w{i}" for i in range(8)))
     into = np.where(left < 5, rng.integers(-2, 14, left.shape), -1)
-    return Recording(np.arange(15) + 100, texts, 10, "some:policy=1", left, into)
+    return Recording(np.arange(15) + 100, texts, 10, "some:policy=1", left, into, "some model")
 
 
 def embedded(html: str) -> dict[str, object]:
@@ -165,6 +165,7 @@ def test_a_page_holds_the_recording_and_nothing_from_elsewhere(recording: Record
     assert recording.into is not None
     assert document["into"] == recording.into.tolist()
     assert (document["prompt"], document["steps"], document["policy"]) == (10, 4, "some:policy=1")
+    assert document["model"] == "some model"
     assert html.count("<script") == html.count("</script>") == 2
     assert not re.search(r"https?:|src=|href=|@import|url\(", html)
 
@@ -199,6 +200,11 @@ press("End");
 press("ArrowRight");
 look();
 spans[3].dispatchEvent(new PointerEvent("pointerover", { bubbles: true }));
+spans[3].click();
+const open = [at("token").classList.contains("open"), pinned];
+at("unpin").click();
+open.push(at("token").classList.contains("open"), pinned);
+spans[3].dispatchEvent(new PointerEvent("pointerover", { bubbles: true }));
 const token = { text: document.querySelector("#token .what").textContent, kept: at("kept").textContent,
   evicted: [...document.querySelectorAll("#token .evicted")].map((line) => line.textContent),
   kin: spans.flatMap((span, i) => (span.classList.contains("kin") ? [i] : [])),
@@ -208,7 +214,10 @@ at("play").click();
 setTimeout(() => {
   const played = [Number(stepInput.value), at("play").textContent];
   const text = at("text").textContent;
-  element("pre", JSON.stringify({ failures, shown, token, played, text }), document.body).id = "result";
+  const [about, title] = ["about", "policy"].map((id) => at(id).textContent);
+  const boxes = spans.map((span) => span.textContent);
+  const result = { failures, open, about, title, boxes, shown, token, played, text };
+  element("pre", JSON.stringify(result), document.body).id = "result";
 }, 10000);
 </script>
 """
@@ -230,6 +239,10 @@ def test_a_page_in_a_browser(recording: Recording, tmp_path: Path) -> None:
     assert found is not None, run.stderr
     result = json.loads(unescape(found[1]))
     assert result["failures"] == []
+    assert result["title"] == "some model, some:policy=1"
+    assert result["about"] == 'a </script><!-- <b>&amp; "é w0 w1 w2 w3 w4 w5 w6 w7'
+    assert result["open"] == [True, 3, False, -1]
+    assert result["boxes"][1::12] == ["</script>", "w6"]
     views = [(0, [0, 1], [0, 1, 2]), (0, [1], [0, 1, 2]), (0, [1], [2]), (1, [1], [2]), (4, [0, 1], [0, 1, 2])]
     assert len(result["shown"]) == len(views)
     for seen, (step, layers, heads) in zip(result["shown"], views, strict=True):

@@ -167,7 +167,7 @@ class Target:
             if "not implemented for cuda" in str(error) or "TPU support not installed" in str(error):
                 extra = "cuda13" if self.platform == "cuda" else "tpu"
                 raise ImportError(
-                    f"compiling for {self.name} needs a compiler: pip install 'kvjax[{extra}]'"
+                    f"compiling for {self.name} needs a compiler: pip install '.[{extra}]' in a checkout"
                 ) from error
             if "INVALID_ARGUMENT" in str(error) and self.platform == "tpu":
                 raise ValueError(f"target {shown(self.name)}: the TPU compiler knows no such slice: {error}") from error

@@ -21,7 +21,7 @@ from kvjax.checkpoint.parameters import Blank, Progress
 from kvjax.checkpoint.source import source_of
 from kvjax.checkpoint.tensors import no_weights
 from kvjax.checkpoint.tokenizer_files import copy_tokenizer
-from kvjax.checks import shown
+from kvjax.checks import did_you_mean, shown
 from kvjax.files.writing import check_folder, new_folder
 
 Target = Literal["hf", "orbax"]
@@ -109,7 +109,9 @@ def plan_conversion(
             `overwrite` is False.
     """
     if to not in get_args(Target):
-        raise ValueError(f"to={shown(to)}: expected one of {', '.join(get_args(Target))}")
+        raise ValueError(
+            f"to={shown(to)}: expected one of {', '.join(get_args(Target))}{did_you_mean(to, get_args(Target))}"
+        )
     check_dtype(dtype)
     target = Path(out).expanduser().resolve()
     check_folder(target, overwrite, ARGUMENT)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax.checkpoint.errors import CheckpointError, one_line
-from kvjax.checks import check_path, dtype_of
+from kvjax.checks import check_path, did_you_mean, dtype_of
 from kvjax.files.writing import finish
 from kvjax.models import DecoderConfig, config_from_hf
 
@@ -81,14 +81,24 @@ def locate(path_or_hub_id: str | os.PathLike[str], patterns: Sequence[str] = DOW
     if path_or_hub_id == "demo":
         return DEMO
     if not isinstance(path_or_hub_id, str) or not HUB_ID.fullmatch(path_or_hub_id):
-        raise CheckpointError(folder, ["no such folder"])
+        raise CheckpointError(folder, [f"no such folder{_near(folder)}"])
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(path_or_hub_id, allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:  # not found, gated, offline, not a legal id
-        reason = f"no such folder, and the Hugging Face hub did not provide it: {one_line(error)}"
+        reason = f"no such folder{_near(folder)}, and the Hugging Face hub did not provide it: {one_line(error)}"
         raise CheckpointError(path_or_hub_id, [reason]) from error
+
+
+def _near(path: Path) -> str:
+    """The names beside a path that does not exist that may be meant."""
+    try:
+        beside = [str(path.with_name(other.name)) for other in path.parent.iterdir()]
+    except OSError:
+        beside = []
+    near = did_you_mean(path, ["demo", *beside]).removeprefix("; ")
+    return f" ({near})" if near else ""
 
 
 def form_of(folder: Path) -> Form | None:

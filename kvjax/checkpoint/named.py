@@ -11,7 +11,7 @@ from kvjax.checkpoint.folder import DTYPE_NAMES, DTYPES, check_form, form_of, lo
 from kvjax.checkpoint.hf import load
 from kvjax.checkpoint.orbax import restore
 from kvjax.checkpoint.source import source_of
-from kvjax.checks import shown
+from kvjax.checks import did_you_mean, shown
 from kvjax.gates.attach import with_gates
 from kvjax.mesh.sharding import make_mesh
 from kvjax.models import Decoder
@@ -66,7 +66,7 @@ def dtype_named(name: str | None) -> Any:
         return None
     accepted = {str(dtype): dtype for dtype in DTYPES.values()}
     if name not in accepted:
-        raise ValueError(f"dtype {shown(name)} is not supported; accepted: {DTYPE_NAMES}")
+        raise ValueError(f"dtype {shown(name)} is not supported; accepted: {DTYPE_NAMES}{did_you_mean(name, accepted)}")
     return accepted[name]
 
 

@@ -15,6 +15,7 @@ from kvjax.checkpoint.folder import read_config
 from kvjax.checkpoint.mxfp4 import dequantised
 from kvjax.checkpoint.tensors import Stored, open_tensors
 from kvjax.checkpoint.tokenizer_files import read_tokenizer
+from kvjax.checks import installs
 from kvjax.models import Card, DecoderConfig, Weight, family
 
 if TYPE_CHECKING:
@@ -81,6 +82,6 @@ def source_of(path: Path) -> Source:
     except ModuleNotFoundError as error:
         if error.name != "gguf":
             raise
-        reason = 'reading GGUF needs the package gguf; pip install "kvjax[gguf]" installs it'
+        reason = f"reading GGUF needs the package gguf: expected {installs('gguf')}"
         raise CheckpointError(path, [reason]) from None
     return GgufFile(path)

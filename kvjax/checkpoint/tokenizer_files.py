@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvjax.checkpoint.errors import one_line
 from kvjax.checkpoint.folder import TOKENIZER, read_json
-from kvjax.checks import shown
+from kvjax.checks import installs, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,7 +55,7 @@ def _advice(folder: Path) -> str:
     if not absent:
         return ""
     named = " and ".join(name.removeprefix("google.") for name in absent)
-    return f'tokenizer.model alone needs {named}; pip install "kvjax[sentencepiece]" installs it. '
+    return f"tokenizer.model alone needs {named}: expected {installs('sentencepiece')}. "
 
 
 def _installed(name: str) -> bool:

@@ -12,7 +12,8 @@ from .arguments import (
     is_finite,
     is_integer,
 )
-from .shown import bytes_text, cut, shown
+from .extras import installs
+from .shown import bytes_text, cut, did_you_mean, shown, system_error
 
 __all__ = [
     "LARGEST",
@@ -24,8 +25,11 @@ __all__ = [
     "check_size",
     "check_type",
     "cut",
+    "did_you_mean",
     "dtype_of",
+    "installs",
     "is_finite",
     "is_integer",
     "shown",
+    "system_error",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
 
 MOST = 200  # characters
@@ -19,6 +21,32 @@ def shown(value: Any, most: int = MOST) -> str:
 def cut(text: str, most: int = MOST) -> str:
     """A text, cut after `most` characters."""
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
+
+
+def did_you_mean(name: Any, known: Iterable[str]) -> str:
+    """The end of an error about a name that is not known: the nearest names as a question, or nothing."""
+    names = {one.lower(): one for one in known}
+    near = [names[one] for one in get_close_matches(str(name).lower()[:MOST], names, n=3)]
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def system_error(error: OSError) -> str:
+    """An error of the operating system in words: the file, what is wrong with it, and what is accepted."""
+    if error.strerror is None or error.filename is None:
+        return error.strerror or str(error)
+    for kind, words in _OF_FILES.items():
+        if isinstance(error, kind):
+            return f"{error.filename} {words}"
+    return f"{error.filename}: {error.strerror.lower()}"
+
+
+_OF_FILES: dict[type[OSError], str] = {
+    FileNotFoundError: "does not exist: expected a file or folder that does",
+    FileExistsError: "exists and is a file: expected a folder, or a path where nothing is",
+    IsADirectoryError: "is a folder: expected a file",
+    NotADirectoryError: "is in or below a file: expected a folder there",
+    PermissionError: "is not permitted to this user: expected a file or folder that is",
+}
 
 
 def bytes_text(count: float) -> str:

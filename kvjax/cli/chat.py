@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvjax.checks import bytes_text
 from kvjax.cli.console import dialogue, note, print_pieces
-from kvjax.cli.loading import load
+from kvjax.cli.interrupts import Interrupts
+from kvjax.cli.loading import load, warn_of_unknown
 from kvjax.cli.options import (
     CheckpointSampler,
     Dtype,
@@ -45,7 +46,7 @@ def chat(
     dtype: Dtype = None,
     gates: Gates = None,
 ) -> None:
-    """Talk to a model. Each line of the input is a message; /exit or the end of the input ends the dialogue."""
+    """Talk to a model. Each line is a message. Ctrl-C ends an answer; /exit or the end of the input, the dialogue."""
     import kvjax
     from kvjax.decoding import sampling
 
@@ -56,29 +57,26 @@ def chat(
     method = sampling.parse(sampler or params.card.sampler or SAMPLER)
     if tokenizer is None or tokenizer.chat_template is None:
         raise ValueError(f"{model} has no chat template: expected a checkpoint of a model that chats")
-    cache: KVCache | None = None
-    token_bytes = params.config.bytes_per_token(params.embed.dtype)
-    for turn, text in enumerate(_messages()):
-        stream = kvjax.stream(
-            params,
-            dialogue(text, system if turn == 0 else None),
-            policy=chosen,
-            cache=cache,
-            compress=compress,
-            max_new_tokens=max_new_tokens,
-            sampler=method,
-            seed=seed + turn,
-            tokenizer=tokenizer,
-            chat_template_kwargs=template,
-        )
-        print_pieces(stream)
-        cache = stream.cache
-        assert cache is not None
-        seen = int(cache.length[0])
-        note(
-            f"{seen:,} tokens seen; the cache takes {bytes_text(cache.nbytes)}, "
-            f"and all tokens would take {bytes_text(seen * token_bytes)}"
-        )
+    with Interrupts() as interrupts:
+        cache: KVCache | None = None
+        for turn, text in enumerate(_messages(interrupts)):
+            warn_of_unknown(text if turn or system is None else f"{system} {text}", model, tokenizer)
+            stream = kvjax.stream(
+                params,
+                dialogue(text, system if cache is None else None),
+                policy=chosen,
+                cache=cache,
+                compress=compress,
+                max_new_tokens=max_new_tokens,
+                sampler=method,
+                seed=seed + turn,
+                tokenizer=tokenizer,
+                chat_template_kwargs=template,
+            )
+            print_pieces(interrupts.pieces(stream))
+            cache = stream.cache
+            assert cache is not None
+            note(cache.in_words())
 
 
 def _compress(text: str, policy: Policy) -> Compress:
@@ -99,13 +97,19 @@ def _compress(text: str, policy: Policy) -> Compress:
     return "end"
 
 
-def _messages() -> Iterator[str]:
+def _messages(interrupts: Interrupts) -> Iterator[str]:
     """The lines of the standard input that are not empty, up to its end or `/exit`. A terminal shows a prompt."""
     asks = sys.stdin.isatty()
+    if asks:
+        with suppress(ImportError):  # Windows has none
+            import readline  # noqa: F401  arrows and the history of `input`
     while True:
         try:
-            text = input("> " if asks else "").strip()
+            with interrupts.asking() if asks else nullcontext():
+                text = input("> " if asks else "").strip()
         except EOFError:
+            if asks:
+                sys.stdout.write("\n")
             return
         if text == END:
             return

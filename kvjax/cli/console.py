@@ -16,6 +16,8 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
+from kvjax.checks import system_error
+
 LONGEST = 1000  # characters of an error
 FAILED = 2  # the exit status of every expected error; a wrong option has the same status
 UsageError: Any = typer.BadParameter.__base__  # of a wrong option or argument; typer does not export it
@@ -49,7 +51,7 @@ class Commands(TyperGroup):
         except (ValueError, OSError, FloatingPointError) as error:
             if isinstance(error, ValueError) and not _ours(error.__traceback__):
                 raise
-            _fail(str(error))
+            _fail(system_error(error) if isinstance(error, OSError) else str(error))
         except RuntimeError as error:  # JaxRuntimeError, which this module would have to import JAX for
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise

@@ -119,7 +119,7 @@ def _with_demo_model(
     names = list(tasks.TASKS)
     drawn_of = [names[i % len(names)] for i in range(examples)]
     drawn = [tasks.example(name, length, rng) for name in drawn_of]
-    cells = []
+    cells: list[Outcome] = []
     with Bar("policies") as bar:
         bar.begin(len(policies))
         for (name, size), policy in policies.items():
@@ -133,7 +133,7 @@ def _with_demo_model(
                     answers=[decode(ids) for ids in result.answers],
                     accuracy=result.accuracy,
                     kv_bytes=result.stats.cache_bytes,
-                    compression=result.stats.compression_ratio,
+                    compression=(cells[0].kv_bytes if cells else result.stats.cache_bytes) / result.stats.cache_bytes,
                     tokens_per_second=result.stats.decode_tokens_per_second,
                 )
             )

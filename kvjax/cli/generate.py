@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvjax.checks import bytes_text, shown
+from kvjax.checks import shown
 from kvjax.cli.console import dialogue, note, print_json, print_pieces, prompt_text, working
-from kvjax.cli.loading import load
+from kvjax.cli.loading import load, warn_of_unknown
 from kvjax.cli.options import (
     AsJson,
     CheckpointSampler,
@@ -67,12 +65,12 @@ def generate(
     if chat_template_kwargs is not None and not chat:
         raise ValueError("--chat-template-kwargs without --chat: expected both, because text has no template")
     template = template_options(chat_template_kwargs)
-    text: Any = prompt_text(prompt, prompt_file, "PROMPT")
-    if chat:
-        text = dialogue(text, system)
+    question = prompt_text(prompt, prompt_file, "PROMPT")
+    text: Any = dialogue(question, system) if chat else question
     chosen = kvjax.policies.parse(policy)
     sampling.parse(sampler or "greedy")  # before the model is loaded
     params, tokenizer = load(model, dtype, mesh, gates, quiet=as_json)
+    warn_of_unknown(question if system is None else f"{system} {question}", model, tokenizer)
     sampler = sampler or params.card.sampler or "greedy"
     options: dict[str, Any] = {
         "policy": chosen,
@@ -94,12 +92,10 @@ def generate(
         return
     sys.stdout.write(f"{out.text}\n")
     stats = out.stats
-    slots = math.ceil(statistics.fmean(out.cache.entries.mean_slots))
+    speed = f" at {stats.decode_tokens_per_second:.3g} tokens/s" if stats.decoded_tokens else ""
     note(
-        f"{stats.prompt_tokens:,} tokens read in {stats.prefill_seconds:.2g} s, {out.lengths[0]:,} generated at "
-        f"{stats.decode_tokens_per_second:.3g} tokens/s, after {stats.compile_seconds:.2g} s of compiling; the cache "
-        f"is allocated for {slots:,} entries per head in {bytes_text(stats.cache_bytes)}; all "
-        f"{int(out.cache.length[0]):,} tokens take {bytes_text(stats.full_cache_bytes)} uncompressed"
+        f"{stats.prompt_tokens:,} tokens read in {stats.prefill_seconds:.2g} s, {out.lengths[0]:,} generated{speed}, "
+        f"after {stats.compile_seconds:.2g} s of compiling; {out.cache.in_words()}"
     )
 
 
@@ -112,6 +108,6 @@ def _document(out: Generation, model: str, policy: str, sampler: str, seed: int)
         "text": out.text,
         "tokens": out.tokens[0, : out.lengths[0]].tolist(),
         **asdict(out.stats),
-        "decode_tokens_per_second": out.stats.decode_tokens_per_second,
+        "decode_tokens_per_second": out.stats.decode_tokens_per_second if out.stats.decoded_tokens else None,
         "compression_ratio": out.stats.compression_ratio,
     }

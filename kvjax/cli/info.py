@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from dataclasses import asdict
+from functools import partial
 from itertools import groupby, product
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,10 +57,10 @@ def info(
     per_token = config.bytes_per_token(held)
     plans = []
     for rows, size in product(batch or [data], lengths):
+        planned = partial(kvjax.plan_cache, config, batch=rows, length=size, new_tokens=max_new_tokens, dtype=held)
+        of_full = planned(policy=kvjax.policies.full()).nbytes
         for text in policy or _presets(size, config):
-            cache = kvjax.plan_cache(
-                config, kvjax.policies.parse(text), batch=rows, length=size, new_tokens=max_new_tokens, dtype=held
-            )
+            cache = planned(policy=kvjax.policies.parse(text))
             plans.append(
                 {
                     "policy": text,
@@ -68,7 +69,7 @@ def info(
                     "slots": list(cache.entries.mean_slots),
                     "bytes": cache.nbytes,
                     "bytes_per_device": bytes_per_device(cache, config, data=data, model=model),
-                    "compression": rows * (size + max_new_tokens) * per_token / cache.nbytes,
+                    "compression": of_full / cache.nbytes,
                 }
             )
     document: dict[str, Any] = {
@@ -182,7 +183,10 @@ def _show(facts: dict[str, Any], config: DecoderConfig) -> None:
         ("end tokens", ", ".join(map(str, facts["end_tokens"])) or "those of the tokenizer"),
         ("sampler", facts["sampler"] or "none is stated"),
         *([("not applied", ", ".join(facts["not_applied"]))] if facts["not_applied"] else []),
-        ("KV cache", f"{bytes_text(facts['kv_bytes_per_token'])} per token in {facts['cache_dtype']}, uncompressed"),
+        (
+            "KV cache",
+            f"{bytes_text(facts['kv_bytes_per_token'])} per token in {facts['cache_dtype']}, retained in full",
+        ),
     ):
         grid.add_row(name, value)
     console = Console(highlight=False)
@@ -190,7 +194,7 @@ def _show(facts: dict[str, Any], config: DecoderConfig) -> None:
     devices = facts["mesh"]["data"] * facts["mesh"]["model"]
     for (batch, length), plans in groupby(facts["plans"], key=lambda plan: (plan["batch"], plan["length"])):
         title = f"Cache of {batch} x ({length:,} + {facts['new_tokens']:,}) tokens"
-        sizes = ("bytes", "per device") if devices > 1 else ("bytes",)
+        sizes = ("reserved", "per device") if devices > 1 else ("reserved",)
         table = numbers_table(title, "policy", "slots per head", *sizes, "smaller", no_wrap=True)
         for plan in plans:
             low, high = min(plan["slots"]), max(plan["slots"])

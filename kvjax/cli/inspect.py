@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvjax.cli.console import note, prompt_text, working
-from kvjax.cli.loading import load
+from kvjax.cli.loading import load, warn_of_unknown
 from kvjax.cli.options import Chunk, Dtype, Gates, Mesh, NewTokens, PolicyText, PromptFile, Sampler, Seed
 
 TASK, LENGTH, SEED = "needles", 512, 1  # the default prompt asks for two facts; the model forgets one
@@ -57,6 +57,8 @@ def inspect(
         raise ValueError(f"cannot write {out}: {out.parent} is not a folder; expected a file in an existing folder")
     check_file(out, overwrite, "--overwrite")
     params, tokenizer = load(str(DEMO) if model is None else model, dtype, mesh, gates)
+    if isinstance(text, str):
+        warn_of_unknown(text, model or "demo", tokenizer)
     with working("compiling and generating"):
         recording = record(
             params,
@@ -68,6 +70,7 @@ def inspect(
             tokenizer=tokenizer,
             chunk=chunk,
             name=policy,
+            model=model or "demo",
         )
         write_file(out, page(recording))
     note(

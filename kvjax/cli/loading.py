@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvjax.cli.console import working
+from kvjax.checks import shown
+from kvjax.cli.console import show_warning, working
 from kvjax.runtime.compiled import keep_compiled
 
 if TYPE_CHECKING:
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 
     from kvjax.files.texts import Stream
     from kvjax.models import Card, Decoder, DecoderConfig
+
+
+EXAMPLE = "the code of anna is lamp . the code of boris is kettle . recall what the code of anna is :"
 
 
 class Stated(NamedTuple):
@@ -40,6 +44,21 @@ def load(
     keep_compiled()
     with working(f"loading {model}", quiet=quiet):
         return load_named(model, dtype, mesh_sizes(mesh), gates or ())
+
+
+def warn_of_unknown(text: str, model: str, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Prints a warning if tokens of a prompt are unknown to the tokenizer, which reads all of them as the same one."""
+    from kvjax.evaluation.tasks.vocabulary import WORDS
+
+    unknown = None if tokenizer is None else tokenizer.unk_token_id
+    if tokenizer is None or unknown is None:
+        return
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if not (missing := ids.count(unknown)):
+        return
+    is_demo = tokenizer.get_vocab().keys() == set(WORDS)
+    hint = f", which knows {len(WORDS)} words; try: {shown(EXAMPLE)}" if is_demo else ""
+    show_warning(f"{missing:,} of {len(ids):,} tokens of the prompt are unknown to {model}{hint}")
 
 
 def read_model(path: str, dtype: str | None, *, quiet: bool) -> Stated:

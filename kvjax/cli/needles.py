@@ -76,6 +76,8 @@ def _lines_of(lines: list[Line], cell: tuple[str, int | None], items: Sequence[I
 
 
 def _outcome(cell: tuple[str, int | None], lines: list[Line], timings: list[Line], full: list[Line]) -> Outcome:
+    from kvjax.evaluation.lines import decoding_speed
+
     policy, budget = cell
     correct = [next(iter(line["scores"].values())) == 1 for line in lines]
     took = [timing for timing in timings if _cell(timing) == cell and "decode_seconds" in timing]
@@ -88,7 +90,7 @@ def _outcome(cell: tuple[str, int | None], lines: list[Line], timings: list[Line
         accuracy=sum(correct) / len(correct),
         kv_bytes=size,
         compression=whole / size,
-        tokens_per_second=sum(x["decoded_tokens"] for x in took) / max(sum(x["decode_seconds"] for x in took), 1e-9),
+        tokens_per_second=decoding_speed(took),
     )
 
 

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from kvjax.checks import bytes_text
+from kvjax.checks import bytes_text, installs
 from kvjax.cli.console import show_warning
 
 LONGEST = 48  # the largest number of printed characters of an answer; wrong answers can be long repetitions
@@ -17,7 +17,13 @@ LONGEST = 48  # the largest number of printed characters of an answer; wrong ans
 
 @dataclass(frozen=True)
 class Outcome:
-    """One line of the table: the results of a policy at a budget, which is None for the full cache."""
+    """One line of the table: the results of a policy at a budget, which is None for the full cache.
+
+    Attributes:
+        kv_bytes: what the cache reserves, for tokens to come too.
+        compression: the bytes of the full cache, divided by these.
+        tokens_per_second: decoded tokens of all rows per second; None if no token took a step.
+    """
 
     policy: str
     budget: int | None
@@ -26,7 +32,7 @@ class Outcome:
     accuracy: float
     kv_bytes: int
     compression: float
-    tokens_per_second: float
+    tokens_per_second: float | None
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ def draw(path: Path, cells: list[Outcome], title: str) -> Path | None:
     try:
         accuracy_by_budget(path, curves, full=cells[0].accuracy, title=title)
     except ImportError:
-        show_warning('there is no picture, because matplotlib is not installed; pip install "kvjax[plot]" installs it')
+        show_warning(f"there is no picture, because matplotlib is not installed: expected {installs('plot')}")
         return None
     return path
 
@@ -71,7 +77,7 @@ def table_of(cells: list[Outcome]) -> Table:
     """A table with a line for each outcome, the full cache first."""
     full, table = cells[0], Table()
     table.add_column("policy")
-    for name in ("budget", "correct", "KV bytes", "smaller", "tokens/s"):
+    for name in ("budget", "correct", "reserved", "smaller", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
     for cell in cells:
         colour = "green" if cell.accuracy >= 0.9 * full.accuracy else "red" if cell.accuracy <= 0.5 else "yellow"
@@ -81,7 +87,7 @@ def table_of(cells: list[Outcome]) -> Table:
             f"[{colour}]{sum(cell.correct)} of {len(cell.correct)}[/]",
             bytes_text(cell.kv_bytes),
             f"{cell.compression:.1f}x",
-            f"{cell.tokens_per_second:,.0f}",
+            "" if cell.tokens_per_second is None else f"{cell.tokens_per_second:,.0f}",
             end_section=cell.budget in (None, cells[-1].budget),  # the smallest budget is the last one of a policy
         )
     return table

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from kvjax.checks import bytes_text
+from kvjax.checks import bytes_text, installs
 from kvjax.cli.console import note, working
 from kvjax.cli.loading import load
 from kvjax.cli.options import Dtype, Gates, Mesh, Model, NewTokens, PolicyText
@@ -60,7 +60,7 @@ def serve(
     try:
         from kvjax.serve import Ending, Settings, application, listen, run
     except ModuleNotFoundError as error:
-        raise ValueError(f'{error.name} is not installed: expected pip install "kvjax[serve]"') from None
+        raise ValueError(f"{error.name} is not installed: expected {installs('serve')}") from None
     import jax
 
     import kvjax
@@ -108,7 +108,7 @@ def serve(
             return
         cache = engine.stats().cache_bytes
         note(
-            f"{engine.warm_up.programs} programs in {engine.warm_up.seconds:.3g} s; {rows} rows hold "
+            f"{engine.warm_up.programs} programs in {engine.warm_up.seconds:.3g} s; {rows} rows reserve "
             f"{bytes_text(cache)}, {bytes_text(cache / rows)} per request"
         )
         ending = Ending()

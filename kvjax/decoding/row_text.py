@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from kvjax.checks import shown
@@ -33,7 +33,23 @@ def stop_strings(stop: str | Sequence[str], tokenizer: Any) -> list[str]:
             )
         if text != text.encode(errors="ignore").decode():
             raise ValueError(f"stop={shown(text)} has a lone surrogate, which no answer has: expected text in UTF-8")
+        if text not in special and (never := _unspelled(text, tokenizer, special)):
+            raise ValueError(
+                f"stop={shown(text)} has {shown(never)}, which no token of the tokenizer has: expected text that an "
+                "answer may have"
+            )
     return stops
+
+
+def _unspelled(text: str, tokenizer: Any, special: Collection[str]) -> str | None:
+    """A character of a text that is unknown to the tokenizer and in none of its tokens; None if there is none."""
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    if unknown is None:
+        return None
+    found = [c for c in dict.fromkeys(text) if unknown in tokenizer(c, add_special_tokens=False)["input_ids"]]
+    # A part of a word is unknown alone, and known within the word.
+    known = set().union(*(token for token in tokenizer.get_vocab() if token not in special)) if found else set()
+    return next((c for c in found if c not in known), None)
 
 
 def special_ids(tokenizer: Any) -> dict[str, int]:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key
 
-from kvjax.checks import is_finite, shown
+from kvjax.checks import did_you_mean, is_finite, shown
 
 FLOAT32 = jnp.finfo(jnp.float32)
 
@@ -309,7 +309,8 @@ def parse(text: str) -> SamplingMethod:
         name, equals, value = (part.strip() for part in item.partition("="))
         if not equals or name not in names or name in settings:
             fault = "is given twice" if name in settings else "is not understood"
-            raise ValueError(f"{shown(item)} in sampler {shown(text)} {fault}; accepted: {accepted}")
+            near = did_you_mean(name, ["greedy", *names]) if name not in names else ""
+            raise ValueError(f"{shown(item)} in sampler {shown(text)} {fault}; accepted: {accepted}{near}")
         try:
             settings[name] = int(value) if name == "top_k" else float(value)
         except ValueError:

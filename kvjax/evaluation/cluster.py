@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvjax.checks import shown
+from kvjax.checks import installs, shown
 from kvjax.evaluation.lines import Key, key_of
 from kvjax.evaluation.planning import RunPlan
 from kvjax.evaluation.sweeping import Answering, Part, Say, Task, failed
@@ -48,7 +48,7 @@ def connected(address: str) -> Iterator[ModuleType]:
     try:
         import ray
     except ModuleNotFoundError:
-        raise ValueError('--ray needs the package ray: pip install "kvjax[ray]" installs it') from None
+        raise ValueError(f"--ray needs the package ray: expected {installs('ray')}") from None
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address == LOCAL:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

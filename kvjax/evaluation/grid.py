@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import yaml
 
-from kvjax.checks import shown
+from kvjax.checks import did_you_mean, shown
 from kvjax.decoding.sampling import parse as parse_sampler
 from kvjax.evaluation.judge import Endpoint
 from kvjax.evaluation.yaml_text import brief, read_yaml
@@ -247,7 +247,8 @@ def _names(kind: type) -> list[str]:
 
 def _known(what: str, given: Mapping[str, Any], kind: type) -> None:
     if unknown := [str(name) for name in given if name not in _names(kind)]:
-        raise ValueError(f"{', '.join(unknown)}: unknown field {what}; expected {', '.join(_names(kind))}")
+        near = did_you_mean(unknown[0], _names(kind))
+        raise ValueError(f"{', '.join(unknown)}: unknown field {what}; expected {', '.join(_names(kind))}{near}")
 
 
 def _line(kind: type, first: str, given: Any) -> Any:

@@ -157,9 +157,13 @@ def tokenized(example: Example, task: Task, length: int | None, grid: Grid, toke
         front = room // 2 if task.truncation == "middle" else room - longest
         back = room - front - longest
         if task.truncation == "refuse" or front <= mark.size or back < (task.truncation == "middle"):
+            accepted = (
+                f"a prompt of {room:,} tokens or fewer"
+                if room > 0
+                else f"an answer of fewer than {max_positions:,} tokens"
+            )
             raise ValueError(
-                f"a prompt of {ids.size + longest:,} tokens and an answer of {new_tokens:,}: expected a prompt of "
-                f"{room:,} tokens or fewer"
+                f"a prompt of {ids.size + longest:,} tokens and an answer of {new_tokens:,}: expected {accepted}"
             )
         front -= mark.size
         kept, cut = np.concatenate([ids[:front], mark, ids[ids.size - back :]]), ids.size - front - back

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
@@ -61,6 +61,12 @@ def read_lines(path: Path, read: Callable[[bytes], Line]) -> list[Line]:
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}; kvjax eval repairs it") from None
     return found
+
+
+def decoding_speed(timings: Sequence[Mapping[str, Any]]) -> float | None:
+    """Decoded tokens per second; None if no token took a step."""
+    seconds, tokens = (sum(took[name] for took in timings) for name in ("decode_seconds", "decoded_tokens"))
+    return tokens / seconds if tokens and seconds else None
 
 
 def checked_scores(scores: Mapping[str, float]) -> dict[str, float]:

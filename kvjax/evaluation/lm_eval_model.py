@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 import kvjax
 from kvjax.cache import bucket
 from kvjax.checkpoint import load_named, mesh_sizes
-from kvjax.checks import shown
+from kvjax.checks import installs, shown
 from kvjax.decoding import sampling
 from kvjax.engine.refill import ReadBatch, Refill
 from kvjax.evaluation import programs
@@ -40,7 +40,7 @@ try:
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
     from tqdm import tqdm
 except ModuleNotFoundError as error:
-    raise ImportError(f'this module needs {error.name}; pip install "kvjax[lm-eval]" installs it') from error
+    raise ImportError(f"this module needs {error.name}: expected {installs('lm-eval')}") from error
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

@@ -17,6 +17,8 @@ from importlib import import_module
 from itertools import combinations
 from typing import Any
 
+from kvjax.checks import installs
+
 CHINESE_PUNCTUATION = (
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、"  # noqa: RUF001
     "〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."  # noqa: RUF001
@@ -196,4 +198,4 @@ def _library(name: str) -> Any:
         return import_module(name)
     except ModuleNotFoundError as error:
         package = name.split(".")[0].replace("_", "-")
-        raise ImportError(f'this metric needs {package}; pip install "kvjax[eval]" installs it') from error
+        raise ImportError(f"this metric needs {package}: expected {installs('eval')}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvjax.files.writing import new_file
 
@@ -35,8 +35,9 @@ def accuracy_by_budget(
     from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 
     figure, (axes,) = new_figure(1, width=6, height=5)
-    axes.axhline(full, color="0.35", linestyle="--", linewidth=1.5, label="full cache", zorder=1)
+    axes.axhline(full, color="0.35", linestyle="--", linewidth=1.5, zorder=1)
     budgets = sorted({budget for points in curves.values() for budget, _ in points})
+    ends = [End("full cache", budgets[0], full, "0.35")] if budgets else []
     for i, (name, points) in enumerate(curves.items()):
         x, y = zip(*sorted(points), strict=True)
         axes.plot(
@@ -47,21 +48,67 @@ def accuracy_by_budget(
             markersize=8,
             markeredgecolor="white",
             linewidth=2,
-            label=name,
             zorder=2 + i,
         )
+        ends.append(End(name, x[0], y[0], COLOURS[i % len(COLOURS)]))
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(budgets))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticks(budgets, [f"{budget:,}" for budget in budgets])
-    axes.set_ylim(-0.04, 1.04)
+    axes.invert_xaxis()
+    axes.set_ylim(0, 1.04)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_xlabel("budget (entries per kv head)")
     axes.set_ylabel("exact match")
     axes.set_title(title, loc="left", fontsize=11)
-    figure.legend(loc="outside right center", frameon=False)
+    name_ends(axes, ends, size=9)
     with new_file(path) as new:
         figure.savefig(new, dpi=150)
+
+
+class End(NamedTuple):
+    """The right end of a line, in data coordinates, with its name."""
+
+    name: str
+    x: float
+    y: float
+    colour: str
+
+
+def name_ends(axes: Any, ends: Sequence[End], size: float) -> None:
+    """Writes names beside the ends of lines, right of the panel, in letters of `size` points.
+
+    The y axis is linear and has its limits. Names that would overlap move apart.
+    """
+    low, high = axes.get_ylim()
+    height = 72 * axes.figure.get_figheight() * axes.get_position().height  # points
+    ordered = sorted(ends, key=lambda end: end.y)
+    places = spread([end.y for end in ordered], 1.25 * size / height * (high - low), low, high)
+    for end, place in zip(ordered, places, strict=True):
+        axes.annotate(
+            end.name,
+            xy=(end.x, end.y),
+            xytext=(1.03, place),
+            textcoords=axes.get_yaxis_transform(),
+            color=end.colour,
+            fontsize=size,
+            va="center",
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": end.colour, "linewidth": 0.7, "shrinkA": 1, "shrinkB": 3},
+        )
+
+
+def spread(values: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Ascending places near ascending values, `gap` apart and within `low` .. `high`, or closer if there is no room."""
+    gap = min(gap, (high - low) / max(len(values) - 1, 1))
+    places: list[float] = []
+    for value in values:
+        places.append(max(value, low if not places else places[-1] + gap))
+    top = high
+    for i in reversed(range(len(places))):
+        places[i] = min(places[i], top)
+        top = places[i] - gap
+    return places
 
 
 def new_figure(count: int, width: float, height: float) -> tuple[Any, Sequence[Any]]:

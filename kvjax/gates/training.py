@@ -15,6 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import Array, Float
 
+from kvjax.checks import installs
 from kvjax.files.writing import write_file
 from kvjax.models import Decoder
 
@@ -151,5 +152,5 @@ def _optax() -> Any:
     try:
         import optax
     except ImportError:
-        raise ValueError('training needs optax: expected the extra train, as in pip install "kvjax[train]"') from None
+        raise ValueError(f"training needs optax: expected {installs('train')}") from None
     return optax

@@ -44,6 +44,7 @@ class Recording:
             it is retained at the end. An evicted entry never comes back.
         into: int32. For an evicted entry it is the position of the entry that it was merged into, NOWHERE if it was
             dropped, and SEVERAL if it was merged into several entries. None under a policy that does not merge.
+        model: the model as the caller named it; empty if it has no name.
     """
 
     tokens: Int[np.ndarray, "N"]
@@ -52,6 +53,7 @@ class Recording:
     policy: str
     left: Int[np.ndarray, "L H E"]
     into: Int[np.ndarray, "L H E"] | None = None
+    model: str = ""
 
     @property
     def steps(self) -> int:
@@ -81,6 +83,7 @@ def record(
     tokenizer: Any = None,
     chunk: int | None = None,
     name: str | None = None,
+    model: str = "",
 ) -> Recording:
     """Answers one prompt and records which positions the cache retains after each step.
 
@@ -90,6 +93,7 @@ def record(
     Args:
         params: the decoder, an nnx module `Decoder` that `load` returns.
         name: the policy's name in the recording. The default is the text of the full policy.
+        model: the model's name in the recording.
 
     Raises:
         ValueError: for a prompt of several rows, and as `generate` does.
@@ -124,6 +128,7 @@ def record(
         policy=str(state.cache.policy) if name is None else name,
         left=left,
         into=_into(whereabouts, left, len(answer)) if follows else None,
+        model=model,
     )
 
 

@@ -6,10 +6,9 @@ import ast
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from typing import Any, TypeAlias
 
-from kvjax.checks import shown
+from kvjax.checks import did_you_mean, shown
 from kvjax.pallas_kernels import Reduction
 
 from .merge import Drop
@@ -45,9 +44,8 @@ def parse(text: str, presets: Presets, parts: Mapping[str, type[Part]]) -> Polic
 
 def _nearest(name: Any, presets: Presets) -> str:
     """What a name that is no preset may mean."""
-    near = get_close_matches(str(name).lower(), presets, n=3)
     examples = f"expected one of {len(presets)} presets of docs/methods.md, such as full, snapkv or morphkv"
-    return f"did you mean {' or '.join(near)}?" if near else examples
+    return did_you_mean(name, presets).removeprefix("; ") or examples
 
 
 def _items(options: str) -> list[str]:
@@ -85,9 +83,9 @@ def _values(name: str, prefix: str, given: Mapping[str, str], accepted: Options,
     for dotted, text in given.items():
         option, dot, rest = dotted.partition(".")
         if option not in accepted:
-            raise ValueError(
-                f"{name} has no option {shown(prefix + option)}: expected {_names(prefix, accepted) or 'none'}"
-            )
+            names = _names(prefix, accepted)
+            near = did_you_mean(prefix + option, names.split(", "))
+            raise ValueError(f"{name} has no option {shown(prefix + option)}: expected {names or 'none'}{near}")
         if dot:
             inner.setdefault(option, {})[rest] = text
         else:
@@ -166,9 +164,14 @@ def _build(text: str, parts: Mapping[str, type[Part]]) -> Policy:
     """Evaluates the repr of a policy: calls of parts with keywords and literals, nothing else."""
 
     def value(node: ast.expr) -> Any:
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            if node.args:
+                raise ValueError(f"{node.func.id} has a value without a name: expected NAME=VALUE for each")
             build: Callable[..., Any] | None = _OTHERS.get(node.func.id) or parts.get(node.func.id)
-            if build is not None:
+            if build is None:
+                near = did_you_mean(node.func.id, [*_OTHERS, *parts])
+                raise ValueError(f"unknown part {node.func.id}: expected one of kvjax.parts{near}")
+            if not any(keyword.arg is None for keyword in node.keywords):
                 return build(**{str(keyword.arg): value(keyword.value) for keyword in node.keywords})
         return ast.literal_eval(node)
 

@@ -1,6 +1,7 @@
 """Loading and saving Hugging Face checkpoints, and the errors for those that are refused."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 import kvjax
 from kvjax.checkpoint import CheckpointError, load, load_named, read_headers, save_hf, source_of
 from kvjax.checkpoint.errors import one_line
+from kvjax.checks import installs
 from kvjax.models import UnsupportedModelError
 from tests.checkpoint.folders import EMBED, HEAD, HF, INDEX, QUERY, WEIGHTS, assert_equal, decoder, problems
 
@@ -133,7 +135,7 @@ def test_a_tokenizer_that_cannot_be_read_does_not_block_the_weights(folder):
 def test_sentencepiece_is_named_where_it_is_needed(folder, monkeypatch):
     (folder / "tokenizer.model").write_bytes(b"damaged")
     monkeypatch.setattr("kvjax.checkpoint.tokenizer_files._installed", lambda name: name != "sentencepiece")
-    with pytest.warns(UserWarning, match=r'needs sentencepiece; pip install "kvjax\[sentencepiece\]"'):
+    with pytest.warns(UserWarning, match=re.escape(f"needs sentencepiece: expected {installs('sentencepiece')}")):
         load(folder)
 
 

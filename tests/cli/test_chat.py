@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import os
 import re
+import select
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,8 +48,30 @@ def test_a_dialogue(
     assert result.stdout.splitlines() == expected
     notes = result.stderr.splitlines()
     assert len(notes) == 3
-    assert len(set(re.findall(r"the cache takes ([^,]+),", "".join(notes)))) == 1
-    assert notes[-1].startswith(f"{int(cache.length[0])} tokens seen")
+    assert len(set(re.findall(r"; ([^;]+ are reserved)", "".join(notes)))) == 1
+    assert notes[-1] == cache.in_words()
+
+
+def test_options_of_the_chat_template(shallow: Decoder, talker: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    kvjax.save_hf(shallow, tmp_path / "model", talker)
+    told = {"twice": True}
+    options = ["chat", str(tmp_path / "model"), *OPTIONS, "--policy", "morphkv:budget=24,window=4"]
+    result = CliRunner().invoke(app, [*options, "--chat-template-kwargs", json.dumps(told)], input="ba ce di")
+    assert result.exit_code == 0, result.output
+    expected = kvjax.generate(
+        shallow,
+        [{"role": "user", "content": "ba ce di"}],
+        policy="morphkv:budget=24,window=4",
+        max_new_tokens=20,
+        tokenizer=talker,
+        chat_template_kwargs=told,
+        compress="end",
+    )
+    assert result.stdout == f"{expected.text}\n"
+    assert result.stderr == f"{expected.cache.in_words()}\n"  # one token more than without the option
+    status, _, stderr = kv(*options, "--chat-template-kwargs", "[1]")
+    assert (status, stderr.count("\n")) == (2, 1)
+    assert "--chat-template-kwargs '[1]': expected a JSON object" in stderr
 
 
 def test_a_model_without_a_chat_template(shallow_model: str) -> None:
@@ -65,3 +93,56 @@ def test_a_policy_that_compresses_once(policy: str, reason: str) -> None:
     status, _, stderr = kv("chat", "no such folder", *OPTIONS, "--policy", policy)
     assert status == 2
     assert re.search(rf"--policy {policy}: compressing the second message {reason}.*; expected a policy", stderr)
+
+
+# A terminal of its own, as a shell gives it, whose Ctrl-C is SIGINT.
+IN_A_TERMINAL = """
+import fcntl, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+from kvjax_command import main
+main()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a terminal of POSIX")
+def test_ctrl_c_in_a_terminal(shallow: Decoder, talker: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """During an answer it ends the answer, and at the prompt the command; an arrow brings the last message back."""
+    import pty
+    import termios
+
+    endless = copy.deepcopy(talker)
+    endless.eos_token = None
+    kvjax.save_hf(shallow, tmp_path / "model", endless)
+    options = ["--max-new-tokens", "4000", "--sampler", "greedy", "--policy", "streaming_llm:budget=24"]
+    ours, theirs = pty.openpty()
+    before = termios.tcgetattr(theirs)
+    process = subprocess.Popen(
+        [sys.executable, "-c", IN_A_TERMINAL, "chat", str(tmp_path / "model"), *options],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TERM": "dumb"},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    said = ""
+
+    def until(text: str) -> None:
+        nonlocal said
+        while text not in said:
+            assert select.select([ours], [], [], 60)[0], said
+            said += os.read(ours, 4096).decode(errors="replace")
+        said = said.partition(text)[2]
+
+    for message in (b"ba ce di\n", b"\x1b[A\n"):
+        until("> ")
+        os.write(ours, message)
+        until("ba ce di\r\n")
+        while len(said) < 9:  # some of the answer
+            said += os.read(ours, 4096).decode(errors="replace")
+        os.write(ours, b"\x03")
+        until("are reserved\r\n")
+    until("> ")
+    os.write(ours, b"\x03")
+    until("kvjax: interrupted\r\n")
+    assert process.wait(60) == 130
+    assert termios.tcgetattr(theirs) == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 import kvjax
 from kvjax.checkpoint.folder import DEMO
+from kvjax.cli.loading import EXAMPLE
 from tests.cli.commands import PROMPT, kv
 
 
@@ -21,6 +23,10 @@ def test_generate_prints_what_the_library_answers(shallow_model: str) -> None:
     status, stdout, stderr = kv(*options)
     assert (status, stdout) == (0, f"{expected.text}\n")
     assert "15 tokens read" in stderr
+    assert expected.cache.in_words() in stderr
+    assert "tokens/s" in stderr
+    _, _, stderr = kv(*options[:-1], 1)
+    assert "tokens/s" not in stderr  # no token took a step
     status, stdout, _ = kv(*options, "--stream")
     assert (status, stdout) == (0, f"{expected.text}\n")
     status, stdout, stderr = kv(*options, "--json")
@@ -30,6 +36,31 @@ def test_generate_prints_what_the_library_answers(shallow_model: str) -> None:
     assert document["tokens"] == expected.tokens[0, : expected.lengths[0]].tolist()
     assert document["cache_bytes"] == expected.cache.nbytes
     assert document["prompt_tokens"] == 15
+
+
+def test_a_prompt_of_unknown_words_is_warned_of() -> None:
+    status, _, stderr = kv("generate", "demo", "Once upon the time", "--max-new-tokens", 1)
+    warning = "kvjax: warning: 3 of 4 tokens of the prompt are unknown to demo, which knows 512 words; try: "
+    assert (status, stderr.splitlines()[0]) == (0, f"{warning}{EXAMPLE!r}")
+    status, stdout, stderr = kv("generate", "demo", EXAMPLE, "--max-new-tokens", 4)
+    assert (status, stdout) == (0, "anna is lamp\n")
+    assert "warning" not in stderr
+
+
+def test_the_first_example_of_the_readme_is_one_that_the_demo_model_knows() -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    (first, *_) = re.findall(r'kvjax generate (\S+) "([^"]*)"', text)
+    assert first == ("demo", EXAMPLE)
+
+
+def test_generate_ends_at_a_stop_string() -> None:
+    options = ("generate", "demo", EXAMPLE, "--max-new-tokens", 4)
+    assert kv(*options, "--stop", "lamp")[:2] == (0, "anna is \n")
+    assert kv(*options, "--stop", "never", "--stop", "is", "--stream")[:2] == (0, "anna \n")
+    for stop, message in (("", "expected strings of at least one character"), ("lamp?", "has '?', which no token")):
+        status, stdout, stderr = kv(*options, "--stop", stop)
+        assert (status, stdout, stderr.count("\n")) == (2, "", 1)
+        assert message in stderr
 
 
 @pytest.mark.slow

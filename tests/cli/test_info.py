@@ -31,6 +31,8 @@ def test_info_agrees_with_the_model_and_the_plan(model: str) -> None:
     planned = kvjax.plan_cache(params.config, policy, batch=3, length=96, new_tokens=20, dtype="float32")
     assert document["plans"][1]["bytes"] == planned.nbytes
     assert document["plans"][1]["slots"] == [104, 104]
+    full, compressed = document["plans"]
+    assert (full["compression"], compressed["compression"]) == (1, full["bytes"] / compressed["bytes"])
 
 
 def test_experts_are_counted(tmp_path: Path) -> None:

@@ -55,7 +55,8 @@ def test_a_file_and_changes_to_it(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"model": 3}, "model: 3: expected a string"),
-        ({"polices": ["full"]}, "polices: unknown field of a run; expected tasks, policies"),
+        ({"polices": ["full"]}, "polices: unknown field of a run; expected tasks, policies.*; did you mean policies"),
+        ({"policies": ["snapvk"]}, "policies: snapvk: unknown policy 'snapvk': did you mean snapkv"),
         ({"tasks": []}, "tasks is missing"),
         ({"tasks": [{"length": 3}]}, "expected a string, or a mapping with the fields name, lengths, limit"),
         ({"tasks": [{"name": "demo/*", "size": 3}]}, "tasks: size: unknown field of the entry with name: 'demo/.'"),

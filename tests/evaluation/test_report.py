@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,46 @@ def test_scores_are_means_of_answers_and_averages_means_of_tasks(results: Result
     )
     assert half.bold() == {(1, 1), (1, 2), (1, 3)}  # the full cache is excluded
     assert tenth.rows[1:] == (("snapkv", "50.0", "33.3", "41.7"), ("h2o", "0.0", "0.0", "0.0"))
+
+
+def test_intervals_stay_within_what_scores_can_be(tmp_path: Path) -> None:
+    marks: Marks = {
+        ("full", None): {KEYS: [[1]] * 5},
+        ("h2o", 0.5): {KEYS: [[1]] * 5 + [[0]]},
+        ("tova", 8): {KEYS: [[1]]},
+    }
+    (found,) = read_results([write(tmp_path / "run", marks)])
+    rows = {row[0]: row[1:] for row in tables.averages(found, "after").rows}
+    assert rows["full"] == ("100.0 (100.0 to 100.0)",) * 2
+    assert rows["h2o"] == ("", "83.3 (50.0 to 100.0)")
+    assert rows["tova"] == ("100.0", "")
+    tidy = list(csv.reader(io.StringIO(tables.tidy(found).csv())))
+    assert tidy == [
+        ["policy", "budget", "question", "task", "length", "mean", "low", "high", "n"],
+        ["full", "", "after", "demo/keys", "512", "100.0", "100.0", "100.0", "5"],
+        ["h2o", "0.5", "after", "demo/keys", "512", "83.333333", "50.0", "100.0", "6"],
+        ["tova", "8", "after", "demo/keys", "512", "100.0", "", "", "1"],
+    ]
+
+
+def test_the_pandas_of_the_page_reads_the_tidy_file(
+    results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("pandas")
+    text = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text()
+    (code,) = re.findall(r"```python\n(import pandas.*?)```", text, re.DOTALL)
+    folder = tmp_path / "runs" / "demo" / "report"
+    folder.mkdir(parents=True)
+    (folder / "results.csv").write_text(tables.tidy(results).csv())
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    first = names["worst"].iloc[0]
+    assert (first.policy, first.budget, first.lost, len(names["worst"])) == ("h2o", 0.1, 100, 10)
+
+
+def test_equal_numbers_are_not_bold() -> None:
+    assert Table("t", "", ("policy", "a"), (("x", "0.0"), ("y", "0.0")), best=(1,)).bold() == set()
 
 
 def test_forms_of_a_table() -> None:
@@ -170,6 +211,14 @@ def test_costs(results: Results) -> None:
     assert rows["full", "no budget"] == ("100.0", "0.05", "1.000", "2.5", "20")
 
 
+def test_the_share_of_a_full_cache_counts_the_answers_that_both_gave(tmp_path: Path) -> None:
+    marks: Marks = {("full", None): {KEYS: [[1], [1]]}, ("h2o", 0.5): {KEYS: [[1], [1], [1]]}}
+    (found,) = read_results([write(tmp_path / "run", marks)])
+    assert {row[0]: row[4] for row in tables.costs(found, "after").rows} == {"full": "1.000", "h2o": "0.500"}
+    (alone,) = read_results([write(tmp_path / "alone", {("h2o", 0.5): {KEYS: [[1]]}})])
+    assert tables.costs(alone, "after").rows[0][4] == ""
+
+
 def test_kvcompose_tables_have_a_column_for_each_setting_and_model(tmp_path: Path) -> None:
     folders = [write(tmp_path / "a"), write(tmp_path / "b", question="before"), write(tmp_path / "c", model="other")]
     loose, strict, areas = tables.robustness(read_results(folders))
@@ -191,7 +240,13 @@ def test_the_command_writes_a_page_tables_and_plots(tmp_path: Path) -> None:
     for text in ("| snapkv | 50 % kept | +41.7 |", "Area under the", "![Accuracy against compression](curves.png)"):
         assert text in page
     names = {path.name for path in out.iterdir()}
-    assert {"scores_after_0.5.csv", "scores_before_0.1.tex", "area.csv", "against_h2o_after.csv"} <= names
+    assert {
+        "results.csv",
+        "scores_after_0.5.csv",
+        "scores_before_0.1.tex",
+        "area.csv",
+        "against_h2o_after.csv",
+    } <= names
     for name in ("curves.png", "layers_after.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
     assert "needles_after.png" not in names
@@ -227,6 +282,7 @@ def test_the_command_writes_a_page_tables_and_plots(tmp_path: Path) -> None:
             ["--against", "tova"],
             "policy 'tova' is not in the results: expected one of full, snapkv, h2o",
         ),
+        (lambda folder: None, ["--against", "snapvk"], "; did you mean snapkv?"),
     ],
 )
 def test_what_cannot_be_reported_is_one_error(tmp_path: Path, spoil: Any, options: list[str], message: str) -> None:

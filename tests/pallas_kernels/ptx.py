@@ -43,7 +43,7 @@ def assembler() -> str:
     for folder in found.submodule_search_locations or () if found else ():
         for path in Path(folder).glob("*/bin/ptxas"):
             return str(path)
-    return shutil.which("ptxas") or pytest.skip("no ptxas: pip install 'kvjax[aot]'")
+    return shutil.which("ptxas") or pytest.skip("no ptxas: pip install '.[aot]'")
 
 
 def accelerator(name: str) -> jax.Device:

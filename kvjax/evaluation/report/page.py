@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvjax.checks import shown
+from kvjax.checks import did_you_mean, installs, shown
 from kvjax.evaluation.report import escape, plots, tables
 from kvjax.evaluation.report.results import Results
 from kvjax.evaluation.report.tables import MEANING, Table
@@ -15,7 +15,7 @@ from kvjax.files.writing import new_folder
 PAGE = "report.md"
 OWNED = re.compile(
     rf"{re.escape(PAGE)}|(model\d+/)?"
-    r"((scores|averages|costs|against|compression_at|area)(_[^/]*)?\.(csv|tex)|(curves|(needles|layers)_[^/]*)\.png)"
+    r"(results\.csv|(scores|averages|costs|against|compression_at|area)(_[^/]*)?\.(csv|tex)|(curves|(needles|layers)_[^/]*)\.png)"
 )
 ARGUMENT = "overwrite=True (--overwrite)"
 
@@ -46,7 +46,8 @@ def write(
     known = list(dict.fromkeys(policy for results in several for policy in results.policies))
     for policy in against:
         if policy not in known:
-            raise ValueError(f"policy {shown(policy)} is not in the results: expected one of {', '.join(known)}")
+            near = did_you_mean(policy, known)
+            raise ValueError(f"policy {shown(policy)} is not in the results: expected one of {', '.join(known)}{near}")
     with new_folder(out, OWNED, PAGE, overwrite=overwrite, argument=ARGUMENT) as folder:
         folder.mkdir()
         return _write(folder, several, against, say)
@@ -60,6 +61,7 @@ def _write(out: Path, several: Sequence[Results], against: Sequence[str], say: C
         parts += [f"# {escape.markdown(results.title or results.model)}", *_counted(results)]
         made = [table for question in results.settings for table in _tables(results, question, against)]
         parts += [_saved(folder, table) for table in made]
+        (folder / "results.csv").write_text(tables.tidy(results).csv(), encoding="utf-8")
         parts += _plots(out, folder, results, say)
     overall = tables.robustness(several)
     if overall:
@@ -105,5 +107,5 @@ def _plots(out: Path, folder: Path, results: Results, say: Callable[[str], None]
                 if draw(path, results, question):
                     found.append((f"{title}, {MEANING[question]}", path))
     except ImportError:
-        say('there are no plots, because matplotlib is not installed; pip install "kvjax[plot]" installs it')
+        say(f"there are no plots, because matplotlib is not installed: expected {installs('plot')}")
     return [f"![{title}]({path.relative_to(out)})" for title, path in found]

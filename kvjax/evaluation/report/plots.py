@@ -4,30 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from kvjax.evaluation.lines import is_number
-from kvjax.evaluation.picture import COLOURS, MARKERS, new_figure
+from kvjax.evaluation.picture import COLOURS, MARKERS, End, name_ends, new_figure
 from kvjax.evaluation.report import escape
 from kvjax.evaluation.report.results import CellResults, Results
 from kvjax.evaluation.report.statistics import area, curve
 from kvjax.evaluation.report.tables import MEANING, budget_text
 
 SHOWN = len(COLOURS) - 1  # the number of policies with a colour; the others are light grey
+SHARES = (100, 50, 25, 10, 5, 2, 1, 0.5, 0.2, 0.1)  # percent
+ALIKE = 0.002  # the difference of shares that no line shows
 PANELS = 6  # the largest number of policies in the plot of layers
 
 
 def curves(path: Path, results: Results) -> bool:
-    """Draws accuracy against compression with 95 % intervals, in one panel per setting; the best policies have colours.
+    """Draws accuracy against the retained share with 95 % intervals, in one panel per setting.
 
+    The best policies have colours and names.
     Returns whether there was anything to draw, as all plots do.
     """
     found = {
         question: {
-            policy: curve(results, policy, question)
+            policy: points
             for policy in results.policies
             if len(results.of(policy, question)) > 1
+            and (points := [point for point in curve(results, policy, question) if point.compression < 1])
         }
         for question in results.settings
     }
@@ -41,31 +46,41 @@ def curves(path: Path, results: Results) -> bool:
     )
     colours = dict(zip(ranked, COLOURS[:SHOWN], strict=False))
     for axes, (question, drawn) in zip(panels, found.items(), strict=True):
+        ends = []
+        shares = [100 * (1 - point.compression) for points in drawn.values() for point in points]
         for policy in reversed(ranked):
-            points = drawn.get(policy, [])
-            x = [100 * point.compression for point in points]
+            if not (points := drawn.get(policy, [])):
+                continue
+            x = [100 * (1 - point.compression) for point in points]
             y = [100 * point.accuracy.mean for point in points]
             colour = colours.get(policy)
             if colour is None:
                 axes.plot(x, y, color="0.8", linewidth=1, zorder=1)
                 continue
-            style = {"marker": MARKERS[ranked.index(policy)], "markeredgecolor": "white", "linewidth": 2, "zorder": 3}
-            axes.plot(x, y, color=colour, label=escape.plot(policy), **style)
-            low, high = [100 * p.accuracy.low for p in points], [100 * p.accuracy.high for p in points]
-            axes.fill_between(x, low, high, color=colour, alpha=0.08, linewidth=0, zorder=2)
+            place = ranked.index(policy)
+            style = {"marker": MARKERS[place], "markeredgecolor": "white", "linewidth": 2, "zorder": 3}
+            axes.plot(x, y, color=colour, **style)
+            bars = [100 * abs(end - point.accuracy.mean) for point in points for end in point.accuracy[1:]]
+            beside = np.array(x) * 1.015 ** (place - len(colours) / 2)  # so that bars do not hide one another
+            axes.errorbar(beside, y, [bars[::2], bars[1::2]], fmt="none", ecolor=colour, elinewidth=1, zorder=2)
+            ends.append(End(escape.plot(policy), x[-1], y[-1], colour))
         full = results.full(question)
         if full is not None and (mean := full.mean(results.columns)) is not None:
-            axes.axhline(100 * mean, color="0.35", linestyle="--", linewidth=1.5, label="full cache", zorder=1)
-        axes.set_title(MEANING[question], loc="left", fontsize=10)
-        axes.set_xlabel("dropped entries of the prompt, %")
-        axes.set_xlim(0, 100)
-        axes.set_ylim(-4, 104)
+            axes.axhline(100 * mean, color="0.35", linestyle="--", linewidth=1.5, zorder=1)
+            ends.append(End("full cache", min(shares), 100 * mean, "0.35"))
+        title = MEANING[question] + (
+            f"; grey: {others} other policies" if (others := len(ranked) - len(colours)) else ""
+        )
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.set_xlabel("retained entries of the prompt, %")
+        axes.set_xscale("log")
+        ticks = [share for share in SHARES if share >= min(shares) * 0.9]
+        axes.set_xticks(ticks, [f"{share:g}" for share in ticks])
+        axes.set_xticks([], minor=True)
+        axes.invert_xaxis()
+        axes.set_ylim(0, 104)
+        name_ends(axes, ends, size=8)
     panels[0].set_ylabel(f"mean score of {results.tasks}, %")
-    handles, labels = panels[0].get_legend_handles_labels()
-    shown = [escape.plot(policy) for policy in ranked]
-    order = np.argsort([shown.index(label) if label in shown else -1 for label in labels])
-    legend = [handles[i] for i in order], [labels[i] for i in order]
-    figure.legend(*legend, loc="outside right upper", frameon=False, fontsize=8)
     figure.savefig(path)
     return True
 
@@ -125,18 +140,26 @@ def layers(path: Path, results: Results, question: str) -> bool:
     if not chosen:
         return False
     figure, panels = new_figure(len(chosen), width=4.5, height=3.2)
+    named: dict[str, Any] = {}
     for axes, cell in zip(panels, chosen, strict=True):
-        for i, (task, rows) in enumerate(shares(cell).items()):
-            colour, x = COLOURS[i % len(COLOURS)], range(rows.shape[1])
-            axes.plot(x, 100 * rows.mean(axis=0), color=colour, linewidth=1.5, label=escape.plot(task))
+        by_task = shares(cell)
+        means = np.array([rows.mean(axis=0) for rows in by_task.values()])
+        if len(means) > 1 and np.ptp(means, axis=0).max() < ALIKE:
+            by_task = {"all tasks alike": np.concatenate(list(by_task.values()))}
+        for task, rows in by_task.items():
+            colour = "0.35" if len(by_task) == 1 else COLOURS[list(by_task).index(task) % len(COLOURS)]
+            x = range(rows.shape[1])
+            (named[task],) = axes.plot(x, 100 * rows.mean(axis=0), color=colour, linewidth=1.5)
             axes.fill_between(x, *(100 * np.quantile(rows, [0.05, 0.95], axis=0)), color=colour, alpha=0.1, linewidth=0)
         axes.set_title(f"{escape.plot(cell.name.policy)}, {budget_text(cell.name.budget)}", fontsize=9)
         axes.set_xlabel("layer", fontsize=8)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_ylabel("retained entries of the prompt, %", fontsize=8)
-        axes.set_ylim(bottom=0)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=7)
+        axes.tick_params(labelsize=8)
+    top = max(axes.get_ylim()[1] for axes in panels)
+    for axes in panels:
+        axes.set_ylim(0, top)
+    figure.legend(named.values(), map(escape.plot, named), loc="outside right upper", frameon=False, fontsize=8)
     figure.savefig(path)
     return True
 

@@ -72,6 +72,12 @@ class CellResults:
         """The share of the prompts' entries that was dropped, averaged over answers, layers and heads."""
         return float(np.mean([1 - np.mean(line["kept"]) / line["compressed_tokens"] for line in self.lines]))
 
+    def reserved_of(self, full: CellResults) -> float | None:
+        """The bytes that the cache reserves, as a share of those of the full cache, over the answers that both gave."""
+        bytes_of = {_asked(line): line["kv_bytes_end"] for line in full.lines}
+        both = [(line["kv_bytes_end"], bytes_of[_asked(line)]) for line in self.lines if _asked(line) in bytes_of]
+        return sum(ours for ours, _ in both) / sum(theirs for _, theirs in both) if both else None
+
     def clusters(self, column: Column) -> dict[str, Float[np.ndarray, "2"]]:
         """The sum and the number of the headline scores of each example, by its id.
 
@@ -180,6 +186,10 @@ def _of_model(model: str, runs: Sequence[tuple[Path, Mapping[str, Any]]]) -> Res
     cells = {name: CellResults(name, *map(tuple, by_cell[name])) for name in names}
     errors = sum("error" in line for line in lines.values())
     return Results(model, header["grid"]["title"], header["model"], cells, errors, dropped)
+
+
+def _asked(line: Mapping[str, Any]) -> tuple[Any, ...]:
+    return line["task"], line["length"], line["id"], line["asked"]
 
 
 def _name(line: Mapping[str, Any]) -> CellName:

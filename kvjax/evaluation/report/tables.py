@@ -13,6 +13,7 @@ from statistics import fmean
 import numpy as np
 
 from kvjax.evaluation.grid import Budget
+from kvjax.evaluation.lines import decoding_speed
 from kvjax.evaluation.report import escape
 from kvjax.evaluation.report.results import CellResults, Column, Results
 from kvjax.evaluation.report.statistics import FEWEST, area, curve, difference, interval, largest_compression
@@ -47,7 +48,7 @@ class Table:
         for column in self.best:
             values = {row: escape.number(cells[column]) for row, cells in enumerate(self.rows) if row >= self.apart}
             known = {row: value for row, value in values.items() if value is not None}
-            if len(known) > 1:
+            if len(set(known.values())) > 1:
                 found |= {(row, column) for row, value in known.items() if value == max(known.values())}
         return found
 
@@ -131,7 +132,7 @@ def scores(results: Results, question: str) -> list[Table]:
 
 
 def averages(results: Results, question: str) -> Table:
-    """Policies by budgets: the mean of all tasks and half the width of its interval."""
+    """Policies by budgets: the mean of all tasks and its interval."""
     budgets = results.budgets()
     rows = []
     for policy in results.policies:
@@ -146,6 +147,27 @@ def averages(results: Results, question: str) -> Table:
         ("policy", *map(budget_text, budgets or [None])),
         tuple(rows),
     )
+
+
+def tidy(results: Results) -> Table:
+    """One row per cell and task, and plain numbers: what programs read. Scores are in percent, as in all tables.
+
+    The interval is that of `averages`, for one task; `n` is the number of examples that it draws.
+    """
+    rows = []
+    for name, cell in results.cells.items():
+        for column in results.columns:
+            found, examples = interval(cell, (column,)), len(cell.clusters(column))
+            if found is not None:
+                numbers = ("" if math.isnan(value) else repr(round(100 * value, 6)) for value in found)
+                about = (name.policy, _plain(name.budget), name.question, column[0], _plain(column[1]))
+                rows.append((*about, *numbers, str(examples)))
+    headings = ("policy", "budget", "question", "task", "length", "mean", "low", "high", "n")
+    return Table("results", "", headings, tuple(rows))
+
+
+def _plain(value: Budget | None) -> str:
+    return "" if value is None else f"{value}"
 
 
 def robustness(several: Sequence[Results]) -> list[Table]:
@@ -206,36 +228,35 @@ def comparison(results: Results, question: str, policy: str) -> Table | None:
 def costs(results: Results, question: str) -> Table:
     """The costs of cells: bytes of the cache, seconds to the first token, and decoded tokens per second.
 
+    The bytes are those that a row reserves, also as a share of what the full cache reserves for the same answers.
     The seconds to the first token are left out if several policies or budgets, or several questions that the policy
     sees, use one prefill.
     """
-    token = results.header["bytes_per_token"]
+    full = results.full(question)
     rows = []
     for name, cell in results.cells.items():
         if name.question != question:
             continue
-        held = fmean(line["kv_bytes_end"] for line in cell.lines)
-        full = fmean((line["prompt_tokens"] + len(line["tokens"])) * token for line in cell.lines)
+        share = None if full is None else cell.reserved_of(full)
         budgets = len(results.of(name.policy, question))
         first = [
             took["read_seconds"] + took["ask_seconds"] * took["prompts"] / took["answers"]
             for took in cell.timings
             if took.get("shared", budgets) == 1 and (question == "after" or took["answers"] == took["prompts"])
         ]
-        seconds = sum(took["decode_seconds"] for took in cell.timings)
-        speed = sum(took["decoded_tokens"] for took in cell.timings) / seconds if seconds else None
+        speed = decoding_speed(cell.timings)
         rows.append(
             (
                 name.policy,
                 budget_text(name.budget),
                 f"{100 * (1 - cell.compression):.1f}",
-                f"{held / 1e6:.3g}",
-                f"{held / full:.3f}",
+                f"{fmean(line['kv_bytes_end'] for line in cell.lines) / 1e6:.3g}",
+                "" if share is None else f"{share:.3f}",
                 f"{np.median(first):.3g}" if first else "",
                 f"{speed:.4g}" if speed else "",
             )
         )
-    headings = ("policy", "budget", "kept %", "MB per row", "of full", "s to first token", "decoded tokens/s")
+    headings = ("policy", "budget", "kept %", "MB reserved per row", "of full", "s to first token", "decoded tokens/s")
     title = f"{results.model}: cache size at the end of an answer, and median times, {MEANING[question]}"
     return Table(f"costs_{question}", title, headings, tuple(rows))
 
@@ -264,5 +285,5 @@ def _with_interval(cell: CellResults | None, columns: tuple[Column, ...]) -> str
     found = None if cell is None else interval(cell, columns)
     if found is None:
         return ""
-    half = 50 * (found.high - found.low)
-    return percent(found.mean) if math.isnan(half) else f"{percent(found.mean)} ± {half:.1f}"
+    ends = "" if math.isnan(found.low) else f" ({percent(found.low)} to {percent(found.high)})"
+    return f"{percent(found.mean)}{ends}"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.checks import shown
+from kvjax.checks import did_you_mean, shown
 
 from .vocabulary import ADJECTIVES, CLASSES, LABELS, NAMES, NOUNS, THINGS, VERBS, encode
 
@@ -233,7 +233,7 @@ def document(task: str, length: int, rng: np.random.Generator) -> Document:
         ValueError: if the task is unknown or if its facts do not fit into `length` tokens.
     """
     if task not in TASKS:
-        raise ValueError(f"unknown task {shown(task)}: expected one of {', '.join(TASKS)}")
+        raise ValueError(f"unknown task {shown(task)}: expected one of {', '.join(TASKS)}{did_you_mean(task, TASKS)}")
     facts = TASKS[task](length, rng, Deck(rng))
     questions = [(encode(question.text), encode(question.answer)) for question in facts.questions]
     context = weave(facts.statements, length - len(questions[0][0]), rng)  # a task's questions have one length

@@ -10,6 +10,8 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
+from kvjax.checks import installs
+
 from .files import Record, parse, read, read_text
 from .task import DataError, Source
 
@@ -60,6 +62,6 @@ def words(kind: str) -> tuple[str, ...]:
     try:
         folder = files("wonderwords.assets")
     except ModuleNotFoundError:
-        raise ImportError('the words of RULER come from wonderwords; pip install "kvjax[eval]" installs it') from None
+        raise ImportError(f"the words of RULER come from wonderwords: expected {installs('eval')}") from None
     lines = (folder / f"{kind}list.txt").read_text("utf-8").splitlines()
     return tuple(dict.fromkeys(line.strip() for line in lines if line.strip()))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from kvjax.checks import shown
+from kvjax.checks import did_you_mean, shown
 from kvjax.models import Registered
 
 from . import demo_suite, longbench, longgenbench, longwriter, needle, ruler, zero_scrolls
@@ -38,9 +37,7 @@ def find(patterns: str | Sequence[str]) -> tuple[Task, ...]:
         matching = {name: task for name, task in TASKS.items() if fnmatchcase(name, pattern)}
         if not matching:
             families = ", ".join(sorted({f"{name.split('/')[0]}/*" for name in TASKS}))
-            near = ", ".join(get_close_matches(pattern, TASKS, n=3))
-            raise ValueError(
-                f"no task matches {shown(pattern)}; {f'nearest: {near}; ' if near else ''}families: {families}"
-            )
+            near = did_you_mean(pattern, TASKS)
+            raise ValueError(f"no task matches {shown(pattern)}: expected a task of {families}{near}")
         found |= matching
     return tuple(found.values())

@@ -31,6 +31,9 @@ class Fixed(Budget):
     entries: int
 
     def __post_init__(self) -> None:
+        if isinstance(self.entries, float) and 0 < self.entries <= 1:
+            share = f"Fraction({self.entries}) is a share of the prompt"
+            raise ValueError(f"budget={self.entries}: expected an integer >= 1; {share}")
         check_integer("budget", self.entries, least=1)
 
     @property

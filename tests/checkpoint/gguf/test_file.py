@@ -19,6 +19,7 @@ from kvjax.checkpoint import CheckpointError, load, read_headers, source_of
 from kvjax.checkpoint.gguf.tensors import dequantised
 from kvjax.checkpoint.parameters import Blank
 from kvjax.checkpoint.tensors import compare
+from kvjax.checks import installs
 from kvjax.models import DecoderConfig, UnsupportedModelError
 from tests.checkpoint.folders import assert_equal, problems
 from tests.checkpoint.gguf.files import CASES, WIDE, permute, write
@@ -136,7 +137,7 @@ def test_the_library_is_not_installed(file, monkeypatch):
     for name in [name for name in sys.modules if name.startswith("kvjax.checkpoint.gguf")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "gguf", None)
-    assert problems(load, file) == ('reading GGUF needs the package gguf; pip install "kvjax[gguf]" installs it',)
+    assert problems(load, file) == (f"reading GGUF needs the package gguf: expected {installs('gguf')}",)
 
 
 def rewrite(file: Path, **changes: gguf.GGMLQuantizationType | np.ndarray | None) -> None:
