@@ -12,6 +12,7 @@ from kvjax.checks import bytes_text
 from kvjax.cli.console import dialogue, note, print_pieces
 from kvjax.cli.loading import load
 from kvjax.cli.options import (
+    ChatTemplate,
     CheckpointSampler,
     Dtype,
     Gates,
@@ -37,6 +38,7 @@ def chat(
     model: Model,
     policy: PolicyText = "morphkv:budget=1024",
     system: Annotated[str | None, typer.Option(help="A system message before the first message.")] = None,
+    chat_template: ChatTemplate = None,
     chat_template_kwargs: TemplateOptions = None,
     max_new_tokens: NewTokens = 1024,
     sampler: CheckpointSampler = None,
@@ -52,10 +54,12 @@ def chat(
     chosen = kvjax.policies.parse(policy)
     sampling.parse(sampler or SAMPLER)  # before the model is loaded
     compress, template = _compress(policy, chosen), template_options(chat_template_kwargs)
-    params, tokenizer = load(model, dtype, mesh, gates)
+    params, tokenizer = load(model, dtype, mesh, gates, chat_template=chat_template)
     method = sampling.parse(sampler or params.card.sampler or SAMPLER)
     if tokenizer is None or tokenizer.chat_template is None:
-        raise ValueError(f"{model} has no chat template: expected a checkpoint of a model that chats")
+        raise ValueError(
+            f"{model} has no chat template: expected a checkpoint of a model that chats, or --chat-template FILE"
+        )
     cache: KVCache | None = None
     token_bytes = params.config.bytes_per_token(params.embed.dtype)
     for turn, text in enumerate(_messages()):

@@ -14,7 +14,7 @@ import typer
 from kvjax.checks import bytes_text
 from kvjax.cli.console import note, working
 from kvjax.cli.loading import load
-from kvjax.cli.options import Dtype, Gates, Mesh, Model, NewTokens, PolicyText
+from kvjax.cli.options import ChatTemplate, Dtype, Gates, Mesh, Model, NewTokens, PolicyText
 
 KEY = "KVJAX_API_KEY"
 
@@ -55,6 +55,7 @@ def serve(
     process: Annotated[int | None, typer.Option(min=0, help="The index of this process.")] = None,
     dtype: Dtype = None,
     gates: Gates = None,
+    chat_template: ChatTemplate = None,
 ) -> None:
     """Serve a model to clients of OpenAI's API: completions, chats, and a page at /."""
     try:
@@ -83,7 +84,7 @@ def serve(
     if not (local or follows) and api_key is None:
         note(f"{host} can be reached from other machines, and there is no --api-key: anybody may use the model")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # requests are tokenized in threads
-    params, tokenizer = load(model, dtype, mesh, gates)
+    params, tokenizer = load(model, dtype, mesh, gates, chat_template=chat_template)
     if params.card.sampler is not None:
         settings = replace(settings, sampler=sampling.parse(params.card.sampler))
     with working("compiling"):

@@ -98,7 +98,9 @@ def test_what_cannot_be_asked_is_reported_and_the_rest_asked(monkeypatch: pytest
     )
     assert "a prompt of 48 tokens or fewer" in refused["demo/keys", "1024-0"]
     assert "expected a length in tokens" in refused["demo/needle", None]
-    with_chat = items(monkeypatch, GRID.but(chat=True), tokenizer(), given[2:3])
+    bare = tokenizer()
+    bare.chat_template = None
+    with_chat = items(monkeypatch, GRID.but(chat=True), bare, given[2:3])
     assert [r.reason for r in with_chat if isinstance(r, Refusal)] == [
         "chat: true, but the model's tokenizer has no chat template; expected chat: false"
     ]
