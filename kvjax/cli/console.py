@@ -50,8 +50,12 @@ class Commands(TyperGroup):
             if isinstance(error, ValueError) and not _ours(error.__traceback__):
                 raise
             _fail(str(error))
+        except MemoryError as error:
+            _fail(f"out of memory: {error}")
         except RuntimeError as error:  # JaxRuntimeError, which this module would have to import JAX for
-            if "RESOURCE_EXHAUSTED" not in str(error):
+            from kvjax.runtime.memory import out_of_memory
+
+            if not out_of_memory(error):
                 raise
             _fail(
                 f"out of memory: {str(error).splitlines()[0]}; expected a smaller batch, budget or length, or --chunk"

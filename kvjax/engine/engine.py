@@ -26,13 +26,14 @@ from kvjax.policy import Policy
 from kvjax.request.ends import EndTokens, default_ends
 from kvjax.request.prompts import Prompt, TemplateOptions
 from kvjax.request.request import as_policy, check_tokenizer, texts_of
+from kvjax.runtime.memory import device_memory
 from kvjax.runtime.modes import own_modes
 
 from .device import Device
 from .handle import Handle
 from .hosts import Channel, Leader, check_hosts, follow
 from .loop import Loop
-from .memory import Footprint, bytes_of, device_memory, weights_per_device
+from .memory import Footprint, bytes_of, weights_per_device
 from .plans import Plans
 from .prefixes import PrefixStore
 from .sizes import CHUNK, Sizes
@@ -97,7 +98,7 @@ class Engine:
                 that comes meanwhile waits for at most two programs. The default is 1, and on CPUs as many steps as take
                 50 ms at the warm-up, at most 16.
             memory: of each device: a number of bytes, or a text such as "80GB". The default is what the device says it
-                has; a CPU does not say.
+                has, and on a CPU the host's.
             prefix_memory: the most bytes of stored prefixes on the host, in the same form. None: requests have no
                 prefix.
             prefix_folder: where prefixes are kept on disk too, for later engines of the same model, policy and sizes.
@@ -136,7 +137,8 @@ class Engine:
         check_groups(self.policy.budget, config.num_kv_heads, 1 if mesh is None else mesh.shape[MODEL])
         plans = Plans.of(config, self.policy, self.sizes, jnp.dtype(params.embed.dtype), mesh, texts)
         self.footprint = Footprint.of(config, plans, weights_per_device(params))
-        most = device_memory(params) if memory is None else bytes_of(memory)
+        devices = jax.tree.leaves(params)[0].sharding.addressable_devices
+        most = device_memory(devices) if memory is None else bytes_of(memory)
         if most is not None:
             self.footprint.check(rows, most, plans.batch)
         self._store = None
