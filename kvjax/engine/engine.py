@@ -204,37 +204,65 @@ class Engine:
         Raises:
             ValueError: for an argument that is not accepted: an empty prompt, a prompt or an answer that is longer than
                 the engine's, bad settings.
-            QueueFullError: `max_queue` requests wait already.
+            QueueFullError: others fill the rows, and `max_queue` requests wait already.
             EngineClosedError: the engine is closed, or its loop has failed.
             RuntimeError: on several hosts, this is not process 0.
+        """
+        return self.submit_all(
+            [prompt],
+            [seed],
+            max_new_tokens=max_new_tokens,
+            sampler=sampler,
+            eos=eos,
+            stop=stop,
+            log_probs=log_probs,
+            prefix=prefix,
+            chat_template_kwargs=chat_template_kwargs,
+        )[0]
+
+    @own_modes()
+    def submit_all(self, prompts: Sequence[Prompt], seeds: Sequence[int], **options: Any) -> list[Handle]:
+        """Accepts several requests, all or none, and returns at once.
+
+        Args:
+            prompts: of the requests.
+            seeds: one per prompt.
+            options: the other arguments of `submit`, the same for all.
+
+        Raises:
+            ValueError: as `submit`, and for more requests than rows and queue can ever take.
+            QueueFullError, EngineClosedError, RuntimeError: as `submit`.
         """
         if self._follow is not None:
             raise RuntimeError(
                 f"requests go to the engine of process 0; on process {jax.process_index()} call follow()"
             )
-        if prefix is not None and self._store is None:
+        if len(prompts) > self._loop.capacity:
+            raise ValueError(
+                f"{len(prompts)} answers at a time: expected at most {self._loop.capacity}, the rows and the queue"
+            )
+        tickets = [self._ticket(prompt, seed, **options) for prompt, seed in zip(prompts, seeds, strict=True)]
+        self._loop.submit(tickets)
+        return [
+            Handle(
+                ticket.feed,
+                ticket.prompt_tokens,
+                text=ticket.text is not None,
+                log_probs=ticket.log_probs,
+                cancel=partial(self._cancel, ticket),
+            )
+            for ticket in tickets
+        ]
+
+    def _ticket(self, prompt: Prompt, seed: int, *, eos: EndTokens = None, **options: Any) -> Ticket:
+        """A request that has been checked."""
+        if (prefix := options.get("prefix")) is not None and self._store is None:
             raise ValueError(f"prefix={shown(prefix)}: expected an engine with prefix_memory=")
-        options = Options(
-            max_new_tokens,
-            sampler,
-            seed,
-            self._ends if eos is None else eos,
-            stop,
-            log_probs,
-            prefix,
-            chat_template_kwargs,
-        )
-        ticket = Ticket.of(prompt, options, self.sizes, self.tokenizer, self.params.config.vocab_size)
+        asked = Options(seed=seed, eos=self._ends if eos is None else eos, **options)
+        ticket = Ticket.of(prompt, asked, self.sizes, self.tokenizer, self.params.config.vocab_size)
         if ticket.prefix is not None:
             self._plans.check_after(ticket.prefix.size, ticket.prompt.size, ticket.limit, self._row)
-        self._loop.submit(ticket)
-        return Handle(
-            ticket.feed,
-            ticket.prompt_tokens,
-            text=ticket.text is not None,
-            log_probs=log_probs,
-            cancel=partial(self._cancel, ticket),
-        )
+        return ticket
 
     def _cancel(self, ticket: Ticket) -> None:
         self._loop.cancel(ticket)

@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -18,7 +17,6 @@ from starlette.requests import Request
 
 from kvjax.decoding.sampling import SamplingMethod
 from kvjax.engine import Answer, Engine, EngineClosedError, Handle, QueueFullError
-from kvjax.request.prompts import Prompt
 
 from .errors import ApiError, closing
 from .schema import Chat, Completion
@@ -89,13 +87,11 @@ async def ask(engine: Engine, request: Completion | Chat, sampler: SamplingMetho
     Raises:
         ApiError: 400 for a request that the engine refuses, 429 if its queue is full, 503 if it is closed.
     """
-    handles: list[Handle] = []
     most = engine.sizes.max_new_tokens
     if request.limit is not None and request.limit > most:
         raise ApiError(400, f"max_tokens={request.limit}: expected at most {most}, the server's limit", "max_tokens")
     try:
-        submit = partial(
-            engine.submit,
+        options = dict(
             max_new_tokens=most if request.limit is None else request.limit,
             sampler=request.sampler(sampler),
             eos=() if request.ignore_eos else None,
@@ -107,23 +103,28 @@ async def ask(engine: Engine, request: Completion | Chat, sampler: SamplingMetho
     except ValueError as error:  # of the sampler
         raise ApiError(400, str(error)) from None
     seed, gone = secrets.randbits(48) if request.seed is None else request.seed, threading.Event()
+    count = request.n or 1
+    prompts = [prompt for prompt in request.prompts for _ in range(count)]
+    seeds = [(seed + i % count + 2**63) % 2**64 - 2**63 for i in range(len(prompts))]  # of 64 bits
+    handles: list[Handle] = []
 
-    def submit_one(prompt: Prompt, seed: int) -> None:
-        handles.append(submit(prompt, seed=seed))
+    def submit() -> None:
+        handles.extend(engine.submit_all(prompts, seeds, **options))
         if gone.is_set():  # this coroutine was cancelled, and the thread went on
-            handles[-1].cancel()
+            _cancel(handles)
 
     try:
-        for prompt in request.prompts:
-            for i in range(request.n or 1):
-                wrapped = (seed + i + 2**63) % 2**64 - 2**63  # a seed of 64 bits
-                await run_in_threadpool(submit_one, prompt, wrapped)
+        await run_in_threadpool(submit)
     except BaseException as error:
         gone.set()
-        for handle in handles:
-            handle.cancel()
+        _cancel(handles)
         raise _told(error) from None
     return Asked(request, handles, seed)
+
+
+def _cancel(handles: Sequence[Handle]) -> None:
+    for handle in handles:
+        handle.cancel()
 
 
 def _told(error: BaseException) -> BaseException:
