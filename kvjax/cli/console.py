@@ -86,7 +86,7 @@ def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def working(text: str, *, quiet: bool = False) -> AbstractContextManager[Any]:
-    """A spinner on stderr during a long operation, or without a terminal a line every EVERY seconds; none if `quiet`."""
+    """A spinner on stderr during a long operation; without a terminal a line every EVERY seconds. None if `quiet`."""
     console = stderr()
     if quiet:
         return nullcontext()

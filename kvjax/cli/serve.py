@@ -34,6 +34,10 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(envvar=KEY, help="The key that clients must send as a bearer token.")
     ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="A web origin whose pages may use the server, as https://example.org; may be repeated."),
+    ] = None,
     max_body: Annotated[int, typer.Option(help="The most bytes of a request.")] = 4_000_000,
     timeout: Annotated[float, typer.Option(help="The most seconds that a request may take.")] = 600.0,
     memory: Annotated[
@@ -77,6 +81,7 @@ def serve(
         hosts=LOOPBACK if local else None,
         max_body=max_body,
         timeout=timeout,
+        origins=tuple(allow_origin or ()),
     )
     chosen = kvjax.policies.parse(policy)
     follows = connected(coordinator, processes, process, math.prod(mesh_sizes(mesh)))

@@ -13,6 +13,7 @@ from typing import Any
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
 
 from kvjax import Greedy
 from kvjax.engine import Handle
@@ -136,6 +137,23 @@ def test_keys(serving: Serving) -> None:
     wrong = openai.OpenAI(base_url=f"{serving.url}/v1", api_key="wrong", max_retries=0)
     with pytest.raises(openai.AuthenticationError):
         wrong.models.list()
+
+
+def test_pages_of_other_origins(serving: Serving) -> None:
+    """Only the origins that are named, for preflights, answers and refusals alike."""
+    settings = Settings("tiny", POLICY, api_key=KEY, origins=("https://a.example",))
+    with TestClient(application(serving.engine, settings), base_url="http://localhost") as client:
+        for origin, allowed in (("https://a.example", "https://a.example"), ("https://b.example", None)):
+            asks = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+            preflight = client.options("/v1/completions", headers=asks)
+            assert preflight.status_code == (200 if allowed else 400)
+            for headers in ({}, {"Authorization": f"Bearer {KEY}"}):
+                answer = client.post("/v1/completions", json=GOOD, headers=headers | {"Origin": origin})
+                assert answer.status_code == (200 if headers else 401)
+                assert answer.headers.get("access-control-allow-origin") == allowed
+    for wrong in ("a.example", "https://a.example/", ""):
+        with pytest.raises(ValueError, match="the origin"):
+            Settings("tiny", POLICY, origins=(wrong,))
 
 
 def test_bodies_of_unknown_length_and_slow_ones(serving: Serving) -> None:
