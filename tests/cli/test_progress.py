@@ -32,7 +32,12 @@ def test_a_long_operation_writes_lines_into_a_file(
 ) -> None:
     said = threading.Event()
     monkeypatch.setattr(console, "EVERY", 0.01)
-    monkeypatch.setattr(console, "note", lambda text: (print(text), said.set()))
+
+    def note(text: str) -> None:
+        print(text)
+        said.set()
+
+    monkeypatch.setattr(console, "note", note)
     with console.working("compiling", quiet=True):
         assert not said.wait(0.1)
     with console.working("compiling"):
