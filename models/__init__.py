@@ -33,8 +33,9 @@ from . import (
 from .attend import Attend, AttentionLayer, join_sinks
 from .card import Card
 from .config import DecoderConfig
-from .decoder import Decoder, Head, embedded
+from .decoder import Decoder, embedded
 from .fields import UnsupportedModelError
+from .head import Head
 from .mixture import ExpertWeights, Mix, Mixture, densely, gated, routed
 from .registered import Registered
 from .rope import Rope, rotate

@@ -8,7 +8,7 @@ sees; this module knows no cache and no policy. How experts are computed is an a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,30 +21,12 @@ from jaxtyping import Array, Float, Int
 from .attend import Attend, AttentionLayer
 from .card import Card
 from .config import DecoderConfig
+from .head import Head
 from .linear import bias, linear, weight
 from .mixture import ExpertWeights, Mix, densely
+from .norm import RMSNorm, maybe
 
 BLOCK = 8192  # the largest number of tokens, over all rows, in a block of `by_blocks`
-
-
-class RMSNorm(nnx.Module):
-    """Root-mean-square norm over the last axis (arXiv 1910.07467).
-
-    The norm is computed in float32. The scale is applied in the dtype of the input, or as 1 + scale in float32.
-    """
-
-    def __init__(self, config: DecoderConfig, shape: tuple[int, ...], axes: tuple[str, ...], dtype: DTypeLike):
-        self.epsilon, self.unit_offset = config.norm_epsilon, config.unit_offset_norms
-        initial = (jnp.zeros if self.unit_offset else jnp.ones)(shape, dtype)
-        self.scale = nnx.Param(initial, out_sharding=axes, eager_sharding=False)
-
-    def __call__(self, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
-        wide = x.astype(jnp.float32)
-        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
-        scale = self.scale[...].reshape(-1)
-        if self.unit_offset:
-            return (normed * (1 + scale.astype(jnp.float32))).astype(x.dtype)
-        return normed.astype(x.dtype) * scale
 
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -52,11 +34,6 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
-
-
-def maybe(norm: RMSNorm | None, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
-    """Returns `norm(x)`, or `x` if the family has no such norm."""
-    return x if norm is None else norm(x)
 
 
 class Attention(nnx.Module):
@@ -265,32 +242,6 @@ def embedded(embed: nnx.Param, tokens: Int[Array, "B N"], scale: float) -> Float
     """Returns the embeddings of tokens, times `scale` in the dtype of the embeddings."""
     x = embed[...][tokens]
     return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Head:
-    """The last norm and the product with the vocabulary.
-
-    Attributes:
-        config: the architecture.
-        norm: the last norm.
-        matrix: the unembedding [E, V], or the embedding [V, E] if they are tied.
-    """
-
-    config: DecoderConfig = field(metadata={"static": True})
-    norm: RMSNorm
-    matrix: nnx.Param
-
-    def __call__(self, hidden: Float[Array, "... E"]) -> Float[Array, "... V"]:
-        """Returns next-token logits in float32."""
-        hidden = self.norm(hidden)
-        form = "VE" if self.config.tie_embeddings else "EV"
-        logits = jnp.einsum(f"...E,{form}->...V", hidden, self.matrix[...], preferred_element_type=jnp.float32)
-        if self.config.logit_divisor != 1:
-            logits /= self.config.logit_divisor
-        softcap = self.config.logit_softcap
-        return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
 class Decoder(nnx.Module):

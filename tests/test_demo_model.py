@@ -59,6 +59,14 @@ def test_transformers_loads_the_tokenizer_and_it_is_the_vocabularys():
     assert loaded(decode(prompt))["input_ids"] == prompt.tolist()
     assert loaded.decode(prompt) == decode(prompt)
     assert loaded.eos_token_id == IDS[STOP]
+    assert loaded.chat_template == tokenizer().chat_template
+
+
+def test_a_chat_is_a_text_in_which_answers_end():
+    messages = [("system", "the sea"), ("user", "recall"), ("assistant", "adam is lamp"), ("user", "recall")]
+    given = [{"role": role, "content": content} for role, content in messages]
+    text = AutoTokenizer.from_pretrained(DEMO).apply_chat_template(given, tokenize=False, add_generation_prompt=True)
+    assert text == "the sea recall adam is lamp . recall"
 
 
 @pytest.mark.slow(first=1)

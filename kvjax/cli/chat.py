@@ -13,6 +13,7 @@ from kvjax.cli.console import dialogue, note, print_pieces
 from kvjax.cli.interrupts import Interrupts
 from kvjax.cli.loading import load, warn_of_unknown
 from kvjax.cli.options import (
+    ChatTemplate,
     CheckpointSampler,
     Dtype,
     Gates,
@@ -38,6 +39,7 @@ def chat(
     model: Model,
     policy: PolicyText = "morphkv:budget=1024",
     system: Annotated[str | None, typer.Option(help="A system message before the first message.")] = None,
+    chat_template: ChatTemplate = None,
     chat_template_kwargs: TemplateOptions = None,
     max_new_tokens: NewTokens = 1024,
     sampler: CheckpointSampler = None,
@@ -53,10 +55,12 @@ def chat(
     chosen = kvjax.policies.parse(policy)
     sampling.parse(sampler or SAMPLER)  # before the model is loaded
     compress, template = _compress(policy, chosen), template_options(chat_template_kwargs)
-    params, tokenizer = load(model, dtype, mesh, gates)
+    params, tokenizer = load(model, dtype, mesh, gates, chat_template=chat_template)
     method = sampling.parse(sampler or params.card.sampler or SAMPLER)
     if tokenizer is None or tokenizer.chat_template is None:
-        raise ValueError(f"{model} has no chat template: expected a checkpoint of a model that chats")
+        raise ValueError(
+            f"{model} has no chat template: expected a checkpoint of a model that chats, or --chat-template FILE"
+        )
     with Interrupts() as interrupts:
         cache: KVCache | None = None
         for turn, text in enumerate(_messages(interrupts)):

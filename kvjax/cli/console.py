@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,6 +20,7 @@ from typer.core import TyperGroup
 
 from kvjax.checks import system_error
 
+EVERY = 10.0  # seconds between two lines of a long operation
 LONGEST = 1000  # characters of an error
 FAILED = 2  # the exit status of every expected error; a wrong option has the same status
 UsageError: Any = typer.BadParameter.__base__  # of a wrong option or argument; typer does not export it
@@ -52,8 +55,12 @@ class Commands(TyperGroup):
             if isinstance(error, ValueError) and not _ours(error.__traceback__):
                 raise
             _fail(system_error(error) if isinstance(error, OSError) else str(error))
+        except MemoryError as error:
+            _fail(f"out of memory: {error}")
         except RuntimeError as error:  # JaxRuntimeError, which this module would have to import JAX for
-            if "RESOURCE_EXHAUSTED" not in str(error):
+            from kvjax.runtime.memory import out_of_memory
+
+            if not out_of_memory(error):
                 raise
             _fail(
                 f"out of memory: {str(error).splitlines()[0]}; expected a smaller batch, budget or length, or --chunk"
@@ -81,9 +88,28 @@ def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def working(text: str, *, quiet: bool = False) -> AbstractContextManager[Any]:
-    """A spinner on stderr during a long operation. It shows nothing if `quiet` or if stderr is not a terminal."""
+    """A spinner on stderr during a long operation; without a terminal a line every EVERY seconds. None if `quiet`."""
     console = stderr()
-    return nullcontext() if quiet or not console.is_terminal else console.status(escape(text))
+    if quiet:
+        return nullcontext()
+    return console.status(escape(text)) if console.is_terminal else _lines(text)
+
+
+@contextmanager
+def _lines(text: str) -> Iterator[None]:
+    started, ended = time.monotonic(), threading.Event()
+
+    def say() -> None:
+        while not ended.wait(EVERY):
+            note(f"{text}: {time.monotonic() - started:.0f} s")
+
+    thread = threading.Thread(target=say, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def note(text: str) -> None:

@@ -13,6 +13,7 @@ from kvjax.cli.console import dialogue, note, print_json, print_pieces, prompt_t
 from kvjax.cli.loading import load, warn_of_unknown
 from kvjax.cli.options import (
     AsJson,
+    ChatTemplate,
     CheckpointSampler,
     Chunk,
     Dtype,
@@ -39,6 +40,7 @@ def generate(
         bool, typer.Option("--chat", help="Treat the prompt as a user's message to the model's chat template.")
     ] = False,
     system: Annotated[str | None, typer.Option(help="A system message before the user's message, with --chat.")] = None,
+    chat_template: ChatTemplate = None,
     chat_template_kwargs: TemplateOptions = None,
     policy: PolicyText = "full",
     max_new_tokens: NewTokens = 128,
@@ -62,6 +64,8 @@ def generate(
         raise ValueError(
             f"--system {shown(system)} without --chat: expected both, because a system message needs a chat"
         )
+    if chat_template is not None and not chat:
+        raise ValueError("--chat-template without --chat: expected both, because text has no template")
     if chat_template_kwargs is not None and not chat:
         raise ValueError("--chat-template-kwargs without --chat: expected both, because text has no template")
     template = template_options(chat_template_kwargs)
@@ -69,7 +73,7 @@ def generate(
     text: Any = dialogue(question, system) if chat else question
     chosen = kvjax.policies.parse(policy)
     sampling.parse(sampler or "greedy")  # before the model is loaded
-    params, tokenizer = load(model, dtype, mesh, gates, quiet=as_json)
+    params, tokenizer = load(model, dtype, mesh, gates, chat_template=chat_template, quiet=as_json)
     warn_of_unknown(question if system is None else f"{system} {question}", model, tokenizer)
     sampler = sampler or params.card.sampler or "greedy"
     options: dict[str, Any] = {

@@ -31,19 +31,53 @@ class Stated(NamedTuple):
 
 
 def load(
-    model: str, dtype: str | None, mesh: str, gates: Sequence[str] | None = None, *, quiet: bool = False
+    model: str,
+    dtype: str | None,
+    mesh: str,
+    gates: Sequence[str] | None = None,
+    *,
+    chat_template: Path | None = None,
+    quiet: bool = False,
 ) -> tuple[Decoder, PreTrainedTokenizerBase]:
     """Loads a model and its tokenizer as `load_named` does, and keeps the programs that it will run.
 
     Args:
         mesh: DATAxMODEL.
+        chat_template: a Jinja file, which replaces the tokenizer's chat template.
         quiet: whether to show nothing meanwhile.
+
+    Raises:
+        ValueError: the file cannot be read, or is no template.
     """
     from kvjax.checkpoint import load_named, mesh_sizes
 
+    template = None if chat_template is None else read_template(chat_template)
     keep_compiled()
     with working(f"loading {model}", quiet=quiet):
-        return load_named(model, dtype, mesh_sizes(mesh), gates or ())
+        params, tokenizer = load_named(model, dtype, mesh_sizes(mesh), gates or ())
+    if template is not None:
+        tokenizer.chat_template = template
+    return params, tokenizer
+
+
+def read_template(path: Path) -> str:
+    """A chat template. Raises ValueError for a file that cannot be read, or that is no Jinja template."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    from kvjax.request.limits import time_limit
+    from kvjax.request.prompts import TEMPLATE_SECONDS
+
+    try:
+        template = path.read_text(encoding="utf-8")
+        with time_limit(TEMPLATE_SECONDS):
+            texts, _ = render_jinja_template([[{"role": "user", "content": "x"}]], chat_template=template)
+    except OSError as error:
+        raise ValueError(f"--chat-template {path}: {error.strerror}; expected a Jinja file") from None
+    except Exception as error:  # a template is a program, so any error may come out
+        raise ValueError(f"--chat-template {path}: {type(error).__name__}: {error}; expected a Jinja file") from None
+    if "x" not in texts[0]:
+        raise ValueError(f"--chat-template {path} leaves out a user's message: expected a Jinja file that writes it")
+    return template
 
 
 def warn_of_unknown(text: str, model: str, tokenizer: PreTrainedTokenizerBase | None) -> None:

@@ -35,6 +35,10 @@ TemplateOptions: TypeAlias = Annotated[
         help='Options of the chat template, such as {"enable_thinking": false}.',
     ),
 ]
+ChatTemplate: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="A Jinja file, instead of the checkpoint's chat template."),
+]
 Chunk: TypeAlias = Annotated[
     int | None, typer.Option(help="The number of prompt tokens to read at a time, to use less memory.")
 ]

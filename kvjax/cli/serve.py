@@ -14,7 +14,7 @@ import typer
 from kvjax.checks import bytes_text, installs
 from kvjax.cli.console import note, working
 from kvjax.cli.loading import load
-from kvjax.cli.options import Dtype, Gates, Mesh, Model, NewTokens, PolicyText
+from kvjax.cli.options import ChatTemplate, Dtype, Gates, Mesh, Model, NewTokens, PolicyText
 
 KEY = "KVJAX_API_KEY"
 
@@ -33,6 +33,10 @@ def serve(
     ] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar=KEY, help="The key that clients must send as a bearer token.")
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="A web origin whose pages may use the server, as https://example.org; may be repeated."),
     ] = None,
     max_body: Annotated[int, typer.Option(help="The most bytes of a request.")] = 4_000_000,
     timeout: Annotated[float, typer.Option(help="The most seconds that a request may take.")] = 600.0,
@@ -55,6 +59,7 @@ def serve(
     process: Annotated[int | None, typer.Option(min=0, help="The index of this process.")] = None,
     dtype: Dtype = None,
     gates: Gates = None,
+    chat_template: ChatTemplate = None,
 ) -> None:
     """Serve a model to clients of OpenAI's API: completions, chats, and a page at /."""
     try:
@@ -76,6 +81,7 @@ def serve(
         hosts=LOOPBACK if local else None,
         max_body=max_body,
         timeout=timeout,
+        origins=tuple(allow_origin or ()),
     )
     chosen = kvjax.policies.parse(policy)
     follows = connected(coordinator, processes, process, math.prod(mesh_sizes(mesh)))
@@ -83,7 +89,7 @@ def serve(
     if not (local or follows) and api_key is None:
         note(f"{host} can be reached from other machines, and there is no --api-key: anybody may use the model")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # requests are tokenized in threads
-    params, tokenizer = load(model, dtype, mesh, gates)
+    params, tokenizer = load(model, dtype, mesh, gates, chat_template=chat_template)
     if params.card.sampler is not None:
         settings = replace(settings, sampler=sampling.parse(params.card.sampler))
     with working("compiling"):

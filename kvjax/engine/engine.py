@@ -26,13 +26,14 @@ from kvjax.policy import Policy
 from kvjax.request.ends import EndTokens, default_ends
 from kvjax.request.prompts import Prompt, TemplateOptions
 from kvjax.request.request import as_policy, check_tokenizer, texts_of
+from kvjax.runtime.memory import device_memory
 from kvjax.runtime.modes import own_modes
 
 from .device import Device
 from .handle import Handle
 from .hosts import Channel, Leader, check_hosts, follow
 from .loop import Loop
-from .memory import Footprint, bytes_of, device_memory, weights_per_device
+from .memory import Footprint, bytes_of, weights_per_device
 from .plans import Plans
 from .prefixes import PrefixStore
 from .sizes import CHUNK, Sizes
@@ -97,7 +98,7 @@ class Engine:
                 that comes meanwhile waits for at most two programs. The default is 1, and on CPUs as many steps as take
                 50 ms at the warm-up, at most 16.
             memory: of each device: a number of bytes, or a text such as "80GB". The default is what the device says it
-                has; a CPU does not say.
+                has, and on a CPU the host's.
             prefix_memory: the most bytes of stored prefixes on the host, in the same form. None: requests have no
                 prefix.
             prefix_folder: where prefixes are kept on disk too, for later engines of the same model, policy and sizes.
@@ -136,7 +137,8 @@ class Engine:
         check_groups(self.policy.budget, config.num_kv_heads, 1 if mesh is None else mesh.shape[MODEL])
         plans = Plans.of(config, self.policy, self.sizes, jnp.dtype(params.embed.dtype), mesh, texts)
         self.footprint = Footprint.of(config, plans, weights_per_device(params))
-        most = device_memory(params) if memory is None else bytes_of(memory)
+        devices = jax.tree.leaves(params)[0].sharding.addressable_devices
+        most = device_memory(devices) if memory is None else bytes_of(memory)
         if most is not None:
             self.footprint.check(rows, most, plans.batch)
         self._store = None
@@ -203,37 +205,65 @@ class Engine:
             TooLongError: a ValueError, for a prompt that is longer than the engine's.
             ValueError: for any other argument that is not accepted: an empty prompt, an answer that is longer than the
                 engine's, bad settings.
-            QueueFullError: `max_queue` requests wait already.
+            QueueFullError: others fill the rows, and `max_queue` requests wait already.
             EngineClosedError: the engine is closed, or its loop has failed.
             RuntimeError: on several hosts, this is not process 0.
+        """
+        return self.submit_all(
+            [prompt],
+            [seed],
+            max_new_tokens=max_new_tokens,
+            sampler=sampler,
+            eos=eos,
+            stop=stop,
+            log_probs=log_probs,
+            prefix=prefix,
+            chat_template_kwargs=chat_template_kwargs,
+        )[0]
+
+    @own_modes()
+    def submit_all(self, prompts: Sequence[Prompt], seeds: Sequence[int], **options: Any) -> list[Handle]:
+        """Accepts several requests, all or none, and returns at once.
+
+        Args:
+            prompts: of the requests.
+            seeds: one per prompt.
+            options: the other arguments of `submit`, the same for all.
+
+        Raises:
+            ValueError: as `submit`, and for more requests than rows and queue can ever take.
+            QueueFullError, EngineClosedError, RuntimeError: as `submit`.
         """
         if self._follow is not None:
             raise RuntimeError(
                 f"requests go to the engine of process 0; on process {jax.process_index()} call follow()"
             )
-        if prefix is not None and self._store is None:
+        if len(prompts) > self._loop.capacity:
+            raise ValueError(
+                f"{len(prompts)} answers at a time: expected at most {self._loop.capacity}, the rows and the queue"
+            )
+        tickets = [self._ticket(prompt, seed, **options) for prompt, seed in zip(prompts, seeds, strict=True)]
+        self._loop.submit(tickets)
+        return [
+            Handle(
+                ticket.feed,
+                ticket.prompt_tokens,
+                text=ticket.text is not None,
+                log_probs=ticket.log_probs,
+                cancel=partial(self._cancel, ticket),
+            )
+            for ticket in tickets
+        ]
+
+    def _ticket(self, prompt: Prompt, seed: int, *, eos: EndTokens = None, **options: Any) -> Ticket:
+        """A request that has been checked."""
+        if (prefix := options.get("prefix")) is not None and self._store is None:
             raise ValueError(f"prefix={shown(prefix)}: expected an engine with prefix_memory=")
-        options = Options(
-            max_new_tokens,
-            sampler,
-            seed,
-            self._ends if eos is None else eos,
-            stop,
-            log_probs,
-            prefix,
-            chat_template_kwargs,
-        )
-        ticket = Ticket.of(prompt, options, self.sizes, self.tokenizer, self.params.config.vocab_size)
+        asked = Options(seed=seed, eos=self._ends if eos is None else eos, **options)
+        ticket = Ticket.of(prompt, asked, self.sizes, self.tokenizer, self.params.config.vocab_size)
         if ticket.prefix is not None:
             self._plans.check_after(ticket.prefix.size, ticket.prompt.size, ticket.limit, self._row)
-        self._loop.submit(ticket)
-        return Handle(
-            ticket.feed,
-            ticket.prompt_tokens,
-            text=ticket.text is not None,
-            log_probs=log_probs,
-            cancel=partial(self._cancel, ticket),
-        )
+        return ticket
 
     def _cancel(self, ticket: Ticket) -> None:
         self._loop.cancel(ticket)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class QueueFullError(RuntimeError):
-    """The queue holds as many requests as it may. The request was not accepted; try again later."""
+    """Other requests leave no room in rows and queue. Nothing was accepted; try again later."""
 
 
 class TooLongError(ValueError):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -62,11 +62,16 @@ class Loop:
 
     # Any thread.
 
-    def submit(self, ticket: Ticket) -> None:
-        """Appends a request to the queue.
+    @property
+    def capacity(self) -> int:
+        """The most requests that run and wait."""
+        return len(self.rows) + self._max_queue
+
+    def submit(self, tickets: Sequence[Ticket]) -> None:
+        """Appends requests to the queue: all or none, by the number of others that have not ended.
 
         Raises:
-            QueueFullError: the queue is full.
+            QueueFullError: there is no room for all.
             EngineClosedError: the engine is closed or has failed.
         """
         with self._changed:
@@ -74,10 +79,15 @@ class Loop:
                 raise self.error
             if self._closing:
                 raise EngineClosedError("the engine is closed")
-            if len(self._queue) >= self._max_queue:
-                raise QueueFullError(f"{len(self._queue)} requests wait already: expected at most {self._max_queue}")
-            self._queue.append(ticket)
-            self.counters.requests += 1
+            # A request may be seen in its row while it is still the one that is read.
+            others = len({id(one) for one in self._accepted() if not (one.cancelled or one.feed.ended)})
+            if others + len(tickets) > self.capacity:
+                raise QueueFullError(
+                    f"{others} requests run and wait already: expected at most {self.capacity} with the "
+                    f"{len(tickets)} of this call; try again later"
+                )
+            self._queue.extend(tickets)
+            self.counters.requests += len(tickets)
             self._changed.notify()
 
     def cancel(self, ticket: Ticket) -> None:

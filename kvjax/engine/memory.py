@@ -123,10 +123,3 @@ def weights_per_device(params: Decoder) -> int:
     return sum(
         int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)
     )
-
-
-def device_memory(params: Decoder) -> int | None:
-    """The bytes that JAX may use on each of a model's devices here; None where the device does not say."""
-    stats = [device.memory_stats() for device in jax.tree.leaves(params)[0].sharding.addressable_devices]
-    limits = [found["bytes_limit"] for found in stats if found and "bytes_limit" in found]
-    return min(limits, default=None)

@@ -17,6 +17,7 @@ from kvjax.evaluation.lines import Key, Line, checked_scores
 from kvjax.evaluation.planning import RunPlan, about, cell_fields, keys_of, name_of
 from kvjax.policies import parse
 from kvjax.policy import Policy
+from kvjax.runtime.memory import out_of_memory
 
 Say: TypeAlias = Callable[[str], None]
 Asked: TypeAlias = tuple[ReadingBatch, Sequence[Cell]]
@@ -236,14 +237,6 @@ def _marked(reading: Reading, ask: Ask, answer: Answer) -> dict[str, Any]:
         return {"scores": checked_scores(ask.item.task.metric(answer.text, question))} | facts
     except Exception as error:  # a judge that does not answer, a package that is missing
         return {"error": f"the answer could not be marked: {type(error).__name__}: {error}"} | facts
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that the host or a device is out of memory."""
-    return isinstance(error, MemoryError) or (
-        isinstance(error, jax.errors.JaxRuntimeError)
-        and any(word in str(error) for word in ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory"))
-    )
 
 
 def versions() -> dict[str, str]:

@@ -173,7 +173,8 @@ def mesh_of(params: Decoder) -> Mesh | None:
 
 def platform_of(params: Decoder) -> str:
     """The platform of the devices that hold parameters: "cpu", "gpu" or "tpu"."""
-    return next(iter(params.embed[...].sharding.device_set)).platform
+    device: Any = next(iter(params.embed[...].sharding.device_set))
+    return device.platform
 
 
 def place(x: ArrayLike, sharding: NamedSharding) -> Array:

@@ -21,7 +21,7 @@ from kvjax.runtime.clock import Run, run_at_once
 from .allocate import allocate, bounded, rows_needed
 from .batch import Batch
 from .replays import check_one_call, encoded_texts, passes, replay
-from .room import Compress, Ending, ending, grown, occupied_slots, plan_read, with_room
+from .room import Compress, Ending, check_fits, ending, grown, occupied_slots, plan_read, with_room
 from .step import jitted_step
 from .units import logits_of, read
 
@@ -181,12 +181,16 @@ class Plan:
         new = last.tokens.shape[1]
         compresses = compress == "chunk"
         between = plan_read(cache, occupied, new=len(before) * new, room=0, compress=compresses, final=False)
+        if before:
+            check_fits(cache, between.slots)
         return cls(end, chunk if before else None, between, new, room, occupied)
 
     def last(self, cache: KVCache) -> ReadPlan:
         occupied = self.occupied if self.chunk is None else occupied_slots(cache)
         room = 0 if self.end.allocate else self.room
-        return plan_read(cache, occupied, new=self.new, room=room, compress=self.end.compress, final=self.end.final)
+        plan = plan_read(cache, occupied, new=self.new, room=room, compress=self.end.compress, final=self.end.final)
+        check_fits(cache, plan.slots)
+        return plan
 
     def allocation(self, cache: KVCache) -> dict[str, int]:
         return {"rows": rows_needed(cache, self.room, begins=not any(self.occupied)), "room": self.room}

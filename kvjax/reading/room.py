@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ from kvjax.checks import LARGEST, check_type, is_integer, shown
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import fetch
 from kvjax.policy import Policy
+from kvjax.runtime.memory import check_bytes, device_memory
 from kvjax.runtime.modes import own_modes
 
 Compress = Literal["auto", "never", "end", "chunk"]
@@ -87,6 +89,20 @@ def plan_read(cache: KVCache, occupied: Sequence[int], *, new: int, room: int, c
     return ReadPlan(after(room=rooms, kept=stay), kept, final, tuple(settled))
 
 
+def check_fits(cache: KVCache, size: Sequence[int]) -> None:
+    """Raises MemoryError if the entries of a cache with this many slots, as `grow` takes them, exceed the devices."""
+    first = cache.entries.stored[0]
+    if isinstance(first, jax.core.Tracer) or not isinstance(first, jax.Array):
+        return
+    most = device_memory(first.sharding.addressable_devices)
+    devices, (*rows, _, width) = 1 if cache.mesh is None else cache.mesh.size, first.shape
+    per_slot = 32 * math.prod(rows) * (width + 16)  # more than any storage and state take, and known without a trace
+    if most is None or sum(size) * per_slot <= most:
+        return
+    entries = jax.eval_shape(lambda: cache.entries.grow(tuple(size)))
+    check_bytes("the cache", sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(entries)) // devices, most)
+
+
 @jax.jit
 def _usage(entries: Entries) -> Int[Array, "2 L"]:
     occupied, free = entries.usage()
@@ -124,12 +140,16 @@ def with_room(cache: KVCache, room: int) -> KVCache:
 
     Raises:
         ValueError: for what is no cache, or a `room` that is not in 0 .. 2**31 - 1.
+        MemoryError: the devices cannot hold it.
     """
     check_type("cache", cache, KVCache)
     if not is_integer(room) or not 0 <= room <= LARGEST:
         raise ValueError(f"room={shown(room)}: expected an integer in 0 .. {LARGEST}")
     size = cache.entries.growth(usage(cache), room, grows=cache.grows, windows=cache.windows)
-    return cache if size is None else grown(cache, size=size)
+    if size is None:
+        return cache
+    check_fits(cache, size)
+    return grown(cache, size=size)
 
 
 def check_room(cache: KVCache, new: int) -> None:

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 
 import jax
 
+from .memory import memory_errors
+
 _processes: set[int] = set()  # those in which kvjax has run: this one, and whose memory it has
 
 
@@ -21,6 +23,7 @@ def own_modes() -> Iterator[None]:
     """Sets the modes within a block, or within the function that it decorates.
 
     Raises:
+        MemoryError: the runtime could not allocate what a program needs.
         RuntimeError: in a process that was forked from one in which kvjax has run.
     """
     _processes.add(process := os.getpid())
@@ -35,5 +38,6 @@ def own_modes() -> Iterator[None]:
         jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),
         jax.transfer_guard("allow"),
+        memory_errors(),
     ):
         yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
@@ -12,6 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
@@ -106,14 +107,19 @@ def application(engine: Engine, settings: Settings, is_closing: Callable[[], boo
         "/v1/models": models,
         "/v1/models/{name:path}": model,
     }
+    cors = [_cors(settings.origins)] if settings.origins else []  # first, so that refusals can be read too
     return Starlette(
         routes=[
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
             *(Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()),
         ],
-        middleware=[Middleware(Gate, settings=settings, is_closing=is_closing)],
+        middleware=[*cors, Middleware(Gate, settings=settings, is_closing=is_closing)],
         exception_handlers={ApiError: told, ClientDisconnect: gone, HTTPException: unrouted, Exception: unexpected},
     )
+
+
+def _cors(origins: Sequence[str]) -> Middleware:
+    return Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
 
 
 def _model(name: str, created: int) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -19,7 +18,6 @@ from starlette.requests import Request
 
 from kvjax.decoding.sampling import SamplingMethod
 from kvjax.engine import Answer, Engine, EngineClosedError, Handle, QueueFullError, TooLongError
-from kvjax.request.prompts import Prompt
 
 from .errors import ApiError, closing
 from .schema import Chat, Completion, StreamOptions
@@ -94,14 +92,12 @@ async def ask(engine: Engine, request: Completion | Chat, sampler: SamplingMetho
     Raises:
         ApiError: 400 for a request that the engine refuses, 429 if its queue is full, 503 if it is closed.
     """
-    handles: list[Handle] = []
     most = engine.sizes.max_new_tokens
     if request.limit is not None and request.limit > most:
         message = f"{request.limited_by}={request.limit}: expected at most {most}, the server's limit"
         raise ApiError(400, message, request.limited_by, "invalid_value")
     try:
-        submit = partial(
-            engine.submit,
+        options = dict(
             max_new_tokens=most if request.limit is None else request.limit,
             sampler=request.sampler(sampler),
             eos=() if request.ignore_eos else None,
@@ -113,29 +109,34 @@ async def ask(engine: Engine, request: Completion | Chat, sampler: SamplingMetho
     except ValueError as error:  # of the sampler
         raise _told(error, request) from None
     seed, gone = secrets.randbits(48) if request.seed is None else request.seed, threading.Event()
+    count = request.n or 1
+    prompts = [prompt for prompt in request.prompts for _ in range(count)]
+    seeds = [(seed + i % count + 2**63) % 2**64 - 2**63 for i in range(len(prompts))]  # of 64 bits
+    handles: list[Handle] = []
 
-    def submit_one(prompt: Prompt, seed: int) -> None:
-        handles.append(submit(prompt, seed=seed))
+    def submit() -> None:
+        handles.extend(engine.submit_all(prompts, seeds, **options))
         if gone.is_set():  # this coroutine was cancelled, and the thread went on
-            handles[-1].cancel()
+            _cancel(handles)
 
     try:
-        for prompt in request.prompts:
-            for i in range(request.n or 1):
-                wrapped = (seed + i + 2**63) % 2**64 - 2**63  # a seed of 64 bits
-                await run_in_threadpool(submit_one, prompt, wrapped)
+        await run_in_threadpool(submit)
     except BaseException as error:
         gone.set()
-        for handle in handles:
-            handle.cancel()
+        _cancel(handles)
         raise _told(error, request) from None
     return Asked(
         handles,
-        prompt_tokens=sum(handle.prompt_tokens for handle in handles[:: request.n or 1]),
+        prompt_tokens=sum(handle.prompt_tokens for handle in handles[::count]),
         seed=seed,
         log_probs=request.log_probs,
         stream=request.stream_options or StreamOptions() if request.stream else None,
     )
+
+
+def _cancel(handles: Sequence[Handle]) -> None:
+    for handle in handles:
+        handle.cancel()
 
 
 def _told(error: BaseException, request: Completion | Chat) -> BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from kvjax.checks import shown
@@ -24,6 +25,7 @@ class Settings:
         max_body: the most bytes of a request.
         timeout: the most seconds that a request may take.
         sampler: what draws the tokens of a request, as far as the request does not say.
+        origins: the web origins whose pages may use the server, such as https://example.org; "*" is any.
         body_timeout: the most seconds that a client may take to send a request.
     """
 
@@ -35,6 +37,7 @@ class Settings:
     timeout: float = 600.0
     body_timeout: float = 30.0
     sampler: SamplingMethod = DEFAULT
+    origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -42,6 +45,9 @@ class Settings:
         key = self.api_key
         if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
             raise ValueError("the API key is empty or has other characters: expected visible ASCII characters")
+        for origin in self.origins:
+            if not re.fullmatch(r"\*|https?://[^/\s]+", origin):
+                raise ValueError(f"the origin {shown(origin)}: expected * or one such as https://example.org")
         for name in ("max_body", "timeout", "body_timeout"):
             if not (value := getattr(self, name)) > 0:
                 raise ValueError(f"{name}={shown(value)}: expected a number > 0")

@@ -178,7 +178,8 @@ def over_slots(
     held = jnp.sum(k_positions >= 0, axis=-1, dtype=jnp.int32)
     out, lse = cudnn.dot_product_attention(
         q.reshape(B * H, -1, N, D),
-        *(x.reshape(B * H, 1, M, D) for x in (k, v)),
+        k.reshape(B * H, 1, M, D),
+        v.reshape(B * H, 1, M, D),
         q_seqlen=jnp.full(B * H, N, jnp.int32),
         kv_seqlen=jnp.maximum(held, 1).reshape(-1),  # what a head without entries sees in an empty slot is left out
         scale=scale,

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import select
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ import kvjax
 from kvjax.cli import app
 from kvjax.models import Decoder
 from kvjax.reading.room import Compress
-from tests.cli.commands import kv
+from tests.cli.commands import PROMPT, kv
 
 OPTIONS = ["--max-new-tokens", "20", "--sampler", "greedy"]
 
@@ -74,10 +75,47 @@ def test_options_of_the_chat_template(shallow: Decoder, talker: PreTrainedTokeni
     assert "--chat-template-kwargs '[1]': expected a JSON object" in stderr
 
 
-def test_a_model_without_a_chat_template(shallow_model: str) -> None:
-    status, _, stderr = kv("chat", shallow_model, *OPTIONS)
+def test_a_model_without_a_chat_template(shallow_model: str, tmp_path: Path) -> None:
+    bare = shutil.copytree(shallow_model, tmp_path / "bare", ignore=shutil.ignore_patterns("chat_template.jinja"))
+    status, _, stderr = kv("chat", bare, *OPTIONS)
     assert status == 2
     assert "has no chat template" in stderr
+    assert "--chat-template FILE" in stderr
+
+
+def test_the_demo_chats() -> None:
+    result = CliRunner().invoke(app, ["chat", "demo", *OPTIONS], input=f"{PROMPT}\n")
+    assert (result.exit_code, result.stdout.strip()) == (0, "adam is sword"), result.output
+    assert kv("generate", "demo", PROMPT, "--chat")[:2] == (0, "adam is sword\n")
+
+
+def test_a_template_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages[0]['content'] }} recall what the code of adam is :")
+    told = "the code of adam is sword ."
+    assert kv("generate", "demo", told, "--chat", "--chat-template", file)[:2] == (0, "adam is sword\n")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "No such file"),
+        (b"\xff", "UnicodeDecodeError"),
+        (b"{% for %}", "TemplateSyntaxError"),
+        (b"{{ raise_exception('no') }}", "TemplateError"),
+        (b"", "leaves out a user's message"),
+    ],
+)
+def test_a_bad_template(content: bytes | None, said: str, tmp_path: Path) -> None:
+    """It is refused before the model is read."""
+    file = tmp_path / "chat.jinja"
+    if content is not None:
+        file.write_bytes(content)
+    for command in ("chat",), ("generate", "--chat"):
+        status, _, stderr = kv(*command, "no such folder", *["x"] * (command[0] == "generate"), "--chat-template", file)
+        assert status == 2
+        assert said in stderr
+        assert "expected a Jinja file" in stderr
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,8 @@ def test_generate_chats(shallow_model: str, tmp_path: Path) -> None:
         status, _, stderr = kv("generate", folder, question, *arguments)
         assert (status, stderr.count("\n")) == (2, 1)
         assert message in stderr
-    status, _, stderr = kv("generate", shallow_model, question, "--chat")
+    (folder / "chat_template.jinja").unlink()
+    status, _, stderr = kv("generate", folder, question, "--chat")
     assert (status, stderr.count("\n")) == (2, 1)
     assert "the tokenizer has no chat template" in stderr
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no users') }}")

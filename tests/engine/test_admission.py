@@ -111,7 +111,7 @@ def test_a_full_queue_refuses_and_a_cancelled_request_frees_its_row(engine: kvja
     for handle in running:
         next(handle.tokens())
     waiting = [engine.submit([3], **long) for _ in range(3)]
-    with pytest.raises(QueueFullError, match="3 requests wait already: expected at most 3"):
+    with pytest.raises(QueueFullError, match="5 requests run and wait already: expected at most 5"):
         waiting.extend(engine.submit([4], **long) for _ in range(50))  # some of the running ones may end meanwhile
     for handle in (*running, *waiting):
         handle.cancel()

@@ -36,11 +36,11 @@ def test_followers_do_what_the_leader_does(fails: bool) -> None:
     leader = Leader(notes, messages)
     loop = Loop(leader, SIZES.rows, 8, at_once=4)
     unread, *requests = ticket(64), ticket(40, limit=3), ticket(2, limit=5)
-    loop.submit(unread)
+    loop.submit([unread])
     loop.turn()
     loop.cancel(unread)
     for one in requests:
-        loop.submit(one)
+        loop.submit([one])
     if fails:
         while not any("admit" in what for what in notes.done):
             loop.turn()

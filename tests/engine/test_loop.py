@@ -71,10 +71,10 @@ def loop(notes: Notes) -> Loop:
 
 
 def test_running_rows_wait_for_one_chunk_at_most(loop: Loop, notes: Notes) -> None:
-    loop.submit(ticket(10))
+    loop.submit([ticket(10)])
     loop.turn()
     assert notes.done == ["chunk", "admit 0", "step x."]
-    loop.submit(ticket(40))
+    loop.submit([ticket(40)])
     for _ in range(4):
         loop.turn()
     assert notes.done[3:] == ["chunk", "step x.", "chunk", "step x.", "chunk", "admit 1", "step xx", "step xx"]
@@ -83,7 +83,7 @@ def test_running_rows_wait_for_one_chunk_at_most(loop: Loop, notes: Notes) -> No
 def test_several_steps_at_once_while_no_request_could_be_admitted(notes: Notes) -> None:
     loop = Loop(notes, 2, 8, at_once=4)
     for one in (ticket(10, limit=9), ticket(40, limit=12), ticket(10, limit=2)):
-        loop.submit(one)
+        loop.submit([one])
 
     def turn() -> list[str]:
         notes.done.clear()
@@ -107,7 +107,7 @@ def test_several_steps_at_once_while_no_request_could_be_admitted(notes: Notes) 
 
 def test_tokens_come_one_step_after_their_program(loop: Loop) -> None:
     one = ticket(3, limit=4)
-    loop.submit(one)
+    loop.submit([one])
     held = []
     for _ in range(4):
         loop.turn()
@@ -120,7 +120,7 @@ def test_tokens_come_one_step_after_their_program(loop: Loop) -> None:
 def test_a_cancelled_row_is_free_before_the_next_step(loop: Loop, notes: Notes) -> None:
     first, second, third = ticket(1), ticket(1), ticket(1)
     for one in (first, second, third):
-        loop.submit(one)
+        loop.submit([one])
     loop.turn()
     loop.turn()
     notes.done.clear()
@@ -137,8 +137,8 @@ def test_a_cancelled_row_is_free_before_the_next_step(loop: Loop, notes: Notes) 
 
 def test_a_cancelled_request_is_not_read_on(loop: Loop, notes: Notes) -> None:
     one, queued = ticket(64), ticket(1)
-    loop.submit(one)
-    loop.submit(queued)
+    loop.submit([one])
+    loop.submit([queued])
     loop.turn()
     loop.cancel(one)
     loop.cancel(queued)
@@ -153,14 +153,14 @@ def test_a_cancelled_request_is_not_read_on(loop: Loop, notes: Notes) -> None:
 def test_an_error_of_the_device_ends_everything(loop: Loop, notes: Notes) -> None:
     tickets = [ticket(1), ticket(1), ticket(1)]
     for one in tickets:
-        loop.submit(one)
+        loop.submit([one])
     notes.fails = True
     loop.run()
     for one in tickets:
         assert isinstance(one.feed.error, EngineClosedError)
         assert isinstance(one.feed.error.__cause__, FloatingPointError)
     with pytest.raises(EngineClosedError, match="the engine has failed with FloatingPointError: no more steps"):
-        loop.submit(ticket(1))
+        loop.submit([ticket(1)])
 
 
 @pytest.mark.parametrize("at_once", [1, 4])
@@ -176,8 +176,8 @@ def test_an_error_of_the_text_ends_its_request_alone(notes: Notes, at_once: int)
 
     loop, one, other = Loop(notes, 2, 8, at_once=at_once), ticket(1, limit=5), ticket(1, limit=5)
     one.text = Broken()
-    loop.submit(one)
-    loop.submit(other)
+    loop.submit([one])
+    loop.submit([other])
     loop.close(drain=True)
     loop.run()
     assert isinstance(one.feed.error, UnicodeError)
@@ -192,19 +192,19 @@ def test_close_waits_or_cancels(notes: Notes) -> None:
         loop = Loop(notes, 2, 8, at_once=1)
         tickets = [ticket(1, limit=5) for _ in range(5)]
         for one in tickets:
-            loop.submit(one)
+            loop.submit([one])
         loop.turn()
         loop.close(drain=drain)
         loop.run()
         assert {one.feed.finish for one in tickets} == {finish}
         assert len(tickets[0].feed.tokens) == tokens
         with pytest.raises(EngineClosedError, match="the engine is closed"):
-            loop.submit(ticket(1))
+            loop.submit([ticket(1)])
 
 
 def test_counts_and_histograms(loop: Loop) -> None:
     for limit in (2, 3, 4):
-        loop.submit(ticket(20, limit=limit))
+        loop.submit([ticket(20, limit=limit)])
     loop.close(drain=True)
     loop.run()
     stats = loop.counters.snapshot(rows=2, rows_busy=0, queue=0, cache_bytes=1)

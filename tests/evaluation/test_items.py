@@ -104,7 +104,9 @@ def test_what_cannot_be_asked_is_reported_and_the_rest_asked(monkeypatch: pytest
     assert [r.reason.partition("expected ")[2] for r in longer if isinstance(r, Refusal)] == [
         "an answer of fewer than 64 tokens"
     ]
-    with_chat = items(monkeypatch, GRID.but(chat=True), tokenizer(), given[2:3])
+    bare = tokenizer()
+    bare.chat_template = None
+    with_chat = items(monkeypatch, GRID.but(chat=True), bare, given[2:3])
     assert [r.reason for r in with_chat if isinstance(r, Refusal)] == [
         "chat: true, but the model's tokenizer has no chat template; expected chat: false"
     ]

@@ -69,7 +69,7 @@ def test_several_layers_in_a_program(text: str, monkeypatch: pytest.MonkeyPatch)
 def test_how_many_layers_a_program_reads() -> None:
     def of(platform: str, tokens: int) -> int:
         mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform)]))
-        return units.layers_at_once(tokens, mesh)  # type: ignore[arg-type]
+        return units.layers_at_once(tokens, mesh)
 
     assert [of("gpu", tokens) for tokens in (1, 512, 1024, 4096, 10_000)] == [8, 8, 4, 1, 1]
     assert of("tpu", 1) == of("cpu", 1) == units.layers_at_once(1, None) == 1

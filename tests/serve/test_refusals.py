@@ -13,6 +13,7 @@ from typing import Any
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
 
 from kvjax import Greedy
 from kvjax.engine import Handle
@@ -102,6 +103,23 @@ def test_keys(serving: Serving) -> None:
         wrong.models.list()
 
 
+def test_pages_of_other_origins(serving: Serving) -> None:
+    """Only the origins that are named, for preflights, answers and refusals alike."""
+    settings = Settings("tiny", POLICY, api_key=KEY, origins=("https://a.example",))
+    with TestClient(application(serving.engine, settings), base_url="http://localhost") as client:
+        for origin, allowed in (("https://a.example", "https://a.example"), ("https://b.example", None)):
+            asks = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+            preflight = client.options("/v1/completions", headers=asks)
+            assert preflight.status_code == (200 if allowed else 400)
+            for headers in ({}, {"Authorization": f"Bearer {KEY}"}):
+                answer = client.post("/v1/completions", json=GOOD, headers=headers | {"Origin": origin})
+                assert answer.status_code == (200 if headers else 401)
+                assert answer.headers.get("access-control-allow-origin") == allowed
+    for wrong in ("a.example", "https://a.example/", ""):
+        with pytest.raises(ValueError, match="the origin"):
+            Settings("tiny", POLICY, origins=(wrong,))
+
+
 def test_bodies_of_unknown_length_and_slow_ones(serving: Serving) -> None:
     """A body in chunks is cut off at the limit, and one that does not come after the time limit."""
     head = (
@@ -142,10 +160,21 @@ def test_what_is_no_http(serving: Serving, sent: bytes) -> None:
 
 
 def test_full_queue(serving: Serving) -> None:
-    """Three rows and a queue of four: a request of 64 answers does not fit, and leaves no row busy."""
-    many = GOOD | {"prompt": ["ba"] * 4, "n": 16, "max_tokens": 512, "ignore_eos": True}
-    status, answer = send(serving, "/v1/completions", many)
+    """Three rows and a queue of four: a request of seven answers is always accepted alone, and one of eight never."""
+    status, answer = send(serving, "/v1/completions", GOOD | {"prompt": ["ba"] * 4, "n": 2})
+    assert status == 400
+    assert "8 answers at a time: expected at most 7" in answer["error"]["message"]
+    for _ in range(20):  # one after the other, without waiting for rows to be free
+        assert send(serving, "/v1/completions", GOOD | {"n": 7})[0] == 200
+    endless = {"max_new_tokens": 512, "eos": ()}
+    running = serving.engine.submit_all(["ba"] * 5, range(5), **endless)
+    before = serving.engine.stats().requests
+    status, answer = send(serving, "/v1/completions", GOOD | {"n": 3})
     assert (status, answer["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert serving.engine.stats().requests == before
+    for handle in running:
+        handle.cancel()
+    assert send(serving, "/v1/completions", GOOD | {"n": 7})[0] == 200
     idle(serving)
 
 
@@ -167,13 +196,13 @@ def test_a_client_that_goes_away_frees_its_row(serving: Serving) -> None:
 
 def test_a_request_that_is_cancelled_while_it_is_submitted(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that submits cannot be stopped, and the answer must not run on without a reader."""
-    submit, entered, goes_on, handles = serving.engine.submit, threading.Event(), threading.Event(), []
+    submit, entered, goes_on, handles = serving.engine.submit_all, threading.Event(), threading.Event(), []
 
-    def held(*args: Any, **options: Any) -> Handle:
+    def held(*args: Any, **options: Any) -> list[Handle]:
         entered.set()
         assert goes_on.wait(10)
-        handles.append(submit(*args, **options))
-        return handles[-1]
+        handles.extend(submit(*args, **options))
+        return handles
 
     async def cancelled() -> None:
         request = Completion(**GOOD | {"max_tokens": 512, "ignore_eos": True})
@@ -184,7 +213,7 @@ def test_a_request_that_is_cancelled_while_it_is_submitted(serving: Serving, mon
             await task
         goes_on.set()
 
-    monkeypatch.setattr(serving.engine, "submit", held)
+    monkeypatch.setattr(serving.engine, "submit_all", held)
     asyncio.run(cancelled())
     wait_for(lambda: bool(handles))
     idle(serving)

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 
 PAD, UNKNOWN, STOP = "<pad>", "<unk>", "."
 
+# A chat is a text: the messages in order, and a full stop after each answer, which ends without it.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '' if loop.first else ' ' }}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+
 
 def _split(text: str) -> tuple[str, ...]:
     return tuple(text.split())
@@ -113,4 +119,5 @@ def tokenizer() -> PreTrainedTokenizerFast:
         pad_token=PAD,
         eos_token=STOP,
         clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
     )
