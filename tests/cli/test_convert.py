@@ -45,7 +45,7 @@ def test_convert_replaces_what_it_is_told_to(model: str, tmp_path: Path) -> None
     assert kv("convert", model, out, "--to", "orbax")[0] == 0
     status, _, stderr = kv("convert", model, out, "--to", "hf")
     assert status == 2
-    assert "out is not empty, it holds config.json and" in stderr
+    assert "out is not empty, it holds chat_template.jinja and" in stderr
     assert "or overwrite=True (--overwrite)" in stderr
     assert len(stderr.splitlines()) == 1
     assert kv("convert", model, out, "--to", "hf", "--overwrite")[0] == 0
