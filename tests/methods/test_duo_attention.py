@@ -44,7 +44,7 @@ def test_the_smallest_gates_stream(sparsity, groups, full):
 
 @pytest.mark.parametrize("full", [True, (), ((),), (True, False), ((True,), (True, False))])
 def test_layers_without_heads_or_with_unlike_numbers_of_them(full):
-    with pytest.raises(ValueError, match="full=.*: expected a tuple per layer of equally many truth values"):
+    with pytest.raises(ValueError, match=r"full=.*: expected a tuple per layer of equally many truth values"):
         GatedShares(Fixed(8), full)
     assert GatedShares(Fixed(8), ((True,), (False,))).layout.growing == 1  # one kv head is enough
 
