@@ -226,8 +226,13 @@ DEFAULTS = {
 COSINES = {"merge.theta", "threshold"}  # -1 is one
 
 
-def options(accepted: Mapping[str, inspect.Parameter], prefix: str = "") -> Iterator[tuple[str, Any, set[str]]]:
-    """The name of each option, those of parts dotted, its default, and the kinds of numbers that it takes."""
+def numbers(annotation: Any) -> str:
+    """What an annotation has of "int | float"."""
+    return " | ".join(kind for kind in str(annotation).split(" | ") if kind in ("int", "float"))
+
+
+def options(accepted: Mapping[str, inspect.Parameter], prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """The name of each option, those of parts dotted, its default, and the numbers that it takes."""
     for name, parameter in accepted.items():
         default = parameter.default
         if isinstance(default, Policy):
@@ -237,10 +242,10 @@ def options(accepted: Mapping[str, inspect.Parameter], prefix: str = "") -> Iter
             inner = {field: own[field].replace(default=getattr(default, field)) for field in own}
             yield from options(inner, f"{prefix}{name}.")
         else:
-            yield prefix + name, default, {"int", "float"} & {*str(parameter.annotation).split(" | ")}
+            yield prefix + name, default, numbers(parameter.annotation)
 
 
-def options_of(preset: str) -> list[tuple[str, Any, set[str]]]:
+def options_of(preset: str) -> list[tuple[str, Any, str]]:
     return list(options(inspect.signature(policies.PRESETS[preset]).parameters))
 
 
@@ -289,18 +294,18 @@ FLOATS = {  # with an integer for those that take one as well
 RANGES = {name: ends for ends, names in FLOATS.items() for name in names}
 
 
-def ends(owner: str, name: str, kinds: set[str]) -> Iterator[tuple[float, bool]]:
+def ends(owner: str, name: str, kinds: str) -> Iterator[tuple[float, bool]]:
     """Numbers at the ends of an option's range, and whether they belong to it."""
     if "int" in kinds:
         least = LEAST.get(f"{owner}.{name}", LEAST.get(name, 1))
-        yield from ((least - 1, False), (least, True), (2**31, False))
+        yield from ((-1, False), (least - 1, False), (least, True), (2**31, False))
     if "float" in kinds:
         text = RANGES.get(f"{owner}.{name}", RANGES.get(name, ""))
         low, high = map(float, text[1:-1].split(", "))
         yield from ((low - 0.5, False), (low, text[0] == "["), (high, text[-1] == "]"), (high + 0.5, False))
 
 
-def assert_range(make: Callable[[Any], Any], owner: str, name: str, kinds: set[str]) -> None:
+def assert_range(make: Callable[[Any], Any], owner: str, name: str, kinds: str) -> None:
     """What belongs to the range may not fit the owner's other options, which is said in other words."""
     for number, belongs in ends(owner, name, kinds):
         refusal = ""
@@ -311,7 +316,7 @@ def assert_range(make: Callable[[Any], Any], owner: str, name: str, kinds: set[s
         if belongs:
             assert f": {name}={number}: expected" not in f": {refusal}"
         else:
-            assert refusal, number
+            assert str(number) in refusal
 
 
 @pytest.mark.parametrize(("preset", "name", "kinds"), NUMBERS)
@@ -380,24 +385,15 @@ def test_parts_have_the_defaults_of_their_preset(preset):
 PARTS = {type(part).__name__: part for part in (*SCORES, *BUDGETS, *ALLOCATED, *SELECTS, *MERGES)}
 
 
-@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS.keys())
-def test_a_part_refuses_numbers_below_their_range(part):
-    """Parts of their own check what presets would refuse for another part's sake."""
-    for field in fields(part):
-        number = getattr(part, field.name)
-        if isinstance(number, int | float) and not isinstance(number, bool) and field.name not in COSINES:
-            with pytest.raises(ValueError, match="-1"):
-                replace(part, **{field.name: -1})
-
-
 NUMBERS_OF_PARTS = [
     (owner, field.name, kinds)
     for owner, part in PARTS.items()
     for field in fields(part)
-    if (kinds := {"int", "float"} & {*field.type.split(" | ")})
+    if (kinds := numbers(field.type))
 ]
 
 
 @pytest.mark.parametrize(("part", "name", "kinds"), NUMBERS_OF_PARTS)
 def test_a_part_accepts_its_numbers_up_to_the_ends_of_their_ranges(part, name, kinds):
+    """Also what presets would refuse for another part's sake."""
     assert_range(lambda number: replace(PARTS[part], **{name: number}), part, name, kinds)
