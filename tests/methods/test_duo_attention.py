@@ -49,6 +49,13 @@ def test_layers_without_heads_or_with_unlike_numbers_of_them(full):
     assert GatedShares(Fixed(8), ((True,), (False,))).layout.growing == 1  # one kv head is enough
 
 
+def test_a_lane_has_room_for_the_group_with_the_most_full_heads():
+    """Three full heads and one of 8 entries in the first halves of the layers, one and three in the second."""
+    full = ((True, True, False, False), (False, True, False, True))
+    assert GatedShares(Fixed(8), full, groups=2).entries([8, 8], 30, heads=2) == 3 * 30 + 8
+    assert GatedShares(Fixed(8), full).entries([8, 8], 30, heads=4) == 4 * 30 + 4 * 8
+
+
 def test_of_equal_gates_the_earlier_streams():
     assert full_heads(((1.0, 1.0), (1.0, 1.0)), 0.5, 1) == ((False, False), (True, True))
 

@@ -168,7 +168,7 @@ def keep_by_query_heads(part, scores, positions, counts, size, own):
     return part.keep(Ranked(scores, positions, counts, size, entries=entries))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize(("upper", "granularity"), [(0.5, "token"), (0.0, "token"), (0.5, "chunk"), (0.3, "page")])
 def test_bits_of_query_heads(upper, granularity, aligned):
