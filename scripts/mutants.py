@@ -102,11 +102,12 @@ def draw(count: int, seed: int) -> list[Mutant]:
 def tests_of(path: str) -> list[str]:
     """The tests of a file's own name and those that name what it defines most often; the invariants, if it has none."""
     tree = ast.parse((ROOT / path).read_text())
-    names = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    method, folder = path.startswith("kvjax/methods/"), Path(path).parent.name
+    own = folder if path.count("/") > 2 and folder != "common" else Path(path).stem
+    names = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)} | {*[own] * method}
     public = "|".join(re.escape(name) for name in names if not name.startswith("_"))
     word = re.compile(rf"(?<![A-Za-z])(?:{public or 'a^'})(?![A-Za-z])")  # also within "compactor_c37_r75"
-    own = Path(path).parent.name if path.count("/") > 2 else Path(path).stem
-    always = OF_ALL_METHODS * path.startswith("kvjax/methods/")
+    always = OF_ALL_METHODS * method
     found = [x for x in (ROOT / "tests").rglob("test_*.py") if x.parent.name in CORE]
     tests = [x for x in found if str(x.relative_to(ROOT)) not in always]
     rated = {x: len(word.findall(x.read_text())) + OWN * x.stem.startswith(f"test_{own}") for x in tests}
