@@ -6,9 +6,10 @@
 cosmic-ray lists the mutations of the files below `kvjax/methods`, `cache`, `attend`, `policy` and `reading`. Each drawn
 mutant changes one place, such as `<` to `<=`, `and` to `or` or 1 to 2, in a copy of the checkout, where the tests of
 the file run until one fails. Annotations and text are not mutated. The tests of a file are those of its own name and
-those that name what it defines most often; where no test has its name, the invariants of all policies as well. The
-output is a JSON line for each mutant: its place, its line before and after, and the test that found it, or null if it
-survived.
+those that name what it defines most often; where no test has its name, the invariants of all policies as well; of a
+method also those of all refusals, and of all options. With --whole, a mutant that these do not find meets all other
+tests of the default run, which takes minutes. The output is a JSON line for each mutant: its place, its line before and
+after, and the test that found it, or null if it survived.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from cosmic_ray.plugins import get_operator, operator_names
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("methods", "cache", "attend", "policy", "reading")
 INVARIANTS = "tests/policy/test_invariants.py"
-REFUSALS = "tests/methods/test_refusals.py"  # of the options of all methods
+OF_ALL_METHODS = ["tests/methods/test_refusals.py", "tests/policy/test_options.py"]
 CORE = (*PACKAGES, "common", "tests")  # folders of tests
 FILES = 3  # of tests that run for a mutant
 OWN = 1000  # mentions that a test file of a file's own name counts as
@@ -101,13 +102,17 @@ def draw(count: int, seed: int) -> list[Mutant]:
 def tests_of(path: str) -> list[str]:
     """The tests of a file's own name and those that name what it defines most often; the invariants, if it has none."""
     tree = ast.parse((ROOT / path).read_text())
-    names = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-    word = re.compile(rf"\b(?:{'|'.join(re.escape(name) for name in names if not name.startswith('_')) or 'a^'})\b")
-    own = Path(path).parent.name if path.count("/") > 2 else Path(path).stem
-    tests = [x for x in (ROOT / "tests").rglob("test_*.py") if x.parent.name in CORE and x != ROOT / REFUSALS]
+    method, folder = path.startswith("kvjax/methods/"), Path(path).parent.name
+    own = folder if path.count("/") > 2 and folder != "common" else Path(path).stem
+    names = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)} | {*[own] * method}
+    public = "|".join(re.escape(name) for name in names if not name.startswith("_"))
+    word = re.compile(rf"(?<![A-Za-z])(?:{public or 'a^'})(?![A-Za-z])")  # also within "compactor_c37_r75"
+    always = OF_ALL_METHODS * method
+    found = [x for x in (ROOT / "tests").rglob("test_*.py") if x.parent.name in CORE]
+    tests = [x for x in found if str(x.relative_to(ROOT)) not in always]
     rated = {x: len(word.findall(x.read_text())) + OWN * x.stem.startswith(f"test_{own}") for x in tests}
     most = sorted((x for x in tests if rated[x]), key=lambda x: (-rated[x], x))[:FILES]
-    chosen = [REFUSALS] * path.startswith("kvjax/methods/") + [str(x.relative_to(ROOT)) for x in most]
+    chosen = always + [str(x.relative_to(ROOT)) for x in most]
     return chosen if most and rated[most[0]] >= OWN else [*(x for x in chosen if x != INVARIANTS), INVARIANTS]
 
 
@@ -120,25 +125,36 @@ def copy(folder: Path) -> Path:
     return folder
 
 
-def run(mutant: Mutant, folder: Path) -> dict[str, object]:
-    """Applies a mutant in a copy of the checkout, runs the tests of its file, and puts the file back."""
+def run(mutant: Mutant, folder: Path, whole: bool) -> dict[str, object]:
+    """Applies a mutant in a copy of the checkout, runs the tests of its file, or all, and puts the file back."""
     path = folder / mutant.path
     code = path.read_text()
     mutated = mutate_code(code, get_operator(mutant.operator)(), mutant.occurrence)
     assert mutated is not None, mutant
     before, after = (text.split("\n")[mutant.line - 1].strip() for text in (code, mutated))
-    command = [sys.executable, "-m", "pytest", "-xq", "--no-header", "-p", "no:cacheprovider", *tests_of(mutant.path)]
+    chosen = tests_of(mutant.path)
     path.write_text(mutated)
     try:
-        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(folder)}
-        result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT, env=environment)
-        killer = re.search(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE) if result.returncode else None
-        found = killer[1] if killer else "pytest did not start" if result.returncode else None
-    except subprocess.TimeoutExpired:
-        found = f"no end within {LIMIT} seconds"
+        found = failing(chosen, folder)
+        if whole and found is None:
+            found = failing([f"--ignore={test}" for test in chosen], folder)
     finally:
         path.write_text(code)
     return {"path": mutant.path, "line": mutant.line, "before": before, "after": after, "found_by": found}
+
+
+def failing(arguments: list[str], folder: Path) -> str | None:
+    """The first test that fails in a copy of the checkout; None if all pass."""
+    command = [sys.executable, "-m", "pytest", "-xq", "--no-header", "-p", "no:cacheprovider", *arguments]
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(folder)}
+    try:
+        result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT, env=environment)
+    except subprocess.TimeoutExpired:
+        return f"no end within {LIMIT} seconds"
+    if not result.returncode:
+        return None
+    killer = re.search(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE)
+    return killer[1] if killer else "pytest did not start"
 
 
 def main() -> None:
@@ -147,6 +163,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=64, help="mutants (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the sample (%(default)s)")
     parser.add_argument("--workers", type=int, default=2, help="mutants that run at the same time (%(default)s)")
+    parser.add_argument("--whole", action="store_true", help="all tests of the default run for those that survive")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the mutants to run; all if absent")
     options = parser.parse_args()
     sample = draw(options.count, options.seed)
@@ -159,7 +176,7 @@ def main() -> None:
         def work(mutant: Mutant) -> dict[str, object]:
             folder = free.get()
             try:
-                return run(mutant, folder)
+                return run(mutant, folder, options.whole)
             finally:
                 free.put(folder)
 

@@ -64,7 +64,11 @@ def test_each_is_what_prefill_gives(texts: tuple[str, ...]) -> None:
 
 
 def test_in_chunks() -> None:
-    params, policies = decoder(), [parse(text) for text in ("h2o:budget=8", "snapkv:budget=12,window=4", "full")]
+    """In a layer with a sliding window, the tokens that it no longer sees take no part."""
+    params, policies = (
+        decoder(windows=(16,)),
+        [parse(text) for text in ("h2o:budget=8", "snapkv:budget=12,window=4", "full")],
+    )
     for policy, ours in zip(policies, kvjax.prefill_each(params, ROWS, policies=policies, chunk=16), strict=True):
         assert_same(ours, kvjax.prefill(params, ROWS, policy=policy, chunk=16))
 

@@ -60,8 +60,6 @@ class LagDifference(Score):
         order = jnp.argsort(jnp.where(scored, entries.positions, jnp.iinfo(jnp.int32).max), axis=-1)
         place = jnp.argsort(order, axis=-1)
         newest = 1 + place.astype(jnp.float32)
-        if runs < 2:
-            return newest
 
         def shares(x: Float[Array, "B H M D"]) -> Float[Array, "B H runs-1 lag"]:
             x = jnp.take_along_axis(x, order[..., None], axis=2).astype(jnp.float32)

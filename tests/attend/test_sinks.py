@@ -135,6 +135,7 @@ def test_what_scores_are_shown(text: str, last: int | None) -> None:
         observed = [shown for what, shown in found if what.startswith("observe")]
         asks = [shown["asked"] for what, shown in found if what == "asks"]
         assert observed
+        assert all(f"decoding={step > 0}" in what for what, _ in found if what.startswith("observe"))
         whole = np.zeros(observed[0]["lse"].shape)
         for shown in observed:  # a pool is observed piece by piece
             inputs = shown["queries"], shown["keys"], shown["positions"], shown["held"], scale

@@ -12,6 +12,7 @@ import pytest
 
 import kvjax
 from kvjax import policies
+from kvjax.cache import Segments
 from kvjax.pallas_kernels import PAGE, top_counts
 from kvjax.parts import CompositeShares, Fixed, Fraction, GlobalShares
 from kvjax.policy import AllocatedBudget, Budget, Layout, Moment, Policy
@@ -237,6 +238,34 @@ def test_bytes_follow_from_the_total(text, groups, windows):
     assert plan.nbytes == cache.nbytes
     assert jax.tree.map(jnp.shape, plan.entries) == jax.tree.map(jnp.shape, cache.entries)
     assert (PAGE - 1) / 1024 <= 0.05
+
+
+@pytest.mark.parametrize(
+    ("policy", "growing"),
+    [
+        (on(Even(Fixed(24), 1), SNAPKV), HEADS * LAYERS),
+        (on(Even(Fixed(24), 2), SNAPKV), HEADS * LAYERS // 2),
+        (on(Even(Fixed(24), 2), MORPHKV), 0),
+        (policies.duo_attention(((1.0, 0.5, 0.3, 0.4), (0.2, 0.9, 0.1, 0.7)), groups=2), 2),
+    ],
+)
+def test_a_lane_grows_by_room_in_each_segment_that_grows(policy, growing):
+    """All if the policy compresses prompts only; of DuoAttention the full heads, two of the four of each lane."""
+    pool = kvjax.plan_cache(params().config, policy, batch=2, length=40, new_tokens=NEW, dtype="float32").entries
+    grown = jax.eval_shape(lambda pool: pool.grow((30,)), pool)
+    assert grown.positions.shape[2] - pool.positions.shape[2] == growing * 2 * PAGE
+
+
+@pytest.mark.parametrize("policy", [policies.parse("h2o:budget=24"), on(Even(Fixed(24)), "h2o:budget=24")])
+def test_an_entry_takes_over_no_state(policy):
+    """In slots and in a pool: what has been written has received nothing, whatever its slot held."""
+    plan = kvjax.plan_cache(params(ONE_LAYER).config, policy, batch=2, length=40, new_tokens=NEW, dtype="float32")
+    before = jax.tree.map(lambda x: jnp.full(x.shape, 1, x.dtype), plan.entries)  # a segment is one row of its lane
+    new = jnp.zeros((2, HEADS, 8))
+    after = jax.jit(lambda held: held.write(0, jnp.zeros((2, HEADS), int), new, new, jnp.full((2, HEADS), 5)))(before)
+    held = after if isinstance(after, Segments) else after[0]
+    assert (held.positions == 5).sum() == 2 * HEADS
+    np.testing.assert_array_equal(held.per_slot, np.where(held.positions == 5, 0, 1))
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from kvjax.evaluation.tasks.demo import example
 from kvjax.gates.files import Gates, write_gates
 from kvjax.methods.common.head_numbers import DEMO, head_numbers
 from kvjax.methods.duo_attention import full_heads
+from kvjax.parts import Fixed, GatedShares
 from kvjax.policies import duo_attention, parse
 from tests import tiny
 from tests.dense import assert_close
@@ -39,6 +40,20 @@ SINKS, RECENT = 2, 6
 def test_the_smallest_gates_stream(sparsity, groups, full):
     gates = ((1.0, 0.5, 0.1, 0.7), (0.2, 0.9, 0.3, 0.4)) if groups == 4 else GATES
     assert ["".join(map(str, map(int, layer))) for layer in full_heads(gates, sparsity, groups)] == full
+
+
+@pytest.mark.parametrize("full", [True, (), ((),), (True, False), ((True,), (True, False))])
+def test_layers_without_heads_or_with_unlike_numbers_of_them(full):
+    with pytest.raises(ValueError, match=r"full=.*: expected a tuple per layer of equally many truth values"):
+        GatedShares(Fixed(8), full)
+    assert GatedShares(Fixed(8), ((True,), (False,))).layout.growing == 1  # one kv head is enough
+
+
+def test_a_lane_has_room_for_the_group_with_the_most_full_heads():
+    """Three full heads and one of 8 entries in the first halves of the layers, one and three in the second."""
+    full = ((True, True, False, False), (False, True, False, True))
+    assert GatedShares(Fixed(8), full, groups=2).entries([8, 8], 30, heads=2) == 3 * 30 + 8
+    assert GatedShares(Fixed(8), full).entries([8, 8], 30, heads=4) == 4 * 30 + 4 * 8
 
 
 def test_of_equal_gates_the_earlier_streams():

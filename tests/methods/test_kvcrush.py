@@ -55,11 +55,14 @@ def test_g7(anchor, centroid, grid):
     assert picked(BITS, anchor, 3, "grid") == grid
 
 
-def test_g7_mean_anchor():
-    anchor = Representatives(TopTokens(), 0.5)._anchor(
-        Signatures(jnp.asarray(BITS)[None, None]), jnp.ones((1, 1, 7), bool), ALL_HEADS
-    )
-    assert anchor[0, 0, 0].tolist() == [True, True, False, False]
+@pytest.mark.parametrize(
+    ("anchor", "expected"),
+    [("mean", [1, 1, 0, 0]), ("alternate", [0, 1, 0, 1]), (7, jax.random.bernoulli(jax.random.key(7), shape=(4,)))],
+)
+def test_g7_anchors(anchor, expected):
+    bits = Signatures(jnp.asarray(BITS)[None, None])
+    found = Representatives(TopTokens(), 0.5, anchor=anchor)._anchor(bits, jnp.ones((1, 1, 7), bool), ALL_HEADS)
+    np.testing.assert_array_equal(found[0, 0, 0], expected)
 
 
 @pytest.mark.slow
@@ -165,7 +168,7 @@ def keep_by_query_heads(part, scores, positions, counts, size, own):
     return part.keep(Ranked(scores, positions, counts, size, entries=entries))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize(("upper", "granularity"), [(0.5, "token"), (0.0, "token"), (0.5, "chunk"), (0.3, "page")])
 def test_bits_of_query_heads(upper, granularity, aligned):

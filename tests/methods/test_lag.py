@@ -34,7 +34,7 @@ def literal(keys, values, lag, cross):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cross", [False, True])
-@pytest.mark.parametrize(("lag", "sinks"), [(5, 3), (8, 0), (16, 2), (25, 2)])
+@pytest.mark.parametrize(("lag", "sinks"), [(5, 3), (8, 0), (16, 2), (25, 2), (64, 2)])
 def test_runs_are_measured_by_the_next(lag, sinks, cross):
     """Rows of different lengths in slots of any order: runs that end with the prompt, and prompts of too few runs."""
     rng = np.random.default_rng(0)

@@ -18,7 +18,6 @@ from tests.methods.reference import rotated, softmax
 OPTIONS = ("budget=12,threshold=1.0,sinks=1,recent=3", "budget=0.5,threshold=0.4,sinks=1,recent=3,last=2")
 
 
-@pytest.mark.slow
 def test_the_threshold_is_the_attention_of_the_last_queries():
     """The sum of positive scores of each head, in rows of different lengths, one shorter than what is always kept."""
     heads, group, size, lengths, last = 2, 3, 30, np.array([30, 17, 4]), 2

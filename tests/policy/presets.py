@@ -147,12 +147,15 @@ some_alone = pytest.mark.parametrize("spec", part(ALL, ALONE), scope="session")
 
 
 def decoder(spec: str) -> Decoder:
-    """One layer suffices for policies that treat all layers alike."""
+    """Four query heads for each of two kv heads. One layer suffices for policies that treat all layers alike."""
     if "duo_attention" in spec or "headkv" in spec:
-        return tiny.decoder(windows=(None,) * 4)  # the gates that kvjax contains are for four layers and two kv heads
+        return tiny.decoder(
+            8, windows=(None,) * 4
+        )  # the gates that kvjax contains are for four layers and two kv heads
     policy = policies.parse(spec)
     layers_differ = policy.allocates or any(x in spec for x in ("dense_layers", "pyramid", "lacache", "per_layer"))
     return tiny.decoder(
+        8,
         windows=(None, None) if layers_differ else (None,),
         gates=bool(policy.score.needs.gates or policy.score.needs.statistics),
     )

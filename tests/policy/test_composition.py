@@ -27,6 +27,7 @@ from kvjax.parts import (
     SimilarityMerge,
     UniformShares,
     ValueMerge,
+    WindowAttention,
 )
 from kvjax.policy import LayerShape, Part, Storage
 from tests.policy.compositions import (
@@ -34,6 +35,7 @@ from tests.policy.compositions import (
     BUDGETS,
     INCOMING,
     LENGTHS,
+    MEAN,
     MERGES,
     RHYTHMS,
     ROWS,
@@ -223,6 +225,20 @@ def allocate(budget, scores, means, least):
     return budget.allocate(scores, means, least, ALL_HEADS)
 
 
+# It is a fact of steps, which a window that pools its votes does not take.
+STEPPING = (x for x in (*SCORES, WindowAttention(4, MEAN, normalise="distant")) if not getattr(x, "pooling", None))
+SLOTWISE = [score for score in STEPPING if score.needs.slotwise]
+
+
+@pytest.mark.parametrize("score", SLOTWISE, ids=name_of)
+def test_a_slotwise_score_is_of_its_entry_alone(score):
+    """It is what it is among all entries if half of them are not there."""
+    whole, known = observed(score), np.full((L * ROWS, H), SIZE, np.int32)
+    half = whole.gather(np.broadcast_to(np.arange(0, SIZE, 2), (L * ROWS, H, SIZE // 2)))
+    (alone, _), (among, _) = judged(score, half, known), judged(score, whole, known)
+    np.testing.assert_allclose(alone, among[:, :, ::2], rtol=1e-5)
+
+
 @cache
 def counts_of(score, budgets, every) -> np.ndarray:
     """The capacities [L * ROWS, H] under allocated budgets, three rows each, after a comparison with the literal ones.
@@ -247,6 +263,9 @@ def counts_of(score, budgets, every) -> np.ndarray:
             got = np.minimum(counts[:, row], length)
             assert got.tolist() == expected.tolist(), f"{score}, {budget}, every={every}: a prompt of {length} tokens"
             assert got.sum() <= L * H * min(length, mean[row]) or isinstance(budget, GatedShares)
+            lanes = budget.layout.lanes(H)
+            most = got.reshape(L, lanes, -1).sum(axis=(0, 2)).max()
+            assert most <= budget.entries([int(mean[row])] * L, length, H // lanes), "the room of a lane"
         within = (np.array(LENGTHS) <= mean)[None, :, None] & (counts <= SIZE)
         result[:, rows] = np.where(within, mean[None, :, None], counts)  # room that a short prompt leaves
     return result.reshape(L * ROWS, H).astype(np.int32)

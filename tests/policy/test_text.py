@@ -13,6 +13,7 @@ from kvjax import policies
 from kvjax.parts import Fixed, GaussianMerge, Reconstruction, SimilarityMerge, TaskAttention
 from kvjax.policies import (
     PRESETS,
+    adakv,
     d2o,
     h2o,
     headkv,
@@ -60,6 +61,7 @@ def test_text_means_what_the_call_means(budget, window, fusion, every):
         ("tova:budget=9,every=None", tova(budget=9, every=None)),
         ("streaming_llm:positions=in_cache", streaming_llm(positions="in_cache")),
         ("snapkv:pool='none'", snapkv(pool="none")),
+        ("adakv:base=snapkv,normalise=None", adakv(snapkv())),
         ("h2o:recent=0.25,group=max", h2o(recent=0.25, group="max")),
         ("headkv:importance=((1.0, 0.5),(0.2,0.1)),budget=64", headkv(64, ((1.0, 0.5), (0.2, 0.1)))),
         (
@@ -164,6 +166,7 @@ def test_options_of_a_part_of_a_policy(text, policy):
         ("kvzip:score.instruction=3", r"score\.instruction=3 is not a word"),
         ("kvzip:score.sinks=6", r"score\.sinks=6 with sinks=4: expected sinks=6, or no score\.sinks"),
         ("kvcrush:anchor=True", "anchor=True is not a word"),
+        ("kvmerger:merge.rule=None", r"merge\.rule=None is not a word \(the default is 'anchor'\)"),
     ],
 )
 def test_unusable_options_of_a_part_of_a_policy(text, says):

@@ -75,11 +75,11 @@ class Representatives(SelectWrapper):
         check_kind("base", self.base, Select)
         check_number("share", self.share, "a float above 0 and below 1", lambda x: isinstance(x, float) and 0 < x < 1)
         check_number("upper", self.upper, "a float in [0, 1)", lambda x: isinstance(x, float) and 0 <= x < 1)
-        seed = isinstance(self.anchor, int) and not isinstance(self.anchor, bool) and self.anchor >= 0
+        seed = isinstance(self.anchor, int) and not isinstance(self.anchor, bool) and 0 <= self.anchor < 2**31
         if not seed and self.anchor not in ("mean", "alternate"):
             raise ValueError(
-                f"anchor={shown(self.anchor)}: expected 'mean', 'alternate' or an integer >= 0, the seed of a random "
-                "anchor"
+                f"anchor={shown(self.anchor)}: expected 'mean', 'alternate' or an integer in 0 .. {2**31 - 1}, the "
+                "seed of a random anchor"
             )
         check_choice("pick", self.pick, "centroid", "grid", "kmeans")
         check_choice("granularity", self.granularity, *get_args(Granularity))
@@ -252,7 +252,7 @@ def _of_every_head(bits: Bool[Array, "B H M G"], numbers: Int[Array, "B H M"], h
         by_number = jnp.take_along_axis(given, order[..., None], axis=2)
 
         def look_up(tokens: Array, held: Array, given: Array) -> Array:
-            at = jnp.minimum(jnp.searchsorted(held, tokens), M - 1)
+            at = jnp.searchsorted(held, tokens)  # past the end reads the last, which is another token
             return (held[at] == tokens)[:, None] & given[at]
 
         by_other = jax.vmap(look_up, in_axes=(None, 0, 0), out_axes=1)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Slots, mark
-from kvjax.checks import shown
+from kvjax.checks import is_finite, shown
 from kvjax.pallas_kernels import compact, top_tokens
 from kvjax.policy import Effects, Keep, Merge, Moment, Policy, Ranked, check_choice, check_integer
 
@@ -76,7 +76,7 @@ class GaussianMerge(Merge):
         if self.theta is not None and not (_is_number(self.theta) and -1 <= self.theta <= 1):
             raise ValueError(f"theta={shown(self.theta)}: expected a cosine in [-1, 1], or None to meet the budget")
         if not (self.sigma > 0 if _is_number(self.sigma) else self.sigma in ("mean", "rms", "eq7")):
-            raise ValueError(f"sigma={shown(self.sigma)}: expected 'mean', 'rms', 'eq7' or a number above 0")
+            raise ValueError(f"sigma={shown(self.sigma)}: expected 'mean', 'rms', 'eq7' or a finite number above 0")
         check_choice("rule", self.rule, *get_args(Rule))
         check_choice("weights", self.weights, "gauss", "average")
         check_choice("pivot", self.pivot, "score", "random")
@@ -289,4 +289,4 @@ def _over_sets(reduce: Callable[..., Array], x: Float[Array, "B H N"], sets: Int
 
 
 def _is_number(x: object) -> TypeGuard[float]:
-    return isinstance(x, int | float) and not isinstance(x, bool)
+    return isinstance(x, int | float) and not isinstance(x, bool) and is_finite(x)
