@@ -46,13 +46,14 @@ class AdaptiveShares(AllocatedBudget):
             which all heads of a layer retain the same number.
         alpha: the part of the budget for which heads do not compete.
         normalise: whether a head's scores are first multiplied by the part of their sum that its b best make up, so
-            that a head whose attention is spread over many tokens asks for less. The scores must not be negative.
+            that a head whose attention is spread over many tokens asks for less. The scores must be amounts >= 0.
         formula: see above. "kvpress" compares scores as they are, with `normalise=False`.
         groups: the number of groups of consecutive kv heads that compete, each for its own total. The number of devices
             that kv heads are divided over must divide it. 1: all heads of a layer compete.
 
     Raises:
-        ValueError: for a value or a budget that is not accepted.
+        ValueError: for a value or a budget that is not accepted, and, in a policy, for normalise=True with scores that
+            may be negative or have an order only.
     """
 
     alpha: float = 0.2
@@ -69,6 +70,15 @@ class AdaptiveShares(AllocatedBudget):
                 "normalise=True with formula='kvpress', which compares scores as they are: expected normalise=False"
             )
         _check_heads_alike(self.budget)
+
+    def check(self, policy: Policy) -> None:
+        marks, scores = policy.score.needs.marks, f"the scores of {type(policy.score).__name__}"
+        why = f"of {scores} only the order means something" if "ordinal" in marks else ""
+        why = why or (f"{scores} may be negative" if "signed" in marks else "")
+        if self.normalise and why:
+            raise ValueError(
+                f"normalise=True takes parts of the sum of a head's scores, and {why}: expected normalise=False"
+            )
 
     @property
     def layout(self) -> Layout:
@@ -177,7 +187,7 @@ def adakv(
             float, PyramidKV's, or an allocated one for which the heads of a layer retain equally many (DynamicKV's).
         alpha: the part of the budget that no head loses, from 0 to 1 (the released default; the paper's tables: 0.2).
         normalise: whether a head's scores are multiplied by the part of their sum that its b best make up, as released.
-            The scores must not be negative. None: True, and False for formula="kvpress".
+            The scores must be amounts >= 0. None: True, and False for formula="kvpress".
         formula: "paper", "code" (as released) or "kvpress", which raises each head's floor(alpha n) best of n above all
             others and then retains the best of all.
         groups: the number of groups of consecutive kv heads that compete among themselves. On a mesh that divides kv
@@ -185,15 +195,10 @@ def adakv(
 
     Raises:
         ValueError: for a value that is not accepted, for normalise=True with formula="kvpress" or with scores that may
-            be negative, and for a base whose heads have different numbers of entries already or must retain the same
-            tokens, or whose layers retain everything.
+            be negative or have an order only, and for a base whose heads have different numbers of entries already or
+            must retain the same tokens, or whose layers retain everything.
     """
     check_kind("base", base, Policy)
     if normalise is None:
         normalise = formula != "kvpress"
-    if normalise and "signed" in base.score.needs.marks:
-        raise ValueError(
-            "normalise=True takes parts of the sum of a head's scores, and those of its base "
-            f"{type(base.score).__name__} may be negative: expected normalise=False"
-        )
     return replace(base, budget=AdaptiveShares(base.budget, alpha, normalise, formula, groups))

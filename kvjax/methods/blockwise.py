@@ -28,8 +28,9 @@ class BlockByBlock(ScoreWrapper):
     """The base's score among what is left of the blocks so far, so that a score that compares entries sees fewer.
 
     The first entries fill the number that a head retains. Each block of the next ones is then scored together with what
-    was retained until then, and the best of both stay. Those that stay to the end score above all others. While an
-    allocated budget compares scores (`Moment.counts` is None), the score is the base's.
+    was retained until then, and the best of both stay. Those that stay to the end score above all others. The score is
+    the base's while an allocated budget compares scores (`Moment.counts` is None), and while decoding: the entries of a
+    full head were all retained.
 
     Attributes:
         base: the score whose state and needs these are.
@@ -52,7 +53,7 @@ class BlockByBlock(ScoreWrapper):
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         counts = moment.counts
-        if counts is None:
+        if counts is None or moment.leaving:
             return self.base(entries, moment)
         held = entries.positions >= 0
         last = jnp.iinfo(jnp.int32).max

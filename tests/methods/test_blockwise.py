@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvjax.parts import KeyDifference
 from kvjax.policies import parse
 from tests import tiny
 from tests.methods import one_layer
@@ -51,6 +52,19 @@ def test_of_scores_that_compare_nothing_the_best_stay():
             _, cache = tiny.step(params, cache, np.full(2, token), np.ones(2, bool))
         caches.append([tiny.held(cache, row) for row in range(2)])
     assert caches[0] == caches[1]
+
+
+@pytest.mark.parametrize("leaving", [0, 8])
+def test_decoding_has_no_blocks(monkeypatch, leaving):
+    """A head that evicts asks the base once, about all of its entries, and evicts by that score alone."""
+    policy, (_, k, v) = parse("blockwise:base=keydiff,block=2"), one_layer.random_streams(7, 1, 2, 1, 12)
+    entries = one_layer.entries_at(np.broadcast_to(np.arange(12), (2, 12)), k[0], v[0])
+    moment = one_layer.moment(12, heads=2, counts=np.full(2, 12))
+    own, shown = KeyDifference()(entries, moment), []
+    monkeypatch.setattr(KeyDifference, "__call__", lambda self, among, moment: (shown.append(among), own)[1])
+    scores = policy.score(entries, moment._replace(leaving=leaving))
+    assert len(shown) == (1 if leaving else 2)
+    np.testing.assert_array_equal(scores, own)
 
 
 def test_refusals():

@@ -11,9 +11,16 @@ SIGNED = (
 BUDGETS = (
     *("adakv", "d2o", "defensivekv", "dms", "duo_attention", "dynamickv", "fastgen", "headkv", "kvcompose"),
     *("lukv", "per_layer", "pyramidkv", "simlayerkv", "morphkv,base.dense_layers=2", "kvzip,base.level=layer"),
+    *("kvzip,base.strict=True", "kvzip,base.groups=2", "kvcompose,base.structured=False,base.min_tokens=1"),
 )
 ORDINAL = "duo_attention", "fastgen", "full", "lacache", "lagkv", "random", "streaming_llm"
 REFUSED = {
+    "adakv": [
+        *(
+            (f"base={base}", "of the scores of .* only the order means something: expected normalise=False")
+            for base in ("lacache", "lagkv", "random", "streaming_llm")
+        ),
+    ],
     "attention_matching": [
         ("queries=0", "queries=0: expected an integer >= 1"),
         ("merge.ridge=0.0", "ridge=0.0: expected a number > 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvjax.checks import shown
 from kvjax.policy import Policy
 
 
@@ -55,6 +56,6 @@ def check_plain_budget(base: Policy) -> None:
     """Raises ValueError if a base's budget is part of its method, so that another one in its place would lose that."""
     if not base.budget.plain:
         raise ValueError(
-            f"it replaces its base's budget, and {type(base.budget).__name__} is part of that base's method; choose a "
-            "base whose budget is a number of entries or a share of the prompt"
+            f"it replaces its base's budget, and {shown(base.budget)} is part of that base's method; choose a base "
+            "whose budget is a number of entries or a share of the prompt, without options"
         )

@@ -64,7 +64,7 @@ class GlobalShares(AllocatedBudget):
 
     @property
     def plain(self) -> bool:
-        return True
+        return self == GlobalShares(self.budget)
 
     @property
     def layout(self) -> Layout:
