@@ -12,7 +12,7 @@ import pytest
 
 import kvjax
 from kvjax import policies
-from kvjax.cache import Segments
+from kvjax.cache import UNLIMITED, Segments
 from kvjax.pallas_kernels import PAGE, top_counts
 from kvjax.parts import CompositeShares, Fixed, Fraction, GlobalShares
 from kvjax.policy import AllocatedBudget, Budget, Layout, Moment, Policy
@@ -266,6 +266,16 @@ def test_an_entry_takes_over_no_state(policy):
     held = after if isinstance(after, Segments) else after[0]
     assert (held.positions == 5).sum() == 2 * HEADS
     np.testing.assert_array_equal(held.per_slot, np.where(held.positions == 5, 0, 1))
+
+
+def test_usage_by_hand():
+    """Of two heads that grow, with 40 and 30 of 96 slots used, and two with 48 slots."""
+    policy = on(Even(Fixed(24)), SNAPKV)
+    plan = kvjax.plan_cache(params(ONE_LAYER).config, policy, batch=1, length=40, new_tokens=NEW, dtype="float32")
+    size, used, capacity = [96, 96, 48, 48], [40, 30, 20, 48], [UNLIMITED, UNLIMITED, 48, 48]
+    heads = {"size": size, "used": used, "capacity": capacity}
+    usage = replace(plan.entries, **{name: (jnp.array([x]),) for name, x in heads.items()}).usage()
+    assert (usage.occupied.tolist(), usage.free.tolist()) == ([[48]], [[56]])
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ def texts():
     return [rng.integers(0, tiny.VOCAB, n) for n in LENGTHS], rng.integers(0, tiny.VOCAB, (STEPS, 3))
 
 
-BLOCKS = [(1, False, None), (3, True, 5), (3, False, None), (6, True, None)]
+BLOCKS = [(3, False, None), (3, True, 5), (1, False, None), (6, True, None)]
 # Each fusion with and without asking ahead.
 CHOSEN = [(*BLOCKS[0], "sum"), (*BLOCKS[1], "sum"), (*BLOCKS[2], "max"), (*BLOCKS[3], "max")]
 

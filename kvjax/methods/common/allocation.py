@@ -45,7 +45,7 @@ def raise_best(scores: Float[Array, "B X M"], least: int | Int[Array, "#B #X"]) 
 
 
 def scaled(a: Int[Array, "..."], b: Int[Array, "..."], c: Int[Array, "..."]) -> Int[Array, "..."]:
-    """floor(a * b / c), 0 if c is 0, by long multiplication, because the product may exceed 32 bits."""
+    """floor(a * b / max(c, 1)) for c <= 2^29, by long multiplication, because the product may exceed 32 bits."""
     c = jnp.maximum(c, 1)
     quotient_of_b, part = jnp.divmod(b, c)
 

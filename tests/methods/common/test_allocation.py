@@ -11,8 +11,9 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from kvjax.mesh.heads import ALL_HEADS, Heads
-from kvjax.methods.common.allocation import raise_best
+from kvjax.methods.common.allocation import raise_best, scaled
 from kvjax.parts import AdaptiveShares, CompositeShares, DynamicShares, Everything, Fixed, GlobalShares, UniformShares
+from kvjax.policy import Layout
 
 
 @pytest.mark.parametrize("least", [0, 2, 9, np.array([2, 2]), np.array([[1, 2], [3, 0]])], ids=str)
@@ -39,6 +40,20 @@ def test_ties_beyond_what_a_head_is_safe_to_retain_compete(budget):
     """A head of equal scores is given the two that are safe, and not all that score as the second."""
     scores = jnp.array([[[1.0] * 6, [6.0, 5.0, 4.0, 3.0, 2.0, 0.0]]])[None]
     assert budget.allocate(scores, jnp.array([[3]]), 0, ALL_HEADS).tolist() == [[[2, 4]]]
+
+
+def test_shares_whose_products_exceed_32_bits():
+    """Against Python's integers: random numbers, all, nothing, five times the whole, and a whole of nothing."""
+    a, b, c = np.random.default_rng(0).integers(0, 2**29, (3, 200))
+    a[:4], b[:4], c[:4] = [2**29, 7, 5, 5], [2**29, 0, 40, 9], [2**29, 3, 8, 0]
+    fits = [(x, y, z) for x, y, z in zip(a.tolist(), b.tolist(), c.tolist(), strict=True) if x * y // max(z, 1) < 2**31]
+    assert len(fits) > 100
+    found = jax.jit(scaled)(*(jnp.array(x, jnp.int32) for x in zip(*fits, strict=True)))
+    assert found.tolist() == [x * y // max(z, 1) for x, y, z in fits]
+
+
+def test_dense_layers_are_the_first_and_the_last():
+    assert [Layout(dense=(2, 3)).is_dense(layer, 7) for layer in range(7)] == [True] * 2 + [False] * 2 + [True] * 3
 
 
 def test_a_budget_without_a_limit_is_refused():
