@@ -31,7 +31,7 @@ from . import (
     smollm3,
 )
 from .attend import Attend, AttentionLayer, join_sinks
-from .card import Card
+from .card import NONE_SUPPRESSED, Card, Suppressed
 from .config import DecoderConfig
 from .decoder import Decoder, embedded
 from .fields import UnsupportedModelError
@@ -108,6 +108,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
 
 __all__ = [
     "FAMILIES",
+    "NONE_SUPPRESSED",
     "Attend",
     "AttentionLayer",
     "Card",
@@ -122,6 +123,7 @@ __all__ = [
     "Registered",
     "Rope",
     "StackedWeight",
+    "Suppressed",
     "UnsupportedModelError",
     "Weight",
     "by_parameter",

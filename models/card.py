@@ -3,6 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Suppressed(NamedTuple):
+    """Token ids that are never drawn.
+
+    Attributes:
+        always: at no place of an answer.
+        first: not as the first token of an answer.
+    """
+
+    always: tuple[int, ...] = ()
+    first: tuple[int, ...] = ()
+
+
+NONE_SUPPRESSED = Suppressed()
 
 
 @dataclass(frozen=True)
@@ -12,6 +28,7 @@ class Card:
     Attributes:
         end_tokens: the ids that end an answer.
         sampler: the default sampler, as text that `kvjax.decoding.sampling.parse` reads; None if nothing is said.
+        suppressed: the ids that answers do not have, or do not begin with.
         ignored: `field=value` of what is asked for and not applied.
         bos_token: the id before a text, or None.
         pad_token: the id of padding, or None.
@@ -21,6 +38,7 @@ class Card:
 
     end_tokens: tuple[int, ...] = ()
     sampler: str | None = None
+    suppressed: Suppressed = NONE_SUPPRESSED
     ignored: tuple[str, ...] = ()
     bos_token: int | None = None
     pad_token: int | None = None

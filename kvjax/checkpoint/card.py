@@ -14,17 +14,22 @@ from kvjax.checkpoint.errors import CheckpointError
 from kvjax.checkpoint.folder import GENERATION, read_json
 from kvjax.checks import is_integer, shown
 from kvjax.decoding import sampling
-from kvjax.models import Card, Decoder, family
+from kvjax.models import Card, Decoder, Suppressed, family
+from kvjax.models.unknown import GENERATION as OF_CONFIG
 from kvjax.models.unknown import OFF
 
-ENDS, PENALTY = "eos_token_id", "repetition_penalty"
+ENDS, PENALTY, SUPPRESSED = "eos_token_id", "repetition_penalty", ("suppress_tokens", "begin_suppress_tokens")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # of `kvjax.Sampler`
 NEUTRAL: dict[str, tuple[Any, ...]] = {"temperature": (1.0,), "top_k": (0, -1), "top_p": (1.0,), "min_p": (0.0,)}
-# Fields that change an answer and are not applied, with the values that ask for nothing beside OFF.
+# Values that ask for nothing, of fields that are not applied. Of those that are not listed these are OFF.
 NOT_APPLIED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "guidance_scale"), (1,)),
     **dict.fromkeys(("typical_p", "top_h", "encoder_repetition_penalty"), (1.0,)),
 }
+# Fields that say which tokens an answer has or lacks, and are not applied. Id 0 is an id.
+REFUSED = """
+    forced_bos_token_id forced_eos_token_id bad_words_ids force_words_ids constraints sequence_bias stop_strings
+"""
 # Fields that change no token: names of ids, lengths (the caller's), outputs, and how transformers runs.
 SILENT = """
     bos_token_id pad_token_id decoder_start_token_id transformers_version _from_model_config use_cache max_length
@@ -33,12 +38,8 @@ SILENT = """
     disable_compile continuous_batching_config low_memory prefill_chunk_size is_assistant num_assistant_tokens
     num_assistant_tokens_schedule assistant_confidence_threshold prompt_lookup_num_tokens max_matching_ngram_size
     assistant_early_exit assistant_lookbehind target_lookbehind assistant_ensemble_weight speculation_type use_mtp
-    encoder_no_repeat_ngram_size remove_invalid_values renormalize_logits
+    remove_invalid_values renormalize_logits sep_token_id unk_token_id
 """
-OF_CONFIG = (  # the fields of generation that older config.json have, which count without generation_config.json
-    *("do_sample", *SAMPLING, PENALTY, "min_length", "no_repeat_ngram_size", "typical_p", "num_beams", "bad_words_ids"),
-    *("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
-)
 
 
 def read_card(folder: Path, vocab_size: int) -> Card:
@@ -49,7 +50,7 @@ def read_card(folder: Path, vocab_size: int) -> Card:
     return card_of(
         folder,
         {name: said[name] for name in (ENDS, "bos_token_id", "pad_token_id") if name in said}
-        | ({} if given else {name: said[name] for name in OF_CONFIG if name in said})
+        | ({} if given else {name: said[name] for name in OF_CONFIG.split() if name in said})
         | {name: value for name, value in given.items() if value is not None},
         vocab_size,
         config=config.read_text("utf-8"),
@@ -64,8 +65,15 @@ def card_of(source: Path, said: Mapping[str, Any], vocab_size: int, config: str 
     for each field, as in transformers.
 
     Raises:
-        CheckpointError: a value is not accepted. It names the field.
+        CheckpointError: a value is not accepted, or a field asks for tokens in a way that is not applied. It names the
+            field.
     """
+    refused = [
+        f"{field}={shown(said[field])}" for field in REFUSED.split() if said.get(field) not in (None, "", [], {})
+    ]
+    if refused:
+        why = "which kvjax does not apply to answers; expected null, or a copy without these fields"
+        raise CheckpointError(source, [f"{GENERATION} or config.json asks for {', '.join(refused)}, {why}"])
 
     def ids(field: str) -> tuple[int, ...]:
         value = said.get(field)
@@ -74,10 +82,14 @@ def card_of(source: Path, said: Mapping[str, Any], vocab_size: int, config: str 
             raise CheckpointError(source, [f"{field}={shown(value)}: expected a token id or a list of ids"])
         return tuple(dict.fromkeys(token for token in listed if 0 <= token < vocab_size))
 
+    suppressed = Suppressed(*map(ids, SUPPRESSED))
+    if len({*suppressed.always, *suppressed.first}) == vocab_size:
+        raise CheckpointError(source, [f"{' and '.join(SUPPRESSED)} have all ids: expected some that may be drawn"])
     first = {field: next(iter(ids(field)), None) for field in ("bos_token_id", "pad_token_id")}
     return Card(
         end_tokens=ids(ENDS),
         sampler=_sampler(source, said),
+        suppressed=suppressed,
         ignored=tuple(f"{field}={shown(value)}" for field, value in sorted(said.items()) if _ignored(field, value)),
         bos_token=first["bos_token_id"],
         pad_token=first["pad_token_id"],
@@ -88,8 +100,9 @@ def card_of(source: Path, said: Mapping[str, Any], vocab_size: int, config: str 
 
 def _ignored(field: str, value: Any) -> bool:
     """Whether a field would change answers and is not applied."""
-    applied = field in (ENDS, PENALTY, "do_sample", *SAMPLING)
-    return not (applied or field in SILENT.split() or value in OFF or value in NOT_APPLIED.get(field, ()))
+    applied = field in (ENDS, PENALTY, "do_sample", *SAMPLING, *SUPPRESSED)
+    nothing = REFUSED.split() + SILENT.split()
+    return not (applied or field in nothing or value is None or value in NOT_APPLIED.get(field, OFF))
 
 
 def _sampler(source: Path, said: Mapping[str, Any]) -> str | None:

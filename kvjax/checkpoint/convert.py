@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -16,13 +17,14 @@ from jax.typing import DTypeLike
 from kvjax.checkpoint.errors import CheckpointError
 from kvjax.checkpoint.folder import Form, check_dtype, form_of, locate, owned
 from kvjax.checkpoint.hf import load, read_headers, write_hf
-from kvjax.checkpoint.orbax import restore, transfer_bytes, write_orbax
+from kvjax.checkpoint.orbax import restore, stored_arrays, transfer_bytes, write_orbax
 from kvjax.checkpoint.parameters import Blank, Progress
-from kvjax.checkpoint.source import source_of
-from kvjax.checkpoint.tensors import no_weights
+from kvjax.checkpoint.source import Source, source_of
+from kvjax.checkpoint.tensors import no_weights, unties
 from kvjax.checkpoint.tokenizer_files import copy_tokenizer
 from kvjax.checks import did_you_mean, shown
 from kvjax.files.writing import check_folder, new_folder
+from kvjax.models import DecoderConfig
 
 Target = Literal["hf", "orbax"]
 PROCESS = 300_000_000  # bytes of Python, JAX and a tokenizer
@@ -94,6 +96,8 @@ def plan_conversion(
 ) -> Conversion:
     """Plans the conversion of a checkpoint from its config and headers, without reading weights.
 
+    If the config ties the embeddings and the checkpoint has an output matrix as well, these two are compared.
+
     Args:
         path_or_hub_id: a folder of either form, a GGUF file, or a hub id.
         out: the folder to write.
@@ -125,9 +129,10 @@ def plan_conversion(
     config = opened.config()
     if form is None:
         raise CheckpointError(source, [no_weights(source)])
-    parameters, stored = read_headers(opened)
+    _, stored = read_headers(opened)
     converted = jnp.dtype(dtype or jnp.result_type(*stored))
-    sizes = [math.prod(shape) * converted.itemsize for shape in Blank.of(config).shapes.values()]
+    numbers = list(map(math.prod, Blank.of(_as_read(opened, form, config)).shapes.values()))
+    sizes = [number * converted.itemsize for number in numbers]
     transfer = {"hf": 2 * max(sizes), "gguf": 2 * max(sizes), "orbax": transfer_bytes(sizes)}
     return Conversion(
         source=source,
@@ -135,8 +140,22 @@ def plan_conversion(
         out=target,
         to=to,
         dtype=converted,
-        parameters=parameters,
+        parameters=sum(numbers),
         parameter_bytes=sum(sizes),
         peak_bytes=PROCESS + sum(sizes) + max(transfer[form], transfer[to]),
         overwrite=overwrite,
     )
+
+
+def _as_read(source: Source, form: Form, config: DecoderConfig) -> DecoderConfig:
+    """The config of the decoder that `load` or `restore` returns, which may have an output matrix of its own."""
+    problems: list[str] = []
+    with ExitStack() as stack:
+        if form == "orbax":
+            untied = "unembed" in stored_arrays(source.path, problems)
+        else:
+            tensors, _ = source.open(stack, problems)
+            untied = unties(tensors, config, source.weights)
+    if problems:
+        raise CheckpointError(source.path, problems)
+    return replace(config, tie_embeddings=config.tie_embeddings and not untied)

@@ -63,8 +63,8 @@ def load(
     the checkpoint has another output matrix as well, as fine-tunes may have, both are loaded with a warning.
 
     `params.card` has what the checkpoint says beside its weights: its end tokens, which end the answers of all
-    functions, and its sampler, which is the default of the commands alone. A warning names what it asks for and kvjax
-    does not apply.
+    functions, the tokens that these never have, and its sampler, which is the default of the commands alone. A warning
+    names what else it asks for, which kvjax does not apply.
 
     Args:
         path_or_hub_id: an existing folder or GGUF file, or else "demo", the model that ships with kvjax, or a hub id

@@ -116,7 +116,7 @@ def restore(
     card = read_card(folder, config.vocab_size)
     warn_ignored(folder, card)
     problems: list[str] = []
-    stored = _stored(folder, problems)
+    stored = stored_arrays(folder, problems)
     if config.tie_embeddings and "unembed" in stored:
         warn_untied(folder, "unembed", "embed")
         config = dataclasses.replace(config, tie_embeddings=False)
@@ -170,7 +170,7 @@ def _handler(sizes: Sequence[int]) -> Any:
     )
 
 
-def _stored(folder: Path, problems: list[str]) -> dict[str, Any]:
+def stored_arrays(folder: Path, problems: list[str]) -> dict[str, Any]:
     """Returns the shape and dtype of each stored array by path. Appends to `problems` if they cannot be read."""
     if not (folder / PARAMS).is_dir():
         problems.append(f"it has no {PARAMS}/, which kvjax.save writes")

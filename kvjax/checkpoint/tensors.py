@@ -159,24 +159,33 @@ def matrices(config: DecoderConfig, weights: Callable[[DecoderConfig], list[Weig
     return names["embed"], names["unembed"]
 
 
+def unties(
+    tensors: Mapping[str, Stored], config: DecoderConfig, weights: Callable[[DecoderConfig], list[Weight]]
+) -> bool:
+    """Whether the config ties an output matrix that is not the embeddings.
+
+    A fine-tune that trained both has such a matrix, and often the config of its base. The two are read only if the
+    checkpoint has both.
+    """
+    embed, unembed = matrices(config, weights)
+    if not (config.tie_embeddings and {embed, unembed} <= tensors.keys()):
+        return False
+    pair = [tensors[name] for name in (embed, unembed)]
+    shapes = {tuple(tensor.get_shape()) for tensor in pair}
+    readable = all(tensor.get_dtype() in DTYPES for tensor in pair)
+    return len(shapes) == 1 and readable and not _equal(tensors, embed, unembed)
+
+
 def as_stored(
     tensors: Mapping[str, Stored],
     config: DecoderConfig,
     weights: Callable[[DecoderConfig], list[Weight]],
     path: Path,
 ) -> DecoderConfig:
-    """Returns the config, untied with a warning if the checkpoint has an output matrix that is not the embeddings.
-
-    A fine-tune that trained both has such a matrix, and often the config of its base.
-    """
+    """Returns the config, untied with a warning if the checkpoint has an output matrix that is not the embeddings."""
+    if not unties(tensors, config, weights):
+        return config
     embed, unembed = matrices(config, weights)
-    if not (config.tie_embeddings and {embed, unembed} <= tensors.keys()):
-        return config
-    pair = [tensors[name] for name in (embed, unembed)]
-    shapes = {tuple(tensor.get_shape()) for tensor in pair}
-    readable = all(tensor.get_dtype() in DTYPES for tensor in pair)
-    if len(shapes) > 1 or not readable or _equal(tensors, embed, unembed):
-        return config
     warn_untied(path, unembed, embed)
     return dataclasses.replace(config, tie_embeddings=False)
 

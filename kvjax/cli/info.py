@@ -93,6 +93,7 @@ def info(
         "bos_token": card.bos_token,
         "pad_token": card.pad_token,
         "sampler": card.sampler,
+        "suppressed": card.suppressed._asdict(),
         "not_applied": card.ignored,
         "cache_dtype": str(held),
         "kv_bytes_per_token": per_token,
@@ -182,6 +183,7 @@ def _show(facts: dict[str, Any], config: DecoderConfig) -> None:
         ("max positions", f"{config.max_positions:,}"),
         ("end tokens", ", ".join(map(str, facts["end_tokens"])) or "those of the tokenizer"),
         ("sampler", facts["sampler"] or "none is stated"),
+        *((f"suppressed {name}", ", ".join(map(str, ids))) for name, ids in facts["suppressed"].items() if ids),
         *([("not applied", ", ".join(facts["not_applied"]))] if facts["not_applied"] else []),
         (
             "KV cache",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.attend import over_rows
 from kvjax.decoding.row_samplers import RowSamplers
-from kvjax.decoding.sampling import SamplingMethod, log_probability, mark_seen
+from kvjax.decoding.sampling import SamplingMethod, log_probability, mark_seen, suppress
 from kvjax.kv_cache import KVCache
-from kvjax.models import Decoder
+from kvjax.models import NONE_SUPPRESSED, Decoder, Suppressed
 from kvjax.reading.step import step
 from kvjax.runtime.gpu_flags import STEP_OPTIONS
 
@@ -45,12 +45,14 @@ class Sampling:
         ends: int32 end tokens of each row; -1 pads rows that have fewer than others.
         keys: one typed PRNG key per row.
         seen: marks the tokens of each row's prompt, if the sampler needs them.
+        suppressed: the tokens that are never drawn.
     """
 
     sampler: SamplingMethod | RowSamplers
     ends: Int[Any, "B E"]
     keys: Key[Array, "B"]
     seen: Bool[Any, "B V"] | None
+    suppressed: Suppressed = NONE_SUPPRESSED
 
 
 @jax.tree_util.register_dataclass
@@ -67,6 +69,7 @@ class Answers:
         keys: one PRNG key per row. The draw of a token folds in its position.
         ends: int32 end tokens of each row, padded with -1.
         sampler: draws the tokens: one sampler for all rows, or the settings of each row.
+        suppressed: the tokens that it never draws.
     """
 
     active: Bool[Array, "B"]
@@ -77,6 +80,7 @@ class Answers:
     keys: Key[Array, "B"]
     ends: Int[Array, "B E"]
     sampler: SamplingMethod | RowSamplers
+    suppressed: Suppressed = field(default=NONE_SUPPRESSED, metadata={"static": True})
 
     @classmethod
     def begin(
@@ -100,6 +104,7 @@ class Answers:
             keys=jax.random.wrap_key_data(put(data), impl=impl),
             ends=put(sampling.ends),
             sampler=sampling.sampler,
+            suppressed=sampling.suppressed,
         )
 
     def take(
@@ -110,7 +115,8 @@ class Answers:
         A row whose logits are not finite ends with the token NOT_FINITE. The host raises when it sees the token.
         """
         finite = jnp.all(jnp.isfinite(logits), axis=1)
-        token = self.sampler(logits, jax.vmap(jax.random.fold_in)(self.keys, positions), self.seen)
+        allowed = suppress(logits, self.suppressed, self.lengths == 0)
+        token = self.sampler(allowed, jax.vmap(jax.random.fold_in)(self.keys, positions), self.seen)
         token = jnp.where(finite, token, NOT_FINITE)
         rows = jnp.arange(token.shape[0])
         column = jnp.where(self.active, self.lengths, self.tokens.shape[1])

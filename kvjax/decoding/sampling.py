@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, Key
 
 from kvjax.checks import did_you_mean, is_finite, shown
+from kvjax.models import Suppressed
 
 FLOAT32 = jnp.finfo(jnp.float32)
 
@@ -31,6 +33,16 @@ def mark_seen(seen: Bool[Array, "B V"], tokens: Int[Array, "B N"], valid: Bool[A
     vocabulary = seen.shape[-1]
     rows = jnp.arange(seen.shape[0])[:, None]
     return seen.at[rows, jnp.where(valid, tokens, vocabulary)].set(True, mode="drop")
+
+
+def suppress(logits: Float[Array, "B V"], suppressed: Suppressed, begins: Bool[Array, "B"]) -> Float[Array, "B V"]:
+    """Sets the logits of suppressed tokens to -inf, in rows that begin an answer also those of `suppressed.first`."""
+    if suppressed.always:
+        logits = logits.at[:, np.array(suppressed.always)].set(-jnp.inf)
+    if suppressed.first:
+        first = np.array(suppressed.first)
+        logits = logits.at[:, first].set(jnp.where(begins[:, None], -jnp.inf, logits[:, first]))
+    return logits
 
 
 def log_probability(logits: Float[Array, "B V"], tokens: Int[Array, "B"]) -> Float32[Array, "B"]:

@@ -150,7 +150,7 @@ class Engine:
             raise ValueError(f"prefix_folder={shown(prefix_folder)} without prefix_memory: expected both")
         if prefix_folder is not None and plans.on_hosts:
             raise ValueError("prefix_folder on the devices of several processes: expected prefix_memory alone")
-        example = Ticket.of([0], Options(1), self.sizes, None, config.vocab_size)
+        example = Ticket.of([0], Options(1), self.sizes, None, config.vocab_size, params.card.suppressed)
         device = Device(params, plans, example, self._store, steps_at_once)
         self._row = device.row
         self._plans = plans
@@ -260,7 +260,8 @@ class Engine:
         if (prefix := options.get("prefix")) is not None and self._store is None:
             raise ValueError(f"prefix={shown(prefix)}: expected an engine with prefix_memory=")
         asked = Options(seed=seed, eos=self._ends if eos is None else eos, **options)
-        ticket = Ticket.of(prompt, asked, self.sizes, self.tokenizer, self.params.config.vocab_size)
+        vocab_size, suppressed = self.params.config.vocab_size, self.params.card.suppressed
+        ticket = Ticket.of(prompt, asked, self.sizes, self.tokenizer, vocab_size, suppressed)
         if ticket.prefix is not None:
             self._plans.check_after(ticket.prefix.size, ticket.prompt.size, ticket.limit, self._row)
         return ticket

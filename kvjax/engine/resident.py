@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from kvjax.decoding.loop import Answers, Decoding, Sampling
 from kvjax.decoding.row_samplers import RowSamplers
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import DATA, MODEL
-from kvjax.models import Decoder
+from kvjax.models import NONE_SUPPRESSED, Decoder, Suppressed
 from kvjax.plan import placed
 from kvjax.runtime.gpu_flags import STEP_OPTIONS
 
@@ -36,6 +36,7 @@ class Start:
         seed: the last 32 bits of its seed, which are all that `jax.random.key` looks at with 32-bit types. int32.
         seen: marks the tokens of its prompt.
         limit: the most tokens of its answer. int32.
+        suppressed: the tokens that are never drawn.
     """
 
     sampler: RowSamplers
@@ -43,6 +44,7 @@ class Start:
     seed: Int[Any, "B"]
     seen: Bool[Any, "B V"]
     limit: Int[Any, "B"]
+    suppressed: Suppressed = field(default=NONE_SUPPRESSED, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -62,7 +64,7 @@ class Resident:
         """
         # The key that `generate` gives to a batch of one row.
         keys = jax.vmap(lambda seed: jax.random.split(jax.random.key(seed), 1)[0])(start.seed)
-        sampling = Sampling(start.sampler, start.ends, keys, start.seen)
+        sampling = Sampling(start.sampler, start.ends, keys, start.seen, start.suppressed)
         answers = Answers.begin(sampling, size=size, log_probs=True, put=jnp.asarray)
         return cls(Decoding(cache, answers).take(logits), start.limit).within_limits()
 

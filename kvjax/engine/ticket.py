@@ -16,6 +16,7 @@ from kvjax.decoding.loop import NOT_FINITE, not_finite
 from kvjax.decoding.row_samplers import RowSamplers
 from kvjax.decoding.row_text import RowText, stop_strings
 from kvjax.decoding.sampling import Greedy, SamplingMethod
+from kvjax.models import NONE_SUPPRESSED, Suppressed
 from kvjax.request.ends import EndTokens, end_tokens
 from kvjax.request.prompts import Prompt, TemplateOptions, is_single, rows_of
 from kvjax.request.request import AnswerOptions, check_answer, is_seed
@@ -71,8 +72,16 @@ class Ticket:
     cancelled: bool = False
 
     @classmethod
-    def of(cls, prompt: Prompt, options: Options, sizes: Sizes, tokenizer: Any, vocab_size: int) -> Ticket:
-        """Checks a request.
+    def of(
+        cls,
+        prompt: Prompt,
+        options: Options,
+        sizes: Sizes,
+        tokenizer: Any,
+        vocab_size: int,
+        suppressed: Suppressed = NONE_SUPPRESSED,
+    ) -> Ticket:
+        """Checks a request to a model that never draws the tokens `suppressed`.
 
         Raises:
             ValueError: for whatever the engine does not accept. The message says what is expected.
@@ -111,6 +120,7 @@ class Ticket:
                 seed=np.array([int(options.seed) & 0xFFFFFFFF], np.uint32).view(np.int32),
                 seen=seen,
                 limit=np.array([limit], np.int32),
+                suppressed=suppressed,
             ),
             ends=frozenset(ends[0].tolist()),
             limit=int(limit),

@@ -223,7 +223,7 @@ def _sampling(answer: AnswerOptions, params: Decoder, tokenizer: Any, rows: Sequ
         seen = np.zeros((len(rows), params.config.vocab_size), bool)
         for marks, row in zip(seen, rows, strict=True):
             marks[row] = True
-    return Sampling(sampler, ends, _row_keys(answer.seed, len(rows)), seen)
+    return Sampling(sampler, ends, _row_keys(answer.seed, len(rows)), seen, params.card.suppressed)
 
 
 def _row_keys(seed: Any, batch: int) -> Key[Array, "B"]:

@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from flax import nnx
 
 import kvjax
 from kvjax.checkpoint import CheckpointError, load, restore, save, save_hf
-from kvjax.checkpoint.card import card_of
+from kvjax.checkpoint.card import ENDS, PENALTY, REFUSED, SAMPLING, SILENT, SUPPRESSED, card_of
 from kvjax.checkpoint.gguf.config import generation
 from kvjax.decoding.sampling import Greedy, Sampler
 from kvjax.models import Decoder, config_from_hf
@@ -19,6 +20,7 @@ from kvjax.request.ends import turn_ends
 from kvjax.serve.schema import Completion
 from tests.checkpoint.folders import decoder
 from tests.checkpoint.published import CONFIGS, GENERATION
+from tests.tiny import full_logits
 
 # The fields that differ after a round trip, and why.
 DIFFERENCES = {"quantization_config": "weights are dequantised when they are read"}
@@ -76,12 +78,11 @@ def test_end_tokens_and_samplers(said, ends, sampler):
 
 def test_what_is_not_applied_is_named():
     said = {
-        "suppress_tokens": [7],
         "no_repeat_ngram_size": 3,
-        "bad_words_ids": [[1]],
-        "forced_eos_token_id": 2,
+        "encoder_no_repeat_ngram_size": 2,
+        "guidance_scale": 0,
         "num_beams": 4,
-        "new_rule": "x",
+        "new": "x",
     }
     neutral = {
         "num_beams": 1,
@@ -89,6 +90,9 @@ def test_what_is_not_applied_is_named():
         "no_repeat_ngram_size": 0,
         "max_length": 20,
         "begin_suppress_tokens": None,
+        "bad_words_ids": [],
+        "sequence_bias": {},
+        "forced_eos_token_id": None,
     }
     assert [field.partition("=")[0] for field in card_of(Path("x"), said, 40).ignored] == sorted(said)
     assert card_of(Path("x"), neutral, 40).ignored == ()
@@ -100,6 +104,20 @@ def test_what_is_not_applied_is_named():
         ({"eos_token_id": "</s>"}, "eos_token_id='</s>': expected a token id or a list of ids"),
         ({"do_sample": "yes"}, "do_sample='yes': expected true or false"),
         ({"do_sample": True, "top_p": 2}, "top_p=2"),
+        ({"suppress_tokens": [[1]]}, r"suppress_tokens=\[\[1\]\]: expected a token id or a list of ids"),
+        ({"suppress_tokens": list(range(39)), "begin_suppress_tokens": [39]}, "have all ids: expected some"),
+        *(
+            ({field: value}, f"asks for {field}=.*, which kvjax does not apply to answers; expected null")
+            for field, value in {
+                "forced_bos_token_id": 0,
+                "forced_eos_token_id": [2],
+                "bad_words_ids": [[1]],
+                "force_words_ids": [[1]],
+                "constraints": ["x"],
+                "sequence_bias": [[[1], -10.0]],
+                "stop_strings": "x",
+            }.items()
+        ),
     ],
 )
 def test_values_that_are_not_accepted(said, message):
@@ -122,6 +140,51 @@ def test_answers_end_at_the_tokens_of_the_checkpoint(tmp_path, where):
     assert len(list(kvjax.stream(params, prompt, max_new_tokens=4))) == length
     with kvjax.Engine(params, rows=1, max_prompt=8, max_new_tokens=4) as engine:
         assert engine.submit(prompt[0]).result().finish == "end"
+
+
+@pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
+def test_suppressed_tokens_are_never_drawn(tmp_path, where):
+    """Of the first tokens without any, one is suppressed at the beginning, and the next ones everywhere."""
+    params, prompt, steps = decoder(), [3, 1, 2], 6
+    free = kvjax.generate(params, [prompt], max_new_tokens=steps).tokens[0].tolist()
+    first, always = [free[0]], sorted({*free} - {free[0]})
+    save_hf(params, tmp_path)
+    content = written(tmp_path, where) if where == "config.json" else {}
+    content |= {"suppress_tokens": [*always, 99], "begin_suppress_tokens": first, "eos_token_id": None}
+    (tmp_path / where).write_text(json.dumps(content))
+    params, _ = load(tmp_path)
+    assert params.card.suppressed == (tuple(always), tuple(first))
+    expected: list[int] = []
+    for _ in range(steps):
+        (logits,) = full_logits(params, [np.array([*prompt, *expected])], 16)
+        never = [*always, *(first if not expected else [])]
+        expected.append(int(np.ma.masked_where(np.isin(np.arange(40), never), logits[-1]).argmax()))
+    assert expected != free
+    assert kvjax.generate(params, [prompt], max_new_tokens=steps).tokens[0].tolist() == expected
+    assert [int(piece.tokens[0]) for piece in kvjax.stream(params, [prompt], max_new_tokens=steps)] == expected
+    with kvjax.Engine(params, rows=1, max_prompt=8, max_new_tokens=steps) as engine:
+        assert engine.submit(prompt).result().tokens.tolist() == expected
+        hot = engine.submit(prompt, sampler=Sampler(100.0), seed=2).result()
+    drawn = kvjax.generate(params, [prompt] * 64, max_new_tokens=steps, sampler=Sampler(100.0, repetition_penalty=0.5))
+    for tokens in (np.array([hot.tokens]), np.asarray(drawn.tokens)):
+        assert not np.isin(tokens, always).any()
+        assert not np.isin(tokens[:, 0], first).any()
+
+
+def test_no_field_of_transformers_is_lost():
+    """Each field of its GenerationConfig is applied, refused, named by a warning, or known to change no token."""
+    transformers = pytest.importorskip("transformers")
+    warned = """
+        num_beams num_beam_groups num_return_sequences guidance_scale typical_p top_h encoder_repetition_penalty
+        min_length min_new_tokens no_repeat_ngram_size encoder_no_repeat_ngram_size penalty_alpha dola_layers
+        exponential_decay_length_penalty epsilon_cutoff eta_cutoff token_healing watermarking_config
+    """
+    applied = {ENDS, PENALTY, "do_sample", *SAMPLING, *SUPPRESSED}
+    known = [*applied, *REFUSED.split(), *SILENT.split(), *warned.split()]
+    assert sorted(set(known)) == sorted(known)
+    assert vars(transformers.GenerationConfig()).keys() <= {*known}
+    for field in warned.split():
+        assert card_of(Path("x"), {field: 7}, 40).ignored == (f"{field}=7",)
 
 
 class Tokenizer:

@@ -132,6 +132,7 @@ def test_the_checkpoints_sampler_is_the_default_and_info_shows_what_is_said(tmp_
     folder = tmp_path / "model"
     shutil.copytree(DEMO, folder)
     said = {"do_sample": True, "temperature": 0.5, "eos_token_id": [2, 3], "no_repeat_ngram_size": 3}
+    said |= {"suppress_tokens": [7], "begin_suppress_tokens": [8, 9]}
     (folder / "generation_config.json").write_text(json.dumps(said))
     for options, sampler in (((), "temperature=0.5"), (("--sampler", "greedy"), "greedy")):
         with pytest.warns(UserWarning, match="asks for no_repeat_ngram_size=3"):
@@ -140,3 +141,5 @@ def test_the_checkpoints_sampler_is_the_default_and_info_shows_what_is_said(tmp_
     shown = json.loads(kv("info", str(folder), "--policy", "full", "--json")[1])
     assert (shown["end_tokens"], shown["sampler"]) == ([2, 3], "temperature=0.5")
     assert shown["not_applied"] == ["no_repeat_ngram_size=3"]
+    assert shown["suppressed"] == {"always": [7], "first": [8, 9]}
+    assert re.search("suppressed first +8, 9 ", kv("info", str(folder), "--policy", "full")[1])

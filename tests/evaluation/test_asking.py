@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +115,25 @@ def test_answers_are_those_of_each_question_alone(params: Decoder, question: Set
     sizes = {one.example.id: one.context.size for one in ITEMS}
     if question == "after":
         assert kept == {name: [float(12 if "tova" in text else size // 2)] for name, size in sizes.items()}
+
+
+def test_answers_end_at_the_tokens_of_the_checkpoint(params: Decoder, tmp_path: Path) -> None:
+    """In padded batches and in rows that are refilled."""
+    (batch,), policy = batches(readings(ITEMS[:2], "before"), lambda _: 4), parse("full")
+    whole = [
+        answer.tokens
+        for mine in answered(Asker(params, tokenizer(), Greedy(), ends=False), batch, policy)
+        for answer in mine
+    ]
+    said = whole[0][1]
+    kvjax.save_hf(params, tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [END, said]}))
+    ask = Asker(kvjax.load(tmp_path)[0], tokenizer(), Greedy())
+    cut = [[t for i, t in enumerate(tokens) if not {END, said} & {*tokens[:i]}] for tokens in whole]
+    assert cut[0][-1] == said != END
+    assert len(cut[0]) < len(whole[0])
+    assert [answer.tokens for mine in answered(ask, batch, policy) for answer in mine] == cut
+    assert sorted(ended.answer.tokens for ended in ask.refilled([batch], policy)) == sorted(cut)
 
 
 @pytest.mark.slow

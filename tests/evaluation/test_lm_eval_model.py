@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.checkpoint.folder import DEMO
 from kvjax.evaluation.tasks import registry
 from kvjax.evaluation.tasks.task import Source
 from tests.tiny import full_logits
@@ -88,6 +90,18 @@ def test_answers_are_those_of_generate(full: KVJaxLM) -> None:
     assert texts == [text.split(".")[0] for text in out.text]
     (cut,) = full.generate_until(requests((CONTEXT, wanted | {"until": [" is"]})), disable_tqdm=True)
     assert cut == "anna"
+
+
+def test_answers_end_at_the_tokens_of_the_checkpoint(full: KVJaxLM, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO, folder)
+    (end,) = full.tokenizer.encode("is", add_special_tokens=False)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [full.eot_token_id, end]}))
+    asked = requests((CONTEXT, {"until": [], "max_gen_toks": 16}))
+    (whole,) = full.generate_until(asked, disable_tqdm=True)
+    (cut,) = KVJaxLM(str(folder), batch_size=4, dtype="float32").generate_until(asked, disable_tqdm=True)
+    assert whole.startswith("anna is kettle")
+    assert cut == "anna is"
 
 
 @pytest.mark.slow
