@@ -65,7 +65,7 @@ async def unrouted(request: Request, error: Exception) -> Response:
         message = f"{cut(request.method)} is not accepted here: expected {allowed}"
         return ApiError(405, message, code="method_not_allowed").response
     if error.status_code == 404:
-        paths = ", ".join(route.path for route in request.app.routes)
+        paths = ", ".join(route.path.replace(":path}", "}") for route in request.app.routes)
         return ApiError(404, f"there is no path {shown(request.url.path)}: expected one of {paths}").response
     return ApiError(error.status_code, str(error.detail)).response
 
