@@ -42,6 +42,7 @@ CORE = (*PACKAGES, "common", "tests")  # folders of tests
 FILES = 3  # of tests that run for a mutant
 OWN = 1000  # mentions that a test file of a file's own name counts as
 LIMIT = 900  # seconds; a mutant whose tests take longer counts as found
+LIMIT_OF_ALL = 3600
 SKIPPED = "core/RemoveDecorator", "core/ExceptionReplacer"  # a dataclass without its decorator fails on import
 
 
@@ -137,20 +138,20 @@ def run(mutant: Mutant, folder: Path, whole: bool) -> dict[str, object]:
     try:
         found = failing(chosen, folder)
         if whole and found is None:
-            found = failing([f"--ignore={test}" for test in chosen], folder)
+            found = failing([f"--ignore={test}" for test in chosen], folder, LIMIT_OF_ALL)
     finally:
         path.write_text(code)
     return {"path": mutant.path, "line": mutant.line, "before": before, "after": after, "found_by": found}
 
 
-def failing(arguments: list[str], folder: Path) -> str | None:
+def failing(arguments: list[str], folder: Path, limit: int = LIMIT) -> str | None:
     """The first test that fails in a copy of the checkout; None if all pass."""
     command = [sys.executable, "-m", "pytest", "-xq", "--no-header", "-p", "no:cacheprovider", *arguments]
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(folder)}
     try:
-        result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT, env=environment)
+        result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=limit, env=environment)
     except subprocess.TimeoutExpired:
-        return f"no end within {LIMIT} seconds"
+        return f"no end within {limit} seconds"
     if not result.returncode:
         return None
     killer = re.search(r"^(?:FAILED|ERROR) (\S+)", result.stdout, re.MULTILINE)
