@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import policies
 from kvjax.cache import Entries, Layers, Slots
@@ -139,6 +139,19 @@ class KVCache:
         """A cache of one row, `rows` times."""
         cache = _repeated(self, rows)
         return cache if self.mesh is None else jax.tree.map(place, cache, cache.shardings)
+
+    def retained(self) -> Bool[np.ndarray, "B L H N"]:
+        """Which tokens have an entry, by row, layer, kv head and position, on the host; N is the longest row's length.
+
+        A token that was merged into another's entry has none of its own.
+        """
+        shape = self.batch_size, len(self.entries), self.entries.kv_heads, int(fetch(self.length).max(initial=0))
+        found = np.zeros(shape, bool)
+        for row in range(self.batch_size):
+            for layer, heads in enumerate(self.entries.by_head(row)):
+                for head, positions in enumerate(heads):
+                    found[row, layer, head, positions[positions >= 0]] = True
+        return found
 
     def in_words(self) -> str:
         """What the longest row holds and what all rows reserve, as every command says it."""

@@ -129,3 +129,21 @@ def test_prompt_of_any_length_in_constant_memory(subject: Decoder, policy: kvjax
         occupied = np.asarray(layer.occupancy)
         assert occupied.max() <= layer.slots
         assert policy.merge.effects.keys or occupied.min() == layer.slots  # a merge may leave slots empty
+
+
+@pytest.mark.parametrize("text", ["snapkv:budget=12,window=4", "adakv:base=snapkv,base.budget=12,base.window=4"])
+def test_retained_tokens_are_those_with_an_entry(shallow: Decoder, text: str) -> None:
+    """Of rows of 30 and 9 tokens, in slots and in a pool, whose heads share 12 entries each."""
+    rows = [np.arange(30) % 7 + 1, np.arange(9) % 5 + 1]
+    cache = kvjax.prefill(shallow, rows, policy=text)
+    retained = cache.retained()
+    assert retained.shape == (2, shallow.config.num_layers, shallow.config.num_kv_heads, 30)
+    assert retained[0, ..., 26:].all()  # the window
+    assert retained[1, ..., :9].all()
+    assert not retained[1, ..., 9:].any()
+    np.testing.assert_array_equal(retained[0].mean(axis=1).sum(axis=-1), 12)
+    for layer, entries in enumerate(cache.entries):
+        for head, positions in enumerate(np.asarray(entries.positions)[0]):
+            np.testing.assert_array_equal(
+                np.flatnonzero(retained[0, layer, head]), np.unique(positions[positions >= 0])
+            )
