@@ -11,12 +11,12 @@ PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
 
 def main() -> None:
-    """Of each requirement `name[extra]>=version`, the line `name==version`."""
+    """Of each requirement `name[extra]>=version; marker`, the line `name==version; marker`."""
     project = tomllib.loads(PYPROJECT.read_text())["project"]
     lists = [project["dependencies"], *project["optional-dependencies"].values()]
     for line in (line for lines in lists for line in lines):
-        if stated := re.match(r"([\w.-]+)(?:\[.*\])?>=([\w.]+)", line):
-            print(f"{stated[1]}=={stated[2]}")
+        if stated := re.match(r"([\w.-]+)(?:\[.*\])?>=([\w.]+)[^;]*(;.*)?", line):
+            print(f"{stated[1]}=={stated[2]}{stated[3] or ''}")
 
 
 if __name__ == "__main__":
