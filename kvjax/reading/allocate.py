@@ -40,13 +40,19 @@ def rows_needed(cache: KVCache, room: int, begins: bool) -> int:
     return pool_rows(cache.policy, kept, cache.entries.kv_heads, room)
 
 
-def bounded(cache: KVCache) -> KVCache:
-    """The cache with the static bound of its segments that its policy needs, found on the host outside of programs."""
+def bounded(cache: KVCache, longest: int | None = None) -> KVCache:
+    """The cache with the static bound of its segments, if its policy needs one.
+
+    Args:
+        longest: the bound; None for the longest segment there is, which the host looks up outside of programs.
+    """
     policy = cache.policy
     if not shows_whole_segments(policy) or isinstance(cache.length, jax.core.Tracer):
         return cache
-    pairs = zip(occupied_slots(cache), policy.limits(len(cache.kept)).evicts, strict=True)
-    return replace(cache, entries=cache.entries.within(max((held for held, evicts in pairs if evicts), default=0)))
+    if longest is None:
+        pairs = zip(occupied_slots(cache), policy.limits(len(cache.kept)).evicts, strict=True)
+        longest = max((held for held, evicts in pairs if evicts), default=0)
+    return replace(cache, entries=cache.entries.within(longest))
 
 
 def shows_whole_segments(policy: Policy) -> bool:

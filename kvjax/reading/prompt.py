@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from jaxtyping import Array, Float
 
@@ -30,42 +30,73 @@ Pieces = Generator[None, None, Result]
 """Work that stops between its pieces, and returns a result after the last one."""
 
 
-class PromptPlan(Protocol):
-    """The static choices for the reading of a prompt."""
+@dataclass(frozen=True)
+class Plan:
+    """The static choices for the reading of a prompt.
 
-    @property
-    def end(self) -> Ending:
-        """What happens at the end of the prompt."""
-        ...
+    Attributes:
+        end: what happens at the end of the prompt.
+        chunk: the number of tokens of a chunk; None for all.
+        between: the plan of the chunks before the last one.
+        new: the number of tokens that follow `occupied`.
+        room: the number of slots for tokens to come.
+        occupied: the most slots that any row and head of each layer occupies before the last chunk; None if only the
+            cache will tell.
+        begins: whether the prompt begins its cache.
+        longest: the static bound of segments once the budget has been allocated; None if only the cache will tell.
+    """
 
-    @property
-    def chunk(self) -> int | None:
-        """The number of tokens of a chunk; None for all."""
-        ...
+    end: Ending
+    chunk: int | None
+    between: ReadPlan
+    new: int
+    room: int
+    occupied: Sequence[int] | None
+    begins: bool
+    longest: int | None = None
 
-    @property
-    def between(self) -> ReadPlan:
-        """The plan of the chunks before the last one."""
-        ...
+    @classmethod
+    def of(
+        cls,
+        cache: KVCache,
+        batch: Batch,
+        end: Ending,
+        occupied: Sequence[int],
+        *,
+        room: int = 0,
+        chunk: int | None = None,
+        compress: Compress,
+    ) -> Plan:
+        """The choices by what a cache holds, whose layers and heads occupy so many slots.
+
+        Raises ValueError if the policy's score replays a prompt that this one does not begin.
+        """
+        begins = not any(occupied)
+        if end.allocate:
+            check_one_call(cache.policy, begins)
+        *before, last = batch.chunks(chunk)
+        new = last.tokens.shape[1]
+        compresses = compress == "chunk"
+        between = plan_read(cache, occupied, new=len(before) * new, room=0, compress=compresses, final=False)
+        if before:
+            check_fits(cache, between.slots)
+            return cls(end, chunk, between, new, room, None, begins)
+        return cls(end, None, between, new, room, occupied, begins)
 
     def last(self, cache: KVCache) -> ReadPlan:
         """The plan of the last chunk, after those before it have been read into `cache`."""
-        ...
-
-    def allocation(self, cache: KVCache) -> dict[str, int]:
-        """The static arguments of `allocate`."""
-        ...
-
-    def bounded(self, cache: KVCache) -> KVCache:
-        """A cache whose budget has been allocated, with the static bound of its segments that its policy needs."""
-        ...
+        occupied = occupied_slots(cache) if self.occupied is None else self.occupied
+        room = 0 if self.end.allocate else self.room
+        plan = plan_read(cache, occupied, new=self.new, room=room, compress=self.end.compress, final=self.end.final)
+        check_fits(cache, plan.slots)
+        return plan
 
 
 def pieces(
     params: Decoder,
     cache: KVCache,
     batch: Batch,
-    plan: PromptPlan,
+    plan: Plan,
     texts: Texts,
     *,
     run: Run = run_at_once,
@@ -94,7 +125,8 @@ def pieces(
             yield
             cache = replay(params, cache, part, run=run)
         yield
-        cache = plan.bounded(run(allocate, params, cache, **plan.allocation(cache)))
+        rows = rows_needed(cache, plan.room, plan.begins)
+        cache = bounded(run(allocate, params, cache, rows=rows, room=plan.room), plan.longest)
     return logits, cache
 
 
@@ -142,58 +174,3 @@ def read_prompt(
         cache = grown(cache, size=plan.between.slots)
     texts = encoded_texts(cache.policy, None) if texts is None else texts
     return complete(pieces(params, cache, batch, plan, texts, put=cache.put_rows))
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The choices for a prompt, by what its cache holds.
-
-    Attributes:
-        end, chunk, between: as `PromptPlan` has them.
-        new: the number of tokens of the last chunk.
-        room: the number of slots for tokens to come.
-        occupied: the most slots that any row and head of each layer occupies before the prompt.
-    """
-
-    end: Ending
-    chunk: int | None
-    between: ReadPlan
-    new: int
-    room: int
-    occupied: Sequence[int]
-
-    @classmethod
-    def of(
-        cls,
-        cache: KVCache,
-        batch: Batch,
-        end: Ending,
-        occupied: Sequence[int],
-        *,
-        room: int = 0,
-        chunk: int | None = None,
-        compress: Compress,
-    ) -> Plan:
-        """The choices. Raises ValueError if the policy's score replays a prompt that this one does not begin."""
-        if end.allocate:
-            check_one_call(cache.policy, begins=not any(occupied))
-        *before, last = batch.chunks(chunk)
-        new = last.tokens.shape[1]
-        compresses = compress == "chunk"
-        between = plan_read(cache, occupied, new=len(before) * new, room=0, compress=compresses, final=False)
-        if before:
-            check_fits(cache, between.slots)
-        return cls(end, chunk if before else None, between, new, room, occupied)
-
-    def last(self, cache: KVCache) -> ReadPlan:
-        occupied = self.occupied if self.chunk is None else occupied_slots(cache)
-        room = 0 if self.end.allocate else self.room
-        plan = plan_read(cache, occupied, new=self.new, room=room, compress=self.end.compress, final=self.end.final)
-        check_fits(cache, plan.slots)
-        return plan
-
-    def allocation(self, cache: KVCache) -> dict[str, int]:
-        return {"rows": rows_needed(cache, self.room, begins=not any(self.occupied)), "room": self.room}
-
-    def bounded(self, cache: KVCache) -> KVCache:
-        return bounded(cache)
