@@ -9,7 +9,7 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from kvjax.cache import bucket
-from kvjax.reading.batch import Batch
+from kvjax.reading.prompt import Batch
 from kvjax.request.prompts import rows_of
 
 
