@@ -10,10 +10,10 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from kvjax.checks import shown
+from kvjax.decoding.each_token import decode_until
 from kvjax.decoding.loop import NOT_FINITE, Decoding, decode, not_finite
 from kvjax.decoding.row_text import RowText, check_fast, stop_strings
 from kvjax.decoding.sampling import SamplingMethod
-from kvjax.decoding.until import decode_until
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import fetch
 from kvjax.models import Decoder

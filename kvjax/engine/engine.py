@@ -266,6 +266,7 @@ class Engine:
         return ticket
 
     def _cancel(self, ticket: Ticket) -> None:
+        """Ends a request. By this method a handle keeps its engine, which would close if nobody had it."""
         self._loop.cancel(ticket)
 
     def stats(self) -> Stats:
