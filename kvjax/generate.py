@@ -20,8 +20,9 @@ from kvjax.models import Decoder
 from kvjax.plan import full_bytes
 from kvjax.policy import Policy
 from kvjax.reading.room import Compress
+from kvjax.request.chat import TemplateOptions
 from kvjax.request.ends import EndTokens
-from kvjax.request.prompts import Prompt, TemplateOptions, is_single
+from kvjax.request.prompts import Prompt, is_single
 from kvjax.request.request import AnswerOptions, Request, Seed, read_request
 from kvjax.runtime.clock import Clock
 from kvjax.runtime.modes import own_modes

@@ -17,8 +17,9 @@ from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policy import Policy
 from kvjax.reading.room import Compress
+from kvjax.request.chat import TemplateOptions
 from kvjax.request.ends import EndTokens
-from kvjax.request.prompts import Prompt, TemplateOptions
+from kvjax.request.prompts import Prompt
 from kvjax.request.request import AnswerOptions, Request, Seed, read_request
 from kvjax.runtime.modes import own_modes
 
