@@ -20,7 +20,7 @@ from kvjax.models import Decoder
 from kvjax.policy import Texts
 from kvjax.runtime.clock import Run, run_at_once
 
-from .allocate import allocate, bounded, rows_needed
+from .allocate import allocated
 from .layers import jitted_step, logits_of, read
 from .replays import check_one_call, encoded_texts, passes, replay
 from .room import Compress, Ending, check_fits, ending, grown, occupied_slots, plan_read, with_room
@@ -141,7 +141,6 @@ def pieces(
     *,
     run: Run = run_at_once,
     put: Callable[[Any], Any],
-    owned: bool = False,
 ) -> Pieces[tuple[Float[Array, "B V"], KVCache]]:
     """Reads a prompt, whose rows all end in the last chunk.
 
@@ -149,7 +148,6 @@ def pieces(
         texts: token ids of the texts that the policy's score replays.
         run: how programs are run.
         put: places an array with axes [B, ...] on the devices of the cache.
-        owned: whether a prompt of one chunk may change the cache in place. Its layers then keep their shapes.
 
     Returns:
         Float32 logits after each row's last token, and the extended cache.
@@ -158,15 +156,14 @@ def pieces(
     for i, part in enumerate(before):
         _, cache = read(params, cache, *map(put, part.arrays), plan=plan.between, run=run, owned=i > 0)
         yield
-    hidden, cache = read(params, cache, *map(put, last.arrays), plan=plan.last(cache), run=run, owned=owned)
+    hidden, cache = read(params, cache, *map(put, last.arrays), plan=plan.last(cache), run=run)
     logits = run(logits_of, params.head, hidden, mesh=cache.mesh)
     if plan.end.allocate:
         for part in run(passes, *map(put, batch.arrays), score=cache.policy.score, texts=texts, mesh=cache.mesh):
             yield
             cache = replay(params, cache, part, run=run)
         yield
-        rows = rows_needed(cache, plan.room, plan.begins)
-        cache = bounded(run(allocate, params, cache, rows=rows, room=plan.room), plan.longest)
+        cache = allocated(params, cache, plan.room, plan.begins, longest=plan.longest, run=run)
     return logits, cache
 
 
