@@ -15,10 +15,9 @@ from kvjax.kv_cache import KVCache, check_attached
 from kvjax.mesh.sharding import mesh_of
 from kvjax.models import Decoder
 from kvjax.policy import Policy
-from kvjax.reading.batch import Batch
-from kvjax.reading.prompt import read_prompt
+from kvjax.reading.layers import jitted_step
+from kvjax.reading.prompt import Batch, read_prompt
 from kvjax.reading.room import Compress, check_reading, check_room, lacks_room
-from kvjax.reading.step import jitted_step
 from kvjax.runtime.modes import own_modes
 
 

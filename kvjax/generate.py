@@ -10,18 +10,19 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from kvjax.checks import shown
+from kvjax.decoding.each_token import decode_until
 from kvjax.decoding.loop import NOT_FINITE, Decoding, decode, not_finite
 from kvjax.decoding.row_text import RowText, check_fast, stop_strings
 from kvjax.decoding.sampling import SamplingMethod
-from kvjax.decoding.until import decode_until
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import fetch
 from kvjax.models import Decoder
 from kvjax.plan import full_bytes
 from kvjax.policy import Policy
 from kvjax.reading.room import Compress
+from kvjax.request.chat import TemplateOptions
 from kvjax.request.ends import EndTokens
-from kvjax.request.prompts import Prompt, TemplateOptions, is_single
+from kvjax.request.prompts import Prompt, is_single
 from kvjax.request.request import AnswerOptions, Request, Seed, read_request
 from kvjax.runtime.clock import Clock
 from kvjax.runtime.modes import own_modes

@@ -17,11 +17,11 @@ from kvjax.models import Decoder
 from kvjax.parts import Fixed
 from kvjax.policy import Policy, Score, Texts, Together
 from kvjax.reading.allocate import allocated
-from kvjax.reading.batch import Batch
+from kvjax.reading.layers import read
+from kvjax.reading.prompt import Batch
 from kvjax.reading.read_each import End, read_to_end, under
 from kvjax.reading.replays import check_one_call, replayed
 from kvjax.reading.room import grown, occupied_slots, plan_read
-from kvjax.reading.units import read
 from kvjax.request.prompts import Prompt
 from kvjax.request.request import Request, as_policy, texts_of
 from kvjax.runtime.clock import Clock

@@ -6,20 +6,20 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Bool, Int
 
-from kvjax.decoding.loop import NOT_FINITE, Decoding, advance, not_finite, take
+from kvjax.decoding.each_token import decode_each
+from kvjax.decoding.loop import Decoding
 from kvjax.decoding.row_text import RowText, check_fast, stop_strings
 from kvjax.decoding.sampling import SamplingMethod
 from kvjax.kv_cache import KVCache
-from kvjax.mesh.sharding import fetch
 from kvjax.models import Decoder
 from kvjax.policy import Policy
 from kvjax.reading.room import Compress
+from kvjax.request.chat import TemplateOptions
 from kvjax.request.ends import EndTokens
-from kvjax.request.prompts import Prompt, TemplateOptions
+from kvjax.request.prompts import Prompt
 from kvjax.request.request import AnswerOptions, Request, Seed, read_request
 from kvjax.runtime.modes import own_modes
 
@@ -123,33 +123,14 @@ def _pieces(
 ) -> Generator[Piece, None, None]:
     """Yields the pieces. `keep` receives the cache when the last one is yielded or the generator is closed."""
     logits, filled = read_request(params, request)
-    state = take(Decoding.begin(request.sampling, filled, size=0, log_probs=False), logits)
-    batch = len(request.batch.lengths)
-    texts = None if tokenizer is None else [RowText(tokenizer, stops) for _ in range(batch)]
-    active = np.ones(batch, bool)
-    # A call with a list of arrays takes a fraction of the time of a call with a module, which matters at every token.
-    leaves, tree = jax.tree.flatten(params)
-    for count in range(1, max_new_tokens + 1):
-        pending = fetch(state.cache.pending)
-        if (broken := active & (pending == NOT_FINITE)).any():
-            row = int(np.argmax(broken))
-            raise not_finite(row, int(fetch(state.cache.length)[row]))
-        tokens = np.where(active, pending, -1)
-        after = active & fetch(state.active)
-        if count == max_new_tokens:
-            after = np.zeros_like(after)
-        pieces = None
-        if texts is not None:
-            pieces = [row.add(int(token), last=not on) for row, token, on in zip(texts, tokens, after, strict=True)]
-            after &= [not row.stopped for row in texts]
-        active = after
-        if not active.any():
-            keep(state.cache)
-            yield Piece(tokens, pieces, active, state.cache)
-            return
+    state = Decoding.begin(request.sampling, filled, size=0, log_probs=False)
+    texts = None if tokenizer is None else [RowText(tokenizer, stops) for _ in request.batch.lengths]
+    for step in decode_each(params, state, logits, max_new_tokens, texts):
+        cache, ends = step.state.cache, not step.active.any()
+        if ends:
+            keep(cache)
         try:
-            yield Piece(tokens, pieces, active)
+            yield Piece(step.tokens, step.text, step.active, cache if ends else None)
         except GeneratorExit:
-            keep(state.cache)
+            keep(cache)
             raise
-        state = advance(leaves, state, state.cache.put_rows(active), tree=tree)

@@ -17,7 +17,7 @@ from kvjax.cache import bucket
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policies import parse
-from kvjax.reading.step import step
+from kvjax.reading.layers import step
 from tests.products import part
 from tests.tiny import decoder
 

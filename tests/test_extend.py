@@ -17,10 +17,9 @@ from kvjax.cache import bucket
 from kvjax.extend import extend
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder, DecoderConfig, Rope
-from kvjax.reading.batch import Batch
-from kvjax.reading.prompt import read_prompt
+from kvjax.reading.layers import read
+from kvjax.reading.prompt import Batch, read_prompt
 from kvjax.reading.room import plan_read, with_room
-from kvjax.reading.units import read
 from tests import tiny
 from tests.products import part
 

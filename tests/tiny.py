@@ -17,9 +17,8 @@ from kvjax.gates.forms import FORMS
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder, DecoderConfig, Mixture, Rope
 from kvjax.policy import Policy
-from kvjax.reading.batch import Batch
-from kvjax.reading.prompt import read_prompt
-from kvjax.reading.step import step as one_step
+from kvjax.reading.layers import step as one_step
+from kvjax.reading.prompt import Batch, read_prompt
 from kvjax.statistics.forms import STATISTICS
 
 VOCAB = 64

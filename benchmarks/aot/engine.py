@@ -56,7 +56,7 @@ def lower_engine(
     programs = Lowered(plans.placed)
     logits, row = Reader(plans, params, programs.compile, plans.shapes_of).add_all(after=False)
     start = jax.tree.map(
-        lambda x: plans.placed_rows(jax.ShapeDtypeStruct((plans.batch, *x.shape[1:]), x.dtype)),
+        lambda x: plans.shapes_of(jax.ShapeDtypeStruct((plans.batch, *x.shape[1:]), x.dtype)),
         Ticket.of([0], Options(1), sizes, None, config.vocab_size).start,
     )
     compile_rows(programs, plans, params, logits, row, start, at_once=1)

@@ -27,8 +27,7 @@ from kvjax.mesh.sharding import check_batch, fit_mesh, rows_sharding
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.plan import check_sizes, on_mesh, placed, plan_cache
 from kvjax.policy import Policy
-from kvjax.reading.batch import Batch
-from kvjax.reading.prompt import Plan, complete, pieces
+from kvjax.reading.prompt import Batch, Plan, complete, pieces
 from kvjax.reading.replays import encoded_texts
 from kvjax.reading.room import ending
 from kvjax.runtime.modes import own_modes

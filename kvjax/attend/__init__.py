@@ -9,7 +9,7 @@ from .positions import expired, met_keys, positions_behind, rotated
 from .prompt import Reading, ReadPlan, finished
 from .replay import Replaying
 from .step import RoomMaker, Stepping
-from .twice import attending_once, first, in_array, runs_twice, twice
+from .twice import attending_once, in_array, once, runs_twice, twice
 
 __all__ = [
     "ReadPlan",
@@ -20,9 +20,9 @@ __all__ = [
     "attending_once",
     "expired",
     "finished",
-    "first",
     "in_array",
     "met_keys",
+    "once",
     "over_heads",
     "over_layers",
     "over_rows",

@@ -34,8 +34,8 @@ def attending_once(attend: Attend) -> Attend:
     def attend_once(
         layer: AttentionLayer, q: Array, k: Array, v: Array, entries: Entries
     ) -> tuple[Float[Array, "2*B Hq 1 D"], Entries]:
-        once = replace(layer, hidden=jax.tree.map(first, layer.hidden))
-        context, entries = attend(once, first(q), first(k), first(v), entries)
+        record = replace(layer, hidden=jax.tree.map(once, layer.hidden))
+        context, entries = attend(record, once(q), once(k), once(v), entries)
         return jnp.repeat(context, 2, axis=0), entries
 
     return attend_once
@@ -53,6 +53,6 @@ def twice(x: Shaped[Array, "B ..."]) -> Shaped[Array, "2*B ..."]:
     return jax.lax.optimization_barrier(jnp.repeat(x, 2, axis=0))
 
 
-def first(x: Shaped[Array, "2*B ..."]) -> Shaped[Array, "B ..."]:
+def once(x: Shaped[Array, "2*B ..."]) -> Shaped[Array, "B ..."]:
     """One of the two of each row."""
     return x.reshape(len(x) // 2, 2, *x.shape[1:])[:, 0]

@@ -199,10 +199,10 @@ def warn_untied(path: Path, unembed: str, embed: str) -> None:
     )
 
 
-def _equal(tensors: Mapping[str, Stored], first: str, second: str, rows: int = 4096) -> bool:
-    """Whether two tensors of the same shape are equal. It reads `rows` rows at a time."""
+def _equal(tensors: Mapping[str, Stored], first: str, second: str) -> bool:
+    """Whether two tensors of the same shape are equal. It reads 4,096 rows at a time."""
     one, other = tensors[first], tensors[second]
-    length = one.get_shape()[0]
+    length, rows = one.get_shape()[0], 4096
     blocks = [slice(start, min(start + rows, length)) for start in range(0, length, rows)]
     return all(np.array_equal(one[block], other[block]) for block in blocks)
 

@@ -64,8 +64,7 @@ def read_template(path: Path) -> str:
     """A chat template. Raises ValueError for a file that cannot be read, or that is no Jinja template."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    from kvjax.request.limits import time_limit
-    from kvjax.request.prompts import TEMPLATE_SECONDS
+    from kvjax.request.chat import TEMPLATE_SECONDS, time_limit
 
     try:
         template = path.read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ from kvjax.decoding.row_samplers import RowSamplers
 from kvjax.decoding.sampling import SamplingMethod, log_probability, mark_seen, suppress
 from kvjax.kv_cache import KVCache
 from kvjax.models import NONE_SUPPRESSED, Decoder, Suppressed
-from kvjax.reading.step import step
+from kvjax.reading.layers import step
 from kvjax.runtime.gpu_flags import STEP_OPTIONS
 
 NOT_FINITE = -1  # the token of a row whose logits are not finite; no token has this id

@@ -23,8 +23,9 @@ from kvjax.kv_cache import check_attached, check_groups
 from kvjax.mesh.sharding import MODEL, check_batch, mesh_of, platform_of
 from kvjax.models import Decoder
 from kvjax.policy import Policy
+from kvjax.request.chat import TemplateOptions
 from kvjax.request.ends import EndTokens, default_ends
-from kvjax.request.prompts import Prompt, TemplateOptions
+from kvjax.request.prompts import Prompt
 from kvjax.request.request import as_policy, check_tokenizer, texts_of
 from kvjax.runtime.memory import device_memory
 from kvjax.runtime.modes import own_modes
@@ -267,6 +268,7 @@ class Engine:
         return ticket
 
     def _cancel(self, ticket: Ticket) -> None:
+        """Ends a request. By this method a handle keeps its engine, which would close if nobody had it."""
         self._loop.cancel(ticket)
 
     def stats(self) -> Stats:

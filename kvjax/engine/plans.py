@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from kvjax.mesh.sharding import DATA, place, rows_sharding
 from kvjax.models import DecoderConfig
 from kvjax.plan import on_mesh
 from kvjax.policy import Policy, Texts
-from kvjax.reading.allocate import pool_rows, shows_whole_segments
+from kvjax.reading.prompt import Plan
 from kvjax.reading.room import Ending, ending, plan_read
 
 from .errors import TooLongError
@@ -57,10 +57,6 @@ class Plans:
         """The number of rows in which a prompt is read: on a mesh, one for each part of the batch."""
         return 1 if self.mesh is None else self.mesh.shape[DATA]
 
-    def placed_rows(self, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        """The same shape, with axes [B, ...], where the rows lie."""
-        return x if self.mesh is None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows_sharding(self.mesh))
-
     @property
     def on_hosts(self) -> bool:
         """Whether the devices belong to several processes."""
@@ -77,15 +73,21 @@ class Plans:
 
     def shapes_of(self, x: Any) -> jax.ShapeDtypeStruct:
         """The shape of an array of the host with axes [B, ...], where the rows lie."""
-        return self.placed_rows(jax.ShapeDtypeStruct(x.shape, x.dtype))
+        rows = None if self.mesh is None else rows_sharding(self.mesh)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows)
 
     def placed(self, shapes: Any) -> Any:
         """The same shapes of what a program returns, where it lies."""
         return shapes if self.mesh is None else on_mesh(shapes, self.mesh)
 
-    def of_class(self, size: int) -> ClassPlan:
-        """The choices for the prompts of a class."""
-        return ClassPlan(self, size)
+    def of_class(self, size: int) -> Plan:
+        """The choices for the prompts of a class. The last chunk leaves the slots of a resident row."""
+        end, sizes, nothing = self.end, self.sizes, (0,) * len(self.empty.entries)
+        chunk = sizes.chunk if size > sizes.chunk else None
+        before = size - sizes.chunk if chunk else 0
+        between = plan_read(self.empty, nothing, new=before, room=0, compress=False, final=False)
+        new = size if end.allocate else sizes.prompt
+        return Plan(end, chunk, between, new, sizes.room, nothing, begins=True, longest=self.longest)
 
     def after(self, size: int, row: KVCache) -> ReadPlan:
         """Of the read of a question of a class after a stored prefix.
@@ -121,49 +123,7 @@ class Plans:
         layers, size = len(self.empty.kept), self.sizes.prompt
         return max([size, *(self.policy.slots(i, size, layers) or 0 for i in range(layers))])
 
-    def plan(self, new: int, *, room: int = 0, compress: bool, final: bool) -> ReadPlan:
-        """The plan of a read of `new` tokens into an empty cache."""
-        nothing = (0,) * len(self.empty.entries)
-        return plan_read(self.empty, nothing, new=new, room=room, compress=compress, final=final)
-
     @property
     def begin(self) -> dict[str, Any]:
         """The static arguments of `begun` that do not depend on the model."""
         return {"policy": self.policy, "size": self.sizes.prompt, "dtype": self.empty.dtype, "mesh": self.mesh}
-
-
-@dataclass(frozen=True)
-class ClassPlan:
-    """The choices for the prompts of a class, as `kvjax.reading.prompt.PromptPlan` has them."""
-
-    plans: Plans
-    size: int
-
-    @property
-    def end(self) -> Ending:
-        return self.plans.end
-
-    @property
-    def chunk(self) -> int | None:
-        return self.plans.sizes.chunk if self.size > self.plans.sizes.chunk else None
-
-    @property
-    def between(self) -> ReadPlan:
-        return self.plans.plan(self.size - self.plans.sizes.chunk, compress=False, final=False)
-
-    def last(self, cache: KVCache) -> ReadPlan:
-        """It leaves the slots of a resident row."""
-        plans, end = self.plans, self.plans.end
-        if end.allocate:
-            return plans.plan(self.size, compress=False, final=False)
-        return plans.plan(plans.sizes.prompt, room=plans.sizes.room, compress=end.compress, final=end.final)
-
-    def allocation(self, cache: KVCache) -> dict[str, int]:
-        plans, room = self.plans, self.plans.sizes.room
-        return {"rows": pool_rows(plans.policy, plans.empty.kept, cache.entries.kv_heads, room), "room": room}
-
-    def bounded(self, cache: KVCache) -> KVCache:
-        """With the bound that every prompt keeps to."""
-        if not shows_whole_segments(self.plans.policy):
-            return cache
-        return replace(cache, entries=cache.entries.within(self.plans.longest))

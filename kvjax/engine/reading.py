@@ -21,9 +21,8 @@ from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import fetch
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.policy import Policy
-from kvjax.reading.batch import Batch
-from kvjax.reading.prompt import Pieces, complete, pieces
-from kvjax.reading.units import logits_of, read
+from kvjax.reading.layers import logits_of, read
+from kvjax.reading.prompt import Batch, Pieces, complete, pieces
 from kvjax.runtime.clock import Run
 
 from .plans import Plans

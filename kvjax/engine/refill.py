@@ -172,7 +172,7 @@ class Refill:
                 those before it waits until all rows are free.
         """
         more, ended = True, list[Ended]()
-        while more or ended or self._busy:
+        while more or ended or self._waiting or any(self._rows):
             self._admit()
             steps = self._start()
             yield from ended
@@ -184,10 +184,6 @@ class Refill:
                     ended += self._begin(batch)
             if steps is not None:
                 ended += self._finish(*steps)
-
-    @property
-    def _busy(self) -> bool:
-        return bool(self._waiting) or any(self._rows)
 
     @contextmanager
     def _working(self) -> Iterator[None]:

@@ -17,8 +17,9 @@ from kvjax.decoding.row_samplers import RowSamplers
 from kvjax.decoding.row_text import RowText, stop_strings
 from kvjax.decoding.sampling import Greedy, SamplingMethod
 from kvjax.models import NONE_SUPPRESSED, Suppressed
+from kvjax.request.chat import TemplateOptions
 from kvjax.request.ends import EndTokens, end_tokens
-from kvjax.request.prompts import Prompt, TemplateOptions, is_single, rows_of
+from kvjax.request.prompts import Prompt, is_single, rows_of
 from kvjax.request.request import AnswerOptions, check_answer, is_seed
 
 from .errors import TooLongError

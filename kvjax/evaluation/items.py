@@ -14,7 +14,8 @@ from kvjax.evaluation.grid import Grid, TaskLine
 from kvjax.evaluation.judge import Endpoint
 from kvjax.evaluation.tasks import registry
 from kvjax.evaluation.tasks.task import Example, Fault, Question, Source, Task
-from kvjax.request.prompts import encoded, rendered
+from kvjax.request.chat import rendered
+from kvjax.request.prompts import encoded
 
 Ids = Int[np.ndarray, "_"]
 

@@ -175,9 +175,9 @@ def _staged(folder: Path) -> Iterator[None]:
             raise
 
 
-def _clear(folder: Path, tries: int = 20) -> None:
+def _clear(folder: Path) -> None:
     """Removes a folder, to which threads of Orbax may still be writing: they go on for a moment after an error."""
-    for _ in range(tries):
+    for _ in range(20):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
             break

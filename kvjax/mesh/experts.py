@@ -90,7 +90,7 @@ def sorted_products(
     weights: ExpertWeights,
     *,
     activation: Activation,
-    limit: float | None = None,
+    limit: float | None,
 ) -> Float[Array, "n K E"]:
     """What experts give to each token, by products of the tokens of an expert with its matrices."""
     X = len(weights.gate)
@@ -118,7 +118,7 @@ def gathered_products(
     weights: ExpertWeights,
     *,
     activation: Activation,
-    limit: float | None = None,
+    limit: float | None,
 ) -> Float[Array, "n K E"]:
     """The same by products of each token with the matrices of its experts. Others than the device's are not masked.
 

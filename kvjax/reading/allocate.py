@@ -18,35 +18,33 @@ from kvjax.mesh.heads import Heads
 from kvjax.models import AttentionLayer, Decoder
 from kvjax.pallas_kernels import PAGE
 from kvjax.policy import Moment, Policy
+from kvjax.runtime.clock import Run, run_at_once
 
 from .room import occupied_slots
 
 
-def allocated(params: Decoder, cache: KVCache, room: int, begins: bool) -> KVCache:
+def allocated(
+    params: Decoder, cache: KVCache, room: int, begins: bool, *, longest: int | None = None, run: Run = run_at_once
+) -> KVCache:
     """The cache of a prompt that has been read and replayed, in a pool with each head's own number of entries.
 
     Args:
         room: the number of slots for tokens to come in each segment that grows.
         begins: whether the prompt was read in one call, so that it is as long as the cache was made for.
+        longest: the static bound of segments, where the policy needs one; None for the longest segment there is, which
+            the host looks up outside of programs.
+        run: how programs are run.
     """
-    return bounded(allocate(params, cache, rows=rows_needed(cache, room, begins), room=room))
-
-
-def rows_needed(cache: KVCache, room: int, begins: bool) -> int:
-    """The rows of a lane of the pool for a prompt that has been read. Arguments are those of `allocated`."""
-    kept = cache.kept
+    policy, kept = cache.policy, cache.kept
     if not begins:
         kept = tuple(max(most or 0, now) for most, now in zip(kept, cache.entries.bounds, strict=True))
-    return pool_rows(cache.policy, kept, cache.entries.kv_heads, room)
-
-
-def bounded(cache: KVCache) -> KVCache:
-    """The cache with the static bound of its segments that its policy needs, found on the host outside of programs."""
-    policy = cache.policy
+    cache = run(allocate, params, cache, rows=pool_rows(policy, kept, cache.entries.kv_heads, room), room=room)
     if not shows_whole_segments(policy) or isinstance(cache.length, jax.core.Tracer):
         return cache
-    pairs = zip(occupied_slots(cache), policy.limits(len(cache.kept)).evicts, strict=True)
-    return replace(cache, entries=cache.entries.within(max((held for held, evicts in pairs if evicts), default=0)))
+    if longest is None:
+        pairs = zip(occupied_slots(cache), policy.limits(len(cache.kept)).evicts, strict=True)
+        longest = max((held for held, evicts in pairs if evicts), default=0)
+    return replace(cache, entries=cache.entries.within(longest))
 
 
 def shows_whole_segments(policy: Policy) -> bool:

@@ -8,69 +8,139 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Float, Int
 
 from kvjax.attend import ReadPlan
+from kvjax.cache import bucket
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policy import Texts
 from kvjax.runtime.clock import Run, run_at_once
 
-from .allocate import allocate, bounded, rows_needed
-from .batch import Batch
+from .allocate import allocated
+from .layers import jitted_step, logits_of, read
 from .replays import check_one_call, encoded_texts, passes, replay
 from .room import Compress, Ending, check_fits, ending, grown, occupied_slots, plan_read, with_room
-from .step import jitted_step
-from .units import logits_of, read
 
 Result = TypeVar("Result")
 Pieces = Generator[None, None, Result]
 """Work that stops between its pieces, and returns a result after the last one."""
 
 
-class PromptPlan(Protocol):
-    """The static choices for the reading of a prompt."""
+@dataclass(frozen=True)
+class Batch:
+    """Token ids of a batch, padded on the left.
+
+    Attributes:
+        tokens: int32. The ids of row b are its last `lengths[b]` columns.
+        lengths: int32, the number of tokens of each row.
+    """
+
+    tokens: Int[Any, "B N"]
+    lengths: Int[Any, "B"]
+
+    @classmethod
+    def of(cls, rows: Sequence[Int[np.ndarray, "_"]], size: int | None = None) -> Batch:
+        """Pads the rows with zeros to `size` columns. The default is the bucket of the longest row."""
+        lengths = np.array([row.size for row in rows], np.int32)
+        tokens = np.zeros((len(rows), size or bucket(int(lengths.max()))), np.int32)
+        for padded, row in zip(tokens, rows, strict=True):
+            padded[padded.size - row.size :] = row
+        return cls(tokens, lengths)
 
     @property
-    def end(self) -> Ending:
-        """What happens at the end of the prompt."""
-        ...
+    def arrays(self) -> tuple[Int[Any, "B N"], Int[Any, "B"]]:
+        """The tokens and the lengths."""
+        return self.tokens, self.lengths
 
-    @property
-    def chunk(self) -> int | None:
-        """The number of tokens of a chunk; None for all."""
-        ...
+    def chunks(self, size: int | None) -> list[Batch]:
+        """Cuts the columns into chunks of `size`, None for one; the first one is padded. All rows end in the last.
 
-    @property
-    def between(self) -> ReadPlan:
-        """The plan of the chunks before the last one."""
-        ...
+        Only arrays of the host are cut into several chunks.
+        """
+        columns = self.tokens.shape[1]
+        if size is None or size >= columns:
+            return [self]
+        number = -(-columns // size)
+        tokens = np.split(np.pad(self.tokens, ((0, 0), (number * size - columns, 0))), number, axis=1)
+        behind = range((number - 1) * size, -1, -size)
+        return [Batch(part, np.clip(self.lengths - rest, 0, size)) for part, rest in zip(tokens, behind, strict=True)]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The static choices for the reading of a prompt.
+
+    Attributes:
+        end: what happens at the end of the prompt.
+        chunk: the number of tokens of a chunk; None for all.
+        between: the plan of the chunks before the last one.
+        new: the number of tokens that follow `occupied`.
+        room: the number of slots for tokens to come.
+        occupied: the most slots that any row and head of each layer occupies before the last chunk; None if only the
+            cache will tell.
+        begins: whether the prompt begins its cache.
+        longest: the static bound of segments once the budget has been allocated; None if only the cache will tell.
+    """
+
+    end: Ending
+    chunk: int | None
+    between: ReadPlan
+    new: int
+    room: int
+    occupied: Sequence[int] | None
+    begins: bool
+    longest: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        cache: KVCache,
+        batch: Batch,
+        end: Ending,
+        occupied: Sequence[int],
+        *,
+        room: int = 0,
+        chunk: int | None = None,
+        compress: Compress,
+    ) -> Plan:
+        """The choices by what a cache holds, whose layers and heads occupy so many slots.
+
+        Raises ValueError if the policy's score replays a prompt that this one does not begin.
+        """
+        begins = not any(occupied)
+        if end.allocate:
+            check_one_call(cache.policy, begins)
+        *before, last = batch.chunks(chunk)
+        new = last.tokens.shape[1]
+        compresses = compress == "chunk"
+        between = plan_read(cache, occupied, new=len(before) * new, room=0, compress=compresses, final=False)
+        if before:
+            check_fits(cache, between.slots)
+            return cls(end, chunk, between, new, room, None, begins)
+        return cls(end, None, between, new, room, occupied, begins)
 
     def last(self, cache: KVCache) -> ReadPlan:
         """The plan of the last chunk, after those before it have been read into `cache`."""
-        ...
-
-    def allocation(self, cache: KVCache) -> dict[str, int]:
-        """The static arguments of `allocate`."""
-        ...
-
-    def bounded(self, cache: KVCache) -> KVCache:
-        """A cache whose budget has been allocated, with the static bound of its segments that its policy needs."""
-        ...
+        occupied = occupied_slots(cache) if self.occupied is None else self.occupied
+        room = 0 if self.end.allocate else self.room
+        plan = plan_read(cache, occupied, new=self.new, room=room, compress=self.end.compress, final=self.end.final)
+        check_fits(cache, plan.slots)
+        return plan
 
 
 def pieces(
     params: Decoder,
     cache: KVCache,
     batch: Batch,
-    plan: PromptPlan,
+    plan: Plan,
     texts: Texts,
     *,
     run: Run = run_at_once,
     put: Callable[[Any], Any],
-    owned: bool = False,
 ) -> Pieces[tuple[Float[Array, "B V"], KVCache]]:
     """Reads a prompt, whose rows all end in the last chunk.
 
@@ -78,7 +148,6 @@ def pieces(
         texts: token ids of the texts that the policy's score replays.
         run: how programs are run.
         put: places an array with axes [B, ...] on the devices of the cache.
-        owned: whether a prompt of one chunk may change the cache in place. Its layers then keep their shapes.
 
     Returns:
         Float32 logits after each row's last token, and the extended cache.
@@ -87,14 +156,14 @@ def pieces(
     for i, part in enumerate(before):
         _, cache = read(params, cache, *map(put, part.arrays), plan=plan.between, run=run, owned=i > 0)
         yield
-    hidden, cache = read(params, cache, *map(put, last.arrays), plan=plan.last(cache), run=run, owned=owned)
+    hidden, cache = read(params, cache, *map(put, last.arrays), plan=plan.last(cache), run=run)
     logits = run(logits_of, params.head, hidden, mesh=cache.mesh)
     if plan.end.allocate:
         for part in run(passes, *map(put, batch.arrays), score=cache.policy.score, texts=texts, mesh=cache.mesh):
             yield
             cache = replay(params, cache, part, run=run)
         yield
-        cache = plan.bounded(run(allocate, params, cache, **plan.allocation(cache)))
+        cache = allocated(params, cache, plan.room, plan.begins, longest=plan.longest, run=run)
     return logits, cache
 
 
@@ -142,58 +211,3 @@ def read_prompt(
         cache = grown(cache, size=plan.between.slots)
     texts = encoded_texts(cache.policy, None) if texts is None else texts
     return complete(pieces(params, cache, batch, plan, texts, put=cache.put_rows))
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The choices for a prompt, by what its cache holds.
-
-    Attributes:
-        end, chunk, between: as `PromptPlan` has them.
-        new: the number of tokens of the last chunk.
-        room: the number of slots for tokens to come.
-        occupied: the most slots that any row and head of each layer occupies before the prompt.
-    """
-
-    end: Ending
-    chunk: int | None
-    between: ReadPlan
-    new: int
-    room: int
-    occupied: Sequence[int]
-
-    @classmethod
-    def of(
-        cls,
-        cache: KVCache,
-        batch: Batch,
-        end: Ending,
-        occupied: Sequence[int],
-        *,
-        room: int = 0,
-        chunk: int | None = None,
-        compress: Compress,
-    ) -> Plan:
-        """The choices. Raises ValueError if the policy's score replays a prompt that this one does not begin."""
-        if end.allocate:
-            check_one_call(cache.policy, begins=not any(occupied))
-        *before, last = batch.chunks(chunk)
-        new = last.tokens.shape[1]
-        compresses = compress == "chunk"
-        between = plan_read(cache, occupied, new=len(before) * new, room=0, compress=compresses, final=False)
-        if before:
-            check_fits(cache, between.slots)
-        return cls(end, chunk if before else None, between, new, room, occupied)
-
-    def last(self, cache: KVCache) -> ReadPlan:
-        occupied = self.occupied if self.chunk is None else occupied_slots(cache)
-        room = 0 if self.end.allocate else self.room
-        plan = plan_read(cache, occupied, new=self.new, room=room, compress=self.end.compress, final=self.end.final)
-        check_fits(cache, plan.slots)
-        return plan
-
-    def allocation(self, cache: KVCache) -> dict[str, int]:
-        return {"rows": rows_needed(cache, self.room, begins=not any(self.occupied)), "room": self.room}
-
-    def bounded(self, cache: KVCache) -> KVCache:
-        return bounded(cache)

@@ -21,8 +21,7 @@ from kvjax.mesh.sharding import fetch
 from kvjax.models import AttentionLayer, Decoder
 from kvjax.policy import LayerShape, Moment, Policy, Together
 
-from .each_layer import facts_of
-from .units import read_layers
+from .layers import facts_of, read_layers
 
 MOST = 18  # ends that one program computes; the time to compile a program grows faster than its length
 

@@ -21,8 +21,7 @@ from kvjax.models import Attend, AttentionLayer, Decoder, embedded
 from kvjax.policy import Pass, Policy, Replay, Score, Texts
 from kvjax.runtime.clock import Run, run_at_once
 
-from .each_layer import Call, facts_of, through_layer
-from .units import begin, in_rows
+from .layers import Call, begin, facts_of, in_rows, through_layer
 
 Encode: TypeAlias = Callable[[str], Sequence[int]]
 _NOTHING: Any = None

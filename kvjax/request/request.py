@@ -23,12 +23,12 @@ from kvjax.kv_cache import KVCache, check_attached
 from kvjax.mesh.sharding import check_batch, fetch, mesh_of
 from kvjax.models import Decoder
 from kvjax.policy import Policy, Texts
-from kvjax.reading.batch import Batch
-from kvjax.reading.prompt import read_prompt
+from kvjax.reading.prompt import Batch, read_prompt
 from kvjax.reading.replays import encoded_texts
 from kvjax.reading.room import Compress, check_reading, ending
+from kvjax.request.chat import TemplateOptions, check_template_options
 from kvjax.request.ends import EndTokens, default_ends, end_tokens
-from kvjax.request.prompts import Prompt, TemplateOptions, check_template_options, rows_of
+from kvjax.request.prompts import Prompt, rows_of
 
 Seed: TypeAlias = int | Sequence[int] | Key[Array, "*B"] | Int[Array, "*B K"]
 

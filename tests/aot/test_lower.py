@@ -17,8 +17,7 @@ from kvjax.engine.compiling import Programs
 from kvjax.models import DecoderConfig
 from kvjax.plan import on_mesh
 from kvjax.policies import parse
-from kvjax.reading.batch import Batch
-from kvjax.reading.prompt import Plan, complete, pieces
+from kvjax.reading.prompt import Batch, Plan, complete, pieces
 from kvjax.reading.room import ending
 from kvjax.request.request import AnswerOptions, Request, read_request
 from tests.aot.compiled import CONFIG, accelerators, llama, sized

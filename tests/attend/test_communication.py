@@ -13,7 +13,7 @@ from benchmarks.aot.lower import lower_decode, lower_prefill
 from kvjax.cache import Segments
 from kvjax.models import Decoder
 from kvjax.policies import parse
-from kvjax.reading.step import step
+from kvjax.reading.layers import step
 from tests.attend.meshes import (
     HEADS,
     NEW,

@@ -11,7 +11,7 @@ import kvjax
 from kvjax.attend import runs_twice
 from kvjax.attend.twice import in_array
 from kvjax.models import Mixture
-from kvjax.reading.step import step
+from kvjax.reading.layers import step
 from tests.tiny import VOCAB, decoder
 
 
@@ -28,7 +28,7 @@ def test_rows_that_run_twice(batch: int, mixture: Mixture | None, monkeypatch: p
         asked.append(sizes)
         return True
 
-    monkeypatch.setattr(import_module("kvjax.reading.step"), "runs_twice", always)
+    monkeypatch.setattr(import_module("kvjax.reading.layers"), "runs_twice", always)
     got = jax.jit(lambda *args: step(*args))(params, cache, tokens, incoming)
     assert asked == [(batch, None)]
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):

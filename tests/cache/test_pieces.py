@@ -8,7 +8,7 @@ import pytest
 
 from kvjax.cache import pieces
 from kvjax.pallas_kernels import PAGE
-from kvjax.reading.step import step
+from kvjax.reading.layers import step
 from tests import tiny
 from tests.dense import assert_close
 

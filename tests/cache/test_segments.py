@@ -112,7 +112,7 @@ def test_a_step_reads_the_keys_of_a_pool_once(monkeypatch):
     for module in ("kvjax.cache.slots", "kvjax.methods.morphkv"):
         monkeypatch.setattr(import_module(module), "window_scores", read_again)
     rows = jax.ShapeDtypeStruct((2,), jnp.int32), jax.ShapeDtypeStruct((2,), bool)
-    _, extended = jax.eval_shape(import_module("kvjax.reading.step").step, model, cache, *rows)
+    _, extended = jax.eval_shape(import_module("kvjax.reading.layers").step, model, cache, *rows)
     assert jax.tree.map(jnp.shape, extended) == expected
 
 

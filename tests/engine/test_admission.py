@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 from collections.abc import Iterator
@@ -163,6 +164,12 @@ def test_after_close_nothing_is_accepted(shallow: Decoder) -> None:
     assert [len(handle.result().tokens) for handle in handles] == [5] * 6
     with pytest.raises(EngineClosedError, match="the engine is closed"):
         engine.submit([1])
+
+
+def test_a_handle_keeps_its_engine(shallow: Decoder) -> None:
+    handle = kvjax.Engine(shallow, POLICY, **SIZES).submit([5, 6, 7], max_new_tokens=40, eos=())
+    gc.collect()
+    assert len(handle.result(timeout=60).tokens) == 40
 
 
 def test_bytes_are_those_of_the_plan(shallow: Decoder, engine: kvjax.Engine) -> None:

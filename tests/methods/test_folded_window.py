@@ -14,7 +14,7 @@ from kvjax import policies
 from kvjax.extend import extend
 from kvjax.pallas_kernels import Reduction, use
 from kvjax.parts import FoldedWindow
-from kvjax.reading.step import step as one_step
+from kvjax.reading.layers import step as one_step
 from tests import tiny
 from tests.dense import assert_close
 from tests.methods.literal_heads import Generation, SlidingHead

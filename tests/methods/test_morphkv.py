@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from kvjax.policies import morphkv, parse
-from kvjax.reading.step import step
+from kvjax.reading.layers import step
 from tests import tiny
 from tests.dense import assert_close
 from tests.methods import one_layer

@@ -16,7 +16,7 @@ from kvjax.evaluation.tasks.vocabulary import IDS, STOP
 from kvjax.pallas_kernels import QuantizedArray
 from kvjax.parts import Fixed, GaussianMerge, GlobalShares, Quantized
 from kvjax.policies import full, kvcrush, kvmerger, morphkv, parse, quantize, snapkv, streaming_llm
-from kvjax.reading.step import step as one_step
+from kvjax.reading.layers import step as one_step
 from tests.methods.reference import rotated, softmax
 from tests.policy.presets import ALL
 from tests.policy.presets import decoder as decoder_for

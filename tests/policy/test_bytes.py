@@ -16,9 +16,8 @@ from kvjax.models import Decoder
 from kvjax.pallas_kernels import PAGE
 from kvjax.parts import GatedShares, Quantized, SalientCodes, ThinKeys
 from kvjax.policy import LayerShape, Policy
-from kvjax.reading.batch import Batch
-from kvjax.reading.prompt import read_prompt
-from kvjax.reading.step import step as one_step
+from kvjax.reading.layers import step as one_step
+from kvjax.reading.prompt import Batch, read_prompt
 from tests import tiny
 from tests.policy.expected_budgets import budget_of
 from tests.policy.presets import ALL, ROOM, SIZE, decode, decoder, draw, every_policy

@@ -9,7 +9,7 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from kvjax.cache import bucket
-from kvjax.reading.batch import Batch
+from kvjax.reading.prompt import Batch
 from kvjax.request.prompts import rows_of
 
 
@@ -185,6 +185,6 @@ def test_messages_need_a_tokenizer_with_a_template(tokenizer: PreTrainedTokenize
 def test_templates_that_fail(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, template: Any, message: str
 ) -> None:
-    monkeypatch.setattr("kvjax.request.prompts.TEMPLATE_SECONDS", 0.2)
+    monkeypatch.setattr("kvjax.request.chat.TEMPLATE_SECONDS", 0.2)
     with pytest.raises(ValueError, match=message):
         rows_of([USER], chatting(tokenizer, template), 101, begins=True)

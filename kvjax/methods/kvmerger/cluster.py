@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 BLOCK = 32  # the number of keys that are compared with each other in one product, and of bits in an integer
+ROUNDS = 12  # of bisection
 
 Rule = Literal["anchor", "chain"]
 
@@ -110,9 +111,8 @@ def solve_theta(
     counts: Int[Array, "B H"],
     room: Int[Array, "B H"],
     rule: Rule,
-    rounds: int = 12,
 ) -> Float[Array, "B H"]:
-    """The largest theta, within 2 / 2**rounds, for which each head has at most `room` sets, found by bisection.
+    """The largest theta, within 2 / 2**ROUNDS, for which each head has at most `room` sets, found by bisection.
 
     The number of sets grows with theta, always for "chain" and nearly always for "anchor". The sets fit in the room in
     any case, unless there are more sections than that: then theta is -1, which makes one set per section.
@@ -131,7 +131,7 @@ def solve_theta(
         return jnp.where(fits, middle, low), jnp.where(fits, high, middle)
 
     bounds = jnp.full(room.shape, -1.0 - 1e-5), jnp.full(room.shape, 1.0)
-    return jax.lax.fori_loop(0, rounds, halve, bounds)[0]
+    return jax.lax.fori_loop(0, ROUNDS, halve, bounds)[0]
 
 
 def _chain_ends(keys: Array, sections: Array, counts: Array, theta: Array) -> Bool[Array, "B H N"]:

@@ -15,7 +15,7 @@ import kvjax
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policies import parse
-from kvjax.reading import units
+from kvjax.reading import layers
 from tests.policy.presets import ALL
 from tests.test_prefill_each import MIXED, assert_same
 from tests.tiny import VOCAB, decoder, left_pad
@@ -61,7 +61,7 @@ def test_several_layers_in_a_program(text: str, monkeypatch: pytest.MonkeyPatch)
         return [cache, kvjax.prefill(params, TURN, cache=cache)]
 
     expected = caches()
-    monkeypatch.setattr(units, "layers_at_once", lambda tokens, mesh: 3)
+    monkeypatch.setattr(layers, "layers_at_once", lambda tokens, mesh: 3)
     for ours, theirs in zip(jax.tree.leaves(caches()), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
@@ -69,10 +69,10 @@ def test_several_layers_in_a_program(text: str, monkeypatch: pytest.MonkeyPatch)
 def test_how_many_layers_a_program_reads() -> None:
     def of(platform: str, tokens: int) -> int:
         mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform)]))
-        return units.layers_at_once(tokens, mesh)
+        return layers.layers_at_once(tokens, mesh)
 
     assert [of("gpu", tokens) for tokens in (1, 512, 1024, 4096, 10_000)] == [8, 8, 4, 1, 1]
-    assert of("tpu", 1) == of("cpu", 1) == units.layers_at_once(1, None) == 1
+    assert of("tpu", 1) == of("cpu", 1) == layers.layers_at_once(1, None) == 1
 
 
 def deep(more: int = 0) -> Decoder:

@@ -20,8 +20,8 @@ from kvjax.mesh.experts import over_experts
 from kvjax.models import Decoder
 from kvjax.policies import parse
 from kvjax.policy import ScoreWrapper
+from kvjax.reading.layers import step
 from kvjax.reading.room import with_room
-from kvjax.reading.step import step
 from tests.test_prefill_each import MIXED, assert_same
 from tests.tiny import VOCAB, decoder
 

@@ -1,14 +1,14 @@
-"""The programs of a reading: the first hidden states, the layers, the logits. Layers of a kind share one program.
+"""Tokens through the layers of a model: a prompt in a program per kind of layer, a decode step in one program.
 
-The host starts one program after the other. The programs of a deep model are therefore those of a shallow one, and the
-activations of a layer are forgotten before the next one runs. Inside a caller's `jax.jit` they are parts of the
-caller's program.
+The host starts the programs of a prompt one after the other: the first hidden states, the layers, the logits. The
+programs of a deep model are therefore those of a shallow one, and the activations of a layer are forgotten before the
+next one runs. Inside a caller's `jax.jit` they are parts of the caller's program.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,20 +16,118 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.attend import Reading, ReadPlan, positions_behind
+from kvjax.attend import (
+    Reading,
+    ReadPlan,
+    Replaying,
+    Stepping,
+    attending_once,
+    in_array,
+    once,
+    over_heads,
+    positions_behind,
+    runs_twice,
+    twice,
+)
 from kvjax.cache import Entries, Slots
 from kvjax.kv_cache import KVCache
+from kvjax.mesh.experts import over_experts
 from kvjax.mesh.sharding import logical_sharding, rows_sharding
-from kvjax.models import AttentionLayer, Decoder, Head, embedded
+from kvjax.models import Attend, AttentionLayer, Decoder, DecoderConfig, Head, embedded
 from kvjax.runtime.clock import Run, run_at_once
-
-from .each_layer import Call, facts_of, through_some
 
 # A program of a GPU reads so many tokens of all rows and layers together, unless it then has more layers than these.
 # With one layer for 512 tokens an H100 answers 0.81 of the tokens per second.
 TOKENS, MOST_LAYERS = 4096, 8
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is static about a call of one layer, or of all layers.
+
+    Attributes:
+        attention: of the call.
+        mesh: where layers and entries lie; None is one device.
+        doubled: whether each row runs `twice`.
+    """
+
+    attention: Reading | Replaying | Stepping
+    mesh: Mesh | None
+    doubled: bool = False
+
+    def of_layers(self, first: int, count: int) -> Call:
+        """The call of some layers over their own entries."""
+        return replace(self, attention=self.attention.of_layers(first, count))
+
+    def attend(self, **rows: Any) -> Attend:
+        """The attention function for these arguments, arrays with axes [B, ...] or None."""
+        hidden = self.attention.policy.score.needs.hidden
+        attend = over_heads(self.mesh, self.attention, hidden=hidden, **rows)
+        return attending_once(attend) if self.doubled else attend
+
+
+def through_some(
+    layers: Sequence[Any],
+    first: Int[ArrayLike, ""],
+    x: Float[Array, "B N E"],
+    entries: Entries,
+    rows: dict[str, Any],
+    *,
+    facts: Sequence[AttentionLayer],
+    call: Call,
+) -> tuple[Float[Array, "B N E"], Entries]:
+    """The hidden states behind some layers, and their entries. It is called in a program.
+
+    A layer is traced once for all that are alike and whose arrays have equal shapes. XLA inlines its calls.
+
+    Args:
+        first: the index of the first of these layers in the model.
+        entries: of these layers.
+        facts: of these layers, from `facts_of`.
+        call: of these layers.
+    """
+    for i, (layer, own) in enumerate(zip(layers, facts, strict=True)):
+        part = entries.of_layers(i, 1)
+        x, part = _traced(layer, first + i, x, part, rows, facts=own, call=call.of_layers(i, 1))
+        entries = entries.with_layers(i, part)
+    return x, entries
+
+
+def through_layer(
+    layer: Any,
+    index: Int[Array, ""],
+    x: Float[Array, "B N E"],
+    entries: Entries,
+    rows: dict[str, Any],
+    *,
+    facts: AttentionLayer,
+    call: Call,
+) -> tuple[Float[Array, "B N E"], Entries]:
+    """The hidden states behind a layer, and its entries.
+
+    Args:
+        index: of the layer in the model.
+        entries: of this layer alone.
+        facts: of this layer, from `facts_of`.
+        call: of this layer.
+    """
+    record = replace(facts, index=index, **layer.attention.weights)
+    return layer(x, record, call.attend(**rows), entries, over_experts(call.mesh))
+
+
+_traced = jax.jit(through_layer, static_argnames=("facts", "call"))
+
+
+def facts_of(config: DecoderConfig) -> list[AttentionLayer]:
+    """What is static about each layer, for a cache of that layer alone. Layers of a kind have equal facts."""
+    nothing: Any = None
+    return [
+        AttentionLayer(0, config.rope_of(i), **config.logits_of(i), output=nothing, alone=True)
+        for i in range(config.num_layers)
+    ]
 
 
 def read(
@@ -71,16 +169,14 @@ def read_layers(
     lengths: Int[Array, "B"],
     *,
     plan: ReadPlan | None,
-    run: Run = run_at_once,
 ) -> Iterator[Slots]:
     """The entries of each layer of slots after up to N tokens per row have been appended, one layer after another.
 
     Args:
         tokens: right-aligned, on the devices of the cache.
         plan: as `kvjax.attend.Reading` has it.
-        run: how programs are run.
     """
-    reader = _Reader(params, cache, tokens, lengths, plan=plan, run=run)
+    reader = _Reader(params, cache, tokens, lengths, plan=plan, run=run_at_once)
     for i in range(len(params.layers)):
         yield reader.layers(i, cache.entries.of_layers(i, 1)).layer(0, 0)
 
@@ -171,6 +267,28 @@ read_in_place = jax.jit(_read_layers, static_argnames=("facts", "call"), donate_
 def logits_of(head: Head, hidden: Float[Array, "B N E"], *, mesh: Mesh | None) -> Float[Array, "B V"]:
     """The float32 logits after the last of N tokens."""
     return by_row(head(hidden[:, -1]), mesh)
+
+
+def step(
+    params: Decoder, cache: KVCache, tokens: Int[Array, "B"], incoming: Bool[Array, "B"]
+) -> tuple[Float[Array, "B V"], KVCache]:
+    """Extends a cache by one token in the rows where one is incoming; the others stay as they are.
+
+    Returns:
+        Float32 logits after each row's token, and the new cache.
+    """
+    rows = {"positions": in_array(cache.length), "incoming": in_array(incoming), "rope": cache.rope}
+    stepping = Stepping(cache.policy, cache.policy.limits(len(cache.entries)))
+    call = Call(stepping, cache.mesh, doubled=runs_twice(cache.batch_size, cache.mesh))
+    x, config = tokens[:, None], params.config
+    x = embedded(params.embed, twice(x) if call.doubled else x, config.embedding_scale)
+    x, entries = through_some(params.layers, 0, x, cache.entries, rows, facts=facts_of(config), call=call)
+    hidden = once(x) if call.doubled else x
+    cache = replace(cache, entries=entries, length=cache.length + incoming)
+    return by_row(params.logits(hidden[:, 0]), cache.mesh), cache.in_place()
+
+
+jitted_step = jax.jit(step)
 
 
 def by_row(logits: Float[Array, "B V"], mesh: Mesh | None) -> Float[Array, "B V"]:
