@@ -71,17 +71,20 @@ def test_a_prompt_in_pieces():
         whole, pieces = (tiny.step(params, cache, np.arange(2), np.ones(2, bool))[1] for cache in (whole, pieces))
 
 
-def test_without_an_eviction_it_does_not_matter_how_tokens_are_cut_into_calls():
-    """A prompt of 10 tokens and 20 more, one by one or six at once and then one by one; eviction begins at 16."""
+@pytest.mark.parametrize(("first", "last"), [(10, 16), (17, 19)])
+def test_without_an_eviction_it_does_not_matter_how_tokens_are_cut_into_calls(first, last):
+    """A prompt of 10 tokens and 20 more, one by one, or some of them at once; evictions are at 16, 20, 24 and 28."""
     params, row = tiny.decoder(), np.random.default_rng(5).integers(0, tiny.VOCAB, 30)
 
     def begun():
-        return tiny.prefill(params, "gkv:budget=16,window=4,every=4", [row[:10]], 16, room=24)[1]
+        return tiny.prefill(params, "gkv:budget=16,window=4,every=4,mix=1.0,decay=1.0", [row[:10]], 16, room=24)[1]
 
-    by_step, by_turn = begun(), extend(params, begun(), row[None, 10:16])[1]
-    for n, token in enumerate(row[10:]):
+    by_step, by_turn = begun(), begun()
+    for n, token in enumerate(row[10:], 10):
         _, by_step = tiny.step(params, by_step, token[None], np.ones(1, bool))
-        if n >= 6:
+        if n == first:
+            _, by_turn = extend(params, by_turn, row[None, first:last])
+        elif not first < n < last:
             _, by_turn = tiny.step(params, by_turn, token[None], np.ones(1, bool))
-        if n >= 5:
+        if not first <= n < last - 1:
             assert tiny.held(by_turn, 0) == tiny.held(by_step, 0)

@@ -10,7 +10,9 @@ import pytest
 
 import kvjax
 from kvjax.policies import keydiff_codes, parse
-from tests.tiny import VOCAB, decoder, held
+from tests.methods import saved_statistics
+from tests.methods.test_quantize import rounded
+from tests.tiny import decoder
 
 # What the tests of all presets run (tests/policy/presets.py).
 OPTIONS = ("budget=12,recent=3", "budget=0.5,recent=2,bits=4")
@@ -34,17 +36,17 @@ def test_240_entries_take_the_bytes_of_128_in_bfloat16() -> None:
     assert 0.98 * whole < codes <= whole
 
 
-def test_it_retains_what_keydiff_retains_of_the_codes() -> None:
-    """The newest entries, and of the others those whose stored keys are least like the mean of all unit keys."""
-    params, rng = decoder(4, 2, (None,)), np.random.default_rng(0)
-    prompt = rng.integers(0, VOCAB, 40)
-    cache = kvjax.prefill(params, [prompt], policy=keydiff_codes(12, recent=3))
-    full = kvjax.prefill(params, [prompt], policy="quantize:bits=8").entries.layer(0, 0).plain()
-    keys = np.asarray(full.keys[0], np.float64)
-    order = np.asarray(full.positions[0])
-    for head in range(2):
-        own = keys[head][np.argsort(order[head])][-40:]
-        unit = own / np.linalg.norm(own, axis=-1, keepdims=True)
-        likeness = unit @ unit.mean(axis=0)
-        expected = {37, 38, 39} | set(np.argsort(likeness[:37], kind="stable")[:9].tolist())
-        assert set(held(cache, 0)[0][head]) == expected
+@pytest.mark.slow(first=1)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_it_retains_what_keydiff_retains_of_the_codes(bits: int) -> None:
+    """The newest entries, and those whose rounded keys are least like the mean of all unit keys, at every step."""
+
+    def score(h: int, keys: np.ndarray, values: np.ndarray, positions: np.ndarray, now: int) -> np.ndarray:
+        held = rounded(keys, bits, keys.shape[1]).astype(np.float64)
+        unit = held / np.linalg.norm(held, axis=1, keepdims=True)
+        anchor = unit.mean(axis=0)
+        return -unit @ anchor / np.linalg.norm(anchor)
+
+    params, _ = saved_statistics.decoder(2, {})
+    policy = f"keydiff_codes:budget=12,recent=3,bits={bits}"
+    saved_statistics.assert_follows(params, policy, score, budget=12, sinks=0, recent=3, every=1)
