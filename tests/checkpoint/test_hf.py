@@ -15,16 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import kvjax
-from kvjax.checkpoint import (
-    CheckpointError,
-    load,
-    load_named,
-    plan_conversion,
-    read_headers,
-    save,
-    save_hf,
-    source_of,
-)
+from kvjax.checkpoint import CheckpointError, load, load_named, read_headers, save_hf, source_of
 from kvjax.checkpoint.errors import one_line
 from kvjax.checks import installs
 from kvjax.models import UnsupportedModelError
@@ -111,23 +102,6 @@ def test_output_matrix_beside_tied_embeddings_unties_them_if_it_differs(tmp_path
     assert not np.any(untied.unembed)
     save_hf(untied, tmp_path / "again")
     assert json.loads((tmp_path / "again" / "config.json").read_text())["tie_word_embeddings"] is False
-
-
-@pytest.mark.filterwarnings("ignore:.* differs from .*, but config.json ties them")
-@pytest.mark.parametrize("head", ["absent", "equal", "another"])
-def test_a_conversion_of_tied_embeddings_counts_the_output_matrix_if_it_is_another(tmp_path, head):
-    """The plan of each form is that of what `load` and `restore` read."""
-    save_hf(decoder(tie_word_embeddings=True), tmp_path / "hf")
-    embed = load_file(tmp_path / "hf" / WEIGHTS)[EMBED]
-    edit(tmp_path / "hf", lm_head__weight={"absent": None, "equal": embed, "another": embed + 1}[head])
-    params, _ = load(tmp_path / "hf")
-    config = (tmp_path / "hf" / "config.json").read_text()
-    save(params, tmp_path / "orbax")
-    (tmp_path / "orbax" / "config.json").write_text(config)
-    sizes = [leaf.nbytes for leaf in jax.tree.leaves(params)]
-    for form, to in (("hf", "orbax"), ("orbax", "hf")):
-        plan = plan_conversion(tmp_path / form, tmp_path / "out", to)
-        assert (4 * plan.parameters, plan.parameter_bytes) == (sum(sizes), sum(sizes))
 
 
 def test_a_missing_output_matrix_says_that_the_config_does_not_tie_it(folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -35,3 +36,12 @@ def literal_entries(
         codes, low, step = literal_codes(x[None, None], bits, axis, real)
         found.append((low + step * codes)[0, 0])
     return found[0], found[1] * divisors
+
+
+def rounded(x: np.ndarray, bits: int, group: int) -> np.ndarray:
+    """The numbers [..., D] that codes and bfloat16 scales hold, in NumPy."""
+    largest = 2 ** (bits - 1) - 1
+    grouped = x.astype(np.float32).reshape(*x.shape[:-1], -1, group)
+    scales = np.abs(grouped).max(axis=-1, keepdims=True) / np.float32(largest)
+    scales = scales.astype(jnp.bfloat16).astype(np.float32)
+    return (np.clip(np.round(grouped / scales), -largest, largest) * scales).reshape(x.shape)

@@ -11,7 +11,7 @@ import pytest
 import kvjax
 from kvjax.policies import keydiff_codes, parse
 from tests.methods import saved_statistics
-from tests.methods.test_quantize import rounded
+from tests.methods.literal_codes import rounded
 from tests.tiny import decoder
 
 # What the tests of all presets run (tests/policy/presets.py).

@@ -17,6 +17,7 @@ from kvjax.pallas_kernels import QuantizedArray
 from kvjax.parts import Fixed, GaussianMerge, GlobalShares, Quantized
 from kvjax.policies import full, kvcrush, kvmerger, morphkv, parse, quantize, snapkv, streaming_llm
 from kvjax.reading.layers import step as one_step
+from tests.methods.literal_codes import rounded
 from tests.methods.reference import rotated, softmax
 from tests.policy.presets import ALL
 from tests.policy.presets import decoder as decoder_for
@@ -79,15 +80,6 @@ def test_groups_that_do_not_fit_the_model() -> None:
     with pytest.raises(ValueError, match="bits=4: expected bits=8 for heads of 9 channels"):
         Quantized(4).store(jnp.zeros((2, 9)))
     assert Quantized().store(jnp.zeros((2, 80))).scales.shape == (2, 5)  # groups of 16
-
-
-def rounded(x: np.ndarray, bits: int, group: int) -> np.ndarray:
-    """The numbers [..., D] that codes and bfloat16 scales hold, in NumPy."""
-    largest = 2 ** (bits - 1) - 1
-    grouped = x.astype(np.float32).reshape(*x.shape[:-1], -1, group)
-    scales = np.abs(grouped).max(axis=-1, keepdims=True) / np.float32(largest)
-    scales = scales.astype(jnp.bfloat16).astype(np.float32)
-    return (np.clip(np.round(grouped / scales), -largest, largest) * scales).reshape(x.shape)
 
 
 @pytest.mark.parametrize(("bits", "group"), [(8, 32), (8, 4), (4, 32), (4, 4)])
