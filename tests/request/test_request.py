@@ -19,7 +19,7 @@ from kvjax.policies import h2o, morphkv, snapkv, streaming_llm
 @pytest.fixture(scope="module")
 def fresh(shallow: Decoder) -> Decoder:
     """A decoder that nothing has been compiled for."""
-    return Decoder(replace(shallow.config, vocab_size=60), nnx.Rngs(0))
+    return Decoder(replace(shallow.config, vocab_size=60, mlp_size=shallow.config.mlp_size + 8), nnx.Rngs(0))
 
 
 @pytest.fixture(scope="module")
