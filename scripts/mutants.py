@@ -37,7 +37,7 @@ from cosmic_ray.plugins import get_operator, operator_names
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("methods", "cache", "attend", "policy", "reading")
 INVARIANTS = "tests/policy/test_invariants.py"
-OF_ALL_METHODS = ["tests/methods/test_refusals.py", "tests/policy/test_options.py"]
+OF_ALL_METHODS = ["tests/methods/test_refusals.py", "tests/policy/test_options.py", "tests/policy/test_ranges.py"]
 CORE = (*PACKAGES, "common", "tests")  # folders of tests
 FILES = 3  # of tests that run for a mutant
 OWN = 1000  # mentions that a test file of a file's own name counts as
