@@ -32,13 +32,13 @@ REFUSED = """
 """
 # Fields that change no token: names of ids, lengths (the caller's), outputs, and how transformers runs.
 SILENT = """
-    bos_token_id pad_token_id decoder_start_token_id transformers_version _from_model_config use_cache max_length
-    max_new_tokens max_time early_stopping length_penalty diversity_penalty output_attentions output_hidden_states
-    output_scores output_logits return_dict_in_generate cache_implementation cache_config max_cache_len compile_config
-    disable_compile continuous_batching_config low_memory prefill_chunk_size is_assistant num_assistant_tokens
-    num_assistant_tokens_schedule assistant_confidence_threshold prompt_lookup_num_tokens max_matching_ngram_size
-    assistant_early_exit assistant_lookbehind target_lookbehind assistant_ensemble_weight speculation_type use_mtp
-    remove_invalid_values renormalize_logits sep_token_id unk_token_id
+    bos_token_id pad_token_id decoder_start_token_id transformers_version _from_model_config _commit_hash use_cache
+    max_length max_new_tokens max_time early_stopping length_penalty diversity_penalty output_attentions
+    output_hidden_states output_scores output_logits return_dict_in_generate cache_implementation cache_config
+    max_cache_len compile_config disable_compile continuous_batching_config low_memory prefill_chunk_size is_assistant
+    num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold prompt_lookup_num_tokens
+    max_matching_ngram_size assistant_early_exit assistant_lookbehind target_lookbehind assistant_ensemble_weight
+    speculation_type use_mtp remove_invalid_values renormalize_logits sep_token_id unk_token_id
 """
 
 
