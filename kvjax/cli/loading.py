@@ -66,6 +66,8 @@ def read_template(path: Path) -> str:
 
     from kvjax.request.chat import TEMPLATE_SECONDS, time_limit
 
+    if path.is_char_device():  # which may have no end
+        raise ValueError(f"--chat-template {path} is a device: expected a Jinja file")
     try:
         template = path.read_text(encoding="utf-8")
         with time_limit(TEMPLATE_SECONDS):

@@ -118,6 +118,12 @@ def test_a_bad_template(content: bytes | None, said: str, tmp_path: Path) -> Non
         assert "expected a Jinja file" in stderr
 
 
+def test_a_template_without_an_end() -> None:
+    status, _, stderr = kv("chat", "no such folder", "--chat-template", "/dev/full")
+    assert status == 2
+    assert "--chat-template /dev/full is a device: expected a Jinja file" in stderr
+
+
 @pytest.mark.parametrize(
     ("policy", "reason"),
     [
