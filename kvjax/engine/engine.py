@@ -138,7 +138,7 @@ class Engine:
         check_groups(self.policy.budget, config.num_kv_heads, 1 if mesh is None else mesh.shape[MODEL])
         plans = Plans.of(config, self.policy, self.sizes, jnp.dtype(params.embed.dtype), mesh, texts)
         self.footprint = Footprint.of(config, plans, weights_per_device(params))
-        devices = jax.tree.leaves(params)[0].sharding.addressable_devices
+        devices = params.embed[...].sharding.addressable_devices
         most = device_memory(devices) if memory is None else bytes_of(memory)
         if most is not None:
             self.footprint.check(rows, most, plans.batch)
