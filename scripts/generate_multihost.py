@@ -1,4 +1,6 @@
-"""Generates on the devices of several hosts. Run the same command on each host; docs/multihost.md has examples.
+"""Generates on the devices of several hosts. Run the same command on each host.
+
+docs/guide/many_devices.md has examples.
 
     python -m scripts.generate_multihost MODEL PROMPT [PROMPT ...] --data 2 --model 4
         --coordinator HOST:PORT --processes 2 --process 0     where neither Slurm nor a TPU pod configures JAX

@@ -16,7 +16,13 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 @pytest.mark.parametrize(
     ("page", "layers"),
-    [("methods.md", 1), ("your_own_policy.md", 2), ("kernels.md", 1), ("caches.md", 1), ("engine.md", 1)],
+    [
+        ("methods/index.md", 1),
+        ("extend/policy.md", 2),
+        ("extend/kernels.md", 1),
+        ("guide/caches.md", 1),
+        ("guide/engine.md", 1),
+    ],
 )
 def test_code_runs_from_top_to_bottom(page: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing depends on what the models say. Where layers share a budget there are two of them."""

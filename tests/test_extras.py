@@ -31,7 +31,7 @@ def test_messages_and_documents_name_extras_that_exist_and_never_the_package_alo
     used = set()
     for path in [
         ROOT / "README.md",
-        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("docs/**/*.md"),
         *ROOT.glob("kvjax/**/*.py"),
         *ROOT.glob("benchmarks/**/*.py"),
     ]:

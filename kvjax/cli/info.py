@@ -209,7 +209,9 @@ def _show(facts: dict[str, Any], config: DecoderConfig) -> None:
         console.print(
             "", f"on {devices} devices, data={facts['mesh']['data']} x model={facts['mesh']['model']}", sep="\n"
         )
-    uses = Table(title="Which policy: docs/choosing.md has the evidence", title_justify="left", title_style="bold")
+    uses = Table(
+        title="Which policy: docs/guide/choosing.md has the evidence", title_justify="left", title_style="bold"
+    )
     uses.add_column("use", overflow="fold")
     uses.add_column("policy", no_wrap=True)  # to be copied
     for choice in CHOICES:

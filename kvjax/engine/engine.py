@@ -46,7 +46,7 @@ class Engine:
     """Answers requests as they come, many at a time, in the rows of one resident cache.
 
     A request's tokens are those of `kvjax.generate` for this request alone, in float32. They do not depend on the other
-    requests, on the order in which they come, or on the row. See docs/engine.md.
+    requests, on the order in which they come, or on the row. See docs/guide/engine.md.
 
     Threads: the constructor compiles all programs and starts one thread, which alone runs them. Every method may be
     called from any thread. `close` ends the thread; so does the end of a `with` block.

@@ -44,7 +44,7 @@ def parse(text: str, presets: Presets, parts: Mapping[str, type[Part]]) -> Polic
 
 def _nearest(name: Any, presets: Presets) -> str:
     """What a name that is no preset may mean."""
-    examples = f"expected one of {len(presets)} presets of docs/methods.md, such as full, snapkv or morphkv"
+    examples = f"expected one of {len(presets)} presets of docs/methods/index.md, such as full, snapkv or morphkv"
     return did_you_mean(name, presets).removeprefix("; ") or examples
 
 

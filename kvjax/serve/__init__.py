@@ -5,7 +5,7 @@
     app = application(engine, Settings("smollm2", "morphkv:budget=512"), ending)
     run(app, ending, listen("127.0.0.1", 8000), patience=60)
 
-`application` returns an ASGI application. It needs the extra `serve`. See docs/serving.md.
+`application` returns an ASGI application. It needs the extra `serve`. See docs/guide/serving.md.
 """
 
 from .application import application

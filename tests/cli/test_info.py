@@ -78,7 +78,7 @@ def test_what_changes_the_softmax_is_shown(
 
 
 def test_recommendations_are_those_of_the_page(model: str) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "choosing.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "choosing.md").read_text()
     rows = re.findall(r"^\| (.+?) \| `(.+?)` \|", page, re.MULTILINE)
     assert rows == [tuple(choice) for choice in CHOICES]
     for choice in CHOICES:
