@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
 
@@ -45,10 +46,20 @@ def __dir__() -> list[str]:
     return ["PRESETS", "parse", *PRESETS]
 
 
+def _stated(part: object) -> int | float | None:
+    """Returns the number of entries, or the share of a prompt, that a budget or the budget within it states."""
+    if not is_dataclass(part):
+        return None
+    values = [getattr(part, field.name) for field in fields(part)]
+    numbers = (getattr(part, name, None) for name in ("entries", "share"))
+    found = (each for each in (*numbers, *map(_stated, values)) if isinstance(each, int | float))
+    return next(found, None)
+
+
 @cache
 def brief(policy: Policy) -> str:
-    """A few words for a policy: the text of a preset with at most a budget if there is one, and else its parts."""
-    budget = getattr(policy.budget, "entries", getattr(policy.budget, "share", None))
+    """Describes a policy in a few words: by its preset and budget if these say all, and else by its parts."""
+    budget = _stated(policy.budget)
     for name, make in PRESETS.items():
         given: tuple[dict[str, Any], ...] = ({}, {"budget": budget})
         for options in given:

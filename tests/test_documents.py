@@ -1,10 +1,13 @@
 """One document and many questions, and how caches and answers print."""
 
+import inspect
+
 import jax
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 import kvjax
+from kvjax import policies
 from kvjax.models import Decoder
 
 
@@ -46,3 +49,11 @@ def test_caches_and_answers_print_as_one_line(
     assert repr(out).startswith(f"Generation({out.text!r}, 2 rows, 4 tokens, KVCache({brief}, 2 rows, ")
     assert "18 of 62 tokens in the longest" in repr(out)
     assert "tokens" not in repr(jax.eval_shape(lambda cache: cache, document))
+
+
+BUDGETS = [name for name, make in policies.PRESETS.own.items() if "budget" in inspect.signature(make).parameters]
+
+
+@pytest.mark.parametrize("preset", BUDGETS)
+def test_a_preset_with_a_budget_is_described_by_its_text(preset: str) -> None:
+    assert policies.brief(policies.PRESETS[preset](budget=1500)) == f"{preset}:budget=1500"
