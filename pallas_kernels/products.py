@@ -22,7 +22,7 @@ def lone_row_as_in_batch(x: Float[Array, "... I"], weight: Float[Array, "I O"]) 
     - On CPUs XLA sums a single row in an order of its own, and rows of a batch in blocks of 256 inputs. With 512 inputs
       the halves are these blocks, and the row has the bits that it has in a batch. With other numbers of inputs the two
       may differ by rounding.
-    - A CPU reads the weights faster in this form (docs/benchmarks.md). No array of the weight's size is written.
+    - A CPU reads the weights faster in this form (docs/notes/cpu.md). No array of the weight's size is written.
 
     Without the barrier XLA moves the reshape behind the addition that follows, then behind the next one, and simplifies
     the whole program once more for each.

@@ -63,7 +63,7 @@ def most_probable(logits: Float[Array, "B V"]) -> Int32[Array, "B"]:
 
 
 def _first_largest(logits: Float[Array, "B V"]) -> Int32[Array, "B"]:
-    """An argmax as two reductions, because XLA compares one pair of numbers at a time on a CPU (docs/benchmarks.md)."""
+    """An argmax as two reductions, because XLA compares one pair of numbers at a time on a CPU (docs/notes/cpu.md)."""
     logits = jnp.where(jnp.isnan(logits), jnp.inf, logits)  # a CPU's maximum passes over NaN
     largest = jnp.max(logits, axis=1, keepdims=True)
     tokens = jnp.arange(logits.shape[1], dtype=jnp.int32)
