@@ -15,6 +15,7 @@ measurement, then the ratio of the medians and its goal. The cases, each divided
     kvcrush     reading a prompt; reference: its base, SnapKV
     prompt      reading a prompt at once or in chunks, with all kernels or without cuDNN; reference: at once, with all
     prefill     the peak memory that reading a long prompt takes, beyond weights and the retained cache
+    answer      129 tokens after 4,096: the first answer, which compiles unless a cache has its programs, and later ones
 """
 
 from __future__ import annotations
@@ -286,6 +287,17 @@ class Bench:
             layers = None if beyond is None else beyond / layer
             show(case="prefill", beyond=beyond, layers=layers, goal="two layers and a chunk", **facts)
 
+    def answer(self) -> None:
+        prompt, new = self.prompt(1, self.size(4096)), 129
+        for text in ("full", f"morphkv:budget={self.size(1024)},window={self.size(32)}"):
+            taken = []
+            for _ in range(self.repeats + 1):
+                started = time.perf_counter()
+                stats = self._answer(prompt, text, new)
+                taken.append((time.perf_counter() - started, stats.prefill_seconds, stats.decode_seconds / (new - 1)))
+            later, reading, step = map(statistics.median, zip(*taken[1:], strict=True))
+            show(case="answer", side=text, first=taken[0][0], later=later, prompt=reading, step=step)
+
 
 CASES = {  # the peak of memory comes first
     "prefill": Bench.prefill,
@@ -297,6 +309,7 @@ CASES = {  # the peak of memory comes first
     "dynamickv": Bench.dynamickv,
     "batch": Bench.batch,
     "flat": Bench.flat,
+    "answer": Bench.answer,
 }
 
 

@@ -3,13 +3,14 @@
     python -m benchmarks.bench_engine --out runs/engine.jsonl               # hours on two cores; a second call goes on
     python -m benchmarks.bench_engine --out /tmp/try.jsonl --rehearsal      # minutes, to see that everything runs
 
-The models are that of `bench_cpu.py`, which has 57 million random parameters, and the demo model. All requests
-are there from the beginning. Prompts have 128 to 2,048 tokens. Both lengths are drawn log-uniformly.
+The models are that of `bench_cpu.py`, which has 57 million random parameters, and the demo model; for GPUs 8 layers of
+an 8B's shape (--models 8b). All requests are there from the beginning. Lengths are drawn log-uniformly.
 
-| load | answers |
-|---|---|
-| mixed | 16 to 1,024 tokens: a few are much longer than the others |
-| long | 512 to 1,024 tokens |
+| load | prompts of up to 2,048 tokens | answers of up to 1,024 |
+|---|---|---|
+| mixed | from 128 | from 16: a few are much longer than the others |
+| long | from 128 | from 512 |
+| chat | from 256 | from 64 |
 
 | side | what runs |
 |---|---|
@@ -42,15 +43,17 @@ from typing import Any
 import numpy as np
 
 import kvjax
+from benchmarks import bench_decode
 from benchmarks.bench_cpu import CPU, make_model
 from kvjax.checkpoint.folder import DEMO
 from kvjax.engine import Handle
 from kvjax.models import Decoder
+from kvjax.runtime.gpu_flags import set_gpu_flags
 
-MODELS = ("random", "demo")
+MODELS = ("random", "demo", "8b")
 POLICIES = ("morphkv:budget=256,window=32", "snapkv:budget=256,window=32")
 SIDES = ("static", "engine", "transformers", "step")
-LOADS = {"mixed": 64, "long": 2}  # the longest answer over the shortest
+LOADS = {"mixed": (16, 64), "long": (16, 2), "chat": (8, 16)}  # the longest prompt and answer over the shortest
 Side = Callable[[], "Measured"]
 
 
@@ -59,7 +62,7 @@ class Settings:
     """What two measurements must have in common to be compared.
 
     Attributes:
-        model: "random" or "demo".
+        model: a name of MODELS.
         load: a name of LOADS.
         requests: their number.
         rows: of static batches, and of engines under the full cache.
@@ -102,8 +105,8 @@ class Measured:
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     arguments.add_argument("--out", type=Path, required=True)
-    arguments.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    arguments.add_argument("--loads", nargs="+", choices=LOADS, default=tuple(LOADS))
+    arguments.add_argument("--models", nargs="+", choices=MODELS, default=MODELS[:2])
+    arguments.add_argument("--loads", nargs="+", choices=LOADS, default=("mixed", "long"))
     arguments.add_argument("--requests", type=int, default=48)
     arguments.add_argument("--rows", type=int, default=8)
     arguments.add_argument("--max-prompt", type=int, default=2048)
@@ -112,12 +115,13 @@ def main() -> None:
     arguments.add_argument("--without", nargs="+", choices=SIDES, default=(), help="sides that are not measured")
     arguments.add_argument("--turns", type=int, default=3)
     arguments.add_argument("--seed", type=int, default=0)
-    arguments.add_argument("--rehearsal", action="store_true", help="the demo model, and few short requests")
+    arguments.add_argument("--rehearsal", action="store_true", help="small models, and few short requests")
     given = arguments.parse_args()
     if given.rehearsal:
-        small = {"models": ["demo"], "requests": 6, "rows": 2, "max_prompt": 64, "max_new_tokens": 32, "turns": 1}
+        small = {"models": MODELS[1:], "requests": 6, "rows": 2, "max_prompt": 64, "max_new_tokens": 32, "turns": 1}
         given = argparse.Namespace(**vars(given) | small)
         given.policies = ["morphkv:budget=16,window=4", "snapkv:budget=16,window=4"]
+    set_gpu_flags()
     given.out.parent.mkdir(parents=True, exist_ok=True)
     for model in given.models:
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -131,7 +135,8 @@ class Bench:
 
     def __init__(self, given: argparse.Namespace, model: str, folder: Path, stack: ExitStack) -> None:
         self.given, self.model, self.folder, self.stack = given, model, folder, stack
-        self.params, _ = kvjax.load(str(folder))
+        eight = bench_decode.Bench(given.rehearsal, repeats=1, layers=8)
+        self.params = eight.params if model == "8b" else kvjax.load(str(folder))[0]
         self.made: dict[str, Any] = {}
         self.warm: set[str] = set()
 
@@ -191,15 +196,15 @@ class Bench:
 
     def peer(self) -> Any:
         """The same model in transformers."""
+        if self.model == "8b":
+            raise NotImplementedError("transformers has no folder of this model")
         from transformers import AutoModelForCausalLM
 
         load = partial(AutoModelForCausalLM.from_pretrained, self.folder, dtype="float32")
         return self._once("transformers", lambda: load(attn_implementation="sdpa").eval())
 
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
-        if name not in self.made:
-            self.made[name] = make()
-        return self.made[name]
+        return self.made[name] if name in self.made else self.made.setdefault(name, make())
 
 
 def lines_of(path: Path, settings: Settings) -> list[dict[str, Any]]:
@@ -230,7 +235,7 @@ def drawn(given: Settings, vocab: int) -> list[Requested]:
         low = max(1, most // share)
         return np.exp(rng.uniform(np.log(low), np.log(most), given.requests)).astype(int).tolist()
 
-    prompts, answers = lengths(given.max_prompt, 16), lengths(given.max_new_tokens, LOADS[given.load])
+    prompts, answers = map(lengths, (given.max_prompt, given.max_new_tokens), LOADS[given.load])
     return [Requested(rng.integers(0, vocab, n).tolist(), new) for n, new in zip(prompts, answers, strict=True)]
 
 
@@ -264,9 +269,8 @@ def continuous(model: Any, requests: Sequence[Requested], given: argparse.Namesp
     """All requests at once, to transformers."""
     from benchmarks.transformers_batching import answered
 
-    longest = given.max_prompt + given.max_new_tokens
     prompts, new = [request.prompt for request in requests], [request.new for request in requests]
-    seconds, times = answered(model, prompts, new, rows=given.rows, longest=longest)
+    seconds, times = answered(model, prompts, new, rows=given.rows, longest=given.max_prompt + given.max_new_tokens)
     between = [gap for row in times for gap in np.diff(row).tolist()]
     return Measured(seconds, [row[0] for row in times], between)
 
@@ -294,11 +298,7 @@ def steps(params: Decoder, engine: kvjax.Engine, given: argparse.Namespace) -> M
 
 
 def described(took: Measured, tokens: int) -> dict[str, Any]:
-    """A measurement as a JSON object.
-
-    Args:
-        tokens: of all answers; 0 for a ratio of steps.
-    """
+    """A measurement as a JSON object. `tokens` are those of all answers, and 0 for a ratio of steps."""
     if not tokens:
         return {"ratio": round(took.seconds, 4)}
     quantiles = {

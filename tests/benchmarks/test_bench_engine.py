@@ -22,11 +22,11 @@ def test_a_line_that_was_not_written_to_its_end_does_not_count(tmp_path: Path) -
     assert [line["turn"] for line in bench_engine.lines_of(out, settings)] == [0, 1]
 
 
-@pytest.mark.parametrize(("load", "least"), [("mixed", 16), ("long", 512)])
-def test_lengths_are_those_of_the_load(load: str, least: int) -> None:
+@pytest.mark.parametrize(("load", "shortest", "least"), [("mixed", 128, 16), ("long", 128, 512), ("chat", 256, 64)])
+def test_lengths_are_those_of_the_load(load: str, shortest: int, least: int) -> None:
     drawn = bench_engine.drawn(bench_engine.Settings("demo", load, 500, 8, 2048, 1024, 0), 512)
     prompts, answers = [len(one.prompt) for one in drawn], [one.new for one in drawn]
-    assert 128 <= min(prompts) < 140 < 1900 < max(prompts) <= 2048
+    assert shortest <= min(prompts) < 1.1 * shortest < 1900 < max(prompts) <= 2048
     assert least <= min(answers) < 1.1 * least < 950 < max(answers) <= 1024
 
 
