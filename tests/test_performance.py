@@ -32,7 +32,7 @@ LLAMA_8B = {
 def test_the_table_of_memory(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     lines = PAGE.read_text().splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("| policy | entries per kv head"))
+    start = next(i for i, line in enumerate(lines) if line.startswith("| policy | entries |"))
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start + 2 : lines.index("", start)]]
     policies = [option for row in rows for option in ("--policy", row[0].split("`")[1])]
 
