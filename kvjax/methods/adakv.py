@@ -1,7 +1,12 @@
-"""AdaKV (Feng et al., arXiv 2407.11550): the heads of a layer compete for the entries that they have together.
+"""AdaKV (Feng et al., arXiv 2407.11550): lets the heads of a layer compete for the layer's entries.
 
-Difference from the paper. The heads that compete are kv heads, since entries are stored per kv head. The paper's counts
-are rounded so that each layer retains its exact total; `formula="code"` rounds each head for itself, as released.
+Differences from the paper and its code:
+
+- The heads that compete are kv heads, since entries are stored per kv head.
+- A head retains alpha b + (1 - alpha) c of its layer's best, rounded so that the layer's total is exact.
+  `formula="code"` is as released: each head is rounded for itself, and the total may be missed.
+- `formula="kvpress"` is as in kvpress: each head's floor(alpha n) best of n are safe, then the layer's best are
+  retained. Scores are not normalised, but compared as they are.
 """
 
 from __future__ import annotations
@@ -176,11 +181,21 @@ def adakv(
 ) -> Policy:
     """Lets the kv heads of each layer compete for the base's budget by the base's scores, once a prompt has been read.
 
-    Of the b unprotected entries of the mean head of a layer with H heads, head h has c_h among the layer's H b best and
-    retains alpha b + (1 - alpha) c_h (Algorithm 1 and its safeguard). Each layer retains its exact total under the
-    paper's formula; the released code rounds heads one by one and may miss it. Decoding is the base's own: the answer
-    is added, or each head evicts within its number. Ada-PyramidKV is `adakv(pyramidkv())`, CriticalAdaKV is
-    `adakv(criticalkv())`.
+    Of the b unprotected entries of the mean head of a layer with H heads, head h has c_h among the layer's H b best:
+
+        unprotected entries of head h = alpha * b + (1 - alpha) * c_h
+
+    (Algorithm 1 and its safeguard). Decoding is the base's own: the answer is added, or each head evicts within its
+    number.
+
+    Variants, as text:
+
+    - `adakv:base=pyramidkv,base.budget=1024` is Ada-PyramidKV: heads compete for the budget of their layer, which falls
+      from layer to layer.
+    - `adakv:base=dynamickv,base.budget=1024` lets layers share the budget first, then the heads of each layer.
+    - `adakv:base=criticalkv,base.base=snapkv,base.base.budget=1024` is CriticalAdaKV: the base's scores decide how many
+      entries each head retains, and both stages of CriticalKV fill that number.
+    - `adakv:base=snapkv,formula=kvpress` is AdaKV as in kvpress.
 
     Args:
         base: the policy that scores and protects. Its budget is that of the mean head of each layer: an integer, a

@@ -1,11 +1,16 @@
-"""Attention Matching (Zweiger et al., arXiv 2602.16284): retained entries get the biases and values that fit the rest.
+"""Attention Matching (Zweiger et al., arXiv 2602.16284): fits biases and values of retained entries to all entries.
 
-Differences from the paper and its code. Queries are a sample of the prompt's own, turned to the position after it; the
-paper generates them by letting the model repeat or study the text. Any policy selects the keys, where the paper takes
-those with the most attention or a greedy pursuit. Entries that the policy protects stay as they are. Both least-squares
-problems are solved by their ridge solutions around the unchanged entry, so that what no query asks for stays as it is;
-the paper's solution is that of ridge=0 where there are at least as many queries as entries. docs/results/smollm2.md has
-the measurements behind the defaults.
+`docs/results/smollm2.md` has the measurements behind the defaults.
+
+Differences from the paper and its code:
+
+- Queries are a sample of the prompt's own, turned to the position after it. The paper generates them by letting the
+  model repeat or study the text.
+- Any policy selects the keys. The paper takes those with the most attention or a greedy pursuit.
+- Entries that the policy protects stay as they are.
+- Both least-squares problems are solved by their ridge solutions around the unchanged entry, so that what no query
+  attends to stays as it is. The paper clamps plain least squares, which is ridge=0 if there are at least as many
+  queries as entries.
 """
 
 from __future__ import annotations
@@ -158,7 +163,7 @@ FITTED = FittedEntries()
 def attention_matching(
     base: Policy = SNAPKV, queries: int = 256, seed: int = 0, merge: FittedEntries = FITTED
 ) -> Policy:
-    """Retains what the base retains, and fits biases and values of these entries to what all entries would give.
+    """Retains what the base retains, and fits biases and values of these entries to the attention over all entries.
 
     With q a sample of the prompt's queries, C the retained entries and w_c = exp(bias_c), of head h
 
@@ -166,6 +171,7 @@ def attention_matching(
         v = argmin sum over q of |softmax over C of (q . k + log w) v - softmax over all (q . k) v|^2
 
     The answer is added to the retained entries, or evicts as the base does.
+    `attention_matching:base=snapkv,merge.bias=False` fits values alone.
 
     Args:
         base: the policy that gives scores, budget and protected tokens. It must merge nothing itself.

@@ -1,7 +1,9 @@
-"""Block-wise selection, of KeyDiff (Park et al., arXiv 2504.15364) and kvpress's BlockPress, over any score.
+"""Block-wise selection, of KeyDiff (Park et al., arXiv 2504.15364) and kvpress's BlockPress: selects block by block.
 
-As in kvpress, the prompt is read at once, and only the selection goes block by block. `chunk=` with `compress="chunk"`
-is the paper's form: later tokens then do not attend to what earlier blocks have lost.
+Differences from the paper:
+
+- The prompt is read at once, and only the selection goes block by block, as in kvpress. In the paper later tokens do
+  not attend to what earlier blocks have lost, which is `chunk=` with `compress="chunk"` here.
 """
 
 from __future__ import annotations
@@ -86,8 +88,10 @@ class BlockByBlock(ScoreWrapper):
 def blockwise(base: Policy = KEYDIFF, block: int = 128) -> Policy:
     """Selects by the base's scores block by block: what earlier blocks lose is not compared with later ones.
 
-    The retained set begins with the first entries of the prompt. For each block of the next ones, the base scores the
-    retained set and the block, as if there were no other entries, and the best fill the budget again.
+        retained = the first entries of the prompt, up to the budget
+        for each block of the next ones: retained = the best of (retained + block) by the base's scores
+
+    The base scores the retained set and the block as if there were no other entries.
 
     Args:
         base: the policy that gives scores, budget and protected tokens. A base that evicts while decoding (`every`)

@@ -1,11 +1,14 @@
-"""CaM, cache merging (Zhang et al., ICML 2024): the values of evicted entries are merged into the entries that follow.
+"""CaM, cache merging (Zhang et al., ICML 2024, https://openreview.net/forum?id=LCTmppB165): merges evicted values.
 
 The base of the method is StreamingLLM: sinks and the most recent tokens stay, so the oldest token after the sinks is
 evicted. The accumulated attention of the entries decides only whether the value of an evicted token is merged.
 
-Differences from the paper and its code: tokens that the prompt's compression evicts are dropped, without a merge. The
-released summarisation code weighs by the attention of the current step and by the mean over the whole recent window.
-Here, as in the paper and in kvpress, both are sums over all queries so far, and the mean is over the next tokens.
+Differences from the paper and its code:
+
+- Values are merged while decoding. Tokens that the prompt's compression evicts are dropped, without a merge.
+- A is the attention from all queries so far, and the mean is over the next tokens, as in the paper and in kvpress. The
+  released summarisation code weighs by the attention of the current query and by the mean over the complete recent
+  window.
 """
 
 from __future__ import annotations
@@ -124,8 +127,11 @@ def cam(
 ) -> Policy:
     """Retains the first and the most recent tokens, as `streaming_llm`, and merges the values of evicted tokens.
 
-    With A the attention received from all queries so far, token i is merged with probability
-    p = clamp(A_i / mean(A_{i+1..i+m}), 0, 1). A merged token adds v_i / m to the values of the next m retained tokens.
+    With A the attention received from all queries so far and m the option `tokens`, token i is merged with probability
+    p:
+
+        p = clamp(A_i / mean(A_{i+1..i+m}), 0, 1)
+        v_j = v_j + v_i / m for the next m retained tokens j
 
     Args:
         budget: the number of entries that a query sees, sinks and itself included. An integer >= 1, or a float in

@@ -1,8 +1,15 @@
-"""CapKV (arXiv 2604.25975), as kvpress's CapPress: tokens whose values no other retained value can replace.
+"""CapKV (Yang et al., arXiv 2604.25975), as kvpress's CapPress: retains tokens whose values no other value replaces.
 
-Differences from the paper are those of kvpress: keys and the query anchor are scaled to length 1, the largest weight of
-a head is 1, queries are turned to the next positions (`future`), and values stand for output directions. Statistics are
-kept per row, so that rows of different lengths do not mix, and a prompt may be read in chunks.
+Differences from the paper, which are those of kvpress:
+
+- Keys and the mean query are scaled to length 1, and the largest weight of a head is 1. The paper's products are not
+  scaled.
+- Queries are turned to the next positions (`future`).
+- Values stand for output directions.
+
+Differences from kvpress:
+
+- Statistics are kept per row, so that rows of different lengths do not mix, and a prompt may be read in chunks.
 """
 
 from __future__ import annotations
@@ -117,8 +124,8 @@ def capkv(
         w_c = exp(tau * (cos(k_c, m) - max over j of cos(k_j, m))),    A = I + sum over j of w_j v_j v_j'
         score[h, c] = mean over the query group of w_c * v_c' A^-1 v_c
 
-    A token scores high if the text is likely to ask for it and no other relevant token has a similar value. It needs
-    no attention weights. The answer is added to the retained entries.
+    A token scores high if later queries are likely to attend to it and no other relevant token has a similar value. The
+    score needs no attention weights. The answer is added to the retained entries.
 
     Args:
         budget: the number of entries retained of the prompt, sinks included. An integer >= 1, or a float in (0, 1] for

@@ -1,9 +1,11 @@
-"""ChunkKV (Liu et al., NeurIPS 2025, arXiv 2502.00299): the entries that a score chooses, retained by chunks of text.
+"""ChunkKV (Liu et al., NeurIPS 2025, arXiv 2502.00299): retains the entries that a score chooses by chunks of text.
 
 The paper cuts the cached tokens into chunks of c, gives each chunk the sum of the attention that its tokens receive
 from the last w queries, and retains the best floor(L_max / c) chunks and the last w tokens. Its released code is
 kvpress's `ChunkKVPress`. If chunks end where the window begins and where the prompt ends, and the budget is a number of
-whole chunks, this preset over `snapkv` retains what kvpress retains. Otherwise the differences are:
+whole chunks, this preset over `snapkv` retains what kvpress retains.
+
+Differences from the paper and kvpress in all other cases:
 
 | | here | paper | kvpress |
 |---|---|---|---|
@@ -12,10 +14,10 @@ whole chunks, this preset over `snapkv` retains what kvpress retains. Otherwise 
 | budget | filled; the last chunk is cut | the window and whole chunks | floor(ratio * chunks) whole chunks |
 | length | 20 by default | 10 (5 to 20 are nearly as good) | 20 by default |
 
-kvpress gives the tokens of the window a score above all others, which raises the mean of the chunk that the window
-cuts. With a length of 10, a window of 16 and a prompt of 160 tokens it therefore retains the 4 tokens before the
-window, which compete here. The paper may also use the choice of one layer for the next layers. Here each layer chooses
-for itself.
+- kvpress gives the tokens of the window a score above all others, which raises the mean of the chunk that the window
+  cuts. With a length of 10, a window of 16 and a prompt of 160 tokens it therefore retains the 4 tokens before the
+  window, which compete here.
+- The paper may use the choice of one layer for the next layers. Here each layer chooses for itself.
 """
 
 from __future__ import annotations
@@ -91,11 +93,11 @@ class Chunks(SelectWrapper):
 def chunkkv(base: Policy = SNAPKV, length: int = 20) -> Policy:
     """Retains the entries that another policy scores by chunks of text, the same chunks in all kv heads.
 
-    score[c] = mean over kv heads h and tokens t of the chunk of c of the base's score[h, t]. The entries that the base
-    protects, such as the window of SnapKV, always stay and do not count in the mean of their chunk. The budget is
-    filled: the last chunk is cut where the budget ends.
+        score[c] = mean over kv heads h and tokens t of the chunk of c of the base's score[h, t]
 
-    Decoding is the base's own: the answer is added to the cache, or single tokens are evicted by the base's scores.
+    The entries that the base protects, such as the window of SnapKV, always stay and do not count in the mean of their
+    chunk. The budget is filled: the last chunk is cut where the budget ends. Decoding is the base's own: the answer is
+    added to the cache, or single tokens are evicted by the base's scores.
 
     Args:
         base: the policy whose scores, budget and protected entries these are. Its selection must retain the highest

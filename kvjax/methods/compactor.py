@@ -1,9 +1,15 @@
-"""Compactor (Chari and Van Durme, arXiv 2507.08143): leverage of keys and non-causal attention, blended.
+"""Compactor (Chari and Van Durme, arXiv 2507.08143): blends the leverage of keys with non-causal attention.
 
-Differences. The first and last tokens take no part in the scores, as in kvpress. The blend is a half, as in the
-authors' code; in kvpress it is the share of the prompt that is removed. Scores are standardised over all heads and
-tokens of a row's layer, as in both. The sketch depends on seed, layer and kv head, and the last chunk has the tokens
-that are left: see `leverage_score` and `non_causal_attention`.
+Differences from the authors' code and kvpress's CompactorPress:
+
+- `blend=0.5` is that of the authors' code. In kvpress the blend is the share of the prompt that is removed, which
+  `blend` takes as a number.
+- Chunks of 256 tokens, 8 protected first and 4 protected last tokens are those of kvpress. The authors' code has chunks
+  of 128, 16 and 64 tokens.
+- As in kvpress, the first and last tokens take no part in the scores. As in both, scores are standardised over all
+  heads and tokens of a row's layer.
+- The sketch depends on seed, layer and kv head, and the last chunk has the tokens that are left: see `leverage_score`
+  and `non_causal_attention`.
 """
 
 from __future__ import annotations
@@ -94,9 +100,11 @@ def compactor(
 ) -> Policy:
     """Compresses the prompt once, by how unlike other keys a key is and by the attention within chunks of the text.
 
-    score[h, c] = blend * Z(leverage[h, c]) + Z(attention[h, c]), with Z the standardisation over all heads and tokens
-    of the layer, and the scores of `leverage_score` and `non_causal_attention` among the tokens between the first
-    `sinks` and the last `recent`. No question is needed. The answer is added to the retained entries.
+        score[h, c] = blend * Z(leverage[h, c]) + Z(attention[h, c])
+
+    Z standardises over all heads and tokens of the layer. Leverage and attention are the scores of `leverage_score` and
+    `non_causal_attention` among the tokens between the first `sinks` and the last `recent`. No question is needed. The
+    answer is added to the retained entries.
 
     Args:
         budget: the number of entries retained of the prompt. An integer >= 1, or a float in (0, 1] for that share of

@@ -1,10 +1,14 @@
-"""CORM (Dai et al., arXiv 2404.15949): the recent queries vote for the tokens that they give more than the mean.
+"""CORM (Dai et al., arXiv 2404.15949): lets the recent queries vote for the tokens that they give more than the mean.
 
-Differences from the paper. Its cache has no bound: it retains whatever a recent query voted for, and nothing else. A
-compiled program has a fixed number of slots, so that here the budget is a bound: the tokens with the fewest votes leave
-when it is full, and a token without votes stays as long as nothing needs its slot. A query gives a token the mean of
-what the query group gives. The mean weight is that of the tokens which are cached when the query attends. The defaults
-of `window` and `recent` were not compared with the paper's text.
+The defaults of `window` and `recent` were not compared with the paper's text.
+
+Differences from the paper:
+
+- The budget bounds the cache, because a compiled program has a fixed number of slots. A full head evicts the tokens
+  with the fewest votes, and a token without votes stays while nothing needs its slot. The paper's cache has no bound:
+  it retains the recent tokens and those with a vote, however many they are.
+- A query group votes once, by its mean weight.
+- The mean weight is that of the tokens which are cached when the query attends.
 """
 
 from __future__ import annotations
@@ -77,9 +81,11 @@ class Votes(Score):
 def corm(budget: int | float = 1024, window: int = 256, recent: int = 256, every: int | None = 1) -> Policy:
     """Retains the tokens to which most of the recent queries gave at least the mean weight.
 
-    A query r that sees t tokens votes for token c if softmax(q_r . k)_c, averaged over the query group, is 1/t or more;
-    c is then no minor key of r. The tokens with the fewest votes of the last `window` queries are evicted, of equal
-    ones that with the smallest weight from the last query, but never the `recent` newest.
+        votes[h, c] = number of the last `window` queries r with softmax(q_r . k)_c >= 1 / n_r
+
+    n_r is the number of tokens that r sees. The weight on c is averaged over the query group; c is then no minor key of
+    r. The tokens with the fewest votes are evicted, of equal ones that with the smallest weight from the last query,
+    but never the `recent` newest.
 
     Args:
         budget: the most entries that a query sees, itself included. An integer >= 1, or a float in (0, 1] for that

@@ -1,9 +1,16 @@
-"""CriticalKV (Feng et al., arXiv 2502.03805): another policy's scores, weighed by what values add to the output.
+"""CriticalKV (Feng et al., arXiv 2502.03805): weighs another policy's scores by what values add to the output.
 
-Differences from the paper. Scores and norms are means over the query group, since entries are stored per kv head. Under
-a budget that is allocated by score (CriticalAdaKV is `adakv(criticalkv(...))`) the base's scores decide how many
-entries each head retains, and both stages then fill that number. kvpress's CriticalAdaKVPress also retains each head's
-`alpha` safe entries by the base's scores alone; the result is the same for every head whose first stage is as large.
+Differences from the paper and kvpress:
+
+- Scores and norms are means over the query group, since entries are stored per kv head.
+- Under a budget that is allocated by score (CriticalAdaKV is `adakv(criticalkv(...))`) the base's scores decide how
+  many entries each head retains, and both stages then fill that number. kvpress's CriticalAdaKVPress also retains each
+  head's `alpha` safe entries by the base's scores alone; the result is the same for every head whose first stage is as
+  large.
+- While decoding, the first share is of the entries that remain.
+- Scores that may be negative, or whose order alone means something, are refused. kvpress takes any scores: a negative
+  one is lower the larger the value is.
+- Selections that compare means of scores (`chunkkv`, chunks and pages of `kvcrush`) cannot be combined with it.
 """
 
 from __future__ import annotations
@@ -106,10 +113,11 @@ class ProjectedValues(ScoreWrapper):
 def criticalkv(base: Policy = SNAPKV, first: float = 0.5, epsilon: float = 1e-4) -> Policy:
     """Fills a share of each head by the base's scores, and the rest by their product with the projected value's norm.
 
-    score[h, c] = (base[h, c] + epsilon) * mean over the group g of |W_O[g] v_c|_1, with W_O[g] the rows of the output
-    projection that belong to query head g. What the base protects is part of the first share. Where the base evicts
-    while decoding, these scores decide as well: the first share is then of the entries that remain. The cost is an
-    output projection of all cached values.
+        score[h, c] = (base[h, c] + epsilon) * mean over the query group g of |W_O[g] v_c|_1
+
+    W_O[g] is the rows of the output projection that belong to query head g. What the base protects is part of the first
+    share. If the base evicts while decoding, these scores decide as well. The cost is an output projection of all
+    cached values.
 
     Args:
         base: the policy that gives scores, budget and protected tokens.

@@ -1,7 +1,10 @@
-"""CurDKV (Sengupta et al., arXiv 2509.15038), as kvpress's CURPress: leverage of keys and values by squared norms.
+"""CurDKV (Sengupta et al., arXiv 2509.15038): retains tokens with large keys and values, as kvpress's CURPress.
 
-Differences from kvpress: windows are counted in cached entries, so that a cache that is compressed again has windows of
-equal size, and there is no random projection of keys and values before the norms.
+Differences from kvpress:
+
+- Windows are counted in cached entries in order of position, so that a cache that is compressed again has windows of
+  equal size.
+- kvpress can also project keys and values at random before it computes norms. There is no such projection here.
 """
 
 from __future__ import annotations
@@ -71,9 +74,9 @@ def cur(
     sinks: int = 4,
     every: int | None = None,
 ) -> Policy:
-    """Retains the tokens whose keys and values are large beside those of their neighbours. It looks at no attention.
+    """Retains the tokens whose keys and values are large beside those of their neighbours, without attention weights.
 
-    score[h, c] = |k_c|^2 / (sum over the window of c of |k|^2) * |v_c|^2 / (sum over the window of c of |v|^2)
+        score[h, c] = |k_c|^2 / (sum over the window of c of |k|^2) * |v_c|^2 / (sum over the window of c of |v|^2)
 
     Windows are runs of `window` tokens in order of position. The squared norms approximate leverage scores.
 

@@ -1,16 +1,18 @@
-"""DefensiveKV (Feng et al., arXiv 2510.13334): the worst case of a window's attention, floored at its mean.
+"""DefensiveKV (Feng et al., arXiv 2510.13334): scores entries by the worst case of a window's attention.
 
 It is CriticalKV over AdaKV with another aggregation, and Layer-DefensiveKV lets all layers compete. The equations are
-those of the released code (FFY0/DefensiveKV); they were not compared with the paper's text. Differences from the code:
+those of the released code (FFY0/DefensiveKV); they were not compared with the paper's text.
 
-* The code pools the weights of each query head and window row, and rescales each row to its sum before the maximum.
-  Here the maximum is pooled.
-* A head's first stage fills the share `first` of its entries by the worst case without its floor, as `criticalkv` does.
-  The code fills it until its entries have 0.9 of the mean attention, less what the `window` tokens before the window
-  receive, and these entries win every competition between heads. Here all entries older than the window compete.
-* The product is divided by the head's mean norm, and in the code by the sum of the head's norms. All heads of a prompt
-  have equally many entries, so the order is the same.
-* Entries are stored per kv head, as in the code. A layer, or all layers together, retain their exact total.
+Differences from the released code:
+
+- The maximum over the window's rows is pooled. The released code pools the weights of each query head and window row,
+  and rescales each row to its sum before the maximum.
+- A head's first stage fills the share `first` of its entries by the worst case without its floor, as `criticalkv` does.
+  The released code fills it until its entries have 0.9 of the mean attention, less what the `window` tokens before the
+  window receive, and these entries win every competition between heads. Here all entries older than the window compete.
+- The product is divided by the head's mean norm, and in the released code by the sum of the head's norms. All heads of
+  a prompt have equally many entries, so the order is the same.
+- Entries are stored per kv head, as in the released code. A layer, or all layers together, retain their exact total.
 """
 
 from __future__ import annotations
@@ -84,9 +86,9 @@ def defensivekv(
         R[h, c] = max(r[h, c], mean over c of r[h, c])
         score[h, c] = R[h, c] * |W_O v_c|_1 / mean over c of |W_O v_c|_1
 
-    where means are over the entries older than the window, and norms are means over the query group. The kv heads of a
-    layer, or of all layers, compete by these scores. Each head fills the share `first` of what it wins by r, and the
-    rest by the score.
+    Means are over the entries older than the window, and norms are means over the query group. The kv heads of a layer,
+    or of all layers, compete by these scores. Each head fills the share `first` of what it wins by r, and the rest by
+    the score.
 
     Args:
         budget: entries of the mean kv head, window included. An integer >= 1, or a float in (0, 1] for that share of

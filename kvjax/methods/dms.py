@@ -1,12 +1,19 @@
-"""DMS's threshold (Lancucki et al., arXiv 2506.05345) as in kvpress's DMSPress: entries that score too low leave.
+"""DMS's threshold (Lancucki et al., arXiv 2506.05345), as kvpress's DMSPress: evicts entries that score too low.
 
-Differences from the paper: its evictors are trained into the model, and it evicts while it reads. Here, as in kvpress,
-the threshold applies to any score, once the prompt has been read.
+Differences from the paper:
 
-Differences from kvpress. It masks entries and stores them all; here each head stores what it retains. `budget` bounds
-the total, because the memory of a compiled program is fixed before the prompt is read: with budget=1.0 the threshold
-alone decides, and the cache has room for the whole prompt. With less, the threshold rises until the total fits. Only
-the prompt is compared with the threshold; kvpress may go on while decoding (`decoding=True`).
+- The threshold applies to any score, once the prompt has been read, as in kvpress. The paper trains evictors into the
+  model, and evicts while it reads.
+
+Differences from kvpress:
+
+- Each head stores what it retains. kvpress masks entries and stores them all.
+- `budget` bounds the total, because the memory of a compiled program is fixed before the prompt is read. With
+  budget=1.0 the threshold alone decides, and the cache has room for the whole prompt. With less, the threshold rises
+  until the total fits.
+- Only the prompt is compared with the threshold. With `decoding=True` kvpress compares each generated token when it
+  leaves the window, with a score that saw this token alone.
+- The default threshold, for the scores of KeyDiff, is that of kvjax. kvpress has none.
 """
 
 from __future__ import annotations
@@ -72,8 +79,10 @@ def dms(
 ) -> Policy:
     """Evicts the entries of the prompt that score below a threshold, in each head as many as there are.
 
-    Head h retains {c : score[h, c] >= threshold} and the newest `window` tokens. Heads are compressed also if the
-    prompt is within the budget. Decoding is the base's own: the answer is added, or each head evicts within its number.
+        head h retains {c : score[h, c] >= threshold} and the newest `window` tokens
+
+    Heads are compressed also if the prompt is within the budget. Decoding is the base's own: the answer is added, or
+    each head evicts within its number.
 
     Args:
         base: the policy that scores and protects, and selects entries one by one. Its budget, which is a number of

@@ -1,8 +1,12 @@
-"""DuoAttention (Xiao et al., arXiv 2410.10819): retrieval heads retain everything, streaming heads a window.
+"""DuoAttention (Xiao et al., arXiv 2410.10819): retains everything in retrieval heads, a window in streaming heads.
 
-Differences from the paper. Streaming heads store exactly their sinks and recent tokens, and full heads are not put
-first: a pool of segments stores heads of different lengths as they are. Gates are ranked instead of compared with a
-quantile, so that ties need no noise.
+Differences from the paper:
+
+- Streaming heads evict while decoding, and a query counts among its recent tokens. With `every=None`, as in kvpress,
+  generated tokens are added in all heads.
+- Streaming heads store exactly their sinks and recent tokens, and full heads are not put first: a pool of segments
+  stores heads of different lengths as they are.
+- Gates are ranked instead of compared with a quantile, so that ties need no noise.
 """
 
 from __future__ import annotations
@@ -105,10 +109,13 @@ def duo_attention(
     every: int | None = 1,
     groups: int = 1,
 ) -> Policy:
-    """Retrieval heads retain everything; streaming heads retain the first tokens and the most recent ones.
+    """Retains everything in retrieval heads, and the first tokens and the most recent ones in streaming heads.
 
-    The model decides which kv head is which, not the prompt: a gate for each kv head was trained to tell how much the
-    model's answers need it to see everything (section 2.2), and the heads with the smallest gates stream.
+        streaming heads: the round(sparsity * n) smallest gates of the n heads of all layers
+        a streaming head retains its first `sinks` and its newest `recent` tokens
+
+    The model decides which kv head is which, not the prompt: a gate for each kv head was trained to say how much the
+    model's answers need its complete attention (section 2.2).
 
     Args:
         gates: a folder that `kvjax train-gates --method duo_attention` wrote, a file (.json or .npz with rows under

@@ -1,9 +1,17 @@
-"""DynamicKV (Zhou et al., EMNLP 2025, arXiv 2412.14838): SnapKV with budgets by layer that follow the prompt.
+"""DynamicKV (Zhou et al., EMNLP 2025, arXiv 2412.14838): divides SnapKV's budget among layers by the prompt.
 
-Differences from the paper. Entries are stored per kv head, with scores reduced over the query group; the released code
-stores them per query head. Entries are apportioned by largest remainders, so that they add up; `code_rounding=True`
-rounds as released. The paper fixes no pooling: the released code pools by "avg" for Llama and InternLM and by "max" for
-Mistral and Qwen2. The paper states r_max = 10 for all models; the released script for Qwen2 comes to 5.
+Differences from the paper and its code:
+
+- Entries are stored per kv head, with scores reduced over the query group, and counts are those of kv heads. The
+  released code stores entries per query head.
+- Shares are exact proportions, and the largest remainders are rounded up, so that they add up. `code_rounding=True` is
+  as released: it rounds down twice, and the last layer gets what is left over.
+- A layer retains the least that any update gave it, down to its window. All updates are made after the last layer,
+  which has the same result as the paper's progressive updates.
+- The paper's normalisations of the counts cancel in Z, and are left out.
+- The paper does not name a pooling. The released code pools by "avg" for Llama and InternLM and by "max" for Mistral
+  and Qwen2.
+- The paper states r_max = 10 for all models. The released script for Qwen2 comes to 5.
 """
 
 from __future__ import annotations
@@ -122,10 +130,13 @@ def dynamickv(
 ) -> Policy:
     """Compresses the prompt once by SnapKV's scores; layers with more of the best scores retain more entries.
 
-    With b = budget - window: after every m layers the b * H * n best scores of the n layers so far are counted, and
-    layer i is given Z_i = b * L * cnt_i / sum(cnt). It retains the least that it was ever given, at most r_max * b, and
-    the window, in every head (Algorithm 1). The paper's normalisations of the counts cancel in Z. The answer is added
-    to that.
+    With b = budget - window: after every m layers the b * H * n best scores of the n layers so far are counted. With
+    cnt_i of them in layer i,
+
+        Z_i = b * L * cnt_i / sum(cnt)
+        entries of layer i = min(r_max * b, Z_i of every update) + window, in every head
+
+    (Algorithm 1). The answer is added to the retained entries.
 
     Args:
         budget: entries of the mean layer per kv head, window included (the paper's wt). A float is a share of each

@@ -1,8 +1,11 @@
-"""Expected attention (Devoto et al., arXiv 2510.00636): the attention that future queries are expected to give.
+"""Expected attention (Devoto et al., arXiv 2510.00636): retains entries by the attention expected of future queries.
 
-Differences from kvpress, which has the authors' code: statistics are kept per row, so that rows of different lengths do
-not mix, and a prompt may be read in chunks. The rotation is averaged over the positions that follow each row's own end.
-The estimate has no attention sinks, which are no part of the paper: a model's sinks are left out of its softmax.
+Differences from kvpress, which has the authors' code:
+
+- Statistics are kept per row, so that rows of different lengths do not mix, and a prompt may be read in chunks. They
+  are the prompt's own, and the covariance has the denominator n.
+- The rotation is averaged over the positions that follow each row's own end.
+- The estimate has no attention sinks, which are no part of the paper: a model's sinks are left out of its softmax.
 """
 
 from __future__ import annotations
@@ -147,12 +150,13 @@ def expected_attention(
     """Compresses the prompt once, by the attention that is expected of queries that do not exist yet.
 
     Queries before rotation are modelled as Gaussian, with the mean m and the covariance C of the prompt's own queries.
-    With R the mean RoPE matrix of the next `future` positions, the expected logit of a future query on token c is
+    With R the mean RoPE matrix of the next `future` positions, the expected logit z of a future query on token c is
 
-        z_c = scale * k_c . R m + scale^2 / 2 * k_c . R C R' k_c,    score[h, c] = (mean_g softmax_c(z) + epsilon) |v_c|
+        z_c = scale * k_c . R m + scale^2 / 2 * k_c . R C R' k_c
+        score[h, c] = (mean over the query group of softmax_c(z) + epsilon) * |v_c|
 
-    where the softmax is over all tokens but the sinks, and the mean over the query group. It needs no attention
-    weights. The answer is added to the retained entries.
+    The softmax is over all tokens but the sinks. The score needs no attention weights. The answer is added to the
+    retained entries.
 
     Args:
         budget: the number of entries retained of the prompt, sinks included. An integer >= 1, or a float in (0, 1] for

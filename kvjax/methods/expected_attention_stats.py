@@ -1,6 +1,10 @@
-"""Expected attention (arXiv 2510.00636) with statistics of queries that were measured on other texts beforehand.
+"""Expected attention (Devoto et al., arXiv 2510.00636) with saved statistics: scores by the queries of other texts.
 
-kvpress has it as ExpectedAttentionStatsPress.
+Differences from kvpress's ExpectedAttentionStatsPress:
+
+- `every=` evicts while decoding, which kvpress does not.
+- As in kvpress, the queries are those of other texts, and the covariance has the denominator n - 1.
+  `expected_attention` measures the prompt's own, with the denominator n.
 """
 
 from __future__ import annotations
@@ -54,11 +58,15 @@ def expected_attention_stats(
 ) -> Policy:
     """Retains the entries to which queries of other texts would attend from the next positions.
 
-    The score is that of `expected_attention`, with m and C of query heads as they were measured on a set of texts
-    instead of the prompt's own. Nothing is observed, so it may also evict while decoding.
+        z_c = scale * k_c . R m + scale^2 / 2 * k_c . R C R' k_c
+        score[h, c] = (mean over the query group of softmax_c(z) + epsilon) * |v_c|
 
-    m and C are statistics beside the parameters: `kvjax.with_statistics(params, FOLDER)` reads those that
-    `kvjax measure-statistics` writes or the authors published.
+    R is the mean RoPE matrix of the next `future` positions. The score is that of `expected_attention`, with the mean m
+    and the covariance C of query heads as they were measured on a set of texts instead of the prompt's own. Nothing is
+    observed, so it may also evict while decoding.
+
+    m and C are statistics beside the parameters: `kvjax.with_statistics(params, FOLDER)` reads those that `kvjax
+    measure-statistics` writes or the authors published.
 
     Args:
         budget: the number of entries retained of the prompt, sinks included. An integer >= 1, or a float in (0, 1] for

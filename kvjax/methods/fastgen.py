@@ -1,10 +1,15 @@
-"""FastGen (Ge et al., ICLR 2024, arXiv 2310.01801): each head retains what recovers its attention, or everything.
+"""FastGen (Ge et al., ICLR 2024, arXiv 2310.01801): retains in each head what recovers its attention, or everything.
 
-Differences from the paper. A score does not know tokens, only positions: the first `sinks` tokens stand for the special
-tokens, and punctuation is no class of its own. `budget` bounds the total, because the memory of a compiled program is
-fixed before the prompt is read: with budget=1.0 the recovery alone decides, and the cache has room for heads that
-retain everything. With less, the recovery is lowered until the total fits. Only the prompt is compressed; the paper
-goes on while decoding. The attention of a query group is averaged; the paper has one query head per kv head.
+Differences from the paper:
+
+- A score knows positions, not tokens. The first `sinks` tokens stand for the special tokens, and punctuation is no
+  class of its own. The paper's sets also have the punctuation.
+- What a set recovers is the share of the attention of all queries that it received. Section 4.1 reads equation 1 so.
+- `budget` bounds the total, because the memory of a compiled program is fixed before the prompt is read. With
+  budget=1.0 the recovery alone decides, and the cache has room for heads that retain everything. With less, the
+  recovery is lowered until the total fits.
+- Only the prompt is compressed. In the paper each head keeps to its set while decoding.
+- The attention of a query group is averaged. The paper has one query head per kv head.
 """
 
 from __future__ import annotations
@@ -145,10 +150,15 @@ def fastgen(
 ) -> Policy:
     """Compresses the prompt once: each head retains the smallest of four sets that recovers its attention.
 
-    The sets are the first tokens; these and the frequent tokens, which received the most attention from all queries;
-    these and the local tokens, which are the newest; all tokens (equation 2, without punctuation). A set recovers what
-    its tokens received of the attention of all queries, as a share (sections 3.3 and 4.1). Heads are compressed also if
-    the prompt is within the budget. The answer is added to the retained entries.
+    The frequent tokens received the most attention from all queries, and the local tokens are the newest. The sets are
+    (equation 2, without punctuation)
+
+        first,  first + frequent,  first + frequent + local,  all
+        recovered[set] = (attention of all queries on the set) / (attention of all queries)
+        head h retains the first set with recovered[set] >= recovery
+
+    (sections 3.3 and 4.1). Heads are compressed also if the prompt is within the budget. The answer is added to the
+    retained entries.
 
     Args:
         budget: the most entries that the mean kv head retains; the recovery is lowered until it is met. An integer

@@ -1,8 +1,14 @@
-"""Fast KVzip (Kim et al., arXiv 2601.17668): KVzip's scores, as gates predict them from hidden states.
+"""Fast KVzip (Kim et al., arXiv 2601.17668): predicts KVzip's scores from hidden states with gates.
 
-Differences from the paper. `recent` is a number of tokens, where the released code retains 2 % of the prompt, and 4,096
-tokens of long ones. The total is exact. The budget is that of the whole prompt, however it is read; the released code
-compresses long prompts chunk by chunk, as `chunk=` with `compress="chunk"` and level="head" do.
+Differences from the paper and its code:
+
+- The best entries of all layers and heads are retained, exactly the budget.
+- Four sinks and the newest 128 tokens stay. The released code retains the newest 2 % of the prompt, or 4,096 tokens of
+  long prompts: `recent=`.
+- The budget is that of the whole prompt, however it is read. The released code compresses long prompts chunk by chunk,
+  as `chunk=` with `compress="chunk"` and level="head" do.
+- The released training code adds the bias `b` twice, its other code and kvpress once, as here. Gates that the authors
+  published are read as they are.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ def fastkvzip(
     level: Literal["global", "layer", "head"] = "global",
     groups: int = 1,
 ) -> Policy:
-    """Retains the entries for which a gate predicts that KVzip would score them highest, at the cost of one pass.
+    """Retains the entries for which a gate predicts the highest scores of KVzip, at the cost of one pass.
 
     A gate has S learned keys s_i and a bias b per kv head. It projects the hidden state of token c, which attention
     reads in the layer, to a key k and to a query q_g per query head, of 16 channels each, all normalised:

@@ -1,11 +1,15 @@
-"""FINCH (Corallo and Papotti, TACL 2024): the part of a document that its question asks for.
+"""FINCH (Corallo and Papotti, TACL 2024, arXiv 2408.00167): retains the part of a document that its question needs.
 
-Differences from the paper: it reads the document in pieces, each followed by the question, and compresses one piece
-before it reads the next. Here the document is read at once. With `chunk`, every piece of it retains the same share, as
-in kvpress, except that the question is no part of a piece here. Keys keep the rotation of their own positions unless
-`positions="in_cache"`, which is the form of the paper and of kvpress. The question is the last `window` tokens of each
-row; kvpress looks for a delimiter token and takes one row at a time. A row whose question is shorter than the window is
-also scored by the end of its document.
+Differences from the paper and kvpress's FinchPress:
+
+- The document is read at once. The paper reads it in pieces, each followed by the question, and compresses one piece
+  before it reads the next.
+- With `chunk`, every piece of the document retains the same share, as in kvpress, but the question is no part of a
+  piece here.
+- Keys keep the rotation of their own positions. `positions="in_cache"` is the form of the paper and of kvpress:
+  retained keys are rotated to consecutive positions, which the answer continues.
+- The question is the last `window` tokens of each row. kvpress looks for a delimiter token and takes one row at a time.
+  A row whose question is shorter than the window is also scored by the end of its document.
 """
 
 from __future__ import annotations
@@ -83,10 +87,12 @@ def finch(
     rescale: bool = True,
     positions: Literal["original", "in_cache"] = "original",
 ) -> Policy:
-    """Compresses a prompt that ends with a question, by what the question's tokens attended to.
+    """Compresses a prompt that ends with a question, by the attention from the question's tokens.
 
-    score[h, c] = mean over the query group of h and the question's tokens r of n_r softmax(q_r . k)_c, where n_r is the
-    number of tokens before r. The answer is added to the retained entries.
+        score[h, c] = mean over the query group of h and the question's tokens r of n_r softmax(q_r . k)_c
+
+    n_r is the number of tokens before r. The answer is added to the retained entries. `finch:positions=in_cache` is
+    FINCH as in its paper.
 
     Args:
         budget: the number of entries retained of the prompt, the question included. An integer >= 1, or a float in

@@ -1,8 +1,13 @@
-"""G-KV (Liao et al., arXiv 2512.00504): attention that lasts from one eviction to the next, less key redundancy.
+"""G-KV (Liao et al., arXiv 2512.00504): scores by attention that lasts across evictions, minus key redundancy.
 
-Differences from the released code: each row evicts when its own cache is full. Where no key is similar to a key, the
-code exempts the first cached entry from that key's similarities; here nothing is exempt, as in `rkv`. The paper also
-trains models for compressed caches, which is no part of this.
+Differences from the paper and its code:
+
+- The score is that of the released code: the maximum over the query group, the mean over the window, divided by the
+  largest, without pooling. `mix=0.5`, `decay=0.8` and `window=16` are those of its script.
+- Each row evicts when its own cache is full.
+- If no key is similar to a key, the released code exempts the first cached entry from that key's similarities. Here
+  nothing is exempt, as in `rkv`.
+- The paper also trains models for compressed caches, which is no part of kvjax.
 """
 
 from __future__ import annotations
@@ -113,10 +118,12 @@ def gkv(
     """Retains the tokens that were important at any eviction so far and whose keys are unlike those of others.
 
     At the t-th eviction of a head, with A the mean over the last `window` queries of the maximum over the query group
-    of softmax(q . k), and R the redundancy of `rkv`, for the entries older than the window,
+    of softmax(q . k), and R the redundancy of `rkv`, the entries older than the window score
 
         F_t[c] = max(decay * F_(t-1)[c], A[c] / max A)
         score[c] = mix * F_t[c] - (1 - mix) * R[c] / max R
+
+    `gkv:mix=1.0` is G-KV without redundancy.
 
     Args:
         budget: the most entries that a query sees, itself and the buffer included: the paper's budget + `every`. An

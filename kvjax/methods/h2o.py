@@ -1,8 +1,12 @@
-"""H2O, heavy-hitter oracle (Zhang et al., arXiv 2306.14048): the most recent tokens and the heavy hitters.
+"""H2O, heavy-hitter oracle (Zhang et al., arXiv 2306.14048): retains recent tokens and those with the most attention.
 
-Differences from the paper: entries are stored and chosen per kv head, and `group` reduces the query heads of a kv head;
-the paper's models have one query head per kv head. The paper evicts after a query has attended, here the eviction comes
-before the next token is written, which leaves the same entries to every query.
+Differences from the paper:
+
+- Entries are stored and chosen per kv head, and `group` reduces the query heads of a kv head. The paper's models have
+  one query head per kv head.
+- The eviction comes before the next token is written. The paper evicts after a query has attended, which leaves the
+  same entries to every query; its cache size C is `budget=C + 1` while decoding.
+- Every query of the prompt counts. Ports that score with a window of queries are `snapkv(pool="none")` here.
 """
 
 from __future__ import annotations
@@ -26,8 +30,10 @@ def h2o(
 ) -> Policy:
     """Retains recent tokens and heavy hitters: those that received the most attention from all queries so far.
 
-    score[h, c] = sum over all queries r of the prompt and the answer of softmax(q_r . k)_c, reduced over the query
-    group of h. All N queries of a prompt count, not a window of them.
+        score[h, c] = sum over all queries r of the prompt and the answer of softmax(q_r . k)_c
+
+    The sum is reduced over the query group of h. All N queries of a prompt count, not a window of them.
+    `h2o:budget=672,sinks=32` also retains the first tokens, as in KVCrush's experiments.
 
     Args:
         budget: the entries that a query sees, itself included: the paper's heavy size + recent size + 1 while decoding,

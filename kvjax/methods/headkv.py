@@ -1,9 +1,15 @@
-"""HeadKV (Fu et al., ICLR 2025, arXiv 2410.19258): SnapKV with budgets by head, from how much each head retrieves.
+"""HeadKV (Fu et al., ICLR 2025, arXiv 2410.19258): divides SnapKV's budget among heads by how much each retrieves.
 
-Differences from the paper and its code. Entries are stored per kv head, so that the importance of a kv head is the mean
-over its query group. Shares are rounded by largest remainders, so that they add up. What a head is given beyond the
-prompt's length is not used. Importance is measured on the model beforehand, by the paper's retrieval or
-retrieval-reasoning test, which is no part of this; the authors' files are read.
+Differences from the paper and its code:
+
+- Entries are stored per kv head, and the importance of a kv head is the mean over its query heads (`group=`). The
+  released code stores entries per query head.
+- Shares are rounded by largest remainders, so that they add up. The released code rounds each.
+- Entries that a head is given beyond the prompt's length are not used.
+- Importance is measured on the model beforehand, by the paper's retrieval or retrieval-reasoning test. The tests are no
+  part of kvjax; the authors' files are read. Without a file, the demo model's DuoAttention gates serve as its
+  importance.
+- The released `temp`, a power of the importance, is not an option. Its default of 1.0 is what is computed here.
 """
 
 from __future__ import annotations
@@ -94,12 +100,12 @@ def headkv(
 ) -> Policy:
     """Compresses the prompt once by SnapKV's scores; heads that retrieve more retain more entries.
 
-    With b = budget - window and the importance S of a head as a share of the sum over all heads of all layers, each of
+    With b = budget - window, and the importance S of a head as a share of the sum over all heads of all layers, each of
     the L * H heads retains the window and
 
         b - floor(b / beta) + S * floor(b / beta) * L * H
 
-    entries with the highest scores. The answer is added to that.
+    entries with the highest scores of `snapkv`. The answer is added to the retained entries.
 
     Args:
         budget: entries of the mean kv head, window included. An integer >= 1, or a float in (0, 1] for that share of

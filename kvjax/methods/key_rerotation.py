@@ -1,6 +1,10 @@
-"""Key re-rotation (kvpress's KeyRerotationPress, as in FINCH): retained keys are rotated to consecutive positions.
+"""Key re-rotation (kvpress's KeyRerotationPress, as in FINCH, arXiv 2408.00167): moves keys to consecutive positions.
 
-Difference from kvpress: keys are cached before RoPE and rotated in each call, so that no rounding adds up.
+Differences from kvpress:
+
+- Keys are cached before RoPE and rotated in each call, so that no rounding adds up. kvpress rotates the retained keys
+  once.
+- A score that keeps queries sees keys as these queries met them.
 """
 
 from __future__ import annotations
@@ -19,8 +23,10 @@ SNAPKV = snapkv()
 def key_rerotation(base: Policy = SNAPKV) -> Policy:
     """Retains what the base retains, at consecutive positions: distances are those in the cache, not in the text.
 
-    Key c, the n-th that its head retains, is rotated as if it stood at position n, and what follows stands behind the
-    retained entries. The prompt itself is read and scored at its own positions. Each step rotates all keys again.
+        position of the n-th key that a head retains = n
+
+    What follows stands behind the retained entries. The prompt itself is read and scored at its own positions. Each
+    step rotates all keys again.
 
     Args:
         base: the policy that gives everything else.

@@ -1,7 +1,9 @@
-"""KeyDiff (Park et al., NeurIPS 2025, arXiv 2504.15364): entries whose keys are unlike the others are retained.
+"""KeyDiff (Park et al., NeurIPS 2025, arXiv 2504.15364): retains the entries whose keys are unlike the others.
 
-Difference from the paper: it reads prompts in blocks and compresses after each block, which is `chunk=` with
-`compress="chunk"` here. The default compresses once after the prompt, as kvpress does.
+Differences from the paper:
+
+- The paper reads prompts in blocks and compresses after each block, which is `chunk=` with `compress="chunk"` here. The
+  default compresses once after the prompt, as kvpress does.
 """
 
 from __future__ import annotations
@@ -38,9 +40,11 @@ class KeyDifference(Score):
 
 @preset
 def keydiff(budget: int | float = 1024, sinks: int = 0, recent: int = 0, every: int | None = None) -> Policy:
-    """Retains the entries whose keys are least similar to the anchor.
+    """Retains the entries whose keys are least similar to the anchor, which is the mean of all unit keys.
 
-    score[h, c] = -cos(k_c, mean over cached j of k_j / |k_j|), with keys as they are cached, after RoPE.
+        score[h, c] = -cos(k_c, mean over cached j of k_j / |k_j|)
+
+    Keys are compared as they are cached, after RoPE. The score needs neither attention weights nor state.
 
     Args:
         budget: the number of entries retained of the prompt per kv head. An integer >= 1, or a float in (0, 1] for

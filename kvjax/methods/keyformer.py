@@ -1,10 +1,13 @@
-"""Keyformer (Adnan et al., MLSys 2024, arXiv 2403.09054): heavy hitters under noise.
+"""Keyformer (Adnan et al., MLSys 2024, arXiv 2403.09054): retains heavy hitters of attention with noise on its logits.
 
-Differences from the paper and its code: the noise is a function of the seed, the layer, the query head and the two
-positions, so that a row's result does not depend on its batch; the released code draws it from a global generator. The
-released code also adds up scores over the rows of a batch; here each row has its own. Evicted tokens never return; the
-released code for GPT-J masks them and keeps them in memory. The temperature grows with the tokens that a row decodes.
-The noisy softmax is over entries alone: a model's attention sinks do not join it.
+Differences from the paper and its code:
+
+- The noise is a function of the seed, the layer, the query head and the two positions, so that a row's result does not
+  depend on its batch. The released code draws it from a global generator.
+- Each row sums its own scores. The released code adds up scores over the rows of a batch.
+- Evicted tokens never return. The released code for GPT-J masks them and keeps them in memory.
+- The temperature grows with the tokens that a row decodes.
+- The noisy softmax is over entries alone. A model's attention sinks do not join it.
 """
 
 from __future__ import annotations
@@ -232,9 +235,11 @@ def keyformer(
 ) -> Policy:
     """Retains recent tokens and key tokens: those that receive the most attention under noise and a temperature.
 
-    score[h, c] = sum over all queries r of the prompt and the answer of softmax((scale * q_r . k + g_r) / tau)_c,
-    averaged over the query group of h, with g from the standard Gumbel distribution and tau = temperature + growth *
-    (the number of tokens that the row has decoded). With noise="none" and growth=0 this is H2O.
+        score[h, c] = sum over all queries r of the prompt and the answer of softmax((scale * q_r . k + g_r) / tau)_c
+        tau = temperature + growth * (the number of tokens that the row has decoded)
+
+    The sum is averaged over the query group of h, and g is drawn from the standard Gumbel distribution. With
+    noise="none" and growth=0 this is H2O.
 
     Args:
         budget: the entries that a query sees, itself included. An integer >= 1, or a float in (0, 1] for that share of

@@ -1,7 +1,9 @@
-"""The L2 norm of keys (Devoto et al., EMNLP 2024, arXiv 2406.11430): entries with small keys are retained.
+"""L2 norm of keys (Devoto et al., EMNLP 2024, arXiv 2406.11430): retains the entries with the smallest keys.
 
-Difference from the paper: it leaves its first two layers uncompressed. This preset compresses all layers, as kvpress
-does; `DenseLayers(budget_of(...), first=2)` as the policy's budget is the paper's form.
+Differences from the paper:
+
+- The paper leaves its first two layers uncompressed. This preset compresses all layers, as kvpress does;
+  `DenseLayers(budget_of(...), first=2)` as the policy's budget is the paper's form.
 """
 
 from __future__ import annotations
@@ -32,9 +34,11 @@ class KeyNorm(Score):
 
 @preset
 def knorm(budget: int | float = 1024, sinks: int = 0, recent: int = 0, every: int | None = None) -> Policy:
-    """Retains the entries with the smallest keys: score[h, c] = -|k_c|, a norm that RoPE does not change.
+    """Retains the entries whose keys have the smallest norms, because entries with small keys receive much attention.
 
-    The score needs neither attention weights nor state.
+        score[h, c] = -|k_c|
+
+    RoPE does not change the norm. The score needs neither attention weights nor state.
 
     Args:
         budget: the number of entries retained of the prompt per kv head. An integer >= 1, or a float in (0, 1] for

@@ -1,9 +1,18 @@
-"""KVCompose (arXiv 2509.05165): heads choose their own tokens, and layers compete for the number of tokens.
+"""KVCompose (Akulov et al., arXiv 2509.05165): lets heads choose their own tokens, and layers compete for numbers.
 
-Differences from the paper. Attention and means are float32, and the total is counted in integers, where the released
-code multiplies in floating point. The released code also raises the first layer's composites to the largest of their
-rank in any layer (`first_layer=True`). With `structured=False` heads really store different numbers of entries, where
-kvpress masks them. Several task prompts run on their own; the released code would run them one behind the other.
+Differences from the paper and its code, which is part of kvpress:
+
+- Without a task, the prompt runs again at positions N .. 2N - 1, and only its own entries are scored, as released.
+  `score.source="self"` takes the attention of the first pass. `score.source="prompt"` takes task prompts, each of which
+  runs alone behind the prompt; the released code would run them one behind the other.
+- A layer may retain nothing, and `min_tokens` reserves entries out of the same total. kvpress adds at least one token
+  per layer.
+- The total is L times a share of the prompt that was rounded down, counted in integers. The paper rounds the total, and
+  the released code multiplies in floating point.
+- The released code raises the first layer's composites to the largest of their rank in any layer, which is
+  `first_layer=True` here.
+- Attention and means are float32.
+- With `structured=False` heads store different numbers of entries. kvpress masks them.
 """
 
 from __future__ import annotations
@@ -240,12 +249,23 @@ def kvcompose(
 
     Without a task the prompt is its own task: it runs a second time behind itself, at positions N .. 2N - 1, and
 
-        S1[q, c] = max over its rows m of softmax(q_m . k)_c   (over all it sees; only the N entries c count; eq. 14)
-        S2[h, c] = mean over the query group of S1, and S[h, c] = S2[h, c] + mean over kv heads of S2[., c]  (15, 16)
+        S1[q, c] = max over its rows m of softmax(q_m . k)_c, for the N entries c of the prompt   (equation 14)
+        S2[h, c] = mean over the query group of S1                                                (equation 15)
+        S[h, c] = S2[h, c] + mean over kv heads of S2[., c]                                       (equation 16)
+        I[l, k] = mean over the kv heads of layer l of the k-th largest S                   (equations 17 to 19)
 
-    Each head sorts its own S; the k-th best of a layer's heads are its composite k, whose importance is their mean, and
-    the L * budget best composites of all layers are retained (eq. 17 to 24). A layer may be left without entries, and a
-    later token then attends to itself alone there.
+    The softmax is over all entries that m sees. The k-th best entries of a layer's heads are its composite k, whose
+    importance is I[l, k]. The L * budget best composites of all layers are retained (equations 20 to 24). A layer may
+    be left without entries, and a later token then attends to itself alone there.
+
+    Variants, as text:
+
+    - `kvcompose:heads=max` takes the maximum over kv heads as the importance of a composite (Agg_head, equation 19).
+    - `kvcompose:structured=False` lets (layer, head) pairs compete, and each stores its own number of entries.
+    - `kvcompose:score.value_norm=v` or `vo` multiplies attention by the norm of the value, or of the value behind the
+      output projection.
+    - `kvcompose:recent=48` also retains the last tokens of prompts that end with a question. Otherwise the question is
+      scored as the text is.
 
     Args:
         budget: entries of the mean kv head. A float is a share of each row's prompt, 1 - r of the paper, rounded down

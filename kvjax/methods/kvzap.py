@@ -1,8 +1,13 @@
-"""KVzap (Jegou et al., arXiv 2601.07891): KVzip's scores, as small networks predict them from hidden states.
+"""KVzap (Jegou et al., arXiv 2601.07891): predicts KVzip's scores from hidden states with small networks.
 
-Differences from the paper. A budget retains the entries with the largest scores, where the paper evicts all whose score
-is below a threshold: the arrays of a cache have fixed shapes. With level="global" all heads and layers compete, as they
-do under one threshold.
+Differences from the paper:
+
+- The best entries of all layers and heads are retained, exactly the budget, because the arrays of a cache have fixed
+  shapes. With level="global" all heads and layers compete, as they do under one threshold. The paper evicts what scores
+  below a threshold, so that memory follows the text.
+- The newest 128 tokens stay.
+- The paper's networks predict a normalised variant of KVzip's scores. `kvjax train-gates` trains on the scores of
+  `kvzip`. Networks that the authors published are read as they are.
 """
 
 from __future__ import annotations
@@ -24,12 +29,13 @@ def kvzap(
     level: Literal["global", "layer", "head"] = "global",
     groups: int = 1,
 ) -> Policy:
-    """Retains the entries for which a network predicts that KVzip would score them highest, at the cost of one pass.
+    """Retains the entries for which a network predicts the highest scores of KVzip, at the cost of one pass.
 
-    score[h, c] = f_l(x_c)[h], an estimate of the logarithm of KVzip's score. x_c is the hidden state of token c that
-    attention reads in layer l, after the norm before attention; f_l is linear, or W_2 gelu(W_1 x + b_1) + b_2. The
-    networks are gates beside the parameters: `kvjax.with_gates(params, FOLDER)` reads those that `kvjax train-gates`
-    writes or the authors published.
+        score[h, c] = f_l(x_c)[h]
+
+    f_l estimates the logarithm of KVzip's score. x_c is the hidden state of token c that attention reads in layer l,
+    after the norm before attention; f_l is linear, or W_2 gelu(W_1 x + b_1) + b_2. The networks are gates beside the
+    parameters: `kvjax.with_gates(params, FOLDER)` reads those that `kvjax train-gates` writes or the authors published.
 
     Args:
         budget: entries of the mean kv head. A float is a share of each row's prompt.

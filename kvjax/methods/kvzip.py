@@ -1,9 +1,17 @@
-"""KVzip (Kim et al., arXiv 2505.23416): entries that the model attends to when it repeats the prompt.
+"""KVzip (Kim et al., arXiv 2505.23416): retains the entries that the model attends to when it repeats the prompt.
 
-Differences from the paper. `sinks` first tokens are always retained, where the released code retains the system prompt.
-The total is exact; `strict=True` retains only what exceeds a threshold, as released. Instructions are text without a
-chat template, unless `score.suffix` gives one. The context-independent variant with head-level scores is not here.
-`score.normalise=True` is KVzip+, after kvpress, whose scores the networks of KVzap (arXiv 2601.07891) predict.
+Differences from the paper and its code:
+
+- The best entries of all layers and heads are retained, exactly the budget. `strict=True` is as released: it retains
+  the entries above the score of the last one that would fit.
+- `sinks` first tokens are always retained, four by default. The released code retains the system prompt.
+- Instructions are text without a chat template, unless `score.suffix` gives one.
+- `level="head"` is the same number for each head. `level="layer"` is kvpress's.
+- The form with scores of heads that were measured beforehand, independent of the context, is not implemented.
+- `score.normalise=True` is KVzip+ as in kvpress. Hidden states are those of the replayed tokens, as attention reads
+  them: after the norm before attention if the family has one. The maximum is over scaled weights of all query heads of
+  the group. The networks of KVzap (arXiv 2601.07891) predict the logarithm of these scores; training here takes
+  KVzip's.
 """
 
 from __future__ import annotations
@@ -82,12 +90,22 @@ def kvzip(
     recent: int = 0,
     score: Reconstruction = SCORE,
 ) -> Policy:
-    """Compresses the prompt by what the model attends to when it repeats the prompt, whatever is asked later.
+    """Compresses the prompt by the attention with which the model repeats the prompt, whatever is asked later.
 
     After the prompt, each chunk of it runs once more behind "Repeat the previous context exactly.", over the complete
-    cache, and leaves no entries. score[h, c] = the largest weight that any of these queries, of any head of the group,
-    gave to entry c, in a softmax over the sinks, the chunk's entries and the tokens replayed so far (section 3).
-    Prefill takes two to three times as long, and the prompt's complete cache exists until the budget is allocated.
+    cache, and leaves no entries.
+
+        score[h, c] = max over the queries r of this pass and the query group of h of softmax(q_r . k)_c
+
+    The softmax is over the sinks, the chunk's entries and the tokens replayed so far (section 3). Prefill takes two to
+    three times as long, and the prompt's complete cache exists until the budget is allocated.
+
+    Variants, as text:
+
+    - `kvzip:recent=48` also retains the last tokens of prompts that end with a question. Otherwise the question is
+      scored as the text is.
+    - `kvzip:score.normalise=True` is KVzip+: the weight from a query is multiplied by the norm of the value behind the
+      output projection, and divided by the norm of the query's hidden state.
 
     Args:
         budget: entries of the mean kv head, sinks included. A float is a share of each row's prompt.

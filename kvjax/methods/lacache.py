@@ -1,9 +1,17 @@
-"""LaCache (Shi et al., ICML 2025, arXiv 2507.14204): each layer thins out the past at places of its own.
+"""LaCache (Shi et al., ICML 2025, arXiv 2507.14204): thins out the past, in each layer at other places.
 
 The definition is that of the released code, in which layers l and l + 1 retain neighbouring tokens of each run.
-Differences from it. A run is thinned out one token at a time, as tokens come in, so that the cache stays full. The code
-removes run - keep tokens at once, and enlarges the cache by half of that number. A prompt is retained as if its tokens
-had come in one by one. The code thins out prompts that need several sweeps by longer runs.
+
+Differences from the released code:
+
+- A run is thinned out one token at a time, as tokens come in, so that the cache stays full. The released code removes
+  run - keep tokens at once, and enlarges the cache by half of that number.
+- A prompt is retained as if its tokens had come in one by one. The released code thins out prompts that need several
+  sweeps by longer runs.
+- Tokens keep their own positions by default. `positions="in_cache"` rotates keys to their place in the cache, as the
+  released code does.
+- The budget counts the entries that a query sees, itself included. The released code evicts after the query has
+  attended.
 """
 
 from __future__ import annotations
@@ -111,8 +119,12 @@ def lacache(
 
     The cache is a list in order of position. When it is full, layer l reduces the first run behind the sinks to `keep`
     entries, from number l mod (run - keep + 1) of the run on. It then reduces the run behind these, and so on up to the
-    `recent` last entries, and begins again at the sinks. The oldest text is thereby thinned out most, and layers retain
-    different tokens of it. The released span S and overlap O of a model of L layers are
+    `recent` last entries, and begins again at the sinks.
+
+        score[c] = (entries that leave before c) - (slots + 1) if the sweep evicts c now, else position of c
+
+    The oldest text is therefore thinned out most, and layers retain different tokens of it. The released span S and
+    overlap O of a model of L layers are
 
         run = 1 + ceil((L - S) / (S - O)),    keep = min(ceil(S / (S - O)), run)
 

@@ -1,7 +1,10 @@
-"""LagKV (Liang et al., arXiv 2504.04704): entries unlike the tokens that follow them are retained.
+"""LagKV (Liang et al., arXiv 2504.04704): retains the entries that are unlike the tokens that follow them.
 
-Differences from the paper: it cuts each run of tokens once, to a fixed ratio, as soon as the next run is complete. Here
-the budget decides what is retained once the prompt has been read, as in kvpress, and runs are made of cached entries.
+Differences from the paper:
+
+- All runs are scored after the prompt has been read, and the budget decides what is retained, as in kvpress. The paper
+  compresses each run once, to a fixed ratio, as soon as the next run is complete.
+- Runs are made of cached entries.
 """
 
 from __future__ import annotations
@@ -82,15 +85,15 @@ class LagDifference(Score):
 def lagkv(
     budget: int | float = 1024, sinks: int = 4, lag: int = 128, cross: bool = False, every: int | None = None
 ) -> Policy:
-    """Retains of each run of `lag` tokens those that differ most from the next run. It looks at no attention.
+    """Retains the tokens of each run of `lag` that differ most from the next run, without attention weights.
 
     With low and high of each channel over the next run, and x the key or the value of a token,
 
         deviation[c] = softmax over the run of std over channels of (x_c - low) / (high - low)
+        score[h, c] = rank of c in its run by the mean of the deviations of its key and its value
 
-    The score of a token is its rank in the run by the mean of the deviations of its key and its value. The last whole
-    run and what follows it are retained before all others. Of a prompt of fewer than sinks + 2 lag tokens the most
-    recent tokens are retained.
+    The last whole run and what follows it are retained before all others. A prompt of fewer than sinks + 2 lag tokens
+    retains its most recent tokens.
 
     Args:
         budget: the number of entries retained of the prompt per kv head, sinks included. An integer >= 1, or a float

@@ -1,11 +1,14 @@
-"""LazyEviction (Zhang et al., arXiv 2506.15969): tokens that attention returns to stay until their interval is over.
+"""LazyEviction (Zhang et al., arXiv 2506.15969): evicts tokens to which attention has not returned in their interval.
 
-It follows the released code; its formula and constants were not compared with the paper's text. Differences from it:
+It follows the released code; its formula and constants were not compared with the paper's text.
 
-* A query group has one history, that of its mean weight. The code stores entries, and their histories, per query head.
-* The prompt is compressed at its end, and all of its queries are observed. The code evicts nothing before `window`
-  tokens were decoded, and observes their queries only.
-* A head evicts when it is full. The code evicts at multiples of `window` decoded tokens.
+Differences from the released code:
+
+- A query group has one history, that of its mean weight. The released code stores entries, and their histories, per
+  query head.
+- The prompt is compressed at its end if it is beyond the budget, and all of its queries are observed. The released code
+  evicts nothing before `window` tokens were decoded, and observes their queries only.
+- A head evicts when it is full. The released code evicts at multiples of `window` decoded tokens, never before.
 """
 
 from __future__ import annotations
@@ -98,6 +101,8 @@ def lazyeviction(budget: int | float = 1024, window: int = 175, alpha: float = 1
     maximum recurrence interval between active queries and t the newest position,
 
         score[h, c] = 2 / (1 + exp(1 + (t - L) / M)) + 2 / (1 + exp(M - 1))
+
+    Tokens with short intervals score higher.
 
     Args:
         budget: the most entries that a query sees, itself and the observation window included: the paper's budget + W.

@@ -1,9 +1,13 @@
-"""LeverageScore, of Compactor (Chari and Van Durme, arXiv 2507.08143): keys that are outliers among all keys.
+"""LeverageScore, of Compactor (Chari and Van Durme, arXiv 2507.08143): retains keys that are outliers of their head.
 
-Differences from kvpress's LeverageScorePress: the Gaussian sketch is a function of the seed, the layer and the kv head,
-so that a row's result does not depend on its batch; kvpress draws one for each row from a global generator. kvpress
-also standardises the scores of a layer, which changes no selection within the layer; here scores stay in [0, 1]. Keys
-before RoPE are the cached keys rotated back.
+Differences from kvpress's LeverageScorePress:
+
+- The Gaussian sketch is a function of the seed, the layer and the kv head, so that a row's result does not depend on
+  its batch. kvpress draws one for each row from a global generator.
+- Scores stay in [0, 1]. kvpress standardises the scores of a layer, which changes no selection within the layer.
+- Scores are rounded to 12 bits of mantissa, so that equal keys tie. Scores that differ by less than 1.2e-4 of their
+  size tie too, and the earlier token stays.
+- Keys before RoPE are the cached keys rotated back.
 """
 
 from __future__ import annotations
@@ -21,9 +25,10 @@ def leverage_score(
 ) -> Policy:
     """Compresses the prompt once, by the leverage of keys: tokens whose keys are unlike the others are retained.
 
-    score[h, c] = x_c . (X' X + 0.01)^-1 x_c, where row c of X is (k_c - mean of k) times a Gaussian matrix [D, sketch],
-    and k are the keys of head h before RoPE. It needs no attention weights. The answer is added to the retained
-    entries.
+        score[h, c] = x_c . (X' X + 0.01)^-1 x_c
+
+    Row c of X is (k_c - mean of k) times a Gaussian matrix [D, sketch], and k are the keys of head h before RoPE. The
+    score needs no attention weights. The answer is added to the retained entries.
 
     Args:
         budget: the number of entries retained of the prompt. An integer >= 1, or a float in (0, 1] for that share of

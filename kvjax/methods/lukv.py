@@ -1,9 +1,13 @@
-"""LU-KV (arXiv 2602.08585, and kvpress's LUKVPress): budgets by head, from a curve that was measured beforehand.
+"""LU-KV (Tang et al., arXiv 2602.08585; kvpress's LUKVPress): divides a budget among heads by a measured curve.
 
-Differences from kvpress. Each row's total is that of its mean head, exactly, where kvpress rounds each layer's total;
-the curve decides how heads share it. Protected tokens are always retained, also where a head has fewer entries than
-they are. Heads store what they retain, where kvpress masks the rest. Measuring a curve is no part of this: the authors'
-files are read.
+Differences from kvpress:
+
+- The curve decides in which proportions heads share the budget, and each row's total is exactly that of its mean head.
+  kvpress rounds the total of each layer, and its budget is that of the nearest whole per cent.
+- Protected tokens stay in all heads, also if a head has fewer entries than they are.
+- Heads store what they retain. kvpress masks the rest.
+- Measuring a curve is no part of kvjax; the authors' files are read. Without a file, the demo model's DuoAttention
+  gates serve as shares.
 """
 
 from __future__ import annotations
@@ -137,7 +141,8 @@ def lukv(
         budget * s[l, h] / mean(s)
 
     entries with the highest scores, rounded by largest remainders. Decoding is the base's own: the answer is added, or
-    each head evicts within its number.
+    each head evicts within its number. `lukv:base=snapkv,budget=0.3,curve=((0.6,0.2),(0.1,0.3))` retains 0.6, 0.2, 0.1
+    and 0.3 of the prompt in the heads of two layers.
 
     Args:
         base: the policy that scores, selects and protects. Its budget, which is a number of entries or a share of the

@@ -1,16 +1,19 @@
-"""MorphKV (Ghadia et al., ICML 2025, arXiv 2503.00979): a cache of constant size while decoding.
+"""MorphKV (Ghadia et al., ICML 2025, arXiv 2503.00979): decodes long answers in a cache of constant size.
 
 Differences from the paper and its code:
 
-* The paper stores the attention rows of the window, R numbers per slot and query head. Here the state is the last R
-  queries with the log-sum-exp of their logits, and what each slot received from blocks of them. exp(q_r . k_c - lse_r)
-  is exactly the weight that the paper stores, because keys do not change. It is computed again only for the block that
-  is leaving the window; with every=1 this happens in the pass over keys in which the previous step attends.
-* The budget counts the entries that a query sees, itself included: C + R of the paper's Figure 5. The released code
+- Weights are those of the softmax over everything that a query saw, summed over the query group, then fused over the
+  window (Algorithm 1). The released code normalises weights over the distant entries alone (`normalise="distant"`), and
+  takes the maximum over a query group (Mistral, Qwen, Phi) or one softmax of the group's summed logits (Llama).
+- The paper stores the attention rows of the window, R numbers per slot and query head. Here the state is the last R
+  queries with the log-sum-exp of their logits, and one number per slot and block of queries. exp(q_r . k_c - lse_r) is
+  exactly the weight that the paper stores, because keys do not change. Weights are computed again only for the block
+  that is leaving the window; with every=1 this happens in the pass over keys in which the previous step attends.
+  `block=1` stores every weight, as the paper does.
+- The budget counts the entries that a query sees, itself included: C + R of the paper's Figure 5. The released code
   holds C + R + 1.
-* The released code normalises weights over the distant entries alone (normalise="distant"), takes the maximum over a
-  query group (Mistral, Qwen, Phi) or one softmax of the group's summed logits (Llama), and prunes the Llama path's
-  profile by another mask than its keys. The last is not reproduced.
+- In the released Llama code, columns and slots of the profile diverge at the second eviction, because keys are pruned
+  by another mask. kvjax does not reproduce this.
 """
 
 from __future__ import annotations
@@ -199,10 +202,17 @@ def morphkv(
     group: Literal["sum", "max", "logits"] = "sum",
     block: int | None = None,
 ) -> Policy:
-    """Retains the `window` newest tokens and the distant tokens that these attended to most.
+    """Retains the `window` newest tokens and the distant tokens that receive the most attention from these.
 
-    F[h, c] = fuse over the last R queries r of (sum over the query group of h of softmax(q_r . k)_c). At every step the
-    distant entry with the smallest F makes room for the incoming token (Algorithm 1, equations 4 to 7).
+        F[h, c] = fuse over the last R queries r of (sum over the query group of h of softmax(q_r . k)_c)
+
+    At every step the distant entry with the smallest F makes room for the incoming token (Algorithm 1, equations 4 to
+    7). `fuse` is the sum or the maximum.
+
+    Variants, as text:
+
+    - `morphkv:dense_layers=3` retains everything in the first layers.
+    - `morphkv:normalise=distant,group=max` is MorphKV as released for Mistral, Qwen and Phi, `group=logits` for Llama.
 
     Args:
         budget: the entries that a query sees, itself included: C + R of the paper's Figure 5. An integer >= 1, or a

@@ -1,8 +1,11 @@
-"""Non-causal attention, of Compactor (Chari and Van Durme, arXiv 2507.08143): all tokens of a chunk see each other.
+"""Non-causal attention, of Compactor (Chari and Van Durme, arXiv 2507.08143): lets all tokens of a chunk vote.
 
-As in the authors' code and kvpress's NonCausalAttnPress, logits are not scaled. Difference from kvpress: the last chunk
-has as many tokens as there are. kvpress pads it with keys that weigh as much as a logit of 0, and with queries that
-attend to all alike. kvpress also standardises the scores of a layer, which changes no selection within the layer.
+Differences from kvpress's NonCausalAttnPress:
+
+- The last chunk has as many tokens as are left. kvpress pads it with keys that weigh as much as a logit of 0, and with
+  queries that attend to all alike.
+- kvpress standardises the scores of a layer, which changes no selection within the layer.
+- As in the authors' code and kvpress, logits are not scaled.
 """
 
 from __future__ import annotations
@@ -16,10 +19,10 @@ from .registry import preset
 
 @preset
 def non_causal_attention(budget: int | float = 1024, chunk: int = 256, sinks: int = 0, recent: int = 0) -> Policy:
-    """Compresses the prompt once, by the attention that tokens of a chunk give each other, earlier or later.
+    """Compresses the prompt once, by the attention between the tokens of a chunk, earlier or later.
 
-    score[h, c] = mean over c and its two neighbours of |v_c| * mean over the query group of
-    (sum over the queries r of the chunk of c of softmax over the chunk of (q_r . k)_c)
+        received[g, c] = sum over the queries r of the chunk of c of softmax over the chunk of (q_r . k)_c
+        score[h, c] = mean over c and its two neighbours of |v_c| * mean over the query group of received[g, c]
 
     Later tokens get as many votes as earlier ones, and no question is needed. The answer is added to the retained
     entries.

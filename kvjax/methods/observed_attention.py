@@ -1,7 +1,11 @@
-"""Observed attention (kvpress): the mean attention from the queries that saw a token.
+"""Observed attention (kvpress; no paper of its own): retains the tokens with the largest mean attention.
 
-It is H2O's score per query, which does not favour old tokens. Differences from kvpress's ObservedAttentionPress: it
-computes attention without storing the weights of all queries, and it may go on while decoding (`every`).
+It is H2O's score per query, which does not favour old tokens.
+
+Differences from kvpress's ObservedAttentionPress:
+
+- Attention is computed without storing the weights of all queries.
+- It may also evict while decoding (`every`).
 """
 
 from __future__ import annotations
@@ -48,7 +52,9 @@ def observed_attention(
 ) -> Policy:
     """Retains the tokens with the largest mean attention from the queries that saw them.
 
-    score[h, c] = mean over the queries r >= c of softmax(q_r . k)_c, reduced over the query group of h.
+        score[h, c] = mean over the queries r >= c of softmax(q_r . k)_c
+
+    The mean is reduced over the query group of h.
 
     Args:
         budget: the number of entries retained of the prompt. An integer >= 1, or a float in (0, 1] for that share of

@@ -1,4 +1,10 @@
-"""Budgets that the user gives each layer (kvpress's PerLayerCompressionPress), over any score."""
+"""Budgets per layer (kvpress's PerLayerCompressionPress; no paper): gives each layer a share of another budget.
+
+Differences from kvpress:
+
+- A share multiplies the base's budget. With a budget of 1.0 it is 1 minus kvpress's compression ratio of the layer.
+- A layer is never given less than its protected entries. kvpress may drop these.
+"""
 
 from __future__ import annotations
 
@@ -65,10 +71,16 @@ def _is_share(value: Any) -> bool:
 
 @preset
 def per_layer(base: Policy = SNAPKV, shares: tuple[float, ...] = (1.5, 1.25, 0.75, 0.5)) -> Policy:
-    """Gives each layer its own budget: layer l retains floor(shares[l] * b) entries, where b is the base's budget.
+    """Gives each layer its own budget, under any policy whose budget is the same for all layers.
 
-    A base whose budget is 1.0, the complete prompt, makes each share the part of the prompt that its layer retains: 1
-    minus the compression ratio of kvpress.
+        entries of layer l = floor(shares[l] * b),    b = the base's budget
+
+    If the base's budget is 1.0, the complete prompt, each share is the part of the prompt that its layer retains:
+
+    - `per_layer:base=snapkv,base.budget=1024,shares=(1.5,1.25,0.75,0.5)` retains 1,536, 1,280, 768 and 512 entries per
+      kv head in four layers.
+    - `per_layer:base=snapkv,base.budget=1.0,shares=(0.5,0.4,0.3,0.2)` retains these shares of each row's prompt, as in
+      kvpress.
 
     Args:
         base: the policy that scores, selects and protects. Its budget is the same for all layers: an integer, or a

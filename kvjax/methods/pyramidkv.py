@@ -1,8 +1,13 @@
-"""PyramidKV (Cai et al., arXiv 2406.02069): layers near the input retain more than layers near the output.
+"""PyramidKV (Cai et al., arXiv 2406.02069): retains more entries in layers near the input than near the output.
 
-Differences from the paper. Entries are stored per kv head, with scores reduced over the query group. Under the paper's
-formula each layer has its number of entries whatever the prompt's length, so that memory is what the formula says;
-`formula="code"` is as released, where short prompts lose less, and `formula="kvpress"` as ported by kvpress.
+Differences from the paper and its code:
+
+- Entries are stored per kv head, with scores reduced over the query group.
+- Budgets follow from the mean budget alone, so every layer fills its slots whatever the prompt's length is.
+- `formula="code"` is as released: the first layer is cut to the prompt, and layers have equal budgets for short
+  prompts.
+- `formula="kvpress"` is as kvpress has it: budgets are fractions before rounding, and the window is part of the mean.
+- Both of these formulas depend on the prompt's length, and slots are those of the worst length.
 """
 
 from __future__ import annotations
@@ -111,11 +116,15 @@ def pyramidkv(
     beta: int = 20,
     formula: Literal["paper", "code", "kvpress"] = "paper",
 ) -> Policy:
-    """SnapKV with budgets that fall from layer to layer, as attention gathers on fewer tokens in deeper layers.
+    """Compresses the prompt by SnapKV's scores, with budgets that fall from layer to layer.
 
-    Layer l of L retains window + high - l * step entries, where b = budget - window, low = floor(b / beta),
-    high = 2 b - low and step = floor((high - low) / (L - 1)): the mean over layers is the budget, up to rounding.
-    A model of one layer retains the budget; a layer that would retain no more than its window retains one entry more.
+    Deeper layers attend to fewer tokens. With b = budget - window, low = floor(b / beta) and high = 2 b - low, layer l
+    of L retains
+
+        window + high - l * step entries,    step = floor((high - low) / (L - 1))
+
+    with the highest scores of `snapkv`. The mean over layers is the budget, up to rounding. A model of one layer
+    retains the budget. A layer that would retain no more than its window retains one entry more.
 
     Args:
         budget: the entries of a prompt that the mean layer retains per kv head, window included (the paper's max

@@ -1,7 +1,12 @@
-"""Q-Filters (Godey et al., arXiv 2503.02812): keys are projected on the main direction of their head's queries.
+"""Q-Filters (Godey et al., arXiv 2503.02812): projects keys on the main direction of their head's queries.
 
-Difference from the paper: it also retains a window of recent tokens, and its cache evicts while decoding; kvpress does
-neither. Both are options here.
+Differences from the paper and its code:
+
+- All tokens compete, once per prompt, as in kvpress. The released cache retains a window of 64 recent tokens and evicts
+  while decoding, which is `recent=64` and `every=1`.
+- The sign of a filter is that of the paper, for which the mean product with queries is positive. The released script
+  takes the sign of most products, from a sample of 3,000 queries.
+- `kvjax measure-statistics` leaves out the first tokens of a text (`--sinks=0`: none).
 """
 
 from __future__ import annotations
@@ -38,14 +43,16 @@ class QueryFilter(Score):
 
 @preset
 def qfilter(budget: int | float = 1024, sinks: int = 0, recent: int = 0, every: int | None = None) -> Policy:
-    """Retains the entries whose keys point most against the filter of their head: score[h, c] = -(f_h . k_c).
+    """Retains the entries whose keys point most against the filter of their head.
+
+        score[h, c] = -(f_h . k_c)
 
     f_h is minus the mean over the query group of v, the principal right-singular vector of a query head's queries after
     RoPE on a set of texts, with the sign for which v . q is positive on average. The score is therefore proportional to
-    the attention logit that such a query would give. It needs neither attention weights nor state.
+    the attention logit that such a query would have. It needs neither attention weights nor state.
 
-    The filters are statistics beside the parameters: `kvjax.with_statistics(params, FOLDER)` reads those that
-    `kvjax measure-statistics` writes or the authors published.
+    The filters are statistics beside the parameters: `kvjax.with_statistics(params, FOLDER)` reads those that `kvjax
+    measure-statistics` writes or the authors published.
 
     Args:
         budget: the number of entries retained of the prompt per kv head. An integer >= 1, or a float in (0, 1] for

@@ -1,8 +1,12 @@
-"""Any policy with its cache in 8 or 4 bits. Background: KIVI (Liu et al., ICML 2024, arXiv 2402.02750).
+"""Quantised cache, after KIVI (Liu et al., ICML 2024, arXiv 2402.02750): stores keys and values in 8 or 4 bits.
 
-Differences from KIVI: it scales keys per channel over blocks of tokens, because some channels are large. Here a token
-must be written and overwritten alone, so scales are per token, and small groups separate large channels from others.
-KIVI has a zero point; here codes are symmetric, and the bytes of a zero point buy smaller groups.
+Differences from KIVI:
+
+- There is one scale per token and group of channels, for keys too, so that any slot can be overwritten. Small groups
+  separate large channels from others. KIVI scales keys per channel over blocks of tokens, because some channels are
+  large.
+- Codes are symmetric, and the bytes of a zero point buy smaller groups. KIVI has a zero point.
+- A token is quantised before anything attends to it. KIVI stores the newest tokens in full precision.
 """
 
 from __future__ import annotations
@@ -58,8 +62,9 @@ class Quantized(Storage):
 def quantize(policy: Policy = FULL, bits: Literal[8, 4] = 8, group: int | None = None) -> Policy:
     """Stores the keys and values of a policy as codes of 8 or 4 bits. The entries are those that the policy retains.
 
-    x_c = s_g code_c for the channels c of a group g of one token. The scale s_g is max |x_c| / 127 (or 7) in bfloat16,
-    and code_c is x_c / s_g rounded to the nearest integer, ties to the even one.
+    For the channels c of a group g of one token, rounded to the nearest integer, ties to the even one,
+
+        x_c = s_g code_c,    code_c = round(x_c / s_g),    s_g = max |x_c| / 127 (or 7) in bfloat16
 
     A token is quantised as it comes in, before anything attends to it. Every query, score and merge therefore sees the
     stored values, both in the call that reads a token and in later calls, and a prompt read in chunks equals the prompt

@@ -1,4 +1,4 @@
-"""Tokens drawn at random: the baseline that every method must beat."""
+"""Random draw (no paper): retains a uniform sample of the tokens, the baseline that every method must beat."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ def random(
 ) -> Policy:
     """Retains a uniform sample of the tokens, a different one in each layer and kv head.
 
-    The draw of a token depends on the seed, the layer, the kv head and its position. A row therefore retains the same
-    tokens in any batch, and however its prompt is cut into chunks. With `every`, the retained entries are at every step
-    a uniform sample of all tokens so far.
+        score[h, c] = uniform number in [0, 1) drawn by (seed, layer, h, position of c)
+
+    A row retains the same tokens in any batch, and however its prompt is cut into chunks. With `every`, the retained
+    entries are at every step a uniform sample of all tokens so far.
 
     Args:
         budget: the number of entries retained of the prompt per kv head. An integer >= 1, or a float in (0, 1] for

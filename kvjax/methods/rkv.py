@@ -1,14 +1,14 @@
-"""R-KV (Cai et al., arXiv 2505.24133): importance minus redundancy, for the long answers of reasoning models.
+"""R-KV (Cai et al., arXiv 2505.24133): scores by importance minus redundancy, for the long answers of reasoning models.
 
 Differences from the paper and its code:
 
-* The budget counts the entries that a query sees: the paper's B_budget + B_buffer. With every=128 a full head evicts
+- The budget counts the entries that a query sees: the paper's B_budget + B_buffer. With every=128 a full head evicts
   128 entries at once, which leaves B_budget.
-* lambda is `mix`, 0.07 as in the released code. Of several keys that are similar to a key, the most recent one is not
-  counted as redundant, the released code's rule "last".
-* Where no key is similar to a key, the released code exempts the first cached entry from that key's row; here nothing
-  is exempt.
-* Each row of a batch has its own similarities; the released code takes those of the first row.
+- lambda is `mix`, 0.07 as in the released code. Of several keys that are similar to a key, the most recent one is not
+  counted as redundant, which is the released code's rule "last".
+- If no key is similar to a key, the released code exempts the first cached entry from that key's row. Here nothing is
+  exempt.
+- Each row of a batch has its own similarities. The released code takes those of the first row.
 """
 
 from __future__ import annotations
@@ -92,8 +92,9 @@ def rkv(
 ) -> Policy:
     """Retains the tokens that are important to the newest queries and whose keys are unlike those of others.
 
-    Z[h, c] = mix * I[h, c] - (1 - mix) * R[h, c] for the entries older than the window, with
+    The entries older than the window score
 
+        score[h, c] = mix * I[h, c] - (1 - mix) * R[h, c]
         I[h, c] = pool over c (mean over the last `window` queries r of softmax_c(max over the query group q_r . k_c))
         R[h, c] = softmax_c(mean over entries i of s(i, c)),    s(i, c) = cosine of k_i and k_c
 

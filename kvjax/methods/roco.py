@@ -1,8 +1,15 @@
-"""RoCo, robust cache omission (Ren and Zhu, arXiv 2402.06262): mean attention evicts, its deviation exempts.
+"""RoCo, robust cache omission (Ren and Zhu, arXiv 2402.06262): evicts by mean attention, and exempts by its deviation.
 
-Differences from the paper and its code (EasyKV): a prompt is compressed once at its end; the code evicts while it reads
-a prompt, or leaves the prompt as it is. The attention of all queries counts, as with the code's `keep_attention`. The
-code exempts int(`exempt` * b) + 1 of b + 1 entries, here it is the share of the budget, rounded down.
+Differences from the paper and its code (EasyKV):
+
+- Mean and deviation are those of what the query group gives on average, from all queries that saw a token, itself
+  included. The released code ignores the attention within the first part of a prompt unless `keep_attention` is set.
+- A prompt is compressed once at its end. The released code evicts while it reads a prompt, in strides, or leaves the
+  prompt as it is.
+- The `exempt` largest deviations are a share of the budget, rounded down, and protected tokens count among them. The
+  released code exempts int(`exempt` * b) + 1 of b + 1 entries.
+- The budget counts the entries that a query sees, itself included: the paper's budget + 1 while decoding, because the
+  paper evicts after the query has attended.
 """
 
 from __future__ import annotations
@@ -101,7 +108,8 @@ def roco(
         score[c] = MAS[c] = sum over r of a_r[c] / n_c
         std[c] = sqrt(sum over r of a_r[c]^2 / n_c - MAS[c]^2)
 
-    The tokens with the largest std, `exempt` times the budget of them, are not evicted, and the newest count as such.
+    The tokens with the largest std, `exempt` times the budget of them, are not evicted. The newest tokens count among
+    them.
 
     Args:
         budget: the entries that a query sees, itself included: the paper's budget + 1 while decoding. An integer >= 1,

@@ -1,8 +1,11 @@
-"""Scissorhands (Liu et al., NeurIPS 2023, arXiv 2305.17118): tokens that mattered go on to matter.
+"""Scissorhands (Liu et al., NeurIPS 2023, arXiv 2305.17118): retains the tokens that mattered to recent queries.
 
-Differences from the paper: the paper may give layers budgets of their own; here all layers have the same. No code of
-its authors is known, so the constants are those of ports. The weights of a query group are averaged; the paper's models
-have one query head per kv head.
+No code of its authors is known, so the constants are those of ports.
+
+Differences from the paper:
+
+- All layers have the same budget. The paper may give layers different budgets.
+- The weights of a query group are averaged. The paper's models have one query head per kv head.
 """
 
 from __future__ import annotations
@@ -66,9 +69,10 @@ class Neglect(Score):
 def scissorhands(budget: int = 1024, window: int = 400, recent: int = 10, drop: float = 0.5) -> Policy:
     """Evicts half of a full cache at once: the tokens that most of the recent queries gave less than the mean.
 
-    I[h, c] = the number of the last `window` queries r whose weight on c, averaged over the query group of h, is below
-    1 / (the number of tokens that r saw). The tokens with the largest I are evicted, of equal ones the later, but never
-    the `recent` newest.
+        score[h, c] = -(number of the last `window` queries r with softmax(q_r . k)_c < 1 / n_r)
+
+    n_r is the number of tokens that r saw. The weight of a query on c is averaged over the query group of h. Of equal
+    scores the later token is evicted first. The `recent` newest tokens are never evicted.
 
     Args:
         budget: the most entries that a query sees, itself included. An integer >= 1.

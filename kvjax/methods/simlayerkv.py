@@ -1,9 +1,11 @@
-"""SimLayerKV (arXiv 2410.13846): lazy layers, which attend to the first and the newest tokens, retain only these.
+"""SimLayerKV (Zhang et al., arXiv 2410.13846): retains a window in lazy layers, and everything in all others.
 
-Differences from the paper and kvpress's SimLayerKVPress. `budget` bounds the total, because the memory of a compiled
-program is fixed before the prompt is read: with budget=1.0 the threshold alone decides, and the cache has room for
-layers that are not lazy. With less, the laziest layers are lazy until the total fits. Layers are judged once all have
-read the prompt. kvpress leaves out what the last tokens give themselves, and retains one recent token fewer.
+Differences from the paper and kvpress's SimLayerKVPress:
+
+- Memory is fixed before the prompt is read, so `budget` bounds the total. With budget=1.0 the threshold alone decides,
+  and the cache has room for all layers. With less, the laziest layers are lazy until the total fits.
+- Layers are judged once all have read the prompt.
+- kvpress leaves out the attention that the last tokens give themselves, and retains one recent token fewer.
 """
 
 from __future__ import annotations
@@ -129,9 +131,10 @@ def simlayerkv(
 ) -> Policy:
     """Compresses the prompt once: lazy layers retain the first and the newest tokens, all other layers everything.
 
-    A layer is lazy if the attention of the last queries, averaged over all its heads, gives more than `threshold` to
-    the first `sinks` and the newest `recent` tokens, also if the prompt is within the budget. The answer is added to
-    the retained entries.
+        layer l is lazy if the mean over all its heads and the last queries r of
+        (sum over c among the first `sinks` and the newest `recent` tokens of softmax(q_r . k)_c) > threshold
+
+    Lazy layers are compressed also if the prompt is within the budget. The answer is added to the retained entries.
 
     Args:
         budget: the most entries that the mean layer retains; the laziest layers are lazy until it is met. An integer

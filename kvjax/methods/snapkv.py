@@ -1,8 +1,11 @@
-"""SnapKV (Li et al., arXiv 2404.14469): the attention of the last prompt tokens chooses what is retained of a prompt.
+"""SnapKV (Li et al., arXiv 2404.14469): retains the prompt's entries that its last queries attend to.
 
-Differences from the paper and its code: entries are stored and chosen per kv head, where the released code repeats keys
-for every query head first. Pooling follows the reduction over the query group; kvpress pools first, which is the same
-for "avg" and differs for "max".
+Differences from the paper and its code:
+
+- Entries are stored and chosen per kv head. The released code repeats keys for every query head first, and stores a
+  copy per query head.
+- Scores are reduced over the query group before they are pooled. kvpress pools first. The result is the same for
+  `pool="avg"` with `group="mean"` and for `pool="max"` with `group="max"`.
 """
 
 from __future__ import annotations
@@ -26,10 +29,11 @@ def snapkv(
     pool: Literal["max", "avg", "none"] = "max",
     group: Literal["mean", "max"] = "mean",
 ) -> Policy:
-    """Compresses the prompt once, by what its last `window` queries attended to. The answer is added to it.
+    """Compresses the prompt once, by the attention that entries receive from the last `window` queries.
 
-    score[h, c] = pool over c (reduce over the query group of h (mean over window queries r of softmax(q_r . k)_c)),
-    where the softmax is over all entries that r saw.
+        score[h, c] = pool over c (reduce over the query group of h (mean over window queries r of softmax(q_r . k)_c))
+
+    The softmax is over all entries that r saw. The answer is added to the retained entries.
 
     Args:
         budget: the number of entries retained of the prompt, window included (the paper's max capacity prompt). An

@@ -1,4 +1,10 @@
-"""StreamingLLM (Xiao et al., arXiv 2309.17453): attention sinks and the most recent tokens."""
+"""StreamingLLM (Xiao et al., arXiv 2309.17453): retains the attention sinks and the most recent tokens.
+
+Differences from the paper:
+
+- Tokens keep their own positions by default. `positions="in_cache"` is the paper's form: keys are cached before RoPE
+  and rotated to their place in the cache.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +25,10 @@ def streaming_llm(
     every: int | None = 1,
 ) -> Policy:
     """Retains the first `sinks` tokens and the most recent tokens, after the prompt and at every decode step.
+
+        score[c] = position of c
+
+    The first `sinks` positions are protected, so the oldest token behind them is evicted.
 
     Args:
         budget: the entries that a query sees, sinks and itself included (the paper's start size + recent size). An

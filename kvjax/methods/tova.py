@@ -1,6 +1,11 @@
-"""TOVA, token omission via attention (Oren et al., arXiv 2401.06104): the attention of the last query alone.
+"""TOVA, token omission via attention (Oren et al., arXiv 2401.06104): evicts by the last query's attention alone.
 
-Differences from the paper: none in the selection. kvpress forces the last token in; that is `recent=1` here.
+Differences from the paper:
+
+- The selection is that of the paper: the last token competes with the others. kvpress always retains it, which is
+  `recent=1` here.
+- The budget counts the entries that a query sees, itself included. The paper evicts after the query has attended, so
+  that its cache size C is `budget=C + 1` while decoding.
 """
 
 from __future__ import annotations
@@ -54,8 +59,9 @@ class LastAttention(Score):
 def tova(budget: int | float = 1024, recent: int = 0, every: int | None = 1) -> Policy:
     """Evicts the token that received the least attention from the last query, averaged over all heads of the layer.
 
-    score[c] = mean over all query heads of softmax(q_last . k)_c. All heads of a layer retain the same tokens. The
-    token that attended last competes with the others.
+        score[c] = mean over all query heads of softmax(q_last . k)_c
+
+    All heads of a layer retain the same tokens. The token that attended last competes with the others.
 
     Args:
         budget: the entries that a query sees, itself included: the paper's cache size + 1 while decoding, cache size at

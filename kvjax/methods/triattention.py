@@ -1,9 +1,17 @@
-"""TriAttention (Mao et al., arXiv 2604.04921): keys are scored by the mean query of their head, at distances to come.
+"""TriAttention (Mao et al., arXiv 2604.04921): scores keys by the mean query of their head, at distances to come.
 
-The formula and the constants are those of the released code (github.com/WeianMao/triattention), in its mode in which
-the heads of each layer choose for themselves. Differences from it: a prompt that exceeds the budget is compressed too,
-and scores are standardised over all entries that a head holds. Channels that RoPE does not rotate enter the product
-with the mean query, and no norm.
+The formula, the offsets and the standardisation are those of the released code (github.com/WeianMao/triattention), in
+its mode in which the heads of each layer choose for themselves. Scores were compared with those of its functions on
+random heads, not with the paper's text.
+
+Differences from the released code:
+
+- A prompt beyond the budget is compressed too, and the newest 128 tokens stay, as in its vLLM plugin. By default the
+  released code retains the prompt.
+- Scores are standardised over all entries that a head holds. Where the prompt stays, the released code standardises
+  generated tokens only.
+- Each kv head chooses by its own scores. By default the released code averages the scores of a kv head over all layers.
+- Channels that RoPE does not rotate enter the product with the mean query, and no norm.
 """
 
 from __future__ import annotations
@@ -87,11 +95,11 @@ def triattention(
         z[c, t] = sum_f |E q_f| |k_f| cos(w_f (d + t) + arg(E q_f) - arg(k_f)) + sum_f (E|q_f| - |E q_f|) |k_f|
         score[h, c] = max over the query group of the standardised mean of z[c, t] over t = 1, 2, 4, .. farthest
 
-    where the expectations are those of a set of texts. The first sum is the logit that the mean query would give, the
-    second is large where queries are spread. It needs neither attention weights nor state.
+    where the expectations are those of a set of texts. The first sum is the logit of the mean query, the second is
+    large where queries are spread. The score needs neither attention weights nor state.
 
-    The expectations are statistics beside the parameters: `kvjax.with_statistics(params, PATH)` reads those that
-    `kvjax measure-statistics` writes, and the authors' files.
+    The expectations are statistics beside the parameters: `kvjax.with_statistics(params, PATH)` reads those that `kvjax
+    measure-statistics` writes, and the authors' files.
 
     Args:
         budget: the number of entries that a kv head retains and that a query sees, itself included. An integer >= 1, or

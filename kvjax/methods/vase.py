@@ -1,8 +1,11 @@
-"""VaSE, value-aware stochastic eviction (Chang et al., arXiv 2606.03928): large values stay, chance decides on others.
+"""VaSE, value-aware stochastic eviction (Chang et al., arXiv 2606.03928): retains large values, and draws the others.
 
-Differences from the released code: the prompt is compressed by the same rule once it has been read, where the code
-first evicts while decoding. Chance is a function of seed, layer, kv head, the token and the position at which it is
-judged. `large` is a share of the budget (the code: 1,024 of 4,096 entries).
+Differences from the released code:
+
+- The prompt is compressed by the same rule once it has been read. The released code first evicts while decoding.
+- The noise is a function of seed, layer, kv head, the token and the position at which it is judged.
+- The size of a value is the range of its channels, as in the released code's main mode.
+- `large` is a share of the budget. The released code has 1,024 of 4,096 entries.
 """
 
 from __future__ import annotations
@@ -104,8 +107,10 @@ def vase(
     """Retains the tokens with the largest values, and a random sample of the others in proportion to their attention.
 
     With A the mean over the last `window` queries and the query group of the softmax over all older entries, averaged
-    over `kernel` neighbours: the `large` share of a head goes to the tokens with the largest max(v_c) - min(v_c) over
-    channels. The rest goes to the largest log A[c] + G[c], with new Gumbel noise G at every eviction.
+    over `kernel` neighbours, and new Gumbel noise G at every eviction,
+
+        large entries: the sinks, then the largest max(v_c) - min(v_c) over channels, up to the share `large`
+        score[h, c] = log A[h, c] + G[h, c] of all others
 
     Args:
         budget: the most entries that a query sees, itself and the buffer included: the paper's budget + `every`. An

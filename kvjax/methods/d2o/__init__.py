@@ -1,10 +1,18 @@
-"""D2O, dynamic discriminative operations (Wan et al., arXiv 2406.13035): heavy hitters that take in evicted entries.
+"""D2O, dynamic discriminative operations (Wan et al., arXiv 2406.13035): merges evicted entries into heavy hitters.
 
 The score, a mean over the query heads of a kv head, and the protected tokens are those of H2O. `variance_shares.py` has
 the budgets of the layers, `similarity_merge.py` the merge.
 
-Differences from the released code: it compresses a prompt after one more token, merges with weights that shrink keys
-and values (`merge.weights="code"`), and stores keys and values per query head.
+Differences from the released code:
+
+- Weights are e and exp(u), and add up to 1, as in the paper. `merge.weights="code"` is as released: (k + sum u_i k_i) /
+  (1 + n), which shrinks keys and values.
+- The budget is the mean of the compressed layers, and their shares add up to it or less. The released code takes the
+  softmax over all layers, uncompressed ones included.
+- The prompt is compressed at its end. The released code compresses it after one more token.
+- Each kv head has one variance, over all tokens of the prompt, and each row its own threshold. The released code has
+  variances per query head, and takes one row at a time.
+- Entries are stored per kv head. The released code stores keys and values per query head.
 """
 
 from __future__ import annotations
@@ -33,13 +41,14 @@ def d2o(
 ) -> Policy:
     """Retains what `h2o` does, with budgets by layer, and merges evicted entries into the most similar retained ones.
 
-    The share of a prompt that a layer retains falls with the variance of the attention that its tokens received
-    (`VarianceShares`): clamp(softmax(-x) * L * rho, 0.01, 1). With u the cosine of an evicted key and the most similar
-    retained key after RoPE, an evicted entry is merged if the mean of u over the heads reaches a threshold that moves
-    with u, and is dropped otherwise (`SimilarityMerge`):
-
-        k* = (e k_c + sum exp(u_i) k_i) / (e + sum exp(u_i)), values alike
+        score[h, c] = sum over all queries r so far of softmax(q_r . k)_c, mean over the query group of h
+        share of layer l = clamp(softmax(-x)_l * L * rho, 0.01, 1),    x_l = variance of the attention on its tokens
+        k* = (e k_c + sum exp(u_i) k_i) / (e + sum exp(u_i)),    values alike
         tau = alpha * tau + beta * mean of u
+
+    u is the cosine of an evicted key and the most similar retained key, both after RoPE. An evicted entry is merged if
+    the mean of u over the heads reaches the threshold tau, and is dropped otherwise. `VarianceShares` computes the
+    shares, `SimilarityMerge` the merge.
 
     Args:
         budget: the number of entries that the mean of the compressed layers retains, all included; with

@@ -1,4 +1,4 @@
-"""KVCrush (Jha et al., ACML 2025, arXiv 2503.00022): representatives of the tokens that another policy leaves out.
+"""KVCrush (Jha et al., ACML 2025, arXiv 2503.00022): retains representatives of the tokens that a policy leaves out.
 
 `representatives.py` has the selection, `signatures.py` the bits of tokens and pages, `pages.py` the selection of whole
 pages without representatives, `query_heads.py` the attention of single query heads.
@@ -6,12 +6,17 @@ pages without representatives, `query_heads.py` the attention of single query he
 Differences from the paper, whose Algorithms 1 and 2 are not computable as printed:
 
 - Importance is attention received. The row means of Algorithm 1 are the same for all tokens.
-- Buckets are runs of equal length in the order of the distances d_t. There are only H + 1 distances, so most of the
-  paper's buckets by value would be empty.
+- Buckets are runs of equal length in the order of the distances d_t. There are only H + 1 distances to the anchor, so
+  most of the paper's buckets by value would be empty.
 - The ones of a head are the tokens that it retains and the upper half of the others, which tells tokens apart that all
   heads leave out. `upper=0.0` is the paper's "retain or evict".
 - Bits are per kv head by default and by the scores of the base. `bits="query"` is the paper's H, one bit per query head
-  (section 4.3.3: 32 bits for Llama-3-8B), by the attention received from all queries of the prompt (Algorithm 1).
+  (section 4.3.3: 32 bits for Llama-3-8B), by the attention received from all queries of the prompt (Algorithm 1). The
+  configurations of the paper's tables have `bits="query"`.
+- Representatives are part of the budget. Of each bucket, the token nearest to the mean of its bits is retained.
+  `pick="grid"` takes tokens at even steps of the sorted order, `pick="kmeans"` the clusters of Figure 3.
+- Pages are 32 positions of a row's text. The bits of a page are those of its tokens side by side (section 4.3.5), and
+  its importance is their mean.
 - A chunk is treated as a token is: it has one bit per head. The paper does not say what its chunks are.
 """
 
@@ -44,21 +49,29 @@ def kvcrush(
 ) -> Policy:
     """Gives a share of the base's budget to tokens that represent those that the base leaves out of the prompt.
 
-    b_t[h] = 1 if head h retains token t or ranks it in the upper half of the tokens that it leaves out. d_t is the
-    Hamming distance of b_t to an anchor. The tokens left out, sorted by (d_t, position), form as many runs of nearly
-    equal length as there are representatives, and of each run the token nearest to the mean of the run's bits is
-    retained. If scores are sums over all queries so far, as those of H2O are, the bits compare them divided by the
-    number of queries that could see the token.
+        b_t[h] = 1 if head h retains token t or ranks it in the upper half of the tokens that it leaves out, else 0
+        d_t = Hamming distance of b_t to the anchor
+
+    The tokens left out, sorted by (d_t, position), form as many runs of nearly equal length as there are
+    representatives, and of each run the token nearest to the mean of the run's bits is retained. If scores are sums
+    over all queries so far, as those of H2O are, the bits compare them divided by the number of queries that could see
+    the token.
 
     Chunks and pages are `page` consecutive tokens of a row, which are retained, represented or left out together.
     Tokens that the base protects are retained by themselves. The importance of a chunk or page is the mean score of its
-    tokens. The bits of a page are those of its tokens side by side. Slots of the budget that hold no whole page stay
-    empty.
+    tokens. Slots of the budget that hold no whole page stay empty.
 
     Decoding is the base's own: the answer is added to the cache, or the base's scores evict token by token, so that
     under a base that retains the most recent tokens, representatives are the first to leave. With `kvmerger` as the
     base, representatives stand for the merged entries that do not fit; with its `merge.theta=None` all fit, and nothing
     is represented. With `cam` as the base, a representative that leaves hands its value on.
+
+    Variants, as text:
+
+    - `kvcrush:bits=query` has one bit per query head, from the attention of all prompt queries, as in the paper.
+    - `kvcrush:upper=0.0` says by a bit only whether the head retains the token.
+    - `kvcrush:granularity=page,page=32` retains, represents or leaves out pages of tokens as a unit.
+    - `kvcrush:granularity=page,share=0.0` retains the best pages by mean score: the baseline of Figures 5 and 6.
 
     Args:
         base: the policy that decides which tokens are important. Its budget is the total.

@@ -1,9 +1,15 @@
-"""KVgrad (https://openreview.net/forum?id=cg1wTCJjjk), as kvpress 0.5.5 has it: what repeating the prompt depends on.
+"""KVgrad (https://openreview.net/forum?id=cg1wTCJjjk), as in kvpress 0.5.5: scores by the gradient of a repetition.
 
-The method here was written after kvpress, and compared with it; it was not compared with the paper. Differences from
-kvpress. The whole prompt is repeated and scored, where kvpress leaves out what the chat template puts before the text.
-Norms and their product are computed in float32, where kvpress computes them in the dtype of the model. Instructions are
-text without a chat template, unless `score.suffix` gives one.
+The method was written after kvpress 0.5.5, with which scores, positions and tokens were compared. It was not compared
+with the paper. The gradient is that of all tokens that run with a chunk, instructions included. Keys and values of the
+prompt are constants. While a layer is differentiated, every expert of a mixture treats every token, which gives the
+same derivative.
+
+Differences from kvpress:
+
+- The whole prompt is repeated and scored. kvpress leaves out what the chat template puts before the text.
+- Norms and their product are computed in float32. kvpress computes them in the dtype of the model.
+- Instructions are text without a chat template, unless `score.suffix` gives one.
 """
 
 from __future__ import annotations
@@ -74,9 +80,10 @@ def kvgrad(
 
         score[h, c] = max over g and t of a[g, t, c] |W_O[g] v_c| |d Phi / d y_t|,    Phi = sum over t of |h_t|^2
 
-    a[g, t, c] is the weight that query head g of the replayed token t gives to entry c, in the softmax of `kvzip`, y_t
-    what the layer's attention gives to t, and h_t the hidden state of t behind the last layer. The prompt's complete
-    cache exists until the budget is allocated, and beside it the hidden states of one chunk between all layers.
+    a[g, t, c] is the weight of entry c for query head g of the replayed token t, in the softmax of `kvzip`. y_t is the
+    attention output of the layer at t, and h_t the hidden state of t behind the last layer. The prompt's complete cache
+    exists until the budget is allocated, and beside it the hidden states of one chunk between all layers.
+    `kvgrad:recent=48` also retains the last tokens of prompts that end with a question.
 
     Args:
         budget: entries of the mean kv head, sinks included. A float is a share of each row's prompt.

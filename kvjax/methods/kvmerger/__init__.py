@@ -1,15 +1,25 @@
-"""KVMerger (Wang et al., arXiv 2407.08454): sets of similar neighbouring entries are merged into one entry each.
+"""KVMerger (Wang et al., arXiv 2407.08454): merges sets of similar neighbouring entries into one entry each.
 
 `cluster.py` finds the sets (Algorithm 1), `gaussian_merge.py` merges them (Algorithm 2).
 
 Differences from the paper, whose statements contradict each other in places:
 
-- Equation 6 sums a row of the attention matrix, which is 1 for every token. Here importance is the column sum.
-- Algorithm 1 never closes the last set. Here that set counts too.
-- Sigma is the mean distance of section 6.3. Equation 7, which depends on the scale of keys, is `merge.sigma="eq7"`.
-- Budgets of "0.17 %" recent and "0.12 %" heavy tokens are read as 17 % and 12 %.
-- The paper does not say when it merges while decoding; its Table 2 gives a cache of constant size. Here `every=None`
-  merges the prompt only, and `every=n` merges whenever a head is full, so that its size never exceeds the budget.
+- Importance is the column sum of attention. Equation 6 sums a row of the attention matrix, which is 1 for every token.
+- The last open set of Algorithm 1 counts too. The algorithm never closes it.
+- Sets end at tokens that are retained unmerged (Definition 5.1), and a key is compared with the set's last token
+  (Algorithm 1). `merge.straddle=True` lets sets continue behind such tokens. `merge.rule="chain"` compares neighbours
+  (section 4.2).
+- Sigma is the mean distance to the pivot (section 6.3), so the scale of keys does not matter. `merge.sigma="eq7"` is
+  equation 7, which depends on the scale; `merge.sigma="rms"` and a number (Table 5) are other choices.
+- 17 % and 12 % of the prompt are retained unmerged as recent and heavy tokens, where the paper writes 0.17 % and 0.12
+  %.
+- theta = 0.75 does not guarantee the budget. If there are more sets, those with the least attention are dropped. If
+  there are fewer, slots stay empty. `merge.theta=None` solves for the threshold that fills the budget.
+- A merged entry weighs as one token: two equal keys and another, of a third each, become halves.
+  `merge.count_bias=True` adds ln n to the logits of an entry of n tokens, so equal keys keep their two thirds.
+- The paper does not say when it merges while decoding; its Table 2 gives a cache of constant size and no schedule. Here
+  `every=None` merges the prompt only, and `every=n` merges whenever a head is full, so that its size never exceeds the
+  budget.
 """
 
 from __future__ import annotations
@@ -36,15 +46,21 @@ def kvmerger(
 ) -> Policy:
     """Retains recent tokens and heavy hitters unmerged, and merges runs of similar keys among the others.
 
-    a[h, c] = sum over all queries of the softmax weight on c. The other tokens are scanned from the last one
-    (Algorithm 1): a token joins the set if the cosine of its key and the key of the set's last token is above theta,
-    both after RoPE, and begins another set if not. Each set becomes one entry at its pivot p = argmax a, with
-    g_i = exp(-|k_p - k_i|^2 / 2 sigma^2):
+    The sum a of softmax weights over all queries decides which tokens are heavy hitters. The other tokens are scanned
+    from the last one (Algorithm 1): a token joins the set if the cosine of its key and the key of the set's last token
+    is above theta, both after RoPE, and begins another set if not. Each set becomes one entry at its pivot p:
 
-        k* = sum g_i k_i / sum g_i        v* = sum g_i v_i / sum g_i        (equations 7 to 9)
+        a[h, c] = sum over all queries r of softmax(q_r . k)_c,    p = argmax of a over the set
+        g_i = exp(-|k_p - k_i|^2 / 2 sigma^2)
+        k* = sum g_i k_i / sum g_i,    v* = sum g_i v_i / sum g_i        (equations 7 to 9)
 
     A prompt within the budget is left as it is. A merged entry keeps the position and the score of its pivot and weighs
     as one token (but see `merge.count_bias`). Later merges count it as one token.
+
+    Variants, as text:
+
+    - `kvmerger:every=32` merges while decoding: a full head merges its entries down to 32 below its budget.
+    - `kvmerger:merge.theta=None` fills the budget: each head solves for the largest threshold that meets it.
 
     Args:
         budget: the number of entries retained of the prompt per kv head, all included. An integer >= 1, or a float in

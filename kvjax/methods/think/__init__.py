@@ -1,9 +1,15 @@
-"""ThinK (Xu et al., ICLR 2025, arXiv 2407.21018): keys of a prompt lose the channels that its last queries ask least.
+"""ThinK (Xu et al., ICLR 2025, arXiv 2407.21018): drops key channels that the last queries of a prompt weigh least.
 
-Differences from the released code: entries are stored per kv head, and so are channels; the squares of the queries are
-averaged over the query group, as in kvpress. Prompts within the budget lose channels too. Layers with a sliding window
-keep all channels: their entries leave while the answer grows, and would leave empty slots behind. kvpress drops
-channels of all keys of the prompt, which is `recent=0` here. It sets them to zero, so that it saves no memory.
+Differences from the released code and kvpress:
+
+- Channels are chosen among the keys that the base retains, and the newest 32 entries keep all, as in the released code.
+  kvpress drops channels of the newest entries too (`recent=0`), and sets them to zero, so that memory stays the same.
+- Entries are stored per kv head, and so are channels; the squares of the queries are averaged over the query group, as
+  in kvpress. The released code stores keys and channels per query head.
+- Prompts within the budget lose channels too, as in kvpress. The released code leaves them as they are.
+- Layers with a sliding window keep all channels: their entries leave while the answer grows, and would leave empty
+  slots behind.
+- Value channels (the paper's appendix) are not dropped.
 """
 
 from __future__ import annotations
@@ -78,10 +84,12 @@ class ThinKeys(Storage):
 def think(base: Policy = FULL, ratio: float = 0.4, window: int = 32, recent: int = 32) -> Policy:
     """Drops channels of the keys of a prompt once it has been read, and compressed as the base says.
 
-    Channel c of a kv head scores |Q_c|^2 |K_c|^2, with Q_c the channel of the last `window` queries of its query heads,
-    and K_c that of all keys that the head retains. The floor(D ratio) channels with the lowest scores leave all keys of
-    the prompt but the newest; a query later asks these keys by its own other channels. Generated tokens and later turns
-    keep all channels, and so do layers with a sliding window.
+        score[h, channel] = |Q_channel|^2 |K_channel|^2
+
+    Q_channel is the channel of the last `window` queries of the head's query heads, and K_channel that of all keys that
+    the head retains. The floor(D ratio) channels with the lowest scores leave all keys of the prompt but the newest.
+    Later queries use the channels that are left for these keys. Generated tokens and later turns keep all channels, and
+    so do layers with a sliding window.
 
     Args:
         base: decides what is retained of the prompt; a policy that compresses prompts only.

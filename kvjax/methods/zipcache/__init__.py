@@ -1,11 +1,16 @@
-"""ZipCache (He et al., NeurIPS 2024, arXiv 2405.14256): the entries of a prompt that matter have more bits than others.
+"""ZipCache (He et al., NeurIPS 2024, arXiv 2405.14256): stores the salient entries of a prompt with more bits.
 
-Differences from the paper and its released code: values are coded per kv head, with a range for each token and head,
-where theirs share one range over all heads of a token. The released code divides the sums of probes by the number of
-tokens behind a key; here it is the number of probes that saw the key, as the paper defines the score. It probes 5 % of
-a prompt's last queries and 5 % drawn at random; here both numbers are fixed, and no query is probed twice. Both code
-generated tokens after every 100; here these keep their precision, and so do layers with a sliding window, whose entries
-leave while the answer grows.
+Differences from the paper and its released code:
+
+- The number of probes is fixed: the last queries of the prompt, and others drawn before them, none twice. The released
+  code takes 5 % of the prompt twice, and may draw a query twice.
+- Salience is per kv head, by the mean over the query group. A key's sum is divided by the number of probes that saw it,
+  as the paper defines the score. The released code divides by the number of tokens behind a key.
+- Values have a range for each token and kv head. The paper's and the released code's have a range for each token, over
+  all heads.
+- Ranges of keys are those of the salient entries of a head and of its others, as released.
+- Generated tokens, and layers with a sliding window, keep their precision, because the entries of such layers leave
+  while the answer grows. The paper and the released code code the generated tokens anew after every 100.
 """
 
 from __future__ import annotations
@@ -148,12 +153,14 @@ def zipcache(
 ) -> Policy:
     """Stores the entries of a prompt as codes: salient entries with `bits` per number, all others with `other_bits`.
 
-    A key's salience is its normalised attention score, sum_k A_ki / |{k: k >= i}|, over the weights A_k of the probes:
-    the last `window` queries of the prompt, and `queries` drawn from those before them. Of n entries, floor(n (1 -
-    salient)) are the others. With b bits, x = low + step code, where step is (max - min) / (2^b - 1):
+        salience[h, i] = sum over probes k of A_ki / (number of probes k that saw i)
+        x = low + step * code,    step = (max - min) / (2^bits - 1)
 
-    - keys have a low and a step for each channel, over the salient entries of a kv head and over its others;
-    - values v_i are divided by c_i = sqrt(max |v_i|) of their channel, and then have a low and a step for each token.
+    A_k are the weights of the probes: the last `window` queries of the prompt, and `queries` drawn from those before
+    them. Of n entries, floor(n (1 - salient)) are the others.
+
+    - Keys have a low and a step for each channel, over the salient entries of a kv head and over its others.
+    - Values v_i are divided by c_i = sqrt(max |v_i|) of their channel, and then have a low and a step for each token.
 
     Nothing is evicted beyond what the base evicts. Generated tokens and later turns keep their precision, and so do
     layers with a sliding window. A step turns the codes of one layer at a time into arrays: codes take less memory, and
