@@ -16,13 +16,17 @@ def expanded(nav: list[Any], pages: list[str]) -> list[Any]:
     def items(nav: Any) -> Iterator[Any]:
         for item in nav if isinstance(nav, list) else [nav]:
             if isinstance(item, dict):
-                yield {title: list(items(below)) for title, below in item.items()}
+                yield {title: below if _is_page(below) else list(items(below)) for title, below in item.items()}
             elif item.endswith("/"):
                 yield from (page for page in left if page.startswith(item))
             else:
                 yield item
 
     return list(items(nav))
+
+
+def _is_page(item: Any) -> bool:
+    return isinstance(item, str) and not item.endswith("/")
 
 
 def _named(nav: Any) -> Iterator[str]:
