@@ -19,7 +19,7 @@ def pages() -> dict[str, str]:
 
 def page(preset: Preset) -> str:
     """A page of what the code and the measurements say of a preset."""
-    no_paper = "" if preset.papers else " It has no paper." * ("no paper" not in preset.title)
+    no_paper = "" if preset.papers or "no paper" in preset.title else " It has no paper."
     sections = {
         "What it computes": f"{preset.description}\n\n{preset.background}",
         "Options": _options(preset),
@@ -28,9 +28,9 @@ def page(preset: Preset) -> str:
         "Accuracy": _accuracy(preset),
         "Paper and code": preset.differences,
     }
-    text = f"# {preset.name}\n\n{linked(preset.title)}{no_paper}\n\nAs text, with all options at their defaults:\n\n```text\n{preset.text}\n```\n\n"
-    text += "".join(f"## {title}\n\n{section.strip()}\n\n" for title, section in sections.items() if section.strip())
-    return f"{text}The source is `{preset.source}`.\n"
+    head = f"# {preset.name}\n\n{linked(preset.title)}{no_paper}\n\nAs text, with all options at their defaults:\n\n"
+    parts = [f"## {title}\n\n{section.strip()}\n\n" for title, section in sections.items() if section.strip()]
+    return f"{head}```text\n{preset.text}\n```\n\n{''.join(parts)}The source is `{preset.source}`.\n"
 
 
 def index(text: str) -> str:
