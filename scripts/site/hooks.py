@@ -6,7 +6,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from scripts.site import methods
+from scripts.site import api, methods
 from scripts.site.navigation import expanded
 
 
@@ -19,5 +19,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Puts the tables of all presets on the page of methods."""
-    return methods.index(markdown) if page.file.src_uri == "methods/index.md" else markdown
+    """Puts the tables of all presets on the page of methods, and all names of modules on pages of the API."""
+    if page.file.src_uri == "methods/index.md":
+        return methods.index(markdown)
+    return api.directives(markdown) if page.file.src_uri.startswith("api/") else markdown
