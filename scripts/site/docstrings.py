@@ -39,7 +39,7 @@ def first_sentence(text: str) -> str:
 def linked(text: str) -> str:
     """The text with links from numbers of arXiv and from addresses."""
     text = re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)
-    return re.sub(r"(?<!\()https?://(?:www\.)?([\w.-]+)[^\s,;)]*(?<!\.)", r"[\1](\g<0>)", text)
+    return re.sub(r"(?<!\]\()https?://(?:www\.)?([\w.-]+)[^\s,;)]*(?<!\.)", r"[\1](\g<0>)", text)
 
 
 def _sections(documented: Any) -> list[DocstringSection]:

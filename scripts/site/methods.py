@@ -30,7 +30,7 @@ def page(preset: Preset) -> str:
     }
     head = f"# {preset.name}\n\n{linked(preset.title)}{no_paper}\n\nAs text, with all options at their defaults:\n\n"
     parts = [f"## {title}\n\n{section.strip()}\n\n" for title, section in sections.items() if section.strip()]
-    return f"{head}```text\n{preset.text}\n```\n\n{''.join(parts)}The source is `{preset.source}`.\n"
+    return f"{head}``` {{ .text .wrap }}\n{preset.text}\n```\n\n{''.join(parts)}The source is `{preset.source}`.\n"
 
 
 def index(text: str) -> str:
