@@ -72,6 +72,7 @@ FAMILIES: Mapping[str, ModuleType] = Registered(
     },
     _checked,
 )
+"""The module of each family by its `model_type`."""
 
 
 def family(model_type: str) -> ModuleType:

@@ -19,6 +19,7 @@ class Suppressed(NamedTuple):
 
 
 NONE_SUPPRESSED = Suppressed()
+"""Every token may be chosen at every step."""
 
 
 @dataclass(frozen=True)

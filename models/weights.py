@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 Shape = tuple[int, ...]
 Layout = Literal["vector", "embedding", "linear", "linear_from_heads", "stacked"]
+"""How the axes of a tensor on disk correspond to those of a parameter."""
 READ = 2**22  # the number of elements per read, which bounds the memory of a read beyond its result
 
 

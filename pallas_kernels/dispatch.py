@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import wraps
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -148,6 +149,7 @@ def dispatch(reference: Callable[..., Any], *backends: str) -> Callable[..., Any
         _warn(operation, refusals, "the reference")
         return reference(*args, **kwargs)
 
+    @wraps(reference)
     def call(*args: Any, **kwargs: Any) -> Any:
         return attempt(tuple(_backends(operation)[0]), args, kwargs)
 

@@ -82,6 +82,7 @@ class QuantizedArray:
 
 
 Stored: TypeAlias = Array | QuantizedArray
+"""Keys or values as a cache stores them."""
 
 
 def plain(x: Stored) -> Array:

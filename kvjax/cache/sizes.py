@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-UNLIMITED = 2**30  # a capacity that no prompt reaches
+UNLIMITED = 2**30
+"""A capacity that no prompt reaches."""
 ROOM_STEP = 64  # answers are given room in steps of 64 tokens, so that few programs serve all limits
 
 

@@ -24,7 +24,10 @@ from kvjax.policy import PLAIN, Moment, Policy
 from kvjax.reading.allocate import allocate, pool_rows
 from kvjax.reading.room import plan_read
 
-NOWHERE, SEVERAL = -1, -2  # in place of a position
+NOWHERE = -1
+"""Stands for the position of an entry that was dropped."""
+SEVERAL = -2
+"""Stands for the positions of several entries, between which a value was divided."""
 
 
 def merges(policy: Policy) -> bool:

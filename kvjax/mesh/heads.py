@@ -62,3 +62,4 @@ class Heads:
 
 
 ALL_HEADS = Heads()
+"""The heads of a layer that no mesh spreads."""

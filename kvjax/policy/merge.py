@@ -15,6 +15,7 @@ from .score import LayerShape, Moment
 from .select import Ranked
 
 Keep: TypeAlias = Callable[[Ranked], Int[Array, "B H size"]]
+"""A function that returns the indices of the entries that a selection retains."""
 
 
 @dataclass(frozen=True)

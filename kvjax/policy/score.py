@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .policy import Policy
 
 Texts: TypeAlias = tuple[tuple[int, ...], ...]
+"""The token ids of several texts."""
 
 
 class LayerShape(NamedTuple):

@@ -52,3 +52,4 @@ class Storage(Part):
 
 
 PLAIN = Storage()
+"""Holds keys and values as arrays."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-PAGE = 16  # rows of a pool; segments begin at multiples of it
+PAGE = 16
+"""The number of rows of a pool in a page; segments begin at multiples of it."""
 
 
 def pages(x: Array, lane: Int[Array, "... #n"], page: Int[Array, "... n"]) -> Array:

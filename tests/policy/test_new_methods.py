@@ -1,4 +1,4 @@
-"""What a new preset must have elsewhere: options for the tests of all presets, and its rows of documentation."""
+"""What a new preset must have elsewhere: options for the tests of all presets, and a line in the changelog."""
 
 from __future__ import annotations
 
@@ -11,14 +11,6 @@ from kvjax import policies
 from tests.policy.presets import SPECS
 
 ROOT = Path(__file__).resolve().parents[2]
-METHODS = (ROOT / "docs" / "methods" / "index.md").read_text()
-SECTIONS = ("What each method computes", "Budgets, state and cost")
-
-
-def rows(section: str) -> set[str]:
-    """The presets that have a row in a section of docs/methods/index.md."""
-    text = METHODS.partition(f"## {section}\n")[2].partition("\n## ")[0]
-    return set(re.findall(r"^\| `(\w+)", text, re.MULTILINE))
 
 
 @pytest.mark.parametrize("preset", policies.PRESETS.own)
@@ -27,14 +19,6 @@ def test_options_for_the_tests_of_all_presets(preset: str) -> None:
         f"define OPTIONS in tests/methods/test_{preset}.py: a tuple of the options of {preset} as text, for prompts of "
         "6 to 24 tokens, such as ('budget=12,window=4',)"
     )
-
-
-@pytest.mark.parametrize("section", SECTIONS)
-def test_rows_of_documentation(section: str) -> None:
-    missing = policies.PRESETS.own.keys() - rows(section)
-    assert not missing, f"docs/methods/index.md, {section}: add a row of a table that begins with | `{min(missing)}` |"
-    unknown = rows(section) - policies.PRESETS.own.keys()
-    assert not unknown, f"docs/methods/index.md, {section}: {unknown} are no presets"
 
 
 def test_the_number_of_presets_in_the_readme() -> None:

@@ -1,0 +1,25 @@
+"""What mkdocs calls while it builds the site."""
+
+from __future__ import annotations
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from scripts.site import api, methods
+from scripts.site.navigation import expanded
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages of methods, and completes the navigation."""
+    for path, text in methods.pages().items():
+        files.append(File.generated(config, path, content=text))
+    config.nav = expanded(config.nav or [], [file.src_uri for file in files.documentation_pages()])
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Puts the tables of all presets on the page of methods, and all names of modules on pages of the API."""
+    if page.file.src_uri == "methods/index.md":
+        return methods.index(markdown)
+    return api.directives(markdown) if page.file.src_uri.startswith("api/") else markdown
