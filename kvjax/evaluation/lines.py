@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from kvjax.checks import shown
-from kvjax.evaluation.grid import SETTINGS
+from kvjax.evaluation.entries import SETTINGS
 
 Key: TypeAlias = tuple[Any, ...]
 Line: TypeAlias = dict[str, Any]
 
-KEY = ("policy", "budget", "question", "task", "length", "id", "asked")
+ASKED = ("task", "length", "id", "asked")  # what identifies a question
+KEY = ("policy", "budget", "question", *ASKED)
 
 
 class Check(NamedTuple):

@@ -12,7 +12,7 @@ from statistics import fmean
 
 import numpy as np
 
-from kvjax.evaluation.grid import Budget
+from kvjax.evaluation.entries import Budget
 from kvjax.evaluation.lines import decoding_speed
 from kvjax.evaluation.report import escape
 from kvjax.evaluation.report.results import CellResults, Column, Results
