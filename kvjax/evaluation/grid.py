@@ -159,10 +159,10 @@ class Grid:
 
     def with_files(self, files: Sequence[str], scorer: str | None = None) -> Grid:
         """The same grid with files of questions. Those that it has already keep their options, but for the scorer."""
-        options = {} if scorer is None else {"scorer": scorer}
         known = [line.file for line in self.tasks]
-        lines = [replace(line, **options) if line.file in files else line for line in self.tasks]
-        new = [{"file": file, **options} for file in dict.fromkeys(files) if file not in known]
+        new = [{"file": file, "scorer": scorer} for file in dict.fromkeys(files) if file not in known]
+        scorer = None if scorer is None else _read("scorer", scorer)
+        lines = [replace(line, scorer=scorer or line.scorer) if line.file in files else line for line in self.tasks]
         return replace(self, tasks=(*lines, *_read("tasks", new)))
 
     def but(self, **changes: Any) -> Grid:

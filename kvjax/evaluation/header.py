@@ -45,7 +45,7 @@ def _header(plan: RunPlan, earlier: Mapping[str, Any]) -> str:
         "bytes_per_token": config.bytes_per_token(plan.dtype),
         "dtype": str(plan.dtype),
     }
-    header = {"grid": plan.grid.document(), "model": model, "tasks": earlier | plan.fixed_tasks()}
+    header = {"grid": plan.grid.document(), "model": model, "tasks": {**earlier, **plan.fixed_tasks()}}
     return json.dumps(header, indent=2, ensure_ascii=False) + "\n"
 
 

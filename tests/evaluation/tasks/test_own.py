@@ -122,4 +122,4 @@ def test_a_list_of_questions() -> None:
     with pytest.raises(DataError, match="questions, line 2: question=5: expected a text that is not blank"):
         tasks_of([GOOD, GOOD | {"question": 5}], scorer("f1"), 8)
     with pytest.raises(DataError, match=r"questions, line 1: 'a': expected a mapping with the fields context, quest"):
-        tasks_of(["a"], scorer("f1"), 8)
+        tasks_of(["a"], scorer("f1"), 8)  # type: ignore[list-item]
