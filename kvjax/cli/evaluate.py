@@ -127,12 +127,17 @@ def evaluate(
         soft_wrap=True,
     )
     if summary.errors:
-        stderr().print(f"[red]{len(summary.errors):,} errors:[/]")
-        for text in summary.errors[:SHOWN]:
-            stderr().print(f"  {escape(text)}", soft_wrap=True)
-        if len(summary.errors) > SHOWN:
-            stderr().print(f"  ... and {len(summary.errors) - SHOWN:,} more, which the results file lists")
+        show_errors(summary)
         raise typer.Exit(INCOMPLETE)
+
+
+def show_errors(summary: Summary) -> None:
+    """Prints the errors of a run, or the first ones."""
+    stderr().print(f"[red]{len(summary.errors):,} errors:[/]")
+    for text in summary.errors[:SHOWN]:
+        stderr().print(f"  {escape(text)}", soft_wrap=True)
+    if len(summary.errors) > SHOWN:
+        stderr().print(f"  ... and {len(summary.errors) - SHOWN:,} more, which the results file lists")
 
 
 def refused(plan: RunPlan) -> list[str]:

@@ -15,7 +15,6 @@ from kvjax.decoding.sampling import parse as parse_sampler
 from kvjax.evaluation.entries import LINES, SETTINGS, Budget, Cell, PolicyLine, Setting, TaskLine
 from kvjax.evaluation.judge import Endpoint
 from kvjax.evaluation.scorers import scorer
-from kvjax.evaluation.tasks.task import Task
 from kvjax.evaluation.yaml_text import brief, read_yaml
 from kvjax.files.reading import read_text
 from kvjax.policy import Policy
@@ -189,9 +188,9 @@ def _line(kind: type, first: str, names: Sequence[str], given: Any) -> Any:
 
 
 def _task(given: Any) -> TaskLine:
-    """An entry of `tasks`: a name, pattern or file, a mapping of its fields, or a task."""
-    if isinstance(given, Task):
-        return TaskLine(task=given)
+    """An entry of `tasks`: a name, pattern or file, a mapping of its fields, or the entry itself."""
+    if isinstance(given, TaskLine):
+        return given
     if isinstance(given, str):
         given = {"file" if given.endswith(LINES) else "name": given}
     if isinstance(given, dict) and "file" in given:
