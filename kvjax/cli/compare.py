@@ -163,32 +163,36 @@ def _show(plan: RunPlan, setting: str, rows: list[Compared], against: str) -> No
     console = Console(highlight=False)
     questions, texts = sum(len(item.questions) for item in plan.items), len(plan.items)
     title = f"{questions:,} questions about {texts:,} texts, {MEANING[setting]}"
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("policy", overflow="fold", min_width=12)
     for name in (f"{score_name(plan)[:12]}, %", f"to {against}"[:16], "cache", "tokens/s"):
         table.add_column(escape(name), justify="right", no_wrap=True)
     for row in rows:
-        change = "" if row.difference is None else _with_ends(row.difference, "+.1f")
-        if change and (p := p_text(row.difference.p)):
-            change = change.replace("\n", f", p {p}\n".replace("p < ", "p<"))
+        change = ""
+        if row.difference is not None:
+            p = p_text(row.difference.p).replace("< ", "<")
+            change = _with_ends(row.difference, "+.1f", f", p{'' if p[:1] == '<' else ' '}{p}" if p else "")
         speed = "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}"
-        table.add_row(escape(row.policy), _with_ends(row.score, ".1f"), change, bytes_text(row.cache_bytes), speed)
+        name = escape(row.policy).replace(":", "\n  ", 1)  # the options stand beside the intervals
+        table.add_row(name, _with_ends(row.score, ".1f"), change, bytes_text(row.cache_bytes), speed)
     console.print(table)
     for row in rows[1:]:
         console.print(row.sentence(against), markup=False)
 
 
-def _with_ends(found: Interval | Difference, form: str) -> str:
-    """A mean in percent, above the ends of its interval if there is one."""
+def _with_ends(found: Interval | Difference, form: str, beside: str = "") -> str:
+    """A mean in percent with what is beside it, above the ends of its interval if there is one."""
     ends = "" if math.isnan(found.low) else f"\n{100 * found.low:{form}} to {100 * found.high:{form}}"
-    return f"{100 * found.mean:{form}}{ends}"
+    return f"{100 * found.mean:{form}}{beside}{ends}"
 
 
 def _document(
     plan: RunPlan, found: dict[Any, list[Compared]], against: str, out: Path | None, picture: Path | None
 ) -> dict[str, Any]:
+    from kvjax.evaluation.report.statistics import Difference, Interval
+
     def plain(value: Any) -> Any:
-        if isinstance(value, tuple):
+        if isinstance(value, Interval | Difference):
             return {name: plain(one) for name, one in value._asdict().items()}
         return None if isinstance(value, float) and math.isnan(value) else value
 
