@@ -13,7 +13,10 @@ from kvjax.cli import app
 from kvjax.evaluation.grid import Grid
 from kvjax.evaluation.tasks.files import read
 from kvjax.evaluation.tasks.task import DataError
+from kvjax.evaluation.tasks.vocabulary import tokenizer
 from kvjax.files.reading import read_bytes, read_text
+from kvjax.files.texts import read_stream
+from kvjax.methods.common.head_numbers import read_numbers
 from tests.cli.commands import kv
 
 ENDLESS = "/dev/zero"
@@ -51,7 +54,13 @@ def test_a_pipe_without_an_end_is_read_so_far(tmp_path: Path) -> None:
 
 
 def test_what_reads_files_of_users_refuses_devices(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(ENDLESS)
+    for name in ("link", "a.txt", "a.json", "a.tsv"):
+        (tmp_path / name).symlink_to(ENDLESS)
+    with pytest.raises(ValueError, match=r"a\.txt is a device: expected a text file"):
+        read_stream(tmp_path, tokenizer(), 1)
+    for name in ("a.json", "a.tsv"):
+        with pytest.raises(ValueError, match=f"{name}' cannot be read .*{name} is a device"):
+            read_numbers("heads", tmp_path / name)
     for path in (ENDLESS, str(tmp_path / "link")):
         with pytest.raises(ValueError, match=f"{path} is a device: expected a YAML file"):
             Grid.read(path)
