@@ -103,6 +103,8 @@ def compare(
         raise ValueError("there is no question to ask: expected a task with at least one")
     with tempfile.TemporaryDirectory(prefix="kvjax-") if out is None else nullcontext(out) as folder:
         summary = run_here(plan, Path(folder))
+        if summary.errors:
+            show_errors(summary)
         (results,) = read_results([folder])
     results = answers_to(results, plan.items, policies)
     found = {setting: compared(results, setting, against) for setting in plan.grid.question}
@@ -118,7 +120,6 @@ def compare(
         if out is not None:
             note(f"the answers are in {out}; kvjax report {out} --csv FILE writes one row for each")
     if summary.errors:
-        show_errors(summary)
         raise typer.Exit(INCOMPLETE)
 
 

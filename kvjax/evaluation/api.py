@@ -58,7 +58,8 @@ def run(
         options: further fields of a `Grid`, such as question="both", budgets, limit, batch, chat and seed.
 
     Returns:
-        The results, which `kvjax.evaluation.rows` and the functions of `kvjax.evaluation.report` take.
+        The results, which `kvjax.evaluation.rows` and the functions of `kvjax.evaluation.report` take. They have all
+        answers in the folder `out`, those of earlier runs too.
 
     Raises:
         ValueError: an argument is not accepted, a question is wrong, or no answer has a score.

@@ -161,6 +161,11 @@ def test_a_policy_that_fails_is_an_error_and_not_a_score(tmp_path: Path) -> None
     assert "full" in stdout
     assert "adakv" not in stdout
     assert "1 errors:" in stderr
+    scorer = "--scorer=tests.evaluation.test_own_run:broken"
+    status, stdout, stderr = kv("compare", "demo", "--policy=full", "--tasks", file, scorer, "--max-new-tokens=8")
+    assert (status, stdout) == (2, "")
+    assert "on the answer to line 1: it gives nan" in stderr
+    assert stderr.endswith("no answer of demo has a score: expected results with at least one scored answer\n")
 
 
 def test_eval_asks_files_beside_tasks_of_the_grid(tmp_path: Path) -> None:

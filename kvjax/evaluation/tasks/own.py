@@ -122,10 +122,12 @@ def _object(where: str, line: bytes) -> Mapping[str, Any]:
     """The JSON object of a line."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"it has {shown(twice[0], BRIEF)} twice")
-        return dict(pairs)
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
+                raise ValueError(f"it has {shown(name, BRIEF)} twice")
+            found[name] = value
+        return found
 
     try:
         value = json.loads(line.decode("utf-8"), object_pairs_hook=once)
