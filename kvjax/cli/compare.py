@@ -162,7 +162,7 @@ def _show(plan: RunPlan, setting: str, rows: list[Compared], against: str) -> No
     from kvjax.evaluation.report.tables import MEANING, p_text
 
     console = Console(highlight=False)
-    questions, texts = sum(len(item.questions) for item in plan.items), len(plan.items)
+    questions, texts = _counts(plan)
     title = f"{questions:,} questions about {texts:,} texts, {MEANING[setting]}"
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("policy", overflow="fold", min_width=12)
@@ -179,6 +179,11 @@ def _show(plan: RunPlan, setting: str, rows: list[Compared], against: str) -> No
     console.print(table)
     for row in rows[1:]:
         console.print(row.sentence(against), markup=False)
+
+
+def _counts(plan: RunPlan) -> tuple[int, int]:
+    """The numbers of questions and of texts that they are about."""
+    return sum(len(item.questions) for item in plan.items), len({item.example.context for item in plan.items})
 
 
 def _with_ends(found: Interval | Difference, form: str, beside: str = "") -> str:
@@ -198,11 +203,12 @@ def _document(
         return None if isinstance(value, float) and math.isnan(value) else value
 
     rows = [row for some in found.values() for row in some]
+    questions, texts = _counts(plan)
     return {
         "model": plan.grid.model,
         "tasks": sorted({item.task.name for item in plan.items}),
-        "texts": len(plan.items),
-        "questions": sum(len(item.questions) for item in plan.items),
+        "texts": texts,
+        "questions": questions,
         "score": score_name(plan),
         "against": against,
         "policies": [
