@@ -41,7 +41,8 @@ from benchmarks.bench_cpu import CPU
 from kvjax.decoding.sampling import Greedy, Sampler
 from kvjax.evaluation.asking import Asker
 from kvjax.evaluation.batches import Reading, ReadingBatch, batches, readings
-from kvjax.evaluation.grid import SETTINGS, Grid
+from kvjax.evaluation.entries import SETTINGS
+from kvjax.evaluation.grid import Grid
 from kvjax.evaluation.items import Item, read_items
 from kvjax.evaluation.model import load_model
 from kvjax.models import Decoder, DecoderConfig, Rope

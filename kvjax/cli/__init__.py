@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from kvjax.cli.chat import chat
+from kvjax.cli.compare import compare
 from kvjax.cli.console import Commands, show_warning
 from kvjax.cli.convert import convert
 from kvjax.cli.demo import demo
@@ -37,6 +38,7 @@ app.command()(info)
 app.command()(plan)
 app.command()(convert)
 app.command()(demo)
+app.command()(compare)
 app.command("eval")(evaluate)
 app.command()(report)
 app.command()(inspect)

@@ -19,9 +19,11 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from kvjax.checks import system_error
+from kvjax.files.reading import read_text
 
 EVERY = 10.0  # seconds between two lines of a long operation
 LONGEST = 1000  # characters of an error
+LONGEST_PROMPT = 100_000_000  # bytes
 FAILED = 2  # the exit status of every expected error; a wrong option has the same status
 UsageError: Any = typer.BadParameter.__base__  # of a wrong option or argument; typer does not export it
 
@@ -149,15 +151,26 @@ def prompt_text(prompt: str | None, file: Path | None, named: str) -> str:
     """The prompt, given as the argument that is called `named` or in a file.
 
     Raises:
-        ValueError: if both or neither are given, if the file is not UTF-8 text, or if the prompt is empty.
+        ValueError: if both or neither are given, if the file is a device, too large or not UTF-8 text, or if the prompt
+            is empty.
     """
     if (prompt is None) == (file is None):
         raise ValueError(f"{named} and --prompt-file: expected exactly one of them")
     if file is not None:
-        try:
-            prompt = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file} is not UTF-8 text: {error}") from None
+        if str(file) == "-":
+            return prompt_text(_stdin(), None, named)
+        prompt = read_text(file, LONGEST_PROMPT, "a text file")
     if not prompt:
         raise ValueError("an empty prompt: expected a text of at least one token")
     return prompt
+
+
+def _stdin() -> str:
+    """The text of standard input. Raises ValueError if it is too long, as one without end is, or not UTF-8."""
+    try:
+        text = sys.stdin.read(LONGEST_PROMPT + 1)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input is not UTF-8 text: {error}") from None
+    if len(text) > LONGEST_PROMPT:
+        raise ValueError(f"standard input has more than {LONGEST_PROMPT:,} characters: expected a shorter prompt")
+    return text

@@ -10,8 +10,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from kvjax.checks import bytes_text
+from kvjax.checks import bytes_text, shown
 from kvjax.cli.console import numbers_table, show_warning, stderr, working
+from kvjax.cli.options import Chat, Position, Scorer
 from kvjax.cli.progress import Bar
 from kvjax.runtime.compiled import keep_compiled
 
@@ -23,7 +24,7 @@ INCOMPLETE = 1  # the exit status of a run with errors
 SHOWN = 10  # the largest number of errors in the summary; the results file has all of them
 
 SMALL: dict[str, Any] = {
-    "title": "The demo model under six policies",
+    "title": "Six policies",
     "tasks": [{"name": "demo/*", "lengths": [512]}],
     "limit": 4,
     "policies": [
@@ -52,8 +53,17 @@ def evaluate(
     ] = None,
     data: Annotated[Path | None, typer.Option(help="Folder of data files; replaces the grid's.")] = None,
     tasks: Annotated[
-        list[str] | None, typer.Option(help="Run only these tasks, such as ruler/*; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            help="Run only these: tasks of the grid, such as ruler/*, or files of questions, *.jsonl; may be repeated."
+        ),
     ] = None,
+    scorer: Scorer = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Largest number of tokens per answer, for all tasks.")
+    ] = None,
+    question: Position = None,
+    chat: Chat = False,
     limit: Annotated[int | None, typer.Option(min=1, help="Largest number of examples per task and length.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Largest number of prompts per batch.")] = None,
     mesh: Annotated[
@@ -78,6 +88,7 @@ def evaluate(
 ) -> None:
     """Run tasks under cache policies and record every answer. `kvjax report` makes tables and plots of the results."""
     from kvjax.checkpoint import mesh_sizes
+    from kvjax.evaluation.entries import LINES
     from kvjax.evaluation.grid import Grid
     from kvjax.evaluation.model import plan_run
     from kvjax.evaluation.records import RESULTS
@@ -91,7 +102,14 @@ def evaluate(
         limit=limit,
         batch=batch,
         mesh=None if mesh is None else mesh_sizes(mesh),
+        new_tokens=max_new_tokens,
+        question=question,
+        chat=chat or None,
     )
+    files = [name for name in tasks or () if name.endswith(LINES)]
+    if scorer is not None and not files:
+        raise ValueError(f"--scorer {shown(scorer)} without a file: expected --tasks FILE.jsonl")
+    grid = grid.with_files(files, scorer)
     if limit is not None:
         grid = grid.limited(limit)
     keep_compiled()
@@ -109,12 +127,17 @@ def evaluate(
         soft_wrap=True,
     )
     if summary.errors:
-        stderr().print(f"[red]{len(summary.errors):,} errors:[/]")
-        for text in summary.errors[:SHOWN]:
-            stderr().print(f"  {escape(text)}", soft_wrap=True)
-        if len(summary.errors) > SHOWN:
-            stderr().print(f"  ... and {len(summary.errors) - SHOWN:,} more, which the results file lists")
+        show_errors(summary)
         raise typer.Exit(INCOMPLETE)
+
+
+def show_errors(summary: Summary) -> None:
+    """Prints the errors of a run, or the first ones."""
+    stderr().print(f"[red]{len(summary.errors):,} errors:[/]")
+    for text in summary.errors[:SHOWN]:
+        stderr().print(f"  {escape(text)}", soft_wrap=True)
+    if len(summary.errors) > SHOWN:
+        stderr().print(f"  ... and {len(summary.errors) - SHOWN:,} more, which the results file lists")
 
 
 def refused(plan: RunPlan) -> list[str]:
@@ -161,7 +184,6 @@ class Watching(Bar):
 def show_plan(plan: RunPlan) -> None:
     """Prints a plan: the tasks with the lengths of their prompts, then the policies with their batches and memory."""
     from kvjax.evaluation.planning import sentence
-    from kvjax.policies import parse
 
     console = Console(highlight=False)
     table = numbers_table("Tasks", "task", "length", "examples", "questions", "prompt tokens", "answer", "cut")
@@ -191,13 +213,13 @@ def show_plan(plan: RunPlan) -> None:
             continue
         total += sum(len(reading.asks) for batch in asked for reading in batch.readings)
         rows = sorted({batch.rows for batch in asked})
-        most = bytes_text(max((plan.batch_bytes(batch, [parse(cell.policy)]) for batch in asked), default=0))
+        most = bytes_text(max((plan.batch_bytes(batch, [cell.build()]) for batch in asked), default=0))
         each = "-".join(map(str, dict.fromkeys((rows[0], rows[-1])))) if rows else ""
         table.add_row(name, budget, cell.question, f"{len(asked):,}", each, most, str(shared.get(cell, "")))
     console.print(table, f"{total:,} answers in total", sep="\n")
     table = numbers_table("Prefills", "prefill", "policies and budgets", "question", "batches", "caches of one")
     for i, sweep in enumerate(plan.sweeps, 1):
-        policies = [parse(cell.policy) for cell in sweep.cells]
+        policies = [cell.build() for cell in sweep.cells]
         most = bytes_text(max(plan.batch_bytes(batch, policies) for batch in sweep.batches))
         table.add_row(str(i), f"{len(policies):,}", sweep.cells[0].question, f"{len(sweep.batches):,}", most)
     console.print(table, "each prefill serves several policies and budgets, whose caches are held at once", sep="\n")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvjax.checks import shown
 from kvjax.cli.console import show_warning, working
+from kvjax.files.reading import read_text
 from kvjax.runtime.compiled import keep_compiled
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from kvjax.models import Card, Decoder, DecoderConfig
 
 
+LONGEST_TEMPLATE = 1_000_000  # bytes
 EXAMPLE = "the code of anna is lamp . the code of boris is kettle . recall what the code of anna is :"
 
 
@@ -66,14 +68,15 @@ def read_template(path: Path) -> str:
 
     from kvjax.request.chat import TEMPLATE_SECONDS, time_limit
 
-    if path.is_char_device():  # which may have no end
-        raise ValueError(f"--chat-template {path} is a device: expected a Jinja file")
     try:
-        template = path.read_text(encoding="utf-8")
-        with time_limit(TEMPLATE_SECONDS):
-            texts, _ = render_jinja_template([[{"role": "user", "content": "x"}]], chat_template=template)
+        template = read_text(path, LONGEST_TEMPLATE, "a Jinja file")
     except OSError as error:
         raise ValueError(f"--chat-template {path}: {error.strerror}; expected a Jinja file") from None
+    except ValueError as error:
+        raise ValueError(f"--chat-template {error}") from None
+    try:
+        with time_limit(TEMPLATE_SECONDS):
+            texts, _ = render_jinja_template([[{"role": "user", "content": "x"}]], chat_template=template)
     except Exception as error:  # a template is a program, so any error may come out
         raise ValueError(f"--chat-template {path}: {type(error).__name__}: {error}; expected a Jinja file") from None
     if "x" not in texts[0]:

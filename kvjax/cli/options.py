@@ -42,6 +42,20 @@ ChatTemplate: TypeAlias = Annotated[
 Chunk: TypeAlias = Annotated[
     int | None, typer.Option(help="The number of prompt tokens to read at a time, to use less memory.")
 ]
+Scorer: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="Marks answers to files of questions: exact, contains, f1, rouge or module:function. Default: f1."
+    ),
+]
+Position: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="after|before|both",
+        help="Ask after the text is compressed, or before, so that policies see the question.",
+    ),
+]
+Chat: TypeAlias = Annotated[bool, typer.Option("--chat", help="Write prompts in the model's chat template.")]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Gates: TypeAlias = Annotated[
     list[str] | None, typer.Option(help="Folder or file of gates or statistics for the policy; may be repeated.")

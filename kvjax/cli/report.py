@@ -19,13 +19,32 @@ def report(
         list[str] | None,
         typer.Option(help="Compare all policies with this one by paired bootstrap; may be repeated."),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the report in the folder.")] = False,
+    csv: Annotated[
+        Path | None, typer.Option("--csv", help="Write this file, one row per answer, and no report without --out.")
+    ] = None,
+    parquet: Annotated[
+        Path | None, typer.Option("--parquet", help="The same as Parquet, which needs pyarrow (the extra table).")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the report and these files.")] = False,
 ) -> None:
     """Make tables (Markdown, CSV, LaTeX) and plots of results: scores, curves, areas and costs, with intervals."""
-    from kvjax.evaluation.report import page
+    from kvjax.evaluation.report import page, rows
     from kvjax.evaluation.report.results import read_results
+    from kvjax.files.writing import check_file
 
-    folder = runs[0] / "report" if out is None else out
-    text = page.write(folder, read_results(runs), against or (), show_warning, overwrite)
-    typer.echo(text, nl=False)
-    note(f"the report is in {folder}")
+    files = [(csv, rows.write_csv), (parquet, rows.write_parquet)]
+    several = read_results(runs)
+    for path, _ in files:
+        if path is not None:
+            check_file(path, overwrite, "--overwrite")
+    if out is not None or (csv is None and parquet is None):
+        folder = runs[0] / "report" if out is None else out
+        typer.echo(page.write(folder, several, against or (), show_warning, overwrite), nl=False)
+        note(f"the report is in {folder}")
+    elif against:
+        raise ValueError(f"--against {against[0]} with --csv or --parquet: expected --out, the folder of the report")
+    for path, write in files:
+        if path is not None:
+            note(f"{write(path, several):,} answers are in {path}")
+    if errors := sum(results.errors for results in several):
+        show_warning(f"{errors:,} answers are missing because of errors, which the results file lists")

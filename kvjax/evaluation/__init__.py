@@ -1,1 +1,6 @@
-"""Benchmark tasks, the runs that ask them under cache policies, and the reports of the results."""
+"""Evaluation: tasks under policies, the answers of a run, and reports of them. `run` does it from Python."""
+
+from .api import run
+from .report.rows import rows
+
+__all__ = ["rows", "run"]

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from kvjax.cache import bucket
-from kvjax.evaluation.grid import Setting
+from kvjax.evaluation.entries import Setting
 from kvjax.evaluation.items import Ids, Item
 
 

@@ -6,111 +6,30 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
 import yaml
 
 from kvjax.checks import did_you_mean, shown
 from kvjax.decoding.sampling import parse as parse_sampler
+from kvjax.evaluation.entries import LINES, SETTINGS, Budget, Cell, PolicyLine, Setting, TaskLine
 from kvjax.evaluation.judge import Endpoint
+from kvjax.evaluation.scorers import scorer
 from kvjax.evaluation.yaml_text import brief, read_yaml
-from kvjax.policies import parse as parse_policy
+from kvjax.files.reading import read_text
+from kvjax.policy import Policy
 
-Budget: TypeAlias = int | float
-Setting = Literal["after", "before"]
-"""When the question is read: after the context is compressed, or before, so that the policy sees it."""
-
-SETTINGS = get_args(Setting)
-PLACEHOLDERS = ("{budget}", "{removed}", "{entries}")
+LONGEST = 10_000_000  # bytes of a file
 TOKENS = 2**24  # positions beyond it are no exact float32 numbers
 MOST = {  # the largest sizes that a grid may ask for; larger ones are mistakes that would run for days
     "limit": 1_000_000,
     "new_tokens": TOKENS,
+    "max_new_tokens": TOKENS,
     "max_length": TOKENS,
     "tokens": TOKENS,
     "batch": 65_536,
     "chunk": TOKENS,
 }
-
-
-@dataclass(frozen=True)
-class TaskLine:
-    """The tasks of a grid that match a name or pattern.
-
-    Attributes:
-        name: a task's name, or a pattern such as "ruler/*".
-        lengths: lengths of generated prompts in tokens. Tasks that are read from files ignore them.
-        limit: the largest number of examples per task and length; the grid's limit by default.
-    """
-
-    name: str
-    lengths: tuple[int, ...] = ()
-    limit: int | None = None
-
-
-@dataclass(frozen=True)
-class PolicyLine:
-    """A policy as text, with a placeholder for its budget.
-
-    {budget} stands for the budget itself. {removed} stands for the share of entries that is dropped, and {entries} for
-    a share converted to a number of entries; they serve policies whose options have only these forms.
-
-    Attributes:
-        policy: the text of the policy.
-        name: the name of the policy in tables; the text without its budget by default.
-        budgets: budgets that replace the grid's.
-        tokens: the length of the prompt that {entries} is a share of.
-    """
-
-    policy: str
-    name: str | None = None
-    budgets: tuple[Budget, ...] | None = None
-    tokens: int | None = None
-
-    @property
-    def label(self) -> str:
-        """The name, or the text without its budget."""
-        if self.name:
-            return self.name
-        preset, _, options = self.policy.partition(":")
-        rest = [option for option in options.split(",") if not any(mark in option for mark in PLACEHOLDERS)]
-        return ":".join([preset, ",".join(rest)]).rstrip(":")
-
-    def filled(self, budget: Budget | None) -> str:
-        """The text at a budget. Raises ValueError if a placeholder needs a share, or `tokens`, that is not given."""
-        text = self.policy
-        if budget is None:
-            return text
-        shares = [placeholder for placeholder in PLACEHOLDERS[1:] if placeholder in text]
-        if shares and isinstance(budget, int):
-            raise ValueError(
-                f"budget {budget} of {shown(text)}: expected a share of the prompt in (0, 1], because of {shares[0]}"
-            )
-        if "{entries}" in shares and self.tokens is None:
-            raise ValueError(
-                f"{shown(text)} without tokens: expected tokens, the length of the prompt that {{entries}} is a share "
-                "of"
-            )
-        text = text.replace("{budget}", repr(budget)).replace("{removed}", repr(round(1 - budget, 6)))
-        return text.replace("{entries}", str(int(budget * (self.tokens or 0))))
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One policy at one budget in one setting.
-
-    Attributes:
-        label: the name of the policy in tables.
-        budget: a share of the prompt or a number of entries; None if the policy has no placeholder.
-        question: the setting.
-        policy: the text of the policy with its budget filled in.
-    """
-
-    label: str
-    budget: Budget | None
-    question: Setting
-    policy: str
 
 
 @dataclass(frozen=True)
@@ -171,8 +90,8 @@ class Grid:
     def read(cls, path: str | os.PathLike[str]) -> Grid:
         """Reads a grid from a YAML file. Raises ValueError, which names the file and the problem."""
         try:
-            given = read_yaml(Path(path).read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            given = read_yaml(read_text(path, LONGEST, "a YAML file"))
+        except yaml.YAMLError as error:
             raise ValueError(f"{path} is not YAML: {error}") from None
         try:
             return cls.of(given)
@@ -188,7 +107,7 @@ class Grid:
         """
         if not isinstance(given, dict):
             raise ValueError(f"{brief(given)}: expected a mapping with the fields {', '.join(_names(cls))}")
-        _known("of a run", given, cls)
+        _known("of a run", given, _names(cls))
         for name in ("tasks", "policies"):
             if not given.get(name):
                 raise ValueError(f"{name} is missing: expected a list of at least one entry")
@@ -199,7 +118,7 @@ class Grid:
         parse_sampler(grid.sampler)
         for cell in grid.cells():
             try:
-                parse_policy(cell.policy)
+                cell.build()
             except ValueError as error:
                 raise ValueError(f"policies: {cell.label}: {error}") from None
         return grid
@@ -211,17 +130,17 @@ class Grid:
         """
         cells = []
         for line in self.policies:
-            free = any(placeholder in line.policy for placeholder in PLACEHOLDERS)
             budgets: Sequence[Budget | None] = [None]
-            if free:
+            if line.has_budget:
                 budgets = self.budgets if line.budgets is None else line.budgets
             if not budgets:
                 raise ValueError(
-                    f"{shown(line.policy)} without budgets: expected budgets, a list of shares or numbers of entries"
+                    f"{shown(line.text)} without budgets: expected budgets, a list of shares or numbers of entries"
                 )
+            given = line.policy if isinstance(line.policy, Policy) else None
             for budget in budgets:
                 text = line.filled(budget)
-                cells += [Cell(line.label, budget, setting, text) for setting in self.question]
+                cells += [Cell(line.label, budget, setting, text, given) for setting in self.question]
         keys = [(cell.label, cell.budget, cell.question) for cell in cells]
         if twice := sorted({str(key) for key in keys if keys.count(key) > 1}):
             raise ValueError(f"{', '.join(twice)}: the policy and budget occur twice; expected different names")
@@ -234,7 +153,16 @@ class Grid:
 
     def document(self) -> dict[str, Any]:
         """The grid as a JSON object."""
-        return asdict(self)
+        lines = {name: [line.document() for line in getattr(self, name)] for name in ("tasks", "policies")}
+        return asdict(replace(self, tasks=(), policies=())) | lines
+
+    def with_files(self, files: Sequence[str], scorer: str | None = None) -> Grid:
+        """The same grid with files of questions. Those that it has already keep their options, but for the scorer."""
+        known = [line.file for line in self.tasks]
+        new = [{"file": file, "scorer": scorer} for file in dict.fromkeys(files) if file not in known]
+        scorer = None if scorer is None else _read("scorer", scorer)
+        lines = [replace(line, scorer=scorer or line.scorer) if line.file in files else line for line in self.tasks]
+        return replace(self, tasks=(*lines, *_read("tasks", new)))
 
     def but(self, **changes: Any) -> Grid:
         """The same grid with the `changes` that are not None, given as YAML values."""
@@ -245,20 +173,35 @@ def _names(kind: type) -> list[str]:
     return [f.name for f in fields(kind)]
 
 
-def _known(what: str, given: Mapping[str, Any], kind: type) -> None:
-    if unknown := [str(name) for name in given if name not in _names(kind)]:
-        near = did_you_mean(unknown[0], _names(kind))
-        raise ValueError(f"{', '.join(unknown)}: unknown field {what}; expected {', '.join(_names(kind))}{near}")
+def _known(what: str, given: Mapping[str, Any], names: Sequence[str]) -> None:
+    if unknown := [str(name) for name in given if name not in names]:
+        near = did_you_mean(unknown[0], names)
+        raise ValueError(f"{', '.join(unknown)}: unknown field {what}; expected {', '.join(names)}{near}")
 
 
-def _line(kind: type, first: str, given: Any) -> Any:
-    """An entry of a list: a string for its `first` field, or a mapping of its fields."""
-    if isinstance(given, str):
-        return kind(given)
+def _line(kind: type, first: str, names: Sequence[str], given: Any) -> Any:
+    """An entry of a list, from a mapping of its fields, one of which is the `first` one."""
     if not isinstance(given, dict) or first not in given:
-        raise ValueError(f"{brief(given)}: expected a string, or a mapping with the fields {', '.join(_names(kind))}")
-    _known(f"of the entry with {first}: {brief(given[first])}", given, kind)
+        raise ValueError(f"{brief(given)}: expected a string, or a mapping with the fields {', '.join(names)}")
+    _known(f"of the entry with {first}: {brief(given[first])}", given, names)
     return kind(**{name: _read(name, value) for name, value in given.items() if value is not None})
+
+
+def _task(given: Any) -> TaskLine:
+    """An entry of `tasks`: a name, pattern or file, a mapping of its fields, or the entry itself."""
+    if isinstance(given, TaskLine):
+        return given
+    if isinstance(given, str):
+        given = {"file" if given.endswith(LINES) else "name": given}
+    if isinstance(given, dict) and "file" in given:
+        return _line(TaskLine, "file", ("file", "scorer", "max_new_tokens", "limit"), given)
+    return _line(TaskLine, "name", ("name", "lengths", "limit"), given)
+
+
+def _policy(given: Any) -> PolicyLine:
+    """An entry of `policies`: a text or a policy, or a mapping of its fields."""
+    given = {"policy": given} if isinstance(given, str | Policy) else given
+    return _line(PolicyLine, "policy", _names(PolicyLine), given)
 
 
 def _several(given: Any) -> list[Any]:
@@ -289,7 +232,7 @@ def _setting(given: Any) -> tuple[Setting, ...]:
     return asked
 
 
-def _of(kind: type, accepted: str, given: Any) -> Any:
+def _of(kind: type | tuple[type, ...], accepted: str, given: Any) -> Any:
     if not isinstance(given, kind):
         raise ValueError(f"{brief(given)}: expected {accepted}")
     return given
@@ -317,8 +260,10 @@ def _size(given: Any) -> float:
 
 _text = partial(_of, str, "a string")
 _READERS: dict[str, Callable[[Any], Any]] = {
-    "tasks": lambda given: tuple(_line(TaskLine, "name", line) for line in _several(given)),
-    "policies": lambda given: tuple(_line(PolicyLine, "policy", line) for line in _several(given)),
+    "tasks": lambda given: tuple(map(_task, _several(given))),
+    "policies": lambda given: tuple(map(_policy, _several(given))),
+    "policy": partial(_of, (str, Policy), "a string"),
+    "scorer": lambda given: scorer(_text(given)).name,
     "gates": lambda given: tuple(map(_text, _several(given))),
     "budgets": lambda given: tuple(map(_budget, _several(given))),
     "lengths": lambda given: tuple(_whole(length, most=TOKENS) for length in _several(given)),

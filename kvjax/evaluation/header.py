@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.checks import shown
-from kvjax.evaluation.grid import PolicyLine
+from kvjax.evaluation.entries import PolicyLine
 from kvjax.evaluation.lines import is_number
 from kvjax.evaluation.planning import RunPlan
 from kvjax.evaluation.records import RESULTS
@@ -31,11 +31,13 @@ def write_header(plan: RunPlan, out: Path) -> None:
     Raises:
         ValueError: if the file is of a run with other answers.
     """
-    _check_fixed(plan, out)
-    write_file(out / "run.json", _header(plan))
+    there = read_header(out) if (out / "run.json").exists() else None
+    if there is not None:
+        _check_fixed(plan, out, there)
+    write_file(out / "run.json", _header(plan, {} if there is None else there.get("tasks", {})))
 
 
-def _header(plan: RunPlan) -> str:
+def _header(plan: RunPlan, earlier: Mapping[str, Any]) -> str:
     config = plan.config
     model = {
         "layers": config.num_layers,
@@ -43,19 +45,31 @@ def _header(plan: RunPlan) -> str:
         "bytes_per_token": config.bytes_per_token(plan.dtype),
         "dtype": str(plan.dtype),
     }
-    header = {"grid": plan.grid.document(), "model": model}
+    header = {"grid": plan.grid.document(), "model": model, "tasks": {**earlier, **plan.fixed_tasks()}}
     return json.dumps(header, indent=2, ensure_ascii=False) + "\n"
 
 
-def _check_fixed(plan: RunPlan, out: Path) -> None:
-    """Raises ValueError if there is a run whose answers cannot be in one file with the plan's."""
-    if (out / "run.json").exists():
-        grid, there = plan.grid.document(), read_header(out)["grid"]
-        for name in FIXED:
-            if there.get(name) != grid[name]:
+def _check_fixed(plan: RunPlan, out: Path, there: Mapping[str, Any]) -> None:
+    """Raises ValueError if the answers of the run that is there cannot be in one file with the plan's."""
+    grid = plan.grid.document()
+    for name in FIXED:
+        if there["grid"].get(name) != grid[name]:
+            raise ValueError(
+                f"{name}={shown(grid[name])}, but {out} holds results with {name}={shown(there['grid'].get(name))}: "
+                "expected the same value or another folder"
+            )
+    for task, facts in plan.fixed_tasks().items():
+        earlier = there.get("tasks", {}).get(task, facts)
+        if earlier.get("sha256") != facts.get("sha256"):
+            raise ValueError(
+                f"{out} holds answers to other questions of the task {shown(task)}, with the SHA-256 "
+                f"{earlier.get('sha256')} and not {facts.get('sha256')}: expected the same questions or another folder"
+            )
+        for name in sorted(facts.keys() - {"file"}):
+            if earlier.get(name) != facts[name]:
                 raise ValueError(
-                    f"{name}={shown(grid[name])}, but {out} holds results with {name}={shown(there.get(name))}: "
-                    "expected the same value or another folder"
+                    f"{name}={shown(facts[name])} of the task {shown(task)}, but {out} holds answers with "
+                    f"{name}={shown(earlier.get(name))}: expected the same value or another folder"
                 )
 
 
@@ -91,6 +105,9 @@ def _problem(header: Any) -> str | None:
         return "expected policies in grid, a list of objects with a policy each"
     if not is_number(model.get("bytes_per_token")) or model["bytes_per_token"] < 1:
         return "expected bytes_per_token in model, a number >= 1"
+    tasks = header.get("tasks", {})
+    if not isinstance(tasks, dict) or not all(isinstance(facts, dict) for facts in tasks.values()):
+        return "expected tasks, an object of objects"
     return None
 
 

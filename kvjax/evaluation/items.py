@@ -10,9 +10,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.evaluation.grid import Grid, TaskLine
+from kvjax.checks import shown
+from kvjax.evaluation.entries import LINES, TaskLine
+from kvjax.evaluation.grid import Grid
 from kvjax.evaluation.judge import Endpoint
+from kvjax.evaluation.scorers import scorer
 from kvjax.evaluation.tasks import registry
+from kvjax.evaluation.tasks.own import read_tasks
 from kvjax.evaluation.tasks.task import Example, Fault, Question, Source, Task
 from kvjax.request.chat import rendered
 from kvjax.request.prompts import encoded
@@ -73,21 +77,24 @@ def read_items(
         grid: the grid.
         tokenizer: the model's tokenizer.
         max_positions: the number of positions that the model supports. Longer prompts are cut or refused.
-        only: names or patterns that select some of the grid's tasks; all tasks by default.
+        only: names, patterns or files that select some of the grid's tasks; all tasks by default.
 
     Raises:
-        ValueError: if a pattern in `only` matches no task.
+        ValueError: if a pattern in `only` matches no task, if a file of questions cannot be used, or if two of them
+            have a task of the same name.
     """
     seen: set[tuple[str, int | None]] = set()
-    wanted = None if not only else {task.name for task in registry.find(only)}
+    lines = [(line, _tasks(line)) for line in grid.tasks]
+    own = _own(lines)
+    wanted = None
+    if only:
+        wanted = {task.name for task in registry.find([name for name in only if not name.endswith(LINES)], own)}
+        wanted |= {task.name for line, tasks in lines if line.file in only for task in _known(tasks)}
     judge = None if grid.judge is None else Endpoint(**grid.judge)
-    for line in grid.tasks:
-        try:
-            tasks = registry.find(line.name)
-        except ValueError as error:
-            yield Refusal(line.name, None, None, str(error))
-            continue
-        for task in tasks:
+    for line, tasks in lines:
+        if isinstance(tasks, str):
+            yield Refusal(line.name, None, None, tasks)
+        for task in _known(tasks):
             if wanted is not None and task.name not in wanted:
                 continue
             lengths = (line.lengths or (None,)) if task.generated else (None,)
@@ -97,6 +104,35 @@ def read_items(
                 seen.add((task.name, length))
                 asked = task if judge is None else task.judged_by(judge)
                 yield from _of_task(grid, line, asked, length, tokenizer, max_positions)
+
+
+def _tasks(line: TaskLine) -> tuple[Task, ...] | str:
+    """The tasks of a line; if there are none of its name, why. Raises ValueError for a file that cannot be used."""
+    if line.task is not None:
+        return (line.task,)
+    if line.file is not None:
+        return read_tasks(line.file, scorer(line.scorer), line.max_new_tokens)
+    try:
+        return registry.find(line.name)
+    except ValueError as error:
+        return str(error)
+
+
+def _known(tasks: tuple[Task, ...] | str) -> tuple[Task, ...]:
+    return () if isinstance(tasks, str) else tasks
+
+
+def _own(lines: Sequence[tuple[TaskLine, tuple[Task, ...] | str]]) -> dict[str, Task]:
+    """The tasks that are in no registry, by name."""
+    found: dict[str, Task] = {}
+    for line, tasks in lines:
+        for task in _known(tasks) if line.task is not None or line.file is not None else ():
+            if found.setdefault(task.name, task) != task:
+                raise ValueError(
+                    f"the task {shown(task.name)} of {line.file or 'the given tasks'} has the name of another task: "
+                    "expected other names in the field task, or another name of the file"
+                )
+    return found
 
 
 def _of_task(
@@ -148,7 +184,7 @@ def tokenized(example: Example, task: Task, length: int | None, grid: Grid, toke
     questions = [encode(text) for text in texts]
     if not example.context.strip() or min(map(len, [ids, *questions])) == 0:
         raise ValueError("an empty context or question: expected texts of at least one token")
-    new_tokens = grid.new_tokens or task.new_tokens
+    new_tokens = grid.new_tokens or example.new_tokens or task.new_tokens
     room = max_positions - new_tokens
     room = room if grid.max_length is None else min(room, grid.max_length)
     longest = max(question.size for question in questions)

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from kvjax.checks import shown
-from kvjax.evaluation.grid import SETTINGS
+from kvjax.evaluation.entries import SETTINGS
 
 Key: TypeAlias = tuple[Any, ...]
 Line: TypeAlias = dict[str, Any]
 
-KEY = ("policy", "budget", "question", "task", "length", "id", "asked")
+ASKED = ("task", "length", "id", "asked")  # what identifies a question
+KEY = ("policy", "budget", "question", *ASKED)
 
 
 class Check(NamedTuple):
@@ -48,7 +49,10 @@ def read_answer(data: bytes) -> Line:
 def read_timing(data: bytes) -> Line:
     """Parses a line of `timings.jsonl`, whose batch may have failed. Raises ValueError, which says why."""
     line = _parsed(data)
-    _check(line, _CELL | (_SECONDS if "read_seconds" in line else {}))
+    _check(
+        line,
+        _CELL | (_SECONDS if "read_seconds" in line else {}) | ({"questions": _ROWS} if "questions" in line else {}),
+    )
     return line
 
 
@@ -105,6 +109,10 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _is_row(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_SCALAR.fits, value))
+
+
 def _is_scores(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(name, str) and is_number(x) for name, x in value.items())
 
@@ -118,6 +126,7 @@ _SCORES = Check("an object of finite numbers", _is_scores)
 _SETTING = Check(f"one of {', '.join(SETTINGS)}", lambda x: x in SETTINGS)
 _TEXT = Check("a text", lambda x: isinstance(x, str))
 _LIST = Check("a list", lambda x: isinstance(x, list))
+_ROWS = Check("a list of lists of texts, numbers and nulls", lambda x: isinstance(x, list) and all(map(_is_row, x)))
 _MAPPING = Check("an object", lambda x: isinstance(x, dict))
 
 _CELL: dict[str, Check] = {"policy": _TEXT, "budget": _OPTIONAL, "question": _SETTING}

@@ -12,7 +12,7 @@ from kvjax.checkpoint.folder import DEMO, DOWNLOADED
 from kvjax.evaluation.grid import Grid
 from kvjax.evaluation.items import Item, Refusal, read_items
 from kvjax.evaluation.planning import RunPlan
-from kvjax.models import Decoder
+from kvjax.models import Decoder, DecoderConfig
 
 
 def load_model(grid: Grid) -> tuple[Decoder, Any]:
@@ -41,13 +41,21 @@ def plan_run(grid: Grid, only: Sequence[str] | None = None) -> RunPlan:
         raise CheckpointError(path, problems)
     if tokenizer is None:
         raise ValueError(f"{path} has no tokenizer: expected a checkpoint with a tokenizer")
+    dtype = dtype or jnp.result_type(*read_headers(source)[1])
+    return plan_for(grid, tokenizer, config, dtype, only)
+
+
+def plan_for(
+    grid: Grid, tokenizer: Any, config: DecoderConfig, dtype: Any, only: Sequence[str] | None = None
+) -> RunPlan:
+    """The plan of a grid for a model of a config, whose cache has a dtype. Raises as `read_items` does."""
     found = list(read_items(grid, tokenizer, config.max_positions, only))
     return RunPlan(
         grid,
         items=tuple(item for item in found if isinstance(item, Item)),
         refusals=tuple(refusal for refusal in found if isinstance(refusal, Refusal)),
         config=config,
-        dtype=dtype or jnp.result_type(*read_headers(source)[1]),
+        dtype=dtype,
     )
 
 

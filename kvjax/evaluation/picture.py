@@ -1,7 +1,8 @@
-"""Draws accuracy against budget. Needs matplotlib, which the extra `plot` installs."""
+"""Draws accuracy against budget and memory. Needs matplotlib, which the extra `plot` installs."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from kvjax.files.writing import new_file
 # Distinguishable with colour blindness.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"
+PICTURES = (".png", ".pdf", ".svg")  # the suffixes of a picture
 
 
 def accuracy_by_budget(
@@ -62,6 +64,50 @@ def accuracy_by_budget(
     axes.set_ylabel("exact match")
     axes.set_title(title, loc="left", fontsize=11)
     name_ends(axes, ends, size=9)
+    with new_file(path) as new:
+        figure.savefig(new, dpi=150)
+
+
+class Place(NamedTuple):
+    """The score of a policy from 0 to 1, its interval, whose ends may be NaN, and the bytes of a row's cache."""
+
+    name: str
+    bytes: float
+    score: float
+    low: float
+    high: float
+
+
+def accuracy_by_memory(path: str | os.PathLike[str], panels: Mapping[str, Sequence[Place]], *, score: str) -> None:
+    """Writes a picture with a panel for each title: a point with its interval for each policy.
+
+    Args:
+        path: the file to write; its suffix is one of PICTURES.
+        panels: the policies of each panel.
+        score: the name of the score.
+
+    Raises:
+        ImportError: if matplotlib is not installed.
+        OSError: if the file cannot be written. It is then as it was.
+    """
+    figure, drawn = new_figure(len(panels), width=6, height=4)
+    most = max(place.bytes for places in panels.values() for place in places) / 1e6
+    for axes, (title, places) in zip(drawn, panels.items(), strict=True):
+        ends = []
+        for i, place in enumerate(places):
+            colour, x, y = COLOURS[i % len(COLOURS)], place.bytes / 1e6, 100 * place.score
+            if not math.isnan(place.low):
+                bars = [[y - 100 * place.low], [100 * place.high - y]]
+                axes.errorbar([x], [y], bars, fmt="none", ecolor=colour, elinewidth=1.5, capsize=3, zorder=2)
+            style = {"marker": MARKERS[i % len(MARKERS)], "markersize": 9, "markeredgecolor": "white"}
+            axes.plot([x], [y], color=colour, linestyle="none", zorder=3 + i, **style)
+            ends.append(End(place.name, x, y, colour))
+        axes.set_xlim(0, 1.05 * most)
+        axes.set_ylim(0, 104)
+        axes.set_title(title, loc="left", fontsize=11)
+        axes.set_xlabel("cache of a prompt and its answer, MB")
+        name_ends(axes, ends, size=9)
+    drawn[0].set_ylabel(f"{score}, %")
     with new_file(path) as new:
         figure.savefig(new, dpi=150)
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from kvjax.cache import bucket, room_for
 from kvjax.evaluation.batches import Reading, ReadingBatch, batches, readings
-from kvjax.evaluation.grid import Cell, Grid
+from kvjax.evaluation.entries import Cell
+from kvjax.evaluation.grid import Grid
 from kvjax.evaluation.items import Item, Refusal
 from kvjax.evaluation.lines import KEY, Key, key_of
 from kvjax.kv_cache import check_groups
 from kvjax.models import DecoderConfig
 from kvjax.plan import plan_cache
-from kvjax.policies import parse
 from kvjax.policy import Policy
 
 FULL_CACHES = 16  # the memory of all caches of a batch, in uncompressed caches of it, for a grid without a limit
@@ -81,9 +81,13 @@ class RunPlan:
                 )
         return lines
 
+    def fixed_tasks(self) -> dict[str, dict[str, Any]]:
+        """What answers to each task depend on beside its name, of those that state it."""
+        return {item.task.name: dict(item.task.fixed) for item in self.items if item.task.fixed}
+
     def batches(self, cell: Cell) -> list[ReadingBatch]:
         """The batches of a cell. Raises ValueError if the policy does not suit the model."""
-        policy = parse(cell.policy)
+        policy = cell.build()
         alike = [other for near, other in self._parsed if (near.label, near.question) == (cell.label, cell.question)]
         policy.budget.check_model(self.config.num_layers, self.config.num_kv_heads)
         check_groups(policy.budget, self.config.num_kv_heads, self.grid.mesh[1])
@@ -112,7 +116,7 @@ class RunPlan:
             if own := tuple(batch for batch in planned.batches if batch.refilled):
                 refilled.append(Sweep((planned.cell,), own, refilled=True))
             if padded:
-                policy, shapes = parse(planned.cell.policy), tuple(batch.rows for batch in padded)
+                policy, shapes = planned.cell.build(), tuple(batch.rows for batch in padded)
                 key = planned.cell.question, policy.positions, policy.storage, self._one_call(policy), shapes
                 alike.setdefault(key, []).append(replace(planned, batches=padded))
         return (*(sweep for cells in alike.values() for sweep in self._divided(cells)), *refilled)
@@ -122,7 +126,7 @@ class RunPlan:
         together: list[PlannedCell] = []
         for planned in cells:
             more = [*together, planned]
-            policies = [parse(one.cell.policy) for one in more]
+            policies = [one.cell.build() for one in more]
             if together and any(self.batch_bytes(batch, policies) > self._most(batch) for batch in planned.batches):
                 yield Sweep(tuple(one.cell for one in together), together[0].batches)
                 more = [planned]
@@ -138,7 +142,7 @@ class RunPlan:
     @cached_property
     def _parsed(self) -> list[tuple[Cell, Policy]]:
         """All cells with their policies."""
-        return [(cell, parse(cell.policy)) for cell in self.grid.cells()]
+        return [(cell, cell.build()) for cell in self.grid.cells()]
 
     def _rows(self, reading: Reading, policy: Policy) -> int:
         """The number of rows, a power of two, for which the caches of such readings fit into the grid's memory."""

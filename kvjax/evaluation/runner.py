@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Protocol, TypeAlias
 
-from kvjax.evaluation.grid import Cell
+from kvjax.evaluation.entries import Cell
 from kvjax.evaluation.header import check_results, write_header
 from kvjax.evaluation.lines import Key, Line, encoded, key_of, read_timing
 from kvjax.evaluation.planning import RunPlan, keys_of, sentence

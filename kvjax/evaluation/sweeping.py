@@ -12,10 +12,9 @@ import jax
 
 from kvjax.evaluation.asking import Answer, Answers, Ended, Took
 from kvjax.evaluation.batches import Ask, Reading, ReadingBatch, halves
-from kvjax.evaluation.grid import Cell
-from kvjax.evaluation.lines import Key, Line, checked_scores
+from kvjax.evaluation.entries import Cell
+from kvjax.evaluation.lines import ASKED, Key, Line, checked_scores
 from kvjax.evaluation.planning import RunPlan, about, cell_fields, keys_of, name_of
-from kvjax.policies import parse
 from kvjax.policy import Policy
 from kvjax.runtime.memory import out_of_memory
 
@@ -102,7 +101,7 @@ class Sweeping:
         while waiting:
             taken: list[ReadingBatch] = []
             try:
-                for ended in self.ask.refilled(self._taken(waiting, taken), parse(cell.policy)):
+                for ended in self.ask.refilled(self._taken(waiting, taken), cell.build()):
                     timing = None
                     if ended.took is not None:
                         taken[:] = [batch for batch in taken if batch is not ended.batch]
@@ -151,7 +150,7 @@ class Sweeping:
                 continue
             left = list(cells)
             try:
-                for cell, (answers, took) in zip(cells, self.ask(batch, [parse(c.policy) for c in cells]), strict=True):
+                for cell, (answers, took) in zip(cells, self.ask(batch, [c.build() for c in cells]), strict=True):
                     yield Part(cell, self._lines(cell, batch, answers), self._timing(cell, batch, took, len(cells)))
                     left.remove(cell)
             except (
@@ -209,6 +208,7 @@ class Sweeping:
             "prompt_size": batch.readings[0].size,
             "device": jax.devices()[0].device_kind if took is not None else None,
             "ended": now,
+            "questions": [[line[name] for name in ASKED] for line in about(cell, batch.readings)],
         }
         return facts | ({} if took is None else asdict(took))
 
@@ -222,6 +222,7 @@ def _marked(reading: Reading, ask: Ask, answer: Answer) -> dict[str, Any]:
     """The fields of an answer: its scores, or an error if it cannot be marked."""
     question = ask.item.example.questions[ask.index]
     facts = {
+        "question_text": question.text,
         "prediction": answer.text,
         "answers": list(question.answers),
         "tokens": answer.tokens,

@@ -10,6 +10,9 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.checks import shown
+from kvjax.files.reading import read_text
+
+MOST = 2**33  # bytes of a file
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,8 @@ def read_stream(path: str | Path, tokenizer: Any, least: int) -> Stream:
         least: the number of tokens that the stream must have.
 
     Raises:
-        ValueError: there is no text, a file is not UTF-8, or the texts are shorter than `least` tokens.
+        ValueError: there is no text, a file is a device, too large or not UTF-8, or the texts are shorter than `least`
+            tokens.
         OSError: a file cannot be read.
     """
     path = Path(path).expanduser()
@@ -49,11 +53,7 @@ def read_stream(path: str | Path, tokenizer: Any, least: int) -> Stream:
         raise ValueError(f"data={shown(str(path))}: expected a text file, or a folder with files *.txt")
     tokens: list[int] = []
     for file in files:
-        try:
-            text = file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file} is not UTF-8 text: {error}") from None
-        tokens += tokenizer.encode(text, add_special_tokens=False)
+        tokens += tokenizer.encode(read_text(file, MOST, "a text file"), add_special_tokens=False)
     if len(tokens) < least:
         raise ValueError(f"data={shown(str(path))} has {len(tokens):,} tokens: expected {least:,} or more, the length")
     begin = () if getattr(tokenizer, "bos_token_id", None) is None else (tokenizer.bos_token_id,)

@@ -100,7 +100,7 @@ def test_a_template_in_a_file(tmp_path: Path) -> None:
     ("content", "said"),
     [
         (None, "No such file"),
-        (b"\xff", "UnicodeDecodeError"),
+        (b"\xff", "is not UTF-8 text"),
         (b"{% for %}", "TemplateSyntaxError"),
         (b"{{ raise_exception('no') }}", "TemplateError"),
         (b"", "leaves out a user's message"),

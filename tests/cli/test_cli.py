@@ -125,7 +125,7 @@ def test_version() -> None:
 def test_help() -> None:
     status, stdout, _ = kv("--help")
     assert status == 0
-    assert all(command in stdout for command in ("generate", "info", "convert", "demo", "eval", "inspect"))
+    assert all(command in stdout for command in ("generate", "info", "convert", "demo", "eval", "compare", "inspect"))
 
 
 @pytest.mark.parametrize(

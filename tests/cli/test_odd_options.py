@@ -28,6 +28,7 @@ BASES = {  # arguments that are accepted
     "convert": ["MODEL", "out", "--to", "orbax"],
     "demo": [],
     "eval": ["--dry-run"],
+    "compare": ["MODEL", "--policy=full", "--tasks=demo/keys", "--length=64", "--limit=1"],
     "report": ["nowhere"],
     "inspect": ["MODEL", "--prompt", PROMPT],
     "plan": ["MODEL", "--memory", "1GB"],

@@ -18,7 +18,7 @@ import kvjax
 from kvjax.decoding.sampling import Greedy, Sampler
 from kvjax.evaluation.asking import Answers, Asker
 from kvjax.evaluation.batches import Reading, ReadingBatch, batches, readings
-from kvjax.evaluation.grid import Setting
+from kvjax.evaluation.entries import Setting
 from kvjax.evaluation.items import Item
 from kvjax.evaluation.tasks.task import Example, Question
 from kvjax.evaluation.tasks.vocabulary import WORDS, tokenizer

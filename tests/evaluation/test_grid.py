@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvjax.evaluation.grid import Cell, Grid
+from kvjax.evaluation.entries import Cell
+from kvjax.evaluation.grid import Grid
 
 LEAST: dict[str, Any] = {"tasks": ["demo/*"], "policies": ["full"]}
 

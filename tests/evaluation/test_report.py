@@ -99,7 +99,7 @@ def test_intervals_stay_within_what_scores_can_be(tmp_path: Path) -> None:
     assert rows["full"] == ("100.0 (100.0 to 100.0)",) * 2
     assert rows["h2o"] == ("", "83.3 (50.0 to 100.0)")
     assert rows["tova"] == ("100.0", "")
-    tidy = list(csv.reader(io.StringIO(tables.tidy(found).csv())))
+    tidy = list(csv.reader(io.StringIO(tables.means(found).csv())))
     assert tidy == [
         ["policy", "budget", "question", "task", "length", "mean", "low", "high", "n"],
         ["full", "", "after", "demo/keys", "512", "100.0", "100.0", "100.0", "5"],
@@ -116,7 +116,7 @@ def test_the_pandas_of_the_page_reads_the_tidy_file(
     (code,) = re.findall(r"```python\n(import pandas.*?)```", text, re.DOTALL)
     folder = tmp_path / "runs" / "demo" / "report"
     folder.mkdir(parents=True)
-    (folder / "results.csv").write_text(tables.tidy(results).csv())
+    (folder / "means.csv").write_text(tables.means(results).csv())
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     exec(code, names)
@@ -197,12 +197,13 @@ def test_differences_are_paired(results: Results, tmp_path: Path) -> None:
     found = difference(cells["h2o", 0.5], cells["snapkv", 0.5], [KEYS])
     assert found is not None
     assert found.mean == pytest.approx(-2 / 6)
-    same = difference(cells["h2o", 0.5], cells["h2o", 0.5], results.columns)
-    assert same == (0, 0, 0, 1)
-    always: Marks = {("a", 0.5): {KEYS: [[1], [0.5]]}, ("b", 0.5): {KEYS: [[0.5], [0]]}}
+    assert np.isnan(found[1:]).all()  # three examples show nothing of the spread
+    assert [row[2:] for row in tables.comparison(results, "after", "snapkv").rows][1] == ("-41.7", "", "")
+    always: Marks = {("a", 0.5): {KEYS: [[1], [0.5]] * 2}, ("b", 0.5): {KEYS: [[0.5], [0]] * 2}}
     (pair,) = read_results([write(tmp_path / "pair", always)])
     a, b = pair.cells.values()
     assert difference(a, b, [KEYS]) == (0.5, 0.5, 0.5, 0)
+    assert difference(a, a, [KEYS]) == (0, 0, 0, 1)
 
 
 def test_costs(results: Results) -> None:
@@ -241,7 +242,7 @@ def test_the_command_writes_a_page_tables_and_plots(tmp_path: Path) -> None:
         assert text in page
     names = {path.name for path in out.iterdir()}
     assert {
-        "results.csv",
+        "means.csv",
         "scores_after_0.5.csv",
         "scores_before_0.1.tex",
         "area.csv",

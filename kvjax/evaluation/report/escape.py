@@ -33,8 +33,12 @@ def latex(text: str) -> str:
 
 
 def csv(text: str) -> str:
-    """The text as a cell that spreadsheets do not take for a formula. Numbers keep their signs."""
-    text = line(text)
+    """The text in one line, as a cell that spreadsheets do not take for a formula."""
+    return formula(line(text))
+
+
+def formula(text: str) -> str:
+    """The text, which begins with an apostrophe if spreadsheets took it for a formula. Numbers keep their signs."""
     return f"'{text}" if text.lstrip().startswith(tuple(_FORMULA)) and number(text) is None else text
 
 

@@ -15,7 +15,7 @@ from kvjax.files.writing import new_folder
 PAGE = "report.md"
 OWNED = re.compile(
     rf"{re.escape(PAGE)}|(model\d+/)?"
-    r"(results\.csv|(scores|averages|costs|against|compression_at|area)(_[^/]*)?\.(csv|tex)|(curves|(needles|layers)_[^/]*)\.png)"
+    r"(means\.csv|(scores|averages|costs|against|compression_at|area)(_[^/]*)?\.(csv|tex)|(curves|(needles|layers)_[^/]*)\.png)"
 )
 ARGUMENT = "overwrite=True (--overwrite)"
 
@@ -61,7 +61,7 @@ def _write(out: Path, several: Sequence[Results], against: Sequence[str], say: C
         parts += [f"# {escape.markdown(results.title or results.model)}", *_counted(results)]
         made = [table for question in results.settings for table in _tables(results, question, against)]
         parts += [_saved(folder, table) for table in made]
-        (folder / "results.csv").write_text(tables.tidy(results).csv(), encoding="utf-8")
+        (folder / "means.csv").write_text(tables.means(results).csv(), encoding="utf-8")
         parts += _plots(out, folder, results, say)
     overall = tables.robustness(several)
     if overall:

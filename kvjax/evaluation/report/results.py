@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.evaluation.grid import SETTINGS, Budget
+from kvjax.evaluation.entries import SETTINGS, Budget
 from kvjax.evaluation.header import labels, read_header
-from kvjax.evaluation.lines import Line, key_of, read_answer, read_lines, read_timing
+from kvjax.evaluation.lines import ASKED, Line, key_of, read_answer, read_lines, read_timing
 from kvjax.evaluation.tasks import registry
 from kvjax.evaluation.tasks.task import mean_scores
 
@@ -74,8 +74,8 @@ class CellResults:
 
     def reserved_of(self, full: CellResults) -> float | None:
         """The bytes that the cache reserves, as a share of those of the full cache, over the answers that both gave."""
-        bytes_of = {_asked(line): line["kv_bytes_end"] for line in full.lines}
-        both = [(line["kv_bytes_end"], bytes_of[_asked(line)]) for line in self.lines if _asked(line) in bytes_of]
+        bytes_of = {asked_by(line): line["kv_bytes_end"] for line in full.lines}
+        both = [(line["kv_bytes_end"], bytes_of[asked_by(line)]) for line in self.lines if asked_by(line) in bytes_of]
         return sum(ours for ours, _ in both) / sum(theirs for _, theirs in both) if both else None
 
     def clusters(self, column: Column) -> dict[str, Float[np.ndarray, "2"]]:
@@ -188,8 +188,8 @@ def _of_model(model: str, runs: Sequence[tuple[Path, Mapping[str, Any]]]) -> Res
     return Results(model, header["grid"]["title"], header["model"], cells, errors, dropped)
 
 
-def _asked(line: Mapping[str, Any]) -> tuple[Any, ...]:
-    return line["task"], line["length"], line["id"], line["asked"]
+def asked_by(line: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(line[name] for name in ASKED)
 
 
 def _name(line: Mapping[str, Any]) -> CellName:

@@ -72,7 +72,10 @@ def interval(cell: CellResults, columns: tuple[Column, ...]) -> Interval | None:
 
 
 def difference(one: CellResults, other: CellResults, columns: Sequence[Column]) -> Difference | None:
-    """The mean of `one` minus that of `other` on the examples that both answered, by paired bootstrap."""
+    """The mean of `one` minus that of `other` on the examples that both answered, by paired bootstrap.
+
+    With fewer than FEWEST such examples of a task, low, high and p are NaN. None if a task has no such example.
+    """
     pairs = []
     for column in columns:
         ours, theirs = one.clusters(column), other.clusters(column)
@@ -80,8 +83,10 @@ def difference(one: CellResults, other: CellResults, columns: Sequence[Column]) 
         if not both:
             return None
         pairs.append(np.array([[ours[name][0] - theirs[name][0], ours[name][1]] for name in both]))
-    drawn = bootstrap(pairs)
     mean = float(np.mean([rows[:, 0].sum() / rows[:, 1].sum() for rows in pairs]))
+    if not pairs or min(map(len, pairs)) < FEWEST:
+        return Difference(mean, math.nan, math.nan, math.nan)
+    drawn = bootstrap(pairs)
     low, high = np.quantile(drawn, [0.025, 0.975])
     p = 2 * min(float(np.mean(drawn <= 0)), float(np.mean(drawn >= 0)))
     return Difference(mean, float(low), float(high), min(1.0, p))

@@ -12,7 +12,7 @@ from statistics import fmean
 
 import numpy as np
 
-from kvjax.evaluation.grid import Budget
+from kvjax.evaluation.entries import Budget
 from kvjax.evaluation.lines import decoding_speed
 from kvjax.evaluation.report import escape
 from kvjax.evaluation.report.results import CellResults, Column, Results
@@ -149,7 +149,7 @@ def averages(results: Results, question: str) -> Table:
     )
 
 
-def tidy(results: Results) -> Table:
+def means(results: Results) -> Table:
     """One row per cell and task, and plain numbers: what programs read. Scores are in percent, as in all tables.
 
     The interval is that of `averages`, for one task; `n` is the number of examples that it draws.
@@ -163,7 +163,7 @@ def tidy(results: Results) -> Table:
                 about = (name.policy, _plain(name.budget), name.question, column[0], _plain(column[1]))
                 rows.append((*about, *numbers, str(examples)))
     headings = ("policy", "budget", "question", "task", "length", "mean", "low", "high", "n")
-    return Table("results", "", headings, tuple(rows))
+    return Table("means", "", headings, tuple(rows))
 
 
 def _plain(value: Budget | None) -> str:
@@ -212,9 +212,9 @@ def comparison(results: Results, question: str, policy: str) -> Table | None:
             continue
         found = difference(cell, other, results.columns)
         if found is not None:
-            span = f"{percent(found.low)} to {percent(found.high)}"
-            p = f"{found.p:.3f}" if found.p >= 0.001 else "< 0.001"
-            rows.append((name.policy, budget_text(name.budget), f"{100 * found.mean:+.1f}", span, p))
+            few = math.isnan(found.p)
+            span = "" if few else f"{percent(found.low)} to {percent(found.high)}"
+            rows.append((name.policy, budget_text(name.budget), f"{100 * found.mean:+.1f}", span, p_text(found.p)))
     if not rows:
         return None
     return Table(
@@ -264,6 +264,11 @@ def costs(results: Results, question: str) -> Table:
 def percent(value: float | None) -> str:
     """A share as text in percent; empty for None."""
     return "" if value is None else f"{100 * value:.1f}"
+
+
+def p_text(p: float) -> str:
+    """A p-value as text; empty for NaN."""
+    return "" if math.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def budget_text(budget: Budget | None) -> str:

@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.checks import shown
+from kvjax.files.reading import read_bytes
 
 from .task import DataError, Example, Fault, Source
+
+MOST = 2**33  # bytes of a data file
 
 
 @dataclass(frozen=True)
@@ -136,9 +139,11 @@ class DataFile:
 def read(path: Path) -> bytes:
     """The bytes of a file. Raises DataError if it cannot be read."""
     try:
-        return path.read_bytes()
+        return read_bytes(path, MOST)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise DataError(str(error)) from None
 
 
 def read_text(path: Path) -> str:

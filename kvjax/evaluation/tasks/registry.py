@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from kvjax.checks import did_you_mean, shown
@@ -26,18 +26,25 @@ _OWN = {task.name: task for family in FAMILIES for task in family.TASKS}
 TASKS: Registered[Task] = Registered("kvjax.tasks", _OWN, _by_name)
 
 
-def find(patterns: str | Sequence[str]) -> tuple[Task, ...]:
+def find(patterns: str | Sequence[str], more: Mapping[str, Task] | None = None) -> tuple[Task, ...]:
     """The tasks that match one or more patterns, such as "ruler/*", without repetition, in the order of the patterns.
+
+    Args:
+        patterns: names or patterns.
+        more: tasks by name beside those of the registry.
 
     Raises:
         ValueError: if a pattern matches no task. The message has the nearest names.
     """
     found: dict[str, Task] = {}
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        matching = {name: task for name, task in TASKS.items() if fnmatchcase(name, pattern)}
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    known = {**TASKS, **(more or {})} if patterns else {}
+    for pattern in patterns:
+        matching = {name: task for name, task in known.items() if fnmatchcase(name, pattern)}
         if not matching:
             families = ", ".join(sorted({f"{name.split('/')[0]}/*" for name in TASKS}))
-            near = did_you_mean(pattern, TASKS)
-            raise ValueError(f"no task matches {shown(pattern)}: expected a task of {families}{near}")
+            near = did_you_mean(pattern, known)
+            accepted = f"a task of {families}, or a file of questions, *.jsonl"
+            raise ValueError(f"no task matches {shown(pattern)}: expected {accepted}{near}")
         found |= matching
     return tuple(found.values())

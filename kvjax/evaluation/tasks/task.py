@@ -55,6 +55,7 @@ class Example:
         questions: the questions, at least one.
         meta: facts such as length, depth and language, which are recorded in the results.
         omitted: a notice that replaces the part of the context that is cut out of a prompt that is too long.
+        new_tokens: the largest number of tokens of an answer; the task's own number by default.
     """
 
     id: str
@@ -62,6 +63,7 @@ class Example:
     questions: tuple[Question, ...]
     meta: Mapping[str, Any] = field(default_factory=dict)
     omitted: str = ""
+    new_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if not self.context or not self.questions:
@@ -148,6 +150,11 @@ class Task(ABC):
     truncation: Literal["refuse", "middle", "end"] = "refuse"
     chat: bool = True
     varied: bool = False
+
+    @property
+    def fixed(self) -> Mapping[str, Any]:
+        """What the answers depend on beside the name, such as a file's checksum. A run continues with the same only."""
+        return {}
 
     @abstractmethod
     def examples(self, source: Source) -> Iterator[Example | Fault]:

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.checks import shown
+from kvjax.files.reading import read_text
 
 HeadNumbers: TypeAlias = tuple[tuple[float, ...], ...]  # by layer and head
 
@@ -34,13 +35,13 @@ def read_numbers(name: str, path: str | Path) -> HeadNumbers:
         if path.is_dir():
             rows = _of_folder(path)
         elif path.suffix == ".json":
-            found = json.loads(path.read_text())
+            found = json.loads(read_text(path))
             rows = found[name] if name in found else _by_name(found)
         elif path.suffix == ".npz":
             with np.load(path) as arrays:
                 rows = arrays[name].tolist()
         elif path.suffix == ".tsv":
-            rows = np.loadtxt(path, delimiter="\t", ndmin=2).tolist()
+            rows = np.loadtxt(read_text(path).splitlines(), delimiter="\t", ndmin=2).tolist()
         else:
             raise ValueError("unknown ending")
         return tuple(tuple(float(number) for number in row) for row in rows)
