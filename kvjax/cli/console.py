@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
 from kvjax.checks import system_error
 
-EVERY = 10.0  # seconds between two lines of a long operation
 LONGEST = 1000  # characters of an error
 FAILED = 2  # the exit status of every expected error; a wrong option has the same status
 UsageError: Any = typer.BadParameter.__base__  # of a wrong option or argument; typer does not export it
@@ -87,31 +81,6 @@ def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     typer.echo(f"kvjax: warning: {message}", err=True)
 
 
-def working(text: str, *, quiet: bool = False) -> AbstractContextManager[Any]:
-    """A spinner on stderr during a long operation; without a terminal a line every EVERY seconds. None if `quiet`."""
-    console = stderr()
-    if quiet:
-        return nullcontext()
-    return console.status(escape(text)) if console.is_terminal else _lines(text)
-
-
-@contextmanager
-def _lines(text: str) -> Iterator[None]:
-    started, ended = time.monotonic(), threading.Event()
-
-    def say() -> None:
-        while not ended.wait(EVERY):
-            note(f"{text}: {time.monotonic() - started:.0f} s")
-
-    thread = threading.Thread(target=say, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
 def note(text: str) -> None:
     """Prints a line to stderr, dimmed on a terminal. The text has no markup, whatever names are in it."""
     stderr().print(text, style="dim", markup=False, soft_wrap=True)
@@ -120,14 +89,6 @@ def note(text: str) -> None:
 def print_json(document: Any) -> None:
     """Prints a JSON document to stdout."""
     sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
-
-
-def print_pieces(stream: Iterable[Any]) -> None:
-    """Prints the text of an answer to stdout as its pieces come."""
-    for piece in stream:
-        sys.stdout.write(piece.text[0])
-        sys.stdout.flush()
-    sys.stdout.write("\n")
 
 
 def numbers_table(title: str, first: str, *numbers: str, no_wrap: bool = False) -> Table:

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvjax.checks import bytes_text
-from kvjax.cli.console import numbers_table, show_warning, stderr, working
-from kvjax.cli.progress import Bar
+from kvjax.cli.console import numbers_table, show_warning, stderr
+from kvjax.cli.progress import Bar, Line
 from kvjax.runtime.compiled import keep_compiled
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def evaluate(
     if limit is not None:
         grid = grid.limited(limit)
     keep_compiled()
-    with working(f"reading {grid.model} and its tasks"):
+    with Line(f"reading {grid.model} and its tasks"):
         plan = plan_run(grid, tasks)
     if dry_run:
         show_plan(plan)
@@ -131,7 +131,7 @@ def run_here(plan: RunPlan, out: Path) -> Summary:
     from kvjax.evaluation.runner import run
     from kvjax.evaluation.worker import load_asker
 
-    with working(f"loading {plan.grid.model}"):
+    with Line(f"loading {plan.grid.model}"):
         ask = load_asker(plan)
     with Watching("answers") as bar:
         return run(plan, ask, out, bar)

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from kvjax.cli.console import note, prompt_text, working
+from kvjax.cli.console import note, prompt_text
 from kvjax.cli.loading import load, warn_of_unknown
 from kvjax.cli.options import Chunk, Dtype, Gates, Mesh, NewTokens, PolicyText, PromptFile, Sampler, Seed
+from kvjax.cli.progress import Line
 
 TASK, LENGTH, SEED = "needles", 512, 1  # the default prompt asks for two facts; the model forgets one
 
@@ -59,7 +60,7 @@ def inspect(
     params, tokenizer = load(str(DEMO) if model is None else model, dtype, mesh, gates)
     if isinstance(text, str):
         warn_of_unknown(text, model or "demo", tokenizer)
-    with working("compiling and generating"):
+    with Line("recording", closely=True):
         recording = record(
             params,
             text,

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvjax.checks import shown
-from kvjax.cli.console import show_warning, working
+from kvjax.cli.console import show_warning
+from kvjax.cli.progress import Line
 from kvjax.runtime.compiled import keep_compiled
 
 if TYPE_CHECKING:
@@ -37,14 +38,12 @@ def load(
     gates: Sequence[str] | None = None,
     *,
     chat_template: Path | None = None,
-    quiet: bool = False,
 ) -> tuple[Decoder, PreTrainedTokenizerBase]:
     """Loads a model and its tokenizer as `load_named` does, and keeps the programs that it will run.
 
     Args:
         mesh: DATAxMODEL.
         chat_template: a Jinja file, which replaces the tokenizer's chat template.
-        quiet: whether to show nothing meanwhile.
 
     Raises:
         ValueError: the file cannot be read, or is no template.
@@ -53,7 +52,7 @@ def load(
 
     template = None if chat_template is None else read_template(chat_template)
     keep_compiled()
-    with working(f"loading {model}", quiet=quiet):
+    with Line(f"loading {model}"):
         params, tokenizer = load_named(model, dtype, mesh_sizes(mesh), gates or ())
     if template is not None:
         tokenizer.chat_template = template
@@ -96,13 +95,13 @@ def warn_of_unknown(text: str, model: str, tokenizer: PreTrainedTokenizerBase | 
     show_warning(f"{missing:,} of {len(ids):,} tokens of the prompt are unknown to {model}{hint}")
 
 
-def read_model(path: str, dtype: str | None, *, quiet: bool) -> Stated:
+def read_model(path: str, dtype: str | None) -> Stated:
     """What a checkpoint states, without reading weights."""
     import jax.numpy as jnp
 
     from kvjax.checkpoint import dtype_named, locate, read_headers, source_of
 
-    with working(f"reading {path}", quiet=quiet):
+    with Line(f"reading {path}"):
         source = source_of(locate(path, patterns=("config.json", "generation_config.json")))
         config = source.config()
         parameters, stored = read_headers(source)
@@ -121,4 +120,5 @@ def load_with_texts(
     params, tokenizer = load(model, dtype, mesh)
     if length > params.config.max_positions:
         raise ValueError(f"length={length}: expected at most {params.config.max_positions}, the model's positions")
-    return params, tokenizer, read_stream(data, tokenizer, least=length)
+    with Line("reading texts"):
+        return params, tokenizer, read_stream(data, tokenizer, least=length)

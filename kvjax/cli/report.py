@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvjax.cli.console import note, show_warning
+from kvjax.cli.progress import Line
 
 
 def report(
@@ -26,6 +27,7 @@ def report(
     from kvjax.evaluation.report.results import read_results
 
     folder = runs[0] / "report" if out is None else out
-    text = page.write(folder, read_results(runs), against or (), show_warning, overwrite)
+    with Line("making tables and plots"):
+        text = page.write(folder, read_results(runs), against or (), show_warning, overwrite)
     typer.echo(text, nl=False)
     note(f"the report is in {folder}")

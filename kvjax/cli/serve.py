@@ -12,9 +12,10 @@ from typing import Annotated
 import typer
 
 from kvjax.checks import bytes_text, installs
-from kvjax.cli.console import note, working
+from kvjax.cli.console import note
 from kvjax.cli.loading import load
 from kvjax.cli.options import ChatTemplate, Dtype, Gates, Mesh, Model, NewTokens, PolicyText
+from kvjax.cli.progress import Line
 
 KEY = "KVJAX_API_KEY"
 
@@ -92,7 +93,7 @@ def serve(
     params, tokenizer = load(model, dtype, mesh, gates, chat_template=chat_template)
     if params.card.sampler is not None:
         settings = replace(settings, sampler=sampling.parse(params.card.sampler))
-    with working("compiling"):
+    with Line("tracing programs"):
         engine = kvjax.Engine(
             params,
             chosen,

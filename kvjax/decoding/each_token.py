@@ -13,6 +13,7 @@ from kvjax.decoding.loop import NOT_FINITE, Decoding, advance, not_finite, take
 from kvjax.decoding.row_text import RowText
 from kvjax.mesh.sharding import fetch
 from kvjax.models import Decoder
+from kvjax.runtime.progress import tell
 
 
 class Decoded(NamedTuple):
@@ -44,6 +45,7 @@ def decode_each(
     # A call with a list of arrays takes a fraction of the time of a call with a module, which matters at every token.
     leaves, tree = jax.tree.flatten(params)
     for count in range(1, limit + 1):
+        tell("decoding", count, limit, "tokens")
         pending = fetch(state.cache.pending)
         if (broken := active & (pending == NOT_FINITE)).any():
             row = int(np.argmax(broken))

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.checks import shown
+from kvjax.runtime.progress import tell
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ def read_stream(path: str | Path, tokenizer: Any, least: int) -> Stream:
     if not files:
         raise ValueError(f"data={shown(str(path))}: expected a text file, or a folder with files *.txt")
     tokens: list[int] = []
-    for file in files:
+    for i, file in enumerate(files):
+        tell("reading texts", i, len(files), "files")
         try:
             text = file.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
