@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -65,7 +66,7 @@ class Commands(TyperGroup):
 def _fail(message: str) -> None:
     """Prints an error as one line, of which the system may have made a long one by the name of a file."""
     line = " ".join(message.split())
-    typer.echo(f"kvjax: error: {line if len(line) <= LONGEST else line[:LONGEST] + '...'}", err=True)
+    _echo(f"kvjax: error: {line if len(line) <= LONGEST else line[:LONGEST] + '...'}")
 
 
 def _ours(traceback: TracebackType | None) -> bool:
@@ -78,7 +79,16 @@ def _ours(traceback: TracebackType | None) -> bool:
 
 def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     """Prints a warning as one line, without its place in the code, which does not help the user of a command."""
-    typer.echo(f"kvjax: warning: {message}", err=True)
+    _echo(f"kvjax: warning: {message}")
+
+
+def _echo(line: str) -> None:
+    """Prints a line to stderr. A terminal gets it wrapped between words, so that paths and numbers stay whole."""
+    if sys.stderr.isatty():
+        line = textwrap.fill(
+            line, stderr().width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+    typer.echo(line, err=True)
 
 
 def note(text: str) -> None:

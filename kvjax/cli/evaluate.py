@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvjax.checks import bytes_text
-from kvjax.cli.console import numbers_table, show_warning, stderr
+from kvjax.cli.console import numbers_table, print_json, show_warning, stderr
+from kvjax.cli.options import AsJson
 from kvjax.cli.progress import Bar, Line
 from kvjax.runtime.compiled import keep_compiled
 
@@ -75,13 +78,16 @@ def evaluate(
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the tasks, batches and memory.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run tasks under cache policies and record every answer. `kvjax report` makes tables and plots of the results."""
     from kvjax.checkpoint import mesh_sizes
     from kvjax.evaluation.grid import Grid
     from kvjax.evaluation.model import plan_run
     from kvjax.evaluation.records import RESULTS
+    from kvjax.files.writing import check_folder
 
+    check_folder(out, overwrite=True)
     if workers is not None and ray is None:
         raise ValueError(f"--workers {workers} without --ray: expected both")
     grid = Grid.of(SMALL) if grid_file is None else Grid.read(grid_file)
@@ -98,11 +104,14 @@ def evaluate(
     with Line(f"reading {grid.model} and its tasks"):
         plan = plan_run(grid, tasks)
     if dry_run:
-        show_plan(plan)
+        print_json(plan_document(plan)) if as_json else show_plan(plan)
         raise typer.Exit(INCOMPLETE if plan.errors() else 0)
     for text in refused(plan):
         show_warning(text)
     summary = run_here(plan, out) if ray is None else _on_ray(plan, out, ray, workers)
+    if as_json:
+        print_json({"results": str(out / RESULTS)} | asdict(summary))
+        raise typer.Exit(INCOMPLETE if summary.errors else 0)
     stderr().print(
         f"{summary.answers:,} of {summary.planned:,} answers are in {escape(str(out / RESULTS))}, "
         f"{summary.new:,} of them new",
@@ -156,6 +165,28 @@ class Watching(Bar):
         from kvjax.evaluation.planning import name_of
 
         self.at(f"{name_of(cell)}, question {cell.question}")
+
+
+def plan_document(plan: RunPlan) -> dict[str, Any]:
+    """What `show_plan` prints, for programs. A policy that cannot be asked has no batches, and an error."""
+    from kvjax.evaluation.planning import sentence
+
+    counts = Counter((item.task.name, item.length) for item in plan.items)
+    return {
+        "model": plan.grid.model,
+        "tasks": [{"task": task, "length": length, "examples": n} for (task, length), n in counts.items()],
+        "policies": [
+            {
+                "policy": planned.cell.label,
+                "budget": planned.cell.budget,
+                "question": planned.cell.question,
+                "batches": 0 if planned.error is not None else len(planned.batches),
+                "error": None if planned.error is None else str(planned.error),
+            }
+            for planned in plan.cells
+        ],
+        "errors": [sentence(line) for line in plan.errors()],
+    }
 
 
 def show_plan(plan: RunPlan) -> None:

@@ -115,8 +115,9 @@ def load_with_texts(
 
     Raises ValueError if one of them cannot be read, the texts are shorter, or the model has fewer positions.
     """
-    from kvjax.files.texts import read_stream
+    from kvjax.files.texts import read_stream, text_files
 
+    text_files(data)  # before the model is loaded
     params, tokenizer = load(model, dtype, mesh)
     if length > params.config.max_positions:
         raise ValueError(f"length={length}: expected at most {params.config.max_positions}, the model's positions")

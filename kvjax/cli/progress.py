@@ -138,6 +138,10 @@ class Bar(Line):
         """Says that `count` more units are done."""
         self._progress.advance(self._task, count)
 
+    def reach(self, count: int) -> None:
+        """Says that `count` units are done."""
+        self._progress.update(self._task, completed=count)
+
     def tell(self, doing: Any) -> None:
         """Takes a `kvjax.runtime.progress.Doing`. What is compiled is said after the place."""
         self._describe(f"{self._place}, {doing.what}" if doing.what.startswith("compiling") else self._place)

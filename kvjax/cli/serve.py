@@ -72,8 +72,11 @@ def serve(
     import kvjax
     from kvjax.checkpoint import mesh_sizes
     from kvjax.decoding import sampling
+    from kvjax.files.writing import check_folder
     from kvjax.serve.settings import LOOPBACK
 
+    if prefix_folder is not None:
+        check_folder(prefix_folder, overwrite=True)
     local = host in LOOPBACK
     settings = Settings(
         model=Path(model).name.removesuffix(".gguf") if name is None else name,

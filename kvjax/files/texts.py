@@ -44,11 +44,8 @@ def read_stream(path: str | Path, tokenizer: Any, least: int) -> Stream:
         ValueError: there is no text, a file is not UTF-8, or the texts are shorter than `least` tokens.
         OSError: a file cannot be read.
     """
-    path = Path(path).expanduser()
-    files = sorted(path.glob("*.txt")) if path.is_dir() else [path] if path.is_file() else []
-    if not files:
-        raise ValueError(f"data={shown(str(path))}: expected a text file, or a folder with files *.txt")
     tokens: list[int] = []
+    files = text_files(path)
     for i, file in enumerate(files):
         tell("reading texts", i, len(files), "files")
         try:
@@ -60,3 +57,12 @@ def read_stream(path: str | Path, tokenizer: Any, least: int) -> Stream:
         raise ValueError(f"data={shown(str(path))} has {len(tokens):,} tokens: expected {least:,} or more, the length")
     begin = () if getattr(tokenizer, "bos_token_id", None) is None else (tokenizer.bos_token_id,)
     return Stream(np.array(tokens, np.int32), begin)
+
+
+def text_files(path: str | Path) -> list[Path]:
+    """Returns the files of `read_stream`. Raises ValueError if there are none."""
+    path = Path(path).expanduser()
+    files = sorted(path.glob("*.txt")) if path.is_dir() else [path] if path.is_file() else []
+    if not files:
+        raise ValueError(f"data={shown(str(path))}: expected a text file, or a folder with files *.txt")
+    return files
