@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -150,6 +151,12 @@ def test_the_version_has_one_source() -> None:
     assert (citation["cff-version"], citation["version"]) == ("1.2.0", kvjax.__version__)
     assert (citation["license"], citation["authors"]) == (project["license"], [{"name": "The kvjax developers"}])
     assert run_python("from kvjax.cli import app; app(['--version'])", ROOT) == f"kvjax {kvjax.__version__}"
+
+
+def test_texts_count_the_presets_that_there_are() -> None:
+    texts = {name: (ROOT / name).read_text() for name in ("README.md", "CHANGELOG.md")}
+    said = {name: set(re.findall(r"(\d+) presets\b", text)) for name, text in texts.items()}
+    assert said["CHANGELOG.md"] == {str(len(kvjax.policies.PRESETS.own))} >= said["README.md"]
 
 
 def test_wheel_imports_outside_the_checkout(installed: Path, tmp_path: Path) -> None:

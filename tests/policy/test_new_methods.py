@@ -35,16 +35,3 @@ def test_rows_of_documentation(section: str) -> None:
     assert not missing, f"docs/methods/index.md, {section}: add a row of a table that begins with | `{min(missing)}` |"
     unknown = rows(section) - policies.PRESETS.own.keys()
     assert not unknown, f"docs/methods/index.md, {section}: {unknown} are no presets"
-
-
-def test_the_number_of_presets_in_the_readme() -> None:
-    said = re.search(r"(\d+) presets are", (ROOT / "README.md").read_text())
-    assert said is not None
-    count = len(policies.PRESETS.own)
-    assert int(said[1]) == count, f"README.md says {said[1]} presets: there are {count}"
-
-
-def test_the_changelog_names_every_preset() -> None:
-    named = set(re.findall(r"`(\w+)[`:(]", (ROOT / "CHANGELOG.md").read_text()))
-    missing = policies.PRESETS.own.keys() - named
-    assert not missing, f"CHANGELOG.md: add a line that names `{min(missing)}`"
