@@ -19,7 +19,7 @@ def download(name: str, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     report = reporter()
-    bars = {} if report is None else {"tqdm_class": _bars(report)}
+    bars: Any = {} if report is None else {"tqdm_class": _bars(report)}
     return Path(snapshot_download(name, allow_patterns=list(patterns), **bars))
 
 

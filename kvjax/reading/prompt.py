@@ -232,7 +232,7 @@ def _programs(params: Decoder, cache: KVCache, batch: Batch, plan: Plan, texts: 
             results[key] = program.eval_shape(*args, **static)
         return results[key]
 
-    complete(pieces(*_shapes((params, cache)), batch, plan, texts, run=note, put=_shapes))
+    complete(pieces(_shapes(params), _shapes(cache), batch, plan, texts, run=note, put=_shapes))
     return found
 
 

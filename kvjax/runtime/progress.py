@@ -133,11 +133,11 @@ class Counting:
         return result
 
 
-def _begins(event: str, _: float, *, fun_name: str = "", **__: Any) -> None:
+def _begins(event: str, value: float | int, **about: str | int) -> None:
     """Tells of a program that this thread begins to trace, to lower or to compile."""
     if _watch.report is None or not event.startswith(COMPILING):
         return
-    name = fun_name.removeprefix("jit_").removeprefix("jit(").rstrip(")").strip("_")
+    name = str(about.get("fun_name", "")).removeprefix("jit_").removeprefix("jit(").rstrip(")").strip("_")
     words = WORDS.get(name, name)
     if _watch.running and _watch.programs is not None:
         _watch.report(Doing(f"compiling {_watch.number} of {_watch.programs} programs: {words}"))
@@ -145,7 +145,7 @@ def _begins(event: str, _: float, *, fun_name: str = "", **__: Any) -> None:
         _watch.report(Doing(f"compiling {words}"))
 
 
-def _ended(event: str, _: float, **__: Any) -> None:
+def _ended(event: str, duration_secs: float, **about: str | int) -> None:
     """Tells again what was told before a program was compiled."""
     if _watch.report is not None and _watch.last is not None and event == BACKEND:
         _watch.report(_watch.last)
