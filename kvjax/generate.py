@@ -32,7 +32,7 @@ from kvjax.runtime.progress import closely_watched
 
 @dataclass(frozen=True)
 class Stats:
-    """What one call of `generate` took. Times are wall-clock seconds; compilation is counted apart from the rest.
+    """The measurements of one call of `generate`. Times are wall-clock seconds; compilation is counted apart.
 
     Attributes:
         prompt_tokens: tokens that were read, summed over the rows. A pending token of the cache is one of them.

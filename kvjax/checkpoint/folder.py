@@ -1,4 +1,4 @@
-"""Where a checkpoint is and what form it has, and the config and tokenizer of a folder. It reads no weights."""
+"""Finds a checkpoint and its form, and reads the config of a folder. It reads no weights."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def chat(
 
 
 def _compress(text: str, policy: Policy) -> Compress:
-    """When to compress, so that every message is compressed.
+    """Returns when to compress, so that every message is compressed.
 
     Raises:
         ValueError: the policy compresses the first message only. All others would be added to it.

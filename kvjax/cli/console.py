@@ -70,7 +70,7 @@ def _fail(message: str) -> None:
 
 
 def _ours(traceback: TracebackType | None) -> bool:
-    """Whether kvjax itself raised an error. A ValueError of another library means that kvjax called it wrongly."""
+    """Returns whether kvjax itself raised an error. Another library's ValueError means that kvjax called it wrongly."""
     name = ""
     while traceback is not None:
         name, traceback = traceback.tb_frame.f_globals.get("__name__", ""), traceback.tb_next

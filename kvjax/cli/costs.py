@@ -1,4 +1,4 @@
-"""What a cache costs under a policy, from shapes alone: for `kvjax info` and `kvjax plan`."""
+"""Computes what a cache costs under a policy from shapes alone, for `kvjax info` and `kvjax plan`."""
 
 from __future__ import annotations
 

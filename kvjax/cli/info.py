@@ -137,7 +137,7 @@ def _ropes(config: DecoderConfig) -> str:
 
 
 def _attention(config: DecoderConfig) -> list[str]:
-    """What changes the softmax of attention."""
+    """Names what changes the softmax of attention."""
     sinks = ["a learned sink per query head"] if config.attention_sinks else []
     softcap = config.attention_softcap
     return sinks + ([f"logits capped at {softcap:g}"] if softcap is not None else [])

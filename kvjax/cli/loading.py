@@ -1,4 +1,4 @@
-"""What commands read before they begin: a model, its headers, and texts that it is trained or measured on."""
+"""Reads what commands need before they begin: a model, its headers, and texts that it is trained or measured on."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def warn_of_unknown(text: str, model: str, tokenizer: PreTrainedTokenizerBase | 
 
 
 def read_model(path: str, dtype: str | None) -> Stated:
-    """What a checkpoint states, without reading weights."""
+    """Reads what a checkpoint states, without its weights."""
     import jax.numpy as jnp
 
     from kvjax.checkpoint import dtype_named, locate, read_headers, source_of

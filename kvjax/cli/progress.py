@@ -24,7 +24,7 @@ EVERY = 10.0  # seconds between two lines in a file
 
 
 class Line:
-    """What a command does, how much of it is done, and how long the rest may take.
+    """A line about what a command does, how much of it is done, and how long the rest may take.
 
     On a terminal it is one line, which goes away at the end. Elsewhere, such as in a log file, a line says so every
     EVERY seconds.
@@ -90,7 +90,7 @@ class Line:
             self._progress.update(self._task, description=escape(text))
 
     def _amount(self, task: Task) -> str:
-        """What is done of what there is to do; empty if it cannot be counted."""
+        """Says how much is done of how much; empty if it cannot be counted."""
         if not self._counts or task.total is None:
             return ""
         if self._unit == "bytes":

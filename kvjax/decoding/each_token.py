@@ -17,7 +17,7 @@ from kvjax.runtime.progress import tell
 
 
 class Decoded(NamedTuple):
-    """What one step adds to each row.
+    """The tokens and the text that one step adds to each row.
 
     Attributes:
         tokens: int32, one id per row, -1 where the row ended in an earlier step.

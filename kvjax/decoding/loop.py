@@ -38,7 +38,7 @@ def not_finite(row: int, position: int) -> FloatingPointError:
 
 @dataclass(frozen=True)
 class Sampling:
-    """What sampling an answer needs beside the logits.
+    """The arguments of sampling beside the logits.
 
     Attributes:
         sampler: draws the tokens: one sampler for all rows, or the settings of each row.

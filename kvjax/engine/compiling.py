@@ -17,7 +17,7 @@ from kvjax.runtime.progress import tell
 
 @dataclass(frozen=True)
 class WarmUp:
-    """What an engine took to start.
+    """The cost of starting an engine.
 
     Attributes:
         programs: the number of programs that were compiled. No others run later.
@@ -96,5 +96,5 @@ class Programs:
 
     @property
     def warm_up(self) -> WarmUp:
-        """What it took until now."""
+        """The programs and the seconds until now."""
         return WarmUp(len(self), time.perf_counter() - self._started)

@@ -264,5 +264,5 @@ def _expected_seed(batch: int) -> str:
 
 
 def is_seed(value: Any) -> bool:
-    """Whether a value is an integer of 64 bits."""
+    """Returns whether a value is an integer of 64 bits."""
     return is_integer(value) and -(2**63) <= value < 2**63

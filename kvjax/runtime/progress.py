@@ -1,4 +1,4 @@
-"""What a long call is doing. Whoever wants to know watches; otherwise nothing is told, and nothing waits."""
+"""Tells what a long call is doing. Whoever wants to know watches; otherwise nothing is told, and nothing waits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WORDS = {
 
 
 class Doing(NamedTuple):
-    """What a call is doing now.
+    """The present task of a call.
 
     Attributes:
         what: a phrase, such as "reading the prompt".
