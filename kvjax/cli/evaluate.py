@@ -127,7 +127,7 @@ def evaluate(
 
 
 def refused(plan: RunPlan) -> list[str]:
-    """What of a plan cannot be asked, for the user to see before the model is loaded."""
+    """Lists what of a plan cannot be asked, for the user to see before the model is loaded."""
     from kvjax.evaluation.planning import sentence
 
     errors = [f"not asked: {sentence(line)}" for line in plan.errors()]
@@ -168,7 +168,7 @@ class Watching(Bar):
 
 
 def plan_document(plan: RunPlan) -> dict[str, Any]:
-    """What `show_plan` prints, for programs. A policy that cannot be asked has no batches, and an error."""
+    """Returns what `show_plan` prints. A policy that cannot be asked has no batches, and an error."""
     from kvjax.evaluation.planning import sentence
 
     counts = Counter((item.task.name, item.length) for item in plan.items)
