@@ -206,7 +206,7 @@ def _facts(facts: dict[str, Any], config: DecoderConfig) -> Table:
         (facts["family"], f"{parameters}, {config.num_layers} layers, {config.hidden_size:,} wide"),
         ("heads", "; ".join(heads)),
         *([("experts", _experts(config))] if config.mixture else []),
-        ("positions", f"{config.max_positions:,}, {facts['rope']}"),
+        ("positions", f"{config.max_positions:,}; RoPE with {facts['rope']}"),
         ("vocabulary", "; ".join(vocabulary)),
         *((f"suppressed {name}", ", ".join(map(str, ids))) for name, ids in facts["suppressed"].items() if ids),
         *([("not applied", ", ".join(facts["not_applied"]))] if facts["not_applied"] else []),
