@@ -76,7 +76,8 @@ class Programs:
 
     def finish(self) -> None:
         """Waits until everything is compiled."""
-        for done, _ in enumerate(as_completed(self._futures.values())):
+        tell("compiling", 0, len(self), "programs")
+        for done, _ in enumerate(as_completed(self._futures.values()), 1):
             tell("compiling", done, len(self), "programs")
         self._compiled = {name: future.result() for name, future in self._futures.items()}
         self._pool.shutdown()

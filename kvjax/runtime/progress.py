@@ -18,7 +18,7 @@ WORDS = {
     "begin": "the embeddings",
     "read_layers": "a layer",
     "logits_of": "the logits",
-    "passes": "the replays",
+    "passes": "the passes",
     "replay_layer": "a layer of a replay",
     "run_by_itself": "a replay",
     "allocate": "the allocation",

@@ -66,4 +66,4 @@ def test_an_engine_tells_how_many_programs_it_compiles(params: Decoder) -> None:
     with watched(told.append), kvjax.Engine(params, "full", rows=1, max_prompt=16, max_new_tokens=4) as engine:
         programs = engine.warm_up.programs
     counted = [one for one in told if one.what == "compiling"]
-    assert counted == [Doing("compiling", i, programs, "programs") for i in range(programs)]
+    assert counted == [Doing("compiling", i, programs, "programs") for i in range(programs + 1)]
