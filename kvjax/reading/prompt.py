@@ -144,6 +144,7 @@ def pieces(
     *,
     run: Run = run_at_once,
     put: Callable[[Any], Any],
+    owned: bool = False,
 ) -> Pieces[tuple[Float[Array, "B V"], KVCache]]:
     """Reads a prompt, whose rows all end in the last chunk.
 
@@ -151,15 +152,16 @@ def pieces(
         texts: token ids of the texts that the policy's score replays.
         run: how programs are run.
         put: places an array with axes [B, ...] on the devices of the cache.
+        owned: as `read` has it.
 
     Returns:
         Float32 logits after each row's last token, and the extended cache.
     """
     *before, last = batch.chunks(plan.chunk)
     for i, part in enumerate(before):
-        _, cache = read(params, cache, *map(put, part.arrays), plan=plan.between, run=run, owned=i > 0)
+        _, cache = read(params, cache, *map(put, part.arrays), plan=plan.between, run=run, owned=owned or i > 0)
         yield
-    hidden, cache = read(params, cache, *map(put, last.arrays), plan=plan.last(cache), run=run)
+    hidden, cache = read(params, cache, *map(put, last.arrays), plan=plan.last(cache), run=run, owned=owned)
     logits = run(logits_of, params.head, hidden, mesh=cache.mesh)
     if plan.end.allocate:
         for part in run(passes, *map(put, batch.arrays), score=cache.policy.score, texts=texts, mesh=cache.mesh):
@@ -232,7 +234,8 @@ def _programs(params: Decoder, cache: KVCache, batch: Batch, plan: Plan, texts: 
             results[key] = program.eval_shape(*args, **static)
         return results[key]
 
-    complete(pieces(_shapes(params), _shapes(cache), batch, plan, texts, run=note, put=_shapes))
+    owned = cache.entries.preallocates  # `read` makes a copy of such a cache, which shapes need not
+    complete(pieces(_shapes(params), _shapes(cache), batch, plan, texts, run=note, put=_shapes, owned=owned))
     return found
 
 

@@ -48,6 +48,20 @@ def test_each_program_is_counted_once(params: Decoder, policy: str) -> None:
     assert decoded == sorted(decoded)
 
 
+@pytest.mark.parametrize("policy", ["dynamickv:budget=8,window=2", "adakv:base=h2o,base.budget=8"])
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_a_turn_of_a_dialogue_is_watched_too(params: Decoder, policy: str, chunk: int | None) -> None:
+    told: list[Doing] = []
+    first = kvjax.generate(params, PROMPTS, policy=policy, max_new_tokens=5, eos=())
+    turn = {"cache": first.cache, "max_new_tokens": 5, "eos": (), "chunk": chunk}
+    expected = kvjax.generate(params, PROMPTS, **turn)
+    with watched(told.append, closely=True):
+        out = kvjax.generate(params, PROMPTS, **turn)
+    np.testing.assert_array_equal(out.tokens, expected.tokens)
+    reading = [(one.done, one.total) for one in told if one.what == "reading the prompt"]
+    assert list(dict.fromkeys(reading)) == [(i, reading[0][1]) for i in range(reading[0][1] or 0)]
+
+
 def test_a_compiled_program_is_not_told_and_nobody_hears_what_follows(params: Decoder) -> None:
     told: list[Doing] = []
     for _ in range(2):
