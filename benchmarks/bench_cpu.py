@@ -52,7 +52,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Machine:
-    """What is measured on a kind of machine.
+    """The measurements on a kind of machine.
 
     Attributes:
         platform: of JAX; torch calls a GPU "cuda".

@@ -59,7 +59,7 @@ Side = Callable[[], "Measured"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What two measurements must have in common to be compared.
+    """The settings that two measurements must have in common to be compared.
 
     Attributes:
         model: a name of MODELS.
@@ -89,7 +89,7 @@ class Requested:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a side took.
+    """The measurements of a side.
 
     Attributes:
         seconds: until the last answer; for steps, the time of one over that of a bare one.
@@ -169,7 +169,7 @@ class Bench:
             print(table(lines_of(given.out, settings)), flush=True)
 
     def sides(self, settings: Settings, requests: Sequence[Requested]) -> dict[str, Side]:
-        """What is measured, by name."""
+        """Returns what is measured, by name."""
         given, config = self.given, self.params.config
         sizes = {"length": given.max_prompt, "new_tokens": given.max_new_tokens, "dtype": self.params.embed.dtype}
         held = kvjax.plan_cache(config, kvjax.policies.full(), batch=given.rows, **sizes).nbytes

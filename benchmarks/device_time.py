@@ -29,7 +29,7 @@ class Kernel(NamedTuple):
 
 
 def has_cupti() -> bool:
-    """Whether this process can time kernels one by one: on NVIDIA's GPUs."""
+    """Returns whether this process can time kernels one by one: on NVIDIA's GPUs."""
     return jax.default_backend() == "gpu" and "NVIDIA" in jax.devices()[0].device_kind
 
 

@@ -61,7 +61,7 @@ def ends_of(cell: str) -> tuple[float, float, float]:
 
 
 def points() -> dict[tuple[str, str], Point]:
-    """What the reports have of each policy and budget."""
+    """Returns what the reports have of each policy and budget."""
     found = {}
     for report in REPORTS:
         text = (DOCS / f"results/{report}/report.md").read_text()

@@ -49,7 +49,7 @@ class Stage:
 
     @property
     def compares(self) -> bool:
-        """Whether the stage needs PEER_PYTHON."""
+        """Returns whether the stage needs PEER_PYTHON."""
         return any("{peer}" in part for part in (self.python, *self.command))
 
 
@@ -138,7 +138,7 @@ def run(name: str, out: Path, *, small: bool, seconds: float) -> bool:
 
 
 def lacking(names: list[str], *, small: bool) -> str | None:
-    """What the stages need and this machine does not have, found out in processes of their own."""
+    """Lists what the stages need and this machine does not have, found out in processes of their own."""
     peer = os.environ.get("PEER_PYTHON")
     compared = [name for name in names if STAGES[name].compares]
     if compared and not peer:

@@ -73,7 +73,7 @@ def prompts_of(grid: Grid, tokenizer: Any, max_positions: int) -> list[tuple[lis
 
 
 def retained(cache: KVCache, row: int, positions: range) -> Bool[np.ndarray, "heads positions"]:
-    """Whether each kv head of all layers holds an entry of each position."""
+    """Returns whether each kv head of all layers holds an entry of each position."""
     heads = [head for layer in cache.entries.by_head(row) for head in layer]
     return np.array([np.isin(positions, np.asarray(head)) for head in heads])
 

@@ -1,1 +1,1 @@
-"""What makes tests/golden, in an environment with kvpress; README.md lists it."""
+"""The programs that make tests/golden, in an environment with kvpress; README.md lists it."""

@@ -17,6 +17,8 @@ from kvjax.reading.room import with_room
 from kvjax.statistics.attach import with_statistics
 from kvjax.stream import Piece, Stream, stream
 
+__version__ = "0.1.0"
+
 __all__ = [
     "AllocatedBudget",
     "Budget",
@@ -36,6 +38,7 @@ __all__ = [
     "Stats",
     "Storage",
     "Stream",
+    "__version__",
     "begin_each",
     "empty_cache",
     "extend",

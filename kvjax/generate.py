@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 
 from kvjax.checks import shown
 from kvjax.decoding.each_token import decode_until
+from kvjax.decoding.in_parts import decode_in_parts
 from kvjax.decoding.loop import NOT_FINITE, Decoding, decode, not_finite
 from kvjax.decoding.row_text import RowText, check_fast, stop_strings
 from kvjax.decoding.sampling import SamplingMethod
@@ -26,11 +27,12 @@ from kvjax.request.prompts import Prompt, is_single
 from kvjax.request.request import AnswerOptions, Request, Seed, read_request
 from kvjax.runtime.clock import Clock
 from kvjax.runtime.modes import own_modes
+from kvjax.runtime.progress import closely_watched
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What one call of `generate` took. Times are wall-clock seconds; compilation is counted apart from the rest.
+    """The measurements of one call of `generate`. Times are wall-clock seconds; compilation is counted apart.
 
     Attributes:
         prompt_tokens: tokens that were read, summed over the rows. A pending token of the cache is one of them.
@@ -203,6 +205,8 @@ def generate(
     if stops:
         rows = [RowText(tokenizer, stops) for _ in request.batch.lengths]
         state, said = clock.run("decode", decode_until, params, state, logits, int(max_new_tokens), rows)
+    elif closely_watched():
+        state = clock.run("decode", decode_in_parts, params, state, logits, int(max_new_tokens))
     else:
         state, _ = clock.run("decode", decode, params, state, logits, np.int32(max_new_tokens))
     answers, cache = state.answers, state.cache

@@ -180,7 +180,7 @@ class _Reading:
 
     @property
     def together(self) -> Together:
-        """What observes the prompt."""
+        """The scores and budgets that observe the prompt."""
         return together(self.policies)
 
     def _run(self, *args: Any, **options: Any) -> Any:
@@ -227,7 +227,7 @@ class _Reading:
         return cache
 
     def _end(self, policy: Policy, cache: KVCache, lengths: Int[np.ndarray, "B"], new: int) -> End:
-        """How the prompt ends under a policy."""
+        """Returns how the prompt ends under a policy."""
         layers = len(cache.entries)
         total = fetch(cache.length) + lengths
         kept = tuple(policy.slots(i, bucket(int(total.max())), layers) for i in range(layers))

@@ -26,7 +26,7 @@ from kvjax.runtime.modes import own_modes
 
 @dataclass(frozen=True)
 class Piece:
-    """What one step adds to each row.
+    """The tokens and the text that one step adds to each row.
 
     Attributes:
         tokens: int32, one id per row, -1 where the row ended in an earlier step.

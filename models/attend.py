@@ -1,4 +1,4 @@
-"""What the decoder asks of an attention function, and what it tells it about a layer."""
+"""The interface between the decoder and attention functions, with the facts of a layer."""
 
 from __future__ import annotations
 

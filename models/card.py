@@ -1,4 +1,4 @@
-"""What a checkpoint says beside its weights and shapes."""
+"""The statements of a checkpoint beside its weights and shapes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NONE_SUPPRESSED = Suppressed()
 
 @dataclass(frozen=True)
 class Card:
-    """What a checkpoint says about generation, and the two files that say it. It is static data of a `Decoder`.
+    """The statements of a checkpoint about generation, and its two files. It is static data of a `Decoder`.
 
     Attributes:
         end_tokens: the ids that end an answer.

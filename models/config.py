@@ -126,7 +126,7 @@ class DecoderConfig:
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer, by its index, has experts instead of an MLP."""
+        """Returns whether a layer, by its index, has experts instead of an MLP."""
         return self.mixture is not None and layer not in self.mixture.dense_layers
 
     def rope_of(self, layer: int) -> Rope:
@@ -136,7 +136,7 @@ class DecoderConfig:
         return self.rope if self.window_rope is None or self.windows[layer] is None else self.window_rope
 
     def logits_of(self, layer: int) -> dict[str, Any]:
-        """How a layer's logits follow from queries and keys, as `AttentionLayer.logits` has it."""
+        """Returns how a layer's logits follow from queries and keys, as `AttentionLayer.logits` has it."""
         return {"scale": self.scale, "window": self.windows[layer], "softcap": self.attention_softcap}
 
 

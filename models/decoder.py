@@ -194,7 +194,7 @@ class Layer(nnx.Module):
     def after_attention(
         self, x: Float[Array, "B n E"], attention: Float[Array, "B n E"], mix: Mix
     ) -> Float[Array, "B n E"]:
-        """What the layer returns, from its input and the projected contexts."""
+        """Returns the output of the layer, from its input and the projected contexts."""
         x = x + self.scaled(maybe(self.attention_post_norm, attention))
         return x + self.scaled(maybe(self.mlp_post_norm, self.feed_forward(maybe(self.mlp_norm, x), mix)))
 
@@ -206,7 +206,7 @@ class Layer(nnx.Module):
         return self.mlp(x)
 
     def scaled(self, x: Float[Array, "B n E"]) -> Float[Array, "B n E"]:
-        """What is added to the hidden states. A product with a factor of 1 would be one more kernel."""
+        """Returns what is added to the hidden states. A product with a factor of 1 would be one more kernel."""
         return x if self.residual_scale == 1 else (x.astype(jnp.float32) * self.residual_scale).astype(x.dtype)
 
 
@@ -305,5 +305,5 @@ class Decoder(nnx.Module):
 
     @property
     def head(self) -> Head:
-        """What maps hidden states to logits, apart from the layers."""
+        """The module that maps hidden states to logits, apart from the layers."""
         return Head(self.config, self.norm, self.embed if self.unembed is None else self.unembed)

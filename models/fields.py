@@ -63,7 +63,7 @@ def numbers(hf: Mapping[str, Any], field: str) -> tuple[float, ...]:
 
 
 def _is_positive(value: Any) -> bool:
-    """Whether a value is a number > 0 that float32 represents."""
+    """Returns whether a value is a number > 0 that float32 represents."""
     return type(value) in (int, float) and SMALLEST <= value <= LARGEST
 
 

@@ -1,4 +1,4 @@
-"""From hidden states to the logits of the next token."""
+"""Maps hidden states to the logits of the next token."""
 
 from __future__ import annotations
 

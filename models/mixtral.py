@@ -30,7 +30,7 @@ DEFAULTS = {
 
 
 class ExpertNames(NamedTuple):
-    """What published checkpoints call the experts of a layer: the block of experts and router, and three matrices."""
+    """The names of a layer's experts in published checkpoints: the block of experts and router, and three matrices."""
 
     block: str
     gate: str

@@ -29,7 +29,7 @@ class Registered(Mapping[str, Thing]):
 
     @cached_property
     def outside(self) -> dict[str, Thing]:
-        """What installed packages have registered."""
+        """Returns what installed packages have registered."""
         found: dict[str, Thing] = {}
         owner = dict.fromkeys(self.own, "kvjax")
         for package, point in sorted((_package(point), point) for point in entry_points(group=self.group)):

@@ -158,7 +158,7 @@ class Rope:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the frequencies of a row depend on the length of its prompt."""
+        """Returns whether the frequencies of a row depend on the length of its prompt."""
         return isinstance(self.scaling, LengthScaling)
 
     def frequencies_of(
@@ -232,7 +232,7 @@ NO_ROPE = Rope(theta=1.0, partial_rotary_factor=0.0)  # of a layer that does not
 
 @lru_cache(maxsize=64)
 def _frequencies(rope: Rope, head_dim: int) -> Float[np.ndarray, "C/2"]:
-    """What `rope.frequencies` returns: an array that is not writable, because callers share it."""
+    """Computes what `rope.frequencies` returns: an array that is not writable, because callers share it."""
     frequencies = rope._unscaled(head_dim)
     if rope.scaling is not None and not isinstance(rope.scaling, LengthScaling):
         frequencies = rope.scaling(frequencies, rope.theta).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Which fields of a config a family knows. Any other one may change what a model computes, and is refused by name."""
+"""Knows which fields of a config a family reads. Any other may change what a model computes, and is refused."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class Weight:
         tensor.reshape(blocks, part.block, width)[:, part.start : part.stop] = matrix.reshape(blocks, -1, width)
 
     def _held(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Of what there is for each axis of the parameter, that for the axes that the tensor holds."""
+        """Drops the expert axis of the parameter if the tensor holds a single expert."""
         return axes if self.expert is None else axes[1:]
 
     @property

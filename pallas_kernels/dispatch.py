@@ -36,7 +36,7 @@ class DeclinedError(NotImplementedError):
 
 
 class Implementation(NamedTuple):
-    """What an operation tries first, and why.
+    """The implementation that an operation tries first, and the reason.
 
     Attributes:
         name: "reference", a backend, or a backend with the suffix "-interpret".
@@ -102,13 +102,13 @@ def _backends(operation: str) -> tuple[list[str], str]:
 
 
 def implementation(operation: str) -> Implementation:
-    """What an operation of this package tries first, here and now. It may still refuse its arguments."""
+    """Returns what an operation of this package tries first, here and now. It may still refuse its arguments."""
     names, why = _backends(operation)
     return Implementation(names[0] if names else "reference", why)
 
 
 def implementations() -> dict[str, Implementation]:
-    """What every operation tries first, by name of the operation."""
+    """Returns what every operation tries first, by name of the operation."""
     return {operation: implementation(operation) for operation in sorted(_operations)}
 
 

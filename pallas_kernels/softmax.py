@@ -1,4 +1,4 @@
-"""What softmaxes of attention share: the cap of logits, the state of one computed tile by tile, and joins of several.
+"""Shared parts of softmaxes: the cap of logits, the state of one computed tile by tile, and joins of several.
 
 The state and the joins follow FlashAttention (arXiv 2205.14135), in plain XLA. Pallas kernels call the short functions
 as well.
@@ -15,7 +15,7 @@ Attention = tuple[Float[Array, "B Hq N D"], Float[Array, "B Hq N"]]  # the conte
 
 
 class RunningSoftmax(NamedTuple):
-    """What the tiles so far have given to each query row.
+    """The sums that the tiles so far have given to each query row.
 
     Attributes:
         out: the sum of values, weighted by exponentials and not yet divided by `total`.

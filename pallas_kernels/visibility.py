@@ -1,4 +1,4 @@
-"""Which keys a query sees, decided by positions alone."""
+"""Decides by positions alone which keys a query sees."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def visible_tiles(
     window: int | None,
     causal: bool = True,
 ) -> Bool[Array, "B H tiles row_blocks"]:
-    """Whether some row of a block of query rows may see some key of a tile of keys.
+    """Returns whether some row of a block of query rows may see some key of a tile of keys.
 
     Args:
         t: positions of the query rows; their number is a multiple of `rows`.

@@ -1,1 +1,1 @@
-"""What users of a checkout run."""
+"""Programs for users of a checkout."""

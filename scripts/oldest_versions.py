@@ -11,7 +11,7 @@ PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
 
 def main() -> None:
-    """Of each requirement `name[extra]>=version; marker`, the line `name==version; marker`."""
+    """Prints `name==version; marker` for each requirement `name[extra]>=version; marker`."""
     project = tomllib.loads(PYPROJECT.read_text())["project"]
     lists = [project["dependencies"], *project["optional-dependencies"].values()]
     for line in (line for lines in lists for line in lines):

@@ -3,13 +3,20 @@
 import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import tomllib
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
+
+import kvjax
 
 ROOT = Path(__file__).resolve().parents[1]
 LINKED = ("models", "pallas_kernels")  # folders that kvjax/ links to
@@ -44,16 +51,28 @@ def run_module(*arguments: object) -> None:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """kvjax in a folder of its own, from a wheel that was built from a source distribution of a copy of the tree."""
-    folder = tmp_path_factory.mktemp("wheel")
-    source, dist, target = folder / "source", folder / "dist", folder / "target"
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tree, to build in."""
+    source = tmp_path_factory.mktemp("source") / "kvjax"
     ignore = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "demo_output")
     shutil.copytree(ROOT, source, symlinks=True, ignore=ignore)
+    return source
 
-    run_module("build", "--no-isolation", "--outdir", dist, source)
-    assert len(list(dist.glob("*.tar.gz"))) == 1
-    (wheel,) = dist.glob("*.whl")
+
+@pytest.fixture(scope="module")
+def built(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a source distribution of the tree, and the wheel that was built from it."""
+    dist = tmp_path_factory.mktemp("dist")
+    run_module("build", "--no-isolation", "--outdir", dist, tree)
+    assert [len(list(dist.glob(f"kvjax-{kvjax.__version__}{end}"))) for end in (".tar.gz", "-*.whl")] == [1, 1]
+    return dist
+
+
+@pytest.fixture(scope="module")
+def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """kvjax in a folder of its own, from the wheel of the source distribution."""
+    target = tmp_path_factory.mktemp("target")
+    (wheel,) = built.glob("*.whl")
     run_module("pip", "install", "--quiet", "--no-deps", "--no-index", "--target", target, wheel)
     return target
 
@@ -95,6 +114,49 @@ def test_wheel_holds_every_file_of_the_package_and_no_links(installed: Path) -> 
     got = {path.relative_to(installed) for path in files(installed / "kvjax")}
     assert got == expected
     assert not [path for path in installed.rglob("*") if path.is_symlink()]
+
+
+def test_source_distribution_has_no_links_and_no_tests(built: Path) -> None:
+    """Linked folders lie in it once, below kvjax/; what a checkout has beside the package stays out."""
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        members = {Path(*Path(member.name).parts[1:]): member for member in archive.getmembers()}
+    assert not [path for path, member in members.items() if not (member.isfile() or member.isdir())]
+    names = {path.parts[0] for path in members if path.parts}
+    assert names == {
+        "kvjax", "kvjax_command.py", "kvjax.egg-info", "LICENSE", "README.md", "pyproject.toml", "setup.cfg",
+        "MANIFEST.in", "PKG-INFO",
+    }  # fmt: skip
+    package = {path for path, member in members.items() if path.parts[:1] == ("kvjax",) and member.isfile()}
+    expected = {path.relative_to(ROOT) for path in files(ROOT / "kvjax") if not path.is_symlink()}
+    assert package == expected | {"kvjax" / path.relative_to(ROOT) for name in LINKED for path in files(ROOT / name)}
+
+
+@pytest.mark.slow
+def test_wheels_of_the_tree_and_of_the_source_distribution_are_equal(built: Path, tree: Path, tmp_path: Path) -> None:
+    run_module("build", "--wheel", "--no-isolation", "--outdir", tmp_path, tree)
+    contents = []
+    for folder in (built, tmp_path):
+        (wheel,) = folder.glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            contents.append({name: archive.read(name) for name in archive.namelist()})
+    assert contents[0] == contents[1]
+
+
+def test_the_version_has_one_source() -> None:
+    """`kvjax.__version__`; what describes the project elsewhere agrees."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (project["dynamic"], "version" in project) == (["version"], False)
+    assert (citation["cff-version"], citation["version"]) == ("1.2.0", kvjax.__version__)
+    assert (citation["license"], citation["authors"]) == (project["license"], [{"name": "The kvjax developers"}])
+    assert run_python("from kvjax.cli import app; app(['--version'])", ROOT) == f"kvjax {kvjax.__version__}"
+
+
+def test_texts_count_the_presets_that_there_are() -> None:
+    texts = {name: (ROOT / name).read_text() for name in ("README.md", "CHANGELOG.md")}
+    said = {name: set(re.findall(r"(\d+) presets\b", text)) for name, text in texts.items()}
+    assert said["CHANGELOG.md"] == {str(len(kvjax.policies.PRESETS.own))} >= said["README.md"]
 
 
 def test_wheel_imports_outside_the_checkout(installed: Path, tmp_path: Path) -> None:

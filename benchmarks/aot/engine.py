@@ -1,4 +1,4 @@
-"""What `kvjax.Engine` runs, compiled ahead: for a model without weights, and for devices that need not be here."""
+"""Compiles ahead what `kvjax.Engine` runs, for a model without weights, and for devices that need not be here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What XLA launches outside of CUDA graphs, from its list of a program's launches ("thunks").
+"""Lists what XLA launches outside of CUDA graphs, from its list of a program's launches ("thunks").
 
 A launch outside of a graph, a condition or a loop makes the host wait for the device, or the device for the host.
 """

@@ -1,4 +1,4 @@
-"""What `generate` runs, compiled ahead: for a model without weights, and for devices that need not be here.
+"""Compiles ahead what `generate` runs, for a model without weights, and for devices that need not be here.
 
 `.compile()` of what is lowered here needs the compiler of these devices but none of them; see `targets.py`. What comes
 back says what the program takes (`memory_analysis()`), and `hlo.Loop` what a loop does.
@@ -66,7 +66,7 @@ class Lowered(Programs):
 
 
 def lower_prefill(config: DecoderConfig, policy: Policy, *, mesh: Mesh, **sizes: Any) -> dict[str, jax.stages.Lowered]:
-    """What `generate` reads prompts with, for the devices of a mesh of `make_mesh`: each program once, by its name.
+    """Lowers the programs that `generate` reads prompts with, each once, by name, for a mesh of `make_mesh`.
 
     Args:
         sizes: as `read_ahead` takes them.

@@ -99,7 +99,7 @@ def card_of(source: Path, said: Mapping[str, Any], vocab_size: int, config: str 
 
 
 def _ignored(field: str, value: Any) -> bool:
-    """Whether a field would change answers and is not applied."""
+    """Returns whether a field would change answers and is not applied."""
     applied = field in (ENDS, PENALTY, "do_sample", *SAMPLING, *SUPPRESSED)
     nothing = REFUSED.split() + SILENT.split()
     return not (applied or field in nothing or value is None or value in NOT_APPLIED.get(field, OFF))

@@ -18,7 +18,7 @@ from kvjax.checkpoint.errors import CheckpointError
 from kvjax.checkpoint.folder import Form, check_dtype, form_of, locate, owned
 from kvjax.checkpoint.hf import load, read_headers, write_hf
 from kvjax.checkpoint.orbax import restore, stored_arrays, transfer_bytes, write_orbax
-from kvjax.checkpoint.parameters import Blank, Progress
+from kvjax.checkpoint.parameters import Blank
 from kvjax.checkpoint.source import Source, source_of
 from kvjax.checkpoint.tensors import no_weights, unties
 from kvjax.checkpoint.tokenizer_files import copy_tokenizer
@@ -57,12 +57,8 @@ class Conversion:
     peak_bytes: int
     overwrite: bool = False
 
-    def run(self, reading: Progress | None = None, writing: Progress | None = None) -> None:
+    def run(self) -> None:
         """Converts the checkpoint on the CPU. `out` changes only when everything is written.
-
-        Args:
-            reading: a progress callback, as in `load`. Reading Orbax checkpoints does not call it.
-            writing: a progress callback, as in `save_hf`. Writing Orbax checkpoints does not call it.
 
         Raises:
             CheckpointError: the checkpoint cannot be read.
@@ -75,12 +71,12 @@ class Conversion:
             if self.form == "orbax":
                 params, tokenizer = restore(self.source, self.dtype, tokenizer=files)
             else:
-                params, tokenizer = load(self.source, self.dtype, progress=reading, tokenizer=files)
+                params, tokenizer = load(self.source, self.dtype, tokenizer=files)
             with new_folder(
                 self.out, owned(tokenizer=True), "config.json", overwrite=self.overwrite, argument=ARGUMENT
             ) as folder:
                 if self.to == "hf":
-                    write_hf(params, folder, tokenizer, progress=writing)
+                    write_hf(params, folder, tokenizer)
                 else:
                     write_orbax(params, folder, tokenizer)
                 if files is None and jax.process_index() == 0:

@@ -1,4 +1,4 @@
-"""Where a checkpoint is and what form it has, and the config and tokenizer of a folder. It reads no weights."""
+"""Finds a checkpoint and its form, and reads the config of a folder. It reads no weights."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ def locate(path_or_hub_id: str | os.PathLike[str], patterns: Sequence[str] = DOW
         return DEMO
     if not isinstance(path_or_hub_id, str) or not HUB_ID.fullmatch(path_or_hub_id):
         raise CheckpointError(folder, [f"no such folder{_near(folder)}"])
-    from huggingface_hub import snapshot_download
+    from kvjax.checkpoint.downloading import download
 
     try:
-        return Path(snapshot_download(path_or_hub_id, allow_patterns=list(patterns)))
+        return download(path_or_hub_id, patterns)
     except (OSError, ValueError) as error:  # not found, gated, offline, not a legal id
         reason = f"no such folder{_near(folder)}, and the Hugging Face hub did not provide it: {one_line(error)}"
         raise CheckpointError(path_or_hub_id, [reason]) from error

@@ -40,6 +40,7 @@ from kvjax.checks import check_params, check_saved, is_integer, shown
 from kvjax.files.writing import new_folder
 from kvjax.mesh.sharding import fetch
 from kvjax.models import Card, Decoder, by_parameter, by_tensor, family, hf_shapes, read_parameter
+from kvjax.runtime.progress import tell
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -114,6 +115,7 @@ def load(
             arrays[name] = from_slices(shapes[name], blank.sharding(name), read)
             finite[weights[0].name] = all_finite(arrays[name])
             done += arrays[name].nbytes
+            tell("loading the weights", done, total, "bytes")
             if progress is not None:
                 progress(done, total)
     check_finite(path, finite, dtype)
@@ -218,6 +220,7 @@ def write_hf(
             )
             weight.write(fetch(held), content)
         done += tensor.nbytes
+        tell("writing the weights", done, total, "bytes")
         if progress is not None:
             progress(done, total)
         return content

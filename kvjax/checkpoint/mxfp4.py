@@ -64,7 +64,7 @@ def dequantised(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
 
 
 def _fit(blocks: Stored, scales: Stored) -> bool:
-    """Whether two tensors are the blocks and scales of one matrix per expert."""
+    """Returns whether two tensors are the blocks and scales of one matrix per expert."""
     *shape, size = blocks.get_shape()
     bytes_alone = blocks.get_dtype() == scales.get_dtype() == "U8"
     return bytes_alone and len(shape) == 3 and size == BLOCK // 2 and list(scales.get_shape()) == shape

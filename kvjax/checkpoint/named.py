@@ -13,10 +13,11 @@ from kvjax.checkpoint.orbax import restore
 from kvjax.checkpoint.source import source_of
 from kvjax.checks import did_you_mean, shown
 from kvjax.gates.attach import with_gates
+from kvjax.gates.files import Gates, read_gates
 from kvjax.mesh.sharding import make_mesh
 from kvjax.models import Decoder
 from kvjax.statistics.attach import with_statistics
-from kvjax.statistics.files import holds_statistics
+from kvjax.statistics.files import holds_statistics, read_statistics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,12 +48,13 @@ def load_named(
     tokenizer = source_of(path).tokenizer(problems)
     if problems:  # before weights are read
         raise CheckpointError(path, problems)
-    read = restore if form_of(path) == "orbax" else load
-    params, _ = read(path, wanted, devices, tokenizer=None)
     if tokenizer is None:
         raise ValueError(f"{model} has no tokenizer, which text prompts need")
-    for folder in gates:
-        params = (with_statistics if holds_statistics(folder) else with_gates)(params, folder)
+    beside = [read_statistics(folder) if holds_statistics(folder) else read_gates(folder) for folder in gates]
+    read = restore if form_of(path) == "orbax" else load
+    params, _ = read(path, wanted, devices, tokenizer=None)
+    for given in beside:
+        params = with_gates(params, given) if isinstance(given, Gates) else with_statistics(params, given)
     return params, tokenizer
 
 

@@ -75,7 +75,7 @@ def by_path(params: Decoder) -> dict[str, Array]:
 
 @jax.jit
 def all_finite(array: Array) -> Array:
-    """Whether an array has neither NaN nor infinity. The device that holds it looks, while others are read."""
+    """Returns whether an array has neither NaN nor infinity. The device that holds it looks, while others are read."""
     return jnp.all(jnp.isfinite(array))
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint is read from: a folder in Hugging Face form, or a GGUF file."""
+"""The two sources of a checkpoint: a folder in Hugging Face form, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Source(Protocol):
 
     @property
     def described(self) -> str:
-        """What describes the model, as error messages name it."""
+        """The file that describes the model, as error messages name it."""
 
     def config(self) -> DecoderConfig:
         """Reads the config. Raises CheckpointError and UnsupportedModelError."""

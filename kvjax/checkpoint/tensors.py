@@ -162,7 +162,7 @@ def matrices(config: DecoderConfig, weights: Callable[[DecoderConfig], list[Weig
 def unties(
     tensors: Mapping[str, Stored], config: DecoderConfig, weights: Callable[[DecoderConfig], list[Weight]]
 ) -> bool:
-    """Whether the config ties an output matrix that is not the embeddings.
+    """Returns whether the config ties an output matrix that is not the embeddings.
 
     A fine-tune that trained both has such a matrix, and often the config of its base. The two are read only if the
     checkpoint has both.
@@ -200,7 +200,7 @@ def warn_untied(path: Path, unembed: str, embed: str) -> None:
 
 
 def _equal(tensors: Mapping[str, Stored], first: str, second: str) -> bool:
-    """Whether two tensors of the same shape are equal. It reads 4,096 rows at a time."""
+    """Returns whether two tensors of the same shape are equal. It reads 4,096 rows at a time."""
     one, other = tensors[first], tensors[second]
     length, rows = one.get_shape()[0], 4096
     blocks = [slice(start, min(start + rows, length)) for start in range(0, length, rows)]

@@ -48,7 +48,7 @@ def read_tokenizer(folder: Path, problems: list[str]) -> PreTrainedTokenizerBase
 
 
 def _advice(folder: Path) -> str:
-    """Which package the tokenizer needs and is not installed; empty if there is none."""
+    """Names the package that the tokenizer needs and that is not installed; empty if there is none."""
     if (folder / "tokenizer.json").is_file() or not (folder / "tokenizer.model").is_file():
         return ""
     absent = [name for name in ("sentencepiece", "google.protobuf") if not _installed(name)]

@@ -97,7 +97,7 @@ class _Pickle:
         self.storages: dict[tuple[str, np.dtype], np.ndarray] = {}
 
     def content(self, pickle: bytes) -> Any:
-        """What the pickle builds. A mark opens a stack of its own, below which lie those of `outer`."""
+        """Returns the object that the pickle builds. A mark opens a stack of its own above those of `outer`."""
         stack: list[Any] = []
         outer: list[list[Any]] = []
         memo: dict[Any, Any] = {}

@@ -1,4 +1,4 @@
-"""What arguments are accepted, and the messages that say so."""
+"""Checks of arguments, and the messages that say what is accepted."""
 
 from .arguments import (
     LARGEST,

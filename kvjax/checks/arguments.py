@@ -19,12 +19,12 @@ LARGEST = 2**31 - 1  # of int32, the dtype of tokens, positions and numbers of e
 
 
 def is_integer(value: Any) -> bool:
-    """Whether a value is an integer of Python or NumPy."""
+    """Returns whether a value is an integer of Python or NumPy."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def is_finite(value: Any) -> bool:
-    """Whether a number is finite as a float, which integers of more than 308 digits are not."""
+    """Returns whether a number is finite as a float, which integers of more than 308 digits are not."""
     try:
         return math.isfinite(value)
     except OverflowError:

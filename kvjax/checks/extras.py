@@ -1,4 +1,4 @@
-"""How to install what an extra needs."""
+"""Tells how to install what an extra needs."""
 
 from __future__ import annotations
 

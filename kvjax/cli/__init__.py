@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import warnings
 from typing import Annotated
 
 import typer
 
+from kvjax import __version__
 from kvjax.cli.chat import chat
 from kvjax.cli.compare import compare
 from kvjax.cli.console import Commands, show_warning
@@ -49,7 +49,7 @@ app.command("measure-statistics")(measure_statistics)
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"kvjax {importlib.metadata.version('kvjax')}")
+        typer.echo(f"kvjax {__version__}")
         raise typer.Exit
 
 

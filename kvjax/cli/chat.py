@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvjax.cli.console import dialogue, note, print_pieces
+from kvjax.cli.console import dialogue, note
 from kvjax.cli.interrupts import Interrupts
 from kvjax.cli.loading import load, warn_of_unknown
 from kvjax.cli.options import (
@@ -25,6 +25,7 @@ from kvjax.cli.options import (
     TemplateOptions,
     template_options,
 )
+from kvjax.cli.progress import print_pieces
 
 if TYPE_CHECKING:
     from kvjax.kv_cache import KVCache
@@ -84,7 +85,7 @@ def chat(
 
 
 def _compress(text: str, policy: Policy) -> Compress:
-    """When to compress, so that every message is compressed.
+    """Returns when to compress, so that every message is compressed.
 
     Raises:
         ValueError: the policy compresses the first message only. All others would be added to it.

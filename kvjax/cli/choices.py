@@ -1,4 +1,4 @@
-"""Which policy suits which use, as docs/guide/choosing.md recommends from measured results."""
+"""Recommends a policy for each use, as docs/guide/choosing.md recommends from measured results."""
 
 from __future__ import annotations
 

@@ -16,9 +16,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvjax.checks import bytes_text, installs, shown
-from kvjax.cli.console import note, print_json, show_warning, working
+from kvjax.cli.console import note, print_json, show_warning
 from kvjax.cli.evaluate import INCOMPLETE, refused, run_here, show_errors
 from kvjax.cli.options import AsJson, Chat, Chunk, Dtype, Gates, Mesh, Model, Position, Scorer
+from kvjax.cli.progress import Line
 from kvjax.runtime.compiled import keep_compiled
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def compare(
         "gates": gates,
     }
     keep_compiled()
-    with working(f"reading {model} and its tasks", quiet=as_json):
+    with Line(f"reading {model} and its tasks"):
         plan = plan_run(Grid.of(given))
     for text in refused(plan):
         show_warning(text)

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import textwrap
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
 from kvjax.checks import system_error
 from kvjax.files.reading import read_text
 
-EVERY = 10.0  # seconds between two lines of a long operation
 LONGEST = 1000  # characters of an error
 LONGEST_PROMPT = 100_000_000  # bytes
 FAILED = 2  # the exit status of every expected error; a wrong option has the same status
@@ -73,11 +68,11 @@ class Commands(TyperGroup):
 def _fail(message: str) -> None:
     """Prints an error as one line, of which the system may have made a long one by the name of a file."""
     line = " ".join(message.split())
-    typer.echo(f"kvjax: error: {line if len(line) <= LONGEST else line[:LONGEST] + '...'}", err=True)
+    _echo(f"kvjax: error: {line if len(line) <= LONGEST else line[:LONGEST] + '...'}")
 
 
 def _ours(traceback: TracebackType | None) -> bool:
-    """Whether kvjax itself raised an error. A ValueError of another library means that kvjax called it wrongly."""
+    """Returns whether kvjax itself raised an error. Another library's ValueError means that kvjax called it wrongly."""
     name = ""
     while traceback is not None:
         name, traceback = traceback.tb_frame.f_globals.get("__name__", ""), traceback.tb_next
@@ -86,32 +81,16 @@ def _ours(traceback: TracebackType | None) -> bool:
 
 def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     """Prints a warning as one line, without its place in the code, which does not help the user of a command."""
-    typer.echo(f"kvjax: warning: {message}", err=True)
+    _echo(f"kvjax: warning: {message}")
 
 
-def working(text: str, *, quiet: bool = False) -> AbstractContextManager[Any]:
-    """A spinner on stderr during a long operation; without a terminal a line every EVERY seconds. None if `quiet`."""
-    console = stderr()
-    if quiet:
-        return nullcontext()
-    return console.status(escape(text)) if console.is_terminal else _lines(text)
-
-
-@contextmanager
-def _lines(text: str) -> Iterator[None]:
-    started, ended = time.monotonic(), threading.Event()
-
-    def say() -> None:
-        while not ended.wait(EVERY):
-            note(f"{text}: {time.monotonic() - started:.0f} s")
-
-    thread = threading.Thread(target=say, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+def _echo(line: str) -> None:
+    """Prints a line to stderr. A terminal gets it wrapped between words, so that paths and numbers stay whole."""
+    if sys.stderr.isatty():
+        line = textwrap.fill(
+            line, stderr().width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+    typer.echo(line, err=True)
 
 
 def note(text: str) -> None:
@@ -122,14 +101,6 @@ def note(text: str) -> None:
 def print_json(document: Any) -> None:
     """Prints a JSON document to stdout."""
     sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
-
-
-def print_pieces(stream: Iterable[Any]) -> None:
-    """Prints the text of an answer to stdout as its pieces come."""
-    for piece in stream:
-        sys.stdout.write(piece.text[0])
-        sys.stdout.flush()
-    sys.stdout.write("\n")
 
 
 def numbers_table(title: str, first: str, *numbers: str, no_wrap: bool = False) -> Table:

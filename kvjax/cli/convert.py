@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from kvjax.checks import bytes_text
-from kvjax.cli.console import note, print_json, stderr, working
+from kvjax.cli.console import note, print_json, stderr
 from kvjax.cli.options import AsJson, Dtype
+from kvjax.cli.progress import Line
 
 
 class Form(StrEnum):
@@ -37,35 +37,16 @@ def convert(
     from kvjax.checkpoint import dtype_named, plan_conversion
 
     started = time.perf_counter()
-    with working(f"reading {source}", quiet=as_json):
+    with Line(f"reading {source}"):
         plan = plan_conversion(source, out, to.value, dtype_named(dtype), overwrite)
-    console = stderr()
     if not as_json:
-        console.print(
+        stderr().print(
             f"{plan.parameters:,} parameters, {bytes_text(plan.parameter_bytes)} in {plan.dtype}; "
             f"the conversion needs about {bytes_text(plan.peak_bytes)} of memory",
             soft_wrap=True,
         )
-    bars = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=as_json or not console.is_terminal,
-    )
-    with bars:
-        read, written = (bars.add_task(text, total=None, start=False) for text in ("reading", "writing"))
-
-        def show(bar: TaskID, done: int, total: int) -> None:
-            bars.start_task(bar)
-            bars.update(bar, completed=done, total=total)
-
-        plan.run(
-            reading=lambda done, total: show(read, done, total),
-            writing=lambda done, total: show(written, done, total),
-        )
+    with Line("converting"):
+        plan.run()
     seconds = time.perf_counter() - started
     if as_json:
         print_json(

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from kvjax.cli.console import print_json, working
+from kvjax.cli.console import print_json
 from kvjax.cli.needles import answer_needles
 from kvjax.cli.options import AsJson
 from kvjax.cli.outcomes import Outcome, Shown, draw, most_telling, panel_of, table_of
-from kvjax.cli.progress import Bar
+from kvjax.cli.progress import Bar, Line
 from kvjax.runtime.compiled import keep_compiled
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def demo(
     keep_compiled()
     if model is None or data is None:
         title = f"{examples} questions about texts of {length:,} tokens"
-        cells, shown, tasks = _with_demo_model(length, examples, budgets, seed, quiet=as_json)
+        cells, shown, tasks = _with_demo_model(length, examples, budgets, seed)
     else:
         title = f"{examples} needles in essays of {length:,} tokens"
         cells, shown, tasks = answer_needles(model, data, COMPRESSING, length, examples, budgets, seed, out / "answers")
@@ -97,7 +97,7 @@ def demo(
 
 
 def _with_demo_model(
-    length: int, examples: int, budgets: list[int], seed: int, quiet: bool
+    length: int, examples: int, budgets: list[int], seed: int
 ) -> tuple[list[Outcome], list[Shown], list[str]]:
     """The outcomes of the model that ships with kvjax, its examples, and the task of each example."""
     import numpy as np
@@ -112,7 +112,7 @@ def _with_demo_model(
     policies |= {
         (name, size): kvjax.policies.parse(f"{name}:budget={size}") for name in COMPRESSING for size in budgets
     }
-    with working("loading the demo model", quiet=quiet):
+    with Line("loading the demo model"):
         params, tokenizer = kvjax.load(DEMO)
     assert tokenizer is not None
     rng = np.random.default_rng(seed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,9 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvjax.checks import bytes_text, shown
-from kvjax.cli.console import numbers_table, show_warning, stderr, working
-from kvjax.cli.options import Chat, Position, Scorer
-from kvjax.cli.progress import Bar
+from kvjax.cli.console import numbers_table, print_json, show_warning, stderr
+from kvjax.cli.options import AsJson, Chat, Position, Scorer
+from kvjax.cli.progress import Bar, Line
 from kvjax.runtime.compiled import keep_compiled
 
 if TYPE_CHECKING:
@@ -85,6 +87,7 @@ def evaluate(
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the tasks, batches and memory.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run tasks under cache policies and record every answer. `kvjax report` makes tables and plots of the results."""
     from kvjax.checkpoint import mesh_sizes
@@ -92,7 +95,9 @@ def evaluate(
     from kvjax.evaluation.grid import Grid
     from kvjax.evaluation.model import plan_run
     from kvjax.evaluation.records import RESULTS
+    from kvjax.files.writing import check_folder
 
+    check_folder(out, overwrite=True)
     if workers is not None and ray is None:
         raise ValueError(f"--workers {workers} without --ray: expected both")
     grid = Grid.of(SMALL) if grid_file is None else Grid.read(grid_file)
@@ -113,14 +118,17 @@ def evaluate(
     if limit is not None:
         grid = grid.limited(limit)
     keep_compiled()
-    with working(f"reading {grid.model} and its tasks"):
+    with Line(f"reading {grid.model} and its tasks"):
         plan = plan_run(grid, tasks)
     if dry_run:
-        show_plan(plan)
+        print_json(plan_document(plan)) if as_json else show_plan(plan)
         raise typer.Exit(INCOMPLETE if plan.errors() else 0)
     for text in refused(plan):
         show_warning(text)
     summary = run_here(plan, out) if ray is None else _on_ray(plan, out, ray, workers)
+    if as_json:
+        print_json({"results": str(out / RESULTS)} | asdict(summary))
+        raise typer.Exit(INCOMPLETE if summary.errors else 0)
     stderr().print(
         f"{summary.answers:,} of {summary.planned:,} answers are in {escape(str(out / RESULTS))}, "
         f"{summary.new:,} of them new",
@@ -141,7 +149,7 @@ def show_errors(summary: Summary) -> None:
 
 
 def refused(plan: RunPlan) -> list[str]:
-    """What of a plan cannot be asked, for the user to see before the model is loaded."""
+    """Lists what of a plan cannot be asked, for the user to see before the model is loaded."""
     from kvjax.evaluation.planning import sentence
 
     errors = [f"not asked: {sentence(line)}" for line in plan.errors()]
@@ -154,7 +162,7 @@ def run_here(plan: RunPlan, out: Path) -> Summary:
     from kvjax.evaluation.runner import run
     from kvjax.evaluation.worker import load_asker
 
-    with working(f"loading {plan.grid.model}"):
+    with Line(f"loading {plan.grid.model}"):
         ask = load_asker(plan)
     with Watching("answers") as bar:
         return run(plan, ask, out, bar)
@@ -179,6 +187,28 @@ class Watching(Bar):
         from kvjax.evaluation.planning import name_of
 
         self.at(f"{name_of(cell)}, question {cell.question}")
+
+
+def plan_document(plan: RunPlan) -> dict[str, Any]:
+    """Returns what `show_plan` prints. A policy that cannot be asked has no batches, and an error."""
+    from kvjax.evaluation.planning import sentence
+
+    counts = Counter((item.task.name, item.length) for item in plan.items)
+    return {
+        "model": plan.grid.model,
+        "tasks": [{"task": task, "length": length, "examples": n} for (task, length), n in counts.items()],
+        "policies": [
+            {
+                "policy": planned.cell.label,
+                "budget": planned.cell.budget,
+                "question": planned.cell.question,
+                "batches": 0 if planned.error is not None else len(planned.batches),
+                "error": None if planned.error is None else str(planned.error),
+            }
+            for planned in plan.cells
+        ],
+        "errors": [sentence(line) for line in plan.errors()],
+    }
 
 
 def show_plan(plan: RunPlan) -> None:

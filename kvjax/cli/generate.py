@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvjax.checks import shown
-from kvjax.cli.console import dialogue, note, print_json, print_pieces, prompt_text, working
+from kvjax.cli.console import dialogue, note, print_json, prompt_text
 from kvjax.cli.loading import load, warn_of_unknown
 from kvjax.cli.options import (
     AsJson,
@@ -27,6 +27,7 @@ from kvjax.cli.options import (
     TemplateOptions,
     template_options,
 )
+from kvjax.cli.progress import Line, print_pieces
 
 if TYPE_CHECKING:
     from kvjax import Generation
@@ -73,7 +74,7 @@ def generate(
     text: Any = dialogue(question, system) if chat else question
     chosen = kvjax.policies.parse(policy)
     sampling.parse(sampler or "greedy")  # before the model is loaded
-    params, tokenizer = load(model, dtype, mesh, gates, chat_template=chat_template, quiet=as_json)
+    params, tokenizer = load(model, dtype, mesh, gates, chat_template=chat_template)
     warn_of_unknown(question if system is None else f"{system} {question}", model, tokenizer)
     sampler = sampler or params.card.sampler or "greedy"
     options: dict[str, Any] = {
@@ -89,7 +90,7 @@ def generate(
     if stream:
         print_pieces(kvjax.stream(params, text, **options))
         return
-    with working("compiling, reading and decoding", quiet=as_json):
+    with Line("generating", closely=True):
         out = kvjax.generate(params, text, **options)
     if as_json:
         print_json(_document(out, model, policy, sampler, seed))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from dataclasses import asdict
 from functools import partial
@@ -10,6 +9,7 @@ from itertools import groupby, product
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -17,8 +17,10 @@ from rich.table import Table
 from kvjax.checks import bytes_text
 from kvjax.cli.choices import CHOICES
 from kvjax.cli.console import numbers_table, print_json
+from kvjax.cli.costs import footprint_of, presets, recommended
 from kvjax.cli.loading import read_model
 from kvjax.cli.options import AsJson, Mesh, Model, NewTokens
+from kvjax.cli.progress import Line
 
 if TYPE_CHECKING:
     from kvjax.models import DecoderConfig
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
 def info(
     path: Model,
     policy: Annotated[
-        list[str] | None, typer.Option(help="Policy; may be repeated. Default: all presets with a budget of 1/4.")
+        list[str] | None,
+        typer.Option(help="Policy; may be repeated. Default: full and those that docs/guide/choosing.md recommends."),
     ] = None,
     batch: Annotated[
         list[int] | None,
@@ -40,38 +43,53 @@ def info(
     max_new_tokens: NewTokens = 512,
     mesh: Mesh = "1x1",
     dtype: Annotated[str | None, typer.Option(help="Dtype of the cache. Default: the stored dtype.")] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Show all presets, what each recommended policy is for, and all kernels.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show a model's architecture, the memory of its cache under each policy, and the kernels in use.
+    """Show what a model's cache costs under each policy, the rows that fit into this device, and the kernels.
 
-    The command reads the config and the headers of the weights, but no weights.
+    The command reads the config and the headers of the weights, but no weights. Budgets are 1/4 of the prompt.
     """
+    import jax
+
     import kvjax
     from kvjax.checkpoint import mesh_sizes
     from kvjax.pallas_kernels import implementations
     from kvjax.plan import bytes_per_device
+    from kvjax.runtime.memory import device_memory
 
-    config, card, parameters, stored, held = read_model(path, dtype, quiet=as_json)
+    config, card, parameters, stored, held = read_model(path, dtype)
     data, model = mesh_sizes(mesh)
     lengths = length or [min(8192, config.max_positions)]
     per_token = config.bytes_per_token(held)
+    memory = device_memory(jax.local_devices()[:1])
     plans = []
-    for rows, size in product(batch or [data], lengths):
-        planned = partial(kvjax.plan_cache, config, batch=rows, length=size, new_tokens=max_new_tokens, dtype=held)
-        of_full = planned(policy=kvjax.policies.full()).nbytes
-        for text in policy or _presets(size, config):
-            cache = planned(policy=kvjax.policies.parse(text))
-            plans.append(
-                {
-                    "policy": text,
-                    "batch": rows,
-                    "length": size,
-                    "slots": list(cache.entries.mean_slots),
-                    "bytes": cache.nbytes,
-                    "bytes_per_device": bytes_per_device(cache, config, data=data, model=model),
-                    "compression": of_full / cache.nbytes,
-                }
-            )
+    with Line("planning"):
+        for rows, size in product(batch or [data], lengths):
+            planned = partial(kvjax.plan_cache, config, batch=rows, length=size, new_tokens=max_new_tokens, dtype=held)
+            of_full = planned(policy=kvjax.policies.full()).nbytes
+            for text in policy or (presets if everything else recommended)(size, config):
+                cache = planned(policy=kvjax.policies.parse(text))
+                fits = None
+                if memory is not None and data * model == 1:
+                    weights = parameters * held.itemsize
+                    needed = footprint_of(config, text, weights, held, length=size, new_tokens=max_new_tokens)
+                    fits = needed.rows_within(memory)
+                plans.append(
+                    {
+                        "policy": text,
+                        "batch": rows,
+                        "length": size,
+                        "slots": list(cache.entries.mean_slots),
+                        "bytes": cache.nbytes,
+                        "bytes_per_row": cache.nbytes // rows,
+                        "bytes_per_device": bytes_per_device(cache, config, data=data, model=model),
+                        "compression": of_full / cache.nbytes,
+                        "rows": fits,
+                    }
+                )
     document: dict[str, Any] = {
         "path": str(path),
         "family": config.family,
@@ -99,6 +117,7 @@ def info(
         "kv_bytes_per_token": per_token,
         "new_tokens": max_new_tokens,
         "mesh": {"data": data, "model": model},
+        "memory": memory,
         "plans": plans,
         "choices": [choice._asdict() for choice in CHOICES],
         "kernels": {operation: chosen._asdict() for operation, chosen in implementations().items()},
@@ -106,37 +125,7 @@ def info(
     if as_json:
         print_json(document)
     else:
-        _show(document, config)
-
-
-def _presets(length: int, config: DecoderConfig) -> list[str]:
-    """Every preset that suits the model, with 1/4 of the prompt as budget; presets that wrap a policy wrap SnapKV."""
-    from kvjax.policies import PRESETS
-
-    budget = max(length // 4, 64)
-    options = {
-        "budget": f":budget={budget}",
-        "base": f":base=snapkv,base.budget={budget}",
-        "policy": f":policy=snapkv,policy.budget={budget}",
-    }
-    of_one_model = {"gates", "importance", "curve", "shares"}
-    presets = (
-        name + next((text for option, text in options.items() if option in inspect.signature(preset).parameters), "")
-        for name, preset in PRESETS.items()
-        if of_one_model.isdisjoint(inspect.signature(preset).parameters)
-    )
-    return [text for text in presets if _suits(text, config)]
-
-
-def _suits(text: str, config: DecoderConfig) -> bool:
-    """Whether the model has enough layers and heads for a policy that divides its budget among them."""
-    from kvjax.policies import parse
-
-    try:
-        parse(text).budget.check_model(config.num_layers, config.num_kv_heads)
-    except ValueError:
-        return False
-    return True
+        _show(document, config, everything)
 
 
 def _ropes(config: DecoderConfig) -> str:
@@ -147,11 +136,11 @@ def _ropes(config: DecoderConfig) -> str:
     return "; ".join(f"{kind} in {count} of {config.num_layers} layers" for kind, count in kinds.items())
 
 
-def _attention(config: DecoderConfig) -> str:
-    """What changes the softmax of attention; empty if nothing does."""
+def _attention(config: DecoderConfig) -> list[str]:
+    """Names what changes the softmax of attention."""
     sinks = ["a learned sink per query head"] if config.attention_sinks else []
     softcap = config.attention_softcap
-    return ", ".join(sinks + ([f"logits capped at {softcap:g}"] if softcap is not None else []))
+    return sinks + ([f"logits capped at {softcap:g}"] if softcap is not None else [])
 
 
 def _experts(config: DecoderConfig) -> str:
@@ -164,51 +153,22 @@ def _experts(config: DecoderConfig) -> str:
     )
 
 
-def _show(facts: dict[str, Any], config: DecoderConfig) -> None:
-    windows = sorted({window for window in config.windows if window})
-    sliding = sum(window is not None for window in config.windows)
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold")
-    grid.add_column()
-    for name, value in (
-        ("family", facts["family"]),
-        ("parameters", f"{facts['parameters']:,} in {' and '.join(facts['stored'])}"),
-        ("layers", f"{config.num_layers}, {config.hidden_size:,} wide"),
-        ("heads", f"{config.num_heads} query, {config.num_kv_heads} kv, of {config.head_dim} channels"),
-        *([("attention", _attention(config))] if _attention(config) else []),
-        *([("experts", _experts(config))] if config.mixture else []),
-        ("vocabulary", f"{config.vocab_size:,}"),
-        ("rope", facts["rope"]),
-        ("window", f"{', '.join(map(str, windows))} in {sliding} of {config.num_layers} layers" if windows else "none"),
-        ("max positions", f"{config.max_positions:,}"),
-        ("end tokens", ", ".join(map(str, facts["end_tokens"])) or "those of the tokenizer"),
-        ("sampler", facts["sampler"] or "none is stated"),
-        *((f"suppressed {name}", ", ".join(map(str, ids))) for name, ids in facts["suppressed"].items() if ids),
-        *([("not applied", ", ".join(facts["not_applied"]))] if facts["not_applied"] else []),
-        (
-            "KV cache",
-            f"{bytes_text(facts['kv_bytes_per_token'])} per token in {facts['cache_dtype']}, retained in full",
-        ),
-    ):
-        grid.add_row(name, value)
+def _show(facts: dict[str, Any], config: DecoderConfig, everything: bool) -> None:
     console = Console(highlight=False)
-    console.print(grid)
+    console.print(_facts(facts, config))
     devices = facts["mesh"]["data"] * facts["mesh"]["model"]
     for (batch, length), plans in groupby(facts["plans"], key=lambda plan: (plan["batch"], plan["length"])):
         title = f"Cache of {batch} x ({length:,} + {facts['new_tokens']:,}) tokens"
-        sizes = ("reserved", "per device") if devices > 1 else ("reserved",)
-        table = numbers_table(title, "policy", "slots per head", *sizes, "smaller", no_wrap=True)
-        for plan in plans:
-            low, high = min(plan["slots"]), max(plan["slots"])
-            slots = f"{low:,}" if low == high else f"{low:,} - {high:,}"
-            share = [bytes_text(plan["bytes_per_device"])] if devices > 1 else []
-            smaller = f"{plan['compression']:.1f}x"
-            table.add_row(escape(plan["policy"]), slots, bytes_text(plan["bytes"]), *share, smaller)
-        console.print("", table, sep="\n")
+        console.print("", _costs(title, list(plans), batch, devices), sep="\n")
     if devices > 1:
-        console.print(
-            "", f"on {devices} devices, data={facts['mesh']['data']} x model={facts['mesh']['model']}", sep="\n"
-        )
+        data, model = facts["mesh"]["data"], facts["mesh"]["model"]
+        console.print("", f"on {devices} devices, data={data} x model={model}", sep="\n")
+    elif facts["memory"] is not None:
+        memory = bytes_text(facts["memory"])
+        console.print(f"most rows: beside the weights in this device's {memory}, before activations", style="dim")
+    if not everything:
+        console.print("--all: every preset, which one suits which use, and every kernel", style="dim")
+        return
     uses = Table(
         title="Which policy: docs/guide/choosing.md has the evidence", title_justify="left", title_style="bold"
     )
@@ -223,3 +183,64 @@ def _show(facts: dict[str, Any], config: DecoderConfig) -> None:
     for operation, chosen in facts["kernels"].items():
         kernels.add_row(operation, chosen["name"], escape(chosen["why"]))
     console.print("", kernels, sep="\n")
+
+
+def _facts(facts: dict[str, Any], config: DecoderConfig) -> Table:
+    """The model, in a few lines."""
+    windows = sorted({window for window in config.windows if window})
+    sliding = sum(window is not None for window in config.windows)
+    heads = [f"{config.num_heads} query, {config.num_kv_heads} kv, of {config.head_dim} channels", *_attention(config)]
+    if windows:
+        heads.append(f"a window of {', '.join(map(str, windows))} in {sliding} of {config.num_layers} layers")
+    ends = ", ".join(map(str, facts["end_tokens"]))
+    vocabulary = [
+        f"{config.vocab_size:,} tokens",
+        f"end tokens {ends}" if ends else "the tokenizer's end tokens",
+        *([f"sampler {facts['sampler']}"] if facts["sampler"] else []),
+    ]
+    parameters = f"{facts['parameters']:,} parameters in {' and '.join(facts['stored'])}"
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold")
+    grid.add_column()
+    for name, value in (
+        (facts["family"], f"{parameters}, {config.num_layers} layers, {config.hidden_size:,} wide"),
+        ("heads", "; ".join(heads)),
+        *([("experts", _experts(config))] if config.mixture else []),
+        ("positions", f"{config.max_positions:,}; RoPE with {facts['rope']}"),
+        ("vocabulary", "; ".join(vocabulary)),
+        *((f"suppressed {name}", ", ".join(map(str, ids))) for name, ids in facts["suppressed"].items() if ids),
+        *([("not applied", ", ".join(facts["not_applied"]))] if facts["not_applied"] else []),
+        (
+            "KV cache",
+            f"{bytes_text(facts['kv_bytes_per_token'])} per token in {facts['cache_dtype']}, retained in full",
+        ),
+        ("kernels", _kernels(facts["kernels"])),
+    ):
+        grid.add_row(name, value)
+    return grid
+
+
+def _costs(title: str, plans: list[dict[str, Any]], batch: int, devices: int) -> Table:
+    """A row for each policy."""
+    rows = all(plan["rows"] is not None for plan in plans)
+    columns = [
+        ("per row", lambda plan: bytes_text(plan["bytes_per_row"])),
+        *([(f"{batch} rows", lambda plan: bytes_text(plan["bytes"]))] if batch > 1 else []),
+        *([("per device", lambda plan: bytes_text(plan["bytes_per_device"]))] if devices > 1 else []),
+        ("smaller", lambda plan: f"{plan['compression']:.1f}x"),
+        *([("most rows", lambda plan: f"{plan['rows']:,}")] if rows else []),
+    ]
+    table = numbers_table(title, "policy", *(name for name, _ in columns), no_wrap=True)
+    table.box, table.pad_edge = SIMPLE_HEAD, False
+    for plan in plans:
+        table.add_row(escape(plan["policy"]), *(text(plan) for _, text in columns))
+    return table
+
+
+def _kernels(kernels: dict[str, dict[str, str]]) -> str:
+    """The implementations in use; the operations of all but the one that most have."""
+    names: dict[str, list[str]] = {}
+    for operation, chosen in kernels.items():
+        names.setdefault(chosen["name"], []).append(operation)
+    most, *others = sorted(names, key=lambda name: -len(names[name]))
+    return "; ".join([most, *(f"{' and '.join(names[name])} by {name}" for name in others)])

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from kvjax.cli.console import note, prompt_text, working
+from kvjax.cli.console import note, print_json, prompt_text
 from kvjax.cli.loading import load, warn_of_unknown
-from kvjax.cli.options import Chunk, Dtype, Gates, Mesh, NewTokens, PolicyText, PromptFile, Sampler, Seed
+from kvjax.cli.options import AsJson, Chunk, Dtype, Gates, Mesh, NewTokens, PolicyText, PromptFile, Sampler, Seed
+from kvjax.cli.progress import Line
 
 TASK, LENGTH, SEED = "needles", 512, 1  # the default prompt asks for two facts; the model forgets one
 
@@ -35,6 +36,7 @@ def inspect(
     gates: Gates = None,
     out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("inspect.html"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write an HTML page with the entries that every head retains of a prompt and evicts during the answer."""
     import numpy as np
@@ -59,7 +61,7 @@ def inspect(
     params, tokenizer = load(str(DEMO) if model is None else model, dtype, mesh, gates)
     if isinstance(text, str):
         warn_of_unknown(text, model or "demo", tokenizer)
-    with working("compiling and generating"):
+    with Line("recording", closely=True):
         recording = record(
             params,
             text,
@@ -73,6 +75,19 @@ def inspect(
             model=model or "demo",
         )
         write_file(out, page(recording))
+    if as_json:
+        kept = (recording.left == recording.steps + 1).sum(axis=2)  # of each layer and head
+        print_json(
+            {
+                "model": recording.model,
+                "policy": policy,
+                "page": str(out),
+                "prompt_tokens": recording.prompt,
+                "generated_tokens": len(recording.tokens) - recording.prompt,
+                "retained": kept.tolist(),
+            }
+        )
+        return
     note(
         f"{recording.prompt:,} prompt tokens, {len(recording.tokens) - recording.prompt:,} generated tokens; open "
         f"{out} in a browser"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Interrupts:
-    """What SIGINT does during an answer. At all other moments it ends the process, as in every command."""
+    """The handling of SIGINT: it ends an answer. At all other moments it ends the process, as in every command."""
 
     def __init__(self) -> None:
         self._moment: Literal["other", "answering", "ending"] = "other"
@@ -29,7 +29,7 @@ class Interrupts:
         kvjax_command.takers.remove(self._take)
 
     def _take(self) -> bool:
-        """Whether the process goes on. It runs in another thread than the dialogue, which may be compiling."""
+        """Returns whether the process goes on. It runs in another thread than the dialogue, which may be compiling."""
         if self._moment == "answering":
             self._moment = "ending"
             return True

@@ -1,4 +1,4 @@
-"""What commands read before they begin: a model, its headers, and texts that it is trained or measured on."""
+"""Reads what commands need before they begin: a model, its headers, and texts that it is trained or measured on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvjax.checks import shown
-from kvjax.cli.console import show_warning, working
+from kvjax.cli.console import show_warning
+from kvjax.cli.progress import Line
 from kvjax.files.reading import read_text
 from kvjax.runtime.compiled import keep_compiled
 
@@ -39,14 +40,12 @@ def load(
     gates: Sequence[str] | None = None,
     *,
     chat_template: Path | None = None,
-    quiet: bool = False,
 ) -> tuple[Decoder, PreTrainedTokenizerBase]:
     """Loads a model and its tokenizer as `load_named` does, and keeps the programs that it will run.
 
     Args:
         mesh: DATAxMODEL.
         chat_template: a Jinja file, which replaces the tokenizer's chat template.
-        quiet: whether to show nothing meanwhile.
 
     Raises:
         ValueError: the file cannot be read, or is no template.
@@ -55,7 +54,7 @@ def load(
 
     template = None if chat_template is None else read_template(chat_template)
     keep_compiled()
-    with working(f"loading {model}", quiet=quiet):
+    with Line(f"loading {model}"):
         params, tokenizer = load_named(model, dtype, mesh_sizes(mesh), gates or ())
     if template is not None:
         tokenizer.chat_template = template
@@ -99,13 +98,13 @@ def warn_of_unknown(text: str, model: str, tokenizer: PreTrainedTokenizerBase | 
     show_warning(f"{missing:,} of {len(ids):,} tokens of the prompt are unknown to {model}{hint}")
 
 
-def read_model(path: str, dtype: str | None, *, quiet: bool) -> Stated:
-    """What a checkpoint states, without reading weights."""
+def read_model(path: str, dtype: str | None) -> Stated:
+    """Reads what a checkpoint states, without its weights."""
     import jax.numpy as jnp
 
     from kvjax.checkpoint import dtype_named, locate, read_headers, source_of
 
-    with working(f"reading {path}", quiet=quiet):
+    with Line(f"reading {path}"):
         source = source_of(locate(path, patterns=("config.json", "generation_config.json")))
         config = source.config()
         parameters, stored = read_headers(source)
@@ -119,9 +118,11 @@ def load_with_texts(
 
     Raises ValueError if one of them cannot be read, the texts are shorter, or the model has fewer positions.
     """
-    from kvjax.files.texts import read_stream
+    from kvjax.files.texts import read_stream, text_files
 
+    text_files(data)  # before the model is loaded
     params, tokenizer = load(model, dtype, mesh)
     if length > params.config.max_positions:
         raise ValueError(f"length={length}: expected at most {params.config.max_positions}, the model's positions")
-    return params, tokenizer, read_stream(data, tokenizer, least=length)
+    with Line("reading texts"):
+        return params, tokenizer, read_stream(data, tokenizer, least=length)

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from kvjax.cli.console import note
+from kvjax.cli.console import note, print_json
 from kvjax.cli.loading import load_with_texts
-from kvjax.cli.options import Batch, Batches, Data, Dtype, Length, Mesh, Model
+from kvjax.cli.options import AsJson, Batch, Batches, Data, Dtype, Length, Mesh, Model
 from kvjax.cli.progress import Bar
 
 
@@ -25,6 +25,7 @@ def measure_statistics(
     seed: Annotated[int, typer.Option(help="The seed of the texts.")] = 0,
     mesh: Mesh = "1x1",
     dtype: Dtype = None,
+    as_json: AsJson = False,
 ) -> None:
     """Measure what qfilter, expected_attention_stats and triattention read, e.g. --data texts/ --out statistics/."""
     import numpy as np
@@ -60,4 +61,11 @@ def measure_statistics(
         "first tokens of each text that do not count": sinks,
     }
     write_statistics(statistics, out, facts=facts)
+    if as_json:
+        shapes = {name: list(np.shape(array)) for name, array in statistics.items()}
+        print_json(
+            {"model": model, "data": str(data), "out": str(out), "tokens": batches * batch * length}
+            | {"statistics": shapes}
+        )
+        return
     note(f"{out} has the statistics; kvjax.with_statistics(params, {str(out)!r}) attaches them")

@@ -1,4 +1,4 @@
-"""What policies answered at several budgets: the table, the picture and the example that `kvjax demo` shows."""
+"""Shows what policies answered at several budgets: the table, the picture and the example that `kvjax demo` shows."""
 
 from __future__ import annotations
 

@@ -5,63 +5,94 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 
 from kvjax.checks import bytes_text
 from kvjax.cli.console import numbers_table, print_json
+from kvjax.cli.costs import footprint_of, recommended
 from kvjax.cli.loading import read_model
 from kvjax.cli.options import AsJson, Model, NewTokens
+from kvjax.cli.progress import Line
 
 
 def plan(
     path: Model,
-    memory: Annotated[str, typer.Option(help="The memory of the device, such as 80GB or 16GiB.")],
-    policy: Annotated[list[str] | None, typer.Option(help="Policy; may be repeated. Default: full.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="The memory of the device, such as 80GB or 16GiB. Default: this device's.")
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="Policy; may be repeated. Default: full and those that docs/guide/choosing.md recommends."),
+    ] = None,
     max_prompt: Annotated[int, typer.Option(help="The most tokens that a prompt may have.")] = 8192,
     max_new_tokens: NewTokens = 1024,
     chunk: Annotated[int, typer.Option(help="The most tokens of a prompt that are read between two steps.")] = 512,
     dtype: Annotated[str | None, typer.Option(help="Dtype of weights and cache. Default: the stored dtype.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show how many rows of an engine fit into the memory of one device.
+    """Show how many rows of an engine, which answer together, fit into the memory of one device.
 
     The command reads the config and the headers of the weights, but no weights. Sizes are exact but for activations,
-    which the compiler decides: kvjax.Engine counts them when it starts.
+    which the compiler decides: kvjax.Engine counts them when it starts. Default budgets are 1/4 of the prompt.
     """
     from kvjax import policies
-    from kvjax.engine import Footprint
     from kvjax.engine.memory import bytes_of
-    from kvjax.engine.plans import Plans
-    from kvjax.engine.sizes import Sizes
     from kvjax.plan import check_sizes
 
-    most = bytes_of(memory)
+    most = _own_memory() if memory is None else bytes_of(memory)
     check_sizes(max_prompt=max_prompt, max_new_tokens=max_new_tokens, chunk=chunk)
-    config, _, parameters, _, held = read_model(path, dtype, quiet=as_json)
-    sizes = Sizes.of(1, max_prompt, max_new_tokens, chunk=chunk)
+    for text in policy or ():
+        policies.parse(text)
+    config, _, parameters, _, held = read_model(path, dtype)
     found: list[dict[str, Any]] = []
-    for text in policy or ["full"]:
-        plans = Plans.of(config, policies.parse(text), sizes, held, None, ())
-        footprint = Footprint.of(config, plans, parameters * held.itemsize)
-        found.append(
-            {
-                "policy": text,
-                "weights": footprint.weights,
-                "bytes_per_row": footprint.row,
-                "prompt": footprint.prompt,
-                "rows": footprint.rows_within(most),
-            }
-        )
+    with Line("planning"):
+        for text in policy or recommended(max_prompt, config):
+            size = parameters * held.itemsize
+            footprint = footprint_of(
+                config, text, size, held, length=max_prompt, new_tokens=max_new_tokens, chunk=chunk
+            )
+            found.append(
+                {
+                    "policy": text,
+                    "weights": footprint.weights,
+                    "bytes_per_row": footprint.row,
+                    "prompt": footprint.prompt,
+                    "rows": footprint.rows_within(most),
+                }
+            )
     if as_json:
-        sizes_asked = {"max_prompt": max_prompt, "max_new_tokens": max_new_tokens, "chunk": sizes.chunk}
-        print_json({"path": str(path), "memory": most, "dtype": str(held), **sizes_asked, "plans": found})
+        asked = {"max_prompt": max_prompt, "max_new_tokens": max_new_tokens, "chunk": chunk}
+        print_json({"path": str(path), "memory": most, "dtype": str(held), **asked, "plans": found})
         return
-    title = f"Rows of {max_prompt:,} + {max_new_tokens:,} tokens in {bytes_text(most)}"
-    table = numbers_table(title, "policy", "weights", "prompt", "per row", "rows", no_wrap=True)
-    for one in found:
-        sizes_text = [bytes_text(one[name]) for name in ("weights", "prompt", "bytes_per_row")]
-        table.add_row(escape(one["policy"]), *sizes_text, f"{one['rows']:,}")
+    _show(found, f"{max_prompt:,} + {max_new_tokens:,} tokens", max_prompt + max_new_tokens, most)
+
+
+def _own_memory() -> int:
+    """The bytes of this device. Raises ValueError if it does not state them."""
+    import jax
+
+    from kvjax.runtime.memory import device_memory
+
+    most = device_memory(jax.local_devices()[:1])
+    if most is None:
+        raise ValueError("this device does not state its memory: expected --memory, such as --memory 80GB")
+    return most
+
+
+def _show(found: list[dict[str, Any]], row: str, tokens: int, memory: int) -> None:
+    """Prints the answer for the first policy and for the one with most rows, then a table."""
     console = Console(highlight=False)
+    best = max(found, key=lambda one: one["rows"])
+    console.print(f"{bytes_text(memory)} hold, beside {bytes_text(found[0]['weights'])} of weights, rows of {row}:")
+    for one in [found[0]] if best is found[0] else [found[0], best]:
+        rows = one["rows"]
+        console.print(f"  {rows:,} rows, {rows * tokens:,} tokens, under {escape(one['policy'])}")
+    table = numbers_table("", "policy", "rows", "per row", "prompt", no_wrap=True)
+    table.title, table.box, table.pad_edge = None, SIMPLE_HEAD, False
+    for one in found:
+        sizes = [bytes_text(one[name]) for name in ("bytes_per_row", "prompt")]
+        table.add_row(escape(one["policy"]), f"{one['rows']:,}", *sizes)
     console.print(table)
-    console.print("activations of a chunk come on top; kvjax.Engine counts them when it starts", style="dim")
+    console.print("prompt: one at a time is read; activations of a chunk come on top", style="dim")

@@ -12,9 +12,10 @@ from typing import Annotated
 import typer
 
 from kvjax.checks import bytes_text, installs
-from kvjax.cli.console import note, working
+from kvjax.cli.console import note
 from kvjax.cli.loading import load
 from kvjax.cli.options import ChatTemplate, Dtype, Gates, Mesh, Model, NewTokens, PolicyText
+from kvjax.cli.progress import Line
 
 KEY = "KVJAX_API_KEY"
 
@@ -71,8 +72,11 @@ def serve(
     import kvjax
     from kvjax.checkpoint import mesh_sizes
     from kvjax.decoding import sampling
+    from kvjax.files.writing import check_folder
     from kvjax.serve.settings import LOOPBACK
 
+    if prefix_folder is not None:
+        check_folder(prefix_folder, overwrite=True)
     local = host in LOOPBACK
     settings = Settings(
         model=Path(model).name.removesuffix(".gguf") if name is None else name,
@@ -92,7 +96,7 @@ def serve(
     params, tokenizer = load(model, dtype, mesh, gates, chat_template=chat_template)
     if params.card.sampler is not None:
         settings = replace(settings, sampler=sampling.parse(params.card.sampler))
-    with working("compiling"):
+    with Line("tracing programs"):
         engine = kvjax.Engine(
             params,
             chosen,

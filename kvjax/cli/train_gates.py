@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from kvjax.cli.console import note
+from kvjax.cli.console import note, print_json
 from kvjax.cli.loading import load_with_texts
-from kvjax.cli.options import Batch, Batches, Data, Dtype, Length, Mesh, Model
+from kvjax.cli.options import AsJson, Batch, Batches, Data, Dtype, Length, Mesh, Model
 from kvjax.cli.progress import Bar
 
 
@@ -55,6 +55,7 @@ def train_gates(
     save_every: Annotated[int, typer.Option(help="The number of steps between two checkpoints of the run.")] = 100,
     mesh: Mesh = "1x1",
     dtype: Dtype = None,
+    as_json: AsJson = False,
 ) -> None:
     """Train the gates of a learned policy, e.g. --method kvzap --data texts/ --out gates/."""
     from kvjax.checks import check_size
@@ -73,15 +74,20 @@ def train_gates(
     params, tokenizer, stream = load_with_texts(model, dtype, mesh, data, length)
     objective = training.objective(params, recipe, stream, tokenizer, **given)
     facts = {"model": model, "data": str(data)}
+    lines: list[Mapping[str, float]] = []
     with Bar("steps") as bar:
         bar.begin(steps)
 
         def report(line: Mapping[str, float]) -> None:
             bar.at(f"loss {line['loss']:.4g}")
-            bar.advance()
+            bar.reach(int(line["step"]))  # an interrupted run goes on
+            lines.append(line)
 
         gates = train(params, objective, recipe, out, facts=facts, save_every=save_every, report=report)
-    if gates.form.score is None:
+    if as_json:
+        document = {"model": model, "data": str(data), "out": str(out), "method": method.value}
+        print_json(document | {"steps": steps, "loss": lines[-1]["loss"] if lines else None})
+    elif gates.form.score is None:
         note(f"{out} has the gates; the policy {method.value}:gates={out} reads them")
     else:
         note(f"{out} has the gates; kvjax.with_gates(params, {str(out)!r}) attaches them")

@@ -13,10 +13,11 @@ from kvjax.decoding.loop import NOT_FINITE, Decoding, advance, not_finite, take
 from kvjax.decoding.row_text import RowText
 from kvjax.mesh.sharding import fetch
 from kvjax.models import Decoder
+from kvjax.runtime.progress import tell
 
 
 class Decoded(NamedTuple):
-    """What one step adds to each row.
+    """The tokens and the text that one step adds to each row.
 
     Attributes:
         tokens: int32, one id per row, -1 where the row ended in an earlier step.
@@ -44,6 +45,7 @@ def decode_each(
     # A call with a list of arrays takes a fraction of the time of a call with a module, which matters at every token.
     leaves, tree = jax.tree.flatten(params)
     for count in range(1, limit + 1):
+        tell("decoding", count, limit, "tokens")
         pending = fetch(state.cache.pending)
         if (broken := active & (pending == NOT_FINITE)).any():
             row = int(np.argmax(broken))

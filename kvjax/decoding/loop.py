@@ -38,7 +38,7 @@ def not_finite(row: int, position: int) -> FloatingPointError:
 
 @dataclass(frozen=True)
 class Sampling:
-    """What sampling an answer needs beside the logits.
+    """The arguments of sampling beside the logits.
 
     Attributes:
         sampler: draws the tokens: one sampler for all rows, or the settings of each row.
@@ -182,9 +182,12 @@ take = jax.jit(Decoding.take, donate_argnums=0)
 
 @partial(jax.jit, donate_argnames="state", compiler_options=STEP_OPTIONS)
 def decode(
-    params: Decoder, state: Decoding, logits: Float[Array, "B V"], limit: Int[Array, ""]
+    params: Decoder, state: Decoding, logits: Float[Array, "B V"] | None, limit: Int[Array, ""]
 ) -> tuple[Decoding, Int[Array, ""]]:
     """Decodes answers of up to `limit` tokens, the first of which is sampled from the prompt's logits.
+
+    Args:
+        logits: None if the first of these tokens has been sampled.
 
     Returns:
         The final state, and the number of decode steps after the first token.
@@ -198,7 +201,7 @@ def decode(
         state, steps = carry
         return state.advance(params), steps + 1
 
-    return jax.lax.while_loop(goes_on, body, (state.take(logits), jnp.int32(0)))
+    return jax.lax.while_loop(goes_on, body, (state if logits is None else state.take(logits), jnp.int32(0)))
 
 
 @partial(jax.jit, static_argnames="tree", donate_argnames="state", compiler_options=STEP_OPTIONS)

@@ -211,7 +211,7 @@ class SamplingMethod(ABC):
 
     @property
     def needs_seen(self) -> bool:
-        """Whether the sampler requires `seen`. If not, the caller need not track it."""
+        """Returns whether the sampler requires `seen`. If not, the caller need not track it."""
         return self.repetition_penalty not in (None, 1.0)
 
     def penalized(self, logits: Float[Array, "B V"], seen: Bool[Array, "B V"] | None = None) -> Float32[Array, "B V"]:

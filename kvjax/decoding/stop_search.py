@@ -23,7 +23,7 @@ class StopSearch:
         return matched + (self._stop[matched] == letter)
 
     def add(self, piece: str) -> int | None:
-        """Where the string begins, counted from the beginning of this piece and so often negative; None if not yet."""
+        """Returns where the string begins, from the beginning of this piece, so often negative; None if not yet."""
         for i, letter in enumerate(piece, 1):
             self.matched = self._next(self.matched, letter)
             if self.matched == len(self._stop):

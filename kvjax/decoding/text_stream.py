@@ -49,7 +49,7 @@ class TextStream:
         return "".join(map(self._step, tokens))
 
     def _is_special(self, token: int) -> bool:
-        """Whether a token has text, which is left out."""
+        """Returns whether a token has text, which is left out."""
         left_out = not self._tokenizer.decode([token], skip_special_tokens=self._skip)
         return left_out and bool(self._tokenizer.decode([token], skip_special_tokens=False))
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from kvjax.runtime.compiled import key_of
+from kvjax.runtime.progress import tell
+
 
 @dataclass(frozen=True)
 class WarmUp:
-    """What an engine took to start.
+    """The cost of starting an engine.
 
     Attributes:
         programs: the number of programs that were compiled. No others run later.
@@ -59,20 +62,23 @@ class Programs:
 
     def compile(self, program: Any, *args: Any, **static: Any) -> Any:
         """Adds what `program(*args, **static)` runs, unless it is there, and returns the shapes of its result."""
-        key = _key(program, args, static)
+        key = key_of(program, args, static)
         if key not in self._shapes:
             self._shapes[key] = self._placed(self.add(key, program, *args, **static))
         return self._shapes[key]
 
     def call(self, program: Any, *args: Any, **static: Any) -> Any:
         """Runs what `compile` has added. It returns before the device has finished."""
-        return self._compiled[_key(program, args, static)](*args)
+        return self._compiled[key_of(program, args, static)](*args)
 
     def _compile(self, name: Hashable, lowered: jax.stages.Lowered) -> None:
         self._futures[name] = self._pool.submit(lowered.compile)
 
     def finish(self) -> None:
         """Waits until everything is compiled."""
+        tell("compiling", 0, len(self), "programs")
+        for done, _ in enumerate(as_completed(self._futures.values()), 1):
+            tell("compiling", done, len(self), "programs")
         self._compiled = {name: future.result() for name, future in self._futures.items()}
         self._pool.shutdown()
 
@@ -91,10 +97,5 @@ class Programs:
 
     @property
     def warm_up(self) -> WarmUp:
-        """What it took until now."""
+        """The programs and the seconds until now."""
         return WarmUp(len(self), time.perf_counter() - self._started)
-
-
-def _key(program: Any, args: tuple[Any, ...], static: dict[str, Any]) -> Hashable:
-    leaves, tree = jax.tree.flatten(args)
-    return program, tree, tuple((x.shape, x.dtype) for x in leaves), tuple(static.items())

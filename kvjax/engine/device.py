@@ -78,7 +78,7 @@ class Device:
         return self._programs.warm_up
 
     def _step_seconds(self) -> float:
-        """What a step takes. On a CPU, which reads all slots, that does not depend on the rows."""
+        """Measures the seconds of a step. On a CPU, which reads all slots, that does not depend on the rows."""
         started = time.perf_counter()
         jax.block_until_ready(self.advance(np.zeros(self._plans.sizes.rows, bool), 1))
         return time.perf_counter() - started

@@ -272,7 +272,7 @@ class Engine:
         self._loop.cancel(ticket)
 
     def stats(self) -> Stats:
-        """What the engine has done until now, and what it holds."""
+        """Returns what the engine has done until now, and what it holds."""
         loop, store = self._loop, self._store
         return loop.counters.snapshot(
             rows=self.sizes.rows,

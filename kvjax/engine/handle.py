@@ -115,7 +115,7 @@ class Handle:
 
     @property
     def done(self) -> bool:
-        """Whether the answer has ended."""
+        """Returns whether the answer has ended."""
         return self._feed.ended
 
     def cancel(self) -> None:

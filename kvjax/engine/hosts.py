@@ -93,7 +93,7 @@ class Leader:
         self._device, self._channel = device, channel
 
     def read(self, prompt: Int[np.ndarray, "N"], prefix: Int[np.ndarray, "N"] | None) -> Generator[None, None, Read]:
-        """As `Device.read`."""
+        """Does what `Device.read` does."""
         units = self._device.read(prompt, prefix)
         self._channel.send({"do": "read", "prompt": prompt, "prefix": prefix})
         while True:
@@ -105,12 +105,12 @@ class Leader:
             self._channel.send({"do": "unit"})
 
     def admit(self, read: Read, start: Start, row: int) -> Int32[Array, "3 _ 1"]:
-        """As `Device.admit`."""
+        """Does what `Device.admit` does."""
         self._channel.send({"do": "admit", "start": jax.tree.leaves(start), "row": row})
         return self._device.admit(read, start, row)
 
     def advance(self, wanted: Bool[np.ndarray, "B"], most: int) -> tuple[Int32[Array, "3 B K"], Int[Array, ""]]:
-        """As `Device.advance`."""
+        """Does what `Device.advance` does."""
         self._channel.send({"do": "advance", "wanted": wanted, "most": most})
         return self._device.advance(wanted, most)
 

@@ -1,4 +1,4 @@
-"""What an engine holds on each device, in closed form, and how many rows fit into given memory."""
+"""Counts the bytes of an engine on each device in closed form, and the rows that fit into given memory."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Footprint:
 
     @classmethod
     def of(cls, config: DecoderConfig, plans: Plans, weights: int) -> Footprint:
-        """Of an engine with these plans.
+        """Returns the footprint of an engine with these plans.
 
         Args:
             weights: bytes of the model on each device.
@@ -77,7 +77,7 @@ class Footprint:
         return cls(weights, cache + small + answer, _reading(config, plans, model) + cache)
 
     def total(self, rows: int) -> int:
-        """With this number of rows on each device."""
+        """Returns the bytes with this number of rows on each device."""
         return self.weights + self.prompt + self.workspace + rows * self.row
 
     def rows_within(self, memory: int) -> int:

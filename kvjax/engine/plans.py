@@ -59,7 +59,7 @@ class Plans:
 
     @property
     def on_hosts(self) -> bool:
-        """Whether the devices belong to several processes."""
+        """Returns whether the devices belong to several processes."""
         return self.mesh is not None and self.mesh.is_multi_process
 
     def put_rows(self, x: Any) -> Any:
@@ -90,7 +90,7 @@ class Plans:
         return Plan(end, chunk, between, new, sizes.room, nothing, begins=True, longest=self.longest)
 
     def after(self, size: int, row: KVCache) -> ReadPlan:
-        """Of the read of a question of a class after a stored prefix.
+        """Returns the choices for a question of a class that follows a stored prefix.
 
         Args:
             row: shapes of a row's cache, which the question leaves as they are.

@@ -17,6 +17,7 @@ from jaxtyping import Int
 
 from kvjax.checks import check_path
 from kvjax.files.saved_caches import fingerprint, restore_on_host, save_cache
+from kvjax.files.writing import check_folder
 from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policy import Policy
@@ -57,11 +58,12 @@ class PrefixStore:
             folder: where caches are also kept on disk, without a bound; None for memory alone.
 
         Raises:
-            ValueError: for a policy that must see the question, and for what is no path.
+            ValueError: for a policy that must see the question, and for what is no path of a folder.
         """
         check_prefixes(policy)
         if folder is not None:
             check_path("prefix_folder", folder)
+            check_folder(Path(folder).expanduser(), overwrite=True)
         self.hits = self.misses = self.nbytes = 0
         self._params, self._memory = params, memory
         self._folder = None if folder is None else Path(folder).expanduser()

@@ -28,7 +28,7 @@ from .plans import Plans
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Start:
-    """What a request needs beside its prompt, as arrays.
+    """The arguments of a request beside its prompt, as arrays.
 
     Attributes:
         sampler: its settings.
@@ -175,7 +175,7 @@ def _on_devices(change: Callable[..., Resident], *rows: Resident) -> Resident:
 
 
 def _specs(resident: Resident) -> Resident:
-    """How each array of rows is divided over a mesh: entries by rows and kv heads, all others by rows."""
+    """Returns how a mesh divides each array of rows: entries by rows and kv heads, all others by rows."""
     specs = jax.tree.map(lambda _: PartitionSpec(DATA), resident)
     entries = jax.tree.map(lambda _: PartitionSpec(DATA, MODEL), resident.decoding.cache.entries)
     cache = replace(specs.decoding.cache, entries=entries)
@@ -212,7 +212,7 @@ def advance(
 def advance_until(
     leaves: list[Array], resident: Resident, wanted: Bool[Array, "B"], most: Int[Array, ""], *, tree: Any
 ) -> tuple[Resident, Int32[Array, "B 2+T"], Int[Array, ""]]:
-    """As `advance`, without a bound on `most`. Returns the rows, `Resident.answers`, and the number of steps."""
+    """Does what `advance` does without a bound on `most`. Returns rows, `Resident.answers` and the number of steps."""
     resident, steps = _steps(jax.tree.unflatten(tree, leaves), resident.wanted(wanted), wanted, most)
     return resident, resident.answers(), steps
 

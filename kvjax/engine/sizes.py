@@ -12,7 +12,7 @@ SHORTEST_ON_GPU = 128  # a GPU reads fewer tokens in the same time, which its we
 
 @dataclass(frozen=True)
 class Sizes:
-    """What an engine can hold.
+    """The sizes that bound the requests of an engine.
 
     Attributes:
         rows: the number of requests that are decoded together.

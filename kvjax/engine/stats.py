@@ -1,4 +1,4 @@
-"""What an engine has done: counts, and histograms of the times that its clients waited."""
+"""Counts what an engine has done: numbers, and histograms of the times that its clients waited."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Prefixes:
-    """What the prefix store has done.
+    """The counts of the prefix store.
 
     Attributes:
         hits: requests whose prefix was stored.

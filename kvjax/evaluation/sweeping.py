@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 import jax
 
+from kvjax import __version__
 from kvjax.evaluation.asking import Answer, Answers, Ended, Took
 from kvjax.evaluation.batches import Ask, Reading, ReadingBatch, halves
 from kvjax.evaluation.entries import Cell
@@ -242,9 +242,4 @@ def _marked(reading: Reading, ask: Ask, answer: Answer) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """The versions of the libraries that answers depend on."""
-    found = {"jax": jax.__version__}
-    try:
-        found["kvjax"] = importlib.metadata.version("kvjax")
-    except importlib.metadata.PackageNotFoundError:  # on the path, not installed
-        found["kvjax"] = "unknown"
-    return found
+    return {"jax": jax.__version__, "kvjax": __version__}

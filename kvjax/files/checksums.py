@@ -21,7 +21,7 @@ def write_checksums(folder: Path) -> None:
 
 
 def damages(folder: Path, owned: re.Pattern[str]) -> list[str]:
-    """What is not as `write_checksums` found it, one sentence each.
+    """Lists what is not as `write_checksums` found it, one sentence each.
 
     Args:
         folder: the folder.

@@ -109,7 +109,7 @@ def restore_on_host(path: Path, params: Decoder) -> KVCache:
 
 
 def _checked(path: Path, params: Decoder, policy: Policy | None) -> tuple[dict[str, Any], KVCache]:
-    """What a folder says about the cache that it holds, and a cache of the same structure."""
+    """Returns the facts of a folder about its cache, and a cache of the same structure."""
     finish(path)
     if not (path / "facts").is_dir():
         raise ValueError(f"{path} holds no saved cache: expected a folder written by save_cache")

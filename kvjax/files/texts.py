@@ -11,6 +11,7 @@ from jaxtyping import Int
 
 from kvjax.checks import shown
 from kvjax.files.reading import read_text
+from kvjax.runtime.progress import tell
 
 MOST = 2**33  # bytes of a file
 
@@ -47,14 +48,21 @@ def read_stream(path: str | Path, tokenizer: Any, least: int) -> Stream:
             tokens.
         OSError: a file cannot be read.
     """
-    path = Path(path).expanduser()
-    files = sorted(path.glob("*.txt")) if path.is_dir() else [path] if path.is_file() else []
-    if not files:
-        raise ValueError(f"data={shown(str(path))}: expected a text file, or a folder with files *.txt")
     tokens: list[int] = []
-    for file in files:
+    files = text_files(path)
+    for i, file in enumerate(files):
+        tell("reading texts", i, len(files), "files")
         tokens += tokenizer.encode(read_text(file, MOST, "a text file"), add_special_tokens=False)
     if len(tokens) < least:
         raise ValueError(f"data={shown(str(path))} has {len(tokens):,} tokens: expected {least:,} or more, the length")
     begin = () if getattr(tokenizer, "bos_token_id", None) is None else (tokenizer.bos_token_id,)
     return Stream(np.array(tokens, np.int32), begin)
+
+
+def text_files(path: str | Path) -> list[Path]:
+    """Returns the files of `read_stream`. Raises ValueError if there are none."""
+    path = Path(path).expanduser()
+    files = sorted(path.glob("*.txt")) if path.is_dir() else [path] if path.is_file() else []
+    if not files:
+        raise ValueError(f"data={shown(str(path))}: expected a text file, or a folder with files *.txt")
+    return files

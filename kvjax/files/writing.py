@@ -293,7 +293,7 @@ def _sync(path: Path) -> None:
 
 
 def _anywhere(fact: bool) -> bool:
-    """Whether a fact holds in any process. It returns when all processes have asked."""
+    """Returns whether a fact holds in any process. It returns when all processes have asked."""
     return bool(multihost_utils.process_allgather(np.array(fact)).any()) if jax.process_count() > 1 else fact
 
 

@@ -48,7 +48,7 @@ class Gates:
 
     @property
     def form(self) -> Form:
-        """What the method's gates are."""
+        """The form of the method's gates."""
         return FORMS[self.method]
 
 

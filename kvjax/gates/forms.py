@@ -1,4 +1,4 @@
-"""What gates of a method are: the tensors of each layer, and the scores that follow from them.
+"""Defines the gates of each method: the tensors of each layer, and the scores that follow from them.
 
 `FORMS` lists the methods. Tensors have the names, shapes and [out, in] layout of the released PyTorch modules, so that
 released files need no conversion beyond safetensors.

@@ -18,7 +18,7 @@ from .reconstruction import cross_entropy, log_scores
 
 @dataclass(frozen=True)
 class Training:
-    """How gates of a method are trained.
+    """The training of the gates of a method.
 
     Attributes:
         objective: makes what is minimised, from the model, the recipe, the stream, the tokenizer and the options.

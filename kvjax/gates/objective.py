@@ -1,4 +1,4 @@
-"""What is minimised when gates are trained, and the settings of a run."""
+"""Objectives of the training of gates, and the settings of a run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Objective:
-    """What a method minimises.
+    """The loss that a method minimises.
 
     Attributes:
         method: a key of `FORMS`.

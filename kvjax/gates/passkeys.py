@@ -81,7 +81,7 @@ def _examples(wording: Wording) -> list[str]:
 
 
 def _writes(tokenizer: Any, text: str) -> bool:
-    """Whether a text is the same after encoding and decoding, apart from spaces."""
+    """Returns whether a text is the same after encoding and decoding, apart from spaces."""
     return "".join(tokenizer.decode(_encoded(tokenizer, text)).split()) == "".join(text.split())
 
 

@@ -86,7 +86,7 @@ def _logarithm(scores: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def predicted(method: str, weights: Weights, hidden: Float[Array, "L B N E"]) -> Float[Array, "L B H N"]:
-    """What the networks of all layers say of hidden states."""
+    """Returns the scores that the networks of all layers give to hidden states."""
     score = FORMS[method].score
     assert score is not None
     return jnp.stack([score(layer, x) for layer, x in zip(weights, hidden, strict=True)])
@@ -112,7 +112,7 @@ def drawn(params: Decoder, recipe: Recipe, stream: Stream, tokenizer: Any, step:
 
 @jax.jit
 def hidden_states(params: Decoder, tokens: Int[Array, "B N"]) -> Float[Array, "L B N E"]:
-    """What attention reads in each layer, in the dtype of the model, of texts without padding."""
+    """Returns the hidden states that attention reads in each layer, in the model's dtype, of texts without padding."""
     seen: list[Any] = []
     attend = causal(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape))
 

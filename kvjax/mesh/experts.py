@@ -1,4 +1,4 @@
-"""Where tokens meet experts: a token goes to the experts that it takes, and no expert treats any other token.
+"""Routes tokens to experts: a token goes to the experts that it takes, and no expert treats any other token.
 
 On a mesh each device has some of the experts of a layer, and all tokens of its rows. It adds up what its experts give,
 and the devices add up their sums.
@@ -59,7 +59,7 @@ def mixed(
     activation: Activation,
     first: Int[Array, ""] | int = 0,
 ) -> Float[Array, "B N E"]:
-    """What the experts of a device give to each token, times the token's shares.
+    """Returns what the experts of a device give to each token, times the token's shares.
 
     A GPU gathers the matrices of the chosen experts if there are at most as many choices as experts on the device. XLA
     reads them in the kernel that multiplies, and writes no copy.
@@ -92,7 +92,7 @@ def sorted_products(
     activation: Activation,
     limit: float | None,
 ) -> Float[Array, "n K E"]:
-    """What experts give to each token, by products of the tokens of an expert with its matrices."""
+    """Returns what experts give to each token, by products of the tokens of an expert with its matrices."""
     X = len(weights.gate)
     key = jnp.where(mine, expert, X).reshape(-1)
     order = jnp.argsort(key)

@@ -34,23 +34,23 @@ class Heads:
         return 1 if self.kv_axis is None else jax.lax.axis_size(self.kv_axis)
 
     def kv_indices(self, own: int) -> Int[Array, "H"]:
-        """Which of the layer's kv heads this device's are, given how many it has."""
+        """Returns which of the layer's kv heads this device has, given how many it has."""
         first = 0 if self.kv_axis is None else jax.lax.axis_index(self.kv_axis) * own
         return first + jnp.arange(own)
 
     def whole_layer(self, x: Shaped[Array, "B h *rest"]) -> Shaped[Array, "B H *rest"]:
-        """From what belongs to this device's kv heads, the same of all kv heads of the layer."""
+        """Gathers arrays of this device's kv heads into those of all kv heads of the layer."""
         return x if self.kv_axis is None else jax.lax.all_gather(x, self.kv_axis, axis=1, tiled=True)
 
     def whole_groups(self, x: Shaped[Array, "B hq *rest"]) -> Shaped[Array, "B Hq *rest"]:
-        """From what belongs to this device's query heads, the same of all query heads of its kv heads.
+        """Gathers arrays of this device's query heads into those of all query heads of its kv heads.
 
         What is then computed of a query group is equal on all devices that share the kv head.
         """
         return x if self.group_axis is None else jax.lax.all_gather(x, self.group_axis, axis=1, tiled=True)
 
     def whole_groups_of(self, own: int) -> int:
-        """How many query heads there are in whole groups, given those of this device."""
+        """Returns how many query heads there are in whole groups, given those of this device."""
         return own if self.group_axis is None else own * jax.lax.axis_size(self.group_axis)
 
     def own_queries(self, x: Shaped[Array, "B Hq *rest"]) -> Shaped[Array, "B hq *rest"]:

@@ -87,7 +87,7 @@ def kv_replicas(model: int, config: DecoderConfig) -> int:
 
 
 def _divides(model: int, config: DecoderConfig) -> bool:
-    """Whether `model` devices get equal numbers of heads, experts and MLP columns.
+    """Returns whether `model` devices get equal numbers of heads, experts and MLP columns.
 
     Each device gets complete kv heads, or an equal part of the query heads of one kv head.
     """
@@ -97,7 +97,7 @@ def _divides(model: int, config: DecoderConfig) -> bool:
 
 
 def _feed_forward(config: DecoderConfig) -> dict[str, int]:
-    """What is sharded of MLPs and of experts, if there are layers with them."""
+    """Lists what is sharded of MLPs and of experts, if there are layers with them."""
     kinds = {config.has_experts(layer) for layer in range(config.num_layers)}
     experts = {} if config.mixture is None else {"experts": config.mixture.experts}
     return (experts if True in kinds else {}) | ({"MLP columns": config.mlp_size} if False in kinds else {})

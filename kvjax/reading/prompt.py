@@ -6,10 +6,11 @@ piece at a time, and compiling ahead runs it on shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
@@ -19,6 +20,8 @@ from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policy import Texts
 from kvjax.runtime.clock import Run, run_at_once
+from kvjax.runtime.compiled import key_of
+from kvjax.runtime.progress import Counting, closely_watched
 
 from .allocate import allocated
 from .layers import jitted_step, logits_of, read
@@ -141,6 +144,7 @@ def pieces(
     *,
     run: Run = run_at_once,
     put: Callable[[Any], Any],
+    owned: bool = False,
 ) -> Pieces[tuple[Float[Array, "B V"], KVCache]]:
     """Reads a prompt, whose rows all end in the last chunk.
 
@@ -148,15 +152,16 @@ def pieces(
         texts: token ids of the texts that the policy's score replays.
         run: how programs are run.
         put: places an array with axes [B, ...] on the devices of the cache.
+        owned: as `read` has it.
 
     Returns:
         Float32 logits after each row's last token, and the extended cache.
     """
     *before, last = batch.chunks(plan.chunk)
     for i, part in enumerate(before):
-        _, cache = read(params, cache, *map(put, part.arrays), plan=plan.between, run=run, owned=i > 0)
+        _, cache = read(params, cache, *map(put, part.arrays), plan=plan.between, run=run, owned=owned or i > 0)
         yield
-    hidden, cache = read(params, cache, *map(put, last.arrays), plan=plan.last(cache), run=run)
+    hidden, cache = read(params, cache, *map(put, last.arrays), plan=plan.last(cache), run=run, owned=owned)
     logits = run(logits_of, params.head, hidden, mesh=cache.mesh)
     if plan.end.allocate:
         for part in run(passes, *map(put, batch.arrays), score=cache.policy.score, texts=texts, mesh=cache.mesh):
@@ -186,6 +191,7 @@ def read_prompt(
     compress: Compress = "auto",
     texts: Texts | None = None,
     traced: bool = False,
+    more: int = 0,
 ) -> tuple[Float[Array, "B V"], KVCache]:
     """Extends a cache by a prompt, in chunks if asked, and leaves room for `room` tokens to be decoded.
 
@@ -196,6 +202,7 @@ def read_prompt(
         texts: token ids of the texts that the policy's score replays, from `encoded_texts`; None if they are token ids
             already.
         traced: whether the call is a part of a caller's program, which then provides the room.
+        more: the number of programs that will run afterwards, for whoever watches.
 
     Returns:
         Float32 logits after each row's last token, and the extended cache.
@@ -210,4 +217,27 @@ def read_prompt(
     if plan.chunk is not None and any(occupied):  # a prompt that begins attends to no slots: its first chunk makes them
         cache = grown(cache, size=plan.between.slots)
     texts = encoded_texts(cache.policy, None) if texts is None else texts
-    return complete(pieces(params, cache, batch, plan, texts, put=cache.put_rows))
+    run: Run = run_at_once
+    if closely_watched() and not traced:
+        run = Counting("reading the prompt", _programs(params, cache, batch, plan, texts), more=more).run
+    return complete(pieces(params, cache, batch, plan, texts, run=run, put=cache.put_rows))
+
+
+def _programs(params: Decoder, cache: KVCache, batch: Batch, plan: Plan, texts: Texts) -> list[Hashable]:
+    """The programs that `pieces` will run, found on shapes. What is traced for it is not traced again."""
+    found: list[Hashable] = []
+    results: dict[Hashable, Any] = {}
+
+    def note(program: Any, *args: Any, **static: Any) -> Any:
+        found.append(key := key_of(program, args, static))
+        if key not in results:
+            results[key] = program.eval_shape(*args, **static)
+        return results[key]
+
+    owned = cache.entries.preallocates  # `read` makes a copy of such a cache, which shapes need not
+    complete(pieces(_shapes(params), _shapes(cache), batch, plan, texts, run=note, put=_shapes, owned=owned))
+    return found
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None)), tree)

@@ -1,1 +1,1 @@
-"""What a user may pass: prompts, seeds, end tokens, and the cache to continue."""
+"""Checks what a user may pass: prompts, seeds, end tokens, and the cache to continue."""

@@ -1,4 +1,4 @@
-"""Which tokens end an answer."""
+"""Finds the tokens that end an answer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def turn_ends(tokenizer: Any) -> list[int]:
 
 
 def _is_token(tokenizer: Any, index: Any, name: str) -> bool:
-    """Whether a name is one token; tokenizers give the id of the unknown token otherwise."""
+    """Returns whether a name is one token; tokenizers give the id of the unknown token otherwise."""
     return is_integer(index) and tokenizer.convert_ids_to_tokens(index) == name
 
 

@@ -126,7 +126,7 @@ def encoded(text: str, tokenizer: Any, *, begins: bool, written: bool = False) -
 
 
 def is_single(prompt: Prompt | None) -> bool:
-    """Whether an accepted prompt is one row by itself: a string, a conversation, or token ids without a batch axis."""
+    """Returns whether a prompt is one row by itself: a string, a conversation, or token ids without a batch axis."""
     if prompt is None or isinstance(prompt, str):
         return prompt is not None
     if isinstance(prompt, Mapping):

@@ -30,6 +30,7 @@ from kvjax.request.chat import TemplateOptions, check_template_options
 from kvjax.request.ends import EndTokens, default_ends, end_tokens
 from kvjax.request.prompts import Prompt, rows_of
 
+ANSWERING = 2  # programs: the first token, and the others
 Seed: TypeAlias = int | Sequence[int] | Key[Array, "*B"] | Int[Array, "*B K"]
 
 
@@ -151,6 +152,7 @@ def read_request(params: Decoder, request: Request) -> tuple[Float[Array, "B V"]
         chunk=request.chunk,
         compress=request.compress,
         texts=request.texts,
+        more=0 if request.sampling is None else ANSWERING,
     )
 
 
@@ -262,5 +264,5 @@ def _expected_seed(batch: int) -> str:
 
 
 def is_seed(value: Any) -> bool:
-    """Whether a value is an integer of 64 bits."""
+    """Returns whether a value is an integer of 64 bits."""
     return is_integer(value) and -(2**63) <= value < 2**63

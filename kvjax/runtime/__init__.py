@@ -1,1 +1,1 @@
-"""How programs run: compiled programs, modes of JAX, clocks, and flags of GPUs."""
+"""Runs programs: compiled programs, modes of JAX, clocks, and flags of GPUs."""

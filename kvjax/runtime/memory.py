@@ -1,4 +1,4 @@
-"""What devices can hold, and one error for what they cannot."""
+"""Asks devices how much they can hold, and raises one error for more."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_bytes(what: str, needed: int, most: int | None) -> None:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory lacks. Some of the runtime's have another status, such as INTERNAL."""
+    """Returns whether an error says that memory lacks. Some of the runtime's have another status, such as INTERNAL."""
     words = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
     runtime = isinstance(error, jax.errors.JaxRuntimeError)
     return isinstance(error, MemoryError) or (runtime and any(word in str(error) for word in words))

@@ -1,4 +1,4 @@
-"""From a request to the engine's handles: one per prompt and answer."""
+"""Turns a request into the engine's handles: one per prompt and answer."""
 
 from __future__ import annotations
 

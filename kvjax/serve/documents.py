@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Form(ABC):
-    """How an endpoint writes answers.
+    """The form in which an endpoint writes answers.
 
     Attributes:
         model: the name of the model.

@@ -53,7 +53,7 @@ async def told(request: Request, error: Exception) -> Response:
 
 
 async def gone(request: Request, error: Exception) -> Response:
-    """What nobody reads, because the client left while it sent its request."""
+    """Returns a response that nobody reads, because the client left while it sent its request."""
     return Response(status_code=499)
 
 

@@ -1,4 +1,4 @@
-"""What fields of requests have in common: their types, and in JSON's words what each accepts.
+"""Types that fields of requests have in common, and in JSON's words what each accepts.
 
 Every field has a description, which completes the sentence "expected ..." of an error.
 """

@@ -1,4 +1,4 @@
-"""What every request passes before it reaches an endpoint: host, key, length, and whether the server still accepts."""
+"""Checks every request before it reaches an endpoint: host, key, length, and whether the server still accepts."""
 
 from __future__ import annotations
 

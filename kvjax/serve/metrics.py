@@ -12,7 +12,7 @@ from kvjax.engine import Engine, Histogram
 
 
 def registry_of(engine: Engine) -> CollectorRegistry:
-    """What `/metrics` writes."""
+    """Returns the registry that `/metrics` writes."""
     registry = CollectorRegistry()
     registry.register(_Engine(engine))
     return registry

@@ -1,4 +1,4 @@
-"""From the bytes of a request to its fields, or to an error that names the field that was sent."""
+"""Parses the bytes of a request into its fields, or to an error that names the field that was sent."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _told(kind: type[BaseModel], document: Any, error: ValidationError) -> ApiEr
 
 
 def _path(document: Any, error: ErrorDetails) -> list[str | int]:
-    """Where an error lies in the request, without the names of types that pydantic adds."""
+    """Returns where an error lies in the request, without the names of types that pydantic adds."""
     value, path = document, []
     for part in error["loc"]:
         within = isinstance(value, dict) and part in value
@@ -82,7 +82,7 @@ def _path(document: Any, error: ErrorDetails) -> list[str | int]:
 
 
 def _fit(found: tuple[list[str | int], ErrorDetails]) -> tuple[int, int, bool]:
-    """How far a value fits the type that an error is about: to which depth and index, and whether in its type."""
+    """Returns how far a value fits the type of an error: to which depth and index, and whether in its type."""
     path, error = found
     last = path[-1] if path else -1
     return len(path), last if isinstance(last, int) else -1, not error["type"].endswith("_type")

@@ -52,7 +52,7 @@ class StreamOptions(Strict):
 
 
 class Common(Strict):
-    """What completions and chats have in common.
+    """The fields that completions and chats have in common.
 
     Attributes:
         n: the number of answers to each prompt. Answer i has the seed `seed` + i.
@@ -93,7 +93,7 @@ class Common(Strict):
     ] = None
 
     def sampler(self, default: SamplingMethod) -> SamplingMethod:
-        """What draws the tokens. A temperature of 0 is greedy, and what is not given is as in `default`."""
+        """Returns what draws the tokens. A temperature of 0 is greedy, and what is not given is as in `default`."""
         given = {name: value for name in FIELDS if (value := getattr(self, name)) is not None}
         given = {name: None if (name, value) in UNLIMITED else value for name, value in given.items()}
         if isinstance(default, Sampler):

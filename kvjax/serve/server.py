@@ -28,7 +28,7 @@ class Http(H11Protocol):
 
 
 class Ending:
-    """Whether a server has been told to end. The application asks, and is made before the server."""
+    """A flag that says whether a server has been told to end. The application asks, and is made before the server."""
 
     def __init__(self) -> None:
         self.server: uvicorn.Server | None = None
@@ -76,7 +76,7 @@ def run(app: Starlette, ending: Ending, listener: socket.socket, *, patience: fl
 
 
 def configured(app: Starlette, *, patience: float) -> uvicorn.Config:
-    """How uvicorn serves an application: as `run` does."""
+    """Returns how uvicorn serves an application: as `run` does."""
     return uvicorn.Config(
         app,
         http=Http,

@@ -1,4 +1,4 @@
-"""What a server accepts."""
+"""The settings of a server."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ PARTS = ("q_mean_real", "q_mean_imag", "q_abs_mean")
 
 
 def holds_statistics(path_or_hub_id: str | os.PathLike[str]) -> bool:
-    """Whether a folder or a file, or one on the hub, has statistics.
+    """Returns whether a folder or a file, or one on the hub, has statistics.
 
     Raises:
         CheckpointError: there is no such folder, file or repository.

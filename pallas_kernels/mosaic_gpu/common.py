@@ -1,4 +1,4 @@
-"""What Mosaic GPU kernels need of a device and of JAX: products of matrices, and the interpreter."""
+"""Shared parts of Mosaic GPU kernels: checks of the device and of JAX, products of matrices, and the interpreter."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def capability() -> tuple[int, int]:
 
 
 def products_for(rows: int, capability: tuple[int, int]) -> Products:
-    """What multiplies matrices with the fewest rows of padding.
+    """Returns the function that multiplies matrices with the fewest rows of padding.
 
     Raises:
         NotImplementedError: if this JAX has nothing for the GPU.

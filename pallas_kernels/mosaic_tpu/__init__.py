@@ -1,1 +1,1 @@
-"""What the Mosaic kernels for TPUs of all operations share."""
+"""Code that the Mosaic kernels for TPUs of all operations share."""

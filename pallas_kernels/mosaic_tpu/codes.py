@@ -88,7 +88,7 @@ def entry_nbytes(x: Array | QuantizedArray) -> int:
 
 
 def transposed_storage(x: Array | QuantizedArray) -> bool:
-    """Whether a TPU stores keys and values, or their codes, with entries along vector lanes."""
+    """Returns whether a TPU stores keys and values, or their codes, with entries along vector lanes."""
     return stored_transposed((x.codes if isinstance(x, QuantizedArray) else x).shape[-1])
 
 

@@ -1,4 +1,4 @@
-"""What the TPU kernels share: limits, checks, products, visibility, and a running softmax in on-chip memory."""
+"""Shared parts of the TPU kernels: limits, checks, products, visibility, and a running softmax in on-chip memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SLOW = {"TPU v5 lite", "TPU v5e"}  # chips with half of the others' bandwidth pe
 
 
 class Chip(NamedTuple):
-    """What kernels ask of the chip that they are compiled for.
+    """Facts about the chip that kernels are compiled for.
 
     Attributes:
         tile_bytes: of the keys of a tile, which take longer to fetch than a step takes to start.
@@ -156,7 +156,7 @@ def as_column(row: Array) -> Array:
 
 
 def stored_transposed(head_dim: int) -> bool:
-    """Whether a TPU stores keys and values with entries along vector lanes, because channels would not fill the lanes.
+    """Returns whether a TPU stores keys and values with entries along vector lanes, which channels would not fill.
 
     The kernels take such arrays transposed. XLA would otherwise copy them before each call.
     """

@@ -61,7 +61,7 @@ class Found(NamedTuple):
 
 
 def serves(asked: Asked | None, group: int) -> bool:
-    """Whether the pass over the keys can score these extra query rows."""
+    """Returns whether the pass over the keys can score these extra query rows."""
     return asked is not None and group * asked.positions.shape[1] <= MOST_EXTRA_ROWS and asked.reduction.rows != "mean"
 
 

@@ -125,7 +125,7 @@ class Body:
                 jax.lax.fori_loop(0, steps.stop[n], receive, None)
 
     def place(self, block: Array) -> Any:
-        """Where the numbers of a part are, in a row with all parts of a lane."""
+        """Returns where the numbers of a part are, in a row with all parts of a lane."""
         return slice(None) if self.rows <= self.size else pl.ds(pl.multiple_of(block * self.size, self.size), self.size)
 
 

@@ -23,7 +23,7 @@ from .common import SMEM_BYTES
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """What is known in scalar memory when a kernel starts. Heads are counted over all batch rows: n of B * H.
+    """The numbers in scalar memory when a kernel starts. Heads are counted over all batch rows: n of B * H.
 
     The cores of a chip share the heads: each takes consecutive ones, of about as many steps.
 
@@ -117,7 +117,7 @@ class Steps:
         return jnp.minimum(self.cuts[core] + i, self.cuts[core + 1] - 1)
 
     def idle(self, core: Array, i: Array) -> Array:
-        """Whether i is after the core's last step."""
+        """Returns whether i is after the core's last step."""
         return self.cuts[core] + i >= self.cuts[core + 1]
 
     def head(self, step: Array) -> Array:

@@ -154,7 +154,7 @@ def by_cudnn(
 
 
 def in_front(q_positions: Int[Array, "B N"], k_positions: Int[Array, "B H M"]) -> Bool[Array, ""]:
-    """Whether no row has padding, and all its entries are in the first slots and older than its new tokens."""
+    """Returns whether no row has padding, and all its entries are in the first slots and older than its new tokens."""
     occupied = k_positions >= 0
     first = jnp.arange(k_positions.shape[2]) < jnp.sum(occupied, axis=-1, keepdims=True)
     newest = jnp.max(k_positions, axis=(1, 2))

@@ -12,7 +12,7 @@ LEAST_TOKENS = 1024  # from this number of new tokens on, the library saves more
 
 
 def separable(q: Float[Array, "B Hq N D"], k: Float[Array, "B H M D"], bias: Float[Array, "B H M"] | None) -> bool:
-    """Whether the new tokens get a call of their own: no bias, and no cached slots or enough new tokens."""
+    """Returns whether the new tokens get a call of their own: no bias, and no cached slots or enough new tokens."""
     return bias is None and (q.shape[2] == k.shape[2] or q.shape[2] >= LEAST_TOKENS)
 
 
@@ -25,7 +25,7 @@ def in_parts(
     q_positions: Int[Array, "B N"],
     k_positions: Int[Array, "B H M"],
 ) -> Attention:
-    """What the reference defines, without a bias.
+    """Computes what the reference defines, without a bias.
 
     Args:
         own: attention of the new tokens over themselves, given q, k, v and the queries' positions.

@@ -10,7 +10,7 @@ __all__ = ["in_one_pass", "scored_attention"]
 
 
 def in_one_pass(reduction: Reduction) -> bool:
-    """Whether `scored_attention` serves a reduction here, so that `window_scores` need not run after the attention.
+    """Returns whether `scored_attention` serves a reduction here, so that `window_scores` need not run after it.
 
     It shares the code of `prompt_attention` in XLA. Where a kernel computes that, contexts are the kernel's.
     """

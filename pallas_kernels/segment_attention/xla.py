@@ -148,7 +148,7 @@ def segment_attention(
 
 
 def _room(arrays: Any, count: int, size: int) -> Any:
-    """What a round's `count` tiles of `size` rows of each lane are read into, of arrays with axes [B, P, T, ...].
+    """Returns the buffers for a round's `count` tiles of `size` rows of each lane, of arrays with axes [B, P, T, ...].
 
     None if they are TILES or fewer, which need no room.
     """

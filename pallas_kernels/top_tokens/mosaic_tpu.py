@@ -98,7 +98,7 @@ def _kernel(counts: Any, scores: Any, positions: Any, out: Any, order: Any, mark
         return jnp.sum(total, axis=(1, 2), keepdims=True)
 
     def kth_largest(values: Callable[[Any], Array], k: Array, bits: Array | int) -> Int[Array, "heads 1 1"]:
-        """As `xla._kth_largest`, for signed integers: the first bit of its unsigned integers is flipped."""
+        """Does what `xla._kth_largest` does for signed integers: the first bit of its unsigned integers is flipped."""
 
         def decide(i: Array, found: Array) -> Array:
             candidate = found | jnp.left_shift(1, 31 - i)

@@ -1,1 +1,1 @@
-"""What the Triton kernels of all operations share. Pallas compiles them for NVIDIA GPUs."""
+"""Code that the Triton kernels of all operations share. Pallas compiles them for NVIDIA GPUs."""

@@ -33,7 +33,7 @@ class ExtraRows(NamedTuple):
 
 
 class ExtraReduction(NamedTuple):
-    """How the weights of extra rows become one number per slot: over tiles of rows, then over the rows of a tile.
+    """Reduces the weights of extra rows to one number per slot: over tiles of rows, then over the rows of a tile.
 
     Attributes:
         size: rows per tile, a power of two >= 16 that divides the number of rows.
@@ -170,7 +170,7 @@ def attend_kernel(
 
 
 def occupied_tiles(p_ref: Any, size: int, split: Array, splits: int) -> Array:
-    """How many of the tiles `split`, `split + splits`, ... there are up to the last one with an occupied slot.
+    """Returns how many of the tiles `split`, `split + splits`, ... there are up to the last one with an occupied slot.
 
     Reading a few positions here takes less time than launching a kernel that finds the bound for all programs.
 

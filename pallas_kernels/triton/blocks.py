@@ -38,7 +38,7 @@ class Blocks(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What the best tile sizes depend on, besides the GPU.
+    """The sizes that the best tile sizes depend on, besides the GPU.
 
     Attributes:
         operation: "attend" or "window_scores".

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: checks of device and arguments, products, and tiles of quantised numbers."""
+"""Shared parts of the Triton kernels: checks of device and arguments, products, and tiles of quantised numbers."""
 
 from __future__ import annotations
 

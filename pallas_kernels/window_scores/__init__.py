@@ -27,7 +27,7 @@ def window_scores(
     reduction: Reduction = DEFAULT_REDUCTION,
     **options: Any,
 ) -> Float[Array, "B H *G M"]:
-    """What the reference defines; with group="none", one query head of each group after another, [B, H, G, M]."""
+    """Computes what the reference defines; with group="none", one query head of a group after another, [B, H, G, M]."""
     if reduction.group != "none":
         return _scores(q, k, q_positions, k_positions, lse=lse, reduction=reduction, **options)
     B, H = k_positions.shape[:2]

@@ -1,4 +1,4 @@
-"""How the attention that a key received from many queries becomes one number."""
+"""Reduces the attention that a key received from many queries to one number."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..arrays import Fold
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the softmax weights [G, W] of a key become one score.
+    """The reduction of the softmax weights [G, W] of a key to one score.
 
     Attributes:
         rows: the reduction over the W queries. "mean" divides by the number of queries that see the key.
@@ -41,7 +41,7 @@ class Reduction:
 
     @property
     def commutes(self) -> bool:
-        """Whether the two reductions give the same score in either order, up to rounding."""
+        """Returns whether the two reductions give the same score in either order, up to rounding."""
         return (self.rows == "max") == (self.group == "max")
 
 

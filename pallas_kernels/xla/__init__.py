@@ -1,1 +1,1 @@
-"""What the backends in plain XLA of several operations share."""
+"""Code that the backends in plain XLA of several operations share."""

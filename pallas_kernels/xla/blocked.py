@@ -102,7 +102,7 @@ def blocked(
     reductions: Sequence[Reduction] = (),
     own: bool = True,
 ) -> tuple[Float[Array, "B Hq N D"], Float[Array, "B Hq N"], tuple[Float[Array, "B H *G M"], ...]]:
-    """What `scored_attention` returns; `prompt_attention` returns the first two."""
+    """Computes what `scored_attention` returns; `prompt_attention` returns the first two."""
     B, Hq, N, D = q.shape
     H, M = k.shape[1:3]
     G = Hq // H

@@ -1,4 +1,4 @@
-"""What keys received from blocks of queries, accumulated tile by tile."""
+"""Accumulates tile by tile what keys received from blocks of queries."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Weights: TypeAlias = Callable[[int, int], Array]
 
 
 class Total(NamedTuple):
-    """What is accumulated for a reduction.
+    """The sums that are accumulated for a reduction.
 
     Attributes:
         rows: over the queries.

@@ -1,13 +1,15 @@
 """Checkpoints of the Hugging Face hub, and the demo model's name."""
 
 import shutil
+import threading
 
 import huggingface_hub
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
 from kvjax.checkpoint import CheckpointError, load
-from kvjax.checkpoint.folder import DEMO
+from kvjax.checkpoint.folder import DEMO, locate
+from kvjax.runtime.progress import Doing, watched
 from tests.checkpoint.folders import WEIGHTS, assert_equal, decoder
 
 
@@ -29,6 +31,34 @@ def test_hub_id_downloads_what_is_needed_and_nothing_else(folder, tmp_path, monk
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert_equal(load("someone/tiny")[0], decoder())
     assert downloaded == ["config.json", WEIGHTS, "tokenizer.model"]
+
+
+def test_a_download_is_told(folder, monkeypatch):
+    """As the hub's client counts: in a thread, with one bar for files and two for the same bytes."""
+
+    def snapshot_download(repo_id, allow_patterns, tqdm_class):
+        def work():
+            unpacked = tqdm_class(total=0, unit="B", unit_scale=True, desc="Reconstructing (incomplete total...)")
+            received = tqdm_class(total=0, unit="B", unit_scale=True, desc="Downloading bytes")
+            files = tqdm_class(total=2, desc="Fetching 2 files")
+            for bar in (unpacked, received):
+                bar.total += 100
+            for count in (30, 70):
+                received.update(count)
+                unpacked.update(count)
+                files.update()
+            unpacked.set_description("Reconstruction complete")
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        return str(folder)
+
+    told = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with watched(told.append):
+        locate("someone/tiny")
+    assert told == [Doing("downloading", 30, 100, "bytes"), Doing("downloading", 100, 100, "bytes")]
 
 
 def test_hub_id_offline(tmp_path, monkeypatch):

@@ -39,3 +39,8 @@ def saved(folder: Path, layers: int, positions: int = 128) -> str:
 @pytest.fixture(autouse=True)
 def _no_cache_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")
+
+
+@pytest.fixture(autouse=True)
+def _no_progress_of_slow_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvjax.cli.progress.EVERY", 1e4)

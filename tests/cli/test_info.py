@@ -33,6 +33,12 @@ def test_info_agrees_with_the_model_and_the_plan(model: str) -> None:
     assert document["plans"][1]["slots"] == [104, 104]
     full, compressed = document["plans"]
     assert (full["compression"], compressed["compression"]) == (1, full["bytes"] / compressed["bytes"])
+    assert [plan["bytes_per_row"] for plan in document["plans"]] == [plan["bytes"] // 3 for plan in document["plans"]]
+    sizes = ("--max-prompt", 96, "--max-new-tokens", 20)
+    asked = ("plan", model, "--policy", "full", "--policy", "snapkv:budget=40", *sizes, "--json")
+    plans = json.loads(kv(*asked)[1])  # for this device's memory, as `info`
+    assert plans["memory"] == document["memory"]
+    assert [plan["rows"] for plan in plans["plans"]] == [plan["rows"] for plan in document["plans"]]
 
 
 def test_experts_are_counted(tmp_path: Path) -> None:
@@ -74,7 +80,7 @@ def test_what_changes_the_softmax_is_shown(
     document = json.loads(kv("info", tmp_path / "model", "--policy", "full", "--json")[1])
     assert (document["attention_sinks"], document["attention_softcap"]) == facts
     text = kv("info", tmp_path / "model", "--policy", "full")[1]
-    assert shown in text if shown else "attention " not in text.partition("Cache of")[0]
+    assert shown in text if shown else re.search("of 8 channels *$", text, re.MULTILINE)
 
 
 def test_recommendations_are_those_of_the_page(model: str) -> None:
@@ -83,7 +89,7 @@ def test_recommendations_are_those_of_the_page(model: str) -> None:
     assert rows == [tuple(choice) for choice in CHOICES]
     for choice in CHOICES:
         kvjax.policies.parse(choice.policy.format(budget=0.25))
-    status, stdout, _ = kv("info", model, "--policy", "full")
+    status, stdout, _ = kv("info", model, "--policy", "full", "--all")
     assert status == 0
     assert all(choice.policy in stdout for choice in CHOICES)
     document = json.loads(kv("info", model, "--policy", "full", "--json")[1])
@@ -118,9 +124,10 @@ def test_info_says_which_kernels_run_and_why(model: str, monkeypatch: pytest.Mon
     assert kernels.keys() == operations
     assert {name for name, kernel in kernels.items() if kernel["name"] == "xla"} == operations - {"write_rows"}
     monkeypatch.setenv("KVJAX_KERNELS", "reference")
-    status, stdout, _ = kv("info", model, "--policy", "full")
+    status, stdout, _ = kv("info", model, "--policy", "full", "--all")
     assert status == 0
     assert stdout.count("KVJAX_KERNELS asks for it") == len(operations)
+    assert re.search("^kernels +reference *$", kv("info", model, "--policy", "full")[1], re.MULTILINE)
 
 
 def test_inspect_writes_a_page(shallow_model: str, tmp_path: Path) -> None:
@@ -153,10 +160,38 @@ def test_inspect_on_a_mesh(shallow_model: str, tmp_path: Path, policy: str) -> N
     assert pages[0] == pages[1]
 
 
+@pytest.mark.parametrize("command", ["info", "plan"])
+def test_the_cost_fits_on_one_screen(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer about `full` and each recommended policy, in 24 lines of 80 columns, none of which is folded."""
+    monkeypatch.setenv("COLUMNS", "80")
+    status, stdout, _ = kv(command, "demo")
+    assert status == 0
+    lines = stdout.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    budget = {"info": 2560, "plan": 8192}[command] // 4
+    for policy in ("full", *(choice.policy.format(budget=budget) for choice in CHOICES)):
+        assert sum(line.strip().startswith(f"{policy} ") for line in lines) == 1
+    assert json.loads(kv(command, "demo", "--json")[1])["plans"]
+
+
+def test_the_plan_begins_with_the_answer(model: str) -> None:
+    policies = ("--policy", "full", "--policy", "morphkv:budget=40", "--policy", "snapkv:budget=60")
+    status, stdout, _ = kv("plan", model, "--memory", "1MB", *policies, "--max-prompt", 96, "--max-new-tokens", 20)
+    assert status == 0
+    rows = [plan["rows"] for plan in json.loads(kv("plan", model, "--memory", "1MB", *policies, "--json")[1])["plans"]]
+    assert len(rows) == 3
+    assert re.match(r"1.00 MB hold, beside [\d.]+ kB of weights, rows of 96 \+ 20 tokens:\n", stdout)
+    first, best = re.findall(r"^  ([\d,]+) rows, ([\d,]+) tokens, under (\S+)$", stdout, re.MULTILINE)
+    assert (first[2], best[2]) == ("full", "morphkv:budget=40")
+    for found in (first, best):
+        assert int(found[1].replace(",", "")) == 116 * int(found[0].replace(",", ""))
+
+
 @pytest.mark.parametrize("columns", [60, 80, 120])
-def test_info_prints_a_table_that_fits(model: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info_prints_tables_that_fit(model: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    status, stdout, _ = kv("info", model, "--dtype", "bfloat16")
+    status, stdout, _ = kv("info", model, "--dtype", "bfloat16", "--all")
     assert status == 0
     assert max(map(len, stdout.splitlines())) <= columns
     for text in ("4 query, 2 kv, of 8 channels", "128 B per token in bfloat16", "streaming_llm", "morphkv"):
@@ -178,7 +213,10 @@ def test_info_downloads_the_config_only(model: str, tmp_path: Path, monkeypatch:
     (tmp_path / "config.json").write_bytes((Path(model) / "config.json").read_bytes())
     asked: list[object] = []
 
-    def download(name: str, allow_patterns: list[str]) -> str:
+    def download(name: str, allow_patterns: list[str], tqdm_class: type) -> str:
+        bar = tqdm_class(total=0, unit="B", desc="Reconstructing", unit_scale=True)
+        bar.total += 10
+        bar.update(4)
         asked.append((name, allow_patterns))
         return str(tmp_path)
 

@@ -1,48 +1,67 @@
-"""Progress without a terminal: a line every thirty seconds."""
+"""Progress without a terminal: lines on stderr, which say how much is done and what is compiled."""
 
 from __future__ import annotations
 
-import itertools
 import threading
 
 import pytest
 
-from kvjax.cli import console
-from kvjax.cli.progress import Bar
+from kvjax.cli import progress
+from kvjax.cli.progress import Bar, Line
+from kvjax.runtime.progress import tell
 
 
-def test_a_line_every_thirty_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    """A clock that goes on by four seconds each time it is asked, and twice where a line is printed."""
-    seconds = itertools.count(step=4)
-    with Bar("answers", clock=lambda: float(next(seconds))) as bar:
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a line of progress has said, every hundredth of a second."""
+    found: list[str] = []
+    monkeypatch.setattr(progress, "EVERY", 0.01)
+    monkeypatch.setattr(Line, "say", lambda self, text: found.append(text))
+    return found
+
+
+def said(lines: list[str], text: str) -> None:
+    """Waits until a text has been said."""
+    for _ in range(1000):
+        if any(text in line for line in lines):
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError(f"{text!r} is not in {set(lines)}")
+
+
+def test_a_long_operation_says_what_it_does(lines: list[str]) -> None:
+    with Line("loading [b]demo[/b]"):
+        said(lines, "loading [b]demo[/b]: 0:00:00")
+        tell("loading the weights", 1_500_000, 6_000_000, "bytes")
+        said(lines, "loading the weights: 1.50 MB of 6.00 MB, 0:00:0")
+        tell("loading the weights", 3_000_000, 6_000_000, "bytes")
+        tell("loading the weights", 4_500_000, 6_000_000, "bytes")
+        said(lines, "loading the weights: 4.50 MB of 6.00 MB, 0:00:01 left")
+        tell("compiling 2 of 3 programs: a layer")
+        said(lines, "compiling 2 of 3 programs: a layer: 0:00:00")
+    count = len(lines)
+    tell("anything")
+    threading.Event().wait(0.05)
+    assert len(lines) == count  # it ends with the operation
+
+
+def test_a_bar_counts_its_own_units(lines: list[str]) -> None:
+    with Bar("answers") as bar:
         bar.begin(2000)
-        for i in range(20):
-            bar.at(f"policy [b]{i}[/b]")
-            bar.advance(100)
+        bar.at("policy [b]7[/b]")
+        bar.advance(800)
+        said(lines, "policy [b]7[/b]: 800 of 2,000 answers, 0:00:0")
+        tell("compiling a layer")
+        said(lines, "policy [b]7[/b], compiling a layer: 800 of 2,000 answers")
+        tell("reading the prompt", 3, 5, "steps")
+        bar.advance(200)
+        said(lines, "policy [b]7[/b]: 1,000 of 2,000 answers")
+
+
+def test_lines_go_to_stderr(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "EVERY", 0.001)
+    with Line("compiling"):
+        threading.Event().wait(0.1)
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.splitlines() == [
-        "kvjax: 800 of 2,000 answers, at policy [b]7[/b]",
-        "kvjax: 1,600 of 2,000 answers, at policy [b]15[/b]",
-    ]
-
-
-def test_a_long_operation_writes_lines_into_a_file(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = threading.Event()
-    monkeypatch.setattr(console, "EVERY", 0.01)
-
-    def note(text: str) -> None:
-        print(text)
-        said.set()
-
-    monkeypatch.setattr(console, "note", note)
-    with console.working("compiling", quiet=True):
-        assert not said.wait(0.1)
-    with console.working("compiling"):
-        assert said.wait(10)
-    count = capsys.readouterr().out.count("compiling: 0 s\n")
-    assert count >= 1
-    said.clear()
-    assert not said.wait(0.1)  # it ends with the operation
+    assert err.startswith("kvjax: compiling: 0:00:00\n")

@@ -150,3 +150,5 @@ def test_what_does_not_fit_after_a_prefix_is_refused(shallow: Decoder, tmp_path:
         assert len(engine.submit([1] * 10, prefix=[1] * 12, max_new_tokens=54).result(timeout=60).tokens) == 54
     with pytest.raises(ValueError, match="without prefix_memory: expected both"):
         kvjax.Engine(shallow, "full", **SIZES, prefix_folder=tmp_path)
+    with pytest.raises(ValueError, match="is a file: expected a folder"):
+        kvjax.Engine(shallow, "full", **SIZES, prefix_memory="1MB", prefix_folder=__file__)

@@ -120,7 +120,7 @@ def generation(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gemma(named: str, keys: Mapping[str, Any], size: int, window: Any) -> dict[str, Any]:
-    """What the metadata say of Gemma alone. Which layers have a window is the default of the family."""
+    """Returns the fields of the metadata that Gemma alone has. The family knows which layers have a window."""
     divided = keys["block_count"] == DIVIDED[named]
     caps = {key: keys[key] for key in SOFTCAPS if key in keys}
     return caps | {

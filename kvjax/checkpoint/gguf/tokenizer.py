@@ -23,7 +23,7 @@ SPACE = "\u2581"  # SentencePiece's space
 
 
 class Splitting(NamedTuple):
-    """How byte-level BPE splits a text before it merges.
+    """The rules by which byte-level BPE splits a text before it merges.
 
     Attributes:
         pattern: a regular expression of the pieces; None for GPT-2's.

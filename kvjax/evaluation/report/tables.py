@@ -68,6 +68,20 @@ class Table:
         csv.writer(text, lineterminator="\n").writerows([map(escape.csv, row) for row in (self.headings, *self.rows)])
         return text.getvalue()
 
+    def records(self) -> list[dict[str, float | int | str | None]]:
+        """Returns the rows as objects. A cell is a number if it stands for one, and None if it is empty."""
+
+        def value(cell: str) -> float | int | str | None:
+            return (
+                int(cell)
+                if cell.isdecimal()
+                else number
+                if (number := escape.number(cell)) is not None
+                else cell or None
+            )
+
+        return [dict(zip(self.headings, map(value, row), strict=True)) for row in self.rows]
+
     def latex(self) -> str:
         """The table as a LaTeX table environment, which needs the package booktabs."""
         bold = self.bold()
