@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from kvjax.methods import registry
-from kvjax.policy import Policy, text
+from kvjax.policy import Budget, Policy, text
 
 PRESETS: Mapping[str, Callable[..., Policy]] = registry.presets()
 
@@ -47,12 +47,19 @@ def __dir__() -> list[str]:
 
 @cache
 def brief(policy: Policy) -> str:
-    """A few words for a policy: the text of a preset with at most a budget if there is one, and else its parts."""
-    budget = getattr(policy.budget, "entries", getattr(policy.budget, "share", None))
+    """A few words for a policy: the text of a preset with at most a budget if there is one, and else two of its parts.
+
+    The budget is that of the mean kv head, if heads or layers share one.
+    """
+    shared = policy.budget
+    while isinstance(inner := getattr(shared, "budget", None), Budget):
+        shared = inner
+    size = getattr(shared, "entries", getattr(shared, "share", None))
     for name, make in PRESETS.items():
-        given: tuple[dict[str, Any], ...] = ({}, {"budget": budget})
+        given: tuple[dict[str, Any], ...] = ({}, {"budget": size})
         for options in given:
             with suppress(ValueError, TypeError, OSError):  # of presets that need other options
                 if make(**options) == policy:
-                    return f"{name}:budget={budget}" if options else name
-    return f"{type(policy.score).__name__}, {policy.budget}"
+                    return f"{name}:budget={size}" if options else name
+    parts = f"{type(policy.score).__name__}, {type(policy.budget).__name__}"
+    return parts if size is None else f"{parts} of {size}"
