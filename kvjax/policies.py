@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from kvjax.methods import registry
-from kvjax.policy import Budget, Policy, text
+from kvjax.policy import Policy, text
 
 PRESETS: Mapping[str, Callable[..., Policy]] = registry.presets()
 
@@ -52,7 +52,7 @@ def brief(policy: Policy) -> str:
     The budget is that of the mean kv head, if heads or layers share one.
     """
     shared = policy.budget
-    while isinstance(inner := getattr(shared, "budget", None), Budget):
+    while (inner := getattr(shared, "budget", None)) is not None:
         shared = inner
     size = getattr(shared, "entries", getattr(shared, "share", None))
     for name, make in PRESETS.items():
