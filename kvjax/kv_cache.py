@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import policies
 from kvjax.cache import Entries, Layers, Slots
-from kvjax.checks import bytes_text, check_integers, check_params, check_type
+from kvjax.checks import bytes_text, check_integers, check_params, check_type, index_of
 from kvjax.mesh.sharding import MODEL, check_batch, fetch, fit_mesh, heads_sharding, mesh_of, place, rows_sharding
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.policy import Budget, LayerShape, Policy
@@ -140,10 +140,26 @@ class KVCache:
         cache = _repeated(self, rows)
         return cache if self.mesh is None else jax.tree.map(place, cache, cache.shardings)
 
-    def retained(self) -> Bool[np.ndarray, "B L H N"]:
-        """Which tokens have an entry, by row, layer, kv head and position, on the host; N is the longest row's length.
+    def retained(self, layer: int, head: int, row: int = 0) -> Int[np.ndarray, "_"]:
+        """The positions of the entries of one kv head, ascending, int32, on the host.
 
         A token that was merged into another's entry has none of its own.
+
+        Args:
+            layer, head, row: count from 0, or with negative numbers from the end.
+
+        Raises:
+            ValueError: for a number that is not an integer, or beyond the cache's layers, kv heads or rows.
+        """
+        layer = index_of("layer", layer, len(self.entries))
+        head = index_of("head", head, self.entries.kv_heads)
+        positions = self.entries.by_head(index_of("row", row, self.batch_size))[layer][head]
+        return np.sort(positions[positions >= 0])
+
+    def retained_mask(self) -> Bool[np.ndarray, "B L H N"]:
+        """Which tokens have an entry, by row, layer, kv head and position, on the host; N is the longest row's length.
+
+        It marks the positions that `retained` lists.
         """
         shape = self.batch_size, len(self.entries), self.entries.kv_heads, int(fetch(self.length).max(initial=0))
         found = np.zeros(shape, bool)

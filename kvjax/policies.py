@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
 
@@ -46,24 +45,21 @@ def __dir__() -> list[str]:
     return ["PRESETS", "parse", *PRESETS]
 
 
-def _stated(part: object) -> int | float | None:
-    """Returns the number of entries, or the share of a prompt, that a budget or the budget within it states."""
-    if not is_dataclass(part):
-        return None
-    values = [getattr(part, field.name) for field in fields(part)]
-    numbers = (getattr(part, name, None) for name in ("entries", "share"))
-    found = (each for each in (*numbers, *map(_stated, values)) if isinstance(each, int | float))
-    return next(found, None)
-
-
 @cache
 def brief(policy: Policy) -> str:
-    """Describes a policy in a few words: by its preset and budget if these say all, and else by its parts."""
-    budget = _stated(policy.budget)
+    """A few words for a policy: the text of a preset with at most a budget if there is one, and else two of its parts.
+
+    The budget is that of the mean kv head, if heads or layers share one.
+    """
+    shared = policy.budget
+    while (inner := getattr(shared, "budget", None)) is not None:
+        shared = inner
+    size = getattr(shared, "entries", getattr(shared, "share", None))
     for name, make in PRESETS.items():
-        given: tuple[dict[str, Any], ...] = ({}, {"budget": budget})
+        given: tuple[dict[str, Any], ...] = ({}, {"budget": size})
         for options in given:
             with suppress(ValueError, TypeError, OSError):  # of presets that need other options
                 if make(**options) == policy:
-                    return f"{name}:budget={budget}" if options else name
-    return f"{type(policy.score).__name__}, {policy.budget}"
+                    return f"{name}:budget={size}" if options else name
+    parts = f"{type(policy.score).__name__}, {type(policy.budget).__name__}"
+    return parts if size is None else f"{parts} of {size}"

@@ -1,5 +1,7 @@
 """Caches are values: a document answers many questions, answers continue, dialogues take constant memory."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -131,19 +133,59 @@ def test_prompt_of_any_length_in_constant_memory(subject: Decoder, policy: kvjax
         assert policy.merge.effects.keys or occupied.min() == layer.slots  # a merge may leave slots empty
 
 
-@pytest.mark.parametrize("text", ["snapkv:budget=12,window=4", "adakv:base=snapkv,base.budget=12,base.window=4"])
-def test_retained_tokens_are_those_with_an_entry(shallow: Decoder, text: str) -> None:
-    """Of rows of 30 and 9 tokens, in slots and in a pool, whose heads share 12 entries each."""
+@pytest.mark.parametrize(
+    "text",
+    [
+        "snapkv:budget=12,window=4",  # slots
+        "adakv:base=snapkv,base.budget=12,base.window=4",  # a pool
+        "kvmerger:budget=12,recent=4,merge.heavy=4,merge.theta=None",
+    ],
+)
+def test_retained_tokens_are_those_with_an_entry(tiny: Decoder, text: str) -> None:
+    """Of rows of 30 and 9 tokens."""
     rows = [np.arange(30) % 7 + 1, np.arange(9) % 5 + 1]
-    cache = kvjax.prefill(shallow, rows, policy=text)
-    retained = cache.retained()
-    assert retained.shape == (2, shallow.config.num_layers, shallow.config.num_kv_heads, 30)
-    assert retained[0, ..., 26:].all()  # the window
-    assert retained[1, ..., :9].all()
-    assert not retained[1, ..., 9:].any()
-    np.testing.assert_array_equal(retained[0].mean(axis=1).sum(axis=-1), 12)
+    cache = kvjax.prefill(tiny, rows, policy=text)
+    mask = cache.retained_mask()
+    assert mask.shape == (2, tiny.config.num_layers, tiny.config.num_kv_heads, 30)
+    assert mask[0, ..., 26:].all()  # the window
+    assert mask[1, ..., :9].all()
+    assert not mask[1, ..., 9:].any()
+    assert mask[0].sum(axis=-1).mean() == 12 or "kvmerger" in text
     for layer, entries in enumerate(cache.entries):
-        for head, positions in enumerate(np.asarray(entries.positions)[0]):
-            np.testing.assert_array_equal(
-                np.flatnonzero(retained[0, layer, head]), np.unique(positions[positions >= 0])
-            )
+        for row, head in np.ndindex(2, tiny.config.num_kv_heads):
+            positions = np.asarray(entries.positions)[row, head]
+            found = cache.retained(layer, head, row)
+            assert (found.dtype, found.tolist()) == (np.int32, sorted(positions[positions >= 0].tolist()))
+            assert found.tolist() == np.flatnonzero(mask[row, layer, head]).tolist()
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 2)])
+def test_retained_tokens_are_those_that_the_score_prefers(tiny: Decoder, sizes: tuple[int, int]) -> None:
+    """Knorm retains the 12 smallest keys of each head: those of a full cache, sorted by NumPy."""
+    rows = [RNG.permutation(99)[:n].tolist() for n in (30, 21)]  # equal tokens would have equal keys
+    params = tiny if sizes == (1, 1) else kvjax.shard(tiny, kvjax.make_mesh(data=sizes[0], model=sizes[1]))
+    full = kvjax.prefill(tiny, rows)
+    cache = kvjax.prefill(params, rows, policy="knorm:budget=12")
+    for layer, entries in enumerate(full.entries):
+        norms = np.where(entries.positions >= 0, np.linalg.norm(entries.keys, axis=-1), np.inf)
+        for row, head in np.ndindex(norms.shape[:2]):
+            smallest = np.asarray(entries.positions)[row, head, np.argsort(norms[row, head])[:12]]
+            assert cache.retained(layer, head, row).tolist() == sorted(smallest.tolist())
+    assert cache.retained(-1, -1, -1).tolist() == cache.retained(1, 1, 1).tolist()
+    assert cache.retained(1, 0).tolist() == cache.retained(1, 0, 0).tolist()
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ((2, 0, 0), "layer=2: expected an integer in 0 .. 1, or in -2 .. -1"),
+        ((0, -3, 0), "head=-3: expected an integer in 0 .. 1, or in -2 .. -1"),
+        ((0, 0, 1), "row=1: expected an integer in 0 .. 0, or in -1 .. -1"),
+        ((0.5, 0, 0), "layer=0.5: expected an integer in 0 .. 1, or in -2 .. -1"),
+        ((0, True, 0), "head=True: expected an integer in 0 .. 1, or in -2 .. -1"),
+    ],
+)
+def test_retained_of_what_is_not_there(tiny: Decoder, index: tuple, message: str) -> None:
+    cache = kvjax.prefill(tiny, [1, 2, 3])
+    with pytest.raises(ValueError, match=re.escape(message)):
+        cache.retained(*index)

@@ -9,6 +9,7 @@ from .arguments import (
     check_size,
     check_type,
     dtype_of,
+    index_of,
     is_finite,
     is_integer,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "cut",
     "did_you_mean",
     "dtype_of",
+    "index_of",
     "installs",
     "is_finite",
     "is_integer",

@@ -37,6 +37,13 @@ def check_size(name: str, value: Any) -> None:
         raise ValueError(f"{name}={shown(value)}: expected an integer in 1 .. {LARGEST}")
 
 
+def index_of(name: str, value: Any, count: int) -> int:
+    """The index in 0 .. count - 1 that `value` means, where negative integers count from the end. Raises ValueError."""
+    if not is_integer(value) or not -count <= value < count:
+        raise ValueError(f"{name}={shown(value)}: expected an integer in 0 .. {count - 1}, or in {-count} .. -1")
+    return int(value) % count
+
+
 def check_type(name: str, value: Any, kind: type) -> None:
     """Raises ValueError unless `value` is a `kind`."""
     if not isinstance(value, kind):
