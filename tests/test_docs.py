@@ -21,7 +21,10 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
         ("extend/policy.md", 2),
         ("extend/kernels.md", 1),
         ("guide/caches.md", 1),
+        ("guide/dialogues.md", 1),
         ("guide/engine.md", 1),
+        ("guide/long_answers.md", 1),
+        ("guide/long_prompts.md", 1),
     ],
 )
 def test_code_runs_from_top_to_bottom(page: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
