@@ -23,6 +23,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
         ("guide/caches.md", 1),
         ("guide/dialogues.md", 1),
         ("guide/engine.md", 1),
+        ("guide/evaluation_tasks.md", 1),
         ("guide/long_answers.md", 1),
         ("guide/long_prompts.md", 1),
     ],
