@@ -18,7 +18,10 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
     ("page", "layers"),
     [
         ("methods/index.md", 1),
+        ("extend/family.md", 1),
+        ("extend/parts.md", 2),
         ("extend/policy.md", 2),
+        ("extend/task.md", 1),
         ("extend/kernels.md", 1),
         ("guide/caches.md", 1),
         ("guide/dialogues.md", 1),
