@@ -18,10 +18,17 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
     ("page", "layers"),
     [
         ("methods/index.md", 1),
+        ("extend/family.md", 1),
+        ("extend/parts.md", 2),
         ("extend/policy.md", 2),
+        ("extend/task.md", 1),
         ("extend/kernels.md", 1),
         ("guide/caches.md", 1),
+        ("guide/dialogues.md", 1),
         ("guide/engine.md", 1),
+        ("guide/evaluation_tasks.md", 1),
+        ("guide/long_answers.md", 1),
+        ("guide/long_prompts.md", 1),
     ],
 )
 def test_code_runs_from_top_to_bottom(page: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:

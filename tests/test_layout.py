@@ -336,7 +336,7 @@ def test_marks_are_set_and_looked_for_by_the_same_names() -> None:
     """A name that is written wrong would be a fact that nobody sees. The documentation has them all."""
     pairs = [marks_in(ast.parse(path.read_text())) for name, path in modules().items() if "methods" in name]
     given, asked = (set().union(*sets) for sets in zip(*pairs, strict=True))
-    documented = (ROOT / "docs" / "extend" / "policy.md").read_text().split("| mark |")[1].split("\n\n")[0]
+    documented = (ROOT / "docs" / "extend" / "parts.md").read_text().split("| mark |")[1].split("\n\n")[0]
     assert given == asked == {line.split("`")[1] for line in documented.splitlines() if line.startswith("| `")}
 
 

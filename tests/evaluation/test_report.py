@@ -112,7 +112,7 @@ def test_the_pandas_of_the_page_reads_the_tidy_file(
     results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("pandas")
-    text = (Path(__file__).parents[2] / "docs" / "guide" / "evaluation.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "guide" / "reports.md").read_text()
     (code,) = re.findall(r"```python\n(import pandas.*?)```", text, re.DOTALL)
     folder = tmp_path / "runs" / "demo" / "report"
     folder.mkdir(parents=True)

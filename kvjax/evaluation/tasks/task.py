@@ -100,8 +100,8 @@ class Source:
             ignore it.
         seed: the seed of generated tasks. Example i depends only on the seed, the task, the length and i.
         count: the number of examples of a generated task.
-        folder: the folder of data files, as docs/guide/evaluation.md lists them; None downloads a benchmark that is
-            on the hub.
+        folder: the folder of data files, as docs/guide/evaluation_tasks.md lists them; None downloads a benchmark that
+            is on the hub.
     """
 
     tokenizer: Any = None
