@@ -31,17 +31,6 @@ def test_options_for_the_tests_of_all_presets(preset: str) -> None:
     )
 
 
-@pytest.mark.parametrize("preset", policies.PRESETS.own)
-def test_docstrings_for_the_page_of_the_preset(preset: str) -> None:
-    build = policies.PRESETS.own[preset]
-    title = (inspect.getdoc(sys.modules[build.__module__]) or "").splitlines()[0]
-    assert re.search(r"(arXiv \d{4}\.\d{5}|https://|no paper).*: \w+", title), (
-        f"the file of {preset} begins with its name, its paper or 'no paper', and a sentence: {title}"
-    )
-    text = (inspect.getdoc(build) or "").partition("\nArgs:")[0]
-    assert preset == "full" or re.search(r"^ {4}\S", text, re.MULTILINE), f"indent the equation of {preset}"
-
-
 @pytest.mark.parametrize("section", SECTIONS)
 def test_rows_of_documentation(section: str) -> None:
     missing = policies.PRESETS.own.keys() - rows(section)
@@ -61,3 +50,14 @@ def test_the_changelog_names_every_preset() -> None:
     named = set(re.findall(r"`(\w+)[`:(]", (ROOT / "CHANGELOG.md").read_text()))
     missing = policies.PRESETS.own.keys() - named
     assert not missing, f"CHANGELOG.md: add a line that names `{min(missing)}`"
+
+
+@pytest.mark.parametrize("preset", policies.PRESETS.own)
+def test_docstrings_for_the_page_of_the_preset(preset: str) -> None:
+    build = policies.PRESETS.own[preset]
+    title = (inspect.getdoc(sys.modules[build.__module__]) or "").splitlines()[0]
+    assert re.search(r"(arXiv \d{4}\.\d{5}|https://|no paper).*: \w+", title), (
+        f"the file of {preset} begins with its name, its paper or 'no paper', and a sentence: {title}"
+    )
+    text = (inspect.getdoc(build) or "").partition("\nArgs:")[0]
+    assert preset == "full" or re.search(r"^ {4}\S", text, re.MULTILINE), f"indent the equation of {preset}"
