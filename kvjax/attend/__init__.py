@@ -1,4 +1,4 @@
-"""Where queries meet a cache: attention functions that the decoder's layers call, one for each kind of call.
+"""Attention functions that the decoder's layers call, one for each kind of call.
 
 Each returns an `attend(layer, q, k, v, entries) -> (context, entries)`. The decoder threads the entries through its
 layers; every layer's part is replaced once that layer has attended.

@@ -15,7 +15,7 @@ from .positions import rotated
 
 
 def causal(positions: Int[Array, "B N"], block: int = 128) -> Attend:
-    """Plain differentiable causal attention over sequences without padding.
+    """Computes plain differentiable causal attention over sequences without padding.
 
     Queries are processed in blocks, each against only the keys that it may see. On a CPU this takes a third of the time
     of masking all pairs.

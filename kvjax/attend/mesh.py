@@ -26,7 +26,7 @@ Changed = TypeVar("Changed")
 
 
 def over_heads(mesh: Mesh | None, make: Callable[..., Attend], *, hidden: bool, **rows: Any) -> Attend:
-    """The attention function `make(**rows)`, on a mesh.
+    """Returns the attention function `make(**rows)`, on a mesh.
 
     Args:
         make: takes the rows, and as `heads=` the heads that a device holds.
@@ -69,7 +69,7 @@ def over_layers(
     layers: Given,
     **rows: Any,
 ) -> Changed:
-    """`change(records, layers, **rows, heads=...)`, which looks at all layers at once, on a mesh."""
+    """Runs `change(records, layers, **rows, heads=...)`, which sees all layers at once, on a mesh."""
     if mesh is None:
         return change(records, layers, **rows, heads=ALL_HEADS)
     row, kv_head = PartitionSpec(DATA), PartitionSpec(DATA, MODEL)
@@ -89,20 +89,20 @@ def over_layers(
 
 
 def _weight_specs(mesh: Mesh, layer: AttentionLayer) -> dict[str, PartitionSpec]:
-    """How `AttentionLayer.weights` are sharded. Devices that share a kv head have the statistics of its whole group."""
+    """Returns the sharding of `AttentionLayer.weights`. Devices that share a kv head have its group's statistics."""
     query_head = PartitionSpec(heads_axes(mesh))
     return {name: PartitionSpec(MODEL) if name == "statistics" else query_head for name in layer.weights}
 
 
 def heads_of(mesh: Mesh) -> Heads:
-    """The heads that a device of a mesh holds."""
+    """Returns the heads that a device of a mesh holds."""
     return Heads(
         kv_axis=MODEL if mesh.shape[MODEL] > 1 else None, group_axis=REPLICA if REPLICA in mesh.axis_names else None
     )
 
 
 def over_rows(mesh: Mesh | None, change: Callable[[Rows, Any], Rows], state: Rows, *others: Any) -> Rows:
-    """`change(state, *others)` on a mesh. All arrays have axes [B, ...], and no row looks at another."""
+    """Runs `change(state, *others)` on a mesh. All arrays have axes [B, ...], and no row sees another."""
     if mesh is None:
         return change(state, *others)
     row = PartitionSpec(DATA)

@@ -1,4 +1,4 @@
-"""Positions of tokens and places of entries, rotation to them, and which entries a sliding window still sees."""
+"""Computes positions of tokens, places of entries, their rotations, and the entries that a sliding window sees."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvjax.policy import Moment, Policy
 
 
 def positions_behind(length: Int[Array, "B"], lengths: Int[Array, "B"], size: int) -> Int[Array, "B N"]:
-    """The positions of up to N tokens per row, right-aligned, that follow the tokens of a cache; -1 for padding.
+    """Returns the positions of up to N right-aligned tokens per row that follow a cache's tokens; -1 for padding.
 
     Args:
         length: the number of tokens that each row of the cache has had.
@@ -31,20 +31,20 @@ def rotated(
     positions: Int[Array, "B #H N"],
     rope: Float[Array, "B C/2"] | None,
 ) -> Float[Array, "B H N D"]:
-    """Queries or keys after RoPE; `rope` has each row's frequencies where they depend on the row's length."""
+    """Applies RoPE to queries or keys; `rope` has each row's frequencies if they depend on the row's length."""
     return rotate(x, positions, layer.rope.frequencies_of(x.shape[-1], rope), layer.rope.attention_factor)
 
 
 def places(positions: Int[Array, "B H M"]) -> Int[Array, "B H M"]:
-    """The place of each token among the entries that are there, by position; past the last one for empty slots."""
+    """Returns the place of each token among the entries by position; past the last one for empty slots."""
     last = jnp.iinfo(jnp.int32).max
     return jnp.argsort(jnp.argsort(jnp.where(positions < 0, last, positions), axis=-1), axis=-1)
 
 
 def met_keys(policy: Policy, entries: Slots, moment: Moment) -> Float[Array, "B H M D"] | None:
-    """The keys as they are rotated to their places, if the score keeps queries that met them so; None if it does not.
+    """Returns the keys rotated to their places if the score keeps queries that saw them so; None if it does not.
 
-    Before the entries of a sliding window expire, which would move the others to other places.
+    It is called before the entries of a sliding window expire, which would move the others to other places.
     """
     if policy.positions != "in_cache" or not policy.score.needs.keeps_queries:
         return None

@@ -38,7 +38,7 @@ class ReadPlan:
     settled: tuple[int | None, ...] = ()
 
     def of_layers(self, first: int, count: int) -> ReadPlan:
-        """The plan of some layers."""
+        """Returns the plan of some layers."""
         some = slice(first, first + count)
         return replace(self, slots=self.slots[some], kept=self.kept[some], settled=self.settled[some])
 
@@ -58,7 +58,7 @@ class Reading:
     plan: ReadPlan | None
 
     def of_layers(self, first: int, count: int) -> Reading:
-        """That of some layers over their own entries."""
+        """Returns the same attention for some layers over their own entries."""
         plan = None if self.plan is None else self.plan.of_layers(first, count)
         return replace(self, limits=self.limits.of_layers(first, count), plan=plan)
 
@@ -71,7 +71,7 @@ class Reading:
         rope: Float[Array, "B C/2"] | None = None,
         heads: Heads = ALL_HEADS,
     ) -> Attend:
-        """The attention function.
+        """Computes attention, as a layer of the decoder calls it.
 
         Args:
             positions: of the new tokens, -1 for padding, which is on the left.
@@ -170,7 +170,7 @@ def finished(
     final: bool,
     settled: int | None,
 ) -> Slots:
-    """A layer at the end of a call: compressed to at most `kept` entries unless that is None, in `slots` slots.
+    """Returns a layer at the end of a call: compressed to at most `kept` entries unless that is None, in `slots` slots.
 
     Args:
         met: as `Policy.compress` takes it.

@@ -1,4 +1,4 @@
-"""Attention of a call's queries and what entries receive of it: in the same pass, or else in a second one."""
+"""Computes the attention of a call's queries, and its reductions for scores in the same pass or in a second one."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def attention(
     call: Literal["prompts", "replays"],
     wishes: Sequence[Received] = (),
 ) -> tuple[Float[Array, "B Hq N D"], Float[Array, "B Hq N"], dict[Received, Array]]:
-    """Context and log-sum-exp of new tokens, and of what a score asks to be shown, what the same pass computes.
+    """Computes the attention of new tokens, and the reductions of its weights that the same pass can produce.
 
-    Nobody looks at what the tokens of a replay receive, which leave no entries.
+    Replayed tokens leave no entries, so their own columns are skipped.
 
     Args:
         entries: the cached entries, and the new tokens' own behind them; as arrays.
-        wishes: what the score that observes asks for.
+        wishes: the reductions that the score requests.
     """
     before = entries.slots - q.shape[2]
     served = [wish for wish in wishes if wish.shown(call, before) and _in_one_pass(wish, layer, heads)]
@@ -48,7 +48,7 @@ def attention(
 
 
 def _in_one_pass(wish: Received, layer: AttentionLayer, heads: Heads) -> bool:
-    """Whether all queries count alike and are here, and they attend with the log-sum-exp that attention computes."""
+    """Returns whether all queries are here, count alike, and attend with the log-sum-exp that attention computes."""
     alike = wish.last is None and wish.weigh is None
     return alike and heads.group_axis is None and layer.sinks is None and in_one_pass(wish.reduction)
 
@@ -65,7 +65,7 @@ def received(
     positions: Int[Array, "B N"],
     attended: Callable[..., Attended],
 ) -> Float[Array, "B H *G M"] | None:
-    """The attention that entries received from the queries of a call, as the score asks for it.
+    """Returns the attention that entries received from the queries of a call, as the score asks for it.
 
     Args:
         found: what `attention` computed. Anything else is computed from `q` and `lse`.

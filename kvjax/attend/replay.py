@@ -1,4 +1,4 @@
-"""Attention for tokens that follow a prompt and leave nothing but what a score has observed of them."""
+"""Attention for tokens that follow a prompt and leave no entries, only what a score has observed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Replaying:
     instead: Callable[..., Array] | None = None
 
     def of_layers(self, first: int, count: int) -> Replaying:
-        """That of some layers over their own entries."""
+        """Returns the same attention for some layers over their own entries."""
         return self
 
     def __call__(
@@ -46,7 +46,7 @@ class Replaying:
         rope: Float[Array, "B C/2"] | None = None,
         heads: Heads = ALL_HEADS,
     ) -> Attend:
-        """The attention function.
+        """Computes attention, as a layer of the decoder calls it.
 
         Args:
             positions, lengths, rope, heads: as `Reading` takes them.
@@ -97,7 +97,7 @@ def followed(
     v: Float[Array, "B H W D"],
     positions: Int[Array, "B W"],
 ) -> Slots:
-    """A layer's entries, and behind them those of a pass: `k` after RoPE, `v` and both as the storage rounds them."""
+    """Appends the entries of a pass to a layer's: `k` after RoPE and `v`, both as the storage rounds them."""
     state = jax.tree.map(lambda x: jnp.zeros((*x.shape[:-1], k.shape[2]), x.dtype), old.per_slot)
     at = jnp.broadcast_to(positions[:, None], k.shape[:3])
     own = Slots(policy.storage.store(k), policy.storage.store(v), at, old.capacity, state)

@@ -33,7 +33,7 @@ class RoomMaker:
 
     @classmethod
     def of(cls, policy: Policy, moment: Moment, incoming: Bool[Array, "B"], limits: Limits) -> RoomMaker:
-        """For the layer of a moment, one of those with these limits."""
+        """Returns the decisions for the layer of a moment, one of those with these limits."""
         evicts = limits.evicts[moment.layer.place]
         return cls(policy, moment, incoming, (policy.every or 0) if evicts else 0)
 
@@ -71,7 +71,7 @@ class Stepping:
     limits: Limits
 
     def of_layers(self, first: int, count: int) -> Stepping:
-        """That of some layers over their own entries."""
+        """Returns the same attention for some layers over their own entries."""
         return replace(self, limits=self.limits.of_layers(first, count))
 
     def __call__(
@@ -82,7 +82,7 @@ class Stepping:
         rope: Float[Array, "B C/2"] | None = None,
         heads: Heads = ALL_HEADS,
     ) -> Attend:
-        """The attention function.
+        """Computes attention, as a layer of the decoder calls it.
 
         Args:
             positions: of the new tokens.
@@ -163,7 +163,7 @@ class Stepping:
 def _by_place(
     layer: AttentionLayer, q: Float[Array, "B Hq 1 D"], entries: Slots, rope: Float[Array, "B C/2"] | None
 ) -> tuple[Float[Array, "B Hq 1 D"], Slots]:
-    """The query and the keys rotated to their places in the cache, the newest entry being the query's own."""
+    """Returns the query and the keys rotated to their places in the cache, the newest entry being the query's own."""
     entries = entries.plain()
     keys = rotated(layer, entries.keys, places(entries.positions), rope)
     own = jnp.repeat(entries.occupancy - 1, q.shape[1] // keys.shape[1], axis=1)

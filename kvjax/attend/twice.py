@@ -1,4 +1,4 @@
-"""What a GPU does faster for two rows than for one.
+"""Steps of one row run with the row twice, because a GPU does two rows faster than one.
 
 XLA computes the product of a single row and a weight of less than 10 million elements without matrix units: it writes
 an array of the weight's size and adds up the rows of that array. It also normalises a single row in two kernels. A
@@ -23,13 +23,13 @@ from kvjax.models import Attend, AttentionLayer
 
 
 def runs_twice(batch: int, mesh: Mesh | None) -> bool:
-    """Whether a decode step runs faster with each row twice: on a GPU that has one row."""
+    """Returns whether a decode step runs faster with each row twice: on a GPU that has one row."""
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     return platform == "gpu" and batch == (1 if mesh is None else mesh.shape[DATA])
 
 
 def attending_once(attend: Attend) -> Attend:
-    """The attention function of rows that run twice, each of which attends once."""
+    """Returns the attention function of rows that run twice, each of which attends once."""
 
     def attend_once(
         layer: AttentionLayer, q: Array, k: Array, v: Array, entries: Entries
@@ -49,10 +49,10 @@ def in_array(x: Shaped[Array, "B"]) -> Shaped[Array, "B"]:
 
 
 def twice(x: Shaped[Array, "B ..."]) -> Shaped[Array, "2*B ..."]:
-    """Every row twice. XLA does not see that they are equal."""
+    """Returns every row twice. XLA does not see that they are equal."""
     return jax.lax.optimization_barrier(jnp.repeat(x, 2, axis=0))
 
 
 def once(x: Shaped[Array, "2*B ..."]) -> Shaped[Array, "B ..."]:
-    """One of the two of each row."""
+    """Returns one of the two copies of each row."""
     return x.reshape(len(x) // 2, 2, *x.shape[1:])[:, 0]

@@ -1,4 +1,4 @@
-"""What core code may ask of the entries of all layers, whichever way they are laid out. No policies."""
+"""The interface of the entries of all layers, in either layout. It knows no policies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .slots import Slots
 
 
 class Usage(NamedTuple):
-    """How full the layers are: arrays [B, L], or lists [L] on the host for the fullest row.
+    """The occupancy of the layers: arrays [B, L], or lists [L] on the host for the fullest row.
 
     Attributes:
         occupied: the largest number of slots that any head occupies, or will once it is full.
@@ -26,12 +26,12 @@ class Usage(NamedTuple):
     free: Int[Any, "*B L"]
 
 
-# Takes what belongs to the entries that are shown out of an array that has a number for each entry of the layout.
+# Slices a per-entry array of the whole layout down to the entries that a score sees.
 Take = Callable[[Array], Array]
 
 
 class StepQuery(NamedTuple):
-    """One query per row, and what is asked of its attention.
+    """One query per row, and the reductions that are requested of its attention.
 
     Attributes:
         q: the queries.
@@ -51,7 +51,7 @@ class StepQuery(NamedTuple):
 
 
 class StepAttention(NamedTuple):
-    """What one decoded token per row found in a layer.
+    """The attention of one decoded token per row in a layer.
 
     Attributes:
         context: the weighted mean of the values.
@@ -78,28 +78,28 @@ class MakeRoom(Protocol):
 
     @property
     def piecewise(self) -> bool:
-        """Whether entries can be judged a piece of each head at a time."""
+        """Tells whether entries can be judged a piece of each head at a time."""
         ...
 
     @property
     def absorbs(self) -> bool:
-        """Whether `release` changes the entries that stay."""
+        """Tells whether `release` changes the entries that stay."""
         ...
 
     def expire(self, entries: Slots) -> Slots:
-        """The entries without those that no later query can see."""
+        """Returns the entries without those that no later query can see."""
         ...
 
     def judge(self, entries: Slots) -> Float[Array, "B H M"]:
-        """Scores; the lowest leave first, and +inf stays."""
+        """Returns scores; the lowest leave first, and +inf stays."""
         ...
 
     def victims(self, scores: Float[Array, "B H M"], positions: Int[Array, "B H M"]) -> Int[Array, "B H count"]:
-        """The indices of the `count` entries of each head that leave first, M where there is none."""
+        """Returns the indices of the `count` entries of each head that leave first, M where there is none."""
         ...
 
     def release(self, entries: Slots, lost: Bool[Array, "B H S"]) -> Slots:
-        """The entries without those that are lost. Only called with all entries of a head."""
+        """Returns the entries without those that are lost. Only called with all entries of a head."""
         ...
 
 
@@ -115,7 +115,7 @@ class Entries(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """L, the number of layers."""
+        """Returns L, the number of layers."""
 
     @property
     @abstractmethod
@@ -125,7 +125,7 @@ class Entries(ABC):
     @property
     @abstractmethod
     def kv_heads(self) -> int:
-        """H."""
+        """H, the number of kv heads."""
 
     @property
     @abstractmethod
@@ -135,7 +135,7 @@ class Entries(ABC):
     # One layer.
 
     def __getitem__(self, i: int) -> Slots:
-        """Layer i as slots, as many as any of its heads may occupy."""
+        """Returns layer i as slots, as many as any of its heads may occupy."""
         return self.layer(i, self.bounds[i])
 
     def __iter__(self) -> Iterator[Slots]:
@@ -143,25 +143,25 @@ class Entries(ABC):
 
     @abstractmethod
     def layer(self, i: int, slots: int) -> Slots:
-        """Layer i as slots; a layout without slots of its own uses `slots` of them, enough for what is asked of it."""
+        """Returns layer i as slots: its own, or `slots` of them in a layout that has no slots."""
 
     @abstractmethod
     def with_layer(self, i: int, layer: Slots) -> Self:
-        """The same entries, those of layer i replaced."""
+        """Returns the same entries, those of layer i replaced."""
 
     @abstractmethod
     def of_layers(self, first: int, count: int) -> Self:
-        """The entries of some layers as those of a model of these layers. A pool keeps its rows, of all layers."""
+        """Returns the entries of some layers as those of a model of these layers. A pool keeps all its rows."""
 
     @abstractmethod
     def with_layers(self, first: int, part: Self) -> Self:
-        """The same entries, with what became of `of_layers(first, len(part))`."""
+        """Returns the same entries, with what became of `of_layers(first, len(part))`."""
 
     # A decode step of one layer: make room, write, attend, observe.
 
     @abstractmethod
     def make_room(self, i: int, incoming: Bool[Array, "B"], room: MakeRoom) -> tuple[Self, Int[Array, "B H"]]:
-        """An empty slot for each row's token in layer i, after evicting where heads are full.
+        """Returns an empty slot for each row's token in layer i, after evicting where heads are full.
 
         Rows without an incoming token get a slot beyond the last one, where writes are dropped.
         """
@@ -172,11 +172,11 @@ class Entries(ABC):
 
     @abstractmethod
     def attend(self, i: int, query: StepQuery) -> StepAttention:
-        """One query per row over the entries of layer i."""
+        """Computes the attention of one query per row over the entries of layer i."""
 
     @abstractmethod
     def observe(self, i: int, show: Callable[[Slots, Take], tuple[Any, Any]], room: MakeRoom) -> Self:
-        """The entries with the state (per_slot, per_row) that `show` returns for layer i, or for each piece of it.
+        """Stores the state (per_slot, per_row) that `show` returns for layer i, or for each piece of it.
 
         Args:
             show: is given entries, with keys and values as arrays, and what takes their part of other arrays.
@@ -187,7 +187,7 @@ class Entries(ABC):
 
     @abstractmethod
     def usage(self) -> Usage:
-        """How full the layers are, as arrays."""
+        """Returns how full the layers are, as arrays."""
 
     @abstractmethod
     def slots_after(
@@ -199,7 +199,7 @@ class Entries(ABC):
         kept: Sequence[int | None],
         windows: Sequence[int | None],
     ) -> tuple[int, ...]:
-        """The slots that each layer needs to read `new` tokens.
+        """Returns the slots that each layer needs to read `new` tokens.
 
         Args:
             occupied: of each layer now.
@@ -212,15 +212,15 @@ class Entries(ABC):
     def growth(
         self, usage: Usage, room: int, *, grows: Sequence[bool], windows: Sequence[int | None]
     ) -> tuple[int, ...] | None:
-        """What `grow` takes so that every head that grows has `room` empty slots; None if that is so already."""
+        """Returns the argument of `grow` that leaves `room` empty slots in every growing head; None if it has them."""
 
     @abstractmethod
     def grow(self, size: tuple[int, ...]) -> Self:
-        """The same entries with more slots, as `growth` counted them."""
+        """Returns the same entries with more slots, as `growth` counted them."""
 
     @abstractmethod
     def filling(self, grows: Sequence[bool], windows: Sequence[int | None]) -> tuple[bool, ...]:
-        """Whether decoding can run out of slots in each layer."""
+        """Returns whether decoding can run out of slots in each layer."""
 
     @property
     @abstractmethod
@@ -229,21 +229,21 @@ class Entries(ABC):
 
     @abstractmethod
     def held(self) -> Float[Array, "B L"]:
-        """The number of entries of each row and layer, in the mean over kv heads."""
+        """Returns the number of entries of each row and layer, in the mean over kv heads."""
 
     # Whole caches.
 
     @abstractmethod
     def private(self) -> Self:
-        """The same with copies of the arrays that a program may hand through and a later one donates."""
+        """Returns the same with copies of the arrays that a program may hand through and a later one donates."""
 
     def within(self, slots: int) -> Self:
-        """The same with a static bound of what any head holds, given by the caller; where it is needed."""
+        """Returns the same with a static bound of what any head holds, given by the caller; where it is needed."""
         return self
 
     @abstractmethod
     def by_head(self, row: int, arrays: Any = None) -> list[list[Any]]:
-        """The positions of each head of each layer in one row of the batch; on the host.
+        """Returns the positions of each head of each layer in one row of the batch; on the host.
 
         Args:
             arrays: others to divide in their place: a list of one array for each layer, or of the one of a pool.
@@ -251,5 +251,5 @@ class Entries(ABC):
 
 
 def statics(entries: Entries) -> dict[str, Any]:
-    """The static facts of the layout, for saved caches."""
+    """Returns the static facts of the layout, for saved caches."""
     return {field.name: getattr(entries, field.name) for field in fields(entries) if field.metadata.get("static")}  # type: ignore[arg-type]

@@ -154,18 +154,18 @@ class Layers(Entries):
 
 
 def _all_of(x: Array | None) -> Callable[[Slots, Take], Array] | None:
-    """What a layer's entries, which are shown all at once, have in `x`."""
+    """Wraps `x` for a layout that shows a layer's entries at once."""
     return None if x is None else lambda _, take: take(x)
 
 
 def _first_empty(entries: Slots, incoming: Bool[Array, "B"]) -> Int[Array, "B H"]:
-    """The first empty slot of each head in rows with an incoming token; S in other rows and where there is none."""
+    """Finds the first empty slot of each head in rows with an incoming token; S in other rows and in full heads."""
     empty = (entries.positions < 0) & incoming[:, None, None]
     return jnp.min(jnp.where(empty, jnp.arange(entries.slots), entries.slots), axis=-1, initial=entries.slots)
 
 
 def _evicted(entries: Slots, incoming: Bool[Array, "B"], room: MakeRoom) -> tuple[Slots, Int[Array, "B H"]]:
-    """A layer after its full heads, in rows with an incoming token, have evicted `room.count` entries each.
+    """Returns a layer after its full heads, in rows with an incoming token, have evicted `room.count` entries each.
 
     Returns also the first empty slot that the eviction leaves; S if it leaves none.
     """

@@ -1,4 +1,4 @@
-"""How the layers of a prompt are laid out in a pool, once it is known how many entries each head retains."""
+"""Lays the layers of a prompt out in a pool, once it is known how many entries each head retains."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .slots import Slots, slots_third
 
 
 def pack(layers: Sequence[Slots], *, lanes: int, rows: int, room: int, growing: int) -> Segments:
-    """The entries of all layers in a pool. Arguments are those of `empty_pool`."""
+    """Returns the entries of all layers in a pool. Arguments are those of `empty_pool`."""
     capacity, used = tuple(layer.capacity for layer in layers), tuple(layer.occupancy for layer in layers)
     pool = empty_pool(layers[0], capacity, used, lanes=lanes, rows=rows, room=room, growing=growing)
     for i, layer in enumerate(layers):
@@ -34,7 +34,7 @@ def empty_pool(
     room: int,
     growing: int,
 ) -> Segments:
-    """A pool whose segments are laid out for layers that are not there yet.
+    """Returns a pool whose segments are laid out for layers that are not there yet.
 
     Args:
         like: a layer, whose entries have the form of all others. Each head's entries are in its first slots.

@@ -13,12 +13,12 @@ from kvjax.pallas_kernels import PAGE, pages
 
 
 def whole_pages(rows: Any) -> Any:
-    """The number of rows, an integer or an array, rounded up to whole pages."""
+    """Returns the number of rows, an integer or an array, rounded up to whole pages."""
     return (rows + PAGE - 1) // PAGE * PAGE
 
 
 def starts(size: tuple[Int[Array, "B H"], ...], lanes: int) -> tuple[Int[Array, "B H"], ...]:
-    """The first row of each segment, where segments follow one another in each lane: by layer, then by head."""
+    """Returns the first row of each segment, where segments follow one another in each lane: by layer, then by head."""
     in_order = _in_order(size, lanes)
     B, H = size[0].shape
     start = (jnp.cumsum(in_order, axis=-1) - in_order).reshape(B, lanes, len(size), H // lanes)
@@ -26,7 +26,7 @@ def starts(size: tuple[Int[Array, "B H"], ...], lanes: int) -> tuple[Int[Array, 
 
 
 def _in_order(each: tuple[Int[Array, "B H"], ...], lanes: int) -> Int[Array, "B P n"]:
-    """The segments of each lane in their order."""
+    """Returns the segments of each lane in their order."""
     B, H = each[0].shape
     return jnp.stack([x.reshape(B, lanes, H // lanes) for x in each], axis=2).reshape(B, lanes, -1)
 
@@ -85,7 +85,7 @@ class MovePages:
         shape: tuple[int, ...],
         added: int,
     ) -> MovePages:
-        """From old starts to new ones.
+        """Plans the move from old starts to new ones.
 
         Args:
             size: of the segments before.

@@ -1,6 +1,6 @@
-"""Walks over segments a piece at a time: to find what leaves, and to show a score what happened.
+"""Walks over segments a piece at a time, to find the entries that leave and to let a score observe.
 
-Every loop reads what the longest segment holds and no more. Whoever cannot judge pieces is shown all of each segment.
+Every loop reads the rows of the longest segment and no more. A policy that cannot judge pieces gets whole segments.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PIECE = 16 * PAGE  # the rows of each segment that are judged or shown at once
 
 
 def evicted(pool: Segments, i: int, incoming: Bool[Array, "B"], room: MakeRoom) -> tuple[Segments, Int[Array, "B H"]]:
-    """The pool after the full heads of layer i have evicted `room.count` entries each, and an empty row per segment."""
+    """Evicts `room.count` entries from each full head of layer i. Returns the pool and an empty row per segment."""
     count, beyond = room.count, pool.positions.shape[2]
     length = _length(pool, room)
     pieces = (jnp.max(pool.size[i]) + length - 1) // length
@@ -73,7 +73,7 @@ def evicted(pool: Segments, i: int, incoming: Bool[Array, "B"], room: MakeRoom) 
 
 
 def observed(pool: Segments, i: int, show: Callable[[Slots, Take], tuple[Any, Any]], room: MakeRoom) -> Segments:
-    """The pool with the state that `show` returns for each piece of layer i. State per row is the same for each."""
+    """Stores the state that `show` returns for each piece of layer i. State per row is the same for each."""
     before, length = pool.per_row[i], _length(pool, room)
 
     def show_piece(j: Array, pool: Segments) -> Segments:
@@ -89,13 +89,13 @@ def observed(pool: Segments, i: int, show: Callable[[Slots, Take], tuple[Any, An
 
 
 def _length(pool: Segments, room: MakeRoom) -> int:
-    """The rows of a piece: all of the longest segment where entries cannot be judged in pieces."""
+    """Returns the rows of a piece: all of the longest segment where entries cannot be judged in pieces."""
     if room.piecewise:
         return PIECE
     return pool.positions.shape[2] if pool.longest is None else pool.longest
 
 
 def _piece(pool: Segments, i: int, j: Array, length: int, room: MakeRoom) -> tuple[Slots, Int[Array, "length"]]:
-    """The j-th piece of every segment of layer i, without what no later query can see; and the numbers of its rows."""
+    """Returns piece j of every segment of layer i, without entries that no later query can see, and its rows."""
     entries = pool.view(i, j * (length // PAGE), length)
     return room.expire(entries), j * length + jnp.arange(length)

@@ -1,4 +1,4 @@
-"""What each piece of a segment received from the query of a step, and from the query rows that were asked for."""
+"""The attention on each piece of a segment from the query of a step, and from the extra query rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .slots import Slots
 
 
 def received_by(found: SegmentAttention, query: StepQuery, held: Slots, take: Take) -> Float[Array, "B H M"]:
-    """The attention that a piece received from the queries: from the logits, or computed again if there are none."""
+    """Reduces the attention on a piece from the logits of the queries, or computes it again if there are none."""
     reduction, positions = query.reduction, query.positions
     assert reduction is not None
     if found.logits is None:
@@ -28,6 +28,6 @@ def received_by(found: SegmentAttention, query: StepQuery, held: Slots, take: Ta
 
 
 def asked_of(scores: Float[Array, "B P T"], asked: Int[Array, "B X"], held: Slots, take: Take) -> Float[Array, "B H M"]:
-    """The attention that a piece received from the extra query rows at positions `asked`."""
+    """Returns the attention that a piece received from the extra query rows at positions `asked`."""
     asking = jnp.any(asked >= 0, axis=1)[:, None, None]
     return jnp.where((held.positions >= 0) & asking, take(scores), 0.0)

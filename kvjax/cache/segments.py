@@ -96,7 +96,7 @@ class Segments(Entries):
 
     @property
     def lanes(self) -> int:
-        """P."""
+        """P, the number of lanes."""
         return self.positions.shape[1]
 
     def layer(self, i: int, slots: int) -> Slots:
@@ -111,13 +111,13 @@ class Segments(Entries):
         return replace(part, **each)
 
     def take(self, layer: int, first: Int[Array, ""] | int, slots: int, x: Array) -> Array:
-        """[B, H, slots, ...]: of an array [B, P, T, ...], the rows of `view`; undefined beyond a segment's end."""
+        """Takes the rows of `view` from an array [B, P, T, ...]: [B, H, slots, ...], undefined beyond a segment."""
         lane, page, _ = self._pages_of(layer, first, slots)
         taken = pages(x, lane, page)
         return taken.reshape(*taken.shape[:2], slots, *taken.shape[4:])
 
     def view(self, layer: int, first: Int[Array, ""] | int, slots: int) -> Slots:
-        """`slots` rows of each head's segment in a layer, from page `first` on; rows beyond its end are empty slots."""
+        """Returns `slots` rows of each head's segment in a layer, from page `first` on; those beyond it are empty."""
         take, inside = partial(self.take, layer, first, slots), self._pages_of(layer, first, slots)[2]
         positions = jnp.where(jnp.repeat(inside, PAGE, axis=-1), take(self.positions), -1)
         return Slots(
@@ -140,7 +140,7 @@ class Segments(Entries):
         )
 
     def with_entries(self, start: Int[Array, "B H"], size: Int[Array, "B H"], layer: Slots) -> Segments:
-        """The same pool with the entries of a layer in the segments that begin at `start` and have `size` rows."""
+        """Puts the entries of a layer into the segments that begin at `start` and have `size` rows."""
         entries = layer.grow(whole_pages(layer.slots))
         put = PutPages(*self._pages(start, size, 0, entries.slots))
         return replace(
@@ -153,7 +153,7 @@ class Segments(Entries):
         )
 
     def with_state(self, layer: int, first: Int[Array, ""] | int, entries: Slots) -> Segments:
-        """The same entries with the score's state of a view that begins at page `first`."""
+        """Returns the same entries with the score's state of a view that begins at page `first`."""
         put = PutPages(*self._pages_of(layer, first, entries.slots))
         per_slot = jax.tree.map(put, self.per_slot, jax.tree.map(slots_third, entries.per_slot))
         return replace(self, per_slot=per_slot, per_row=_put(self.per_row, layer, entries.per_row))
@@ -256,7 +256,7 @@ class Segments(Entries):
         return replace(self, longest=whole_pages(bucket(slots)))
 
     def plain(self) -> Segments:
-        """The same entries with keys and values as arrays."""
+        """Returns the same entries with keys and values as arrays."""
         return replace(self, keys=plain(self.keys), values=plain(self.values))
 
     def by_head(self, row: int, arrays: Any = None) -> list[list[Any]]:
@@ -271,7 +271,7 @@ class Segments(Entries):
         return [[segment(layer, head) for head in range(heads)] for layer in range(layers)]
 
     def grow(self, size: tuple[int, ...]) -> Segments:
-        """The same entries with `size[0]` more rows, in whole pages, in every segment that can grow."""
+        """Returns the same entries with `size[0]` more rows, in whole pages, in every segment that can grow."""
         room = whole_pages(size[0])
         sizes = tuple(
             size + jnp.where(capacity < UNLIMITED, 0, room)
@@ -297,7 +297,7 @@ class Segments(Entries):
     def _pages(
         self, start: Int[Array, "B H"], size: Int[Array, "B H"], first: Int[Array, ""] | int, slots: int
     ) -> tuple[Any, Array, Array]:
-        """(lane [H, 1], page [B, H, n], whether it is in the segment [B, H, n]) of slots from page `first` on."""
+        """Locates slots from page `first` on: (lane [H, 1], page [B, H, n], whether it is in the segment [B, H, n])."""
         H = self.kv_heads
         offset = first + jnp.arange(slots // PAGE)
         # Quotients of numbers >= 0: JAX's other form adds operations that XLA compiles for every layer.
@@ -305,12 +305,12 @@ class Segments(Entries):
         return np.arange(H)[:, None] // (H // self.lanes), page, offset < count
 
     def _rows(self, layer: int, slot: Int[Array, "B H"]) -> tuple[Any, Any, Array]:
-        """(row of the batch, lane, row of the pool) of a slot; past the pool's end if past the segment's."""
+        """Returns (row of the batch, lane, row of the pool) of a slot; past the pool's end if past the segment's."""
         B, H = slot.shape
         row = jnp.where(slot < self.size[layer], self.start[layer] + slot, self.positions.shape[2])
         return np.arange(B)[:, None], np.arange(H) // (H // self.lanes), row
 
 
 def _put(each: tuple[Any, ...], first: int, *new: Any) -> tuple[Any, ...]:
-    """What all layers have, with that of some layers replaced."""
+    """Replaces the part of some layers in a value of all layers."""
     return (*each[:first], *new, *each[first + len(new) :])

@@ -8,7 +8,7 @@ ROOM_STEP = 64  # answers are given room in steps of 64 tokens, so that few prog
 
 
 def bucket(size: int) -> int:
-    """The padded size for `size` tokens: 16, 24, 32, 48, 64, 96, ..., powers of two and the sizes halfway between."""
+    """Returns the padded size for `size` tokens: 16, 24, 32, 48, .., powers of two and the sizes halfway between."""
     power = 16
     while power < size:
         if power * 3 // 2 >= size:
@@ -18,5 +18,5 @@ def bucket(size: int) -> int:
 
 
 def room_for(max_new_tokens: int) -> int:
-    """The number of slots set aside for an answer of up to `max_new_tokens` tokens."""
+    """Returns the number of slots set aside for an answer of up to `max_new_tokens` tokens."""
     return -(-max_new_tokens // ROOM_STEP) * ROOM_STEP

@@ -26,13 +26,13 @@ class Settled(Protocol):
         ...
 
     def plain(self) -> tuple[Float[Array, "B H T D"], Float[Array, "B H T D"]]:
-        """Keys and values as arrays."""
+        """Returns keys and values as arrays."""
         ...
 
     def attention(
         self, q: Float[Array, "B Hq W D"], positions: Int[Array, "B W"], **logits: Any
     ) -> tuple[Float[Array, "B Hq W D"], Float[Array, "B Hq W"]]:
-        """The context and the log-sum-exp of W query rows; arguments are those of `slot_attention`."""
+        """Returns the context and the log-sum-exp of W query rows; arguments are those of `slot_attention`."""
         ...
 
 
@@ -88,7 +88,7 @@ class Slots:
         return jnp.concatenate([self.positions, self.settled.positions], axis=-1)
 
     def plain(self) -> Slots:
-        """The same entries with keys and values as arrays, all of them in slots, as policies and attention see them."""
+        """Returns the entries as policies and attention see them: keys and values as arrays, all in slots."""
         keys, values = plain(self.keys), plain(self.values)
         if self.settled is None:
             return replace(self, keys=keys, values=values)
@@ -104,7 +104,7 @@ class Slots:
         )
 
     def parted(self, newest: int) -> tuple[Slots, Slots]:
-        """The latest entries of each head, at most `newest`, and the older ones, in the slots that are left.
+        """Returns the latest entries of each head, at most `newest`, and the older ones, in the slots that are left.
 
         The older ones are in order of position, empty slots first.
         """
@@ -132,7 +132,7 @@ class Slots:
         reduction: Reduction,
         **logits: Any,
     ) -> Float[Array, "B H S"]:
-        """The attention that each entry received from queries that attended with this log-sum-exp, reduced. float32.
+        """Returns the reduced attention on each entry from queries that attended with this log-sum-exp, float32.
 
         Args:
             logits: of the layer, as `AttentionLayer.logits` has them.
@@ -142,16 +142,16 @@ class Slots:
 
     @property
     def has_state(self) -> bool:
-        """Whether there is any state of score, merge or storage."""
+        """Tells whether there is any state of score, merge or storage."""
         return any(state is not None for state in (self.per_slot, self.per_row, self.merging, self.storing))
 
     def without_state(self) -> Slots:
-        """The same entries without the state of score, merge and storage: nothing needs it once nothing is evicted."""
+        """Drops the state of score, merge and storage, which nothing needs once nothing is evicted."""
         return replace(self, per_slot=None, per_row=None, merging=None, storing=None)
 
     @traced_once
     def gather(self, index: Int[Array, "B H K"]) -> Slots:
-        """The entries at `index`, in K slots; -1 makes an empty slot."""
+        """Returns the entries at `index`, in K slots; -1 makes an empty slot."""
 
         def take(x: Array, axis: int, empty: int) -> Array:
             B, H, K = index.shape
@@ -164,7 +164,7 @@ class Slots:
         return self._changed(take)
 
     def _changed(self, change: Callable[..., Array], *others: Slots) -> Slots:
-        """The same entries with each of their arrays `change(*arrays, axis=, empty=)`, of these and other entries.
+        """Applies `change(*arrays, axis=, empty=)` to each array of these entries and the same array of others.
 
         Slots are the axis `axis`, and an empty slot has `empty`.
         """
@@ -183,7 +183,7 @@ class Slots:
         )
 
     def append(self, other: Slots) -> Slots:
-        """The slots of both, those of `other` last. Capacity and state per row are this one's."""
+        """Returns the slots of both, those of `other` last. Capacity and state per row are this one's."""
 
         def join(x: Array, y: Array, axis: int, empty: int) -> Array:
             return jnp.concatenate([x, y], axis) if self.slots else y
@@ -211,7 +211,7 @@ class Slots:
         )
 
     def grow(self, slots: int) -> Slots:
-        """The same entries in `slots` slots, the added ones empty; unchanged if there are as many already."""
+        """Returns the same entries in `slots` slots, the added ones empty; unchanged if there are as many already."""
         extra = slots - self.slots
 
         def widen(x: Array, axis: int, empty: int) -> Array:
@@ -222,17 +222,17 @@ class Slots:
         return self._changed(widen) if extra > 0 else self
 
     def trim(self, slots: int) -> Slots:
-        """The first `slots` slots; those after them must be empty."""
+        """Returns the first `slots` slots; those after them must be empty."""
         return self._changed(lambda x, axis, empty: jax.lax.slice_in_dim(x, 0, slots, axis=axis))
 
 
 def slots_third(x: Array) -> Array:
-    """An array [B, H, ..., S] as [B, H, S, ...]."""
+    """Returns an array [B, H, ..., S] as [B, H, S, ...]."""
     return jnp.moveaxis(x, -1, 2)
 
 
 def mark(index: Int[Array, "B H K"], size: int) -> Bool[Array, "B H size"]:
-    """True at the given indices; an index outside of 0 .. size - 1 is dropped."""
+    """Returns True at the given indices; an index outside of 0 .. size - 1 is dropped."""
     if index.shape[2] == 1:  # a comparison, which other passes include
         return jnp.arange(size) == index
     b, h = jnp.arange(index.shape[0])[:, None, None], jnp.arange(index.shape[1])[:, None]

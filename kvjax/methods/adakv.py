@@ -145,7 +145,7 @@ def _check_heads_alike(budget: Budget) -> None:
 
 
 def _mass_of_best(scores: Float[Array, "B H M"], count: Int[Array, "B H"]) -> Float[Array, "B H"]:
-    """The part of each head's sum of scores that its `count` best make up; 1 where that sum is 0."""
+    """Returns the part of each head's sum of scores that its `count` best make up; 1 where that sum is 0."""
     ordered = jnp.flip(jnp.sort(scores, axis=-1), axis=-1)
     ordered = jnp.where(ordered > -jnp.inf, ordered, 0.0)
     best = jnp.sum(jnp.where(jnp.arange(ordered.shape[-1]) < count[..., None], ordered, 0.0), axis=-1)
@@ -154,7 +154,7 @@ def _mass_of_best(scores: Float[Array, "B H M"], count: Int[Array, "B H"]) -> Fl
 
 
 def _exact(b: Int[Array, "B H"], c: Int[Array, "B H"], alpha: fractions.Fraction) -> Int[Array, "B H"]:
-    """alpha b + (1 - alpha) c in integers that have the same sum; the largest remainders are rounded up."""
+    """Returns alpha b + (1 - alpha) c in integers that have the same sum; the largest remainders are rounded up."""
     part, unit = alpha.numerator, alpha.denominator
     scaled = b * part + c * (unit - part)
     floor, remainder = scaled // unit, scaled % unit
@@ -164,7 +164,7 @@ def _exact(b: Int[Array, "B H"], c: Int[Array, "B H"], alpha: fractions.Fraction
 
 
 def _released(b: Int[Array, "B H"], c: Int[Array, "B H"], alpha: fractions.Fraction) -> Int[Array, "B H"]:
-    """floor(alpha b) + (1 - alpha) c, each head rounded for itself, half to even."""
+    """Returns floor(alpha b) + (1 - alpha) c, each head rounded for itself, half to even."""
     part, unit = alpha.numerator, alpha.denominator
     scaled = c * (unit - part)
     floor, twice = b * part // unit + scaled // unit, 2 * (scaled % unit)

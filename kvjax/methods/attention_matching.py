@@ -103,7 +103,7 @@ class FittedEntries(Merge):
     def _problems(
         self, entries: Slots, moment: Moment, kept: Int[Array, "B H t"], scores: Float[Array, "B H M"]
     ) -> Fit:
-        """Every array with axes [B, H, ...]."""
+        """Returns the problem of every head, in arrays with axes [B, H, ...]."""
         sample = sample_of(entries)
         B, H, R = sample.positions.shape
         behind = jnp.where(sample.positions >= 0, moment.next_position[:, None, None] - sample.positions, 0)
@@ -126,7 +126,7 @@ class FittedEntries(Merge):
         )
 
     def _solved(self, fit: Fit, softcap: float | None) -> tuple[Float[Array, "t"], Float[Array, "t D"]]:
-        """The biases to add, and the values."""
+        """Returns the biases to add, and the values."""
         logits = capped(jnp.einsum("nD,MD->nM", fit.queries, fit.keys, precision="highest"), softcap) + fit.logits
         top = jnp.max(logits, axis=-1, keepdims=True)
         weights = jnp.where(fit.asks[:, None], jnp.exp(logits - finite_or_zero(top)), 0)
@@ -145,7 +145,7 @@ class FittedEntries(Merge):
         return jnp.log(factor), values + self._ridge(jnp.where(fit.free, shares, 0), missing)
 
     def _ridge(self, x: Float[Array, "n t"], y: Float[Array, "n K"]) -> Float[Array, "t K"]:
-        """The c that minimises |x c - y|^2 + ridge * (mean squared column of x) * |c|^2."""
+        """Returns the c that minimises |x c - y|^2 + ridge * (mean squared column of x) * |c|^2."""
         n, t = x.shape
         columns = jnp.sum(x**2, axis=0)
         weight = self.ridge * jnp.sum(columns) / jnp.maximum(jnp.sum(columns > 0), 1) + 1e-30

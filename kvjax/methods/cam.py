@@ -44,7 +44,7 @@ class Newest(Select):
 
 
 def _by_age(scores: Float[Array, "B H M"], positions: Int[Array, "B H M"]) -> Float[Array, "B H M"]:
-    """Positions as scores: protected entries and empty slots keep their infinite ones."""
+    """Returns positions as scores. Protected entries and empty slots keep their infinite scores."""
     return jnp.where(jnp.isinf(scores), scores, positions.astype(jnp.float32))
 
 

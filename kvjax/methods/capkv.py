@@ -96,7 +96,7 @@ class ValueCapacity(Score):
         values = jnp.where(scored[..., None], entries.values.astype(jnp.float32), 0)
 
         def add(total: Array, anchor: Array) -> tuple[Array, None]:
-            """One query head of every group, so that the values are not weighed by all of them at once."""
+            """Adds one query head of every group, so that the values are not weighted by all of them at once."""
             cosine = jnp.clip(jnp.einsum("BHMD,BHD->BHM", keys, anchor, precision="highest"), -1, 1)
             cosine = jnp.where(scored, cosine, -jnp.inf)
             top = jnp.max(cosine, axis=-1, keepdims=True)

@@ -75,7 +75,7 @@ class Chunks(SelectWrapper):
         return self.base.keep(ranked._replace(scores=jnp.where(competes, own, scores)))
 
     def _means(self, scores: Float[Array, "B H M"], positions: Int[Array, "B H M"]) -> Float[Array, "B H M"]:
-        """The mean score of each entry's chunk. Positions are -1 where an entry does not compete."""
+        """Returns the mean score of each entry's chunk. Positions are -1 where an entry does not compete."""
 
         def of_row(scores: Array, chunk: Array) -> Array:
             order = jnp.argsort(chunk)

@@ -32,7 +32,7 @@ from .registry import preset
 
 @dataclass(frozen=True)
 class LeveragedAttention(Score):
-    """`blend` times the leverage of a token's key, plus its non-causal attention, both standardised over the layer.
+    """Adds `blend` times the leverage of a token's key and its non-causal attention, standardised over the layer.
 
     On a mesh that distributes kv heads, devices add up the means and variances of the layer's heads.
 
@@ -77,7 +77,7 @@ class LeveragedAttention(Score):
 
 
 def standardised(x: Float[Array, "B H K M"], counted: Bool[Array, "B H 1 M"], heads: Heads) -> Float[Array, "B H K M"]:
-    """(x - mean) / standard deviation of each of K, over what counts in all heads of a row's layer; 0 elsewhere."""
+    """Returns (x - mean) / standard deviation of each of K, over the counted entries of a row's layer; 0 elsewhere."""
     total = x.shape[1] * heads.kv_devices()
     held = jnp.where(counted, x, 0)
     sums = jnp.concatenate([held, jnp.broadcast_to(counted, (*x.shape[:2], 1, x.shape[3]))], axis=2).sum(-1)

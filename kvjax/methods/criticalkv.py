@@ -100,7 +100,7 @@ class ProjectedValues(ScoreWrapper):
         return jnp.where(mark(chosen, entries.slots), weighed + above, weighed)
 
     def _first(self, remaining: Int[Array, "B H"]) -> Int[Array, "B H"]:
-        """The number of entries of the first stage."""
+        """Returns the number of entries of the first stage."""
         return jnp.floor(jnp.maximum(remaining, 0) * self.first + 1e-4).astype(jnp.int32)
 
     def _norms(self, values: Float[Array, "B H M D"], moment: Moment) -> Float[Array, "B H M"]:

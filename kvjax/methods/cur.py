@@ -54,7 +54,7 @@ class SquaredNorms(Score):
         return joint / jnp.maximum(jnp.sum(joint, axis=-1, keepdims=True), 1e-30)
 
     def _shares(self, norms: Float[Array, "B H M"], entries: Slots) -> Float[Array, "B H M"]:
-        """Norms divided by the sum of their window."""
+        """Divides norms by the sum of their window."""
         if self.window is None:
             return norms
         last = jnp.iinfo(jnp.int32).max

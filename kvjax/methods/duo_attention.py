@@ -80,12 +80,12 @@ class GatedShares(AllocatedBudget):
 
     @property
     def _by_group(self) -> np.ndarray:
-        """Whether heads are full, [L, groups, heads of a group]."""
+        """Tells whether heads are full, [L, groups, heads of a group]."""
         return np.array(self.full).reshape(len(self.full), self.groups, -1)
 
 
 def full_heads(gates: HeadNumbers, sparsity: float, groups: int) -> tuple[tuple[bool, ...], ...]:
-    """Whether each kv head is full, by layer: in each group of consecutive heads, the share `sparsity` is not.
+    """Returns whether each kv head is full, by layer: in each group of consecutive heads, the share `sparsity` is not.
 
     The heads with the smallest gates of all layers stream. Of equal gates the earlier layer's and head's is the
     smaller.

@@ -34,7 +34,7 @@ from .snapkv import snapkv
 
 @dataclass(frozen=True)
 class DynamicShares(AllocatedBudget):
-    """After every few layers, the layers read by then are given L * b entries in proportion to their best scores.
+    """Divides L * b entries among the layers read so far in proportion to their best scores, every few layers.
 
     Of the scores of n layers' H heads the b * H * n largest are counted, cnt_i of them layer i's, and layer i is given
     Z_i = b * L * cnt_i / sum(cnt), b being the budget without the protected entries. A layer retains the least that it
@@ -93,7 +93,7 @@ class DynamicShares(AllocatedBudget):
 def _exactly(
     counts: Int[Array, "B n"], base: Int[Array, "B"], cap: Int[Array, "B"], layers: int, heads: int
 ) -> Int[Array, "B n"]:
-    """base * layers entries in proportion to the counts, which add up to base * heads * n; the largest remainders up.
+    """Divides base * layers entries in proportion to the counts, whose sum is base * heads * n, by largest remainders.
 
     Where the layers have fewer entries than that to count, all were counted, and each layer is given all that it has or
     more.
@@ -107,7 +107,7 @@ def _exactly(
 def _as_released(
     counts: Int[Array, "B n"], base: Int[Array, "B"], cap: Int[Array, "B"], layers: int, heads: int
 ) -> Int[Array, "B n"]:
-    """The same with the released rounding: counts by layer, and then shares of the cap, are rounded down."""
+    """Returns the same with the released rounding: counts by layer, and then shares of the cap, are rounded down."""
     n = counts.shape[1]
     counts = counts // n
     if n == layers:

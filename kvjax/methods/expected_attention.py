@@ -29,7 +29,7 @@ from .registry import preset
 
 
 class QueryStatistics(NamedTuple):
-    """Of the queries of each row before rotation: their number, their mean, the sum of outer products about it."""
+    """The number and mean of each row's queries before rotation, and the sum of outer products about the mean."""
 
     number: Float[Array, "B Hq"]
     mean: Float[Array, "B Hq D"]
@@ -37,7 +37,7 @@ class QueryStatistics(NamedTuple):
 
     @classmethod
     def of(cls, queries: Float[Array, "B Hq W D"], counted: Float[Array, "B 1 W"]) -> QueryStatistics:
-        """The statistics of the queries that are counted, which have 1 in `counted`; the others have 0."""
+        """Returns the statistics of the queries that are counted, which have 1 in `counted`; the others have 0."""
         wide = queries.astype(jnp.float32)
         count = jnp.broadcast_to(jnp.sum(counted, axis=-1), wide.shape[:2])
         mean = jnp.sum(wide * counted[..., None], axis=2) / jnp.maximum(count, 1)[..., None]
@@ -45,7 +45,7 @@ class QueryStatistics(NamedTuple):
         return cls(count, mean, jnp.einsum("BHWD,BHWE->BHDE", centred, centred, precision="highest"))
 
     def joined(self, other: QueryStatistics) -> QueryStatistics:
-        """The statistics of both sets of queries (Chan et al.). No large number is subtracted from another one."""
+        """Returns the statistics of both sets of queries (Chan et al.), without subtracting large numbers."""
         count = self.number + other.number
         share = other.number / jnp.maximum(count, 1)
         apart = other.mean - self.mean
@@ -99,7 +99,7 @@ class ExpectedAttention(Score):
     def query_statistics(
         self, entries: Slots, moment: Moment
     ) -> tuple[Float[Array, "B Hq D"], Float[Array, "B Hq D D"]]:
-        """The mean and the covariance of queries before rotation, of all query heads of the kv heads."""
+        """Returns the mean and the covariance of queries before rotation, of all query heads of the kv heads."""
         statistics: QueryStatistics = entries.per_row
         return statistics.mean, statistics.scatter / jnp.maximum(statistics.number, 1)[..., None, None]
 
@@ -113,7 +113,7 @@ class ExpectedAttention(Score):
         scored = entries.positions >= self.sinks
 
         def attention(total: Array, head: tuple[Array, Array]) -> tuple[Array, None]:
-            """One query head of every group, so that keys are not multiplied by all covariances at once."""
+            """Computes one query head of every group, so that keys are not multiplied by all covariances at once."""
             mean, covariance = head
             softcap = moment.layer.softcap
             linear = moment.scale * jnp.einsum("BHMD,BHD->BHM", keys, mean, precision="highest")

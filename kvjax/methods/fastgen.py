@@ -70,7 +70,7 @@ class AttentionClasses(AccumulatedAttention):
 
 
 def _part(length: Int[Array, "B 1"], share: float) -> Int[Array, "B 1"]:
-    """The share of a length, rounded down in integers."""
+    """Returns the share of a length, rounded down in integers."""
     ratio = fractions.Fraction(share).limit_denominator(1000)
     return length * ratio.numerator // ratio.denominator
 

@@ -74,7 +74,7 @@ class EvenChunks(TopTokens):
 
 
 def _places(positions: Int[Array, "B H M"], counted: Bool[Array, "B H M"]) -> Int[Array, "B H M"]:
-    """The number of counted entries that precede each counted entry in order of position."""
+    """Returns the number of counted entries that precede each counted entry in order of position."""
     order = jnp.argsort(jnp.where(counted, positions, jnp.iinfo(jnp.int32).max), axis=-1)
     return jnp.argsort(order, axis=-1)
 

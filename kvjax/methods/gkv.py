@@ -82,7 +82,7 @@ class GlobalAttention(QueryWindow):
         moment = attended.moment()
 
         def attention() -> Float[Array, "B H M"]:
-            """From the window, as a share of the largest."""
+            """Returns the attention from the window, as a share of the largest."""
             own = replace(entries, per_slot=None, per_row=ring)
             local = WindowAttention(self.window, REDUCTION)(own, moment)
             return local / jnp.maximum(jnp.max(local, axis=-1, keepdims=True), 1e-30)

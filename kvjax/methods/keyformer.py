@@ -85,7 +85,7 @@ class NoisyAttention(Score):
         check_own_positions(policy, "scores the cached keys as they were rotated when they came in")
 
     def init(self, shape: LayerShape, slots: int) -> tuple[Float[Array, "B H S"], Int[Array, "B H"]]:
-        """The sums, and the number of tokens decoded so far."""
+        """Returns the sums, and the number of tokens decoded so far."""
         sums = jnp.zeros((shape.batch, shape.kv_heads, slots), jnp.float32)
         return sums, jnp.zeros((shape.batch, shape.kv_heads), jnp.int32)
 
@@ -116,7 +116,7 @@ class NoisyAttention(Score):
             return jax.lax.dynamic_slice_in_dim(x, tile * size, size, axis)
 
         def noisy(block: Array, tile: Array, bits: UInt32[Array, "B H M"]) -> Float[Array, "B H G R M"]:
-            """(logits + g - log-sum-exp) / tau of a block of queries and a tile of entries."""
+            """Returns (logits + g - log-sum-exp) / tau of a block of queries and a tile of entries."""
             own = partial(jax.lax.dynamic_slice_in_dim, start_index=block * rows, slice_size=rows)
             near = partial(tile_of, tile)
             q, k = own(queries, axis=3), near(keys, axis=2)
@@ -175,24 +175,24 @@ class NoisyAttention(Score):
         return entries.per_slot
 
     def _keys(self, attended: Attended, kv_heads: int, group: int) -> UInt32[Array, "H G 2"]:
-        """The random key of each query head, by its number in the layer."""
+        """Returns the random key of each query head, by its number in the layer."""
         layer = jax.random.fold_in(jax.random.key(self.seed), attended.layer.index)
         numbers = attended.heads.kv_indices(kv_heads)[:, None] * group + jnp.arange(group)
         return jax.random.key_data(jax.vmap(jax.vmap(lambda number: jax.random.fold_in(layer, number)))(numbers))
 
 
 def query_bits(key: UInt32[Array, "... 2"], query: Int[Array, "..."]) -> UInt32[Array, "..."]:
-    """The part of the noise's hash that a head's random key and a query's position decide."""
+    """Returns the part of the noise's hash that a head's random key and a query's position decide."""
     return key[..., 1] ^ _mix(key[..., 0] ^ _mix(query.astype(jnp.uint32) + jnp.uint32(0x9E3779B9)))
 
 
 def position_bits(position: Int[Array, "..."]) -> UInt32[Array, "..."]:
-    """The part of the noise's hash that an entry's position decides."""
+    """Returns the part of the noise's hash that an entry's position decides."""
     return _mix(position.astype(jnp.uint32) * jnp.uint32(0x9E3779B1))
 
 
 def gumbel(of_query: UInt32[Array, "..."], of_position: UInt32[Array, "..."]) -> Float[Array, "..."]:
-    """Standard Gumbel noise for pairs of a query and an entry, float32, from `query_bits` and `position_bits`.
+    """Returns standard Gumbel noise for pairs of a query and an entry, float32, from their bits.
 
     It is a hash, because a prompt of N tokens needs N^2 / 2 draws per query head. -log(-log u) is computed from 23
     random bits, so it lies between -2.8 and 16.7.
@@ -206,14 +206,14 @@ def gumbel(of_query: UInt32[Array, "..."], of_position: UInt32[Array, "..."]) ->
 
 
 def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """The finaliser of MurmurHash3."""
+    """Applies the finaliser of MurmurHash3."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
 
 
 def _log2(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The binary logarithm of positive normal numbers, relative error 8e-6, in half the time of XLA's log on a CPU.
+    """Computes log2 of positive normal numbers, relative error 8e-6, in half the time of XLA's log on a CPU.
 
     x = 2^e (1 + z) with 1 + z in [0.5^0.5, 2^0.5), so that the logarithm is e + z P(z).
     """

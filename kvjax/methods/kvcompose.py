@@ -53,7 +53,7 @@ from .registry import preset
 
 
 class TaskWeights(NamedTuple):
-    """What each slot received from the task's queries so far: softmax weights, reduced, and how many saw it."""
+    """The reduced softmax weights of the task's queries so far on each slot, and how many queries saw it."""
 
     weights: Float[Array, "B H G S"]
     queries: Int[Array, "B H S"]
@@ -178,7 +178,7 @@ class TaskAttention(Score):
 
 
 def _viewers(positions: Int[Array, "B H S"], attended: Attended) -> Int[Array, "B H S"]:
-    """The number of the queries, which are of consecutive tokens, that see each entry."""
+    """Returns the number of the queries, which are of consecutive tokens, that see each entry."""
     last = attended.positions[:, -1, None, None]
     first = last - attended.lengths[:, None, None] + 1
     newest = last if attended.window is None else jnp.minimum(last, positions + attended.window - 1)

@@ -34,7 +34,7 @@ from .registry import preset
 
 @dataclass(frozen=True)
 class Reconstruction(Repetition):
-    """The largest weight that any query of any head of the group gave to an entry while its chunk was repeated.
+    """The largest weight of any query of the group on an entry while the model repeats the entry's chunk.
 
     The weights are those of a softmax over the first `sinks` entries, the chunk's own entries and the tokens replayed
     so far. On a mesh where devices share a kv head its queries are gathered, once per chunk, and the norms of projected
@@ -132,7 +132,7 @@ def kvzip(
 def by_repetition(
     score: Repetition, budget: int | float, protect: Protect, level: str, strict: bool, groups: int
 ) -> Policy:
-    """The policy of `kvzip` with any score by repetition, which is given the policy's sinks."""
+    """Returns the policy of `kvzip` with any score by repetition, which is given the policy's sinks."""
     check_choice("level", level, "global", "layer", "head")
     if strict and level != "global":
         raise ValueError(f"strict=True with level={level!r}: expected level='global'")

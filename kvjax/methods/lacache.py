@@ -33,7 +33,7 @@ from .registry import preset
 
 @dataclass(frozen=True)
 class Ladder(Score):
-    """The order in which entries leave: those that leave next score below 0, the earlier the lower; others by position.
+    """Scores entries by when they leave: those that leave next below 0, the earlier the lower; others by position.
 
     What leaves next follows from how many entries have left, which is the next position less the occupancy. There is no
     state. While an allocated budget compares scores, they are positions.
@@ -81,7 +81,7 @@ class Ladder(Score):
         left = moment.next_position[:, None] - occupancy
 
         def sweep(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            """The rest of a sweep over the runs: when entries in order of position leave, -1 for those that stay."""
+            """Finishes a sweep over the runs: when entries in order of position leave, -1 for those that stay."""
             stays, when, gone = carry
             run, before = jnp.divmod((left + gone) % (runs * rungs), rungs)
             first = self.sinks + run * self.keep

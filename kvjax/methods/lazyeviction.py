@@ -30,7 +30,7 @@ from .registry import preset
 
 
 class Recurrence(NamedTuple):
-    """When a token was active, counted from 0, the position before its own; and its longest interval, 0 if never."""
+    """The time of a token's last activity, 0 at the position before its own, and its longest interval, 0 if none."""
 
     last: Int[Array, "B H S"]
     longest: Int[Array, "B H S"]
@@ -38,7 +38,7 @@ class Recurrence(NamedTuple):
 
 @dataclass(frozen=True)
 class RecurrenceInterval(Score):
-    """How likely attention returns to a token: the time since it was active, and the longest it has been inactive.
+    """Scores how likely attention returns to a token, by the time since it was active and its longest interval.
 
     With t the position of the last query, L that of the last query which gave the token `alpha` or more, and M the
     longest interval between two such queries (the first interval begins one position before the token),

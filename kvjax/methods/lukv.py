@@ -82,7 +82,7 @@ class HeadShares(AllocatedBudget):
 def _fitting(
     counts: Int[Array, "L B H"], floor: Int[Array, "L B H"], means: Int[Array, "B"], groups: int
 ) -> Int[Array, "L B H"]:
-    """The counts, less what exceeds a group's total, in proportion to what each head has beyond its floor."""
+    """Returns the counts, less what exceeds a group's total, in proportion to what each head has beyond its floor."""
     L, B, H = counts.shape
 
     def by_group(x: Int[Array, "L B H"]) -> Int[Array, "B groups X"]:
@@ -96,7 +96,7 @@ def _fitting(
 
 
 def read_curve(path: str, budget: int | float) -> HeadNumbers:
-    """The share of the prompt that each kv head retains at a budget, from a file of compression ratios.
+    """Returns the share of the prompt that each kv head retains at a budget, from a file of compression ratios.
 
     Args:
         path: a .npy file [99, L, H]. Its r-th array has the ratios of layers and kv heads that leave r % of all

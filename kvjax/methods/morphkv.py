@@ -144,7 +144,7 @@ class FoldedWindow(Score):
         return self._join(scores, leaving)
 
     def _leaving(self, ring: QueryRing, newest: Int[Array, "B"]) -> Asked:
-        """The queries of the leaving block that are in the window which ends at `newest`, pushed or not."""
+        """Returns the queries of the oldest block that are still inside the window ending at `newest`."""
         block = ring.block(newest // self.block % self.columns, self.block)
         positions, newest = block.positions[:, 0], newest[:, None]
         still = (positions > newest - self.window) & (positions < newest - newest % self.block)
@@ -153,7 +153,7 @@ class FoldedWindow(Score):
     def _ask(
         self, ring: QueryRing, entries: Slots, newest: Int[Array, "B"], given: Attended | Moment
     ) -> Float[Array, "B H M"]:
-        """What the leaving queries give to the entries older than the window, which are older than all of them."""
+        """Returns the weights of the leaving queries on the entries older than the window, which all of them see."""
         distant = entries.positions <= newest[:, None, None] - self.window
         return self._leaving(ring, newest).scores(
             window_scores,
@@ -165,7 +165,7 @@ class FoldedWindow(Score):
         )
 
     def _fold_all(self, entries: Slots, attended: Attended, ring: QueryRing) -> Folds:
-        """The folds of all blocks, computed from their queries, after several queries have attended at once."""
+        """Returns the folds of all blocks, computed from their queries, after several queries have attended at once."""
         newest = jnp.max(ring.positions[:, 0], axis=1)
         begun = newest - newest % self.block
 

@@ -64,7 +64,7 @@ class Pyramid(Budget):
 
     @property
     def smallest(self) -> int | None:
-        """The mean's: a layer that is given less than its protected entries is raised to those."""
+        """The mean's smallest capacity: a layer with less than its protected entries is raised to those."""
         return self.budget.smallest
 
     def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> Int[Array, "B"] | None:
@@ -73,7 +73,7 @@ class Pyramid(Budget):
         return self._entries(xp, mean, prompt_lengths, layer, layers)
 
     def _entries(self, xp: ModuleType, mean: Any, lengths: Any, layer: int, layers: int) -> Any:
-        """In `xp`, NumPy or jax.numpy, for prompts of these lengths [B] and their mean budgets [B]."""
+        """Computes entries in `xp`, NumPy or jax.numpy, for prompts of these lengths [B] and their mean budgets [B]."""
         if layers == 1:
             return mean
         if self.formula == "kvpress":
@@ -92,7 +92,7 @@ class Pyramid(Budget):
         return xp.minimum(entries, lengths) if of_prompt else entries
 
     def _kvpress(self, xp: ModuleType, b: Any, lengths: Any, layer: int, layers: int) -> Any:
-        """high - layer * (high - low) / (layers - 1), rounded half to even, in integers: multiples of 1 / beta."""
+        """Rounds high - layer * (high - low) / (layers - 1) half to even, in integers: multiples of 1 / beta."""
         beta, steps = self.beta, layers - 1
         low, high, distant = b, (2 * beta - 1) * b, beta * (lengths - self.window)
         cut = high >= distant

@@ -42,7 +42,7 @@ def preset(build: Preset) -> Preset:
 
 
 def _words(options: Collection[str]) -> list[tuple[str, str]]:
-    """What messages say for fields of a policy that a preset has no option for, or has under another name."""
+    """Returns replacements in messages for fields of a policy that a preset lacks or has under another name."""
     words = [(" recent=", " window=")] if "window" in options and "recent" not in options else []
     return words if "every" in options else [*words, (" + every=", " + ")]
 
@@ -52,7 +52,7 @@ def _plain(value: Any) -> Any:
 
 
 def _of_methods(fits: Callable[[Any], bool]) -> dict[str, Any]:
-    """What the modules of methods define, by name, in alphabetical order."""
+    """Returns the values that the modules of methods define and that fit, in alphabetical order of their names."""
     package = importlib.import_module(__package__)
     names = (module.name for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."))
     modules = map(importlib.import_module, names)
@@ -70,21 +70,21 @@ def _is_preset(value: Any) -> bool:
 
 
 def _is_part(value: Any) -> bool:
-    """Whether it is a part, and no base class of several parts."""
+    """Returns whether a value is a part, and no base class of several parts."""
     if not (inspect.isclass(value) and issubclass(value, Part)):
         return False
     return not any(getattr(getattr(value, name), "__isabstractmethod__", False) for name in dir(value))
 
 
 def _preset_of(name: str, build: Callable[..., Policy]) -> dict[str, Callable[..., Policy]]:
-    """A package's preset; raises ValueError for anything else."""
+    """Returns a package's preset; raises ValueError for anything else."""
     if not _is_preset(build) or build.__name__ != name:
         raise ValueError(f"expected a function {name}, decorated with kvjax.parts.preset")
     return {name: build}
 
 
 def _parts_of(name: str, build: Callable[..., Policy]) -> dict[str, type[Part]]:
-    """The parts in the module of a package's preset, without those of kvjax."""
+    """Returns the parts in the module of a package's preset, without those of kvjax."""
     build = _preset_of(name, build)[name]
     found = vars(sys.modules[build.__module__]).values()
     return {part.__name__: part for part in found if _is_part(part) and not part.__module__.startswith("kvjax.")}
@@ -92,11 +92,11 @@ def _parts_of(name: str, build: Callable[..., Policy]) -> dict[str, type[Part]]:
 
 @cache
 def presets() -> Registered[Callable[..., Policy]]:
-    """All presets by name."""
+    """Returns all presets by name."""
     return Registered("kvjax.presets", _of_methods(_is_preset), _preset_of)
 
 
 @cache
 def parts() -> Registered[type[Part]]:
-    """All parts by class name."""
+    """Returns all parts by class name."""
     return Registered("kvjax.presets", _of_methods(_is_part), _parts_of)

@@ -31,7 +31,7 @@ from .registry import preset
 
 @dataclass(frozen=True)
 class JointImportance(QueryWindow):
-    """mix * importance - (1 - mix) * redundancy.
+    """Scores an entry by mix * importance - (1 - mix) * redundancy.
 
     Importance is the attention from the last `window` queries: the largest logit of the query group, the softmax over
     the entries older than the window, the mean over the queries, then pooling along the text. Redundancy is the softmax

@@ -39,7 +39,7 @@ from .registry import preset
 
 @dataclass(frozen=True)
 class LazyAttention(Score):
-    """The mean attention from the last queries: as it is for the first and the newest tokens, negative for all others.
+    """The mean attention from the last queries, with a negative sign for all but the first and the newest tokens.
 
     The sum of what is positive says how lazy a head is. The state is the last queries.
 

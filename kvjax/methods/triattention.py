@@ -72,7 +72,7 @@ class DistancePreference(Score):
 
 
 def _standardised(x: Float[Array, "B H G M"], held: Bool[Array, "B H 1 M"]) -> Float[Array, "B H G M"]:
-    """Minus the mean and divided by the standard deviation of the entries that are there."""
+    """Subtracts the mean, and divides by the standard deviation, of the entries that are not empty."""
     number = jnp.maximum(jnp.sum(held, axis=-1, keepdims=True), 1)
     apart = x - jnp.sum(jnp.where(held, x, 0), axis=-1, keepdims=True) / number
     variance = jnp.sum(jnp.where(held, apart**2, 0), axis=-1, keepdims=True) / number

@@ -81,7 +81,7 @@ class StochasticAttention(QueryWindow):
         return jnp.where(mark(largest, entries.slots) & distant, ABOVE, scores + self.noise(entries, moment))
 
     def noise(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
-        """Gumbel noise."""
+        """Draws Gumbel noise."""
         layer = jax.random.fold_in(jax.random.key(self.seed), moment.layer.index)
 
         def draw(head: Array, now: Array, position: Array) -> Array:

@@ -1,4 +1,4 @@
-"""The language of policies: what parts are shown and asked, and how a policy puts them together. It knows no method."""
+"""The language of policies: the interfaces of parts, and the policy that combines them. It knows no method."""
 
 from .budget import AllocatedBudget, Budget, Layout, check_alike, most_entries
 from .merge import Drop, Effects, Keep, Merge

@@ -18,7 +18,7 @@ from .part import Part, check_kind
 
 @dataclass(frozen=True)
 class Layout:
-    """What an allocated budget asks of the pool that its entries are stored in.
+    """The requirements of an allocated budget on the pool that stores its entries.
 
     Attributes:
         groups: heads compete in this many groups of consecutive kv heads, and each group retains its own total. A mesh
@@ -36,12 +36,12 @@ class Layout:
     compares_protected: bool = False
 
     def is_dense(self, layer: int, layers: int) -> bool:
-        """Whether all heads of a layer retain everything."""
+        """Returns whether all heads of a layer retain everything."""
         first, last = self.dense
         return layer < first or layer >= layers - last
 
     def growing_segments(self, layers: int, heads: int) -> int:
-        """The number of segments of a lane with `heads` heads that grow although the policy evicts while decoding."""
+        """Returns the number of segments of a lane with `heads` heads that grow under a policy that evicts."""
         return heads * sum(self.dense) if self.growing is None else self.growing
 
     def lanes(self, kv_heads: int) -> int:
@@ -54,7 +54,7 @@ class Budget(Part):
 
     @property
     def layout(self) -> Layout | None:
-        """How entries are stored if the budget is allocated by score once all layers have read the prompt.
+        """The layout of entries if the budget is allocated by score once all layers have read the prompt.
 
         None: every layer has its budget beforehand, and is compressed as soon as it has been read.
         """
@@ -67,7 +67,7 @@ class Budget(Part):
 
     @property
     def plain(self) -> bool:
-        """Whether it says only how much is retained, for all layers alike. Any other budget is part of a method."""
+        """Tells whether it is the same number for all layers and no more. Any other budget is part of a method."""
         return False
 
     def check_model(self, layers: int, kv_heads: int) -> None:
@@ -76,7 +76,7 @@ class Budget(Part):
 
     @abstractmethod
     def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> Int[Array, "B"] | None:
-        """Entries that a kv head of each row retains in one of the model's `layers`; None if it retains everything.
+        """Returns the entries per kv head of each row in one of the model's `layers`; None if it retains everything.
 
         Lengths may be NumPy or JAX arrays; the result is of the same kind. Each entry follows from its own length.
         """
@@ -97,7 +97,7 @@ class AllocatedBudget(Budget):
 
     @property
     def layout(self) -> Layout:
-        """How entries are stored: by default, all heads of a layer retain the same number."""
+        """The layout of entries: by default, all heads of a layer retain the same number."""
         return Layout()
 
     @property
@@ -108,11 +108,11 @@ class AllocatedBudget(Budget):
         self.budget.check_model(layers, kv_heads)
 
     def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> Int[Array, "B"] | None:
-        """Of the mean kv head."""
+        """Returns the entries of the mean kv head."""
         return self.budget.capacity(layer, prompt_lengths, layers)
 
     def entries(self, means: Sequence[int], prompt_size: int, heads: int) -> int:
-        """The most entries that a lane of `heads` heads retains of a prompt of up to `prompt_size` tokens.
+        """Returns the most entries that a lane of `heads` heads retains of a prompt of up to `prompt_size` tokens.
 
         Args:
             means: the most entries of the mean head of each layer.
@@ -123,7 +123,7 @@ class AllocatedBudget(Budget):
     def allocate(
         self, scores: Float[Array, "L B H M"], means: Int[Array, "L B"], least: int, heads: Heads
     ) -> Int[Array, "L B H"]:
-        """Entries that each head retains: in each group of heads, over all layers, the sum of their means or fewer.
+        """Returns the entries of each head; their sum over a group and all layers is at most that of the means.
 
         Args:
             scores: +inf for protected entries (but see `Layout.compares_protected`), -inf for empty slots.
@@ -135,7 +135,7 @@ class AllocatedBudget(Budget):
 
 @lru_cache(4096)
 def most_entries(budget: Budget, layer: int, prompt_size: int, layers: int) -> int | None:
-    """The largest capacity of a layer for prompts of up to `prompt_size` tokens; None if it retains everything.
+    """Returns the largest capacity of a layer for prompts of up to `prompt_size` tokens; None if it retains everything.
 
     Of the lengths of a prompt of more than 2^21 tokens, the first and the last 2^20 count.
     """

@@ -37,7 +37,7 @@ class Effects:
 
 @dataclass(frozen=True)
 class Merge(Part):
-    """What becomes of the entries that are not retained: they are dropped, unless a subclass merges them."""
+    """Decides about entries that are not retained. It drops them, unless a subclass merges them."""
 
     @property
     def effects(self) -> Effects:
@@ -45,7 +45,7 @@ class Merge(Part):
         return Effects()
 
     def init(self, shape: LayerShape) -> Any:
-        """The merge's own state in a layer, with axes [B, H, ...]: `Slots.merging`."""
+        """Returns the merge's own state in a layer, with axes [B, H, ...]: `Slots.merging`."""
         return None
 
     def compress(

@@ -42,7 +42,7 @@ class Protect(Part):
             )
 
     def minimum(self, room: int) -> int:
-        """The smallest capacity that leaves `room` entries unprotected."""
+        """Returns the smallest capacity that leaves `room` entries unprotected."""
         if isinstance(self.recent, float):
             return math.ceil((self.sinks + room) / (1 - self.recent) - 1e-9)
         return self.sinks + self.recent + room
@@ -50,7 +50,7 @@ class Protect(Part):
     def mask(
         self, positions: Int[Array, "B H M"], next_position: Int[Array, "B"], capacity: Int[Array, "B H"]
     ) -> Bool[Array, "B H M"]:
-        """True for the entries that must stay when the token at `next_position` comes in next."""
+        """Returns True for the entries that must stay when the token at `next_position` comes in next."""
         recent = jnp.asarray(
             jnp.floor(capacity * self.recent + 1e-4).astype(jnp.int32)
             if isinstance(self.recent, float)
@@ -61,7 +61,7 @@ class Protect(Part):
 
 
 class Limits(NamedTuple):
-    """What a policy's budget says of some layers, each by its place among them.
+    """The limits of a policy's budget on some layers, each by its place among them.
 
     Attributes:
         limited: whether a layer has a budget at all.
@@ -72,14 +72,14 @@ class Limits(NamedTuple):
     evicts: tuple[bool, ...]
 
     def of_layers(self, first: int, count: int) -> Limits:
-        """Those of some layers."""
+        """Returns the limits of some layers."""
         some = slice(first, first + count)
         return Limits(self.limited[some], self.evicts[some])
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What a cache retains.
+    """Decides what a cache retains.
 
     Attributes:
         score: how much each entry matters.
@@ -139,17 +139,17 @@ class Policy:
 
     @property
     def allocates(self) -> bool:
-        """Whether the budget is allocated to layers and heads by their scores, once all layers have read a prompt."""
+        """Tells whether the budget is allocated to layers and heads by scores, once all layers have read a prompt."""
         return self.budget.layout is not None
 
     @property
     def asks_the_end(self) -> bool:
-        """Whether the last queries of a prompt decide what stays of it, so that a question must be its end."""
+        """Tells whether the last queries of a prompt decide what stays of it, so that a question must end it."""
         return self.score.needs.asks_the_end or self.storage.newest is not None
 
     @property
     def piecewise(self) -> bool:
-        """Whether a decode step can look at each head's entries a piece at a time."""
+        """Tells whether a decode step can judge each head's entries a piece at a time."""
         return self.score.needs.slotwise and not self.merge.effects.at_steps
 
     @property
@@ -158,22 +158,22 @@ class Policy:
         return self.protect.minimum(self.every or 1)
 
     def limited(self, layer: int) -> bool:
-        """Whether a layer has a budget at all."""
+        """Returns whether a layer has a budget at all."""
         return most_entries(self.budget, layer, 1, layer + 1) is not None
 
     def evicts(self, layer: int, layers: int) -> bool:
-        """Whether decoding evicts from one of the model's `layers`. If not, the layer grows with the answer."""
+        """Returns whether decoding evicts from one of the model's `layers`. If not, the layer grows with the answer."""
         layout = self.budget.layout
         dense = layout is not None and layout.is_dense(layer, layers)
         return self.every is not None and self.limited(layer) and not dense
 
     def limits(self, layers: int) -> Limits:
-        """What the budget says of each of the model's `layers`."""
+        """Returns the limits of each of the model's `layers`."""
         each = range(layers)
         return Limits(tuple(map(self.limited, each)), tuple(self.evicts(i, layers) for i in each))
 
     def capacity(self, layer: int, prompt_lengths: Int[Array, "B"], layers: int) -> Int[Array, "B"]:
-        """Entries that a kv head of each row retains in one of the model's `layers`, at least `minimum`.
+        """Returns the entries per kv head of each row in one of the model's `layers`, at least `minimum`.
 
         Lengths may be NumPy or JAX arrays; the result is of the same kind.
         """
@@ -184,12 +184,12 @@ class Policy:
         return use.maximum(capacity, self.minimum)
 
     def slots(self, layer: int, prompt_size: int, layers: int) -> int | None:
-        """The most entries that a compressed layer retains of prompts up to a static size; None if it retains all."""
+        """Returns the most entries that a compressed layer retains of prompts up to a size; None if it retains all."""
         slots = most_entries(self.budget, layer, prompt_size, layers)
         return None if slots is None else max(slots, self.minimum)
 
     def with_state(self, entries: Slots, shape: LayerShape, *, limited: bool) -> Slots:
-        """The entries of a layer with the initial state of the storage, and of score and merge if it is limited."""
+        """Adds the initial state of the storage to a layer's entries, and of score and merge if it is limited."""
         entries = replace(entries, storing=self.storage.init(shape))
         if not limited:
             return entries
@@ -199,7 +199,7 @@ class Policy:
     def rank(
         self, entries: Slots, moment: Moment, counts: Int[Array, "B H"] | None, *, raised: bool = True
     ) -> Float[Array, "B H M"]:
-        """Scores, -inf for empty slots. One that is no number counts as the lowest, so that its entry can be evicted.
+        """Returns scores, -inf for empty slots. NaN counts as the lowest number, so that its entry can be evicted.
 
         Args:
             counts: the number of entries that each head retains; None while that is still to be allocated.
@@ -235,13 +235,13 @@ class Policy:
         return entries.updated(before, after).gather(kept)
 
     def expendable(self, entries: Slots, moment: Moment) -> Float[Array, "B H S"]:
-        """Scores for eviction while decoding: +inf for protected entries and for empty slots."""
+        """Returns scores for eviction while decoding: +inf for protected entries and for empty slots."""
         moment = moment._replace(leaving=self.every or 0)
         scores = self.rank(entries, moment, jnp.minimum(entries.capacity, entries.slots))
         return jnp.where(entries.positions < 0, jnp.inf, scores)
 
     def release(self, entries: Slots, moment: Moment, lost: Bool[Array, "B H S"], count: int) -> Slots:
-        """The entries without those that are lost, `count` of a head or none, after the merge has seen them."""
+        """Returns the entries without those that are lost, `count` of a head or none, after the merge has seen them."""
         if self.merge.effects.at_steps:
             before, protected = entries.plain(), self._protected(entries, moment)
             moment = moment._replace(protected=protected, leaving=count)

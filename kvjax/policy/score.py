@@ -1,4 +1,4 @@
-"""Scores: how much each entry of a cache matters. Here is what a score is shown and asked; no method is here."""
+"""Scores: how much each entry of a cache matters. It has the interface of a score, and no method."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LayerShape(NamedTuple):
 
 
 class Received(NamedTuple):
-    """The attention that a score asks to be shown.
+    """The attention that a score requests.
 
     Attributes:
         reduction: over the queries of a call and over the query group.
@@ -56,7 +56,7 @@ class Received(NamedTuple):
     weigh: Callable[[Attended], Float[Array, "B W"]] | None = None
 
     def shown(self, call: Literal["steps", "prompts", "replays"], slots: int = 0) -> bool:
-        """Whether it is shown in a call of this kind, whose tokens follow this number of slots."""
+        """Returns whether it is shown in a call of this kind, whose tokens follow this number of slots."""
         return self.calls in ("all", call) and (self.slots is None or slots <= self.slots)
 
 
@@ -105,12 +105,12 @@ class Needs:
 
     @property
     def wishes(self) -> tuple[Received, ...]:
-        """All the attention that is asked for, so that the pass over the keys may compute it on the way."""
+        """The attention that any score requests, so that the pass over the keys may compute it on the way."""
         return (*(() if self.received is None else (self.received,)), *self.also_received)
 
     @property
     def asks_the_end(self) -> bool:
-        """Whether the last queries of a prompt score it, so that a question must be its end."""
+        """Tells whether the last queries of a prompt score it, so that a question must end it."""
         return self.keeps_queries or (self.received is not None and self.received.last is not None)
 
 
@@ -135,7 +135,7 @@ class Pass:
 
 
 class Replay(NamedTuple):
-    """What a pass that runs itself works with.
+    """The arguments of a pass that runs itself.
 
     Attributes:
         layers: the decoder's layers with their records, each for a cache of that layer alone.
@@ -159,7 +159,7 @@ class Replay(NamedTuple):
 
 @dataclass(frozen=True)
 class Attended:
-    """What a score observes: W queries per row have just attended to M entries.
+    """The observation of a score: W queries per row have just attended to M entries.
 
     Attributes:
         queries: in the form that `Needs.queries` names.
@@ -199,7 +199,7 @@ class Attended:
 
     @property
     def scale(self) -> float:
-        """Of the logits."""
+        """The scale of the logits."""
         return self.layer.scale
 
     @property
@@ -208,7 +208,7 @@ class Attended:
         return self.layer.window
 
     def moment(self) -> Moment:
-        """When and where the entries are scored now, for a score that asks another one while it observes.
+        """Returns the moment for a score that calls another score while it observes.
 
         The next position is that after the last query, 0 in rows without one. Nothing is said to be protected, and no
         counts are known.
@@ -217,7 +217,7 @@ class Attended:
 
 
 class Moment(NamedTuple):
-    """When and where entries are scored.
+    """The time and the layer at which entries are scored.
 
     Attributes:
         next_position: the position of each row's next token.
@@ -241,7 +241,7 @@ class Moment(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """Of the logits."""
+        """The scale of the logits."""
         return self.layer.scale
 
     @property
@@ -252,7 +252,7 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Score(Part):
-    """How much each cached entry matters; entries with larger scores are retained.
+    """Scores how much each cached entry matters. Entries with larger scores are retained.
 
     A subclass declares its facts in `needs` and defines `__call__`. All other methods have defaults for a score without
     state.
@@ -264,7 +264,7 @@ class Score(Part):
         return Needs()
 
     def init(self, shape: LayerShape, slots: int) -> tuple[Any, Any]:
-        """The state (per_slot, per_row) of a layer.
+        """Returns the state (per_slot, per_row) of a layer.
 
         State per slot has axes [B, H, ..., slots] and is zero, as it is when a token enters a slot. State per row has
         axes [B, H, ...] or, for all query heads of the kv heads, [B, Hq, ...].
@@ -272,7 +272,7 @@ class Score(Part):
         return None, None
 
     def asks(self, per_row: Any, positions: Int[Array, "B"]) -> Asked | None:
-        """Extra query rows to score in a step's pass over the keys, or None.
+        """Returns extra query rows to score in a step's pass over the keys, or None.
 
         The result is `Attended.asked`. It saves a score from reading the keys again. It is None where a kernel would
         read them again.
@@ -284,11 +284,11 @@ class Score(Part):
         return None
 
     def observe(self, entries: Slots, attended: Attended) -> tuple[Any, Any]:
-        """The new state (per_slot, per_row) after queries attended to `entries`, which hold the old state."""
+        """Returns the new state (per_slot, per_row) after queries attended to `entries`, which hold the old state."""
         return entries.per_slot, entries.per_row
 
     def passes(self, tokens: Int[Array, "B N"], lengths: Int[Array, "B"], texts: Texts) -> Sequence[Pass]:
-        """What to run after a prompt. The number of passes and their sizes follow from shapes alone.
+        """Returns the passes to run after a prompt. Their number and their sizes follow from shapes alone.
 
         Args:
             tokens: of the prompt, right-aligned.
@@ -299,7 +299,7 @@ class Score(Part):
 
     @abstractmethod
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
-        """Float32 scores of all entries. Scores of empty slots are ignored."""
+        """Returns float32 scores of all entries. Scores of empty slots are ignored."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Select(Part):
 
     @property
     def compares(self) -> Literal["scores", "means", "other"]:
-        """What decides. "scores": the highest scores are retained one by one, whatever an entry stands for.
+        """The criterion. "scores": the highest scores are retained one by one, whatever an entry stands for.
 
         "means": means of the scores of several entries, which must be on the scale on which the method defines them.
         "other": anything else.
@@ -50,13 +50,13 @@ class Select(Part):
 
     @abstractmethod
     def keep(self, ranked: Ranked) -> Int[Array, "B H size"]:
-        """The indices of the entries to retain, `counts` of each head, ascending, -1 after the last."""
+        """Returns the indices of the entries to retain, `counts` of each head, ascending, -1 after the last."""
 
     @abstractmethod
     def victims(
         self, scores: Float[Array, "B H S"], positions: Int[Array, "B H S"], count: int
     ) -> Int[Array, "B H count"]:
-        """The indices of `count` entries to evict while decoding, S where there is none. Scores of +inf stay."""
+        """Returns the indices of `count` entries to evict while decoding, S for none. Scores of +inf stay."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class TopTokens(Select):
     def victims(
         self, scores: Float[Array, "B H S"], positions: Int[Array, "B H S"], count: int
     ) -> Int[Array, "B H count"]:
-        """The lowest scores; of equal scores the later position, so that victims are the complement of `keep`."""
+        """Evicts the lowest scores; of equal scores the later position, so that victims complement `keep`."""
         return lowest_tokens(scores, positions, count=count)
 
 

@@ -23,7 +23,7 @@ class Storage(Part):
     """
 
     def store(self, x: Float[Array, "*tokens D"]) -> Stored:
-        """The stored form: an array, or a pytree whose leaves have the same axes but the last one.
+        """Returns the stored form: an array, or a pytree whose leaves have the same axes but the last one.
 
         Raises ValueError if it does not serve heads of D channels.
         """
@@ -35,15 +35,15 @@ class Storage(Part):
         return None
 
     def init(self, shape: LayerShape) -> Any:
-        """The storage's own state in a layer until a prompt has been read, with axes [B, H, ...] or [B, Hq, ...]."""
+        """Returns the storage's state in a layer until a prompt has been read, axes [B, H, ...] or [B, Hq, ...]."""
         return None
 
     def observe(self, state: Any, attended: Attended) -> Any:
-        """The new state after queries attended while a prompt was read. Nothing of `received` is shown."""
+        """Returns the new state after queries attended while a prompt was read. `attended.received` is None."""
         return state
 
     def settle(self, entries: Slots, **logits: Any) -> Slots:
-        """The entries of a prompt that has been read and compressed, in the form in which they stay.
+        """Returns the entries of a prompt that has been read and compressed, in the form in which they stay.
 
         Args:
             logits: of the layer, as `AttentionLayer.logits` has them.

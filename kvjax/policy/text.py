@@ -24,7 +24,7 @@ _OTHERS = {part.__name__: part for part in (Drop, Policy, Protect, Reduction, St
 
 
 def parse(text: str, presets: Presets, parts: Mapping[str, type[Part]]) -> Policy:
-    """The policy that a text describes, given all presets and parts by name. `kvjax.policies.parse` documents it."""
+    """Returns the policy of a text, given all presets and parts by name. `kvjax.policies.parse` documents it."""
     text = text.strip()
     if text.startswith("Policy("):
         return _build(text, parts)
@@ -43,13 +43,13 @@ def parse(text: str, presets: Presets, parts: Mapping[str, type[Part]]) -> Polic
 
 
 def _nearest(name: Any, presets: Presets) -> str:
-    """What a name that is no preset may mean."""
+    """Suggests presets for a name that is none."""
     examples = f"expected one of {len(presets)} presets of docs/methods/index.md, such as full, snapkv or morphkv"
     return did_you_mean(name, presets).removeprefix("; ") or examples
 
 
 def _items(options: str) -> list[str]:
-    """What commas separate, except for those within a tuple: "budget=8", "shares=(1.5,0.5)"."""
+    """Splits a text at its commas, except for those within a tuple: "budget=8", "shares=(1.5,0.5)"."""
     items: list[str] = []
     within = False
     for piece in options.split(","):
@@ -63,12 +63,12 @@ def _items(options: str) -> list[str]:
 
 
 def _preset(name: str, given: Mapping[str, str], presets: Presets) -> Policy:
-    """The preset with its options as text. Options of a policy or a part within it have dotted names."""
+    """Returns the preset with its options as text. Options of a policy or a part within it have dotted names."""
     return presets[name](**_values(name, "", given, inspect.signature(presets[name]).parameters, presets))
 
 
 def _values(name: str, prefix: str, given: Mapping[str, str], accepted: Options, presets: Presets) -> dict[str, Any]:
-    """The values of the options that are given as text.
+    """Returns the values of the options that are given as text.
 
     Args:
         name: the preset.
@@ -120,7 +120,7 @@ def _values(name: str, prefix: str, given: Mapping[str, str], accepted: Options,
 
 
 def _fields(default: Any) -> Options | None:
-    """The options of a part, with the values that they have in it as defaults; None for anything else."""
+    """Returns the options of a part, with the values that they have in it as defaults; None for anything else."""
     if not isinstance(default, Part):
         return None
     fields = inspect.signature(type(default)).parameters
@@ -128,7 +128,7 @@ def _fields(default: Any) -> Options | None:
 
 
 def _names(prefix: str, accepted: Options) -> str:
-    """The names of all options, those of parts dotted."""
+    """Returns the names of all options, those of parts dotted."""
     names = []
     for option, parameter in accepted.items():
         fields = _fields(parameter.default)
@@ -137,7 +137,7 @@ def _names(prefix: str, accepted: Options) -> str:
 
 
 def _literal(text: str) -> Any:
-    """The literal that a text spells, or the text itself."""
+    """Returns the literal that a text spells, or the text itself."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two are of deeply nested text

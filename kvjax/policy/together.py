@@ -26,7 +26,7 @@ class Together(Score):
 
     @property
     def needs(self) -> Needs:
-        """What matters before a cache is compressed. Each score is shown what it needs itself."""
+        """The facts that matter before a cache is compressed. Each score sees what it needs itself."""
         each = [score.needs for score in self.scores]
         return Needs(
             also_received=tuple(dict.fromkeys(wish for needs in each for wish in needs.wishes)),
@@ -43,7 +43,7 @@ class Together(Score):
         return _by_kind([score.observe(self.only(score, entries), attended.show(score.needs)) for score in self.scores])
 
     def only(self, score: Score, entries: Slots) -> Slots:
-        """The same entries with the state of one of the scores."""
+        """Returns the same entries with the state of one of the scores."""
         i = self.scores.index(score)
         return replace(entries, per_slot=entries.per_slot[i], per_row=entries.per_row[i])
 

@@ -26,7 +26,7 @@ from .room import occupied_slots
 def allocated(
     params: Decoder, cache: KVCache, room: int, begins: bool, *, longest: int | None = None, run: Run = run_at_once
 ) -> KVCache:
-    """The cache of a prompt that has been read and replayed, in a pool with each head's own number of entries.
+    """Returns the cache of a prompt that has been read and replayed, in a pool with each head's own number of entries.
 
     Args:
         room: the number of slots for tokens to come in each segment that grows.
@@ -48,12 +48,12 @@ def allocated(
 
 
 def shows_whole_segments(policy: Policy) -> bool:
-    """Whether decoding lays segments out as long as the longest one that it evicts from."""
+    """Returns whether decoding lays segments out as long as the longest one that it evicts from."""
     return policy.every is not None and not policy.piecewise
 
 
 def pool_rows(policy: Policy, kept: Sequence[int | None], kv_heads: int, room: int) -> int:
-    """The rows of a lane of the pool: the budget, PAGE - 1 more per segment, and room where segments grow.
+    """Returns the rows of a lane of the pool: the budget, PAGE - 1 more per segment, and room where segments grow.
 
     Args:
         kept: of the cache: the size of the prompts, for each layer.
@@ -67,7 +67,7 @@ def pool_rows(policy: Policy, kept: Sequence[int | None], kv_heads: int, room: i
 
 
 def growing_segments(policy: Policy, layers: int, heads: int) -> int:
-    """The number of segments of a lane with `heads` heads that grow while decoding."""
+    """Returns the number of segments of a lane with `heads` heads that grow while decoding."""
     layout = policy.budget.layout
     assert layout is not None
     return layers * heads if policy.every is None else layout.growing_segments(layers, heads)
@@ -75,7 +75,7 @@ def growing_segments(policy: Policy, layers: int, heads: int) -> int:
 
 @partial(jax.jit, static_argnames=("rows", "room"))
 def allocate(params: Decoder, cache: KVCache, *, rows: int, room: int) -> KVCache:
-    """The cache of a prompt that has been read to its end, compressed to what its budget gives each head.
+    """Returns the cache of a prompt that has been read to its end, compressed to each head's number of entries.
 
     Args:
         rows: of each lane of the pool, from `pool_rows`.
@@ -110,7 +110,7 @@ def _allocate(
 
 
 def ranked(policy: Policy, layer: Slots, moment: Moment) -> Float[Array, "B H M"]:
-    """The scores of a layer's entries that the budget compares with those of other layers."""
+    """Returns the scores of a layer's entries that the budget compares with those of other layers."""
     budget: Any = policy.budget
     return policy.rank(layer, moment, None, raised=not budget.layout.compares_protected)
 
@@ -118,7 +118,7 @@ def ranked(policy: Policy, layer: Slots, moment: Moment) -> Float[Array, "B H M"
 def counted(
     policy: Policy, scores: Sequence[Float[Array, "B H M"]], capacities: Sequence[Int[Array, "B H"]], heads: Heads
 ) -> Int[Array, "L B H"]:
-    """The number of entries that each head of each layer retains."""
+    """Returns the number of entries that each head of each layer retains."""
     budget: Any = policy.budget
     most = max(x.shape[-1] for x in scores)
     padded = [jnp.pad(x, [(0, 0), (0, 0), (0, most - x.shape[-1])], constant_values=-jnp.inf) for x in scores]
@@ -129,7 +129,7 @@ def counted(
 def retain(
     policy: Policy, layer: Slots, moment: Moment, scores: Float[Array, "B H M"], count: Int[Array, "B H"]
 ) -> Slots:
-    """The entries that each head of a layer retains, in its first slots. A head that grows has no capacity."""
+    """Returns the entries that each head of a layer retains, in its first slots. A head that grows has no capacity."""
     budget: Any = policy.budget
     mean, layer = layer.capacity[:, 0], replace(layer, capacity=count)
     # The scores that were compared also choose, unless they depend on what has been allocated by now.
@@ -145,7 +145,7 @@ def retain(
 
 
 def laid_out(policy: Policy, layers: int, kv_heads: int, heads: Heads) -> tuple[int, int]:
-    """The number of lanes that a device has for its kv heads, and of the segments of a lane that grow."""
+    """Returns the number of lanes that a device has for its kv heads, and of the segments of a lane that grow."""
     budget: Any = policy.budget
     lanes = budget.layout.lanes(kv_heads * heads.kv_devices()) // heads.kv_devices()
     return lanes, growing_segments(policy, layers, kv_heads // lanes)

@@ -1,4 +1,4 @@
-"""Tokens through the layers of a model: a prompt in a program per kind of layer, a decode step in one program.
+"""Runs tokens through a model's layers: a prompt in a program per kind of layer, a decode step in one program.
 
 The host starts the programs of a prompt one after the other: the first hidden states, the layers, the logits. The
 programs of a deep model are therefore those of a shallow one, and the activations of a layer are forgotten before the
@@ -46,7 +46,7 @@ TOKENS, MOST_LAYERS = 4096, 8
 
 @dataclass(frozen=True)
 class Call:
-    """What is static about a call of one layer, or of all layers.
+    """The static facts of a call of one layer, or of all layers.
 
     Attributes:
         attention: of the call.
@@ -59,11 +59,11 @@ class Call:
     doubled: bool = False
 
     def of_layers(self, first: int, count: int) -> Call:
-        """The call of some layers over their own entries."""
+        """Returns the call of some layers over their own entries."""
         return replace(self, attention=self.attention.of_layers(first, count))
 
     def attend(self, **rows: Any) -> Attend:
-        """The attention function for these arguments, arrays with axes [B, ...] or None."""
+        """Returns the attention function for these arguments, arrays with axes [B, ...] or None."""
         hidden = self.attention.policy.score.needs.hidden
         attend = over_heads(self.mesh, self.attention, hidden=hidden, **rows)
         return attending_once(attend) if self.doubled else attend
@@ -79,7 +79,7 @@ def through_some(
     facts: Sequence[AttentionLayer],
     call: Call,
 ) -> tuple[Float[Array, "B N E"], Entries]:
-    """The hidden states behind some layers, and their entries. It is called in a program.
+    """Returns the hidden states behind some layers, and their entries. It is called in a program.
 
     A layer is traced once for all that are alike and whose arrays have equal shapes. XLA inlines its calls.
 
@@ -106,7 +106,7 @@ def through_layer(
     facts: AttentionLayer,
     call: Call,
 ) -> tuple[Float[Array, "B N E"], Entries]:
-    """The hidden states behind a layer, and its entries.
+    """Returns the hidden states behind a layer, and its entries.
 
     Args:
         index: of the layer in the model.
@@ -122,7 +122,7 @@ _traced = jax.jit(through_layer, static_argnames=("facts", "call"))
 
 
 def facts_of(config: DecoderConfig) -> list[AttentionLayer]:
-    """What is static about each layer, for a cache of that layer alone. Layers of a kind have equal facts."""
+    """Returns the static facts of each layer, for a cache of that layer alone. Layers of a kind have equal facts."""
     nothing: Any = None
     return [
         AttentionLayer(0, config.rope_of(i), **config.logits_of(i), output=nothing, alone=True)
@@ -170,7 +170,7 @@ def read_layers(
     *,
     plan: ReadPlan | None,
 ) -> Iterator[Slots]:
-    """The entries of each layer of slots after up to N tokens per row have been appended, one layer after another.
+    """Reads up to N tokens per row into layers of slots, one after another, and returns each layer's entries.
 
     Args:
         tokens: right-aligned, on the devices of the cache.
@@ -186,7 +186,7 @@ class _Reader:
 
     Attributes:
         hidden: the hidden states behind the last layer that was read; its program donates those before it.
-        rows: what attention has to know of each row.
+        rows: the arrays of each row that attention takes.
     """
 
     def __init__(
@@ -220,9 +220,9 @@ class _Reader:
 
 
 def layers_at_once(tokens: int, mesh: Mesh | None) -> int:
-    """How many layers a program reads of so many tokens: one, and on a GPU several, up to TOKENS tokens together.
+    """Returns the number of layers per program for a number of tokens: 1, or on a GPU several up to TOKENS in all.
 
-    A GPU would have read fewer tokens before the host starts the next program.
+    With fewer tokens per program, a GPU would wait for the host to start the next program.
     """
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     return min(max(1, TOKENS // tokens), MOST_LAYERS) if platform == "gpu" else 1
@@ -238,7 +238,7 @@ def begin(
     scale: float,
     mesh: Mesh | None,
 ) -> tuple[Float[Array, "B N E"], dict[str, Array]]:
-    """The first hidden states of tokens that extend rows of a length, and what attention has to know of the rows."""
+    """Returns the first hidden states of tokens that extend rows of a length, and the rows' arrays for attention."""
     positions = positions_behind(length, lengths, tokens.shape[1])
     rows = {"positions": positions, "lengths": lengths, "next_position": length + lengths}
     return in_rows((embedded(embed, tokens, scale), rows), mesh)
@@ -254,7 +254,7 @@ def _read_layers(
     facts: tuple[AttentionLayer, ...],
     call: Call,
 ) -> tuple[Float[Array, "B N E"], Entries]:
-    """The hidden states behind some layers, and their entries."""
+    """Returns the hidden states behind some layers, and their entries."""
     x, after = through_some(layers, first, x, entries, rows, facts=facts, call=call)
     return in_rows(x, call.mesh), after
 
@@ -265,7 +265,7 @@ read_in_place = jax.jit(_read_layers, static_argnames=("facts", "call"), donate_
 
 @partial(jax.jit, static_argnames="mesh")
 def logits_of(head: Head, hidden: Float[Array, "B N E"], *, mesh: Mesh | None) -> Float[Array, "B V"]:
-    """The float32 logits after the last of N tokens."""
+    """Returns the float32 logits after the last of N tokens."""
     return by_row(head(hidden[:, -1]), mesh)
 
 
@@ -292,7 +292,7 @@ jitted_step = jax.jit(step)
 
 
 def by_row(logits: Float[Array, "B V"], mesh: Mesh | None) -> Float[Array, "B V"]:
-    """The logits with whole rows on each device that has a part of the batch, as samplers need them."""
+    """Returns the logits with whole rows on each device that has a part of the batch, as samplers need them."""
     if mesh is None:
         return logits
     # The logits are gathered after the product: if whole rows are requested of it, XLA gathers the unembedding.
@@ -301,5 +301,5 @@ def by_row(logits: Float[Array, "B V"], mesh: Mesh | None) -> Float[Array, "B V"
 
 
 def in_rows(x: Any, mesh: Mesh | None) -> Any:
-    """Arrays with axes [B, ...], with whole rows on each device that has a part of the batch."""
+    """Puts whole rows of arrays with axes [B, ...] on each device that has a part of the batch."""
     return x if mesh is None else jax.lax.with_sharding_constraint(x, rows_sharding(mesh))

@@ -110,7 +110,7 @@ class Plan:
         chunk: int | None = None,
         compress: Compress,
     ) -> Plan:
-        """The choices by what a cache holds, whose layers and heads occupy so many slots.
+        """Returns the choices by what a cache holds, whose layers and heads occupy so many slots.
 
         Raises ValueError if the policy's score replays a prompt that this one does not begin.
         """
@@ -127,7 +127,7 @@ class Plan:
         return cls(end, None, between, new, room, occupied, begins)
 
     def last(self, cache: KVCache) -> ReadPlan:
-        """The plan of the last chunk, after those before it have been read into `cache`."""
+        """Returns the plan of the last chunk, after those before it have been read into `cache`."""
         occupied = occupied_slots(cache) if self.occupied is None else self.occupied
         room = 0 if self.end.allocate else self.room
         plan = plan_read(cache, occupied, new=self.new, room=room, compress=self.end.compress, final=self.end.final)

@@ -28,7 +28,7 @@ MOST = 18  # ends that one program computes; the time to compile a program grows
 
 @dataclass(frozen=True)
 class End:
-    """How a prompt ends under one policy.
+    """The end of a prompt under one policy.
 
     Attributes:
         policy: the policy.
@@ -46,11 +46,11 @@ class End:
 
     @property
     def alike(self) -> bool:
-        """Whether all layers end alike, so that one program serves them."""
+        """Tells whether all layers end alike, so that one program serves them."""
         return len(set(zip(self.kept, self.slots, self.settled or self.slots, strict=True))) == 1
 
     def widened(self) -> End:
-        """The same end with the largest layer's size for all layers, if what is retained does not depend on the size.
+        """Gives all layers the largest layer's size, if what is retained does not depend on the size.
 
         The number of entries that each row retains does not change.
         """
@@ -61,7 +61,7 @@ class End:
         return replace(self, kept=(max(limits),) * len(limits), slots=(max(self.slots),) * len(limits))
 
     def of_layer(self, i: int) -> End:
-        """The end of one layer."""
+        """Returns the end of one layer."""
         return replace(self, kept=(self.kept[i],), slots=(self.slots[i],), settled=self.settled[i : i + 1])
 
 
@@ -74,7 +74,7 @@ def read_to_end(
     together: Together,
     ends: Sequence[End],
 ) -> list[Layers]:
-    """The entries of a cache after its last tokens, under each of several policies, in their order.
+    """Returns the entries of a cache after its last tokens, under each of several policies, in their order.
 
     Args:
         cache: before them.
@@ -107,7 +107,7 @@ def read_to_end(
 
 
 def _groups(ends: Sequence[End]) -> list[tuple[list[End], list[End]]]:
-    """Ends that one program computes, and how it does. What ends of a group have in common, XLA computes once.
+    """Groups policies that one program can compress. XLA shares their common work.
 
     An end that differs between layers has a group of its own, whose program is compiled for each kind of layer.
     """
@@ -129,7 +129,7 @@ def _compress_layer(
     ends: tuple[End, ...],
     mesh: Mesh | None,
 ) -> tuple[Slots, ...]:
-    """A layer that has been read to the end of the prompt, under each of several policies."""
+    """Returns a layer that has been read to the end of the prompt, under each of several policies."""
     change = partial(_compressed, together, ends)
     return over_layers(mesh, change, [replace(facts, index=index, **weights)], held, **rows)
 
@@ -167,12 +167,12 @@ def _compressed(
 
 
 def under(policy: Policy, entries: Slots, *, capacity: Int[Array, "B H"], merging: Any) -> Slots:
-    """A layer that has been read for several policies, as one of them has it before it compresses."""
+    """Returns a layer that was read for several policies in the form that one of them has before it compresses."""
     bias = jnp.zeros(entries.positions.shape, jnp.float32) if policy.merge.effects.bias else None
     return replace(entries, capacity=capacity, merging=merging, bias=bias)
 
 
 @partial(jax.jit, static_argnames="slots")
 def _trimmed(layers: Layers, *, slots: tuple[int, ...]) -> Layers:
-    """The layers without the slots that they have because another layer has them."""
+    """Returns the layers without the slots that they have because another layer has them."""
     return Layers(tuple(layer.trim(most) for layer, most in zip(layers, slots, strict=True)))

@@ -28,7 +28,7 @@ _NOTHING: Any = None
 
 
 def encoded_texts(policy: Policy, encode: Encode | None) -> Texts:
-    """The token ids of the texts that the policy's score replays.
+    """Returns the token ids of the texts that the policy's score replays.
 
     Raises ValueError for a text where there is no tokenizer to encode it.
     """
@@ -49,12 +49,12 @@ def _ids(text: str | tuple[int, ...], encode: Encode | None) -> tuple[int, ...]:
 def passes(
     tokens: Int[Array, "B N"], lengths: Int[Array, "B"], *, score: Score, texts: Texts, mesh: Mesh | None
 ) -> list[Pass]:
-    """The passes over a prompt that a score asks for."""
+    """Returns the passes over a prompt that a score asks for."""
     return in_rows(list(score.passes(tokens, lengths, texts)), mesh)
 
 
 def replay(params: Decoder, cache: KVCache, part: Pass, *, run: Run = run_at_once) -> KVCache:
-    """The cache of a prompt after its score has observed a pass, whose arrays are on the devices of the cache.
+    """Returns the cache of a prompt after its score has observed a pass, whose arrays are on the devices of the cache.
 
     Args:
         run: how programs are run.
@@ -74,7 +74,7 @@ def replay(params: Decoder, cache: KVCache, part: Pass, *, run: Run = run_at_onc
 def replayed(
     params: Decoder, cache: KVCache, tokens: Int[Array, "B N"], lengths: Int[Array, "B"], texts: Texts | None
 ) -> KVCache:
-    """The cache of a prompt, whose right-aligned tokens these are, after every pass that its score asks for.
+    """Returns the cache of a prompt, whose right-aligned tokens these are, after every pass that its score asks for.
 
     Args:
         texts: as `encoded_texts` gives them; None if the score's texts are token ids already.
@@ -97,7 +97,7 @@ def _replay_layer(
     call: Call,
     last: bool,
 ) -> tuple[Float[Array, "B W E"] | None, Slots]:
-    """The hidden states of a pass behind a layer, unless it is the last, and the state of its score, in slots."""
+    """Returns a pass's hidden states after a layer, unless it is the last, and the state of its score, in slots."""
     x, after = through_layer(layer, index, x, Layers((entries,)), rows, facts=facts, call=call)
     held, nothing = after.layer(0, 0), _NOTHING
     state = Slots(nothing, nothing, nothing, nothing, per_slot=held.per_slot, per_row=held.per_row)
@@ -106,13 +106,13 @@ def _replay_layer(
 
 @jax.jit
 def _run_by_itself(params: Decoder, cache: KVCache, part: Pass) -> KVCache:
-    """`replay` for a pass that does more than to run forwards."""
+    """Runs `replay` for a pass that does more than to run forwards."""
     assert part.run is not None
     return replace(cache, entries=part.run(to_run(params, cache, part))).in_place()
 
 
 def to_run(params: Decoder, cache: KVCache, part: Pass) -> Replay:
-    """What a pass that runs itself works with."""
+    """Returns the arguments of a pass that runs itself."""
     positions = positions_behind(cache.length, part.lengths, part.tokens.shape[1])
     rows = _rows(cache, part, positions)
 
@@ -131,7 +131,7 @@ def to_run(params: Decoder, cache: KVCache, part: Pass) -> Replay:
 
 
 def _rows(cache: KVCache, part: Pass, positions: Int[Array, "B W"]) -> dict[str, Any]:
-    """The arguments of `Replaying`."""
+    """Returns the arguments of `Replaying`."""
     rows = {"positions": positions, "lengths": part.lengths, "first": part.first, "last": part.last}
     return rows | {"rope": cache.rope}
 

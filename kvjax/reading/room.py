@@ -26,7 +26,7 @@ Compress = Literal["auto", "never", "end", "chunk"]
 
 
 class Ending(NamedTuple):
-    """What happens at the end of a call that reads several tokens.
+    """The ending of a call that reads several tokens.
 
     Attributes:
         compress: whether each layer is compressed to its budget once it has attended.
@@ -40,7 +40,7 @@ class Ending(NamedTuple):
 
 
 def ending(cache: KVCache, compress: Compress) -> Ending:
-    """How a call with this `compress` ends.
+    """Returns the ending of a call with this `compress`.
 
     Raises ValueError where a cache would be compressed again and its policy can compress it only once, or not score it.
     """
@@ -65,7 +65,7 @@ def ending(cache: KVCache, compress: Compress) -> Ending:
 
 
 def only_once(policy: Policy) -> str | None:
-    """What would be wrong with compressing a cache a second time; None for a policy that can do so."""
+    """Returns why a policy cannot compress a cache a second time; None if it can."""
     if policy.allocates:
         return "would allocate the budget to layers and heads more than once"
     if policy.storage.newest is not None:
@@ -76,7 +76,7 @@ def only_once(policy: Policy) -> str | None:
 
 
 def plan_read(cache: KVCache, occupied: Sequence[int], *, new: int, room: int, compress: bool, final: bool) -> ReadPlan:
-    """The plan of a call that reads `new` tokens, with `room` slots for tokens to come where a layer grows."""
+    """Returns the plan of a call that reads `new` tokens, with `room` slots for tokens to come where a layer grows."""
     kept = cache.kept if compress else (None,) * len(cache.kept)
     after = partial(cache.entries.slots_after, occupied, new=new, windows=cache.windows)
     rooms, newest = [room if grows else 0 for grows in cache.grows], cache.policy.storage.newest
@@ -110,14 +110,14 @@ def _usage(entries: Entries) -> Int[Array, "2 L"]:
 
 
 def usage(cache: KVCache) -> Usage:
-    """How full each layer is in its fullest row, as integers on the host. It waits for one transfer."""
+    """Returns how full each layer is in its fullest row, as integers on the host. It waits for one transfer."""
     if not any(cache.entries.bounds):  # no program is needed for that
         return Usage([0] * len(cache.entries), [0] * len(cache.entries))
     return Usage(*fetch(_usage(cache.entries)).tolist())
 
 
 def occupied_slots(cache: KVCache) -> list[int]:
-    """The most slots that any row and head of each layer occupies, or will once it is full.
+    """Returns the most slots that any row and head of each layer occupies, or will once it is full.
 
     Of a cache of shapes, as many as there may be.
     """
@@ -128,13 +128,13 @@ def occupied_slots(cache: KVCache) -> list[int]:
 
 @partial(jax.jit, static_argnames="size")
 def grown(cache: KVCache, size: tuple[int, ...]) -> KVCache:
-    """The same cache with more slots, as `Entries.growth` counts them."""
+    """Returns the same cache with more slots, as `Entries.growth` counts them."""
     return replace(cache, entries=cache.entries.grow(size)).in_place()
 
 
 @own_modes()
 def with_room(cache: KVCache, room: int) -> KVCache:
-    """The same cache with at least `room` empty slots in every layer or head that grows, for that many decode steps.
+    """Gives every layer or head that grows at least `room` empty slots, for that many decode steps.
 
     It copies keys and values if there are fewer.
 
@@ -166,7 +166,7 @@ def check_room(cache: KVCache, new: int) -> None:
 
 
 def lacks_room(cache: KVCache, lengths: Int[Array, "B"]) -> Bool[Array, "B"]:
-    """Whether a layer or head that grows cannot take the new tokens of a row."""
+    """Returns whether a layer or head that grows cannot take the new tokens of a row."""
     filling = np.array(cache.entries.filling(cache.grows, cache.windows))
     return jnp.any((cache.entries.usage().free < lengths[:, None]) & filling, axis=1)
 

@@ -1,4 +1,4 @@
-"""What budgets that are allocated have in common: checks, scores above all others, exact parts of a number."""
+"""Functions that allocated budgets share: checks, scores above all others, exact parts of a number."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_mean(budget: Budget) -> None:
 
 
 def raise_best(scores: Float[Array, "B X M"], least: int | Int[Array, "#B #X"]) -> Float[Array, "B X M"]:
-    """The scores of each X in any order, with +inf in place of exactly the `least` best, as far as it has them.
+    """Returns the scores of each X in any order, with +inf in place of its `least` best, or of all if it has fewer.
 
     For counts of the best scores, which do not depend on the order.
     """
@@ -45,7 +45,7 @@ def raise_best(scores: Float[Array, "B X M"], least: int | Int[Array, "#B #X"]) 
 
 
 def scaled(a: Int[Array, "..."], b: Int[Array, "..."], c: Int[Array, "..."]) -> Int[Array, "..."]:
-    """floor(a * b / max(c, 1)) for c <= 2^29, by long multiplication, because the product may exceed 32 bits."""
+    """Returns floor(a * b / max(c, 1)) for c <= 2^29 by long multiplication: the product may exceed 32 bits."""
     c = jnp.maximum(c, 1)
     quotient_of_b, part = jnp.divmod(b, c)
 

@@ -69,14 +69,14 @@ Total = TypeVar("Total", int, Array)
 
 
 def share_of(share: float, total: Total) -> Total:
-    """The share of an integer, rounded down. 0.1 is exactly one tenth, and the products stay far below 2^31."""
+    """Returns the share of an integer, rounded down. 0.1 is exactly one tenth, and the products stay far below 2^31."""
     ratio = fractions.Fraction(share).limit_denominator(10_000)
     numerator, denominator = ratio.numerator, ratio.denominator
     return total // denominator * numerator + total % denominator * numerator // denominator
 
 
 def budget_of(budget: int | float) -> Fixed | Fraction:
-    """A preset's `budget`: an integer is entries per kv head, a float in (0, 1] a share of each row's prompt."""
+    """Returns the budget of a preset: an integer is entries per kv head, a float in (0, 1] a share of each prompt."""
     if isinstance(budget, bool) or not isinstance(budget, int | float):
         raise ValueError(f"budget={shown(budget)}: expected an integer >= 1 or a float in (0, 1]")
     return Fixed(budget) if isinstance(budget, int) else Fraction(budget)

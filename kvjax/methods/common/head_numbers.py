@@ -19,7 +19,7 @@ DEMO = Path(__file__).parents[2] / "demo_model" / "gates" / "duo_attention"
 
 
 def read_numbers(name: str, path: str | Path) -> HeadNumbers:
-    """The numbers of a file: a row per layer.
+    """Returns the numbers of a file: a row per layer.
 
     Args:
         name: of the option.
@@ -66,7 +66,7 @@ def _of_folder(path: Path) -> list[list[float]]:
 
 
 def _by_name(found: dict[str, Any]) -> list[list[float]]:
-    """Rows from {"layer-head": number or numbers}."""
+    """Returns a row per layer from {"layer-head": number or numbers}."""
     numbers: dict[int, dict[int, float]] = {}
     for name, value in found.items():
         layer, head = map(int, name.split("-"))
@@ -75,7 +75,7 @@ def _by_name(found: dict[str, Any]) -> list[list[float]]:
 
 
 def head_numbers(name: str, given: str | HeadNumbers) -> HeadNumbers:
-    """The numbers that an option names: a file, a folder, a tuple per layer, or "demo" for the demo model's gates.
+    """Returns the numbers of an option: a file, a folder, a tuple per layer, or "demo" for the demo model's gates.
 
     Raises:
         ValueError: for another value, or a file that has none.
@@ -117,13 +117,13 @@ def check_proportions(name: str, numbers: HeadNumbers, groups: int) -> None:
 
 
 def proportions(numbers: HeadNumbers, groups: int) -> Float[np.ndarray, "L H"]:
-    """The numbers on the scale on which the mean of each group, over all layers, is 1."""
+    """Returns the numbers on the scale on which the mean of each group, over all layers, is 1."""
     own = _by_group(numbers, groups)
     return (own / np.mean(own, axis=(0, 2), keepdims=True)).reshape(len(numbers), -1)
 
 
 def apportioned(shares: Float[Array, "L H"], means: Int[Array, "B"], groups: int) -> Int[Array, "L B H"]:
-    """Entries in proportion to the shares, rounded by largest remainders: in each group, the mean times its L H heads.
+    """Divides the mean times L H heads of each group in proportion to the shares, rounded by largest remainders.
 
     Of equal remainders the earlier layer's and head's is rounded up. Nothing is summed but integers, so that groups on
     devices of their own give the same.

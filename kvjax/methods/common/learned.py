@@ -30,7 +30,7 @@ from .shares import GlobalShares
 
 @dataclass(frozen=True)
 class LearnedScore(Score):
-    """What the networks of that name beside the parameters (`kvjax.with_gates`) say of an entry's hidden state.
+    """The output of networks beside the parameters (`kvjax.with_gates`) for an entry's hidden state.
 
     A score is computed once, when the token enters, and kept with the entry. On a mesh nothing is communicated: each
     device has the networks of all kv heads, and keeps the scores of its own.
@@ -74,7 +74,7 @@ def learned(
     level: Literal["global", "layer", "head"],
     groups: int,
 ) -> Policy:
-    """The policy of a method whose networks have that name. The options are those of `kvzap`."""
+    """Returns the policy of a method whose networks have that name. The options are those of `kvzap`."""
     check_choice("level", level, "global", "layer", "head")
     if groups != 1 and level == "head":
         raise ValueError(f"groups={groups} with level='head', where no heads compete: expected groups=1")

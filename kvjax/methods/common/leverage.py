@@ -57,7 +57,7 @@ class LeverageScore(Score):
         return jax.lax.reduce_precision(scores, exponent_bits=8, mantissa_bits=12)
 
     def gaussian(self, entries: Slots, moment: Moment) -> Float[Array, "H D K"]:
-        """The matrix of each kv head, by its number in the layer."""
+        """Returns the matrix of each kv head, by its number in the layer."""
         H, _, D = entries.keys.shape[1:]
         layer = jax.random.fold_in(jax.random.key(self.seed), moment.layer.index)
 
@@ -68,7 +68,7 @@ class LeverageScore(Score):
 
 
 def unrotated(entries: Slots, moment: Moment) -> Float[Array, "B H M D"]:
-    """The keys before RoPE, float32."""
+    """Returns the keys before RoPE, float32."""
     rope, keys = moment.layer.rope, entries.keys.astype(jnp.float32)
     frequencies = rope.frequencies_of(keys.shape[-1], moment.rope)
     return rotate(keys, -jnp.maximum(entries.positions, 0), frequencies, 1 / rope.attention_factor)

@@ -14,7 +14,7 @@ from kvjax.policy import Moment
 def mean_rotation(
     moment: Moment, dim: int, ahead: Int[np.ndarray, "T"]
 ) -> Callable[[Float[Array, "B H N D"]], Float[Array, "B H N D"]]:
-    """The mean RoPE matrix over positions that are `ahead` of each row's next position.
+    """Returns the mean RoPE matrix over positions that are `ahead` of each row's next position.
 
     It is linear, but no longer a rotation.
     """

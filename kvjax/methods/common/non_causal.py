@@ -86,7 +86,7 @@ class NonCausalAttention(Score):
         index: Int[Array, "B H K"],
         counted: Bool[Array, "B K"],
     ) -> Float[Array, "B H K"]:
-        """What the tokens at K consecutive positions receive in their chunks, averaged over the query group."""
+        """Returns the attention on tokens at K consecutive positions in their chunks, a mean over the query group."""
         B, H, K = index.shape
         keys = jnp.take_along_axis(entries.keys, jnp.maximum(index, 0)[..., None], axis=2)
         there = (index >= 0) & counted[:, None]
@@ -101,7 +101,7 @@ class NonCausalAttention(Score):
             return jnp.moveaxis(x.reshape(shape), axis, 0)
 
         def of_chunk(chunk: tuple[Array, ...]) -> Array:
-            """One chunk, so that the weights of one chunk are in memory and not of all."""
+            """Handles one chunk, so that the weights of one chunk are in memory and not of all."""
             queries, asks, keys, bias = chunk
             grouped = queries.reshape(B, H, -1, *queries.shape[2:])
             logits = jnp.einsum("BHGWD,BHCD->BHGWC", grouped, keys, preferred_element_type=jnp.float32)
@@ -120,12 +120,12 @@ class NonCausalAttention(Score):
         return POOLING.along_text(scores, entries.positions, self.scored(entries, moment))
 
     def scored(self, entries: Slots, moment: Moment) -> Bool[Array, "B H M"]:
-        """The entries that take part."""
+        """Returns the entries that take part."""
         return (entries.positions >= self.first) & (entries.positions < moment.next_position[:, None, None] - self.last)
 
 
 def _inverse(place: Int[Array, "B H M"], size: int) -> Int[Array, "B H size"]:
-    """The index of the entry at each place, -1 where there is none. Places beyond `size` are dropped."""
+    """Returns the index of the entry at each place, -1 where there is none. Places beyond `size` are dropped."""
     b, h = jnp.arange(place.shape[0])[:, None, None], jnp.arange(place.shape[1])[:, None]
     none = jnp.full((*place.shape[:2], size), -1)
     return none.at[b, h, place].set(jnp.arange(place.shape[2]), mode="drop")

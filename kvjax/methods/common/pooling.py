@@ -55,7 +55,7 @@ class Pooling(Part):
     def along_text(
         self, scores: Float[Array, "B H M"], positions: Int[Array, "B H M"], eligible: Bool[Array, "B H M"]
     ) -> Float[Array, "B H M"]:
-        """The same for entries in any order of slots."""
+        """Returns the same for entries in any order of slots."""
         order = jnp.argsort(positions, axis=-1)
         in_order = (jnp.take_along_axis(x, order, axis=-1) for x in (scores, eligible))
         return jnp.take_along_axis(self(*in_order), jnp.argsort(order, axis=-1), axis=-1)

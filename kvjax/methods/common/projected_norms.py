@@ -1,4 +1,4 @@
-"""The norms of values behind the output projection: what a value can add to the output of its layer."""
+"""The norms of values behind the output projection, which bound what a value adds to its layer's output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCK = 64  # values that are projected at a time
 def projected_norms(
     values: Float[Array, "B H M D"], output: Float[Array, "Hq D E"], *, order: Literal[1, 2]
 ) -> Float[Array, "B H G M"]:
-    """|W_O[g] v|, float32: the norm of each value behind the output projection of each query head of its group.
+    """Returns |W_O[g] v|, float32: the norm of each value behind the output projection of each query head g.
 
     Args:
         values: of this device's kv heads.

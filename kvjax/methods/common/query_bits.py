@@ -1,4 +1,4 @@
-"""One bit per entry for each of the last W queries: what a query's weight on the entry says about it."""
+"""One bit per entry for each of the last W queries, which a query's weight on the entry decides."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ Rule: TypeAlias = Callable[[Float[Array, "B H M"], Bool[Array, "B H M"]], Bool[A
 
 
 def no_bits(shape: LayerShape, slots: int, window: int) -> UInt32[Array, "B H window/32 S"]:
-    """The bits of empty slots: ceil(window / 32) uint32 numbers per slot."""
+    """Returns the bits of empty slots: ceil(window / 32) uint32 numbers per slot."""
     return jnp.zeros((shape.batch, shape.kv_heads, -(-window // WORD), slots), jnp.uint32)
 
 
 def number(bits: UInt32[Array, "B H window/32 M"]) -> Float[Array, "B H M"]:
-    """How many bits of each entry are set."""
+    """Returns the number of bits of each entry that are set."""
     return jnp.sum(jax.lax.population_count(bits), axis=2).astype(jnp.float32)
 
 
 def noted(
     bits: UInt32[Array, "B H window/32 M"], window: int, entries: Slots, attended: Attended, rule: Rule
 ) -> tuple[UInt32[Array, "B H window/32 M"], Float[Array, "B H M"]]:
-    """The bits after queries have attended to `entries`, and the weights of each row's last query, 0 without one.
+    """Returns the bits after queries attended to `entries`, and the weights of each row's last query, 0 without one.
 
     The query at position p has bit p mod `window`. It has set no bit of an entry that was not cached when it attended.
     On a mesh where devices hold the same kv head, they exchange the group's queries.
@@ -72,7 +72,7 @@ def _note(
     position: Int[Array, "B"],
     rule: Rule,
 ) -> tuple[UInt32[Array, "B H window/32 M"], Float[Array, "B H M"]]:
-    """The bits with those of one query in each row, which saw the entries that are not newer than it."""
+    """Returns the bits with those of one query in each row, which saw the entries that are not newer than it."""
     at = position[:, None, None]
     seen: Bool[Array, "B H M"] = (entries.positions >= 0) & (entries.positions <= at)
     if attended.window is not None:

@@ -31,7 +31,7 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True)
 class QuerySample(ScoreWrapper):
-    """The scores of its base; beside them, a sample of the text's queries, for a merge that asks what they need.
+    """Wraps a score, and keeps a sample of the text's queries for a merge that fits entries to them.
 
     A query is in the sample if its lot, a function of the seed and its position, is among the largest. So the sample
     depends neither on the batch nor on the pieces in which a prompt is read. Decode steps do not change it. On a mesh
@@ -78,7 +78,7 @@ class QuerySample(ScoreWrapper):
         return per_slot, Sampled(sample, per_row)
 
     def _drawn(self, old: Sample, attended: Attended) -> Sample:
-        """The sample of the old one and the new queries."""
+        """Returns the sample of the old one and the new queries."""
         R = self.queries
         lots = jnp.concatenate([old.lots[:, 0], lots_of(self.seed, attended.positions)], axis=1)
         lots, chosen = jax.lax.top_k(lots, R)
@@ -91,7 +91,7 @@ class QuerySample(ScoreWrapper):
 
 
 def lots_of(seed: int, positions: Int[Array, "B W"]) -> Float[Array, "B W"]:
-    """A number in [0, 1) for each position, a function of the seed and the position; -1 for padding."""
+    """Returns a number in [0, 1) for each position, a function of the seed and the position; -1 for padding."""
 
     def lot(position: Array) -> Array:
         return jax.random.uniform(jax.random.fold_in(jax.random.key(seed), position))
@@ -102,7 +102,7 @@ def lots_of(seed: int, positions: Int[Array, "B W"]) -> Float[Array, "B W"]:
 def chosen_queries(
     queries: Float[Array, "B Hq R D"], positions: Int[Array, "B R"], attended: Attended, chosen: Int[Array, "B R"]
 ) -> tuple[Float[Array, "B Hq R D"], Int[Array, "B R"]]:
-    """R of a row's old queries, then the new ones, by their indices; in whole query groups, with their positions."""
+    """Selects R of a row's old and then new queries by their indices, in whole query groups, with their positions."""
     R = positions.shape[1]
     is_old = chosen < R
     before, after = jnp.minimum(chosen, R - 1), jnp.maximum(chosen - R, 0)
@@ -121,10 +121,10 @@ def chosen_queries(
 
 
 def sample_of(entries: Slots) -> Sample:
-    """The sample that a score that is marked "samples" keeps."""
+    """Returns the sample that a score that is marked "samples" keeps."""
     return entries.per_row.sample
 
 
 def _of_base(entries: Slots) -> Slots:
-    """The entries with the base's state."""
+    """Returns the entries with the base's state."""
     return replace(entries, per_row=entries.per_row.base)

@@ -1,4 +1,4 @@
-"""How much the key of an entry repeats the keys of others of its head."""
+"""The redundancy of an entry's key: its similarity to the other keys of its head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCK = 128  # keys that are compared with all keys at once
 
 
 def redundancy(entries: Slots, threshold: float) -> Float[Array, "B H M"]:
-    """The softmax over all entries c of a head of the mean over its entries i of s(i, c), float32.
+    """Returns the softmax over all entries c of a head of the mean over its entries i of s(i, c), float32.
 
     s(i, c) is the cosine of the keys of i and c, and 0 for c = i. It is also 0 if c is the most recent of the entries
     whose cosine with i exceeds the threshold: of several similar keys the latest is not redundant. Keys are compared in
@@ -41,7 +41,7 @@ def redundancy(entries: Slots, threshold: float) -> Float[Array, "B H M"]:
 
 
 def softmax(x: Float[Array, "*B M"], counted: Bool[Array, "*B M"]) -> Float[Array, "*B M"]:
-    """The softmax over the entries that are counted, 0 for the others."""
+    """Returns the softmax over the entries that are counted, 0 for the others."""
     top = jnp.max(jnp.where(counted, x, -jnp.inf), axis=-1, keepdims=True)
     weights = jnp.where(counted, jnp.exp(x - finite_or_zero(top)), 0)
     return weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-30)

@@ -17,7 +17,7 @@ def check_own_positions(policy: Policy, why: str) -> None:
 
 
 def check_first_rotation(policy: Policy) -> None:
-    """The same for a score that asks the keys of a prompt as its queries met them."""
+    """Raises ValueError for rotated places, if a score uses the keys of a prompt as its queries saw them."""
     check_own_positions(policy, "scores the prompt's keys as they were rotated when they came in")
 
 

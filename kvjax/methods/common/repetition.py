@@ -104,14 +104,14 @@ class Repetition(Score):
 
     @abstractmethod
     def weighed(self, among: Slots, attended: Attended) -> Float[Array, "B H M"]:
-        """Float32 scores from the weights that the replayed tokens give in a softmax over these entries alone."""
+        """Returns float32 scores from the weights of the replayed tokens in a softmax over these entries alone."""
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
         return entries.per_slot
 
 
 def largest_weights(among: Slots, attended: Attended) -> Float[Array, "B H M"]:
-    """The largest weight of each entry in a softmax over these entries."""
+    """Returns the largest weight of each entry in a softmax over these entries."""
     lse = None if attended.layer.sinks is None else attended.heads.whole_groups(_sums(among, attended))
     return window_scores(
         attended.heads.whole_groups(attended.queries),
@@ -125,14 +125,14 @@ def largest_weights(among: Slots, attended: Attended) -> Float[Array, "B H M"]:
 
 
 def largest_contributions(among: Slots, attended: Attended, factors: Float[Array, "B W"]) -> Float[Array, "B H M"]:
-    """The same of weights times the norm of the projected value, times a factor of the query's token."""
+    """Returns the largest product of a weight, the norm of the projected value and a factor of the query's token."""
     B, H, M, _ = among.keys.shape
     lse = _sums(among, attended) - jnp.log(jnp.maximum(factors, 1e-30))[:, None]  # multiplies the weights
     norms = projected_norms(among.values, attended.layer.output, order=2).reshape(B, -1, M)
     whole = map(attended.heads.whole_groups, (attended.queries, lse, norms))
 
     def of_head(head: tuple[Array, Array, Array]) -> Float[Array, "B H M"]:
-        """From one query head of each group."""
+        """Computes the contributions for one query head of each group."""
         queries, lse, norms = head
         weights = window_scores(
             queries,
@@ -150,7 +150,7 @@ def largest_contributions(among: Slots, attended: Attended, factors: Float[Array
 
 
 def _sums(among: Slots, attended: Attended) -> Float[Array, "B Hq W"]:
-    """The log-sum-exp of each query over these entries, and over the sinks that every softmax of the layer has."""
+    """Returns the log-sum-exp of each query over these entries and the sinks of the layer's softmax."""
     context, lse = prompt_attention(
         attended.queries, among.keys, among.values, attended.positions, among.positions, **attended.layer.logits
     )
@@ -165,7 +165,7 @@ def _chunk(
     lead: Sequence[int],
     suffix: Sequence[int],
 ) -> Pass:
-    """The pass that repeats `size` tokens of each row from position `first` on, or those of them that the row has.
+    """Returns the pass that repeats `size` tokens of each row, or as many as it has, from position `first` on.
 
     In `lead`, before the suffix, -1 stands for the tokens that precede the chunk.
     """

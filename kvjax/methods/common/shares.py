@@ -83,7 +83,7 @@ class GlobalShares(AllocatedBudget):
 
 
 def _above_last(scores: Float[Array, "B X M"], totals: Int[Array, "B"]) -> Int[Array, "B X"]:
-    """The number of each X's scores that are above the `totals`-th largest of a row."""
+    """Returns the number of each X's scores that are above the `totals`-th largest of a row."""
     ordered = jnp.sort(scores.reshape(scores.shape[0], -1), axis=-1)
     held = jnp.sum(ordered > -jnp.inf, axis=-1)
     place = jnp.clip(ordered.shape[1] - totals, 0, ordered.shape[1] - 1)

@@ -26,7 +26,7 @@ class QueryRing(NamedTuple):
 
     @classmethod
     def empty(cls, shape: LayerShape, size: int) -> QueryRing:
-        """A ring of `size` queries that holds none."""
+        """Returns a ring of `size` queries that holds none."""
         rows = (shape.batch, shape.heads, size)
         return cls(
             jnp.zeros((*rows, shape.head_dim), shape.dtype),
@@ -35,7 +35,7 @@ class QueryRing(NamedTuple):
         )
 
     def push(self, attended: Attended) -> QueryRing:
-        """The ring with the last W of the queries that have just attended."""
+        """Returns the ring with the last W of the queries that have just attended."""
         size = self.positions.shape[-1]
         queries, lse = (attended.heads.whole_groups(x[:, :, -size:]) for x in (attended.queries, attended.lse))
         positions = attended.positions[:, -size:]
@@ -48,7 +48,7 @@ class QueryRing(NamedTuple):
         return jax.tree.map(lambda x, new: set_entries(x, index, new), self, new)
 
     def block(self, number: Int[Array, "B"], size: int) -> QueryRing:
-        """The queries number * size .. (number + 1) * size - 1 of each row's ring."""
+        """Returns the queries number * size .. (number + 1) * size - 1 of each row's ring."""
 
         def take(x: Array, axis: int) -> Array:
             blocks = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
@@ -60,7 +60,7 @@ class QueryRing(NamedTuple):
 
 @dataclass(frozen=True)
 class QueryWindow(Score):
-    """A score that the last queries give to the entries before them. The state is these queries.
+    """The base of scores from the last queries. The state is these queries.
 
     Attributes:
         window: the number of queries.

@@ -130,7 +130,7 @@ class SimilarityMerge(Merge):
 
 
 def _by_position(index: Int[Array, "B H E"], positions: Int[Array, "B H S"]) -> Int[Array, "B H E"]:
-    """The same entries in order of position; -1, which stands for no entry, comes last."""
+    """Returns the same entries in order of position; -1, which stands for no entry, comes last."""
     at = jnp.take_along_axis(positions, index, axis=-1)
     order = jnp.argsort(jnp.where(index >= 0, at, jnp.iinfo(jnp.int32).max), axis=-1)
     return jnp.take_along_axis(index, order, axis=-1)
@@ -139,7 +139,7 @@ def _by_position(index: Int[Array, "B H E"], positions: Int[Array, "B H S"]) -> 
 def _nearest(
     keys: Float[Array, "B H E D"], count: Int[Array, "B H"], others: Slots
 ) -> tuple[Float[Array, "B H E"], Int[Array, "B H E"]]:
-    """The largest cosine of each of the first `count` keys with those of the others, and the other's position.
+    """Returns the largest cosine of each of the first `count` keys with those of the others, and the other's position.
 
     The cosine is -inf if there are no others. The position is undefined then, and so are all results of further keys.
     """
@@ -152,14 +152,14 @@ def _nearest(
     pieces = (end + width - 1) // width
 
     def cosines(keys: Float[Array, "B H n D"], i: Array | int) -> tuple[Array, Array]:
-        """Of keys of length 1 and piece i of the others, -inf if they are not there, and the others' positions."""
+        """Returns the cosines of unit keys and piece i of the others, -inf for empty slots, and its positions."""
         first = jnp.minimum(i * width, S - width)  # the last piece ends with the last slot
         part, positions = (jax.lax.dynamic_slice_in_dim(x, first, width, 2) for x in (directions, others.positions))
         found = jnp.einsum("BHED,BHSD->BHES", keys, part, precision="highest")
         return jnp.where(positions[:, :, None] >= 0, found, -jnp.inf), positions[:, :, None]
 
     def earliest(piece: tuple[Array, Array], best: Float[Array, "B H n"]) -> Int[Array, "B H n"]:
-        """The first position in a piece of those as near as `best`."""
+        """Returns the first position in a piece of those as near as `best`."""
         found, positions = piece
         return jnp.min(jnp.where(found >= best[..., None] - CLOSE, positions, far), axis=-1)
 

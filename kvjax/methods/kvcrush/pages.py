@@ -32,7 +32,7 @@ class PageMap(NamedTuple):
 
     @classmethod
     def of(cls, positions: Int[Array, "B H M"], members: Bool[Array, "B H M"], size: int) -> PageMap:
-        """The pages of the members, at most one per slot."""
+        """Returns the pages of the members, at most one per slot."""
         M = positions.shape[-1]
         slots = jnp.broadcast_to(jnp.arange(M), positions.shape)
         where, order = jax.lax.sort((jnp.where(members, positions, FAR), slots), num_keys=1)
@@ -44,18 +44,18 @@ class PageMap(NamedTuple):
         return cls(jnp.zeros_like(page).at[b, h, order].set(page, unique_indices=True), numbers, order)
 
     def mean(self, x: Float[Array, "B H M"]) -> Float[Array, "B H M"]:
-        """The mean over the tokens of each page, added up in order of the text; -inf where there is no page."""
+        """Returns the mean over the tokens of each page, added up in order of the text; -inf where there is no page."""
         page, x = (jnp.take_along_axis(y, self.order, axis=-1) for y in (self.page, x))
         total, tokens = add_up(x, page), add_up(jnp.ones_like(x), page)
         return jnp.where(tokens > 0, total / jnp.maximum(tokens, 1), -jnp.inf)
 
     def tell(self, marks: Bool[Array, "B H M"]) -> Bool[Array, "B H M"]:
-        """For each token, whether its page is marked."""
+        """Returns for each token whether its page is marked."""
         return jnp.take_along_axis(jnp.pad(marks, ((0, 0), (0, 0), (0, 1))), self.page, axis=-1)
 
 
 def add_up(x: Array, group: Int[Array, "B H M"], groups: int | None = None) -> Array:
-    """Sums over the entries of each group, M groups by default; an entry with a larger number is in none."""
+    """Returns the sum over the entries of each group, M groups by default; an entry with a larger number is in none."""
     add = partial(jax.ops.segment_sum, num_segments=group.shape[-1] if groups is None else groups)
     return jax.vmap(jax.vmap(add))(x, group)
 
@@ -63,7 +63,7 @@ def add_up(x: Array, group: Int[Array, "B H M"], groups: int | None = None) -> A
 def fill(
     kept: Bool[Array, "B H M"], there: Bool[Array, "B H M"], counts: Int[Array, "B H"], size: int
 ) -> Int[Array, "B H size"]:
-    """The indices of the retained entries, or of all entries of a head that holds no more than its count."""
+    """Returns the indices of the retained entries, or of all entries of a head that holds no more than its count."""
     fits = jnp.sum(there, axis=-1, keepdims=True) <= counts[..., None]
     return compact(jnp.where(fits, there, kept), size)
 

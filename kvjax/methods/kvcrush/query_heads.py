@@ -16,7 +16,7 @@ from ..common.refusals import check_own_positions
 
 
 class Watched(NamedTuple):
-    """State per slot.
+    """The base's state per slot, and the attention from each query head.
 
     Attributes:
         received: the attention that the entry received from each of the G query heads of its kv head, float32.
@@ -29,7 +29,7 @@ class Watched(NamedTuple):
 
 @dataclass(frozen=True)
 class QueryHeadAttention(ScoreWrapper):
-    """The scores of its base; beside them, the attention that entries received from each query head (Algorithm 1).
+    """Wraps a score, and sums the attention on entries from each query head (Algorithm 1).
 
     `by_query_head` gives w_h(t), the mean of the softmax weights on t over all queries so far that could see t. Its
     state takes 4 bytes per slot and query head while a prompt is read, and one more pass over the keys of each call and
@@ -72,7 +72,7 @@ class QueryHeadAttention(ScoreWrapper):
 
 
 def by_query_head(entries: Slots) -> Float[Array, "B Hq M"]:
-    """How much each entry matters to each query head of its kv head, for a score that is marked "query_heads".
+    """Returns a score per entry and query head of its kv head, for a score that is marked "query_heads".
 
     The newest token of each row must be among the entries.
     """
@@ -82,12 +82,12 @@ def by_query_head(entries: Slots) -> Float[Array, "B Hq M"]:
 
 
 def _of_base(entries: Slots) -> Slots:
-    """The entries with the base's state."""
+    """Returns the entries with the base's state."""
     return replace(entries, per_slot=entries.per_slot.base)
 
 
 def _received(entries: Slots, attended: Attended) -> Float[Array, "B H G M"]:
-    """The attention of this call's queries, query head by query head, so that no group is reduced."""
+    """Returns the attention of this call's queries, query head by query head, so that no group is reduced."""
     q, lse = (attended.heads.whole_groups(x) for x in (attended.queries, attended.lse))
     return entries.received(
         q=q,

@@ -136,7 +136,7 @@ class Representatives(SelectWrapper):
         return fill(protected | pages.tell(important | chosen), there, counts, size)
 
     def _compared(self, ranked: Ranked) -> Float[Array, "B F M"]:
-        """The scores that bits are made of, of each kv head or of each query head."""
+        """Returns the scores that bits are made of, of each kv head or of each query head."""
         if self.bits == "query":
             assert ranked.entries is not None
             return by_query_head(ranked.entries)
@@ -145,7 +145,7 @@ class Representatives(SelectWrapper):
         return ranked.scores
 
     def _most(self, size: int) -> int:
-        """The most representatives that a head may have."""
+        """Returns the most representatives that a head may have."""
         tokens = max(1, share_of(self.share, size))
         return max(1, tokens if self.granularity == "token" else tokens // self.page)
 
@@ -206,7 +206,7 @@ class Representatives(SelectWrapper):
         protected: Bool[Array, "B H M"],
         heads: Heads,
     ) -> Bool[Array, "B H M F"]:
-        """For each head's tokens or pages, the bits that all F heads of the layer give to the same tokens or pages."""
+        """Returns the bits of all F heads of the layer for each head's tokens or pages."""
         B, H, G, M = scores.shape
         upper = jnp.floor(jnp.sum(left, axis=-1) * self.upper).astype(jnp.int32)
         ranked, ones = left, upper
@@ -236,7 +236,7 @@ class Representatives(SelectWrapper):
 
 
 def _of_every_head(bits: Bool[Array, "B H M G"], numbers: Int[Array, "B H M"], heads: Heads) -> Bool[Array, "B H M F"]:
-    """The bits that the layer's heads, G per kv head, give to the token in each slot of these heads.
+    """Returns the bits of the layer's heads, G per kv head, for the token in each slot of these heads.
 
     A head gives 0 to a token that it does not hold.
     """
@@ -263,7 +263,7 @@ def _of_every_head(bits: Bool[Array, "B H M G"], numbers: Int[Array, "B H M"], h
 
 
 def _cuts(n: Int[Array, "B H"], parts: Int[Array, "B H"], most: int) -> Int[Array, "B H most"]:
-    """floor(i n / parts) for i = 0, 1, ..., without the product."""
+    """Returns floor(i n / parts) for i = 0, 1, ..., without the product."""
     if most >= 2**16:
         raise ValueError(f"{most} representatives per head: expected fewer than {2**16}")
     quotient, rest = jnp.divmod(n[..., None], parts[..., None])
@@ -273,7 +273,7 @@ def _cuts(n: Int[Array, "B H"], parts: Int[Array, "B H"], most: int) -> Int[Arra
 
 
 def _k_means(bits: Bool[Array, "U F"], run: Int[Array, "U"], clusters: int) -> Int[Array, "U"]:
-    """The cluster of each token or page by Lloyd's algorithm, which starts from the runs; `clusters` for none."""
+    """Clusters tokens or pages by Lloyd's algorithm, which starts from the runs; `clusters` stands for none."""
     points = bits.astype(jnp.float32)
     used = jnp.arange(clusters) <= jnp.max(jnp.where(run < clusters, run, -1))
 

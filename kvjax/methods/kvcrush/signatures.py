@@ -1,4 +1,4 @@
-"""The bits that heads give to tokens, and to pages, whose bits are those of their tokens. It knows no policies."""
+"""The bits of tokens and of pages, whose bits are those of their tokens. It knows no policies."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class Signatures(NamedTuple):
     width: int = 1
 
     def distance(self, anchor: Bool[Array, "B #H W F"]) -> Int[Array, "B H M"]:
-        """The Hamming distance of each token or page to the anchor."""
+        """Returns the Hamming distance of each token or page to the anchor."""
         ones = jnp.sum(anchor, axis=(-2, -1))
         at = jnp.broadcast_to(anchor, (*self.bits.shape[:2], *anchor.shape[2:]))
         return ones[..., None] + self._sum_ones(1 - 2 * self._at_place(at.astype(jnp.int32)))
 
     def excess(self, marked: Bool[Array, "B H M"]) -> Float[Array, "B H W F"]:
-        """The number of marked tokens or pages with a 1 less the number of those with a 0, bit by bit."""
+        """Returns the number of marked tokens or pages with a 1 less the number of those with a 0, bit by bit."""
         ones = self._count(jnp.where(marked, 0, 1), 1)[:, :, 0]
         return (2 * ones - jnp.sum(marked, axis=-1)[..., None, None]).astype(jnp.float32)
 
     def distance_to_mean(self, run: Int[Array, "B H M"], runs: int) -> Int[Array, "B H M"]:
-        """The L1 distance to the mean of a run of tokens or pages, times the size of the run: an integer.
+        """Returns the L1 distance to the mean of a run of tokens or pages, times the size of the run: an integer.
 
         Args:
             run: of each token or page, `runs` for none.
@@ -55,7 +55,7 @@ class Signatures(NamedTuple):
         return jnp.take_along_axis(total, run, axis=-1) + self._sum_ones(of_size - 2 * of_run)
 
     def _of_token(self, x: Int[Array, "B H M"], nothing: int) -> Int[Array, "B H M"]:
-        """For each token, a number of its page."""
+        """Returns for each token a number of its page."""
         if self.page is None:
             return x
         padded = jnp.pad(x, ((0, 0), (0, 0), (0, 1)), constant_values=nothing)
@@ -65,12 +65,12 @@ class Signatures(NamedTuple):
         return x if self.width == 1 else jnp.take_along_axis(x, jnp.asarray(self.place)[..., None], axis=2)
 
     def _sum_ones(self, weights: Int[Array, "B H #M F"]) -> Int[Array, "B H M"]:
-        """For each token or page, the sum of the weights of its bits that are 1."""
+        """Returns for each token or page the sum of the weights of its bits that are 1."""
         sums = jnp.sum(jnp.where(self.bits, weights, 0), axis=-1)
         return sums if self.page is None else add_up(sums, self.page)
 
     def _count(self, group: Int[Array, "B H M"], groups: int) -> Int[Array, "B H groups W F"]:
-        """The ones of each bit in each group of tokens or pages."""
+        """Returns the ones of each bit in each group of tokens or pages."""
         B, H, _, F = self.bits.shape
         index = self._of_token(group, groups) * self.width + self.place
         counts = add_up(self.bits.astype(jnp.int32), index, (groups + 1) * self.width)

@@ -31,7 +31,7 @@ from .backwards import backwards
 
 @dataclass(frozen=True)
 class Attribution(Repetition):
-    """The largest part that an entry had in what the model computes while it repeats the entry's chunk.
+    """The largest contribution of an entry, by input times gradient, while the model repeats the entry's chunk.
 
         score[h, c] = max over g and t of a[g, t, c] |W_O[g] v_c| |d Phi / d y_t|
 

@@ -1,4 +1,4 @@
-"""A pass over a prompt's cache that also runs backwards: how much it depends on what each layer's attention gave."""
+"""A pass over a prompt's cache that also runs backwards, to the gradients by each layer's attention output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .differentiable import differentiable
 
 
 def backwards(replay: Replay) -> Entries:
-    """The entries after their score has observed a pass, with |d Phi / d y_t| for `Attended.measured`.
+    """Returns the entries after their score has observed a pass, with |d Phi / d y_t| for `Attended.measured`.
 
     The pass runs forwards once, and the hidden states before each layer stay. From the last layer to the first, a layer
     then runs once more, is differentiated by its input and by what its attention gave, and is observed. Activations
@@ -48,7 +48,7 @@ def _backwards(
     x: Float[Array, "B W E"],
     gradient: Float[Array, "B W E"],
 ) -> tuple[Float[Array, "B W E"], Float[Array, "B W E"]]:
-    """The gradients by the input of a layer and by its projected contexts, from that by what the layer returns.
+    """Returns the gradients by a layer's input and by its projected contexts, from the gradient by its output.
 
     Args:
         attending: from the input, the contexts and entries, which are ignored.

@@ -21,7 +21,7 @@ def differentiable(
     positions: Int[Array, "B W"],
     held: Slots,
 ) -> Float[Array, "B Hq W D"]:
-    """The context of the pass's queries, in XLA alone. Arguments are those of `Replay.attend`'s `instead`.
+    """Returns the context of the pass's queries, in XLA alone. Arguments are those of `Replay.attend`'s `instead`.
 
     The prompt's entries are constants. A storage that rounds the pass's own keys and values is differentiated as if it
     did not. No array has size W x M: backwards, the weights of each block of queries are computed once more.
@@ -68,5 +68,5 @@ def differentiable(
 
 
 def _as_stored(x: Float[Array, "B H W D"], stored: Float[Array, "B H W D"]) -> Float[Array, "B H W D"]:
-    """What is stored of x, with the gradient of x."""
+    """Returns x as the cache stores it, with the gradient of x."""
     return x + jax.lax.stop_gradient(stored - x)

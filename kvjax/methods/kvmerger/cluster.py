@@ -51,7 +51,7 @@ class KeyBlocks(NamedTuple):
         return cls(keys, sections, jnp.where(before, similarity, jnp.inf), counts - 1)
 
     def anchors(self, theta: Float[Array, "B H"]) -> UInt32[Array, "J B H"]:
-        """A bit for each token, 1 for the last token of each set of Algorithm 1, with which the others are compared."""
+        """Returns a bit per token: 1 for the last token of each set, which Algorithm 1 compares the others with."""
         token = jnp.arange(BLOCK)
         follows = jnp.max(jnp.where(self.similarity <= theta[..., None, None, None], token, -1), axis=-1)
         follows = jnp.where(follows < 0, token, follows)  # the last anchor of its block follows itself
@@ -87,7 +87,7 @@ def set_ends(
     theta: Float[Array, "B H"],
     rule: Rule,
 ) -> Bool[Array, "B H N"]:
-    """True for the last token of each set.
+    """Returns True for the last token of each set.
 
     Sets grow from the last token towards the first, while the section stays the same and a cosine is above theta. For
     "anchor", KVMerger's Algorithm 1, it is the cosine of the next token and the last token of the set; for "chain" it
@@ -112,7 +112,7 @@ def solve_theta(
     room: Int[Array, "B H"],
     rule: Rule,
 ) -> Float[Array, "B H"]:
-    """The largest theta, within 2 / 2**ROUNDS, for which each head has at most `room` sets, found by bisection.
+    """Returns the largest theta, within 2 / 2**ROUNDS, for which each head has at most `room` sets, found by bisection.
 
     The number of sets grows with theta, always for "chain" and nearly always for "anchor". The sets fit in the room in
     any case, unless there are more sections than that: then theta is -1, which makes one set per section.

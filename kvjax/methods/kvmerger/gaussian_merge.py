@@ -126,7 +126,7 @@ class GaussianMerge(Merge):
         return replace(entries, keys=merged.keys, values=merged.values, bias=merged.bias), lost
 
     def _heavy(self, counts: Int[Array, "B H"]) -> Int[Array, "B H"]:
-        """The number of heavy hitters of heads that retain `counts` entries."""
+        """Returns the number of heavy hitters of heads that retain `counts` entries."""
         if isinstance(self.heavy, float):
             return jnp.floor(counts * self.heavy + 1e-4).astype(jnp.int32)
         return jnp.full(counts.shape, self.heavy)
@@ -140,7 +140,7 @@ class GaussianMerge(Merge):
         heavy: Int[Array, "B H"],
         room: Int[Array, "B H"],
     ) -> Slots:
-        """The entries after merging in the heads that hold more than `room`; what is merged into others is emptied."""
+        """Merges entries in the heads that hold more than `room`, and empties those that are merged into others."""
         there, M = entries.positions >= 0, entries.slots
         free = jnp.maximum(room - jnp.sum(protected, axis=-1), 0)
         ranked = jnp.where(there & ~protected, scores, -jnp.inf)
@@ -163,7 +163,7 @@ class GaussianMerge(Merge):
         own = packing.unpack(sets)
 
         def put(x: Array, packed: Array) -> Array:
-            """The sum of `packed` over its set, in the slot of each entry that is not retained unmerged."""
+            """Returns the sum of `packed` over its set, in the slot of each entry that is not retained unmerged."""
             index, changed = (y.reshape(*y.shape, *(1,) * (x.ndim - 3)) for y in (own, there & ~kept))
             sums = _sums(packed, sets)
             return jnp.where(changed, jnp.take_along_axis(sums, index, axis=2).astype(x.dtype), x)
@@ -187,7 +187,7 @@ class GaussianMerge(Merge):
         sets: Int[Array, "B H N"],
         there: Bool[Array, "B H N"],
     ) -> tuple[Float[Array, "B H N"], Bool[Array, "B H N"]]:
-        """The weight of each token in its set, and whether it is the pivot. Sets are numbered in ascending order."""
+        """Returns the weight of each token in its set, and whether it is the pivot. Sets have ascending numbers."""
         N = keys.shape[2]
         over_set = partial(_over_sets, sets=sets)
         rank = jnp.where(there, rank, -jnp.inf)
@@ -205,7 +205,7 @@ class GaussianMerge(Merge):
     def _sigma(
         self, square: Float[Array, "B H N"], there: Bool[Array, "B H N"], over_set: Callable[..., Array]
     ) -> Float[Array, "B H N"]:
-        """Sigma of each token's set, from the square distances of its tokens to its pivot."""
+        """Returns sigma of each token's set, from the square distances of its tokens to its pivot."""
         if not isinstance(self.sigma, str):
             return jnp.full(square.shape, self.sigma, jnp.float32)
         tokens = over_set(jax.ops.segment_sum, there.astype(jnp.float32))
@@ -250,27 +250,27 @@ class Packing(NamedTuple):
         return jnp.sum(self.slot >= 0, axis=-1)
 
     def pack(self, x: Array) -> Array:
-        """What the slots' axis 2 holds for each packed entry, 0 after the last."""
+        """Gathers the slots' axis 2 for each packed entry, with 0 after the last."""
         index = self.slot.reshape(*self.slot.shape, *(1,) * (x.ndim - 3))
         return jnp.where(index >= 0, jnp.take_along_axis(x, jnp.maximum(index, 0), axis=2), 0)
 
     def unpack(self, x: Array) -> Array:
-        """For each slot, what is said of its packed entry; of no meaning for slots that are not packed."""
+        """Returns the value of each slot's packed entry. The values of slots that are not packed are undefined."""
         return jnp.take_along_axis(x, self.place, axis=-1)
 
     def before(self, marked: Bool[Array, "B H M"]) -> Int[Array, "B H M"]:
-        """The number of marked entries up to each slot's in order of position."""
+        """Returns the number of marked entries up to each slot's in order of position."""
         return _to_slots(jnp.cumsum(jnp.take_along_axis(marked, self.order, axis=-1), axis=-1), self.order)
 
 
 def _to_slots(x: Int[Array, "B H M"], order: Int[Array, "B H M"]) -> Int[Array, "B H M"]:
-    """What is said of entries in order of position, in their slots."""
+    """Scatters position-ordered values back to slot order."""
     b, h = jnp.arange(order.shape[0])[:, None, None], jnp.arange(order.shape[1])[:, None]
     return jnp.zeros_like(x).at[b, h, order].set(x, unique_indices=True)
 
 
 def _sums(x: Float[Array, "B H N ..."], sets: Int[Array, "B H N"]) -> Float[Array, "B H N ..."]:
-    """The sum over each set."""
+    """Returns the sum over each set."""
     # Without the barrier XLA sets aside these zeros, which depend on nothing, for each layer when the program begins.
     zeros, x = jax.lax.optimization_barrier((jnp.zeros_like(x), x))
     row, head = jnp.arange(sets.shape[0])[:, None, None], jnp.arange(sets.shape[1])[:, None]
@@ -278,13 +278,13 @@ def _sums(x: Float[Array, "B H N ..."], sets: Int[Array, "B H N"]) -> Float[Arra
 
 
 def _reduce(reduce: Callable[..., Array], x: Array, sets: Int[Array, "B H N"]) -> Array:
-    """A reduction over each set."""
+    """Returns a reduction over each set."""
     over = partial(reduce, num_segments=sets.shape[-1] + 1, indices_are_sorted=True)
     return jax.vmap(jax.vmap(over))(x, sets)
 
 
 def _over_sets(reduce: Callable[..., Array], x: Float[Array, "B H N"], sets: Int[Array, "B H N"]) -> Array:
-    """For every token, a reduction over its set."""
+    """Reduces over the set of every token."""
     return jnp.take_along_axis(_reduce(reduce, x, sets), sets, axis=-1)
 
 

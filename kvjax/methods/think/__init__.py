@@ -34,7 +34,7 @@ FULL = full()
 
 @dataclass(frozen=True)
 class ThinKeys(Storage):
-    """Keys of a prompt without the channels that its last queries ask least; values and later keys as they are.
+    """Drops the key channels of a prompt that its last queries weigh least. Values and later keys keep all.
 
     Channel c of a kv head scores the sum of q_c^2 over the last queries of its query group, times the sum of k_c^2 over
     the entries that the head retains. The best D - floor(D ratio) channels stay; of equal ones, the first. On a mesh

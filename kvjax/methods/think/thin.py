@@ -32,7 +32,7 @@ class ThinEntries:
     channels: Int[Array, "B H C"]
 
     def plain(self) -> tuple[Float[Array, "B H T D"], Float[Array, "B H T D"]]:
-        """Keys with all channels, zero where they were dropped, and values."""
+        """Returns keys with all channels, zero where they were dropped, and values."""
         at = self.channels[..., None, :] == jnp.arange(self.values.shape[-1])[:, None]  # [B, H, D, C]
         source = jnp.sum(jnp.where(at, jnp.arange(self.channels.shape[-1]), 0), axis=-1)
         keys = jnp.take_along_axis(self.keys, source[:, :, None], axis=-1, mode="promise_in_bounds")
@@ -41,7 +41,7 @@ class ThinEntries:
     def attention(
         self, q: Float[Array, "B Hq W D"], positions: Int[Array, "B W"], **logits: Any
     ) -> tuple[Float[Array, "B Hq W D"], Float[Array, "B Hq W"]]:
-        """As `Settled.attention`; the queries ask by the channels that are left."""
+        """Computes `Settled.attention`; the queries use the channels that are left."""
         B, H, _ = self.channels.shape
         grouped = q.reshape(B, H, -1, q.shape[-1])
         own = jnp.take_along_axis(grouped, self.channels[:, :, None], axis=-1, mode="promise_in_bounds")

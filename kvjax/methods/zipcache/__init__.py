@@ -96,7 +96,7 @@ class SalientCodes(Storage):
         check_settling("probes keys", policy)
 
     def store(self, x: Float[Array, "*tokens D"]) -> Float[Array, "*tokens D"]:
-        """The same array: only a prompt that has been read becomes codes."""
+        """Returns the same array: only a prompt that has been read becomes codes."""
         share = 8 // self.other_bits
         if x.shape[-1] % share:
             raise ValueError(
@@ -113,7 +113,7 @@ class SalientCodes(Storage):
         )
 
     def observe(self, state: Probes, attended: Attended) -> Probes:
-        """The last `window` of all queries so far, and of the others those with the largest lots."""
+        """Returns the last `window` of all queries so far, and of the others those with the largest lots."""
         H, P = state.positions.shape[1:]
         old = state.positions[:, 0]
         positions = jnp.concatenate([old, attended.positions], axis=1)

@@ -41,7 +41,7 @@ class CodedEntries:
 
     @classmethod
     def of(cls, entries: Slots, parts: Sequence[tuple[int, Int[Array, "B H K"]]]) -> CodedEntries:
-        """Codes of entries whose keys and values are arrays.
+        """Encodes entries whose keys and values are arrays.
 
         Args:
             parts: the bits of each part, and the indices of its entries, -1 for none. Each entry is in one part.
@@ -61,7 +61,7 @@ class CodedEntries:
         return cls(tuple(keys), tuple(values), divisors.astype(dtype), joined, jnp.dtype(dtype))
 
     def plain(self) -> tuple[Float[Array, "B H T D"], Float[Array, "B H T D"]]:
-        """Keys and values as arrays, rounded once to their dtype."""
+        """Returns keys and values as arrays, rounded once to their dtype."""
         keys = jnp.concatenate([part.numbers() for part in self.keys], axis=2)
         values = jnp.concatenate([part.numbers() for part in self.values], axis=2)
         return keys.astype(self.dtype), (values * self.divisors.astype(jnp.float32)).astype(self.dtype)
@@ -69,7 +69,7 @@ class CodedEntries:
     def attention(
         self, q: Float[Array, "B Hq W D"], positions: Int[Array, "B W"], **logits: Any
     ) -> tuple[Float[Array, "B Hq W D"], Float[Array, "B Hq W"]]:
-        """As `Settled.attention`, over arrays."""
+        """Computes `Settled.attention` over arrays."""
         # Without the barrier XLA makes arrays of all layers at the beginning of a step, and holds them.
         q, own = jax.lax.optimization_barrier((q, self))
         found = slot_attention(q, *own.plain(), positions, own.positions, **logits)

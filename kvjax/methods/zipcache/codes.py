@@ -34,7 +34,7 @@ class Codes:
     def of(
         cls, x: Float[Array, "*tokens D"], bits: int, axis: int, real: Bool[Array, "*tokens 1"], dtype: jnp.dtype
     ) -> Codes:
-        """The nearest codes, ties to even. They are the nearest to x for low and step as these are stored.
+        """Returns the nearest codes, ties to even. They are the nearest to x for low and step as these are stored.
 
         Args:
             bits: 2, 4 or 8. D bits must be divisible by 8.
@@ -54,18 +54,18 @@ class Codes:
         return cls(packed(codes, bits), low.astype(dtype), step.astype(dtype), bits)
 
     def numbers(self) -> Float[Array, "*tokens D"]:
-        """low + step code, float32."""
+        """Returns low + step code, float32."""
         return self.low.astype(jnp.float32) + self.step.astype(jnp.float32) * unpacked(self.codes, self.bits)
 
 
 def stored(x: Float[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
-    """Float32 numbers as they are after storage in `dtype`. XLA may drop a conversion there and back."""
+    """Rounds float32 numbers to `dtype` and back. XLA may drop a pair of conversions."""
     form = jnp.finfo(dtype)
     return jax.lax.reduce_precision(x, exponent_bits=int(form.nexp), mantissa_bits=int(form.nmant))
 
 
 def packed(codes: UInt8[Array, "*tokens D"], bits: int) -> UInt8[Array, "*tokens C"]:
-    """8 / bits codes in each byte."""
+    """Packs 8 / bits codes into each byte."""
     parts = jnp.split(codes, 8 // bits, axis=-1)
     whole = parts[0]
     for i, part in enumerate(parts[1:], start=1):
@@ -74,5 +74,5 @@ def packed(codes: UInt8[Array, "*tokens D"], bits: int) -> UInt8[Array, "*tokens
 
 
 def unpacked(whole: UInt8[Array, "*tokens C"], bits: int) -> UInt8[Array, "*tokens D"]:
-    """The inverse of `packed`."""
+    """Returns the inverse of `packed`."""
     return jnp.concatenate([(whole >> shift) & (2**bits - 1) for shift in range(0, 8, bits)], axis=-1)
