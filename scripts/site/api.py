@@ -1,7 +1,8 @@
 """The directives of mkdocstrings on the pages of docs/api: `::: NAME`, or `::: MODULE` for all names of a module.
 
-mkdocstrings reads the code without importing it. It misses a function whose module has its name, and an operation that
-is made by a call. For these the directive gets the address of the function, and a heading.
+mkdocstrings reads the code without importing it. It misses a function whose module has its name, an operation that is
+made by a call, and a name that a module finds when it is asked. For these the directive gets the address of the
+definition, and a heading.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from importlib import import_module
 from inspect import unwrap
 from types import ModuleType
 from typing import Any
+
+from kvjax import parts
+from kvjax.methods import registry
 
 DIRECTIVE = re.compile(r"^::: (kvjax[\w.]*)$", re.MULTILINE)
 
@@ -26,18 +30,30 @@ def documented(markdown: str) -> list[str]:
     return [name for found in DIRECTIVE.findall(markdown) for name in _names(found)]
 
 
+def parts_of_methods() -> str:
+    """The page of the parts that methods define, which `kvjax.parts` has by name."""
+    names = [f"kvjax.parts.{name}" for name in registry.parts() if name not in parts.__all__]
+    directives = [_directive(name, "      members: false") for name in names]
+    return "\n\n".join(
+        ("# Parts of methods", "Each of these parts of a method can be part of any policy.", *directives)
+    )
+
+
 def address(name: str) -> str:
     """Where mkdocstrings finds a name, which is also the anchor of its heading."""
     value = unwrap(_value(name))
     defined = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
-    hidden = name in sys.modules or defined.endswith(f".reference.{_last(name)}")
+    owner = _value(name.rpartition(".")[0])
+    hidden = name in sys.modules or _last(name) not in vars(owner) or defined.endswith(f".reference.{_last(name)}")
     return defined if hidden else name
 
 
-def _directive(name: str) -> str:
+def _directive(name: str, *options: str) -> str:
     if address(name) == name:
         return f"::: {name}"
-    return f"::: {address(name)}\n    options:\n      heading: {name}\n      toc_label: {_last(name)}"
+    return "\n".join(
+        (f"::: {address(name)}", "    options:", f"      heading: {name}", f"      toc_label: {_last(name)}", *options)
+    )
 
 
 def _names(name: str) -> list[str]:

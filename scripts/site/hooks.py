@@ -11,8 +11,9 @@ from scripts.site.navigation import expanded
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages of methods, and completes the navigation."""
-    for path, text in methods.pages().items():
+    """Adds the pages that are generated, and completes the navigation."""
+    pages = {**methods.pages(), "api/method_parts.md": api.parts_of_methods()}
+    for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
     config.nav = expanded(config.nav or [], [file.src_uri for file in files.documentation_pages()])
     return files

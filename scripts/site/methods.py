@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 
-from kvjax import policies
+from kvjax.methods.registry import presets
 from scripts.site import measured
 from scripts.site.docstrings import linked
 from scripts.site.presets import KINDS, PROMPT, SHAPE, Preset
@@ -14,7 +15,7 @@ MARKER = "<!-- presets -->"  # where docs/methods/index.md has the tables
 
 def pages() -> dict[str, str]:
     """The pages of all presets of kvjax by path in the folder `docs`."""
-    return {f"methods/{name}.md": page(Preset(name)) for name in policies.PRESETS.own}
+    return {f"methods/{name}.md": page(Preset(name)) for name in presets().own}
 
 
 def page(preset: Preset) -> str:
@@ -37,8 +38,8 @@ def index(text: str) -> str:
     """The text of docs/methods/index.md with a table of all presets of each kind."""
     if MARKER not in text:
         raise ValueError(f"docs/methods/index.md: expected the line {MARKER}")
-    presets = sorted(map(Preset, policies.PRESETS.own), key=lambda preset: (KINDS.index(preset.kind), preset.name))
-    parts = [f"### {kind}\n\n{_listing(list(some))}" for kind, some in groupby(presets, lambda preset: preset.kind)]
+    ordered = sorted(map(Preset, presets().own), key=lambda preset: (KINDS.index(preset.kind), preset.name))
+    parts = [f"### {kind}\n\n{_listing(list(some))}" for kind, some in groupby(ordered, lambda preset: preset.kind)]
     return text.replace(MARKER, "\n\n".join(parts))
 
 
@@ -64,16 +65,14 @@ def _facts(preset: Preset) -> str:
     needs = policy.score.needs
     replays = f"twice: {sum(preset.replays):,} tokens run after a prompt of {PROMPT:,}" if preset.replays else "once"
     asks = "must end the prompt: the last queries decide what is retained" if policy.asks_the_end else ""
-    given = [f"[gates](index.md#gates) of `{needs.gates}`"] if needs.gates else []
-    given += ["[statistics](index.md#statistics): " + ", ".join(f"`{x}`" for x in needs.statistics)] * bool(
-        needs.statistics
-    )
+    gates = f"[gates](index.md#gates) of `{needs.gates}`" if needs.gates else ""
+    statistics = f"[statistics](index.md#statistics) `{'`, `'.join(needs.statistics)}`" if needs.statistics else ""
     rows = [
         ("evicts", preset.evicts),
         ("budget", preset.budget),
         ("reads the prompt", replays),
         ("the question", asks),
-        ("needs", "; ".join(given)),
+        ("needs", gates or statistics),
         ("state while it reads", preset.state_of_reading),
         ("state while it decodes", preset.state_of_decoding),
     ]
@@ -102,7 +101,7 @@ def _accuracy(preset: Preset) -> str:
     return "\n\n".join(f"[{table.caption}](../{table.address}):\n\n{rows}" for table, rows in found)
 
 
-def _table(header: tuple[str, ...], rows: list[tuple[str, ...]], right: int = 0) -> str:
+def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], right: int = 0) -> str:
     """A table whose last `right` columns hold numbers."""
     rules = ["---"] * (len(header) - right) + ["---:"] * right
     return "\n".join(f"| {' | '.join(map(_cell, row))} |" for row in (header, tuple(rules), *rows))

@@ -157,7 +157,7 @@ class Preset:
         """The tokens of each pass after a prompt of `PROMPT` tokens, if each instruction of the pass has one token."""
         texts = tuple((0,) if isinstance(text, str) else text for text in self.policy.score.needs.texts)
         tokens, lengths = jax.ShapeDtypeStruct((1, PROMPT), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
-        passes = jax.eval_shape(lambda *prompt: self.policy.score.passes(*prompt, texts), tokens, lengths)
+        passes = jax.eval_shape(partial(self.policy.score.passes, texts=texts), tokens, lengths)
         return [each.tokens.shape[1] for each in passes]
 
     @property

@@ -13,6 +13,7 @@ import pytest
 
 import kvjax
 from kvjax import parts, policies
+from kvjax.methods import registry
 from scripts.site import api
 from scripts.site.navigation import expanded
 
@@ -72,3 +73,9 @@ def test_every_public_name_is_on_a_page_of_the_api(site: Path) -> None:
 )
 def test_a_folder_stands_for_its_pages(nav: list, expected: list) -> None:
     assert expanded(nav, ["index.md", "a/b.md", "a/index.md", "a/c/d.md"]) == expected
+
+
+def test_the_parts_of_methods_are_on_a_page(site: Path) -> None:
+    html = (site / "api" / "method_parts" / "index.html").read_text()
+    missing = [name for name in registry.parts() if name not in parts.__all__ and f"kvjax.parts.{name}\n" not in html]
+    assert not missing
