@@ -94,7 +94,7 @@ def _echo(line: str) -> None:
 
 
 def note(text: str) -> None:
-    """Prints a line to stderr; a terminal gets it dimmed and wrapped. The text has no markup, whatever names are in it."""
+    """Prints a line to stderr; a terminal gets it dim and wrapped. The text has no markup, whatever names are in it."""
     console = stderr()
     console.print(text, style="dim", markup=False, soft_wrap=not console.is_terminal)
 
