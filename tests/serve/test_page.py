@@ -16,7 +16,9 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "serving.md"
 
 def test_first_requests_of_the_page() -> None:
     text = PAGE.read_text()
-    (options,) = re.findall(r"kvjax serve demo --policy (\S+) --rows (\d+) --max-prompt (\d+) --max-new-tokens (\d+)", text)
+    (options,) = re.findall(
+        r"kvjax serve demo --policy (\S+) --rows (\d+) --max-prompt (\d+) --max-new-tokens (\d+)", text
+    )
     policy, (rows, prompt, answer) = options[0], map(int, options[1:])
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (body,) = re.findall(r"-d '(\{.*?\})'", text)
