@@ -157,7 +157,7 @@ class KVCache:
         return np.sort(positions[positions >= 0])
 
     def retained_mask(self) -> Bool[np.ndarray, "B L H N"]:
-        """Marks the tokens with an entry, by row, layer, kv head and position, on the host; N is the longest row's length.
+        """Marks tokens with an entry, by row, layer, kv head and position, on the host; N is the longest row's length.
 
         It marks the positions that `retained` lists.
         """

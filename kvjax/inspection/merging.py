@@ -93,7 +93,7 @@ def _plain(cache: KVCache) -> KVCache:
 
 
 def _parts(entries: Entries) -> tuple[list[Slots | Segments], Any]:
-    """Returns what holds keys, values and positions, the slots of each layer or the pool, and the rest of the pytree."""
+    """Returns what holds keys, values and positions, slots by layer or the pool, and the rest of the pytree."""
     return jax.tree.flatten(entries, is_leaf=lambda x: isinstance(x, Slots | Segments))
 
 

@@ -109,6 +109,6 @@ def _table(header: tuple[str, ...], rows: list[tuple[str, ...]], right: int = 0)
 
 
 def _cell(text: str) -> str:
-    """In one line, with bars that separate no cells."""
+    """Returns a text in one line, with bars that separate no cells."""
     pieces = " ".join(text.split()).split("`")
     return "`".join(piece if i % 2 else piece.replace("|", "&#124;") for i, piece in enumerate(pieces))
