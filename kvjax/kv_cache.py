@@ -28,7 +28,7 @@ STATIC = {"static": True}
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """What a model remembers of a batch of texts: an immutable pytree. Extending it makes another one.
+    """The memory of a model for a batch of texts: an immutable pytree. Extending it makes another one.
 
     Attributes:
         entries: keys, values, positions and the policy's state. `Layers` of slots; `Segments` of one pool once a budget
@@ -97,12 +97,12 @@ class KVCache:
 
     @property
     def batch_size(self) -> int:
-        """B."""
+        """The number of rows, B."""
         return self.length.shape[0]
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of keys and values in computations."""
+        """The dtype of keys and values in computations."""
         return self.entries.stored[0].dtype
 
     @property
@@ -112,12 +112,12 @@ class KVCache:
 
     @property
     def grows(self) -> tuple[bool, ...]:
-        """Whether decoding adds to each layer for as long as it goes on."""
+        """Returns whether decoding adds to each layer for as long as it goes on."""
         return tuple(not evicts for evicts in self.policy.limits(len(self.entries)).evicts)
 
     @property
     def shardings(self) -> KVCache:
-        """Where each array lies, in the form of the cache; only for a cache on a mesh."""
+        """The place of each array, in the form of the cache; only for a cache on a mesh."""
         assert self.mesh is not None
         heads, rows = heads_sharding(self.mesh), rows_sharding(self.mesh)
         return replace(jax.tree.map(lambda _: rows, self), entries=jax.tree.map(lambda _: heads, self.entries))
@@ -157,7 +157,7 @@ class KVCache:
         return np.sort(positions[positions >= 0])
 
     def retained_mask(self) -> Bool[np.ndarray, "B L H N"]:
-        """Which tokens have an entry, by row, layer, kv head and position, on the host; N is the longest row's length.
+        """Marks tokens with an entry, by row, layer, kv head and position, on the host; N is the longest row's length.
 
         It marks the positions that `retained` lists.
         """
@@ -170,7 +170,7 @@ class KVCache:
         return found
 
     def in_words(self) -> str:
-        """What the longest row holds and what all rows reserve, as every command says it."""
+        """Says what the longest row holds and what all rows reserve, as every command does."""
         held, seen = self._held_of_seen()
         slots = math.ceil(fmean(self.entries.mean_slots))
         return (

@@ -94,8 +94,9 @@ def _echo(line: str) -> None:
 
 
 def note(text: str) -> None:
-    """Prints a line to stderr, dimmed on a terminal. The text has no markup, whatever names are in it."""
-    stderr().print(text, style="dim", markup=False, soft_wrap=True)
+    """Prints a line to stderr; a terminal gets it dim and wrapped. The text has no markup, whatever names are in it."""
+    console = stderr()
+    console.print(text, style="dim", markup=False, soft_wrap=not console.is_terminal)
 
 
 def print_json(document: Any) -> None:

@@ -50,7 +50,7 @@ class Reading:
 
     @property
     def refilled(self) -> bool:
-        """Whether rows are refilled as the answers end."""
+        """Returns whether rows are refilled as the answers end."""
         return self.asks[0].item.refilled
 
 
@@ -63,7 +63,7 @@ class ReadingBatch:
 
     @property
     def refilled(self) -> bool:
-        """Whether rows are refilled as the answers end."""
+        """Returns whether rows are refilled as the answers end."""
         return self.readings[0].refilled
 
 

@@ -86,7 +86,7 @@ def _check_reachable(address: str) -> None:
 
 @dataclass(frozen=True)
 class Places:
-    """Where actors run.
+    """The machines that actors run on.
 
     Attributes:
         count: the number of actors.

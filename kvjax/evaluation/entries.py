@@ -88,7 +88,7 @@ class PolicyLine:
 
     @property
     def has_budget(self) -> bool:
-        """Whether the text has a placeholder."""
+        """Returns whether the text has a placeholder."""
         return isinstance(self.policy, str) and any(mark in self.policy for mark in PLACEHOLDERS)
 
     def filled(self, budget: Budget | None) -> str:

@@ -94,7 +94,7 @@ def labels(header: Mapping[str, Any]) -> list[str]:
 
 
 def _problem(header: Any) -> str | None:
-    """What is wrong with the fields that reports read."""
+    """Says what is wrong with the fields that reports read."""
     grid, model = (header.get(name) if isinstance(header, dict) else None for name in ("grid", "model"))
     if not isinstance(grid, dict) or not isinstance(model, dict):
         return "expected an object with the objects grid and model"

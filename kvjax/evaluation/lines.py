@@ -19,7 +19,7 @@ KEY = ("policy", "budget", "question", *ASKED)
 
 
 class Check(NamedTuple):
-    """What a field must be, in words, and whether a value is that."""
+    """A condition on a field, in words and as a function."""
 
     expected: str
     fits: Callable[[Any], bool]
@@ -105,7 +105,7 @@ def _check(line: Line, checks: Mapping[str, Check]) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a finite integer or float."""
+    """Returns whether a value is a finite integer or float."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -82,7 +82,7 @@ class RunPlan:
         return lines
 
     def fixed_tasks(self) -> dict[str, dict[str, Any]]:
-        """What answers to each task depend on beside its name, of those that state it."""
+        """Returns what answers to each task depend on beside its name, of those that state it."""
         return {item.task.name: dict(item.task.fixed) for item in self.items if item.task.fixed}
 
     def batches(self, cell: Cell) -> list[ReadingBatch]:
@@ -98,7 +98,7 @@ class RunPlan:
         return batches(readings(self.items, cell.question, self._one_call(policy)), most, self.grid.mesh[0])
 
     def _one_call(self, policy: Policy) -> bool:
-        """Whether a policy needs each prompt in one part."""
+        """Returns whether a policy needs each prompt in one part."""
         return policy.score.needs.whole_prompt or self.config.rope.depends_on_length
 
     @cached_property

@@ -22,7 +22,7 @@ EARLIER = 8  # the factor by which fewer subjects stay then
 
 
 class _Kept:
-    """How many subjects may have programs, and those that have some."""
+    """The number of subjects that may have programs, and those that have some."""
 
     def __init__(self) -> None:
         self.most = KEPT

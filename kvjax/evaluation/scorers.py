@@ -1,4 +1,4 @@
-"""How the answers to questions of one's own are marked: by a metric's name, or by a Python function."""
+"""Marks the answers to questions of one's own: by a metric's name, or by a Python function."""
 
 from __future__ import annotations
 

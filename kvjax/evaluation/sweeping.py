@@ -46,7 +46,7 @@ class Task:
     asked: tuple[Asked, ...]
 
     def without(self, answered: Container[Key]) -> Task:
-        """What is left of the task: batches with the cells that lack answers; of refilled rows, the prompts that do."""
+        """Returns the rest: batches with the cells that lack answers; of refilled rows, the prompts that do."""
 
         def left(cell: Cell, *readings: Reading) -> bool:
             return any(key not in answered for key in keys_of(cell, readings))

@@ -1,4 +1,4 @@
-"""Which entry another one went into, where a policy merges.
+"""Finds the entry that another one went into, where a policy merges.
 
 The cache does not record it. But a merged value is a weighted sum of values, with weights that do not depend on them.
 The derivative of a retained value by a value before the merge is therefore the weight of that value in it, and one
@@ -31,7 +31,7 @@ SEVERAL = -2
 
 
 def merges(policy: Policy) -> bool:
-    """Whether entries go into other entries under a policy."""
+    """Returns whether entries go into other entries under a policy."""
     effects = policy.merge.effects
     return effects.at_prompt or effects.at_steps
 
@@ -93,12 +93,12 @@ def _plain(cache: KVCache) -> KVCache:
 
 
 def _parts(entries: Entries) -> tuple[list[Slots | Segments], Any]:
-    """What has the keys, values and positions: the slots of each layer, or the pool; and their place in the pytree."""
+    """Returns what holds keys, values and positions, slots by layer or the pool, and the rest of the pytree."""
     return jax.tree.flatten(entries, is_leaf=lambda x: isinstance(x, Slots | Segments))
 
 
 def _followed(change: Callable[[KVCache], KVCache], cache: KVCache) -> Any:
-    """Where each entry of a cache is after a change."""
+    """Returns where each entry of a cache is after a change."""
 
     parts, tree = _parts(cache.entries)
 

@@ -21,6 +21,7 @@ from kvjax.request.ends import EndTokens
 from kvjax.request.prompts import Prompt
 from kvjax.request.request import AnswerOptions, Request, Seed, read_request
 from kvjax.runtime.modes import own_modes
+from kvjax.runtime.progress import tell
 
 from .merging import NOWHERE, into_at_prompt, into_at_step, merges
 
@@ -29,7 +30,7 @@ Heads: TypeAlias = list[list[Int[np.ndarray, "_"]]]  # one array per layer and k
 
 @dataclass(frozen=True)
 class Recording:
-    """What each head retains of one sequence under a policy, step by step.
+    """The entries of one sequence that each head retains under a policy, step by step.
 
     Step 0 is the end of the prompt. In step s the s-th token of the answer enters the cache. The last token of an
     answer has no entry yet, so an answer of n tokens has n - 1 steps. L counts layers, H kv heads, and E the positions
@@ -114,6 +115,7 @@ def record(
     state = take(Decoding.begin(request.sampling, cache, size=0, log_probs=False), logits)
     answer = [_pending(state)]
     while len(answer) < max_new_tokens and fetch(state.active)[0]:
+        tell("recording", len(answer), max_new_tokens, "tokens")
         if follows and state.cache.policy.merge.effects.at_steps:
             whereabouts.append(_whereabouts(state.cache, into_at_step(params, state.cache)))
         state = _advance(state, params)

@@ -40,7 +40,7 @@ def parts_of_methods() -> str:
 
 
 def address(name: str) -> str:
-    """Where mkdocstrings finds a name, which is also the anchor of its heading."""
+    """Returns where mkdocstrings finds a name, which is also the anchor of its heading."""
     value = unwrap(_value(name))
     defined = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
     owner = _value(name.rpartition(".")[0])
@@ -70,7 +70,7 @@ def _names(name: str) -> list[str]:
 
 
 def _value(name: str) -> Any:
-    """What a dotted name stands for: an attribute before a module of the same name."""
+    """Returns what a dotted name stands for: an attribute before a module of the same name."""
     owner = name.rpartition(".")[0]
     return getattr(_value(owner), _last(name)) if owner and hasattr(_value(owner), _last(name)) else import_module(name)
 

@@ -11,12 +11,12 @@ from griffe import Docstring, DocstringSection, parse_google
 
 
 def text(documented: Any) -> str:
-    """What a docstring says outside of its sections."""
+    """Returns what a docstring says outside of its sections."""
     return "\n\n".join(section.value for section in _sections(documented) if section.kind.value == "text")
 
 
 def arguments(documented: Any) -> dict[str, str]:
-    """What docstrings say of each argument of a function, or each attribute of a class and its bases."""
+    """Returns what docstrings say of each argument of a function, or each attribute of a class and its bases."""
     owners = reversed(documented.__mro__) if inspect.isclass(documented) else [documented]
     sections = chain.from_iterable(_sections(owner) for owner in owners if owner.__doc__)
     listed = (section.value for section in sections if section.kind.value in ("parameters", "attributes"))

@@ -1,4 +1,4 @@
-"""What mkdocs calls while it builds the site."""
+"""The functions that mkdocs calls while it builds the site."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was measured of a preset: rows of the tables of results, and of docs/methods/measured.csv."""
+"""Finds what was measured of a preset: rows of the tables of results, and of docs/methods/measured.csv."""
 
 from __future__ import annotations
 
@@ -65,6 +65,6 @@ class Cost:
 
 @cache
 def costs() -> list[Cost]:
-    """What each preset costs."""
+    """Returns what each preset costs."""
     with (DOCS / "methods" / "measured.csv").open(newline="") as file:
         return [Cost(**row) for row in csv.DictReader(file)]

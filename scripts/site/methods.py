@@ -108,6 +108,6 @@ def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]], right: int 
 
 
 def _cell(text: str) -> str:
-    """In one line, with bars that separate no cells."""
+    """Returns a text in one line, with bars that separate no cells."""
     pieces = " ".join(text.split()).split("`")
     return "`".join(piece if i % 2 else piece.replace("|", "&#124;") for i, piece in enumerate(pieces))

@@ -1,4 +1,4 @@
-"""What the code says of a preset: its docstrings, its options, and the facts that its policy declares."""
+"""Reads what the code says of a preset: its docstrings, its options, and the facts that its policy declares."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Preset:
 
     @cached_property
     def policy(self) -> Policy:
-        """With its defaults."""
+        """The policy with its defaults."""
         return self.build()
 
     @cached_property
@@ -81,7 +81,7 @@ class Preset:
 
     @property
     def background(self) -> str:
-        """What the method's file says before its differences."""
+        """Returns what the method's file says before its differences."""
         return self._body[0].strip()
 
     @property
@@ -97,7 +97,7 @@ class Preset:
 
     @property
     def description(self) -> str:
-        """What it computes."""
+        """Says what it computes."""
         return docstrings.text(self.build)
 
     @property
@@ -134,7 +134,7 @@ class Preset:
 
     @property
     def evicts(self) -> str:
-        """When entries leave."""
+        """Says when entries leave."""
         if self.base:
             return f"as its `{self.base}`"
         if not self.policy.limited(0):
@@ -147,7 +147,7 @@ class Preset:
 
     @property
     def budget(self) -> str:
-        """What the class of its budget says."""
+        """Returns what the class of its budget says."""
         if self.base and type(self.policy.budget) is type(self.options[self.base].budget):
             return f"That of its `{self.base}`."
         return docstrings.first_sentence(docstrings.text(type(self.policy.budget)))

@@ -37,7 +37,7 @@ class Compared:
     tokens_per_second: float | None
 
     def sentence(self, reference: str) -> str:
-        """What follows from the difference; empty for the reference itself."""
+        """Says what follows from the difference; empty for the reference itself."""
         if self.difference is None:
             return ""
         mean, low, high, p = self.difference

@@ -153,7 +153,7 @@ class Task(ABC):
 
     @property
     def fixed(self) -> Mapping[str, Any]:
-        """What the answers depend on beside the name, such as a file's checksum. A run continues with the same only."""
+        """Returns what answers depend on beside the name, such as a checksum. A run continues with the same only."""
         return {}
 
     @abstractmethod
