@@ -6,13 +6,13 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from scripts.site import api, methods
+from scripts.site import api, home, methods
 from scripts.site.navigation import expanded
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages that are generated, and completes the navigation."""
-    pages = {**methods.pages(), "api/method_parts.md": api.parts_of_methods()}
+    pages = {"index.md": home.page(), **methods.pages(), "api/method_parts.md": api.parts_of_methods()}
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
     config.nav = expanded(config.nav or [], [file.src_uri for file in files.documentation_pages()])

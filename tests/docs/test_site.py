@@ -27,7 +27,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("checkout")
     for folder in COPIED:
         shutil.copytree(ROOT / folder, copy / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "mkdocs.yml", copy)
+    for file in ("mkdocs.yml", "README.md"):
+        shutil.copy(ROOT / file, copy)
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(copy), "JAX_PLATFORMS": "cpu"}
     build = [sys.executable, "-m", "mkdocs", "build", "--strict"]
     result = subprocess.run(build, cwd=copy, env=environment, capture_output=True, text=True)
@@ -40,6 +41,7 @@ def test_every_page_of_the_folder_is_built(site: Path) -> None:
     pages = {path.relative_to(ROOT / "docs").with_suffix("") for path in (ROOT / "docs").rglob("*.md")}
     built = {path.parent.relative_to(site) for path in site.rglob("index.html")}
     assert {page.parent if page.name == "index" else page for page in pages} <= built
+    assert "Ten lines" in (site / "index.html").read_text()
     assert {Path("methods", name) for name in policies.PRESETS.own} <= built
 
 
