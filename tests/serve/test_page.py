@@ -24,9 +24,11 @@ def test_first_requests_of_the_page() -> None:
     (body,) = re.findall(r"-d '(\{.*?\})'", text)
     params, tokenizer = kvjax.load("demo")
     sizes = {"rows": rows, "max_prompt": prompt, "max_new_tokens": answer}
-    with kvjax.Engine(params, policy, **sizes, tokenizer=tokenizer) as engine:
-        with contextmanager(served)(engine, Settings("demo", policy)) as serving:
-            status, document = send(serving, "/v1/completions", json.loads(body) | {"temperature": 0})
-            assert (status, document["choices"][0]["text"]) == (200, "anna is lamp")
-            assert '"text":"anna is lamp"' in text
-            exec(code.replace(":8000", f":{serving.port}"), {})
+    with (
+        kvjax.Engine(params, policy, **sizes, tokenizer=tokenizer) as engine,
+        contextmanager(served)(engine, Settings("demo", policy)) as serving,
+    ):
+        status, document = send(serving, "/v1/completions", json.loads(body) | {"temperature": 0})
+        assert (status, document["choices"][0]["text"]) == (200, "anna is lamp")
+        assert '"text":"anna is lamp"' in text
+        exec(code.replace(":8000", f":{serving.port}"), {})
