@@ -30,7 +30,7 @@ def over_heads(mesh: Mesh | None, make: Callable[..., Attend], *, hidden: bool, 
 
     Args:
         make: takes the rows, and as `heads=` the heads that a device holds.
-        hidden: whether it looks at hidden states and gates. Each device is shown those of its rows, and all gates.
+        hidden: whether it reads hidden states and gates. Each device gets those of its rows, and all gates.
         rows: arrays with axes [B, ...], or None.
     """
     if mesh is None:

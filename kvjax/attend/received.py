@@ -65,7 +65,7 @@ def received(
     positions: Int[Array, "B N"],
     attended: Callable[..., Attended],
 ) -> Float[Array, "B H *G M"] | None:
-    """Returns the attention that entries received from the queries of a call, as the score asks for it.
+    """Returns the attention that entries received from the queries of a call, reduced as the score requests.
 
     Args:
         found: what `attention` computed. Anything else is computed from `q` and `lse`.

@@ -37,9 +37,9 @@ class StepQuery(NamedTuple):
         q: the queries.
         positions: of the queries, -1 in rows without one.
         logits: of the layer, as `AttentionLayer.logits` has them.
-        reduction: how to reduce what entries received; None if nobody looks at it.
+        reduction: the reduction of the attention on entries; None if no score requests it.
         asked: extra query rows to score in the same pass over the keys.
-        seen: the layer as the query meets it, where that differs from what is stored (rotation by place).
+        seen: the layer as the query sees it, if that differs from what is stored (rotation by place).
     """
 
     q: Float[Array, "B Hq 1 D"]
@@ -56,10 +56,10 @@ class StepAttention(NamedTuple):
     Attributes:
         context: the weighted mean of the values.
         lse: the log-sum-exp of each query's scaled logits, without sinks.
-        received: gives the attention that entries received from the query, reduced as asked for, [B, H, M]. Its
-            arguments are those that `Entries.observe` passes to `show`. None if no reduction was asked for.
-        asked: gives the attention that entries received from the extra query rows, [B, H, M], from the same arguments;
-            None if there were none, or a kernel would read the keys again for them.
+        received: computes the attention that entries received from the query, reduced, [B, H, M]. Its
+            arguments are those that `Entries.observe` passes to `show`. None if no reduction was requested.
+        asked: computes the attention that entries received from the extra query rows, [B, H, M], from the same
+            arguments; None if there were none, or a kernel would read the keys again for them.
     """
 
     context: Float[Array, "B Hq 1 D"]
@@ -179,7 +179,8 @@ class Entries(ABC):
         """Stores the state (per_slot, per_row) that `show` returns for layer i, or for each piece of it.
 
         Args:
-            show: is given entries, with keys and values as arrays, and what takes their part of other arrays.
+            show: receives entries, with keys and values as arrays, and a function that takes their part of other
+                arrays.
             room: by which room was made in this step.
         """
 
@@ -238,7 +239,7 @@ class Entries(ABC):
         """Returns the same with copies of the arrays that a program may hand through and a later one donates."""
 
     def within(self, slots: int) -> Self:
-        """Returns the same with a static bound of what any head holds, given by the caller; where it is needed."""
+        """Returns the same with the caller's static bound on the entries of any head, if the layout needs one."""
         return self
 
     @abstractmethod

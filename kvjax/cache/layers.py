@@ -154,7 +154,7 @@ class Layers(Entries):
 
 
 def _all_of(x: Array | None) -> Callable[[Slots, Take], Array] | None:
-    """Wraps `x` for a layout that shows a layer's entries at once."""
+    """Wraps `x` for a layout that passes a layer's entries all at once."""
     return None if x is None else lambda _, take: take(x)
 
 

@@ -1,8 +1,8 @@
 """Entries laid out in segments of one pool: each head of each layer has as many rows as its own budget needs.
 
 Shapes depend on the total alone, so prompts that share a budget differently run the same programs. A decode step reads
-what segments hold and no more. Policies that judge each entry by itself are shown one piece of every segment at a time;
-all others are shown segments laid out as long as the longest one.
+what segments hold and no more. Policies that judge each entry by itself get one piece of every segment at a time;
+all others get segments laid out as long as the longest one.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Segments(Entries):
         merging: the merge's state with axes [B, H, ...], for each layer.
         bias: float32, added to the logits of each row; None unless the policy's merge weighs entries.
         growing: the number of segments per lane that grow while decoding.
-        longest: an upper bound of the segments that decoding evicts from, for policies that must be shown all of a
+        longest: an upper bound of the segments that decoding evicts from, for policies that must receive all of a
             segment; None where it is not known.
     """
 

@@ -15,7 +15,7 @@ from kvjax.pallas_kernels import Reduction, Stored, plain, set_slot, traced_once
 
 
 class Settled(Protocol):
-    """Entries beside those in slots, in a form that a storage gave them: a pytree whose leaves have axes [B, H, ...].
+    """Entries beside those in slots, in the form of a storage: a pytree whose leaves have axes [B, H, ...].
 
     Nothing is written to them any more, and none of them leaves.
     """

@@ -68,7 +68,10 @@ def compare(
     from kvjax.evaluation.model import plan_run
     from kvjax.evaluation.report.compared import answers_to, compared
     from kvjax.evaluation.report.results import read_results
+    from kvjax.files.writing import check_folder
 
+    if out is not None:
+        check_folder(out, overwrite=True)
     if picture is not None:
         _check_picture(picture, overwrite)
     files = [name for name in tasks if name.endswith(LINES)]

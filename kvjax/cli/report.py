@@ -36,7 +36,7 @@ def report(
     """Make tables (Markdown, CSV, LaTeX) and plots of results: scores, curves, areas and costs, with intervals."""
     from kvjax.evaluation.report import page, rows
     from kvjax.evaluation.report.results import read_results
-    from kvjax.evaluation.report.tables import tidy
+    from kvjax.evaluation.report.tables import means
     from kvjax.files.writing import check_file, check_folder
 
     files = [(csv, rows.write_csv), (parquet, rows.write_parquet)]
@@ -56,13 +56,13 @@ def report(
         if path is not None:
             note(f"{write(path, several):,} answers are in {path}")
     if as_json:
-        models = [{"model": one.model, "results": tidy(one).records()} for one in several]
+        models = [{"model": one.model, "results": means(one).records()} for one in several]
         print_json({"report": None if folder is None else str(folder), "models": models})
     elif sys.stdout.isatty() and text:
         Console().print(Markdown(text))
     else:
         sys.stdout.write(text)
-    if folder is not None:
+    if folder is not None and not as_json:
         note(f"the report is in {folder}")
     if errors := sum(results.errors for results in several):
         show_warning(f"{errors:,} answers are missing because of errors, which the results file lists")

@@ -42,7 +42,7 @@ class AdaptiveShares(AllocatedBudget):
         "kvpress":  its part of the H n best of all, once each head's floor(alpha n) best are raised above all others,
                     at least one unless alpha is 0
 
-    n is what `budget` gives each layer. If that budget is allocated itself, such as DynamicKV's, it is allocated first,
+    n is the `budget` of each layer. If that budget is allocated itself, such as DynamicKV's, it is allocated first,
     by scores that are not normalised. On a mesh the heads' competition communicates nothing, because a group of heads
     lies on one device.
 
@@ -51,7 +51,7 @@ class AdaptiveShares(AllocatedBudget):
             which all heads of a layer retain the same number.
         alpha: the part of the budget for which heads do not compete.
         normalise: whether a head's scores are first multiplied by the part of their sum that its b best make up, so
-            that a head whose attention is spread over many tokens asks for less. The scores must be amounts >= 0.
+            that a head whose attention is spread over many tokens wins less. The scores must be amounts >= 0.
         formula: see above. "kvpress" compares scores as they are, with `normalise=False`.
         groups: the number of groups of consecutive kv heads that compete, each for its own total. The number of devices
             that kv heads are divided over must divide it. 1: all heads of a layer compete.
@@ -127,7 +127,7 @@ class AdaptiveShares(AllocatedBudget):
 
 
 def _check_heads_alike(budget: Budget) -> None:
-    """Raises ValueError unless a budget gives the heads of each layer the same number, for which they can compete."""
+    """Raises ValueError unless the heads of each layer have the same budget, for which they can compete."""
     check_kind("budget", budget, Budget)
     layout = budget.layout
     if layout is None:
@@ -185,8 +185,8 @@ def adakv(
 
         unprotected entries of head h = alpha * b + (1 - alpha) * c_h
 
-    (Algorithm 1 and its safeguard). Decoding is the base's own: the answer is added, or each head evicts within its
-    number.
+    This is Algorithm 1 with its safeguard. Decoding is the base's own: the answer is added, or each head evicts within
+    its number.
 
     Variants, as text:
 

@@ -174,7 +174,7 @@ def attention_matching(
     `attention_matching:base=snapkv,merge.bias=False` fits values alone.
 
     Args:
-        base: the policy that gives scores, budget and protected tokens. It must merge nothing itself.
+        base: the policy that defines scores, budget and protected tokens. It must merge nothing itself.
         queries: the number of positions of the prompt whose queries are fitted, of every query head.
         seed: of the sample.
         merge: the fit, whose options are those of `kvjax.parts.FittedEntries`.

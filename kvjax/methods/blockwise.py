@@ -94,7 +94,7 @@ def blockwise(base: Policy = KEYDIFF, block: int = 128) -> Policy:
     The base scores the retained set and the block as if there were no other entries.
 
     Args:
-        base: the policy that gives scores, budget and protected tokens. A base that evicts while decoding (`every`)
+        base: the policy that defines scores, budget and protected tokens. A base that evicts while decoding (`every`)
             evicts by its own score.
         block: the number of tokens in a block.
 

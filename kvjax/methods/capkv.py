@@ -5,7 +5,7 @@ Differences from the paper, which are those of kvpress:
 - Keys and the mean query are scaled to length 1, and the largest weight of a head is 1. The paper's products are not
   scaled.
 - Queries are turned to the next positions (`future`).
-- Values stand for output directions.
+- Values replace output directions.
 
 Differences from kvpress:
 

@@ -39,7 +39,7 @@ SNAPKV = snapkv()
 
 @dataclass(frozen=True)
 class Chunks(SelectWrapper):
-    """Retains the tokens of a chunk together, in all heads: each token is given the mean score of its chunk.
+    """Retains the tokens of a chunk together, in all heads: each token gets the mean score of its chunk.
 
     A chunk is `length` consecutive positions of a row. Its score is the mean over the unprotected entries that the kv
     heads of the layer hold of it. Ties go to the earlier position, so the last chunk that the budget has room for is

@@ -37,7 +37,7 @@ class Heard(NamedTuple):
 
 @dataclass(frozen=True)
 class Votes(Score):
-    """The number of the last `window` queries that gave a token the mean weight of all that they saw, or more.
+    """The number of the last `window` queries whose weight on a token was at least the mean over all that they saw.
 
     Of tokens with equally many votes, that with the larger weight from the last query scores higher. The weight adds
     half of its fourth root, which keeps small weights apart in float32. Queries older than a token, or that attended

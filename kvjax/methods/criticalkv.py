@@ -120,7 +120,7 @@ def criticalkv(base: Policy = SNAPKV, first: float = 0.5, epsilon: float = 1e-4)
     cached values.
 
     Args:
-        base: the policy that gives scores, budget and protected tokens.
+        base: the policy that defines scores, budget and protected tokens.
         first: the share of a head's entries, in [0, 1), for which the base's scores decide alone (the paper's alpha).
         epsilon: added to the base's scores, >= 0, so that a token without attention is judged by its value.
 

@@ -79,7 +79,7 @@ def defensivekv(
     first: float = 0.5,
     groups: int = 1,
 ) -> Policy:
-    """Compresses the prompt by the largest weight that any query of the last `window` gave to an entry.
+    """Compresses the prompt by the largest weight of any of the last `window` queries on an entry.
 
     With r[h, c] = pool over c (max over the query group of h and window queries q of softmax(q . k)_c), the worst case,
 

@@ -114,8 +114,8 @@ def duo_attention(
         streaming heads: the round(sparsity * n) smallest gates of the n heads of all layers
         a streaming head retains its first `sinks` and its newest `recent` tokens
 
-    The model decides which kv head is which, not the prompt: a gate for each kv head was trained to say how much the
-    model's answers need its complete attention (section 2.2).
+    The model decides which kv head is which, not the prompt: a gate for each kv head was trained to measure how much
+    the model's answers need its complete attention (section 2.2).
 
     Args:
         gates: a folder that `kvjax train-gates --method duo_attention` wrote, a file (.json or .npz with rows under

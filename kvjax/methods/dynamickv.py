@@ -6,7 +6,7 @@ Differences from the paper and its code:
   released code stores entries per query head.
 - Shares are exact proportions, and the largest remainders are rounded up, so that they add up. `code_rounding=True` is
   as released: it rounds down twice, and the last layer gets what is left over.
-- A layer retains the least that any update gave it, down to its window. All updates are made after the last layer,
+- A layer retains the least of its shares in all updates, down to its window. All updates are made after the last layer,
   which has the same result as the paper's progressive updates.
 - The paper's normalisations of the counts cancel in Z, and are left out.
 - The paper does not name a pooling. The released code pools by "avg" for Llama and InternLM and by "max" for Mistral
@@ -136,7 +136,7 @@ def dynamickv(
         Z_i = b * L * cnt_i / sum(cnt)
         entries of layer i = min(r_max * b, Z_i of every update) + window, in every head
 
-    (Algorithm 1). The answer is added to the retained entries.
+    This is Algorithm 1. The answer is added to the retained entries.
 
     Args:
         budget: entries of the mean layer per kv head, window included (the paper's wt). A float is a share of each

@@ -55,7 +55,7 @@ class QueryStatistics(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpectedAttention(Score):
-    """The attention that a Gaussian query at one of the next positions would give, times the norm of the value.
+    """The expected attention of a Gaussian query at one of the next positions, times the norm of the value.
 
     The state is the mean and the covariance of queries before rotation, one matrix per query head. On a mesh where
     devices hold the same kv head these are gathered once per call.

@@ -2,8 +2,8 @@
 
 Differences from the paper:
 
-- A score knows positions, not tokens. The first `sinks` tokens stand for the special tokens, and punctuation is no
-  class of its own. The paper's sets also have the punctuation.
+- A score knows positions, not tokens. The first `sinks` tokens take the place of the special tokens, and punctuation is
+  no class of its own. The paper's sets also have the punctuation.
 - What a set recovers is the share of the attention of all queries that it received. Section 4.1 reads equation 1 so.
 - `budget` bounds the total, because the memory of a compiled program is fixed before the prompt is read. With
   budget=1.0 the recovery alone decides, and the cache has room for heads that retain everything. With less, the
@@ -157,14 +157,15 @@ def fastgen(
         recovered[set] = (attention of all queries on the set) / (attention of all queries)
         head h retains the first set with recovered[set] >= recovery
 
-    (sections 3.3 and 4.1). Heads are compressed also if the prompt is within the budget. The answer is added to the
-    retained entries.
+    Sections 3.3 and 4.1 of the paper describe this. Heads are compressed also if the prompt is within the budget. The
+    answer is added to the retained entries.
 
     Args:
         budget: the most entries that the mean kv head retains; the recovery is lowered until it is met. An integer
             >= 1, or a float in (0, 1] for that share of each row's prompt; 1.0 leaves it to the recovery.
         recovery: the paper's T, the share of attention that a set must recover, from 0 to 1.
-        sinks: the number of first tokens, which are always retained and stand for the special tokens, at least 1.
+        sinks: the number of first tokens, which are always retained and take the place of the special tokens, at least
+            1.
         frequent: the paper's r_f, the share of the prompt that counts as frequent, from 0 to 1.
         local: the paper's r_l, the share of the prompt that counts as local, from 0 to 1.
         groups: the number of groups of consecutive kv heads that share a total. On a mesh that divides kv heads over D

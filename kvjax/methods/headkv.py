@@ -5,7 +5,7 @@ Differences from the paper and its code:
 - Entries are stored per kv head, and the importance of a kv head is the mean over its query heads (`group=`). The
   released code stores entries per query head.
 - Shares are rounded by largest remainders, so that they add up. The released code rounds each.
-- Entries that a head is given beyond the prompt's length are not used.
+- A share beyond the prompt's length is not used.
 - Importance is measured on the model beforehand, by the paper's retrieval or retrieval-reasoning test. The tests are no
   part of kvjax; the authors' files are read. Without a file, the demo model's DuoAttention gates serve as its
   importance.

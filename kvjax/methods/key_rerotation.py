@@ -4,7 +4,7 @@ Differences from kvpress:
 
 - Keys are cached before RoPE and rotated in each call, so that no rounding adds up. kvpress rotates the retained keys
   once.
-- A score that keeps queries sees keys as these queries met them.
+- A score that keeps queries sees keys at the positions where these queries saw them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def key_rerotation(base: Policy = SNAPKV) -> Policy:
     step rotates all keys again.
 
     Args:
-        base: the policy that gives everything else.
+        base: the policy that defines everything else.
 
     Raises:
         ValueError: for a value that is not accepted, and for a base that keeps queries and evicts while decoding, whose

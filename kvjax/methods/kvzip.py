@@ -40,7 +40,7 @@ class Reconstruction(Repetition):
     so far. On a mesh where devices share a kv head its queries are gathered, once per chunk, and the norms of projected
     values with them.
 
-    KVzip+ scales the weight a[g, t, c] that query head g of the replayed token t gives to entry c before the maximum:
+    KVzip+ scales the weight a[g, t, c] of entry c for query head g of the replayed token t before the maximum:
 
         score[h, c] = max over g and t of a[g, t, c] |W_O[g] v_c| / |x_t|
 
@@ -90,7 +90,7 @@ def kvzip(
     recent: int = 0,
     score: Reconstruction = SCORE,
 ) -> Policy:
-    """Compresses the prompt by the attention with which the model repeats the prompt, whatever is asked later.
+    """Compresses the prompt by the attention with which the model repeats the prompt, independently of later questions.
 
     After the prompt, each chunk of it runs once more behind "Repeat the previous context exactly.", over the complete
     cache, and leaves no entries.
@@ -132,7 +132,7 @@ def kvzip(
 def by_repetition(
     score: Repetition, budget: int | float, protect: Protect, level: str, strict: bool, groups: int
 ) -> Policy:
-    """Returns the policy of `kvzip` with any score by repetition, which is given the policy's sinks."""
+    """Returns the policy of `kvzip` with any score by repetition, which gets the policy's sinks."""
     check_choice("level", level, "global", "layer", "head")
     if strict and level != "global":
         raise ValueError(f"strict=True with level={level!r}: expected level='global'")

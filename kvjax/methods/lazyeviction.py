@@ -40,7 +40,7 @@ class Recurrence(NamedTuple):
 class RecurrenceInterval(Score):
     """Scores how likely attention returns to a token, by the time since it was active and its longest interval.
 
-    With t the position of the last query, L that of the last query which gave the token `alpha` or more, and M the
+    With t the position of the last query, L that of the last query whose weight on it was `alpha` or more, and M the
     longest interval between two such queries (the first interval begins one position before the token),
 
         score = 2 / (1 + exp(1 + (t - L) / M)) + 2 / (1 + exp(M - 1))

@@ -37,8 +37,8 @@ STEPS = 99  # a curve has the ratios 1 % to 99 %
 class HeadShares(AllocatedBudget):
     """Each head has entries in proportion to its share, protected ones included.
 
-    A head that is given less than its protected entries has these, and the others of its group have less, in proportion
-    to what they have beyond theirs. What a head is given beyond the prompt is not used. A prompt within the budget is
+    A head whose share is less than its protected entries has these, and the others of its group have less, in
+    proportion to what they have beyond theirs. A share beyond the prompt is not used. A prompt within the budget is
     retained in full. On a mesh nothing is communicated.
 
     Attributes:

@@ -73,7 +73,7 @@ class FoldedWindow(Score):
         block: the number of queries per block; 1 stores every weight and scores no query again.
         reduction: over the group, then over the window's queries.
         ahead: whether each step scores, in the pass over keys in which it attends, what the next step would score
-            again. It adds one number per slot and pays where each step evicts. Scores are the same.
+            again. It adds one number per slot and saves time if each step evicts. Scores are the same.
     """
 
     window: int

@@ -31,7 +31,7 @@ class PerLayer(Budget):
     """Layer l has shares[l] times the entries of another budget, rounded down.
 
     Attributes:
-        budget: what a share of 1 gives, the same for all layers.
+        budget: the entries of a share of 1, the same for all layers.
         shares: of each layer, above 0. A layer never gets more than the prompt if `budget` is a share of the prompt.
 
     Raises:

@@ -29,7 +29,7 @@ CLOSE = 1e-6
 
 @dataclass(frozen=True)
 class Neglect(Score):
-    """The negative number of the last `window` queries that gave a token less than the mean of all that they saw.
+    """The negative number of the last `window` queries whose weight on a token was below the mean of all that they saw.
 
     A slot holds one bit for each query of the window, that of position p at bit p mod `window`. The bit says whether
     the weight that the slot received from this query, averaged over the query group, was below 1 / (the number of
@@ -67,7 +67,7 @@ class Neglect(Score):
 
 @preset
 def scissorhands(budget: int = 1024, window: int = 400, recent: int = 10, drop: float = 0.5) -> Policy:
-    """Evicts half of a full cache at once: the tokens that most of the recent queries gave less than the mean.
+    """Evicts half of a full cache at once: the tokens on which most recent queries had weights below the mean.
 
         score[h, c] = -(number of the last `window` queries r with softmax(q_r . k)_c < 1 / n_r)
 

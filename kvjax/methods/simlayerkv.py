@@ -5,7 +5,7 @@ Differences from the paper and kvpress's SimLayerKVPress:
 - Memory is fixed before the prompt is read, so `budget` bounds the total. With budget=1.0 the threshold alone decides,
   and the cache has room for all layers. With less, the laziest layers are lazy until the total fits.
 - Layers are judged once all have read the prompt.
-- kvpress leaves out the attention that the last tokens give themselves, and retains one recent token fewer.
+- kvpress leaves out the attention of the last tokens on themselves, and retains one recent token fewer.
 """
 
 from __future__ import annotations

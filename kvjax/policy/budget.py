@@ -27,7 +27,7 @@ class Layout:
         dense: the numbers of first and of last layers whose heads retain everything, prompt and answer.
         growing: the number of segments per lane that grow although the policy evicts while decoding; None: those of the
             dense layers.
-        compares_protected: whether `allocate` is shown the scores of protected entries instead of +inf.
+        compares_protected: whether `allocate` receives the scores of protected entries instead of +inf.
     """
 
     groups: int | None = None
@@ -62,7 +62,7 @@ class Budget(Part):
 
     @property
     def smallest(self) -> int | None:
-        """The smallest capacity that any layer is given; None if it depends on the prompt."""
+        """The smallest capacity of any layer; None if it depends on the prompt."""
         return None
 
     @property
@@ -86,7 +86,7 @@ class Budget(Part):
 class AllocatedBudget(Budget):
     """A budget that is allocated to layers and heads by their scores, to each prompt in its own way.
 
-    The total of a row is what another budget, that of the mean kv head, gives to all layers and heads together. All
+    The total of a row is the sum of another budget, that of the mean kv head, over all layers and heads. All
     layers of a prompt are read before anything is dropped. The cache is then a pool of segments, `Segments`.
 
     Attributes:
@@ -147,7 +147,7 @@ def most_entries(budget: Budget, layer: int, prompt_size: int, layers: int) -> i
 
 
 def check_alike(budget: Budget) -> None:
-    """Raises ValueError unless a budget gives all layers the same."""
+    """Raises ValueError unless a budget is the same for all layers."""
     check_kind("budget", budget, Budget)
     if not budget.plain or budget.layout is not None:
         raise ValueError(f"a budget of {budget}: expected one that is the same for all layers, such as Fixed")

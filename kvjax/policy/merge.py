@@ -24,7 +24,7 @@ class Effects:
 
     Attributes:
         at_prompt: whether `compress` puts entries that are not retained into others.
-        at_steps: whether `absorb` does so while decoding, for which it is shown all entries of a head.
+        at_steps: whether `absorb` does so while decoding, for which it receives all entries of a head.
         keys: whether the retained entries get other keys, with which stored queries score no longer as they attended.
         bias: whether entries get a bias that is added to their logits, `Slots.bias`.
     """
@@ -65,7 +65,7 @@ class Merge(Part):
         """Merges while decoding: the changed entries, and those that leave.
 
         Args:
-            scores: as the policy's score gives them, finite for protected entries too.
+            scores: as the policy's score computes them, finite for protected entries too.
             lost: the entries that the policy's selection evicts, `count` of a head or none.
         """
         return entries, lost

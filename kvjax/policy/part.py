@@ -47,7 +47,7 @@ def check_integer(name: str, value: Any, least: int) -> None:
 
 
 def check_number(name: str, value: Any, accepted: str, fits: Callable[[float], bool]) -> None:
-    """Raises ValueError unless `value` is a finite number for which `fits` holds. `accepted` says it in words."""
+    """Raises ValueError unless `value` is a finite number for which `fits` holds, as `accepted` states in words."""
     number = isinstance(value, int | float) and not isinstance(value, bool) and is_finite(value)
     if not number or not fits(value):
         raise ValueError(f"{name}={shown(value)}: expected {accepted}")

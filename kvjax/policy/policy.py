@@ -216,7 +216,7 @@ class Policy:
         """Retains the budget of each head, at most `size` entries, in order of position if the entries are.
 
         Args:
-            met: the keys as queries met them, where a score that keeps these queries must not see the cached ones.
+            met: the keys as queries saw them, where a score that keeps these queries must not see the cached ones.
         """
         counts = jnp.minimum(entries.capacity, size)
         scored = entries if met is None else replace(entries, keys=met)

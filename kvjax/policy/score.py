@@ -41,9 +41,9 @@ class Received(NamedTuple):
     Attributes:
         reduction: over the queries of a call and over the query group.
         last: the number of queries that count, from the last; None for all.
-        calls: the calls in which it is shown: decode steps, where a call has one query per row, prompts, the replays of
-            a `Pass`, or all of these.
-        slots: the largest number of slots of a prompt for which it is shown, in calls other than steps; None for any.
+        calls: the calls in which the score receives it: decode steps, where a call has one query per row, prompts, the
+            replays of a `Pass`, or all of these.
+        slots: the largest number of slots of a prompt for which it is computed, except in steps; None for any.
         weigh: the weight of each query, finite and >= 0, by which its attention is multiplied before the reduction;
             None for 1. It is a function of what a score observes, without `received` and with rotated queries. On a
             mesh it sees the query heads of one device, and all devices must get the same weights.
@@ -56,27 +56,28 @@ class Received(NamedTuple):
     weigh: Callable[[Attended], Float[Array, "B W"]] | None = None
 
     def shown(self, call: Literal["steps", "prompts", "replays"], slots: int = 0) -> bool:
-        """Returns whether it is shown in a call of this kind, whose tokens follow this number of slots."""
+        """Returns whether a score receives it in a call of this kind, whose tokens follow this number of slots."""
         return self.calls in ("all", call) and (self.slots is None or slots <= self.slots)
 
 
 @dataclass(frozen=True)
 class Needs:
-    """The facts of a score. Core code and other parts look at nothing else.
+    """The facts of a score. Core code and other parts read nothing else.
 
     Attributes:
-        received: the attention it is shown, None for none.
-        also_received: the attention that `Attended.show` hands over beside it, if the score observes for several ones.
-        queries: which queries it is shown: "none", as they met the keys ("rotated"), or before RoPE ("unrotated").
+        received: the attention that the score receives, None for none.
+        also_received: further attention that `Attended.show` returns, if the score observes for several scores.
+        queries: the queries that the score receives: "none", as they saw the keys ("rotated"), or "unrotated", before
+            RoPE.
         keeps_queries: whether its state holds rotated queries, which score exactly only while keys do not change.
         whole_prompt: whether it replays the prompt's own tokens, so that the prompt must be read in one call.
         texts: texts, or token ids, that its passes are made of.
         slotwise: whether, in a step, the score and the state of an entry follow from that entry and the queries alone.
         by_count: whether scores depend on how many entries a head retains (`Moment.counts`).
-        hidden: whether it is shown the hidden state of each token when the token enters. No cache holds hidden states,
+        hidden: whether it receives the hidden state of each token when the token enters. No cache holds hidden states,
             so that an entry whose state was forgotten cannot be scored again.
-        gates: the name of the networks that it asks of the parameters (`kvjax.with_gates`), '' for none.
-        statistics: the names of what it asks of `AttentionLayer.statistics` (`kvjax.with_statistics`).
+        gates: the name of the networks that it reads beside the parameters (`kvjax.with_gates`), '' for none.
+        statistics: the names of the `AttentionLayer.statistics` that it reads (`kvjax.with_statistics`).
         marks: facts that parts tell each other by names that they agree on. Core code reads none of them, and a pair of
             parts may add its own. Those in use are
 
@@ -122,7 +123,7 @@ class Pass:
     Attributes:
         tokens: right-aligned.
         lengths: tokens of each row; a row of length 0 takes no part.
-        first: the first position of the part of the prompt that these tokens ask for.
+        first: the first position of the part of the prompt that these tokens score.
         last: the position after that part.
         run: returns the entries once the score has observed them, for a pass that does more than to run forwards.
     """
@@ -166,17 +167,17 @@ class Attended:
         positions: of the queries, ascending, -1 for padding, which is on the left.
         lse: the log-sum-exp of each query's scaled logits, and of the head's sink if the layer has sinks. -inf for a
             query that saw no entry.
-        received: the attention that entries received, reduced as `Needs.received` asks, with an axis of query heads if
-            its group is "none"; None if it does not ask, or not in this call.
+        received: the attention that entries received, reduced by `Needs.received`, with an axis of query heads if
+            its group is "none"; None if it requests none, or none in this call.
         lengths: the number of real queries in each row.
         layer: the layer's constants and its output projection.
         heads: the heads that queries and entries belong to. A score reaches other devices of a mesh through them.
         decoding: whether the queries belong to a decode step, not to a text that is read.
-        asked: the attention that entries received from the extra query rows of `Score.asks`; None if nothing was asked.
+        asked: the attention that entries received from the extra query rows of `Score.asks`; None if there were none.
         replay: (first, last) of the `Pass` that these queries belong to, whose own entries are the last W of the M;
             None for the text itself.
         hidden: the hidden states of the queries' tokens, as the layer's attention reads them: after the norm before
-            attention if the family has one (kvpress shows its presses the same). None unless `Needs.hidden` asks.
+            attention if the family has one (kvpress shows its presses the same). None unless `Needs.hidden`.
         measured: what `Pass.run` has measured of each token of a pass; None without it.
         show: returns what a score with other needs observes of the same queries. None unless a prompt is read.
         rope: RoPE's frequencies of each row, where they depend on the row's length.
@@ -210,7 +211,7 @@ class Attended:
     def moment(self) -> Moment:
         """Returns the moment for a score that calls another score while it observes.
 
-        The next position is that after the last query, 0 in rows without one. Nothing is said to be protected, and no
+        The next position is that after the last query, 0 in rows without one. No entry counts as protected, and no
         counts are known.
         """
         return Moment(self.positions[:, -1] + 1, self.layer, self.rope, self.heads)
@@ -224,7 +225,7 @@ class Moment(NamedTuple):
         layer: the layer's constants and its output projection.
         rope: RoPE's frequencies of each row, where they depend on the row's length.
         heads: the heads that the entries belong to. A part reaches other devices of a mesh through them, provided that
-            all devices ask alike.
+            all devices do the same.
         protected: the entries that stay whatever they score.
         counts: the number of entries that each head retains. None while a budget that is allocated across heads and
             layers compares scores: these must then be on the scale on which the method defines them.

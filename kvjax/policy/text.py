@@ -68,7 +68,7 @@ def _preset(name: str, given: Mapping[str, str], presets: Presets) -> Policy:
 
 
 def _values(name: str, prefix: str, given: Mapping[str, str], accepted: Options, presets: Presets) -> dict[str, Any]:
-    """Returns the values of the options that are given as text.
+    """Parses the values of options.
 
     Args:
         name: the preset.

@@ -32,7 +32,7 @@ def allocated(
         room: the number of slots for tokens to come in each segment that grows.
         begins: whether the prompt was read in one call, so that it is as long as the cache was made for.
         longest: the static bound of segments, where the policy needs one; None for the longest segment there is, which
-            the host looks up outside of programs.
+            the host reads outside of programs.
         run: how programs are run.
     """
     policy, kept = cache.policy, cache.kept

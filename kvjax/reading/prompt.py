@@ -193,7 +193,7 @@ def read_prompt(
     traced: bool = False,
     more: int = 0,
 ) -> tuple[Float[Array, "B V"], KVCache]:
-    """Extends a cache by a prompt, in chunks if asked, and leaves room for `room` tokens to be decoded.
+    """Extends a cache by a prompt, in chunks of `chunk` tokens, and leaves room for `room` tokens to be decoded.
 
     Nothing is compressed between chunks, so that the result is that of one call, unless `compress` is "chunk". A turn
     into a pool of segments is read in one piece.

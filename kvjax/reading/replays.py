@@ -49,7 +49,7 @@ def _ids(text: str | tuple[int, ...], encode: Encode | None) -> tuple[int, ...]:
 def passes(
     tokens: Int[Array, "B N"], lengths: Int[Array, "B"], *, score: Score, texts: Texts, mesh: Mesh | None
 ) -> list[Pass]:
-    """Returns the passes over a prompt that a score asks for."""
+    """Returns the passes over a prompt that a score requests."""
     return in_rows(list(score.passes(tokens, lengths, texts)), mesh)
 
 
@@ -74,10 +74,10 @@ def replay(params: Decoder, cache: KVCache, part: Pass, *, run: Run = run_at_onc
 def replayed(
     params: Decoder, cache: KVCache, tokens: Int[Array, "B N"], lengths: Int[Array, "B"], texts: Texts | None
 ) -> KVCache:
-    """Returns the cache of a prompt, whose right-aligned tokens these are, after every pass that its score asks for.
+    """Returns the cache of a prompt, whose right-aligned tokens these are, after every pass that its score requests.
 
     Args:
-        texts: as `encoded_texts` gives them; None if the score's texts are token ids already.
+        texts: as `encoded_texts` returns them; None if the score's texts are token ids already.
     """
     texts = encoded_texts(cache.policy, None) if texts is None else texts
     for part in passes(tokens, lengths, score=cache.policy.score, texts=texts, mesh=cache.mesh):

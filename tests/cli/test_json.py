@@ -27,6 +27,7 @@ ARGUMENTS: dict[str, tuple[object, ...]] = {
     "train-gates": ("MODEL", "--data", "TEXT", "--out", "OUT", *GATES),
     "eval": ("--config", "GRID", "--out", "OUT"),
     "report": ("RUN",),
+    "compare": ("MODEL", "--policy", "streaming_llm:budget=8", "--tasks", "QUESTIONS", "--max-new-tokens", 2),
     "demo": ("--length", 256, "--examples", 1, "--budget", 48, "--out", "OUT"),
 }
 FIELDS = {
@@ -42,9 +43,10 @@ FIELDS = {
     "train-gates": "model data out method steps loss",
     "eval": "results answers planned new errors",
     "report": "report models",
+    "compare": "model tasks texts questions score against policies out picture",
     "demo": "model length examples seed tasks cells example picture seconds",
 }
-SLOW = {"demo", "eval", "report", "train-gates", "measure-statistics"}
+SLOW = {"demo", "eval", "report", "compare", "train-gates", "measure-statistics"}
 
 
 @pytest.fixture
@@ -53,7 +55,9 @@ def places(shallow_model: str, tmp_path: Path) -> dict[object, object]:
     (tmp_path / "text.txt").write_text("the code of adam is sword . the baker trusts . " * 9)
     grid = f"{{model: {shallow_model}, tasks: [{{name: demo/needle, lengths: [64]}}], policies: [full], limit: 1}}"
     (tmp_path / "grid.yaml").write_text(grid)
-    names = {"OUT": "out", "TEXT": "text.txt", "GRID": "grid.yaml", "RUN": "run"}
+    asked = {"context": PROMPT, "question": "what is the code of adam", "answers": ["sword"]}
+    (tmp_path / "questions.jsonl").write_text(json.dumps(asked) + "\n")
+    names = {"OUT": "out", "TEXT": "text.txt", "GRID": "grid.yaml", "QUESTIONS": "questions.jsonl", "RUN": "run"}
     return {"MODEL": shallow_model} | {name: tmp_path / file for name, file in names.items()}
 
 

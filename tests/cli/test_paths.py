@@ -20,10 +20,11 @@ BASES: dict[str, tuple[str, ...]] = {
     "demo": ("--model", "MODEL", "--data", "ESSAYS", "--length", "256"),
     "eval": (),
     "report": (),
+    "compare": ("MODEL", "--policy", "full", "--tasks", "demo/needle", "--length", "64"),
     "inspect": ("MODEL", "--prompt", PROMPT),
     "generate --prompt-file": ("MODEL",),
     "inspect --prompt-file": ("MODEL",),
-    "report --out": ("FOLDER",),
+    **{f"report {option}": ("FOLDER",) for option in ("--out", "--csv", "--parquet")},
     "serve": ("MODEL", "--prefix-memory", "1MB", "--port", "0"),
     "train-gates": (*TRAINING, "--method", "kvzap"),
     "measure-statistics": TRAINING,
@@ -42,6 +43,11 @@ BAD: dict[tuple[str, str], tuple[str, ...]] = {
     ("eval", "--out"): (FILE,),
     ("report", "runs"): (FILE, ABSENT, FOLDER),
     ("report", "--out"): (FILE, FOLDER),
+    ("report", "--csv"): (FILE, FOLDER),
+    ("report", "--parquet"): (FILE, FOLDER),
+    ("compare", "--gates"): (FILE, ABSENT, FOLDER),
+    ("compare", "--out"): (FILE,),
+    ("compare", "--picture"): (FILE, ABSENT, FOLDER),
     ("inspect", "--prompt-file"): (ABSENT, FOLDER),
     ("inspect", "--gates"): (FILE, ABSENT, FOLDER),
     ("inspect", "--out"): (FILE, FOLDER),
@@ -53,7 +59,7 @@ BAD: dict[tuple[str, str], tuple[str, ...]] = {
     ("measure-statistics", "--data"): (ABSENT, FOLDER),
     ("measure-statistics", "--out"): (FILE, FOLDER),
 }
-UNREAD = {("eval", "--data")}  # the tasks say what they need of it
+UNREAD = {("eval", "--data"), ("compare", "--data")}  # the tasks say what they need of it
 
 
 def test_all_options_are_here() -> None:

@@ -27,7 +27,7 @@ def check_limited(budget: Budget) -> None:
 
 
 def check_mean(budget: Budget) -> None:
-    """Raises ValueError unless a budget gives the same number of entries to all layers."""
+    """Raises ValueError unless a budget is the same number of entries for all layers."""
     check_limited(budget)
     check_alike(budget)
 

@@ -1,4 +1,4 @@
-"""The weights that the queries of a text give to each entry, averaged over query groups, some of them at a time."""
+"""Computes the weights of a text's queries on each entry, averaged over query groups, in blocks."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def apportioned(shares: Float[Array, "L H"], means: Int[Array, "B"], groups: int
     devices of their own give the same.
 
     Args:
-        shares: of this device's kv heads, as `proportions` gives them.
+        shares: of this device's kv heads, as `proportions` returns them.
         means: entries of the mean head of each row.
         groups: the number of groups of consecutive kv heads on this device.
     """

@@ -15,7 +15,7 @@ from kvjax.policy import Attended, LayerShape, Moment, Needs, Score, ScoreWrappe
 
 
 class Sample(NamedTuple):
-    """R queries of each row, as they met the keys. Positions and lots are alike in all heads, -1 for none."""
+    """R queries of each row, as they saw the keys. Positions and lots are alike in all heads, -1 for none."""
 
     queries: Float[Array, "B Hq R D"]
     positions: Int[Array, "B H R"]
@@ -38,7 +38,7 @@ class QuerySample(ScoreWrapper):
     where devices hold the same kv head, they exchange the group's queries.
 
     Attributes:
-        base: the score that says which entries matter.
+        base: the score that ranks entries.
         queries: the number of positions in the sample.
         seed: of the lots.
     """

@@ -43,7 +43,7 @@ def check_by_entry(policy: Policy, why: str) -> None:
     """Raises ValueError if a policy's selection compares chunks or pages by their mean scores.
 
     Args:
-        why: says what scores are that have no meaningful means, as in "scores entries by when they leave".
+        why: the reason why means of the scores have no meaning, as in "scores entries by when they leave".
     """
     if policy.select.compares == "means":
         raise ValueError(

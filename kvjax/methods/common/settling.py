@@ -11,7 +11,7 @@ def check_settling(does: str, policy: Policy) -> None:
     """Raises ValueError unless a policy compresses prompts only, in slots, and without biases.
 
     Args:
-        does: says what the storage does with the entries of a prompt, as in "drops channels of keys".
+        does: the action of the storage on the entries of a prompt, as in "drops channels of keys".
     """
     check_own_positions(policy, f"{does} that were rotated when they came in")
     if policy.every is not None:

@@ -89,7 +89,7 @@ class QueryWindow(Score):
 class WindowAttention(QueryWindow):
     """The attention that entries older than the last `window` queries receive from these queries.
 
-    The state is these queries with the log-sum-exp of their logits when they attended. The weight that query r gave to
+    The state is these queries with the log-sum-exp of their logits when they attended. The weight of query r on
     key c is then exp(scale * q_r . k_c - lse_r), exactly, as long as keys do not change; no weight is stored.
 
     Attributes:

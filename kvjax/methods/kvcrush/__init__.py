@@ -69,7 +69,7 @@ def kvcrush(
     Variants, as text:
 
     - `kvcrush:bits=query` has one bit per query head, from the attention of all prompt queries, as in the paper.
-    - `kvcrush:upper=0.0` says by a bit only whether the head retains the token.
+    - `kvcrush:upper=0.0` sets a bit only if the head retains the token.
     - `kvcrush:granularity=page,page=32` retains, represents or leaves out pages of tokens as a unit.
     - `kvcrush:granularity=page,share=0.0` retains the best pages by mean score: the baseline of Figures 5 and 6.
 

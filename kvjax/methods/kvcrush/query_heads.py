@@ -36,7 +36,7 @@ class QueryHeadAttention(ScoreWrapper):
     step.
 
     Attributes:
-        base: the score that says which entries matter.
+        base: the score that ranks entries.
     """
 
     def __post_init__(self) -> None:

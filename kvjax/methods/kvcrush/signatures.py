@@ -15,7 +15,7 @@ class Signatures(NamedTuple):
 
     Attributes:
         bits: of each token, one for each of F heads.
-        page: the page of each token, M for none; None if tokens stand for themselves.
+        page: the page of each token, M for none; None if every token is its own page.
         place: the place of each token within its page, 0 .. W - 1.
         width: W.
     """

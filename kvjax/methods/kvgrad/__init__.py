@@ -35,7 +35,7 @@ class Attribution(Repetition):
 
         score[h, c] = max over g and t of a[g, t, c] |W_O[g] v_c| |d Phi / d y_t|
 
-    a[g, t, c] is the weight that query head g of the replayed token t gives to entry c, in a softmax over the first
+    a[g, t, c] is the weight of entry c for query head g of the replayed token t, in a softmax over the first
     `sinks` entries, the chunk's own entries and the tokens replayed so far. y_t is what the layer's attention gives to
     t, after the output projection. Phi = sum over t of |h_t|^2 over the hidden states behind the last layer, before the
     last norm, of all tokens that are replayed with the chunk. The prompt's entries are constants of the derivative.

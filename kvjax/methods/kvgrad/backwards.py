@@ -21,7 +21,7 @@ def backwards(replay: Replay) -> Entries:
     """Returns the entries after their score has observed a pass, with |d Phi / d y_t| for `Attended.measured`.
 
     The pass runs forwards once, and the hidden states before each layer stay. From the last layer to the first, a layer
-    then runs once more, is differentiated by its input and by what its attention gave, and is observed. Activations
+    then runs once more, is differentiated by its input and by its attention's output, and is observed. Activations
     within a layer are those of one layer at a time. Where a layer that is differentiated has experts, each of them
     treats every token: the products of `Replay.mix` have no derivative.
     """

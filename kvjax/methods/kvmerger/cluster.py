@@ -1,6 +1,6 @@
 """The merging sets of KVMerger, runs of similar neighbours, in parallel form. It knows arrays and no policies.
 
-Tokens are packed, n of N, in order of position. Sets are runs of tokens, and a set is given by its last token, its
+Tokens are packed, n of N, in order of position. Sets are runs of tokens, and a set is identified by its last token, its
 anchor. For all blocks of tokens at once, the anchors within the block are found for every token that a set may end at.
 Then the anchor that reaches beyond its block is carried into the next block, in N / BLOCK steps for sets of any length.
 """

@@ -42,7 +42,7 @@ class ThinKeys(Storage):
 
     Attributes:
         ratio: the share of channels that is dropped, above 0 and below 1.
-        window: the number of queries that are asked, the last of the prompt.
+        window: the number of last queries of the prompt that weigh channels.
         recent: the number of newest entries whose keys keep all channels.
     """
 
@@ -94,7 +94,7 @@ def think(base: Policy = FULL, ratio: float = 0.4, window: int = 32, recent: int
     Args:
         base: decides what is retained of the prompt; a policy that compresses prompts only.
         ratio: the share of channels that is dropped, above 0 and below 1 (the paper's lambda).
-        window: the number of queries at the end of the prompt that are asked (the paper's S_obs).
+        window: the number of queries at the end of the prompt that weigh channels (the paper's S_obs).
         recent: the number of newest entries whose keys keep all channels, 32 in the released code. 0: kvpress.
 
     Raises:
