@@ -46,3 +46,10 @@ def test_code_runs_from_top_to_bottom(page: str, layers: int, monkeypatch: pytes
     for found in re.finditer(r"```python\n(.*?)```", text, re.DOTALL):
         line = text[: found.start()].count("\n") + 1
         exec(compile("\n" * line + found[1], DOCS / page, "exec"), names)
+
+
+def test_the_readme_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (DOCS.parent / "README.md").read_text()
+    code, shown = (re.search(rf"```{language}\n(.*?)```", text, re.DOTALL)[1] for language in ("python", "text"))
+    exec(compile(code, "README.md", "exec"), {"__name__": "docs"})
+    assert capsys.readouterr().out == shown
