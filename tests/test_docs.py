@@ -24,6 +24,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
         ("extend/task.md", 1),
         ("extend/kernels.md", 1),
         ("guide/caches.md", 1),
+        ("guide/command_line.md", 1),
         ("guide/dialogues.md", 1),
         ("guide/engine.md", 1),
         ("guide/evaluation_tasks.md", 1),
