@@ -51,6 +51,6 @@ def test_code_runs_from_top_to_bottom(page: str, layers: int, monkeypatch: pytes
 
 def test_the_readme_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
     text = (DOCS.parent / "README.md").read_text()
-    code, shown = (re.search(rf"```{language}\n(.*?)```", text, re.DOTALL)[1] for language in ("python", "text"))
+    (code,), (shown,) = (re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL) for language in ("python", "text"))
     exec(compile(code, "README.md", "exec"), {"__name__": "docs"})
     assert capsys.readouterr().out == shown
