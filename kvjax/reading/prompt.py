@@ -224,7 +224,7 @@ def read_prompt(
 
 
 def _programs(params: Decoder, cache: KVCache, batch: Batch, plan: Plan, texts: Texts) -> list[Hashable]:
-    """The programs that `pieces` will run, found on shapes. What is traced for it is not traced again."""
+    """Finds the programs that `pieces` will run, from shapes. What is traced for it is not traced again."""
     found: list[Hashable] = []
     results: dict[Hashable, Any] = {}
 
