@@ -163,6 +163,7 @@ def _draw(path: Path, found: dict[Any, list[Compared]], score: str) -> None:
 
 def _show(plan: RunPlan, setting: str, rows: list[Compared], against: str) -> None:
     """Prints the table of a setting, which fits 80 columns, and a sentence for each policy."""
+    from kvjax.evaluation.report.compared import LEAST_TOKENS
     from kvjax.evaluation.report.tables import MEANING, p_text
 
     console = Console(highlight=False)
@@ -183,6 +184,8 @@ def _show(plan: RunPlan, setting: str, rows: list[Compared], against: str) -> No
     console.print(table)
     for row in rows[1:]:
         console.print(row.sentence(against), markup=False)
+    if any(row.tokens_per_second is None for row in rows):
+        console.print(f"tokens/s: stated where a policy decoded {LEAST_TOKENS} tokens or more", markup=False)
 
 
 def _counts(plan: RunPlan) -> tuple[int, int]:

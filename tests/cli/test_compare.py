@@ -27,6 +27,7 @@ def asked(*more: Any) -> tuple[Any, ...]:
 
 def test_the_table_has_the_numbers_of_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("kvjax.evaluation.report.compared.LEAST_TOKENS", 1)
     pytest.importorskip("matplotlib", reason="pictures need matplotlib (the extra `plot`)")
     file, out, picture = questions(tmp_path / "mine.jsonl"), tmp_path / "out", tmp_path / "a.png"
     command = asked("--tasks", file, "--scorer", "contains", "--question", "both", "--out", out)

@@ -13,6 +13,8 @@ from kvjax.evaluation.report.results import CellResults, Results, asked_by
 from kvjax.evaluation.report.statistics import FEWEST, Difference, Interval, difference, interval
 from kvjax.evaluation.report.tables import percent
 
+LEAST_TOKENS = 512  # the speed of fewer decoded tokens says nothing
+
 
 @dataclass(frozen=True)
 class Compared:
@@ -25,7 +27,7 @@ class Compared:
         difference: the score minus that of the reference on the same examples; None for the reference itself.
         cache_bytes: the bytes that a row's cache reserves at the end of an answer, on average.
         memory: these bytes as a share of the reference's for the same answers; None for the reference itself.
-        tokens_per_second: decoded tokens of all rows of a batch per second; None if no token took a step.
+        tokens_per_second: decoded tokens of all rows of a batch per second; None if fewer than `LEAST_TOKENS` were.
     """
 
     policy: str
@@ -69,6 +71,7 @@ def _compared(results: Results, cell: CellResults, first: CellResults) -> Compar
     score = interval(cell, results.columns)
     if score is None:
         return None
+    tokens = sum(took["decoded_tokens"] for took in cell.timings)
     return Compared(
         cell.name.policy,
         cell.name.question,
@@ -76,7 +79,7 @@ def _compared(results: Results, cell: CellResults, first: CellResults) -> Compar
         None if cell is first else difference(cell, first, results.columns),
         fmean(line["kv_bytes_end"] for line in cell.lines),
         None if cell is first else cell.reserved_of(first),
-        decoding_speed(cell.timings),
+        decoding_speed(cell.timings) if tokens >= LEAST_TOKENS else None,
     )
 
 
