@@ -20,8 +20,6 @@ from kvjax.policy import Effects, Layout, Needs, Part
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"kvjax": ROOT / "kvjax", "kvjax.models": ROOT / "models", "kvjax.pallas_kernels": ROOT / "pallas_kernels"}
 LONGEST = 350
-SAID = ("methods", "policy", "cache", "attend", "reading")  # whose docstrings begin with a subject or a verb
-FRAGMENTS = ("What", "Whether", "How", "Where", "When", "Which", "Of", "Those", "That", "Whose", "Whoever")
 PROTOCOLS = (
     policy.Part,
     policy.Score,
@@ -217,18 +215,6 @@ def test_public_functions_that_compute_set_the_modes_of_jax(name: str) -> None:
 def test_files_are_short() -> None:
     lengths = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
     assert not {name: length for name, length in lengths.items() if length > LONGEST}
-
-
-def test_docstrings_begin_with_no_fragment() -> None:
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef
-    found = [
-        f"{name}: {docstring.splitlines()[0]}"
-        for name, path in modules().items()
-        if name.startswith(tuple(f"kvjax.{folder}" for folder in SAID))
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, kinds) and (docstring := ast.get_docstring(node)) and docstring.split()[0] in FRAGMENTS
-    ]
-    assert not found, "begin with a verb, such as Returns or Computes, or with the noun that it is"
 
 
 def part_names() -> set[str]:

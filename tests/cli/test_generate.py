@@ -47,8 +47,8 @@ def test_a_prompt_of_unknown_words_is_warned_of() -> None:
     assert "warning" not in stderr
 
 
-def test_the_first_example_of_the_readme_is_one_that_the_demo_model_knows() -> None:
-    text = (Path(__file__).parents[2] / "README.md").read_text()
+def test_the_first_example_of_the_page_is_one_that_the_demo_model_knows() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "guide" / "command_line.md").read_text()
     (first, *_) = re.findall(r'kvjax generate (\S+) "([^"]*)"', text)
     assert first == ("demo", EXAMPLE)
 
