@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import kvjax
+from kvjax import policies
 from kvjax.models import Decoder
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -54,3 +55,4 @@ def test_the_readme_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> 
     (code,), (shown,) = (re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL) for language in ("python", "text"))
     exec(compile(code, "README.md", "exec"), {"__name__": "docs"})
     assert capsys.readouterr().out == shown
+    assert f"{len(policies.PRESETS.own)} presets" in text
