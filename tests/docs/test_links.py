@@ -1,7 +1,8 @@
-"""Links of all Markdown files, as a viewer of the repository follows them: to files that exist, and to headings."""
+"""Links of Markdown files and notebooks, as a viewer of the repository follows them: to files and to headings."""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from functools import cache
@@ -16,16 +17,24 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 def pages() -> list[Path]:
-    """The Markdown files that are tracked, or would be."""
-    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
+    """The Markdown files and notebooks that are tracked, or would be."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md", "*.ipynb"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     return [ROOT / name for name in names if (ROOT / name).exists()]
+
+
+def text_of(page: Path) -> str:
+    """The Markdown of a page."""
+    if page.suffix != ".ipynb":
+        return page.read_text()
+    cells = json.loads(page.read_text())["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
 
 
 @cache
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub and mkdocs.yml make them."""
-    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^ *```.*?^ *```", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
     slug, found = slugify(case="lower"), set()
     for heading in re.findall(r"^#+ +(.+?)(?: +#+)?$", text, re.MULTILINE):
         plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").replace("*", "")
@@ -39,12 +48,12 @@ def anchors(page: Path) -> set[str]:
 def broken(page: Path) -> list[str]:
     """The relative links of a page that lead nowhere."""
     found = []
-    for link in LINK.findall(CODE.sub("", page.read_text())):
+    for link in LINK.findall(CODE.sub("", text_of(page))):
         if re.match(r"[a-z]+:", link):
             continue
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
-        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+        if not target.exists() or (anchor and target.suffix in (".md", ".ipynb") and anchor not in anchors(target)):
             found.append(link)
     return found
 
