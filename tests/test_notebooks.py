@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("nbclient")
+run_notebooks = pytest.importorskip("scripts.run_notebooks", reason="needs nbclient")
+nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("ipykernel")
 pytest.importorskip("matplotlib")
-nbformat = pytest.importorskip("nbformat")
 
-from scripts.run_notebooks import NOTEBOOKS, executed
-
+NOTEBOOKS = run_notebooks.NOTEBOOKS
 LARGEST = 300_000  # bytes
 BADGE = (
     "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
@@ -41,7 +40,7 @@ def shown(cell: Any) -> list[Any]:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_show_what_they_print(path: Path) -> None:
-    stored, new = nbformat.read(path, as_version=4), executed(path)
+    stored, new = nbformat.read(path, as_version=4), run_notebooks.executed(path)
     for before, after in zip(stored.cells, new.cells, strict=True):
         if before.cell_type == "code":
             assert shown(after) == shown(before), before.source
