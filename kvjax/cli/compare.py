@@ -107,6 +107,8 @@ def compare(
         raise ValueError("there is no question to ask: expected a task with at least one")
     with tempfile.TemporaryDirectory(prefix="kvjax-") if out is None else nullcontext(out) as folder:
         summary = run_here(plan, Path(folder))
+        if summary.errors and not summary.answers:
+            raise ValueError(f"no question was answered: {summary.errors[0]}")
         if summary.errors:
             show_errors(summary)
         (results,) = read_results([folder])
