@@ -90,7 +90,7 @@ def generate(
     if stream:
         print_pieces(kvjax.stream(params, text, **options))
         return
-    with Line("generating", closely=True):
+    with Line("generating", closely=not as_json):  # whose speed is that of one call
         out = kvjax.generate(params, text, **options)
     if as_json:
         print_json(_document(out, model, policy, sampler, seed))
