@@ -26,7 +26,7 @@ def executed(path: Path) -> nbformat.NotebookNode:
         if cell.cell_type == "code":
             cell.update(outputs=[], execution_count=None)
     environment = {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},  # compiled as users compile
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "HF_HUB_OFFLINE": "1",
         "PIP_NO_INDEX": "1",
