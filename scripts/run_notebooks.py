@@ -1,7 +1,7 @@
 """Runs the notebooks of the documentation, each in an empty folder, and writes their outputs into them.
 
-The output of a cell with the tag `varies` depends on the machine or the time. All other text is the same in every run,
-and tests/test_notebooks.py compares it.
+The metadata of a cell has the alternative text of its picture, `alt`. Output of a cell with the tag `varies` depends on
+the machine or the time. All other text is the same in every run, and tests/test_notebooks.py compares it.
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ def executed(path: Path) -> nbformat.NotebookNode:
             coalesce_streams=True,
         )
         client.execute(env=environment)
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            if "image/png" in output.get("data", {}):
+                output.metadata["image/png"] = {"alt": cell.metadata["alt"]}
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from scripts.site import api, home, methods
+from scripts.site import api, home, methods, pictures
 from scripts.site.navigation import expanded
 
 
@@ -39,3 +40,9 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
 def _alternative(image: re.Match[str]) -> str:
     found = re.search(r'\balt="([^"]*)"', image[0])
     return found[1] if found else ""
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Describes the pictures of notebooks."""
+    source = Path(page.file.abs_src_path or "")
+    return pictures.described(html, source) if source.suffix == ".ipynb" else html

@@ -43,6 +43,7 @@ def test_every_page_of_the_folder_is_built(site: Path) -> None:
     built = {path.parent.relative_to(site) for path in site.rglob("index.html")}
     assert {page.parent if page.name == "index" else page for page in pages} <= built
     assert "Ten lines" in (site / "index.html").read_text()
+    assert "No description has been provided" not in "".join(p.read_text() for p in site.glob("notebooks/*/index.html"))
     assert {Path("methods", name) for name in policies.PRESETS.own} <= built
 
 
