@@ -12,8 +12,9 @@ from kvjax.methods import registry
 METHODS = Path(__file__).resolve().parents[1] / "kvjax" / "methods"
 # Helpers of one family of methods, whose parts a method of the same family would subclass or call.
 FAMILIES = {"head_numbers", "learned", "query_sample", "repetition", "settling"}
-# What storages, trained networks and passes that run backwards are made of in kvjax itself.
+# What storages, trained networks, files of numbers and passes that run backwards are made of in kvjax itself.
 INTERNAL = {
+    "read_text",
     "Entries",
     "densely",
     "slot_attention",
