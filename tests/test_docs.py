@@ -23,7 +23,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
         ("extend/parts.md", 2),
         ("extend/policy.md", 2),
         ("extend/task.md", 1),
-        ("extend/kernels.md", 1),
+        ("guide/accelerators.md", 1),
         ("guide/caches.md", 1),
         ("guide/command_line.md", 1),
         ("guide/dialogues.md", 1),
