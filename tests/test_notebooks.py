@@ -29,7 +29,7 @@ def same(text: str, other: str) -> bool:
     """Compares two texts. Of numbers one in a hundred answers may differ, as another CPU rounds scores otherwise."""
     words = [NUMBER.sub("0", each).split() for each in (text, other)]
     numbers = [[float(found.replace(",", "")) for found in NUMBER.findall(each)] for each in (text, other)]
-    return words[0] == words[1] and numbers[0] == pytest.approx(numbers[1], rel=0.05, abs=4)
+    return words[0] == words[1] and numbers[0] == pytest.approx(numbers[1], rel=0.05, abs=2)
 
 
 def shown(cell: Any) -> list[Any]:
