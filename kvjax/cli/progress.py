@@ -60,15 +60,17 @@ class Line:
 
         self._watched: AbstractContextManager[None] = watched(self.tell, closely=self._closely)
         self._watched.__enter__()
-        self._progress.start()
-        if self._thread is not None:
+        if self._thread is None:
+            self._progress.start()
+        else:
             self._thread.start()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._ended.set()
-        self._progress.stop()
-        if self._thread is not None:
+        if self._thread is None:
+            self._progress.stop()
+        else:
             self._thread.join()
         self._watched.__exit__(*error)
 
