@@ -170,7 +170,8 @@ def _show(plan: RunPlan, setting: str, rows: list[Compared], against: str) -> No
 
     console = Console(highlight=False)
     questions, texts = _counts(plan)
-    title = f"{questions:,} questions about {texts:,} texts, {MEANING[setting]}"
+    asked = f"{questions:,} question{'s' if questions > 1 else ''} about {texts:,} text{'s' if texts > 1 else ''}"
+    title = f"{asked}, {MEANING[setting]}"
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("policy", overflow="fold", min_width=12)
     for name in (f"{score_name(plan)[:12]}, %", f"to {against}"[:16], "cache", "tokens/s"):
