@@ -50,7 +50,6 @@ class Line:
             console=console,
             transient=True,
             expand=True,
-            disable=not console.is_terminal,
             speed_estimate_period=120,
         )
         self._task = self._progress.add_task(escape(text), total=None)

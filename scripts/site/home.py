@@ -6,10 +6,9 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-REPOSITORY = "https://github.com/kvjax/kvjax/blob/main/"
 
 
-def page() -> str:
-    """Returns the README with links as a page of docs/ has them; files outside of it are in the repository."""
+def page(repository: str) -> str:
+    """Returns the README with links as a page of docs/ has them; others are at the repository's address."""
     text = (ROOT / "README.md").read_text().replace("](docs/", "](")
-    return re.sub(r"\]\(([A-Z]\w+\.\w+)\)", rf"]({REPOSITORY}\1)", text)
+    return re.sub(r"\]\(([A-Z]\w+\.\w+)\)", rf"]({repository}/blob/main/\1)", text)

@@ -15,7 +15,11 @@ from scripts.site.navigation import expanded
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages that are generated, and completes the navigation."""
-    pages = {"index.md": home.page(), **methods.pages(), "api/method_parts.md": api.parts_of_methods()}
+    pages = {
+        "index.md": home.page(config.repo_url or ""),
+        **methods.pages(),
+        "api/method_parts.md": api.parts_of_methods(),
+    }
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
     config.nav = expanded(config.nav or [], [file.src_uri for file in files.documentation_pages()])
