@@ -117,7 +117,8 @@ class RunPlan:
                 refilled.append(Sweep((planned.cell,), own, refilled=True))
             if padded:
                 policy, shapes = planned.cell.build(), tuple(batch.rows for batch in padded)
-                key = planned.cell.question, policy.positions, policy.storage, self._one_call(policy), shapes
+                in_one = planned.cell.question == "before" and self._one_call(policy)
+                key = planned.cell.question, policy.positions, policy.storage, in_one, shapes
                 alike.setdefault(key, []).append(replace(planned, batches=padded))
         return (*(sweep for cells in alike.values() for sweep in self._divided(cells)), *refilled)
 

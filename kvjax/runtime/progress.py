@@ -45,6 +45,7 @@ class Doing(NamedTuple):
 
 
 Report: TypeAlias = Callable[[Doing], None]
+RUNNING = Doing("running")  # as long as nothing else is told
 
 
 class _Watch(threading.local):
@@ -57,7 +58,7 @@ class _Watch(threading.local):
 
     report: Report | None = None
     closely = False
-    last: Doing | None = None
+    last: Doing = RUNNING
     running = False
     number = 0
     programs: int | None = None
@@ -76,7 +77,7 @@ def watched(report: Report, *, closely: bool = False) -> Iterator[None]:
             many tokens are decoded. It then waits for the device in between.
     """
     outer = _watch.report, _watch.closely
-    _watch.report, _watch.closely, _watch.last = report, closely, None
+    _watch.report, _watch.closely, _watch.last = report, closely, RUNNING
     try:
         yield
     finally:
@@ -147,7 +148,7 @@ def _begins(event: str, value: float | int, **about: str | int) -> None:
 
 def _ended(event: str, duration_secs: float, **about: str | int) -> None:
     """Tells again what was told before a program was compiled."""
-    if _watch.report is not None and _watch.last is not None and event == BACKEND:
+    if _watch.report is not None and event == BACKEND:
         _watch.report(_watch.last)
 
 

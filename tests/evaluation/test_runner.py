@@ -228,14 +228,18 @@ def test_too_many_caches_are_fewer_in_all_later_batches(tmp_path: Path) -> None:
 
 
 def test_policies_share_prefills_as_far_as_they_can() -> None:
-    def shared(**changes: Any) -> list[list[str]]:
+    def shared(question: str = "before", **changes: Any) -> list[list[str]]:
         sweeps = plan(GRID.but(**changes)).sweeps
-        return [[cell.policy for cell in sweep.cells] for sweep in sweeps if sweep.cells[0].question == "before"]
+        return [[cell.policy for cell in sweep.cells] for sweep in sweeps if sweep.cells[0].question == question]
 
     policies = ["full", "snapkv:budget={budget}", "kvcompose:budget={budget}", "quantize:policy=full"]
     budgets = {name: [f"{name}:budget={budget}" for budget in (0.5, 0.25)] for name in ("snapkv", "kvcompose")}
     # KVCompose repeats the prompt, so that each question is read with its context
     assert shared(policies=policies) == [["full", *budgets["snapkv"]], budgets["kvcompose"], ["quantize:policy=full"]]
+    assert shared("after", policies=policies) == [
+        ["full", *budgets["snapkv"], *budgets["kvcompose"]],
+        ["quantize:policy=full"],
+    ]
     many = [f"knorm:budget=0.9,recent={n}" for n in range(40)]
     groups = shared(policies=many)
     assert [policy for group in groups for policy in group] == many

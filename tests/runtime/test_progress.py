@@ -75,6 +75,14 @@ def test_a_compiled_program_is_not_told_and_nobody_hears_what_follows(params: De
     assert not told
 
 
+def test_compiling_ends_where_nothing_else_is_told() -> None:
+    told: list[Doing] = []
+    with watched(told.append):
+        jax.jit(lambda x: x + told.count(None))(1.0)
+    assert told[0].what.startswith("compiling")
+    assert told[-1].what == "running"
+
+
 def test_an_engine_tells_how_many_programs_it_compiles(params: Decoder) -> None:
     told: list[Doing] = []
     with watched(told.append), kvjax.Engine(params, "full", rows=1, max_prompt=16, max_new_tokens=4) as engine:
