@@ -57,6 +57,9 @@ def stand_ins(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     write("longgenbench/Dataset_short.json", city(), city("Week"))
     write("longwriter/longbench_write_en.jsonl", {"prompt": "Write a letter.", "type": "Letter", "length": 100})
+    write("gsm8k/test.jsonl", {"question": "How much is 9 * 2?", "answer": "9 * 2 = 18\n#### 18"})
+    for name in ("math500", "aime24"):
+        write(f"{name}/test.jsonl", {"problem": "What is $9 \\cdot 2$?", "answer": "18"})
     return folder
 
 
@@ -73,7 +76,7 @@ def small(path: Path, data: Path) -> Grid:
 @pytest.mark.slow(first=20)
 @pytest.mark.parametrize("path", ALL, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_each_runs_on_stand_ins(path: Path, stand_ins: Path, tmp_path: Path) -> None:
-    for library in ("wonderwords", "rouge", "jieba", "rapidfuzz"):
+    for library in ("wonderwords", "rouge", "jieba", "rapidfuzz", "math_verify"):
         pytest.importorskip(library, reason="these tasks need the extra `eval`")
     written = Grid.read(path)
     assert written.title

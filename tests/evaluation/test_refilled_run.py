@@ -142,6 +142,7 @@ def test_out_of_memory_halves_the_rows(tmp_path: Path, expected: bytes) -> None:
 def test_tasks_and_grids_say_where_rows_are_refilled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name for name, task in registry.TASKS.items() if task.varied} == {
         "longgenbench/16k", "longgenbench/32k", "longwriter/write", "longwriter/write_en", "longwriter/ruler",
+        "math/gsm8k", "math/math500", "math/aime24",
     }  # fmt: skip
 
     def refilled(varied: bool, **fields: Any) -> set[bool]:

@@ -93,8 +93,8 @@ class DataFile:
 
     Attributes:
         path: the path below the data folder.
-        repository: the data set on the hub that has the file; empty if none has it.
-        archive: the zip file in this data set that contains a file of this name, in any folder.
+        repository: the data set on the hub that has a file of this name; empty if none has it.
+        archive: the zip file in this data set that contains it, in any folder; empty if the data set itself does.
     """
 
     path: str
@@ -109,18 +109,20 @@ class DataFile:
             raise DataError(f"{self.path} is not on the hub: expected a folder that holds it (--data)")
         from huggingface_hub import hf_hub_download
 
+        name = Path(self.path).name
         try:
-            archive = hf_hub_download(self.repository, self.archive, repo_type="dataset")
-            with zipfile.ZipFile(archive) as files:
-                name = Path(self.path).name
+            downloaded = Path(hf_hub_download(self.repository, self.archive or name, repo_type="dataset"))
+            if not self.archive:
+                return read_bytes(downloaded, MOST)
+            with zipfile.ZipFile(downloaded) as files:
                 found = [one for one in files.namelist() if one.split("/")[-1] == name]
                 if len(found) == 1:
                     return files.read(found[0])
                 raise ValueError(f"{len(found)} files have this name; expected one")
         except (OSError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
             raise DataError(
-                f"cannot read {Path(self.path).name} in {self.archive} of the data set {self.repository}: {error}. A "
-                f"folder (--data) with {self.path} is accepted as well"
+                f"cannot read {name} {f'in {self.archive} ' if self.archive else ''}of the data set {self.repository}: "
+                f"{error}. A folder (--data) with {self.path} is accepted as well"
             ) from error
 
     def lines(self, source: Source) -> list[tuple[str, bytes]]:

@@ -8,10 +8,10 @@ from fnmatch import fnmatchcase
 from kvjax.checks import did_you_mean, shown
 from kvjax.models import Registered
 
-from . import demo_suite, longbench, longgenbench, longwriter, needle, ruler, zero_scrolls
+from . import demo_suite, longbench, longgenbench, longwriter, mathematics, needle, ruler, zero_scrolls
 from .task import Task
 
-FAMILIES = (demo_suite, ruler, needle, longbench, zero_scrolls, longgenbench, longwriter)
+FAMILIES = (demo_suite, ruler, needle, longbench, zero_scrolls, longgenbench, longwriter, mathematics)
 
 
 def _by_name(family: str, tasks: Iterable[Task]) -> dict[str, Task]:

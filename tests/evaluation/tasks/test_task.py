@@ -111,12 +111,18 @@ def test_files_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         files.writestr("data/more_x.jsonl", "{}")
 
     def download(repository: str, name: str, *, repo_type: str) -> str:
-        assert (repository, name, repo_type) == ("who/what", "data.zip", "dataset")
-        return str(archive)
+        assert (repository, repo_type) == ("who/what", "dataset")
+        return str(tmp_path / name)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     file = DataFile("what/x.jsonl", "who/what", "data.zip")
     assert file.lines(Source()) == [("what/x.jsonl, line 1", b'{"a": 1}')]
+    (tmp_path / "plain.jsonl").write_text('{"b": 2}\n')
+    assert DataFile("what/plain.jsonl", "who/what").lines(Source()) == [("what/plain.jsonl, line 1", b'{"b": 2}')]
+    with pytest.raises(
+        DataError, match=r"cannot read gone\.jsonl of the data set who/what: .*with what/gone\.jsonl is"
+    ):
+        DataFile("what/gone.jsonl", "who/what").read(Source())
     missing = DataFile("what/y.jsonl", "who/what", "data.zip")
     with pytest.raises(
         DataError,
