@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,8 @@ def written_config(params: Decoder, dtype: DTypeLike, tokenizer: Any) -> dict[st
         }
         if tokenizer is not None:
             said |= {name: getattr(tokenizer, name) for name in said if said[name] is None and hasattr(tokenizer, name)}
-        return ours | {"dtype": named} | said
+        # Without a version, transformers takes the tokenizer for an old one and warns of it.
+        return ours | {"dtype": named, "transformers_version": version("transformers")} | said
     source = json.loads(card.config)
     module = family(source["model_type"])
     before = module.config_to_hf(module.config_from_hf(source))

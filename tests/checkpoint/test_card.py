@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 from flax import nnx
 
 import kvjax
@@ -47,6 +48,11 @@ def test_published_configs_are_written_back_field_by_field(tmp_path, name, form)
     assert written(tmp_path / "third", "config.json") == expected
     assert written(tmp_path / "third", "generation_config.json") == GENERATION
     assert str(params.embed.dtype) == dtype
+
+
+def test_a_config_of_our_own_names_the_transformers_of_its_form(tmp_path):
+    save_hf(decoder(), tmp_path / "ours")
+    assert written(tmp_path / "ours", "config.json")["transformers_version"] == transformers.__version__
 
 
 def test_a_fact_that_has_changed_is_written(tmp_path):

@@ -1,0 +1,91 @@
+#!/usr/bin/env bash
+# Makes docs/leaderboard.md's results: RULER at 4,096 tokens on one model, step by step. A step that was stopped goes on.
+#     bash scripts/leaderboard.sh MODEL DATA            # all steps, each at 5 and then at 10 prompts per task
+#     bash scripts/leaderboard.sh MODEL DATA STEP...    # some of them, at PROMPTS prompts per task (10)
+#     bash scripts/leaderboard.sh --list                # the steps, and the minutes that they took
+#     bash scripts/leaderboard.sh --small               # ten minutes: a small model, which it downloads
+# MODEL is what `kvjax.load` takes, DATA a folder with RULER's PaulGrahamEssays.json, squad.json and hotpotqa.json.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+# A step is a grid of configs/leaderboard. The minutes are for 5 prompts per task on two cores, without compiling.
+list() {
+    cat <<'END'
+statistics  the numbers that qfilter, expected_attention_stats and triattention read    3
+first       26 presets that read the text once, 75 % removed                            not recorded
+twice       the presets that read it twice                                              not recorded
+others      all other presets                                                           not recorded
+shares      the papers' methods and the best, 25, 50, 75 and 87.5 % removed             not recorded
+seen        the same with the question seen, 75 and 87.5 % removed                      not recorded
+page        runs/leaderboard/board.html, from the results that are there                1
+END
+}
+
+steps=$(list | cut -d ' ' -f 1)
+case "${1:-}" in
+    --list)
+        list
+        exit
+        ;;
+    --small)
+        source scripts/setup_venv.sh gguf eval
+        data=$(python -m scripts.fetch_real_model)
+        kvjax eval --config configs/leaderboard/small.yaml --model "$data/SmolLM2-135M-Instruct.Q4_1.gguf" --data "$data" \
+            --out runs/leaderboard/small
+        exec kvjax report runs/leaderboard/small --leaderboard runs/leaderboard/small.html --overwrite
+        ;;
+esac
+if [ $# -lt 2 ]; then
+    echo "expected MODEL DATA, --list or --small: see the beginning of scripts/leaderboard.sh" >&2
+    exit 1
+fi
+model=$1 data=$2
+shift 2
+for step in "$@"; do
+    if ! grep -qxF -e "$step" <<<"$steps"; then
+        echo "unknown step $step: expected some of" $steps >&2
+        exit 1
+    fi
+done
+
+source scripts/setup_venv.sh gguf eval
+
+statistics() {
+    if [ ! -e runs/leaderboard/statistics/README.md ]; then
+        python -c 'import json, pathlib, sys; print(json.loads(pathlib.Path(sys.argv[1]).read_bytes())["text"])' \
+            "$data/PaulGrahamEssays.json" >runs/leaderboard/essays.txt
+        kvjax measure-statistics "$model" --data runs/leaderboard/essays.txt --out runs/leaderboard/statistics \
+            --batches 20 --length 1024
+    fi
+}
+
+page() {
+    local runs=()
+    for step in first twice others shares seen; do
+        [ ! -e "runs/leaderboard/$step/run.json" ] || runs+=("runs/leaderboard/$step")
+    done
+    kvjax report "${runs[@]}" --leaderboard runs/leaderboard/board.html \
+        --beside docs/results/leaderboard/published.csv --overwrite
+}
+
+run() { # PROMPTS STEP...
+    for step in "${@:2}"; do
+        echo "$step, $1 prompts per task"
+        case "$step" in
+            statistics | page) "$step" ;;
+            *)
+                statistics
+                kvjax eval --config "configs/leaderboard/$step.yaml" --model "$model" --data "$data" \
+                    --out "runs/leaderboard/$step" --limit "$1"
+                ;;
+        esac
+    done
+}
+
+mkdir -p runs/leaderboard
+if [ $# -gt 0 ]; then
+    run "${PROMPTS:-10}" "$@"
+else
+    run 5 $steps
+    run 10 $steps
+fi
