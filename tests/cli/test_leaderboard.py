@@ -51,11 +51,11 @@ def test_the_command_gives_the_same_answers(
 ) -> None:
     grid = {
         "model": shallow_model,
-        "tasks": [{"name": "demo/needle", "lengths": [64, 96]}, {"name": "demo/keys", "lengths": [64]}],
+        "tasks": [{"name": "demo/needle", "lengths": [64]}, {"name": "demo/keys", "lengths": [64]}],
         "policies": ["full", "tova:budget={budget}"],
-        "budgets": [0.5, 16],
-        "question": "both",
-        "limit": 2,
+        "budgets": [16],
+        "question": "before",
+        "limit": 1,
         "seed": 5,
     }
     monkeypatch.chdir(tmp_path)
@@ -67,10 +67,7 @@ def test_the_command_gives_the_same_answers(
     assert kv(*shlex.split(line)[1:])[0] == 0
 
     def lines(run: str) -> list[str]:
-        return [
-            one
-            for one in Path(run, "results.jsonl").read_text().splitlines()
-            if '"tova", "budget": 16, "question": "before"' in one and '"length": 96' not in one
-        ]
+        return [x for x in Path(run, "results.jsonl").read_text().splitlines() if '"policy": "tova"' in x]
 
-    assert lines(line.split()[-1]) == lines("run") != []
+    assert len(lines("run")) == 2
+    assert lines(line.split()[-1]) == lines("run")
