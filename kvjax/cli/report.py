@@ -30,34 +30,53 @@ def report(
     parquet: Annotated[
         Path | None, typer.Option("--parquet", help="The same as Parquet, which needs pyarrow (the extra table).")
     ] = None,
+    leaderboard: Annotated[
+        Path | None,
+        typer.Option("--leaderboard", help="Write this HTML page, which ranks the policies; no report without --out."),
+    ] = None,
+    beside: Annotated[
+        Path | None, typer.Option("--beside", help="With --leaderboard: a CSV file of a published ranking.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the report and these files.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Make tables (Markdown, CSV, LaTeX) and plots of results: scores, curves, areas and costs, with intervals."""
+    from kvjax.evaluation.report import leaderboard as board
     from kvjax.evaluation.report import page, rows
+    from kvjax.evaluation.report.beside import read_published
     from kvjax.evaluation.report.results import read_results
     from kvjax.evaluation.report.tables import means
     from kvjax.files.writing import check_file, check_folder
 
     files = [(csv, rows.write_csv), (parquet, rows.write_parquet)]
-    for path, _ in files:
-        if path is not None:
-            check_file(path, overwrite, "--overwrite")
+    given = {"--csv": csv, "--parquet": parquet, "--leaderboard": leaderboard}
+    single = {option: path for option, path in given.items() if path is not None}
+    for path in single.values():
+        check_file(path, overwrite, "--overwrite")
+    if beside is not None and leaderboard is None:
+        raise ValueError(f"--beside {beside} without --leaderboard: expected both")
+    published = () if beside is None else read_published(beside)
     folder = None
-    if out is not None or (csv is None and parquet is None):
+    if out is not None or not single:
         folder = runs[0] / "report" if out is None else out
         check_folder(folder, overwrite, page.ARGUMENT)
     elif against:
-        raise ValueError(f"--against {against[0]} with --csv or --parquet: expected --out, the folder of the report")
+        alone = " and ".join(single)
+        raise ValueError(f"--against {against[0]} with {alone}: expected --out, the folder of the report")
     with Line("making tables and plots"):
         several = read_results(runs)
         text = "" if folder is None else page.write(folder, several, against or (), show_warning, overwrite)
     for path, write in files:
         if path is not None:
             note(f"{write(path, several):,} answers are in {path}")
+    if leaderboard is not None:
+        with Line("making the leaderboard"):
+            cells = board.write(leaderboard, several, runs, published)
+        note(f"{cells:,} cells are in {leaderboard}; open it in a browser")
     if as_json:
         models = [{"model": one.model, "results": means(one).records()} for one in several]
-        print_json({"report": None if folder is None else str(folder), "models": models})
+        places = {"report": folder, "leaderboard": leaderboard}
+        print_json({name: None if path is None else str(path) for name, path in places.items()} | {"models": models})
     elif sys.stdout.isatty() and text:
         Console().print(Markdown(text))
     else:

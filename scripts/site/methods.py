@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+from kvjax.evaluation.report.families import KINDS, PROMPT
 from kvjax.methods.registry import presets
 from scripts.site import measured
 from scripts.site.docstrings import linked
-from scripts.site.presets import KINDS, PROMPT, SHAPE, Preset
+from scripts.site.presets import SHAPE, Preset
 
 MARKER = "<!-- presets -->"  # where docs/methods/index.md has the tables
 

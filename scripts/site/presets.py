@@ -14,21 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import policies
+from kvjax.evaluation.report import families
 from kvjax.policy import LayerShape, Part, Policy, Score
 from scripts.site import docstrings
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = LayerShape(batch=1, heads=32, kv_heads=8, head_dim=128, dtype=jnp.dtype(jnp.bfloat16))  # of Llama 3.1 8B
-PROMPT = 8192
-KINDS = (
-    "No attention",
-    "Attention: prompts are compressed",
-    "Attention: decoding evicts too",
-    "Expected or predicted attention",
-    "A second reading of the prompt",
-    "Merging",
-    "Changes to another policy",
-)
 
 
 @dataclass(frozen=True)
@@ -60,10 +51,10 @@ class Preset:
         """The defaults of its options."""
         return {option.name: option.default for option in inspect.signature(self.build).parameters.values()}
 
-    @cached_property
+    @property
     def base(self) -> str:
         """The option that is another policy; empty if there is none."""
-        return next((name for name, default in self.options.items() if isinstance(default, Policy)), "")
+        return families.base_of(self.name)
 
     @property
     def source(self) -> str:
@@ -119,18 +110,7 @@ class Preset:
     @property
     def kind(self) -> str:
         """One of `KINDS`."""
-        needs, merge = self.policy.score.needs, self.policy.merge.effects
-        if self.base:
-            return KINDS[6]
-        if merge.at_prompt or merge.at_steps:
-            return KINDS[5]
-        if self.replays:
-            return KINDS[4]
-        if needs.gates or needs.statistics or needs.queries == "unrotated":
-            return KINDS[3]
-        if needs.received is None and needs.queries == "none":
-            return KINDS[0]
-        return KINDS[1] if self.policy.every is None else KINDS[2]
+        return families.kind(self.policy, changes_another=bool(self.base))
 
     @property
     def evicts(self) -> str:
@@ -154,11 +134,8 @@ class Preset:
 
     @cached_property
     def replays(self) -> list[int]:
-        """The tokens of each pass after a prompt of `PROMPT` tokens, if each instruction of the pass has one token."""
-        texts = tuple((0,) if isinstance(text, str) else text for text in self.policy.score.needs.texts)
-        tokens, lengths = jax.ShapeDtypeStruct((1, PROMPT), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
-        passes = jax.eval_shape(partial(self.policy.score.passes, texts=texts), tokens, lengths)
-        return [each.tokens.shape[1] for each in passes]
+        """The tokens of each pass after a prompt of `families.PROMPT` tokens."""
+        return families.replays(self.policy)
 
     @property
     def state_of_reading(self) -> str:

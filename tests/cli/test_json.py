@@ -42,7 +42,7 @@ FIELDS = {
     "measure-statistics": "model data out tokens statistics",
     "train-gates": "model data out method steps loss",
     "eval": "results answers planned new errors",
-    "report": "report models",
+    "report": "report leaderboard models",
     "compare": "model tasks texts questions score against policies out picture",
     "demo": "model length examples seed tasks cells example picture seconds",
 }

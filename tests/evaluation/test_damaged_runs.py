@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvjax.evaluation.lines import checked_scores
-from kvjax.evaluation.report import page
+from kvjax.evaluation.report import leaderboard, page
 from kvjax.evaluation.report.results import read_results
 from kvjax.evaluation.runner import Silent, run
 from tests.evaluation.test_report import write
@@ -107,6 +107,7 @@ def reported(folder: Path, out: Path | None) -> str | None:
     """The message of the error of a report; None if there is none."""
     try:
         found = read_results([folder])
+        leaderboard.page(leaderboard.board(found, [folder]))
         if out is not None:
             page.write(out, found, (), lambda said: None)
     except ValueError as error:

@@ -117,7 +117,7 @@ def test_the_command_writes_what_is_asked(tmp_path: Path) -> None:
     status, _, stderr = kv("report", run, "--csv", tmp_path / "b.csv", "--against", "full")
     assert (status, stderr) == (
         2,
-        "kvjax: error: --against full with --csv or --parquet: expected --out, the folder of the report\n",
+        "kvjax: error: --against full with --csv: expected --out, the folder of the report\n",
     )
     status, stdout, _ = kv("report", run, "--csv", file, "--out", tmp_path / "report", "--overwrite")
     assert (status, stdout.startswith("# Made up")) == (0, True)

@@ -1,0 +1,325 @@
+"""Renders results as a leaderboard: one self-contained HTML file, a fixed page with the numbers as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from kvjax.evaluation.entries import SETTINGS
+from kvjax.evaluation.header import read_header
+from kvjax.evaluation.report import beside, escape
+from kvjax.evaluation.report.beside import Published
+from kvjax.evaluation.report.families import families
+from kvjax.evaluation.report.repeating import command
+from kvjax.evaluation.report.results import CellName, CellResults, Column, Results, asked_by
+from kvjax.evaluation.report.statistics import FEWEST, difference, interval
+from kvjax.evaluation.report.tables import MEANING
+from kvjax.files.writing import write_file
+
+PLACE = "BOARD_AS_JSON"
+LONGEST, MOST = 400, 5  # characters of a text of an example, and its expected answers
+
+
+Benchmark = tuple[str, int | None]
+"""The family of tasks, and the length of their prompts."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """A policy at a budget in a setting, on the tasks of one benchmark.
+
+    Attributes:
+        model: the place of the model among the results.
+        benchmark: the benchmark.
+        columns: its tasks that the model was asked.
+        results: the answers to these tasks.
+        full: those of the full cache; None if it was not measured.
+        command: what repeats the cell; None if nothing does.
+    """
+
+    model: int
+    benchmark: Benchmark
+    columns: tuple[Column, ...]
+    results: CellResults
+    full: CellResults | None
+    command: str | None
+
+    @property
+    def name(self) -> CellName:
+        return self.results.name
+
+    @property
+    def is_full(self) -> bool:
+        return self.results is self.full
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """What cells that are ranked together have in common."""
+        return self.model, self.benchmark, self.name.question, self.name.budget
+
+    @cached_property
+    def mean(self) -> float | None:
+        """The mean of all tasks, rounded, so that equal means are equal."""
+        mean = self.results.mean(self.columns)
+        return None if mean is None else round(mean, 9)
+
+    @property
+    def removed(self) -> float | None:
+        """The share of the entries that the budget removes; None for a number of entries, or an unknown budget."""
+        if self.is_full:
+            return 0.0
+        return round(1 - self.name.budget, 6) if isinstance(self.name.budget, float) else None
+
+
+def write(
+    path: str | os.PathLike[str],
+    several: Sequence[Results],
+    runs: Iterable[Path],
+    published: Sequence[Published] = (),
+) -> int:
+    """Writes the leaderboard of runs as one HTML file, and returns its number of cells.
+
+    Args:
+        path: the file.
+        several: the results of each model, of `read_results(runs)`.
+        runs: the folders of the runs.
+        published: rows of a published ranking, to be shown beside ours.
+
+    Raises:
+        ValueError: a folder has no usable `run.json`.
+        OSError: the file cannot be written.
+    """
+    made = board(several, runs, published)
+    write_file(Path(path), page(made))
+    return len(made["cells"])
+
+
+def page(made: Mapping[str, Any]) -> str:
+    """Returns an HTML document that shows a board. It opens from disk and needs no network."""
+    # "</script" and "<!--" are special in a script element. In a JSON string, "\u003c" equals "<".
+    text = json.dumps(made, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    template = files(__package__).joinpath("leaderboard.html").read_text(encoding="utf-8")
+    assert template.count(PLACE) == 1
+    return template.replace(PLACE, text)
+
+
+def board(several: Sequence[Results], runs: Iterable[Path], published: Sequence[Published] = ()) -> dict[str, Any]:
+    """Returns what the page shows, as values of JSON. Scores and shares are in percent."""
+    grids: dict[str, list[Mapping[str, Any]]] = {}
+    for run in runs:
+        grid = read_header(run)["grid"]
+        grids.setdefault(grid["model"], []).append(grid)
+    cells = [cell for i, one in enumerate(several) for cell in _cells(i, one, grids.get(one.model, []))]
+    tasks: dict[Benchmark, list[str]] = {}
+    for cell in cells:
+        known = tasks.setdefault(cell.benchmark, [])
+        known += [task for task, _ in cell.columns if task not in known]
+    policies = list(dict.fromkeys(cell.name.policy for cell in cells))
+    texts = {cell.name.policy: cell.results.lines[0]["text"] for cell in reversed(cells)}
+    asked: dict[tuple[Any, ...], Any] = {}
+    means: dict[tuple[Any, ...], list[float]] = {}
+    for cell in cells:
+        if cell.mean is not None:
+            means.setdefault(cell.group, []).append(cell.mean)
+    return {
+        "title": next((results.title for results in several if results.title), "Leaderboard"),
+        "fewest": FEWEST,
+        "questions": {setting: MEANING[setting] for setting in SETTINGS},
+        "models": [{"name": results.model, "errors": results.errors} for results in several],
+        "benchmarks": [_benchmark(*benchmark, names) for benchmark, names in tasks.items()],
+        "policies": [{"name": policy, "families": families(texts[policy])} for policy in policies],
+        "cells": [
+            {"policy": policies.index(cell.name.policy), "benchmark": list(tasks).index(cell.benchmark)}
+            | _numbers(cell, tasks[cell.benchmark], means.get(cell.group, []))
+            | {"example": _example(cell, asked)}
+            for cell in cells
+        ],
+        "asked": list(asked.values()),
+        "published": _published(cells, published, tasks),
+    }
+
+
+def _cells(model: int, results: Results, grids: Sequence[Mapping[str, Any]]) -> Iterator[Cell]:
+    """The cells of a model, in the order of its benchmarks and of its runs."""
+    found: dict[Benchmark, list[Column]] = {}
+    for task, length in results.columns:
+        found.setdefault((task.partition("/")[0], length), []).append((task, length))
+    for benchmark, columns in found.items():
+        own = {
+            name: replace(cell, lines=lines)
+            for name, cell in results.cells.items()
+            if (lines := tuple(line for column in columns for line in cell.by_column.get(column, [])))
+        }
+        of_benchmark = replace(results, cells=own)
+        for name, cell in own.items():
+            answered = [column for column in columns if column in cell.by_column]
+            made = [(grid.get("limit") or math.inf, command(grid, name, answered)) for grid in grids]
+            commands = [(limit, text) for limit, text in made if text is not None]
+            _, most = max(commands, key=lambda each: each[0], default=(0, None))
+            yield Cell(model, benchmark, tuple(columns), cell, of_benchmark.full(name.question), most)
+
+
+def _benchmark(family: str, length: int | None, names: Sequence[str]) -> dict[str, Any]:
+    tasks = [name.partition("/")[2] or name for name in names]
+    return {"name": family if length is None else f"{family}, {length:,} tokens", "tasks": tasks}
+
+
+def _numbers(cell: Cell, names: Sequence[str], means: Sequence[float]) -> dict[str, Any]:
+    """The numbers of a cell. `tasks` has a list per task: score, ends, prompts, and the difference with its ends.
+
+    Args:
+        cell: the cell.
+        names: the tasks of the benchmark.
+        means: of all cells that it is ranked with.
+    """
+    results, full, mean = cell.results, cell.full, cell.mean
+    rank = None if mean is None or cell.name.budget is None else 1 + sum(x > mean for x in means)
+    kept = [line["kept"] for line in results.lines]
+    layers = [fmean(layer) for layer in zip(*kept, strict=False)] if len(set(map(len, kept))) == 1 else []
+    return {
+        "model": cell.model,
+        "question": cell.name.question,
+        "budget": cell.name.budget,
+        "removed": None if cell.removed is None else _percent(cell.removed),
+        "dropped": _percent(results.compression),
+        "full": cell.is_full,
+        "text": results.lines[0]["text"],
+        "rank": rank,
+        "mean": _percents(interval(results, cell.columns)),
+        "difference": None if full is None or cell.is_full else _percents(difference(results, full, cell.columns)),
+        "asked": len(cell.columns),
+        "prompts": sum(len(results.clusters(column)) for column in cell.columns),
+        "tasks": [_task(cell, (name, cell.benchmark[1])) for name in names],
+        "bytes": round(fmean(line["kv_bytes_end"] for line in results.lines)),
+        "of_full": None if full is None or not _reserves(full) else _percent(results.reserved_of(full)),
+        "kept": [round(layer, 1) for layer in layers],
+        "command": cell.command,
+    }
+
+
+def _reserves(full: CellResults) -> bool:
+    return all(line["kv_bytes_end"] for line in full.lines)
+
+
+def _task(cell: Cell, column: Column) -> list[float | int | None] | None:
+    found = interval(cell.results, (column,))
+    if found is None:
+        return None
+    paired = None if cell.full is None or cell.is_full else difference(cell.results, cell.full, [column])
+    scores = _percents(found) or []
+    return [*scores, len(cell.results.clusters(column)), *(_percents(paired) or [None, None, None])]
+
+
+def _example(cell: Cell, asked: dict[tuple[Any, ...], Any]) -> dict[str, Any] | None:
+    """The first answer that scores below the full cache's to the same question, or else the first answer.
+
+    Args:
+        cell: the cell.
+        asked: receives the questions, which cells share, by what identifies them.
+    """
+    theirs = {asked_by(line): line for line in (cell.full.lines if cell.full is not None else ())}
+    lines = [line for line in cell.results.lines if line["scores"]]
+
+    def lost(line: Mapping[str, Any]) -> bool:
+        other = theirs.get(asked_by(line))
+        return other is not None and bool(other["scores"]) and _score(line) < _score(other)
+
+    line = next(filter(lost, lines), next(iter(lines), None))
+    if line is None:
+        return None
+    key = (cell.model, *asked_by(line))
+    answers = line.get("answers")
+    expected = [_head(text) for text in answers if isinstance(text, str)] if isinstance(answers, list) else []
+    question = {"task": line["task"], "id": line["id"], "end": _tail(line.get("question_text"))}
+    asked.setdefault(key, question | {"expected": expected[:MOST], "more": max(0, len(expected) - MOST)})
+    other = None if cell.is_full else theirs.get(asked_by(line))
+    return {
+        "asked": list(asked).index(key),
+        "score": _percent(_score(line)),
+        "answer": _head(line.get("prediction")),
+        "full": None if other is None else _head(other.get("prediction")),
+        "lost": lost(line),
+        "tokens": line["prompt_tokens"],
+        "kept": round(fmean(line["kept"]), 1),
+    }
+
+
+def _score(line: Mapping[str, Any]) -> float:
+    return next(iter(line["scores"].values()))
+
+
+def _head(text: Any) -> str | None:
+    if not isinstance(text, str):
+        return None
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} …"
+
+
+def _tail(text: Any) -> str | None:
+    if not isinstance(text, str):
+        return None
+    return text if len(text) <= LONGEST else f"… {text[-LONGEST:]}"
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None or math.isnan(share) else round(100 * share, 2)
+
+
+def _percents(found: Sequence[float] | None) -> list[float | None] | None:
+    """The mean and the ends of its interval."""
+    return None if found is None else [_percent(x) for x in found[:3]]
+
+
+def _published(
+    cells: Sequence[Cell], rows: Sequence[Published], tasks: Mapping[Benchmark, Sequence[str]]
+) -> dict[str, Any] | None:
+    """The published scores beside ours: a group per benchmark, published model, setting and share."""
+    if not rows:
+        return None
+    ours: dict[tuple[Any, ...], list[int]] = {}
+    for i, cell in enumerate(cells):
+        if cell.removed is not None and cell.mean is not None:
+            ours.setdefault((cell.model, cell.benchmark, cell.name.question, cell.removed), []).append(i)
+    groups = []
+    for (_, benchmark, question, removed), places in ours.items():
+        for name in dict.fromkeys(row.model for row in rows):
+            there = {r.policy: r for r in rows if (r.model, r.question, r.removed) == (name, question, removed)}
+            group = _group([(i, cells[i]) for i in places], there, tasks[benchmark])
+            if group["rows"]:
+                about = {"cell": places[0], "question": question, "removed": _percent(removed), "published": name}
+                groups.append(about | group)
+    known = {cells[row["cell"]].name.policy for group in groups for row in group["rows"]}
+    missing = [policy for policy in dict.fromkeys(row.policy for row in rows) if policy not in known]
+    return {"groups": groups, "missing": [escape.line(policy) for policy in missing]}
+
+
+def _group(places: Sequence[tuple[int, Cell]], there: Mapping[str, Published], names: Sequence[str]) -> dict[str, Any]:
+    """Ranks the policies that are in both, by the mean of the tasks that the model was asked."""
+    both = [
+        (i, float(cell.mean or 0.0), mean, there[cell.name.policy])
+        for i, cell in places
+        if cell.name.policy in there
+        and (mean := there[cell.name.policy].over([task for task, _ in cell.columns])) is not None
+    ]
+    ours, theirs = [mean for _, mean, _, _ in both], [mean for _, _, mean, _ in both]
+    ranked = zip(both, beside.ranks(ours), beside.ranks(theirs), strict=True)
+    return {
+        "spearman": None if (found := beside.spearman(ours, theirs)) is None else round(found, 3),
+        "rows": [
+            {
+                "cell": i,
+                "mean": round(mean, 2),
+                "ranks": [own, their],
+                "outlier": beside.is_outlier(own - their, len(both)),
+                "tasks": [row.task(name) for name in names],
+            }
+            for (i, _, mean, row), own, their in ranked
+        ],
+    }
