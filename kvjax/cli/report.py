@@ -84,4 +84,4 @@ def report(
     if folder is not None and not as_json:
         note(f"the report is in {folder}")
     if errors := sum(results.errors for results in several):
-        show_warning(f"{errors:,} answers are missing because of errors, which the results file lists")
+        show_warning(f"answers that are missing because of errors: {errors:,}; the results file lists them")

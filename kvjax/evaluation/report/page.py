@@ -75,7 +75,7 @@ def _counted(results: Results) -> list[str]:
     answers, model = sum(len(cell.lines) for cell in results.cells.values()), escape.markdown(results.model)
     text = f"{answers:,} answers of {model} under {len(results.policies)} policies, {results.tasks}."
     if results.errors:
-        text += f" **{results.errors:,} answers are missing because of errors**, which the results file lists."
+        text += f" **Missing because of errors: {results.errors:,}**; the results file lists them."
     if results.dropped:
         dropped = ", ".join(map(escape.markdown, results.dropped))
         text += f" The grid no longer asks {dropped}; the report has their earlier answers."
