@@ -91,7 +91,6 @@ def test_a_prompt_that_was_begun(texts: tuple[str, ...]) -> None:
                 assert held(ours, row) == held(theirs, row)
 
 
-@pytest.mark.slow
 def test_caches_that_cannot_be_gone_on_from() -> None:
     params, policy, other = decoder(), parse("h2o:budget=8"), parse("snapkv:budget=8,window=4")
     expected = "the cache was not read for these policies: expected one of begin_each with the same policies"
@@ -103,8 +102,14 @@ def test_caches_that_cannot_be_gone_on_from() -> None:
     with pytest.raises(ValueError, match=r"policies=\[\]: expected at least one policy"):
         kvjax.begin_each(params, ROWS, policies=[])
     begun = kvjax.begin_each(params, ROWS, policies=[policy, other])
-    with pytest.raises(ValueError, match="read for several policies: expected a call of prefill_each"):
-        kvjax.generate(params, [[1], [2], [3]], cache=begun, max_new_tokens=2)
+    more = [[1], [2], [3]]
+    for go_on in (
+        lambda: kvjax.generate(params, more, cache=begun, max_new_tokens=2),
+        lambda: kvjax.prefill(params, more, cache=begun, compress="end"),
+        lambda: kvjax.extend(params, begun, np.array(more)),
+    ):
+        with pytest.raises(ValueError, match="read for several policies: expected a call of prefill_each"):
+            go_on()
 
 
 class Counting(Clock):
