@@ -20,7 +20,6 @@ from tests.tiny import VOCAB, decoder, held
 ROWS = [np.random.default_rng(b).integers(0, VOCAB, n) for b, n in enumerate((40, 23, 3))]
 MIXED = (
     "full",
-    "h2o:budget=8",
     "h2o:budget=0.5,recent=2,group=max",
     "snapkv:budget=8,window=4",
     "pyramidkv:budget=12,window=4,beta=2",
@@ -28,11 +27,8 @@ MIXED = (
     "criticalkv:base=h2o,base.budget=12,base.recent=3",
     "kvmerger:budget=0.5,merge.theta=0.3",
     "dynamickv:budget=8,window=4",
-    "kvcompose:budget=8",
     "kvcompose:budget=0.25",
     "think:ratio=0.5,window=4,recent=3",
-    "think:base=pyramidkv,base.budget=12,base.window=4,base.beta=2,ratio=0.5,window=4,recent=3",
-    "zipcache:window=4,queries=3",
     "zipcache:base=pyramidkv,base.budget=12,base.window=4,base.beta=2,window=4,queries=3",
 )
 
