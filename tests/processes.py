@@ -6,6 +6,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.patience import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -35,7 +37,7 @@ def last_lines(commands: Sequence[Sequence[str]]) -> list[str]:
         for command in commands
     ]
     try:
-        finished = [process.communicate(timeout=300) for process in started]
+        finished = [process.communicate(timeout=PATIENCE) for process in started]
     finally:
         for process in started:
             process.kill()

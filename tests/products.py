@@ -1,6 +1,7 @@
 """Products of options of which a run tries a part, unless it tries all."""
 
 from collections.abc import Iterable
+from itertools import cycle, islice, product
 from typing import Any
 
 import pytest
@@ -22,3 +23,18 @@ def part(product: Iterable[Any], chosen: Iterable[Any], gates: Iterable[Any] = (
         return [pytest.mark.gate] * (case in gates) + [pytest.mark.exhaustive] * (case not in chosen)
 
     return [pytest.param(*values(case), marks=marks(case)) for case in product]
+
+
+def each_once(*axes: Iterable[Any]) -> list[Any]:
+    """The parameters of a test of a product, of which those are chosen that together try each option of each axis.
+
+    The i-th chosen case has the i-th option of each axis, and a shorter axis begins anew. An option that is a tuple
+    stands for several parameters.
+    """
+    options = [list(axis) for axis in axes]
+
+    def flat(case: Iterable[Any]) -> tuple[Any, ...]:
+        return tuple(x for option in case for x in (option if isinstance(option, tuple) else (option,)))
+
+    chosen = islice(zip(*map(cycle, options), strict=False), max(map(len, options)))
+    return part(map(flat, product(*options)), map(flat, chosen))

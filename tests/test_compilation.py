@@ -3,6 +3,7 @@
 import gc
 from collections import Counter
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -24,11 +25,12 @@ from tests.tiny import decoder
 RNG = np.random.default_rng(2)
 READING = ("jit(begin)", "jit(_read_layers)", "jit(logits_of)")
 EVERY_FOURTH = "morphkv:budget=16,window=4,every=4"
+VOCABULARIES = count(50)
 
 
-def smaller(tiny: Decoder, vocab_size: int) -> Decoder:
-    """A decoder of one layer that no other test compiles anything for."""
-    config = replace(tiny.config, windows=(None,), hidden_size=16, mlp_size=16, vocab_size=vocab_size)
+def smaller(tiny: Decoder) -> Decoder:
+    """A decoder of one layer that nothing has been compiled for: each has a vocabulary of another size."""
+    config = replace(tiny.config, windows=(None,), hidden_size=16, mlp_size=16, vocab_size=next(VOCABULARIES))
     return Decoder(replace(config, max_positions=100_000), nnx.Rngs(0))
 
 
@@ -36,7 +38,7 @@ def smaller(tiny: Decoder, vocab_size: int) -> Decoder:
 @pytest.mark.parametrize("text", ["full", "snapkv:budget=0.5,window=4"])
 def test_prompts_of_all_lengths_share_programs(tiny: Decoder, compiled: list[str], text: str) -> None:
     """The number of slots follows from the prompt here; with a fixed budget all prompts share one decode program."""
-    params = smaller(tiny, vocab_size=50)
+    params = smaller(tiny)
     kvjax.generate(params, [1], policy=parse(text), max_new_tokens=4)
     once = Counter(compiled)  # the small programs around the two, of which every one is needed
     lengths = list(range(1, 48))
@@ -45,7 +47,7 @@ def test_prompts_of_all_lengths_share_programs(tiny: Decoder, compiled: list[str
     programs, buckets = Counter(compiled), {bucket(length) for length in lengths}
     assert len(lengths) == 47
     assert len(buckets) == 4
-    assert all(programs[name] == len(buckets) for name in READING)
+    assert {name: programs[name] for name in READING} == dict.fromkeys(READING, len(buckets))
     assert programs["jit(decode)"] == len(buckets)
     large = (*READING, "jit(decode)")
     assert {name: n for name, n in programs.items() if name not in large} == {
@@ -54,7 +56,7 @@ def test_prompts_of_all_lengths_share_programs(tiny: Decoder, compiled: list[str
 
 
 def test_fixed_budget_decodes_all_prompts_with_one_program(tiny: Decoder, compiled: list[str]) -> None:
-    params = smaller(tiny, vocab_size=51)
+    params = smaller(tiny)
     for length in (3, 20, 40):
         kvjax.generate(params, RNG.integers(0, 50, length), policy=parse("h2o:budget=8"), max_new_tokens=4)
     assert Counter(compiled)["jit(_read_layers)"] == 3
@@ -63,7 +65,7 @@ def test_fixed_budget_decodes_all_prompts_with_one_program(tiny: Decoder, compil
 
 @pytest.mark.slow
 def test_equal_policies_and_samplers_share_programs(tiny: Decoder, compiled: list[str]) -> None:
-    params = smaller(tiny, vocab_size=52)
+    params = smaller(tiny)
 
     def answer(budget: int, temperature: float) -> None:
         policy, sampler = kvjax.policies.morphkv(budget, window=4), kvjax.Sampler(temperature=temperature)
@@ -84,7 +86,7 @@ def test_equal_policies_and_samplers_share_programs(tiny: Decoder, compiled: lis
 @pytest.mark.slow
 def test_one_program_makes_an_empty_cache(tiny: Decoder, compiled: list[str]) -> None:
     """Arrays that are made one by one take milliseconds in every request, and a program for each shape in the first."""
-    params, policy = smaller(tiny, vocab_size=57), parse("morphkv:budget=0.5,window=5")
+    params, policy = smaller(tiny), parse("morphkv:budget=0.5,window=5")
     first, second = (jax.device_put(np.array([n, 7], np.int32)) for n in (20, 40))
     compiled.clear()
     cache = KVCache.empty(params.config, policy, first, 20, np.float32)
@@ -98,7 +100,7 @@ def test_one_program_makes_an_empty_cache(tiny: Decoder, compiled: list[str]) ->
 
 @pytest.mark.slow
 def test_limits_of_tokens_share_programs(tiny: Decoder, compiled: list[str]) -> None:
-    params = smaller(tiny, vocab_size=53)
+    params = smaller(tiny)
     kvjax.generate(params, list(range(20)), max_new_tokens=1)
     compiled.clear()
     for limit in (2, 30, 64):
@@ -113,7 +115,7 @@ def test_limits_of_tokens_share_programs(tiny: Decoder, compiled: list[str]) -> 
 )
 def test_ten_thousand_tokens_need_nothing_new(tiny: Decoder, compiled: list[str], text: str) -> None:
     """After warm-up nothing is compiled, and the arrays on the device keep their number and their bytes."""
-    params = smaller(tiny, vocab_size=54)
+    params = smaller(tiny)
     answer = kvjax.generate(params, list(range(20)), policy=parse(text), max_new_tokens=512)
     answer = kvjax.generate(params, None, cache=answer.cache, max_new_tokens=512)
     compiled.clear()
@@ -127,7 +129,7 @@ def test_ten_thousand_tokens_need_nothing_new(tiny: Decoder, compiled: list[str]
 
 @pytest.mark.slow
 def test_two_thousand_streamed_tokens_need_nothing_new(tiny: Decoder, compiled: list[str]) -> None:
-    params = smaller(tiny, vocab_size=54)
+    params = smaller(tiny)
     policy = parse("morphkv:budget=16,window=4")
     pieces = kvjax.stream(params, list(range(20)), policy=policy, max_new_tokens=2010)
     for _ in range(10):

@@ -20,6 +20,7 @@ import kvjax
 from kvjax.cache import Entries, Slots
 from kvjax.inspection import Recording, page, record
 from kvjax.models import Decoder
+from tests.patience import PATIENCE
 from tests.products import part
 from tests.tiny import held
 
@@ -233,7 +234,7 @@ def test_a_page_in_a_browser(recording: Recording, tmp_path: Path) -> None:
     options = ("--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom")
     profile = f"--user-data-dir={tmp_path / 'profile'}"
     run = subprocess.run(
-        [BROWSER, *options, profile, file.as_uri()], capture_output=True, encoding="utf-8", timeout=120
+        [BROWSER, *options, profile, file.as_uri()], capture_output=True, encoding="utf-8", timeout=PATIENCE
     )
     found = re.search(r'<pre id="result">(.*?)</pre>', run.stdout, re.DOTALL)
     assert found is not None, run.stderr

@@ -14,6 +14,7 @@ from kvjax.engine.refill import ReadBatch, Refill
 from kvjax.inspection import record
 from kvjax.models import Decoder
 from kvjax.serve import Settings
+from tests.patience import PATIENCE
 from tests.serve.serving import KEY, served
 
 NEW = 6
@@ -67,8 +68,8 @@ def test_other_requests_of_an_engine_go_on(spoilt: Any, talker: Any) -> None:
     with kvjax.Engine(params, rows=2, max_prompt=16, max_new_tokens=NEW, tokenizer=talker) as engine:
         good, bad = (engine.submit(row, eos=()) for row in ROWS[:2])
         with pytest.raises(FloatingPointError, match=f"position {position} "):
-            bad.result(timeout=60)
-        assert good.result(timeout=60).tokens.tolist() == answers[0]
+            bad.result(timeout=PATIENCE)
+        assert good.result(timeout=PATIENCE).tokens.tolist() == answers[0]
         for serving in served(engine, Settings("tiny", "full", api_key=KEY)):
             options = {"model": "tiny", "prompt": ROWS[1], "temperature": 0, "max_tokens": NEW}
             ask = partial(serving.client.completions.create, **options, extra_body={"ignore_eos": True})

@@ -20,7 +20,6 @@ from tests.tiny import VOCAB, decoder, held
 ROWS = [np.random.default_rng(b).integers(0, VOCAB, n) for b, n in enumerate((40, 23, 3))]
 MIXED = (
     "full",
-    "h2o:budget=8",
     "h2o:budget=0.5,recent=2,group=max",
     "snapkv:budget=8,window=4",
     "pyramidkv:budget=12,window=4,beta=2",
@@ -28,11 +27,8 @@ MIXED = (
     "criticalkv:base=h2o,base.budget=12,base.recent=3",
     "kvmerger:budget=0.5,merge.theta=0.3",
     "dynamickv:budget=8,window=4",
-    "kvcompose:budget=8",
     "kvcompose:budget=0.25",
     "think:ratio=0.5,window=4,recent=3",
-    "think:base=pyramidkv,base.budget=12,base.window=4,base.beta=2,ratio=0.5,window=4,recent=3",
-    "zipcache:window=4,queries=3",
     "zipcache:base=pyramidkv,base.budget=12,base.window=4,base.beta=2,window=4,queries=3",
 )
 
@@ -91,7 +87,6 @@ def test_a_prompt_that_was_begun(texts: tuple[str, ...]) -> None:
                 assert held(ours, row) == held(theirs, row)
 
 
-@pytest.mark.slow
 def test_caches_that_cannot_be_gone_on_from() -> None:
     params, policy, other = decoder(), parse("h2o:budget=8"), parse("snapkv:budget=8,window=4")
     expected = "the cache was not read for these policies: expected one of begin_each with the same policies"
@@ -103,8 +98,14 @@ def test_caches_that_cannot_be_gone_on_from() -> None:
     with pytest.raises(ValueError, match=r"policies=\[\]: expected at least one policy"):
         kvjax.begin_each(params, ROWS, policies=[])
     begun = kvjax.begin_each(params, ROWS, policies=[policy, other])
-    with pytest.raises(ValueError, match="read for several policies: expected a call of prefill_each"):
-        kvjax.generate(params, [[1], [2], [3]], cache=begun, max_new_tokens=2)
+    more = [[1], [2], [3]]
+    for go_on in (
+        lambda: kvjax.generate(params, more, cache=begun, max_new_tokens=2),
+        lambda: kvjax.prefill(params, more, cache=begun, compress="end"),
+        lambda: kvjax.extend(params, begun, np.array(more)),
+    ):
+        with pytest.raises(ValueError, match="read for several policies: expected a call of prefill_each"):
+            go_on()
 
 
 class Counting(Clock):

@@ -25,6 +25,7 @@ from kvjax.statistics.measure import measured
 from tests import tiny
 from tests.checkpoint.torch_zip import save
 from tests.methods.reference import rotated
+from tests.products import each_once
 
 SINKS = 3
 ROPE = Rope(1e4)
@@ -129,15 +130,17 @@ def test_parameters_may_have_statistics_of_several_folders_and_gates(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
-@pytest.mark.parametrize(("data", "model_axis"), [(4, 2), (2, 4)])
 @pytest.mark.parametrize(
-    "policy",
-    [
-        "qfilter:budget=8,recent=2,every=2",
-        "expected_attention_stats:budget=8,sinks=1,future=4,every=2",
-        "triattention:budget=8,recent=2,every=2",
-        "adakv:base=qfilter,base.budget=8,base.recent=2,normalise=False,groups=2",
-    ],
+    ("policy", "data", "model_axis"),
+    each_once(
+        [
+            "qfilter:budget=8,recent=2,every=2",
+            "expected_attention_stats:budget=8,sinks=1,future=4,every=2",
+            "triattention:budget=8,recent=2,every=2",
+            "adakv:base=qfilter,base.budget=8,base.recent=2,normalise=False,groups=2",
+        ],
+        [(4, 2), (2, 4)],
+    ),
 )
 def test_meshes_retain_the_same(data, model_axis, policy):
     """The second mesh has two devices per kv head."""

@@ -48,9 +48,7 @@ class Together(Score):
         return replace(entries, per_slot=entries.per_slot[i], per_row=entries.per_row[i])
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
-        raise ValueError(
-            "the cache was read for several policies: expected a call of prefill_each, which compresses it"
-        )
+        raise NotImplementedError
 
 
 def _by_kind(states: list[tuple[Any, Any]]) -> tuple[Any, Any]:

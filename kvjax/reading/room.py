@@ -18,7 +18,7 @@ from kvjax.cache import Entries, Usage
 from kvjax.checks import LARGEST, check_type, is_integer, shown
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import fetch
-from kvjax.policy import Policy
+from kvjax.policy import Policy, Together
 from kvjax.runtime.memory import check_bytes, device_memory
 from kvjax.runtime.modes import own_modes
 
@@ -42,7 +42,8 @@ class Ending(NamedTuple):
 def ending(cache: KVCache, compress: Compress) -> Ending:
     """Returns the ending of a call with this `compress`.
 
-    Raises ValueError where a cache would be compressed again and its policy can compress it only once, or not score it.
+    Raises ValueError where a cache would be compressed again and its policy can compress it only once, or not score it,
+    and for a cache that was read for several policies.
     """
     policy = cache.policy
     again = compress == "chunk" or (compress == "end" and cache.filled)
@@ -57,6 +58,10 @@ def ending(cache: KVCache, compress: Compress) -> Ending:
         compresses, final = not cache.filled or policy.every is not None, True
     else:
         compresses, final = compress != "never", compress != "never" or cache.filled
+    if compresses and isinstance(policy.score, Together):
+        raise ValueError(
+            "the cache was read for several policies: expected a call of prefill_each, which compresses it"
+        )
     if compresses and policy.allocates and not cache.filled:
         return Ending(compress=False, allocate=True, final=False)
     if cache.entries.preallocates and policy.every is not None:  # heads that evict have slots for their capacity only

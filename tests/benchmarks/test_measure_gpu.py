@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks import measure_gpu
+from tests.patience import PATIENCE
 
 # A command that starts another, whose number it prints.
 LONG = """
 import subprocess, sys, time
-print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid, flush=True)
-time.sleep(60)
+print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(3600)']).pid, flush=True)
+time.sleep(3600)
 """
 
 
@@ -71,7 +72,7 @@ def test_a_stage_is_stopped_at_the_limit_with_all_that_it_started_and_keeps_what
     earlier, number = (tmp_path / "long.jsonl").read_text().splitlines()
     assert earlier == "earlier"
     assert not (tmp_path / "long.done").exists()
-    end = time.monotonic() + 10
+    end = time.monotonic() + PATIENCE
     while running(int(number)) and time.monotonic() < end:
         time.sleep(0.05)
     assert not running(int(number))

@@ -15,6 +15,7 @@ import pytest
 import kvjax
 from kvjax.files.writing import NEW
 from tests.cli.commands import PROMPT
+from tests.patience import PATIENCE
 
 COMMANDS = {
     "generate": ["generate", "MODEL", PROMPT, "--max-new-tokens", "9", "--policy", "snapkv:budget=64"],
@@ -43,7 +44,7 @@ def interrupted(arguments: list[str], folder: Path, after: float) -> tuple[int, 
         time.sleep(0.01)
     time.sleep(after)
     process.send_signal(signal.SIGINT)
-    stderr = process.communicate(timeout=60)[1]
+    stderr = process.communicate(timeout=PATIENCE)[1]
     return process.returncode, stderr
 
 

@@ -20,6 +20,7 @@ from kvjax.engine.memory import bytes_of
 from kvjax.models import Decoder
 from tests.cli.commands import kv
 from tests.cli.conftest import saved
+from tests.patience import PATIENCE
 
 POLICY = "h2o:budget=12"
 SIZES = {"rows": 2, "max_prompt": 16, "max_new_tokens": 40}
@@ -116,19 +117,19 @@ def test_a_full_queue_refuses_and_a_cancelled_request_frees_its_row(engine: kvja
         waiting.extend(engine.submit([4], **long) for _ in range(50))  # some of the running ones may end meanwhile
     for handle in (*running, *waiting):
         handle.cancel()
-    answers = [handle.result(timeout=30) for handle in (*running, *waiting)]
+    answers = [handle.result(timeout=PATIENCE) for handle in (*running, *waiting)]
     assert "cancelled" in {answer.finish for answer in answers}
     assert all(len(answer.tokens) < 40 for answer in answers if answer.finish == "cancelled")
-    assert engine.submit([5], max_new_tokens=2, seed=np.int32(-7)).result(timeout=30).finish == "length"
+    assert engine.submit([5], max_new_tokens=2, seed=np.int32(-7)).result(timeout=PATIENCE).finish == "length"
     assert engine.stats().rows_busy == engine.stats().queue == 0
 
 
 def test_text_and_stop_strings_are_those_of_stream(engine: kvjax.Engine, shallow: Decoder, tokenizer) -> None:
-    whole = engine.submit("ba be bi", max_new_tokens=20, eos=()).result(timeout=30)
+    whole = engine.submit("ba be bi", max_new_tokens=20, eos=()).result(timeout=PATIENCE)
     assert whole.text is not None
     stop = whole.text[7:10]
     handle = engine.submit("ba be bi", max_new_tokens=20, eos=(), stop=[stop, "zzz"])
-    answer = handle.result(timeout=30)
+    answer = handle.result(timeout=PATIENCE)
     pieces = list(
         kvjax.stream(shallow, "ba be bi", policy=POLICY, max_new_tokens=20, eos=(), stop=[stop], tokenizer=tokenizer)
     )
@@ -169,7 +170,7 @@ def test_after_close_nothing_is_accepted(shallow: Decoder) -> None:
 def test_a_handle_keeps_its_engine(shallow: Decoder) -> None:
     handle = kvjax.Engine(shallow, POLICY, **SIZES).submit([5, 6, 7], max_new_tokens=40, eos=())
     gc.collect()
-    assert len(handle.result(timeout=60).tokens) == 40
+    assert len(handle.result(timeout=PATIENCE).tokens) == 40
 
 
 def test_bytes_are_those_of_the_plan(shallow: Decoder, engine: kvjax.Engine) -> None:

@@ -11,6 +11,7 @@ import kvjax
 from kvjax.engine.reading import Reader
 from kvjax.models import Decoder
 from tests.engine.traffic import MAX_NEW, MAX_PROMPT, MIXED, Asked, run
+from tests.patience import PATIENCE
 
 
 @pytest.mark.slow
@@ -26,7 +27,7 @@ def test_500_random_requests_compile_nothing(shallow: Decoder, compiled: list[st
         assert "jit(advance)" in compiled  # it is noted; what other engines share, JAX finds compiled
         assert engine.warm_up.seconds > 0
         compiled.clear()
-        answers = [handle.result(timeout=120) for handle in run(engine, asked, rng)]
+        answers = [handle.result(timeout=PATIENCE) for handle in run(engine, asked, rng)]
         stats = engine.stats()
     assert compiled == []
     assert stats.requests == len(answers) == sum(stats.finished.values()) == 500

@@ -11,6 +11,7 @@ import kvjax
 from kvjax.models import Decoder
 from tests.engine.test_tokens import KINDS, check
 from tests.engine.traffic import GREEDY
+from tests.patience import PATIENCE
 from tests.products import part
 
 SHAPES = [(data, model) for data in (1, 2) for model in (1, 2, 4) if data * model > 1]
@@ -37,7 +38,7 @@ def test_admission_moves_nothing_between_devices(tiny: Decoder) -> None:
     with kvjax.Engine(params, "h2o:budget=12", rows=4, max_prompt=16, max_new_tokens=8) as engine:
         text = engine._loop._device._programs._compiled["admit"].as_text()
         assert not re.search(r"(all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(-start)?\(", text)
-        answer = engine.submit([1, 2, 3], max_new_tokens=2).result(timeout=60)
+        answer = engine.submit([1, 2, 3], max_new_tokens=2).result(timeout=PATIENCE)
         stats = engine.stats()
     assert len(answer.tokens) == 2
     planned = kvjax.plan_cache(

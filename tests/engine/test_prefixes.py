@@ -16,6 +16,7 @@ from kvjax.engine.sizes import Sizes
 from kvjax.models import Decoder
 from kvjax.policies import parse
 from tests.engine.test_tokens import KINDS
+from tests.patience import PATIENCE
 from tests.products import part
 
 RNG = np.random.default_rng(3)
@@ -31,7 +32,7 @@ def test_answers_are_those_of_a_prefilled_cache(policy: str, tiny: Decoder) -> N
     asked = [(document, question) for question in questions for document in documents]
     with kvjax.Engine(tiny, policy, **SIZES, prefix_memory="1MB") as engine:
         handles = [engine.submit(question, prefix=document, max_new_tokens=9) for document, question in asked]
-        answers = [handle.result(timeout=60) for handle in handles]
+        answers = [handle.result(timeout=PATIENCE) for handle in handles]
         found = engine.stats().prefixes
     assert (found.misses, found.hits) == (3, 6)
     caches = {tuple(document): kvjax.prefill(tiny, document, policy=policy) for document in documents}
@@ -106,7 +107,7 @@ def test_engines_of_two_policies_share_a_folder(tiny: Decoder, tmp_path: Path) -
     document, question = RNG.integers(0, 101, 28).tolist(), [3, 4, 5]
     for policy in ("knorm:budget=12", "keydiff:budget=12"):  # caches of the same shapes
         with kvjax.Engine(tiny, policy, **SIZES, prefix_memory="1MB", prefix_folder=tmp_path) as engine:
-            answer = engine.submit(question, prefix=document, max_new_tokens=9).result(timeout=60)
+            answer = engine.submit(question, prefix=document, max_new_tokens=9).result(timeout=PATIENCE)
             found = engine.stats().prefixes
         assert (found.misses, found.hits) == (1, 0), policy
         alone = kvjax.generate(tiny, question, cache=kvjax.prefill(tiny, document, policy=policy), max_new_tokens=9)
@@ -123,7 +124,7 @@ def test_a_mesh_writes_prefixes_to_disk_and_reads_them(shallow: Decoder, tmp_pat
     options = {**SIZES, "chunk": 32, "prefix_memory": "1MB", "prefix_folder": tmp_path}
     with kvjax.Engine(params, policy, **options) as engine:
         for _ in range(2):
-            answer = engine.submit(question, prefix=document, max_new_tokens=9).result(timeout=60)
+            answer = engine.submit(question, prefix=document, max_new_tokens=9).result(timeout=PATIENCE)
             assert answer.tokens.tolist() == expected
             engine._store._caches.clear()  # as in a later engine
         stats = engine.stats().prefixes
@@ -142,12 +143,12 @@ def test_what_does_not_fit_after_a_prefix_is_refused(shallow: Decoder, tmp_path:
             engine.submit([1], prefix=[1] * 29)
         with pytest.raises(ValueError, match="the prompt after a prefix has 17 tokens: expected at most chunk=16"):
             engine.submit([1] * 17, prefix=[1])
-        assert engine.submit([1] * 16, prefix=[2] * 28, max_new_tokens=1).result(timeout=60).prompt_tokens == 44
+        assert engine.submit([1] * 16, prefix=[2] * 28, max_new_tokens=1).result(timeout=PATIENCE).prompt_tokens == 44
     sizes = {"rows": 1, "max_prompt": 16, "max_new_tokens": 60}
     with kvjax.Engine(shallow, "knorm:budget=6", **sizes, prefix_memory=10**6) as engine:
         with pytest.raises(ValueError, match=r"a question of 10 tokens and an answer of 60 do not fit after a prefix"):
             engine.submit([1] * 10, prefix=[1] * 12)
-        assert len(engine.submit([1] * 10, prefix=[1] * 12, max_new_tokens=54).result(timeout=60).tokens) == 54
+        assert len(engine.submit([1] * 10, prefix=[1] * 12, max_new_tokens=54).result(timeout=PATIENCE).tokens) == 54
     with pytest.raises(ValueError, match="without prefix_memory: expected both"):
         kvjax.Engine(shallow, "full", **SIZES, prefix_folder=tmp_path)
     with pytest.raises(ValueError, match="is a file: expected a folder"):

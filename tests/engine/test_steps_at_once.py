@@ -15,6 +15,7 @@ import kvjax
 from kvjax.decoding.sampling import SamplingMethod
 from kvjax.engine import Finish, Handle, device
 from kvjax.models import Decoder
+from tests.patience import PATIENCE
 
 POLICY = "h2o:budget=12"
 MAX_NEW = 12
@@ -116,7 +117,7 @@ def test_answers_are_those_of_the_requests_alone(
             for _ in zip(range(one.cancel), handle.tokens(), strict=False):
                 pass
             handle.cancel()
-    answers = [handle.result(timeout=60) for handle in handles]
+    answers = [handle.result(timeout=PATIENCE) for handle in handles]
     for one, alone, answer in zip(requests, expected, answers, strict=True):
         count = len(answer.tokens)
         assert answer.tokens.tolist() == alone.tokens[:count]
@@ -142,7 +143,7 @@ def test_a_program_ends_with_the_first_answer(shallow: Decoder, monkeypatch: pyt
 
     with kvjax.Engine(shallow, POLICY, **SIZES, steps_at_once=5) as engine:
         monkeypatch.setattr(device.Device, "advance", noted)
-        first = engine.submit([1, 2], max_new_tokens=12, eos=()).result(timeout=60)
+        first = engine.submit([1, 2], max_new_tokens=12, eos=()).result(timeout=PATIENCE)
         # The host starts a program before it knows that the answer has ended.
         assert len(first.tokens) == 12
         assert programs[:3] == [5, 5, 1]
@@ -157,4 +158,4 @@ def test_steps_at_once_follow_from_their_time(
     monkeypatch.setattr(device, "CPU_SECONDS", seconds)
     with kvjax.Engine(shallow, POLICY, **SIZES) as engine:
         assert engine.steps_at_once == steps
-        assert len(engine.submit([1], max_new_tokens=7, eos=()).result(timeout=60).tokens) == 7
+        assert len(engine.submit([1], max_new_tokens=7, eos=()).result(timeout=PATIENCE).tokens) == 7

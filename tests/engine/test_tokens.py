@@ -13,6 +13,7 @@ from kvjax.models import Decoder, Mixture
 from kvjax.models.rope import DynamicScaling, Rope
 from tests.conftest import POLICIES
 from tests.engine.traffic import GREEDY, MAX_NEW, MAX_PROMPT, MIXED, Asked, run
+from tests.patience import PATIENCE
 from tests.products import part
 from tests.tiny import decoder
 
@@ -57,7 +58,7 @@ def check(
         steps_at_once=5,
     ) as engine:
         runs = [run(engine, some, rng) for some in (asked, asked[::-1])]
-        answers = [[handle.result(timeout=60) for handle in handles] for handles in runs]
+        answers = [[handle.result(timeout=PATIENCE) for handle in handles] for handles in runs]
     finishes = set()
     for one, *both in zip(asked, answers[0], answers[1][::-1], strict=True):
         alone = one.alone(reference or params, policy)

@@ -15,6 +15,7 @@ import pytest
 import kvjax
 from kvjax.engine import hosts
 from kvjax.evaluation.tasks.vocabulary import WORDS, tokenizer
+from tests.patience import PATIENCE
 from tests.tiny import decoder
 
 SIZES = {"rows": 4, "max_prompt": 28, "max_new_tokens": 400, "chunk": 16, "steps_at_once": 5}
@@ -53,15 +54,15 @@ def lead(engine: kvjax.Engine) -> dict[str, Any]:
     for _ in zip(range(3), running.tokens(), strict=False):
         pass
     running.cancel()
-    text = handles[4].result(timeout=60).text
+    text = handles[4].result(timeout=PATIENCE).text
     assert text is not None
-    stopped = engine.submit([7, 8], max_new_tokens=19, eos=(), stop=[text.split()[3]]).result(timeout=60)
+    stopped = engine.submit([7, 8], max_new_tokens=19, eos=(), stop=[text.split()[3]]).result(timeout=PATIENCE)
     prefixed = [engine.submit([3, 4], prefix=[8] * 20, max_new_tokens=5, eos=()) for _ in range(3)]
     return {
-        "prefixed": [handle.result(timeout=60).tokens.tolist() for handle in prefixed],
+        "prefixed": [handle.result(timeout=PATIENCE).tokens.tolist() for handle in prefixed],
         "devices": [jax.local_device_count(), jax.device_count()],
-        "tokens": [handle.result(timeout=60).tokens.tolist() for handle in handles],
-        "cancelled": running.result(timeout=60).finish,
+        "tokens": [handle.result(timeout=PATIENCE).tokens.tolist() for handle in handles],
+        "cancelled": running.result(timeout=PATIENCE).finish,
         "stopped": [stopped.finish, stopped.text, text],
         "finished": engine.stats().finished,
     }

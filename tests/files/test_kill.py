@@ -13,6 +13,7 @@ import pytest
 
 from kvjax.files.writing import write_file
 from tests.files.test_writing import WRITERS, Writer, assert_mine, put_mine
+from tests.patience import PATIENCE
 
 # Processes are forked from one that has imported the writers and the settings of tests. JAX has not begun to run in it.
 server = multiprocessing.get_context("forkserver")
@@ -47,7 +48,7 @@ def kill_one(name: str, folder: Path, share: float) -> None:
     process = server.Process(target=write_for_ever, args=(name, folder, sender), daemon=True)
     process.start()
     try:
-        assert receiver.poll(120), f"{name} has not written anything in two minutes"
+        assert receiver.poll(PATIENCE), f"{name} has not written anything"
         time.sleep(share * receiver.recv())
     finally:
         process.kill()

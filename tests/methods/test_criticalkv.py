@@ -22,7 +22,7 @@ from tests import tiny
 from tests.methods.literal_budgets import adaptive, algorithm_1, best, projected, two_stages
 from tests.methods.literal_budgets import snapkv as snapkv_scores
 from tests.methods.reference import Reader
-from tests.products import part
+from tests.products import each_once, part
 
 B, H, G, M, D, E = 3, 2, 3, 80, 4, 12
 KEYS = SquaredNorms("key")  # not negative, and of no norm of the value
@@ -55,8 +55,7 @@ def scored(score, entries, output, protected):
 
 
 @pytest.mark.slow(first=1)
-@pytest.mark.parametrize("group", [1, G])
-@pytest.mark.parametrize("first", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize(("first", "group"), each_once([0.0, 0.5, 0.9], [G, 1]))
 def test_two_stages(first, group):
     entries, output = drawn(group)
     protected = Protect(recent=4).mask(entries.positions, jnp.array([80, 50, 9]), entries.capacity)

@@ -10,6 +10,7 @@ from kvjax.mesh.heads import ALL_HEADS
 from kvjax.parts import Fixed, ThresholdShares
 from kvjax.policies import parse
 from tests import tiny
+from tests.products import each_once
 
 # What the tests of all presets run (tests/policy/presets.py). No score is below the thresholds, so the budget decides.
 OPTIONS = (
@@ -31,8 +32,9 @@ def norms(keys):
 
 
 @pytest.mark.slow(first=1)
-@pytest.mark.parametrize(("base", "scored"), [("keydiff", differences), ("knorm", norms)])
-@pytest.mark.parametrize("quantile", [0.0, 0.4, 0.8, 1.0])
+@pytest.mark.parametrize(
+    ("base", "scored", "quantile"), each_once([("keydiff", differences), ("knorm", norms)], [0.0, 0.4, 0.8, 1.0])
+)
 def test_each_head_retains_what_reaches_the_threshold(base, scored, quantile):
     """Rows of different lengths, one within the window; the answer is added."""
     params = tiny.decoder(windows=(None, None))

@@ -22,6 +22,7 @@ from kvjax.policy import Policy, Ranked
 from tests import tiny
 from tests.methods.literal_crush import cut, literal
 from tests.methods.reference import Reader, attended
+from tests.products import each_once
 
 BITS = np.array([[bit == "1" for bit in token] for token in ["1100", "0000", "1111", "1000", "0110", "1110", "0001"]])
 
@@ -110,23 +111,25 @@ def retained(index, positions, row):
 
 
 @pytest.mark.slow(first=1)
-@pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize(
-    ("anchor", "share", "upper", "pick", "granularity"),
-    [
-        ("mean", 0.25, 0.5, "centroid", "token"),
-        ("mean", 0.25, 0.5, "grid", "token"),
-        ("alternate", 0.6, 0.3, "centroid", "token"),
-        ("mean", 0.25, 0.0, "centroid", "token"),
-        ("mean", 0.4, 0.5, "kmeans", "token"),
-        (7, 0.4, 0.5, "centroid", "token"),
-        ("mean", 0.4, 0.5, "centroid", "chunk"),
-        ("alternate", 0.6, 0.5, "kmeans", "chunk"),
-        ("mean", 0.4, 0.5, "centroid", "page"),
-        ("alternate", 0.6, 0.3, "centroid", "page"),
-        (7, 0.6, 0.0, "centroid", "page"),
-        ("mean", 0.6, 0.3, "grid", "page"),
-    ],
+    ("anchor", "share", "upper", "pick", "granularity", "aligned"),
+    each_once(
+        [
+            ("mean", 0.25, 0.5, "centroid", "token"),
+            ("mean", 0.25, 0.5, "grid", "token"),
+            ("alternate", 0.6, 0.3, "centroid", "token"),
+            ("mean", 0.25, 0.0, "centroid", "token"),
+            ("mean", 0.4, 0.5, "kmeans", "token"),
+            (7, 0.4, 0.5, "centroid", "token"),
+            ("mean", 0.4, 0.5, "centroid", "chunk"),
+            ("alternate", 0.6, 0.5, "kmeans", "chunk"),
+            ("mean", 0.4, 0.5, "centroid", "page"),
+            ("alternate", 0.6, 0.3, "centroid", "page"),
+            (7, 0.6, 0.0, "centroid", "page"),
+            ("mean", 0.6, 0.3, "grid", "page"),
+        ],
+        [True, False],
+    ),
 )
 def test_is_the_literal_algorithm(anchor, share, upper, pick, granularity, aligned):
     """Three rows of different lengths, five heads with budgets of their own, slots with different tokens."""
@@ -169,8 +172,10 @@ def keep_by_query_heads(part, scores, positions, counts, size, own):
 
 
 @pytest.mark.slow(first=1)
-@pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize(("upper", "granularity"), [(0.5, "token"), (0.0, "token"), (0.5, "chunk"), (0.3, "page")])
+@pytest.mark.parametrize(
+    ("upper", "granularity", "aligned"),
+    each_once([(0.5, "token"), (0.0, "token"), (0.5, "chunk"), (0.3, "page")], [True, False]),
+)
 def test_bits_of_query_heads(upper, granularity, aligned):
     """Three query heads to each kv head, with scores of their own for the tokens of their kv head."""
     scores, positions, counts, size = drawn(aligned)

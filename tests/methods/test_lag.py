@@ -11,6 +11,7 @@ from kvjax.models import AttentionLayer, Rope
 from kvjax.parts import Drop, Fixed, LagDifference, TopTokens
 from kvjax.policies import lagkv
 from kvjax.policy import Moment, Policy
+from tests.products import each_once
 
 B, H, M, D = 4, 2, 40, 6
 
@@ -33,8 +34,9 @@ def literal(keys, values, lag, cross):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cross", [False, True])
-@pytest.mark.parametrize(("lag", "sinks"), [(5, 3), (8, 0), (16, 2), (25, 2), (64, 2)])
+@pytest.mark.parametrize(
+    ("lag", "sinks", "cross"), each_once([(5, 3), (8, 0), (16, 2), (25, 2), (64, 2)], [False, True])
+)
 def test_runs_are_measured_by_the_next(lag, sinks, cross):
     """Rows of different lengths in slots of any order: runs that end with the prompt, and prompts of too few runs."""
     rng = np.random.default_rng(0)

@@ -170,7 +170,6 @@ def test_streamed_and_saved_it_answers_as_at_once(tmp_path: Path) -> None:
 PLAIN = [spec for spec in ALL if parse(spec).storage == full().storage]
 
 
-@pytest.mark.slow(first=2)
 # One preset of each method, and positions in the cache, for which keys are rotated as they are read.
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(

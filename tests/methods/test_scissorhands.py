@@ -8,6 +8,7 @@ import pytest
 from kvjax.policies import parse
 from tests.methods import one_layer
 from tests.methods.reference import rotated, softmax
+from tests.products import each_once
 
 DIM = 8
 
@@ -36,8 +37,7 @@ class Head:
 
 
 @pytest.mark.slow(first=1)
-@pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("window", [5, 40])
+@pytest.mark.parametrize(("group", "window"), each_once([1, 4], [5, 40]))
 def test_is_the_literal_count(group, window):
     """Prompts longer and shorter than the budget and the window, and steps through two evictions."""
     heads, size, steps, lengths = 2, 48, 16, np.array([48, 30, 13])

@@ -18,6 +18,7 @@ from kvjax.policy import PLAIN, Policy
 from tests import tiny
 from tests.methods import one_layer
 from tests.methods.reference import rotated, softmax
+from tests.products import each_once
 
 # What the tests of all presets run (tests/policy/presets.py).
 OPTIONS = (
@@ -45,9 +46,10 @@ def literal_context(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.slow(first=1)
-@pytest.mark.parametrize("base", ["full", "snapkv:budget=9,window=3,kernel=3", "knorm:budget=9"])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (7, 1)])
-@pytest.mark.parametrize("recent", [0, 4])
+@pytest.mark.parametrize(
+    ("base", "heads", "kv_heads", "recent"),
+    each_once(["full", "snapkv:budget=9,window=3,kernel=3", "knorm:budget=9"], [(2, 2), (8, 2), (7, 1)], [0, 4]),
+)
 def test_channels_and_attention_are_those_of_keys_with_zeros(base: str, heads: int, kv_heads: int, recent: int) -> None:
     """Against NumPy with all keys, on prompts longer and shorter than budget, window and `recent`."""
     lengths, prompt, steps, window, D = np.array([20, 11, 5, 2]), 20, 3, 6, 10
@@ -118,8 +120,7 @@ def with_zeros(whole: kvjax.KVCache, thin: kvjax.KVCache) -> kvjax.KVCache:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("spec", [SPEC, EVERYTHING])
+@pytest.mark.parametrize(("spec", "dtype"), each_once([SPEC, EVERYTHING], [jnp.float32, jnp.bfloat16]))
 def test_answers_and_later_turns_are_those_of_zeros(spec: str, dtype: jnp.dtype) -> None:
     """Under jit, with a sliding window in one layer: steps, and a turn of several tokens between them."""
     params = jax.tree.map(lambda x: x.astype(dtype), tiny.decoder(heads=8, windows=(None, 12)))

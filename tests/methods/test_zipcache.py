@@ -19,6 +19,7 @@ from tests import tiny
 from tests.methods import one_layer
 from tests.methods.literal_codes import literal_entries
 from tests.methods.reference import rotated, softmax
+from tests.products import each_once
 
 # What the tests of all presets run (tests/policy/presets.py).
 OPTIONS = (
@@ -64,9 +65,14 @@ def positions_of(coded: CodedEntries, b: int, h: int) -> list[list[int]]:
 
 
 @pytest.mark.slow(first=1)
-@pytest.mark.parametrize("base", ["full", "snapkv:budget=9,window=3,kernel=3", "knorm:budget=9"])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (7, 1)])
-@pytest.mark.parametrize(("salient", "bits", "other_bits"), [(0.6, 4, 2), (0.3, 8, 4)])
+@pytest.mark.parametrize(
+    ("base", "heads", "kv_heads", "salient", "bits", "other_bits"),
+    each_once(
+        ["full", "snapkv:budget=9,window=3,kernel=3", "knorm:budget=9"],
+        [(2, 2), (8, 2), (7, 1)],
+        [(0.6, 4, 2), (0.3, 8, 4)],
+    ),
+)
 def test_salience_codes_and_attention(
     base: str, heads: int, kv_heads: int, salient: float, bits: int, other_bits: int
 ) -> None:
@@ -136,8 +142,7 @@ def in_slots(cache: kvjax.KVCache) -> kvjax.KVCache:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("spec", [SPEC, EVERYTHING])
+@pytest.mark.parametrize(("spec", "dtype"), each_once([SPEC, EVERYTHING], [jnp.float32, jnp.bfloat16]))
 def test_answers_and_later_turns_are_those_of_the_numbers_that_codes_stand_for(spec: str, dtype: jnp.dtype) -> None:
     """Under jit, with a sliding window in one layer: steps, and a turn of several tokens between them."""
     params = jax.tree.map(lambda x: x.astype(dtype), tiny.decoder(heads=8, windows=(None, 12)))

@@ -16,10 +16,12 @@ from kvjax.mesh.experts import gathered_products, mixed, over_experts, sorted_pr
 from kvjax.mesh.sharding import fit_mesh
 from kvjax.models import ExpertWeights, Mixture, densely, routed
 from kvjax.models.decoder import ACTIVATIONS
+from tests.products import each_once
 from tests.tiny import decoder
 
 SIZES = [(1, 1, 1, 1), (1, 1, 8, 3), (2, 5, 4, 4), (3, 20, 4, 2), (2, 1, 16, 3), (1, 7, 32, 2)]
 E, F = 24, 20
+BIASED = {"biased": True, "limit": 0.5}
 
 
 def problem(batch: int, tokens: int, mixture: Mixture) -> tuple[jax.Array, ExpertWeights]:
@@ -34,9 +36,10 @@ def problem(batch: int, tokens: int, mixture: Mixture) -> tuple[jax.Array, Exper
     return jnp.asarray(x, jnp.float32), ExpertWeights(*arrays)
 
 
-@pytest.mark.slow(first=6)
-@pytest.mark.parametrize("facts", [{}, {"normalized": False}, {"biased": True, "limit": 0.5}])
-@pytest.mark.parametrize(("batch", "tokens", "experts", "per_token"), SIZES)
+@pytest.mark.parametrize(
+    ("batch", "tokens", "experts", "per_token", "facts"),
+    each_once(SIZES, [{}, {"normalized": False}, BIASED]),
+)
 def test_tokens_that_go_to_their_experts(batch, tokens, experts, per_token, facts):
     mixture = Mixture(experts, per_token, F, **facts)
     x, weights = problem(batch, tokens, mixture)
@@ -87,11 +90,11 @@ def test_biases_and_clamps():
     np.testing.assert_allclose(densely(x, weights, mixture, ACTIVATIONS["quick_gelu"])[0], expected, atol=1e-5)
 
 
-@pytest.mark.slow(first=4)
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
-@pytest.mark.parametrize("facts", [{}, {"biased": True, "limit": 0.5}])
-@pytest.mark.parametrize("tokens", [1, 9])
-@pytest.mark.parametrize(("data", "model"), [(2, 4), (1, 8), (2, 2)])
+@pytest.mark.parametrize(
+    ("tokens", "facts", "data", "model"),
+    each_once([(1, {}), (9, BIASED), (9, {}), (1, BIASED)], [(2, 4), (1, 8), (2, 2)]),
+)
 def test_experts_on_a_mesh(data, model, tokens, facts):
     """There are two kv heads, so that four and eight devices hold replicas of kv heads, but not of experts."""
     mixture = Mixture(8, 3, F, **facts)

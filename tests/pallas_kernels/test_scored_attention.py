@@ -11,6 +11,7 @@ import pytest
 from kvjax.pallas_kernels import Reduction, in_one_pass, prompt_attention, scored_attention, use, window_scores
 from tests.dense import assert_close, attention, compiled, entries, left_padded
 from tests.pallas_kernels.checks import reduced
+from tests.products import each_once
 
 blocked = importlib.import_module("kvjax.pallas_kernels.xla.blocked")
 REDUCTIONS = tuple(
@@ -54,8 +55,7 @@ def expected(q, k, t, p, reduction, options):
 
 
 @pytest.mark.slow(first=4)
-@pytest.mark.parametrize("name", PROBLEMS)
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("name", "biased"), each_once(PROBLEMS, [False, True]))
 def test_contexts_have_the_bits_of_prompt_attention(name, biased):
     """Whatever is asked for beside them, in programs of their own, with tiles of the default sizes."""
     *sizes, options, dtype = PROBLEMS[name]

@@ -11,6 +11,7 @@ from kvjax.pallas_kernels.segment_attention.xla import segment_attention
 from tests.dense import assert_close, attention, context
 from tests.pallas_kernels.cases import SEGMENT_CASES, quantized
 from tests.pallas_kernels.checks import check_segments, jitted, plainly
+from tests.products import each_once
 
 ROUNDING = (1e-6, 1e-6)  # a GPU may fuse a code's product with its scale into the next operation
 attend = jitted(segment_attention)
@@ -39,8 +40,10 @@ def pool(rng, lanes, dtype=np.float32):
 
 
 @pytest.mark.slow(first=1)
-@pytest.mark.parametrize(("group", "queries", "lanes"), [(1, 1, 4), (4, 3, 1), (7, 1, 2), (2, 2, 1)])
-@pytest.mark.parametrize("window", [None, 60])
+@pytest.mark.parametrize(
+    ("group", "queries", "lanes", "window"),
+    each_once([(1, 1, 4), (4, 3, 1), (7, 1, 2), (2, 2, 1)], [None, 60]),
+)
 def test_each_head_attends_to_its_own_segment(group, queries, lanes, window):
     rng = np.random.default_rng(group)
     k, v, positions, start, (dense_k, dense_v, dense_p) = pool(rng, lanes)

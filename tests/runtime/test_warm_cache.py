@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE
+
 CODE = """
 import json, sys
 from collections import Counter
@@ -43,7 +45,7 @@ def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
         command = [sys.executable, "-W", "ignore", "-c", CODE]
-        done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == 0, done.stderr
         hits, misses = json.loads(done.stdout)
         return hits, misses

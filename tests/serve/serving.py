@@ -16,6 +16,7 @@ import uvicorn
 import kvjax
 from kvjax.serve import Settings, application, listen
 from kvjax.serve.server import configured
+from tests.patience import PATIENCE
 
 POLICY = "morphkv:budget=16,window=4"
 KEY = "secret"
@@ -41,17 +42,17 @@ class Serving:
 
     @property
     def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=PATIENCE)
 
     @property
     def asynchronous(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=PATIENCE)
 
 
 def served(engine: kvjax.Engine, settings: Settings) -> Iterator[Serving]:
     """Yields a server that runs in a thread, and ends it afterwards."""
     listener = listen("127.0.0.1", 0)
-    server = uvicorn.Server(configured(application(engine, settings), patience=60))
+    server = uvicorn.Server(configured(application(engine, settings), patience=PATIENCE))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     yield Serving(engine, listener.getsockname()[1])
@@ -67,7 +68,7 @@ def send(serving: Serving, path: str, body: Any = None, **headers: str) -> tuple
     named = default | {name.replace("_", "-"): value for name, value in headers.items()}
     request = urllib.request.Request(serving.url + path, data, named)
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as error:
         with error:

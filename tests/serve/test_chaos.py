@@ -13,6 +13,7 @@ import pytest
 
 import kvjax
 from kvjax.models import Decoder
+from tests.patience import PATIENCE
 from tests.serve.serving import KEY, POLICY, Serving
 
 pytestmark = pytest.mark.slow
@@ -121,7 +122,7 @@ def test_chaos(
     counts = asyncio.run(chaos(serving, clients, seconds, expected))
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
     assert min(counts.values()) > 0, counts
-    until = time.monotonic() + 30
+    until = time.monotonic() + PATIENCE
     while serving.engine.stats().rows_busy or serving.engine.stats().queue:
         assert time.monotonic() < until, "a row is still busy"
         time.sleep(0.01)

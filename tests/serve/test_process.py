@@ -22,6 +22,7 @@ import pytest
 import kvjax
 from kvjax.models import Decoder
 from tests.cli.commands import kv
+from tests.patience import PATIENCE
 from tests.processes import free_port
 from tests.serve.serving import POLICY
 
@@ -68,7 +69,7 @@ def served(folder: str, *options: str) -> Iterator[tuple[subprocess.Popen[str], 
 def ask(port: int, tokens: int) -> socket.socket:
     """A connection that has asked for a stream of tokens."""
     body = json.dumps({"model": "tiny", "prompt": "ba", "max_tokens": tokens, "ignore_eos": True, "stream": True})
-    client = socket.create_connection(("127.0.0.1", port), timeout=60)
+    client = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE)
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close"
     client.sendall(f"{head}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
     return client
@@ -87,10 +88,10 @@ def test_sigterm_finishes_what_runs(folder: str) -> None:
         client = ask(port, 1500)
         client.recv(1)  # the answer has begun
         process.send_signal(signal.SIGTERM)
-        until = time.monotonic() + 30
+        until = time.monotonic() + PATIENCE
         while True:  # the address is given up while the answer goes on
             try:
-                socket.create_connection(("127.0.0.1", port), timeout=5).close()
+                socket.create_connection(("127.0.0.1", port), timeout=PATIENCE).close()
             except ConnectionError:
                 break
             assert time.monotonic() < until
@@ -99,7 +100,7 @@ def test_sigterm_finishes_what_runs(folder: str) -> None:
         client.close()
         assert text.count('"finish_reason": "length"') == 1
         assert "data: [DONE]" in text
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=PATIENCE) == 0
 
 
 @pytest.mark.slow
@@ -111,14 +112,16 @@ def test_two_processes_serve_one_model(folder: str, shallow: Decoder, talker: An
         served(folder, *mesh, "--process", "0") as (leader, port),
     ):
         said(follower, "follows process 0 as process 1")
-        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        with openai.OpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=PATIENCE
+        ) as client:
             greedily = partial(
                 client.completions.create, model="tiny", temperature=0, max_tokens=20, extra_body=ENDLESS
             )
             found = [greedily(prompt=text) for text in ("ba", "bo ba")]
         for process in (follower, leader):  # the follower has no end of its own
             process.send_signal(signal.SIGTERM)
-        assert leader.wait(timeout=60) == follower.wait(timeout=60) == 0
+        assert leader.wait(timeout=PATIENCE) == follower.wait(timeout=PATIENCE) == 0
     texts = [one.choices[0].text for one in found]
     alone = kvjax.generate(shallow, ["ba", "bo ba"], policy=POLICY, tokenizer=talker, max_new_tokens=20, eos=())
     assert texts == alone.text

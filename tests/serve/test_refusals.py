@@ -20,6 +20,7 @@ from kvjax.engine import Handle
 from kvjax.serve import Settings, application
 from kvjax.serve.asking import ask
 from kvjax.serve.schema import Completion
+from tests.patience import PATIENCE
 from tests.serve.serving import GOOD, KEY, POLICY, Serving, send
 
 
@@ -126,10 +127,10 @@ def test_bodies_of_unknown_length_and_slow_ones(serving: Serving) -> None:
         f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
         "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
     )
-    with socket.create_connection(("127.0.0.1", serving.port), timeout=10) as client:
+    with socket.create_connection(("127.0.0.1", serving.port), timeout=PATIENCE) as client:
         client.sendall(head.encode() + b"5000\r\n" + b" " * 0x5000 + b"\r\n")
         assert b" 413 " in client.recv(1000).partition(b"\r\n")[0]
-    with socket.create_connection(("127.0.0.1", serving.port), timeout=10) as client:
+    with socket.create_connection(("127.0.0.1", serving.port), timeout=PATIENCE) as client:
         client.sendall(head.encode() + b"2\r\n{ \r\n")
         assert b" 408 " in client.recv(1000).partition(b"\r\n")[0]
 
@@ -149,7 +150,7 @@ def test_bodies_of_unknown_length_and_slow_ones(serving: Serving) -> None:
     ],
 )
 def test_what_is_no_http(serving: Serving, sent: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", serving.port), timeout=10) as client:
+    with socket.create_connection(("127.0.0.1", serving.port), timeout=PATIENCE) as client:
         client.sendall(sent)
         answer = b""
         while part := client.recv(1 << 16):
@@ -182,7 +183,7 @@ def test_a_client_that_goes_away_frees_its_row(serving: Serving) -> None:
     for stream in (True, False):
         before = serving.engine.stats().finished.get("cancelled", 0)
         body = json.dumps(GOOD | {"max_tokens": 512, "ignore_eos": True, "n": 4, "stream": stream})
-        with socket.create_connection(("127.0.0.1", serving.port), timeout=10) as client:
+        with socket.create_connection(("127.0.0.1", serving.port), timeout=PATIENCE) as client:
             client.sendall(
                 f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
                 f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
@@ -258,9 +259,9 @@ def idle(serving: Serving) -> None:
 
 
 def wait_for(state: Callable[[], bool]) -> None:
-    until = time.monotonic() + 20
+    until = time.monotonic() + PATIENCE
     while not state():
-        assert time.monotonic() < until, "20 seconds were not enough"
+        assert time.monotonic() < until, "nothing became idle"
         time.sleep(0.001)
 
 
@@ -269,7 +270,7 @@ def test_metrics_and_stats(serving: Serving) -> None:
     assert send(serving, "/v1/completions", GOOD)[0] == 200
     idle(serving)
     request = urllib.request.Request(f"{serving.url}/metrics", headers={"Authorization": f"Bearer {KEY}"})
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
         families = {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
     stats = serving.engine.stats()
     values = {sample.name: sample.value for family in families.values() for sample in family.samples}
@@ -281,7 +282,7 @@ def test_metrics_and_stats(serving: Serving) -> None:
 
 
 def test_page(serving: Serving) -> None:
-    with urllib.request.urlopen(f"{serving.url}/", timeout=30) as answer:
+    with urllib.request.urlopen(f"{serving.url}/", timeout=PATIENCE) as answer:
         page = answer.read().decode()
     assert "<h1>tiny <code" in page
     assert "//" not in page, "the page loads something"

@@ -12,6 +12,7 @@ from kvjax.inspection import record
 from kvjax.policies import parse
 from tests import tiny
 from tests.attend import meshes
+from tests.products import each_once
 
 SPECS = ("think:ratio=0.5,window=4,recent=4", "zipcache:window=4,queries=4")
 ROWS = [np.random.default_rng(2).integers(0, tiny.VOCAB, n) for n in (40, 5, 23)]
@@ -24,8 +25,7 @@ def over(spec: str, base: str) -> kvjax.Policy:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("base", ["snapkv,budget=24,window=4", "full"])
+@pytest.mark.parametrize(("spec", "base"), each_once(SPECS, ["snapkv,budget=24,window=4", "full"]))
 def test_memory_held_is_what_was_planned(spec: str, base: str) -> None:
     """Of a model with a layer that has a sliding window, and keeps its entries as they are."""
     params, policy = tiny.decoder(windows=(None, 12)), over(spec, base)
@@ -40,8 +40,7 @@ def test_memory_held_is_what_was_planned(spec: str, base: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize(("data", "model"), [(2, 4), (4, 2)])
+@pytest.mark.parametrize(("spec", "data", "model"), each_once(SPECS, [(2, 4), (4, 2)]))
 def test_on_a_mesh(spec: str, data: int, model: int) -> None:
     """With two kv heads, devices of the first mesh share each, and have a part of its query group."""
     params, policy = tiny.decoder(meshes.HEADS, 2), over(spec, "snapkv,budget=24,window=4")
