@@ -12,7 +12,8 @@ cd "$(dirname "$0")/.."
 list() {
     cat <<'END'
 statistics  the numbers that qfilter, expected_attention_stats and triattention read    3
-first       26 presets that read the text once, 75 % removed                            not recorded
+first       the published leaderboard's methods that read the text once, 75 % removed   not recorded
+once        the papers' methods, and others that read it once                           not recorded
 twice       the presets that read it twice                                              not recorded
 others      all other presets                                                           not recorded
 shares      the papers' methods and the best, 25, 50, 75 and 87.5 % removed             not recorded
@@ -61,7 +62,7 @@ statistics() {
 
 page() {
     local runs=()
-    for step in first twice others shares seen; do
+    for step in first once twice others shares seen; do
         [ ! -e "runs/leaderboard/$step/run.json" ] || runs+=("runs/leaderboard/$step")
     done
     kvjax report "${runs[@]}" --leaderboard runs/leaderboard/board.html \
