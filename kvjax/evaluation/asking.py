@@ -35,6 +35,8 @@ class Answer:
         kept: the number of prompt entries that a kv head retained, per layer, averaged over the layer's kv heads.
         kv_bytes: bytes allocated for this row's cache after its prompt was compressed.
         kv_bytes_end: bytes allocated for this row's cache after its answer was generated.
+        retained: of the first example of a task and length, a digit for each token of the compressed prompt, as
+            `retained_by` writes it; None for the other examples.
     """
 
     tokens: list[int]
@@ -42,6 +44,7 @@ class Answer:
     kept: list[float]
     kv_bytes: int
     kv_bytes_end: int
+    retained: str | None = None
 
 
 Answers: TypeAlias = list[list[Answer]]
@@ -109,11 +112,11 @@ class Asker:
         answers: list[Answers] = [[[] for _ in batch.readings] for _ in policies]
         took = [Took(0, 0, 0, 0, 0) for _ in policies]
         for i, asks, cache in self._read(batch, policies, clock):
-            kept = fetch(_kept(cache))
+            kept, shown = fetch(_kept(cache)), _shown(batch, cache)
             out = generate(self.params, **self._options(cache, asks, batch))
             assert isinstance(out.text, list)
             for row, mine in enumerate(answers[i]):
-                facts = _facts(kept[row], cache, out.stats.cache_bytes, batch.rows)
+                facts = _facts(kept[row], cache, out.stats.cache_bytes, batch.rows) | shown.get(row, {})
                 mine.append(Answer(tokens=out.tokens[row, : out.lengths[row]].tolist(), text=out.text[row], **facts))
             read, compiled = (clock.seconds.pop(name, 0.0) for name in ("prefill", "compile"))  # of this policy alone
             before, stats = took[i], out.stats
@@ -139,11 +142,11 @@ class Asker:
             for batch in batches:
                 state = _Open(batch, left=sum(len(reading.asks) for reading in batch.readings))
                 for column, (_, asks, cache) in enumerate(self._read(batch, [policy], reading)):
-                    kept, turn = fetch(_kept(cache)), Clock()
+                    kept, shown, turn = fetch(_kept(cache)), _shown(batch, cache), Clock()
                     names = [_Asked(state, row, column) for row in range(len(batch.readings))]
                     made = ReadBatch.of(self.params, names=names, clock=turn, **self._options(cache, asks, batch))
                     for row, name in enumerate(names):
-                        name.facts = _facts(kept[row], cache, made.nbytes, batch.rows)
+                        name.facts = _facts(kept[row], cache, made.nbytes, batch.rows) | shown.get(row, {})
                     state.read_seconds += reading.seconds.pop("prefill", 0.0)
                     state.ask_seconds += turn.seconds["prefill"]
                     state.compile_seconds += reading.seconds.pop("compile", 0.0) + turn.seconds["compile"]
@@ -235,6 +238,21 @@ def _facts(kept: Float[np.ndarray, "L"], cache: KVCache, end: int, rows: int) ->
     """The fields of an answer that describe its cache, of a batch with `end` bytes when its answers have ended."""
     counts = [round(float(count), 2) for count in kept]
     return {"kept": counts, "kv_bytes": cache.nbytes // rows, "kv_bytes_end": end // rows}
+
+
+def _shown(batch: ReadingBatch, cache: KVCache) -> dict[int, dict[str, Any]]:
+    """What is recorded of the rows with the first example of a task, beside the facts of all rows."""
+    rows = [row for row, reading in enumerate(batch.readings) if reading.asks[0].item.pieces]
+    return {row: {"retained": retained_by(cache, row)} for row in rows}
+
+
+def retained_by(cache: KVCache, row: int) -> str:
+    """A digit for each token of a row: 0 if no kv head of any layer has an entry of it, 9 if all have, in between."""
+    heads = [positions for layer in cache.entries.by_head(row) for positions in layer]
+    found = np.zeros(int(fetch(cache.length)[row]))
+    for positions in heads:
+        found[positions[positions >= 0]] += 1
+    return "".join(map(str, np.ceil(9 * found / len(heads)).astype(int)))
 
 
 def _seed(seed: int, ask: Ask) -> int:

@@ -1,4 +1,4 @@
-"""`run.json`: the grid of a run and the facts of its model."""
+"""`run.json`, the grid of a run and the facts of its model, and `prompts.json`, the tokens of some of its prompts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kvjax.evaluation.planning import RunPlan
 from kvjax.evaluation.records import RESULTS
 from kvjax.files.writing import write_file
 
+PROMPTS = "prompts.json"
 # The fields of a grid that must be equal for all lines of a file.
 FIXED = ("model", "dtype", "data", "seed", "sampler", "new_tokens", "max_length", "chat", "ends", "judge")
 
@@ -35,6 +36,43 @@ def write_header(plan: RunPlan, out: Path) -> None:
     if there is not None:
         _check_fixed(plan, out, there)
     write_file(out / "run.json", _header(plan, {} if there is None else there.get("tasks", {})))
+    write_file(out / PROMPTS, json.dumps(read_prompts(out) | _prompts(plan), ensure_ascii=False))
+
+
+def _prompts(plan: RunPlan) -> dict[str, list[Any]]:
+    """The pieces of the first example of each task and length, by what identifies it."""
+    return {
+        prompt_key(item.task.name, item.length, item.example.id): [list(piece) for piece in item.pieces]
+        for item in plan.items
+        if item.pieces
+    }
+
+
+def prompt_key(task: str, length: int | None, name: str) -> str:
+    """The name of a prompt in `prompts.json`."""
+    return json.dumps([task, length, name], ensure_ascii=False)
+
+
+def read_prompts(folder: Path) -> dict[str, list[list[str]]]:
+    """The texts of the tokens of context and questions, by `prompt_key`; empty for a run without them.
+
+    Raises ValueError, which names the file, if it is damaged.
+    """
+    path = folder / PROMPTS
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: it is no JSON ({error})") from None
+    if not isinstance(found, dict) or not all(map(_is_pieces, found.values())):
+        raise ValueError(f"{path} is damaged: expected an object of lists of lists of texts")
+    return found
+
+
+def _is_pieces(given: Any) -> bool:
+    lists = isinstance(given, list) and all(isinstance(each, list) for each in given)
+    return lists and all(isinstance(text, str) for each in given for text in each)
 
 
 def _header(plan: RunPlan, earlier: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ class Item:
         new_tokens: the largest number of tokens of an answer.
         cut: the number of tokens that were removed from the context.
         refilled: whether a row takes the next prompt as soon as its answer has ended, because answers differ in length.
+        pieces: of the first example of a task and length, if its prompts may be shown, the texts of the tokens of the
+            context and of each question. A run records which of them each policy retains. Empty for other examples.
     """
 
     task: Task
@@ -49,6 +51,7 @@ class Item:
     new_tokens: int
     cut: int = 0
     refilled: bool = False
+    pieces: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,8 @@ def _of_task(
                 yield Refusal(task.name, length, example.id, example.reason)
                 continue
             try:
-                yield tokenized(example, task, length, grid, tokenizer, max_positions)
+                item = tokenized(example, task, length, grid, tokenizer, max_positions)
+                yield replace(item, pieces=_pieces(item, tokenizer)) if count == 0 and task.shown else item
             except ValueError as error:
                 yield Refusal(task.name, length, example.id, str(error))
     except (ValueError, OSError, ImportError) as error:
@@ -206,6 +210,10 @@ def tokenized(example: Example, task: Task, length: int | None, grid: Grid, toke
         kept, cut = np.concatenate([ids[:front], mark, ids[ids.size - back :]]), ids.size - front - back
     refilled = grid.ends and (task.varied if grid.refill is None else grid.refill)
     return Item(task, length, example, kept, tuple(questions), new_tokens, cut, refilled)
+
+
+def _pieces(item: Item, tokenizer: Any) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(tokenizer.decode([int(token)]) for token in ids) for ids in (item.context, *item.questions))
 
 
 def _in_template(context: str, question: Question, tokenizer: Any) -> tuple[str, str]:

@@ -234,6 +234,8 @@ def _marked(reading: Reading, ask: Ask, answer: Answer) -> dict[str, Any]:
         "kv_bytes_end": answer.kv_bytes_end,
         "meta": {**ask.item.example.meta, **question.meta},
     }
+    if answer.retained is not None:
+        facts["retained"] = answer.retained
     try:
         return {"scores": checked_scores(ask.item.task.metric(answer.text, question))} | facts
     except Exception as error:  # a judge that does not answer, a package that is missing

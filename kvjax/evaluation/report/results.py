@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.evaluation.entries import SETTINGS, Budget
-from kvjax.evaluation.header import labels, read_header
+from kvjax.evaluation.header import labels, read_header, read_prompts
 from kvjax.evaluation.lines import ASKED, Line, key_of, read_answer, read_lines, read_timing
 from kvjax.evaluation.tasks import registry
 from kvjax.evaluation.tasks.task import mean_scores
@@ -102,6 +102,7 @@ class Results:
         cells: the cells by name, in the order of the runs' policies.
         errors: the number of answers that are missing because of errors.
         dropped: the policies that have answers, but are in no grid of the runs any more.
+        prompts: the texts of the tokens of some prompts, as `read_prompts` returns them.
     """
 
     model: str
@@ -110,6 +111,7 @@ class Results:
     cells: Mapping[CellName, CellResults]
     errors: int
     dropped: tuple[str, ...] = ()
+    prompts: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
 
     @cached_property
     def columns(self) -> tuple[Column, ...]:
@@ -185,7 +187,8 @@ def _of_model(model: str, runs: Sequence[tuple[Path, Mapping[str, Any]]]) -> Res
     names = sorted(by_cell, key=lambda name: place.get(name.policy, len(place)))
     cells = {name: CellResults(name, *map(tuple, by_cell[name])) for name in names}
     errors = sum("error" in line for line in lines.values())
-    return Results(model, header["grid"]["title"], header["model"], cells, errors, dropped)
+    prompts = {key: pieces for folder, _ in runs for key, pieces in read_prompts(folder).items()}
+    return Results(model, header["grid"]["title"], header["model"], cells, errors, dropped, prompts)
 
 
 def asked_by(line: Mapping[str, Any]) -> tuple[Any, ...]:

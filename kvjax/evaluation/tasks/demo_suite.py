@@ -26,6 +26,7 @@ class DemoTask(Task):
         questions: the largest number of questions per text, which are drawn at random.
     """
 
+    shown: bool = True
     questions: int = 4
 
     def examples(self, source: Source) -> Iterator[Example]:

@@ -30,6 +30,7 @@ class OwnTask(Task):
         facts: what answers to the task depend on: the file and its checksum, the scorer, and the length of an answer.
     """
 
+    shown: bool = True
     given: tuple[Example, ...] = ()
     facts: tuple[tuple[str, Any], ...] = ()
 

@@ -141,6 +141,7 @@ class Task(ABC):
         chat: whether a run with chat templates applies one; some benchmarks exclude some tasks.
         varied: whether answers are long and differ much in length, so that a batch of them would mostly wait for its
             longest one. Runs then refill the rows.
+        shown: whether a page of results may show a whole prompt, because kvjax or the user has written its text.
     """
 
     name: str
@@ -150,6 +151,7 @@ class Task(ABC):
     truncation: Literal["refuse", "middle", "end"] = "refuse"
     chat: bool = True
     varied: bool = False
+    shown: bool = False
 
     @property
     def fixed(self) -> Mapping[str, Any]:

@@ -27,8 +27,8 @@ def part_of(prediction: str, question: Question) -> Scores:
     return {"string_match": contained_any(printable(prediction), question.answers)}
 
 
-_single = Needles("ruler/niah_single_1", 128, all_of, haystack="noise")
-_essays = replace(_single, haystack="essay")
+_single = Needles("ruler/niah_single_1", 128, all_of, shown=True, haystack="noise")
+_essays = replace(_single, haystack="essay", shown=False)
 
 TASKS: tuple[RulerTask, ...] = (
     _single,
@@ -39,9 +39,9 @@ TASKS: tuple[RulerTask, ...] = (
     replace(_single, name="ruler/niah_multikey_3", haystack="needle", keys="uuids", values="uuids"),
     replace(_essays, name="ruler/niah_multivalue", values_of_each=4),
     replace(_essays, name="ruler/niah_multiquery", keys_hidden=4, keys_asked=4),
-    VariableTracking("ruler/vt", 30, all_of),
-    CommonWords("ruler/cwe", 120, all_of),
-    FrequentWords("ruler/fwe", 50, all_of),
+    VariableTracking("ruler/vt", 30, all_of, shown=True),
+    CommonWords("ruler/cwe", 120, all_of, shown=True),
+    FrequentWords("ruler/fwe", 50, all_of, shown=True),
     DocumentQuestions("ruler/qa_1", 32, part_of, data="squad"),
     DocumentQuestions("ruler/qa_2", 32, part_of, data="hotpotqa"),
 )
