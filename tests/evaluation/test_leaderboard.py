@@ -82,6 +82,13 @@ def test_equal_means_have_equal_ranks(tmp_path: Path) -> None:
     assert [cells[name, 0.5]["rank"] for name in "abcd"] == [2, 2, 1, 4]
 
 
+def test_a_policy_without_a_placeholder_has_the_budget_of_its_text(tmp_path: Path) -> None:
+    texts = ("snapkv:budget=0.25", "adakv:base=h2o,base.budget=0.25", "tova:budget=64", "gone:budget=0.25", "full")
+    marks: Marks = {(text, None): {KEYS: [[1]]} for text in texts}
+    found = [(cell["budget"], cell["removed"], cell["rank"]) for cell in made(tmp_path / "run", marks)["cells"]]
+    assert found == [(0.25, 75, 1), (0.25, 75, 1), (64, None, 1), (None, None, None), (None, 0, None)]
+
+
 def test_what_is_missing_is_null(tmp_path: Path) -> None:
     """A task, the full cache, prompts for an interval, a share, and texts that earlier versions did not record."""
     cells = by_name(made(tmp_path / "run"))
