@@ -113,6 +113,7 @@ def test_each_model_and_length_has_means_of_its_own(tmp_path: Path) -> None:
     ]
     found = of(folders)
     assert [one["name"] for one in found["models"]] == ["demo", "b"]
+    assert found["title"] == "Made up"
     assert found["benchmarks"] == [
         {"name": "demo, 512 tokens", "tasks": ["needle", "keys"]},
         {"name": "demo, 1,024 tokens", "tasks": ["keys"]},
@@ -122,6 +123,8 @@ def test_each_model_and_length_has_means_of_its_own(tmp_path: Path) -> None:
     assert means[1, 0, "after", 0.5] == [0, None, None]
     assert means[0, 1, "before", 0.5] == [50, None, None]
     assert [cell["tasks"][0] for cell in found["cells"] if cell["model"] == 1] == [None, None]
+    with_grid(folders[0], title="Another")
+    assert of(folders)["title"] == "Leaderboard: demo, 512 tokens; demo, 1,024 tokens"
 
 
 def test_the_example_is_the_first_answer_that_is_worse(tmp_path: Path) -> None:

@@ -127,6 +127,8 @@ def board(several: Sequence[Results], runs: Iterable[Path], published: Sequence[
     for cell in cells:
         known = tasks.setdefault(cell.benchmark, [])
         known += [task for task, _ in cell.columns if task not in known]
+    benchmarks = [_benchmark(*benchmark, names) for benchmark, names in tasks.items()]
+    titles = {grid["title"] for some in grids.values() for grid in some} - {""}
     policies = list(dict.fromkeys(cell.name.policy for cell in cells))
     texts = {cell.name.policy: cell.results.lines[0]["text"] for cell in reversed(cells)}
     asked: dict[tuple[Any, ...], Any] = {}
@@ -135,11 +137,11 @@ def board(several: Sequence[Results], runs: Iterable[Path], published: Sequence[
         if cell.mean is not None:
             means.setdefault(cell.group, []).append(cell.mean)
     return {
-        "title": next((results.title for results in several if results.title), "Leaderboard"),
+        "title": titles.pop() if len(titles) == 1 else f"Leaderboard: {'; '.join(one['name'] for one in benchmarks)}",
         "fewest": FEWEST,
         "questions": {setting: MEANING[setting] for setting in SETTINGS},
         "models": [{"name": results.model, "errors": results.errors} for results in several],
-        "benchmarks": [_benchmark(*benchmark, names) for benchmark, names in tasks.items()],
+        "benchmarks": benchmarks,
         "policies": [{"name": policy, "families": families(texts[policy])} for policy in policies],
         "cells": [
             {"policy": policies.index(cell.name.policy), "benchmark": list(tasks).index(cell.benchmark)}
@@ -300,7 +302,7 @@ def _published(
             if group["rows"]:
                 about = {"cell": places[0], "question": question, "removed": _percent(removed), "published": name}
                 groups.append(about | group)
-    known = {cells[row["cell"]].name.policy for group in groups for row in group["rows"]}
+    known = {cell.name.policy for cell in cells}
     missing = [policy for policy in dict.fromkeys(row.policy for row in rows) if policy not in known]
     return {"groups": groups, "missing": [escape.line(policy) for policy in missing]}
 
