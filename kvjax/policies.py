@@ -45,16 +45,21 @@ def __dir__() -> list[str]:
     return ["PRESETS", "parse", *PRESETS]
 
 
+def size_of(policy: Policy) -> int | float | None:
+    """The budget of a policy's mean kv head: a number of entries, or a share of the prompt; None if it has neither."""
+    shared = policy.budget
+    while (inner := getattr(shared, "budget", None)) is not None:
+        shared = inner
+    return getattr(shared, "entries", getattr(shared, "share", None))
+
+
 @cache
 def brief(policy: Policy) -> str:
     """A few words for a policy: the text of a preset with at most a budget if there is one, and else two of its parts.
 
     The budget is that of the mean kv head, if heads or layers share one.
     """
-    shared = policy.budget
-    while (inner := getattr(shared, "budget", None)) is not None:
-        shared = inner
-    size = getattr(shared, "entries", getattr(shared, "share", None))
+    size = size_of(policy)
     for name, make in PRESETS.items():
         given: tuple[dict[str, Any], ...] = ({}, {"budget": size})
         for options in given:

@@ -51,8 +51,8 @@ def report(
     files = [(csv, rows.write_csv), (parquet, rows.write_parquet)]
     given = {"--csv": csv, "--parquet": parquet, "--leaderboard": leaderboard}
     single = {option: path for option, path in given.items() if path is not None}
-    for path in single.values():
-        check_file(path, overwrite, "--overwrite")
+    for file in single.values():
+        check_file(file, overwrite, "--overwrite")
     if beside is not None and leaderboard is None:
         raise ValueError(f"--beside {beside} without --leaderboard: expected both")
     published = () if beside is None else read_published(beside)

@@ -82,6 +82,13 @@ def test_equal_means_have_equal_ranks(tmp_path: Path) -> None:
     assert [cells[name, 0.5]["rank"] for name in "abcd"] == [2, 2, 1, 4]
 
 
+def test_a_policy_without_a_placeholder_has_the_budget_of_its_text(tmp_path: Path) -> None:
+    texts = ("snapkv:budget=0.25", "adakv:base=h2o,base.budget=0.25", "tova:budget=64", "gone:budget=0.25", "full")
+    marks: Marks = {(text, None): {KEYS: [[1]]} for text in texts}
+    found = [(cell["budget"], cell["removed"], cell["rank"]) for cell in made(tmp_path / "run", marks)["cells"]]
+    assert found == [(0.25, 75, 1), (0.25, 75, 1), (64, None, 1), (None, None, None), (None, 0, None)]
+
+
 def test_what_is_missing_is_null(tmp_path: Path) -> None:
     """A task, the full cache, prompts for an interval, a share, and texts that earlier versions did not record."""
     cells = by_name(made(tmp_path / "run"))
@@ -106,6 +113,7 @@ def test_each_model_and_length_has_means_of_its_own(tmp_path: Path) -> None:
     ]
     found = of(folders)
     assert [one["name"] for one in found["models"]] == ["demo", "b"]
+    assert found["title"] == "Made up"
     assert found["benchmarks"] == [
         {"name": "demo, 512 tokens", "tasks": ["needle", "keys"]},
         {"name": "demo, 1,024 tokens", "tasks": ["keys"]},
@@ -115,6 +123,8 @@ def test_each_model_and_length_has_means_of_its_own(tmp_path: Path) -> None:
     assert means[1, 0, "after", 0.5] == [0, None, None]
     assert means[0, 1, "before", 0.5] == [50, None, None]
     assert [cell["tasks"][0] for cell in found["cells"] if cell["model"] == 1] == [None, None]
+    with_grid(folders[0], title="Another")
+    assert of(folders)["title"] == "Leaderboard: demo, 512 tokens; demo, 1,024 tokens"
 
 
 def test_the_example_is_the_first_answer_that_is_worse(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ from functools import cache, partial
 import jax
 import jax.numpy as jnp
 
-from kvjax.policies import PRESETS, parse
+from kvjax.evaluation.entries import Budget
+from kvjax.evaluation.lines import is_number
+from kvjax.policies import PRESETS, parse, size_of
 from kvjax.policy import PLAIN, Policy
 
 PROMPT = 8192  # tokens of the prompt whose passes are counted
@@ -73,6 +75,16 @@ def families(text: str) -> tuple[str, ...]:
     }
     changes_another = preset in PRESETS and bool(base_of(preset))
     return (kind(policy, changes_another=changes_another), *(name for name, holds in facts.items() if holds))
+
+
+@cache
+def budget_of(text: str) -> Budget | None:
+    """The budget of the policy that a text describes; None if it has none, or if no policy has the text any more."""
+    try:
+        size = size_of(parse(text))
+    except ValueError:
+        return None
+    return size if is_number(size) else None
 
 
 def _merges(policy: Policy) -> bool:

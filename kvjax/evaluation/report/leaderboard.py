@@ -13,11 +13,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from kvjax.evaluation.entries import SETTINGS
+from kvjax.evaluation.entries import SETTINGS, Budget
 from kvjax.evaluation.header import read_header
 from kvjax.evaluation.report import beside, escape
 from kvjax.evaluation.report.beside import Published
-from kvjax.evaluation.report.families import families
+from kvjax.evaluation.report.families import budget_of, families
 from kvjax.evaluation.report.repeating import command
 from kvjax.evaluation.report.results import CellName, CellResults, Column, Results, asked_by
 from kvjax.evaluation.report.statistics import FEWEST, difference, interval
@@ -63,7 +63,12 @@ class Cell:
     @property
     def group(self) -> tuple[Any, ...]:
         """What cells that are ranked together have in common."""
-        return self.model, self.benchmark, self.name.question, self.name.budget
+        return self.model, self.benchmark, self.name.question, self.budget
+
+    @cached_property
+    def budget(self) -> Budget | None:
+        """The budget of the cell, or else of its policy."""
+        return budget_of(self.results.lines[0]["text"]) if self.name.budget is None else self.name.budget
 
     @cached_property
     def mean(self) -> float | None:
@@ -76,7 +81,7 @@ class Cell:
         """The share of the entries that the budget removes; None for a number of entries, or an unknown budget."""
         if self.is_full:
             return 0.0
-        return round(1 - self.name.budget, 6) if isinstance(self.name.budget, float) else None
+        return round(1 - self.budget, 6) if isinstance(self.budget, float) else None
 
 
 def write(
@@ -122,6 +127,8 @@ def board(several: Sequence[Results], runs: Iterable[Path], published: Sequence[
     for cell in cells:
         known = tasks.setdefault(cell.benchmark, [])
         known += [task for task, _ in cell.columns if task not in known]
+    benchmarks = [_benchmark(*benchmark, names) for benchmark, names in tasks.items()]
+    titles = {grid["title"] for some in grids.values() for grid in some} - {""}
     policies = list(dict.fromkeys(cell.name.policy for cell in cells))
     texts = {cell.name.policy: cell.results.lines[0]["text"] for cell in reversed(cells)}
     asked: dict[tuple[Any, ...], Any] = {}
@@ -130,11 +137,11 @@ def board(several: Sequence[Results], runs: Iterable[Path], published: Sequence[
         if cell.mean is not None:
             means.setdefault(cell.group, []).append(cell.mean)
     return {
-        "title": next((results.title for results in several if results.title), "Leaderboard"),
+        "title": titles.pop() if len(titles) == 1 else f"Leaderboard: {'; '.join(one['name'] for one in benchmarks)}",
         "fewest": FEWEST,
         "questions": {setting: MEANING[setting] for setting in SETTINGS},
         "models": [{"name": results.model, "errors": results.errors} for results in several],
-        "benchmarks": [_benchmark(*benchmark, names) for benchmark, names in tasks.items()],
+        "benchmarks": benchmarks,
         "policies": [{"name": policy, "families": families(texts[policy])} for policy in policies],
         "cells": [
             {"policy": policies.index(cell.name.policy), "benchmark": list(tasks).index(cell.benchmark)}
@@ -181,13 +188,13 @@ def _numbers(cell: Cell, names: Sequence[str], means: Sequence[float]) -> dict[s
         means: of all cells that it is ranked with.
     """
     results, full, mean = cell.results, cell.full, cell.mean
-    rank = None if mean is None or cell.name.budget is None else 1 + sum(x > mean for x in means)
+    rank = None if mean is None or cell.budget is None else 1 + sum(x > mean for x in means)
     kept = [line["kept"] for line in results.lines]
     layers = [fmean(layer) for layer in zip(*kept, strict=False)] if len(set(map(len, kept))) == 1 else []
     return {
         "model": cell.model,
         "question": cell.name.question,
-        "budget": cell.name.budget,
+        "budget": cell.budget,
         "removed": None if cell.removed is None else _percent(cell.removed),
         "dropped": _percent(results.compression),
         "full": cell.is_full,
@@ -295,7 +302,7 @@ def _published(
             if group["rows"]:
                 about = {"cell": places[0], "question": question, "removed": _percent(removed), "published": name}
                 groups.append(about | group)
-    known = {cells[row["cell"]].name.policy for group in groups for row in group["rows"]}
+    known = {cell.name.policy for cell in cells}
     missing = [policy for policy in dict.fromkeys(row.policy for row in rows) if policy not in known]
     return {"groups": groups, "missing": [escape.line(policy) for policy in missing]}
 

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from kvjax.evaluation.api import LOADED
-from kvjax.evaluation.entries import PolicyLine, TaskLine
+from kvjax.evaluation.entries import Cell, PolicyLine, TaskLine
 from kvjax.evaluation.grid import Grid
 from kvjax.evaluation.report.results import CellName, Column
 from kvjax.evaluation.tasks import registry
@@ -52,19 +52,20 @@ def of_cell(run: Mapping[str, Any], name: CellName, columns: Sequence[Column]) -
                 grid = Grid.of({**run, "policies": [policy], "title": ""})
             except ValueError:
                 continue
-            if name in [(cell.label, cell.budget, cell.question) for cell in grid.cells()]:
-                return _only(grid, name, columns)
+            cell = next((cell for cell in grid.cells() if (cell.label, cell.budget, cell.question) == name), None)
+            if cell is not None:
+                return _only(grid, cell, columns)
     return None
 
 
-def _only(grid: Grid, name: CellName, columns: Sequence[Column]) -> Grid | None:
+def _only(grid: Grid, cell: Cell, columns: Sequence[Column]) -> Grid | None:
     tasks = tuple(line for given in grid.tasks for line in _tasks(given, columns))
     if grid.model == LOADED or not tasks:
         return None
     (policy,) = grid.policies
-    if name.budget is not None:
-        policy = replace(policy, budgets=(name.budget,))
-    return replace(grid, tasks=tasks, policies=(policy,), budgets=(), question=(name.question,))
+    if cell.budget is not None:
+        policy = replace(policy, budgets=(cell.budget,))
+    return replace(grid, tasks=tasks, policies=(policy,), budgets=(), question=(cell.question,))
 
 
 def _tasks(line: TaskLine, columns: Sequence[Column]) -> list[TaskLine]:
