@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +214,16 @@ def tokenized(example: Example, task: Task, length: int | None, grid: Grid, toke
 
 
 def _pieces(item: Item, tokenizer: Any) -> tuple[tuple[str, ...], ...]:
-    return tuple(tuple(tokenizer.decode([int(token)]) for token in ids) for ids in (item.context, *item.questions))
+    return tuple(_texts(ids, tokenizer) for ids in (item.context, *item.questions))
+
+
+def _texts(ids: Ids, tokenizer: Any) -> tuple[str, ...]:
+    """The text of each token after the one before it: some tokenizers write a blank between two."""
+
+    def text(*some: Any) -> str:
+        return tokenizer.decode([int(token) for token in some])
+
+    return (text(ids[0]), *(text(a, b).removeprefix(text(a)) for a, b in pairwise(ids)))
 
 
 def _in_template(context: str, question: Question, tokenizer: Any) -> tuple[str, str]:

@@ -201,3 +201,23 @@ def test_nothing_is_compiled_per_example(compiled: list[str]) -> None:
     # the question as a turn; the last token of the question as a step
     assert work(33) == {"_read_layers": 4, "_compress_layer": 2, "step": 1, "decode": 1}
     assert work(34) == {}
+
+
+@pytest.mark.parametrize("text", ["snapkv:budget=0.5", "adakv:base=snapkv,base.budget=0.5", "h2o:budget=12"])
+@pytest.mark.parametrize("question", ["after", "before"])
+def test_retained_tokens_of_first_examples_are_recorded(params: Decoder, text: str, question: Setting) -> None:
+    """A digit stands for the share of kv heads of all layers with an entry of the token."""
+    given = [replace(ITEMS[0], pieces=(("a",),)), ITEMS[4]]
+    ask, policy, seen = Asker(params, tokenizer(), Greedy()), parse(text), []
+    for batch in batches(readings(given, question), lambda _: 2):
+        for reading, answers in zip(batch.readings, answered(ask, batch, policy), strict=True):
+            for one, answer in zip(reading.asks, answers, strict=True):
+                seen.append(one.item.example.id)
+                if one.item.example.id == "e":
+                    assert answer.retained is None
+                    continue
+                prompt = np.concatenate([reading.prompt, one.lead])
+                (share,) = kvjax.prefill(params, [prompt], policy=text).retained_mask().mean(axis=(1, 2))
+                assert answer.retained == "".join(str(int(np.ceil(9 * x))) for x in share)
+                assert 0 < share.mean() < 1
+    assert sorted(seen) == ["a", "a", "e", "e"]

@@ -148,3 +148,11 @@ def test_random_damage_is_one_error_or_a_report(tmp_path: Path) -> None:
 def test_a_metric_that_gives_no_number(score: Any) -> None:
     with pytest.raises(ValueError, match="expected an object of finite numbers"):
         checked_scores({"exact_match": score})
+
+
+@pytest.mark.parametrize(("text", "problem"), [("{", "it is no JSON"), ('{"a": [1]}', "expected an object of lists")])
+def test_damaged_prompts_are_named(tmp_path: Path, text: str, problem: str) -> None:
+    run(plan(), right, tmp_path)
+    (tmp_path / "prompts.json").write_text(text)
+    with pytest.raises(ValueError, match=f"prompts.json is damaged: {problem}"):
+        read_results([tmp_path])

@@ -115,3 +115,17 @@ def test_what_cannot_be_asked_is_reported_and_the_rest_asked(monkeypatch: pytest
     assert [r.reason for r in items(monkeypatch, GRID.but(chat=True), words, given[2:3]) if isinstance(r, Refusal)] == [
         "the tokenizer's chat template failed with TemplateError: no system message"
     ]
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_the_first_example_has_its_tokens_as_texts(monkeypatch: pytest.MonkeyPatch, shown: bool) -> None:
+    given = [example(name, NAMES, " what is adam :", " what is alan :") for name in "ab"]
+    first, second = items(monkeypatch, GRID, tokenizer(), given, shown=shown)
+    assert isinstance(first, Item)
+    assert isinstance(second, Item)
+    assert second.pieces == ()
+    if not shown:
+        assert first.pieces == ()
+        return
+    assert ["".join(texts) for texts in first.pieces] == [NAMES, "what is adam :", "what is alan :"]
+    assert [len(texts) for texts in first.pieces] == [first.context.size, 4, 4]

@@ -13,6 +13,7 @@ import pytest
 
 from kvjax.evaluation.entries import SETTINGS
 from kvjax.evaluation.grid import Grid
+from kvjax.evaluation.header import prompt_key
 from kvjax.evaluation.report.families import KINDS, families
 from kvjax.evaluation.report.leaderboard import board, page
 from kvjax.evaluation.report.repeating import command, of_cell
@@ -293,3 +294,24 @@ def test_a_large_board_is_small(tmp_path: Path) -> None:
     assert len(found["cells"]) == 10
     assert None not in [cell["command"] for cell in found["cells"]]
     assert len(page(found)) - len(page({})) < 3e6 / 60
+
+
+def test_the_example_has_its_prompt_and_what_was_retained(tmp_path: Path) -> None:
+    """The one whose tokens were recorded is taken, although an earlier answer is worse than the full cache's too."""
+    folder = write(tmp_path / "run", FOUR)
+    lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    for line in lines:
+        if (line["task"], line["id"]) == (KEYS[0], "2"):
+            line["retained"] = "0590"
+    (folder / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    pieces = [["a ", "text ", "of ", "words"], [" one"], [HOSTILE]]
+    (folder / "prompts.json").write_text(json.dumps({prompt_key(*KEYS, "2"): pieces}))
+    found = of([folder])
+    example = by_name(found)["snapkv", 0.5]["example"]
+    assert (example["retained"], example["lost"], example["score"]) == ("0590", True, 0)
+    asked = found["asked"][example["asked"]]
+    assert (asked["id"], asked["pieces"]) == ("2", [*pieces[0], HOSTILE])
+    assert HOSTILE not in page(found)
+    (folder / "prompts.json").unlink()
+    example = by_name(of([folder]))["snapkv", 0.5]["example"]
+    assert example["retained"] is None

@@ -17,15 +17,15 @@ from kvjax.evaluation.entries import SETTINGS, Budget
 from kvjax.evaluation.header import read_header
 from kvjax.evaluation.report import beside, escape
 from kvjax.evaluation.report.beside import Published
+from kvjax.evaluation.report.example import example_of
 from kvjax.evaluation.report.families import budget_of, families
 from kvjax.evaluation.report.repeating import command
-from kvjax.evaluation.report.results import CellName, CellResults, Column, Results, asked_by
+from kvjax.evaluation.report.results import CellName, CellResults, Column, Results
 from kvjax.evaluation.report.statistics import FEWEST, difference, interval
 from kvjax.evaluation.report.tables import MEANING
 from kvjax.files.writing import write_file
 
 PLACE = "BOARD_AS_JSON"
-LONGEST, MOST = 400, 5  # characters of a text of an example, and its expected answers
 
 
 Benchmark = tuple[str, int | None]
@@ -146,7 +146,7 @@ def board(several: Sequence[Results], runs: Iterable[Path], published: Sequence[
         "cells": [
             {"policy": policies.index(cell.name.policy), "benchmark": list(tasks).index(cell.benchmark)}
             | _numbers(cell, tasks[cell.benchmark], means.get(cell.group, []))
-            | {"example": _example(cell, asked)}
+            | {"example": example_of(cell.results, cell.full, several[cell.model], asked)}
             for cell in cells
         ],
         "asked": list(asked.values()),
@@ -223,56 +223,6 @@ def _task(cell: Cell, column: Column) -> list[float | int | None] | None:
     paired = None if cell.full is None or cell.is_full else difference(cell.results, cell.full, [column])
     scores = _percents(found) or []
     return [*scores, len(cell.results.clusters(column)), *(_percents(paired) or [None, None, None])]
-
-
-def _example(cell: Cell, asked: dict[tuple[Any, ...], Any]) -> dict[str, Any] | None:
-    """The first answer that scores below the full cache's to the same question, or else the first answer.
-
-    Args:
-        cell: the cell.
-        asked: receives the questions, which cells share, by what identifies them.
-    """
-    theirs = {asked_by(line): line for line in (cell.full.lines if cell.full is not None else ())}
-    lines = [line for line in cell.results.lines if line["scores"]]
-
-    def lost(line: Mapping[str, Any]) -> bool:
-        other = theirs.get(asked_by(line))
-        return other is not None and bool(other["scores"]) and _score(line) < _score(other)
-
-    line = next(filter(lost, lines), next(iter(lines), None))
-    if line is None:
-        return None
-    key = (cell.model, *asked_by(line))
-    answers = line.get("answers")
-    expected = [_head(text) for text in answers if isinstance(text, str)] if isinstance(answers, list) else []
-    question = {"task": line["task"], "id": line["id"], "end": _tail(line.get("question_text"))}
-    asked.setdefault(key, question | {"expected": expected[:MOST], "more": max(0, len(expected) - MOST)})
-    other = None if cell.is_full else theirs.get(asked_by(line))
-    return {
-        "asked": list(asked).index(key),
-        "score": _percent(_score(line)),
-        "answer": _head(line.get("prediction")),
-        "full": None if other is None else _head(other.get("prediction")),
-        "lost": lost(line),
-        "tokens": line["prompt_tokens"],
-        "kept": round(fmean(line["kept"]), 1),
-    }
-
-
-def _score(line: Mapping[str, Any]) -> float:
-    return next(iter(line["scores"].values()))
-
-
-def _head(text: Any) -> str | None:
-    if not isinstance(text, str):
-        return None
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]} …"
-
-
-def _tail(text: Any) -> str | None:
-    if not isinstance(text, str):
-        return None
-    return text if len(text) <= LONGEST else f"… {text[-LONGEST:]}"
 
 
 def _percent(share: float | None) -> float | None:
