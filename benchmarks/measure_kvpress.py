@@ -64,7 +64,7 @@ def main() -> None:
                 ask = ask or asker(given.model)
                 started = time.perf_counter()
                 text = ask(item, press())
-                line = dict(zip(("policy", "task", "id"), key, strict=True)) | {"prediction": text}
+                line: dict[str, Any] = dict(zip(("policy", "task", "id"), key, strict=True), prediction=text)
                 line["scores"] = dict(item.task.metric(text, item.example.questions[0]))
                 answers.append([line | {"seconds": round(time.perf_counter() - started, 1)}])
     print(table([(asked[line["policy"], line["task"], line["id"]], line) for line in answers]))
