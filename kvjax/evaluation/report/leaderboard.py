@@ -25,7 +25,8 @@ from kvjax.evaluation.report.statistics import FEWEST, difference, interval
 from kvjax.evaluation.report.tables import MEANING
 from kvjax.files.writing import write_file
 
-PLACE = "BOARD_AS_JSON"
+PAGE, STYLE = "page.html", "page.css"
+SCRIPTS = ("values.js", "table.js", "curves.js", "panel.js", "published.js", "main.js")  # one after the other
 
 
 Benchmark = tuple[str, int | None]
@@ -111,9 +112,13 @@ def page(made: Mapping[str, Any]) -> str:
     """Returns an HTML document that shows a board. It opens from disk and needs no network."""
     # "</script" and "<!--" are special in a script element. In a JSON string, "\u003c" equals "<".
     text = json.dumps(made, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    template = files(__package__).joinpath("leaderboard.html").read_text(encoding="utf-8")
-    assert template.count(PLACE) == 1
-    return template.replace(PLACE, text)
+    parts = {name: (files(__package__) / "board" / name).read_text("utf-8") for name in (PAGE, STYLE, *SCRIPTS)}
+    inside = {"PAGE_CSS": parts[STYLE], "PAGE_JS": "\n".join(parts[name] for name in SCRIPTS), "BOARD_AS_JSON": text}
+    document = parts[PAGE]
+    for place, content in inside.items():
+        assert document.count(place) == 1
+        document = document.replace(place, content)
+    return document
 
 
 def board(several: Sequence[Results], runs: Iterable[Path], published: Sequence[Published] = ()) -> dict[str, Any]:
