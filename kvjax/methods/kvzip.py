@@ -5,7 +5,8 @@ Differences from the paper and its code:
 - The best entries of all layers and heads are retained, exactly the budget. `strict=True` is as released: it retains
   the entries above the score of the last one that would fit.
 - `sinks` first tokens are always retained, four by default. The released code retains the system prompt.
-- Instructions are text without a chat template, unless `score.suffix` gives one.
+- Instructions are text without a chat template, unless `score.suffix` gives one. The prompt is replayed whole; kvpress
+  leaves out what the template writes before the text, and evicts it but for the sinks.
 - `level="head"` is the same number for each head. `level="layer"` is kvpress's.
 - The form with scores of heads that were measured beforehand, independent of the context, is not implemented.
 - `score.normalise=True` is KVzip+ as in kvpress. Hidden states are those of the replayed tokens, as attention reads
