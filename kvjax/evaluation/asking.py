@@ -241,7 +241,7 @@ def _facts(kept: Float[np.ndarray, "L"], cache: KVCache, end: int, rows: int) ->
 
 
 def _shown(batch: ReadingBatch, cache: KVCache) -> dict[int, dict[str, Any]]:
-    """What is recorded of the rows with the first example of a task, beside the facts of all rows."""
+    """Returns what is recorded of the rows with the first example of a task, beside the facts of all rows."""
     rows = [row for row, reading in enumerate(batch.readings) if reading.asks[0].item.pieces]
     return {row: {"retained": retained_by(cache, row)} for row in rows}
 

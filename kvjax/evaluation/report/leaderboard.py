@@ -63,7 +63,7 @@ class Cell:
 
     @property
     def group(self) -> tuple[Any, ...]:
-        """What cells that are ranked together have in common."""
+        """Returns what cells that are ranked together have in common."""
         return self.model, self.benchmark, self.name.question, self.budget
 
     @cached_property
