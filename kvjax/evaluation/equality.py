@@ -37,7 +37,7 @@ class Worker:
         atexit.register(self.end)
 
     def compare(self, answer: str, reference: str, seconds: float) -> bool:
-        """Returns whether the texts are equal; False if that takes longer than `seconds`, or more memory than there is."""
+        """Returns whether the texts are equal; False if that takes more than `seconds`, or more memory than there is."""
         with self._lock:
             process = self._started()
             assert process.stdin is not None
@@ -93,7 +93,7 @@ _WORKER = Worker()
 
 
 def equal(answer: str, reference: str, seconds: float = SECONDS) -> bool:
-    """Returns whether an answer equals the reference, such as "0.5" and "\\frac{1}{2}", both in LaTeX without dollar signs.
+    """Returns whether an answer equals the reference, such as "0.5" and "\\frac{1}{2}", both in LaTeX without dollars.
 
     The comparison is not symmetric: math-verify accepts the interval "(1, 2)" where the reference is the relation
     "1 < x < 2", but not the other way round. Equal texts are equal. An answer of more than 1,000 characters that is

@@ -69,7 +69,7 @@ def _only(grid: Grid, cell: Cell, columns: Sequence[Column]) -> Grid | None:
 
 
 def _tasks(line: TaskLine, columns: Sequence[Column]) -> list[TaskLine]:
-    """Returns what of a line asks these columns: the line itself, if all its tasks are among them, or a line per task."""
+    """Returns what of a line asks these columns: the line, if all its tasks are among them, or a line per task."""
     names, length = {name for name, _ in columns}, columns[0][1]
     if line.file is not None:
         return [] if names <= registry.TASKS.keys() else [line]
