@@ -37,7 +37,7 @@ class Worker:
         atexit.register(self.end)
 
     def compare(self, answer: str, reference: str, seconds: float) -> bool:
-        """Returns whether the texts are equal; False if that takes more than `seconds`, or more memory than there is."""
+        """Returns whether the texts are equal; False if that takes longer than `seconds`, or too much memory."""
         with self._lock:
             process = self._started()
             assert process.stdin is not None
