@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -84,15 +85,17 @@ def read_items(
         only: names, patterns or files that select some of the grid's tasks; all tasks by default.
 
     Raises:
-        ValueError: if a pattern in `only` matches no task, if a file of questions cannot be used, or if two of them
-            have a task of the same name.
+        ValueError: if a pattern in `only` matches no task, or none of the grid's, if a file of questions cannot be
+            used, or if two of them have a task of the same name.
     """
     seen: set[tuple[str, int | None]] = set()
     lines = [(line, _tasks(line)) for line in grid.tasks]
     own = _own(lines)
     wanted = None
     if only:
-        wanted = {task.name for task in registry.find([name for name in only if not name.endswith(LINES)], own)}
+        patterns = [name for name in only if not name.endswith(LINES)]
+        wanted = {task.name for task in registry.find(patterns, own)}
+        _check_selected(patterns, [task.name for _, tasks in lines for task in _known(tasks)])
         wanted |= {task.name for line, tasks in lines if line.file in only for task in _known(tasks)}
     judge = None if grid.judge is None else Endpoint(**grid.judge)
     for line, tasks in lines:
@@ -108,6 +111,16 @@ def read_items(
                 seen.add((task.name, length))
                 asked = task if judge is None else task.judged_by(judge)
                 yield from _of_task(grid, line, asked, length, tokenizer, max_positions)
+
+
+def _check_selected(patterns: Sequence[str], names: Sequence[str]) -> None:
+    """Raises ValueError for a pattern that selects no task of the grid."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"no task of the grid matches {shown(pattern)}: expected some of {', '.join(dict.fromkeys(names))}, "
+                "or a grid with other tasks (--config)"
+            )
 
 
 def _tasks(line: TaskLine) -> tuple[Task, ...] | str:

@@ -61,6 +61,10 @@ from tests.cli.commands import PROMPT, kv
         (["eval", "--config", "/no/such.yaml"], "/no/such.yaml does not exist: expected a file"),
         (["eval", "--model", "/no/such/folder"], "no such folder"),
         (["eval", "--model", "MODEL", "--tasks", "ruler/nothing"], "no task matches 'ruler/nothing'"),
+        (
+            ["eval", "--tasks", "math/*", "--dry-run"],
+            "no task of the grid matches 'math/*': expected some of demo/needle",
+        ),
         (["eval", "--workers", "2"], "--workers 2 without --ray: expected both"),
         pytest.param(
             ["eval", "--ray", "nowhere", "--tasks", "demo/needle"],
