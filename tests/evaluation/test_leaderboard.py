@@ -315,3 +315,12 @@ def test_the_example_has_its_prompt_and_what_was_retained(tmp_path: Path) -> Non
     (folder / "prompts.json").unlink()
     example = by_name(of([folder]))["snapkv", 0.5]["example"]
     assert example["retained"] is None
+
+
+def test_the_page_does_not_name_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    folder = with_grid(write(tmp_path / "run", FOUR), model=str(tmp_path / "a model"), data=str(tmp_path / "data"))
+    found = of([folder])
+    assert found["models"][0]["name"] == "~/a model"
+    assert "--model ~/'a model' --data ~/data" in found["cells"][0]["command"]
+    assert str(tmp_path) not in json.dumps(found)

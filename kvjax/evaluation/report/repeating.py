@@ -36,8 +36,8 @@ def command(run: Mapping[str, Any], name: CellName, columns: Sequence[Column]) -
     if grid is None:
         return None
     file = re.sub(r"[^\w.]+", "-", "-".join(str(part) for part in name if part is not None))[:80].strip("-.") or "cell"
-    options = ["--config", f"{file}.yaml", "--model", _path(grid.model)]
-    options += [] if grid.data is None else ["--data", _path(grid.data)]
+    options = ["--config", f"{file}.yaml", "--model", path_word(grid.model)]
+    options += [] if grid.data is None else ["--data", path_word(grid.data)]
     return f"cat > {file}.yaml <<'END'\n{_yaml(grid)}END\nkvjax eval {' '.join(options)} --out {file}\n"
 
 
@@ -95,9 +95,15 @@ def _yaml(grid: Grid) -> str:
     return yaml.safe_dump(plain, sort_keys=False, width=10**9, default_flow_style=None)
 
 
-def _path(text: str) -> str:
+def path_word(text: str) -> str:
     """A path as a word of a command, from the home folder on if it is there."""
+    path = from_home(text)
+    return f"~/{shlex.quote(path[2:])}" if path != text else shlex.quote(text)
+
+
+def from_home(text: str) -> str:
+    """A path with ~ for the home folder, which a published page need not name; any other text as it is."""
     try:
-        return f"~/{shlex.quote(str(Path(text).relative_to(Path.home())))}"
+        return f"~/{Path(text).relative_to(Path.home())}"
     except (ValueError, RuntimeError):
-        return shlex.quote(text)
+        return text
