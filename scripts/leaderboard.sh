@@ -8,17 +8,17 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# A step is a grid of configs/leaderboard. The minutes are for 5 prompts per task on two cores, without compiling.
+# A step is a grid of configs/leaderboard. The minutes are those of two cores.
 list() {
     cat <<'END'
-statistics  the numbers that qfilter, expected_attention_stats and triattention read    3
+statistics  the numbers that qfilter, expected_attention_stats and triattention read    5, beside other work
 first       the published leaderboard's methods that read the text once, 75 % removed   not recorded
 once        the papers' methods, and others that read it once                           not recorded
 twice       the presets that read it twice                                              not recorded
-others      all other presets                                                           not recorded
-shares      the papers' methods and the best, 25, 50, 75 and 87.5 % removed             not recorded
+others      other presets                                                               not recorded
+shares      those of first, once and twice, and KVMerger, 25, 50 and 87.5 % removed     not recorded
 seen        the same with the question seen, 75 and 87.5 % removed                      not recorded
-page        runs/leaderboard/board.html, from the results that are there                1
+page        runs/leaderboard/board.html, from the results that are there                not recorded
 END
 }
 

@@ -36,7 +36,7 @@ class Answer:
         kv_bytes: bytes allocated for this row's cache after its prompt was compressed.
         kv_bytes_end: bytes allocated for this row's cache after its answer was generated.
         retained: of the first example of a task and length, a digit for each token of the compressed prompt, as
-            `retained_by` writes it; None for the other examples.
+            `_shown` writes it; None for the other examples.
     """
 
     tokens: list[int]
@@ -241,18 +241,16 @@ def _facts(kept: Float[np.ndarray, "L"], cache: KVCache, end: int, rows: int) ->
 
 
 def _shown(batch: ReadingBatch, cache: KVCache) -> dict[int, dict[str, Any]]:
-    """Returns what is recorded of the rows with the first example of a task, beside the facts of all rows."""
+    """Returns what is recorded of the rows with the first example of a task, beside the facts of all rows.
+
+    A digit stands for each token: 0 if no kv head of any layer has an entry of it, 9 if all have; rounded up.
+    """
     rows = [row for row, reading in enumerate(batch.readings) if reading.asks[0].item.pieces]
-    return {row: {"retained": retained_by(cache, row)} for row in rows}
-
-
-def retained_by(cache: KVCache, row: int) -> str:
-    """A digit for each token of a row: 0 if no kv head of any layer has an entry of it, 9 if all have, in between."""
-    heads = [positions for layer in cache.entries.by_head(row) for positions in layer]
-    found = np.zeros(int(fetch(cache.length)[row]))
-    for positions in heads:
-        found[positions[positions >= 0]] += 1
-    return "".join(map(str, np.ceil(9 * found / len(heads)).astype(int)))
+    if not rows:
+        return {}
+    shares, lengths = cache.retained_mask().mean(axis=(1, 2)), fetch(cache.length)
+    digits = np.ceil(9 * shares).astype(int).astype(str)
+    return {row: {"retained": "".join(digits[row, : lengths[row]])} for row in rows}
 
 
 def _seed(seed: int, ask: Ask) -> int:
