@@ -111,7 +111,7 @@ def refilled(ask: Asker, asked: Sequence[ReadingBatch], policy: Policy, repeats:
         return {
             one.item.example.id: answer.tokens
             for batch in asked
-            for answers, _ in ask(batch, [policy])
+            for _, answers, _ in ask(batch, [policy])
             for reading, mine in zip(batch.readings, answers, strict=True)
             for one, answer in zip(reading.asks, mine, strict=True)
         }

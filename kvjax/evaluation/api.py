@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.checks import check_path, shown
-from kvjax.decoding.sampling import parse
 from kvjax.evaluation.asking import Asker
 from kvjax.evaluation.entries import LINES, TaskLine
 from kvjax.evaluation.grid import Grid
@@ -109,4 +108,4 @@ def _plan(model: Any, grid: Grid, options: Mapping[str, Any]) -> tuple[RunPlan, 
         raise ValueError(f"{given[0]}={shown(options[given[0]])} of a model that is loaded: expected it to be left out")
     params, tokenizer = model
     plan = plan_for(replace(grid, model=LOADED), tokenizer, params.config, params.embed.dtype)
-    return plan, lambda: Asker(params, tokenizer, parse(grid.sampler), grid.seed, grid.chunk, grid.ends)
+    return plan, lambda: Asker.of(grid, params, tokenizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
 import jax
@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kvjax.decoding.sampling import Greedy, SamplingMethod
+from kvjax.decoding.sampling import Greedy, SamplingMethod, parse
 from kvjax.engine.refill import ReadBatch, Refill
 from kvjax.evaluation import programs
 from kvjax.evaluation.batches import Ask, Reading, ReadingBatch
-from kvjax.generate import generate
+from kvjax.evaluation.grid import Grid
+from kvjax.evaluation.turns import Group, Turn, Waiting
+from kvjax.generate import Stats, generate
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import fetch
 from kvjax.models import Decoder
@@ -53,13 +55,32 @@ Answers: TypeAlias = list[list[Answer]]
 
 @dataclass(frozen=True)
 class Took:
-    """Wall-clock seconds of a batch, with compilation counted separately, and the tokens that all its rows decoded."""
+    """Wall-clock seconds of a batch, with compilation counted separately, and the tokens that all its rows decoded.
 
-    read_seconds: float
-    ask_seconds: float
-    decode_seconds: float
-    compile_seconds: float
-    decoded_tokens: int
+    Policies whose questions were answered together have equal shares of these; `together` is the number of policies.
+    """
+
+    read_seconds: float = 0.0
+    ask_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    decoded_tokens: int = 0
+    together: int = 1
+
+    @classmethod
+    def of(cls, stats: Stats, turns: int, policies: int) -> Took:
+        """The share of one of several turns, of some policies, in the time of their answers."""
+        return cls(
+            ask_seconds=stats.prefill_seconds / turns,
+            decode_seconds=stats.decode_seconds / turns,
+            compile_seconds=stats.compile_seconds / turns,
+            decoded_tokens=int(stats.decoded_tokens) // turns,
+            together=policies,
+        )
+
+    def __add__(self, other: Took) -> Took:
+        sums = {name: getattr(self, name) + getattr(other, name) for name in asdict(self) if name != "together"}
+        return Took(**sums, together=max(self.together, other.together))
 
 
 @dataclass(frozen=True)
@@ -93,6 +114,8 @@ class Asker:
         seed: the seed of the draws. A draw depends only on the seed, the task, the example and the question.
         chunk: the number of tokens that prefill reads at a time; None reads the prompt at once.
         ends: whether answers stop at an end token.
+        rows: the most rows that take their decode steps together, of one or more policies; None for a batch of one
+            policy.
     """
 
     params: Decoder
@@ -101,34 +124,53 @@ class Asker:
     seed: int = 0
     chunk: int | None = None
     ends: bool = True
+    rows: int | None = None
 
-    def __call__(self, batch: ReadingBatch, policies: Sequence[Policy]) -> Iterator[tuple[Answers, Took]]:
-        """Yields, for each policy, the answers to the batch's questions and the time that they took.
+    @classmethod
+    def of(cls, grid: Grid, params: Decoder, tokenizer: Any) -> Asker:
+        """The asker of a grid."""
+        sampler = parse(grid.sampler)
+        return cls(params, tokenizer, sampler, grid.seed, grid.chunk, grid.ends, grid.decode_rows)
+
+    def __call__(self, batch: ReadingBatch, policies: Sequence[Policy]) -> Iterator[tuple[int, Answers, Took]]:
+        """Yields the index of each policy, its answers to the batch's questions, and the time that they took.
 
         Several policies must be able to share one prefill, see `kvjax.prefill_each`. The time of that prefill is
-        counted once, under the first policy.
+        counted once, under the first policy. Policies come in the order in which their answers are complete.
         """
-        clock = Clock()
-        answers: list[Answers] = [[[] for _ in batch.readings] for _ in policies]
-        took = [Took(0, 0, 0, 0, 0) for _ in policies]
-        for i, asks, cache in self._read(batch, policies, clock):
+        clock, waiting = Clock(), Waiting(self.rows)
+        states = [_Answering(batch, {}) for _ in policies]
+        for i, column, asks, cache in self._read(batch, policies, clock):
             kept, shown = fetch(_kept(cache)), _shown(batch, cache)
-            out = generate(self.params, **self._options(cache, asks, batch))
-            assert isinstance(out.text, list)
-            for row, mine in enumerate(answers[i]):
-                facts = _facts(kept[row], cache, out.stats.cache_bytes, batch.rows) | shown.get(row, {})
-                mine.append(Answer(tokens=out.tokens[row, : out.lengths[row]].tolist(), text=out.text[row], **facts))
+            facts = [_facts(kept[row], cache) | shown.get(row, {}) for row in range(len(batch.readings))]
             read, compiled = (clock.seconds.pop(name, 0.0) for name in ("prefill", "compile"))  # of this policy alone
-            before, stats = took[i], out.stats
-            took[i] = Took(
-                before.read_seconds + read,
-                before.ask_seconds + stats.prefill_seconds,
-                before.decode_seconds + stats.decode_seconds,
-                before.compile_seconds + compiled + stats.compile_seconds,
-                before.decoded_tokens + int(stats.decoded_tokens),
-            )
-            if len(answers[i][0]) == len(batch.readings[0].asks):
-                yield answers[i], took[i]
+            states[i].took += Took(read_seconds=read, compile_seconds=compiled)
+            group = waiting.add(Turn(i, column, asks, facts), cache)
+            del cache  # the group holds it
+            if group is not None:
+                yield from self._answered(batch, group, states)
+        for group in waiting.rest():
+            yield from self._answered(batch, group, states)
+
+    def _answered(
+        self, batch: ReadingBatch, group: Group, states: Sequence[_Answering]
+    ) -> Iterator[tuple[int, Answers, Took]]:
+        """Answers the questions of a group. Yields the policies whose answers are complete with them."""
+        asks, cache = [ask for turn in group.turns for ask in turn.asks], group.joined()
+        out = generate(self.params, **self._options(cache, asks, batch))
+        assert isinstance(out.text, list)
+        names = [turn.policy for turn in group.turns]
+        end, share = out.stats.cache_bytes // cache.batch_size, Took.of(out.stats, len(group.turns), len({*names}))
+        del cache
+        for i, turn in enumerate(group.turns):
+            state = states[turn.policy]
+            state.took += share
+            for row, facts in enumerate(turn.facts):
+                at = i * batch.rows + row
+                tokens, text = out.tokens[at, : out.lengths[at]].tolist(), out.text[at]
+                state.found[row, turn.column] = Answer(tokens=tokens, text=text, kv_bytes_end=end, **facts)
+            if state.complete:
+                yield turn.policy, state.answers, state.took
 
     def refilled(self, batches: Iterable[ReadingBatch], policy: Policy) -> Iterator[Ended]:
         """Yields the answers to the questions of many batches under one policy, in the order in which they end.
@@ -141,12 +183,13 @@ class Asker:
         def read() -> Iterator[ReadBatch]:
             for batch in batches:
                 state = _Open(batch, left=sum(len(reading.asks) for reading in batch.readings))
-                for column, (_, asks, cache) in enumerate(self._read(batch, [policy], reading)):
+                for _, column, asks, cache in self._read(batch, [policy], reading):
                     kept, shown, turn = fetch(_kept(cache)), _shown(batch, cache), Clock()
                     names = [_Asked(state, row, column) for row in range(len(batch.readings))]
                     made = ReadBatch.of(self.params, names=names, clock=turn, **self._options(cache, asks, batch))
                     for row, name in enumerate(names):
-                        name.facts = _facts(kept[row], cache, made.nbytes, batch.rows) | shown.get(row, {})
+                        name.facts = _facts(kept[row], cache) | shown.get(row, {})
+                        name.facts["kv_bytes_end"] = made.nbytes // batch.rows
                     state.read_seconds += reading.seconds.pop("prefill", 0.0)
                     state.ask_seconds += turn.seconds["prefill"]
                     state.compile_seconds += reading.seconds.pop("compile", 0.0) + turn.seconds["compile"]
@@ -169,8 +212,8 @@ class Asker:
 
     def _read(
         self, batch: ReadingBatch, policies: Sequence[Policy], clock: Clock
-    ) -> Iterator[tuple[int, Sequence[Ask], KVCache]]:
-        """Prefills a batch. Yields a policy's index, a question per row, and the cache that the questions follow."""
+    ) -> Iterator[tuple[int, int, Sequence[Ask], KVCache]]:
+        """Prefills a batch. Yields the indices of a policy and a question, the question of each row, and its cache."""
         filled = [*batch.readings, *[batch.readings[-1]] * (batch.rows - len(batch.readings))]
         prompts, columns = [reading.prompt for reading in filled], list(zip(*(r.asks for r in filled), strict=True))
         sizes = batch.rows, batch.readings[0].size, batch.readings[0].new_tokens
@@ -182,16 +225,16 @@ class Asker:
         }
         if columns[0][0].lead.size:  # each question has caches of its own, which extend the cache of the context
             text = begin_each(self.params, prompts, **options)
-            for asks in columns:
+            for column, asks in enumerate(columns):
                 leads = [ask.lead for ask in asks]
                 for i, cache in enumerate(prefill_each(self.params, leads, cache=text, **options)):
                     programs.make_room((policies[i], *sizes))
-                    yield i, asks, cache
+                    yield i, column, asks, cache
             return
         for i, cache in enumerate(prefill_each(self.params, prompts, **options)):
             programs.make_room((policies[i], *sizes))
-            for asks in columns:
-                yield i, asks, cache
+            for column, asks in enumerate(columns):
+                yield i, column, asks, cache
 
     def _options(self, cache: KVCache, asks: Sequence[Ask], batch: ReadingBatch) -> dict[str, Any]:
         """The arguments of `generate` that answer each row's question."""
@@ -211,6 +254,24 @@ class Asker:
             "eos": None if self.ends else (),
             "tokenizer": self.tokenizer,
         }
+
+
+@dataclass
+class _Answering:
+    """The answers to a batch under one policy so far, by reading and question, and the time that they took."""
+
+    batch: ReadingBatch
+    found: dict[tuple[int, int], Answer]
+    took: Took = Took()
+
+    @property
+    def complete(self) -> bool:
+        return len(self.found) == sum(len(reading.asks) for reading in self.batch.readings)
+
+    @property
+    def answers(self) -> Answers:
+        each = enumerate(self.batch.readings)
+        return [[self.found[row, column] for column in range(len(reading.asks))] for row, reading in each]
 
 
 @dataclass
@@ -234,10 +295,10 @@ class _Asked:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def _facts(kept: Float[np.ndarray, "L"], cache: KVCache, end: int, rows: int) -> dict[str, Any]:
-    """The fields of an answer that describe its cache, of a batch with `end` bytes when its answers have ended."""
+def _facts(kept: Float[np.ndarray, "L"], cache: KVCache) -> dict[str, Any]:
+    """The fields of an answer that describe its cache before the question."""
     counts = [round(float(count), 2) for count in kept]
-    return {"kept": counts, "kv_bytes": cache.nbytes // rows, "kv_bytes_end": end // rows}
+    return {"kept": counts, "kv_bytes": cache.nbytes // cache.batch_size}
 
 
 def _shown(batch: ReadingBatch, cache: KVCache) -> dict[int, dict[str, Any]]:

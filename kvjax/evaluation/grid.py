@@ -28,6 +28,7 @@ MOST = {  # the largest sizes that a grid may ask for; larger ones are mistakes 
     "max_length": TOKENS,
     "tokens": TOKENS,
     "batch": 65_536,
+    "decode_rows": 65_536,
     "chunk": TOKENS,
 }
 
@@ -54,6 +55,8 @@ class Grid:
         seed: the seed of generated tasks and of sampling.
         mesh: the shape of a host's device mesh, data x model.
         batch: the largest number of prompts per batch.
+        decode_rows: the largest number of rows that take decode steps together, of policies that evict nothing while
+            decoding. Each batch and policy takes its own by default, and then has a decoding speed of its own.
         memory_gb: the memory in GB (1e9 bytes) that the caches of a batch may take; it can make batches smaller.
         chunk: the number of tokens that prefill reads at a time; None reads a prompt at once.
         chat: whether prompts get the checkpoint's chat template, for the tasks whose benchmark uses one.
@@ -79,6 +82,7 @@ class Grid:
     seed: int = 0
     mesh: tuple[int, int] = (1, 1)
     batch: int = 8
+    decode_rows: int | None = None
     memory_gb: float | None = None
     chunk: int | None = None
     chat: bool = False

@@ -68,8 +68,9 @@ def read_lines(path: Path, read: Callable[[bytes], Line]) -> list[Line]:
 
 
 def decoding_speed(timings: Sequence[Mapping[str, Any]]) -> float | None:
-    """Decoded tokens per second; None if no token took a step."""
-    seconds, tokens = (sum(took[name] for took in timings) for name in ("decode_seconds", "decoded_tokens"))
+    """Decoded tokens per second, where no other policy took the same steps; None if no token took a step."""
+    alone = [took for took in timings if took.get("together", 1) == 1]
+    seconds, tokens = (sum(took[name] for took in alone) for name in ("decode_seconds", "decoded_tokens"))
     return tokens / seconds if tokens and seconds else None
 
 

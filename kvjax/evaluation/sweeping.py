@@ -26,7 +26,7 @@ Asked: TypeAlias = tuple[ReadingBatch, Sequence[Cell]]
 class Answering(Protocol):
     """Answers questions with a model; `asking.Asker` does."""
 
-    def __call__(self, batch: ReadingBatch, policies: Sequence[Policy]) -> Iterator[tuple[Answers, Took]]: ...
+    def __call__(self, batch: ReadingBatch, policies: Sequence[Policy]) -> Iterator[tuple[int, Answers, Took]]: ...
 
     def refilled(self, batches: Iterable[ReadingBatch], policy: Policy) -> Iterator[Ended]: ...
 
@@ -150,7 +150,8 @@ class Sweeping:
                 continue
             left = list(cells)
             try:
-                for cell, (answers, took) in zip(cells, self.ask(batch, [c.build() for c in cells]), strict=True):
+                for i, answers, took in self.ask(batch, [cell.build() for cell in cells]):
+                    cell = cells[i]
                     yield Part(cell, self._lines(cell, batch, answers), self._timing(cell, batch, took, len(cells)))
                     left.remove(cell)
             except (

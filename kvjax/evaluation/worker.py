@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kvjax.decoding.sampling import parse
 from kvjax.evaluation.asking import Asker
 from kvjax.evaluation.model import load_model
 from kvjax.evaluation.planning import RunPlan
@@ -18,7 +17,7 @@ def load_asker(plan: RunPlan) -> Asker:
     """The model of a plan, ready to answer. Raises ValueError if it cannot be loaded."""
     grid = plan.grid
     params, tokenizer = load_model(grid)
-    return Asker(params, tokenizer, parse(grid.sampler), grid.seed, grid.chunk, grid.ends)
+    return Asker.of(grid, params, tokenizer)
 
 
 class Worker:

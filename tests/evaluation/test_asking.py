@@ -50,7 +50,7 @@ ITEMS = [item("a", 41, 5, 9), item("b", 47, 7, 3), item("c", 33, 4, 4), item("d"
 
 def answered(ask: Asker, batch: ReadingBatch, policy: kvjax.Policy) -> Answers:
     """The answers under one policy."""
-    ((answers, _),) = ask(batch, [policy])
+    ((_, answers, _),) = ask(batch, [policy])
     return answers
 
 
@@ -80,12 +80,12 @@ def test_policies_that_share_a_reading_answer_as_each_does(params: Decoder, ques
     ask, policies = Asker(params, tokenizer(), Greedy()), [parse(text) for text in texts]
     for batch in batches(readings(ITEMS[:3], question), lambda _: 4):
         together = list(ask(batch, policies))
-        for policy, (answers, took) in zip(policies, together, strict=True):
+        for policy, (_, answers, took) in zip(policies, together, strict=True):
             each = answered(ask, batch, policy)
             assert [[a.tokens for a in mine] for mine in answers] == [[a.tokens for a in mine] for mine in each]
             assert [[a.kept for a in mine] for mine in answers] == [[a.kept for a in mine] for mine in each]
             assert took.decoded_tokens > 0
-        assert together[0][1].read_seconds > 0
+        assert together[0][2].read_seconds > 0
 
 
 EACH = [
@@ -100,7 +100,7 @@ def test_answers_are_those_of_each_question_alone(params: Decoder, question: Set
     found: dict[tuple[str, int], list[int]] = {}
     kept: dict[str, list[float]] = {}
     for batch in batches(readings(ITEMS, question), lambda _: 4):
-        ((answers, took),) = ask(batch, [parse(text)])
+        ((_, answers, took),) = ask(batch, [parse(text)])
         assert took.decoded_tokens >= 0
         for reading, mine in zip(batch.readings, answers, strict=True):
             for asked, answer in zip(reading.asks, mine, strict=True):

@@ -22,9 +22,9 @@ from tests.evaluation.test_runner import plan, right
 from kvjax.evaluation.runner import run
 
 def slow(batch, policies):
-    for policy in policies:
+    for found in right(batch, policies):
         time.sleep(0.004)
-        yield from right(batch, [policy])
+        yield found
 
 ready = plan()
 for seconds in sys.stdin:

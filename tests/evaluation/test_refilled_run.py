@@ -54,7 +54,7 @@ class Rows:
             yield from self.ended(batch, policy)
 
     def ended(self, batch: ReadingBatch, policy: Any) -> Iterator[Ended]:
-        ((answers, took),) = right(batch, [policy])
+        ((_, answers, took),) = right(batch, [policy])
         each = [(r, i, one) for r, mine in zip(batch.readings, answers, strict=True) for i, one in enumerate(mine)]
         for reading, index, answer in reversed(each):
             last = reading is each[0][0] and index == 0

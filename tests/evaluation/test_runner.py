@@ -53,14 +53,14 @@ def known(ask: Ask) -> str:
     return next(iter(ask.item.example.questions[ask.index].answers), "a text of a few words")
 
 
-def right(batch: ReadingBatch, policies: Sequence[Policy]) -> Iterator[tuple[Answers, Took]]:
+def right(batch: ReadingBatch, policies: Sequence[Policy]) -> Iterator[tuple[int, Answers, Took]]:
     """Answers every question correctly."""
-    for _ in policies:
+    for i, _ in enumerate(policies):
         answers = [
             [Answer([len(ask.tail)], known(ask), [1.5, 2.0], 10, 20) for ask in reading.asks]
             for reading in batch.readings
         ]
-        yield answers, Took(0.1, 0.2, 0.3, 0.0, 5)
+        yield i, answers, Took(0.1, 0.2, 0.3, 0.0, 5)
 
 
 class Notes(Silent):
@@ -247,6 +247,7 @@ def test_policies_share_prefills_as_far_as_they_can() -> None:
     assert shared(policies=many, memory_gb=100.0) == [many]
     one = max(plan(GRID).batch_bytes(batch, [parse(many[0])]) for batch in plan(GRID).sweeps[0].batches)
     assert max(map(len, shared(policies=many, memory_gb=2 * one / 1e9))) < 6
+    assert len(shared(policies=many, decode_rows=64)) > len(groups)  # answers together take more memory
 
 
 def test_one_budget_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
@@ -255,10 +256,10 @@ def test_one_budget_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
 
     def ask(batch: ReadingBatch, policies: Sequence[Policy]) -> Any:
         together.append(len(policies) > 1 and parse("snapkv:budget=0.25") in policies)
-        for policy in policies:
+        for policy, found in zip(policies, right(batch, policies), strict=True):
             if policy == parse("snapkv:budget=0.25"):
                 raise RuntimeError("too small")
-            yield from right(batch, [policy])
+            yield found
 
     summary = run(plan(), ask, tmp_path)
     wrong = [line for line in lines(tmp_path) if "error" in line]
