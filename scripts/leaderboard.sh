@@ -13,11 +13,12 @@ list() {
     cat <<'END'
 statistics  the numbers that qfilter, expected_attention_stats and triattention read    5, beside other work
 first       the published leaderboard's methods that read the text once, 75 % removed   not recorded
-once        the papers' methods, and others that read it once                           not recorded
+once        other presets that read it once, among them those of the five papers             not recorded
 twice       the presets that read it twice                                              not recorded
-others      other presets                                                               not recorded
+costly      presets that take longer to compress it than the model takes to read it      not recorded
 shares      those of first, once and twice, and KVMerger, 25, 50 and 87.5 % removed     not recorded
 seen        the same with the question seen, 75 and 87.5 % removed                      not recorded
+smaller     those of first, once and twice, SmolLM2-135M-Instruct at 1,024 tokens       not recorded
 page        runs/leaderboard/board.html, from the results that are there                not recorded
 END
 }
@@ -62,11 +63,15 @@ statistics() {
 
 page() {
     local runs=()
-    for step in first once twice others shares seen; do
+    for step in first once twice costly shares seen smaller; do
         [ ! -e "runs/leaderboard/$step/run.json" ] || runs+=("runs/leaderboard/$step")
     done
     kvjax report "${runs[@]}" --leaderboard runs/leaderboard/board.html \
         --beside docs/results/leaderboard/published.csv --overwrite
+}
+
+ask() { # STEP PROMPTS MODEL
+    kvjax eval --config "configs/leaderboard/$1.yaml" --model "$3" --data "$data" --out "runs/leaderboard/$1" --limit "$2"
 }
 
 run() { # PROMPTS STEP...
@@ -74,10 +79,10 @@ run() { # PROMPTS STEP...
         echo "$step, $1 prompts per task"
         case "$step" in
             statistics | page) "$step" ;;
+            smaller) ask "$step" "$1" "$(python -m scripts.fetch_real_model)/SmolLM2-135M-Instruct.Q4_1.gguf" ;;
             *)
                 statistics
-                kvjax eval --config "configs/leaderboard/$step.yaml" --model "$model" --data "$data" \
-                    --out "runs/leaderboard/$step" --limit "$1"
+                ask "$step" "$1" "$model"
                 ;;
         esac
     done

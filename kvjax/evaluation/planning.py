@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -156,10 +157,10 @@ class RunPlan:
     def row_bytes(self, reading: Reading, policies: Sequence[Policy], turns: int = 1) -> int:
         """The largest number of bytes of a row's caches, if several policies share a prefill.
 
-        These are the compressed caches of all policies, copies of those whose answers take steps together (`turns`) and
-        extend them, and the full layers that they are made from. Rows that are refilled hold one more such copy, while
-        the next batch waits for them. A budget that is divided among layers has its cache only until its answers are
-        generated.
+        These are the compressed caches of all policies, copies of those whose answers take steps together and extend
+        them, at most `turns` of equal size, and the full layers that they are made from. Rows that are refilled hold
+        one more such copy, while the next batch waits for them. A budget that is divided among layers has its cache
+        only until its answers are generated.
         There is one full layer at a time in general. There are all layers if a budget is divided among them, or if
         several questions use the prefill before the compression.
         """
@@ -170,15 +171,16 @@ class RunPlan:
             return _kept_bytes(self.config, policy, bucket(length), room_for(new_tokens), self.dtype)
 
         held = sum(kept(policy, 1) for policy in policies if not policy.allocates)
-        extended = max(kept(policy, new) + policy.allocates * kept(policy, 1) for policy in policies)
+        sizes = Counter(kept(policy, new) + policy.allocates * kept(policy, 1) for policy in policies)
+        extended = max(size * min(turns, n * len(reading.asks)) for size, n in sizes.items())
         layers = self.config.num_layers if lead or any(policy.allocates for policy in policies) else 1
         token = self.config.bytes_per_token(self.dtype) // self.config.num_layers
-        return held + extended * (turns + reading.refilled) + (reading.size + lead) * token * layers
+        return held + extended * (1 + reading.refilled) + (reading.size + lead) * token * layers
 
     def batch_bytes(self, batch: ReadingBatch, policies: Sequence[Policy]) -> int:
         """The largest number of bytes that the caches of a batch take, if several policies share its prefill."""
-        turns = min((self.grid.decode_rows or 0) // batch.rows, len(policies) * len(batch.readings[0].asks))
-        return batch.rows * max(self.row_bytes(reading, policies, max(turns, 1)) for reading in batch.readings)
+        turns = max((self.grid.decode_rows or 0) // batch.rows, 1)
+        return batch.rows * max(self.row_bytes(reading, policies, turns) for reading in batch.readings)
 
     @cached_property
     def cells(self) -> tuple[PlannedCell, ...]:
