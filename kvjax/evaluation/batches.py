@@ -110,7 +110,7 @@ def batches(made: Sequence[Reading], most: Callable[[Reading], int], multiple: i
     of_size: Counter[int] = Counter()
     for reading in made:
         lead, tail = (
-            bucket(max(sizes)) for sizes in zip(*((a.lead.size, a.tail.size) for a in reading.asks), strict=True)
+            _power_of_two(max(sizes)) for sizes in zip(*((a.lead.size, a.tail.size) for a in reading.asks), strict=True)
         )
         read_in_two = reading.asks[0].lead.size > 0
         key = (reading.size, read_in_two, lead, tail, len(reading.asks), reading.new_tokens, reading.refilled)
@@ -118,10 +118,15 @@ def batches(made: Sequence[Reading], most: Callable[[Reading], int], multiple: i
         of_size[reading.size] += 1
     found = []
     for (size, *_), group in sorted(groups.items(), key=lambda pair: pair[0], reverse=True):
-        enough = 1 << (of_size[size] - 1).bit_length()  # counted over all groups of a size, so that they share programs
+        enough = _power_of_two(of_size[size])  # counted over all groups of a size, so that they share programs
         rows = -(-min(most(group[0]), enough) // multiple) * multiple
         found += [ReadingBatch(tuple(group[i : i + rows]), rows) for i in range(0, len(group), rows)]
     return found
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest power of two that is not below n; 0 for 0. Questions of other lengths are in one batch then."""
+    return 1 << (n - 1).bit_length() if n else 0
 
 
 def halves(batch: ReadingBatch, multiple: int = 1) -> tuple[ReadingBatch, ...]:

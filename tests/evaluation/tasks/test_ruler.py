@@ -88,6 +88,18 @@ def test_prompts_fill_their_length_and_depend_on_nothing_else(task, data: Path, 
     assert len({prompt(example) for example in three}) == 3
 
 
+@pytest.mark.parametrize("task", registry.find("ruler/*"), ids=lambda task: task.name)
+def test_white_space_ends_the_part_before_it(task, data: Path) -> None:
+    """As in kvpress' data set: a policy that compresses the text alone sees the line end before the question."""
+    pytest.importorskip("wonderwords", reason="RULER's words need wonderwords (the extra `eval`)")
+    for example in asked(task.name, data):
+        (question,) = example.questions
+        assert example.context.endswith("\n")
+        assert question.text.startswith(("What ", "Question: ", "Answer the question"))
+        assert question.opening.startswith(("The special magic", "Answer:"))
+        assert question.text.endswith(f" {question.opening}")
+
+
 def test_draws_stay_what_they_are() -> None:
     digest = hashlib.sha256("".join(prompt(asked(name, None)[1]) for name in ("ruler/vt", "ruler/fwe")).encode())
     assert digest.hexdigest()[:16] == "9b011075550b8da3"
@@ -123,7 +135,8 @@ def test_needles(data: Path, name: str, needles: int | None, hay: str, values: s
         assert len(keys) == (4 if name == "niah_multiquery" else 1)
         assert set(question.answers) == {value for _, key, value in hidden if key in keys}
         assert len(question.answers) == (4 if name in ("niah_multivalue", "niah_multiquery") else 1)
-        rest = NEEDLE.sub("", example.context.split("\n", 1)[1])
+        context = example.context.split("\n", 1)[1].removesuffix("\n")
+        rest = NEEDLE.sub("", context)
         if hay == "noise":
             assert set(rest.split("\n")) == {NOISE, ""}
         elif hay == "needle":
@@ -135,7 +148,6 @@ def test_needles(data: Path, name: str, needles: int | None, hay: str, values: s
         if len(question.answers) == 1:
             template = template.replace("Some", "A").replace("are all", "is").replace("are", "is")
             kind = values[:-1]
-        context = example.context.split("\n", 1)[1]
         depth = context.find(question.answers[0]) / len(context)
         assert example.meta.get("depth") == (None if len(question.answers) > 1 else pytest.approx(depth, abs=1e-3))
         assert prompt(example) == template.format(type_needle_v=kind, context=context, query=query)
@@ -147,7 +159,7 @@ def test_variables_are_followed_to_their_value() -> None:
         worked, text = example.context.split("\n\nMemorize")
         text = f"Memorize{text}"
         value = re.findall(r"assigned the value (\d{5})", question.text)[0]
-        context = text.split("\n\n", 1)[1]
+        context = text.split("\n\n", 1)[1].removesuffix("\n")
         assert prompt(example) == f"{worked}\n\n" + VT.format(context=context, query=value, num_v=5)
         told = dict(re.findall(r"VAR ([A-Z]{5}) = (?:VAR )?(\w+)", text))
         assert len(told) == 5
@@ -203,7 +215,7 @@ def test_common_words_beyond_the_word_lists(data: Path, tmp_path: Path) -> None:
 def test_frequent_words_are_the_most_frequent() -> None:
     for example in asked("ruler/fwe", None):
         (question,) = example.questions
-        context = example.context.split("coded words. ", 1)[1]
+        context = example.context.split("coded words. ", 1)[1].removesuffix("\n")
         counts = Counter(context.split())
         (dots, _), *ranked = counts.most_common(5)
         assert dots == "..."
@@ -218,7 +230,7 @@ def test_frequent_words_are_the_most_frequent() -> None:
 def test_documents(data: Path, name: str, needed: int) -> None:
     for i, example in enumerate(asked(f"ruler/{name}", data)):
         (question,) = example.questions
-        context = example.context.split("given documents.\n\n", 2)[-1]
+        context = example.context.split("given documents.\n\n", 2)[-1].removesuffix("\n\n")
         documents = dict(re.findall(r"Document (\d+):\n(.*?)(?=\n\nDocument|$)", context, re.S))
         assert list(documents) == [str(n) for n in range(1, len(documents) + 1)]
         assert len(documents) == len(set(documents.values())) > needed

@@ -15,10 +15,10 @@ from .text import Maker, RulerTask, Text
 
 CONTEXT = (
     "Some special magic {kind} are hidden within the following text. Make sure to memorize it. "
-    "I will quiz you about the {kind} afterwards.\n{context}"
+    "I will quiz you about the {kind} afterwards.\n{context}\n"
 )
-QUESTION = "\nWhat are all the special magic {kind} for {query} mentioned in the provided text?"
-OPENING = " The special magic {kind} for {query} mentioned in the provided text are"
+QUESTION = "What are all the special magic {kind} for {query} mentioned in the provided text? "
+OPENING = "The special magic {kind} for {query} mentioned in the provided text are"
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 DEPTHS = tuple(int(depth) for depth in np.round(np.linspace(0, 100, num=40)))

@@ -13,9 +13,9 @@ from ..task import DataError, Source
 from .text import Maker, RulerTask, Text
 
 ASK = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
-CONTEXT = f"{ASK}\n\nThe following are given documents.\n\n{{context}}"
-QUESTION = f"\n\n{ASK}\n\nQuestion: {{query}}"
-OPENING = " Answer:"
+CONTEXT = f"{ASK}\n\nThe following are given documents.\n\n{{context}}\n\n"
+QUESTION = f"{ASK}\n\nQuestion: {{query}} "
+OPENING = "Answer:"
 
 
 @dataclass(frozen=True)

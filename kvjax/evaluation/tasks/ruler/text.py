@@ -13,7 +13,11 @@ from ..task import Example, Fault, Question, Source, Task
 
 @dataclass(frozen=True)
 class Text:
-    """The parts of a prompt, which is `context + question + opening`, and its references."""
+    """The parts of a prompt, which is `context + question + opening`, and its references.
+
+    White space between two parts ends the first one, as in kvpress' data set. A text that is compressed without its
+    question ends with it, and the last query of the text then asks for more of the text than its last word does.
+    """
 
     context: str
     question: str

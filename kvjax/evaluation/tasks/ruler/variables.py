@@ -11,10 +11,10 @@ from ..task import Source
 from .needles import NOISE
 from .text import Maker, RulerTask, Text, most
 
-CONTEXT = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}"
-QUESTION = "\nQuestion: Find all variables that are assigned the value {value} in the text above."
+CONTEXT = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
+QUESTION = "Question: Find all variables that are assigned the value {value} in the text above. "
 OPENING = (
-    " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assigned the "
+    "Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assigned the "
     "value {value}, they are: "
 )
 EXAMPLE_TOKENS = 500

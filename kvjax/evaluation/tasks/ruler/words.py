@@ -17,19 +17,19 @@ from .text import Maker, RulerTask, Text
 
 COMMON = (
     "Below is a numbered list of words. In these words, some appear more often than others. "
-    "Memorize the ones that appear most often.\n{context}"
+    "Memorize the ones that appear most often.\n{context}\n"
 )
-COMMON_QUESTION = "\nQuestion: What are the 10 most common words in the above list?"
-COMMON_OPENING = " Answer: The top 10 words that appear most often in the list are:"
+COMMON_QUESTION = "Question: What are the 10 most common words in the above list? "
+COMMON_OPENING = "Answer: The top 10 words that appear most often in the list are:"
 FREQUENT = (
     "Read the following coded text and track the frequency of each coded word. "
-    "Find the three most frequently appeared coded words. {context}"
+    "Find the three most frequently appeared coded words. {context}\n"
 )
 FREQUENT_QUESTION = (
-    "\nQuestion: Do not provide any explanation. Please ignore the dots '....'. "
-    "What are the three most frequently appeared words in the above coded text?"
+    "Question: Do not provide any explanation. Please ignore the dots '....'. "
+    "What are the three most frequently appeared words in the above coded text? "
 )
-FREQUENT_OPENING = " Answer: According to the coded text above, the three most frequently appeared words are:"
+FREQUENT_OPENING = "Answer: According to the coded text above, the three most frequently appeared words are:"
 
 
 @dataclass(frozen=True)
