@@ -31,29 +31,31 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     if hf.get("layer_types") is None:
         pattern = integer(hf, "sliding_window_pattern", 6)
         hf["layer_types"] = [qwen2.FULL if (i + 1) % pattern == 0 else qwen2.SLIDING for i in range(layer_count(hf))]
-    full, sliding = (rope_from_hf(hf | fields, KINDS) for fields in rope_fields(hf))
+    old = {"rope_theta": hf.get("rope_theta") or 1e6, "rope_scaling": hf.get("rope_scaling")}
+    local = {"rope_theta": hf.get("rope_local_base_freq") or 1e4, "rope_scaling": None}
+    full, sliding = (rope_from_hf(hf | fields, KINDS) for fields in rope_by_kind(hf, old, local))
     return replace(gemma2.gemma(hf, ARCHITECTURE, full), window_rope=sliding, qk_norm=True)
 
 
-def rope_fields(hf: Mapping[str, Any]) -> list[dict[str, Any]]:
+def rope_by_kind(hf: Mapping[str, Any], full: dict[str, Any], sliding: dict[str, Any]) -> list[dict[str, Any]]:
     """The fields of RoPE in the layers with full attention, and in those with a window.
 
-    transformers 5 writes `rope_parameters` by type of layer. Before, `rope_scaling` was of full attention alone.
+    transformers 5 writes `rope_parameters` by kind of layer. `full` and `sliding` are the fields of earlier configs.
     """
     by_kind = hf.get("rope_parameters") or {}
     if isinstance(by_kind, Mapping) and qwen2.FULL in by_kind:  # transformers 5.0 adds fields of a flat mapping
         by_kind = {name: value for name, value in by_kind.items() if (name, value) not in UNUSED}
     if not isinstance(by_kind, Mapping) or set(by_kind) - {qwen2.FULL, qwen2.SLIDING}:
         raise unsupported("rope_parameters", by_kind, f"a mapping with {qwen2.FULL!r} and {qwen2.SLIDING!r}")
-    old = {
-        qwen2.FULL: {"rope_theta": hf.get("rope_theta") or 1e6, "rope_scaling": hf.get("rope_scaling")},
-        qwen2.SLIDING: {"rope_theta": hf.get("rope_local_base_freq") or 1e4, "rope_scaling": None},
-    }
+    old = {qwen2.FULL: full, qwen2.SLIDING: sliding}
     return [fields | {"rope_parameters": by_kind.get(kind)} for kind, fields in old.items()]
 
 
+def by_kind_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """RoPE by kind of layer, as transformers 5 writes it."""
+    return {qwen2.FULL: rope_to_hf(config.rope), qwen2.SLIDING: rope_to_hf(config.window_rope or config.rope)}
+
+
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    local = config.window_rope or config.rope
-    ropes = {qwen2.FULL: rope_to_hf(config.rope), qwen2.SLIDING: rope_to_hf(local)}
-    old = {"rope_local_base_freq": local.theta}
-    return gemma2.config_to_hf(config, ARCHITECTURE) | {"rope_parameters": ropes, **old}
+    old = {"rope_local_base_freq": (config.window_rope or config.rope).theta}
+    return gemma2.config_to_hf(config, ARCHITECTURE) | {"rope_parameters": by_kind_to_hf(config), **old}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,12 +22,15 @@ FACTORS = {
 }
 
 
-def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
+def config_from_hf(
+    hf: Mapping[str, Any], architecture: str = ARCHITECTURE, computed: Collection[str] = ()
+) -> DecoderConfig:
+    """Maps a config. A family that adds to Granite passes what `llama.config_from_hf` takes."""
     factors: dict[str, Any] = {ours: number(hf, theirs, 1.0) for theirs, ours in FACTORS.items()}
-    return replace(llama.config_from_hf(hf, ARCHITECTURE, computed=FACTORS), **factors)
+    return replace(llama.config_from_hf(hf, architecture, computed={*FACTORS, *computed}), **factors)
 
 
-def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
+def config_to_hf(config: DecoderConfig, architecture: str = ARCHITECTURE) -> dict[str, Any]:
     factors = {theirs: getattr(config, ours) for theirs, ours in FACTORS.items()}
     own = {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
-    return base_hf_config(config, ARCHITECTURE) | own | factors
+    return base_hf_config(config, architecture) | own | factors

@@ -9,6 +9,7 @@ from typing import Any
 from .config import DecoderConfig, base_config, base_hf_config
 from .fields import flag, layer_count, require
 from .llama import weights as weights
+from .rope import Rope
 
 ARCHITECTURE = "Olmo2ForCausalLM"
 FIELDS = ("sliding_window", "layer_types")
@@ -20,10 +21,17 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     layers = layer_count(hf)
     for field, accepted in {"sliding_window": None, "layer_types": ["full_attention"] * layers}.items():
         require(hf, field, None, accepted)
+    return olmo(hf, ARCHITECTURE, (None,) * layers)
+
+
+def olmo(
+    hf: Mapping[str, Any], architecture: str, windows: tuple[int | None, ...], rope: Rope | None = None
+) -> DecoderConfig:
+    """Reads the fields that OLMo 2 and OLMo 3 share, as `base_config` does."""
     require(hf, "mlp_bias", None, False)
     bias = flag(hf, "attention_bias")
     return replace(
-        base_config(hf, ARCHITECTURE, windows=(None,) * layers),
+        base_config(hf, architecture, windows, rope),
         qkv_bias=bias,
         output_bias=bias,
         qk_norm=True,
@@ -33,5 +41,5 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    return base_hf_config(config, ARCHITECTURE) | {"attention_bias": config.qkv_bias}
+def config_to_hf(config: DecoderConfig, architecture: str = ARCHITECTURE) -> dict[str, Any]:
+    return base_hf_config(config, architecture) | {"attention_bias": config.qkv_bias}

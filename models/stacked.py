@@ -1,8 +1,9 @@
-"""Parameters of all experts in one tensor, whose last axis two parameters may share column by column."""
+"""Parameters of all experts in one tensor, whose columns or rows two parameters may share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -52,3 +53,35 @@ class StackedWeight(Weight):
     @property
     def _part(self) -> FusedRows:
         return self.rows or FusedRows(0, 1, 1)
+
+
+@dataclass(frozen=True)
+class StackedLinear(Weight):
+    """A parameter [X, in, out] of all experts, in a tensor [X, out, in] whose rows it may share with another one."""
+
+    layout: Layout = "linear"
+
+    def hf_shape(self, shape: Shape) -> Shape:
+        return (shape[0], *super().hf_shape(shape[1:]))
+
+    def read(self, tensor: Sliceable, shape: Shape, index: tuple[slice, ...], dtype: DTypeLike) -> np.ndarray:
+        """Reads slice `index`, as `Weight.read` does, expert by expert."""
+        result = aligned(tuple(len(range(size)[taken]) for size, taken in zip(shape, index, strict=True)), dtype)
+        for i, expert in enumerate(range(shape[0])[index[0]]):
+            result[i] = super().read(_Expert(tensor, expert), shape[1:], index[1:], dtype)
+        return result
+
+    def write(self, parameter: np.ndarray, tensor: np.ndarray) -> None:
+        for one, part in zip(parameter, tensor, strict=True):
+            super().write(one, part)
+
+
+@dataclass(frozen=True)
+class _Expert:
+    """The matrix of one expert of a tensor [X, out, in]."""
+
+    tensor: Sliceable
+    expert: int
+
+    def __getitem__(self, index: tuple[slice, ...], /) -> Any:
+        return self.tensor[(slice(self.expert, self.expert + 1), *index)][0]

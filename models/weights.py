@@ -55,6 +55,8 @@ class Weight:
         rows: the parameter's rows of a fused tensor; None if the tensor holds this parameter alone.
         expert: the index of the item of the parameter's first axis that the tensor holds; None if it holds all of the
             parameter. The layouts above are then of that item.
+        paired: the number of channels of each head, from the first, that RoPE rotates and whose pairs are neighbours in
+            the tensor. Here the first channels of all pairs precede the second ones. 0 if they do so in the tensor too.
     """
 
     path: str
@@ -62,6 +64,7 @@ class Weight:
     layout: Layout
     rows: FusedRows | None = None
     expert: int | None = None
+    paired: int = 0
 
     def hf_shape(self, shape: Shape) -> Shape:
         """Returns the shape of the checkpoint tensor that holds this parameter of shape `shape`.
@@ -93,7 +96,7 @@ class Weight:
         rows, columns = self._axes(shape)
         blocks, part = self._blocks(shape)
         all_rows = np.arange(blocks * part.block).reshape(blocks, part.block)[:, part.start : part.stop]
-        wanted_rows = np.ravel(all_rows.reshape(shape[rows])[index[rows]])
+        wanted_rows = np.ravel(self._channels(all_rows.reshape(shape[rows]))[index[rows]])
         wanted_columns = np.ravel(np.arange(math.prod(shape[columns])).reshape(shape[columns])[index[columns]])
         first, last = int(wanted_columns[0]), int(wanted_columns[-1]) + 1
         chosen = slice(None) if len(wanted_columns) == last - first else wanted_columns - first
@@ -101,11 +104,12 @@ class Weight:
         sides = (len(wanted_columns), len(wanted_rows)) if transposed else (len(wanted_rows), len(wanted_columns))
         result = aligned(sides, dtype)
         target = result.T if transposed else result
-        done = 0
-        for run in _runs(wanted_rows, max(READ // (last - first), 1)):
+        places, done = np.argsort(wanted_rows), 0
+        for run in _runs(wanted_rows[places], max(READ // (last - first), 1)):
             read = tensor[(run, slice(first, last)) if shape[columns] else (run,)]
             count = run.stop - run.start
-            target[done : done + count] = read.reshape(count, -1)[:, chosen]
+            at = places[done : done + count] if self.paired else slice(done, done + count)
+            target[at] = read.reshape(count, -1)[:, chosen]
             done += count
         return result.reshape([len(range(size)[taken]) for size, taken in zip(shape, index, strict=True)])
 
@@ -115,7 +119,16 @@ class Weight:
         blocks, part = self._blocks(parameter.shape)
         width = math.prod(parameter.shape[columns])
         matrix = parameter.reshape(width, -1).T if self._transposed else parameter.reshape(-1, width)
+        if self.paired:
+            rows = np.arange(len(matrix)).reshape(-1, parameter.shape[-1])
+            matrix = matrix[np.argsort(self._channels(rows), axis=None)]
         tensor.reshape(blocks, part.block, width)[:, part.start : part.stop] = matrix.reshape(blocks, -1, width)
+
+    def _channels(self, x: np.ndarray) -> np.ndarray:
+        """Takes the channels of each head, the last axis, from their order in the tensor to that of the parameter."""
+        order = np.arange(x.shape[-1])
+        order[: self.paired] = order[: self.paired].reshape(-1, 2).T.reshape(-1)
+        return x[..., order] if self.paired else x
 
     def _held(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:
         """Drops the expert axis of the parameter if the tensor holds a single expert."""

@@ -161,6 +161,26 @@ CASES = {
     ),
     "olmo2-group1": ("olmo2", GROUP1 | {"num_hidden_layers": 2}),
     "olmo2-group4-bias-tied": ("olmo2", GROUP4 | TIED | {"attention_bias": True, "rope_parameters": YARN}),
+    "olmo3-group4-layers": (
+        "olmo3",
+        GROUP4
+        | {"num_hidden_layers": 2, "sliding_window": 9, "layer_types": [SLIDING, FULL]}
+        | {"rope_parameters": {FULL: YARN, SLIDING: LOCAL}},
+    ),
+    "olmo3-group7-bias-tied": ("olmo3", GROUP7 | TIED | {"attention_bias": True, "sliding_window": 9}),
+    "granitemoe-group4-tied": (
+        "granitemoe",
+        GROUP4 | TIED | FACTORS | {"num_hidden_layers": 2, "num_local_experts": 5, "num_experts_per_tok": 3},
+    ),
+    "granitemoe-group7-bias": (
+        "granitemoe",
+        GROUP7 | FACTORS | {"attention_bias": True, "num_local_experts": 4, "num_experts_per_tok": 1},
+    ),
+    "glm4-group4-tied": ("glm4", GROUP4 | TIED | {"num_hidden_layers": 2, "head_dim": 16}),
+    "glm4-group7-whole-heads": (
+        "glm4",
+        GROUP7 | {"head_dim": 10, "attention_bias": False, "rope_parameters": YARN | {"partial_rotary_factor": 1.0}},
+    ),
     "granite-group4-tied": ("granite", GROUP4 | TIED | FACTORS | {"num_hidden_layers": 2}),
     "granite-group7-bias": ("granite", GROUP7 | FACTORS | {"attention_bias": True, "mlp_bias": True}),
 }
@@ -181,7 +201,10 @@ DECODED = (
     "smollm3-layers-tied",
     "smollm3-window-bias",
     "olmo2-group4-bias-tied",
+    "olmo3-group4-layers",
+    "glm4-group4-tied",
     "granite-group4-tied",
+    "granitemoe-group4-tied",
     "gemma2-group4-layers",
     "gemma3_text-group4-layers",
     "mixtral-group4-window",
@@ -199,7 +222,10 @@ ROUNDED = (
     "internlm2-group1-bias",
     "smollm3-window-bias",
     "olmo2-group4-bias-tied",
+    "olmo3-group4-layers",
+    "glm4-group4-tied",
     "granite-group4-tied",
+    "granitemoe-group4-tied",
     "gemma2-group4-layers",
     "gemma3_text-group8-bias-untied",
     "mixtral-group4-window",

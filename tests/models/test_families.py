@@ -26,8 +26,10 @@ HF = {
 OWN = {
     "gemma2": {},
     "gemma3_text": {"sliding_window_pattern": 2},
+    "glm4": {},
     "gpt_oss": {"num_local_experts": 8, "sliding_window": 5},
     "granite": {"mlp_bias": True, "residual_multiplier": 0.5},
+    "granitemoe": {"num_local_experts": 8, "residual_multiplier": 0.5},
     "internlm2": {"head_dim": None, "attention_bias": None, "bias": True},
     "llama": {"mlp_bias": True},
     "ministral": {"attention_bias": None},
@@ -38,6 +40,7 @@ OWN = {
     "qwen3": {},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "mlp_only_layers": [1]},
     "olmo2": {"head_dim": None},
+    "olmo3": {"head_dim": None, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
     "smollm3": {"head_dim": None, "mlp_bias": True, "no_rope_layers": [1, 0]},
 }
 

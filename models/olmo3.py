@@ -1,0 +1,35 @@
+"""OLMo 3: OLMo 2 with a sliding window in three of four layers, whose RoPE is not extended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from . import olmo2, qwen2
+from .config import DecoderConfig
+from .fields import layer_count
+from .gemma3_text import KINDS, by_kind_to_hf, rope_by_kind
+from .llama import weights as weights
+from .rope_config import rope_from_hf
+
+ARCHITECTURE = "Olmo3ForCausalLM"
+FIELDS = ("sliding_window", "layer_types")
+DEFAULTS = olmo2.DEFAULTS | {"rope_theta": 500_000.0, "sliding_window": 4096}  # of transformers, for absent fields
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
+    hf = DEFAULTS | dict(hf)
+    if hf.get("layer_types") is None:
+        hf["layer_types"] = [qwen2.SLIDING if (i + 1) % 4 else qwen2.FULL for i in range(layer_count(hf))]
+    windows = qwen2.layer_windows(hf | {"use_sliding_window": True})
+    theta = {"rope_theta": hf["rope_theta"]}
+    fields = rope_by_kind(hf, theta | {"rope_scaling": hf.get("rope_scaling")}, theta | {"rope_scaling": None})
+    full, sliding = (rope_from_hf(hf | own, KINDS) for own in fields)
+    return replace(olmo2.olmo(hf, ARCHITECTURE, windows, full), window_rope=sliding)
+
+
+def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    own = qwen2.windows_to_hf(config)
+    windows = {name: own[name] for name in ("sliding_window", "layer_types")}
+    return olmo2.config_to_hf(config, ARCHITECTURE) | windows | {"rope_parameters": by_kind_to_hf(config)}
