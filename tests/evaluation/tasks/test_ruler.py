@@ -95,8 +95,7 @@ def test_white_space_ends_the_part_before_it(task, data: Path) -> None:
     for example in asked(task.name, data):
         (question,) = example.questions
         assert example.context.endswith("\n")
-        assert question.text.startswith(("What ", "Question: ", "Answer the question"))
-        assert question.opening.startswith(("The special magic", "Answer:"))
+        assert (question.text[0] + question.opening[0]).isalpha()
         assert question.text.endswith(f" {question.opening}")
 
 
