@@ -47,6 +47,7 @@ WRAPPERS = (
     kvpress.KeyRerotationPress,
     kvpress.PerLayerCompressionPress,
     kvpress.LUKVPress,
+    kvpress.MergingPress,
 )
 PACKAGES = ("torch", "transformers", "kvpress", "safetensors", "tokenizers", "numpy")
 
@@ -143,15 +144,19 @@ def run(
     }
 
 
-def positions(kept: list[torch.Tensor], full: list[torch.Tensor], by_value: bool) -> np.ndarray:
+def positions(kept: list[torch.Tensor], full: list[torch.Tensor], press: kvpress.BasePress) -> np.ndarray:
     """Returns the original positions [L, H, n] of the retained rows, ascending and padded with -1.
 
-    Each row is found as the only equal row of the full cache, `by_value` as the only one with an equal value.
+    Each row is found as the only equal row of the full cache: by the keys of a press that changes values, and by the
+    values of one that rotates keys.
     """
     layers = []
     for some, every in zip(kept, full, strict=True):
-        if by_value:
-            some, every = (x[..., x.shape[-1] // 2 :] for x in (some, every))
+        half = some.shape[-1] // 2
+        if rotates(press):
+            some, every = some[..., half:], every[..., half:]
+        elif isinstance(press, kvpress.MergingPress):
+            some, every = some[..., :half], every[..., :half]
         equal = (some[:, :, None] == every[:, None]).all(-1)  # [H, n, N]
         assert (equal.sum(-1) == 1).all(), "a cache row was changed, or two rows of the full cache are equal"
         layers.append(equal.int().argmax(-1).sort(-1).values.numpy())
@@ -239,8 +244,8 @@ def record(
         else:
             # KVCompose needs `eager` as well, and selects it itself during prefill.
             reading = "eager" if isinstance(press, kvpress.KVComposePress) else attention
-            pos = positions(out["kept"], full[reading]["kept"], rotates(press))
-            pos_wide = positions(out_wide["kept"], full_wide[reading]["kept"], rotates(press))
+            pos = positions(out["kept"], full[reading]["kept"], press)
+            pos_wide = positions(out_wide["kept"], full_wide[reading]["kept"], press)
         if isinstance(press, kvpress.ChunkKVPress):
             out["scores"] = chunk_means(out["scores"], press.chunk_length)
         if isinstance(press, DrawnGates):

@@ -70,6 +70,8 @@ PRESSES = (
     "kvgrad_c64_r50",
     "kvgrad_layerwise_r75",
     "per_layer_snapkv",
+    "merging_snapkv_w8_k5_r50",
+    "merging_knorm_t10_f75_r50",
     "lukv_expected_r50",
     "lukv_snapkv_s2_r75",
 )
@@ -84,6 +86,8 @@ ANSWERED = (
     "kvcompose_r45",
     "kvzip_c64_r50",
     "duo_attention_r50",
+    "merging_snapkv_w8_k5_r50",
+    "merging_knorm_t10_f75_r50",
 )
 # Budgets that depend on the number of layers, or on scores of all of them. The others treat all layers alike.
 OVER_LAYERS = ("pyramidkv", "kvcompose", "kvzip_c64", "kvzip_plus", "kvgrad", "duo_attention", "per_layer", "lukv")
@@ -160,6 +164,8 @@ class Golden(NamedTuple):
                 case "PerLayerCompressionPress":
                     ratios = kwargs["compression_ratios"][: self.params.config.num_layers]
                     return kvjax.policies.per_layer(base, tuple(round(1 - ratio, 6) for ratio in ratios))
+                case "MergingPress":
+                    return kvjax.policies.merging(base, kwargs["similarity_threshold"], kwargs["merge_fraction"])
                 case "BlockPress":
                     return kvjax.policies.blockwise(base, kwargs["block_size"])
                 case "AdaKVPress":

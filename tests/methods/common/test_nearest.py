@@ -1,4 +1,4 @@
-"""D2O's search for the retained key nearest to an evicted one, in blocks and pieces."""
+"""The search for the retained key nearest to an evicted one, in blocks and pieces."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from kvjax.cache import Slots
-from kvjax.methods.d2o import similarity_merge
+from kvjax.methods.common import nearest
 
 
 @pytest.mark.parametrize("slots", [10, 16, 45])
 def test_the_nearest_by_blocks_and_pieces(slots, monkeypatch):
     """Against one comparison with all others: equal keys, empty slots among others, heads that evict less."""
-    monkeypatch.setattr(similarity_merge, "BLOCK", 8)
-    monkeypatch.setattr(similarity_merge, "PIECE", 16)
+    monkeypatch.setattr(nearest, "BLOCK", 8)
+    monkeypatch.setattr(nearest, "PIECE", 16)
     rng = np.random.default_rng(slots)
     distinct = rng.normal(size=(6, 4)).astype(np.float32)
     keys, held = distinct[rng.integers(0, 6, (2, 3, 21))], distinct[rng.integers(0, 6, (2, 3, slots))]
@@ -25,7 +25,7 @@ def test_the_nearest_by_blocks_and_pieces(slots, monkeypatch):
     positions[1, 2] = -1
     count = np.array([[21, 3, 0], [8, 9, 17]])
     others = Slots(jnp.asarray(held), jnp.asarray(held), jnp.asarray(positions), jnp.full((2, 3), slots))
-    u, position = jax.jit(similarity_merge._nearest)(jnp.asarray(keys), jnp.asarray(count), others)
+    u, position = jax.jit(nearest.nearest)(jnp.asarray(keys), jnp.asarray(count), others)
     for b, h in np.ndindex(2, 3):
         for i in range(count[b, h]):
             key = keys[b, h, i] / np.linalg.norm(keys[b, h, i])
@@ -40,15 +40,15 @@ def test_the_nearest_by_blocks_and_pieces(slots, monkeypatch):
 @pytest.mark.parametrize("best_at", [0, 1])
 def test_pieces_that_are_nearly_as_near_as_each_other(best_at, monkeypatch):
     """An entry close to the nearest of its own piece counts only if it is close to the nearest of all pieces."""
-    monkeypatch.setattr(similarity_merge, "BLOCK", 8)
-    monkeypatch.setattr(similarity_merge, "PIECE", 16)
+    monkeypatch.setattr(nearest, "BLOCK", 8)
+    monkeypatch.setattr(nearest, "PIECE", 16)
     cosines = np.zeros((2, 16))
-    cosines[1 - best_at, [4, 9]] = 0.5 - np.array([1.5, 0.6]) * similarity_merge.CLOSE
+    cosines[1 - best_at, [4, 9]] = 0.5 - np.array([1.5, 0.6]) * nearest.CLOSE
     cosines[best_at, 7] = 0.5
     held = np.stack([cosines.ravel(), np.sqrt(1 - cosines.ravel() ** 2)], axis=-1).astype(np.float32)[None, None]
     positions = np.roll(np.arange(32, dtype=np.int32), 16 * (1 - best_at))[None, None]  # the other piece is earlier
     others = Slots(jnp.asarray(held), jnp.asarray(held), jnp.asarray(positions), jnp.full((1, 1), 32))
     keys = jnp.tile(jnp.array([1.0, 0.0]), (1, 1, 9, 1))
-    u, position = jax.jit(similarity_merge._nearest)(keys, jnp.full((1, 1), 9), others)
+    u, position = jax.jit(nearest.nearest)(keys, jnp.full((1, 1), 9), others)
     np.testing.assert_allclose(u, 0.5, atol=1e-6)
     np.testing.assert_array_equal(position, positions[0, 0, 16 * (1 - best_at) + 9])
