@@ -63,7 +63,7 @@ class YarnScaling:
 
     The wavelengths of pairs with fewer than `beta_slow` turns are multiplied by `factor`, those of pairs with more than
     `beta_fast` turns are unchanged, and a linear ramp lies between. q and k are multiplied by `attention_factor`.
-    `truncate` rounds the ends of the ramp to whole channel pairs.
+    `truncate` rounds the ends of the ramp to whole channel pairs. `Rope.grown` has `llama_4_scaling_beta`.
     """
 
     rope_type: ClassVar[str] = "yarn"
@@ -73,6 +73,7 @@ class YarnScaling:
     beta_slow: float
     truncate: bool
     original_max_position_embeddings: int
+    llama_4_scaling_beta: float = 0.0
 
     def __call__(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
         """Returns the scaled frequencies; `theta` is the base."""
@@ -166,6 +167,18 @@ class Rope:
     ) -> Float[np.ndarray, "C/2"] | Float[Array, "B C/2"]:
         """Returns `rows`, those of the model's prompts, if the frequencies depend on the length, else `frequencies`."""
         return rows if rows is not None and self.depends_on_length else self.frequencies(head_dim)
+
+    def grown(self, q: Float[Array, "B Hq N D"], positions: Int[Array, "B N"]) -> Float[Array, "B Hq N D"]:
+        """Multiplies the query at position p by 1 + b ln(1 + floor(p / n)), for texts beyond the original n tokens.
+
+        b is `YarnScaling.llama_4_scaling_beta`, and 0 for all other RoPE: the queries are then returned as they are.
+        """
+        scaling = self.scaling
+        if not isinstance(scaling, YarnScaling) or scaling.llama_4_scaling_beta == 0:
+            return q
+        times = jnp.maximum(positions, 0) // scaling.original_max_position_embeddings
+        factor = 1 + scaling.llama_4_scaling_beta * jnp.log1p(times.astype(jnp.float32))
+        return q * factor[:, None, :, None].astype(q.dtype)
 
     def channels(self, head_dim: int) -> int:
         """The number of channels of a head that rotate, C."""

@@ -141,5 +141,6 @@ def rope_to_hf(rope: Rope) -> dict[str, Any]:
         fields["rope_type"] = rope.scaling.rope_type
         own = dataclasses.asdict(rope.scaling)
         own.pop("max_position_embeddings", None)  # a field of the config itself
+        own.pop("llama_4_scaling_beta", None)  # of one family
         fields |= {name: list(value) if isinstance(value, tuple) else value for name, value in own.items()}
     return fields

@@ -28,6 +28,7 @@ def causal(positions: Int[Array, "B N"], block: int = 128) -> Attend:
         v: Float[Array, "B H N D"],
         cache: Any,
     ) -> tuple[Float[Array, "B Hq N D"], Any]:
+        q = layer.rope.grown(q, positions)
         rope = layer.rope.row_frequencies(q.shape[-1], jnp.max(positions, axis=1) + 1)
         q, k = (rotated(layer, x, positions[:, None], rope) for x in (q, k))
         B, Hq, N, D = q.shape

@@ -93,7 +93,7 @@ class Reading:
             kept, slots = (None, 0) if plan is None else (plan.kept[i], plan.slots[i])
             settled = plan.settled[i] if plan is not None and plan.settled else None
             moment = Moment(next_position, layer, rope, heads)
-            unrotated = q
+            unrotated = q = layer.rope.grown(q, positions)
             forgets = plan is not None and plan.final and kept is None and policy.every is None
             observes = self.limits.limited[i] and not forgets
             old = entries.layer(i, slots)

@@ -63,6 +63,7 @@ class Replaying:
             entries: Entries,
         ) -> tuple[Float[Array, "B Hq W D"], Entries]:
             i, needs = layer.place, policy.score.needs
+            q = layer.rope.grown(q, positions)
             old, unrotated = entries.layer(i, 0), q
             q, k = (rotated(layer, x, positions[:, None], rope) for x in (q, k))
             held = followed(policy, old, k, v, positions)

@@ -102,6 +102,7 @@ class Stepping:
         ) -> tuple[Float[Array, "B Hq 1 D"], Entries]:
             i, score = layer.place, policy.score
             room = RoomMaker.of(policy, Moment(positions, layer, rope, heads), incoming, self.limits)
+            q = layer.rope.grown(q, positions[:, None])
             unrotated, seen = q, None
             if policy.positions == "original":
                 q, k = (rotated(layer, x, positions[:, None, None], rope) for x in (q, k))

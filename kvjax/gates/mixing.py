@@ -112,6 +112,7 @@ def mixed(gates: Float[Array, "L H"], positions: Int[Array, "B N"], sinks: int, 
         def context(q: Array, k: Array, v: Array, gate: Float[Array, "H"]) -> Float[Array, "B Hq N D"]:
             B, Hq, N, D = q.shape
             rope = layer.rope.row_frequencies(D, jnp.max(positions, axis=1) + 1)
+            q = layer.rope.grown(q, positions)
             q, k = (rotated(layer, x, positions[:, None], rope) for x in (q, k))
             grouped = q.reshape(B, k.shape[1], -1, N, D)
             logits = jnp.einsum("BHGND,BHSD->BHGNS", grouped, k, preferred_element_type=jnp.float32)

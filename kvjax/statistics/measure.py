@@ -80,8 +80,9 @@ def moments(params: Decoder, tokens: Int[Array, "B N"], *, sinks: int) -> Moment
 
     def look(layer: AttentionLayer, q: Float[Array, "B Hq N D"], *others: Any) -> tuple[Array, Any]:
         rope = layer.rope.row_frequencies(q.shape[-1], jnp.max(positions, axis=1) + 1)
-        turned = rotated(layer, q, positions[:, None], rope)
-        seen.append((*_means(q[:, :, sinks:]), _pair_norms(layer, q[:, :, sinks:]), *_means(turned[:, :, sinks:])))
+        grown = layer.rope.grown(q, positions)
+        turned, own = rotated(layer, grown, positions[:, None], rope), grown[:, :, sinks:]
+        seen.append((*_means(own), _pair_norms(layer, own), *_means(turned[:, :, sinks:])))
         return attend(layer, q, *others)
 
     params(tokens, look)

@@ -233,6 +233,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **BIASES,
     )
     | {"attention_dropout": 0.1, "tie_word_embeddings": True},
+    "Ministral-3-3B-Instruct": _of(
+        "ministral3",
+        "Ministral3",
+        pad_token_id=11,
+        rope_parameters={
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 16.0,
+            "llama_4_scaling_beta": 0.1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 1024,
+            "rope_theta": 1000000.0,
+            "rope_type": "yarn",
+        },
+        sliding_window=None,
+    ),
     "SmolLM3-3B": _of(
         "smollm3",
         "SmolLM3",

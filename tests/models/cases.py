@@ -22,6 +22,7 @@ LOCAL = {"rope_type": "default", "rope_theta": 100.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+GROWING = YARN | {"llama_4_scaling_beta": 0.5}
 MSCALE = {"mscale": 2.0, "mscale_all_dim": 0.5, "beta_fast": 8.0, "beta_slow": 0.5, "truncate": False}
 PARTIAL = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -92,6 +93,14 @@ CASES = {
     ),
     "ministral-layers": ("ministral", GROUP4 | {"num_hidden_layers": 2, "head_dim": 8, "sliding_window": 9} | MIXED),
     "ministral-window": ("ministral", GROUP1 | {"head_dim": 16, "sliding_window": 9}),
+    "ministral3-group4-tied": (
+        "ministral3",
+        GROUP4 | TIED | {"num_hidden_layers": 2, "head_dim": 16, "rope_parameters": GROWING},
+    ),
+    "ministral3-group7-window": (
+        "ministral3",
+        GROUP7 | {"head_dim": 10, "sliding_window": 9, "rope_parameters": GROWING | MSCALE},
+    ),
     "smollm3-layers-tied": (
         "smollm3",
         GROUP4 | TIED | {"num_hidden_layers": 2, "no_rope_layers": [1, 0]} | {"rope_parameters": DYNAMIC, **SHORT},
@@ -198,6 +207,7 @@ DECODED = (
     "phi3-longrope",
     "internlm2-group1-bias",
     "ministral-layers",
+    "ministral3-group4-tied",
     "smollm3-layers-tied",
     "smollm3-window-bias",
     "olmo2-group4-bias-tied",
@@ -220,6 +230,7 @@ ROUNDED = (
     "qwen3-layers-bias-tied",
     "phi3-longrope-partial",
     "internlm2-group1-bias",
+    "ministral3-group4-tied",
     "smollm3-window-bias",
     "olmo2-group4-bias-tied",
     "olmo3-group4-layers",

@@ -13,6 +13,7 @@ QWEN2 = LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2}
 QWEN3 = QWEN2 | {"model_type": "qwen3"}
 PHI3 = LLAMA | {"model_type": "phi3"}
 MINISTRAL = MISTRAL | {"model_type": "ministral"}
+MINISTRAL3 = MISTRAL | {"model_type": "ministral3"}
 SMOLLM3 = QWEN2 | {"model_type": "smollm3"}
 OLMO2 = LLAMA | {"model_type": "olmo2"}
 OLMO3 = LLAMA | {"model_type": "olmo3"}

@@ -33,6 +33,7 @@ OWN = {
     "internlm2": {"head_dim": None, "attention_bias": None, "bias": True},
     "llama": {"mlp_bias": True},
     "ministral": {"attention_bias": None},
+    "ministral3": {"attention_bias": None},
     "mistral": {"attention_bias": None},
     "mixtral": {"attention_bias": None, "num_local_experts": 8},
     "phi3": {"head_dim": None, "attention_bias": None},

@@ -152,6 +152,7 @@ def test_transformers_reads_back_what_it_wrote(case, model, folder, tmp_path, to
         ("granitemoe-group7-bias", jnp.bfloat16),
         ("olmo3-group4-layers", jnp.float32),
         ("glm4-group4-tied", jnp.bfloat16),
+        ("ministral3-group7-window", jnp.float32),
         ("gemma2-group4-layers", jnp.float32),
         ("gemma3_text-group4-layers", jnp.float32),
         ("mixtral-group7-tied", jnp.bfloat16),
