@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.."
 list() {
     cat <<'END'
 statistics  the numbers that qfilter, expected_attention_stats and triattention read    5, beside other work
-first       the published leaderboard's methods that read the text once, 75 % removed   not recorded
+first       the published leaderboard's methods that read the text once, 75 % removed   50, 5 prompts per task, beside other work
 once        other presets that read it once, among them those of the five papers             not recorded
 twice       the presets that read it twice                                              not recorded
 costly      presets that take longer to compress it than the model takes to read it      not recorded

@@ -14,7 +14,7 @@ dress();
 // The page.
 document.title = at("title").textContent = data.title;
 const answered = cells.reduce((sum, cell) => sum + cell.prompts, 0);
-at("about").textContent = `${plural(data.policies.length, "policy").replace(/ys$/, "ies")}, ${short.join(", ")}, ${data.benchmarks.map((one) => `${one.name} (${plural(one.tasks.length, "task")})`).join(", ")}; ${plural(answered, "prompt")} answered.`;
+at("about").textContent = `${plural(data.policies.length, "policy").replace(/ys$/, "ies")}, ${short.join(", ")}, ${data.benchmarks.map((one) => `${one.name} (${plural(one.tasks.length, "task")})`).join(", ")}; ${plural(answered, "answer")}.`;
 const errors = data.models.reduce((sum, model) => sum + model.errors, 0);
 at("errors").hidden = !errors;
 at("errors").textContent = `${plural(errors, "answer")} missing because of errors, which the results files list.`;
