@@ -120,6 +120,8 @@ PRESSES: dict[str, kvpress.BasePress] = {
     "per_layer_snapkv": kvpress.PerLayerCompressionPress(
         kvpress.SnapKVPress(window_size=16, kernel_size=5), [0.5, 0.75, 0.25, 0.6]
     ),
+    "entropy_gated_chunkkv_knorm_r50": kvpress.EntropyGatedChunkKVPress(kvpress.KnormPress(0.5)),
+    "entropy_gated_chunkkv_knorm_l16_r75": kvpress.EntropyGatedChunkKVPress(kvpress.KnormPress(0.75), 16, 3),
     "merging_snapkv_w8_k5_r50": kvpress.MergingPress(kvpress.SnapKVPress(0.5, window_size=8, kernel_size=5)),
     "merging_knorm_t10_f75_r50": kvpress.MergingPress(kvpress.KnormPress(0.5), 0.1, 0.75),
     "lukv_expected_r50": DrawnCurve(kvpress.ExpectedAttentionPress(epsilon=2e-2), 0.5),

@@ -49,6 +49,7 @@ WRAPPERS = (
     kvpress.LUKVPress,
     kvpress.MergingPress,
 )
+BY_OTHER_RULES = (kvpress.BlockPress, kvpress.EntropyGatedChunkKVPress)  # than the scores of all tokens
 PACKAGES = ("torch", "transformers", "kvpress", "safetensors", "tokenizers", "numpy")
 
 
@@ -246,13 +247,13 @@ def record(
             reading = "eager" if isinstance(press, kvpress.KVComposePress) else attention
             pos = positions(out["kept"], full[reading]["kept"], press)
             pos_wide = positions(out_wide["kept"], full_wide[reading]["kept"], press)
-        if isinstance(press, kvpress.ChunkKVPress):
+        if isinstance(press, kvpress.ChunkKVPress) and not isinstance(press, BY_OTHER_RULES):
             out["scores"] = chunk_means(out["scores"], press.chunk_length)
         if isinstance(press, DrawnGates):
             full_heads = np.flatnonzero(~press.streaming_mask.numpy())
             gap = margin(press.gates.reshape(1, 1, -1), full_heads[None, None])
             arrays[f"{label}/gates"] = press.gates
-        elif isinstance(press, kvpress.BlockPress):  # no scores of all tokens decide
+        elif isinstance(press, BY_OTHER_RULES):
             gap = 1.0
         else:
             gap = margin(*competing(press, out["scores"], pos))

@@ -70,6 +70,8 @@ PRESSES = (
     "kvgrad_c64_r50",
     "kvgrad_layerwise_r75",
     "per_layer_snapkv",
+    "entropy_gated_chunkkv_knorm_r50",
+    "entropy_gated_chunkkv_knorm_l16_r75",
     "merging_snapkv_w8_k5_r50",
     "merging_knorm_t10_f75_r50",
     "lukv_expected_r50",
@@ -164,6 +166,9 @@ class Golden(NamedTuple):
                 case "PerLayerCompressionPress":
                     ratios = kwargs["compression_ratios"][: self.params.config.num_layers]
                     return kvjax.policies.per_layer(base, tuple(round(1 - ratio, 6) for ratio in ratios))
+                case "EntropyGatedChunkKVPress":
+                    few = kwargs["low_entropy_chunk_length"]
+                    return kvjax.policies.entropy_gated_chunkkv(base, kwargs["chunk_length"], few)
                 case "MergingPress":
                     return kvjax.policies.merging(base, kwargs["similarity_threshold"], kwargs["merge_fraction"])
                 case "BlockPress":
