@@ -11,7 +11,7 @@ from tests import tiny
 
 OPTIONS = (
     "base=snapkv,base.budget=12,base.window=4,base.kernel=3,length=5,few=2",
-    "base=knorm,base.budget=0.5,length=4",
+    "base=knorm,base.budget=0.5,length=4,few=1",
 )
 
 
