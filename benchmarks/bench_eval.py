@@ -184,10 +184,10 @@ def main() -> None:
         found: Answers = {}
         for sweep in sweeps:
             for batch in batches(made, lambda _: rows):
-                for policy, (marked, _) in zip(sweep, ask(batch, sweep), strict=True):
+                for i, marked, _ in ask(batch, sweep):
                     for reading, mine in zip(batch.readings, marked, strict=True):
                         for asked, answer in zip(reading.asks, mine, strict=True):
-                            key = policy, asked.item.task.name, asked.item.example.id, asked.index
+                            key = sweep[i], asked.item.task.name, asked.item.example.id, asked.index
                             found[key] = answer.tokens
         return found
 

@@ -78,7 +78,7 @@ def answered(ask: Asker, items: Sequence[Item], policy: Policy, question: Questi
     """The share of questions with a correct answer."""
     scores: list[float] = []
     for batch in batches(readings(items, question, policy.score.needs.whole_prompt), lambda reading: BATCH):
-        ((answers, _),) = ask(batch, [policy])
+        ((_, answers, _),) = ask(batch, [policy])
         for reading, mine in zip(batch.readings, answers, strict=True):
             for one, answer in zip(reading.asks, mine, strict=True):
                 asked = one.item.example.questions[one.index]

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from goldens.golden_presses import described
-from goldens.make_goldens import positions, rotates, run, unhidden
+from goldens.make_goldens import positions, run, unhidden
 
 LENGTH = 600
 # Each retains a number of tokens per head, or on average, that needs no rounding.
@@ -54,7 +54,7 @@ def main() -> None:
             found = unhidden(out["hidden"], model.config.num_key_value_heads, LENGTH)
         else:
             reading = "eager" if isinstance(press, kvpress.KVComposePress) else "sdpa"  # the press selects it itself
-            found = positions(out["kept"], full[reading]["kept"], rotates(press))
+            found = positions(out["kept"], full[reading]["kept"], press)
         kept = np.zeros((*found.shape[:2], LENGTH + 1), bool)  # the padding, -1, marks the last column
         np.put_along_axis(kept, found, True, axis=-1)
         arrays[label] = np.packbits(kept[..., :-1], axis=-1)

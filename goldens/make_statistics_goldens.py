@@ -108,7 +108,7 @@ def record(name: str, tiny: TinyModel, folder: Path) -> None:
             press.q_filters = statistics["q_filters"]
             press.mu, press.cov = (statistics[key].to(each.dtype) for key in ("query_mean", "query_cov"))
             out = run(each, ids, "sdpa", press)
-            found.append((out, positions(out["kept"], whole, by_value=False)))
+            found.append((out, positions(out["kept"], whole, press)))
         for attribute in STATISTICS:
             setattr(press, attribute, None)
         (out, pos), (_, pos_wide) = found

@@ -18,12 +18,12 @@ OPTIONS = (
 def taken(scores: np.ndarray, length: int, few: int) -> list[int]:
     """All tokens in the order in which they are retained, from the score of each position."""
     chunks = [list(range(i, min(i + length, len(scores)))) for i in range(0, len(scores), length)]
-    mean, entropy = np.array([scores[c].mean() for c in chunks]), []
+    mean, found = np.array([scores[c].mean() for c in chunks]), []
     for chunk in chunks:
         above = scores[chunk] - min(scores[chunk].min(), 0)
         share = above / (above.sum() + 1e-8)
-        entropy.append(0.0 if len(chunk) == 1 else -np.sum(share * np.log(share + 1e-8)) / np.log(len(chunk)))
-    entropy = np.clip(entropy, 0, 1)
+        found.append(0.0 if len(chunk) == 1 else -np.sum(share * np.log(share + 1e-8)) / np.log(len(chunk)))
+    entropy = np.clip(found, 0, 1)
     middle = (len(chunks) - 1) // 2
     first, rest = [], []
     for i in np.argsort(-mean, kind="stable"):
