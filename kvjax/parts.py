@@ -13,7 +13,7 @@ from kvjax.cache import UNLIMITED, Slots, mark
 from kvjax.checks import is_finite, shown
 from kvjax.mesh.heads import ALL_HEADS, Heads
 from kvjax.methods import registry
-from kvjax.methods.common import group_weights, query_bits
+from kvjax.methods.common import group_weights, nearest, query_bits
 from kvjax.methods.common.allocation import check_limited, check_mean, check_share, raise_best, scaled
 from kvjax.methods.common.budgets import budget_of, share_of
 from kvjax.methods.common.mean_rotation import mean_rotation
@@ -140,6 +140,7 @@ __all__ = [
     "mark",
     "mean_rotation",
     "most_entries",
+    "nearest",
     "pad",
     "preset",
     "projected_norms",

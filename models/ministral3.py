@@ -46,10 +46,9 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
 
 def _rope(hf: Mapping[str, Any]) -> Rope:
     """Reads YaRN with the growth of queries, which is a field of the same mapping."""
-    given = hf.get("rope_parameters") or ROPE
-    require(hf, "rope_scaling", None)
+    given = hf.get("rope_scaling") or hf.get("rope_parameters") or ROPE
     fields = {name: value for name, value in dict(given).items() if name not in (BETA, "max_position_embeddings")}
-    rope = rope_from_hf(dict(hf) | {"rope_parameters": fields}, ("yarn",))
+    rope = rope_from_hf(dict(hf) | {"rope_parameters": fields, "rope_scaling": None}, ("yarn",))
     assert isinstance(rope.scaling, YarnScaling)
     return replace(rope, scaling=replace(rope.scaling, llama_4_scaling_beta=number(given, BETA)))
 
@@ -58,5 +57,5 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     scaling = config.rope.scaling
     assert isinstance(scaling, YarnScaling)
     rope = rope_to_hf(config.rope) | {BETA: scaling.llama_4_scaling_beta}
-    own = {"sliding_window": config.windows[0], "rope_parameters": rope, "rope_scaling": None}
+    own = {"sliding_window": config.windows[0], "rope_parameters": rope, "rope_scaling": rope}
     return base_hf_config(config, ARCHITECTURE) | own

@@ -19,9 +19,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Slots, mark
 from kvjax.pallas_kernels import compact
-from kvjax.policy import Drop, Effects, Keep, Merge, Moment, Policy, Ranked, check_kind, check_number
+from kvjax.policy import Effects, Keep, Merge, Moment, Policy, Ranked, check_kind, check_number
 
-from .common.nearest import by_position, nearest
+from .common import nearest
 from .common.refusals import check_own_positions
 from .registry import preset
 from .snapkv import snapkv
@@ -66,10 +66,10 @@ class NearestValues(Merge):
         kept = keep(ranked)
         lost = (entries.positions >= 0) & ~mark(kept, entries.slots)
         b, h = jnp.arange(lost.shape[0])[:, None, None], jnp.arange(lost.shape[1])[:, None]
-        victims, targets = (by_position(x, entries.positions) for x in (compact(lost, entries.slots), kept))
+        victims, targets = (nearest.by_position(x, entries.positions) for x in (compact(lost, entries.slots), kept))
         others = replace(entries, per_slot=None, bias=None).gather(targets)
         others = replace(others, positions=jnp.where(targets >= 0, jnp.arange(targets.shape[-1]), -1))
-        u, earliest = nearest(entries.keys[b, h, victims], jnp.sum(lost, axis=-1), others)
+        u, earliest = nearest.search(entries.keys[b, h, victims], jnp.sum(lost, axis=-1), others)
         target = jnp.take_along_axis(targets, earliest, axis=-1, mode="clip")
         norms = jnp.linalg.norm(entries.values.astype(jnp.float32), axis=-1)
         own, of_target = norms[b, h, victims], norms[b, h, target]
@@ -112,7 +112,7 @@ def merging(base: Policy = SNAPKV, threshold: float = 0.0, fraction: float = 1.0
         ValueError: for a value that is not accepted, and a base that merges entries itself or places keys anew.
     """
     check_kind("base", base, Policy)
-    if not isinstance(base.merge, Drop) and type(base.merge) is not Merge:
+    if base.merge.effects.at_prompt or base.merge.effects.at_steps:
         raise ValueError(
             f"its base merges entries itself, by {type(base.merge).__name__}; choose a base that drops what it does "
             "not retain"

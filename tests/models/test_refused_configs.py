@@ -125,7 +125,7 @@ def test_unsupported_fields_are_named(fields, message):
         (SMOLLM3, {"layer_types": [FULL, SLIDING]}, "needs use_sliding_window"),
         (MINISTRAL3, {"rope_parameters": {"rope_type": "default"}}, "rope_type='default'"),
         (MINISTRAL3, {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "llama_4_scaling_beta"),
-        (MINISTRAL3, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling="),
+        (MINISTRAL3, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "llama_4_scaling_beta"),
         (OLMO2, {"sliding_window": 8}, "sliding_window=8"),
         (OLMO2, {"clip_qkv": 8.0}, "clip_qkv=8.0"),
         (OLMO3, {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters="),

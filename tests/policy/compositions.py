@@ -56,6 +56,7 @@ from kvjax.parts import (
     LearnedScore,
     LeveragedAttention,
     LeverageScore,
+    NearestValues,
     Neglect,
     Newest,
     NoisyAttention,
@@ -171,7 +172,10 @@ SELECTS = (
     *(TopTokens(), Newest(), Representatives(TopTokens(), 0.5), QUERY_BITS),
     *(Chunks(TopTokens(), 5), EvenChunks(length=5), Pages(TopTokens(), 3)),
 )
-MERGES: tuple[Merge, ...] = (Drop(), ValueMerge(tokens=3), GaussianMerge(heavy=1, theta=None), SimilarityMerge())
+MERGES: tuple[Merge, ...] = (
+    *(Drop(), ValueMerge(tokens=3), GaussianMerge(heavy=1, theta=None)),
+    *(SimilarityMerge(), NearestValues()),
+)
 RHYTHMS = (None, 1, 4)
 
 ROWS = len(ALLOCATED) * len(LENGTHS)

@@ -21,6 +21,7 @@ from kvjax.parts import (
     Everything,
     FittedEntries,
     Fixed,
+    GatedChunks,
     GatedShares,
     GaussianMerge,
     Pooling,
@@ -65,8 +66,11 @@ def test_what_makes_no_sense_is_refused_by_name():
 
 
 def test_every_part_is_here():
-    """Storages are left out, since other parts do not see them, and a merge that needs the state of its own score."""
-    here = {FittedEntries} | {
+    """Storages are left out, since other parts do not see them, and a merge that needs the state of its own score.
+
+    So are gated chunks: rounding decides between a chunk and the median of all where scores are alike.
+    """
+    here = {FittedEntries, GatedChunks} | {
         type(part) for part in (*SCORES, *BUDGETS, *ALLOCATED, *SELECTS, *MERGES, Everything(), Pooling())
     }
     found = (getattr(parts, name) for name in dir(parts) if name not in parts.__all__)

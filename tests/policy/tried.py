@@ -54,14 +54,14 @@ from tests.policy.compositions import MERGES, OF_METHODS, QUERY_BITS, SELECTS
 REPRESENTATIVES, CHUNKS, EVEN, PAGES = (
     next(select for select in SELECTS if type(select) is kind) for kind in (Representatives, Chunks, EvenChunks, Pages)
 )
-DROP, VALUES, GAUSSIAN, SIMILAR = MERGES
+DROP, VALUES, GAUSSIAN, SIMILAR, NEAREST = MERGES
 # The selection and the merge that each score tries, with all rhythms that it can have: on budgets that are not
 # allocated, then on allocated ones. A program serves all scores, so that one of each kind of them tries a pair. Window
 # scores have no rhythm under a merge, so that they try merges of prompts.
 TRIED: dict[type[Score], list[list[tuple[Select, Merge]]]] = {
     Recency: [[(Newest(), SIMILAR)], [(EVEN, DROP)]],
     RandomDraw: [[(TopTokens(), DROP)], [(Newest(), SIMILAR)]],
-    KeyNorm: [[(Newest(), DROP)], [(TopTokens(), DROP)]],
+    KeyNorm: [[(Newest(), DROP)], [(TopTokens(), NEAREST)]],
     KeyDifference: [[(REPRESENTATIVES, DROP)], [(Newest(), DROP)]],
     LeverageScore: [[(CHUNKS, DROP)], [(EVEN, SIMILAR)]],
     LagDifference: [[(EVEN, DROP)], [(REPRESENTATIVES, DROP)]],
@@ -76,7 +76,7 @@ TRIED: dict[type[Score], list[list[tuple[Select, Merge]]]] = {
     JointImportance: [[(CHUNKS, GAUSSIAN)], [(PAGES, SIMILAR)]],
     ProjectedValues: [[(EVEN, DROP)], [(TopTokens(), DROP)]],
     ObservedAttention: [[(TopTokens(), DROP)], [(CHUNKS, DROP)]],
-    SquaredNorms: [[(EVEN, DROP)], [(TopTokens(), DROP)]],
+    SquaredNorms: [[(EVEN, NEAREST)], [(TopTokens(), DROP)]],
     ValueCapacity: [[(REPRESENTATIVES, DROP)], [(EVEN, DROP)]],
     NonCausalAttention: [[(TopTokens(), GAUSSIAN)], [(REPRESENTATIVES, DROP)]],
     LeveragedAttention: [[(PAGES, DROP)], [(CHUNKS, GAUSSIAN)]],

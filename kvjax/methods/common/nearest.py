@@ -21,7 +21,7 @@ def by_position(index: Int[Array, "B H E"], positions: Int[Array, "B H S"]) -> I
     return jnp.take_along_axis(index, order, axis=-1)
 
 
-def nearest(
+def search(
     keys: Float[Array, "B H E D"], count: Int[Array, "B H"], others: Slots
 ) -> tuple[Float[Array, "B H E"], Int[Array, "B H E"]]:
     """Returns the largest cosine of each of the first `count` keys with those of the others, and the other's position.

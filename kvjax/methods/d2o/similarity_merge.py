@@ -13,7 +13,7 @@ from kvjax.cache import Slots, mark
 from kvjax.pallas_kernels import compact
 from kvjax.policy import Effects, Keep, LayerShape, Merge, Moment, Policy, Ranked, check_choice, check_number
 
-from ..common.nearest import CLOSE, by_position, nearest
+from ..common import nearest
 from ..common.refusals import check_own_positions
 
 
@@ -84,13 +84,13 @@ class SimilarityMerge(Merge):
     ) -> Slots:
         """Merges at most `count` lost entries per head into those at `kept`, or into any that is not lost."""
         b, h = jnp.arange(lost.shape[0])[:, None, None], jnp.arange(lost.shape[1])[:, None]
-        victims = by_position(compact(lost, count), entries.positions)
+        victims = nearest.by_position(compact(lost, count), entries.positions)
         others = replace(entries, positions=jnp.where(lost, -1, entries.positions), per_slot=None, bias=None)
         if kept is not None:
-            kept = by_position(kept, entries.positions)
+            kept = nearest.by_position(kept, entries.positions)
             ranks = jnp.where(kept >= 0, jnp.arange(kept.shape[-1]), -1)
             others = replace(others.gather(kept), positions=ranks)
-        u, earliest = nearest(entries.keys[b, h, victims], jnp.sum(victims >= 0, axis=-1), others)
+        u, earliest = nearest.search(entries.keys[b, h, victims], jnp.sum(victims >= 0, axis=-1), others)
         if kept is None:
             target = jnp.argmax(others.positions[:, :, None] == earliest[..., None], axis=-1)
         else:
@@ -103,7 +103,7 @@ class SimilarityMerge(Merge):
         before: Array = entries.merging
         moved = jnp.where(jnp.isneginf(before), mean[:, :, 0], self.alpha * before + self.beta * mean[:, :, 0])
         threshold = jnp.where(evicts[:, :, 0], moved, before)
-        similar = together / jnp.where(heads > 0, heads, 1.0) >= threshold[:, :1, None, None] - CLOSE
+        similar = together / jnp.where(heads > 0, heads, 1.0) >= threshold[:, :1, None, None] - nearest.CLOSE
         merged = there & similar[:, :, 0]
         weight, own = (u, 1.0) if self.weights == "code" else (jnp.exp(u), math.e)
         weight = jnp.where(merged, weight, 0.0)

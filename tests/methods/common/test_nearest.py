@@ -25,7 +25,7 @@ def test_the_nearest_by_blocks_and_pieces(slots, monkeypatch):
     positions[1, 2] = -1
     count = np.array([[21, 3, 0], [8, 9, 17]])
     others = Slots(jnp.asarray(held), jnp.asarray(held), jnp.asarray(positions), jnp.full((2, 3), slots))
-    u, position = jax.jit(nearest.nearest)(jnp.asarray(keys), jnp.asarray(count), others)
+    u, position = jax.jit(nearest.search)(jnp.asarray(keys), jnp.asarray(count), others)
     for b, h in np.ndindex(2, 3):
         for i in range(count[b, h]):
             key = keys[b, h, i] / np.linalg.norm(keys[b, h, i])
@@ -49,6 +49,6 @@ def test_pieces_that_are_nearly_as_near_as_each_other(best_at, monkeypatch):
     positions = np.roll(np.arange(32, dtype=np.int32), 16 * (1 - best_at))[None, None]  # the other piece is earlier
     others = Slots(jnp.asarray(held), jnp.asarray(held), jnp.asarray(positions), jnp.full((1, 1), 32))
     keys = jnp.tile(jnp.array([1.0, 0.0]), (1, 1, 9, 1))
-    u, position = jax.jit(nearest.nearest)(keys, jnp.full((1, 1), 9), others)
+    u, position = jax.jit(nearest.search)(keys, jnp.full((1, 1), 9), others)
     np.testing.assert_allclose(u, 0.5, atol=1e-6)
     np.testing.assert_array_equal(position, positions[0, 0, 16 * (1 - best_at) + 9])
