@@ -172,10 +172,8 @@ SELECTS = (
     *(TopTokens(), Newest(), Representatives(TopTokens(), 0.5), QUERY_BITS),
     *(Chunks(TopTokens(), 5), EvenChunks(length=5), Pages(TopTokens(), 3)),
 )
-MERGES: tuple[Merge, ...] = (
-    *(Drop(), ValueMerge(tokens=3), GaussianMerge(heavy=1, theta=None)),
-    *(SimilarityMerge(), NearestValues()),
-)
+GAUSSIAN = GaussianMerge(heavy=1, theta=None)
+MERGES: tuple[Merge, ...] = (Drop(), ValueMerge(tokens=3), GAUSSIAN, SimilarityMerge(), NearestValues())
 RHYTHMS = (None, 1, 4)
 
 ROWS = len(ALLOCATED) * len(LENGTHS)
