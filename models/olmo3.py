@@ -23,6 +23,9 @@ def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     if hf.get("layer_types") is None:
         hf["layer_types"] = [qwen2.SLIDING if (i + 1) % 4 else qwen2.FULL for i in range(layer_count(hf))]
     windows = qwen2.layer_windows(hf | {"use_sliding_window": True})
+    given = hf.get("rope_parameters")
+    if isinstance(given, Mapping) and given.get("rope_type") == "default":  # of all layers, as transformers 5.0 has it
+        hf |= {"rope_theta": given.get("rope_theta", hf["rope_theta"]), "rope_parameters": None}
     theta = {"rope_theta": hf["rope_theta"]}
     fields = rope_by_kind(hf, theta | {"rope_scaling": hf.get("rope_scaling")}, theta | {"rope_scaling": None})
     full, sliding = (rope_from_hf(hf | own, KINDS) for own in fields)

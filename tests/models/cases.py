@@ -188,7 +188,7 @@ CASES = {
     "glm4-group4-tied": ("glm4", GROUP4 | TIED | {"num_hidden_layers": 2, "head_dim": 16}),
     "glm4-group7-whole-heads": (
         "glm4",
-        GROUP7 | {"head_dim": 10, "attention_bias": False, "rope_parameters": YARN | {"partial_rotary_factor": 1.0}},
+        GROUP7 | {"head_dim": 10, "attention_bias": False, "rope_parameters": PARTIAL | {"partial_rotary_factor": 1.0}},
     ),
     "granite-group4-tied": ("granite", GROUP4 | TIED | FACTORS | {"num_hidden_layers": 2}),
     "granite-group7-bias": ("granite", GROUP7 | FACTORS | {"attention_bias": True, "mlp_bias": True}),

@@ -31,6 +31,8 @@ BATCH, LENGTH, NEW = 2, 40, 64
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request):
+    if request.param == "olmo3-group4-layers" and FULL not in transformers.Olmo3Config().rope_parameters:
+        pytest.skip("this transformers gives all layers of OLMo 3 the same RoPE")
     return CASES[request.param]
 
 
