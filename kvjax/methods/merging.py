@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Slots, mark
-from kvjax.pallas_kernels import compact
 from kvjax.policy import Effects, Keep, Merge, Moment, Policy, Ranked, check_kind, check_number
 
 from .common import nearest
@@ -66,11 +65,7 @@ class NearestValues(Merge):
         kept = keep(ranked)
         lost = (entries.positions >= 0) & ~mark(kept, entries.slots)
         b, h = jnp.arange(lost.shape[0])[:, None, None], jnp.arange(lost.shape[1])[:, None]
-        victims, targets = (nearest.by_position(x, entries.positions) for x in (compact(lost, entries.slots), kept))
-        others = replace(entries, per_slot=None, bias=None).gather(targets)
-        others = replace(others, positions=jnp.where(targets >= 0, jnp.arange(targets.shape[-1]), -1))
-        u, earliest = nearest.search(entries.keys[b, h, victims], jnp.sum(lost, axis=-1), others)
-        target = jnp.take_along_axis(targets, earliest, axis=-1, mode="clip")
+        victims, u, target = nearest.pairs(entries, lost, entries.slots, kept)
         norms = jnp.linalg.norm(entries.values.astype(jnp.float32), axis=-1)
         own, of_target = norms[b, h, victims], norms[b, h, target]
         merged = self._chosen(u, (victims >= 0) & (u > -jnp.inf))

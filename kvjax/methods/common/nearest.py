@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Slots
+from kvjax.pallas_kernels import compact
 
 BLOCK, PIECE = 128, 2048  # the largest numbers of evicted entries and of others that are compared at once
 # Cosines that differ by less count as equal. Otherwise rounding decides: in a first layer the key of a token has the
@@ -14,7 +17,30 @@ BLOCK, PIECE = 128, 2048  # the largest numbers of evicted entries and of others
 CLOSE = 1e-5
 
 
-def by_position(index: Int[Array, "B H E"], positions: Int[Array, "B H S"]) -> Int[Array, "B H E"]:
+def pairs(
+    entries: Slots, lost: Bool[Array, "B H S"], count: int, kept: Int[Array, "B H K"] | None
+) -> tuple[Int[Array, "B H count"], Float[Array, "B H count"], Int[Array, "B H count"]]:
+    """Returns at most `count` lost entries of each head, and the entry nearest to each: (slots, cosines, slots).
+
+    Lost entries are in order of position, and -1 where there is none. Cosines are those of `search`.
+
+    Args:
+        kept: the slots of the entries that take others in; None for all that are not lost.
+    """
+    b, h = jnp.arange(lost.shape[0])[:, None, None], jnp.arange(lost.shape[1])[:, None]
+    victims = _by_position(compact(lost, count), entries.positions)
+    others = replace(entries, positions=jnp.where(lost, -1, entries.positions), per_slot=None, bias=None)
+    if kept is not None:
+        kept = _by_position(kept, entries.positions)
+        ranks = jnp.where(kept >= 0, jnp.arange(kept.shape[-1]), -1)
+        others = replace(others.gather(kept), positions=ranks)
+    u, earliest = search(entries.keys[b, h, victims], jnp.sum(victims >= 0, axis=-1), others)
+    if kept is None:
+        return victims, u, jnp.argmax(others.positions[:, :, None] == earliest[..., None], axis=-1)
+    return victims, u, jnp.take_along_axis(kept, earliest, axis=-1, mode="clip")
+
+
+def _by_position(index: Int[Array, "B H E"], positions: Int[Array, "B H S"]) -> Int[Array, "B H E"]:
     """Returns the same entries in order of position; -1, which stands for no entry, comes last."""
     at = jnp.take_along_axis(positions, index, axis=-1)
     order = jnp.argsort(jnp.where(index >= 0, at, jnp.iinfo(jnp.int32).max), axis=-1)
@@ -30,7 +56,7 @@ def search(
     """
     B, H, E, D = keys.shape
     S = others.slots
-    directions, far = unit(others.keys), jnp.iinfo(jnp.int32).max
+    directions, far = _unit(others.keys), jnp.iinfo(jnp.int32).max
     at_once = E <= BLOCK or S <= PIECE
     width = S if at_once else PIECE
     end = jnp.max(jnp.where(others.positions >= 0, jnp.arange(1, S + 1), 0))
@@ -49,7 +75,7 @@ def search(
         return jnp.min(jnp.where(found >= best[..., None] - CLOSE, positions, far), axis=-1)
 
     def compare(keys: Float[Array, "B H n D"]) -> tuple[Float[Array, "B H n"], Int[Array, "B H n"]]:
-        keys = unit(keys)
+        keys = _unit(keys)
         if at_once:
             piece = cosines(keys, 0)
             best = jnp.max(piece[0], axis=-1)
@@ -89,6 +115,6 @@ def search(
     return u, position
 
 
-def unit(keys: Float[Array, "B H M D"]) -> Float[Array, "B H M D"]:
+def _unit(keys: Float[Array, "B H M D"]) -> Float[Array, "B H M D"]:
     keys = keys.astype(jnp.float32)
     return keys / jnp.maximum(jnp.linalg.norm(keys, axis=-1, keepdims=True), 1e-30)

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Slots, mark
-from kvjax.pallas_kernels import compact
 from kvjax.policy import Effects, Keep, LayerShape, Merge, Moment, Policy, Ranked, check_choice, check_number
 
 from ..common import nearest
@@ -84,17 +83,7 @@ class SimilarityMerge(Merge):
     ) -> Slots:
         """Merges at most `count` lost entries per head into those at `kept`, or into any that is not lost."""
         b, h = jnp.arange(lost.shape[0])[:, None, None], jnp.arange(lost.shape[1])[:, None]
-        victims = nearest.by_position(compact(lost, count), entries.positions)
-        others = replace(entries, positions=jnp.where(lost, -1, entries.positions), per_slot=None, bias=None)
-        if kept is not None:
-            kept = nearest.by_position(kept, entries.positions)
-            ranks = jnp.where(kept >= 0, jnp.arange(kept.shape[-1]), -1)
-            others = replace(others.gather(kept), positions=ranks)
-        u, earliest = nearest.search(entries.keys[b, h, victims], jnp.sum(victims >= 0, axis=-1), others)
-        if kept is None:
-            target = jnp.argmax(others.positions[:, :, None] == earliest[..., None], axis=-1)
-        else:
-            target = jnp.take_along_axis(kept, earliest, axis=-1, mode="clip")
+        victims, u, target = nearest.pairs(entries, lost, count, kept)
         there = (victims >= 0) & (u > -jnp.inf)
         u = jnp.where(there, u, 0.0)
         together, heads = jnp.split(moment.heads.mean(jnp.stack([u, there.astype(u.dtype)], axis=2)), 2, axis=2)
