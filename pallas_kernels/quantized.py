@@ -43,7 +43,8 @@ class QuantizedArray:
         """
         largest = LARGEST[bits]
         grouped = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // group, group)
-        scales = jnp.max(jnp.abs(grouped), axis=-1, keepdims=True) / largest
+        # A product: XLA may turn a division by a constant into one, and a last bit decides which bfloat16 is nearest.
+        scales = jnp.max(jnp.abs(grouped), axis=-1, keepdims=True) * (1 / largest)
         # XLA may drop a conversion to bfloat16 and back. The codes must belong to the scales as they are stored.
         scales = jax.lax.reduce_precision(scales, exponent_bits=8, mantissa_bits=7)
         codes = jnp.round(grouped / jnp.where(scales > 0, scales, 1.0))

@@ -20,7 +20,7 @@ def literal_codes(x: np.ndarray, bits: int, axis: int, real: np.ndarray) -> tupl
         own = x[line][real[line]].astype(np.float32)
         if len(own):
             low[index] = own.min()
-            step[index] = (own.max() - own.min()) / np.float32(2**bits - 1)
+            step[index] = (own.max() - own.min()) * np.float32(1 / (2**bits - 1))
             exact = (x[line] - low[index]) / (step[index] or np.float32(1))
             codes[line] = np.where(real[line], np.clip(np.round(exact), 0, 2**bits - 1), 0)
     return codes, low, step
@@ -42,6 +42,6 @@ def rounded(x: np.ndarray, bits: int, group: int) -> np.ndarray:
     """The numbers [..., D] that codes and bfloat16 scales hold, in NumPy."""
     largest = 2 ** (bits - 1) - 1
     grouped = x.astype(np.float32).reshape(*x.shape[:-1], -1, group)
-    scales = np.abs(grouped).max(axis=-1, keepdims=True) / np.float32(largest)
+    scales = np.abs(grouped).max(axis=-1, keepdims=True) * np.float32(1 / largest)
     scales = scales.astype(jnp.bfloat16).astype(np.float32)
     return (np.clip(np.round(grouped / scales), -largest, largest) * scales).reshape(x.shape)

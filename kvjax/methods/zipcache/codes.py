@@ -48,7 +48,8 @@ class Codes:
         high = jnp.max(jnp.where(real, x, -jnp.inf), axis, keepdims=True, initial=-jnp.inf)
         some = low <= high
         low = stored(jnp.where(some, low, 0), dtype)
-        step = stored(jnp.where(some, (high - low) / largest, 0), dtype)
+        # A product, because XLA may turn a division by a constant into one.
+        step = stored(jnp.where(some, (high - low) * (1 / largest), 0), dtype)
         codes = jnp.round((x - low) / jnp.where(step > 0, step, 1))
         codes = jnp.where(real, jnp.clip(codes, 0, largest), 0).astype(jnp.uint8)
         return cls(packed(codes, bits), low.astype(dtype), step.astype(dtype), bits)
