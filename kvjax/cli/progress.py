@@ -40,6 +40,7 @@ class Line:
         console = stderr()
         self._closely, self._text, self._began = closely, text, time.monotonic()
         self._unit, self._counts, self._counted = "", False, ""
+        self._first = 0, self._began  # what was done when the counting began, and when that was
         self._ended = threading.Event()
         self._thread = None if console.is_terminal else threading.Thread(target=self._write, daemon=True)
         self._progress = Progress(
@@ -50,7 +51,6 @@ class Line:
             console=console,
             transient=True,
             expand=True,
-            speed_estimate_period=120,
         )
         self._task = self._progress.add_task(escape(text), total=None)
 
@@ -80,7 +80,7 @@ class Line:
         if doing.total is None:  # such as a program that is compiled while something is counted
             return
         if doing.what != self._counted:
-            self._counted = doing.what
+            self._counted, self._first = doing.what, (doing.done, time.monotonic())
             self._progress.reset(self._task, total=doing.total, completed=0)
         self._progress.update(self._task, total=doing.total, completed=doing.done)
 
@@ -99,9 +99,11 @@ class Line:
         return f"{int(task.completed):,} of {int(task.total):,} {self._unit}".rstrip()
 
     def _time(self, task: Task) -> str:
-        """The time that is left, or has passed since it began if nobody knows."""
-        if self._counts and task.time_remaining is not None:
-            return f"{timedelta(seconds=int(task.time_remaining))} left"
+        """The time that is left at the mean speed so far, or has passed since it began if nobody knows."""
+        first, since = self._first
+        if self._counts and task.total is not None and task.completed > first:
+            each = (time.monotonic() - since) / (task.completed - first)
+            return f"{timedelta(seconds=int(each * (task.total - task.completed)))} left"
         return str(timedelta(seconds=int(time.monotonic() - self._began)))
 
     def sentence(self) -> str:
@@ -128,6 +130,7 @@ class Bar(Line):
 
     def begin(self, total: int) -> None:
         """Says how many units there are."""
+        self._first = 0, time.monotonic()
         self._progress.update(self._task, total=total)
 
     def at(self, place: str) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from kvjax.cli import progress
 from kvjax.cli.progress import Bar, Line
-from kvjax.runtime.progress import tell
+from kvjax.runtime.progress import Doing, tell
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def test_a_long_operation_says_what_it_does(lines: list[str]) -> None:
         said(lines, "loading [b]demo[/b]: 0:00:00")
         tell("loading the weights", 1_500_000, 6_000_000, "bytes")
         said(lines, "loading the weights: 1.50 MB of 6.00 MB, 0:00:0")
-        tell("loading the weights", 3_000_000, 6_000_000, "bytes")
+        threading.Event().wait(2)
         tell("loading the weights", 4_500_000, 6_000_000, "bytes")
         said(lines, "loading the weights: 4.50 MB of 6.00 MB, 0:00:01 left")
         tell("compiling 2 of 3 programs: a layer")
@@ -56,6 +57,16 @@ def test_a_bar_counts_its_own_units(lines: list[str]) -> None:
         tell("reading the prompt", 3, 5, "steps")
         bar.advance(200)
         said(lines, "policy [b]7[/b]: 1,000 of 2,000 answers")
+
+
+def test_the_time_left_follows_from_the_mean_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers come in bursts, a batch at a time: the last seconds of one say nothing about the next."""
+    now = [0.0]
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    line = Line("answers")
+    for now[0], done in ((50.0, 100), (350.0, 200), (351.0, 400)):
+        line.tell(Doing("answers", done, 1000, "answers"))
+    assert line.sentence() == "answers: 400 of 1,000 answers, 0:10:02 left"  # 600, after 300 in 301 seconds
 
 
 def test_lines_go_to_stderr(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
