@@ -9,9 +9,10 @@ from typing import Any
 
 from kvjax.checks import shown
 from kvjax.evaluation.entries import PolicyLine
-from kvjax.evaluation.lines import is_number
+from kvjax.evaluation.lines import content, is_number
 from kvjax.evaluation.planning import RunPlan
 from kvjax.evaluation.records import RESULTS
+from kvjax.files.home import from_home
 from kvjax.files.writing import write_file
 
 PROMPTS = "prompts.json"
@@ -58,11 +59,12 @@ def read_prompts(folder: Path) -> dict[str, list[list[str]]]:
 
     Raises ValueError, which names the file, if it is damaged.
     """
-    path = folder / PROMPTS
-    if not path.exists():
+    path = next((path for path in (folder / PROMPTS, folder / f"{PROMPTS}.gz") if path.exists()), None)
+    if path is None:
         return {}
+    given = content(path)
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(given)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: it is no JSON ({error})") from None
     if not isinstance(found, dict) or not all(map(_is_pieces, found.values())):
@@ -91,9 +93,11 @@ def _check_fixed(plan: RunPlan, out: Path, there: Mapping[str, Any]) -> None:
     """Raises ValueError if the answers of the run that is there cannot be in one file with the plan's."""
     grid = plan.grid.document()
     for name in FIXED:
-        if there["grid"].get(name) != grid[name]:
+        asked, earlier = grid[name], there["grid"].get(name)
+        # The home folder of a published run is not that of whoever goes on with it.
+        if asked != earlier and not (isinstance(asked, str) and from_home(asked) == earlier):
             raise ValueError(
-                f"{name}={shown(grid[name])}, but {out} holds results with {name}={shown(there['grid'].get(name))}: "
+                f"{name}={shown(asked)}, but {out} holds results with {name}={shown(earlier)}: "
                 "expected the same value or another folder"
             )
     for task, facts in plan.fixed_tasks().items():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeAlias
@@ -56,10 +58,19 @@ def read_timing(data: bytes) -> Line:
     return line
 
 
+def content(path: Path) -> bytes:
+    """The content of a file. If its name ends with .gz, gzip has compressed it. Raises ValueError if it is damaged."""
+    data = path.read_bytes()
+    try:
+        return gzip.decompress(data) if path.suffix == ".gz" else data
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is damaged: gzip cannot read it ({error})") from None
+
+
 def read_lines(path: Path, read: Callable[[bytes], Line]) -> list[Line]:
     """Reads a file. Raises ValueError, which names the file, the line and its problem."""
     found = []
-    for number, data in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+    for number, data in enumerate(content(path).splitlines(keepends=True), 1):
         try:
             found.append(read(data))
         except ValueError as error:

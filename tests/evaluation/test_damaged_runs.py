@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 from collections.abc import Callable
@@ -76,6 +77,18 @@ def test_a_damaged_line_is_named(tmp_path: Path, name: str, edit: Callable[[str]
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[:2], edit(lines[2]), *lines[3:]]))
     with pytest.raises(ValueError, match=f"^{path}, line 3: {problem}.*; kvjax eval repairs it$"):
+        read_results([tmp_path / "run"])
+
+
+def test_a_damaged_compressed_file_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "run") / RESULTS
+    packed = path.with_name(f"{RESULTS}.gz")
+    for content in (gzip.compress(path.read_bytes())[:-20], path.read_bytes()):
+        packed.write_bytes(content)
+        with pytest.raises(ValueError, match=f"^{packed} is damaged: gzip cannot read it"):
+            read_results([tmp_path / "run"])
+    packed.write_bytes(gzip.compress(path.read_bytes() + b"{"))
+    with pytest.raises(ValueError, match=f"^{packed}, line .*: it is incomplete or no JSON"):
         read_results([tmp_path / "run"])
 
 

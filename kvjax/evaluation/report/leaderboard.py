@@ -19,10 +19,11 @@ from kvjax.evaluation.report import beside, escape
 from kvjax.evaluation.report.beside import Published
 from kvjax.evaluation.report.example import example_of
 from kvjax.evaluation.report.families import budget_of, families
-from kvjax.evaluation.report.repeating import command, from_home
+from kvjax.evaluation.report.repeating import command
 from kvjax.evaluation.report.results import CellName, CellResults, Column, Results
 from kvjax.evaluation.report.statistics import FEWEST, difference, interval
 from kvjax.evaluation.report.tables import MEANING
+from kvjax.files.home import from_home
 from kvjax.files.writing import write_file
 
 PAGE, STYLE = "page.html", "page.css"
@@ -126,7 +127,7 @@ def board(several: Sequence[Results], runs: Iterable[Path], published: Sequence[
     grids: dict[str, list[Mapping[str, Any]]] = {}
     for run in runs:
         grid = read_header(run)["grid"]
-        grids.setdefault(grid["model"], []).append(grid)
+        grids.setdefault(from_home(grid["model"]), []).append(grid)
     cells = [cell for i, one in enumerate(several) for cell in _cells(i, one, grids.get(one.model, []))]
     tasks: dict[Benchmark, list[str]] = {}
     for cell in cells:
@@ -145,7 +146,7 @@ def board(several: Sequence[Results], runs: Iterable[Path], published: Sequence[
         "title": titles.pop() if len(titles) == 1 else f"Leaderboard: {'; '.join(one['name'] for one in benchmarks)}",
         "fewest": FEWEST,
         "questions": {setting: MEANING[setting] for setting in SETTINGS},
-        "models": [{"name": from_home(results.model), "errors": results.errors} for results in several],
+        "models": [{"name": results.model, "errors": results.errors} for results in several],
         "benchmarks": benchmarks,
         "policies": [{"name": policy, "families": families(texts[policy])} for policy in policies],
         "cells": [

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -17,6 +15,7 @@ from kvjax.evaluation.entries import Cell, PolicyLine, TaskLine
 from kvjax.evaluation.grid import Grid
 from kvjax.evaluation.report.results import CellName, Column
 from kvjax.evaluation.tasks import registry
+from kvjax.files.home import path_word
 
 ALWAYS = ("tasks", "policies", "question")  # fields of the YAML file that stay at their defaults
 APART = ("title", "model", "data")  # fields that are options of the command, or none
@@ -93,17 +92,3 @@ def _yaml(grid: Grid) -> str:
     )
     plain: Any = json.loads(json.dumps(fields))  # lists for tuples
     return yaml.safe_dump(plain, sort_keys=False, width=10**9, default_flow_style=None)
-
-
-def path_word(text: str) -> str:
-    """A path as a word of a command, from the home folder on if it is there."""
-    path = from_home(text)
-    return f"~/{shlex.quote(path[2:])}" if path != text else shlex.quote(text)
-
-
-def from_home(text: str) -> str:
-    """A path with ~ for the home folder, which a published page need not name; any other text as it is."""
-    try:
-        return f"~/{Path(text).relative_to(Path.home())}"
-    except (ValueError, RuntimeError):
-        return text

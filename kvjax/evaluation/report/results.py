@@ -17,6 +17,7 @@ from kvjax.evaluation.header import labels, read_header, read_prompts
 from kvjax.evaluation.lines import ASKED, Line, key_of, read_answer, read_lines, read_timing
 from kvjax.evaluation.tasks import registry
 from kvjax.evaluation.tasks.task import mean_scores
+from kvjax.files.home import from_home
 
 
 class CellName(NamedTuple):
@@ -162,15 +163,18 @@ def read_results(folders: Iterable[str | os.PathLike[str]]) -> list[Results]:
     runs: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
     for folder in map(Path, folders):
         header = read_header(folder)
-        runs.setdefault(header["grid"]["model"], []).append((folder, header))
+        runs.setdefault(from_home(header["grid"]["model"]), []).append((folder, header))
     return [_of_model(model, some) for model, some in runs.items()]
 
 
 def _of_model(model: str, runs: Sequence[tuple[Path, Mapping[str, Any]]]) -> Results:
-    def read(pattern: str, parse: Callable[[bytes], Line]) -> list[Line]:
-        return [line for folder, _ in runs for path in sorted(folder.glob(pattern)) for line in read_lines(path, parse)]
+    def read(kind: str, parse: Callable[[bytes], Line]) -> list[Line]:
+        paths = [
+            path for folder, _ in runs for end in ("", ".gz") for path in sorted(folder.glob(f"{kind}*.jsonl{end}"))
+        ]
+        return [line for path in paths for line in read_lines(path, parse)]
 
-    lines = {key_of(line): line for line in read("results*.jsonl", read_answer)}
+    lines = {key_of(line): line for line in read("results", read_answer)}
     header = runs[0][1]
     place = {label: i for i, label in enumerate(dict.fromkeys(label for _, run in runs for label in labels(run)))}
     by_cell: dict[CellName, tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]] = {}
@@ -179,7 +183,7 @@ def _of_model(model: str, runs: Sequence[tuple[Path, Mapping[str, Any]]]) -> Res
             by_cell.setdefault(_name(line), ([], []))[0].append(line)
     if not by_cell:
         raise ValueError(f"no answer of {model} has a score: expected results with at least one scored answer")
-    for took in read("timings*.jsonl", read_timing):
+    for took in read("timings", read_timing):
         if "read_seconds" in took and _name(took) in by_cell:
             by_cell[_name(took)][1].append(took)
     dropped = tuple(dict.fromkeys(name.policy for name in by_cell if name.policy not in place))
