@@ -9,10 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kvjax.attend import over_layers
-from kvjax.cache import UNLIMITED, Entries, Layers, Segments, Slots, pack
+from kvjax.cache import UNLIMITED, Segments, Slots, empty_pool
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.heads import Heads
 from kvjax.models import AttentionLayer, Decoder
@@ -20,6 +22,7 @@ from kvjax.pallas_kernels import PAGE
 from kvjax.policy import Moment, Policy
 from kvjax.runtime.clock import Run, run_at_once
 
+from .layers import facts_of
 from .room import occupied_slots
 
 
@@ -38,7 +41,8 @@ def allocated(
     policy, kept = cache.policy, cache.kept
     if not begins:
         kept = tuple(max(most or 0, now) for most, now in zip(kept, cache.entries.bounds, strict=True))
-    cache = run(allocate, params, cache, rows=pool_rows(policy, kept, cache.entries.kv_heads, room), room=room)
+    rows = pool_rows(policy, kept, cache.entries.kv_heads, room)
+    cache = allocate(params, cache, rows=rows, room=room, run=run)
     if not shows_whole_segments(policy) or isinstance(cache.length, jax.core.Tracer):
         return cache
     if longest is None:
@@ -73,79 +77,138 @@ def growing_segments(policy: Policy, layers: int, heads: int) -> int:
     return layers * heads if policy.every is None else layout.growing_segments(layers, heads)
 
 
-@partial(jax.jit, static_argnames=("rows", "room"))
-def allocate(params: Decoder, cache: KVCache, *, rows: int, room: int) -> KVCache:
-    """Returns the cache of a prompt that has been read to its end, compressed to each head's number of entries.
-
-    Args:
-        rows: of each lane of the pool, from `pool_rows`.
-        room: the number of slots for tokens to come in each segment that grows.
-    """
-    change = partial(_allocate, cache.policy, rows=rows, room=room)
-    entries: Entries = over_layers(
-        cache.mesh, change, params.attention_layers, cache.entries, next_position=cache.length, rope=cache.rope
-    )
-    # Later turns compress segments to their own capacities.
-    return replace(cache, entries=entries, kept=(UNLIMITED,) * len(cache.kept), filled=True).in_place()
-
-
-def _allocate(
-    policy: Policy,
-    records: Sequence[AttentionLayer],
-    layers: Layers,
-    next_position: Int[Array, "B"],
-    rope: Float[Array, "B C/2"] | None,
-    heads: Heads,
-    *,
-    rows: int,
-    room: int,
-) -> Segments:
-    moments = [Moment(next_position, record, rope, heads) for record in records]
-    pairs = list(zip(layers, moments, strict=True))
-    scores = [ranked(policy, *pair) for pair in pairs]
-    counts = counted(policy, scores, [layer.capacity for layer in layers], heads)
-    retained = [retain(policy, *pair, ranks, count) for pair, ranks, count in zip(pairs, scores, counts, strict=True)]
-    lanes, growing = laid_out(policy, len(layers), counts.shape[2], heads)
-    return pack(retained, lanes=lanes, rows=rows, room=room, growing=growing)
-
-
-def ranked(policy: Policy, layer: Slots, moment: Moment) -> Float[Array, "B H M"]:
-    """Returns the scores of a layer's entries that the budget compares with those of other layers."""
-    budget: Any = policy.budget
-    return policy.rank(layer, moment, None, raised=not budget.layout.compares_protected)
-
-
-def counted(
-    policy: Policy, scores: Sequence[Float[Array, "B H M"]], capacities: Sequence[Int[Array, "B H"]], heads: Heads
-) -> Int[Array, "L B H"]:
-    """Returns the number of entries that each head of each layer retains."""
-    budget: Any = policy.budget
-    most = max(x.shape[-1] for x in scores)
-    padded = [jnp.pad(x, [(0, 0), (0, 0), (0, most - x.shape[-1])], constant_values=-jnp.inf) for x in scores]
-    means = jnp.stack([capacity[:, 0] for capacity in capacities])
-    return budget.allocate(jnp.stack(padded), means, 0 if policy.every is None else policy.minimum, heads)
-
-
-def retain(
-    policy: Policy, layer: Slots, moment: Moment, scores: Float[Array, "B H M"], count: Int[Array, "B H"]
-) -> Slots:
-    """Returns the entries that each head of a layer retains, in its first slots. A head that grows has no capacity."""
-    budget: Any = policy.budget
-    mean, layer = layer.capacity[:, 0], replace(layer, capacity=count)
-    # The scores that were compared also choose, unless they depend on what has been allocated by now.
-    needs_counts = policy.score.needs.by_count or isinstance(policy.protect.recent, float)
-    if needs_counts or budget.layout.compares_protected:
-        scores = policy.rank(layer, moment, jnp.minimum(count, layer.slots))
-    kept = policy.retain(layer, moment, scores, layer.slots)
-    if policy.every is None:
-        return replace(kept.without_state(), capacity=jnp.full_like(count, UNLIMITED))
-    # A prompt within the budget leaves all heads alike, to be filled while decoding.
-    within = (moment.next_position <= mean)[:, None] & (count < UNLIMITED)
-    return replace(kept, capacity=jnp.where(within, mean[:, None], count))
-
-
 def laid_out(policy: Policy, layers: int, kv_heads: int, heads: Heads) -> tuple[int, int]:
     """Returns the number of lanes that a device has for its kv heads, and of the segments of a lane that grow."""
     budget: Any = policy.budget
     lanes = budget.layout.lanes(kv_heads * heads.kv_devices()) // heads.kv_devices()
     return lanes, growing_segments(policy, layers, kv_heads // lanes)
+
+
+def allocate(params: Decoder, cache: KVCache, *, rows: int, room: int, run: Run = run_at_once) -> KVCache:
+    """Returns the cache of a prompt that has been read to its end, compressed to each head's number of entries.
+
+    A program scores a layer, one divides the budget, and one puts a layer into the pool. Layers of a kind share theirs.
+
+    Args:
+        rows: of each lane of the pool, from `pool_rows`.
+        room: the number of slots for tokens to come in each segment that grows.
+        run: how programs are run.
+    """
+    fixed, behind = {"policy": cache.policy, "mesh": cache.mesh}, {"next_position": cache.length, "rope": cache.rope}
+    layers, facts = tuple(cache.entries), facts_of(params.config)
+    own = [(np.int32(i), layer.attention, behind) for i, layer in enumerate(params.layers)]
+    scores = [run(compared, layer, *own[i], facts=facts[i], **fixed) for i, layer in enumerate(layers)]
+    counts, pool = run(divided, layers, scores, behind, **fixed, rows=rows, room=room)
+    for i, given in enumerate(zip(layers, scores, counts, strict=True)):
+        pool = pool.with_layers(i, run(placed, pool.of_layers(i, 1), given, *own[i], facts=facts[i], **fixed))
+    # Later turns compress segments to their own capacities.
+    return replace(cache, entries=pool, kept=(UNLIMITED,) * len(layers), filled=True)
+
+
+@partial(jax.jit, static_argnames=("facts", "policy", "mesh"))
+def compared(
+    layer: Slots,
+    index: Int[Array, ""],
+    attention: Any,
+    behind: dict[str, Any],
+    *,
+    facts: AttentionLayer,
+    policy: Policy,
+    mesh: Mesh | None,
+) -> Float[Array, "B H M"]:
+    """Returns the scores of a layer's entries that the budget compares with those of other layers.
+
+    Args:
+        index: of the layer in the model.
+        attention: of the layer.
+        behind: what `over_layers` hands to all layers.
+        facts: of the layer, from `facts_of`.
+    """
+    budget: Any = policy.budget
+
+    def change(records: Sequence[AttentionLayer], layer: Slots, *, heads: Heads, **behind: Any) -> Array:
+        moment = Moment(layer=records[0], heads=heads, **behind)
+        return policy.rank(layer, moment, None, raised=not budget.layout.compares_protected)
+
+    return over_layers(mesh, change, [replace(facts, index=index, **attention.weights)], layer, **behind)
+
+
+@partial(jax.jit, static_argnames=("policy", "mesh", "rows", "room"))
+def divided(
+    layers: Sequence[Slots],
+    scores: Sequence[Float[Array, "B H M"]],
+    behind: dict[str, Any],
+    *,
+    policy: Policy,
+    mesh: Mesh | None,
+    rows: int,
+    room: int,
+) -> tuple[list[Int[Array, "B H"]], Segments]:
+    """Returns the number of entries that each head of each layer retains, and a pool without entries yet."""
+    budget: Any = policy.budget
+
+    def change(
+        _: Any, given: tuple[Sequence[Slots], Sequence[Array]], *, next_position: Array, rope: Any, heads: Heads
+    ) -> tuple[list[Array], Segments]:
+        layers, scores = given
+        most = max(x.shape[-1] for x in scores)
+        padded = [jnp.pad(x, [(0, 0), (0, 0), (0, most - x.shape[-1])], constant_values=-jnp.inf) for x in scores]
+        means = jnp.stack([layer.capacity[:, 0] for layer in layers])
+        counts = list(budget.allocate(jnp.stack(padded), means, 0 if policy.every is None else policy.minimum, heads))
+        lanes, growing = laid_out(policy, len(layers), layers[0].positions.shape[1], heads)
+        pool = empty_pool(
+            layers[0] if policy.every is not None else layers[0].without_state(),
+            tuple(limits(policy, *pair, next_position) for pair in zip(layers, counts, strict=True)),
+            tuple(jnp.minimum(count, layer.occupancy) for layer, count in zip(layers, counts, strict=True)),
+            lanes=lanes,
+            rows=rows,
+            room=room,
+            growing=growing,
+        )
+        return counts, pool
+
+    return over_layers(mesh, change, [], (layers, scores), **behind)
+
+
+@partial(jax.jit, static_argnames=("facts", "policy", "mesh"), donate_argnames="pool")
+def placed(
+    pool: Segments,
+    given: tuple[Slots, Float[Array, "B H M"], Int[Array, "B H"]],
+    index: Int[Array, ""],
+    attention: Any,
+    behind: dict[str, Any],
+    *,
+    facts: AttentionLayer,
+    policy: Policy,
+    mesh: Mesh | None,
+) -> Segments:
+    """Returns the pool, as it is for one layer, with what each head of the layer retains.
+
+    Args:
+        given: the layer, its scores from `compared`, and the number of entries of each head.
+        index, attention, behind, facts: as in `compared`.
+    """
+    budget: Any = policy.budget
+
+    def change(records: Sequence[AttentionLayer], given: Any, *, heads: Heads, **behind: Any) -> Segments:
+        pool, (layer, scores, count) = given
+        moment = Moment(layer=records[0], heads=heads, **behind)
+        # The scores that were compared also choose, unless they depend on what has been allocated by now.
+        needs_counts = policy.score.needs.by_count or isinstance(policy.protect.recent, float)
+        layer = replace(layer, capacity=count)
+        if needs_counts or budget.layout.compares_protected:
+            scores = policy.rank(layer, moment, jnp.minimum(count, layer.slots))
+        kept = policy.retain(layer, moment, scores, layer.slots)
+        return pool.with_layer(0, kept if policy.every is not None else kept.without_state())
+
+    return over_layers(mesh, change, [replace(facts, index=index, **attention.weights)], (pool, given), **behind)
+
+
+def limits(policy: Policy, layer: Slots, count: Int[Array, "B H"], next_position: Int[Array, "B"]) -> Int[Array, "B H"]:
+    """Returns the number of entries that each head of a layer may hold while decoding; one that grows has no limit."""
+    if policy.every is None:
+        return jnp.full_like(count, UNLIMITED)
+    # A prompt within the budget leaves all heads alike, to be filled while decoding.
+    mean = layer.capacity[:, 0]
+    within = (next_position <= mean)[:, None] & (count < UNLIMITED)
+    return jnp.where(within, mean[:, None], count)
