@@ -110,6 +110,7 @@ def load(
         finite: dict[str, jax.Array] = {}
         done, total = 0, sum(map(math.prod, blank.shapes.values())) * jnp.dtype(dtype).itemsize
         shapes = blank.shapes
+        tell("loading the weights", done, total, "bytes")
         for name, weights in by_parameter(table).items():
             read = partial(read_parameter, weights, tensors, shapes[name], dtype=dtype)
             arrays[name] = from_slices(shapes[name], blank.sharding(name), read)
@@ -209,6 +210,7 @@ def write_hf(
         for name, weights in parts.items()
     ]
     total, done = sum(tensor.nbytes for tensor in tensors), 0
+    tell("writing the weights", done, total, "bytes")
 
     def gather(tensor: TensorSpec) -> np.ndarray:
         nonlocal done

@@ -19,6 +19,7 @@ from kvjax.checkpoint import CheckpointError, load, load_named, read_headers, sa
 from kvjax.checkpoint.errors import one_line
 from kvjax.checks import installs
 from kvjax.models import UnsupportedModelError
+from kvjax.runtime.progress import watched
 from tests.checkpoint.folders import EMBED, HEAD, HF, INDEX, QUERY, WEIGHTS, assert_equal, decoder, problems
 
 
@@ -277,14 +278,18 @@ def test_mesh_that_does_not_fit(folder):
 
 
 def test_progress_counts_every_byte(folder, tmp_path):
-    loading, writing = [], []
-    params, _ = load(folder, "bfloat16", progress=lambda *numbers: loading.append(numbers))
-    save_hf(params, tmp_path / "again", progress=lambda *numbers: writing.append(numbers))
+    loading, writing, told = [], [], []
+    with watched(told.append):
+        params, _ = load(folder, "bfloat16", progress=lambda *numbers: loading.append(numbers))
+        save_hf(params, tmp_path / "again", progress=lambda *numbers: writing.append(numbers))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     for calls in (loading, writing):
         assert calls == sorted(calls)
         assert calls[-1] == (size, size)
         assert len(calls) == len(jax.tree.leaves(params))
+    # A watcher that computes the time left learns when the first array began.
+    for what, calls in (("loading the weights", loading), ("writing the weights", writing)):
+        assert [(one.done, one.total) for one in told if one.what == what] == [(0, size), *calls]
 
 
 def test_headers_of_a_dtype_that_is_not_accepted(folder):
