@@ -12,13 +12,12 @@ cd "$(dirname "$0")/.."
 list() {
     cat <<'END'
 statistics  the numbers that qfilter, expected_attention_stats and triattention read    5, beside other work
-first       the published leaderboard's methods that read the text once, 75 % removed   50, 5 prompts per task, beside other work
-once        other presets that read it once, among them those of the five papers             not recorded
+once        the presets that read the text once, 75 % removed                           not recorded
 twice       the presets that read it twice                                              not recorded
 costly      presets that take longer to compress it than the model takes to read it      not recorded
-shares      those of first, once and twice, and KVMerger, 25, 50 and 87.5 % removed     not recorded
+shares      the papers' methods and the best, 25, 50 and 87.5 % removed                 not recorded
 seen        the same with the question seen, 75 and 87.5 % removed                      not recorded
-smaller     those of first, once and twice, SmolLM2-135M-Instruct at 1,024 tokens       not recorded
+smaller     the same with SmolLM2-135M-Instruct at 1,024 tokens                         not recorded
 page        runs/leaderboard/board.html, from the results that are there                not recorded
 END
 }
@@ -63,7 +62,7 @@ statistics() {
 
 page() {
     local runs=()
-    for step in first once twice costly shares seen smaller; do
+    for step in once twice costly shares seen smaller; do
         [ ! -e "runs/leaderboard/$step/run.json" ] || runs+=("runs/leaderboard/$step")
     done
     kvjax report "${runs[@]}" --leaderboard runs/leaderboard/board.html \

@@ -31,7 +31,7 @@ def test_steps_are_the_grids() -> None:
     [
         ((), "expected MODEL DATA"),
         (("model",), "expected MODEL DATA"),
-        (("model", "data", "frist"), "unknown step frist: expected some of statistics first"),
+        (("model", "data", "frist"), "unknown step frist: expected some of statistics once"),
     ],
 )
 def test_what_is_not_accepted(arguments: tuple[str, ...], message: str) -> None:
