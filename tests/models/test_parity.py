@@ -155,6 +155,7 @@ def test_transformers_reads_back_what_it_wrote(case, model, folder, tmp_path, to
         ("llama-llama3", jnp.bfloat16),
         ("mistral-window-tied", jnp.bfloat16),
         ("qwen3-layers-bias-tied", jnp.bfloat16),
+        ("qwen3_5_text-group4-layers", jnp.float32),
         ("phi3-longrope-partial", jnp.float32),
         ("smollm3-window-bias", jnp.float32),
         ("olmo2-group4-bias-tied", jnp.bfloat16),
