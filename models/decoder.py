@@ -33,9 +33,10 @@ from .recurrent import RecurrentLayer
 class Attention(nnx.Module):
     """The projections to query, key and value heads and back, without attention itself.
 
-    Some families have biases, norms on the query and key heads, or a gate on the contexts, sigmoid(x W). `gates` holds networks by name that read the same
-    hidden states, such as those of `kvjax.with_gates`, and `statistics` what was measured of the queries, such as that
-    of `kvjax.with_statistics`. A checkpoint of the model has neither.
+    Some families have biases, norms on the query and key heads, or `output_gate`, which multiplies contexts by
+    sigmoid(x W). `gates` holds networks by name that read the same hidden states, such as those of `kvjax.with_gates`,
+    and `statistics` what was measured of the queries, such as that of `kvjax.with_statistics`. A checkpoint of the
+    model has neither of the two.
     """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: DTypeLike):

@@ -78,7 +78,7 @@ def _block(
     q, k, v, g, b = tokens
     causal = jnp.tril(jnp.ones((CHUNK, CHUNK), bool))
     strict = jnp.tril(causal, -1)
-    # The decay from token j to token i is a sum of its own: a difference of sums from the chunk's beginning loses digits.
+    # The decay between two tokens is a sum of its own: a difference of sums from the chunk's beginning loses digits.
     sums = jnp.cumsum(jnp.where(strict, g[..., :, None], 0.0), axis=-2)
     between = jnp.exp(jnp.where(causal, sums, -jnp.inf))
     since = jnp.exp(jnp.cumsum(g, axis=-1))  # the decay from the memory before the chunk to each token

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -49,12 +50,17 @@ class Recurrence:
         """The channels of the convolution: those of queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
+    @property
+    def memory(self) -> tuple[int, int, int]:
+        """The shape of a row's memory: value heads, channels of a key, channels of a value."""
+        return self.value_heads, self.key_dim, self.value_dim
+
     def state(self, batch: int, dtype: DTypeLike) -> RecurrentState:
         """Returns the state before a text, with a window in `dtype`."""
         window = jnp.zeros((batch, self.taps - 1, self.inputs), dtype)
-        return RecurrentState(window, jnp.zeros((batch, self.value_heads, self.key_dim, self.value_dim), jnp.float32))
+        return RecurrentState(window, jnp.zeros((batch, *self.memory), jnp.float32))
 
     def nbytes(self, dtype: DTypeLike) -> int:
         """Bytes of the states of one row, with windows in `dtype`."""
         window = (self.taps - 1) * self.inputs * jnp.dtype(dtype).itemsize
-        return sum(self.before) * (window + 4 * self.value_heads * self.key_dim * self.value_dim)
+        return sum(self.before) * (window + 4 * math.prod(self.memory))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import add
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -128,7 +131,7 @@ def _convolved(
 ) -> Float[Array, "B N inputs"]:
     """Returns the causal convolution of each channel by itself, in float32."""
     taps = kernel.astype(jnp.float32)
-    return sum(inputs[:, i : i + size].astype(jnp.float32) * taps[:, i] for i in range(kernel.shape[1]))
+    return reduce(add, (inputs[:, i : i + size].astype(jnp.float32) * taps[:, i] for i in range(kernel.shape[1])))
 
 
 def _heads(x: Float[Array, "B N O"], size: int) -> Float[Array, "B H N D"]:

@@ -169,13 +169,14 @@ def read(
     if entries.preallocates and not owned:  # each layer changes the pool in place
         entries, owned = jax.tree.map(jnp.array, entries), True
     reader = _Reader(params, cache, tokens, lengths, plan=plan, run=run, in_place=owned)
-    at_once, layers, recurrent = layers_at_once(tokens.size, cache.mesh), len(params.layers), []
+    at_once, layers = layers_at_once(tokens.size, cache.mesh), len(params.layers)
+    recurrent: list[tuple[RecurrentState, ...]] = []
     for first in range(0, layers, at_once):
         part, states = reader.layers(first, entries.of_layers(first, min(at_once, layers - first)))
         entries = entries.with_layers(first, part)
         recurrent += states
-    read = {"entries": entries, "recurrent": tuple(recurrent), "length": reader.rows["next_position"]}
-    return reader.hidden, replace(cache, **read, filled=cache.filled or plan.final)
+    after = replace(cache, entries=entries, recurrent=tuple(recurrent), length=reader.rows["next_position"])
+    return reader.hidden, replace(after, filled=cache.filled or plan.final)
 
 
 def read_layers(
@@ -275,7 +276,7 @@ def _read_layers(
 ) -> tuple[Float[Array, "B N E"], Entries, States]:
     """Returns the hidden states behind some layers, their entries, and their states."""
     x, after, states = through_some(layers, first, x, entries, recurrent, rows, facts=facts, call=call)
-    return in_rows(x, call.mesh), after, states
+    return in_rows(x, call.mesh), after, in_rows(states, call.mesh)
 
 
 read_some = jax.jit(_read_layers, static_argnames=("facts", "call"), donate_argnames="x")

@@ -51,6 +51,12 @@ def test_answers_and_later_turns_follow_the_whole_text():
     np.testing.assert_array_equal(again.tokens, second.tokens)
 
 
+def test_a_cache_of_another_model_is_refused():
+    cache = kvjax.prefill(hybrid((0, 2, 1)), [[1, 2, 3]], policy="full")
+    with pytest.raises(ValueError, match=r"recurrent states of the shapes .*: the model needs \[\[\(4, 8, 6\), "):
+        answered([[1]], cache=cache)
+
+
 def test_a_prompt_in_chunks():
     whole, pieces = answered(ROWS), answered(ROWS, chunk=16)
     np.testing.assert_array_equal(pieces.tokens, whole.tokens)
