@@ -65,17 +65,14 @@ class GatedDeltaNet(nnx.Module):
         speed = jnp.exp(self.log_decay[...].astype(jnp.float32))
         decay = linear(x, self.decay[...], None).astype(jnp.float32) + self.decay_bias[...].astype(jnp.float32)
         log_decay = jnp.where(real, -speed * jax.nn.softplus(decay), 0)
-        tokens = [
-            q * own.key_dim**-0.5,
-            k,
-            _heads(v, own.value_dim),
-            *(jnp.moveaxis(y, 1, 2) for y in (log_decay, rate)),
-        ]
+        q, v = q * own.key_dim**-0.5, _heads(v, own.value_dim)
+        g, b = jnp.swapaxes(log_decay, 1, 2), jnp.swapaxes(rate, 1, 2)
         if N == 1:
-            out, memory = read_token(*(y[:, :, 0] for y in tokens), state.memory)
+            q, k, v, g, b = (y[:, :, 0] for y in (q, k, v, g, b))
+            out, memory = read_token(q, k, v, g, b, state.memory)
             out = out[:, :, None]
         else:
-            out, memory = read_tokens(*tokens, state.memory)
+            out, memory = read_tokens(q, k, v, g, b, state.memory)
         return out.astype(x.dtype), RecurrentState(window.astype(state.window.dtype), memory)
 
     def project_out(self, x: Float[Array, "B n E"], read: Float[Array, "B H n D"]) -> Float[Array, "B n E"]:

@@ -21,7 +21,10 @@ def test_answers_are_those_of_generate(policy: str) -> None:
         handles = [one.submit(engine) for one in asked]
         answers = [handle.result(timeout=PATIENCE) for handle in handles]
     for one, answer in zip(asked, answers, strict=True):
-        assert answer.tokens.tolist() == one.alone(hybrid(), policy).tokens[0].tolist()
+        alone = one.alone(hybrid(), policy)
+        assert answer.tokens.tolist() == alone.tokens[0, : alone.lengths[0]].tolist()
+        assert alone.log_probs is not None
+        np.testing.assert_allclose(answer.log_probs, alone.log_probs[0, : alone.lengths[0]], atol=1e-4)
 
 
 def test_a_prefix_that_serves_twice() -> None:

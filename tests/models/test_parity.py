@@ -84,7 +84,8 @@ def test_logits_in_bfloat16(case, model, folder, tokens):
     rounded = reference.logits(reference.reference(*case).to(torch.bfloat16), tokens)
     error, usual = (np.sqrt(np.mean((np.asarray(x) - exact) ** 2)) for x in (logits(params, tokens), rounded))
     assert error < 1.5 * usual
-    assert error < 0.03 * exact.std()
+    # A recurrent layer divides queries, keys and outputs by their lengths, which are small here and magnify rounding.
+    assert error < (0.03 if params.config.recurrence is None else 0.06) * exact.std()
 
 
 @pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - {"internlm2"}))

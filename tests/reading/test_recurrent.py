@@ -25,6 +25,7 @@ def answered(prompt, **options) -> kvjax.Generation:
 
 def assert_answers_follow(texts: list[np.ndarray], answer: kvjax.Generation) -> None:
     """The answer has the log-probabilities of the layers run over the whole text, which ends with it."""
+    assert answer.log_probs is not None
     for b, logits in enumerate(full_logits(hybrid(), texts, 128)):
         new = jax.nn.log_softmax(jnp.asarray(logits[-NEW - 1 : -1]))
         np.testing.assert_allclose(answer.log_probs[b], np.asarray(new)[np.arange(NEW), texts[b][-NEW:]], atol=1e-4)
