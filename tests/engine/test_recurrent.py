@@ -11,7 +11,7 @@ from tests.patience import PATIENCE
 from tests.tiny import VOCAB, hybrid
 
 RNG = np.random.default_rng(5)
-SIZES = {"rows": 2, "max_prompt": 28, "max_new_tokens": 12, "chunk": 16}
+SIZES = {"rows": 2, "max_prompt": 28, "max_new_tokens": 12, "chunk": 16, "max_end_tokens": 32}
 
 
 @pytest.mark.parametrize("policy", ["h2o:budget=12", pytest.param("full", marks=pytest.mark.slow)])
