@@ -18,7 +18,7 @@ from kvjax import policies
 from kvjax.cache import Entries, Layers, Slots
 from kvjax.checks import bytes_text, check_integers, check_params, check_type, index_of
 from kvjax.mesh.sharding import MODEL, check_batch, fetch, fit_mesh, heads_sharding, mesh_of, place, rows_sharding
-from kvjax.models import Decoder, DecoderConfig
+from kvjax.models import Decoder, DecoderConfig, RecurrentState
 from kvjax.policy import Budget, LayerShape, Policy
 from kvjax.runtime.modes import own_modes
 
@@ -34,6 +34,8 @@ class KVCache:
         entries: keys, values, positions and the policy's state. `Layers` of slots; `Segments` of one pool once a budget
             has been allocated across layers and heads.
         length: the number of tokens that each row has seen, retained or not: the position of the next one. int32.
+        recurrent: the states of the recurrent layers before each layer, in their order; empty tuples where there are
+            none. No policy touches them.
         rope: RoPE's frequencies of each row, float32, where they depend on its length (dynamic, longrope). The length
             of the prompt fixes them. None where they do not depend on it.
         pending: each row's last sampled token, int32. It has no entry yet and is read first in the next call; -1 if
@@ -48,6 +50,7 @@ class KVCache:
 
     entries: Entries
     length: Int[Array, "B"]
+    recurrent: tuple[tuple[RecurrentState, ...], ...]
     rope: Float[Array, "B C/2"] | None
     pending: Int[Array, "B"]
     policy: Policy = field(metadata=STATIC)
@@ -107,8 +110,11 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of keys, values, positions and the policy's state. It is exact for a planned cache too."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.entries))
+        """The bytes of keys, values, positions, the policy's state and the states of recurrent layers.
+
+        It is exact for a planned cache too.
+        """
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((self.entries, self.recurrent)))
 
     @property
     def grows(self) -> tuple[bool, ...]:
@@ -132,8 +138,8 @@ class KVCache:
 
     def private(self) -> KVCache:
         """The same cache with copies of the small arrays that a program may hand through and a later one donates."""
-        length, rope, pending = jax.tree.map(jnp.array, (self.length, self.rope, self.pending))
-        return replace(self, entries=self.entries.private(), length=length, rope=rope, pending=pending)
+        small = {name: getattr(self, name) for name in ("length", "recurrent", "rope", "pending")}
+        return replace(self, entries=self.entries.private(), **jax.tree.map(jnp.array, small))
 
     def repeated(self, rows: int) -> KVCache:
         """A cache of one row, `rows` times."""
@@ -232,6 +238,7 @@ def _unfilled(
     return {
         "entries": Layers(tuple(layer(i) for i in range(layers))),
         "length": jnp.zeros(batch, jnp.int32),
+        "recurrent": config.recurrent_states(batch, dtype),
         "rope": config.rope.row_frequencies(config.head_dim, prompt_lengths),
         "pending": jnp.full(batch, -1, jnp.int32),
     }

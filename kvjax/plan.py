@@ -118,14 +118,15 @@ def bytes_per_device(cache: KVCache, config: DecoderConfig, *, data: int = 1, mo
     """The exact bytes of a cache, which may be a plan, that each device of a mesh of data x model holds.
 
     Rows are cut over `data` and kv heads over `model`. Devices beyond the number of kv heads hold copies: each holds
-    all of its kv head.
+    all of its kv head. The states of recurrent layers are cut over `data` alone.
 
     Raises:
         ValueError: for a `model` that does not fit the model, or a `data` that does not divide the batch.
     """
     if data < 1 or cache.batch_size % data:
         raise ValueError(f"data={data} for a batch of {cache.batch_size}: expected a divisor of the batch")
-    return cache.nbytes // (data * model // kv_replicas(model, config))
+    states = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.recurrent))
+    return (cache.nbytes - states) // (data * model // kv_replicas(model, config)) + states // data
 
 
 def placed(shapes: Tree, shardings: Tree) -> Tree:

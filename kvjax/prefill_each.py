@@ -196,7 +196,10 @@ class _Reading:
         tokens, lengths = last.tokens, last.lengths
         cache = self._appended(before)
         ends = [self._end(policy, cache, lengths, tokens.shape[1]) for policy in self._ends()]
-        entries = self._run(read_to_end, self.params, cache, tokens, lengths, together=self.together, ends=ends)
+        entries, recurrent = self._run(
+            read_to_end, self.params, cache, tokens, lengths, together=self.together, ends=ends
+        )
+        cache = replace(cache, recurrent=recurrent)
         made = {end.policy: self._made(end, cache, lengths, layers) for end, layers in zip(ends, entries, strict=True)}
         del entries
         replays: dict[Score, Entries] = {}
@@ -256,7 +259,7 @@ class _Reading:
         """
         size = bucket(int(np.max(fetch(whole.length))))
         made = KVCache.empty(self.params.config, policy, whole.length, size, whole.dtype, whole.mesh)
-        made = replace(made, length=whole.length, rope=whole.rope)
+        made = replace(made, length=whole.length, rope=whole.rope, recurrent=whole.recurrent)
         score = policy.score
         if score not in replays:
             replays.clear()

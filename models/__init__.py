@@ -31,6 +31,7 @@ from . import (
     phi3,
     qwen2,
     qwen3,
+    qwen3_5_text,
     qwen3_moe,
     smollm3,
 )
@@ -41,6 +42,8 @@ from .decoder import Decoder, embedded
 from .fields import UnsupportedModelError
 from .head import Head
 from .mixture import ExpertWeights, Mix, Mixture, densely, gated, routed
+from .multimodal import text_config
+from .recurrence import Recurrence, RecurrentState
 from .registered import Registered
 from .rope import Rope, rotate
 from .stacked import StackedWeight
@@ -75,6 +78,7 @@ FAMILIES: Mapping[str, ModuleType] = Registered(
         "phi3": phi3,
         "qwen2": qwen2,
         "qwen3": qwen3,
+        "qwen3_5_text": qwen3_5_text,
         "qwen3_moe": qwen3_moe,
         "smollm3": smollm3,
     },
@@ -99,11 +103,14 @@ def family(model_type: str) -> ModuleType:
 def config_from_hf(hf: Mapping[str, Any]) -> DecoderConfig:
     """Maps the content of a Hugging Face `config.json` to a DecoderConfig.
 
+    Of a model that also takes images, that is the text decoder's.
+
     Raises:
         UnsupportedModelError: the family is not here, and the message lists what its config asks for beyond Llama; or a
             field is unknown, asks for a computation that is not implemented, or has an invalid value. The message names
             the field, its value and what is accepted.
     """
+    hf = text_config(hf)
     named = hf.get("model_type")
     try:
         module = family(str(named))
@@ -129,6 +136,8 @@ __all__ = [
     "Layout",
     "Mix",
     "Mixture",
+    "Recurrence",
+    "RecurrentState",
     "Registered",
     "Rope",
     "StackedWeight",
@@ -147,4 +156,5 @@ __all__ = [
     "read_parameter",
     "rotate",
     "routed",
+    "text_config",
 ]

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from .fields import UnsupportedModelError, flag, integer, number, require
 from .mixture import Mixture
+from .recurrence import Recurrence, RecurrentState
 from .rope import NO_ROPE, Rope
 from .rope_config import rope_from_hf, rope_to_hf
 
@@ -55,6 +56,9 @@ class DecoderConfig:
         residual_scale: the factor of what attention and the MLP add to the hidden states.
         logit_divisor: what logits are divided by.
         mixture: the experts that layers have instead of an MLP; None for no experts.
+        output_gate: whether contexts are multiplied by the sigmoid of a projection of the attention's input.
+        recurrence: the recurrent layers of a hybrid model, which have no attention and no entries; None for no such
+            layers. Layers are attention layers everywhere else, and are counted without these.
 
     Raises:
         UnsupportedModelError: `num_heads` is not a multiple of `num_kv_heads`, `rope` or `window_rope` cannot rotate
@@ -92,6 +96,8 @@ class DecoderConfig:
     residual_scale: float = 1.0
     logit_divisor: float = 1.0
     mixture: Mixture | None = None
+    output_gate: bool = False
+    recurrence: Recurrence | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -128,6 +134,21 @@ class DecoderConfig:
     def has_experts(self, layer: int) -> bool:
         """Returns whether a layer, by its index, has experts instead of an MLP."""
         return self.mixture is not None and layer not in self.mixture.dense_layers
+
+    @property
+    def num_recurrent(self) -> int:
+        """The number of recurrent layers, which `num_layers` does not count."""
+        return 0 if self.recurrence is None else sum(self.recurrence.before)
+
+    def recurrent_before(self, layer: int) -> int:
+        """Returns the number of recurrent layers between a layer, by its index, and the one before it."""
+        return 0 if self.recurrence is None else self.recurrence.before[layer]
+
+    def recurrent_states(self, batch: int, dtype: DTypeLike) -> tuple[tuple[RecurrentState, ...], ...]:
+        """Returns the states of the recurrent layers before each layer, where texts begin."""
+        if self.recurrence is None:
+            return ((),) * self.num_layers
+        return tuple((self.recurrence.state(batch, dtype),) * count for count in self.recurrence.before)
 
     def rope_of(self, layer: int) -> Rope:
         """The RoPE of a layer, by its index."""

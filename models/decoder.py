@@ -2,14 +2,14 @@
 
 Attention is an argument. A layer computes q, k and v, passes them to `attend` *before rotation* together with the
 opaque cache, and projects the result. The caller of the decoder defines what the cache is and which tokens a query
-sees; this module knows no cache and no policy. How experts are computed is an argument, too.
+sees; this module knows no cache and no policy. How experts are computed is an argument, too. In a hybrid model, layers
+without attention belong to the attention layer that follows them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -21,27 +21,22 @@ from jaxtyping import Array, Float, Int
 from .attend import Attend, AttentionLayer
 from .card import Card
 from .config import DecoderConfig
+from .feed_forward import FeedForward, by_blocks
 from .head import Head
 from .linear import bias, linear, weight
-from .mixture import ExpertWeights, Mix, densely
-from .norm import RMSNorm, maybe
-
-BLOCK = 8192  # the largest number of tokens, over all rows, in a block of `by_blocks`
-
-
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
-    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
-}
+from .mixture import Mix, densely
+from .norm import RMSNorm, hidden_norm, maybe
+from .recurrence import RecurrentState
+from .recurrent import RecurrentLayer
 
 
 class Attention(nnx.Module):
     """The projections to query, key and value heads and back, without attention itself.
 
-    Some families have biases, or norms on the query and key heads. `gates` holds networks by name that read the same
-    hidden states, such as those of `kvjax.with_gates`, and `statistics` what was measured of the queries, such as that
-    of `kvjax.with_statistics`. A checkpoint of the model has neither.
+    Some families have biases, norms on the query and key heads, or `output_gate`, which multiplies contexts by
+    sigmoid(x W). `gates` holds networks by name that read the same hidden states, such as those of `kvjax.with_gates`,
+    and `statistics` what was measured of the queries, such as that of `kvjax.with_statistics`. A checkpoint of the
+    model has neither of the two.
     """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: DTypeLike):
@@ -54,6 +49,8 @@ class Attention(nnx.Module):
         self.key_bias = bias(config.qkv_bias, (H, D), ("kv_heads", "head_dim"), dtype)
         self.value_bias = bias(config.qkv_bias, (H, D), ("kv_heads", "head_dim"), dtype)
         self.output_bias = bias(config.output_bias, (E,), ("embed",), dtype)
+        axes = ("embed", "heads", "head_dim")
+        self.output_gate = weight(rngs, (E, Hq, D), axes, E, dtype) if config.output_gate else None
         self.sinks = bias(config.attention_sinks, (Hq,), ("heads",), dtype)
         self.joint_norm = config.joint_qk_norm
         norms: list[RMSNorm | None] = [None, None]
@@ -76,7 +73,11 @@ class Attention(nnx.Module):
         if not self.joint_norm:
             heads = [maybe(norm, y) for norm, y in zip(norms, heads, strict=True)]
         q, k, v = heads
-        return attend(replace(layer, hidden=x, gates=self.gates), q, k, v, cache)
+        context, cache = attend(replace(layer, hidden=x, gates=self.gates), q, k, v, cache)
+        if self.output_gate is not None:
+            gate = linear(x, self.output_gate[...].reshape(x.shape[-1], -1), None)
+            context = context * jax.nn.sigmoid(_heads_first(gate, context.shape[-1]))
+        return context, cache
 
     @property
     def weights(self) -> dict[str, Any]:
@@ -114,70 +115,22 @@ def _heads_first(x: Float[Array, "B N O"], head_dim: int) -> Float[Array, "B H N
     return jnp.swapaxes(x.reshape(*x.shape[:2], -1, head_dim), 1, 2)
 
 
-class MLP(nnx.Module):
-    """The gated MLP, SwiGLU or GeGLU (arXiv 2002.05202)."""
+class Layer(FeedForward):
+    """One decoder layer: attention and MLP, each with RMS norms before or after it, and a residual connection.
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: DTypeLike):
-        E, F = config.hidden_size, config.mlp_size
-        self.activation = config.activation
-        self.gate = weight(rngs, (E, F), ("embed", "mlp"), E, dtype)
-        self.up = weight(rngs, (E, F), ("embed", "mlp"), E, dtype)
-        self.down = weight(rngs, (F, E), ("mlp", "embed"), F, dtype)
-        self.gate_bias = bias(config.mlp_bias, (F,), ("mlp",), dtype)
-        self.up_bias = bias(config.mlp_bias, (F,), ("mlp",), dtype)
-        self.down_bias = bias(config.mlp_bias, (E,), ("embed",), dtype)
-
-    def __call__(self, x: Float[Array, "B N E"]) -> Float[Array, "B N E"]:
-        gate, up = linear(x, self.gate[...], self.gate_bias), linear(x, self.up[...], self.up_bias)
-        return linear(ACTIVATIONS[self.activation](gate) * up, self.down[...], self.down_bias)
-
-
-class Experts(nnx.Module):
-    """The experts of a layer, each a gated MLP, and the router that chooses among them (arXiv 1701.06538)."""
-
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: DTypeLike):
-        assert config.mixture is not None
-        X, E, F = config.mixture.experts, config.hidden_size, config.mixture.size
-        self.mixture, self.activation = config.mixture, config.activation
-        self.router = weight(rngs, (E, X), ("embed", "choices"), E, dtype)
-        self.gate = weight(rngs, (X, E, F), ("experts", "embed", "expert_mlp"), E, dtype)
-        self.up = weight(rngs, (X, E, F), ("experts", "embed", "expert_mlp"), E, dtype)
-        self.down = weight(rngs, (X, F, E), ("experts", "expert_mlp", "embed"), F, dtype)
-        biased = config.mixture.biased
-        self.router_bias = bias(biased, (X,), ("choices",), dtype)
-        self.gate_bias = bias(biased, (X, F), ("experts", "expert_mlp"), dtype)
-        self.up_bias = bias(biased, (X, F), ("experts", "expert_mlp"), dtype)
-        self.down_bias = bias(biased, (X, E), ("experts", "embed"), dtype)
-
-    def __call__(self, x: Float[Array, "B N E"], mix: Mix) -> Float[Array, "B N E"]:
-        biases = self.router_bias, self.gate_bias, self.up_bias, self.down_bias
-        weights = ExpertWeights(
-            *(matrix[...] for matrix in (self.router, self.gate, self.up, self.down)),
-            *(None if vector is None else vector[...] for vector in biases),
-        )
-        return mix(x, weights, self.mixture, ACTIVATIONS[self.activation])
-
-
-class Layer(nnx.Module):
-    """One decoder layer: attention and MLP, each with RMS norms before or after it, and a residual connection."""
+    Recurrent layers that precede it in a hybrid model belong to it, in `before`.
+    """
 
     def __init__(self, config: DecoderConfig, index: int, rngs: nnx.Rngs, dtype: DTypeLike):
-        def norm(wanted: bool) -> RMSNorm | None:
-            return RMSNorm(config, (config.hidden_size,), ("embed",), dtype) if wanted else None
-
-        self.residual_scale = config.residual_scale
-        self.attention_norm = norm(config.pre_norm)
+        self.before = nnx.List([RecurrentLayer(config, rngs, dtype) for _ in range(config.recurrent_before(index))])
+        self.attention_norm = hidden_norm(config.pre_norm, config, dtype)
         self.attention = Attention(config, rngs, dtype)
-        self.attention_post_norm = norm(config.post_norm)
-        self.mlp_norm = norm(config.pre_norm)
-        experts = config.has_experts(index)
-        self.mlp = None if experts else MLP(config, rngs, dtype)
-        self.experts = Experts(config, rngs, dtype) if experts else None
-        self.mlp_post_norm = norm(config.post_norm)
+        super().__init__(config, config.has_experts(index), rngs, dtype)
 
     def __call__(
         self, x: Float[Array, "B N E"], layer: AttentionLayer, attend: Attend, cache: Any, mix: Mix = densely
     ) -> tuple[Float[Array, "B N E"], Any]:
+        """Runs the layer from attention on, behind `recur`."""
         context, cache = self.attended(x, layer, attend, cache)
 
         def update(x: Float[Array, "B n E"], context: Float[Array, "B Hq n D"]) -> Float[Array, "B n E"]:
@@ -185,57 +138,34 @@ class Layer(nnx.Module):
 
         return by_blocks(update, x, context), cache
 
+    def recur(
+        self,
+        x: Float[Array, "B N E"],
+        lengths: Int[Array, "B"] | None = None,
+        states: Sequence[RecurrentState] | None = None,
+        mix: Mix = densely,
+    ) -> tuple[Float[Array, "B N E"], tuple[RecurrentState, ...]]:
+        """Runs the recurrent layers that precede attention; without any it returns `x`.
+
+        Args:
+            x: hidden states of right-aligned tokens.
+            lengths: the number of tokens of each row, of which the others are padding; None for N.
+            states: of each recurrent layer before these tokens; None where a text begins.
+
+        Returns:
+            The hidden states, and the states after these tokens.
+        """
+        after = []
+        for i, layer in enumerate(self.before):
+            x, state = layer(x, lengths, None if states is None else states[i], mix)
+            after.append(state)
+        return x, tuple(after)
+
     def attended(
         self, x: Float[Array, "B N E"], layer: AttentionLayer, attend: Attend, cache: Any
     ) -> tuple[Float[Array, "B Hq N D"], Any]:
         """The contexts of all heads, and the layer's cache."""
         return self.attention(maybe(self.attention_norm, x), layer, attend, cache)
-
-    def after_attention(
-        self, x: Float[Array, "B n E"], attention: Float[Array, "B n E"], mix: Mix
-    ) -> Float[Array, "B n E"]:
-        """Returns the output of the layer, from its input and the projected contexts."""
-        x = x + self.scaled(maybe(self.attention_post_norm, attention))
-        return x + self.scaled(maybe(self.mlp_post_norm, self.feed_forward(maybe(self.mlp_norm, x), mix)))
-
-    def feed_forward(self, x: Float[Array, "B n E"], mix: Mix) -> Float[Array, "B n E"]:
-        """The MLP, or the mixture of experts in its place."""
-        if self.experts is not None:
-            return self.experts(x, mix)
-        assert self.mlp is not None
-        return self.mlp(x)
-
-    def scaled(self, x: Float[Array, "B n E"]) -> Float[Array, "B n E"]:
-        """Returns what is added to the hidden states. A product with a factor of 1 would be one more kernel."""
-        return x if self.residual_scale == 1 else (x.astype(jnp.float32) * self.residual_scale).astype(x.dtype)
-
-
-def by_blocks(
-    update: Callable[[Float[Array, "B n E"], Float[Array, "B Hq n D"]], Float[Array, "B n E"]],
-    x: Float[Array, "B N E"],
-    context: Float[Array, "B Hq N D"],
-) -> Float[Array, "B N E"]:
-    """Applies `update`, which treats each token independently, to one block of tokens after another.
-
-    The activations of the MLP are several times as large as the hidden states. With blocks, only those of one block are
-    in memory. All blocks have the same size, of at most BLOCK tokens over all rows. There are at most twice as many
-    blocks as BLOCK requires. If no such number divides N, `update` runs on all tokens at once.
-    """
-    B, N = x.shape[:2]
-    least = -(-B * N // BLOCK)
-    blocks = next((n for n in range(least, 2 * least + 1) if N % n == 0), 1)
-    if blocks == 1:
-        return update(x, context)
-    size = N // blocks
-    x_blocks = x.reshape(B, blocks, size, -1)
-    context_blocks = context.reshape(*context.shape[:2], blocks, size, -1)
-
-    def update_block(i: Int[Array, ""], x_blocks: Float[Array, "B blocks n E"]) -> Float[Array, "B blocks n E"]:
-        x_block = jax.lax.dynamic_index_in_dim(x_blocks, i, axis=1, keepdims=False)
-        context_block = jax.lax.dynamic_index_in_dim(context_blocks, i, axis=2, keepdims=False)
-        return jax.lax.dynamic_update_index_in_dim(x_blocks, update(x_block, context_block), i, axis=1)
-
-    return jax.lax.fori_loop(0, blocks, update_block, x_blocks).reshape(x.shape)
 
 
 def embedded(embed: nnx.Param, tokens: Int[Array, "B N"], scale: float) -> Float[Array, "B N E"]:
@@ -269,7 +199,7 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "B N"], attend: Attend, cache: Any = None, mix: Mix = densely
     ) -> tuple[Float[Array, "B N E"], Any]:
-        """Runs the layers, unrolled.
+        """Runs the layers, unrolled. Recurrent layers begin a text with these tokens, none of which is padding.
 
         Token positions are not an argument, because only rotation and masking use them, and `attend` does both.
 
@@ -284,6 +214,7 @@ class Decoder(nnx.Module):
         """
         x = embedded(self.embed, tokens, self.config.embedding_scale)
         for layer, record in zip(self.layers, self.attention_layers, strict=True):
+            x, _ = layer.recur(x, mix=mix)
             x, cache = layer(x, record, attend, cache, mix)
         return x, cache
 

@@ -31,6 +31,11 @@ class RMSNorm(nnx.Module):
         return normed.astype(x.dtype) * scale
 
 
+def hidden_norm(wanted: bool, config: DecoderConfig, dtype: DTypeLike) -> RMSNorm | None:
+    """Returns a norm of hidden states, or None if the family has no such norm."""
+    return RMSNorm(config, (config.hidden_size,), ("embed",), dtype) if wanted else None
+
+
 def maybe(norm: RMSNorm | None, x: Float[Array, "... C"]) -> Float[Array, "... C"]:
     """Returns `norm(x)`, or `x` if the family has no such norm."""
     return x if norm is None else norm(x)

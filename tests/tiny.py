@@ -15,7 +15,7 @@ from kvjax.attend.causal import causal
 from kvjax.gates.files import Gates
 from kvjax.gates.forms import FORMS
 from kvjax.kv_cache import KVCache
-from kvjax.models import Decoder, DecoderConfig, Mixture, Rope
+from kvjax.models import Decoder, DecoderConfig, Mixture, Recurrence, Rope
 from kvjax.policy import Policy
 from kvjax.reading.layers import step as one_step
 from kvjax.reading.prompt import Batch, read_prompt
@@ -42,6 +42,18 @@ def decoder(
     for each in random_gates(len(windows), kv_heads, heads // kv_heads) if gates else ():
         params = kvjax.with_gates(params, each)
     return kvjax.with_statistics(params, random_statistics(config)) if gates else params
+
+
+@cache
+def hybrid(before: tuple[int, ...] = (2, 0, 1), vocab: int = VOCAB) -> Decoder:
+    """A decoder with gated attention, and so many recurrent layers before each of its attention layers."""
+    config = DecoderConfig(
+        **{"family": "qwen3_5_text", "vocab_size": vocab, "hidden_size": 32, "mlp_size": 48, "num_heads": 4},
+        **{"num_kv_heads": 2, "head_dim": 16, "windows": (None,) * len(before), "rope": Rope(1e4, None, 0.25)},
+        **{"max_positions": 4096, "qk_norm": True, "unit_offset_norms": True, "output_gate": True},
+        recurrence=Recurrence(before, key_heads=2, value_heads=4, key_dim=8, value_dim=6, taps=4),
+    )
+    return Decoder(config, nnx.Rngs(0))
 
 
 def random_statistics(config: DecoderConfig) -> dict[str, np.ndarray]:

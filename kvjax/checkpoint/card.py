@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax.checkpoint.errors import CheckpointError
-from kvjax.checkpoint.folder import GENERATION, read_json
+from kvjax.checkpoint.folder import GENERATION, read_json, read_text_config
 from kvjax.checks import is_integer, shown
 from kvjax.decoding import sampling
 from kvjax.models import Card, Decoder, Suppressed, family
@@ -46,7 +46,7 @@ SILENT = """
 def read_card(folder: Path, vocab_size: int) -> Card:
     """Reads the card of a folder. Raises CheckpointError for a file or a value that is not accepted."""
     config, generation = folder / "config.json", folder / GENERATION
-    said = read_json(config)
+    said, whole = read_text_config(folder), config.read_text("utf-8")
     given = read_json(generation) if generation.is_file() else {}
     return card_of(
         folder,
@@ -54,7 +54,7 @@ def read_card(folder: Path, vocab_size: int) -> Card:
         | ({} if given else {name: said[name] for name in OF_CONFIG.split() if name in said})
         | {name: value for name, value in given.items() if value is not None},
         vocab_size,
-        config=config.read_text("utf-8"),
+        config=whole if said == read_json(config) else json.dumps(said, indent=2),
         generation=generation.read_text("utf-8") if generation.is_file() else "",
     )
 

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from kvjax.checkpoint.errors import CheckpointError, one_line
 from kvjax.checks import check_path, did_you_mean, dtype_of
 from kvjax.files.writing import finish
-from kvjax.models import DecoderConfig, config_from_hf
+from kvjax.models import DecoderConfig, config_from_hf, text_config
 
 WEIGHTS, INDEX, PARAMS = "model.safetensors", "model.safetensors.index.json", "params"
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -144,6 +144,11 @@ def read_config(folder: Path) -> DecoderConfig:
     if not (folder / "config.json").is_file():
         raise CheckpointError(folder, ["it has no config.json"])
     return config_from_hf(read_json(folder / "config.json"))
+
+
+def read_text_config(folder: Path) -> dict[str, Any]:
+    """Reads the part of config.json that is about the text decoder. Raises CheckpointError, UnsupportedModelError."""
+    return text_config(read_json(folder / "config.json"))
 
 
 def read_json(file: Path) -> dict[str, Any]:

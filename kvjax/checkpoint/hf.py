@@ -30,7 +30,7 @@ from kvjax.checkpoint.folder import (
     form_of,
     locate,
     owned,
-    read_json,
+    read_text_config,
 )
 from kvjax.checkpoint.parameters import Blank, Progress, all_finite, by_path, from_slices
 from kvjax.checkpoint.source import Source, source_of
@@ -251,7 +251,7 @@ def read_headers(source: Source) -> tuple[int, tuple[str, ...]]:
         CheckpointError: a file is unreadable, or a dtype is not float32, bfloat16 or float16.
     """
     if form_of(source.path) not in ("hf", "gguf"):
-        hf = read_json(source.path / "config.json")
+        hf = read_text_config(source.path)
         named = str(hf.get("dtype") or hf.get("torch_dtype") or "float32")
         if named not in map(str, DTYPES.values()):
             raise CheckpointError(source.path, [f"config.json has dtype={shown(named)}; accepted: {DTYPE_NAMES}"])

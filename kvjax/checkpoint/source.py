@@ -14,6 +14,7 @@ from kvjax.checkpoint.experts import experts_apart
 from kvjax.checkpoint.folder import read_config
 from kvjax.checkpoint.mxfp4 import dequantised
 from kvjax.checkpoint.tensors import Stored, open_tensors
+from kvjax.checkpoint.text_tensors import text_tensors
 from kvjax.checkpoint.tokenizer_files import read_tokenizer
 from kvjax.checks import installs
 from kvjax.models import Card, DecoderConfig, Weight, family
@@ -69,8 +70,9 @@ class Folder:
         return read_tokenizer(self.path, problems)
 
     def open(self, stack: ExitStack, problems: list[str]) -> tuple[dict[str, Stored], set[str] | None]:
-        tensors, unreadable = open_tensors(self.path, stack, problems)
-        return experts_apart(dequantised(tensors), self.config()), unreadable
+        config = self.config()
+        tensors, unreadable = text_tensors(*open_tensors(self.path, stack, problems), config)
+        return experts_apart(dequantised(tensors), config), unreadable
 
 
 def source_of(path: Path) -> Source:

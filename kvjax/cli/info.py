@@ -103,6 +103,7 @@ def info(
         "attention_sinks": config.attention_sinks,
         "attention_softcap": config.attention_softcap,
         "experts": None if config.mixture is None else asdict(config.mixture),
+        "recurrence": None if config.recurrence is None else asdict(config.recurrence),
         "vocabulary": config.vocab_size,
         "rope": _ropes(config),
         "windows": config.windows,
@@ -153,6 +154,15 @@ def _experts(config: DecoderConfig) -> str:
     )
 
 
+def _recurrent(config: DecoderConfig, dtype: str) -> str:
+    """The number of recurrent layers, and the bytes of their states."""
+    assert config.recurrence is not None
+    return (
+        f"{config.num_recurrent} of {config.num_layers + config.num_recurrent} layers, with "
+        f"{bytes_text(config.recurrence.nbytes(dtype))} of states per row, however long"
+    )
+
+
 def _show(facts: dict[str, Any], config: DecoderConfig, everything: bool) -> None:
     console = Console(highlight=False)
     console.print(_facts(facts, config))
@@ -199,13 +209,15 @@ def _facts(facts: dict[str, Any], config: DecoderConfig) -> Table:
         *([f"sampler {facts['sampler']}"] if facts["sampler"] else []),
     ]
     parameters = f"{facts['parameters']:,} parameters in {' and '.join(facts['stored'])}"
+    layers = config.num_layers + config.num_recurrent
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold")
     grid.add_column()
     for name, value in (
-        (facts["family"], f"{parameters}, {config.num_layers} layers, {config.hidden_size:,} wide"),
+        (facts["family"], f"{parameters}, {layers} layers, {config.hidden_size:,} wide"),
         ("heads", "; ".join(heads)),
         *([("experts", _experts(config))] if config.mixture else []),
+        *([("recurrent", _recurrent(config, facts["cache_dtype"]))] if config.recurrence else []),
         ("positions", f"{config.max_positions:,}; RoPE with {facts['rope']}"),
         ("vocabulary", "; ".join(vocabulary)),
         *((f"suppressed {name}", ", ".join(map(str, ids))) for name, ids in facts["suppressed"].items() if ids),

@@ -142,7 +142,9 @@ class Replay(NamedTuple):
         layers: the decoder's layers with their records, each for a cache of that layer alone.
         hidden: the hidden states of the pass's tokens before the first layer.
         positions: of these tokens, -1 for padding.
+        lengths: the number of these tokens in each row.
         entries: of the prompt.
+        recurrent: the states of the recurrent layers before each layer, behind the prompt.
         attend: makes attention functions. That of `attend(measured=x)` has the score observe the layer, with x [B, W]
             for `Attended.measured`. That of `attend(instead=f)` has no score: the context is f(layer, q, k, v,
             positions, held), where q and k are rotated, and held are the layer's entries with the pass's own behind
@@ -153,7 +155,9 @@ class Replay(NamedTuple):
     layers: Sequence[tuple[Any, AttentionLayer]]
     hidden: Float[Array, "B W E"]
     positions: Int[Array, "B W"]
+    lengths: Int[Array, "B"]
     entries: Entries
+    recurrent: Sequence[Any]
     attend: Callable[..., Attend]
     mix: Any
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +36,11 @@ from kvjax.cache import Entries, Slots
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.experts import over_experts
 from kvjax.mesh.sharding import logical_sharding, rows_sharding
-from kvjax.models import Attend, AttentionLayer, Decoder, DecoderConfig, Head, embedded
+from kvjax.models import Attend, AttentionLayer, Decoder, DecoderConfig, Head, RecurrentState, embedded
 from kvjax.runtime.clock import Run, run_at_once
 
+States: TypeAlias = tuple[tuple[RecurrentState, ...], ...]
+"""The states of the recurrent layers before each of some layers."""
 # A program of a GPU reads so many tokens of all rows and layers together, unless it then has more layers than these.
 # With one layer for 512 tokens an H100 answers 0.81 of the tokens per second.
 TOKENS, MOST_LAYERS = 4096, 8
@@ -74,26 +76,30 @@ def through_some(
     first: Int[ArrayLike, ""],
     x: Float[Array, "B N E"],
     entries: Entries,
+    recurrent: States,
     rows: dict[str, Any],
     *,
     facts: Sequence[AttentionLayer],
     call: Call,
-) -> tuple[Float[Array, "B N E"], Entries]:
-    """Returns the hidden states behind some layers, and their entries. It is called in a program.
+) -> tuple[Float[Array, "B N E"], Entries, States]:
+    """Returns the hidden states behind some layers, their entries and their states. It is called in a program.
 
     A layer is traced once for all that are alike and whose arrays have equal shapes. XLA inlines its calls.
 
     Args:
         first: the index of the first of these layers in the model.
         entries: of these layers.
+        recurrent: the states of the recurrent layers before each of these layers.
         facts: of these layers, from `facts_of`.
         call: of these layers.
     """
+    states = []
     for i, (layer, own) in enumerate(zip(layers, facts, strict=True)):
         part = entries.of_layers(i, 1)
-        x, part = _traced(layer, first + i, x, part, rows, facts=own, call=call.of_layers(i, 1))
+        x, part, state = _traced(layer, first + i, x, part, recurrent[i], rows, facts=own, call=call.of_layers(i, 1))
         entries = entries.with_layers(i, part)
-    return x, entries
+        states.append(state)
+    return x, entries, tuple(states)
 
 
 def through_layer(
@@ -101,21 +107,30 @@ def through_layer(
     index: Int[Array, ""],
     x: Float[Array, "B N E"],
     entries: Entries,
+    states: tuple[RecurrentState, ...],
     rows: dict[str, Any],
     *,
     facts: AttentionLayer,
     call: Call,
-) -> tuple[Float[Array, "B N E"], Entries]:
-    """Returns the hidden states behind a layer, and its entries.
+) -> tuple[Float[Array, "B N E"], Entries, tuple[RecurrentState, ...]]:
+    """Returns the hidden states behind a layer, its entries, and the states of the recurrent layers before it.
 
     Args:
         index: of the layer in the model.
         entries: of this layer alone.
+        states: of the recurrent layers before this layer.
         facts: of this layer, from `facts_of`.
         call: of this layer.
     """
-    record = replace(facts, index=index, **layer.attention.weights)
-    return layer(x, record, call.attend(**rows), entries, over_experts(call.mesh))
+    record, mix = replace(facts, index=index, **layer.attention.weights), over_experts(call.mesh)
+    x, states = layer.recur(x, lengths_of(rows), states, mix)
+    x, entries = layer(x, record, call.attend(**rows), entries, mix)
+    return x, entries, states
+
+
+def lengths_of(rows: dict[str, Any]) -> Int[Array, "B"]:
+    """Returns the number of tokens that a call reads of each row: those of a prompt, or one if a token is incoming."""
+    return rows["lengths"] if "lengths" in rows else rows["incoming"].astype(jnp.int32)
 
 
 _traced = jax.jit(through_layer, static_argnames=("facts", "call"))
@@ -155,11 +170,13 @@ def read(
         entries, owned = jax.tree.map(jnp.array, entries), True
     reader = _Reader(params, cache, tokens, lengths, plan=plan, run=run, in_place=owned)
     at_once, layers = layers_at_once(tokens.size, cache.mesh), len(params.layers)
+    recurrent: list[tuple[RecurrentState, ...]] = []
     for first in range(0, layers, at_once):
-        part = entries.of_layers(first, min(at_once, layers - first))
-        entries = entries.with_layers(first, reader.layers(first, part))
-    filled = cache.filled or plan.final
-    return reader.hidden, replace(cache, entries=entries, length=reader.rows["next_position"], filled=filled)
+        part, states = reader.layers(first, entries.of_layers(first, min(at_once, layers - first)))
+        entries = entries.with_layers(first, part)
+        recurrent += states
+    after = replace(cache, entries=entries, recurrent=tuple(recurrent), length=reader.rows["next_position"])
+    return reader.hidden, replace(after, filled=cache.filled or plan.final)
 
 
 def read_layers(
@@ -169,8 +186,10 @@ def read_layers(
     lengths: Int[Array, "B"],
     *,
     plan: ReadPlan | None,
-) -> Iterator[Slots]:
-    """Reads up to N tokens per row into layers of slots, one after another, and returns each layer's entries.
+) -> Iterator[tuple[Slots, tuple[RecurrentState, ...]]]:
+    """Reads up to N tokens per row into layers of slots, one after another.
+
+    It returns each layer's entries, and the states of the recurrent layers before it.
 
     Args:
         tokens: right-aligned, on the devices of the cache.
@@ -178,7 +197,8 @@ def read_layers(
     """
     reader = _Reader(params, cache, tokens, lengths, plan=plan, run=run_at_once)
     for i in range(len(params.layers)):
-        yield reader.layers(i, cache.entries.of_layers(i, 1)).layer(0, 0)
+        part, (states,) = reader.layers(i, cache.entries.of_layers(i, 1))
+        yield part.layer(0, 0), states
 
 
 class _Reader:
@@ -207,16 +227,15 @@ class _Reader:
         self.hidden, self.rows = run(
             begin, params.embed, cache.length, tokens, lengths, scale=params.config.embedding_scale, mesh=cache.mesh
         )
-        self._rope = cache.rope
+        self._rope, self._recurrent = cache.rope, cache.recurrent
 
-    def layers(self, first: int, entries: Entries) -> Entries:
-        """Reads the layers that come next, to which these entries belong, and returns their entries."""
+    def layers(self, first: int, entries: Entries) -> tuple[Entries, States]:
+        """Reads the layers that come next, to which these entries belong, and returns their entries and states."""
         rows, some = self.rows | {"rope": self._rope}, slice(first, first + len(entries))
         static = {"facts": tuple(self._facts[some]), "call": self._call.of_layers(first, len(entries))}
-        self.hidden, part = self._run(
-            self._program, self._layers[some], np.int32(first), self.hidden, entries, rows, **static
-        )
-        return part
+        arrays = self.hidden, entries, self._recurrent[some], rows
+        self.hidden, part, states = self._run(self._program, self._layers[some], np.int32(first), *arrays, **static)
+        return part, states
 
 
 def layers_at_once(tokens: int, mesh: Mesh | None) -> int:
@@ -249,14 +268,15 @@ def _read_layers(
     first: Int[Array, ""],
     x: Float[Array, "B N E"],
     entries: Entries,
+    recurrent: States,
     rows: dict[str, Any],
     *,
     facts: tuple[AttentionLayer, ...],
     call: Call,
-) -> tuple[Float[Array, "B N E"], Entries]:
-    """Returns the hidden states behind some layers, and their entries."""
-    x, after = through_some(layers, first, x, entries, rows, facts=facts, call=call)
-    return in_rows(x, call.mesh), after
+) -> tuple[Float[Array, "B N E"], Entries, States]:
+    """Returns the hidden states behind some layers, their entries, and their states."""
+    x, after, states = through_some(layers, first, x, entries, recurrent, rows, facts=facts, call=call)
+    return in_rows(x, call.mesh), after, in_rows(states, call.mesh)
 
 
 read_some = jax.jit(_read_layers, static_argnames=("facts", "call"), donate_argnames="x")
@@ -279,12 +299,14 @@ def step(
     """
     rows = {"positions": in_array(cache.length), "incoming": in_array(incoming), "rope": cache.rope}
     stepping = Stepping(cache.policy, cache.policy.limits(len(cache.entries)))
-    call = Call(stepping, cache.mesh, doubled=runs_twice(cache.batch_size, cache.mesh))
+    doubled = runs_twice(cache.batch_size, cache.mesh) and not any(cache.recurrent)  # a row has one state
+    call = Call(stepping, cache.mesh, doubled=doubled)
     x, config = tokens[:, None], params.config
     x = embedded(params.embed, twice(x) if call.doubled else x, config.embedding_scale)
-    x, entries = through_some(params.layers, 0, x, cache.entries, rows, facts=facts_of(config), call=call)
+    held = cache.entries, cache.recurrent
+    x, entries, recurrent = through_some(params.layers, 0, x, *held, rows, facts=facts_of(config), call=call)
     hidden = once(x) if call.doubled else x
-    cache = replace(cache, entries=entries, length=cache.length + incoming)
+    cache = replace(cache, entries=entries, recurrent=recurrent, length=cache.length + incoming)
     return by_row(params.logits(hidden[:, 0]), cache.mesh), cache.in_place()
 
 

@@ -21,7 +21,7 @@ from kvjax.mesh.sharding import fetch
 from kvjax.models import AttentionLayer, Decoder
 from kvjax.policy import LayerShape, Moment, Policy, Together
 
-from .layers import facts_of, read_layers
+from .layers import States, facts_of, read_layers
 
 MOST = 18  # ends that one program computes; the time to compile a program grows faster than its length
 
@@ -73,8 +73,10 @@ def read_to_end(
     *,
     together: Together,
     ends: Sequence[End],
-) -> list[Layers]:
+) -> tuple[list[Layers], States]:
     """Returns the entries of a cache after its last tokens, under each of several policies, in their order.
+
+    It also returns the states of recurrent layers, which no policy changes.
 
     Args:
         cache: before them.
@@ -87,7 +89,9 @@ def read_to_end(
     rows = {"next_position": cache.put_rows(length), "rope": cache.rope}
     found: dict[End, list[Slots]] = {end: [] for end in ends}
     read = read_layers(params, cache, cache.put_rows(tokens), cache.put_rows(lengths), plan=None)
-    for i, (layer, facts, held) in enumerate(zip(params.layers, facts_of(params.config), read, strict=True)):
+    recurrent = []
+    for i, (layer, facts, (held, states)) in enumerate(zip(params.layers, facts_of(params.config), read, strict=True)):
+        recurrent.append(states)
         for group, wide in groups:
             capacities = np.stack([end.policy.capacity(i, length, len(cache.entries)) for end in group], axis=1)
             compressed = _compress_layer(
@@ -103,7 +107,8 @@ def read_to_end(
             for end, entries in zip(group, compressed, strict=True):
                 found[end].append(entries)
     each = [(end, Layers(tuple(found[end]))) for end in ends]
-    return [layers if layers.bounds == end.slots else _trimmed(layers, slots=end.slots) for end, layers in each]
+    fitting = [layers if layers.bounds == end.slots else _trimmed(layers, slots=end.slots) for end, layers in each]
+    return fitting, tuple(recurrent)
 
 
 def _groups(ends: Sequence[End]) -> list[tuple[list[End], list[End]]]:

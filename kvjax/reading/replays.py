@@ -17,7 +17,7 @@ from kvjax.cache import Layers, Slots
 from kvjax.checks import shown
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.experts import over_experts
-from kvjax.models import Attend, AttentionLayer, Decoder, embedded
+from kvjax.models import Attend, AttentionLayer, Decoder, RecurrentState, embedded
 from kvjax.policy import Pass, Policy, Replay, Score, Texts
 from kvjax.runtime.clock import Run, run_at_once
 
@@ -66,7 +66,8 @@ def replay(params: Decoder, cache: KVCache, part: Pass, *, run: Run = run_at_onc
     rows, found, call = _rows(cache, part, rows["positions"]), [], Call(Replaying(cache.policy), cache.mesh)
     for i, (layer, facts) in enumerate(layers):
         held, last = cache.entries.layer(i, 0), i == len(layers) - 1
-        x, state = run(_replay_layer, layer, np.int32(i), x, held, rows, facts=facts, call=call, last=last)
+        own = held, cache.recurrent[i]
+        x, state = run(_replay_layer, layer, np.int32(i), x, *own, rows, facts=facts, call=call, last=last)
         found.append(replace(held, per_slot=state.per_slot, per_row=state.per_row))
     return replace(cache, entries=Layers(tuple(found)))
 
@@ -91,6 +92,7 @@ def _replay_layer(
     index: Int[Array, ""],
     x: Float[Array, "B W E"],
     entries: Slots,
+    states: tuple[RecurrentState, ...],
     rows: dict[str, Any],
     *,
     facts: AttentionLayer,
@@ -98,7 +100,7 @@ def _replay_layer(
     last: bool,
 ) -> tuple[Float[Array, "B W E"] | None, Slots]:
     """Returns a pass's hidden states after a layer, unless it is the last, and the state of its score, in slots."""
-    x, after = through_layer(layer, index, x, Layers((entries,)), rows, facts=facts, call=call)
+    x, after, _ = through_layer(layer, index, x, Layers((entries,)), states, rows, facts=facts, call=call)
     held, nothing = after.layer(0, 0), _NOTHING
     state = Slots(nothing, nothing, nothing, nothing, per_slot=held.per_slot, per_row=held.per_row)
     return None if last else in_rows(x, call.mesh), state
@@ -124,7 +126,9 @@ def to_run(params: Decoder, cache: KVCache, part: Pass) -> Replay:
         layers=list(zip(params.layers, records, strict=True)),
         hidden=embedded(params.embed, part.tokens, params.config.embedding_scale),
         positions=positions,
+        lengths=part.lengths,
         entries=cache.entries,
+        recurrent=cache.recurrent,
         attend=attend,
         mix=over_experts(cache.mesh),
     )

@@ -181,6 +181,13 @@ def check_model(cache: KVCache, params: Decoder) -> None:
     expected = (config.num_layers, config.num_kv_heads, config.head_dim)
     if actual != expected:
         raise ValueError(f"the cache has (layers, kv heads, head size) {actual}: the model needs {expected}")
+    states: list[list[tuple[int, ...]]] = [[state.memory.shape[1:] for state in each] for each in cache.recurrent]
+    own = config.recurrence
+    needed: list[list[tuple[int, ...]]] = (
+        [[]] * len(states) if own is None else [[own.memory] * count for count in own.before]
+    )
+    if states != needed:
+        raise ValueError(f"the cache has recurrent states of the shapes {states}: the model needs {needed}")
     if (cache.rope is not None) != config.rope.depends_on_length:
         raise ValueError(f"the cache was made by a model with another RoPE: this model's is {config.rope}")
 

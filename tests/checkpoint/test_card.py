@@ -33,7 +33,13 @@ def written(folder: Path, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "form"), [*((name, "hf") for name in CONFIGS), ("Llama-3.2-1B", "orbax"), ("gpt-oss-20b", "orbax")]
+    ("name", "form"),
+    [
+        *((name, "hf") for name in CONFIGS),
+        ("Llama-3.2-1B", "orbax"),
+        ("gpt-oss-20b", "orbax"),
+        ("Qwen3.5-9B, text", "orbax"),
+    ],
 )
 def test_published_configs_are_written_back_field_by_field(tmp_path, name, form):
     config, (write, read) = CONFIGS[name], WRITERS[form]

@@ -15,6 +15,7 @@ import kvjax
 from kvjax.cli.choices import CHOICES
 from kvjax.models import Decoder, config_from_hf
 from tests.cli.commands import PROMPT, kv
+from tests.tiny import hybrid
 
 
 def test_info_agrees_with_the_model_and_the_plan(model: str) -> None:
@@ -39,6 +40,21 @@ def test_info_agrees_with_the_model_and_the_plan(model: str) -> None:
     plans = json.loads(kv(*asked)[1])  # for this device's memory, as `info`
     assert plans["memory"] == document["memory"]
     assert [plan["rows"] for plan in plans["plans"]] == [plan["rows"] for plan in document["plans"]]
+
+
+def test_recurrent_layers_are_counted(tmp_path: Path) -> None:
+    """In the table, in JSON and in the bytes of a plan."""
+    kvjax.save_hf(hybrid((2, 0, 1)), tmp_path / "model")
+    document = json.loads(kv("info", tmp_path / "model", "--policy", "full", "--length", 64, "--json")[1])
+    facts = {"key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 6, "taps": 4}
+    assert (document["layers"], document["recurrence"]) == (3, {"before": [2, 0, 1]} | facts)
+    states = 3 * 4 * (3 * (2 * 2 * 8 + 4 * 6) + 4 * 8 * 6)
+    entries = kvjax.plan_cache(
+        hybrid((2, 0, 1)).config, kvjax.policies.full(), batch=1, length=64, new_tokens=512, dtype="float32"
+    ).entries
+    assert document["plans"][0]["bytes"] == states + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(entries))
+    text = kv("info", tmp_path / "model", "--policy", "full")[1]
+    assert "3 of 6 layers, with 4.32 kB of states per row" in " ".join(text.split())
 
 
 def test_experts_are_counted(tmp_path: Path) -> None:

@@ -37,8 +37,11 @@ SCORE = Attribution(SINKS, CHUNK, instruction=(7, 60, 2), starting=(9, 4), suffi
 POLICY = kvgrad(0.5, SINKS, score=SCORE)
 ROWS = [np.random.default_rng(4).integers(0, tiny.VOCAB, n) for n in (30, 9, 13)]
 PARAMS = tiny.decoder(4, 2, (None, None))
-# Norms before and after, factors, caps, windows, sinks, biases, experts with and without a limit.
-FAMILIES = ("llama-group4-tied", "gemma2-group4-layers", "mixtral-group4-window", "gpt_oss", "granite", "olmo2")
+# Norms before and after, factors, caps, windows, sinks, biases, experts with and without a limit, recurrent layers.
+FAMILIES = (
+    *("llama-group4-tied", "gemma2-group4-layers", "mixtral-group4-window", "gpt_oss", "granite", "olmo2"),
+    "qwen3_5_text-group7",
+)
 
 
 def sensitivities(params: Decoder, rows: list[np.ndarray], texts: list[np.ndarray], policy: Any = POLICY) -> np.ndarray:
@@ -80,7 +83,8 @@ def literal(model: Any, row: np.ndarray, text: np.ndarray) -> np.ndarray:
         return hook
 
     layers = model.model.layers
-    hooks = [layer.self_attn.register_forward_hook(keep(given)) for layer in layers]
+    attentions = [layer.self_attn for layer in layers if hasattr(layer, "self_attn")]  # not those of recurrent layers
+    hooks = [attention.register_forward_hook(keep(given)) for attention in attentions]
     hooks.append(layers[-1].register_forward_hook(keep(last)))
     model(torch.from_numpy(np.concatenate([row, text]))[None])
     for hook in hooks:

@@ -25,7 +25,14 @@ YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 8.0, "original_ma
 GROWING = YARN | {"llama_4_scaling_beta": 0.5}
 MSCALE = {"mscale": 2.0, "mscale_all_dim": 0.5, "beta_fast": 8.0, "beta_slow": 0.5, "truncate": False}
 PARTIAL = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, RECURRENT = "sliding_attention", "full_attention", "linear_attention"
+NETS = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "initializer_range": 0.06,  # with 0.15 the two forms of transformers, in chunks and by token, differ by 1.2e-4
+}
 MIXED = {"layer_types": [FULL, SLIDING]}
 SHORT = {"max_position_embeddings": 32}
 FACTORS = {
@@ -73,6 +80,16 @@ CASES = {
         | TIED
         | {"num_hidden_layers": 2, "head_dim": 10, "attention_bias": True}
         | {"use_sliding_window": True, "sliding_window": 9, "layer_types": [SLIDING, FULL]},
+    ),
+    "qwen3_5_text-group4-layers": ("qwen3_5_text", GROUP4 | NETS | {"num_hidden_layers": 4, "head_dim": 16}),
+    "qwen3_5_text-group7-mixed-tied": (
+        "qwen3_5_text",
+        GROUP7
+        | TIED
+        | NETS
+        | {"num_hidden_layers": 4, "head_dim": 16, "layer_types": [FULL, RECURRENT, RECURRENT, FULL]}
+        | {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 3}
+        | {"linear_key_head_dim": 6, "linear_value_head_dim": 10, "rope_parameters": PARTIAL},
     ),
     "phi3-group1": ("phi3", GROUP1 | {"num_hidden_layers": 2}),
     "phi3-partial-window-tied": (
@@ -203,6 +220,8 @@ DECODED = (
     "mistral-window",
     "qwen2-layers-tied",
     "qwen3-layers-bias-tied",
+    "qwen3_5_text-group4-layers",
+    "qwen3_5_text-group7-mixed-tied",
     "phi3-partial-window-tied",
     "phi3-longrope",
     "internlm2-group1-bias",
@@ -228,6 +247,8 @@ ROUNDED = (
     "mistral-window-tied",
     "qwen2-group7",
     "qwen3-layers-bias-tied",
+    "qwen3_5_text-group4-layers",
+    "qwen3_5_text-group7-mixed-tied",
     "phi3-longrope-partial",
     "internlm2-group1-bias",
     "ministral3-group4-tied",

@@ -25,12 +25,11 @@ def reference(model_type: str, fields: dict) -> Any:
     if model_type == "internlm2":  # transformers does not implement it
         fields = {"attention_bias" if name == "bias" else name: value for name, value in fields.items()}
         model_type = "llama"
-    defaults = {"num_hidden_layers": 1, "max_position_embeddings": 256}
+    defaults = {"num_hidden_layers": 1, "max_position_embeddings": 256, "initializer_range": 0.15}
     config = transformers.AutoConfig.for_model(
         model_type,
         vocab_size=VOCAB,
         intermediate_size=48,
-        initializer_range=0.15,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,

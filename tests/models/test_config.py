@@ -27,6 +27,8 @@ from tests.models.configs import (
     PHI3,
     QWEN2,
     QWEN3,
+    QWEN3_5,
+    RECURRENT,
     SLIDING,
     SMOLLM3,
     YARN,
@@ -123,6 +125,21 @@ def test_windows_of_qwen(family, fields, windows):
     assert config_from_hf(family | fields).windows == windows
 
 
+@pytest.mark.parametrize(
+    ("fields", "before"),
+    [
+        ({}, (3,)),
+        ({"full_attention_interval": 2}, (1, 1)),
+        ({"layer_types": [FULL, RECURRENT, RECURRENT, FULL]}, (0, 2)),
+        ({"layer_types": [FULL] * 4}, (0, 0, 0, 0)),
+    ],
+)
+def test_recurrent_layers_of_qwen(fields, before):
+    config = config_from_hf(QWEN3_5 | fields)
+    assert config.recurrence.before == before
+    assert (config.num_layers, config.num_layers + config.num_recurrent) == (len(before), 4)
+
+
 def test_rope_of_phi():
     """The original length is a field of the config, by default 4,096. One inside the scaling is ignored."""
     inside = LONGROPE | {"original_max_position_embeddings": 64}
@@ -161,6 +178,9 @@ def test_null_in_rope_is_absent(family, fields, same):
         QWEN2 | {"rope_scaling": {"type": "yarn", **YARN}},
         QWEN3 | {"attention_bias": True, "use_sliding_window": True, "layer_types": [SLIDING, FULL]},
         QWEN3,
+        QWEN3_5,
+        QWEN3_5 | {"layer_types": [FULL, RECURRENT, RECURRENT, FULL], "linear_conv_kernel_dim": 2},
+        QWEN3_5 | {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "yarn", **YARN}},
         PHI3 | {"sliding_window": 7, "partial_rotary_factor": 0.5},
         PHI3 | {"rope_scaling": LONGROPE, "partial_rotary_factor": 0.5, "original_max_position_embeddings": 512},
         MINISTRAL | {"sliding_window": 7, "layer_types": [FULL, SLIDING]},

@@ -84,7 +84,8 @@ def test_logits_in_bfloat16(case, model, folder, tokens):
     rounded = reference.logits(reference.reference(*case).to(torch.bfloat16), tokens)
     error, usual = (np.sqrt(np.mean((np.asarray(x) - exact) ** 2)) for x in (logits(params, tokens), rounded))
     assert error < 1.5 * usual
-    assert error < 0.03 * exact.std()
+    # A recurrent layer divides queries, keys and outputs by their lengths, which are small here and magnify rounding.
+    assert error < (0.03 if params.config.recurrence is None else 0.06) * exact.std()
 
 
 @pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - {"internlm2"}))
@@ -155,6 +156,7 @@ def test_transformers_reads_back_what_it_wrote(case, model, folder, tmp_path, to
         ("llama-llama3", jnp.bfloat16),
         ("mistral-window-tied", jnp.bfloat16),
         ("qwen3-layers-bias-tied", jnp.bfloat16),
+        ("qwen3_5_text-group4-layers", jnp.float32),
         ("phi3-longrope-partial", jnp.float32),
         ("smollm3-window-bias", jnp.float32),
         ("olmo2-group4-bias-tied", jnp.bfloat16),

@@ -26,8 +26,14 @@ def backwards(replay: Replay) -> Entries:
     treats every token: the products of `Replay.mix` have no derivative.
     """
     attend, entries = replay.attend(instead=differentiable), replay.entries
-    x, before = replay.hidden, []
+    x, before, first = replay.hidden, [], []
+
+    def recur(i: int, x: Float[Array, "B W E"], mix: Any) -> Float[Array, "B W E"]:
+        return replay.layers[i][0].recur(x, replay.lengths, replay.recurrent[i], mix)[0]
+
     for i, (layer, record) in enumerate(replay.layers):
+        first.append(x)
+        x = recur(i, x, replay.mix)
         before.append(x)
         x, _ = layer(x, record, attend, entries.of_layers(i, 1), replay.mix)
     gradient = jnp.where(replay.positions[..., None] >= 0, 2 * x, 0)  # of Phi
@@ -39,6 +45,9 @@ def backwards(replay: Replay) -> Entries:
         sensitivity = jnp.linalg.norm(of_given.astype(jnp.float32), axis=-1)
         _, part = layer.attended(x, record, replay.attend(measured=sensitivity), entries.of_layers(i, 1))
         entries = entries.with_layers(i, part)
+        if len(layer.before):
+            _, into = jax.vjp(partial(recur, i, mix=densely), first[i])
+            (gradient,) = into(gradient)
     return entries
 
 

@@ -1,0 +1,128 @@
+"""The half of a layer after attention: a gated MLP or experts, with norms and residuals, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from .config import DecoderConfig
+from .linear import bias, linear, weight
+from .mixture import ExpertWeights, Mix
+from .norm import hidden_norm, maybe
+
+BLOCK = 8192  # the largest number of tokens, over all rows, in a block of `by_blocks`
+
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+}
+
+
+class MLP(nnx.Module):
+    """The gated MLP, SwiGLU or GeGLU (arXiv 2002.05202)."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: DTypeLike):
+        E, F = config.hidden_size, config.mlp_size
+        self.activation = config.activation
+        self.gate = weight(rngs, (E, F), ("embed", "mlp"), E, dtype)
+        self.up = weight(rngs, (E, F), ("embed", "mlp"), E, dtype)
+        self.down = weight(rngs, (F, E), ("mlp", "embed"), F, dtype)
+        self.gate_bias = bias(config.mlp_bias, (F,), ("mlp",), dtype)
+        self.up_bias = bias(config.mlp_bias, (F,), ("mlp",), dtype)
+        self.down_bias = bias(config.mlp_bias, (E,), ("embed",), dtype)
+
+    def __call__(self, x: Float[Array, "B N E"]) -> Float[Array, "B N E"]:
+        gate, up = linear(x, self.gate[...], self.gate_bias), linear(x, self.up[...], self.up_bias)
+        return linear(ACTIVATIONS[self.activation](gate) * up, self.down[...], self.down_bias)
+
+
+class Experts(nnx.Module):
+    """The experts of a layer, each a gated MLP, and the router that chooses among them (arXiv 1701.06538)."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, dtype: DTypeLike):
+        assert config.mixture is not None
+        X, E, F = config.mixture.experts, config.hidden_size, config.mixture.size
+        self.mixture, self.activation = config.mixture, config.activation
+        self.router = weight(rngs, (E, X), ("embed", "choices"), E, dtype)
+        self.gate = weight(rngs, (X, E, F), ("experts", "embed", "expert_mlp"), E, dtype)
+        self.up = weight(rngs, (X, E, F), ("experts", "embed", "expert_mlp"), E, dtype)
+        self.down = weight(rngs, (X, F, E), ("experts", "expert_mlp", "embed"), F, dtype)
+        biased = config.mixture.biased
+        self.router_bias = bias(biased, (X,), ("choices",), dtype)
+        self.gate_bias = bias(biased, (X, F), ("experts", "expert_mlp"), dtype)
+        self.up_bias = bias(biased, (X, F), ("experts", "expert_mlp"), dtype)
+        self.down_bias = bias(biased, (X, E), ("experts", "embed"), dtype)
+
+    def __call__(self, x: Float[Array, "B N E"], mix: Mix) -> Float[Array, "B N E"]:
+        biases = self.router_bias, self.gate_bias, self.up_bias, self.down_bias
+        weights = ExpertWeights(
+            *(matrix[...] for matrix in (self.router, self.gate, self.up, self.down)),
+            *(None if vector is None else vector[...] for vector in biases),
+        )
+        return mix(x, weights, self.mixture, ACTIVATIONS[self.activation])
+
+
+class FeedForward(nnx.Module):
+    """The half of a layer that follows attention or a recurrence: an MLP or experts, with norms and residuals."""
+
+    def __init__(self, config: DecoderConfig, experts: bool, rngs: nnx.Rngs, dtype: DTypeLike):
+        self.residual_scale = config.residual_scale
+        self.attention_post_norm = hidden_norm(config.post_norm, config, dtype)
+        self.mlp_norm = hidden_norm(config.pre_norm, config, dtype)
+        self.mlp = None if experts else MLP(config, rngs, dtype)
+        self.experts = Experts(config, rngs, dtype) if experts else None
+        self.mlp_post_norm = hidden_norm(config.post_norm, config, dtype)
+
+    def after_attention(
+        self, x: Float[Array, "B n E"], attention: Float[Array, "B n E"], mix: Mix
+    ) -> Float[Array, "B n E"]:
+        """Returns the output of the layer, from its input and what attention or a recurrence adds to it."""
+        x = x + self.scaled(maybe(self.attention_post_norm, attention))
+        return x + self.scaled(maybe(self.mlp_post_norm, self.feed_forward(maybe(self.mlp_norm, x), mix)))
+
+    def feed_forward(self, x: Float[Array, "B n E"], mix: Mix) -> Float[Array, "B n E"]:
+        """The MLP, or the mixture of experts in its place."""
+        if self.experts is not None:
+            return self.experts(x, mix)
+        assert self.mlp is not None
+        return self.mlp(x)
+
+    def scaled(self, x: Float[Array, "B n E"]) -> Float[Array, "B n E"]:
+        """Returns what is added to the hidden states. A product with a factor of 1 would be one more kernel."""
+        return x if self.residual_scale == 1 else (x.astype(jnp.float32) * self.residual_scale).astype(x.dtype)
+
+
+def by_blocks(
+    update: Callable[[Float[Array, "B n E"], Float[Array, "B Hq n D"]], Float[Array, "B n E"]],
+    x: Float[Array, "B N E"],
+    context: Float[Array, "B Hq N D"],
+) -> Float[Array, "B N E"]:
+    """Applies `update`, which treats each token independently, to one block of tokens after another.
+
+    The activations of the MLP are several times as large as the hidden states. With blocks, only those of one block are
+    in memory. All blocks have the same size, of at most BLOCK tokens over all rows. There are at most twice as many
+    blocks as BLOCK requires. If no such number divides N, `update` runs on all tokens at once.
+    """
+    B, N = x.shape[:2]
+    least = -(-B * N // BLOCK)
+    blocks = next((n for n in range(least, 2 * least + 1) if N % n == 0), 1)
+    if blocks == 1:
+        return update(x, context)
+    size = N // blocks
+    x_blocks = x.reshape(B, blocks, size, -1)
+    context_blocks = context.reshape(*context.shape[:2], blocks, size, -1)
+
+    def update_block(i: Int[Array, ""], x_blocks: Float[Array, "B blocks n E"]) -> Float[Array, "B blocks n E"]:
+        x_block = jax.lax.dynamic_index_in_dim(x_blocks, i, axis=1, keepdims=False)
+        context_block = jax.lax.dynamic_index_in_dim(context_blocks, i, axis=2, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(x_blocks, update(x_block, context_block), i, axis=1)
+
+    return jax.lax.fori_loop(0, blocks, update_block, x_blocks).reshape(x.shape)

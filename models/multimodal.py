@@ -1,0 +1,35 @@
+"""Models that take images and films beside text: the config of their text decoder, which alone is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from . import qwen3_5_text
+from .fields import unsupported
+
+TEXT = {"qwen3_5": ("qwen3_5_text", qwen3_5_text.ARCHITECTURE)}  # model_type and architecture of the text decoder
+UNREAD = """
+    model_type architectures text_config vision_config image_token_id video_token_id vision_start_token_id
+    vision_end_token_id
+"""
+
+
+def text_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config of the text decoder of `config.json`, which of most models is all of it.
+
+    Fields beside `text_config` are kept where it does not have them, and decide whether embeddings are tied. Those of
+    images and films are left out.
+
+    Raises:
+        UnsupportedModelError: `text_config` is not an object of the text decoder's `model_type`.
+    """
+    if hf.get("model_type") not in TEXT:
+        return dict(hf)
+    model_type, architecture = TEXT[hf["model_type"]]
+    text = hf.get("text_config")
+    if not isinstance(text, Mapping) or text.get("model_type", model_type) != model_type:
+        raise unsupported("text_config", text, f"an object with model_type {model_type!r}")
+    beside = {field: value for field, value in hf.items() if field not in UNREAD.split()}
+    tied = {field: beside[field] for field in ("tie_word_embeddings",) if field in beside}
+    return beside | dict(text) | tied | {"model_type": model_type, "architectures": [architecture]}

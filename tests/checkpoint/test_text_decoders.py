@@ -1,0 +1,80 @@
+"""Checkpoints of models that take images too: their text decoder is read, and written by itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from kvjax.checkpoint import load, save_hf
+from kvjax.models import UnsupportedModelError, config_from_hf
+from tests.tiny import hybrid
+
+
+@pytest.fixture
+def multimodal(tmp_path: Path) -> Path:
+    """The folder of a tiny Qwen3.5 as it is published: a nested config, and tensors that a text does not need."""
+    folder = tmp_path / "published"
+    save_hf(hybrid(), folder)
+    text = json.loads((folder / "config.json").read_text())
+    config = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "image_token_id": 7,
+        "model_type": "qwen3_5",
+        "text_config": {name: value for name, value in text.items() if name != "architectures"} | {"eos_token_id": 5},
+        "tie_word_embeddings": False,
+        "video_token_id": 8,
+        "vision_config": {"depth": 2, "model_type": "qwen3_5"},
+        "vision_end_token_id": 9,
+        "vision_start_token_id": 10,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    other = {name: np.ones((2, 2), np.float32) for name in ("model.visual.blocks.0.norm1.weight", "mtp.fc.weight")}
+    save_file(tensors | other, folder / "model.safetensors")
+    return folder
+
+
+def changed(folder: Path, **fields: Any) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text()) | fields
+
+
+def test_the_text_decoder_is_read_and_written(multimodal, tmp_path):
+    params, _ = load(multimodal)
+    assert params.config == hybrid().config
+    assert params.card.end_tokens == (5,)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(params), jax.tree.leaves(hybrid()))
+    save_hf(params, tmp_path / "text")
+    written = json.loads((tmp_path / "text" / "config.json").read_text())
+    assert (written["model_type"], written["architectures"]) == ("qwen3_5_text", ["Qwen3_5ForCausalLM"])
+    assert not written.keys() & {"text_config", "vision_config", "image_token_id"}
+    again, _ = load(tmp_path / "text")
+    assert again.card.end_tokens == (5,)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(again), jax.tree.leaves(hybrid()))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"text_config": None}, "text_config=None"),
+        ({"text_config": {"model_type": "qwen3"}}, "accepted: an object with model_type 'qwen3_5_text'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config={'quant_method': 'fp8'}"),
+        ({"audio_config": {"depth": 1}}, "audio_config={'depth': 1}"),
+    ],
+)
+def test_what_lies_beside_the_text_decoder_is_not_guessed(multimodal, fields, message):
+    with pytest.raises(UnsupportedModelError) as caught:
+        config_from_hf(changed(multimodal, **fields))
+    assert message in str(caught.value)
+
+
+def test_the_outer_config_ties_the_embeddings(multimodal):
+    assert config_from_hf(changed(multimodal, tie_word_embeddings=True)).tie_embeddings
