@@ -21,6 +21,7 @@ from kvjax.checks import shown
 from kvjax.engine import Engine
 
 from .asking import Asked, ask, unless_gone
+from .dialects import Template
 from .documents import Chats, Completions, Form
 from .errors import ApiError, gone, told, unexpected, unrouted
 from .gate import Gate
@@ -46,7 +47,7 @@ def application(engine: Engine, settings: Settings, is_closing: Callable[[], boo
     """
     if engine.tokenizer is None:
         raise ValueError("the engine has no tokenizer: expected Engine(..., tokenizer=...), because requests are text")
-    registry = registry_of(engine)
+    registry, template = registry_of(engine), Template.of(engine.tokenizer, settings.tool_calls)
     started = int(time.time())
     page = files("kvjax.serve").joinpath("page.html").read_text(encoding="utf-8")
 
@@ -58,7 +59,7 @@ def application(engine: Engine, settings: Settings, is_closing: Callable[[], boo
     async def asked_for(request: Request, kind: type[Completion] | type[Chat]) -> Asked:
         body = parse(kind, b"".join([chunk async for chunk in request.stream()]))  # `request.body()` would keep it
         check_model(body.model)
-        return await ask(engine, body, settings.sampler)
+        return await ask(engine, body, settings.sampler, template)
 
     def answering(kind: type[Completion] | type[Chat], form: Form) -> Endpoint:
         async def answer(request: Request) -> Response:
@@ -94,10 +95,9 @@ def application(engine: Engine, settings: Settings, is_closing: Callable[[], boo
     async def show(request: Request) -> Response:
         return HTMLResponse(page.replace("MODEL_NAME", settings.model))
 
-    names = (settings.model, engine.tokenizer)
     posts = {
-        "/v1/completions": answering(Completion, Completions(*names)),
-        "/v1/chat/completions": answering(Chat, Chats(*names)),
+        "/v1/completions": answering(Completion, Completions(settings.model)),
+        "/v1/chat/completions": answering(Chat, Chats(settings.model)),
     }
     gets: dict[str, Endpoint] = {
         "/": show,

@@ -97,24 +97,51 @@ def likely(rng: random.Random, name: str) -> Any:
         "min_p": [0, 0.5, 1],
         "repetition_penalty": [1, 1.3, 1e-300, 1e300],
         "seed": [0, -1, 2**63 - 1],
-        "logprobs": [0, 1, True, False],
+        "logprobs": [0, 1, 20, True, False],
+        "top_logprobs": [0, 1, 20],
+        "frequency_penalty": [0, -2, 2, 2.1],
+        "presence_penalty": [0, -2, 2],
+        "regex": ["[ab]+", "(a", ".*", "a{2000}{2000}", rng.choice(TEXTS)],
+        "stop_token_ids": [[], [0, 65], [2**31]],
         "max_tokens": [0, 1, 8, 17],
         "max_completion_tokens": [1, 8, 17],
-        "logit_bias": [{}, {"5": 0}, {"5": 1}],
-        "response_format": [{"type": "text"}, {"type": "json_object"}],
-        "tools": [[], [{"type": "function"}]],
-        "tool_choice": ["none", "auto", {"type": "function"}],
+        "logit_bias": [{}, {"5": 0}, {"5": 1, "65": -100}, {"300": 1}, {rng.choice(TEXTS): 1}],
+        "response_format": [
+            {"type": "text"},
+            {"type": "json_object"},
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}},
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": value(rng)}},
+        ],
+        "tools": [[], [{"type": "function"}], [tool(rng)], [tool(rng), tool(rng)]],
+        "tool_choice": ["none", "auto", "required", {"type": "function", "function": {"name": "f"}}],
+        "skip_special_tokens": [True, False],
         "chat_template_kwargs": [{rng.choice(OPTIONS): value(rng)}, {}],
         "modalities": [["text"], ["text", "audio"]],
     }
     return rng.choice([*drawn.get(name, [value(rng)]), None])
 
 
+def tool(rng: random.Random) -> Any:
+    function: dict[str, Any] = {"name": rng.choice("fg")}
+    if rng.random() < 0.5:
+        function["parameters"] = value(rng) if rng.random() < 0.3 else {"type": "object", "properties": {"a": {}}}
+    return {"type": "function", "function": function}
+
+
+def call(rng: random.Random) -> Any:
+    arguments = rng.choice(["{}", '{"a": 1}', "[]", "{", rng.choice(TEXTS)])
+    return {"id": rng.choice(TEXTS), "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
 def messages(rng: random.Random) -> list[Any]:
     def one() -> Any:
         part = {"type": rng.choice(["text", "text", "image_url"]), "text": rng.choice(TEXTS)}
         content = rng.choice([rng.choice(TEXTS), [part, {"type": "text", "text": "a"}], None, "a"])
-        message = {"role": rng.choice(ROLES[:4] if rng.random() < 0.8 else ROLES), "content": content}
+        message: dict[str, Any] = {"role": rng.choice(ROLES[:5] if rng.random() < 0.8 else ROLES), "content": content}
+        if message["role"] == "tool" and rng.random() < 0.8:
+            message["tool_call_id"] = rng.choice(TEXTS)
+        if message["role"] == "assistant" and rng.random() < 0.3:
+            message["tool_calls"] = [call(rng)]
         return message | ({rng.choice(MESSAGE): value(rng)} if rng.random() < 0.3 else {})
 
     return [one() for _ in range(rng.choice([1, 1, 2, 5]))]
@@ -255,7 +282,8 @@ def check_spelling(choices: list[Any]) -> None:
     spelled: dict[int, bytes] = {}
     for choice in choices:
         index, message = choice["index"], choice.get("message") or choice.get("delta") or {}
-        texts[index] = texts.get(index, "") + (choice.get("text") or message.get("content") or "")
+        said = message.get("content") or message.get("reasoning_content") or ""
+        texts[index] = texts.get(index, "") + (choice.get("text") or said)
         for token in (choice["logprobs"] or {}).get("content") or ():
             spelled[index] = spelled.get(index, b"") + bytes(token["bytes"])
     for index, data in spelled.items():
@@ -270,7 +298,7 @@ def tokenizer() -> Any:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in ("<s>", "</s>")])
     found = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
-    options = "{{ tools }}{{ enable_thinking + 'a' if enable_thinking }}"
+    options = "{{ tools }}{{ enable_thinking + 'a' if enable_thinking }}{# tool_calls <tool_call> <think> </think> #}"
     found.chat_template = "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}" + options
     return found
 
@@ -299,6 +327,7 @@ def fuzzed(seed: int, number: int) -> tuple[Counter[int], list[str]]:
         tokenizer=tokenizer(),
         max_queue=8,
         prefix_memory="1MB",
+        guided=True,
     ) as engine:
         asyncio.run(all_of_them(application(engine, Settings("tiny", POLICY, api_key=KEY, max_body=MAX_BODY))))
     return counts, faults

@@ -19,6 +19,7 @@ from kvjax import Greedy
 from kvjax.engine import Handle
 from kvjax.serve import Settings, application
 from kvjax.serve.asking import ask
+from kvjax.serve.dialects import Template
 from kvjax.serve.schema import Completion
 from tests.patience import PATIENCE
 from tests.serve.serving import GOOD, KEY, POLICY, Serving, send
@@ -207,7 +208,7 @@ def test_a_request_that_is_cancelled_while_it_is_submitted(serving: Serving, mon
 
     async def cancelled() -> None:
         request = Completion(**GOOD | {"max_tokens": 512, "ignore_eos": True})
-        task = asyncio.create_task(ask(serving.engine, request, Greedy()))
+        task = asyncio.create_task(ask(serving.engine, request, Greedy(), Template.of(serving.engine.tokenizer)))
         await asyncio.to_thread(entered.wait, 10)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -288,7 +289,9 @@ def test_page(serving: Serving) -> None:
     assert "//" not in page, "the page loads something"
 
 
-@pytest.mark.parametrize("wrong", [{"model": ""}, {"api_key": ""}, {"api_key": "a b"}, {"max_body": 0}, {"timeout": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"model": ""}, {"tool_calls": "x"}, {"api_key": ""}, {"api_key": "a b"}, {"max_body": 0}, {"timeout": 0}]
+)
 def test_settings(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="expected"):
         Settings(**({"model": "tiny", "policy": "full"} | wrong))
