@@ -269,6 +269,7 @@ class Engine:
                 text=ticket.text is not None,
                 log_probs=ticket.log_probs,
                 shown=ticket.shown,
+                echoed=ticket.echoed,
                 cancel=partial(self._cancel, ticket),
             )
             for ticket in tickets

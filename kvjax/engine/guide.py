@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int
 
 from kvjax.checks import is_integer, shown
-from kvjax.decoding.grammars import Grammar, Grammars, Matcher
+from kvjax.decoding.grammars import Grammar, GrammarError, Grammars, Matcher
 from kvjax.decoding.row_guides import TOP, RowGuides
 
 BIASES = 300  # of a request, at most
@@ -30,6 +31,8 @@ class Guide:
         frequency_penalty: is subtracted from the logit of a token for each time that the answer has it.
         presence_penalty: is subtracted from the logits of tokens that the answer has.
         top_log_probs: the number of tokens, from 0 to 20, whose log-probabilities come with each token.
+        echo: the answer begins with the prompt but for its first token, so that its tokens have log-probabilities. They
+            are decoded one by one, from the cache as the policy leaves it, and count towards the engine's limit.
 
     Raises:
         ValueError: an attribute is not accepted; the message names it.
@@ -40,6 +43,7 @@ class Guide:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     top_log_probs: int = 0
+    echo: bool = False
 
     def __post_init__(self) -> None:
         for name in ("frequency_penalty", "presence_penalty"):
@@ -70,12 +74,29 @@ class Guided:
         top: the number of tokens whose log-probabilities are reported.
     """
 
-    def __init__(self, guide: Guide, grammars: Grammars, vocab_size: int, ends: frozenset[int]) -> None:
-        """At the beginning of an answer that ends with any of `ends`.
+    def __init__(
+        self,
+        guide: Guide,
+        grammars: Grammars,
+        vocab_size: int,
+        ends: frozenset[int],
+        forced: Int[np.ndarray, "N"],
+    ) -> None:
+        """At the beginning of an answer.
+
+        Args:
+            guide: what the request asks for.
+            grammars: compiles the grammar.
+            vocab_size: the number of tokens.
+            ends: the tokens that end the answer.
+            forced: the tokens that it begins with.
 
         Raises:
             ValueError: the grammar or a token is not accepted.
         """
+        if (ending := ends.intersection(forced.tolist())) and guide.echo:
+            raise ValueError(f"echo=True and the prompt has the end token {min(ending)}: expected eos=()")
+        self._forced = deque(forced.tolist())
         for token in guide.logit_bias:
             if not is_integer(token) or not 0 <= token < vocab_size:
                 raise ValueError(f"logit_bias has the token {shown(token)}: expected ids in 0 .. {vocab_size - 1}")
@@ -88,7 +109,10 @@ class Guided:
 
     def write(self, guides: RowGuides, row: int) -> None:
         """Writes what may come next into a row of NumPy arrays. Raises GrammarError if nothing may."""
-        if self._matcher is not None:
+        if self._forced:
+            guides.allowed[row] = 0
+            guides.allowed[row, self._forced[0] // 32] = np.uint32(1 << self._forced[0] % 32)
+        elif self._matcher is not None:
             guides.allowed[row] = self._matcher.allowed()
         guide, biases = self._guide, dict(self._guide.logit_bias)
         if guide.frequency_penalty or guide.presence_penalty:
@@ -100,5 +124,9 @@ class Guided:
 
     def take(self, token: int) -> bool:
         """Goes on with a token. Returns whether the grammar allows nothing after it."""
+        if self._forced:
+            if token != (forced := self._forced.popleft()):
+                raise GrammarError(f"the prompt has the token {forced}, which the model never draws: expected no echo")
+            return False
         self._counts[token] += 1
         return self._matcher is not None and token not in self._ends and self._matcher.take(token)

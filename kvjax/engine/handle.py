@@ -110,7 +110,8 @@ class Handle:
     `await handle` wait in a coroutine.
 
     Attributes:
-        prompt_tokens: the number of tokens of the prompt.
+        prompt_tokens: the number of tokens before the answer.
+        echoed: int32 tokens of the prompt if `Guide.echo` has the answer begin with them, but for the first; else none.
         shown: ids of the special tokens that the text names.
     """
 
@@ -122,12 +123,13 @@ class Handle:
         text: bool,
         log_probs: bool,
         shown: frozenset[int],
+        echoed: Int[np.ndarray, "N"],
         cancel: Callable[[], None],
     ) -> None:
         self._feed = feed
         self._text, self._log_probs = text, log_probs
         self._cancel = cancel
-        self.prompt_tokens, self.shown = prompt_tokens, shown
+        self.prompt_tokens, self.shown, self.echoed = prompt_tokens, shown, echoed
 
     @property
     def done(self) -> bool:

@@ -174,6 +174,7 @@ class Loop:
             with self._changed:
                 if self._queue:
                     ticket = self._queue.popleft()
+                    self.counters.begin(ticket.submitted)
                     self._reading = Reading(ticket, self._device.read(ticket.prompt, ticket.prefix))
         if self._reading is None:
             return
@@ -183,7 +184,7 @@ class Loop:
         except OSError as error:  # of the prefix store, which concerns this request alone
             self._reading = None
             ticket.feed.fail(error)
-            self.counters.finish("failed")
+            self.counters.finish("failed", ticket.submitted)
         except StopIteration as stop:
             self._reading = None
             guides = None
@@ -228,7 +229,7 @@ class Loop:
             ticket.guided.write(guides, row)
         except GrammarError as error:
             ticket.feed.fail(error)
-            self.counters.finish("failed")
+            self.counters.finish("failed", ticket.submitted)
         return not ticket.feed.ended
 
     def _finish(self, report: Int32[Array, "R B K"], steps: Int[Array, ""] | int, tickets: list[Ticket | None]) -> None:
@@ -257,11 +258,11 @@ class Loop:
                 ticket.feed.fail(failure)
             if ticket.feed.ended:
                 self.rows[self.rows.index(ticket)] = None
-                self.counters.finish(ticket.feed.finish or "failed")
+                self.counters.finish(ticket.feed.finish or "failed", ticket.submitted)
 
     def _end(self, ticket: Ticket) -> None:
         ticket.feed.end("cancelled")
-        self.counters.finish("cancelled")
+        self.counters.finish("cancelled", ticket.submitted)
 
     def _fail(self, error: BaseException) -> None:
         """Ends everything with an error."""

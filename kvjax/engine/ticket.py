@@ -60,6 +60,7 @@ class Ticket:
         text: decodes the tokens; None without a tokenizer.
         shown: special tokens that the text names.
         guided: what the host has a part in; None for most requests.
+        echoed: the tokens of a prompt that is scored; else none.
         feed: where the tokens go.
         submitted: the time of the request, of `time.perf_counter`.
         last: the time of its last token.
@@ -74,6 +75,7 @@ class Ticket:
     text: RowText | None
     shown: frozenset[int] = frozenset()
     guided: Guided | None = None
+    echoed: Int[np.ndarray, "N"] = field(default_factory=lambda: np.zeros(0, np.int32))
     prefix: Int[np.ndarray, "N"] | None = None
     feed: Feed = field(default_factory=Feed)
     submitted: float = field(default_factory=time.perf_counter)
@@ -116,6 +118,14 @@ class Ticket:
         row = row_of("prompt", prompt, begins=prefix is None, answered=True)
         name, most = ("max_prompt", sizes.max_prompt) if prefix is None else ("chunk", sizes.chunk)
         _check_length("prompt" if prefix is None else "prompt after a prefix", row.size, name, most)
+        echoed = row[:0]
+        if options.guide is not None and options.guide.echo:
+            if prefix is not None or options.stop:
+                raise ValueError(
+                    "echo=True with a prefix or stop strings: expected neither, because it scores the prompt"
+                )
+            row, echoed, limit = row[:1], row, limit + row.size - 1
+            _check_length("prompt that is scored, and its answer", limit, "max_new_tokens", sizes.max_new_tokens)
         stops = stop_strings(options.stop, tokenizer)
         sampler = options.sampler or Greedy()
         ends = end_tokens(options.eos, (), 1)
@@ -125,7 +135,7 @@ class Ticket:
         if options.guide is not None:
             if not isinstance(options.guide, Guide) or grammars is None:
                 raise ValueError(f"guide={shown(options.guide)}: expected a Guide, and Engine(..., guided=True)")
-            guided = Guided(options.guide, grammars, vocab_size, closes)
+            guided = Guided(options.guide, grammars, vocab_size, closes, echoed[1:])
         given = ends.shape[1]
         if given > sizes.ends:
             raise ValueError(f"eos has {given} tokens: expected at most {sizes.ends} (Engine(max_end_tokens=...))")
@@ -147,6 +157,7 @@ class Ticket:
             text=None if tokenizer is None else RowText(tokenizer, stops, named),
             shown=named,
             guided=guided,
+            echoed=echoed,
             prefix=prefix,
         )
 

@@ -6,10 +6,11 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -30,7 +31,9 @@ from .parsing import parse
 from .schema import Chat, Completion
 from .settings import Settings
 from .streaming import Events
+from .tokenizing import Detokenize, Tokenize, detokenized, tokenized
 
+Turned = TypeVar("Turned", Tokenize, Detokenize)
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -47,7 +50,7 @@ def application(engine: Engine, settings: Settings, is_closing: Callable[[], boo
     """
     if engine.tokenizer is None:
         raise ValueError("the engine has no tokenizer: expected Engine(..., tokenizer=...), because requests are text")
-    registry, template = registry_of(engine), Template.of(engine.tokenizer, settings.tool_calls)
+    registry, template = registry_of(engine, settings.model), Template.of(engine.tokenizer, settings.tool_calls)
     started = int(time.time())
     page = files("kvjax.serve").joinpath("page.html").read_text(encoding="utf-8")
 
@@ -57,7 +60,7 @@ def application(engine: Engine, settings: Settings, is_closing: Callable[[], boo
             raise ApiError(404, message, "model", "model_not_found")
 
     async def asked_for(request: Request, kind: type[Completion] | type[Chat]) -> Asked:
-        body = parse(kind, b"".join([chunk async for chunk in request.stream()]))  # `request.body()` would keep it
+        body = parse(kind, await received(request))
         check_model(body.model)
         return await ask(engine, body, settings.sampler, template)
 
@@ -67,6 +70,14 @@ def application(engine: Engine, settings: Settings, is_closing: Callable[[], boo
             if asked.stream is not None:
                 return Events(form, asked, settings.timeout)
             return JSONResponse(form.whole(asked, await unless_gone(request, asked, settings.timeout)))
+
+        return answer
+
+    def turning(kind: type[Turned], turn: Callable[[Engine, Turned], dict[str, Any]]) -> Endpoint:
+        async def answer(request: Request) -> Response:
+            body = parse(kind, await received(request))
+            check_model(settings.model if body.model is None else body.model)
+            return JSONResponse(await run_in_threadpool(turn, engine, body))
 
         return answer
 
@@ -98,6 +109,8 @@ def application(engine: Engine, settings: Settings, is_closing: Callable[[], boo
     posts = {
         "/v1/completions": answering(Completion, Completions(settings.model)),
         "/v1/chat/completions": answering(Chat, Chats(settings.model)),
+        "/tokenize": turning(Tokenize, tokenized),
+        "/detokenize": turning(Detokenize, detokenized),
     }
     gets: dict[str, Endpoint] = {
         "/": show,
@@ -116,6 +129,11 @@ def application(engine: Engine, settings: Settings, is_closing: Callable[[], boo
         middleware=[*cors, Middleware(Gate, settings=settings, is_closing=is_closing)],
         exception_handlers={ApiError: told, ClientDisconnect: gone, HTTPException: unrouted, Exception: unexpected},
     )
+
+
+async def received(request: Request) -> bytes:
+    """The body of a request, which `request.body()` would keep."""
+    return b"".join([chunk async for chunk in request.stream()])
 
 
 def _cors(origins: Sequence[str]) -> Middleware:

@@ -153,7 +153,7 @@ async def ask(engine: Engine, request: Completion | Chat, sampler: SamplingMetho
         raise _told(error, request) from None
     return Asked(
         handles,
-        prompt_tokens=sum(handle.prompt_tokens for handle in handles[::count]),
+        prompt_tokens=sum(max(one.prompt_tokens, one.echoed.size) for one in handles[::count]),
         seed=seed,
         log_probs=request.log_probs,
         top=request.top,

@@ -30,7 +30,7 @@ class Function(Strict):
     """A function that the model may call.
 
     Attributes:
-        parameters: the JSON schema of its arguments.
+        parameters: the JSON schema of its arguments; None if it has none.
         strict: accepted: calls that a request requires follow the schema in any case, and others need not.
     """
 
@@ -50,7 +50,9 @@ class Tool(Strict):
     def document(self) -> dict[str, Any]:
         """The tool as chat templates read it."""
         function = {"name": self.function.name, "description": self.function.description or ""}
-        parameters = self.function.parameters or {"type": "object", "properties": {}}
+        parameters = self.function.parameters
+        if parameters is None:
+            parameters = {"type": "object", "properties": {}, "additionalProperties": False}
         return {"type": "function", "function": function | {"parameters": parameters}}
 
 

@@ -12,9 +12,9 @@ from pydantic_core import ErrorDetails, from_json
 from kvjax.checks import cut
 
 from .errors import ApiError
-from .schema import Common
+from .fields import Strict
 
-Kind = TypeVar("Kind", bound=Common)
+Kind = TypeVar("Kind", bound=Strict)
 
 
 def parse(kind: type[Kind], body: bytes) -> Kind:

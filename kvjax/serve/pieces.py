@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from kvjax.decoding.spelling import Spelled, Spelling
+from kvjax.decoding.spelling import Spelled, Spelling, alone
 from kvjax.engine import Answer, Finish, Handle, Token
 from kvjax.engine.handle import Top
 
@@ -48,9 +48,10 @@ class Pieces:
             reading: how the answer is read.
             log_probs: whether tokens are spelled.
         """
+        self._tokenizer, self._echoed = tokenizer, handle.echoed
         self._divider, self._most = reading.divider(), reading.most_calls
         self._spelling = Spelling(tokenizer, handle.shown) if log_probs else None
-        self._tokens, self._calls = 0, 0
+        self._tokens, self._calls = -max(0, handle.echoed.size - 1), 0
         self._top: deque[Top] = deque()  # of tokens that are not spelled yet
 
     def add(self, tokens: Sequence[Token], text: str, finish: Finish | None) -> Piece | None:
@@ -86,4 +87,11 @@ class Pieces:
         facts = zip(answer.tokens.tolist(), log_probs, answer.top, strict=True)
         piece = self.add([Token(i, None, p, top) for i, p, top in facts], answer.text or "", answer.finish)
         assert piece is not None
-        return piece
+        return self._after_first(piece) if self._echoed.size else piece
+
+    def _after_first(self, piece: Piece) -> Piece:
+        """The piece after the first token of a prompt, of which it has the others. That token has no probability."""
+        text = alone(self._tokenizer, int(self._echoed[0]))
+        first = Spelled(text, text.encode(), None)
+        said = piece.said._replace(content=text + piece.said.content)
+        return piece._replace(said=said, spelled=[first, *piece.spelled], top=[(), *piece.top])

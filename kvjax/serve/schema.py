@@ -146,12 +146,17 @@ class Common(Strict):
         """The host's part in the drawing of tokens; None if it has none."""
         biases = {int(token): bias for token, bias in (self.logit_bias or {}).items() if bias}
         penalties = self.frequency_penalty or 0.0, self.presence_penalty or 0.0
-        found = Guide(self.grammar(template), biases, *penalties, self.top)
+        found = Guide(self.grammar(template), biases, *penalties, self.top, self.echoes)
         return None if found.changes_nothing else found
 
     def ends(self, usual: Sequence[int]) -> tuple[int, ...]:
         """The end tokens of an answer, given those of the engine."""
-        return (*(() if self.ignore_eos else usual), *(self.stop_token_ids or ()))
+        return (*(() if self.ignore_eos or self.echoes else usual), *(self.stop_token_ids or ()))
+
+    @property
+    def echoes(self) -> bool:
+        """Returns whether the answer begins with the prompt."""
+        return False
 
     def sampler(self, default: SamplingMethod) -> SamplingMethod:
         """Returns what draws the tokens. A temperature of 0 is greedy, and what is not given is as in `default`."""
@@ -177,6 +182,7 @@ class Completion(Common):
     Attributes:
         prompt: text, token ids, or a list of either.
         logprobs: returns the log-probability of each token, and of so many most probable ones.
+        echo: the answer begins with the prompt, whose tokens have log-probabilities. See `kvjax.engine.Guide`.
         prefix: not in OpenAI's API: text or token ids that the prompts continue. The server reads and compresses it
             once for all requests that begin with it.
     """
@@ -193,8 +199,7 @@ class Completion(Common):
     ]
     prefix: Annotated[Text | Ids | None, Field(description="a string or token ids, not empty")] = None
     echo: Annotated[
-        Literal[False] | None,
-        Field(description="null or false: this server does not score prompts; kvjax eval and lm-eval's model kvjax do"),
+        bool | None, Field(description="false, or with logprobs, without stream, stop and prefix, true")
     ] = None
     logprobs: Annotated[
         Top,
@@ -204,6 +209,16 @@ class Completion(Common):
     max_tokens: Whole = None
     best_of: Annotated[Literal[1] | None, Field(description="null or 1: this server returns all answers")] = None
     suffix: Annotated[Literal[""] | None, Field(description="null or empty: answers continue the prompt")] = None
+
+    @model_validator(mode="after")
+    def _scores(self) -> Completion:
+        if self.echo and (self.logprobs is None or self.stream or self.stops or self.prefix is not None):
+            raise refused("echo", "value")
+        return self
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
 
     @property
     def stored(self) -> str | list[int] | None:

@@ -84,6 +84,7 @@ def test_penalties_and_biases(engine: kvjax.Engine, params: Decoder) -> None:
     for step, token in enumerate(answer.tokens.tolist()):
         logits = full_logits(params, [np.array(tokens)], 32)[0][-1].astype(float)
         log_prob = logits[token] - np.log(np.exp(logits).sum())
+        assert answer.log_probs is not None
         np.testing.assert_allclose(answer.log_probs[step], log_prob, atol=1e-4)
         logits[[65, 66]] += [3.0, 2.5]
         logits -= 0.9 * counts + 0.4 * (counts > 0)
@@ -108,12 +109,33 @@ def test_top_log_probs(engine: kvjax.Engine, params: Decoder) -> None:
     assert len(handle.result().top) == 6
 
 
+def test_scores_of_a_prompt(engine: kvjax.Engine, params: Decoder) -> None:
+    """Against logits of the whole prompt, and the answer that follows is that of the prompt."""
+    prompt = np.random.default_rng(0).integers(0, 256, 14).tolist()
+    handle = engine.submit(prompt, guide=Guide(echo=True), eos=(), max_new_tokens=5, log_probs=True)
+    answer = handle.result()
+    assert answer.tokens[:13].tolist() == prompt[1:] == handle.echoed[1:].tolist()
+    assert answer.tokens[13:].tolist() == engine.submit(prompt, eos=(), max_new_tokens=5).result().tokens.tolist()
+    logits = full_logits(params, [np.array(prompt)], 16)[0].astype(float)
+    expected = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    assert answer.log_probs is not None
+    np.testing.assert_allclose(answer.log_probs[:13], expected[np.arange(13), prompt[1:]], atol=1e-4)
+    with pytest.raises(ValueError, match="the prompt has the end token 257"):
+        engine.submit([1, 257], guide=Guide(echo=True))
+    with pytest.raises(kvjax.engine.TooLongError, match="its answer has 60 tokens: expected at most max_new_tokens=48"):
+        engine.submit(prompt, guide=Guide(echo=True), eos=(), max_new_tokens=47)
+
+
 def test_steps_without_guides_are_those_of_before(engine: kvjax.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second form of the programs runs while a row has a guide, and no longer."""
-    names, run = [], engine._loop._device._programs.run
-    monkeypatch.setattr(
-        engine._loop._device._programs, "run", lambda name, *args: (names.append(name), run(name, *args))[1]
-    )
+    programs = engine._loop._device._programs
+    names, run = [], programs.run
+
+    def noted(name: str, *args: Any) -> Any:
+        names.append(name)
+        return run(name, *args)
+
+    monkeypatch.setattr(programs, "run", noted)
     engine.submit("a", max_new_tokens=9, eos=()).result()
     assert {name for name in names if "guided" in str(name)} == set()
     engine.submit("a", max_new_tokens=9, eos=(), guide=Guide(top_log_probs=1)).result()

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 import kvjax
 from kvjax.serve import Settings, application
 from kvjax.serve.schema import Chat, Completion
+from kvjax.serve.tokenizing import Detokenize, Tokenize
 from tests.tiny import decoder
 
 KEY, MAX_BODY = "secret", 20_000
@@ -46,6 +47,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "bob")
 MESSAGE = ("name", "refusal", "tool_calls", "function_call", "audio", "annotations", "cache_control", "images", "id")
 UNKNOWN = ("functions", "documents", "guided_json", "", "model ", "\0", "__class__", "ctx", "self", "x" * 3000)
 OPTIONS = ("tools", "documents", "enable_thinking", "messages", "tokenize", "bos_token", "raise_exception", "loop")
+OTHERS: list[tuple[Any, str]] = [(Tokenize, "/tokenize"), (Detokenize, "/detokenize")]
 WORDS = ("Input should", "constrained", "list[", "function-", "pydantic", "Traceback", "kvjax/")
 
 
@@ -87,6 +89,7 @@ def likely(rng: random.Random, name: str) -> Any:
         ],
         "messages": [messages(rng)],
         "prefix": [messages(rng), rng.choice(TEXTS), [1, 2, 3]],
+        "tokens": [[1, 2, 300], [65], []],
         "n": [1, 2, 3, 16],
         "stop": [rng.choice(TEXTS), [rng.choice(TEXTS) for _ in range(rng.choice([1, 3, 16, 17]))]],
         "stream": [True, False],
@@ -173,9 +176,11 @@ def requests(seed: int, number: int) -> Iterator[Sent]:
     """Requests of all kinds, the same for the same seed."""
     rng = random.Random(seed)
     for _ in range(number):
-        kind, path = rng.choice([(Completion, "/v1/completions"), (Chat, "/v1/chat/completions")])
-        asks = {"prompt": "né"} if kind is Completion else {"messages": [{"role": "user", "content": "né"}]}
-        body: dict[str, Any] = {"model": "tiny", "max_tokens": 3} | asks
+        kind, path = rng.choice([(Completion, "/v1/completions"), (Chat, "/v1/chat/completions")] * 4 + OTHERS)
+        asks = {"prompt": "né"} if kind in (Completion, Tokenize) else {"messages": [{"role": "user", "content": "né"}]}
+        body: dict[str, Any] = {"model": "tiny"} | ({"tokens": [65]} if kind is Detokenize else asks)
+        if path.startswith("/v1"):
+            body["max_tokens"] = 3
         for _ in range(rng.choice([0, 1, 1, 2, 4])):
             name = rng.choice([*kind.model_fields])
             body[name] = likely(rng, name) if rng.random() < 0.8 else value(rng)
@@ -263,7 +268,7 @@ def check(sent: Sent, status: int, body: bytes, kind: str) -> None:
         found = [document(event.removeprefix("data: ")) for event in events if event]
         assert all("choices" in event and event["model"] == "tiny" for event in found)
         check_spelling([choice for event in found for choice in event["choices"]])
-    elif kind.startswith("application/json") and sent.method == "POST":
+    elif kind.startswith("application/json") and sent.method == "POST" and sent.path.startswith("/v1"):
         check_spelling(document(body)["choices"])
 
 

@@ -76,5 +76,6 @@ def _model(tokenizer: PreTrainedTokenizerFast, lines: Sequence[Sequence[str]]) -
     for weight in (layer.attention.output, layer.mlp.down):
         weight[...] = jnp.zeros_like(weight[...])
     params.embed[...] = jnp.asarray(embed)
+    assert params.unembed is not None
     params.unembed[...] = jnp.asarray(columns.T)
     return params

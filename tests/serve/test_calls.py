@@ -15,7 +15,7 @@ ADD = Call("add", '{"a": 1, "b": [2.5, "é"]}')
 GET = Call("get", "{}")
 JSON = '{"a": 1, "b": [2.5, "é"]}'
 TOOL = f'<tool_call>\n{{"name": "add", "arguments": {JSON}}}\n</tool_call>'
-CASES: list[tuple[Callable[[], Divider], str, Said]] = [
+CASES: list[tuple[Callable[[], Divider], str, Said | None]] = [
     (Plain, "a <tool_call>", Said("a <tool_call>")),
     (Hermes, "no calls < here\n", Said("no calls < here\n")),
     (Hermes, TOOL, Said(calls=(ADD,))),

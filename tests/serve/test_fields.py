@@ -66,13 +66,14 @@ GOOD_CHAT = {"model": "tiny", "max_tokens": 2}
             "invalid_value",
             "logprobs=21: expected null, or an integer from 0 to 20",
         ),
+        (GOOD | {"echo": True}, "echo", "invalid_value", "echo=true: expected false, or with logprobs, without stream"),
         (
-            GOOD | {"echo": True},
+            GOOD | {"echo": True, "logprobs": 1, "stream": True},
             "echo",
             "invalid_value",
-            "echo=true: expected null or false: this server does not score",
+            "echo=true: expected false, or",
         ),
-        (GOOD | {"echo": True, "logprobs": 1, "max_tokens": 0}, "echo", "invalid_value", "does not score prompts"),
+        (GOOD | {"echo": True, "logprobs": 1, "max_tokens": 512}, "prompt", "context_length_exceeded", "is scored"),
         (GOOD | {"frequency_penalty": 3}, "frequency_penalty", "invalid_value", "=3: expected a number from -2 to 2"),
         (
             GOOD | {"logit_bias": {"5": 101}},

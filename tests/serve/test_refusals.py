@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import re
 import socket
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -279,6 +281,17 @@ def test_metrics_and_stats(serving: Serving) -> None:
     assert values["kvjax_tokens_total"] == stats.tokens
     assert values["kvjax_first_token_seconds_count"] == stats.first_token.count
     assert values["kvjax_cache_bytes"] == stats.cache_bytes
+    assert values["vllm:generation_tokens_total"] == stats.tokens
+    assert values["vllm:e2e_request_latency_seconds_count"] == stats.whole.count == sum(stats.finished.values())
+    assert values["kvjax_queue_seconds_count"] == stats.queued.count > 0
+    named = [sample for family in families.values() for sample in family.samples if sample.name.startswith("vllm:")]
+    assert {sample.labels["model_name"] for sample in named} == {"tiny"}
+    success = families["vllm:request_success"].samples
+    assert sum(sample.value for sample in success) == sum(stats.finished.values())
+    board = (Path(__file__).parents[2] / "docs/guide/grafana.json").read_text()
+    assert set(re.findall(r"vllm:\w+|kvjax_\w+", board)) <= {
+        sample.name for f in families.values() for sample in f.samples
+    }
     assert send(serving, "/stats")[1]["tokens"] == stats.tokens
 
 

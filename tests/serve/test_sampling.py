@@ -34,6 +34,23 @@ def test_stop_token_ids(serving: Serving) -> None:
     assert choice["text"] == "".join(_name(serving, token) for token in usual[: third + 1])
 
 
+def test_scores_of_prompts(serving: Serving) -> None:
+    """Each prompt comes back before its answer, with the log-probabilities that its tokens have as answers."""
+    prompts = [[99, 0, 6], [99, 3, 4, 5, 6]]
+    out = serving.client.completions.create(**GREEDY | {"max_tokens": 1}, prompt=prompts, echo=True, logprobs=1)
+    assert (out.usage.prompt_tokens, out.usage.completion_tokens) == (8, 2)
+    for prompt, choice in zip(prompts, out.choices, strict=True):
+        scored = choice.logprobs
+        assert scored.tokens[: len(prompt)] == [_name(serving, token) for token in prompt]
+        assert choice.text == "<s>" + "".join(scored.tokens[1:])
+        assert scored.token_logprobs[0] is None
+        assert len(scored.token_logprobs) == len(scored.top_logprobs) == len(prompt) + 1
+        for n in range(1, len(prompt)):
+            top = {"max_tokens": 1, "logprobs": 20, "logit_bias": {str(prompt[n]): 100}}
+            one = serving.client.completions.create(**GREEDY | top, prompt=prompt[:n]).choices[0].logprobs
+            assert np.isclose(one.token_logprobs[0], scored.token_logprobs[n], atol=1e-4)
+
+
 def test_the_most_probable_tokens(serving: Serving) -> None:
     """Each token of a greedy answer is the first of them, whole and in pieces, for both endpoints."""
     out = serving.client.completions.create(**GREEDY, prompt=PROMPT, logprobs=3).choices[0].logprobs
@@ -50,6 +67,6 @@ def test_the_most_probable_tokens(serving: Serving) -> None:
     for tokens in (content, pieces):
         assert len(tokens) == 6
         for token in tokens:
-            assert [other.token for other in token.top_logprobs][0] == token.token
+            assert token.top_logprobs[0].token == token.token
             assert np.isclose(token.top_logprobs[0].logprob, token.logprob)
             assert token.top_logprobs[0].logprob >= token.top_logprobs[1].logprob

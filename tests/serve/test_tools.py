@@ -26,6 +26,7 @@ TOOLS: Any = [
                 "type": "object",
                 "properties": {"a": DIGIT, "b": DIGIT},
                 "required": ["a", "b"],
+                "additionalProperties": False,
             },
         },
     },
@@ -176,7 +177,7 @@ def test_required_calls_and_forms() -> None:
     """A grammar has the model call, and write what a schema accepts, where the script has it do neither."""
     pytest.importorskip("llguidance", reason="llguidance is not installed (the extra `serve`)")
     for one in serving(["It is 3."]):
-        create = one.client.chat.completions.create
+        create: Any = one.client.chat.completions.create
         for tool_choice, named in (("required", {"add", "now"}), (CHOICE, {"add"})):
             runs = [
                 create(**ASK, tools=TOOLS, tool_choice=tool_choice, parallel_tool_calls=False).choices[0]
