@@ -85,9 +85,14 @@ class Grammars:
             raise GrammarError("grammar: the engine has no tokenizer; expected Engine(..., tokenizer=...)")
         if not self._ends:
             raise GrammarError("grammar: the model has no end token, with which an answer could end")
-        backend = self._tokenizer.backend_tokenizer
-        size = max(self._vocab_size, backend.get_vocab_size())
-        return _library().LLTokenizer(backend.to_str(), n_vocab=size, eos_token=self._ends)
+        _library()
+        from llguidance.hf import from_tokenizer
+
+        size = max(self._vocab_size, len(self._tokenizer))
+        try:
+            return from_tokenizer(self._tokenizer, n_vocab=size, eos_token=self._ends)
+        except ValueError as error:
+            raise GrammarError(f"grammar: llguidance cannot read this tokenizer; {cut(str(error))}") from None
 
     def matcher(self, grammar: Grammar, ends: Collection[int]) -> Matcher:
         """Follows one answer, which ends with any of `ends`.

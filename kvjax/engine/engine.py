@@ -160,10 +160,10 @@ class Engine:
             raise ValueError("prefix_folder on the devices of several processes: expected prefix_memory alone")
         example = Ticket.of([0], Options(1), self.sizes, None, config.vocab_size, params.card.suppressed)
         size = self.sizes.max_new_tokens + BIASES
-        guides = partial(RowGuides.none, vocab_size=config.vocab_size, size=size)
+        guides = partial(RowGuides.none, vocab_size=config.vocab_size, size=size) if guided else None
         self.guided = guided
         self._grammars = Grammars(tokenizer, config.vocab_size, self._ends) if guided else None
-        device = Device(params, plans, example, self._store, steps_at_once, guides if guided else None)
+        device = Device(params, plans, example, self._store, steps_at_once, guides)
         self._row = device.row
         self._plans = plans
         self.footprint = replace(self.footprint, workspace=device.workspace)

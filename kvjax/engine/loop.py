@@ -50,7 +50,12 @@ class Loop:
     """
 
     def __init__(
-        self, device: Device | Leader, rows: int, max_queue: int, at_once: int, guides: Callable[[int], RowGuides]
+        self,
+        device: Device | Leader,
+        rows: int,
+        max_queue: int,
+        at_once: int,
+        guides: Callable[[int], RowGuides] | None = None,
     ) -> None:
         self.counters = Counters()
         self.rows: list[Ticket | None] = [None] * rows
@@ -188,7 +193,7 @@ class Loop:
         except StopIteration as stop:
             self._reading = None
             guides = None
-            if ticket.guided is not None and not self._guide(ticket, guides := self._guides(1), 0):
+            if ticket.guided is not None and not self._guide(ticket, guides := self._no_guides(1), 0):
                 return
             row = self.rows.index(None)
             report = self._device.admit(stop.value, ticket.start, row, guides)
@@ -212,7 +217,7 @@ class Loop:
         """Advances all rows by one step that follows from all tokens so far. Returns whether there were any."""
         while self._due:
             self._due.popleft()()
-        guides = self._guides(len(self.rows))
+        guides = self._no_guides(len(self.rows))
         for row, ticket in enumerate(self.rows):
             if ticket is not None and ticket.guided is not None and not self._guide(ticket, guides, row):
                 self.rows[row] = None
@@ -221,6 +226,11 @@ class Loop:
         report = self._device.advance_guided(np.array([ticket is not None for ticket in self.rows]), guides)
         self._due.append(partial(self._finish, report, 1, list(self.rows)))
         return True
+
+    def _no_guides(self, rows: int) -> RowGuides:
+        """Guides of a number of rows that change nothing yet."""
+        assert self._guides is not None, "a request has a guide, and the engine is not guided"
+        return self._guides(rows)
 
     def _guide(self, ticket: Ticket, guides: RowGuides, row: int) -> bool:
         """Writes the guide of a request into a row. Returns False if the request cannot go on, and ends it."""

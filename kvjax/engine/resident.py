@@ -283,7 +283,7 @@ def compile_rows(
     start: Start,
     *,
     at_once: int,
-    guides: Callable[[int], RowGuides] | None,
+    guides: Callable[[int], RowGuides] | None = None,
 ) -> None:
     """Adds the programs that make, change and advance all rows.
 

@@ -39,9 +39,11 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _by_token(value: dict[str, float]) -> dict[str, float]:
-    if not all(name.isascii() and name.isdigit() and len(name) < 10 for name in value):
-        raise ValueError
+def _by_token(value: dict[str, Any]) -> dict[str, float]:
+    for name, bias in value.items():
+        is_number = isinstance(bias, int | float) and not isinstance(bias, bool) and -100 <= bias <= 100
+        if not (is_number and name.isascii() and name.isdigit() and len(name) < 10):
+            raise ValueError
     return value
 
 
@@ -70,8 +72,7 @@ Ignored = Annotated[Any, AfterValidator(_nothing), Field(description="any value,
 
 Subtracted = Annotated[Annotated[Number, Field(ge=-2, le=2)] | None, Field(description="a number from -2 to 2")]
 Bias = Annotated[
-    Annotated[dict[str, Annotated[Number, Field(ge=-100, le=100)]], Field(max_length=300), AfterValidator(_by_token)]
-    | None,
+    Annotated[dict[str, Any], Field(max_length=300), AfterValidator(_by_token)] | None,
     Field(description="an object with at most 300 numbers from -100 to 100 by token id"),
 ]
 Top = Annotated[Annotated[Integer, Field(ge=0, le=20)] | None, Field(description="an integer from 0 to 20")]

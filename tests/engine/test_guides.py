@@ -121,7 +121,7 @@ def test_scores_of_a_prompt(engine: kvjax.Engine, params: Decoder) -> None:
     assert answer.log_probs is not None
     np.testing.assert_allclose(answer.log_probs[:13], expected[np.arange(13), prompt[1:]], atol=1e-4)
     with pytest.raises(ValueError, match="the prompt has the end token 257"):
-        engine.submit([1, 257], guide=Guide(echo=True))
+        engine.submit([1, 257], guide=Guide(echo=True), max_new_tokens=4)
     with pytest.raises(kvjax.engine.TooLongError, match="its answer has 60 tokens: expected at most max_new_tokens=48"):
         engine.submit(prompt, guide=Guide(echo=True), eos=(), max_new_tokens=47)
 

@@ -79,7 +79,7 @@ GOOD_CHAT = {"model": "tiny", "max_tokens": 2}
             GOOD | {"logit_bias": {"5": 101}},
             "logit_bias",
             "invalid_value",
-            "logit_bias.5=101: expected logit_bias to be an object with at most 300 numbers",
+            'logit_bias={"5": 101}: expected an object with at most 300 numbers',
         ),
         (GOOD | {"logit_bias": {"x": 1}}, "logit_bias", "invalid_value", 'logit_bias={"x": 1}: expected an object'),
         (
@@ -89,6 +89,7 @@ GOOD_CHAT = {"model": "tiny", "max_tokens": 2}
             "logit_bias has the token 101: expected ids",
         ),
         (GOOD | {"stop_token_ids": [-1]}, "stop_token_ids", "invalid_value", "stop_token_ids.0=-1: expected stop_tok"),
+        (GOOD | {"regex": "a"}, "regex", "invalid_value", "grammar: llguidance cannot read this tokenizer; can't"),
         (GOOD | {"regex": ""}, "regex", "invalid_value", 'regex="": expected a regular expression'),
         (GOOD | {"regex": "a", "response_format": JSON}, "regex", "invalid_value", 'regex="a": expected a regular exp'),
         (GOOD | {"skip_special_tokens": 0}, "skip_special_tokens", "invalid_type", "=0: expected true or false"),
