@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvjax.models import Decoder, DecoderConfig, Rope
 
+TAIL = 40  # characters of a text that are one token: calls end alike
 VOCAB = 512  # the same for all scripts, so that tests share what is compiled
 HERMES = (
     "{% if tools %}{{ tools | tojson }} calls as <tool_call>{% endif %}"
@@ -35,7 +36,8 @@ def cut(text: str, special: Sequence[str], used: set[str]) -> Iterator[str]:
             yield part
             continue
         while part:
-            size = next(n for n in range(min(4, len(part)), len(part) + 1) if part[:n] not in used)
+            sizes = range(4, len(part) + 1) if len(part) > TAIL else [len(part)]
+            size = next(n for n in sizes if part[:n] not in used)
             used.add(part[:size])
             yield part[:size]
             part = part[size:]
@@ -62,16 +64,17 @@ def scripted(
 
 
 def _model(tokenizer: PreTrainedTokenizerFast, lines: Sequence[Sequence[str]]) -> Decoder:
-    vocab, width = VOCAB, 64
+    vocab, width = VOCAB, 256
     assert len(tokenizer) <= vocab
     params = Decoder(DecoderConfig("llama", vocab, width, 16, 2, 1, 8, (None,), Rope(1e4), 1 << 16), nnx.Rngs(0))
     embed = np.random.default_rng(0).normal(size=(vocab, width)).astype(np.float32)
     embed /= np.linalg.norm(embed, axis=1, keepdims=True)
     columns = np.zeros_like(embed)
-    for line in lines:
-        ids = [tokenizer.convert_tokens_to_ids(token) for token in [*line, "</s>"]]
-        for before, after in pairwise(ids):
-            columns[after] += embed[before]
+    known = [[tokenizer.convert_tokens_to_ids(token) for token in [*line, "</s>"]] for line in lines]
+    for before, after in chain.from_iterable(map(pairwise, known)):
+        columns[after] += embed[before]
+    for ids in known:
+        assert (columns @ embed[ids[:-1]].T).argmax(0).tolist() == ids[1:], "embeddings are too much alike"
     layer = params.layers[0]
     for weight in (layer.attention.output, layer.mlp.down):
         weight[...] = jnp.zeros_like(weight[...])
