@@ -22,13 +22,14 @@ from kvjax.checks import shown
 from kvjax.engine import Engine
 
 from .asking import Asked, ask, unless_gone
+from .chat import Chat
 from .dialects import Template
 from .documents import Chats, Completions, Form
 from .errors import ApiError, gone, told, unexpected, unrouted
 from .gate import Gate
 from .metrics import registry_of
 from .parsing import parse
-from .schema import Chat, Completion
+from .schema import Completion
 from .settings import Settings
 from .streaming import Events
 from .tokenizing import Detokenize, Tokenize, detokenized, tokenized

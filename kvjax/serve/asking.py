@@ -19,10 +19,11 @@ from starlette.requests import Request
 from kvjax.decoding.sampling import SamplingMethod
 from kvjax.engine import Engine, EngineClosedError, GrammarError, Handle, QueueFullError, TooLongError
 
+from .chat import Chat
 from .dialects import Reading, Template
 from .errors import ApiError, closing
 from .pieces import Piece, Pieces
-from .schema import Chat, Completion, StreamOptions
+from .schema import Completion, StreamOptions
 
 
 @dataclass(frozen=True)

@@ -78,10 +78,13 @@ class Completions(Form):
         return {"index": index, "text": piece.said.content, "logprobs": log_probs, "finish_reason": piece.finish}
 
     @staticmethod
-    def _top(asked: Asked, piece: Piece) -> list[dict[str, float | None]]:
+    def _top(asked: Asked, piece: Piece) -> list[dict[str, float | None] | None]:
         """The most probable tokens by text, and each token itself. Of equal texts the most probable one counts."""
-        found: list[dict[str, float | None]] = []
+        found: list[dict[str, float | None] | None] = []
         for token, top in zip(piece.spelled, piece.top, strict=True):
+            if token.log_prob is None:  # the first of a prompt
+                found.append(None)
+                continue
             named: dict[str, float | None] = {alone(asked.tokenizer, i): log_prob for i, log_prob in reversed(top)}
             found.append(named | ({} if token.text in named else {token.text: token.log_prob}))
         return found

@@ -22,7 +22,8 @@ from transformers import PreTrainedTokenizerFast
 
 import kvjax
 from kvjax.serve import Settings, application
-from kvjax.serve.schema import Chat, Completion
+from kvjax.serve.chat import Chat
+from kvjax.serve.schema import Completion
 from kvjax.serve.tokenizing import Detokenize, Tokenize
 from tests.tiny import decoder
 

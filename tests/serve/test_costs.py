@@ -12,10 +12,11 @@ from pydantic import ValidationError
 from kvjax import Greedy
 from kvjax.serve import Settings, application
 from kvjax.serve.asking import Asked, ask
+from kvjax.serve.chat import Chat
 from kvjax.serve.dialects import Template
 from kvjax.serve.errors import ApiError
 from kvjax.serve.parsing import parse
-from kvjax.serve.schema import Chat, Completion
+from kvjax.serve.schema import Completion
 from tests.serve.serving import POLICY, Serving
 
 MANY = 50_000

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
+from kvjax.serve.chat import Chat
 from kvjax.serve.formats import ResponseFormat
 from kvjax.serve.functions import Called, Choice, Function, Tool, ToolCall
 from kvjax.serve.messages import Message, Part
-from kvjax.serve.schema import Chat, Completion, StreamOptions
+from kvjax.serve.schema import Completion, StreamOptions
 from tests.serve.serving import CHAT, GOOD, Serving, send
 
 JSON = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}

@@ -44,6 +44,7 @@ def test_scores_of_prompts(serving: Serving) -> None:
         assert scored.tokens[: len(prompt)] == [_name(serving, token) for token in prompt]
         assert choice.text == "<s>" + "".join(scored.tokens[1:])
         assert scored.token_logprobs[0] is None
+        assert scored.top_logprobs[0] is None
         assert len(scored.token_logprobs) == len(scored.top_logprobs) == len(prompt) + 1
         for n in range(1, len(prompt)):
             top = {"max_tokens": 1, "logprobs": 20, "logit_bias": {str(prompt[n]): 100}}
