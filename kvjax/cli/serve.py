@@ -61,6 +61,13 @@ def serve(
     dtype: Dtype = None,
     gates: Gates = None,
     chat_template: ChatTemplate = None,
+    guided: Annotated[
+        bool, typer.Option(help="Compile what grammars, biases, penalties and top log-probabilities need.")
+    ] = True,
+    tool_calls: Annotated[
+        str | None,
+        typer.Option(help="The form of calls of tools: hermes, llama, mistral or harmony; by default the template's."),
+    ] = None,
 ) -> None:
     """Serve a model to clients of OpenAI's API: completions, chats, and a page at /."""
     try:
@@ -86,6 +93,7 @@ def serve(
         max_body=max_body,
         timeout=timeout,
         origins=tuple(allow_origin or ()),
+        tool_calls=tool_calls,
     )
     chosen = kvjax.policies.parse(policy)
     follows = connected(coordinator, processes, process, math.prod(mesh_sizes(mesh)))
@@ -109,6 +117,7 @@ def serve(
             memory=memory,
             prefix_memory=prefix_memory,
             prefix_folder=prefix_folder,
+            guided=guided,
         )
     with engine:
         if listener is None:

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.attend import over_rows
+from kvjax.decoding.row_guides import RowGuides
 from kvjax.decoding.row_samplers import RowSamplers
 from kvjax.decoding.sampling import SamplingMethod, log_probability, mark_seen, suppress
 from kvjax.kv_cache import KVCache
@@ -108,14 +109,21 @@ class Answers:
         )
 
     def take(
-        self, pending: Int[Array, "B"], logits: Float[Array, "B V"], positions: Int[Array, "B"]
+        self,
+        pending: Int[Array, "B"],
+        logits: Float[Array, "B V"],
+        positions: Int[Array, "B"],
+        guides: RowGuides | None = None,
     ) -> tuple[Answers, Int[Array, "B"]]:
         """Samples the token at `positions` for each active row, and returns the new answers and pending tokens.
+
+        Guides change the logits before the sampler does, if there are any.
 
         A row whose logits are not finite ends with the token NOT_FINITE. The host raises when it sees the token.
         """
         finite = jnp.all(jnp.isfinite(logits), axis=1)
         allowed = suppress(logits, self.suppressed, self.lengths == 0)
+        allowed = allowed if guides is None else guides(allowed)
         token = self.sampler(allowed, jax.vmap(jax.random.fold_in)(self.keys, positions), self.seen)
         token = jnp.where(finite, token, NOT_FINITE)
         rows = jnp.arange(token.shape[0])
@@ -159,19 +167,24 @@ class Decoding:
         """Returns the same state with other active rows."""
         return replace(self, answers=replace(self.answers, active=active))
 
-    def take(self, logits: Float[Array, "B V"]) -> Decoding:
+    def take(self, logits: Float[Array, "B V"], guides: RowGuides | None = None) -> Decoding:
         """Samples the next token of each active row, which becomes its pending token."""
-        state, given = (self.answers, self.cache.pending), (logits, self.cache.length)
+        state, given = (self.answers, self.cache.pending), (logits, self.cache.length, guides)
         answers, pending = over_rows(self.cache.mesh, _take, state, given)
         return Decoding(replace(self.cache, pending=pending), answers)
 
     def advance(self, params: Decoder) -> Decoding:
         """Decodes the pending token of each active row and samples the next one."""
+        logits, state = self.step(params)
+        return state.take(logits)
+
+    def step(self, params: Decoder) -> tuple[Float[Array, "B V"], Decoding]:
+        """Decodes the pending token of each active row, and returns the logits of the next one."""
         logits, cache = step(params, self.cache, self.cache.pending, self.active)
-        return replace(self, cache=cache).take(logits)
+        return logits, replace(self, cache=cache)
 
 
-def _take(state: tuple[Answers, Array], given: tuple[Array, Array]) -> tuple[Answers, Array]:
+def _take(state: tuple[Answers, Array], given: tuple[Array, Array, RowGuides | None]) -> tuple[Answers, Array]:
     """Calls `Answers.take`. A device of a mesh calls it on its own rows."""
     answers, pending = state
     return answers.take(pending, *given)

@@ -58,6 +58,15 @@ def special_ids(tokenizer: Any) -> dict[str, int]:
     return {token.content: i for i, token in added.items() if token.special and token.content}
 
 
+def shown_ids(names: Sequence[str], tokenizer: Any) -> frozenset[int]:
+    """The ids of special tokens. Raises ValueError for other names."""
+    special = special_ids(tokenizer) if names else {}
+    if unknown := [name for name in names if name not in special]:
+        expected = f"expected special tokens of the tokenizer, which are {shown([*special])}"
+        raise ValueError(f"shown_tokens has {shown(unknown[0])}: {expected}")
+    return frozenset(special[name] for name in names)
+
+
 def check_fast(tokenizer: Any) -> None:
     """Raises ValueError for a tokenizer that cannot decode token by token."""
     if not hasattr(tokenizer, "backend_tokenizer"):
@@ -70,8 +79,15 @@ def check_fast(tokenizer: Any) -> None:
 class RowText:
     """Decodes the text of one row token by token and cuts it before the first stop string."""
 
-    def __init__(self, tokenizer: Any, stops: list[str]) -> None:
-        self._stream = TextStream(tokenizer)
+    def __init__(self, tokenizer: Any, stops: list[str], shown: Collection[int] = frozenset()) -> None:
+        """A row without tokens.
+
+        Args:
+            tokenizer: a fast tokenizer.
+            stops: strings of `stop_strings`.
+            shown: special tokens that the text names.
+        """
+        self._stream = TextStream(tokenizer, shown=shown)
         special = special_ids(tokenizer) if stops else {}
         self._ends = {special[stop] for stop in stops if stop in special}
         self._stops = [StopSearch(stop) for stop in stops if stop not in special]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 from .row_text import special_ids
@@ -36,10 +36,11 @@ class Spelling:
     replacement characters, and the last of these tokens adds them.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, shown: Collection[int] = frozenset()) -> None:
+        """An answer without tokens, whose text names the special tokens `shown`."""
         self._tokenizer = tokenizer.backend_tokenizer
-        self._special = frozenset(special_ids(tokenizer).values())
-        self._stream = TextStream(tokenizer)
+        self._special = frozenset(special_ids(tokenizer).values()) - frozenset(shown)
+        self._stream = TextStream(tokenizer, shown=shown)
         self._open: list[tuple[int, float | None]] = []  # tokens of a character that is not complete
         self._sized: deque[tuple[int, float | None, int]] = deque()  # tokens and the number of their bytes
         self._text = bytearray()  # that is certain, and not given to a token
@@ -88,3 +89,10 @@ class Spelling:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + data.decode(errors="backslashreplace")
+
+
+def alone(tokenizer: Any, token: int) -> str:
+    """The text of a token by itself. Part of a character, and a token that adds nothing, has its vocabulary's name."""
+    backend = tokenizer.backend_tokenizer
+    text = backend.decode([token], skip_special_tokens=False)
+    return text if text and "\ufffd" not in text else backend.id_to_token(token) or ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -17,8 +18,17 @@ class TextStream:
     all. Text that was returned before such a byte stays as it was, as does that of the first MOST_OPEN such bytes.
     """
 
-    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
-        self._tokenizer, self._skip = tokenizer.backend_tokenizer, skip_special_tokens
+    def __init__(
+        self, tokenizer: Any, *, skip_special_tokens: bool = True, shown: Collection[int] = frozenset()
+    ) -> None:
+        """A stream without tokens.
+
+        Args:
+            tokenizer: a fast tokenizer.
+            skip_special_tokens: whether special tokens have no text.
+            shown: special tokens whose text is their name all the same. Text begins anew behind them.
+        """
+        self._tokenizer, self._skip, self._shown = tokenizer.backend_tokenizer, skip_special_tokens, shown
         self._silent: set[int] = set()  # special tokens that came
         self._begin()
 
@@ -32,6 +42,10 @@ class TextStream:
         """The text that is certain after one more token."""
         if token in self._silent:
             return ""
+        if token in self._shown:
+            text = self.end() + self._tokenizer.id_to_token(token)
+            self._begin()
+            return text
         waiting = [*self._open, token]
         try:
             text = self._step(token)

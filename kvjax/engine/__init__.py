@@ -15,8 +15,11 @@
 EngineClosedError after `close`.
 """
 
+from kvjax.decoding.grammars import Grammar, GrammarError
+
 from .engine import Engine
 from .errors import EngineClosedError, QueueFullError, TooLongError
+from .guide import Guide
 from .handle import Answer, Finish, Handle, Token
 from .memory import Footprint
 from .stats import Histogram, Stats
@@ -27,6 +30,9 @@ __all__ = [
     "EngineClosedError",
     "Finish",
     "Footprint",
+    "Grammar",
+    "GrammarError",
+    "Guide",
     "Handle",
     "Histogram",
     "QueueFullError",

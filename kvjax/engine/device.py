@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
 
+from kvjax.decoding.row_guides import RowGuides
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import platform_of
 from kvjax.models import Decoder
@@ -20,6 +23,8 @@ from .prefixes import PrefixStore
 from .reading import Read, Reader
 from .resident import Resident, Start, compile_rows
 from .ticket import Ticket
+
+Arrays = TypeVar("Arrays", Start, RowGuides)
 
 # The host's part of a program takes time of a CPU's cores, so a CPU takes several steps of a small model at once.
 CPU_STEPS = 16  # of a program, at most
@@ -36,7 +41,13 @@ class Device:
     """
 
     def __init__(
-        self, params: Decoder, plans: Plans, example: Ticket, store: PrefixStore | None, at_once: int | None
+        self,
+        params: Decoder,
+        plans: Plans,
+        example: Ticket,
+        store: PrefixStore | None,
+        at_once: int | None,
+        guides: Callable[[int], RowGuides] | None,
     ) -> None:
         """Compiles all programs. `start` makes the rows.
 
@@ -46,6 +57,7 @@ class Device:
             example: a request of one token, which is not answered.
             store: of prefixes; None if requests have none.
             at_once: the most steps of a program. None: one, and on CPUs as many as take CPU_SECONDS.
+            guides: makes those of a number of rows; None if no row is guided.
         """
         self._plans, self._store = plans, store
         self._leaves = jax.tree.leaves(params)
@@ -57,7 +69,7 @@ class Device:
         logits, self.row = adding.add_all(after=store is not None)
         self._reader = replace(adding, run=programs.call, put=plans.put_rows)
         start = self._everywhere(example.start)
-        compile_rows(programs, plans, params, logits, self.row, start, at_once=self.at_once)
+        compile_rows(programs, plans, params, logits, self.row, start, at_once=self.at_once, guides=guides)
         programs.finish()
         self.workspace = programs.workspace
 
@@ -83,9 +95,9 @@ class Device:
         jax.block_until_ready(self.advance(np.zeros(self._plans.sizes.rows, bool), 1))
         return time.perf_counter() - started
 
-    def _everywhere(self, start: Start) -> Start:
+    def _everywhere(self, one: Arrays) -> Arrays:
         """The arrays of a request for each part of the batch."""
-        return jax.tree.map(lambda x: self._plans.put_rows(np.repeat(x, self._plans.batch, axis=0)), start)
+        return jax.tree.map(lambda x: self._plans.put_rows(np.repeat(x, self._plans.batch, axis=0)), one)
 
     @property
     def cache(self) -> KVCache:
@@ -99,11 +111,12 @@ class Device:
         assert self._store is not None
         return self._reader.question(prompt, prefix, self._store)
 
-    def admit(self, read: Read, start: Start, row: int) -> Int32[Array, "3 _ 1"]:
+    def admit(self, read: Read, start: Start, row: int, guides: RowGuides | None = None) -> Int32[Array, "R _ 1"]:
         """Puts a request whose prompt has been read into a row. Returns the report of its first token, first."""
         logits, cache = read
+        name, last = ("admit", []) if guides is None else ("admit guided", [self._everywhere(guides)])
         self.resident, report = self._programs.run(
-            "admit", self.resident, cache, logits, self._everywhere(start), np.int32(row)
+            name, self.resident, cache, logits, self._everywhere(start), np.int32(row), *last
         )
         if self._plans.on_hosts:  # each part of the batch reports the same, and this process has one
             report = report.addressable_data(0)
@@ -125,3 +138,10 @@ class Device:
             array.copy_to_host_async()
         report, steps = found
         return report, steps
+
+    def advance_guided(self, wanted: Bool[np.ndarray, "B"], guides: RowGuides) -> Int32[Array, "R B 1"]:
+        """One step of every active row that is wanted, with guides of all rows. Returns the report."""
+        wanted, guides = jax.tree.map(self._plans.put_rows, (wanted, guides))
+        self.resident, report = self._programs.run("advance guided", self._leaves, self.resident, wanted, guides)
+        report.copy_to_host_async()
+        return report

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 
 from kvjax import policies
 from kvjax.checks import check_params, check_size, shown
+from kvjax.decoding.grammars import Grammars
+from kvjax.decoding.row_guides import RowGuides
 from kvjax.decoding.row_text import check_fast
 from kvjax.decoding.sampling import SamplingMethod
 from kvjax.kv_cache import check_attached, check_groups
@@ -31,6 +33,7 @@ from kvjax.runtime.memory import device_memory
 from kvjax.runtime.modes import own_modes
 
 from .device import Device
+from .guide import BIASES, Guide
 from .handle import Handle
 from .hosts import Channel, Leader, check_hosts, follow
 from .loop import Loop
@@ -61,6 +64,7 @@ class Engine:
         sizes: rows, max_prompt, max_new_tokens, chunk.
         footprint: the bytes that the engine holds on each device.
         steps_at_once: the most steps of one program.
+        guided: whether requests may have a `Guide`.
         warm_up: the number of programs, and the seconds that they took. No program is compiled later.
     """
 
@@ -81,6 +85,7 @@ class Engine:
         memory: int | str | None = None,
         prefix_memory: int | str | None = None,
         prefix_folder: str | Path | None = None,
+        guided: bool = False,
     ) -> None:
         """Compiles all programs and starts the loop.
 
@@ -103,6 +108,8 @@ class Engine:
             prefix_memory: the most bytes of stored prefixes on the host, in the same form. None: requests have no
                 prefix.
             prefix_folder: where prefixes are kept on disk too, for later engines of the same model, policy and sizes.
+            guided: whether requests may have a `Guide`. It compiles a second form of two programs, which run only while
+                some row has a guide.
 
         Raises:
             ValueError: for an argument that is not accepted, before anything is compiled; and for rows that do not fit
@@ -152,7 +159,11 @@ class Engine:
         if prefix_folder is not None and plans.on_hosts:
             raise ValueError("prefix_folder on the devices of several processes: expected prefix_memory alone")
         example = Ticket.of([0], Options(1), self.sizes, None, config.vocab_size, params.card.suppressed)
-        device = Device(params, plans, example, self._store, steps_at_once)
+        size = self.sizes.max_new_tokens + BIASES
+        guides = partial(RowGuides.none, vocab_size=config.vocab_size, size=size) if guided else None
+        self.guided = guided
+        self._grammars = Grammars(tokenizer, config.vocab_size, self._ends) if guided else None
+        device = Device(params, plans, example, self._store, steps_at_once, guides)
         self._row = device.row
         self._plans = plans
         self.footprint = replace(self.footprint, workspace=device.workspace)
@@ -163,7 +174,7 @@ class Engine:
         self._cache_bytes = device.cache.nbytes
         channel = Channel() if plans.on_hosts else None
         leader = None if channel is None else Leader(device, channel)
-        self._loop = Loop(leader or device, rows, max_queue, device.at_once)
+        self._loop = Loop(leader or device, rows, max_queue, device.at_once, guides)
         self._follow: Callable[[], None] | None = None
         if channel is not None and jax.process_index() > 0:
             self._follow = partial(follow, device, channel, example.start)
@@ -187,6 +198,8 @@ class Engine:
         log_probs: bool = False,
         prefix: Prompt | None = None,
         chat_template_kwargs: TemplateOptions = None,
+        shown_tokens: Sequence[str] = (),
+        guide: Guide | None = None,
     ) -> Handle:
         """Accepts a request, and returns at once. The answer is that of `kvjax.generate` with the same arguments.
 
@@ -201,6 +214,8 @@ class Engine:
             prefix: a document or system prompt that other requests begin with too. It is read and compressed once. The
                 answer is that of `generate(params, prompt, cache=prefill(params, prefix))`.
             chat_template_kwargs: options of the chat template, such as {"enable_thinking": False}; only for messages.
+            shown_tokens: special tokens that the text names, such as "<|python_tag|>"; it leaves out all others.
+            guide: a grammar, biases, penalties and the most probable tokens; it needs Engine(guided=True).
 
         Raises:
             TooLongError: a ValueError, for a prompt that is longer than the engine's.
@@ -220,6 +235,8 @@ class Engine:
             log_probs=log_probs,
             prefix=prefix,
             chat_template_kwargs=chat_template_kwargs,
+            shown_tokens=shown_tokens,
+            guide=guide,
         )[0]
 
     @own_modes()
@@ -251,6 +268,8 @@ class Engine:
                 ticket.prompt_tokens,
                 text=ticket.text is not None,
                 log_probs=ticket.log_probs,
+                shown=ticket.shown,
+                echoed=ticket.echoed,
                 cancel=partial(self._cancel, ticket),
             )
             for ticket in tickets
@@ -262,7 +281,7 @@ class Engine:
             raise ValueError(f"prefix={shown(prefix)}: expected an engine with prefix_memory=")
         asked = Options(seed=seed, eos=self._ends if eos is None else eos, **options)
         vocab_size, suppressed = self.params.config.vocab_size, self.params.card.suppressed
-        ticket = Ticket.of(prompt, asked, self.sizes, self.tokenizer, vocab_size, suppressed)
+        ticket = Ticket.of(prompt, asked, self.sizes, self.tokenizer, vocab_size, suppressed, self._grammars)
         if ticket.prefix is not None:
             self._plans.check_after(ticket.prefix.size, ticket.prompt.size, ticket.limit, self._row)
         return ticket
@@ -270,6 +289,11 @@ class Engine:
     def _cancel(self, ticket: Ticket) -> None:
         """Ends a request. By this method a handle keeps its engine, which would close if nobody had it."""
         self._loop.cancel(ticket)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The end tokens of requests that state none."""
+        return self._ends
 
     def stats(self) -> Stats:
         """Returns what the engine has done until now, and what it holds."""

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from jaxtyping import Float, Int
 
+Top = tuple[tuple[int, float], ...]  # ids and log-probabilities
 Finish = Literal["end", "stop", "length", "cancelled"]
 
 
@@ -25,11 +26,13 @@ class Token(NamedTuple):
         text: the text that is certain after it; None without a tokenizer. Text that may begin an incomplete character
             or a stop string is held back until that is decided.
         log_prob: its natural log-probability under the unmodified model; None unless asked for.
+        top: the most probable tokens in its place with their log-probabilities, as many as the guide asks for.
     """
 
     id: int
     text: str | None
     log_prob: float | None
+    top: Top = ()
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,12 @@ class Answer:
 
             | finish | the answer ended |
             |---|---|
-            | "end" | with an end token |
+            | "end" | with an end token, or because its grammar is complete |
             | "stop" | with a stop string |
             | "length" | with max_new_tokens |
             | "cancelled" | because the request was cancelled, or the engine was closed without waiting |
         prompt_tokens: the number of tokens of the prompt.
+        top: `Token.top` of each token.
     """
 
     tokens: Int[np.ndarray, "T"]
@@ -56,6 +60,7 @@ class Answer:
     log_probs: Float[np.ndarray, "T"] | None
     finish: Finish
     prompt_tokens: int
+    top: tuple[Top, ...] = ()
 
 
 class Feed:
@@ -103,15 +108,28 @@ class Handle:
 
     `for token in handle.tokens()` and `handle.result()` wait in a thread; `async for token in handle` and
     `await handle` wait in a coroutine.
+
+    Attributes:
+        prompt_tokens: the number of tokens before the answer.
+        echoed: int32 tokens of the prompt if `Guide.echo` has the answer begin with them, but for the first; else none.
+        shown: ids of the special tokens that the text names.
     """
 
     def __init__(
-        self, feed: Feed, prompt_tokens: int, *, text: bool, log_probs: bool, cancel: Callable[[], None]
+        self,
+        feed: Feed,
+        prompt_tokens: int,
+        *,
+        text: bool,
+        log_probs: bool,
+        shown: frozenset[int],
+        echoed: Int[np.ndarray, "N"],
+        cancel: Callable[[], None],
     ) -> None:
         self._feed = feed
         self._text, self._log_probs = text, log_probs
         self._cancel = cancel
-        self.prompt_tokens = prompt_tokens
+        self.prompt_tokens, self.shown, self.echoed = prompt_tokens, shown, echoed
 
     @property
     def done(self) -> bool:
@@ -193,6 +211,7 @@ class Handle:
             log_probs=np.array([token.log_prob for token in tokens], np.float32) if self._log_probs else None,
             finish=finish,
             prompt_tokens=self.prompt_tokens,
+            top=tuple(token.top for token in tokens),
         )
 
 

@@ -16,6 +16,7 @@ from jax._src import distributed  # the store has no public name
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int, Int32
 
+from kvjax.decoding.row_guides import RowGuides
 from kvjax.runtime.modes import own_modes
 
 from .device import Device, Read
@@ -104,15 +105,22 @@ class Leader:
             yield
             self._channel.send({"do": "unit"})
 
-    def admit(self, read: Read, start: Start, row: int) -> Int32[Array, "3 _ 1"]:
+    def admit(self, read: Read, start: Start, row: int, guides: RowGuides | None = None) -> Int32[Array, "R _ 1"]:
         """Does what `Device.admit` does."""
-        self._channel.send({"do": "admit", "start": jax.tree.leaves(start), "row": row})
-        return self._device.admit(read, start, row)
+        self._channel.send(
+            {"do": "admit", "start": jax.tree.leaves(start), "row": row, "guides": jax.tree.leaves(guides)}
+        )
+        return self._device.admit(read, start, row, guides)
 
     def advance(self, wanted: Bool[np.ndarray, "B"], most: int) -> tuple[Int32[Array, "3 B K"], Int[Array, ""]]:
         """Does what `Device.advance` does."""
         self._channel.send({"do": "advance", "wanted": wanted, "most": most})
         return self._device.advance(wanted, most)
+
+    def advance_guided(self, wanted: Bool[np.ndarray, "B"], guides: RowGuides) -> Int32[Array, "R B 1"]:
+        """Does what `Device.advance_guided` does."""
+        self._channel.send({"do": "advance guided", "wanted": wanted, "guides": jax.tree.leaves(guides)})
+        return self._device.advance_guided(wanted, guides)
 
     def lead(self, loop: Loop) -> None:
         """Runs a loop to its end, and tells the others of it."""
@@ -146,10 +154,13 @@ def follow(device: Device, channel: Channel, example: Start) -> None:
             case "admit":
                 assert read is not None
                 start = jax.tree.unflatten(jax.tree.structure(example), message["start"])
-                device.admit(read, start, message["row"])
+                guides = RowGuides(*message["guides"]) if message["guides"] else None
+                device.admit(read, start, message["row"], guides)
                 units = read = None
             case "advance":
                 device.advance(message["wanted"], message["most"])
+            case "advance guided":
+                device.advance_guided(message["wanted"], RowGuides(*message["guides"]))
             case "end":
                 if message["error"] is not None:
                     raise EngineClosedError(f"on process 0, {message['error']}")

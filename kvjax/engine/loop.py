@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Array, Int, Int32
 
+from kvjax.decoding.grammars import GrammarError
+from kvjax.decoding.row_guides import RowGuides
 from kvjax.runtime.modes import own_modes
 
 from .device import Device, Read
@@ -47,12 +49,20 @@ class Loop:
         error: what later requests are refused with, once the loop has failed.
     """
 
-    def __init__(self, device: Device | Leader, rows: int, max_queue: int, at_once: int) -> None:
+    def __init__(
+        self,
+        device: Device | Leader,
+        rows: int,
+        max_queue: int,
+        at_once: int,
+        guides: Callable[[int], RowGuides] | None = None,
+    ) -> None:
         self.counters = Counters()
         self.rows: list[Ticket | None] = [None] * rows
         self._device = device
         self._max_queue = max_queue
         self._at_once = at_once
+        self._guides = guides  # makes those of a number of rows
         self._queue: deque[Ticket] = deque()
         self._reading: Reading | None = None
         self._due: deque[Callable[[], None]] = deque()  # deliveries of what programs find
@@ -169,6 +179,7 @@ class Loop:
             with self._changed:
                 if self._queue:
                     ticket = self._queue.popleft()
+                    self.counters.begin(ticket.submitted)
                     self._reading = Reading(ticket, self._device.read(ticket.prompt, ticket.prefix))
         if self._reading is None:
             return
@@ -178,16 +189,22 @@ class Loop:
         except OSError as error:  # of the prefix store, which concerns this request alone
             self._reading = None
             ticket.feed.fail(error)
-            self.counters.finish("failed")
+            self.counters.finish("failed", ticket.submitted)
         except StopIteration as stop:
+            self._reading = None
+            guides = None
+            if ticket.guided is not None and not self._guide(ticket, guides := self._no_guides(1), 0):
+                return
             row = self.rows.index(None)
-            report = self._device.admit(stop.value, ticket.start, row)
+            report = self._device.admit(stop.value, ticket.start, row, guides)
             self._due.append(partial(self._deliver, report, 1, [ticket]))
             self.counters.prompt_tokens += ticket.prompt_tokens
-            self.rows[row], self._reading = ticket, None
+            self.rows[row] = ticket
 
     def _advance(self) -> bool:
         """Advances all rows. Returns whether there were any."""
+        if any(ticket is not None and ticket.guided is not None for ticket in self.rows):
+            return self._advance_guided()
         if not any(self.rows):
             return False
         wanted = np.array([ticket is not None for ticket in self.rows])
@@ -196,22 +213,51 @@ class Loop:
         self._due.append(partial(self._finish, *found, list(self.rows)))
         return True
 
-    def _finish(self, report: Int32[Array, "3 B K"], steps: Int[Array, ""], tickets: list[Ticket | None]) -> None:
+    def _advance_guided(self) -> bool:
+        """Advances all rows by one step that follows from all tokens so far. Returns whether there were any."""
+        while self._due:
+            self._due.popleft()()
+        guides = self._no_guides(len(self.rows))
+        for row, ticket in enumerate(self.rows):
+            if ticket is not None and ticket.guided is not None and not self._guide(ticket, guides, row):
+                self.rows[row] = None
+        if not any(self.rows):
+            return False
+        report = self._device.advance_guided(np.array([ticket is not None for ticket in self.rows]), guides)
+        self._due.append(partial(self._finish, report, 1, list(self.rows)))
+        return True
+
+    def _no_guides(self, rows: int) -> RowGuides:
+        """Guides of a number of rows that change nothing yet."""
+        assert self._guides is not None, "a request has a guide, and the engine is not guided"
+        return self._guides(rows)
+
+    def _guide(self, ticket: Ticket, guides: RowGuides, row: int) -> bool:
+        """Writes the guide of a request into a row. Returns False if the request cannot go on, and ends it."""
+        assert ticket.guided is not None
+        try:
+            ticket.guided.write(guides, row)
+        except GrammarError as error:
+            ticket.feed.fail(error)
+            self.counters.finish("failed", ticket.submitted)
+        return not ticket.feed.ended
+
+    def _finish(self, report: Int32[Array, "R B K"], steps: Int[Array, ""] | int, tickets: list[Ticket | None]) -> None:
         """Delivers what steps have found."""
         self.counters.steps += int(steps)
         self._deliver(report, int(steps), tickets)
 
-    def _deliver(self, report: Int32[Array, "3 B K"], steps: int, tickets: list[Ticket | None]) -> None:
+    def _deliver(self, report: Int32[Array, "R B K"], steps: int, tickets: list[Ticket | None]) -> None:
         """Gives each request that has not ended meanwhile its tokens."""
-        tokens, bits, active = np.ascontiguousarray(np.asarray(report)[:, : len(tickets), :steps])
+        tokens, bits, active, *top = np.ascontiguousarray(np.asarray(report)[:, : len(tickets), :steps])
         found = tokens.tolist(), bits.view(np.float32).tolist(), active[:, -1].astype(bool).tolist()
-        for ticket, ids, log_probs, goes_on in zip(tickets, *found, strict=True):
+        for row, (ticket, ids, log_probs, goes_on) in enumerate(zip(tickets, *found, strict=True)):
             if ticket is None or ticket.feed.ended:
                 continue
             taken: list[tuple[Token, Finish | None]] = []
             failure = None
             try:
-                for one in ticket.take(ids, log_probs, goes_on):
+                for one in ticket.take(ids, log_probs, goes_on, [each[row, 0] for each in top]):
                     taken.append(one)
             except Exception as error:  # of the tokenizer, which concerns this request alone
                 failure = error
@@ -222,11 +268,11 @@ class Loop:
                 ticket.feed.fail(failure)
             if ticket.feed.ended:
                 self.rows[self.rows.index(ticket)] = None
-                self.counters.finish(ticket.feed.finish or "failed")
+                self.counters.finish(ticket.feed.finish or "failed", ticket.submitted)
 
     def _end(self, ticket: Ticket) -> None:
         ticket.feed.end("cancelled")
-        self.counters.finish("cancelled")
+        self.counters.finish("cancelled", ticket.submitted)
 
     def _fail(self, error: BaseException) -> None:
         """Ends everything with an error."""

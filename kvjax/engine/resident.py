@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from kvjax.decoding.loop import Answers, Decoding, Sampling
+from kvjax.decoding.row_guides import RowGuides, most_probable_tokens
 from kvjax.decoding.row_samplers import RowSamplers
 from kvjax.kv_cache import KVCache
 from kvjax.mesh.sharding import DATA, MODEL
@@ -56,17 +57,20 @@ class Resident:
     limits: Int[Array, "B"]
 
     @classmethod
-    def begin(cls, cache: KVCache, logits: Float[Array, "B V"], start: Start, *, size: int) -> Resident:
+    def begin(
+        cls, cache: KVCache, logits: Float[Array, "B V"], start: Start, *, size: int, guides: RowGuides | None = None
+    ) -> Resident:
         """Rows whose prompts have been read, with the first token of each answer.
 
         Args:
             size: the most tokens that any answer can have.
+            guides: of the first tokens, if there are any.
         """
         # The key that `generate` gives to a batch of one row.
         keys = jax.vmap(lambda seed: jax.random.split(jax.random.key(seed), 1)[0])(start.seed)
         sampling = Sampling(start.sampler, start.ends, keys, start.seen, start.suppressed)
         answers = Answers.begin(sampling, size=size, log_probs=True, put=jnp.asarray)
-        return cls(Decoding(cache, answers).take(logits), start.limit).within_limits()
+        return cls(Decoding(cache, answers).take(logits, guides), start.limit).within_limits()
 
     def within_limits(self) -> Resident:
         """The same rows, of which those are active whose answers may go on."""
@@ -117,16 +121,27 @@ def idle(cache: KVCache, logits: Float[Array, "B V"], start: Start, *, rows: int
 
 @partial(jax.jit, donate_argnames="resident")
 def admit(
-    resident: Resident, cache: KVCache, logits: Float[Array, "B V"], start: Start, row: Int[Array, ""]
-) -> tuple[Resident, Int32[Array, "3 B 1"]]:
+    resident: Resident,
+    cache: KVCache,
+    logits: Float[Array, "B V"],
+    start: Start,
+    row: Int[Array, ""],
+    guides: RowGuides | None = None,
+) -> tuple[Resident, Int32[Array, "R B 1"]]:
     """Writes a request into a row, and samples the first token of its answer.
 
     On a mesh each part of the batch has read the prompt, and the devices that hold the row write it. The parts report
-    the same.
+    the same: `Resident.report`, and of a guided request `most_probable_tokens` too.
     """
-    new = Resident.begin(cache, logits, start, size=resident.decoding.answers.tokens.shape[1])
+    new = Resident.begin(cache, logits, start, size=resident.decoding.answers.tokens.shape[1], guides=guides)
+    report = new.report(jnp.zeros_like(start.limit), steps=1)
+    return _on_devices(partial(_put, row=row), resident, new), report if guides is None else _with_top(report, logits)
 
-    return _on_devices(partial(_put, row=row), resident, new), new.report(jnp.zeros_like(start.limit), steps=1)
+
+def _with_top(report: Int32[Array, "3 B 1"], logits: Float[Array, "B V"]) -> Int32[Array, "R B 1"]:
+    """A report with the ids of the most probable tokens, and their log-probabilities' bits."""
+    top = most_probable_tokens(logits)
+    return jnp.concatenate([report, top.reshape(-1, top.shape[-1], 1)])
 
 
 @partial(jax.jit, donate_argnames="resident")
@@ -202,10 +217,30 @@ def advance(
         resident = resident.advance(params)
     else:
         resident, steps = _steps(params, resident, wanted, most)
-    report, mesh = resident.report(before, steps=at_once), resident.decoding.cache.mesh
-    if mesh is not None and mesh.is_multi_process:  # process 0 reads all of it
-        report = jax.lax.with_sharding_constraint(report, NamedSharding(mesh, PartitionSpec()))
-    return resident, report, steps
+    return resident, _for_host(resident.report(before, steps=at_once), resident), steps
+
+
+@partial(jax.jit, static_argnames="tree", donate_argnames="resident", compiler_options=STEP_OPTIONS)
+def advance_guided(
+    leaves: list[Array], resident: Resident, wanted: Bool[Array, "B"], guides: RowGuides, *, tree: Any
+) -> tuple[Resident, Int32[Array, "R B 1"]]:
+    """One step of every active row that is still wanted, whose token the guides have a part in.
+
+    Returns:
+        The rows, and a report as that of `admit`.
+    """
+    before, resident = resident.decoding.answers.lengths, resident.wanted(wanted)
+    logits, decoding = resident.decoding.step(jax.tree.unflatten(tree, leaves))
+    resident = replace(resident, decoding=decoding.take(logits, guides)).within_limits()
+    return resident, _for_host(_with_top(resident.report(before, steps=1), logits), resident)
+
+
+def _for_host(report: Int32[Array, "R B K"], resident: Resident) -> Int32[Array, "R B K"]:
+    """The report, which process 0 reads on a mesh over several."""
+    mesh = resident.decoding.cache.mesh
+    if mesh is None or not mesh.is_multi_process:
+        return report
+    return jax.lax.with_sharding_constraint(report, NamedSharding(mesh, PartitionSpec()))
 
 
 @partial(jax.jit, static_argnames="tree", donate_argnames="resident", compiler_options=STEP_OPTIONS)
@@ -248,6 +283,7 @@ def compile_rows(
     start: Start,
     *,
     at_once: int,
+    guides: Callable[[int], RowGuides] | None = None,
 ) -> None:
     """Adds the programs that make, change and advance all rows.
 
@@ -255,6 +291,7 @@ def compile_rows(
         logits: the shapes of what a read returns, and so is `row`, its cache.
         start: of any request.
         at_once: the most steps of a program.
+        guides: makes those of a number of rows; None if no row is guided.
     """
     rows, size = plans.sizes.rows, plans.sizes.max_new_tokens
     programs.add("idle", idle, row, logits, start, rows=rows, size=size)
@@ -265,3 +302,7 @@ def compile_rows(
     leaves, tree = jax.tree.flatten(params)
     wanted = plans.put_rows(np.zeros(rows, bool))
     programs.add("advance", advance, leaves, resident, wanted, np.int32(0), tree=tree, at_once=at_once)
+    if guides is not None:
+        one, all_rows = (jax.tree.map(plans.put_rows, guides(count)) for count in (plans.batch, rows))
+        programs.add("admit guided", admit, resident, row, logits, start, np.int32(0), one)
+        programs.add("advance guided", advance_guided, leaves, resident, wanted, all_rows, tree=tree)

@@ -72,6 +72,8 @@ class Stats:
         busy_seconds: during which there was work.
         first_token: times from `submit` to the first token.
         between_tokens: times between one token of a request and the next; 0 if both come from one program.
+        queued: times from `submit` until the prompt begins to be read.
+        whole: times from `submit` to the end of the answer, for whatever reason.
         cache_bytes: the size of the resident cache.
         prefixes: what the prefix store has done.
     """
@@ -88,6 +90,8 @@ class Stats:
     busy_seconds: float
     first_token: Histogram
     between_tokens: Histogram
+    queued: Histogram
+    whole: Histogram
     cache_bytes: int
     prefixes: Prefixes = Prefixes()
 
@@ -125,6 +129,8 @@ class Counters:
     busy_seconds: float = 0.0
     first_token: _Times = field(default_factory=_Times)
     between_tokens: _Times = field(default_factory=_Times)
+    queued: _Times = field(default_factory=_Times)
+    whole: _Times = field(default_factory=_Times)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, count: int, submitted: float, last: float | None) -> float:
@@ -145,10 +151,16 @@ class Counters:
             self.between_tokens.add(0.0, count - 1)
         return now
 
-    def finish(self, reason: str) -> None:
+    def begin(self, submitted: float) -> None:
+        """Counts a request whose prompt begins to be read."""
+        with self.lock:
+            self.queued.add(time.perf_counter() - submitted)
+
+    def finish(self, reason: str, submitted: float) -> None:
         """Counts a finished request."""
         with self.lock:
             self.finished[reason] = self.finished.get(reason, 0) + 1
+            self.whole.add(time.perf_counter() - submitted)
 
     def snapshot(self, **held: Any) -> Stats:
         """The counts now, with the fields of `Stats` that say what the engine holds."""
@@ -163,5 +175,7 @@ class Counters:
                 busy_seconds=self.busy_seconds,
                 first_token=self.first_token.histogram(),
                 between_tokens=self.between_tokens.histogram(),
+                queued=self.queued.histogram(),
+                whole=self.whole.histogram(),
                 **held,
             )

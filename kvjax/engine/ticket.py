@@ -12,9 +12,10 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.checks import shown
+from kvjax.decoding.grammars import Grammars
 from kvjax.decoding.loop import NOT_FINITE, not_finite
 from kvjax.decoding.row_samplers import RowSamplers
-from kvjax.decoding.row_text import RowText, stop_strings
+from kvjax.decoding.row_text import RowText, shown_ids, stop_strings
 from kvjax.decoding.sampling import Greedy, SamplingMethod
 from kvjax.models import NONE_SUPPRESSED, Suppressed
 from kvjax.request.chat import TemplateOptions
@@ -23,7 +24,8 @@ from kvjax.request.prompts import Prompt, is_single, rows_of
 from kvjax.request.request import AnswerOptions, check_answer, is_seed
 
 from .errors import TooLongError
-from .handle import Feed, Finish, Token
+from .guide import Guide, Guided
+from .handle import Feed, Finish, Token, Top
 from .resident import Start
 from .sizes import Sizes
 
@@ -40,6 +42,8 @@ class Options:
     log_probs: bool = False
     prefix: Prompt | None = None
     chat_template_kwargs: TemplateOptions = None
+    shown_tokens: Sequence[str] = ()
+    guide: Guide | None = None
 
 
 @dataclass(eq=False)
@@ -54,6 +58,9 @@ class Ticket:
         limit: the most tokens of the answer.
         log_probs: whether tokens have log-probabilities.
         text: decodes the tokens; None without a tokenizer.
+        shown: special tokens that the text names.
+        guided: what the host has a part in; None for most requests.
+        echoed: the tokens of a prompt that is scored; else none.
         feed: where the tokens go.
         submitted: the time of the request, of `time.perf_counter`.
         last: the time of its last token.
@@ -66,6 +73,9 @@ class Ticket:
     limit: int
     log_probs: bool
     text: RowText | None
+    shown: frozenset[int] = frozenset()
+    guided: Guided | None = None
+    echoed: Int[np.ndarray, "N"] = field(default_factory=lambda: np.zeros(0, np.int32))
     prefix: Int[np.ndarray, "N"] | None = None
     feed: Feed = field(default_factory=Feed)
     submitted: float = field(default_factory=time.perf_counter)
@@ -81,8 +91,11 @@ class Ticket:
         tokenizer: Any,
         vocab_size: int,
         suppressed: Suppressed = NONE_SUPPRESSED,
+        grammars: Grammars | None = None,
     ) -> Ticket:
         """Checks a request to a model that never draws the tokens `suppressed`.
+
+        `grammars` compiles those of guides; None refuses guides.
 
         Raises:
             ValueError: for whatever the engine does not accept. The message says what is expected.
@@ -105,9 +118,24 @@ class Ticket:
         row = row_of("prompt", prompt, begins=prefix is None, answered=True)
         name, most = ("max_prompt", sizes.max_prompt) if prefix is None else ("chunk", sizes.chunk)
         _check_length("prompt" if prefix is None else "prompt after a prefix", row.size, name, most)
+        echoed = row[:0]
+        if options.guide is not None and options.guide.echo:
+            if prefix is not None or options.stop:
+                raise ValueError(
+                    "echo=True with a prefix or stop strings: expected neither, because it scores the prompt"
+                )
+            row, echoed, limit = row[:1], row, limit + row.size - 1
+            _check_length("prompt that is scored, and its answer", limit, "max_new_tokens", sizes.max_new_tokens)
         stops = stop_strings(options.stop, tokenizer)
         sampler = options.sampler or Greedy()
         ends = end_tokens(options.eos, (), 1)
+        closes = frozenset(ends[0].tolist())
+        named = shown_ids(options.shown_tokens, tokenizer) - closes
+        guided = None
+        if options.guide is not None:
+            if not isinstance(options.guide, Guide) or grammars is None:
+                raise ValueError(f"guide={shown(options.guide)}: expected a Guide, and Engine(..., guided=True)")
+            guided = Guided(options.guide, grammars, vocab_size, closes, echoed[1:])
         given = ends.shape[1]
         if given > sizes.ends:
             raise ValueError(f"eos has {given} tokens: expected at most {sizes.ends} (Engine(max_end_tokens=...))")
@@ -123,10 +151,13 @@ class Ticket:
                 limit=np.array([limit], np.int32),
                 suppressed=suppressed,
             ),
-            ends=frozenset(ends[0].tolist()),
+            ends=closes,
             limit=int(limit),
             log_probs=options.log_probs,
-            text=None if tokenizer is None else RowText(tokenizer, stops),
+            text=None if tokenizer is None else RowText(tokenizer, stops, named),
+            shown=named,
+            guided=guided,
+            echoed=echoed,
             prefix=prefix,
         )
 
@@ -136,28 +167,39 @@ class Ticket:
         return self.prompt.size + (0 if self.prefix is None else self.prefix.size)
 
     def take(
-        self, tokens: Sequence[int], log_probs: Sequence[float], active: bool
+        self, tokens: Sequence[int], log_probs: Sequence[float], active: bool, top: Sequence[np.int32] = ()
     ) -> Iterator[tuple[Token, Finish | None]]:
         """Yields the next tokens for the feed, up to a stop string; with the last of an answer, why it ends.
 
         Args:
             active: whether the row goes on after all of them, as the device sees it.
+            top: if there is a guide, the most probable tokens in place of the only token, and their
+                log-probabilities' bits.
 
         Raises:
             FloatingPointError: the logits of a token are not finite.
+            GrammarError: a token does not follow the grammar.
         """
         for i, (token, log_prob) in enumerate(zip(tokens, log_probs, strict=True), 1):
             if token == NOT_FINITE:
                 raise not_finite(0, self.prompt_tokens + len(self.feed.tokens) + i - 1)
-            last = i == len(tokens) and not active
+            complete = self.guided is not None and self.guided.take(token)
+            last = complete or (i == len(tokens) and not active)
             text = None
-            finish: Finish | None = ("end" if token in self.ends else "length") if last else None
+            finish: Finish | None = ("end" if complete or token in self.ends else "length") if last else None
             if self.text is not None:
                 text = self.text.add(token, last=last)
                 finish = "stop" if self.text.stopped else finish
-            yield Token(token, text, log_prob if self.log_probs else None), finish
+            yield Token(token, text, log_prob if self.log_probs else None, self._top(top)), finish
             if finish is not None:
                 return
+
+    def _top(self, top: Sequence[np.int32]) -> Top:
+        """The most probable tokens, as many as the guide asks for."""
+        if self.guided is None or not self.guided.top:
+            return ()
+        ids, bits = np.split(np.array(top, np.int32), 2)
+        return tuple(zip(ids.tolist(), bits.view(np.float32).tolist(), strict=True))[: self.guided.top]
 
 
 def _row(name: str, prompt: Prompt, tokenizer: Any, vocab_size: int, **options: Any) -> Int[np.ndarray, "N"]:

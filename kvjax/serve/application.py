@@ -6,10 +6,11 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -21,15 +22,19 @@ from kvjax.checks import shown
 from kvjax.engine import Engine
 
 from .asking import Asked, ask, unless_gone
+from .chat import Chat
+from .dialects import Template
 from .documents import Chats, Completions, Form
 from .errors import ApiError, gone, told, unexpected, unrouted
 from .gate import Gate
 from .metrics import registry_of
 from .parsing import parse
-from .schema import Chat, Completion
+from .schema import Completion
 from .settings import Settings
 from .streaming import Events
+from .tokenizing import Detokenize, Tokenize, detokenized, tokenized
 
+Turned = TypeVar("Turned", Tokenize, Detokenize)
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -46,7 +51,7 @@ def application(engine: Engine, settings: Settings, is_closing: Callable[[], boo
     """
     if engine.tokenizer is None:
         raise ValueError("the engine has no tokenizer: expected Engine(..., tokenizer=...), because requests are text")
-    registry = registry_of(engine)
+    registry, template = registry_of(engine, settings.model), Template.of(engine.tokenizer, settings.tool_calls)
     started = int(time.time())
     page = files("kvjax.serve").joinpath("page.html").read_text(encoding="utf-8")
 
@@ -56,9 +61,9 @@ def application(engine: Engine, settings: Settings, is_closing: Callable[[], boo
             raise ApiError(404, message, "model", "model_not_found")
 
     async def asked_for(request: Request, kind: type[Completion] | type[Chat]) -> Asked:
-        body = parse(kind, b"".join([chunk async for chunk in request.stream()]))  # `request.body()` would keep it
+        body = parse(kind, await received(request))
         check_model(body.model)
-        return await ask(engine, body, settings.sampler)
+        return await ask(engine, body, settings.sampler, template)
 
     def answering(kind: type[Completion] | type[Chat], form: Form) -> Endpoint:
         async def answer(request: Request) -> Response:
@@ -66,6 +71,14 @@ def application(engine: Engine, settings: Settings, is_closing: Callable[[], boo
             if asked.stream is not None:
                 return Events(form, asked, settings.timeout)
             return JSONResponse(form.whole(asked, await unless_gone(request, asked, settings.timeout)))
+
+        return answer
+
+    def turning(kind: type[Turned], turn: Callable[[Engine, Turned], dict[str, Any]]) -> Endpoint:
+        async def answer(request: Request) -> Response:
+            body = parse(kind, await received(request))
+            check_model(settings.model if body.model is None else body.model)
+            return JSONResponse(await run_in_threadpool(turn, engine, body))
 
         return answer
 
@@ -94,10 +107,11 @@ def application(engine: Engine, settings: Settings, is_closing: Callable[[], boo
     async def show(request: Request) -> Response:
         return HTMLResponse(page.replace("MODEL_NAME", settings.model))
 
-    names = (settings.model, engine.tokenizer)
     posts = {
-        "/v1/completions": answering(Completion, Completions(*names)),
-        "/v1/chat/completions": answering(Chat, Chats(*names)),
+        "/v1/completions": answering(Completion, Completions(settings.model)),
+        "/v1/chat/completions": answering(Chat, Chats(settings.model)),
+        "/tokenize": turning(Tokenize, tokenized),
+        "/detokenize": turning(Detokenize, detokenized),
     }
     gets: dict[str, Endpoint] = {
         "/": show,
@@ -116,6 +130,11 @@ def application(engine: Engine, settings: Settings, is_closing: Callable[[], boo
         middleware=[*cors, Middleware(Gate, settings=settings, is_closing=is_closing)],
         exception_handlers={ApiError: told, ClientDisconnect: gone, HTTPException: unrouted, Exception: unexpected},
     )
+
+
+async def received(request: Request) -> bytes:
+    """The body of a request, which `request.body()` would keep."""
+    return b"".join([chunk async for chunk in request.stream()])
 
 
 def _cors(origins: Sequence[str]) -> Middleware:

@@ -17,10 +17,13 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
 from kvjax.decoding.sampling import SamplingMethod
-from kvjax.engine import Answer, Engine, EngineClosedError, Handle, QueueFullError, TooLongError
+from kvjax.engine import Engine, EngineClosedError, GrammarError, Handle, QueueFullError, TooLongError
 
+from .chat import Chat
+from .dialects import Reading, Template
 from .errors import ApiError, closing
-from .schema import Chat, Completion, StreamOptions
+from .pieces import Piece, Pieces
+from .schema import Completion, StreamOptions
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,10 @@ class Asked:
         prompt_tokens: the number of tokens of all prompts, each counted once.
         seed: the seed of the first answer of each prompt.
         log_probs: whether tokens have log-probabilities.
+        top: the number of most probable tokens that each token comes with.
         stream: None, or the options of the stream of the answers.
+        reading: how the answers are read.
+        tokenizer: that of the engine.
         id: names the answer.
         created: the time of the request in seconds since 1970.
     """
@@ -41,7 +47,10 @@ class Asked:
     prompt_tokens: int
     seed: int
     log_probs: bool
+    top: int
     stream: StreamOptions | None
+    reading: Reading
+    tokenizer: Any = field(repr=False)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -50,13 +59,17 @@ class Asked:
         prompts = self.prompt_tokens
         return {"prompt_tokens": prompts, "completion_tokens": tokens, "total_tokens": prompts + tokens}
 
-    async def answers(self) -> list[Answer]:
-        """All answers. Raises ApiError if the server ends them."""
+    def pieces(self) -> list[Pieces]:
+        """The makers of each answer's pieces."""
+        return [Pieces(self.tokenizer, one, self.reading, log_probs=self.log_probs) for one in self.handles]
+
+    async def answers(self) -> list[Piece]:
+        """All answers, each as one piece. Raises ApiError if the server ends them."""
         with ending_is_told():
             found = [await handle for handle in self.handles]
         for answer in found:
             check_finished(answer.finish)
-        return found
+        return [pieces.whole(answer) for pieces, answer in zip(self.pieces(), found, strict=True)]
 
 
 def check_finished(finish: str | None) -> None:
@@ -67,11 +80,13 @@ def check_finished(finish: str | None) -> None:
 
 @contextmanager
 def ending_is_told() -> Iterator[None]:
-    """Turns the end of the engine, and of an answer without finite logits, into an error for the client."""
+    """Turns the end of the engine, and of an answer that cannot go on, into an error for the client."""
     try:
         yield
     except FloatingPointError as error:
         raise ApiError(422, str(error), code="not_finite") from None
+    except GrammarError as error:
+        raise ApiError(422, str(error), code="grammar") from None
     except EngineClosedError:
         raise closing() from None
 
@@ -86,8 +101,14 @@ def freed(asked: Asked) -> Iterator[None]:
             handle.cancel()
 
 
-async def ask(engine: Engine, request: Completion | Chat, sampler: SamplingMethod) -> Asked:
-    """Submits all prompts of a request. `sampler` is what draws, as far as the request does not say.
+async def ask(engine: Engine, request: Completion | Chat, sampler: SamplingMethod, template: Template) -> Asked:
+    """Submits all prompts of a request.
+
+    Args:
+        engine: that answers.
+        request: what the client asks for.
+        sampler: what draws, as far as the request does not say.
+        template: what the chat template of the engine's tokenizer tells.
 
     Raises:
         ApiError: 400 for a request that the engine refuses, 429 if its queue is full, 503 if it is closed.
@@ -97,17 +118,23 @@ async def ask(engine: Engine, request: Completion | Chat, sampler: SamplingMetho
         message = f"{request.limited_by}={request.limit}: expected at most {most}, the server's limit"
         raise ApiError(400, message, request.limited_by, "invalid_value")
     try:
+        reading, guide = request.reading(template), request.guide(template)
         options = dict(
             max_new_tokens=most if request.limit is None else request.limit,
             sampler=request.sampler(sampler),
-            eos=() if request.ignore_eos else None,
+            eos=request.ends(engine.ends),
             stop=request.stops,
             log_probs=request.log_probs,
             prefix=request.stored,
             chat_template_kwargs=request.template_options,
+            guide=guide,
+            shown_tokens=reading.markers if request.skip_special_tokens is not False else template.special_tokens,
         )
-    except ValueError as error:  # of the sampler
+    except ValueError as error:  # of the sampler, the template and the grammar
         raise _told(error, request) from None
+    if guide is not None and not engine.guided:
+        message = "grammars, biases, penalties and top log-probabilities: expected a server without --no-guided"
+        raise ApiError(400, message, code="not_supported")
     seed, gone = secrets.randbits(48) if request.seed is None else request.seed, threading.Event()
     count = request.n or 1
     prompts = [prompt for prompt in request.prompts for _ in range(count)]
@@ -127,10 +154,13 @@ async def ask(engine: Engine, request: Completion | Chat, sampler: SamplingMetho
         raise _told(error, request) from None
     return Asked(
         handles,
-        prompt_tokens=sum(handle.prompt_tokens for handle in handles[::count]),
+        prompt_tokens=sum(max(one.prompt_tokens, one.echoed.size) for one in handles[::count]),
         seed=seed,
         log_probs=request.log_probs,
+        top=request.top,
         stream=request.stream_options or StreamOptions() if request.stream else None,
+        reading=reading,
+        tokenizer=engine.tokenizer,
     )
 
 
@@ -143,6 +173,8 @@ def _told(error: BaseException, request: Completion | Chat) -> BaseException:
     if isinstance(error, TooLongError):
         message = f"{error}; this is the maximum context length of the server"
         return ApiError(400, message, _field(error, request), "context_length_exceeded")
+    if isinstance(error, GrammarError):
+        return ApiError(400, str(error), _formed_by(request), "invalid_value")
     if isinstance(error, ValueError):
         return ApiError(400, str(error), _field(error, request), "invalid_value")
     if isinstance(error, QueueFullError):
@@ -152,13 +184,20 @@ def _told(error: BaseException, request: Completion | Chat) -> BaseException:
     return error
 
 
+def _formed_by(request: Completion | Chat) -> str:
+    """The field from which the grammar of a request follows."""
+    if request.is_formed:
+        return "response_format" if request.regex is None else "regex"
+    return "tools"
+
+
 def _field(error: ValueError, request: Completion | Chat) -> str:
     """The field that an error of the engine is about: the one that its message begins with, or the prompt."""
     begins = re.match(r"(?:the )?(\w+)", str(error))
     return begins[1] if begins is not None and begins[1] in type(request).model_fields else request.asks_by
 
 
-async def unless_gone(request: Request, asked: Asked, timeout: float) -> list[Answer]:
+async def unless_gone(request: Request, asked: Asked, timeout: float) -> list[Piece]:
     """The answers of a request. The rows are free as soon as its client goes away, or the time is over.
 
     Raises:

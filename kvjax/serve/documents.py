@@ -5,28 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from kvjax.decoding.spelling import Spelled, Spelling
-from kvjax.engine import Answer
+from kvjax.decoding.spelling import alone
 
 from .asking import Asked
-
-_REASONS = {None: None, "end": "stop", "stop": "stop", "length": "length"}
-
-
-class Piece(NamedTuple):
-    """A piece of an answer.
-
-    Attributes:
-        text: the text that is certain since the last piece.
-        tokens: the number of tokens since then.
-        spelled: the tokens whose text is certain since then, if the request asks for log-probabilities.
-    """
-
-    text: str
-    tokens: int
-    spelled: Sequence[Spelled]
+from .dividing import Said
+from .pieces import Piece
 
 
 @dataclass(frozen=True)
@@ -35,14 +20,12 @@ class Form(ABC):
 
     Attributes:
         model: the name of the model.
-        tokenizer: that of the engine.
     """
 
     model: str
-    tokenizer: Any
 
     @abstractmethod
-    def whole(self, asked: Asked, answers: Sequence[Answer]) -> dict[str, Any]:
+    def whole(self, asked: Asked, answers: Sequence[Piece]) -> dict[str, Any]:
         """The document of a request that does not stream."""
 
     def opening(self, asked: Asked) -> list[dict[str, Any]]:
@@ -50,8 +33,12 @@ class Form(ABC):
         return []
 
     @abstractmethod
-    def piece(self, asked: Asked, index: int, piece: Piece, finish: str | None) -> dict[str, Any]:
-        """The document of a piece; `finish` is the engine's reason, with the last piece of an answer."""
+    def piece(self, asked: Asked, index: int, piece: Piece) -> dict[str, Any]:
+        """The document of a piece."""
+
+    def usage(self, asked: Asked) -> dict[str, Any]:
+        """The document of a stream that has the usage, but for that."""
+        return self.piece(asked, 0, Piece(Said(), 0, ())) | {"choices": []}
 
     def _document(self, asked: Asked, kind: str, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -63,55 +50,57 @@ class Form(ABC):
             "seed": asked.seed,
         }
 
-    def spelling(self, asked: Asked) -> Spelling | None:
-        """Spells the tokens of one answer, if the request asks for log-probabilities."""
-        return Spelling(self.tokenizer) if asked.log_probs else None
 
-    def _all(self, asked: Asked, answer: Answer) -> Piece:
-        spelled, spelling, text = [], self.spelling(asked), answer.text or ""
-        if spelling is not None and answer.log_probs is not None:
-            spelled = spelling.add(zip(answer.tokens.tolist(), answer.log_probs.tolist(), strict=True), text, last=True)
-        return Piece(text, len(answer.tokens), spelled)
-
-
-def _counted(answers: Sequence[Answer]) -> int:
-    return sum(len(answer.tokens) for answer in answers)
+def _counted(answers: Sequence[Piece]) -> int:
+    return sum(answer.tokens for answer in answers)
 
 
 @dataclass(frozen=True)
 class Completions(Form):
     """The form of `/v1/completions`."""
 
-    def whole(self, asked: Asked, answers: Sequence[Answer]) -> dict[str, Any]:
-        choices = [self._choice(asked, i, self._all(asked, a), a.finish) for i, a in enumerate(answers)]
+    def whole(self, asked: Asked, answers: Sequence[Piece]) -> dict[str, Any]:
+        choices = [self._choice(asked, i, answer) for i, answer in enumerate(answers)]
         return self._document(asked, "cmpl", "text_completion", choices) | {"usage": asked.usage(_counted(answers))}
 
-    def piece(self, asked: Asked, index: int, piece: Piece, finish: str | None) -> dict[str, Any]:
-        return self._document(asked, "cmpl", "text_completion", [self._choice(asked, index, piece, finish)])
+    def piece(self, asked: Asked, index: int, piece: Piece) -> dict[str, Any]:
+        return self._document(asked, "cmpl", "text_completion", [self._choice(asked, index, piece)])
 
-    def _choice(self, asked: Asked, index: int, piece: Piece, finish: str | None) -> dict[str, Any]:
+    def _choice(self, asked: Asked, index: int, piece: Piece) -> dict[str, Any]:
         log_probs = None
         if asked.log_probs:
             log_probs = {
                 "tokens": [token.text for token in piece.spelled],
                 "token_logprobs": [token.log_prob for token in piece.spelled],
-                "top_logprobs": None,
+                "top_logprobs": self._top(asked, piece) if asked.top else None,
                 "text_offset": None,
             }
-        return {"index": index, "text": piece.text, "logprobs": log_probs, "finish_reason": _REASONS[finish]}
+        return {"index": index, "text": piece.said.content, "logprobs": log_probs, "finish_reason": piece.finish}
+
+    @staticmethod
+    def _top(asked: Asked, piece: Piece) -> list[dict[str, float | None] | None]:
+        """The most probable tokens by text, and each token itself. Of equal texts the most probable one counts."""
+        found: list[dict[str, float | None] | None] = []
+        for token, top in zip(piece.spelled, piece.top, strict=True):
+            if token.log_prob is None:  # the first of a prompt
+                found.append(None)
+                continue
+            named: dict[str, float | None] = {alone(asked.tokenizer, i): log_prob for i, log_prob in reversed(top)}
+            found.append(named | ({} if token.text in named else {token.text: token.log_prob}))
+        return found
 
 
 @dataclass(frozen=True)
 class Chats(Form):
     """The form of `/v1/chat/completions`."""
 
-    def whole(self, asked: Asked, answers: Sequence[Answer]) -> dict[str, Any]:
+    def whole(self, asked: Asked, answers: Sequence[Piece]) -> dict[str, Any]:
         choices = [
             {
                 "index": i,
-                "message": {"role": "assistant", "content": answer.text, "refusal": None},
-                "logprobs": self._log_probs(asked, self._all(asked, answer)),
-                "finish_reason": _REASONS[answer.finish],
+                "message": self._message(asked, answer.said),
+                "logprobs": self._log_probs(asked, answer),
+                "finish_reason": answer.finish,
             }
             for i, answer in enumerate(answers)
         ]
@@ -121,21 +110,58 @@ class Chats(Form):
         delta = {"role": "assistant", "content": ""}
         return [self._chunk(asked, i, delta, None, None) for i in range(len(asked.handles))]
 
-    def piece(self, asked: Asked, index: int, piece: Piece, finish: str | None) -> dict[str, Any]:
-        delta = {"content": piece.text} if piece.text else {}
-        return self._chunk(asked, index, delta, self._log_probs(asked, piece), finish)
+    def piece(self, asked: Asked, index: int, piece: Piece) -> dict[str, Any]:
+        said, delta = piece.said, dict[str, Any]()
+        if said.content:
+            delta["content"] = said.content
+        if said.reasoning:
+            delta["reasoning_content"] = said.reasoning
+        if said.calls:
+            numbers = range(piece.calls_before, piece.calls_before + len(said.calls))
+            delta["tool_calls"] = [
+                {"index": i} | call for i, call in zip(numbers, self._calls(asked, said), strict=True)
+            ]
+        return self._chunk(asked, index, delta, self._log_probs(asked, piece), piece.finish)
+
+    def _message(self, asked: Asked, said: Said) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": None}
+        if said.reasoning:
+            message["reasoning_content"] = said.reasoning
+        if said.calls:
+            message |= {"content": said.content or None, "tool_calls": self._calls(asked, said)}
+        return message
+
+    @staticmethod
+    def _calls(asked: Asked, said: Said) -> list[dict[str, Any]]:
+        return [
+            {
+                "id": asked.reading.call_id(),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in said.calls
+        ]
 
     def _chunk(
         self, asked: Asked, index: int, delta: dict[str, Any], log_probs: dict[str, Any] | None, finish: str | None
     ) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": log_probs, "finish_reason": _REASONS[finish]}
+        choice = {"index": index, "delta": delta, "logprobs": log_probs, "finish_reason": finish}
         return self._document(asked, "chatcmpl", "chat.completion.chunk", [choice])
 
     def _log_probs(self, asked: Asked, piece: Piece) -> dict[str, Any] | None:
         if not asked.log_probs:
             return None
         content = [
-            {"token": token.text, "bytes": list(token.data), "logprob": token.log_prob, "top_logprobs": []}
-            for token in piece.spelled
+            {
+                "token": token.text,
+                "bytes": list(token.data),
+                "logprob": token.log_prob,
+                "top_logprobs": [self._other(alone(asked.tokenizer, i), log_prob) for i, log_prob in top],
+            }
+            for token, top in zip(piece.spelled, piece.top, strict=True)
         ]
         return {"content": content, "refusal": None}
+
+    @staticmethod
+    def _other(text: str, log_prob: float) -> dict[str, Any]:
+        return {"token": text, "bytes": list(text.encode()), "logprob": log_prob}

@@ -39,10 +39,12 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _zeros(value: dict[str, Any]) -> dict[str, Any]:
-    if any(bias != 0 for bias in value.values()):
-        raise ValueError
-    return {}
+def _by_token(value: dict[str, Any]) -> dict[str, float]:
+    for name, bias in value.items():
+        is_number = isinstance(bias, int | float) and not isinstance(bias, bool) and -100 <= bias <= 100
+        if not (is_number and name.isascii() and name.isdigit() and len(name) < 10):
+            raise ValueError
+    return value
 
 
 Integer = Annotated[int, BeforeValidator(_whole)]
@@ -68,9 +70,9 @@ String = Annotated[str | None, Field(description="a string")]
 Object = Annotated[dict[str, Any] | None, AfterValidator(_nothing), Field(description="an object")]
 Ignored = Annotated[Any, AfterValidator(_nothing), Field(description="any value, which is ignored")]
 
-# Fields that are accepted only with the value that changes nothing.
-Zero = Annotated[Literal[0] | None, Field(description="null or 0: this server has no other value")]
-NoBias = Annotated[
-    Annotated[dict[str, Any], AfterValidator(_zeros)] | None,
-    Field(description="null, or an object whose values are 0: this server has no biases"),
+Subtracted = Annotated[Annotated[Number, Field(ge=-2, le=2)] | None, Field(description="a number from -2 to 2")]
+Bias = Annotated[
+    Annotated[dict[str, Any], Field(max_length=300), AfterValidator(_by_token)] | None,
+    Field(description="an object with at most 300 numbers from -100 to 100 by token id"),
 ]
+Top = Annotated[Annotated[Integer, Field(ge=0, le=20)] | None, Field(description="an integer from 0 to 20")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
@@ -12,17 +12,9 @@ from pydantic_core import ErrorDetails, from_json
 from kvjax.checks import cut
 
 from .errors import ApiError
-from .messages import Message, Part
-from .schema import Common, Form, StreamOptions
+from .fields import Strict
 
-OBJECTS: dict[str, type[BaseModel]] = {
-    "messages": Message,
-    "prefix": Message,
-    "content": Part,
-    "stream_options": StreamOptions,
-    "response_format": Form,
-}  # by the field that has them
-Kind = TypeVar("Kind", bound=Common)
+Kind = TypeVar("Kind", bound=Strict)
 
 
 def parse(kind: type[Kind], body: bytes) -> Kind:
@@ -56,15 +48,22 @@ def _told(kind: type[BaseModel], document: Any, error: ValidationError) -> ApiEr
     holder = owner = kind
     field = 0
     for i, name in enumerate(path):
-        if name in holder.model_fields:
+        if isinstance(name, str) and name in holder.model_fields:
             owner, field = holder, i  # the innermost field that says what it accepts
-        holder = OBJECTS.get(str(name), holder)
+            holder = _object_of(holder.model_fields[name].annotation) or holder
     if first["type"] == "unknown":
         return _unknown(path, holder)
     expected = owner.model_fields[str(path[field])].description
     of = f"{_joined(path[: field + 1])} to be " if field + 1 < len(path) else ""
     code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
     return ApiError(400, f"{_joined(path)}={_shown(value)}: expected {of}{expected}", str(path[0]), code)
+
+
+def _object_of(annotation: Any) -> type[BaseModel] | None:
+    """The type of the objects in a field, as one value or several; None if it has none."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_object_of, get_args(annotation))), None)
 
 
 def _path(document: Any, error: ErrorDetails) -> list[str | int]:

@@ -1,35 +1,43 @@
 """The fields of requests: those of OpenAI's API that kvjax has, and those that it refuses by name.
 
-Fields that do not change an answer, such as `user`, are accepted. Fields that would, such as `tools`, are accepted with
-the value that changes nothing. Any other field or value is an error.
+Fields that do not change an answer, such as `user`, are accepted. Fields that would, such as `suffix`, are accepted
+with the value that changes nothing. Any other field or value is an error.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from kvjax.decoding.grammars import Grammar
 from kvjax.decoding.sampling import Greedy, Sampler, SamplingMethod
+from kvjax.engine import Guide
 
+from .dialects import Reading, Template
 from .fields import (
+    Bias,
     Flag,
+    Integer,
     MinP,
     Most16,
-    NoBias,
     Object,
     Penalty,
     Seed,
     Strict,
     String,
+    Subtracted,
     Temperature,
     Text,
+    Top,
     TopK,
     TopP,
     Whole,
-    Zero,
+    refused,
 )
-from .messages import Messages
+from .formats import ResponseFormat
+from .grammars import Writer
 
 FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # of a request and of `kvjax.Sampler`
 UNLIMITED = {("top_p", 1), ("top_k", 0), ("top_k", -1)}  # values of clients for what `kvjax.Sampler` calls None
@@ -59,6 +67,10 @@ class Common(Strict):
         seed: determines the draws. Without it the server draws a seed; the answer says which.
         stop: an empty string is none.
         top_k, min_p, repetition_penalty, ignore_eos: not in OpenAI's API. See `kvjax.Sampler`.
+        frequency_penalty, presence_penalty, logit_bias: see `kvjax.engine.Guide`.
+        regex: not in OpenAI's API: a regular expression that the content matches as a whole.
+        stop_token_ids: not in OpenAI's API: tokens that end the answer too.
+        skip_special_tokens: not in OpenAI's API: false has answers name special tokens, but for end tokens.
     """
 
     model: Annotated[str, Field(description="the name of the model, a string")]
@@ -76,6 +88,16 @@ class Common(Strict):
         Field(description="a string, or a list of at most 16"),
     ] = None
     ignore_eos: Flag = False
+    frequency_penalty: Subtracted = None
+    presence_penalty: Subtracted = None
+    logit_bias: Bias = None
+    response_format: Annotated[ResponseFormat | None, Field(description="an object with a type")] = None
+    regex: Annotated[Text | None, Field(description="a regular expression, not empty")] = None
+    stop_token_ids: Annotated[
+        Annotated[list[Annotated[Integer, Field(ge=0, lt=2**31)]], Field(max_length=16, fail_fast=True)] | None,
+        Field(description="a list of at most 16 token ids"),
+    ] = None
+    skip_special_tokens: Flag = True
     # accepted, because they do not change an answer
     user: String = None
     metadata: Object = None
@@ -84,13 +106,54 @@ class Common(Strict):
     safety_identifier: String = None
     prompt_cache_key: String = None
     cache_prompt: Flag = None
-    # accepted only with the value that changes nothing
-    frequency_penalty: Zero = None
-    presence_penalty: Zero = None
-    logit_bias: NoBias = None
-    skip_special_tokens: Annotated[
-        Literal[True] | None, Field(description="null or true: answers have no special tokens")
-    ] = None
+
+    @model_validator(mode="after")
+    def _has_one_form(self) -> Common:
+        if self.regex is not None and self.content_schema is not None:
+            raise refused("regex", "value")
+        return self
+
+    @property
+    def content_schema(self) -> dict[str, Any] | None:
+        """The JSON schema of the content; None for text."""
+        return None if self.response_format is None else self.response_format.schema_
+
+    def written(self, writer: Writer) -> str:
+        """The expression of the content in a grammar. The content must have a form."""
+        if self.regex is not None:
+            return writer.regex(self.regex)
+        assert self.content_schema is not None
+        return writer.json(self.content_schema)
+
+    @property
+    def is_formed(self) -> bool:
+        """Returns whether the content has a form."""
+        return self.regex is not None or self.content_schema is not None
+
+    @property
+    def top(self) -> int:
+        """The number of tokens whose log-probabilities come with each token."""
+        raise NotImplementedError
+
+    def grammar(self, template: Template) -> Grammar | None:
+        """The grammar of answers; None if they are free."""
+        raise NotImplementedError
+
+    def guide(self, template: Template) -> Guide | None:
+        """The host's part in the drawing of tokens; None if it has none."""
+        biases = {int(token): bias for token, bias in (self.logit_bias or {}).items() if bias}
+        penalties = self.frequency_penalty or 0.0, self.presence_penalty or 0.0
+        found = Guide(self.grammar(template), biases, *penalties, self.top, self.echoes)
+        return None if found.changes_nothing else found
+
+    def ends(self, usual: Sequence[int]) -> tuple[int, ...]:
+        """The end tokens of an answer, given those of the engine."""
+        return (*(() if self.ignore_eos or self.echoes else usual), *(self.stop_token_ids or ()))
+
+    @property
+    def echoes(self) -> bool:
+        """Returns whether the answer begins with the prompt."""
+        return False
 
     def sampler(self, default: SamplingMethod) -> SamplingMethod:
         """Returns what draws the tokens. A temperature of 0 is greedy, and what is not given is as in `default`."""
@@ -115,7 +178,8 @@ class Completion(Common):
 
     Attributes:
         prompt: text, token ids, or a list of either.
-        logprobs: 0 returns the log-probability of each token. Other tokens' are not available.
+        logprobs: returns the log-probability of each token, and of so many most probable ones.
+        echo: the answer begins with the prompt, whose tokens have log-probabilities. See `kvjax.engine.Guide`.
         prefix: not in OpenAI's API: text or token ids that the prompts continue. The server reads and compresses it
             once for all requests that begin with it.
     """
@@ -132,17 +196,26 @@ class Completion(Common):
     ]
     prefix: Annotated[Text | Ids | None, Field(description="a string or token ids, not empty")] = None
     echo: Annotated[
-        Literal[False] | None,
-        Field(description="null or false: this server does not score prompts; kvjax eval and lm-eval's model kvjax do"),
+        bool | None, Field(description="false, or with logprobs, without stream, stop and prefix, true")
     ] = None
     logprobs: Annotated[
-        Literal[0] | None,
+        Top,
         BeforeValidator(lambda value: None if value is False else value),  # false equals 0, and means null
-        Field(description="null or 0: this server has the log-probabilities of the answer's own tokens alone"),
+        Field(description="null, or an integer from 0 to 20"),
     ] = None
     max_tokens: Whole = None
     best_of: Annotated[Literal[1] | None, Field(description="null or 1: this server returns all answers")] = None
     suffix: Annotated[Literal[""] | None, Field(description="null or empty: answers continue the prompt")] = None
+
+    @model_validator(mode="after")
+    def _scores(self) -> Completion:
+        if self.echo and (self.logprobs is None or self.stream or self.stops or self.prefix is not None):
+            raise refused("echo", "value")
+        return self
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
 
     @property
     def stored(self) -> str | list[int] | None:
@@ -168,84 +241,16 @@ class Completion(Common):
     def template_options(self) -> None:
         """Text has no chat template."""
 
-
-class Form(Strict):
-    """The form of an answer. Only text is available."""
-
-    type: Annotated[Literal["text"], Field(description='"text": this server has no grammars')]
-
-
-class Chat(Common):
-    """A request for `/v1/chat/completions`.
-
-    Attributes:
-        messages: the dialogue.
-        max_completion_tokens: the newer name of max_tokens. Without either, an answer may have as many tokens as the
-            engine allows.
-        logprobs: returns the log-probability of each token.
-        chat_template_kwargs: not in OpenAI's API: options of the chat template, such as {"enable_thinking": false}.
-        reasoning_effort: an option of the chat template, too.
-        tools: accepted with tool_choice "none", with which no tool is called.
-        prefix: not in OpenAI's API: the first messages of the dialogue, such as a system message with a document. The
-            server reads and compresses them once for all requests that begin with them.
-    """
-
-    asks_by: ClassVar[str] = "messages"
-
-    messages: Messages
-    prefix: Annotated[Messages | None, Field(description="messages as the field messages has them")] = None
-    max_completion_tokens: Whole = None
-    max_tokens: Whole = None
-    logprobs: Flag = None
-    top_logprobs: Zero = None
-    response_format: Annotated[Form | None, Field(description='null or {"type": "text"}')] = None
-    tool_choice: Annotated[Literal["none", "auto"] | None, Field(description='"none", or "auto" without tools')] = None
-    tools: Annotated[
-        list[Any] | None, Field(description='null, an empty list, or at most 128 tools with tool_choice "none"')
-    ] = None
-    chat_template_kwargs: Annotated[
-        Annotated[dict[str, Any], Field(max_length=64)] | None,
-        Field(description="an object with at most 64 options of the chat template"),
-    ] = None
-    reasoning_effort: String = None
-    parallel_tool_calls: Flag = None
-    modalities: Annotated[
-        Annotated[list[Literal["text"]], Field(max_length=1, fail_fast=True)] | None,
-        Field(description='null or ["text"]'),
-    ] = None
-
-    @field_validator("tools")
-    @classmethod
-    def _never_called(cls, tools: list[Any] | None, info: ValidationInfo) -> None:
-        if tools and (info.data.get("tool_choice") != "none" or len(tools) > 128):
-            raise ValueError("the model calls no tools")
-        return None
+    def reading(self, template: Template) -> Reading:
+        """The way in which answers are read: all of their text is content."""
+        return Reading()
 
     @property
-    def prompts(self) -> list[list[dict[str, str]]]:
-        """The dialogue as the one prompt."""
-        return [[message.document for message in self.messages]]
+    def top(self) -> int:
+        return self.logprobs or 0
 
-    @property
-    def stored(self) -> list[dict[str, str]] | None:
-        """The prefix as the engine takes it."""
-        return None if self.prefix is None else [message.document for message in self.prefix]
-
-    @property
-    def limited_by(self) -> str:
-        """The field that the client has used."""
-        return "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
-
-    @property
-    def limit(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
-
-    @property
-    def log_probs(self) -> bool:
-        return bool(self.logprobs)
-
-    @property
-    def template_options(self) -> dict[str, Any]:
-        """The options of the chat template."""
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return effort | (self.chat_template_kwargs or {})
+    def grammar(self, template: Template) -> Grammar | None:
+        if not self.is_formed:
+            return None
+        writer = Writer(template.tokenizer)
+        return writer.grammar(self.written(writer))

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from kvjax.checks import shown
 from kvjax.decoding.sampling import Sampler, SamplingMethod
 
+from .dialects import DIALECTS
+
 DEFAULT = Sampler()
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -27,6 +29,7 @@ class Settings:
         sampler: what draws the tokens of a request, as far as the request does not say.
         origins: the web origins whose pages may use the server, such as https://example.org; "*" is any.
         body_timeout: the most seconds that a client may take to send a request.
+        tool_calls: the form of calls of tools, a name of `DIALECTS`; None takes it from the chat template.
     """
 
     model: str
@@ -38,6 +41,7 @@ class Settings:
     body_timeout: float = 30.0
     sampler: SamplingMethod = DEFAULT
     origins: tuple[str, ...] = ()
+    tool_calls: str | None = None
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -48,6 +52,8 @@ class Settings:
         for origin in self.origins:
             if not re.fullmatch(r"\*|https?://[^/\s]+", origin):
                 raise ValueError(f"the origin {shown(origin)}: expected * or one such as https://example.org")
+        if self.tool_calls not in (None, *DIALECTS):
+            raise ValueError(f"tool_calls={shown(self.tool_calls)}: expected one of {', '.join(DIALECTS)}")
         for name in ("max_body", "timeout", "body_timeout"):
             if not (value := getattr(self, name)) > 0:
                 raise ValueError(f"{name}={shown(value)}: expected a number > 0")

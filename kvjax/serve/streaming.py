@@ -13,15 +13,15 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from kvjax.decoding.spelling import Spelling
-from kvjax.engine import Handle
+from kvjax.engine import Finish, Handle, Token
 
 from .asking import Asked, check_finished, ending_is_told, freed
-from .documents import Form, Piece
+from .documents import Form
 from .errors import ApiError, logger
+from .pieces import Piece, Pieces
 from .schema import StreamOptions
 
-Event = tuple[int, Piece, str | None]
+Event = tuple[int, Piece | None, Finish | None]
 
 
 class Events(StreamingResponse):
@@ -44,13 +44,12 @@ async def _events(form: Form, asked: Asked, timeout: float) -> AsyncIterator[byt
         for document in form.opening(asked):
             yield _event(document)
         options, tokens = asked.stream or StreamOptions(), 0
-        async for index, piece, finish in _merged(form, asked, timeout):
+        async for index, piece in _merged(asked, timeout):
             tokens += piece.tokens
             usage = {"usage": asked.usage(tokens)} if options.continuous_usage_stats else {}
-            yield _event(form.piece(asked, index, piece, finish) | usage)
+            yield _event(form.piece(asked, index, piece) | usage)
         if options.include_usage:
-            empty = form.piece(asked, 0, Piece("", 0, ()), None) | {"choices": []}
-            yield _event(empty | {"usage": asked.usage(tokens)})
+            yield _event(form.usage(asked) | {"usage": asked.usage(tokens)})
         yield b"data: [DONE]\n\n"
     except ApiError as error:
         yield _event(error.document)
@@ -59,16 +58,15 @@ async def _events(form: Form, asked: Asked, timeout: float) -> AsyncIterator[byt
         yield _event(ApiError(500, "the server made a mistake; its log says more", code="internal_error").document)
 
 
-async def _merged(form: Form, asked: Asked, timeout: float) -> AsyncIterator[Event]:
+async def _merged(asked: Asked, timeout: float) -> AsyncIterator[tuple[int, Piece]]:
     """The pieces of all answers of a request, as they come.
 
     Raises:
         ApiError: 408 after `timeout` seconds, 503 if the server ends the answers.
     """
     queue: asyncio.Queue[Event | BaseException] = asyncio.Queue()
-    spellings = [form.spelling(asked) for _ in asked.handles]
-    followed = enumerate(zip(asked.handles, spellings, strict=True))
-    tasks = [asyncio.create_task(_follow(i, handle, spelling, queue)) for i, (handle, spelling) in followed]
+    followed = enumerate(zip(asked.handles, asked.pieces(), strict=True))
+    tasks = [asyncio.create_task(_follow(i, handle, pieces, queue)) for i, (handle, pieces) in followed]
     until, left = time.monotonic() + timeout, len(tasks)
     try:
         while left:
@@ -79,31 +77,28 @@ async def _merged(form: Form, asked: Asked, timeout: float) -> AsyncIterator[Eve
             with ending_is_told():
                 if isinstance(event, BaseException):
                     raise event
-            check_finished(event[2])
-            left -= event[2] is not None
-            yield event
+            index, piece, finish = event
+            check_finished(finish)
+            left -= finish is not None
+            if piece is not None:
+                yield index, piece
     finally:
         for task in tasks:
             task.cancel()
 
 
-async def _follow(
-    index: int, handle: Handle, spelling: Spelling | None, queue: asyncio.Queue[Event | BaseException]
-) -> None:
-    """Puts the pieces of one answer into a queue. A piece is sent when some text is certain."""
-    tokens: list[tuple[int, float | None]] = []
-
-    def put(text: str, finish: str | None = None) -> None:
-        spelled = [] if spelling is None else spelling.add(tokens, text, last=finish is not None)
-        queue.put_nowait((index, Piece(text, len(tokens), spelled), finish))
-        tokens.clear()
-
+async def _follow(index: int, handle: Handle, pieces: Pieces, queue: asyncio.Queue[Event | BaseException]) -> None:
+    """Puts the pieces of one answer into a queue. A piece is sent when something is certain."""
+    tokens: list[Token] = []
     try:
         async for token in handle:
-            tokens.append((token.id, token.log_prob))
+            tokens.append(token)
+            if token.text and (piece := pieces.add(tokens, token.text, None)) is not None:
+                queue.put_nowait((index, piece, None))
             if token.text:
-                put(token.text)
-        put("", (await handle).finish)
+                tokens.clear()
+        finish = (await handle).finish
+        queue.put_nowait((index, None if finish == "cancelled" else pieces.add(tokens, "", finish), finish))
     except Exception as error:
         queue.put_nowait(error)
 

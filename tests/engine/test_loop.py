@@ -37,7 +37,7 @@ class Notes:
         self.done.append("chunk")
         return ()
 
-    def admit(self, read: Any, start: Any, row: int) -> np.ndarray:
+    def admit(self, read: Any, start: Any, row: int, guides: Any = None) -> np.ndarray:
         self.done.append(f"admit {row}")
         self.counts[row], self.limits[row] = 1, start.limit[0]
         return self.report(np.ones((2, 1), np.int32))[:, row : row + 1]

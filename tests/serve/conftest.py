@@ -18,6 +18,6 @@ from tests.serve.serving import KEY, POLICY, Serving, served
 def serving(shallow: Decoder, talker: Any) -> Iterator[Serving]:
     settings = Settings("tiny", POLICY, api_key=KEY, max_body=20_000, timeout=PATIENCE, body_timeout=4)
     with kvjax.Engine(
-        shallow, POLICY, rows=3, max_prompt=32, max_new_tokens=512, tokenizer=talker, max_queue=4
+        shallow, POLICY, rows=3, max_prompt=32, max_new_tokens=512, tokenizer=talker, max_queue=4, guided=True
     ) as engine:
         yield from served(engine, settings)

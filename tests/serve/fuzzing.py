@@ -22,7 +22,9 @@ from transformers import PreTrainedTokenizerFast
 
 import kvjax
 from kvjax.serve import Settings, application
-from kvjax.serve.schema import Chat, Completion
+from kvjax.serve.chat import Chat
+from kvjax.serve.schema import Completion
+from kvjax.serve.tokenizing import Detokenize, Tokenize
 from tests.tiny import decoder
 
 KEY, MAX_BODY = "secret", 20_000
@@ -46,6 +48,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "bob")
 MESSAGE = ("name", "refusal", "tool_calls", "function_call", "audio", "annotations", "cache_control", "images", "id")
 UNKNOWN = ("functions", "documents", "guided_json", "", "model ", "\0", "__class__", "ctx", "self", "x" * 3000)
 OPTIONS = ("tools", "documents", "enable_thinking", "messages", "tokenize", "bos_token", "raise_exception", "loop")
+OTHERS: list[tuple[Any, str]] = [(Tokenize, "/tokenize"), (Detokenize, "/detokenize")]
 WORDS = ("Input should", "constrained", "list[", "function-", "pydantic", "Traceback", "kvjax/")
 
 
@@ -87,6 +90,7 @@ def likely(rng: random.Random, name: str) -> Any:
         ],
         "messages": [messages(rng)],
         "prefix": [messages(rng), rng.choice(TEXTS), [1, 2, 3]],
+        "tokens": [[1, 2, 300], [65], []],
         "n": [1, 2, 3, 16],
         "stop": [rng.choice(TEXTS), [rng.choice(TEXTS) for _ in range(rng.choice([1, 3, 16, 17]))]],
         "stream": [True, False],
@@ -97,24 +101,51 @@ def likely(rng: random.Random, name: str) -> Any:
         "min_p": [0, 0.5, 1],
         "repetition_penalty": [1, 1.3, 1e-300, 1e300],
         "seed": [0, -1, 2**63 - 1],
-        "logprobs": [0, 1, True, False],
+        "logprobs": [0, 1, 20, True, False],
+        "top_logprobs": [0, 1, 20],
+        "frequency_penalty": [0, -2, 2, 2.1],
+        "presence_penalty": [0, -2, 2],
+        "regex": ["[ab]+", "(a", ".*", "a{2000}{2000}", rng.choice(TEXTS)],
+        "stop_token_ids": [[], [0, 65], [2**31]],
         "max_tokens": [0, 1, 8, 17],
         "max_completion_tokens": [1, 8, 17],
-        "logit_bias": [{}, {"5": 0}, {"5": 1}],
-        "response_format": [{"type": "text"}, {"type": "json_object"}],
-        "tools": [[], [{"type": "function"}]],
-        "tool_choice": ["none", "auto", {"type": "function"}],
+        "logit_bias": [{}, {"5": 0}, {"5": 1, "65": -100}, {"300": 1}, {rng.choice(TEXTS): 1}],
+        "response_format": [
+            {"type": "text"},
+            {"type": "json_object"},
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}},
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": value(rng)}},
+        ],
+        "tools": [[], [{"type": "function"}], [tool(rng)], [tool(rng), tool(rng)]],
+        "tool_choice": ["none", "auto", "required", {"type": "function", "function": {"name": "f"}}],
+        "skip_special_tokens": [True, False],
         "chat_template_kwargs": [{rng.choice(OPTIONS): value(rng)}, {}],
         "modalities": [["text"], ["text", "audio"]],
     }
     return rng.choice([*drawn.get(name, [value(rng)]), None])
 
 
+def tool(rng: random.Random) -> Any:
+    function: dict[str, Any] = {"name": rng.choice("fg")}
+    if rng.random() < 0.5:
+        function["parameters"] = value(rng) if rng.random() < 0.3 else {"type": "object", "properties": {"a": {}}}
+    return {"type": "function", "function": function}
+
+
+def call(rng: random.Random) -> Any:
+    arguments = rng.choice(["{}", '{"a": 1}', "[]", "{", rng.choice(TEXTS)])
+    return {"id": rng.choice(TEXTS), "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
 def messages(rng: random.Random) -> list[Any]:
     def one() -> Any:
         part = {"type": rng.choice(["text", "text", "image_url"]), "text": rng.choice(TEXTS)}
         content = rng.choice([rng.choice(TEXTS), [part, {"type": "text", "text": "a"}], None, "a"])
-        message = {"role": rng.choice(ROLES[:4] if rng.random() < 0.8 else ROLES), "content": content}
+        message: dict[str, Any] = {"role": rng.choice(ROLES[:5] if rng.random() < 0.8 else ROLES), "content": content}
+        if message["role"] == "tool" and rng.random() < 0.8:
+            message["tool_call_id"] = rng.choice(TEXTS)
+        if message["role"] == "assistant" and rng.random() < 0.3:
+            message["tool_calls"] = [call(rng)]
         return message | ({rng.choice(MESSAGE): value(rng)} if rng.random() < 0.3 else {})
 
     return [one() for _ in range(rng.choice([1, 1, 2, 5]))]
@@ -146,9 +177,11 @@ def requests(seed: int, number: int) -> Iterator[Sent]:
     """Requests of all kinds, the same for the same seed."""
     rng = random.Random(seed)
     for _ in range(number):
-        kind, path = rng.choice([(Completion, "/v1/completions"), (Chat, "/v1/chat/completions")])
-        asks = {"prompt": "né"} if kind is Completion else {"messages": [{"role": "user", "content": "né"}]}
-        body: dict[str, Any] = {"model": "tiny", "max_tokens": 3} | asks
+        kind, path = rng.choice([(Completion, "/v1/completions"), (Chat, "/v1/chat/completions")] * 4 + OTHERS)
+        asks = {"prompt": "né"} if kind in (Completion, Tokenize) else {"messages": [{"role": "user", "content": "né"}]}
+        body: dict[str, Any] = {"model": "tiny"} | ({"tokens": [65]} if kind is Detokenize else asks)
+        if path.startswith("/v1"):
+            body["max_tokens"] = 3
         for _ in range(rng.choice([0, 1, 1, 2, 4])):
             name = rng.choice([*kind.model_fields])
             body[name] = likely(rng, name) if rng.random() < 0.8 else value(rng)
@@ -236,7 +269,7 @@ def check(sent: Sent, status: int, body: bytes, kind: str) -> None:
         found = [document(event.removeprefix("data: ")) for event in events if event]
         assert all("choices" in event and event["model"] == "tiny" for event in found)
         check_spelling([choice for event in found for choice in event["choices"]])
-    elif kind.startswith("application/json") and sent.method == "POST":
+    elif kind.startswith("application/json") and sent.method == "POST" and sent.path.startswith("/v1"):
         check_spelling(document(body)["choices"])
 
 
@@ -255,7 +288,8 @@ def check_spelling(choices: list[Any]) -> None:
     spelled: dict[int, bytes] = {}
     for choice in choices:
         index, message = choice["index"], choice.get("message") or choice.get("delta") or {}
-        texts[index] = texts.get(index, "") + (choice.get("text") or message.get("content") or "")
+        said = message.get("content") or message.get("reasoning_content") or ""
+        texts[index] = texts.get(index, "") + (choice.get("text") or said)
         for token in (choice["logprobs"] or {}).get("content") or ():
             spelled[index] = spelled.get(index, b"") + bytes(token["bytes"])
     for index, data in spelled.items():
@@ -270,7 +304,7 @@ def tokenizer() -> Any:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in ("<s>", "</s>")])
     found = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
-    options = "{{ tools }}{{ enable_thinking + 'a' if enable_thinking }}"
+    options = "{{ tools }}{{ enable_thinking + 'a' if enable_thinking }}{# tool_calls <tool_call> <think> </think> #}"
     found.chat_template = "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}" + options
     return found
 
@@ -299,6 +333,7 @@ def fuzzed(seed: int, number: int) -> tuple[Counter[int], list[str]]:
         tokenizer=tokenizer(),
         max_queue=8,
         prefix_memory="1MB",
+        guided=True,
     ) as engine:
         asyncio.run(all_of_them(application(engine, Settings("tiny", POLICY, api_key=KEY, max_body=MAX_BODY))))
     return counts, faults

@@ -12,9 +12,11 @@ from pydantic import ValidationError
 from kvjax import Greedy
 from kvjax.serve import Settings, application
 from kvjax.serve.asking import Asked, ask
+from kvjax.serve.chat import Chat
+from kvjax.serve.dialects import Template
 from kvjax.serve.errors import ApiError
 from kvjax.serve.parsing import parse
-from kvjax.serve.schema import Chat, Completion
+from kvjax.serve.schema import Completion
 from tests.serve.serving import POLICY, Serving
 
 MANY = 50_000
@@ -60,8 +62,8 @@ def test_the_number_of_errors(kind: Any, document: Any) -> None:
 def test_what_nobody_reads_is_not_held() -> None:
     nothing = dict.fromkeys(KEYS)
     part = {"type": "text", "text": "ba", "cache_control": KEYS} | nothing
-    message = {"role": "user", "content": [part], "name": KEYS, "annotations": [KEYS]} | nothing
-    given = CHAT | {"messages": [message], "metadata": KEYS, "tools": [KEYS], "tool_choice": "none", "logit_bias": {}}
+    message = {"role": "user", "content": [part], "id": KEYS, "annotations": [KEYS]} | nothing
+    given = CHAT | {"messages": [message], "metadata": KEYS, "logit_bias": {}}
     read = parse(Chat, json.dumps(given).encode())
     gc.collect()
     assert len(repr(read)) < 1500
@@ -70,7 +72,8 @@ def test_what_nobody_reads_is_not_held() -> None:
 def test_a_request_is_not_held_while_it_is_answered(serving: Serving) -> None:
     async def asked() -> tuple[Asked, Any]:
         request = parse(Completion, json.dumps(TEXT).encode())
-        return await ask(serving.engine, request, Greedy()), weakref.ref(request)
+        template = Template.of(serving.engine.tokenizer)
+        return await ask(serving.engine, request, Greedy(), template), weakref.ref(request)
 
     found, request = asyncio.run(asked())
     gc.collect()

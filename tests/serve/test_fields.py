@@ -4,10 +4,14 @@ from typing import Any
 
 import pytest
 
+from kvjax.serve.chat import Chat
+from kvjax.serve.formats import ResponseFormat
+from kvjax.serve.functions import Called, Choice, Function, Tool, ToolCall
 from kvjax.serve.messages import Message, Part
-from kvjax.serve.schema import Chat, Completion, Form, StreamOptions
+from kvjax.serve.schema import Completion, StreamOptions
 from tests.serve.serving import CHAT, GOOD, Serving, send
 
+JSON = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
 GOOD_CHAT = {"model": "tiny", "max_tokens": 2}
 
 
@@ -57,22 +61,39 @@ GOOD_CHAT = {"model": "tiny", "max_tokens": 2}
         (GOOD | {"stop": ["a", 5]}, "stop", "invalid_type", "stop.1=5: expected stop to be a string, or a list"),
         (GOOD | {"n": 17}, "n", "invalid_value", "n=17: expected an integer from 1 to 16"),
         (GOOD | {"seed": 2**63}, "seed", "invalid_value", "seed=9223372036854775808: expected an integer of 64 bits"),
-        (GOOD | {"logprobs": 3}, "logprobs", "invalid_value", "logprobs=3: expected null or 0"),
         (
-            GOOD | {"echo": True},
+            GOOD | {"logprobs": 21},
+            "logprobs",
+            "invalid_value",
+            "logprobs=21: expected null, or an integer from 0 to 20",
+        ),
+        (GOOD | {"echo": True}, "echo", "invalid_value", "echo=true: expected false, or with logprobs, without stream"),
+        (
+            GOOD | {"echo": True, "logprobs": 1, "stream": True},
             "echo",
             "invalid_value",
-            "echo=true: expected null or false: this server does not score",
+            "echo=true: expected false, or",
         ),
-        (GOOD | {"echo": True, "logprobs": 1, "max_tokens": 0}, "echo", "invalid_value", "does not score prompts"),
-        (GOOD | {"frequency_penalty": 0.5}, "frequency_penalty", "invalid_value", "=0.5: expected null or 0"),
+        (GOOD | {"echo": True, "logprobs": 1, "max_tokens": 512}, "prompt", "context_length_exceeded", "is scored"),
+        (GOOD | {"frequency_penalty": 3}, "frequency_penalty", "invalid_value", "=3: expected a number from -2 to 2"),
         (
-            GOOD | {"logit_bias": {"5": 1}},
+            GOOD | {"logit_bias": {"5": 101}},
             "logit_bias",
             "invalid_value",
-            'logit_bias={"5": 1}: expected null, or an obj',
+            'logit_bias={"5": 101}: expected an object with at most 300 numbers',
         ),
-        (GOOD | {"skip_special_tokens": False}, "skip_special_tokens", "invalid_value", "expected null or true"),
+        (GOOD | {"logit_bias": {"x": 1}}, "logit_bias", "invalid_value", 'logit_bias={"x": 1}: expected an object'),
+        (
+            GOOD | {"logit_bias": {"101": 1}},
+            "logit_bias",
+            "invalid_value",
+            "logit_bias has the token 101: expected ids",
+        ),
+        (GOOD | {"stop_token_ids": [-1]}, "stop_token_ids", "invalid_value", "stop_token_ids.0=-1: expected stop_tok"),
+        (GOOD | {"regex": "a"}, "regex", "invalid_value", "grammar: llguidance cannot read this tokenizer; can't"),
+        (GOOD | {"regex": ""}, "regex", "invalid_value", 'regex="": expected a regular expression'),
+        (GOOD | {"regex": "a", "response_format": JSON}, "regex", "invalid_value", 'regex="a": expected a regular exp'),
+        (GOOD | {"skip_special_tokens": 0}, "skip_special_tokens", "invalid_type", "=0: expected true or false"),
         (GOOD | {"stream_options": {"fast": 1}}, "stream_options", "unknown_parameter", "stream_options.fast: unknown"),
         (
             GOOD | {"stream_options": {"include_usage": 1}},
@@ -92,6 +113,18 @@ def test_bad_completions(serving: Serving, body: Any, param: str | None, code: s
     assert len(error["message"]) < 1500
 
 
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+
+
+def chosen(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def called(arguments: str = "{}") -> dict[str, Any]:
+    return {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
 def user(**message: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "ba"}, {"role": "user", "content": "ba"} | message]}
 
@@ -104,7 +137,19 @@ def user(**message: Any) -> dict[str, Any]:
         ({"messages": [5]}, "messages", "messages.0=5: expected messages to be a list of"),
         ({"messages": [{"content": "ba"}]}, "messages", "messages.0.role is missing"),
         ({"messages": [{"role": "user"}]}, "messages", "messages.0.content is missing"),
-        (user(role="tool"), "messages", 'messages.1.role="tool": expected "system", "developer", "user" or'),
+        (user(role="bob"), "messages", 'messages.1.role="bob": expected "system", "developer", "user", "assistant" or'),
+        (user(role="tool"), "messages", "messages.1.tool_call_id is missing"),
+        (user(role="tool", tool_call_id=5), "messages", "messages.1.tool_call_id=5: expected in a message with"),
+        (user(tool_call_id="x"), "messages", 'messages.1.tool_call_id="x": expected in a message with the role'),
+        (user(tool_calls=[called()]), "messages", "expected null, or in a message of the assistant a list"),
+        (user(role="assistant", tool_calls=[called()]), "messages", "messages have tool_calls, and the chat template"),
+        (
+            user(role="assistant", tool_calls=[called("{")]),
+            "messages",
+            '.function.arguments="{": expected a string tha',
+        ),
+        (user(role="assistant", tool_calls=[called("[]")]), "messages", '0.function.arguments="[]": expected a str'),
+        (user(role="assistant", tool_calls=[called() | {"x": 1}]), "messages", "messages.1.tool_calls.0.x: unknown"),
         (user(role=None), "messages", "messages.1.role=null: expected"),
         (user(content=None), "messages", "messages.1.content=null: expected a string, or a list of"),
         (user(content=5), "messages", "messages.1.content=5: expected a string, or a list of"),
@@ -117,17 +162,39 @@ def user(**message: Any) -> dict[str, Any]:
             'messages.1.content.0.type="image_url": expected "text"',
         ),
         (user(content=[{"type": "text", "text": "", "image": "x"}]), "messages", "messages.1.content.0.image: unknown"),
-        (user(role="assistant", tool_calls=[{"id": "c"}]), "messages", "messages.1.tool_calls: unknown or not supp"),
+        (user(role="assistant", tool_calls=[{"id": "c"}]), "messages", "messages.1.tool_calls.0.function is missing"),
         (user(images=["x"]), "messages", "messages.1.images: unknown or not supported; expected one of role, content"),
         ({"prefix": [{"role": "bob", "content": ""}]}, "prefix", 'prefix.0.role="bob": expected "system"'),
-        ({"tools": [{"type": "function"}]}, "tools", 'tools=[{"type": "function"}]: expected null'),
-        ({"tools": [{"type": "function"}], "tool_choice": "auto"}, "tools", "expected null, an empty list, or"),
-        ({"tool_choice": "required"}, "tool_choice", 'tool_choice="required": expected "none", or "auto"'),
+        ({"tools": [{"type": "function"}]}, "tools", "tools.0.function is missing"),
+        ({"tools": [{"type": "web_search"}]}, "tools", 'tools.0.type="web_search": expected "function"'),
+        ({"tools": [tool("a b")]}, "tools", 'tools.0.function.name="a b": expected a name of at most 64 letters'),
+        ({"tools": [tool("f")] * 129}, "tools", "expected null, or at most 128 tools"),
+        ({"tools": [tool("f")]}, "tools", "tools are given, and the chat template of this model shows none"),
+        ({"tool_choice": "required"}, "tools", "tools is missing"),
+        (
+            {"tools": [tool("f")], "prefix": [{"role": "user", "content": "a"}]},
+            "tools",
+            "tools are given with a prefix",
+        ),
+        ({"tools": [tool("f")], "chat_template_kwargs": {"tools": []}}, "tools", "tools are given twice"),
+        ({"tool_choice": "any"}, "tool_choice", 'tool_choice="any": expected "none", "auto", "required" or'),
+        ({"tools": [tool("f")], "tool_choice": chosen("g")}, "tool_choice", 'expected "none", "auto", "required" or'),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs", "chat_template_kwargs=[1]: expected an object"),
         ({"chat_template_kwargs": {str(i): i for i in range(65)}}, "chat_template_kwargs", "at most 64 options"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "has 'tokenize'"),
-        ({"response_format": {"type": "json_object"}}, "response_format", 'response_format.type="json_object": exp'),
-        ({"top_logprobs": 2}, "top_logprobs", "top_logprobs=2: expected null or 0"),
+        ({"response_format": {"type": "xml"}}, "response_format", 'response_format.type="xml": expected "text", "js'),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "response_format.json_schema is missing"),
+        (
+            {"response_format": JSON | {"json_schema": {"schema": 1}}},
+            "response_format",
+            'json_schema={"schema": 1}: exp',
+        ),
+        (
+            {"response_format": JSON | {"json_schema": {"schema": {}, "x": 1}}},
+            "response_format",
+            "expected with the type",
+        ),
+        ({"top_logprobs": 2}, "top_logprobs", "top_logprobs=2: expected with logprobs, an integer from 0 to 20"),
         ({"max_completion_tokens": 513}, "max_completion_tokens", "max_completion_tokens=513: expected at most 512"),
         (user(content="ba " * 40), "messages", "maximum context length"),
         (user(content="fail" * 500), "messages", "chat template failed with TemplateError: cannot read failfail"),
@@ -142,7 +209,19 @@ def test_bad_chats(serving: Serving, change: Any, param: str, said: str) -> None
 
 
 def test_every_field_says_what_it_accepts() -> None:
-    for kind in (Completion, Chat, Message, Part, StreamOptions, Form):
+    for kind in (
+        Completion,
+        Chat,
+        Message,
+        Part,
+        StreamOptions,
+        ResponseFormat,
+        Tool,
+        Function,
+        ToolCall,
+        Called,
+        Choice,
+    ):
         assert not [name for name, field in kind.model_fields.items() if not field.description]
 
 

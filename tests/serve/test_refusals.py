@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import re
 import socket
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -19,6 +21,7 @@ from kvjax import Greedy
 from kvjax.engine import Handle
 from kvjax.serve import Settings, application
 from kvjax.serve.asking import ask
+from kvjax.serve.dialects import Template
 from kvjax.serve.schema import Completion
 from tests.patience import PATIENCE
 from tests.serve.serving import GOOD, KEY, POLICY, Serving, send
@@ -207,7 +210,7 @@ def test_a_request_that_is_cancelled_while_it_is_submitted(serving: Serving, mon
 
     async def cancelled() -> None:
         request = Completion(**GOOD | {"max_tokens": 512, "ignore_eos": True})
-        task = asyncio.create_task(ask(serving.engine, request, Greedy()))
+        task = asyncio.create_task(ask(serving.engine, request, Greedy(), Template.of(serving.engine.tokenizer)))
         await asyncio.to_thread(entered.wait, 10)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -278,6 +281,17 @@ def test_metrics_and_stats(serving: Serving) -> None:
     assert values["kvjax_tokens_total"] == stats.tokens
     assert values["kvjax_first_token_seconds_count"] == stats.first_token.count
     assert values["kvjax_cache_bytes"] == stats.cache_bytes
+    assert values["vllm:generation_tokens_total"] == stats.tokens
+    assert values["vllm:e2e_request_latency_seconds_count"] == stats.whole.count == sum(stats.finished.values())
+    assert values["kvjax_queue_seconds_count"] == stats.queued.count > 0
+    named = [sample for family in families.values() for sample in family.samples if sample.name.startswith("vllm:")]
+    assert {sample.labels["model_name"] for sample in named} == {"tiny"}
+    success = families["vllm:request_success"].samples
+    assert sum(sample.value for sample in success) == sum(stats.finished.values())
+    board = (Path(__file__).parents[2] / "docs/guide/grafana.json").read_text()
+    assert set(re.findall(r"vllm:\w+|kvjax_\w+", board)) <= {
+        sample.name for f in families.values() for sample in f.samples
+    }
     assert send(serving, "/stats")[1]["tokens"] == stats.tokens
 
 
@@ -288,7 +302,9 @@ def test_page(serving: Serving) -> None:
     assert "//" not in page, "the page loads something"
 
 
-@pytest.mark.parametrize("wrong", [{"model": ""}, {"api_key": ""}, {"api_key": "a b"}, {"max_body": 0}, {"timeout": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"model": ""}, {"tool_calls": "x"}, {"api_key": ""}, {"api_key": "a b"}, {"max_body": 0}, {"timeout": 0}]
+)
 def test_settings(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="expected"):
         Settings(**({"model": "tiny", "policy": "full"} | wrong))

@@ -1,0 +1,73 @@
+"""Biases, penalties, end tokens and the most probable tokens, as OpenAI's client asks for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tests.serve.serving import CHAT, GOOD, Serving, send
+
+GREEDY: Any = {"model": "tiny", "temperature": 0, "max_tokens": 8}
+PROMPT = "ba ce di fo gu"
+
+
+def test_biases_and_penalties(serving: Serving) -> None:
+    create = serving.client.completions.create
+    usual = create(**GREEDY, prompt=PROMPT).choices[0].text
+    assert create(**GREEDY, prompt=PROMPT, logit_bias={"5": 0}, presence_penalty=0).choices[0].text == usual
+    assert create(**GREEDY, prompt=PROMPT, logit_bias={"5": 100}).choices[0].text == _name(serving, 5) * 8
+    spread = create(**GREEDY, prompt=PROMPT, frequency_penalty=2, presence_penalty=2).choices[0].text
+    assert len({spread[i : i + 2] for i in range(0, 16, 2)}) > len({usual[i : i + 2] for i in range(0, 16, 2)})
+
+
+def _name(serving: Serving, token: int) -> str:
+    return serving.engine.tokenizer.convert_ids_to_tokens(token)
+
+
+def test_stop_token_ids(serving: Serving) -> None:
+    body = GOOD | {"temperature": 0, "max_tokens": 8}
+    usual = serving.engine.submit("ba", max_new_tokens=8).result().tokens.tolist()
+    third = next(i for i in range(2, 8) if usual[i] not in usual[:i])
+    choice = send(serving, "/v1/completions", body | {"stop_token_ids": [usual[third]]})[1]["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert choice["text"] == "".join(_name(serving, token) for token in usual[: third + 1])
+
+
+def test_scores_of_prompts(serving: Serving) -> None:
+    """Each prompt comes back before its answer, with the log-probabilities that its tokens have as answers."""
+    prompts = [[99, 0, 6], [99, 3, 4, 5, 6]]
+    out = serving.client.completions.create(**GREEDY | {"max_tokens": 1}, prompt=prompts, echo=True, logprobs=1)
+    assert (out.usage.prompt_tokens, out.usage.completion_tokens) == (8, 2)
+    for prompt, choice in zip(prompts, out.choices, strict=True):
+        scored = choice.logprobs
+        assert scored.tokens[: len(prompt)] == [_name(serving, token) for token in prompt]
+        assert choice.text == "<s>" + "".join(scored.tokens[1:])
+        assert scored.token_logprobs[0] is None
+        assert scored.top_logprobs[0] is None
+        assert len(scored.token_logprobs) == len(scored.top_logprobs) == len(prompt) + 1
+        for n in range(1, len(prompt)):
+            top = {"max_tokens": 1, "logprobs": 20, "logit_bias": {str(prompt[n]): 100}}
+            one = serving.client.completions.create(**GREEDY | top, prompt=prompt[:n]).choices[0].logprobs
+            assert np.isclose(one.token_logprobs[0], scored.token_logprobs[n], atol=1e-4)
+
+
+def test_the_most_probable_tokens(serving: Serving) -> None:
+    """Each token of a greedy answer is the first of them, whole and in pieces, for both endpoints."""
+    out = serving.client.completions.create(**GREEDY, prompt=PROMPT, logprobs=3).choices[0].logprobs
+    assert [max(top, key=top.get) for top in out.top_logprobs] == out.tokens
+    assert [max(top.values()) for top in out.top_logprobs] == out.token_logprobs
+    assert {len(top) for top in out.top_logprobs} == {3}
+    hot = serving.client.completions.create(**GREEDY | {"temperature": 50, "seed": 1}, prompt=PROMPT, logprobs=2)
+    for token, top in zip(hot.choices[0].logprobs.tokens, hot.choices[0].logprobs.top_logprobs, strict=True):
+        assert token in top
+    asked: Any = CHAT | {"temperature": 0, "max_tokens": 6, "logprobs": True, "top_logprobs": 2}
+    content = serving.client.chat.completions.create(**asked).choices[0].logprobs.content
+    events = serving.client.chat.completions.create(**asked, stream=True)
+    pieces = [token for event in events if event.choices[0].logprobs for token in event.choices[0].logprobs.content]
+    for tokens in (content, pieces):
+        assert len(tokens) == 6
+        for token in tokens:
+            assert token.top_logprobs[0].token == token.token
+            assert np.isclose(token.top_logprobs[0].logprob, token.logprob)
+            assert token.top_logprobs[0].logprob >= token.top_logprobs[1].logprob
