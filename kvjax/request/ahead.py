@@ -56,7 +56,7 @@ class Ahead:
 
     @property
     def foresee(self) -> Callable[[Any, KVCache], None] | None:
-        """What `read_request` tells the shapes of its results; None if there is nothing to compile.
+        """Returns what `read_request` tells the shapes of its results; None if there is nothing to compile.
 
         Shapes do not say where arrays lie, so nothing is compiled for parameters that were put on a device or a mesh.
         """
