@@ -16,6 +16,7 @@ from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.request.request import Request
 from kvjax.runtime.compiled import key_of
+from kvjax.runtime.progress import tell
 
 Lower: TypeAlias = Callable[[Decoder, Decoding, Any], jax.stages.Lowered]
 """Lowers a program of steps. It is called with the parameters, and with shapes of the state and of the logits."""
@@ -73,6 +74,9 @@ class Ahead:
         pool.shutdown(wait=False)
 
     def wait(self) -> None:
-        """Waits until the compilation has ended, if one has begun."""
+        """Waits until the compilation has ended, if one has begun, and tells so."""
         if self._future is not None:
+            tell("compiling the answer's steps")
             wait([self._future])
+            tell("running")
+            self._future = None

@@ -15,6 +15,7 @@ import kvjax
 from kvjax.models import Decoder
 from kvjax.runtime import clock
 from kvjax.runtime.clock import Clock
+from kvjax.runtime.progress import watched
 from tests.products import part
 from tests.tiny import decoder
 
@@ -54,8 +55,11 @@ def fresh() -> Decoder:
 @pytest.mark.parametrize("policy", part(POLICIES, POLICIES[:3]))
 def test_a_first_call_compiles_the_loop_in_a_thread(policy: str, steps: list[tuple[str, bool]]) -> None:
     params = fresh()
-    first = kvjax.generate(params, PROMPT, policy=policy, max_new_tokens=9)
+    told: list[str] = []
+    with watched(lambda doing: told.append(doing.what)):
+        first = kvjax.generate(params, PROMPT, policy=policy, max_new_tokens=9)
     assert steps == [("jit(decode)", True)]
+    assert told[-2:] == ["compiling the answer's steps", "running"]
     threads = threading.active_count()
     again = kvjax.generate(params, PROMPT, policy=policy, max_new_tokens=9)
     assert len(steps) == 1
