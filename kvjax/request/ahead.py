@@ -62,7 +62,8 @@ class Ahead:
         Shapes do not say where arrays lie, so nothing is compiled for parameters that were put on a device or a mesh.
         """
         known = self._key in _begun.get(self._params, ())
-        return None if known or self._params.embed[...].committed or jax.config.jax_disable_jit else self._start
+        placed = getattr(self._params.embed[...], "committed", True)
+        return None if known or placed or jax.config.jax_disable_jit else self._start
 
     def _start(self, logits: Any, cache: KVCache) -> None:
         _begun.setdefault(self._params, set()).add(self._key)
