@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from kvjax.models import Decoder
 from kvjax.plan import full_bytes
 from kvjax.policy import Policy
 from kvjax.reading.room import Compress
+from kvjax.request.ahead import Ahead, lower_loop, lower_step
 from kvjax.request.chat import TemplateOptions
 from kvjax.request.ends import EndTokens
 from kvjax.request.prompts import Prompt, is_single
@@ -40,7 +41,8 @@ class Stats:
             from the prompt's logits and is not counted.
         prefill_seconds: time in the programs that read and compress the prompt.
         decode_seconds: time in the decoding loop.
-        compile_seconds: time for tracing and compiling these programs.
+        compile_seconds: time for tracing and compiling these programs, as far as the call waited for it. The first call
+            compiles the decoding loop while it reads the prompt.
         cache_bytes: size of the final cache: keys, values, positions and the policy's state. Slots for tokens to come
             are counted, too.
         full_cache_bytes: what a cache of the policy `full` would take for the same rows, with the same slots for tokens
@@ -199,8 +201,11 @@ def generate(
         chat_template_kwargs=chat_template_kwargs,
     )
     clock = Clock()
-    logits, filled = clock.run("prefill", read_request, params, request)
-    state = Decoding.begin(request.sampling, filled, size=request.room, log_probs=log_probs)
+    state = Decoding.begin(request.sampling, request.cache, size=request.room, log_probs=log_probs)
+    ahead = Ahead(params, request, state, lower_step if stops else lower_loop)
+    logits, filled = clock.run("prefill", read_request, params, request, ahead.foresee)
+    clock.run("compile", ahead.wait)
+    state = replace(state, cache=filled)
     said: list[str] | None = None
     if stops:
         rows = [RowText(tokenizer, stops) for _ in request.batch.lengths]

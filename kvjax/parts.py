@@ -16,6 +16,7 @@ from kvjax.methods import registry
 from kvjax.methods.common import group_weights, nearest, query_bits
 from kvjax.methods.common.allocation import check_limited, check_mean, check_share, raise_best, scaled
 from kvjax.methods.common.budgets import budget_of, share_of
+from kvjax.methods.common.in_turns import in_turns
 from kvjax.methods.common.mean_rotation import mean_rotation
 from kvjax.methods.common.projected_norms import projected_norms
 from kvjax.methods.common.redundancy import redundancy, softmax
@@ -133,6 +134,7 @@ __all__ = [
     "finite_or_zero",
     "fold",
     "group_weights",
+    "in_turns",
     "is_finite",
     "join_sinks",
     "lowest_tokens",

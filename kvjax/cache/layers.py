@@ -174,17 +174,20 @@ def _evicted(entries: Slots, incoming: Bool[Array, "B"], room: MakeRoom) -> tupl
     held = jnp.sum((entries.positions >= 0) & incoming[:, None, None], axis=-1)
     full = (held >= entries.capacity) & incoming[:, None]
 
-    def judge() -> Int[Array, "B H count"]:
-        return room.victims(room.judge(entries), entries.positions)
+    def judge(shown: Slots) -> Int[Array, "B H count"]:
+        return room.victims(room.judge(shown), shown.positions)
 
     if room.count == 1:
-        victims = judge()
+        victims = judge(entries)
         after = room.release(entries, full[..., None] & mark(victims, S))
         if not room.absorbs:  # the slot is known without another search
             return after, jnp.where(full & (victims[..., 0] >= 0), victims[..., 0], S)
     else:
-        # Nothing of the cache's size may leave a cond: XLA would copy the keys and values.
+        # Rows of an engine become full in different steps. The others are shown as empty: a GPU's kernels read no keys
+        # of empty rows. Nothing of the cache's size may leave a cond: XLA would copy the keys and values.
+        judged = jnp.any(full, axis=1)[:, None, None]
+        shown = replace(entries, positions=jnp.where(judged, entries.positions, -1))
         nothing = jnp.zeros(entries.positions.shape, bool)
-        lost = jax.lax.cond(jnp.any(full), lambda: full[..., None] & mark(judge(), S), lambda: nothing)
+        lost = jax.lax.cond(jnp.any(full), lambda: full[..., None] & mark(judge(shown), S), lambda: nothing)
         after = room.release(entries, lost)
     return after, _first_empty(after, incoming)

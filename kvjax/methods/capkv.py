@@ -17,17 +17,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax.cache import Slots
-from kvjax.pallas_kernels import finite_or_zero
+from kvjax.pallas_kernels import finite_or_zero, fold
 from kvjax.pallas_kernels.matrices import cholesky, solve_lower
 from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_integer, check_number
 
 from .common.budgets import budget_of
+from .common.in_turns import in_turns
 from .common.mean_rotation import mean_rotation
 from .common.refusals import check_own_positions, check_sinks
 from .registry import preset
@@ -87,7 +87,7 @@ class ValueCapacity(Score):
         return None, QueryMean(number, old.mean + apart / jnp.maximum(number, 1)[..., None])
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
-        B, H, M, D = entries.keys.shape
+        B, H, _, D = entries.keys.shape
         anchor = mean_rotation(moment, D, np.arange(self.future))(entries.per_row.mean[:, :, None])[:, :, 0]
         scored = entries.positions >= self.sinks
         keys = entries.keys.astype(jnp.float32)
@@ -95,8 +95,8 @@ class ValueCapacity(Score):
         anchor /= jnp.maximum(jnp.linalg.norm(anchor, axis=-1, keepdims=True), 1e-12)
         values = jnp.where(scored[..., None], entries.values.astype(jnp.float32), 0)
 
-        def add(total: Array, anchor: Array) -> tuple[Array, None]:
-            """Adds one query head of every group, so that the values are not weighted by all of them at once."""
+        def of_head(anchor: Float[Array, "B H D"]) -> Float[Array, "B H M"]:
+            """Handles one query head of every group, so that the values are not weighted by all of them at once."""
             cosine = jnp.clip(jnp.einsum("BHMD,BHD->BHM", keys, anchor, precision="highest"), -1, 1)
             cosine = jnp.where(scored, cosine, -jnp.inf)
             top = jnp.max(cosine, axis=-1, keepdims=True)
@@ -106,11 +106,9 @@ class ValueCapacity(Score):
             factor = cholesky(capacity)
             rows = jnp.broadcast_to(factor, (B, H, D, D))
             half = solve_lower(rows, jnp.swapaxes(values, -1, -2))
-            return total + weights * jnp.sum(half**2, axis=2), None
+            return weights * jnp.sum(half**2, axis=2)
 
-        by_group = jnp.moveaxis(anchor.reshape(B, H, -1, D), 2, 0)
-        scores, _ = jax.lax.scan(add, jnp.zeros((B, H, M)), by_group)
-        return scores / by_group.shape[0]
+        return fold(in_turns(of_head, jnp.moveaxis(anchor.reshape(B, H, -1, D), 2, 0)), "mean", axis=0)
 
 
 @preset

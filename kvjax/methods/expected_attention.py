@@ -19,10 +19,11 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax.cache import Slots
-from kvjax.pallas_kernels import capped
+from kvjax.pallas_kernels import capped, fold
 from kvjax.policy import Attended, LayerShape, Moment, Needs, Policy, Protect, Score, check_integer, check_number
 
 from .common.budgets import budget_of
+from .common.in_turns import in_turns
 from .common.mean_rotation import mean_rotation
 from .common.refusals import check_own_positions, check_sinks
 from .registry import preset
@@ -104,7 +105,7 @@ class ExpectedAttention(Score):
         return statistics.mean, statistics.scatter / jnp.maximum(statistics.number, 1)[..., None, None]
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:
-        B, H, M, D = entries.keys.shape
+        B, H, _, D = entries.keys.shape
         keys = entries.keys.astype(jnp.float32)
         turn = mean_rotation(moment, D, np.arange(self.future))
         mean, covariance = self.query_statistics(entries, moment)
@@ -112,7 +113,7 @@ class ExpectedAttention(Score):
         covariance = turn(jnp.swapaxes(turn(covariance), -1, -2))  # R C R', because C is symmetric
         scored = entries.positions >= self.sinks
 
-        def attention(total: Array, head: tuple[Array, Array]) -> tuple[Array, None]:
+        def attention(head: tuple[Array, Array]) -> Float[Array, "B H M"]:
             """Computes one query head of every group, so that keys are not multiplied by all covariances at once."""
             mean, covariance = head
             softcap = moment.layer.softcap
@@ -126,13 +127,12 @@ class ExpectedAttention(Score):
             if entries.bias is not None:
                 logits += entries.bias
             weights = jax.nn.softmax(jnp.where(scored, logits, -jnp.inf), axis=-1)
-            return total + jnp.where(scored, weights, 0), None
+            return jnp.where(scored, weights, 0)
 
         def by_group(x: Array) -> Array:
             return jnp.moveaxis(x.reshape(B, H, -1, *x.shape[2:]), 2, 0)
 
-        scores, _ = jax.lax.scan(attention, jnp.zeros((B, H, M)), (by_group(mean), by_group(covariance)))
-        scores /= mean.shape[1] // H
+        scores = fold(in_turns(attention, (by_group(mean), by_group(covariance))), "mean", axis=0)
         if self.value_norm:
             scores = (scores + self.epsilon) * jnp.linalg.norm(entries.values.astype(jnp.float32), axis=-1)
         return scores

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -12,6 +11,7 @@ from kvjax.cache import Slots
 from kvjax.pallas_kernels import finite_or_zero
 from kvjax.policy import Attended, LayerShape, Moment, Needs, Score, check_integer
 
+from .in_turns import in_turns
 from .pooling import Pooling
 from .window_attention import QueryRing
 
@@ -112,7 +112,7 @@ class NonCausalAttention(Score):
             return jnp.mean(jnp.sum(jnp.where(asks[:, None, None, :, None], weights, 0), axis=3), axis=2)
 
         queries = queries.reshape(B, -1, K, queries.shape[-1])
-        sums = jax.lax.map(of_chunk, (by_chunk(queries, 2), by_chunk(asks, 1), by_chunk(keys, 2), by_chunk(bias, 2)))
+        sums = in_turns(of_chunk, (by_chunk(queries, 2), by_chunk(asks, 1), by_chunk(keys, 2), by_chunk(bias, 2)))
         return jnp.moveaxis(sums, 0, 2).reshape(B, H, K)
 
     def __call__(self, entries: Slots, moment: Moment) -> Float[Array, "B H M"]:

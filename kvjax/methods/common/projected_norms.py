@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from .in_turns import in_turns
 
 BLOCK = 64  # values that are projected at a time
 
@@ -32,4 +33,4 @@ def projected_norms(
         # A GPU's loop that stores what a reduction returns is not part of a CUDA graph. The maximum changes nothing.
         return jnp.maximum(jnp.linalg.norm(projected, ord=order, axis=-1), 0)
 
-    return jnp.moveaxis(jax.lax.map(of_block, values), 0, 3).reshape(B, H, -1, blocks * BLOCK)[..., :M]
+    return jnp.moveaxis(in_turns(of_block, values), 0, 3).reshape(B, H, -1, blocks * BLOCK)[..., :M]

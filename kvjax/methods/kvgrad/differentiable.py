@@ -10,6 +10,8 @@ from kvjax.cache import Slots
 from kvjax.models import AttentionLayer
 from kvjax.pallas_kernels import capped, finite_or_zero, visible
 
+from ..common.in_turns import in_turns
+
 BLOCK = 64  # queries of each head whose weights are in memory at a time
 
 
@@ -63,7 +65,7 @@ def differentiable(
     padding = -W % n
     rows = jnp.pad(q, ((0, 0), (0, 0), (0, padding), (0, 0))).reshape(B, H, Hq // H, -1, n, D)
     at = jnp.pad(positions, ((0, 0), (0, padding)), constant_values=-1).reshape(B, -1, n)
-    contexts = jax.lax.map(of_block, (jnp.moveaxis(rows, 3, 0), jnp.moveaxis(at, 1, 0)))
+    contexts = in_turns(of_block, (jnp.moveaxis(rows, 3, 0), jnp.moveaxis(at, 1, 0)))
     return jnp.moveaxis(contexts, 0, 3).reshape(B, Hq, W + padding, D)[:, :, :W]
 
 

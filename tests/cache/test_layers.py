@@ -1,0 +1,72 @@
+"""Making room in slots: rows that evict several entries at a time do so in steps of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache import Layers, Slots
+
+CAPACITY, COUNT, STEPS = 8, 4, 13
+HELD = (8, 7, 6, 1, 8)  # entries of each row at first; the last row has no tokens
+
+
+@dataclass(frozen=True)
+class Oldest:
+    """Evicts the entries of the lowest positions, and notes the rows that are shown with entries."""
+
+    count: int = COUNT
+    piecewise: bool = True
+    absorbs: bool = False
+    shown: list[list[int]] = field(default_factory=list)
+
+    def expire(self, entries: Slots) -> Slots:
+        return entries
+
+    def judge(self, entries: Slots) -> jax.Array:
+        jax.debug.callback(
+            lambda x: self.shown.append(np.flatnonzero((x >= 0).any((1, 2))).tolist()), entries.positions
+        )
+        return jnp.where(entries.positions < 0, jnp.inf, entries.positions.astype(jnp.float32))
+
+    def victims(self, scores: jax.Array, positions: jax.Array) -> jax.Array:
+        return jnp.argsort(scores, axis=-1)[..., : self.count]
+
+    def release(self, entries: Slots, lost: jax.Array) -> Slots:
+        return replace(entries, positions=jnp.where(lost, -1, entries.positions))
+
+
+def test_rows_out_of_phase_are_judged_when_they_are_full() -> None:
+    room, rows = Oldest(), len(HELD)
+    at = jnp.arange(CAPACITY)
+    positions = jnp.stack([jnp.where(at < held, at, -1) for held in HELD])[:, None]
+    zeros = jnp.zeros((rows, 1, CAPACITY, 2))
+    layers = Layers((Slots(zeros, zeros, positions, jnp.full((rows, 1), CAPACITY)),))
+    incoming = jnp.arange(rows) < rows - 1
+
+    @jax.jit
+    def step(layers: Layers, position: jax.Array) -> tuple[Layers, jax.Array]:
+        layers, slot = layers.make_room(0, incoming, room)
+        token = jnp.zeros((rows, 1, 2))
+        return layers.write(0, slot, token, token, position[:, None]), slot
+
+    expected, held = [], np.array(HELD[:-1])
+    for i in range(STEPS):
+        full = held == CAPACITY
+        expected += [np.flatnonzero(full).tolist()] if full.any() else []
+        held = held - COUNT * full + 1
+        layers, slot = step(layers, jnp.asarray(HELD) + i)
+        jax.effects_barrier()
+        assert layers.each[0].occupancy[:-1, 0].tolist() == held.tolist()
+        assert (slot[:-1] < CAPACITY).all()
+        assert slot[-1] == CAPACITY
+    assert room.shown == expected
+    assert len(expected) == STEPS - 1  # out of phase, some row evicts in nearly every step
+    assert sum(map(len, expected)) == 4 + 3 + 3 + 2  # and each row in every fourth
+    for row, positions in zip(HELD[:-1], layers.each[0].positions[:-1, 0], strict=True):
+        left = sorted(p for p in positions.tolist() if p >= 0)
+        assert left == list(range(row + STEPS - len(left), row + STEPS))
+    assert layers.each[0].positions[-1, 0].tolist() == list(range(CAPACITY))
