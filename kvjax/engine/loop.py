@@ -191,15 +191,15 @@ class Loop:
             ticket.feed.fail(error)
             self.counters.finish("failed", ticket.submitted)
         except StopIteration as stop:
-            self._reading = None
             guides = None
             if ticket.guided is not None and not self._guide(ticket, guides := self._no_guides(1), 0):
+                self._reading = None
                 return
             row = self.rows.index(None)
             report = self._device.admit(stop.value, ticket.start, row, guides)
             self._due.append(partial(self._deliver, report, 1, [ticket]))
             self.counters.prompt_tokens += ticket.prompt_tokens
-            self.rows[row] = ticket
+            self.rows[row], self._reading = ticket, None
 
     def _advance(self) -> bool:
         """Advances all rows. Returns whether there were any."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax.attend.causal import causal
-from kvjax.models import decoder as module
+from kvjax.models import feed_forward as module
 from tests.tiny import VOCAB, decoder
 
 

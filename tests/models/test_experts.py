@@ -15,7 +15,7 @@ from kvjax.checkpoint import CheckpointError, load, restore, save
 from kvjax.mesh.experts import gathered_products, mixed, over_experts, sorted_products
 from kvjax.mesh.sharding import fit_mesh
 from kvjax.models import ExpertWeights, Mixture, densely, routed
-from kvjax.models.decoder import ACTIVATIONS
+from kvjax.models.feed_forward import ACTIVATIONS
 from tests.products import each_once
 from tests.tiny import decoder
 
