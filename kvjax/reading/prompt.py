@@ -225,7 +225,6 @@ def read_prompt(
     if closely_watched() and not traced:
         run = Counting("reading the prompt", _foreseen(params, cache, batch, plan, texts)[0], more=more).run
     elif foresee is not None and plan.chunk is None and not (end.allocate and shows_whole_segments(cache.policy)):
-        plan.last(cache)  # a cache that does not fit is an error before anything is compiled for it
         foresee(*_foreseen(params, cache, batch, plan, texts)[1])
     return complete(pieces(params, cache, batch, plan, texts, run=run, put=cache.put_rows))
 
