@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,6 @@ from kvjax.models import Decoder
 from kvjax.plan import full_bytes
 from kvjax.policy import Policy
 from kvjax.reading.room import Compress
-from kvjax.request.ahead import Ahead, lower_loop, lower_step
 from kvjax.request.chat import TemplateOptions
 from kvjax.request.ends import EndTokens
 from kvjax.request.prompts import Prompt, is_single
@@ -41,8 +40,7 @@ class Stats:
             from the prompt's logits and is not counted.
         prefill_seconds: time in the programs that read and compress the prompt.
         decode_seconds: time in the decoding loop.
-        compile_seconds: time for tracing and compiling these programs, as far as the call waited for it. The first call
-            compiles the decoding loop while it reads the prompt.
+        compile_seconds: time for tracing and compiling these programs.
         cache_bytes: size of the final cache: keys, values, positions and the policy's state. Slots for tokens to come
             are counted, too.
         full_cache_bytes: what a cache of the policy `full` would take for the same rows, with the same slots for tokens
@@ -201,11 +199,8 @@ def generate(
         chat_template_kwargs=chat_template_kwargs,
     )
     clock = Clock()
-    state = Decoding.begin(request.sampling, request.cache, size=request.room, log_probs=log_probs)
-    ahead = Ahead(params, request, state, lower_step if stops else lower_loop)
-    logits, filled = clock.run("prefill", read_request, params, request, ahead.foresee)
-    clock.run("compile", ahead.wait)
-    state = replace(state, cache=filled)
+    logits, filled = clock.run("prefill", read_request, params, request)
+    state = Decoding.begin(request.sampling, filled, size=request.room, log_probs=log_probs)
     said: list[str] | None = None
     if stops:
         rows = [RowText(tokenizer, stops) for _ in request.batch.lengths]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ from kvjax.kv_cache import KVCache
 from kvjax.models import Decoder
 from kvjax.policy import Policy
 from kvjax.reading.room import Compress
-from kvjax.request.ahead import Ahead, lower_step
 from kvjax.request.chat import TemplateOptions
 from kvjax.request.ends import EndTokens
 from kvjax.request.prompts import Prompt
@@ -123,10 +122,8 @@ def _pieces(
     keep: Callable[[KVCache], None],
 ) -> Generator[Piece, None, None]:
     """Yields the pieces. `keep` receives the cache when the last one is yielded or the generator is closed."""
-    state = Decoding.begin(request.sampling, request.cache, size=0, log_probs=False)
-    ahead = Ahead(params, request, state, lower_step)
-    logits, filled = read_request(params, request, ahead.foresee)
-    state = replace(state, cache=filled)
+    logits, filled = read_request(params, request)
+    state = Decoding.begin(request.sampling, filled, size=0, log_probs=False)
     texts = None if tokenizer is None else [RowText(tokenizer, stops) for _ in request.batch.lengths]
     for step in decode_each(params, state, logits, max_new_tokens, texts):
         cache, ends = step.state.cache, not step.active.any()
@@ -137,4 +134,3 @@ def _pieces(
         except GeneratorExit:
             keep(cache)
             raise
-        ahead.wait()

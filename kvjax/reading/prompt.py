@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -23,7 +23,7 @@ from kvjax.runtime.clock import Run, run_at_once
 from kvjax.runtime.compiled import key_of
 from kvjax.runtime.progress import Counting, closely_watched
 
-from .allocate import allocated, shows_whole_segments
+from .allocate import allocated
 from .layers import jitted_step, logits_of, read
 from .replays import check_one_call, encoded_texts, passes, replay
 from .room import Compress, Ending, check_fits, ending, grown, occupied_slots, plan_read, with_room
@@ -31,8 +31,6 @@ from .room import Compress, Ending, check_fits, ending, grown, occupied_slots, p
 Result = TypeVar("Result")
 Pieces = Generator[None, None, Result]
 """Work that stops between its pieces, and returns a result after the last one."""
-Foresee: TypeAlias = Callable[[Any, KVCache], None]
-"""Is told the shapes of the logits and of the cache that a prompt will leave."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +192,6 @@ def read_prompt(
     texts: Texts | None = None,
     traced: bool = False,
     more: int = 0,
-    foresee: Foresee | None = None,
 ) -> tuple[Float[Array, "B V"], KVCache]:
     """Extends a cache by a prompt, in chunks of `chunk` tokens, and leaves room for `room` tokens to be decoded.
 
@@ -206,7 +203,6 @@ def read_prompt(
             already.
         traced: whether the call is a part of a caller's program, which then provides the room.
         more: the number of programs that will run afterwards, for whoever watches.
-        foresee: is called before anything runs, if the shapes follow from those of the arguments alone.
 
     Returns:
         Float32 logits after each row's last token, and the extended cache.
@@ -223,19 +219,12 @@ def read_prompt(
     texts = encoded_texts(cache.policy, None) if texts is None else texts
     run: Run = run_at_once
     if closely_watched() and not traced:
-        run = Counting("reading the prompt", _foreseen(params, cache, batch, plan, texts)[0], more=more).run
-    elif foresee is not None and plan.chunk is None and not (end.allocate and shows_whole_segments(cache.policy)):
-        foresee(*_foreseen(params, cache, batch, plan, texts)[1])
+        run = Counting("reading the prompt", _programs(params, cache, batch, plan, texts), more=more).run
     return complete(pieces(params, cache, batch, plan, texts, run=run, put=cache.put_rows))
 
 
-def _foreseen(
-    params: Decoder, cache: KVCache, batch: Batch, plan: Plan, texts: Texts
-) -> tuple[list[Hashable], tuple[Any, KVCache]]:
-    """Finds the programs that `pieces` will run, and its results, from shapes.
-
-    What is traced for it is not traced again.
-    """
+def _programs(params: Decoder, cache: KVCache, batch: Batch, plan: Plan, texts: Texts) -> list[Hashable]:
+    """Finds the programs that `pieces` will run, from shapes. What is traced for it is not traced again."""
     found: list[Hashable] = []
     results: dict[Hashable, Any] = {}
 
@@ -246,8 +235,8 @@ def _foreseen(
         return results[key]
 
     owned = cache.entries.preallocates  # `read` makes a copy of such a cache, which shapes need not
-    work = pieces(_shapes(params), _shapes(cache), batch, plan, texts, run=note, put=_shapes, owned=owned)
-    return found, complete(work)
+    complete(pieces(_shapes(params), _shapes(cache), batch, plan, texts, run=note, put=_shapes, owned=owned))
+    return found
 
 
 def _shapes(tree: Any) -> Any:

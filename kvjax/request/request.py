@@ -23,7 +23,7 @@ from kvjax.kv_cache import KVCache, check_attached
 from kvjax.mesh.sharding import check_batch, fetch, mesh_of
 from kvjax.models import Decoder
 from kvjax.policy import Policy, Texts
-from kvjax.reading.prompt import Batch, Foresee, read_prompt
+from kvjax.reading.prompt import Batch, read_prompt
 from kvjax.reading.replays import encoded_texts
 from kvjax.reading.room import Compress, check_reading, ending
 from kvjax.request.chat import TemplateOptions, check_template_options
@@ -138,13 +138,8 @@ class Request:
         return cls(batch, cache, texts, chunk, compress, room_for(limit), sampling)
 
 
-def read_request(
-    params: Decoder, request: Request, foresee: Foresee | None = None
-) -> tuple[Float[Array, "B V"], KVCache]:
+def read_request(params: Decoder, request: Request) -> tuple[Float[Array, "B V"], KVCache]:
     """Reads a request's prompt into its cache.
-
-    Args:
-        foresee: as `read_prompt` has it.
 
     Returns:
         Float32 logits after each row's last token, and the extended cache with room for the answer.
@@ -158,7 +153,6 @@ def read_request(
         compress=request.compress,
         texts=request.texts,
         more=0 if request.sampling is None else ANSWERING,
-        foresee=foresee,
     )
 
 

@@ -36,7 +36,7 @@ class Clock:
         """Returns `function(*args, **kwargs)`, once it is there, and adds its time to `seconds[name]`.
 
         Args:
-            name: any name; "compile" for a function that waits for the compiler.
+            name: any name but "compile".
         """
         compiling: list[tuple[float, float]] = []
         outer, _this_thread.compiling = getattr(_this_thread, "compiling", None), compiling
