@@ -79,7 +79,8 @@ class Communication:
 def of_allocation(params: Decoder, policy: kvjax.Policy) -> Communication:
     """What the programs communicate that allocate a budget to layers of one kind, on a mesh of 2 x 4 devices."""
     programs = lower_prefill(params.config, policy, **PROMPTS, new_tokens=NEW, mesh=mesh(2, 4))
-    layers, counts, largest = params.config.num_layers, Counter(), 0
+    counts: Counter = Counter()
+    layers, largest = params.config.num_layers, 0
     for name, times in (("compared", layers), ("divided", 1), ("placed", layers)):
         one = Communication.of(programs[f"{name} 0"].compile().as_text())
         counts.update({kind: count * times for kind, count in one.counts.items()})
