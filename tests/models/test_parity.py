@@ -91,6 +91,7 @@ def test_logits_in_bfloat16(case, model, folder, tokens):
 @pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - {"internlm2"}))
 def test_defaults_are_those_of_transformers(model_type):
     """A config.json without optional fields maps to the same config as the complete one of transformers."""
+    reference.skip_unknown(model_type)
     if model_type == "olmo3":
         skip_one_rope()
     complete = transformers.AutoConfig.for_model(model_type).to_dict()
@@ -174,6 +175,8 @@ def test_transformers_reads_back_what_it_wrote(case, model, folder, tmp_path, to
 )
 def test_transformers_reads_a_decoder_of_ours(name, dtype, tmp_path, tokens):
     model_type, fields = CASES[name]
+    if model_type == "qwen3_5_text":
+        reference.skip_unknown(model_type)
     defaults = {"vocab_size": VOCAB, "intermediate_size": 48, "num_hidden_layers": 1}
     params = Decoder(config_from_hf(defaults | fields | {"model_type": model_type}), nnx.Rngs(1), dtype)
     save_hf(params, tmp_path)
